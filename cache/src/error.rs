@@ -1,0 +1,46 @@
+//! What can go wrong with a checkpoint or a cache file; each text names the remedy.
+
+use std::path::{Path, PathBuf};
+
+/// Shorthand for this crate's results.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// One error for the crate. A variant carries what its reader needs to act.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The operating system refused a file operation.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The checkpoint cannot be used as it is.
+    #[error("{path}: {what}", path = path.display())]
+    Checkpoint {
+        /// The file or directory at fault.
+        path: PathBuf,
+        /// What is wrong and what to do about it.
+        what: String,
+    },
+    /// The cache file is not what it should be.
+    #[error("{path}: {what}; run `moebius cache build --force` to make it again", path = path.display())]
+    Cache {
+        /// The cache file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// The request itself makes no sense for this model.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+impl Error {
+    /// Attaches a path to an I/O error: `.map_err(Error::io(path))`.
+    pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+        let path = path.to_path_buf();
+        move |source| Error::Io { path, source }
+    }
+}

@@ -1,0 +1,157 @@
+//! Where every byte of a packed expert lies: tiles of 16 rows, in the order the kernels read them.
+//!
+//! A matrix `[n, k]` (`y = W x`, `k` contiguous in the source) is cut into tiles of 16 rows; a last partial tile is
+//! filled with zero weights. A tile of an integer matrix holds its scales, then its codes:
+//!
+//! ```text
+//! scales  [k / group_size][16] bf16, then zeros up to a multiple of 64 bytes
+//! codes   INT8: [k / 4][16][4] u8, code + 128                 (one 64-byte line: 16 rows x 4 inputs)
+//!         INT4: [k / 8][16][4] u8, code + 8 in each nibble    (one 64-byte line: 16 rows x 8 inputs)
+//!               byte [c][r][j]: low nibble is input 8c + j, high nibble is input 8c + 4 + j
+//! ```
+//!
+//! This is the operand order of `vpdpbusd` (unsigned weights, signed activations) and of an AMX B tile.
+//! A tile of a BF16 matrix is 16 plain rows, so the whole matrix is row-major.
+//!
+//! An expert is `gate` and `up` with their tiles alternating (gate 0, up 0, gate 1, up 1, ...), then `down`: a slice of
+//! intermediate rows is one contiguous run of bytes.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// Rows of one tile.
+pub const TILE_ROWS: usize = 16;
+
+/// How expert weights are stored and computed with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", tag = "bits")]
+pub enum Precision {
+    /// 16-bit brain floats, as most checkpoints come.
+    Bf16,
+    /// 8-bit integers, one bf16 scale per `group_size` inputs of a row.
+    Int8 {
+        /// Inputs that share a scale: 32, 64 or 128.
+        group_size: usize,
+    },
+    /// 4-bit integers, one bf16 scale per `group_size` inputs of a row.
+    Int4 {
+        /// Inputs that share a scale: 32, 64 or 128.
+        group_size: usize,
+    },
+}
+
+impl Precision {
+    /// Inputs that share a scale; `None` for BF16.
+    pub fn group_size(self) -> Option<usize> {
+        match self {
+            Precision::Bf16 => None,
+            Precision::Int8 { group_size } | Precision::Int4 { group_size } => Some(group_size),
+        }
+    }
+}
+
+impl std::fmt::Display for Precision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Precision::Bf16 => write!(f, "bf16"),
+            Precision::Int8 { group_size } => write!(f, "int8-g{group_size}"),
+            Precision::Int4 { group_size } => write!(f, "int4-g{group_size}"),
+        }
+    }
+}
+
+/// The bytes of one packed matrix `[n, k]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixLayout {
+    /// Output rows.
+    pub n: usize,
+    /// Inputs, the contiguous dimension of the source.
+    pub k: usize,
+    /// Storage of the weights.
+    pub precision: Precision,
+}
+
+impl MatrixLayout {
+    /// Errors: `Error::Invalid` when a dimension is zero, or the group size is not 32, 64 or 128 or does not divide `k`.
+    pub fn new(n: usize, k: usize, precision: Precision) -> Result<Self> {
+        if n == 0 || k == 0 {
+            return Err(Error::Invalid(format!("a matrix of {n} x {k} has no weights")));
+        }
+        if let Some(g) = precision.group_size() {
+            if ![32, 64, 128].contains(&g) {
+                return Err(Error::Invalid(format!("group size {g} is not 32, 64 or 128")));
+            }
+            if k % g != 0 {
+                return Err(Error::Invalid(format!(
+                    "group size {g} does not divide a row of {k} weights: choose --group-size 32, 64 or 128 that does, or --experts bf16"
+                )));
+            }
+        }
+        Ok(Self { n, k, precision })
+    }
+
+    /// Tiles of 16 rows, the last one possibly filled with zeros.
+    pub fn tiles(&self) -> usize {
+        self.n.div_ceil(TILE_ROWS)
+    }
+
+    /// Bytes of the scales at the start of a tile (a multiple of 64; 0 for BF16).
+    pub fn scale_bytes(&self) -> usize {
+        match self.precision.group_size() {
+            None => 0,
+            Some(g) => (self.k / g * TILE_ROWS * 2).next_multiple_of(64),
+        }
+    }
+
+    /// Bytes of one tile, scales included.
+    pub fn tile_bytes(&self) -> usize {
+        self.scale_bytes()
+            + match self.precision {
+                Precision::Bf16 => self.k * TILE_ROWS * 2,
+                Precision::Int8 { .. } => self.k * TILE_ROWS,
+                Precision::Int4 { .. } => self.k * TILE_ROWS / 2,
+            }
+    }
+
+    /// Bytes of the whole matrix.
+    pub fn bytes(&self) -> usize {
+        self.tiles() * self.tile_bytes()
+    }
+}
+
+/// The bytes of one packed expert: `down(silu(gate x) * up x)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertLayout {
+    /// `gate` and `up`, each `[intermediate, hidden]`.
+    pub gate: MatrixLayout,
+    /// `[hidden, intermediate]`.
+    pub down: MatrixLayout,
+}
+
+impl ExpertLayout {
+    /// Errors: `Error::Invalid` as [`MatrixLayout::new`].
+    pub fn new(hidden: usize, intermediate: usize, precision: Precision) -> Result<Self> {
+        Ok(Self { gate: MatrixLayout::new(intermediate, hidden, precision)?, down: MatrixLayout::new(hidden, intermediate, precision)? })
+    }
+
+    /// Offset of tile `i` of `gate` in the expert.
+    pub fn gate_tile(&self, i: usize) -> usize {
+        2 * i * self.gate.tile_bytes()
+    }
+
+    /// Offset of tile `i` of `up` in the expert.
+    pub fn up_tile(&self, i: usize) -> usize {
+        (2 * i + 1) * self.gate.tile_bytes()
+    }
+
+    /// Offset of tile `i` of `down` in the expert.
+    pub fn down_tile(&self, i: usize) -> usize {
+        2 * self.gate.bytes() + i * self.down.tile_bytes()
+    }
+
+    /// Bytes of the whole expert, rounded up to a multiple of 64: the stride from one expert of a layer to the next.
+    pub fn bytes(&self) -> usize {
+        (2 * self.gate.bytes() + self.down.bytes()).next_multiple_of(64)
+    }
+}

@@ -1,0 +1,69 @@
+//! `EngineConfig`: every choice a user can make, with its default, unit and validation.
+
+use std::path::PathBuf;
+
+use crate::kernel::Simd;
+
+/// Storage and arithmetic of the routed experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum ExpertBits {
+    /// As most checkpoints come; f32 arithmetic.
+    Bf16,
+    /// 8-bit codes, group scales, int8 activations.
+    Int8,
+    /// 4-bit codes, group scales, int8 activations.
+    #[default]
+    Int4,
+}
+
+/// Storage of attention, shared experts, dense MLPs and the output head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DenseBits {
+    /// As most checkpoints come; f32 arithmetic.
+    #[default]
+    Bf16,
+    /// 8-bit codes, group scales, int8 activations.
+    Int8,
+}
+
+/// Every user choice of an engine.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Precision of the routed experts, in prefill and decode alike.
+    pub experts: ExpertBits,
+    /// Inputs that share a scale (32, 64 or 128); `None`: the checkpoint's own, else the largest that divides.
+    pub group_size: Option<usize>,
+    /// Precision of everything else (router and norms are always f32).
+    pub dense: DenseBits,
+    /// Tokens of prompt plus answer that a sequence may hold; `None`: the model's own limit, lowered to what memory allows.
+    pub max_context: Option<usize>,
+    /// Sequences that run at the same time.
+    pub max_sequences: usize,
+    /// Tokens of one forward pass: the size of a prefill chunk.
+    pub max_batch_tokens: usize,
+    /// Worker threads; `None`: one per physical core this process may use.
+    pub threads: Option<usize>,
+    /// Instruction set of the CPU kernels; `None`: the best this machine has.
+    pub simd: Option<Simd>,
+    /// Where expert caches are kept; `None`: `$XDG_CACHE_HOME/moebius` or `~/.cache/moebius`.
+    pub cache_dir: Option<PathBuf>,
+    /// Lock the experts in RAM.
+    pub lock: bool,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            experts: ExpertBits::default(),
+            group_size: None,
+            dense: DenseBits::default(),
+            max_context: None,
+            max_sequences: 8,
+            max_batch_tokens: 512,
+            threads: None,
+            simd: None,
+            cache_dir: None,
+            lock: false,
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! The `moebius` command.
+
+fn main() {}
