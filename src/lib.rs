@@ -9,6 +9,9 @@
 pub mod config;
 pub mod engine;
 pub mod error;
+pub mod experts;
 pub mod kernel;
+pub mod topology;
+pub mod workers;
 
 pub use error::{Error, Result};

@@ -1,0 +1,28 @@
+//! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual stream.
+
+pub mod cpu;
+
+use crate::Result;
+
+/// Which experts each token goes to, and with what weight.
+#[derive(Clone, Debug, Default)]
+pub struct Routing {
+    /// Experts per token.
+    pub top_k: usize,
+    /// [tokens, top_k]; an id below 0 or beyond the layer's experts is skipped.
+    pub ids: Vec<i32>,
+    /// [tokens, top_k]
+    pub weights: Vec<f32>,
+}
+
+/// The routed experts of a model.
+pub trait ExpertExecutor {
+    /// Starts one MoE layer (counted among MoE layers) on `x` [tokens, hidden].
+    fn submit(&mut self, layer: usize, x: &[f32], routing: &Routing) -> Result<()>;
+
+    /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
+    fn finish(&mut self, out: &mut [f32]) -> Result<()>;
+
+    /// Bytes of expert weights read since the start.
+    fn bytes_read(&self) -> u64;
+}
