@@ -15,13 +15,13 @@ pub struct Routing {
     pub weights: Vec<f32>,
 }
 
-/// The routed experts of a model.
-pub trait ExpertExecutor {
+/// The routed experts of a model; `T` is the tensor of the backend they stand beside.
+pub trait ExpertExecutor<T>: Send {
     /// Starts one MoE layer (counted among MoE layers) on `x` [tokens, hidden].
-    fn submit(&mut self, layer: usize, x: &[f32], routing: &Routing) -> Result<()>;
+    fn submit(&mut self, layer: usize, x: &T, routing: &Routing) -> Result<()>;
 
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
-    fn finish(&mut self, out: &mut [f32]) -> Result<()>;
+    fn finish(&mut self, out: &mut T) -> Result<()>;
 
     /// Bytes of expert weights read since the start.
     fn bytes_read(&self) -> u64;

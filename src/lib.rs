@@ -6,12 +6,24 @@
 //! error, config                      what can fail, what a user can choose
 //! ```
 
+pub mod attention;
+pub mod backend;
+pub mod batch;
 pub mod config;
 pub mod engine;
 pub mod error;
 pub mod experts;
+pub mod forward;
 pub mod kernel;
+pub mod kv_cache;
+pub mod load;
+pub mod model;
+pub mod models;
+pub mod sampler;
+pub mod scheduler;
+pub mod tensor;
 pub mod topology;
+pub mod weights;
 pub mod workers;
 
 pub use error::{Error, Result};

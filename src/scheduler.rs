@@ -131,6 +131,11 @@ impl<T> Scheduler<T> {
         self.plan.push(Scheduled { index, tokens, last_row });
     }
 
+    /// Part `i` of the planned step.
+    pub fn planned(&self, i: usize) -> Scheduled {
+        self.plan[i]
+    }
+
     /// Records that the planned step has run: its tokens are in the cache.
     pub fn commit(&mut self) {
         for s in &self.plan {

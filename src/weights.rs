@@ -92,7 +92,7 @@ impl TensorSource for Checkpoint {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         let view = self.tensor(name)?;
         view.expect_shape(&[rows, cols])?;
-        if view.dtype == Dtype::Bf16
+        if view.dtype == Dtype::BF16
             && let Ok(data) = bytemuck::try_cast_slice::<u8, bf16>(view.data)
         {
             if !data.par_chunks(1 << 18).all(|c| c.iter().all(|w| w.to_bits() & 0x7f80 != 0x7f80)) {
@@ -223,15 +223,15 @@ struct Loader<'a, B: Backend> {
 }
 
 impl<B: Backend> Weights<B> {
-    /// Loads everything but the routed experts. `report(done, layers)` is called after each layer.
-    pub fn load(backend: &B, source: &dyn TensorSource, model: &ModelConfig, bits: DenseBits, report: &dyn Fn(usize, usize)) -> Result<Self> {
+    /// Loads everything but the routed experts. `report(done, layers)` is called after each layer and may stop it.
+    pub fn load(backend: &B, source: &dyn TensorSource, model: &ModelConfig, bits: DenseBits, report: &dyn Fn(usize, usize) -> Result<()>) -> Result<Self> {
         let loader = Loader { backend, source, model, bits };
         let (prefix, hidden, vocab) = (&model.prefix, model.hidden_size, model.vocab_size);
         let embedding = format!("{prefix}model.embed_tokens.weight");
         let head = if model.tied_embeddings { embedding.clone() } else { format!("{prefix}lm_head.weight") };
         let layers = model.layers.iter().enumerate().map(|(i, layer)| {
             let weights = loader.layer(&format!("{prefix}model.layers.{i}"), layer)?;
-            report(i + 1, model.layers.len());
+            report(i + 1, model.layers.len())?;
             Ok(weights)
         });
         Ok(Self {
