@@ -2,7 +2,29 @@
 
 pub mod cpu;
 
+pub use cpu::CpuExperts;
+
+use moebius_cache::pack::ExpertLayout;
+
 use crate::Result;
+
+/// Packed experts in memory: a mapped cache file, or random weights of a bench.
+pub trait ExpertStore: Send + Sync {
+    /// Of every expert.
+    fn layout(&self) -> ExpertLayout;
+
+    /// MoE layers.
+    fn num_layers(&self) -> usize;
+
+    /// Experts of a layer.
+    fn num_experts(&self) -> usize;
+
+    /// The bytes of one expert.
+    fn expert(&self, layer: usize, expert: usize) -> &[u8];
+
+    /// Whether those bytes are what was written; called once before an expert's first use.
+    fn check_expert(&self, layer: usize, expert: usize) -> Result<()>;
+}
 
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]

@@ -28,7 +28,7 @@ fn exp(x: f32) -> f32 {
     // x = n ln2 + r, |r| <= ln2 / 2; e^r as Cephes' expf.
     let shifted = y.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    let r = n.mul_add(-0.693_359_375, y);
+    let r = n.mul_add(-0.693_359_4, y);
     let r = n.mul_add(2.121_944_4e-4, r);
     let p = 1.987_569_2e-4_f32;
     let p = p.mul_add(r, 1.398_199_9e-3);
@@ -45,7 +45,7 @@ fn exp(x: f32) -> f32 {
 /// [`super::Kernel::quantize`]
 #[inline(always)]
 pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
-    assert!(group > 0 && x.len() % group == 0 && codes.len() == x.len());
+    assert!(group > 0 && x.len().is_multiple_of(group) && codes.len() == x.len());
     assert!(scales.len() == x.len() / group && sums.len() == scales.len());
     for (i, (x, codes)) in x.chunks_exact(group).zip(codes.chunks_exact_mut(group)).enumerate() {
         // As integers, magnitudes keep their order and NaN is the largest: it reaches the scale instead of vanishing.
