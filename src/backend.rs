@@ -77,8 +77,8 @@ pub trait Backend {
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
     /// included; `out` is `[T, num_heads * value_dim]`. Values are the first `value_dim` numbers of the value (or key) row.
     fn attention(&self, kv: &Self::Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Self::Tensor, out: &mut Self::Tensor);
-    /// `gate[t] = silu(gate[t]) * up[t]`.
-    fn silu_mul(&self, gate: &mut Self::Tensor, up: &Self::Tensor);
+    /// `out[t] = silu(gate[t]) * up[t]`.
+    fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
     /// Chooses and weights experts for every token; scaling is in the weights.
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Routing);
     /// `out[i] = x[rows[i]]`.

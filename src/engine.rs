@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::{DenseBits, EngineConfig};
 use crate::forward::Model;
 use crate::kv_cache::{BlockPool, KvCache};
+use crate::kernel::Simd;
 use crate::load::{self, LoadProgress};
 use crate::sampler::Sampler;
 use crate::scheduler::{Scheduler, Sequence};
@@ -109,7 +109,7 @@ pub struct EngineInfo {
     /// Worker threads.
     pub threads: usize,
     /// Instruction set of the CPU kernels.
-    pub simd: &'static str,
+    pub simd: Simd,
     /// Seconds from the start of loading until ready.
     pub ready_s: f64,
 }
@@ -169,7 +169,7 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
         dense: if config.dense == DenseBits::Int8 { "int8" } else { "bf16" }.into(),
         max_context: loaded.max_context,
         threads: loaded.team.threads(),
-        simd: loaded.kernel.simd().name(),
+        simd: loaded.kernel.simd(),
         ready_s: started.elapsed().as_secs_f64(),
     };
     let engine = Engine {
@@ -290,9 +290,8 @@ impl Engine {
         if last.is_empty() {
             return Ok(());
         }
-        let logits = self.model.logits(&last);
         let vocab = self.vocab_size;
-        let mut logits = self.model.backend.read(logits);
+        let mut logits = self.model.logits(&last);
         for (&(index, _), logits) in self.rows.iter().zip(logits.chunks_exact_mut(vocab)) {
             let sequence = self.scheduler.sequence(index);
             if let Err(error) = choose(sequence, logits, &self.end_tokens, self.max_context, read) {

@@ -26,6 +26,28 @@ pub trait ExpertStore: Send + Sync {
     fn check_expert(&self, layer: usize, expert: usize) -> Result<()>;
 }
 
+impl ExpertStore for moebius_cache::format::ExpertCache {
+    fn layout(&self) -> ExpertLayout {
+        self.layout()
+    }
+
+    fn num_layers(&self) -> usize {
+        self.num_layers()
+    }
+
+    fn num_experts(&self) -> usize {
+        self.num_experts()
+    }
+
+    fn expert(&self, layer: usize, expert: usize) -> &[u8] {
+        self.expert(layer, expert)
+    }
+
+    fn check_expert(&self, layer: usize, expert: usize) -> Result<()> {
+        Ok(self.check_expert(layer, expert)?)
+    }
+}
+
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]
 pub struct Routing {

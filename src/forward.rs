@@ -15,7 +15,7 @@ use crate::batch::Batch;
 use crate::experts::{ExpertExecutor, Routing};
 use crate::kv_cache::KvCache;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
-use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
+use crate::weights::{FfnWeights, MlpWeights, Weights};
 
 /// A model ready to run on a backend, with the buffers of its forward pass.
 pub struct Model<B: Backend> {
@@ -50,6 +50,7 @@ struct MlpBuffers<B: Backend> {
     width: usize,
     gate: B::Tensor,
     up: B::Tensor,
+    product: B::Tensor,
 }
 
 /// Sees what passes between layers, as `capture` does.
@@ -80,7 +81,7 @@ impl<B: Backend> Model<B> {
             h: tensor(hidden),
             angles: tensor(config.rope.dim),
             attention: AttentionBuffers::new(&backend, &config, max_tokens),
-            mlp: widths.iter().map(|&width| MlpBuffers { width, gate: tensor(width), up: tensor(width) }).collect(),
+            mlp: widths.iter().map(|&width| MlpBuffers { width, gate: tensor(width), up: tensor(width), product: tensor(width) }).collect(),
             routing: Routing::default(),
             last: backend.tensor(max_logit_rows, hidden),
             last_normed: backend.tensor(max_logit_rows, hidden),
@@ -131,8 +132,8 @@ impl<B: Backend> Model<B> {
         Ok(())
     }
 
-    /// Logits `[rows, vocab]` of rows of the last batch, at most [`Model::max_logit_rows`] at a time.
-    pub fn logits(&mut self, rows: &[usize]) -> &B::Tensor {
+    /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Model::max_logit_rows`] rows at a time.
+    pub fn logits(&mut self, rows: &[usize]) -> Vec<f32> {
         let Self { backend, config, weights, buffers, .. } = self;
         let Buffers { x, last, last_normed, logits, .. } = buffers;
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
@@ -141,7 +142,7 @@ impl<B: Backend> Model<B> {
         backend.gather(x, rows, last);
         backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
         backend.linear(&weights.lm_head, last_normed, logits);
-        logits
+        backend.read(logits)
     }
 
     /// Rows of logits that one call may ask for.
@@ -156,8 +157,9 @@ impl<B: Backend> Buffers<B> {
             backend.set_rows(t, rows);
         }
         for m in &mut self.mlp {
-            backend.set_rows(&mut m.gate, rows);
-            backend.set_rows(&mut m.up, rows);
+            for t in [&mut m.gate, &mut m.up, &mut m.product] {
+                backend.set_rows(t, rows);
+            }
         }
         self.attention.set_rows(backend, rows);
     }
@@ -172,11 +174,11 @@ fn mlp<B: Backend>(
     h: &B::Tensor,
     x: &mut B::Tensor,
 ) {
-    let MlpBuffers { gate, up, .. } = buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
+    let MlpBuffers { gate, up, product, .. } = buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
     backend.linear(&w.gate, h, gate);
     backend.linear(&w.up, h, up);
-    backend.silu_mul(gate, up);
-    backend.linear_add(&w.down, gate, x);
+    backend.silu_mul(gate, up, product);
+    backend.linear_add(&w.down, product, x);
 }
 
 /// Width of the layer's dense MLP or shared expert.

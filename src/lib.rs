@@ -9,6 +9,7 @@
 pub mod attention;
 pub mod backend;
 pub mod batch;
+pub mod capture;
 pub mod config;
 pub mod engine;
 pub mod error;

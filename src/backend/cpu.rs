@@ -231,9 +231,8 @@ impl Backend for Cpu {
         self.attend(kv, batch, num_heads, scale, q, out);
     }
 
-    fn silu_mul(&self, gate: &mut Tensor, up: &Tensor) {
-        assert_eq!((gate.rows(), gate.cols()), (up.rows(), up.cols()));
-        self.kernel.silu_mul(gate.data_mut(), up.data());
+    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        self.kernel.silu_mul(gate.data(), up.data(), out.data_mut());
     }
 
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {

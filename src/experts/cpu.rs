@@ -21,6 +21,7 @@ use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use super::{ExpertExecutor, ExpertStore, Routing};
 use crate::kernel::{Kernel, QuantizedRows, Rows};
+use crate::tensor::Tensor;
 use crate::workers::{Shared, Team, Worker};
 use crate::Result;
 
@@ -257,8 +258,23 @@ impl CpuExperts {
     }
 }
 
-impl ExpertExecutor for CpuExperts {
-    fn submit(&mut self, layer: usize, x: &[f32], routing: &Routing) -> Result<()> {
+impl ExpertExecutor<Tensor> for CpuExperts {
+    fn submit(&mut self, layer: usize, x: &Tensor, routing: &Routing) -> Result<()> {
+        self.submit_rows(layer, x.data(), routing)
+    }
+
+    fn finish(&mut self, out: &mut Tensor) -> Result<()> {
+        self.finish_rows(out.data_mut())
+    }
+
+    fn bytes_read(&self) -> u64 {
+        self.bytes_read
+    }
+}
+
+impl CpuExperts {
+    /// [`submit`](ExpertExecutor::submit) with `x` as plain rows, `[tokens, hidden]`.
+    pub fn submit_rows(&mut self, layer: usize, x: &[f32], routing: &Routing) -> Result<()> {
         let k = self.layout.gate.k;
         self.tokens = x.len() / k;
         assert_eq!(x.len(), self.tokens * k, "rows of {k}");
@@ -275,7 +291,8 @@ impl ExpertExecutor for CpuExperts {
         Ok(())
     }
 
-    fn finish(&mut self, out: &mut [f32]) -> Result<()> {
+    /// [`finish`](ExpertExecutor::finish) into plain rows, `[tokens, hidden]`.
+    pub fn finish_rows(&mut self, out: &mut [f32]) -> Result<()> {
         assert_eq!(out.len(), self.tokens * self.layout.down.n);
         if self.active.is_empty() {
             return Ok(());
@@ -300,10 +317,6 @@ impl ExpertExecutor for CpuExperts {
         self.bytes_read += self.active.len() as u64 * self.layout.bytes() as u64;
         self.active.clear();
         Ok(())
-    }
-
-    fn bytes_read(&self) -> u64 {
-        self.bytes_read
     }
 }
 

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Cpu, Kv};
 use crate::batch::{BLOCK_SIZE, Batch, Span};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, Rows};
 use crate::tensor::Tensor;
 use crate::workers::Shared;
 
@@ -78,8 +78,9 @@ impl Cpu {
         let next = AtomicUsize::new(0);
         let cols = out.cols();
         let output = Shared::new(out.data_mut());
+        let (kernel, scratch) = (self.kernel, &self.attention_scratch);
         self.team.run(&|worker| {
-            let mut scratch = self.attention_scratch[worker.index].lock().expect("no worker panics while it holds its own scratch");
+            let mut scratch = scratch[worker.index].lock().expect("no worker panics while it holds its own scratch");
             scratch.resize(TILE * (kv.dim + value_dim + BLOCK_SIZE), 0.0);
             loop {
                 let mut i = next.fetch_add(1, Ordering::Relaxed);
@@ -93,7 +94,7 @@ impl Cpu {
                     here
                 });
                 let tile = cut.tile(span.expect("i is below the total"), i);
-                let acc = attend_tile(self.kernel, kv, batch, &tile, scale, q, value_dim, &mut scratch);
+                let acc = attend_tile(kernel, kv, batch, &tile, scale, q, value_dim, &mut scratch);
                 for (r, row) in acc.chunks_exact(value_dim).enumerate() {
                     let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
                     let at = t * cols + h * value_dim;
@@ -138,7 +139,7 @@ fn attend_tile<'s>(
         let keys = BLOCK_SIZE.min(visible - start);
         let at = kv.at(batch.slot(tile.span, start), tile.kv_head);
         let scores = &mut scores[..rows * keys];
-        kernel.dot_f32(&kv.key[at..][..keys * dim], dim, keys, dim, query, dim, rows, scores);
+        kernel.dot_f32(Rows::new(&kv.key[at..][..keys * dim], keys, dim), Rows::new(&query[..rows * dim], rows, dim), scores);
         for (r, s) in scores.chunks_exact_mut(keys).enumerate() {
             let position = first_position + r / tile.heads;
             let seen = (position + 1).saturating_sub(start).min(keys);
@@ -152,7 +153,7 @@ fn attend_tile<'s>(
             }
         }
         let values = kv.value.as_ref().unwrap_or(&kv.key);
-        kernel.axpy_f32(scores, keys, &values[at..], dim, keys, value_dim, rows, acc);
+        kernel.axpy_f32(Rows::new(scores, rows, keys), Rows::strided(&values[at..], keys, value_dim, dim), acc);
     }
     for (r, row) in acc.chunks_exact_mut(value_dim).enumerate() {
         row.iter_mut().for_each(|a| *a /= sum[r]);

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::{Cpu, Heads};
 use crate::config::DenseBits;
-use crate::kernel::QuantizedRows;
+use crate::kernel::{QuantizedRows, Rows};
 use crate::tensor::Tensor;
 use crate::weights::HostTensor;
 use crate::workers::Shared;
@@ -100,10 +100,10 @@ impl Linear {
                 let layout = MatrixLayout::new(n, k, Precision::Int8 { group_size })?;
                 let mut packed = Buffer::zeros(layout.bytes())?;
                 let rows = weight.to_f32();
-                packed.par_chunks_mut(layout.tile_bytes()).zip(rows.par_chunks(TILE_ROWS * k)).try_for_each(|(tile, rows)| {
+                packed.par_chunks_mut(layout.tile_bytes()).zip(rows.par_chunks(TILE_ROWS * k)).for_each(|(tile, rows)| {
                     let layout = MatrixLayout { n: rows.len() / k, ..layout };
-                    moebius_cache::pack::quantize_matrix(&layout, rows, tile)
-                })?;
+                    moebius_cache::quantize::quantize_matrix(&layout, rows, tile);
+                });
                 Weight::Int8(layout, packed)
             }
         };
@@ -184,6 +184,7 @@ impl Cpu {
     }
 
     fn apply_bf16(&self, weight: &[bf16], n: usize, k: usize, x: &Tensor, output: &Output<'_>) {
+        let kernel = self.kernel;
         self.team.run(&|worker| {
             let mut y = [0.0; ROWS * TOKENS];
             for first in (0..x.rows()).step_by(TOKENS) {
@@ -191,7 +192,8 @@ impl Cpu {
                 for unit in worker.share(n.div_ceil(ROWS)) {
                     let (row, rows) = (unit * ROWS, ROWS.min(n - unit * ROWS));
                     let y = &mut y[..tokens * rows];
-                    self.kernel.dot_bf16(&weight[row * k..][..rows * k], k, rows, k, &x.data()[first * k..], k, tokens, y);
+                    let x = Rows::new(&x.data()[first * k..][..tokens * k], tokens, k);
+                    kernel.dot_bf16(Rows::new(&weight[row * k..][..rows * k], rows, k), x, y);
                     output.store(first, row, rows, y, rows);
                 }
             }
@@ -214,13 +216,14 @@ impl Cpu {
             );
         }
         let quantized = QuantizedRows { codes, scales, sums, k, group };
+        let kernel = self.kernel;
         self.team.run(&|worker| {
             let mut y = [0.0; TILE_ROWS * TOKENS];
             for (block, rows) in rows.chunks(TOKENS).enumerate() {
                 for tile in worker.share(layout.tiles()) {
                     let y = &mut y[..rows.len() * TILE_ROWS];
                     let bytes = &packed[tile * layout.tile_bytes()..][..layout.tile_bytes()];
-                    self.kernel.packed_tile(layout, bytes, &quantized, rows, y);
+                    kernel.packed_tile(layout, bytes, &quantized, rows, y);
                     let col = tile * TILE_ROWS;
                     output.store(block * TOKENS, col, TILE_ROWS.min(layout.n - col), y, TILE_ROWS);
                 }
@@ -234,6 +237,7 @@ impl Cpu {
         assert!(x.rows() == out.rows() && x_at + w.k <= x_head && out_at + w.n <= out_head);
         let output = Output { data: Shared::new(out.data_mut()), cols, bias: None, write: Write::Set };
         let units_per_head = w.n.div_ceil(ROWS);
+        let kernel = self.kernel;
         self.team.run(&|worker| {
             let mut y = [0.0; ROWS * TOKENS];
             for unit in worker.share(w.heads * units_per_head) {
@@ -244,7 +248,7 @@ impl Cpu {
                     let tokens = TOKENS.min(x.rows() - first);
                     let y = &mut y[..tokens * rows];
                     let x_head = &x.data()[first * x.cols() + head * x_head + x_at..];
-                    self.kernel.dot_bf16(weight, w.k, rows, w.k, x_head, x.cols(), tokens, y);
+                    kernel.dot_bf16(Rows::new(weight, rows, w.k), Rows::strided(x_head, tokens, w.k, x.cols()), y);
                     output.store(first, head * out_head + out_at + row, rows, y, rows);
                 }
             }

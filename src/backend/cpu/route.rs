@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 
 use super::{Cpu, RouterWeights};
 use crate::experts::Routing;
+use crate::kernel::Rows;
 use crate::model::{GroupScore, Groups, Router, Scoring};
 use crate::tensor::Tensor;
 use crate::workers::Shared;
@@ -19,6 +20,7 @@ impl Cpu {
         scratch.resize(tokens * experts, 0.0);
         let logits = &mut scratch[..];
         let shared = Shared::new(logits);
+        let kernel = self.kernel;
         self.team.run(&|worker| {
             // Tokens, not experts, are shared out: the weights are small and stay in every core's cache.
             let mine = if tokens == 1 && worker.index > 0 { 0..0 } else if tokens == 1 { 0..1 } else { worker.share(tokens) };
@@ -28,7 +30,7 @@ impl Cpu {
             // SAFETY: workers have disjoint shares of the tokens.
             #[allow(unsafe_code)]
             let part = unsafe { shared.slice_mut(mine.start * experts..mine.end * experts) };
-            self.kernel.dot_f32(&w.weight, k, experts, k, &x.data()[mine.start * k..], k, mine.len(), part);
+            kernel.dot_f32(Rows::new(&w.weight, experts, k), Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k), part);
         });
         for t in 0..tokens {
             let chosen = t * router.top_k..(t + 1) * router.top_k;
