@@ -52,3 +52,11 @@ impl Error {
         move |source| Error::Io { path, source }
     }
 }
+
+/// Bytes for people: "41.20 GiB", or MiB below one.
+pub(crate) fn readable_bytes(bytes: u64) -> String {
+    match bytes {
+        0..0x4000_0000 => format!("{:.2} MiB", bytes as f64 / (1u64 << 20) as f64),
+        _ => format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64),
+    }
+}

@@ -15,7 +15,8 @@ use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use self::header::{Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse};
-pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes};
+pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes, peek};
+use crate::error::readable_bytes;
 use crate::pack::ExpertLayout;
 use crate::{Error, Result};
 
@@ -72,10 +73,10 @@ impl ExpertCache {
         let header = Header::new(contents, None)?;
         let layout = header.layout();
         let bytes = header.file_bytes();
-        let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-        let too_large = |why: String| Error::Invalid(format!("{:.1} GiB of experts {why}; use fewer layers or --experts int4", gib(bytes)));
+        let too_large =
+            |why: String| Error::Invalid(format!("{} of experts {why}; use fewer layers or --experts int4", readable_bytes(bytes)));
         if let Some(available) = crate::checkpoint::available_memory_bytes().filter(|&available| bytes > available) {
-            return Err(too_large(format!("do not fit into the {:.1} GiB of free memory", gib(available))));
+            return Err(too_large(format!("do not fit into {} of free memory", readable_bytes(available))));
         }
         let mut map = MmapOptions::new().len(bytes as usize).map_anon().map_err(|e| too_large(format!("were refused ({e})")))?;
         let _ = map.advise(Advice::HugePage); // without huge pages it is only slower

@@ -11,6 +11,7 @@
 
 pub mod checkpoint;
 pub mod codec;
+pub mod convert;
 mod error;
 pub mod format;
 pub mod pack;

@@ -1,5 +1,9 @@
 //! The header of a cache file: written, and read from bytes that may be hostile.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -8,6 +12,8 @@ use crate::{Error, Result};
 
 /// First bytes of a complete cache file.
 pub const MAGIC: [u8; 8] = *b"MOEBIUS\0";
+/// First bytes of a cache file that is not complete.
+const MAGIC_PARTIAL: [u8; 8] = *b"MOEBPART";
 /// Version of the header and of the packed layout.
 pub const VERSION: u32 = 1;
 /// Layers begin at multiples of this.
@@ -89,7 +95,6 @@ pub struct FileState {
     pub mtime_ns: i64,
     pub ctime_ns: i64,
     pub inode: u64,
-    pub device: u64,
 }
 
 /// XXH3-64 of one packed expert and of the source tensors it was made from.
@@ -183,23 +188,45 @@ impl Header {
     /// The whole header region, up to the first layer. `experts` holds the records of all layers in order.
     pub(crate) fn encode(&self, experts: &[ExpertRecord]) -> Vec<u8> {
         assert_eq!(experts.len(), self.layers.len() * self.num_experts, "experts");
+        let mut out = self.encode_partial();
+        out[..8].copy_from_slice(&MAGIC);
+        for (i, experts) in experts.chunks(self.num_experts).enumerate() {
+            let part = encode_layer(&self.layers[i], experts);
+            out[self.record_offset(i)..][..part.len()].copy_from_slice(&part);
+        }
+        let checksum = checksum(&out);
+        out[24..32].copy_from_slice(&checksum.to_le_bytes());
+        out
+    }
+
+    /// The header region of a file whose layers are yet to come: no records, and first bytes that no reader takes for a cache.
+    pub(crate) fn encode_partial(&self) -> Vec<u8> {
         let json = self.json();
         let mut out = Vec::with_capacity(self.region_bytes());
-        out.extend(MAGIC);
+        out.extend(MAGIC_PARTIAL);
         out.extend(VERSION.to_le_bytes());
         out.extend((json.len() as u32).to_le_bytes());
         out.extend(self.file_bytes().to_le_bytes());
         out.resize(PREFIX_BYTES, 0);
         out.extend(json);
-        out.resize(table_offset(out.len() - PREFIX_BYTES), 0);
-        for (entry, experts) in self.layers.iter().zip(experts.chunks(self.num_experts)) {
-            out.extend(encode_layer(entry, experts));
-        }
         out.resize(self.region_bytes(), 0);
-        let checksum = checksum(&out);
-        out[24..32].copy_from_slice(&checksum.to_le_bytes());
         out
     }
+}
+
+/// Precision and source of a cache file, complete or not, without any check; `None` where there is nothing of the kind.
+pub(crate) fn peek(path: &Path) -> Option<(Precision, Source)> {
+    let file = File::open(path).ok()?;
+    let mut prefix = [0; PREFIX_BYTES];
+    file.read_exact_at(&mut prefix, 0).ok()?;
+    if ![MAGIC, MAGIC_PARTIAL].contains(prefix[..8].as_array()?) {
+        return None;
+    }
+    let json_bytes = u32::from_le_bytes(*prefix[12..16].as_array()?) as usize;
+    let mut json = vec![0; json_bytes.min(MAX_JSON_BYTES)];
+    file.read_exact_at(&mut json, PREFIX_BYTES as u64).ok()?;
+    let description: Description = serde_json::from_slice(&json).ok()?;
+    Some((description.precision, description.source?))
 }
 
 /// One layer's part of the table. The entry's checksum is taken from `experts`.
