@@ -20,9 +20,9 @@ use half::bf16;
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use super::{ExpertExecutor, ExpertStore, Routing};
+use crate::Result;
 use crate::kernel::{Kernel, QuantizedRows, Rows};
 use crate::workers::{Shared, Team, Worker};
-use crate::Result;
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
