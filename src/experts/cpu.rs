@@ -430,3 +430,6 @@ impl Step<'_> {
 fn blocks((start, end): (usize, usize)) -> impl Iterator<Item = Range<usize>> {
     (start..end).step_by(TOKEN_BLOCK).map(move |from| from..end.min(from + TOKEN_BLOCK))
 }
+
+#[cfg(test)]
+mod tests;
