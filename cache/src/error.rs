@@ -32,6 +32,14 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
+    /// The folder for caches cannot hold this one.
+    #[error("{path}: {what}; choose another folder with --cache-dir", path = path.display())]
+    CacheDir {
+        /// The folder, or the file in it.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
     /// The request itself makes no sense for this model.
     #[error("{0}")]
     Invalid(String),
