@@ -4,6 +4,10 @@
 //! What has no order to exploit ([`silu_mul`](Kernel::silu_mul), quantization, norms) is written once, in `shared.rs`,
 //! and compiled once per instruction set.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 mod shared;
 
@@ -53,6 +57,11 @@ impl std::str::FromStr for Simd {
 pub fn get(simd: Simd) -> Option<&'static dyn Kernel> {
     match simd {
         Simd::Scalar => Some(&scalar::Scalar),
+        #[cfg(target_arch = "x86_64")]
+        Simd::Avx2 => avx2::Avx2::detect().map(|kernel| kernel as &dyn Kernel),
+        #[cfg(target_arch = "x86_64")]
+        Simd::Avx512 => avx512::Avx512::detect().map(|kernel| kernel as &dyn Kernel),
+        #[cfg(not(target_arch = "x86_64"))]
         _ => None,
     }
 }
@@ -193,3 +202,12 @@ fn check_dot<W>(w: &Rows<'_, W>, x: &Rows<'_, f32>, out: &[f32]) {
     assert_eq!(w.cols, x.cols);
     assert_eq!(out.len(), w.rows * x.rows);
 }
+
+/// The door of [`Kernel::axpy_f32`].
+fn check_axpy(p: &Rows<'_, f32>, v: &Rows<'_, f32>, out: &[f32]) {
+    assert_eq!(p.cols, v.rows);
+    assert_eq!(out.len(), p.rows * v.cols);
+}
+
+#[cfg(test)]
+mod tests;

@@ -208,7 +208,7 @@ fn parse_list(list: &str) -> Vec<usize> {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         if let (Ok(first), Ok(last)) = (first.trim().parse::<usize>(), last.trim().parse::<usize>()) {
             // A bound against a lying file: no machine has a million CPUs.
-            out.extend(first..=last.min(first + (1 << 20)));
+            out.extend(first..=last.min(first.saturating_add(1 << 20)));
         }
     }
     out
@@ -231,4 +231,103 @@ fn parse_size(size: &str) -> Option<u64> {
 fn meminfo_bytes(meminfo: &str, name: &str) -> Option<u64> {
     let line = meminfo.lines().find(|l| l.split(':').next().is_some_and(|key| key.split_whitespace().last() == Some(name)))?;
     line.split_once(':')?.1.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (path, content) in files {
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, content).unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn reads_this_machine() {
+        let topology = Topology::read();
+        assert!(!topology.cores.is_empty() && !topology.nodes.is_empty());
+        assert!(topology.total_bytes > 0 && topology.available_bytes > 0 && topology.available_bytes <= topology.total_bytes);
+        assert!(topology.default_threads() >= 1);
+        assert_eq!(topology.worker_cpus(5).len(), 5);
+    }
+
+    #[test]
+    fn two_nodes_with_smt_and_a_hole_in_the_numbering() {
+        let mut files = vec![
+            ("proc/cpuinfo".to_string(), "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\n".to_string()),
+            ("proc/meminfo".into(), "MemTotal: 1000 kB\nMemAvailable: 600 kB\n".into()),
+            ("sys/devices/system/cpu/online".into(), "0-7\n".into()),
+            ("sys/devices/system/node/online".into(), "0,2-3\n".into()),
+            ("sys/devices/system/node/node0/cpulist".into(), "0-1,4-5\n".into()),
+            ("sys/devices/system/node/node0/meminfo".into(), "Node 0 MemTotal:  500 kB\n".into()),
+            ("sys/devices/system/node/node2/cpulist".into(), "2-3,6-7\n".into()),
+            ("sys/devices/system/node/node2/meminfo".into(), "Node 2 MemTotal:  0 kB\n".into()),
+            ("sys/devices/system/node/node3/cpulist".into(), "\n".into()),
+            ("sys/devices/system/node/node3/meminfo".into(), "Node 3 MemTotal:  500 kB\n".into()),
+            ("sys/devices/system/cpu/cpu1/cache/index0/level".into(), "1\n".into()),
+            ("sys/devices/system/cpu/cpu1/cache/index0/type".into(), "Data\n".into()),
+            ("sys/devices/system/cpu/cpu1/cache/index0/size".into(), "48K\n".into()),
+            ("sys/kernel/mm/transparent_hugepage/enabled".into(), "always [madvise] never\n".into()),
+            ("sys/fs/cgroup/memory.max".into(), "409600\n".into()),
+            ("sys/fs/cgroup/memory.current".into(), "102400\n".into()),
+            ("sys/fs/cgroup/cpu.max".into(), "250000 100000\n".into()),
+        ];
+        for cpu in 0..8 {
+            files
+                .push((format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"), format!("{},{}\n", cpu % 4, cpu % 4 + 4)));
+        }
+        let files: Vec<(&str, &str)> = files.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        let dir = tree(&files);
+        let topology = Topology::read_from(dir.path(), Some(&[1, 2, 3, 5, 6]));
+        assert_eq!(topology.cpu_model, "Some CPU");
+        assert_eq!(topology.cpu_flags, ["fpu", "avx2", "fma"]);
+        assert_eq!(
+            topology.cores,
+            [Core { cpus: vec![1, 5], node: 0 }, Core { cpus: vec![2, 6], node: 2 }, Core { cpus: vec![3], node: 2 }]
+        );
+        assert!(topology.has_smt());
+        assert_eq!(topology.nodes.iter().map(|n| (n.id, n.total_bytes)).collect::<Vec<_>>(), [(0, 512000), (2, 0), (3, 512000)]);
+        assert_eq!(topology.caches, [Cache { level: 1, kind: "Data".into(), bytes: 48 << 10 }]);
+        assert_eq!((topology.cgroup_bytes, topology.available_bytes), (Some(409600), 307200));
+        assert_eq!((topology.cgroup_cpus, topology.default_threads()), (Some(2.5), 2));
+        assert_eq!(topology.worker_cpus(7), [1, 2, 3, 5, 6, 1, 2]);
+        assert_eq!(topology.huge_pages, "madvise");
+    }
+
+    #[test]
+    fn control_groups_of_version_1_and_nested_ones() {
+        let dir = tree(&[
+            ("proc/self/cgroup", "5:memory:/a/b\n4:cpu,cpuacct:/a\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1000\n"),
+            ("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "900\n"),
+            ("sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "500\n"),
+            ("sys/fs/cgroup/memory/a/b/memory.usage_in_bytes", "100\n"),
+            ("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n"),
+            ("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n"),
+            ("proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 600 kB\n"),
+        ]);
+        let topology = Topology::read_from(dir.path(), Some(&[0]));
+        assert_eq!((topology.cgroup_bytes, topology.available_bytes, topology.cgroup_cpus), (Some(1000), 100, None));
+    }
+
+    #[test]
+    fn an_empty_tree_is_one_core() {
+        let dir = tree(&[]);
+        let topology = Topology::read_from(dir.path(), None);
+        assert_eq!((topology.cores.len(), topology.nodes.len(), topology.default_threads()), (1, 1, 1));
+        assert_eq!(topology.huge_pages, "never");
+    }
+
+    #[test]
+    fn lists_and_sizes() {
+        assert_eq!(parse_list("0-2,5,7-8"), [0, 1, 2, 5, 7, 8]);
+        assert_eq!(parse_list("x,3-,4"), [4]);
+        assert_eq!((parse_size("2M"), parse_size("7Q")), (Some(2 << 20), None));
+    }
 }

@@ -322,3 +322,100 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts(self.data.add(range.start), range.len()) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    /// `threads` workers on whatever CPUs there are.
+    fn team(threads: usize) -> Team {
+        Team::new(&crate::topology::Topology::read().worker_cpus(threads)).unwrap()
+    }
+
+    #[test]
+    fn runs_every_worker_once() {
+        for threads in [1, 2, 3, 7] {
+            let team = team(threads);
+            let seen: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+            for _ in 0..200 {
+                team.run(&|worker| {
+                    assert_eq!(worker.count, threads);
+                    seen[worker.index].fetch_add(1, SeqCst);
+                });
+            }
+            assert!(seen.iter().all(|n| n.load(SeqCst) == 200));
+        }
+    }
+
+    #[test]
+    fn barrier_orders_writes() {
+        for threads in [2, 3, 6] {
+            let team = team(threads);
+            let mut data = vec![0usize; threads];
+            for round in 1..50 {
+                let view = Shared::new(&mut data);
+                team.run(&|worker| {
+                    for step in 0..10 {
+                        let value = round * 100 + step;
+                        // SAFETY: each worker writes its own element; barriers separate writing from reading.
+                        unsafe { view.slice_mut(worker.index..worker.index + 1)[0] = value };
+                        worker.barrier();
+                        // SAFETY: nobody writes between the two barriers.
+                        assert!(unsafe { view.slice(0..threads) }.iter().all(|&v| v == value));
+                        worker.barrier();
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn shares_cover_everything_once() {
+        let team = team(3);
+        for n in [0, 1, 2, 3, 10, 100] {
+            let sum = AtomicUsize::new(0);
+            team.run(&|worker| {
+                sum.fetch_add(worker.share(n).len(), SeqCst);
+            });
+            assert_eq!(sum.load(SeqCst), n);
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_team_lives_on() {
+        let team = team(3);
+        for culprit in [0, 1, 2] {
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                team.run(&|worker| {
+                    if worker.index == culprit {
+                        panic!("worker {culprit} fails");
+                    }
+                    worker.barrier();
+                });
+            }));
+            assert_eq!(*result.unwrap_err().downcast::<String>().unwrap(), format!("worker {culprit} fails"));
+            let count = AtomicUsize::new(0);
+            team.run(&|worker| {
+                worker.barrier();
+                count.fetch_add(1, SeqCst);
+            });
+            assert_eq!(count.load(SeqCst), 3);
+        }
+    }
+
+    #[test]
+    fn a_nested_run_panics() {
+        let team = team(2);
+        let result = catch_unwind(AssertUnwindSafe(|| team.run(&|_| team.run(&|_| ()))));
+        assert!(result.unwrap_err().downcast::<&str>().unwrap().contains("already running"));
+        team.run(&|_| ());
+    }
+
+    #[test]
+    fn refuses_cpus_it_cannot_have() {
+        assert!(Team::new(&[]).is_err());
+        assert!(Team::new(&[0, 1000]).err().unwrap().to_string().contains("CPU 1000"));
+    }
+}

@@ -20,10 +20,10 @@ use half::bf16;
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use super::{ExpertExecutor, ExpertStore, Routing};
+use crate::Result;
 use crate::kernel::{Kernel, QuantizedRows, Rows};
 use crate::tensor::Tensor;
 use crate::workers::{Shared, Team, Worker};
-use crate::Result;
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
@@ -443,3 +443,6 @@ impl Step<'_> {
 fn blocks((start, end): (usize, usize)) -> impl Iterator<Item = Range<usize>> {
     (start..end).step_by(TOKEN_BLOCK).map(move |from| from..end.min(from + TOKEN_BLOCK))
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,7 @@
 use half::bf16;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 
-use super::{Kernel, QuantizedRows, Rows, Simd, check_dot, check_packed, shared};
+use super::{Kernel, QuantizedRows, Rows, Simd, check_axpy, check_dot, check_packed, shared};
 
 /// Plain Rust.
 pub(super) struct Scalar;
@@ -56,7 +56,14 @@ impl Kernel for Scalar {
     }
 
     fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-        shared::axpy_f32(p, v, out);
+        check_axpy(&p, &v, out);
+        for t in 0..p.rows() {
+            for r in 0..v.rows() {
+                for (out, v) in out[t * v.cols()..][..v.cols()].iter_mut().zip(v.row(r)) {
+                    *out = p.row(t)[r].mul_add(*v, *out);
+                }
+            }
+        }
     }
 
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {

@@ -1,8 +1,6 @@
 //! Operations written once in lanes of 16 and inlined into each instruction set's functions, where the compiler
 //! vectorizes them: the same source gives the same bits.
 
-use super::Rows;
-
 /// Adding and subtracting this rounds to the nearest even integer, for |v| < 2^22.
 const ROUND: f32 = 12_582_912.0;
 
@@ -62,25 +60,6 @@ pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [
     }
 }
 
-/// [`super::Kernel::axpy_f32`]: 16 columns at a time, the accumulators of 4 tokens in registers over all rows.
-#[inline(always)]
-pub(super) fn axpy_f32(p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-    assert_eq!(p.cols, v.rows);
-    assert_eq!(out.len(), p.rows * v.cols);
-    let cols = v.cols;
-    if cols == 0 {
-        return;
-    }
-    for (t, out) in out.chunks_exact_mut(cols).enumerate() {
-        let p = p.row(t);
-        for (r, &p) in p.iter().enumerate() {
-            for (out, v) in out.iter_mut().zip(v.row(r)) {
-                *out = p.mul_add(*v, *out);
-            }
-        }
-    }
-}
-
 /// [`super::Kernel::silu_mul`]
 #[inline(always)]
 pub(super) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
@@ -136,3 +115,52 @@ pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
         out[i] = x[i] * inverse * w[i];
     }
 }
+
+/// Walks `rows` x `tokens` in register blocks of at most `block`, the tokens of one pass few enough to stay in L2.
+///
+/// `f(row, token, [rows, tokens])` gets blocks of `block[0]` or 1 rows, and `block[1]`, half of it, or 1 tokens.
+#[inline(always)]
+pub(super) fn dot_blocks(rows: usize, tokens: usize, k: usize, block: [usize; 2], mut f: impl FnMut(usize, usize, [usize; 2])) {
+    const L2_VALUES: usize = 1 << 17;
+    let pass = (L2_VALUES / k.max(1) / block[1]).max(1) * block[1];
+    for from in (0..tokens).step_by(pass) {
+        let to = tokens.min(from + pass);
+        let mut r = 0;
+        while r < rows {
+            let r_take = if rows - r >= block[0] { block[0] } else { 1 };
+            let mut t = from;
+            while t < to {
+                let t_take = [block[1], block[1] / 2].into_iter().find(|&n| n <= to - t).unwrap_or(1);
+                f(r, t, [r_take, t_take]);
+                t += t_take;
+            }
+            r += r_take;
+        }
+    }
+}
+
+/// The trait methods that are this file's functions compiled with some target features.
+#[cfg(target_arch = "x86_64")]
+macro_rules! elementwise {
+    ($features:literal) => {
+        $crate::kernel::shared::elementwise! { $features;
+            fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
+            fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
+            fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
+            fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
+            fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
+        }
+    };
+    ($features:literal; $(fn $name:ident(&self $(, $arg:ident: $type:ty)*) $(-> $result:ty)?;)*) => {
+        $(fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+            #[target_feature(enable = $features)]
+            fn compiled($($arg: $type),*) $(-> $result)? {
+                $crate::kernel::shared::$name($($arg),*)
+            }
+            // SAFETY: the value this is called on exists only where the features were detected.
+            unsafe { compiled($($arg),*) }
+        })*
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use elementwise;
