@@ -156,8 +156,8 @@ fn executor(store: Memory, threads: usize, simd: Simd) -> CpuExperts {
 
 fn run(executor: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) -> Vec<u32> {
     let mut out: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
-    executor.submit(layer, x, routing).unwrap();
-    executor.finish(&mut out).unwrap();
+    executor.submit_rows(layer, x, routing).unwrap();
+    executor.finish_rows(&mut out).unwrap();
     out.into_iter().map(f32::to_bits).collect()
 }
 
@@ -260,7 +260,7 @@ fn a_damaged_expert_is_refused_whenever_it_is_asked_for() {
     let x = vec![1.0; 256];
     let to = |id| Routing { top_k: 1, ids: vec![id], weights: vec![1.0] };
     for _ in 0..2 {
-        assert!(executor.submit(0, &x, &to(3)).unwrap_err().to_string().contains("expert 3"));
+        assert!(executor.submit_rows(0, &x, &to(3)).unwrap_err().to_string().contains("expert 3"));
     }
     run(&mut executor, 0, &x, &to(2));
 }
