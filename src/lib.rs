@@ -9,6 +9,7 @@
 pub mod attention;
 pub mod backend;
 pub mod batch;
+pub mod bench;
 pub mod capture;
 pub mod config;
 pub mod engine;
@@ -22,6 +23,7 @@ pub mod model;
 pub mod models;
 pub mod sampler;
 pub mod scheduler;
+pub mod synthetic;
 pub mod tensor;
 pub mod topology;
 pub mod weights;
