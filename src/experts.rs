@@ -4,7 +4,7 @@ pub mod cpu;
 
 pub use cpu::CpuExperts;
 
-use moebius_cache::pack::ExpertLayout;
+use moebius_cache::{ExpertCache, ExpertLayout};
 
 use crate::Result;
 
@@ -24,6 +24,28 @@ pub trait ExpertStore: Send + Sync {
 
     /// Whether those bytes are what was written; called once before an expert's first use.
     fn check_expert(&self, layer: usize, expert: usize) -> Result<()>;
+}
+
+impl ExpertStore for ExpertCache {
+    fn layout(&self) -> ExpertLayout {
+        self.layout()
+    }
+
+    fn num_layers(&self) -> usize {
+        self.num_layers()
+    }
+
+    fn num_experts(&self) -> usize {
+        self.num_experts()
+    }
+
+    fn expert(&self, layer: usize, expert: usize) -> &[u8] {
+        self.expert(layer, expert)
+    }
+
+    fn check_expert(&self, layer: usize, expert: usize) -> Result<()> {
+        Ok(self.check_expert(layer, expert)?)
+    }
 }
 
 /// Which experts each token goes to, and with what weight.

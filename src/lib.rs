@@ -11,6 +11,7 @@ pub mod engine;
 pub mod error;
 pub mod experts;
 pub mod kernel;
+pub mod memory;
 pub mod topology;
 pub mod workers;
 
