@@ -6,7 +6,6 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;

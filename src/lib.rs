@@ -19,6 +19,7 @@ pub mod forward;
 pub mod kernel;
 pub mod kv_cache;
 pub mod load;
+pub mod memory;
 pub mod model;
 pub mod models;
 pub mod sampler;
