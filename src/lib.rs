@@ -4,11 +4,19 @@
 //!
 //! ```text
 //! error, config                      what can fail, what a user can choose
+//! demo, hub                          from a model's name to its directory
+//! generation_config, tokenizer, chat_template     a checkpoint's text side
+//! engine                             one owner thread, EngineHandle
+//! text_stream, text_model            tokens to text, an engine with its text side
+//! server                             HTTP
 //! ```
 
+pub mod chat_template;
 pub mod config;
 pub mod engine;
 pub mod error;
+pub mod generation_config;
 pub mod kernel;
+pub mod tokenizer;
 
 pub use error::{Error, Result};
