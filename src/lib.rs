@@ -13,10 +13,14 @@
 
 pub mod chat_template;
 pub mod config;
+pub mod demo;
 pub mod engine;
 pub mod error;
 pub mod generation_config;
+pub mod hub;
 pub mod kernel;
+pub mod text_model;
+pub mod text_stream;
 pub mod tokenizer;
 
 pub use error::{Error, Result};
