@@ -110,6 +110,15 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
+    /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
+    #[doc(hidden)]
+    pub fn from_parts(
+        info: EngineInfo,
+        requests: tokio::sync::mpsc::UnboundedSender<(Request, tokio::sync::mpsc::UnboundedSender<Event>)>,
+    ) -> Self {
+        Self { requests, info: Arc::new(info) }
+    }
+
     /// What is running.
     pub fn info(&self) -> &EngineInfo {
         &self.info

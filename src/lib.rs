@@ -19,6 +19,7 @@ pub mod error;
 pub mod generation_config;
 pub mod hub;
 pub mod kernel;
+pub mod server;
 pub mod text_model;
 pub mod text_stream;
 pub mod tokenizer;
