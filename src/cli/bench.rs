@@ -14,7 +14,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", group = "what")]
     pub(crate) shape: Option<String>,
     /// Only this many layers of the shape.
-    #[arg(long, value_name = "N", requires = "shape")]
+    #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]
     pub(crate) layers: Option<usize>,
     /// Print one JSON object: machine, model, precision, rows.
     #[arg(long)]
