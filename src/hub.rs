@@ -36,15 +36,6 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     Hub::from_env()?.model(model)
 }
 
-/// Where caches go when no place is named: `$XDG_CACHE_HOME/moebius` or `~/.cache/moebius`.
-pub fn default_cache_dir() -> Result<PathBuf> {
-    let xdg = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-    match xdg.or_else(|| Some(home()?.join(".cache"))) {
-        Some(dir) => Ok(dir.join("moebius")),
-        None => Err(Error::Invalid("there is no home directory to keep caches in: name a place with --cache-dir".into())),
-    }
-}
-
 fn home() -> Option<PathBuf> {
     std::env::home_dir().filter(|path| path.is_absolute())
 }

@@ -124,7 +124,7 @@ impl App {
             "architecture": info.architecture,
             "experts": info.experts,
             "dense": info.dense,
-            "simd": info.simd,
+            "simd": info.simd.to_string(),
             "threads": info.threads,
         })
     }

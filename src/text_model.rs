@@ -9,6 +9,7 @@ use crate::chat_template::{ChatTemplate, RenderOptions};
 use crate::config::EngineConfig;
 use crate::engine::{self, EngineHandle, Request, SamplingParams};
 use crate::generation_config::GenerationConfig;
+use crate::load::{self, LoadProgress};
 use crate::text_stream::TextStream;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
@@ -23,22 +24,15 @@ pub struct TextModel {
 }
 
 impl TextModel {
-    /// Finds or downloads `model`, reads its text side, and starts its engine; `report` receives short progress lines.
-    pub fn open(model: &str, config: &EngineConfig, report: &dyn Fn(&str)) -> Result<Self> {
-        let mut config = config.clone();
-        let cache_dir = match config.cache_dir.take() {
-            Some(dir) => dir,
-            None => hub::default_cache_dir()?,
-        };
-        report(&format!("finding {model}"));
-        let dir = hub::resolve(model, &cache_dir)?;
-        config.cache_dir = Some(cache_dir);
+    /// Finds or downloads `model`, reads its text side, and starts its engine; `report` hears what takes time.
+    pub fn open(model: &str, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Self> {
+        let dir = hub::resolve(model, &load::cache_dir(config)?)?;
         if !dir.join("config.json").exists() {
             return Err(Error::Model(format!("{} has no config.json: it is not a checkpoint in the Hugging Face layout", dir.display())));
         }
         // A missing tokenizer is found before minutes of conversion, not after.
         let text = TextSide::load(&dir)?;
-        Ok(Self::new(engine::start(model, &dir, &config, report)?, text))
+        Ok(Self::new(engine::start(model, &dir, config, report)?, text))
     }
 
     /// Joins a running engine and the text side of its checkpoint.

@@ -6,17 +6,16 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::time::Duration;
 
-use moebius::engine::{EngineHandle, EngineInfo, Event, FinishReason, Request, RequestStats};
+use moebius::engine::{EngineHandle, EngineInfo, Event, FinishReason, RequestStats, Submission};
+use moebius::kernel::Simd;
 use moebius::text_model::{TextModel, TextSide};
 use serde_json::{Value, json};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-type Submitted = (Request, UnboundedSender<Event>);
-
 /// A server on a free port, and the engine's end of its requests.
 struct Fixture {
     address: SocketAddr,
-    requests: UnboundedReceiver<Submitted>,
+    requests: UnboundedReceiver<Submission>,
     _runtime: tokio::runtime::Runtime,
 }
 
@@ -29,7 +28,7 @@ fn start() -> Fixture {
         dense: "bf16".into(),
         max_context: 64,
         threads: 1,
-        simd: "scalar",
+        simd: Simd::Scalar,
         ready_s: 0.0,
     };
     let text = TextSide::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer")).unwrap();
@@ -48,7 +47,7 @@ fn saying(text: &'static str) -> Fixture {
     let mut requests = std::mem::replace(&mut fixture.requests, replacement);
     let tokenizer = moebius::tokenizer::Tokenizer::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer")).unwrap();
     std::thread::spawn(move || {
-        while let Some((request, events)) = requests.blocking_recv() {
+        while let Some(Submission { request, events, .. }) = requests.blocking_recv() {
             let ids = tokenizer.encode(text, false).unwrap();
             let n = ids.len().min(request.max_tokens.unwrap_or(usize::MAX));
             for &id in &ids[..n] {
@@ -165,7 +164,7 @@ fn requests_reach_the_engine_as_asked() {
     let body =
         with(hello(), json!({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 42, "max_tokens": 9, "ignore_eos": true}));
     let _stream = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
-    let (request, _events) = server.requests.blocking_recv().unwrap();
+    let Submission { request, events: _events, .. } = server.requests.blocking_recv().unwrap();
     assert_eq!(request.prompt, [505, 509, 39, 68, 438, 78, 0, 511, 198, 510]);
     assert_eq!((request.max_tokens, request.ignore_eos), (Some(9), true));
     let s = request.sampling;
@@ -277,7 +276,7 @@ fn a_client_that_goes_away_cancels_its_request() {
     for stream in [true, false] {
         let body = with(hello(), json!({ "stream": stream }));
         let socket = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
-        let (_, events) = server.requests.blocking_recv().unwrap();
+        let Submission { events, .. } = server.requests.blocking_recv().unwrap();
         events.send(Event::Token(39)).unwrap();
         assert!(!events.is_closed());
         drop(socket);
@@ -289,14 +288,14 @@ fn a_client_that_goes_away_cancels_its_request() {
 fn a_failing_engine_is_told_before_and_within_a_stream() {
     let mut server = start();
     let socket = send(server.address, "POST", "/v1/chat/completions", hello().to_string().as_bytes());
-    let (_, events) = server.requests.blocking_recv().unwrap();
+    let Submission { events, .. } = server.requests.blocking_recv().unwrap();
     events.send(Event::Failed(moebius::Error::Resources("no memory".into()))).unwrap();
     let mut lines = BufReader::new(socket).lines().map(Result::unwrap);
     assert!(lines.next().unwrap().contains("503"));
     assert!(lines.any(|line| line.contains("no memory")));
 
     let socket = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"stream": true})).to_string().as_bytes());
-    let (_, events) = server.requests.blocking_recv().unwrap();
+    let Submission { events, .. } = server.requests.blocking_recv().unwrap();
     events.send(Event::Token(39)).unwrap();
     drop(events);
     let mut text = String::new();

@@ -32,6 +32,14 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
+    /// The folder for caches cannot hold this one.
+    #[error("{path}: {what}; choose another folder with --cache-dir", path = path.display())]
+    CacheDir {
+        /// The folder, or the file in it.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
     /// The request itself makes no sense for this model.
     #[error("{0}")]
     Invalid(String),
@@ -42,5 +50,13 @@ impl Error {
     pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |source| Error::Io { path, source }
+    }
+}
+
+/// Bytes for people: "41.20 GiB", or MiB below one.
+pub(crate) fn readable_bytes(bytes: u64) -> String {
+    match bytes {
+        0..0x4000_0000 => format!("{:.2} MiB", bytes as f64 / (1u64 << 20) as f64),
+        _ => format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64),
     }
 }

@@ -16,6 +16,11 @@
 //! An expert is `gate` and `up` with their tiles alternating (gate 0, up 0, gate 1, up 1, ...), then `down`: a slice of
 //! intermediate rows is one contiguous run of bytes.
 
+mod tile;
+
+pub(crate) use tile::pack_tile;
+pub use tile::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
+
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
@@ -82,7 +87,7 @@ impl MatrixLayout {
             if ![32, 64, 128].contains(&g) {
                 return Err(Error::Invalid(format!("group size {g} is not 32, 64 or 128")));
             }
-            if k % g != 0 {
+            if !k.is_multiple_of(g) {
                 return Err(Error::Invalid(format!(
                     "group size {g} does not divide a row of {k} weights: choose --group-size 32, 64 or 128 that does, or --experts bf16"
                 )));

@@ -31,7 +31,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Instruction set of the CPU kernels [default: the best this machine has].
-    #[arg(long, value_parser = PossibleValuesParser::new(["scalar", "avx2", "avx512"]).map(|s| simd(&s)))]
+    #[arg(long, value_parser = PossibleValuesParser::new(["scalar", "avx2", "avx512"]).map(|s| s.parse::<Simd>().expect("a listed name")))]
     simd: Option<Simd>,
     /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
@@ -51,11 +51,7 @@ impl EngineArgs {
                 return Err(Error::Invalid(format!("{flag} is 0: give at least 1")));
             }
         }
-        let cache_dir = match &self.cache_dir {
-            Some(dir) => dir.clone(),
-            None => moebius::hub::default_cache_dir()?,
-        };
-        Ok(EngineConfig {
+        let mut config = EngineConfig {
             experts: self.experts,
             group_size: self.group_size,
             dense: self.dense,
@@ -63,10 +59,12 @@ impl EngineArgs {
             max_batch_tokens: self.max_batch_tokens,
             threads: self.threads,
             simd: self.simd,
-            cache_dir: Some(cache_dir),
+            cache_dir: self.cache_dir.clone(),
             lock: self.lock,
             ..EngineConfig::default()
-        })
+        };
+        config.cache_dir = Some(moebius::load::cache_dir(&config)?);
+        Ok(config)
     }
 }
 
@@ -80,14 +78,6 @@ fn expert_bits(name: &str) -> ExpertBits {
 
 fn dense_bits(name: &str) -> DenseBits {
     if name == "int8" { DenseBits::Int8 } else { DenseBits::Bf16 }
-}
-
-fn simd(name: &str) -> Simd {
-    match name {
-        "scalar" => Simd::Scalar,
-        "avx2" => Simd::Avx2,
-        _ => Simd::Avx512,
-    }
 }
 
 /// How tokens are chosen; what is not given is the model's own default.

@@ -37,8 +37,8 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
-    let status = Status::start();
-    let model = TextModel::open(&args.model, &config, &|line| status.report(line))?;
+    let status = Status::new();
+    let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
     drop(status);
 
     let mut conversation = Conversation::new(args.system, args.sampling.over(model.sampling()), args.max_tokens);

@@ -56,8 +56,8 @@ enum Prompt {
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
     let prompt = read_prompt(&args)?;
-    let status = Status::start();
-    let model = TextModel::open(&args.model, &config, &|line| status.report(line))?;
+    let status = Status::new();
+    let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
     drop(status);
 
     let prompt = match prompt {

@@ -28,8 +28,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
     // The port first: to learn after minutes of loading that it is taken would be unkind.
     let server = Server::bind(SocketAddr::new(args.host, args.port))?;
-    let status = Status::start();
-    let model = TextModel::open(&args.model, &config, &|line| status.report(line))?;
+    let status = Status::new();
+    let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
     drop(status);
 
     let info = model.engine().info();

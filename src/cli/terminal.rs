@@ -1,39 +1,61 @@
 //! What a person sees besides the answer: a status line while loading, dim lines, and nothing that the model could inject.
 
-use std::cell::RefCell;
 use std::io::IsTerminal;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moebius::engine::RequestStats;
+use moebius::load::LoadProgress;
 
-/// A line on stderr that says what is being done. Where stderr is not a terminal, only work that takes long is told.
+/// What is being done, on stderr: a bar in a terminal; elsewhere a line now and then, for work that takes long.
 pub(crate) struct Status {
     bar: Option<ProgressBar>,
-    last_told: RefCell<Instant>,
+    last_told: Mutex<Instant>,
 }
 
 impl Status {
-    pub(crate) fn start() -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{spinner:.cyan} {wide_msg}").expect("the template is a constant");
-            let bar = ProgressBar::new_spinner().with_style(style);
-            bar.enable_steady_tick(Duration::from_millis(100));
-            bar
-        });
-        Self { bar, last_told: RefCell::new(Instant::now()) }
+    pub(crate) fn new() -> Self {
+        Self { bar: std::io::stderr().is_terminal().then(ProgressBar::hidden), last_told: Mutex::new(Instant::now()) }
     }
 
-    /// Shows a short line.
-    pub(crate) fn report(&self, line: &str) {
-        const PATIENCE: Duration = Duration::from_secs(10);
-        if let Some(bar) = &self.bar {
-            // A download or conversion draws its own bar; ours must not tear it.
-            bar.set_message(line.to_string());
-        } else if self.last_told.borrow().elapsed() >= PATIENCE {
-            *self.last_told.borrow_mut() = Instant::now();
-            eprintln!("{line}");
+    /// Shows how far loading is.
+    pub(crate) fn loading(&self, progress: LoadProgress<'_>) {
+        match progress {
+            LoadProgress::Convert(p) => self.report(&p.phase.to_string(), p.bytes_done, p.bytes_total, true),
+            LoadProgress::Weights(done, layers) => self.report("loading layers", done as u64, layers as u64, false),
         }
+    }
+
+    /// Shows `done` of `total`; a total of 0 is unknown.
+    pub(crate) fn report(&self, what: &str, done: u64, total: u64, bytes: bool) {
+        const PATIENCE: Duration = Duration::from_secs(10);
+        let Some(bar) = &self.bar else {
+            let mut last_told = self.last_told.lock().unwrap_or_else(PoisonError::into_inner);
+            if last_told.elapsed() >= PATIENCE {
+                *last_told = Instant::now();
+                let share = (done * 100).checked_div(total).map_or(String::new(), |percent| format!(": {percent} %"));
+                eprintln!("{what}{share}");
+            }
+            return;
+        };
+        if bar.is_hidden() {
+            // Only now: a download before this draws bars of its own, and a fast start draws none.
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.enable_steady_tick(Duration::from_millis(100));
+        }
+        if bar.message() != what {
+            let template = match (total, bytes) {
+                (0, _) => "{spinner:.cyan} {msg}",
+                (_, true) => "{spinner:.cyan} {msg} {wide_bar:.dim} {bytes}/{total_bytes} {bytes_per_sec} {eta} left",
+                (_, false) => "{spinner:.cyan} {msg} {wide_bar:.dim} {pos}/{len}",
+            };
+            bar.set_style(ProgressStyle::with_template(template).expect("the template is a constant"));
+            bar.set_message(what.to_string());
+            bar.reset_eta();
+        }
+        bar.set_length(total);
+        bar.set_position(done);
     }
 }
 

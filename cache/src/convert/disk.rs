@@ -1,0 +1,166 @@
+//! The cache folder: who may write in it, how much fits, and how a file gets its final name.
+#![allow(unsafe_code)] // fallocate and statvfs
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::ErrorKind;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::error::readable_bytes;
+use crate::{Error, Result};
+
+/// `.map_err(unwritable(path))`: an error of a file in the cache folder.
+pub(super) fn unwritable(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+    let path = path.to_path_buf();
+    move |e| match e.kind() {
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => Error::CacheDir { path, what: "cannot be written".into() },
+        _ => Error::CacheDir { path, what: format!("cannot be written ({e})") },
+    }
+}
+
+/// The cache files in a folder, sorted; none if there is no folder.
+pub(super) fn caches(dir: &Path) -> Result<Vec<PathBuf>> {
+    files(dir, "moebius")
+}
+
+/// The cache files in a folder with the inode of each: a file that was replaced shows.
+pub(super) fn inodes(dir: &Path) -> Result<Vec<(PathBuf, Option<u64>)>> {
+    let with_inode = |path: PathBuf| {
+        let inode = std::fs::metadata(&path).ok().map(|stat| stat.ino());
+        (path, inode)
+    };
+    Ok(caches(dir)?.into_iter().map(with_inode).collect())
+}
+
+/// The files in a folder with this extension, sorted; none if there is no folder.
+pub(super) fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let entries = match std::fs::read_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(unwritable(dir))?,
+    };
+    let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    files.retain(|path| path.extension().is_some_and(|e| e == extension));
+    files.sort();
+    Ok(files)
+}
+
+/// The right to build one cache, held by one process at a time; given back when dropped, and by the system when the process dies.
+pub(super) struct Lock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Lock {
+    /// Creates the folder if need be, and waits for the lock called `name`; `waiting` is called once if that takes time.
+    ///
+    /// Errors: `Error::CacheDir` when the folder cannot be written.
+    pub(super) fn take(dir: &Path, name: &str, waiting: &dyn Fn()) -> Result<Self> {
+        std::fs::create_dir_all(dir).map_err(unwritable(dir))?;
+        let mut told = false;
+        loop {
+            let path = dir.join(format!("{name}.lock"));
+            let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path).map_err(unwritable(dir))?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    if !told {
+                        waiting();
+                        told = true;
+                    }
+                    file.lock().map_err(unwritable(&path))?;
+                }
+                Err(TryLockError::Error(e)) => return Err(unwritable(&path)(e)),
+            }
+            // The holder before us removed the file at the end: a lock on a file without a name keeps nobody out.
+            let inode = |stat: std::fs::Metadata| (stat.dev(), stat.ino());
+            if std::fs::metadata(&path).ok().map(inode) == file.metadata().ok().map(inode) {
+                return Ok(Self { path, _file: file });
+            }
+        }
+    }
+
+    /// Whether a process holds the lock called `name` right now.
+    pub(super) fn is_taken(dir: &Path, name: &str) -> bool {
+        File::open(dir.join(format!("{name}.lock"))).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // While it is still locked: see `take`. An error leaves an empty file, which is harmless.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Opens or creates `path` and makes it `bytes` long with all of its space reserved.
+///
+/// Errors: `Error::CacheDir` when the disk has not that much space, or the file cannot be written. A file made in vain is removed.
+pub(super) fn reserve(path: &Path, bytes: u64) -> Result<File> {
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(unwritable(path))?;
+    let reserved = grow(&file, bytes);
+    reserved.map_err(|e| {
+        let _ = std::fs::remove_file(path); // the error that counts is the one returned
+        match e.kind() {
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+                let dir = path.parent().unwrap_or(path);
+                let free = free_bytes(dir).map_or("too few".into(), readable_bytes);
+                Error::CacheDir {
+                    path: dir.to_path_buf(),
+                    what: format!("the cache needs {} of disk, {free} are free", readable_bytes(bytes)),
+                }
+            }
+            _ => unwritable(path)(e),
+        }
+    })?;
+    Ok(file)
+}
+
+fn grow(file: &File, bytes: u64) -> std::io::Result<()> {
+    file.set_len(bytes)?;
+    // SAFETY: the descriptor is open as long as `file`; the call changes no memory of ours.
+    match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } {
+        0 => Ok(()),
+        _ => match std::io::Error::last_os_error() {
+            // A file system that cannot reserve: a full disk is then found while writing.
+            e if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+            e => Err(e),
+        },
+    }
+}
+
+/// Space that this user may still fill on the disk of `dir`.
+pub fn free_bytes(dir: &Path) -> Option<u64> {
+    let dir = CString::new(dir.as_os_str().as_bytes()).ok()?;
+    let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: `dir` ends with a zero, and `stat` has room for the result.
+    let code = unsafe { libc::statvfs(dir.as_ptr(), stat.as_mut_ptr()) };
+    if code != 0 {
+        return None;
+    }
+    // SAFETY: the call succeeded, so it filled `stat`.
+    let stat = unsafe { stat.assume_init() };
+    Some(stat.f_bavail * stat.f_frsize)
+}
+
+/// Writes a small file such that a reader sees the old bytes or the new ones.
+pub(super) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(name);
+    let written = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+    written.map_err(|e| {
+        let _ = std::fs::remove_file(&temporary); // the error that counts is the one returned
+        unwritable(path)(e)
+    })
+}
+
+/// Gives a complete file its final name, and returns when both would survive a power cut.
+pub(super) fn publish(file: &File, from: &Path, to: &Path) -> Result<()> {
+    file.sync_all().map_err(unwritable(from))?;
+    std::fs::rename(from, to).map_err(unwritable(to))?;
+    let dir = to.parent().unwrap_or(to);
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(unwritable(dir))
+}

@@ -1,0 +1,181 @@
+//! The cache file, open: mapped as it lies, every number in its header checked.
+//!
+//! Opening reads the header only, so it takes no time whatever the size; each expert has a checksum, to be compared when it is used
+//! first. The same type holds experts that never were in a file, for benches on random weights.
+#![allow(unsafe_code)] // the map
+
+mod header;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::{Advice, Mmap, MmapMut, MmapOptions};
+use rayon::prelude::*;
+use xxhash_rust::xxh3::xxh3_64;
+
+pub use self::header::{Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse};
+pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes, peek};
+use crate::error::readable_bytes;
+use crate::pack::ExpertLayout;
+use crate::{Error, Result};
+
+/// The packed experts of one model in one precision, in memory.
+#[derive(Debug)]
+pub struct ExpertCache {
+    header: Header,
+    layout: ExpertLayout,
+    experts: Vec<ExpertRecord>, // [layers * num_experts]; empty for random weights
+    memory: Memory,
+    path: PathBuf,
+}
+
+#[derive(Debug)]
+enum Memory {
+    File(Mmap),
+    Anonymous(MmapMut),
+}
+
+impl std::ops::Deref for Memory {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Memory::File(map) => map,
+            Memory::Anonymous(map) => map,
+        }
+    }
+}
+
+impl ExpertCache {
+    /// Maps a cache file, shared and read-only, so that it can also be pinned for a GPU as it lies.
+    ///
+    /// Errors: `Error::Io` when it cannot be read, `Error::Cache` when it is damaged, unfinished or of another version.
+    pub fn open(path: &Path) -> Result<Self> {
+        let cache = |what| Error::Cache { path: path.to_path_buf(), what };
+        let file = File::open(path).map_err(Error::io(path))?;
+        if file.metadata().map_err(Error::io(path))?.len() == 0 {
+            return Err(cache("is empty".into()));
+        }
+        // SAFETY: the map is shared and read-only, and this program replaces cache files only by renaming complete ones over them,
+        // so the bytes behind a map do not change.
+        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
+        let (header, experts) = parse(&map).map_err(cache)?;
+        // Advice: file systems without huge pages refuse it, and then the map has small ones.
+        let _ = map.advise(Advice::HugePage);
+        Ok(Self { layout: header.layout(), header, experts, memory: Memory::File(map), path: path.to_path_buf() })
+    }
+
+    /// Experts that lie in no file: `fill(layer index, expert, bytes)` writes each of them, in parallel, into zeroed memory.
+    ///
+    /// There are no checksums: [`check_expert`](Self::check_expert) finds nothing wrong.
+    /// Errors: `Error::Invalid` when the dimensions make no expert, or there is not enough memory.
+    pub fn anonymous(contents: &Contents<'_>, fill: impl Fn(usize, usize, &mut [u8]) + Sync) -> Result<Self> {
+        let header = Header::new(contents, None)?;
+        let layout = header.layout();
+        let bytes = header.file_bytes();
+        let too_large =
+            |why: String| Error::Invalid(format!("{} of experts {why}; use fewer layers or --experts int4", readable_bytes(bytes)));
+        if let Some(available) = crate::checkpoint::available_memory_bytes().filter(|&available| bytes > available) {
+            return Err(too_large(format!("do not fit into {} of free memory", readable_bytes(available))));
+        }
+        let mut map = MmapOptions::new().len(bytes as usize).map_anon().map_err(|e| too_large(format!("were refused ({e})")))?;
+        let _ = map.advise(Advice::HugePage); // without huge pages it is only slower
+        for (i, entry) in header.layers.iter().enumerate() {
+            let layer = &mut map[entry.offset as usize..][..entry.bytes as usize];
+            layer.par_chunks_exact_mut(layout.bytes()).enumerate().for_each(|(expert, bytes)| fill(i, expert, bytes));
+        }
+        Ok(Self { header, layout, experts: Vec::new(), memory: Memory::Anonymous(map), path: PathBuf::new() })
+    }
+
+    /// What it holds.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The file it is mapped from; empty for random weights.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The layout of each expert.
+    pub fn layout(&self) -> ExpertLayout {
+        self.layout
+    }
+
+    /// Layers with experts.
+    pub fn num_layers(&self) -> usize {
+        self.header.layers.len()
+    }
+
+    /// Experts of each layer.
+    pub fn num_experts(&self) -> usize {
+        self.header.num_experts
+    }
+
+    /// The index, among the layers with experts, of a layer of the model.
+    pub fn layer_index(&self, model_layer: usize) -> Option<usize> {
+        self.header.layers.binary_search_by_key(&model_layer, |entry| entry.layer).ok()
+    }
+
+    /// All experts of layer index `i`, one after the other. Panics: there is no such layer (a bug).
+    pub fn layer(&self, i: usize) -> &[u8] {
+        let LayerEntry { offset, bytes, .. } = self.header.layers[i];
+        &self.memory[offset as usize..][..bytes as usize]
+    }
+
+    /// One expert of layer index `i`. Panics: there is no such layer or expert (a bug).
+    pub fn expert(&self, i: usize, expert: usize) -> &[u8] {
+        let bytes = self.layout.bytes();
+        &self.layer(i)[expert * bytes..][..bytes]
+    }
+
+    /// The checksums of one expert; `None` for random weights.
+    pub fn record(&self, i: usize, expert: usize) -> Option<&ExpertRecord> {
+        self.experts.get(i * self.num_experts() + expert)
+    }
+
+    /// Compares an expert with its checksum; call it before its first use.
+    ///
+    /// Errors: `Error::Cache` when its bytes are not those that were written. Panics as [`expert`](Self::expert).
+    pub fn check_expert(&self, i: usize, expert: usize) -> Result<()> {
+        match self.record(i, expert) {
+            Some(record) if record.packed != xxh3_64(self.expert(i, expert)) => {
+                let what =
+                    format!("expert {expert} of layer {} is damaged: its bytes do not fit their checksum", self.header.layers[i].layer);
+                Err(Error::Cache { path: self.path.clone(), what })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks every expert, in parallel. `progress(bytes done, bytes in all)` is called after each.
+    ///
+    /// Errors: `Error::Cache` naming the first damaged expert found.
+    pub fn verify(&self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<()> {
+        let (layers, experts) = (self.num_layers(), self.num_experts());
+        let bytes = self.layout.bytes() as u64;
+        let total = bytes * (layers * experts) as u64;
+        let done = AtomicU64::new(0);
+        (0..layers * experts).into_par_iter().try_for_each(|i| {
+            self.check_expert(i / experts, i % experts)?;
+            progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+            Ok(())
+        })
+    }
+
+    /// Keeps all of it in memory: never paged out, and read in now.
+    ///
+    /// Errors: `Error::Invalid` when the limit of locked memory is too low.
+    pub fn lock(&self) -> Result<()> {
+        let locked = match &self.memory {
+            Memory::File(map) => map.lock(),
+            Memory::Anonymous(map) => map.lock(),
+        };
+        locked.map_err(|e| {
+            let kib = self.memory.len().div_ceil(1024);
+            Error::Invalid(format!(
+                "cannot lock the experts in memory ({e}): raise the limit with `ulimit -l {kib}`, or run without --lock"
+            ))
+        })
+    }
+}

@@ -1,0 +1,148 @@
+//! Packing against its definition, and quantization against its bounds, over random shapes.
+
+use half::bf16;
+use moebius_cache::pack::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
+use moebius_cache::quantize::{quantize_expert, quantize_matrix, quantize_rows};
+use moebius_cache::{ExpertLayout, MatrixLayout, Precision};
+use proptest::prelude::*;
+
+/// Deterministic values in -1..1, roughly normal.
+fn noise(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut uniform = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    (0..count).map(|_| (uniform() + uniform() + uniform() + uniform()) / 2.0).collect()
+}
+
+fn precision() -> impl Strategy<Value = Precision> {
+    let group = prop_oneof![Just(32usize), Just(64), Just(128)];
+    prop_oneof![
+        Just(Precision::Bf16),
+        group.clone().prop_map(|group_size| Precision::Int8 { group_size }),
+        group.prop_map(|group_size| Precision::Int4 { group_size }),
+    ]
+}
+
+/// Codes, scales and the weights they stand for.
+fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> (Vec<i8>, Vec<bf16>, Vec<bf16>, Vec<f32>) {
+    let noise = noise(n * k, seed);
+    let Some(group) = precision.group_size() else {
+        let weights: Vec<bf16> = noise.iter().map(|&x| bf16::from_f32(x)).collect();
+        let truth = weights.iter().map(|w| w.to_f32()).collect();
+        return (vec![], vec![], weights, truth);
+    };
+    let (low, high) = if matches!(precision, Precision::Int4 { .. }) { (-8.0, 7.0) } else { (-128.0, 127.0) };
+    let codes: Vec<i8> = noise.iter().map(|x| (x * 2.0 * high).round().clamp(low, high) as i8).collect();
+    let scales: Vec<bf16> = noise.iter().step_by(group).map(|&x| bf16::from_f32(x)).collect();
+    let truth = codes.iter().enumerate().map(|(i, &c)| c as f32 * scales[i / group].to_f32()).collect();
+    (codes, scales, vec![], truth)
+}
+
+fn weights<'a>(codes: &'a [i8], scales: &'a [bf16], plain: &'a [bf16]) -> Weights<'a> {
+    if plain.is_empty() { Weights::Int { codes, scales } } else { Weights::Bf16(plain) }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_packed_matrix_unpacks_to_its_weights(n in 1usize..70, groups in 1usize..5, precision in precision(), seed: u64) {
+        let k = groups * precision.group_size().unwrap_or(24);
+        let layout = MatrixLayout::new(n, k, precision).unwrap();
+        let (codes, scales, plain, truth) = random_weights(n, k, precision, seed);
+        let mut bytes = vec![0x55; layout.bytes()];
+        pack_matrix(&layout, weights(&codes, &scales, &plain), &mut bytes);
+        prop_assert_eq!(unpack_matrix(&layout, &bytes), truth);
+        // Rows that fill the last tile are zero weights with zero scales.
+        let padded = MatrixLayout::new(layout.tiles() * 16, k, precision).unwrap();
+        let filled = unpack_matrix(&padded, &bytes);
+        prop_assert!(filled[n * k..].iter().all(|w| *w == 0.0));
+    }
+
+    #[test]
+    fn a_packed_expert_unpacks_to_its_matrices(h in 1usize..4, i in 1usize..4, precision in precision(), seed: u64) {
+        let unit = precision.group_size().unwrap_or(24);
+        let (hidden, intermediate) = (h * unit, i * unit);
+        let layout = ExpertLayout::new(hidden, intermediate, precision).unwrap();
+        let gate = random_weights(intermediate, hidden, precision, seed);
+        let up = random_weights(intermediate, hidden, precision, seed ^ 1);
+        let down = random_weights(hidden, intermediate, precision, seed ^ 2);
+        let mut bytes = vec![0x55; layout.bytes()];
+        let view = |m: &'static str| match m { "gate" => weights(&gate.0, &gate.1, &gate.2), "up" => weights(&up.0, &up.1, &up.2), _ => weights(&down.0, &down.1, &down.2) };
+        pack_expert(&layout, view("gate"), view("up"), view("down"), &mut bytes);
+        prop_assert_eq!(unpack_expert(&layout, &bytes), [gate.3, up.3, down.3]);
+    }
+
+    #[test]
+    fn quantized_weights_are_near_their_source(n in 1usize..20, groups in 1usize..4, precision in precision(), seed: u64, exponent in -40i32..40) {
+        let k = groups * precision.group_size().unwrap_or(32);
+        let layout = MatrixLayout::new(n, k, precision).unwrap();
+        let source: Vec<f32> = noise(n * k, seed).iter().map(|x| x * 2f32.powi(exponent)).collect();
+        let mut bytes = vec![0; layout.bytes()];
+        quantize_matrix(&layout, &source, &mut bytes);
+        let back = unpack_matrix(&layout, &bytes);
+        let group = precision.group_size().unwrap_or(1);
+        for (w, q) in source.chunks(group).zip(back.chunks(group)) {
+            let largest = w.iter().fold(0f32, |a, x| a.max(x.abs()));
+            // Half a step of the largest-value scale bounds the root mean square of its error; the search never does worse.
+            let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0, Precision::Int4 { .. } => largest / 6.9 };
+            let squares: f32 = w.iter().zip(q).map(|(w, q)| ((w - q) / step).powi(2)).sum();
+            prop_assert!(squares <= 0.25 * group as f32, "{squares} of {group}");
+        }
+    }
+}
+
+/// The plain way: the largest magnitude maps to 7 (or 127).
+fn largest_value_error(w: &[f32], top: f32) -> f64 {
+    let scale = bf16::from_f32(w.iter().fold(0f32, |a, x| a.max(x.abs())) / top).to_f32();
+    w.iter().map(|x| (x - scale * (x / scale).round().clamp(-top - 1.0, top)) as f64).map(|e| e * e).sum()
+}
+
+#[test]
+fn searched_scales_beat_the_largest_value() {
+    for (precision, top, gain) in [(Precision::Int4 { group_size: 128 }, 7.0, 0.85), (Precision::Int8 { group_size: 128 }, 127.0, 1.0)] {
+        let source = noise(128 * 512, 7);
+        let (mut codes, mut scales) = (vec![0; source.len()], vec![bf16::ZERO; source.len() / 128]);
+        quantize_rows(precision, &source, &mut codes, &mut scales);
+        let (mut searched, mut plain) = (0.0, 0.0);
+        for (i, w) in source.chunks(128).enumerate() {
+            let scale = scales[i].to_f32();
+            let error: f64 = w.iter().zip(&codes[i * 128..]).map(|(w, &c)| (w - scale * c as f32) as f64).map(|e| e * e).sum();
+            let bound = largest_value_error(w, top);
+            assert!(error <= bound * 1.000_01, "group {i}: {error} against {bound}");
+            searched += error;
+            plain += bound;
+        }
+        assert!(searched < plain * gain, "{precision}: {searched} against {plain}");
+    }
+}
+
+#[test]
+fn groups_of_zeros_and_of_vanishing_weights_get_scale_zero() {
+    for precision in [Precision::Int4 { group_size: 32 }, Precision::Int8 { group_size: 32 }] {
+        let mut source = vec![0f32; 96];
+        source[40] = 1e-38;
+        source[70] = 3.0e38;
+        source[71] = -1.0;
+        let (mut codes, mut scales) = (vec![9; 96], vec![bf16::ONE; 3]);
+        quantize_rows(precision, &source, &mut codes, &mut scales);
+        assert_eq!((scales[0], scales[1]), (bf16::ZERO, bf16::ZERO));
+        assert!(codes[..64].iter().all(|&c| c == 0));
+        let back = codes[70] as f32 * scales[2].to_f32();
+        assert!((back / 3.0e38 - 1.0).abs() < 0.01, "{back}");
+    }
+}
+
+#[test]
+fn an_expert_of_real_numbers_comes_back() {
+    let layout = ExpertLayout::new(64, 96, Precision::Int8 { group_size: 32 }).unwrap();
+    let [gate, up, down] = [1, 2, 3].map(|seed| noise(64 * 96, seed));
+    let back = unpack_expert(&layout, &quantize_expert(&layout, &gate, &up, &down));
+    for (w, q) in [gate, up, down].iter().zip(&back) {
+        assert!(w.iter().zip(q).all(|(w, q)| (w - q).abs() < 0.01));
+    }
+}
