@@ -119,7 +119,9 @@ fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wante
     }
     if tokens.len() > max_context {
         let n = tokens.len();
-        return Err(Error::Invalid(format!("the prompt has {n} tokens and the context holds {max_context}: shorten it or raise --max-context")));
+        return Err(Error::Invalid(format!(
+            "the prompt has {n} tokens and the context holds {max_context}: shorten it or raise --max-context"
+        )));
     }
     if let Some(token) = tokens.iter().find(|&&t| t as usize >= model.vocab_size) {
         return Err(Error::Invalid(format!("token id {token} is not in the vocabulary of {}", model.vocab_size)));

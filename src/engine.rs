@@ -10,8 +10,8 @@ use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
 use crate::forward::Model;
-use crate::kv_cache::{BlockPool, KvCache};
 use crate::kernel::Simd;
+use crate::kv_cache::{BlockPool, KvCache};
 use crate::load::{self, LoadProgress};
 use crate::sampler::Sampler;
 use crate::scheduler::{Scheduler, Sequence};
@@ -115,11 +115,12 @@ pub struct EngineInfo {
 }
 
 /// A request on its way to the engine thread.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(crate) struct Submission {
-    pub(crate) request: Request,
-    pub(crate) events: mpsc::UnboundedSender<Event>,
-    pub(crate) submitted: Instant,
+pub struct Submission {
+    pub request: Request,
+    pub events: mpsc::UnboundedSender<Event>,
+    pub submitted: Instant,
 }
 
 /// A cheap, cloneable handle to a running engine. The engine stops when the last one is dropped.
@@ -130,6 +131,12 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
+    /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
+    #[doc(hidden)]
+    pub fn from_parts(info: EngineInfo, requests: mpsc::UnboundedSender<Submission>) -> Self {
+        Self { requests, info: Arc::new(info) }
+    }
+
     /// What is running.
     pub fn info(&self) -> &EngineInfo {
         &self.info
@@ -193,7 +200,7 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
             engine.run(queue);
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
-    Ok(EngineHandle { requests, info: Arc::new(info) })
+    Ok(EngineHandle::from_parts(info, requests))
 }
 
 /// What the engine keeps with a sequence.

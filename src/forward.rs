@@ -166,15 +166,9 @@ impl<B: Backend> Buffers<B> {
 }
 
 /// `x += down(silu(gate h) * up h)`.
-fn mlp<B: Backend>(
-    backend: &B,
-    w: &MlpWeights<B>,
-    buffers: &mut [MlpBuffers<B>],
-    width: Option<usize>,
-    h: &B::Tensor,
-    x: &mut B::Tensor,
-) {
-    let MlpBuffers { gate, up, product, .. } = buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
+fn mlp<B: Backend>(backend: &B, w: &MlpWeights<B>, buffers: &mut [MlpBuffers<B>], width: Option<usize>, h: &B::Tensor, x: &mut B::Tensor) {
+    let MlpBuffers { gate, up, product, .. } =
+        buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
     backend.linear(&w.gate, h, gate);
     backend.linear(&w.up, h, up);
     backend.silu_mul(gate, up, product);

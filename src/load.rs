@@ -194,7 +194,9 @@ impl Budget {
         if weights > available {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
             let advice = match (precision, config.dense) {
-                (Some(Precision::Int4 { .. }), DenseBits::Int8) | (None, DenseBits::Int8) => "use a machine with more memory, or a smaller model",
+                (Some(Precision::Int4 { .. }), DenseBits::Int8) | (None, DenseBits::Int8) => {
+                    "use a machine with more memory, or a smaller model"
+                }
                 (Some(Precision::Int4 { .. }), DenseBits::Bf16) | (None, DenseBits::Bf16) => "try --dense int8",
                 _ => "try --experts int4",
             };

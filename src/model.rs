@@ -227,8 +227,9 @@ impl Rope {
             RopeScaling::Linear { factor } => (0..half).map(|i| plain(i) / *factor as f32).collect(),
             RopeScaling::Yarn(y) => {
                 // The index whose frequency makes `rotations` turns over the original context.
-                let index =
-                    |rotations: f64| self.dim as f64 * (y.original_max_position / (rotations * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln());
+                let index = |rotations: f64| {
+                    self.dim as f64 * (y.original_max_position / (rotations * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
+                };
                 let (mut low, mut high) = (index(y.beta_fast), index(y.beta_slow));
                 if y.truncate {
                     (low, high) = (low.floor(), high.ceil());

@@ -70,7 +70,9 @@ impl HostTensor<'_> {
     fn transpose_heads(&self, heads: usize) -> HostTensor<'static> {
         let (rows, cols) = (self.rows() / heads, self.cols());
         fn turn<T: Copy>(data: &[T], rows: usize, cols: usize) -> Vec<T> {
-            data.chunks_exact(rows * cols).flat_map(|head| (0..cols).flat_map(move |c| (0..rows).map(move |r| head[r * cols + c]))).collect()
+            data.chunks_exact(rows * cols)
+                .flat_map(|head| (0..cols).flat_map(move |c| (0..rows).map(move |r| head[r * cols + c])))
+                .collect()
         }
         match self {
             HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: turn(data, rows, cols).into(), cols: rows },
@@ -224,7 +226,13 @@ struct Loader<'a, B: Backend> {
 
 impl<B: Backend> Weights<B> {
     /// Loads everything but the routed experts. `report(done, layers)` is called after each layer and may stop it.
-    pub fn load(backend: &B, source: &dyn TensorSource, model: &ModelConfig, bits: DenseBits, report: &dyn Fn(usize, usize) -> Result<()>) -> Result<Self> {
+    pub fn load(
+        backend: &B,
+        source: &dyn TensorSource,
+        model: &ModelConfig,
+        bits: DenseBits,
+        report: &dyn Fn(usize, usize) -> Result<()>,
+    ) -> Result<Self> {
         let loader = Loader { backend, source, model, bits };
         let (prefix, hidden, vocab) = (&model.prefix, model.hidden_size, model.vocab_size);
         let embedding = format!("{prefix}model.embed_tokens.weight");

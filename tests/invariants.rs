@@ -1,4 +1,5 @@
 //! What must hold whatever the numbers are, on both kinds of attention: a token's bits depend on its own sequence alone.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
 
@@ -17,7 +18,9 @@ fn prompt(len: usize, seed: u32) -> Vec<u32> {
 /// Each model in the precisions that take different ways through the kernels.
 fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
     for model in MODELS {
-        for (experts, dense) in [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16)] {
+        for (experts, dense) in
+            [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16)]
+        {
             let mut loaded = load(&demo_dir(model), &EngineConfig { experts, dense, ..Default::default() });
             test(&format!("{model} {experts:?} {dense:?}"), &mut loaded);
         }
@@ -94,7 +97,8 @@ fn threads_do_not_change_bits() {
     for model in MODELS {
         let mut results = Vec::new();
         for threads in [1, 2, 3, 5] {
-            let config = EngineConfig { threads: Some(threads), cache_dir: Some(common::cache_dir()), max_context: Some(512), ..Default::default() };
+            let config =
+                EngineConfig { threads: Some(threads), cache_dir: Some(common::cache_dir()), max_context: Some(512), ..Default::default() };
             let mut loaded = moebius::load::load("test", &demo_dir(model), &config, &|_| {}).unwrap();
             results.push(whole(&mut loaded, &tokens));
         }

@@ -1,6 +1,7 @@
 //! The engine against HF transformers: logits, hidden states, routing and greedy tokens of small checkpoints, in float32.
 //!
 //! `tests/fixtures/README.md` says what the reference is.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
 

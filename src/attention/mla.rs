@@ -15,13 +15,13 @@ use crate::weights::{MlaQuery, MlaWeights};
 
 /// Activations of one layer.
 pub struct Buffers<B: Backend> {
-    q_latent: Option<B::Tensor>,      // [T, q_lora_rank]
+    q_latent: Option<B::Tensor>,        // [T, q_lora_rank]
     q_latent_normed: Option<B::Tensor>, // [T, q_lora_rank]
-    q: B::Tensor,                     // [T, heads, nope + rope]
-    latent: B::Tensor,                // [T, kv_lora_rank + rope]: a row of the cache
-    q_absorbed: B::Tensor,            // [T, heads, kv_lora_rank + rope]
-    mixed: B::Tensor,                 // [T, heads, kv_lora_rank]
-    out: B::Tensor,                   // [T, heads, v_head_dim]
+    q: B::Tensor,                       // [T, heads, nope + rope]
+    latent: B::Tensor,                  // [T, kv_lora_rank + rope]: a row of the cache
+    q_absorbed: B::Tensor,              // [T, heads, kv_lora_rank + rope]
+    mixed: B::Tensor,                   // [T, heads, kv_lora_rank]
+    out: B::Tensor,                     // [T, heads, v_head_dim]
 }
 
 impl<B: Backend> Buffers<B> {

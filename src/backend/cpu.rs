@@ -29,8 +29,8 @@ pub struct Cpu {
     kernel: &'static dyn Kernel,
     // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
     quantized: RefCell<linear::Quantized>,
-    router_scratch: RefCell<Vec<f32>>,              // [tokens, experts]
-    head_scratch: RefCell<Vec<f32>>,                // [norm width]
+    router_scratch: RefCell<Vec<f32>>,       // [tokens, experts]
+    head_scratch: RefCell<Vec<f32>>,         // [norm width]
     attention_scratch: Vec<Mutex<Vec<f32>>>, // one per worker
 }
 

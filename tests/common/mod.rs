@@ -33,7 +33,8 @@ pub fn cache_dir() -> PathBuf {
 
 /// Loads a checkpoint with small limits.
 pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
-    let config = EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() };
+    let config =
+        EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() };
     load::load("test", dir, &config, &|_| {}).unwrap()
 }
 

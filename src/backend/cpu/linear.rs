@@ -35,7 +35,10 @@ impl<T: Pod> Buffer<T> {
     pub fn zeros(len: usize) -> Result<Self> {
         let bytes = (len * size_of::<T>()).max(1);
         let map = MmapMut::map_anon(bytes).map_err(|e| {
-            Error::Resources(format!("{:.1} GiB of memory could not be had ({e}): lower --max-context or choose a smaller model", bytes as f64 / (1u64 << 30) as f64))
+            Error::Resources(format!(
+                "{:.1} GiB of memory could not be had ({e}): lower --max-context or choose a smaller model",
+                bytes as f64 / (1u64 << 30) as f64
+            ))
         })?;
         // Advice only: without huge pages the same memory is a little slower.
         let _ = map.advise(Advice::HugePage);

@@ -23,7 +23,13 @@ impl Cpu {
         let kernel = self.kernel;
         self.team.run(&|worker| {
             // Tokens, not experts, are shared out: the weights are small and stay in every core's cache.
-            let mine = if tokens == 1 && worker.index > 0 { 0..0 } else if tokens == 1 { 0..1 } else { worker.share(tokens) };
+            let mine = if tokens == 1 && worker.index > 0 {
+                0..0
+            } else if tokens == 1 {
+                0..1
+            } else {
+                worker.share(tokens)
+            };
             if mine.is_empty() {
                 return;
             }
