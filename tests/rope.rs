@@ -1,0 +1,70 @@
+//! Rotary frequencies and softmax scales against HF transformers, positions 0 to 131,072.
+//!
+//! `tests/data/yarn.json` was written by `tests/data/yarn_reference.py`.
+
+use moebius::backend::Backend;
+use moebius::backend::cpu::Cpu;
+use moebius::model::Attention;
+use moebius::workers::Team;
+use serde_json::Value;
+
+/// Completes a config with dimensions that do not matter here.
+fn model(config: &Value) -> moebius::model::ModelConfig {
+    let mut full = serde_json::json!({
+        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 128, "q_lora_rank": null, "kv_lora_rank": 8, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 8, "vocab_size": 16, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    });
+    full.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
+    moebius::models::parse(&full.to_string()).unwrap()
+}
+
+fn floats(v: &Value) -> Vec<f32> {
+    v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
+}
+
+#[test]
+fn frequencies_angles_and_scales_are_those_of_transformers() {
+    let reference: Value = serde_json::from_str(include_str!("data/yarn.json")).unwrap();
+    let positions: Vec<u32> = floats(&reference["positions"]).iter().map(|&p| p as u32).collect();
+    let backend = Cpu::new(std::sync::Arc::new(Team::new(&[0]).unwrap()), moebius::kernel::best());
+    let cases = reference["cases"].as_object().unwrap();
+    assert_eq!(cases.len(), 7);
+    for (name, case) in cases {
+        let model = model(&case["config"]);
+        let (rope, inv_freq) = (&model.rope, model.rope.inv_freq());
+        for (i, (got, want)) in inv_freq.iter().zip(floats(&case["inv_freq"])).enumerate() {
+            assert!((got - want).abs() <= 3e-7 * want, "{name}: frequency {i} is {got}, not {want}");
+        }
+        let factor = case["attention_factor"].as_f64().unwrap() as f32;
+        assert!((rope.attention_factor() - factor).abs() < 1e-6, "{name}: cos and sin carry {factor}");
+
+        let half = inv_freq.len();
+        let mut angles = backend.tensor(positions.len(), 2 * half);
+        backend.rope_angles(&inv_freq, rope.attention_factor(), &positions, &mut angles);
+        for (t, &position) in positions.iter().enumerate() {
+            // A frequency off by its last bit turns position p by p * frequency * 2^-24 radians.
+            for (part, key) in ["cos", "sin"].iter().enumerate() {
+                for (i, want) in floats(&case[*key][t]).iter().enumerate() {
+                    let got = angles.row(t)[part * half + i];
+                    let tolerance = 1e-5 + 3e-7 * position as f32 * inv_freq[i];
+                    assert!((got - want).abs() < tolerance, "{name}: {key} of pair {i} at {position} is {got}, not {want}");
+                }
+            }
+        }
+
+        let scale = match &model.layers[0].attention {
+            Attention::Gqa(a) => a.scale,
+            Attention::Mla(a) => a.scale,
+        };
+        let want = case["scaling"].as_f64().unwrap() as f32;
+        assert!((scale - want).abs() < 1e-6 * want, "{name}: softmax scale is {scale}, not {want}");
+    }
+}
+
+#[test]
+fn kimis_softmax_scale_carries_mscale_squared() {
+    let reference: Value = serde_json::from_str(include_str!("data/yarn.json")).unwrap();
+    let Attention::Mla(a) = model(&reference["cases"]["kimi-k2.5"]["config"]).layers[0].attention.clone() else { panic!("Kimi has MLA") };
+    assert!((a.scale - 0.1447).abs() < 1e-4, "{}", a.scale);
+}
