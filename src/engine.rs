@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
-use crate::config::{DenseBits, EngineConfig};
+use crate::config::EngineConfig;
 use crate::forward::Model;
 use crate::kernel::Simd;
 use crate::kv_cache::{BlockPool, KvCache};
@@ -173,7 +173,7 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
         model: model.to_string(),
         architecture: loaded.model.config.architecture.clone(),
         experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
-        dense: if config.dense == DenseBits::Int8 { "int8" } else { "bf16" }.into(),
+        dense: config.dense.to_string(),
         max_context: loaded.max_context,
         threads: loaded.team.threads(),
         simd: loaded.kernel.simd(),

@@ -4,7 +4,7 @@ pub mod cpu;
 
 pub use cpu::CpuExperts;
 
-use moebius_cache::pack::ExpertLayout;
+use moebius_cache::{ExpertCache, ExpertLayout};
 
 use crate::Result;
 
@@ -26,7 +26,7 @@ pub trait ExpertStore: Send + Sync {
     fn check_expert(&self, layer: usize, expert: usize) -> Result<()>;
 }
 
-impl ExpertStore for moebius_cache::format::ExpertCache {
+impl ExpertStore for ExpertCache {
     fn layout(&self) -> ExpertLayout {
         self.layout()
     }
