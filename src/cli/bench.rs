@@ -1,36 +1,65 @@
 //! `moebius bench`: prefill and decode speed of a model, or of a real model's dimensions with random weights.
 
-use moebius::{Error, Result};
+use moebius::bench::{self, Plan, Source};
+use moebius::{Error, Result, hub, load};
 
 use super::args::EngineArgs;
+use super::print_line;
+use super::terminal::Status;
 
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true)))]
 pub(crate) struct Args {
     /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
     #[arg(group = "what")]
-    pub(crate) model: Option<String>,
+    model: Option<String>,
     /// Random weights with the dimensions of a known model: deepseek-v2-lite, qwen3-30b-a3b, qwen3-235b-a22b, kimi-k2, ...
     #[arg(long, value_name = "NAME", group = "what")]
-    pub(crate) shape: Option<String>,
+    shape: Option<String>,
     /// Only this many layers of the shape.
     #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]
-    pub(crate) layers: Option<usize>,
+    layers: Option<usize>,
     /// Print one JSON object: machine, model, precision, rows.
     #[arg(long)]
-    pub(crate) json: bool,
+    json: bool,
     /// Lengths of the prompts to measure.
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "128,512")]
-    pub(crate) prompt_tokens: Vec<usize>,
-    /// Numbers of tokens to decode.
-    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "64")]
-    pub(crate) decode_tokens: Vec<usize>,
+    prompt_tokens: Vec<usize>,
+    /// Tokens that each sequence decodes.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    decode_tokens: usize,
+    /// Sequences that decode together.
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1")]
+    batch: Vec<usize>,
+    /// Runs of each measurement, after one to warm up; the median counts.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    runs: u64,
     #[command(flatten)]
-    pub(crate) engine: EngineArgs,
+    engine: EngineArgs,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let _config = args.engine.to_config()?;
-    // The measurement goes here: `moebius::bench::run(...)`.
-    Err(Error::Invalid("bench is not there yet".into()))
+    let config = args.engine.to_config()?;
+    if let Some(&n) = args.prompt_tokens.iter().chain(&args.batch).find(|&&n| n == 0) {
+        return Err(Error::Invalid(format!("{n} tokens or sequences cannot be measured: give at least 1")));
+    }
+    let plan =
+        Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches: args.batch, runs: args.runs as usize };
+    let status = Status::new();
+    let report = match (&args.model, &args.shape) {
+        (Some(model), _) => {
+            let dir = hub::resolve(model, &load::cache_dir(&config)?)?;
+            bench::run(model, Source::Directory(&dir), &config, &plan, &|p| status.loading(p))?
+        }
+        (None, shape) => {
+            let shape = shape.as_deref().expect("clap demands a model or a shape");
+            bench::run(shape, Source::Shape { layers: args.layers }, &config, &plan, &|p| status.loading(p))?
+        }
+    };
+    drop(status);
+    if args.json {
+        print_line(&serde_json::to_string(&report).expect("a report of numbers and strings is JSON"))
+    } else {
+        print_line(report.to_string().trim_end())
+    }
 }
