@@ -2,7 +2,7 @@
 .PHONY: test lint
 
 test:
-	cargo test --workspace
+	cargo test --workspace --no-fail-fast
 
 lint:
 	cargo fmt --all --check
