@@ -180,10 +180,7 @@ pub fn run(
         },
         model: model.to_string(),
         layers: loaded.model.config.layers.len(),
-        precision: PrecisionReport {
-            experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
-            dense: config.dense.to_string(),
-        },
+        precision: PrecisionReport { experts: loaded.precision.map_or("none".into(), |p| p.to_string()), dense: config.dense.to_string() },
         ready_s,
         bytes_per_token: resident + experts,
         distinct_experts,
@@ -348,11 +345,19 @@ impl std::fmt::Display for Report {
         writeln!(f, "{cpu}, {threads} threads, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
         let PrecisionReport { experts, dense } = &self.precision;
         let gb = self.bytes_per_token as f64 / 1e9;
-        writeln!(f, "{}, {} layers, experts {experts}, dense {dense}: a token reads {gb:.2} GB; ready in {:.1} s", self.model, self.layers, self.ready_s)?;
+        writeln!(
+            f,
+            "{}, {} layers, experts {experts}, dense {dense}: a token reads {gb:.2} GB; ready in {:.1} s",
+            self.model, self.layers, self.ready_s
+        )?;
         if let Some(d) = &self.distinct_experts {
             writeln!(f, "a prompt of {} tokens uses {} to {} of {} experts per layer", d.tokens, d.least, d.most, d.of)?;
         }
-        writeln!(f, "\n{:8} {:>7} {:>6} {:>10} {:>14} {:>8} {:>10}", "phase", "tokens", "batch", "tok/s", "memory limit", "GB/s", "bandwidth")?;
+        writeln!(
+            f,
+            "\n{:8} {:>7} {:>6} {:>10} {:>14} {:>8} {:>10}",
+            "phase", "tokens", "batch", "tok/s", "memory limit", "GB/s", "bandwidth"
+        )?;
         for r in &self.rows {
             let share = 100.0 * r.share_of_bandwidth;
             writeln!(

@@ -140,13 +140,13 @@ pub trait Kernel: Send + Sync {
 
     /// Activations to 8 bits: `scale = max|x| / 127` per group, `code = round_half_even(x / scale)`, `sum` of the codes.
     ///
-    /// Shapes: `x` and `codes` [n], `scales` and `sums` [n / group]. A group too small to invert (below 1e-35) becomes zeros;
+    /// Shapes: `x` and `codes` `[n]`, `scales` and `sums` [n / group]. A group too small to invert (below 1e-35) becomes zeros;
     /// one that is not finite keeps a scale that is not finite.
     fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
 
     /// One packed INT4 or INT8 tile times some rows of `x`: `out[i][r] = W[r] . x[rows[i]]`.
     ///
-    /// Shapes: `tile` [layout.tile_bytes()], `rows` [n] indices of rows of `x`, `out` [n, 16].
+    /// Shapes: `tile` [layout.tile_bytes()], `rows` `[n]` indices of rows of `x`, `out` [n, 16].
     /// Order: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)`, groups ascending.
     fn packed_tile(&self, layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]);
 
@@ -164,7 +164,7 @@ pub trait Kernel: Send + Sync {
     /// Shapes: `p` [tokens, rows], `v` [rows, cols], `out` [tokens, cols].
     fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]);
 
-    /// `out = silu(gate) * up`; all [n].
+    /// `out = silu(gate) * up`; all `[n]`.
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
 
     /// `x = exp(x - max)`; returns the sum, in the order of [`dot_bf16`](Kernel::dot_bf16).
@@ -172,10 +172,10 @@ pub trait Kernel: Send + Sync {
     /// Within 2 ulp of exp; 0 for -inf and wherever the result would be subnormal.
     fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
 
-    /// `out += scale * x` by fma; both [n].
+    /// `out += scale * x` by fma; both `[n]`.
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
 
-    /// `out = x / sqrt(mean(x^2) + eps) * w`; all [n]. The sum of squares has the order of [`dot_bf16`](Kernel::dot_bf16).
+    /// `out = x / sqrt(mean(x^2) + eps) * w`; all `[n]`. The sum of squares has the order of [`dot_bf16`](Kernel::dot_bf16).
     fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
 }
 

@@ -10,7 +10,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::extract::{DefaultBodyLimit, Path, State};
+use axum::extract::{DefaultBodyLimit, Path, Request, State};
+use axum::http::header::CONTENT_LENGTH;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
@@ -141,7 +144,17 @@ pub fn router(model: TextModel) -> Router {
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(axum::middleware::from_fn(refuse_announced_size))
         .with_state(Arc::new(App { model, created: unix_seconds() }))
+}
+
+/// Refuses a body that is too large by its own account, instead of reading it until it is.
+async fn refuse_announced_size(request: Request, next: Next) -> Response {
+    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    match announced {
+        Some(bytes) if bytes > MAX_BODY_BYTES as u64 => ApiError::body_too_large(bytes, MAX_BODY_BYTES).into_response(),
+        _ => next.run(request).await,
+    }
 }
 
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {

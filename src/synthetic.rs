@@ -4,10 +4,10 @@
 //! token goes to the same few experts, which then stay in the processor's cache. Here every weight has mean zero, and what
 //! layers add stays small beside the embeddings, so tokens stay different and routing spreads.
 
+use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
-use half::bf16;
 use rayon::prelude::*;
 
 use crate::Result;

@@ -107,3 +107,87 @@ fn places_that_cannot_be_used() {
     let port = taken.local_addr().unwrap().port().to_string();
     assert!(failure(&["serve", "demo", "--port", &port]).contains("in use"));
 }
+
+/// Runs a command that must succeed, and gives its stdout.
+fn success(args: &[&str], stdin: &str) -> String {
+    let cache = tempfile::tempdir().unwrap();
+    let output = moebius(cache.path(), args, stdin.as_bytes());
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_demo_answers_through_a_pipe() {
+    let questions = "What is 2+2?\n\n/clear\nCount from 1 to 5.\nWhat is the capital of France?\n/quit\nnever asked\n";
+    assert_eq!(success(&["chat"], questions), "2 + 2 = 4\n1, 2, 3, 4, 5.\nThe capital of France is Paris.\n");
+}
+
+#[test]
+fn generate_takes_prompts_from_everywhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let (text, tokens) = (dir.path().join("p.txt"), dir.path().join("p.json"));
+    let prompt = "<|bos|><|user|>What is 2+2?<|end|><|assistant|>";
+    std::fs::write(&text, format!("{prompt}\n")).unwrap();
+    assert_eq!(success(&["generate", "demo", prompt], ""), "2 + 2 = 4\n");
+    assert_eq!(success(&["generate", "demo"], &format!("{prompt}\n")), "2 + 2 = 4\n");
+    assert_eq!(success(&["generate", "demo", "-"], prompt), "2 + 2 = 4\n");
+    assert_eq!(success(&["generate", "demo", "--file", text.to_str().unwrap()], ""), "2 + 2 = 4\n");
+    assert_eq!(success(&["generate", "demo", "--chat", "What is 2+2?", "--stop", " ="], ""), "2 + 2\n");
+
+    let first: serde_json::Value = serde_json::from_str(&success(&["generate", "demo", prompt, "--json"], "")).unwrap();
+    assert_eq!((&first["text"], &first["finish_reason"]), (&"2 + 2 = 4".into(), &"stop".into()));
+    assert_eq!(first["tokens"].as_array().unwrap().len() as u64, first["timings"]["completion_tokens"].as_u64().unwrap());
+    for name in ["prompt_tokens", "ready_s", "prefill_s", "decode_s", "prefill_tok_per_s", "decode_tok_per_s", "decode_gb_per_s"] {
+        assert!(first["timings"][name].is_number(), "{name}");
+    }
+    std::fs::write(&tokens, "[1, 3, 5]").unwrap();
+    let args = ["generate", "demo", "--tokens-file", tokens.to_str().unwrap(), "--json", "--max-tokens", "5", "--ignore-eos"];
+    let cut: serde_json::Value = serde_json::from_str(&success(&args, "")).unwrap();
+    assert_eq!((cut["tokens"].as_array().unwrap().len(), &cut["finish_reason"]), (5, &"length".into()));
+    std::fs::write(&tokens, "[1, 1024]").unwrap();
+    assert!(failure(&args).contains("1024"));
+}
+
+#[test]
+fn the_same_seed_gives_the_same_text() {
+    let at = |seed| success(&["generate", "demo", "One", "--temperature", "3", "--seed", seed, "--max-tokens", "20", "--ignore-eos"], "");
+    assert_eq!(at("7"), at("7"));
+    assert_ne!(at("7"), at("8"));
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let cache = tempfile::tempdir().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_moebius"))
+        .args(["generate", "demo", "One", "--ignore-eos", "--max-tokens", "2000"])
+        .env("XDG_CACHE_HOME", cache.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn the_server_says_where_it_is_and_stops_when_told() {
+    use std::io::{BufRead, Read};
+    let cache = tempfile::tempdir().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_moebius"))
+        .args(["serve", "demo", "--port", "0"])
+        .env("XDG_CACHE_HOME", cache.path())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    std::io::BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap();
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    stream.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    assert!(child.wait().unwrap().success());
+}

@@ -26,7 +26,7 @@ fn main() {
             .collect();
         seconds.sort_by(f64::total_cmp);
         let gbs = weights.len() as f64 * 2.0 / seconds[3] / 1e9;
-        println!("{precision}: {gbs:.2} GB/s of BF16 on one thread, {:.3} of the error", gain(*precision, &[weights.clone()]));
+        println!("{precision}: {gbs:.2} GB/s of BF16 on one thread, {:.3} of the error", gain(*precision, std::slice::from_ref(&weights)));
     }
     // Cargo passes `--bench`.
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();

@@ -43,8 +43,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if let Some(&n) = args.prompt_tokens.iter().chain(&args.batch).find(|&&n| n == 0) {
         return Err(Error::Invalid(format!("{n} tokens or sequences cannot be measured: give at least 1")));
     }
-    let plan =
-        Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches: args.batch, runs: args.runs as usize };
+    let plan = Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches: args.batch, runs: args.runs as usize };
     let status = Status::new();
     let report = match (&args.model, &args.shape) {
         (Some(model), _) => {

@@ -80,7 +80,7 @@ fn describe(cache: &ExpertCache) -> Result<()> {
     let layers = |end: Option<&moebius_cache::format::LayerEntry>| end.map_or(0, |entry| entry.layer);
     let (first, last) = (layers(header.layers.first()), layers(header.layers.last()));
     print_line(&format!("file       {}", cache.path().display()))?;
-    print_line(&format!("size       {:.2} GB", header.file_bytes() as f64 / 1e9))?;
+    print_line(&format!("size       {}", indicatif::HumanBytes(header.file_bytes())))?;
     print_line(&format!("precision  {}", header.precision))?;
     print_line(&format!("experts    {} in each of {} layers ({first} to {last})", header.num_experts, header.layers.len()))?;
     print_line(&format!("expert     {} x {}", header.hidden, header.intermediate))?;

@@ -91,7 +91,7 @@ fn converse(
     let mut editor = Editor::new(history)?;
     let info = model.engine().info();
     screen.note(&format!(
-        "{} · {} experts, {} dense · {} tokens of context · {} threads, {} · ready in {:.1} s",
+        "{} · {} experts, {} dense · context {} · threads {} · {} · ready in {:.1} s",
         info.model, info.experts, info.dense, info.max_context, info.threads, info.simd, info.ready_s
     ))?;
     screen.note("Ctrl-C stops an answer, Ctrl-D leaves, /help shows the commands.")?;

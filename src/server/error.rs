@@ -31,6 +31,11 @@ impl ApiError {
         Self::new(status, message, None, None)
     }
 
+    /// More than anyone may send.
+    pub(super) fn body_too_large(bytes: u64, limit: usize) -> Self {
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("The request body has {bytes} bytes; at most {limit} are taken"), None, None)
+    }
+
     /// A field has the wrong type or a value out of range.
     pub(super) fn bad_field(param: &str, message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, message, Some(param), Some("invalid_value"))
