@@ -113,8 +113,9 @@ fn rows<L: Lanes>(precision: Precision, weights: &[f32], codes: &mut [i8], scale
 const SEARCHED: std::ops::Range<f32> = f32::from_bits((127 - 50) << 23)..f32::from_bits((127 + 50) << 23);
 const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
 
-/// What the largest magnitude is mapped to before the refit. Negative: the scale is, so that it may become -8.
-const INT4_CANDIDATES: [f32; 12] = [6.5, -6.5, 7.0, -7.0, 7.5, -7.5, 8.0, -8.0, 8.5, -8.5, 9.0, -9.0];
+/// What the largest magnitude is mapped to before the refit; beyond 8 it is cut. Negative: so is the scale, and codes reach to -8 on
+/// the other side. Chosen greedily from 34, on trained and on normal weights: all 34 together leave 1 to 2% less error.
+const INT4_CANDIDATES: [f32; 8] = [7.25, 7.75, -7.75, 8.25, -8.25, 8.75, -8.75, 9.25];
 const INT8_CANDIDATES: [f32; 1] = [127.0];
 
 /// Chooses the scale of one group and writes its codes.
