@@ -26,6 +26,15 @@ pub enum DenseBits {
     Int8,
 }
 
+impl std::fmt::Display for DenseBits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            DenseBits::Bf16 => "bf16",
+            DenseBits::Int8 => "int8",
+        })
+    }
+}
+
 /// Every user choice of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {

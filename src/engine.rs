@@ -1,8 +1,20 @@
 //! The engine: one thread owns model, KV cache and sequences; everyone else holds an [`EngineHandle`].
 
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use tokio::sync::mpsc;
+
+use crate::backend::cpu::Cpu;
+use crate::batch::Batch;
+use crate::config::EngineConfig;
+use crate::forward::Model;
+use crate::kernel::Simd;
+use crate::kv_cache::{BlockPool, KvCache};
+use crate::load::{self, LoadProgress};
+use crate::sampler::Sampler;
+use crate::scheduler::{Scheduler, Sequence};
 use crate::{Error, Result};
 
 /// How the next token is chosen.
@@ -79,7 +91,7 @@ pub enum Event {
 }
 
 /// The receiving end of one request. Dropping it cancels the request and frees its blocks.
-pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;
+pub type Events = mpsc::UnboundedReceiver<Event>;
 
 /// What is running, for people and clients to see.
 #[derive(Clone, Debug)]
@@ -97,19 +109,34 @@ pub struct EngineInfo {
     /// Worker threads.
     pub threads: usize,
     /// Instruction set of the CPU kernels.
-    pub simd: &'static str,
+    pub simd: Simd,
     /// Seconds from the start of loading until ready.
     pub ready_s: f64,
+}
+
+/// A request on its way to the engine thread.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Submission {
+    pub request: Request,
+    pub events: mpsc::UnboundedSender<Event>,
+    pub submitted: Instant,
 }
 
 /// A cheap, cloneable handle to a running engine. The engine stops when the last one is dropped.
 #[derive(Clone)]
 pub struct EngineHandle {
-    requests: tokio::sync::mpsc::UnboundedSender<(Request, tokio::sync::mpsc::UnboundedSender<Event>)>,
+    requests: mpsc::UnboundedSender<Submission>,
     info: Arc<EngineInfo>,
 }
 
 impl EngineHandle {
+    /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
+    #[doc(hidden)]
+    pub fn from_parts(info: EngineInfo, requests: mpsc::UnboundedSender<Submission>) -> Self {
+        Self { requests, info: Arc::new(info) }
+    }
+
     /// What is running.
     pub fn info(&self) -> &EngineInfo {
         &self.info
@@ -129,15 +156,225 @@ impl EngineHandle {
                 request.prompt.len()
             )));
         }
-        let (events, receiver) = tokio::sync::mpsc::unbounded_channel();
-        self.requests.send((request, events)).map_err(|_| Error::Stopped("its thread is gone".into()))?;
+        let (events, receiver) = mpsc::unbounded_channel();
+        let submission = Submission { request, events, submitted: Instant::now() };
+        self.requests.send(submission).map_err(|_| Error::Stopped("its thread is gone".into()))?;
         Ok(receiver)
     }
 }
 
 /// Loads the model in `dir` and starts its engine thread. `model` is what the user called it.
 ///
-/// `report` receives short progress lines ("converting experts", ...) while loading.
-pub fn start(_model: &str, _dir: &std::path::Path, _config: &crate::config::EngineConfig, _report: &dyn Fn(&str)) -> Result<EngineHandle> {
-    Err(Error::Model("the engine is not there yet".into()))
+/// `report` hears what takes time while loading. Errors: as [`load::load`].
+pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<EngineHandle> {
+    let started = Instant::now();
+    let loaded = load::load(model, dir, config, report)?;
+    let info = EngineInfo {
+        model: model.to_string(),
+        architecture: loaded.model.config.architecture.clone(),
+        experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
+        dense: config.dense.to_string(),
+        max_context: loaded.max_context,
+        threads: loaded.team.threads(),
+        simd: loaded.kernel.simd(),
+        ready_s: started.elapsed().as_secs_f64(),
+    };
+    let engine = Engine {
+        resident_bytes: loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64,
+        scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, config.max_batch_tokens),
+        end_tokens: end_tokens(dir)?,
+        max_context: loaded.max_context,
+        vocab_size: loaded.model.config.vocab_size,
+        model: loaded.model,
+        kv: loaded.kv,
+        batch: Batch::default(),
+        rows: Vec::new(),
+    };
+    let (requests, queue) = mpsc::unbounded_channel();
+    let team = loaded.team;
+    std::thread::Builder::new()
+        .name("engine".into())
+        .spawn(move || {
+            // Not pinned is slower, not wrong.
+            let _ = team.pin_caller();
+            engine.run(queue);
+        })
+        .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
+    Ok(EngineHandle::from_parts(info, requests))
+}
+
+/// What the engine keeps with a sequence.
+struct Answer {
+    events: mpsc::UnboundedSender<Event>,
+    sampler: Sampler,
+    max_tokens: usize,
+    ignore_eos: bool,
+    submitted: Instant,
+    started: Option<Instant>,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    decode_bytes: u64,
+    ended: bool,
+}
+
+/// The owner of everything that runs.
+struct Engine {
+    model: Model<Cpu>,
+    kv: KvCache<Cpu>,
+    scheduler: Scheduler<Answer>,
+    batch: Batch,
+    rows: Vec<(usize, usize)>, // of this step: running sequence, row of the batch to sample from
+    end_tokens: Vec<u32>,
+    max_context: usize,
+    vocab_size: usize,
+    resident_bytes: u64,
+}
+
+impl Engine {
+    fn run(mut self, mut queue: mpsc::UnboundedReceiver<Submission>) {
+        loop {
+            if self.scheduler.is_idle() {
+                match queue.blocking_recv() {
+                    Some(submission) => self.add(submission),
+                    None => return,
+                }
+            }
+            while let Ok(submission) = queue.try_recv() {
+                self.add(submission);
+            }
+            self.scheduler.retire(|s| s.state.events.is_closed(), drop);
+            if let Err(error) = self.step() {
+                // The step is shared: what went wrong concerns everyone in it.
+                let text = error.to_string();
+                self.scheduler.retire(|_| true, |s| drop(s.state.events.send(Event::Failed(Error::Model(text.clone())))));
+            }
+        }
+    }
+
+    fn add(&mut self, Submission { request, events, submitted }: Submission) {
+        if let Some(token) = request.prompt.iter().find(|&&t| t as usize >= self.vocab_size) {
+            let text = format!("token id {token} is not in the vocabulary of {}", self.vocab_size);
+            let _ = events.send(Event::Failed(Error::Invalid(text)));
+            return;
+        }
+        let room = self.max_context - request.prompt.len();
+        let answer = Answer {
+            events,
+            sampler: Sampler::new(request.sampling),
+            max_tokens: request.max_tokens.unwrap_or(room).min(room),
+            ignore_eos: request.ignore_eos,
+            submitted,
+            started: None,
+            first: None,
+            last: None,
+            decode_bytes: 0,
+            ended: false,
+        };
+        self.scheduler.add(Sequence::new(request.prompt, answer));
+    }
+
+    /// One forward pass for all, one token for each sequence that is at its end.
+    fn step(&mut self) -> Result<()> {
+        let now = Instant::now();
+        let plan = self.scheduler.next(&mut self.batch);
+        self.rows.clear();
+        self.rows.extend(plan.iter().filter_map(|s| Some((s.index, s.last_row?))));
+        let planned = plan.len();
+        if planned == 0 {
+            return Ok(());
+        }
+        for i in 0..planned {
+            let index = self.scheduler.planned(i).index;
+            self.scheduler.sequence(index).state.started.get_or_insert(now);
+        }
+        let before = self.model.experts.as_ref().map_or(0, |e| e.bytes_read());
+        self.model.forward(&self.batch, &mut self.kv, None)?;
+        let read = self.model.experts.as_ref().map_or(0, |e| e.bytes_read()) - before + self.resident_bytes;
+        self.scheduler.commit();
+
+        // At most one row per sequence, and no more sequences than rows of logits.
+        let last: Vec<usize> = self.rows.iter().map(|&(_, row)| row).collect();
+        if last.is_empty() {
+            return Ok(());
+        }
+        let vocab = self.vocab_size;
+        let mut logits = self.model.logits(&last);
+        for (&(index, _), logits) in self.rows.iter().zip(logits.chunks_exact_mut(vocab)) {
+            let sequence = self.scheduler.sequence(index);
+            if let Err(error) = choose(sequence, logits, &self.end_tokens, self.max_context, read) {
+                sequence.state.ended = true;
+                let _ = sequence.state.events.send(Event::Failed(error));
+            }
+        }
+        self.scheduler.retire(|s| s.state.ended, drop);
+        Ok(())
+    }
+}
+
+/// Samples the next token of `sequence` and tells its receiver.
+fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32], max_context: usize, read: u64) -> Result<()> {
+    let answer = &mut sequence.state;
+    let finish = |answer: &mut Answer, completion_tokens, reason| {
+        answer.ended = true;
+        let stats = answer.stats(sequence.prompt_tokens, completion_tokens);
+        let _ = answer.events.send(Event::Done(reason, stats));
+    };
+    if answer.max_tokens == 0 {
+        finish(answer, 0, FinishReason::Length);
+        return Ok(());
+    }
+    let token = answer.sampler.sample(logits, &sequence.tokens)?;
+    let now = Instant::now();
+    if answer.first.is_some() {
+        answer.decode_bytes += read;
+    }
+    answer.first.get_or_insert(now);
+    answer.last = Some(now);
+    if !answer.ignore_eos && end_tokens.contains(&token) {
+        finish(answer, sequence.tokens.len() - sequence.prompt_tokens, FinishReason::Stop);
+        return Ok(());
+    }
+    sequence.tokens.push(token);
+    let completion_tokens = sequence.tokens.len() - sequence.prompt_tokens;
+    // A receiver that is gone is noticed, and its sequence retired, before the next step.
+    let _ = answer.events.send(Event::Token(token));
+    if completion_tokens == answer.max_tokens || sequence.tokens.len() >= max_context {
+        finish(answer, completion_tokens, FinishReason::Length);
+    }
+    Ok(())
+}
+
+impl Answer {
+    fn stats(&self, prompt_tokens: usize, completion_tokens: usize) -> RequestStats {
+        let between = |a: Option<Instant>, b: Option<Instant>| Option::zip(a, b).map_or(Duration::ZERO, |(a, b)| b - a);
+        RequestStats {
+            prompt_tokens,
+            completion_tokens,
+            queued: between(Some(self.submitted), self.started),
+            prefill: between(self.started, self.first),
+            decode: between(self.first, self.last),
+            decode_bytes: self.decode_bytes,
+        }
+    }
+}
+
+/// The tokens that end an answer: those of generation_config.json, else of config.json.
+fn end_tokens(dir: &Path) -> Result<Vec<u32>> {
+    for name in ["generation_config.json", "config.json"] {
+        let path = dir.join(name);
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(e) => return Err(Error::io(&path)(e)),
+        };
+        let json: serde_json::Value = serde_json::from_str(&text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))?;
+        let ids = match &json["eos_token_id"] {
+            serde_json::Value::Array(ids) => ids.iter().filter_map(|v| v.as_u64()).map(|v| v as u32).collect(),
+            id => id.as_u64().map(|v| v as u32).into_iter().collect::<Vec<_>>(),
+        };
+        if !ids.is_empty() {
+            return Ok(ids);
+        }
+    }
+    Ok(Vec::new())
 }

@@ -1,3 +1,7 @@
 //! The `moebius` command.
 
-fn main() {}
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

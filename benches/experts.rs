@@ -1,0 +1,165 @@
+//! Routed experts of real models' shapes against the memory's read bandwidth.
+//!
+//! `cargo bench --bench experts [-- FILTER...]`: a row is printed when every filter is part of its name, such as
+//! `qwen3 int4-g128 avx512`; `threads=N` sets the team. Weights are cycled through so that they come from RAM.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use moebius::experts::{CpuExperts, ExpertExecutor, ExpertStore, Routing};
+use moebius::kernel::{self, Simd};
+use moebius::memory::{Memory, Pages, read_bandwidth};
+use moebius::topology::Topology;
+use moebius::workers::Team;
+use moebius_cache::{ExpertLayout, Precision};
+
+/// Random bytes as experts: every code and a small scale are valid, and arithmetic takes the same time on any numbers.
+struct RandomStore {
+    layout: ExpertLayout,
+    layers: usize,
+    experts: usize,
+    bytes: Memory,
+}
+
+impl RandomStore {
+    fn new(layout: ExpertLayout, experts: usize, total_bytes: usize) -> moebius::Result<Self> {
+        let layers = total_bytes.div_ceil(experts * layout.bytes()).max(1);
+        let mut bytes = Memory::new(layers * experts * layout.bytes(), Pages::Huge)?;
+        // 0x3c in both bytes of a bf16 is 0.0115.
+        bytes.fill(0x3c);
+        Ok(Self { layout, layers, experts, bytes })
+    }
+}
+
+impl ExpertStore for RandomStore {
+    fn layout(&self) -> ExpertLayout {
+        self.layout
+    }
+
+    fn num_layers(&self) -> usize {
+        self.layers
+    }
+
+    fn num_experts(&self) -> usize {
+        self.experts
+    }
+
+    fn expert(&self, layer: usize, expert: usize) -> &[u8] {
+        &self.bytes[(layer * self.experts + expert) * self.layout.bytes()..][..self.layout.bytes()]
+    }
+
+    fn check_expert(&self, _: usize, _: usize) -> moebius::Result<()> {
+        Ok(())
+    }
+}
+
+struct Shape {
+    name: &'static str,
+    hidden: usize,
+    intermediate: usize,
+    experts: usize,
+    top_k: usize,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape { name: "deepseek-v2-lite", hidden: 2048, intermediate: 1408, experts: 64, top_k: 6 },
+    Shape { name: "qwen3-30b-a3b", hidden: 2048, intermediate: 768, experts: 128, top_k: 8 },
+    Shape { name: "kimi-k2/6", hidden: 7168, intermediate: 2048, experts: 64, top_k: 8 },
+];
+
+/// More than any last-level cache by enough that little of a pass is still there on the next.
+const STORE_BYTES: usize = 3 << 29;
+
+fn random(state: &mut u64) -> usize {
+    *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+    (*state >> 33) as usize
+}
+
+/// `top_k` different experts for each token.
+fn routing(tokens: usize, shape: &Shape, state: &mut u64) -> Routing {
+    let mut ids = Vec::new();
+    for token in 0..tokens {
+        while ids.len() < (token + 1) * shape.top_k {
+            let id = (random(state) % shape.experts) as i32;
+            if !ids[token * shape.top_k..].contains(&id) {
+                ids.push(id);
+            }
+        }
+    }
+    let weights = vec![1.0 / shape.top_k as f32; ids.len()];
+    Routing { top_k: shape.top_k, ids, weights }
+}
+
+fn main() -> moebius::Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
+    let topology = Topology::read();
+    let threads = args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
+    let filters: Vec<&String> = args.iter().filter(|a| !a.starts_with("threads=")).collect();
+    let team = Arc::new(Team::new(&topology.worker_cpus(threads))?);
+    team.pin_caller()?;
+    println!("{}, {threads} threads", topology.cpu_model);
+    println!(
+        "read bandwidth: {:.1} GB/s in 4 KiB pages, {:.1} in huge pages",
+        read_bandwidth(&team, STORE_BYTES, Pages::Small, 5)?,
+        read_bandwidth(&team, STORE_BYTES, Pages::Huge, 9)?
+    );
+    println!("{:<42} {:>6} {:>9} {:>8} {:>7} {:>10}", "shape precision simd", "tokens", "us/layer", "GB/s", "share", "us/token");
+
+    let (g32, g128) = (32, 128);
+    let precisions =
+        [Precision::Int4 { group_size: g128 }, Precision::Int4 { group_size: g32 }, Precision::Int8 { group_size: g128 }, Precision::Bf16];
+    for shape in &SHAPES {
+        for precision in precisions {
+            let wanted = |simd: Simd| {
+                let name = format!("{} {precision} {simd}", shape.name);
+                filters.iter().all(|f| name.contains(*f)).then_some(name)
+            };
+            let simds: Vec<Simd> = kernel::available().into_iter().filter(|&s| s != Simd::Scalar && wanted(s).is_some()).collect();
+            if simds.is_empty() {
+                continue;
+            }
+            let layout = ExpertLayout::new(shape.hidden, shape.intermediate, precision)?;
+            let store = Arc::new(RandomStore::new(layout, shape.experts, STORE_BYTES)?);
+            for simd in simds {
+                let kernel = kernel::get(simd).expect("listed as available");
+                let mut experts = CpuExperts::new(store.clone(), team.clone(), kernel, 256, shape.top_k);
+                for tokens in [1, 4, 16, 64, 256] {
+                    measure(&team, &mut experts, &store, shape, tokens, &wanted(simd).unwrap_or_default())?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn measure(team: &Team, experts: &mut CpuExperts, store: &RandomStore, shape: &Shape, tokens: usize, name: &str) -> moebius::Result<()> {
+    let mut state = 1;
+    let x: Vec<f32> = (0..tokens * shape.hidden).map(|_| random(&mut state) as f32 / (1u64 << 30) as f32 - 1.0).collect();
+    let mut out = vec![0.0; x.len()];
+    let (mut times, mut bytes) = (Vec::new(), 0);
+    let repeats = if tokens == 1 { 120 } else { (120 / tokens).clamp(5, 40) };
+    // The limit is measured beside each row: on a shared machine it moves.
+    let limit = read_bandwidth(team, STORE_BYTES / 2, Pages::Huge, 3)?;
+    for i in 0..repeats + 1 {
+        let routing = routing(tokens, shape, &mut state);
+        let before = experts.bytes_read();
+        let start = Instant::now();
+        experts.submit_rows(i % store.layers, &x, &routing)?;
+        experts.finish_rows(&mut out)?;
+        // The first one warms up buffers and threads.
+        if i > 0 {
+            times.push(start.elapsed().as_secs_f64());
+            bytes += experts.bytes_read() - before;
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    let median = times[times.len() / 2];
+    let gb_s = bytes as f64 / repeats as f64 / median / 1e9;
+    println!(
+        "{name:<42} {tokens:>6} {:>9.1} {gb_s:>8.1} {:>6.0}% {:>10.1}",
+        median * 1e6,
+        gb_s / limit * 100.0,
+        median * 1e6 / tokens as f64
+    );
+    Ok(())
+}

@@ -1,0 +1,99 @@
+//! Each kernel on one thread with its data in cache: how far instructions alone would let it go.
+//!
+//! `cargo bench --bench kernels [-- FILTER]`. The best of many short runs, so that other processes hardly matter. A kernel reads at memory
+//! speed when its GB/s at one token exceed a core's share of the memory's; FMA/cycle-like rates show at many tokens.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use moebius::kernel::{self, Kernel, QuantizedRows, Rows, Simd};
+use moebius_cache::{MatrixLayout, Precision};
+
+fn best(mut f: impl FnMut()) -> f64 {
+    let mut best = Duration::MAX;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(60) {
+        let from = Instant::now();
+        f();
+        best = best.min(from.elapsed());
+    }
+    best.as_secs_f64()
+}
+
+fn row(name: &str, seconds: f64, bytes: usize, products: usize) {
+    println!(
+        "{name:<34} {:>9.1} us {:>8.1} GB/s {:>9.1} G/s",
+        seconds * 1e6,
+        bytes as f64 / seconds / 1e9,
+        products as f64 / seconds / 1e9
+    );
+}
+
+fn main() {
+    let filter = std::env::args().skip(1).find(|a| a != "--bench").unwrap_or_default();
+    println!("{:<34} {:>12} {:>13} {:>13}", "kernel", "time", "weights", "products");
+    for simd in kernel::available().into_iter().filter(|&s| s != Simd::Scalar && s.to_string().contains(&filter)) {
+        let kernel = kernel::get(simd).expect("listed as available");
+        for precision in [
+            Precision::Int4 { group_size: 128 },
+            Precision::Int4 { group_size: 32 },
+            Precision::Int8 { group_size: 128 },
+            Precision::Int8 { group_size: 32 },
+        ] {
+            packed(kernel, precision);
+        }
+        plain(kernel);
+    }
+}
+
+fn packed(kernel: &dyn Kernel, precision: Precision) {
+    let (k, group) = (2048, precision.group_size().expect("integer weights"));
+    let layout = MatrixLayout { n: 256, k, precision };
+    let tiles = vec![0x3cu8; layout.bytes()];
+    let (codes, scales, sums) = (vec![3i8; 64 * k], vec![0.1; 64 * k / group], vec![3 * group as i32; 64 * k / group]);
+    let x = QuantizedRows { k, group, codes: &codes, scales: &scales, sums: &sums };
+    let rows: Vec<u32> = (0..64).collect();
+    for tokens in [1, 2, 4, 8, 16, 64] {
+        let mut out = vec![0.0; tokens * 16];
+        let seconds = best(|| {
+            for tile in tiles.chunks_exact(layout.tile_bytes()) {
+                kernel.packed_tile(&layout, tile, &x, &rows[..tokens], black_box(&mut out));
+            }
+        });
+        row(&format!("{} {precision} x{tokens}", kernel.simd()), seconds, layout.bytes(), layout.n * k * tokens);
+    }
+}
+
+fn plain(kernel: &dyn Kernel) {
+    let (rows, k) = (256, 2048);
+    let w: Vec<bf16> = (0..rows * k).map(|i| bf16::from_f32(i as f32)).collect();
+    let w32 = vec![1.0f32; 64 * k];
+    let x = vec![1.0f32; 64 * k];
+    for tokens in [1, 4, 64] {
+        let mut out = vec![0.0; tokens * rows];
+        let xs = Rows::new(&x[..tokens * k], tokens, k);
+        let seconds = best(|| kernel.dot_bf16(Rows::new(&w, rows, k), xs, black_box(&mut out)));
+        row(&format!("{} dot_bf16 x{tokens}", kernel.simd()), seconds, w.len() * 2, rows * k * tokens);
+        let seconds = best(|| kernel.dot_f32(Rows::new(&w32, 64, k), xs, black_box(&mut out[..tokens * 64])));
+        row(&format!("{} dot_f32 x{tokens}", kernel.simd()), seconds, w32.len() * 4, 64 * k * tokens);
+        // Attention: 128 columns of 512 keys.
+        let p = vec![0.5; tokens * 512];
+        let mut values = vec![0.0; tokens * 128];
+        let (p, v) = (Rows::new(&p, tokens, 512), Rows::new(&x[..512 * 128], 512, 128));
+        let seconds = best(|| kernel.axpy_f32(p, v, black_box(&mut values)));
+        row(&format!("{} axpy_f32 x{tokens}", kernel.simd()), seconds, 512 * 128 * 4, 512 * 128 * tokens);
+    }
+    let (mut codes, mut scales, mut sums, mut out) = (vec![0; k], vec![0.0; k / 32], vec![0; k / 32], vec![0.0; k]);
+    let x = &x[..k];
+    let name = |op: &str| format!("{} {op}", kernel.simd());
+    row(&name("quantize g128"), best(|| kernel.quantize(x, 128, &mut codes, &mut scales[..k / 128], &mut sums[..k / 128])), k * 4, k);
+    row(&name("quantize g32"), best(|| kernel.quantize(x, 32, &mut codes, &mut scales, &mut sums)), k * 4, k);
+    row(&name("silu_mul"), best(|| kernel.silu_mul(x, x, black_box(&mut out))), k * 4, k);
+    row(&name("rms_norm"), best(|| kernel.rms_norm(x, x, 1e-6, black_box(&mut out))), k * 4, k);
+    out.fill(-1.0);
+    let seconds = best(|| {
+        black_box(kernel.exp_sub(black_box(&mut out), 0.0));
+    });
+    row(&name("exp_sub"), seconds, k * 4, k);
+}

@@ -1,0 +1,247 @@
+//! The CPU backend: a product for boxes without a GPU, and the oracle for those with one.
+
+mod attention;
+mod linear;
+mod route;
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use half::bf16;
+
+use crate::Result;
+use crate::backend::Backend;
+use crate::batch::{BLOCK_SIZE, Batch};
+use crate::config::DenseBits;
+use crate::experts::Routing;
+use crate::kernel::Kernel;
+use crate::model::Router;
+use crate::tensor::Tensor;
+use crate::weights::HostTensor;
+use crate::workers::Team;
+
+pub use linear::{Buffer, Linear};
+
+/// Ops on host memory, run by a team of pinned workers.
+pub struct Cpu {
+    team: Arc<Team>,
+    kernel: &'static dyn Kernel,
+    // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
+    quantized: RefCell<linear::Quantized>,
+    router_scratch: RefCell<Vec<f32>>,       // [tokens, experts]
+    head_scratch: RefCell<Vec<f32>>,         // [norm width]
+    attention_scratch: Vec<Mutex<Vec<f32>>>, // one per worker
+}
+
+/// `[heads, n, k]` bf16.
+pub struct Heads {
+    heads: usize,
+    n: usize,
+    k: usize,
+    weight: Buffer<bf16>,
+}
+
+/// f32 router weights `[experts, hidden]` and the bias for choosing.
+pub struct RouterWeights {
+    weight: Vec<f32>,
+    correction_bias: Option<Vec<f32>>,
+}
+
+/// `[vocab, hidden]` bf16.
+pub struct Embedding(Buffer<bf16>);
+
+/// Keys and values of one layer, `[blocks, heads, BLOCK_SIZE, dim]` f32 each.
+pub struct Kv {
+    heads: usize,
+    dim: usize,
+    key: Buffer<f32>,
+    value: Option<Buffer<f32>>, // None: values are the beginning of the key rows
+}
+
+impl Kv {
+    /// Index of the first number of a head's row at `slot`.
+    fn at(&self, slot: usize, head: usize) -> usize {
+        ((slot / BLOCK_SIZE * self.heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * self.dim
+    }
+}
+
+impl Cpu {
+    /// A backend whose ops run on `team` with `kernel`.
+    pub fn new(team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
+        let attention_scratch = (0..team.threads()).map(|_| Mutex::default()).collect();
+        Self {
+            team,
+            kernel,
+            quantized: Default::default(),
+            router_scratch: Default::default(),
+            head_scratch: Default::default(),
+            attention_scratch,
+        }
+    }
+}
+
+impl Backend for Cpu {
+    type Tensor = Tensor;
+    type Linear = Linear;
+    type Heads = Heads;
+    type Norm = Vec<f32>;
+    type Router = RouterWeights;
+    type Embedding = Embedding;
+    type Kv = Kv;
+
+    fn tensor(&self, max_rows: usize, cols: usize) -> Tensor {
+        Tensor::new(max_rows, cols)
+    }
+
+    fn set_rows(&self, t: &mut Tensor, rows: usize) {
+        t.set_rows(rows);
+    }
+
+    fn read(&self, t: &Tensor) -> Vec<f32> {
+        t.data().to_vec()
+    }
+
+    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
+        Linear::new(weight, bias, bits)
+    }
+
+    fn load_heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
+        let (n, k) = (weight.rows() / heads, weight.cols());
+        Ok(Heads { heads, n, k, weight: Buffer::from_bf16(&weight)? })
+    }
+
+    fn load_norm(&self, weight: Vec<f32>) -> Vec<f32> {
+        weight
+    }
+
+    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> RouterWeights {
+        RouterWeights { weight, correction_bias }
+    }
+
+    fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {
+        Ok(Embedding(Buffer::from_bf16(&weight)?))
+    }
+
+    fn kv(&self, blocks: usize, heads: usize, dim: usize, value_in_key: bool) -> Result<Kv> {
+        let len = blocks * heads * BLOCK_SIZE * dim;
+        Ok(Kv { heads, dim, key: Buffer::zeros(len)?, value: if value_in_key { None } else { Some(Buffer::zeros(len)?) } })
+    }
+
+    fn linear_bytes(&self, w: &Linear) -> usize {
+        w.bytes()
+    }
+
+    fn heads_bytes(&self, w: &Heads) -> usize {
+        2 * w.weight.len()
+    }
+
+    fn embed(&self, embedding: &Embedding, tokens: &[u32], out: &mut Tensor) {
+        let hidden = out.cols();
+        for (t, &token) in tokens.iter().enumerate() {
+            let row = &embedding.0[token as usize * hidden..][..hidden];
+            for (o, w) in out.row_mut(t).iter_mut().zip(row) {
+                *o = w.to_f32();
+            }
+        }
+    }
+
+    fn rms_norm(&self, x: &Tensor, w: &Vec<f32>, eps: f32, out: &mut Tensor) {
+        assert_eq!((x.rows(), x.cols()), (out.rows(), out.cols()));
+        for t in 0..x.rows() {
+            self.kernel.rms_norm(x.row(t), w, eps, out.row_mut(t));
+        }
+    }
+
+    fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
+        let mut head = self.head_scratch.borrow_mut();
+        head.resize(w.len(), 0.0);
+        for t in 0..x.rows() {
+            for part in x.row_mut(t)[cols.clone()].chunks_exact_mut(w.len()) {
+                head.copy_from_slice(part);
+                self.kernel.rms_norm(&head, w, eps, part);
+            }
+        }
+    }
+
+    fn linear(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
+        self.apply(w, x, out, linear::Write::Set);
+    }
+
+    fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
+        self.apply(w, x, out, linear::Write::Add);
+    }
+
+    fn heads(&self, w: &Heads, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
+        self.apply_heads(w, x, x_at, out, out_at);
+    }
+
+    fn copy_heads(&self, num_heads: usize, width: usize, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
+        let (from, to) = (x.cols() / num_heads, out.cols() / num_heads);
+        for t in 0..x.rows() {
+            for h in 0..num_heads {
+                out.row_mut(t)[h * to + out_at..][..width].copy_from_slice(&x.row(t)[h * from + x_at..][..width]);
+            }
+        }
+    }
+
+    fn rope_angles(&self, inv_freq: &[f32], factor: f32, positions: &[u32], out: &mut Tensor) {
+        let half = inv_freq.len();
+        for (t, &position) in positions.iter().enumerate() {
+            let (cos, sin) = out.row_mut(t).split_at_mut(half);
+            for i in 0..half {
+                let angle = position as f32 * inv_freq[i];
+                (cos[i], sin[i]) = (angle.cos() * factor, angle.sin() * factor);
+            }
+        }
+    }
+
+    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
+        let half = angles.cols() / 2;
+        for t in 0..x.rows() {
+            let (cos, sin) = angles.row(t).split_at(half);
+            for head in x.row_mut(t).chunks_exact_mut(head_dim) {
+                let part = &mut head[at..at + 2 * half];
+                for i in 0..half {
+                    let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
+                    (part[a], part[b]) = (part[a] * cos[i] - part[b] * sin[i], part[b] * cos[i] + part[a] * sin[i]);
+                }
+            }
+        }
+    }
+
+    fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
+        assert_eq!(value.is_some(), kv.value.is_some());
+        let dim = kv.dim;
+        for span in &batch.spans {
+            for (i, t) in span.rows.clone().enumerate() {
+                let slot = batch.slot(span, span.start + i);
+                for h in 0..kv.heads {
+                    let at = kv.at(slot, h);
+                    kv.key[at..at + dim].copy_from_slice(&key.row(t)[h * dim..][..dim]);
+                    if let (Some(to), Some(from)) = (&mut kv.value, value) {
+                        to[at..at + dim].copy_from_slice(&from.row(t)[h * dim..][..dim]);
+                    }
+                }
+            }
+        }
+    }
+
+    fn attention(&self, kv: &Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
+        self.attend(kv, batch, num_heads, scale, q, out);
+    }
+
+    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        self.kernel.silu_mul(gate.data(), up.data(), out.data_mut());
+    }
+
+    fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
+        self.choose(w, router, x, out);
+    }
+
+    fn gather(&self, x: &Tensor, rows: &[usize], out: &mut Tensor) {
+        for (i, &row) in rows.iter().enumerate() {
+            out.row_mut(i).copy_from_slice(x.row(row));
+        }
+    }
+}

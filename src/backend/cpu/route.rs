@@ -1,0 +1,152 @@
+//! Choosing experts: logits, scores, groups, top-k, weights. All in f32.
+
+use std::cmp::Ordering;
+
+use super::{Cpu, RouterWeights};
+use crate::experts::Routing;
+use crate::kernel::Rows;
+use crate::model::{GroupScore, Groups, Router, Scoring};
+use crate::tensor::Tensor;
+use crate::workers::Shared;
+
+impl Cpu {
+    pub(super) fn choose(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
+        let (tokens, k) = (x.rows(), x.cols());
+        let experts = w.weight.len() / k;
+        out.top_k = router.top_k;
+        out.ids.resize(tokens * router.top_k, 0);
+        out.weights.resize(tokens * router.top_k, 0.0);
+        let mut scratch = self.router_scratch.borrow_mut();
+        scratch.resize(tokens * experts, 0.0);
+        let logits = &mut scratch[..];
+        let shared = Shared::new(logits);
+        let kernel = self.kernel;
+        self.team.run(&|worker| {
+            // Tokens, not experts, are shared out: the weights are small and stay in every core's cache.
+            let mine = if tokens == 1 && worker.index > 0 {
+                0..0
+            } else if tokens == 1 {
+                0..1
+            } else {
+                worker.share(tokens)
+            };
+            if mine.is_empty() {
+                return;
+            }
+            // SAFETY: workers have disjoint shares of the tokens.
+            #[allow(unsafe_code)]
+            let part = unsafe { shared.slice_mut(mine.start * experts..mine.end * experts) };
+            kernel.dot_f32(Rows::new(&w.weight, experts, k), Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k), part);
+        });
+        for t in 0..tokens {
+            let chosen = t * router.top_k..(t + 1) * router.top_k;
+            choose_one(
+                router,
+                &mut logits[t * experts..][..experts],
+                w.correction_bias.as_deref(),
+                &mut out.ids[chosen.clone()],
+                &mut out.weights[chosen],
+            );
+        }
+    }
+}
+
+/// One token's experts, best first. `logits` become scores.
+pub(super) fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32]>, ids: &mut [i32], weights: &mut [f32]) {
+    let scores = logits;
+    match router.scoring {
+        Scoring::Sigmoid => scores.iter_mut().for_each(|s| *s = 1.0 / (1.0 + (-*s).exp())),
+        Scoring::Softmax => {
+            let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            scores.iter_mut().for_each(|s| *s = (*s - max).exp());
+            let sum: f32 = scores.iter().sum();
+            scores.iter_mut().for_each(|s| *s /= sum);
+        }
+    }
+    let rank = |e: usize| scores[e] + bias.map_or(0.0, |b| b[e]);
+    let allowed = |e: usize, open: u64| match &router.groups {
+        Some(g) => open >> (e / (scores.len() / g.count)) & 1 == 1,
+        None => true,
+    };
+    let open = router.groups.as_ref().map_or(0, |g| best_groups(g, scores.len(), &rank));
+
+    for slot in 0..ids.len() {
+        let taken = &ids[..slot];
+        // Of equals the lowest id, so that the choice does not depend on the order of looking.
+        let best = (0..scores.len())
+            .filter(|&e| allowed(e, open) && !taken.contains(&(e as i32)))
+            .max_by(|&a, &b| rank(a).partial_cmp(&rank(b)).unwrap_or(Ordering::Equal).then(b.cmp(&a)));
+        let best = best.expect("the configuration allows top_k experts");
+        (ids[slot], weights[slot]) = (best as i32, scores[best]);
+    }
+    if router.normalize {
+        // The guard is HF's, against a sum of zero.
+        let sum: f32 = weights.iter().sum::<f32>() + if router.scoring == Scoring::Sigmoid { 1e-20 } else { 0.0 };
+        weights.iter_mut().for_each(|w| *w /= sum);
+    }
+    weights.iter_mut().for_each(|w| *w *= router.scaling);
+}
+
+/// The best groups, as a set of bits.
+fn best_groups(groups: &Groups, experts: usize, rank: &dyn Fn(usize) -> f32) -> u64 {
+    let size = experts / groups.count;
+    let score = |g: usize| {
+        let members = (g * size..(g + 1) * size).map(rank);
+        match groups.score {
+            GroupScore::Max => members.fold(f32::NEG_INFINITY, f32::max),
+            GroupScore::TopTwoSum => {
+                let (a, b) = members.fold((f32::NEG_INFINITY, f32::NEG_INFINITY), |(a, b), v| if v > a { (v, a) } else { (a, b.max(v)) });
+                a + b
+            }
+        }
+    };
+    let mut open = 0u64;
+    for _ in 0..groups.top_k {
+        let best = (0..groups.count)
+            .filter(|g| open >> g & 1 == 0)
+            .max_by(|&a, &b| score(a).partial_cmp(&score(b)).unwrap_or(Ordering::Equal).then(b.cmp(&a)))
+            .expect("there are as many groups as are kept");
+        open |= 1 << best;
+    }
+    open
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn router() -> Router {
+        Router { top_k: 2, scoring: Scoring::Sigmoid, correction_bias: true, groups: None, normalize: true, scaling: 2.5 }
+    }
+
+    fn choose(router: &Router, logits: &[f32], bias: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {
+        let (mut ids, mut weights) = (vec![0; router.top_k], vec![0.0; router.top_k]);
+        choose_one(router, &mut logits.to_vec(), bias, &mut ids, &mut weights);
+        (ids, weights)
+    }
+
+    #[test]
+    fn bias_chooses_but_does_not_weigh() {
+        let (ids, weights) = choose(&router(), &[0.0, 0.1, -3.0, 0.2], Some(&[0.0, 0.0, 9.0, 0.0]));
+        assert_eq!(ids, [2, 3]);
+        assert!(weights[0] < weights[1], "the biased expert keeps its small score");
+        assert!((weights.iter().sum::<f32>() - 2.5).abs() < 1e-5, "renormalized, then scaled once");
+    }
+
+    #[test]
+    fn groups_limit_the_choice() {
+        let groups = |score| Some(Groups { count: 2, top_k: 1, score });
+        let logits = [4.0, -9.0, 3.0, 2.9];
+        let by_max = Router { groups: groups(GroupScore::Max), ..router() };
+        assert_eq!(choose(&by_max, &logits, None).0, [0, 1]);
+        let by_two = Router { groups: groups(GroupScore::TopTwoSum), ..router() };
+        assert_eq!(choose(&by_two, &logits, None).0, [2, 3]);
+    }
+
+    #[test]
+    fn softmax_is_over_all_experts() {
+        let plain = Router { scoring: Scoring::Softmax, normalize: false, scaling: 1.0, ..router() };
+        let (ids, weights) = choose(&plain, &[1.0, 1.0, 1.0, 1.0], None);
+        assert_eq!((ids, weights), (vec![0, 1], vec![0.25, 0.25]));
+    }
+}

@@ -1,0 +1,338 @@
+//! A model's own chat template (Jinja), rendered the way Hugging Face's tokenizers render it.
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::value::{Kwargs, Value};
+use minijinja::{Environment, ErrorKind};
+use serde_json::Map;
+
+use crate::generation_config::read_json;
+use crate::tokenizer::special_token;
+use crate::{Error, Result};
+
+/// Steps a template may take: far above any real conversation, far below a hang.
+const FUEL: u64 = 20_000_000;
+
+/// A compiled chat template with the special tokens it names.
+pub struct ChatTemplate {
+    env: Environment<'static>,
+    special_tokens: Map<String, serde_json::Value>,
+}
+
+/// What a template sees beside the messages.
+#[derive(Clone, Debug, Default)]
+pub struct RenderOptions {
+    /// End with the opening of the assistant's turn.
+    pub add_generation_prompt: bool,
+    /// Tool definitions, as the client wrote them.
+    pub tools: Option<serde_json::Value>,
+    /// Further variables, such as `enable_thinking`.
+    pub kwargs: Map<String, serde_json::Value>,
+}
+
+impl ChatTemplate {
+    /// The template of a checkpoint: `chat_template.jinja`, else the one in `tokenizer_config.json`; `None` without either.
+    pub fn load(dir: &Path) -> Result<Option<Self>> {
+        let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+        let path = dir.join("chat_template.jinja");
+        let source = match std::fs::read_to_string(&path) {
+            Ok(source) => Some(source),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => default_template(&config["chat_template"]),
+            Err(e) => return Err(Error::io(&path)(e)),
+        };
+        let Some(source) = source else { return Ok(None) };
+
+        let map = read_json(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
+        let mut special_tokens = Map::new();
+        for (name, value) in [&map, &config].into_iter().filter_map(|v| v.as_object()).flatten() {
+            if name.ends_with("_token")
+                && let Some(token) = special_token(value)
+            {
+                special_tokens.insert(name.clone(), token.into());
+            }
+        }
+        Self::compile(&source, special_tokens).map(Some)
+    }
+
+    fn compile(source: &str, special_tokens: Map<String, serde_json::Value>) -> Result<Self> {
+        let mut env = Environment::new();
+        env.set_trim_blocks(true);
+        env.set_lstrip_blocks(true);
+        env.set_fuel(Some(FUEL));
+        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.add_filter("tojson", tojson);
+        env.add_function("raise_exception", raise_exception);
+        env.add_function("strftime_now", strftime_now);
+        env.add_template_owned("chat_template", without_generation_tags(source))
+            .map_err(|e| Error::Model(format!("the model's chat template cannot be used: {}", one_line(&e))))?;
+        Ok(Self { env, special_tokens })
+    }
+
+    /// The prompt for `messages`, special tokens spelled out.
+    ///
+    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation.
+    pub fn render(&self, messages: &[serde_json::Value], options: &RenderOptions) -> Result<String> {
+        let mut variables = self.special_tokens.clone();
+        variables.extend(options.kwargs.clone());
+        variables.insert("messages".into(), messages.into());
+        variables.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
+        if let Some(tools) = &options.tools {
+            variables.insert("tools".into(), tools.clone());
+        }
+        let template = self.env.get_template("chat_template").expect("compile() added it");
+        template.render(Value::from_serialize(&variables)).map_err(|e| match raised(&e) {
+            Some(message) => Error::Invalid(message),
+            None => Error::Invalid(format!("the model's chat template failed on this conversation: {}", one_line(&e))),
+        })
+    }
+}
+
+/// A single template, or the one named `default` of a list.
+fn default_template(value: &serde_json::Value) -> Option<String> {
+    let named = |name: &str| value.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+    value.as_str().or_else(|| named("default")).map(String::from)
+}
+
+/// `{% generation %}` marks the assistant's words for training masks. As a condition that always holds it changes nothing else,
+/// whitespace control included.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}") else { break };
+        let tag = &rest[start..start + length + 2];
+        let inner = tag[2..tag.len() - 2].trim_matches(['-', '+']).trim();
+        out.push_str(&rest[..start]);
+        match inner {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[start + length + 2..];
+    }
+    out + rest
+}
+
+/// What a template says when it refuses a conversation; carried through the renderer as an error's source.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+}
+
+fn raised(error: &minijinja::Error) -> Option<String> {
+    let mut source = std::error::Error::source(error);
+    while let Some(e) = source {
+        if let Some(Raised(message)) = e.downcast_ref() {
+            return Some(message.clone());
+        }
+        source = e.source();
+    }
+    None
+}
+
+fn one_line(error: &minijinja::Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_string()
+}
+
+/// `json.dumps(value, ensure_ascii=False)`: nothing escaped for HTML, a space after each comma and colon.
+fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja::Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
+    for accepted in ["ensure_ascii", "separators"] {
+        kwargs.get::<Option<Value>>(accepted)?;
+    }
+    kwargs.assert_all_used()?;
+    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::InvalidOperation, format!("cannot serialize to JSON: {e}"));
+    let mut value = serde_json::to_value(&value).map_err(failed)?;
+    if sort_keys == Some(true) {
+        value.sort_all_objects();
+    }
+    let mut out = Vec::new();
+    let written = match indent {
+        Some(width) => {
+            let spaces = " ".repeat(width.min(16));
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
+            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, formatter))
+        }
+        None => serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter)),
+    };
+    written.map_err(failed)?;
+    Ok(Value::from_safe_string(String::from_utf8(out).expect("serde_json writes UTF-8")))
+}
+
+/// The separators of Python's `json.dumps`.
+struct PythonFormatter;
+
+impl serde_json::ser::Formatter for PythonFormatter {
+    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+fn strftime_now(format: String) -> String {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    strftime(&format, seconds)
+}
+
+/// The directives that templates use, in UTC; an unknown one stays as it is.
+fn strftime(format: &str, unix_seconds: u64) -> String {
+    const MONTHS: [&str; 12] =
+        ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"];
+    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    let days = unix_seconds / 86_400;
+    let (year, month, day) = civil_from_days(days);
+    let month_name = MONTHS[month as usize - 1];
+    let day_name = DAYS[(days % 7) as usize]; // 1970-01-01 was a Thursday
+    let (hour, minute, second) = (unix_seconds / 3600 % 24, unix_seconds / 60 % 60, unix_seconds % 60);
+
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        let directive = chars.next();
+        let (padded, directive) = if directive == Some('-') { (false, chars.next()) } else { (true, directive) };
+        let number = |n: u64| if padded { format!("{n:02}") } else { n.to_string() };
+        match directive {
+            Some('Y') => out += &year.to_string(),
+            Some('y') => out += &number(year % 100),
+            Some('m') => out += &number(month),
+            Some('d') => out += &number(day),
+            Some('B') => out += month_name,
+            Some('b') => out += &month_name[..3],
+            Some('A') => out += day_name,
+            Some('a') => out += &day_name[..3],
+            Some('H') => out += &number(hour),
+            Some('I') => out += &number((hour + 11) % 12 + 1),
+            Some('p') => out += if hour < 12 { "AM" } else { "PM" },
+            Some('M') => out += &number(minute),
+            Some('S') => out += &number(second),
+            Some('F') => out += &format!("{year}-{month:02}-{day:02}"),
+            Some('T') => out += &format!("{hour:02}:{minute:02}:{second:02}"),
+            Some('%') => out.push('%'),
+            Some(other) => out.extend(['%', other]),
+            None => out.push('%'),
+        }
+    }
+    out
+}
+
+/// Year, month and day of a count of days since 1970-01-01.
+///
+/// Source: Howard Hinnant, "chrono-compatible low-level date algorithms"; years run from March so that a leap day comes last.
+fn civil_from_days(days: u64) -> (u64, u64, u64) {
+    let z = days + 719_468;
+    let (era, day_of_era) = (z / 146_097, z % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let march_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
+    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::Tokenizer;
+    use crate::tokenizer::tests::{fixture_dir, ids, reference};
+    use serde_json::json;
+
+    fn render(source: &str, messages: serde_json::Value, options: RenderOptions) -> Result<String> {
+        let tokens = Map::from_iter([("bos_token".to_string(), json!("<s>"))]);
+        ChatTemplate::compile(source, tokens)?.render(messages.as_array().unwrap(), &options)
+    }
+
+    #[test]
+    fn renders_and_encodes_as_transformers_does() {
+        let template = ChatTemplate::load(&fixture_dir()).unwrap().unwrap();
+        let tokenizer = Tokenizer::load(&fixture_dir()).unwrap();
+        for case in reference()["chat"].as_array().unwrap() {
+            let add_generation_prompt = case["add_generation_prompt"].as_bool().unwrap();
+            let options = RenderOptions { add_generation_prompt, ..RenderOptions::default() };
+            let text = template.render(case["messages"].as_array().unwrap(), &options).unwrap();
+            assert_eq!(text, case["rendered"].as_str().unwrap());
+            assert_eq!(tokenizer.encode(&text, false).unwrap(), ids(&case["ids"]));
+        }
+    }
+
+    #[test]
+    fn a_template_refuses_in_its_own_words() {
+        let template = ChatTemplate::load(&fixture_dir()).unwrap().unwrap();
+        let error = template.render(&[json!({"role": "assistant", "content": "hi"})], &RenderOptions::default()).unwrap_err();
+        assert_eq!(error.to_string(), "Conversation roles must alternate user/assistant/user/assistant/...");
+    }
+
+    #[test]
+    fn tojson_is_pythons() {
+        let options = RenderOptions { tools: Some(json!([{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}])), ..Default::default() };
+        let got = render("{{ tools | tojson }}", json!([]), options.clone()).unwrap();
+        assert_eq!(got, r#"[{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}]"#);
+        let got = render("{{ tools[0].a | tojson(indent=2) }}", json!([]), options).unwrap();
+        assert_eq!(got, "[\n  1,\n  2.5,\n  null,\n  true\n]");
+    }
+
+    #[test]
+    fn python_methods_slices_and_kwargs_work() {
+        let options = RenderOptions { kwargs: Map::from_iter([("enable_thinking".to_string(), json!(false))]), ..Default::default() };
+        let source = "{{ bos_token }}{% for m in messages[::-1] %}{{ m.content.strip().upper() }}{% if not loop.last %},{% endif %}{% endfor %}\
+                      {% if enable_thinking is defined and not enable_thinking %}|{% endif %}{{ messages[0].get('x', 'd') }}";
+        let messages = json!([{"content": " a "}, {"content": "b"}]);
+        assert_eq!(render(source, messages, options).unwrap(), "<s>B,A|d");
+    }
+
+    #[test]
+    fn generation_tags_leave_no_trace() {
+        let source = "x\n{% generation %}\ny{%- generation -%} z {%- endgeneration -%}\n{% endgeneration %}\nw {% if true %}{% endif %}";
+        assert_eq!(render(source, json!([]), RenderOptions::default()).unwrap(), "x\nyzw ");
+    }
+
+    #[test]
+    fn dates_are_formatted() {
+        assert_eq!(strftime("%Y-%m-%d %H:%M:%S %A %j%", 951_827_696), "2000-02-29 12:34:56 Tuesday %j%");
+        assert_eq!(strftime("%d %b %y %-d %B %a %I%p %%", 1_709_424_000), "03 Mar 24 3 March Sun 12AM %");
+    }
+
+    #[test]
+    fn templates_come_from_where_checkpoints_keep_them() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(ChatTemplate::load(dir.path()).unwrap().is_none());
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let shown = || ChatTemplate::load(dir.path()).unwrap().unwrap().render(&[], &RenderOptions::default()).unwrap();
+        write(
+            "tokenizer_config.json",
+            r#"{"chat_template": [{"name":"rag","template":"r"},{"name":"default","template":"d{{ eos_token }}"}], "eos_token": {"content": "</s>"}}"#,
+        );
+        assert_eq!(shown(), "d</s>");
+        write("chat_template.jinja", "file {{ bos_token is defined }}");
+        assert_eq!(shown(), "file False");
+        write("chat_template.jinja", "{% for %}");
+        let error = ChatTemplate::load(dir.path()).err().unwrap().to_string();
+        assert!(error.contains("chat template cannot be used") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn endless_templates_end() {
+        let error = render(
+            "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
+            json!([]),
+            RenderOptions::default(),
+        );
+        assert!(error.unwrap_err().to_string().contains("failed on this conversation"));
+        assert!(render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", json!([]), RenderOptions::default()).is_err());
+    }
+}

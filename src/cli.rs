@@ -1,0 +1,93 @@
+//! The command line: one file per subcommand, the flags they share, and how errors reach a person.
+
+mod args;
+mod bench;
+mod cache;
+mod capture;
+mod chat;
+mod doctor;
+mod generate;
+mod serve;
+mod terminal;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use moebius::{Error, Result};
+
+/// Mixture-of-experts language models larger than your GPU, on one box.
+#[derive(Parser)]
+#[command(name = "moebius", version, propagate_version = true, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Talk with a model in the terminal, or through a pipe, one question per line.
+    Chat(chat::Args),
+    /// Complete one prompt.
+    Generate(generate::Args),
+    /// Answer OpenAI-compatible HTTP requests.
+    Serve(serve::Args),
+    /// Build, check or describe the packed experts of a model.
+    #[command(subcommand)]
+    Cache(cache::Command),
+    /// Write what one forward pass computes as safetensors.
+    Capture(capture::Args),
+    /// Measure prefill, decode, and the share of memory bandwidth they reach.
+    Bench(bench::Args),
+    /// Examine this machine and say what would make it faster.
+    Doctor(doctor::Args),
+}
+
+/// Parses the command line, runs it, and turns an error into one sentence on stderr.
+pub(crate) fn main() -> ExitCode {
+    std::panic::set_hook(Box::new(|panic| {
+        eprintln!("error: internal error, please report it: {panic}");
+    }));
+    let result = match Cli::parse().command {
+        Command::Chat(args) => chat::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Serve(args) => serve::run(args),
+        Command::Cache(command) => cache::run(command),
+        Command::Capture(args) => capture::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Doctor(args) => doctor::run(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The reader of our output has seen enough, as in `moebius generate ... | head`.
+fn is_broken_pipe(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// Maps a failure to write to stdout.
+fn stdout_error(source: std::io::Error) -> Error {
+    Error::Io { path: "stdout".into(), source }
+}
+
+/// Writes one line to stdout.
+fn print_line(line: &str) -> Result<()> {
+    use std::io::Write;
+    writeln!(std::io::stdout(), "{line}").map_err(stdout_error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_consistent() {
+        <Cli as clap::CommandFactory>::command().debug_assert();
+    }
+}

@@ -1,0 +1,129 @@
+//! Flags that several subcommands share.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::kernel::Simd;
+use moebius::{Error, Result};
+
+/// How to load and run a model.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct EngineArgs {
+    /// Precision of the routed experts.
+    #[arg(long, default_value = "int4", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| expert_bits(&s)))]
+    experts: ExpertBits,
+    /// Inputs that share a scale [default: the checkpoint's own, else the largest that divides].
+    #[arg(long, value_parser = PossibleValuesParser::new(["32", "64", "128"]).map(|s| s.parse::<usize>().expect("a listed number")))]
+    group_size: Option<usize>,
+    /// Precision of attention, shared experts, dense layers and the output head.
+    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "int8"]).map(|s| dense_bits(&s)))]
+    dense: DenseBits,
+    /// Tokens of prompt plus answer that a conversation may hold [default: the model's limit, or what memory allows].
+    #[arg(long, value_name = "N")]
+    max_context: Option<usize>,
+    /// Tokens of one forward pass: the size of a prefill chunk.
+    #[arg(long, value_name = "N", default_value_t = EngineConfig::default().max_batch_tokens)]
+    max_batch_tokens: usize,
+    /// Worker threads [default: one per physical core].
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Instruction set of the CPU kernels [default: the best this machine has].
+    #[arg(long, value_parser = PossibleValuesParser::new(["scalar", "avx2", "avx512"]).map(|s| s.parse::<Simd>().expect("a listed name")))]
+    simd: Option<Simd>,
+    /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
+    #[arg(long, value_name = "DIR")]
+    cache_dir: Option<PathBuf>,
+    /// Lock the experts in RAM.
+    #[arg(long)]
+    lock: bool,
+}
+
+impl EngineArgs {
+    /// The choices as the engine takes them, the cache directory decided.
+    pub(crate) fn to_config(&self) -> Result<EngineConfig> {
+        for (flag, value) in
+            [("--threads", self.threads), ("--max-context", self.max_context), ("--max-batch-tokens", Some(self.max_batch_tokens))]
+        {
+            if value == Some(0) {
+                return Err(Error::Invalid(format!("{flag} is 0: give at least 1")));
+            }
+        }
+        let mut config = EngineConfig {
+            experts: self.experts,
+            group_size: self.group_size,
+            dense: self.dense,
+            max_context: self.max_context,
+            max_batch_tokens: self.max_batch_tokens,
+            threads: self.threads,
+            simd: self.simd,
+            cache_dir: self.cache_dir.clone(),
+            lock: self.lock,
+            ..EngineConfig::default()
+        };
+        config.cache_dir = Some(moebius::load::cache_dir(&config)?);
+        Ok(config)
+    }
+}
+
+fn expert_bits(name: &str) -> ExpertBits {
+    match name {
+        "bf16" => ExpertBits::Bf16,
+        "int8" => ExpertBits::Int8,
+        _ => ExpertBits::Int4,
+    }
+}
+
+fn dense_bits(name: &str) -> DenseBits {
+    if name == "int8" { DenseBits::Int8 } else { DenseBits::Bf16 }
+}
+
+/// How tokens are chosen; what is not given is the model's own default.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct SamplingArgs {
+    /// Randomness; 0 is greedy [default: the model's own, else 0].
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
+    /// Keep the smallest set of tokens whose probabilities sum to this.
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Keep this many tokens; 0 keeps all.
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Drop tokens below this share of the best one's probability.
+    #[arg(long, value_name = "P")]
+    min_p: Option<f32>,
+    /// Same seed, same text.
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+}
+
+impl SamplingArgs {
+    /// The model's defaults with what was given on the command line.
+    pub(crate) fn over(&self, defaults: &moebius::engine::SamplingParams) -> moebius::engine::SamplingParams {
+        moebius::engine::SamplingParams {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            top_k: self.top_k.unwrap_or(defaults.top_k),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: defaults.repetition_penalty,
+            seed: self.seed.or(defaults.seed),
+        }
+    }
+}
+
+/// A JSON array of token ids.
+pub(crate) fn read_tokens(path: &Path) -> Result<Vec<u32>> {
+    let bytes = std::fs::read(path).map_err(Error::io(path))?;
+    serde_json::from_slice(&bytes)
+        .map_err(|e| Error::Invalid(format!("{}: not a JSON array of token ids, such as [1, 2, 3]: {e}", path.display())))
+}
+
+/// A text file; anything that is not UTF-8 is refused by name.
+pub(crate) fn read_text(path: &Path) -> Result<String> {
+    let bytes = std::fs::read(path).map_err(Error::io(path))?;
+    String::from_utf8(bytes).map_err(|_| Error::Invalid(format!("{} is not UTF-8 text", path.display())))
+}

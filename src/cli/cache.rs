@@ -1,0 +1,88 @@
+//! `moebius cache`: the offline converter of a checkpoint's experts.
+
+use std::path::Path;
+
+use moebius::load::LoadProgress;
+use moebius::{Error, Result, hub, load, models};
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::convert::{self, Job};
+use moebius_cache::format::ExpertCache;
+
+use super::args::EngineArgs;
+use super::print_line;
+use super::terminal::Status;
+
+#[derive(clap::Subcommand)]
+pub(crate) enum Command {
+    /// Convert a checkpoint's experts once, so that later starts take a moment.
+    Build(Args),
+    /// Compare every byte of a built cache with its checksums.
+    Verify(Args),
+    /// Say what a built cache holds: dimensions, precision, source, size.
+    Info(Args),
+}
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    model: String,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+pub(crate) fn run(command: Command) -> Result<()> {
+    match command {
+        Command::Build(args) => with_job(&args, |job, cache_dir| {
+            let status = Status::new();
+            let cache = convert::ensure(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
+            drop(status);
+            print_line(&cache.path().display().to_string())
+        }),
+        Command::Verify(args) => with_job(&args, |job, cache_dir| {
+            let cache = built(job, cache_dir)?;
+            let status = Status::new();
+            cache.verify(&|done, total| status.report("comparing with checksums", done, total, true))?;
+            drop(status);
+            print_line(&format!("{} is intact", cache.path().display()))
+        }),
+        Command::Info(args) => with_job(&args, |job, cache_dir| describe(&built(job, cache_dir)?)),
+    }
+}
+
+/// Finds the model and says what its conversion is.
+fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path) -> Result<()>) -> Result<()> {
+    let config = args.engine.to_config()?;
+    let cache_dir = load::cache_dir(&config)?;
+    let dir = hub::resolve(&args.model, &cache_dir)?;
+    let model = models::read(&dir)?;
+    let checkpoint = Checkpoint::open(&dir)?;
+    match load::precision(&model, &config)? {
+        Some(precision) => act(&load::cache_job(&args.model, &checkpoint, &model, precision), &cache_dir),
+        None => Err(Error::Invalid(format!("{} has no routed experts: there is nothing to convert", args.model))),
+    }
+}
+
+fn built(job: &Job<'_>, cache_dir: &Path) -> Result<ExpertCache> {
+    match convert::locate(job, cache_dir)? {
+        Some(path) => Ok(ExpertCache::open(&path)?),
+        None => Err(Error::Invalid(format!(
+            "{} has no {} cache in {}: make one with `moebius cache build`",
+            job.model,
+            job.precision,
+            cache_dir.display()
+        ))),
+    }
+}
+
+fn describe(cache: &ExpertCache) -> Result<()> {
+    let header = cache.header();
+    let source = header.source.as_ref();
+    let layers = |end: Option<&moebius_cache::format::LayerEntry>| end.map_or(0, |entry| entry.layer);
+    let (first, last) = (layers(header.layers.first()), layers(header.layers.last()));
+    print_line(&format!("file       {}", cache.path().display()))?;
+    print_line(&format!("size       {:.2} GB", header.file_bytes() as f64 / 1e9))?;
+    print_line(&format!("precision  {}", header.precision))?;
+    print_line(&format!("experts    {} in each of {} layers ({first} to {last})", header.num_experts, header.layers.len()))?;
+    print_line(&format!("expert     {} x {}", header.hidden, header.intermediate))?;
+    print_line(&format!("source     {} ({})", source.map_or("random weights", |s| &s.dir), source.map_or("-", |s| &s.key)))
+}

@@ -1,0 +1,154 @@
+//! `moebius generate`: one prompt in, its continuation out.
+
+use std::io::{IsTerminal, Read, Write};
+use std::path::PathBuf;
+
+use moebius::chat_template::RenderOptions;
+use moebius::engine::{FinishReason, Request, RequestStats};
+use moebius::text_model::TextModel;
+use moebius::text_stream::Delta;
+use moebius::{Error, Result};
+use serde_json::json;
+
+use super::args::{EngineArgs, SamplingArgs, read_text, read_tokens};
+use super::terminal::{self, Rates, Status};
+use super::{print_line, stdout_error};
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    model: String,
+    /// The text to continue; `-`, or nothing when stdin is a pipe, reads stdin.
+    #[arg(conflicts_with_all = ["file", "tokens_file"])]
+    prompt: Option<String>,
+    /// Read the prompt from a text file (a newline at its very end is not part of it).
+    #[arg(long, value_name = "F", conflicts_with = "tokens_file")]
+    file: Option<PathBuf>,
+    /// Read the prompt as a JSON array of token ids, taken as they are.
+    #[arg(long, value_name = "F.json", conflicts_with = "chat")]
+    tokens_file: Option<PathBuf>,
+    /// Tokens to generate at most.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    max_tokens: usize,
+    /// Go on after an end token.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// End before this text; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Put the prompt through the model's chat template, as a user's message.
+    #[arg(long)]
+    chat: bool,
+    /// Print one JSON object: tokens, text, finish_reason, timings.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let config = args.engine.to_config()?;
+    let prompt = read_prompt(&args)?;
+    let status = Status::new();
+    let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
+    drop(status);
+
+    let prompt = match prompt {
+        Prompt::Tokens(tokens) => tokens,
+        Prompt::Text(text) if args.chat => {
+            let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+            model.chat_prompt(&[json!({"role": "user", "content": text})], &options)?
+        }
+        Prompt::Text(text) => model.tokenizer().encode(&text, true)?,
+    };
+    let request =
+        Request { prompt, max_tokens: Some(args.max_tokens), sampling: args.sampling.over(model.sampling()), ignore_eos: args.ignore_eos };
+    let mut answer = model.complete(request, args.stop)?;
+
+    let mut stdout = std::io::stdout();
+    let sanitize = stdout.is_terminal();
+    let mut text = String::new();
+    let (reason, stats) = loop {
+        match answer.next_blocking().expect("the end comes before nothing")? {
+            Delta::End(reason, stats) => break (reason, stats),
+            Delta::Text(piece) if args.json => text += &piece,
+            Delta::Text(piece) => {
+                let piece = if sanitize { terminal::printable(&piece) } else { piece };
+                stdout.write_all(piece.as_bytes()).and_then(|()| stdout.flush()).map_err(stdout_error)?;
+            }
+        }
+    };
+    if args.json {
+        let object = json!({
+            "tokens": answer.tokens(),
+            "text": text,
+            "finish_reason": finish_reason(reason),
+            "timings": timings(&stats, model.engine().info().ready_s),
+        });
+        return print_line(&object.to_string());
+    }
+    print_line("")?;
+    if std::io::stderr().is_terminal() {
+        eprintln!("{}", terminal::dim(&terminal::summary(&stats), terminal::colours(&std::io::stderr())));
+    }
+    Ok(())
+}
+
+fn read_prompt(args: &Args) -> Result<Prompt> {
+    if let Some(path) = &args.tokens_file {
+        return read_tokens(path).map(Prompt::Tokens);
+    }
+    if let Some(path) = &args.file {
+        return read_text(path).map(|text| Prompt::Text(without_last_newline(text)));
+    }
+    match args.prompt.as_deref() {
+        Some("-") => {}
+        Some(text) => return Ok(Prompt::Text(text.into())),
+        None if std::io::stdin().is_terminal() => {
+            return Err(Error::Invalid(
+                "there is no prompt: give it as an argument, with --file, with --tokens-file, or through a pipe".into(),
+            ));
+        }
+        None => {}
+    }
+    let mut bytes = Vec::new();
+    std::io::stdin().read_to_end(&mut bytes).map_err(|source| Error::Io { path: "stdin".into(), source })?;
+    let text = String::from_utf8(bytes).map_err(|_| Error::Invalid("stdin is not UTF-8 text".into()))?;
+    Ok(Prompt::Text(without_last_newline(text)))
+}
+
+/// Editors and `echo` end a file with a newline that nobody meant as a part of the prompt.
+fn without_last_newline(mut text: String) -> String {
+    if text.ends_with('\n') {
+        text.pop();
+    }
+    text
+}
+
+fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    }
+}
+
+fn timings(stats: &RequestStats, ready_s: f64) -> serde_json::Value {
+    let rates = Rates::of(stats);
+    json!({
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "ready_s": ready_s,
+        "prefill_s": stats.prefill.as_secs_f64(),
+        "decode_s": stats.decode.as_secs_f64(),
+        "prefill_tok_per_s": rates.prefill_tok_per_s,
+        "decode_tok_per_s": rates.decode_tok_per_s,
+        "decode_gb_per_s": rates.decode_gb_per_s,
+    })
+}

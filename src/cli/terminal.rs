@@ -1,0 +1,139 @@
+//! What a person sees besides the answer: a status line while loading, dim lines, and nothing that the model could inject.
+
+use std::io::IsTerminal;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use moebius::engine::RequestStats;
+use moebius::load::LoadProgress;
+
+/// What is being done, on stderr: a bar in a terminal; elsewhere a line now and then, for work that takes long.
+pub(crate) struct Status {
+    bar: Option<ProgressBar>,
+    last_told: Mutex<Instant>,
+}
+
+impl Status {
+    pub(crate) fn new() -> Self {
+        Self { bar: std::io::stderr().is_terminal().then(ProgressBar::hidden), last_told: Mutex::new(Instant::now()) }
+    }
+
+    /// Shows how far loading is.
+    pub(crate) fn loading(&self, progress: LoadProgress<'_>) {
+        match progress {
+            LoadProgress::Convert(p) => self.report(&p.phase.to_string(), p.bytes_done, p.bytes_total, true),
+            LoadProgress::Weights(done, layers) => self.report("loading layers", done as u64, layers as u64, false),
+        }
+    }
+
+    /// Shows `done` of `total`; a total of 0 is unknown.
+    pub(crate) fn report(&self, what: &str, done: u64, total: u64, bytes: bool) {
+        const PATIENCE: Duration = Duration::from_secs(10);
+        let Some(bar) = &self.bar else {
+            let mut last_told = self.last_told.lock().unwrap_or_else(PoisonError::into_inner);
+            if last_told.elapsed() >= PATIENCE {
+                *last_told = Instant::now();
+                let share = (done * 100).checked_div(total).map_or(String::new(), |percent| format!(": {percent} %"));
+                eprintln!("{what}{share}");
+            }
+            return;
+        };
+        if bar.is_hidden() {
+            // Only now: a download before this draws bars of its own, and a fast start draws none.
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.enable_steady_tick(Duration::from_millis(100));
+        }
+        if bar.message() != what {
+            let template = match (total, bytes) {
+                (0, _) => "{spinner:.cyan} {msg}",
+                (_, true) => "{spinner:.cyan} {msg} {wide_bar:.dim} {bytes}/{total_bytes} {bytes_per_sec} {eta} left",
+                (_, false) => "{spinner:.cyan} {msg} {wide_bar:.dim} {pos}/{len}",
+            };
+            bar.set_style(ProgressStyle::with_template(template).expect("the template is a constant"));
+            bar.set_message(what.to_string());
+            bar.reset_eta();
+        }
+        bar.set_length(total);
+        bar.set_position(done);
+    }
+}
+
+impl Drop for Status {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Whether `stream` shows colours: a terminal, and NO_COLOR unset or empty.
+pub(crate) fn colours(stream: &impl IsTerminal) -> bool {
+    stream.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// Dim text, where colours are shown.
+pub(crate) fn dim(text: &str, colours: bool) -> String {
+    if colours { format!("\x1b[2m{text}\x1b[0m") } else { text.to_string() }
+}
+
+/// Text of a model without control characters, which a terminal would obey.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
+}
+
+/// Rates of one answer; `None` where nothing was measured.
+pub(crate) struct Rates {
+    pub(crate) prefill_tok_per_s: Option<f64>,
+    pub(crate) decode_tok_per_s: Option<f64>,
+    pub(crate) decode_gb_per_s: Option<f64>,
+}
+
+impl Rates {
+    /// Prefill gives the first token; every further one is a decode step.
+    pub(crate) fn of(stats: &RequestStats) -> Self {
+        let per_second = |amount: f64, time: Duration| (amount > 0.0 && !time.is_zero()).then(|| amount / time.as_secs_f64());
+        Self {
+            prefill_tok_per_s: per_second(stats.prompt_tokens as f64, stats.prefill),
+            decode_tok_per_s: per_second(stats.completion_tokens.saturating_sub(1) as f64, stats.decode),
+            decode_gb_per_s: per_second(stats.decode_bytes as f64 / 1e9, stats.decode),
+        }
+    }
+}
+
+/// One line about an answer: `12 tokens · prefill 950 tok/s · decode 88.1 tok/s · 1.2 GB/s read`.
+pub(crate) fn summary(stats: &RequestStats) -> String {
+    let rates = Rates::of(stats);
+    let number = |x: f64| if x < 100.0 { format!("{x:.1}") } else { format!("{x:.0}") };
+    let mut line = format!("{} token{}", stats.completion_tokens, if stats.completion_tokens == 1 { "" } else { "s" });
+    for (label, rate, unit) in [
+        (" · prefill ", rates.prefill_tok_per_s, " tok/s"),
+        (" · decode ", rates.decode_tok_per_s, " tok/s"),
+        (" · ", rates.decode_gb_per_s, " GB/s read"),
+    ] {
+        if let Some(rate) = rate {
+            line += &format!("{label}{}{unit}", number(rate));
+        }
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_leaves_out_what_was_not_measured() {
+        let mut stats = RequestStats { prompt_tokens: 100, completion_tokens: 11, ..Default::default() };
+        assert_eq!(summary(&stats), "11 tokens");
+        stats.prefill = Duration::from_millis(500);
+        stats.decode = Duration::from_secs(1);
+        stats.decode_bytes = 1_500_000_000;
+        assert_eq!(summary(&stats), "11 tokens · prefill 200 tok/s · decode 10.0 tok/s · 1.5 GB/s read");
+    }
+
+    #[test]
+    fn a_model_cannot_move_the_cursor() {
+        assert_eq!(printable("a\x1b[2Jb\r\n\tc\u{9b}d"), "a[2Jb\n\tcd");
+    }
+}

@@ -1,0 +1,266 @@
+//! The executor against plain f32 arithmetic on the dequantized weights, and against itself: batches, threads, kernels.
+
+use moebius_cache::Precision;
+
+use super::*;
+use crate::kernel::{self, Simd};
+use crate::topology::Topology;
+
+const EXPERTS: usize = 7;
+const LAYERS: usize = 2;
+const TOP_K: usize = 3;
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
+
+    /// From -1 to 1.
+    fn uniform(&mut self) -> f32 {
+        self.next() as f32 / (1u64 << 30) as f32 - 1.0
+    }
+}
+
+/// Random experts and what they decode to.
+struct Memory {
+    layout: ExpertLayout,
+    bytes: Vec<u128>, // aligned as a mapped file is
+    bad: Option<usize>,
+}
+
+impl Memory {
+    fn new(hidden: usize, intermediate: usize, precision: Precision) -> Self {
+        let layout = ExpertLayout::new(hidden, intermediate, precision).unwrap();
+        let mut bytes = vec![0u128; LAYERS * EXPERTS * layout.bytes() / 16];
+        let mut random = Random(7);
+        let store: &mut [u8] = bytemuck::cast_slice_mut(&mut bytes);
+        for expert in store.chunks_exact_mut(layout.bytes()) {
+            for i in 0..layout.gate.tiles() {
+                for at in [layout.gate_tile(i), layout.up_tile(i)] {
+                    fill(&layout.gate, i, &mut expert[at..][..layout.gate.tile_bytes()], &mut random);
+                }
+            }
+            for i in 0..layout.down.tiles() {
+                fill(&layout.down, i, &mut expert[layout.down_tile(i)..][..layout.down.tile_bytes()], &mut random);
+            }
+        }
+        Self { layout, bytes, bad: None }
+    }
+}
+
+fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Random) {
+    let rows = (layout.n - tile * TILE_ROWS).min(TILE_ROWS);
+    if layout.precision == Precision::Bf16 {
+        for w in bytes[..rows * layout.k * 2].chunks_exact_mut(2) {
+            w.copy_from_slice(&bf16::from_f32(random.uniform() * 0.1).to_le_bytes());
+        }
+        return;
+    }
+    let (scales, codes) = bytes.split_at_mut(layout.scale_bytes());
+    let unit = if matches!(layout.precision, Precision::Int4 { .. }) { 0.1 / 8.0 } else { 0.1 / 128.0 };
+    let groups = layout.k / layout.precision.group_size().unwrap();
+    for (i, scale) in scales[..groups * 32].chunks_exact_mut(2).enumerate() {
+        let scale_value = if i % TILE_ROWS < rows { unit * (1.5 + random.uniform()) } else { 0.0 };
+        scale.copy_from_slice(&bf16::from_f32(scale_value).to_le_bytes());
+    }
+    codes.fill_with(|| random.next() as u8);
+}
+
+/// `[n, k]` as f32.
+fn decode(layout: &MatrixLayout, tile_at: impl Fn(usize) -> usize, expert: &[u8]) -> Vec<f32> {
+    let mut out = vec![0.0; layout.n * layout.k];
+    for row in 0..layout.n {
+        let tile = &expert[tile_at(row / TILE_ROWS)..][..layout.tile_bytes()];
+        let (scales, codes) = tile.split_at(layout.scale_bytes());
+        let r = row % TILE_ROWS;
+        let f32_at = |bytes: &[u8], i: usize| bf16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32();
+        for k in 0..layout.k {
+            out[row * layout.k + k] = match layout.precision {
+                Precision::Bf16 => f32_at(codes, r * layout.k + k),
+                Precision::Int8 { group_size } => {
+                    let code = i32::from(codes[k / 4 * 64 + r * 4 + k % 4]) - 128;
+                    f32_at(scales, k / group_size * TILE_ROWS + r) * code as f32
+                }
+                Precision::Int4 { group_size } => {
+                    let byte = codes[k / 8 * 64 + r * 4 + k % 4];
+                    let code = i32::from(if k % 8 < 4 { byte & 15 } else { byte >> 4 }) - 8;
+                    f32_at(scales, k / group_size * TILE_ROWS + r) * code as f32
+                }
+            };
+        }
+    }
+    out
+}
+
+impl ExpertStore for Memory {
+    fn layout(&self) -> ExpertLayout {
+        self.layout
+    }
+
+    fn num_layers(&self) -> usize {
+        LAYERS
+    }
+
+    fn num_experts(&self) -> usize {
+        EXPERTS
+    }
+
+    fn expert(&self, layer: usize, expert: usize) -> &[u8] {
+        let bytes = self.layout.bytes();
+        &bytemuck::cast_slice(&self.bytes)[(layer * EXPERTS + expert) * bytes..][..bytes]
+    }
+
+    fn check_expert(&self, _: usize, expert: usize) -> Result<()> {
+        if self.bad == Some(expert) { Err(crate::Error::Model(format!("expert {expert} is damaged"))) } else { Ok(()) }
+    }
+}
+
+const PRECISIONS: [Precision; 5] = [
+    Precision::Bf16,
+    Precision::Int8 { group_size: 32 },
+    Precision::Int8 { group_size: 128 },
+    Precision::Int4 { group_size: 32 },
+    Precision::Int4 { group_size: 64 },
+];
+
+fn dims(precision: Precision) -> (usize, usize) {
+    // Rows that do not fill their last tile, where the group size allows.
+    match precision.group_size() {
+        None => (76, 40),
+        Some(32) => (160, 96),
+        _ => (256, 128),
+    }
+}
+
+fn inputs(tokens: usize, hidden: usize) -> (Vec<f32>, Routing) {
+    let mut random = Random(99);
+    let x = (0..tokens * hidden).map(|_| random.uniform()).collect();
+    let mut ids: Vec<i32> = Vec::new();
+    for _ in 0..tokens {
+        let first = random.next() as i32 % EXPERTS as i32;
+        ids.extend((0..TOP_K as i32).map(|j| (first + 2 * j) % EXPERTS as i32));
+    }
+    ids[1] = -1;
+    ids[2] = EXPERTS as i32;
+    let weights = ids.iter().map(|_| 0.5 + 0.4 * random.uniform()).collect();
+    (x, Routing { top_k: TOP_K, ids, weights })
+}
+
+fn executor(store: Memory, threads: usize, simd: Simd) -> CpuExperts {
+    let team = Team::new(&Topology::read().worker_cpus(threads)).unwrap();
+    CpuExperts::new(Arc::new(store), Arc::new(team), kernel::get(simd).unwrap(), 150, TOP_K)
+}
+
+fn run(executor: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) -> Vec<u32> {
+    let mut out: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
+    executor.submit_rows(layer, x, routing).unwrap();
+    executor.finish_rows(&mut out).unwrap();
+    out.into_iter().map(f32::to_bits).collect()
+}
+
+#[test]
+fn agrees_with_f32_on_the_dequantized_weights() {
+    for precision in PRECISIONS {
+        let (hidden, intermediate) = dims(precision);
+        let store = Memory::new(hidden, intermediate, precision);
+        let layout = store.layout;
+        let (x, routing) = inputs(9, hidden);
+        let mut expected: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
+        for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
+            if !(0..EXPERTS as i32).contains(&id) {
+                continue;
+            }
+            let token = i / TOP_K;
+            let bytes = store.expert(1, id as usize);
+            let gate = decode(&layout.gate, |t| layout.gate_tile(t), bytes);
+            let up = decode(&layout.gate, |t| layout.up_tile(t), bytes);
+            let down = decode(&layout.down, |t| layout.down_tile(t), bytes);
+            let x = &x[token * hidden..][..hidden];
+            let times = |w: &[f32], x: &[f32]| -> Vec<f32> {
+                w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()
+            };
+            let h: Vec<f32> = times(&gate, x).iter().zip(times(&up, x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            for (out, y) in expected[token * hidden..][..hidden].iter_mut().zip(times(&down, &h)) {
+                *out += weight * y;
+            }
+        }
+        let got: Vec<f32> = run(&mut executor(store, 2, kernel::best().simd()), 1, &x, &routing).into_iter().map(f32::from_bits).collect();
+        // Without the residual, which would hide an error.
+        let part = |out: &[f32]| -> Vec<f64> { out.iter().zip(&x).map(|(o, x)| f64::from(o - x * 0.25)).collect() };
+        let (a, b) = (part(&got), part(&expected));
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let cosine = dot(&a, &b) / (dot(&a, &a) * dot(&b, &b)).sqrt();
+        let enough = if precision == Precision::Bf16 { 0.999_999 } else { 0.9995 };
+        assert!(cosine > enough, "{precision}: cosine {cosine}");
+        assert!((dot(&a, &a) / dot(&b, &b)).sqrt() > 0.99);
+    }
+}
+
+#[test]
+fn bits_depend_on_neither_kernel_nor_threads() {
+    for precision in PRECISIONS {
+        let (hidden, intermediate) = dims(precision);
+        for tokens in [1, 3, 70] {
+            let (x, routing) = inputs(tokens, hidden);
+            let mut truth = executor(Memory::new(hidden, intermediate, precision), 1, Simd::Scalar);
+            let expected = run(&mut truth, 0, &x, &routing);
+            for simd in kernel::available() {
+                for threads in [1, 2, 3, 5] {
+                    let mut executor = executor(Memory::new(hidden, intermediate, precision), threads, simd);
+                    for _ in 0..3 {
+                        assert_eq!(
+                            run(&mut executor, 0, &x, &routing),
+                            expected,
+                            "{precision}, {tokens} tokens, {simd}, {threads} threads"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_batch_equals_its_tokens_one_by_one() {
+    for precision in PRECISIONS {
+        let (hidden, intermediate) = dims(precision);
+        let mut executor = executor(Memory::new(hidden, intermediate, precision), 2, kernel::best().simd());
+        let (x, routing) = inputs(150, hidden);
+        let all = run(&mut executor, 0, &x, &routing);
+        for _ in 0..20 {
+            assert_eq!(run(&mut executor, 0, &x, &routing), all);
+        }
+        for token in 0..150 {
+            let pairs = token * TOP_K..(token + 1) * TOP_K;
+            let one = Routing { top_k: TOP_K, ids: routing.ids[pairs.clone()].to_vec(), weights: routing.weights[pairs].to_vec() };
+            let row = token * hidden..(token + 1) * hidden;
+            assert_eq!(run(&mut executor, 0, &x[row.clone()], &one), all[row], "{precision}, token {token}");
+        }
+    }
+}
+
+#[test]
+fn nothing_routed_adds_nothing() {
+    let mut executor = executor(Memory::new(256, 128, PRECISIONS[4]), 2, Simd::Scalar);
+    let x = vec![1.0; 256];
+    let none = Routing { top_k: 1, ids: vec![-1], weights: vec![1.0] };
+    assert_eq!(run(&mut executor, 0, &x, &none), vec![0.25f32.to_bits(); 256]);
+    assert_eq!(run(&mut executor, 0, &[], &Routing { top_k: 1, ..Routing::default() }), Vec::<u32>::new());
+    assert_eq!(executor.bytes_read(), 0);
+}
+
+#[test]
+fn a_damaged_expert_is_refused_whenever_it_is_asked_for() {
+    let mut store = Memory::new(256, 128, PRECISIONS[4]);
+    store.bad = Some(3);
+    let mut executor = executor(store, 2, Simd::Scalar);
+    let x = vec![1.0; 256];
+    let to = |id| Routing { top_k: 1, ids: vec![id], weights: vec![1.0] };
+    for _ in 0..2 {
+        assert!(executor.submit_rows(0, &x, &to(3)).unwrap_err().to_string().contains("expert 3"));
+    }
+    run(&mut executor, 0, &x, &to(2));
+}

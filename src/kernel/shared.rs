@@ -1,0 +1,166 @@
+//! Operations written once in lanes of 16 and inlined into each instruction set's functions, where the compiler
+//! vectorizes them: the same source gives the same bits.
+
+/// Adding and subtracting this rounds to the nearest even integer, for |v| < 2^22.
+const ROUND: f32 = 12_582_912.0;
+
+/// The canonical end of a sum in 16 lanes.
+#[inline(always)]
+pub(super) fn tree(mut lanes: [f32; 16]) -> f32 {
+    for apart in [8, 4, 2, 1] {
+        for l in 0..apart {
+            lanes[l] += lanes[l + apart];
+        }
+    }
+    lanes[0]
+}
+
+/// exp within 2 ulp from -87.3 to 88.3; 0 below, e^88.3 above. NaN stays NaN.
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    const LOW: f32 = -87.336_54;
+    const HIGH: f32 = 88.3;
+    // Compared this way round, NaN passes both.
+    let y = if LOW > x { LOW } else { x };
+    let y = if HIGH < y { HIGH } else { y };
+    // x = n ln2 + r, |r| <= ln2 / 2; e^r as Cephes' expf.
+    let shifted = y.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-0.693_359_4, y);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let p = 1.987_569_2e-4_f32;
+    let p = p.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 5.000_000_3e-1);
+    let p = p.mul_add(r * r, r) + 1.0;
+    // The low bits of `shifted` are n: they become the exponent.
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < LOW { 0.0 } else { p * power }
+}
+
+/// [`super::Kernel::quantize`]
+#[inline(always)]
+pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
+    assert!(group > 0 && x.len().is_multiple_of(group) && codes.len() == x.len());
+    assert!(scales.len() == x.len() / group && sums.len() == scales.len());
+    for (i, (x, codes)) in x.chunks_exact(group).zip(codes.chunks_exact_mut(group)).enumerate() {
+        // As integers, magnitudes keep their order and NaN is the largest: it reaches the scale instead of vanishing.
+        let max = f32::from_bits(x.iter().fold(0, |max, v| max.max(v.to_bits() & 0x7fff_ffff)));
+        let (scale, inverse) = if max < 1e-35 { (0.0, 0.0) } else { (max / 127.0, 127.0 / max) };
+        let mut sum = 0;
+        for (v, code) in x.iter().zip(codes) {
+            let q = ((v * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).clamp(-127, 127);
+            *code = q as i8;
+            sum += q;
+        }
+        scales[i] = scale;
+        sums[i] = sum;
+    }
+}
+
+/// [`super::Kernel::silu_mul`]
+#[inline(always)]
+pub(super) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    assert!(gate.len() == out.len() && up.len() == out.len());
+    for i in 0..out.len() {
+        out[i] = gate[i] / (1.0 + exp(-gate[i])) * up[i];
+    }
+}
+
+/// [`super::Kernel::exp_sub`]
+#[inline(always)]
+pub(super) fn exp_sub(x: &mut [f32], max: f32) -> f32 {
+    let mut lanes = [0.0; 16];
+    let (chunks, tail) = x.as_chunks_mut::<16>();
+    for chunk in chunks {
+        for l in 0..16 {
+            chunk[l] = exp(chunk[l] - max);
+            lanes[l] += chunk[l];
+        }
+    }
+    for (l, v) in tail.iter_mut().enumerate() {
+        *v = exp(*v - max);
+        lanes[l] += *v;
+    }
+    tree(lanes)
+}
+
+/// [`super::Kernel::add_scaled`]
+#[inline(always)]
+pub(super) fn add_scaled(x: &[f32], scale: f32, out: &mut [f32]) {
+    assert_eq!(x.len(), out.len());
+    for (x, out) in x.iter().zip(out) {
+        *out = x.mul_add(scale, *out);
+    }
+}
+
+/// [`super::Kernel::rms_norm`]
+#[inline(always)]
+pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+    assert!(x.len() == out.len() && w.len() == out.len());
+    let mut lanes = [0.0f32; 16];
+    let (chunks, tail) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for l in 0..16 {
+            lanes[l] = chunk[l].mul_add(chunk[l], lanes[l]);
+        }
+    }
+    for (l, v) in tail.iter().enumerate() {
+        lanes[l] = v.mul_add(*v, lanes[l]);
+    }
+    let inverse = 1.0 / (tree(lanes) / x.len() as f32 + eps).sqrt();
+    for i in 0..out.len() {
+        out[i] = x[i] * inverse * w[i];
+    }
+}
+
+/// Walks `rows` x `tokens` in register blocks of at most `block`, the tokens of one pass few enough to stay in L2.
+///
+/// `f(row, token, [rows, tokens])` gets blocks of `block[0]` or 1 rows, and `block[1]`, half of it, or 1 tokens.
+#[inline(always)]
+pub(super) fn dot_blocks(rows: usize, tokens: usize, k: usize, block: [usize; 2], mut f: impl FnMut(usize, usize, [usize; 2])) {
+    const L2_VALUES: usize = 1 << 17;
+    let pass = (L2_VALUES / k.max(1) / block[1]).max(1) * block[1];
+    for from in (0..tokens).step_by(pass) {
+        let to = tokens.min(from + pass);
+        let mut r = 0;
+        while r < rows {
+            let r_take = if rows - r >= block[0] { block[0] } else { 1 };
+            let mut t = from;
+            while t < to {
+                let t_take = [block[1], block[1] / 2].into_iter().find(|&n| n <= to - t).unwrap_or(1);
+                f(r, t, [r_take, t_take]);
+                t += t_take;
+            }
+            r += r_take;
+        }
+    }
+}
+
+/// The trait methods that are this file's functions compiled with some target features.
+#[cfg(target_arch = "x86_64")]
+macro_rules! elementwise {
+    ($features:literal) => {
+        $crate::kernel::shared::elementwise! { $features;
+            fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
+            fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
+            fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
+            fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
+            fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
+        }
+    };
+    ($features:literal; $(fn $name:ident(&self $(, $arg:ident: $type:ty)*) $(-> $result:ty)?;)*) => {
+        $(fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+            #[target_feature(enable = $features)]
+            fn compiled($($arg: $type),*) $(-> $result)? {
+                $crate::kernel::shared::$name($($arg),*)
+            }
+            // SAFETY: the value this is called on exists only where the features were detected.
+            unsafe { compiled($($arg),*) }
+        })*
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use elementwise;

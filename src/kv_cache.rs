@@ -1,0 +1,80 @@
+//! The KV cache: one pool of blocks for all sequences, storage per layer on the backend.
+
+use crate::backend::Backend;
+use crate::batch::BLOCK_SIZE;
+use crate::model::{Attention, ModelConfig};
+use crate::{Error, Result};
+
+/// Hands out blocks; a block is the same index in every layer.
+#[derive(Debug)]
+pub struct BlockPool {
+    free: Vec<u32>,
+    total: usize,
+}
+
+impl BlockPool {
+    /// `total` free blocks.
+    pub fn new(total: usize) -> Self {
+        Self { free: (0..total as u32).rev().collect(), total }
+    }
+
+    /// Blocks not in use.
+    pub fn free_blocks(&self) -> usize {
+        self.free.len()
+    }
+
+    /// All blocks.
+    pub fn total_blocks(&self) -> usize {
+        self.total
+    }
+
+    /// Extends `table` until it covers `tokens` tokens; takes nothing and returns false when there are too few free blocks.
+    pub fn grow(&mut self, table: &mut Vec<u32>, tokens: usize) -> bool {
+        let missing = tokens.div_ceil(BLOCK_SIZE).saturating_sub(table.len());
+        if missing > self.free.len() {
+            return false;
+        }
+        table.extend((0..missing).map(|_| self.free.pop().expect("counted just above")));
+        true
+    }
+
+    /// Takes all blocks of `table` back.
+    pub fn release(&mut self, table: &mut Vec<u32>) {
+        self.free.append(table);
+    }
+}
+
+/// KV storage of all layers.
+pub struct KvCache<B: Backend> {
+    /// By layer.
+    pub layers: Vec<B::Kv>,
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Storage for `blocks` blocks in every layer. Memory is taken as blocks are first used.
+    pub fn new(backend: &B, model: &ModelConfig, blocks: usize) -> Result<Self> {
+        let layers = model.layers.iter().map(|layer| match &layer.attention {
+            Attention::Gqa(a) => backend.kv(blocks, a.num_kv_heads, a.head_dim, false),
+            Attention::Mla(a) => backend.kv(blocks, 1, a.cache_dim(), true),
+        });
+        Ok(Self { layers: layers.collect::<Result<_>>()? })
+    }
+}
+
+/// Checks that `tokens` tokens of KV cache fit into `available` bytes of memory.
+///
+/// Errors: `Error::Resources` with what is needed, what there is and the context that would fit.
+pub fn check_fits(model: &ModelConfig, tokens: usize, available: u64) -> Result<()> {
+    let per_token = model.kv_bytes_per_token();
+    let needed = tokens as u64 * per_token as u64;
+    if needed <= available {
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+    Err(Error::Resources(format!(
+        "a context of {tokens} tokens needs {:.1} GiB of memory and {:.1} are free: use --max-context {}",
+        gib(needed),
+        gib(available),
+        available / per_token as u64
+    )))
+}

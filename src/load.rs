@@ -1,0 +1,273 @@
+//! From a checkpoint directory to a model ready to run: what fits, what precision, where the experts are.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
+use moebius_cache::format::ExpertCache;
+
+use crate::backend::cpu::Cpu;
+use crate::batch::BLOCK_SIZE;
+use crate::config::{DenseBits, EngineConfig, ExpertBits};
+use crate::experts::ExpertExecutor;
+use crate::experts::cpu::CpuExperts;
+use crate::forward::Model;
+use crate::kernel::{self, Kernel};
+use crate::kv_cache::{self, KvCache};
+use crate::model::ModelConfig;
+use crate::tensor::Tensor;
+use crate::topology::Topology;
+use crate::weights::{TensorSource, Weights};
+use crate::workers::Team;
+use crate::{Error, Result, models};
+
+/// Memory that is left to the rest of the machine, in bytes.
+const RESERVE_BYTES: u64 = 512 << 20;
+
+/// A model in memory, and what it may use.
+pub struct Loaded {
+    /// Ready to run.
+    pub model: Model<Cpu>,
+    /// Empty.
+    pub kv: KvCache<Cpu>,
+    /// Blocks of `kv`.
+    pub kv_blocks: usize,
+    /// Tokens a sequence may hold.
+    pub max_context: usize,
+    /// Of the routed experts; `None` for a dense model.
+    pub precision: Option<Precision>,
+    /// Runs the ops.
+    pub team: Arc<Team>,
+    /// Its instruction set.
+    pub kernel: &'static dyn Kernel,
+}
+
+/// What loading tells whoever waits.
+#[derive(Clone, Copy, Debug)]
+pub enum LoadProgress<'a> {
+    /// Experts are being converted or the converter waits, with its own words.
+    Convert(&'a Progress),
+    /// Resident weights: layers done, of how many.
+    Weights(usize, usize),
+}
+
+/// The machine side of a configuration: workers and kernels.
+pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>, &'static dyn Kernel)> {
+    let kernel = match config.simd {
+        None => kernel::best(),
+        Some(simd) => kernel::get(simd).ok_or_else(|| {
+            let have: Vec<_> = kernel::available().iter().map(|s| s.to_string()).collect();
+            Error::Invalid(format!("this CPU cannot run --simd {simd}; it has {}", have.join(", ")))
+        })?,
+    };
+    let threads = config.threads.unwrap_or_else(|| topology.default_threads());
+    let team = Arc::new(Team::new(&topology.worker_cpus(threads))?);
+    Ok((team, kernel))
+}
+
+/// The precision of the routed experts. Errors: no group size divides, or the one asked for does not.
+pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Precision>> {
+    let Some(moe) = model.moe() else { return Ok(None) };
+    let divides = |g: &usize| model.hidden_size % g == 0 && moe.intermediate_size % g == 0;
+    let (hidden, width) = (model.hidden_size, moe.intermediate_size);
+    let group_size = || match config.group_size {
+        Some(g) if ![32, 64, 128].contains(&g) => Err(Error::Invalid(format!("--group-size {g} is not 32, 64 or 128"))),
+        Some(g) if !divides(&g) => Err(Error::Invalid(format!(
+            "--group-size {g} does not divide this model's rows of {hidden} and {width} weights: {}",
+            match [128, 64, 32].iter().find(|g| divides(g)) {
+                Some(fits) => format!("use --group-size {fits}"),
+                None => "use --experts bf16".into(),
+            }
+        ))),
+        Some(g) => Ok(g),
+        None => [128, 64, 32].into_iter().find(|g| divides(g)).ok_or_else(|| {
+            Error::Invalid(format!("rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"))
+        }),
+    };
+    Ok(Some(match config.experts {
+        ExpertBits::Bf16 => Precision::Bf16,
+        ExpertBits::Int8 => Precision::Int8 { group_size: group_size()? },
+        ExpertBits::Int4 => Precision::Int4 { group_size: group_size()? },
+    }))
+}
+
+/// Where expert caches are kept.
+pub fn cache_dir(config: &EngineConfig) -> Result<PathBuf> {
+    if let Some(dir) = &config.cache_dir {
+        return Ok(dir.clone());
+    }
+    let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let base = var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|home| home.join(".cache")));
+    base.map(|b| b.join("moebius")).ok_or_else(|| Error::Invalid("neither HOME nor XDG_CACHE_HOME is set: give --cache-dir".into()))
+}
+
+/// The conversion that a model in `precision` needs.
+pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig, precision: Precision) -> Job<'a> {
+    let moe = model.moe().expect("a model with a precision of experts has experts");
+    let layers = model.moe_layers().map(|(layer, moe)| {
+        let expert = |e: usize| {
+            let tensor = |which| format!("{}model.layers.{layer}.mlp.experts.{e}.{which}_proj.weight", model.prefix);
+            ExpertSource { gate: tensor("gate"), up: tensor("up"), down: tensor("down") }
+        };
+        LayerSource { layer, experts: (0..moe.num_experts).map(expert).collect() }
+    });
+    Job {
+        checkpoint,
+        model: name.to_string(),
+        hidden: model.hidden_size,
+        intermediate: moe.intermediate_size,
+        num_experts: moe.num_experts,
+        precision,
+        layers: layers.collect(),
+    }
+}
+
+/// Loads the model in `dir`, converting its experts first if no cache of them is there.
+///
+/// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
+pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
+    let model = models::read(dir)?;
+    let topology = Topology::read();
+    let (team, kernel) = machine(config, &topology)?;
+    let checkpoint = Checkpoint::open(dir)?;
+    let precision = precision(&model, config)?;
+    let budget = Budget::new(&model, config, precision, topology.available_bytes)?;
+    let experts = match precision {
+        None => None,
+        Some(precision) => {
+            let job = cache_job(name, &checkpoint, &model, precision);
+            Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
+        }
+    };
+    if let (true, Some(cache)) = (config.lock, &experts) {
+        cache.lock()?;
+    }
+    assemble(model, &checkpoint, experts, config, budget, team, kernel, report)
+}
+
+/// Puts resident weights and experts together.
+#[allow(clippy::too_many_arguments)]
+pub fn assemble(
+    model: ModelConfig,
+    source: &dyn TensorSource,
+    experts: Option<ExpertCache>,
+    config: &EngineConfig,
+    budget: Budget,
+    team: Arc<Team>,
+    kernel: &'static dyn Kernel,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<Loaded> {
+    let backend = Cpu::new(team.clone(), kernel);
+    let weights = Weights::load(&backend, source, &model, config.dense, &|done, layers| {
+        report(LoadProgress::Weights(done, layers));
+        watch_memory()
+    })?;
+    let precision = experts.as_ref().map(|cache| cache.header().precision);
+    let executor: Option<Box<dyn ExpertExecutor<Tensor>>> = match (experts, model.moe()) {
+        (Some(cache), Some(moe)) => {
+            let experts = CpuExperts::new(Arc::new(cache), team.clone(), kernel, config.max_batch_tokens, moe.router.top_k);
+            Some(Box::new(experts))
+        }
+        _ => None,
+    };
+    let kv = KvCache::new(&backend, &model, budget.kv_blocks)?;
+    let model = Model::new(backend, model, weights, executor, config.max_batch_tokens, config.max_sequences);
+    Ok(Loaded { model, kv, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
+}
+
+/// What fits into memory, decided before anything is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Budget {
+    /// Tokens a sequence may hold.
+    pub max_context: usize,
+    /// Blocks of the KV cache.
+    pub kv_blocks: usize,
+}
+
+impl Budget {
+    /// Errors: `Error::Resources` when weights or the context asked for do not fit into `available` bytes.
+    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, available: u64) -> Result<Self> {
+        let available = available.saturating_sub(RESERVE_BYTES);
+        let weights = resident_bytes(model, config.dense) + expert_bytes(model, precision)?;
+        if weights > available {
+            let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+            let advice = match (precision, config.dense) {
+                (Some(Precision::Int4 { .. }), DenseBits::Int8) | (None, DenseBits::Int8) => {
+                    "use a machine with more memory, or a smaller model"
+                }
+                (Some(Precision::Int4 { .. }), DenseBits::Bf16) | (None, DenseBits::Bf16) => "try --dense int8",
+                _ => "try --experts int4",
+            };
+            return Err(Error::Resources(format!(
+                "the model needs {:.1} GiB of memory and {:.1} are free: {advice}",
+                gib(weights),
+                gib(available)
+            )));
+        }
+        let free = available - weights;
+        let per_token = model.kv_bytes_per_token() as u64;
+        let max_context = match config.max_context {
+            Some(0) => return Err(Error::Invalid("--max-context 0 leaves no room for a prompt".into())),
+            Some(n) if n > model.max_context => {
+                let limit = model.max_context;
+                return Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for")));
+            }
+            Some(n) => {
+                kv_cache::check_fits(model, n, free)?;
+                n
+            }
+            // Half of what is free, so that the machine stays usable.
+            None => model.max_context.min((free / 2 / per_token) as usize),
+        };
+        if max_context < 2 {
+            kv_cache::check_fits(model, BLOCK_SIZE, free)?;
+        }
+        let one = max_context.div_ceil(BLOCK_SIZE);
+        let all = (free / 2 / per_token) as usize / BLOCK_SIZE;
+        Ok(Self { max_context, kv_blocks: all.clamp(one, one.saturating_mul(config.max_sequences)) })
+    }
+}
+
+/// Bytes of all weights but the routed experts.
+fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
+    use crate::model::{Attention, Ffn};
+    let (h, bytes) = (model.hidden_size as u64, if dense == DenseBits::Int8 { 1 } else { 2 });
+    let layers = model.layers.iter().map(|layer| {
+        let attention = match &layer.attention {
+            Attention::Gqa(a) => bytes * h * (a.head_dim * 2 * (a.num_heads + a.num_kv_heads)) as u64,
+            Attention::Mla(a) => {
+                let q = (a.num_heads * a.qk_head_dim()) as u64;
+                let query = a.q_lora_rank.map_or(h * q, |r| r as u64 * (h + q));
+                let heads = (a.num_heads * a.kv_lora_rank * (a.qk_nope_head_dim + a.v_head_dim)) as u64;
+                bytes * (query + h * a.cache_dim() as u64 + h * (a.num_heads * a.v_head_dim) as u64) + 2 * heads
+            }
+        };
+        let ffn = match &layer.ffn {
+            Ffn::Dense { intermediate_size } => 3 * bytes * h * *intermediate_size as u64,
+            Ffn::Moe(moe) => 4 * h * moe.num_experts as u64 + 3 * bytes * h * moe.shared_intermediate_size.unwrap_or(0) as u64,
+        };
+        attention + ffn
+    });
+    layers.sum::<u64>() + (2 + bytes) * h * model.vocab_size as u64
+}
+
+/// Bytes of all packed routed experts.
+fn expert_bytes(model: &ModelConfig, precision: Option<Precision>) -> Result<u64> {
+    let (Some(precision), Some(moe)) = (precision, model.moe()) else { return Ok(0) };
+    let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
+    Ok(model.moe_layers().count() as u64 * moe.num_experts as u64 * layout.bytes() as u64)
+}
+
+/// Stops loading before the machine runs out of memory. Errors: `Error::Resources`.
+fn watch_memory() -> Result<()> {
+    let available = Topology::read().available_bytes;
+    if available > RESERVE_BYTES / 2 {
+        return Ok(());
+    }
+    Err(Error::Resources(format!(
+        "memory ran short while loading ({} MiB are left): close other programs, or use --dense int8 and --experts int4",
+        available >> 20
+    )))
+}

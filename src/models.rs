@@ -1,0 +1,63 @@
+//! From `config.json` to a [`ModelConfig`]: one file per family of architectures, and this registry.
+
+mod deepseek;
+mod fields;
+mod qwen3_moe;
+pub mod shapes;
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::model::ModelConfig;
+use crate::{Error, Result};
+use fields::Fields;
+
+type Reader = fn(&Fields<'_>) -> Result<ModelConfig>;
+
+/// Every architecture the engine runs: `model_type` and what reads its config.
+const ARCHITECTURES: &[(&str, Reader)] = &[
+    ("deepseek_v2", deepseek::v2),
+    ("deepseek_v3", deepseek::v3),
+    ("kimi_k2", deepseek::v3),
+    ("kimi_k25", deepseek::kimi_k25),
+    ("qwen3_moe", qwen3_moe::config),
+];
+
+/// The supported `model_type`s.
+pub fn supported() -> impl Iterator<Item = &'static str> {
+    ARCHITECTURES.iter().map(|(name, _)| *name)
+}
+
+/// Reads `config.json` of a checkpoint directory.
+///
+/// Errors: `Error::Io`; `Error::Model` naming the field, or the architecture and the supported ones.
+pub fn read(dir: &Path) -> Result<ModelConfig> {
+    let path = dir.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
+    parse(&text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
+}
+
+/// Reads the text of a `config.json`.
+pub fn parse(text: &str) -> Result<ModelConfig> {
+    let json: Value = serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
+    let fields = Fields::new(&json)?;
+    let kind = fields.str("model_type")?;
+    let Some((_, reader)) = ARCHITECTURES.iter().find(|(name, _)| *name == kind) else {
+        let known: Vec<_> = supported().collect();
+        return Err(Error::Model(format!("architecture `{kind}` is not supported; supported are {}", known.join(", "))));
+    };
+    reader(&fields)
+}
+
+/// A router must be able to choose as many experts as it says.
+fn check_router(moe: &crate::model::Moe) -> Result<()> {
+    let reachable = match &moe.router.groups {
+        Some(g) => moe.num_experts / g.count * g.top_k,
+        None => moe.num_experts,
+    };
+    if moe.router.top_k > reachable {
+        return Err(Error::Model(format!("{} experts per token cannot be chosen from {reachable}", moe.router.top_k)));
+    }
+    Ok(())
+}

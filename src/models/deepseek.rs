@@ -1,0 +1,122 @@
+//! DeepSeek-V2, DeepSeek-V3, Kimi K2 and the text part of Kimi K2.5.
+//!
+//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2 and modeling_deepseek_v3.
+
+use super::fields::Fields;
+use crate::model::{Attention, Ffn, GroupScore, Groups, LayerConfig, Mla, ModelConfig, Moe, Router, Scoring};
+use crate::{Error, Result};
+
+/// `deepseek_v2`: softmax scores, groups scored by their best expert, weights never renormalized (HF ignores
+/// `norm_topk_prob` here, and every published V2 has it false).
+pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
+    let group_limited = match f.str_or("topk_method", "greedy")? {
+        "greedy" => false,
+        "group_limited_greedy" => true,
+        other => return Err(Error::Model(format!("topk_method `{other}` is not supported; greedy and group_limited_greedy are"))),
+    };
+    let router = Router {
+        top_k: f.dim("num_experts_per_tok")?,
+        scoring: Scoring::Softmax,
+        correction_bias: false,
+        groups: if group_limited { groups(f, GroupScore::Max)? } else { None },
+        normalize: false,
+        scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
+    };
+    config(f, router)
+}
+
+/// `deepseek_v3` and `kimi_k2`: sigmoid scores, a correction bias for choosing, groups scored by their best two.
+pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
+    for (field, expected) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
+        let value = f.str_or(field, expected)?;
+        if value != expected {
+            return Err(Error::Model(format!("{field} `{value}` is not supported for this architecture; {expected} is")));
+        }
+    }
+    let router = Router {
+        top_k: f.dim("num_experts_per_tok")?,
+        scoring: Scoring::Sigmoid,
+        correction_bias: true,
+        groups: groups(f, GroupScore::TopTwoSum)?,
+        normalize: f.bool_or("norm_topk_prob", true)?,
+        scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
+    };
+    config(f, router)
+}
+
+/// `kimi_k25`: the language model is nested, and so are its tensor names.
+pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
+    let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
+    f.refuse_quantized()?;
+    Ok(ModelConfig { architecture: "kimi_k25".into(), prefix: "language_model.".into(), ..v3(&text)? })
+}
+
+fn groups(f: &Fields<'_>, score: GroupScore) -> Result<Option<Groups>> {
+    let (count, top_k, experts) = (f.dim_or("n_group", 1)?, f.dim_or("topk_group", 1)?, num_experts(f)?);
+    if count == 1 {
+        return Ok(None);
+    }
+    if experts % count != 0 || top_k > count || (score == GroupScore::TopTwoSum && experts / count < 2) {
+        return Err(Error::Model(format!("{experts} experts cannot be chosen from the best {top_k} of {count} groups")));
+    }
+    Ok(Some(Groups { count, top_k, score }))
+}
+
+fn num_experts(f: &Fields<'_>) -> Result<usize> {
+    f.dim_any(&["n_routed_experts", "num_local_experts", "num_experts"])
+}
+
+fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    let rope_dim = f.dim("qk_rope_head_dim")?;
+    let (rope, mscale) = f.rope(rope_dim, f.bool_or("rope_interleave", true)?, 10_000.0)?;
+    let qk_nope_head_dim = f.dim("qk_nope_head_dim")?;
+    let attention = Attention::Mla(Mla {
+        num_heads: f.dim("num_attention_heads")?,
+        q_lora_rank: f.optional_dim("q_lora_rank")?,
+        kv_lora_rank: f.dim("kv_lora_rank")?,
+        qk_nope_head_dim,
+        qk_rope_head_dim: rope_dim,
+        v_head_dim: f.dim("v_head_dim")?,
+        bias: f.bool_or("attention_bias", false)?,
+        scale: (mscale * mscale / ((qk_nope_head_dim + rope_dim) as f64).sqrt()) as f32,
+    });
+    let intermediate_size = f.dim("moe_intermediate_size")?;
+    let shared = f.count_or("n_shared_experts", 0)?;
+    let moe = Moe {
+        num_experts: num_experts(f)?,
+        intermediate_size,
+        shared_intermediate_size: (shared > 0).then_some(shared * intermediate_size),
+        router,
+    };
+    super::check_router(&moe)?;
+
+    let num_layers = f.dim("num_hidden_layers")?;
+    let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
+    let kinds = f.strings("mlp_layer_types")?;
+    if kinds.as_ref().is_some_and(|k| k.len() != num_layers) {
+        return Err(Error::Model(format!("`mlp_layer_types` does not name {num_layers} layers")));
+    }
+    let is_moe = |layer: usize| match &kinds {
+        Some(kinds) => kinds[layer] == "sparse",
+        None => layer >= first_dense && layer % frequency == 0,
+    };
+    let layers = (0..num_layers)
+        .map(|layer| {
+            let ffn = if is_moe(layer) { Ffn::Moe(moe.clone()) } else { Ffn::Dense { intermediate_size: f.dim("intermediate_size")? } };
+            Ok(LayerConfig { attention: attention.clone(), ffn })
+        })
+        .collect::<Result<_>>()?;
+    Ok(ModelConfig {
+        architecture: f.str_or("model_type", "deepseek_v3")?.into(),
+        vocab_size: f.dim("vocab_size")?,
+        hidden_size: f.dim("hidden_size")?,
+        max_context: f.dim("max_position_embeddings")?,
+        norm_eps: f.f64_or("rms_norm_eps", 1e-6)? as f32,
+        tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
+        prefix: String::new(),
+        rope,
+        layers,
+    })
+}

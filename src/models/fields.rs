@@ -1,0 +1,192 @@
+//! Typed, bounded access to the fields of a `config.json`, in the hub's style and in that of transformers 5.
+
+use serde_json::{Map, Value};
+
+use crate::model::{Rope, RopeScaling, Yarn};
+use crate::{Error, Result};
+
+/// No dimension of a real model is larger; a lying config must not make us allocate.
+const MAX_DIM: u64 = 1 << 24;
+
+/// A JSON object whose fields are read with an error that names them. `null` counts as absent.
+pub(super) struct Fields<'a>(&'a Map<String, Value>);
+
+impl<'a> Fields<'a> {
+    pub(super) fn new(json: &'a Value) -> Result<Self> {
+        json.as_object().map(Fields).ok_or_else(|| Error::Model("not a JSON object: download it again".into()))
+    }
+
+    fn get(&self, name: &str) -> Option<&'a Value> {
+        self.0.get(name).filter(|v| !v.is_null())
+    }
+
+    pub(super) fn str(&self, name: &str) -> Result<&'a str> {
+        self.get(name).ok_or_else(|| missing(name))?.as_str().ok_or_else(|| wrong(name, "a string"))
+    }
+
+    pub(super) fn str_or(&self, name: &str, default: &'a str) -> Result<&'a str> {
+        if self.get(name).is_some() { self.str(name) } else { Ok(default) }
+    }
+
+    /// A dimension: a positive integer of sane size.
+    pub(super) fn dim(&self, name: &str) -> Result<usize> {
+        self.dim_any(&[name])
+    }
+
+    /// The first of several names of the same dimension.
+    pub(super) fn dim_any(&self, names: &[&str]) -> Result<usize> {
+        let (name, value) = names.iter().find_map(|n| Some((*n, self.get(n)?))).ok_or_else(|| missing(names[0]))?;
+        match value.as_u64() {
+            Some(v @ 1..=MAX_DIM) => Ok(v as usize),
+            _ => Err(wrong(name, "an integer from 1 to 16777216")),
+        }
+    }
+
+    pub(super) fn dim_or(&self, name: &str, default: usize) -> Result<usize> {
+        if self.get(name).is_some() { self.dim(name) } else { Ok(default) }
+    }
+
+    /// A count that may be zero.
+    pub(super) fn count_or(&self, name: &str, default: usize) -> Result<usize> {
+        match self.get(name).map(|v| v.as_u64()) {
+            None => Ok(default),
+            Some(Some(v @ 0..=MAX_DIM)) => Ok(v as usize),
+            Some(_) => Err(wrong(name, "an integer from 0 to 16777216")),
+        }
+    }
+
+    /// A dimension that may be absent or null.
+    pub(super) fn optional_dim(&self, name: &str) -> Result<Option<usize>> {
+        if self.get(name).is_some() { self.dim(name).map(Some) } else { Ok(None) }
+    }
+
+    pub(super) fn f64_or(&self, name: &str, default: f64) -> Result<f64> {
+        match self.get(name).map(|v| v.as_f64()) {
+            None => Ok(default),
+            Some(Some(v)) if v.is_finite() => Ok(v),
+            Some(_) => Err(wrong(name, "a number")),
+        }
+    }
+
+    pub(super) fn bool_or(&self, name: &str, default: bool) -> Result<bool> {
+        match self.get(name).map(|v| v.as_bool()) {
+            None => Ok(default),
+            Some(Some(v)) => Ok(v),
+            Some(None) => Err(wrong(name, "true or false")),
+        }
+    }
+
+    /// A list of layer numbers; absent is empty.
+    pub(super) fn layers(&self, name: &str) -> Result<Vec<usize>> {
+        let Some(value) = self.get(name) else { return Ok(Vec::new()) };
+        let list = value.as_array().and_then(|a| a.iter().map(|v| v.as_u64().map(|v| v as usize)).collect());
+        list.ok_or_else(|| wrong(name, "a list of layer numbers"))
+    }
+
+    /// A list of strings, as `layer_types`; `None` when absent.
+    pub(super) fn strings(&self, name: &str) -> Result<Option<Vec<&'a str>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let list: Option<Vec<_>> = value.as_array().and_then(|a| a.iter().map(Value::as_str).collect());
+        list.map(Some).ok_or_else(|| wrong(name, "a list of strings"))
+    }
+
+    pub(super) fn object(&self, name: &str) -> Result<Option<Fields<'a>>> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(v) => v.as_object().map(|o| Some(Fields(o))).ok_or_else(|| wrong(name, "an object")),
+        }
+    }
+
+    /// The activation must be the one the kernels have.
+    pub(super) fn expect_silu(&self) -> Result<()> {
+        match self.str_or("hidden_act", "silu")? {
+            "silu" | "swish" => Ok(()),
+            other => Err(Error::Model(format!("hidden_act `{other}` is not supported; silu is"))),
+        }
+    }
+
+    /// Checkpoints whose weights are stored quantized are named, not misread.
+    pub(super) fn refuse_quantized(&self) -> Result<()> {
+        match self.object("quantization_config")? {
+            None => Ok(()),
+            Some(q) => {
+                let method = q.str_or("quant_method", "unknown")?;
+                Err(Error::Model(format!(
+                    "the checkpoint is quantized with `{method}`, which cannot be read yet: use the model's BF16 checkpoint"
+                )))
+            }
+        }
+    }
+
+    /// The rotary embedding, from `rope_theta` + `rope_scaling` (hub) or `rope_parameters` (transformers 5).
+    ///
+    /// The second value is the `mscale` that multiplies DeepSeek's softmax scale twice (1 without YaRN).
+    pub(super) fn rope(&self, dim: usize, interleaved: bool, default_theta: f64) -> Result<(Rope, f64)> {
+        if dim == 0 || dim % 2 != 0 {
+            return Err(Error::Model(format!("the rotated width of a head is {dim}, not a positive even number")));
+        }
+        let parameters = self.object("rope_parameters")?;
+        let scaling = match &parameters {
+            Some(p) => Some(Fields(p.0)),
+            None => self.object("rope_scaling")?,
+        };
+        let theta = match &parameters {
+            Some(p) if p.get("rope_theta").is_some() => p.f64_or("rope_theta", default_theta)?,
+            _ => self.f64_or("rope_theta", default_theta)?,
+        };
+        if theta <= 1.0 {
+            return Err(wrong("rope_theta", "a number above 1"));
+        }
+        let mut softmax_mscale = 1.0;
+        let scaling = match scaling {
+            None => RopeScaling::None,
+            Some(s) => match s.str_or("rope_type", s.str_or("type", "default")?)? {
+                "default" => RopeScaling::None,
+                "linear" => RopeScaling::Linear { factor: s.positive("factor")? },
+                "yarn" => {
+                    let factor = s.positive("factor")?;
+                    let (mscale, all) = (s.f64_or("mscale", 0.0)?, s.f64_or("mscale_all_dim", 0.0)?);
+                    let attention_factor = if s.get("attention_factor").is_some() {
+                        s.positive("attention_factor")?
+                    } else if mscale != 0.0 && all != 0.0 {
+                        Yarn::mscale(factor, mscale) / Yarn::mscale(factor, all)
+                    } else {
+                        Yarn::mscale(factor, 1.0)
+                    };
+                    if all != 0.0 {
+                        softmax_mscale = Yarn::mscale(factor, all);
+                    }
+                    let original = match s.optional_dim("original_max_position_embeddings")? {
+                        Some(n) => n,
+                        None => self.dim("max_position_embeddings")?,
+                    };
+                    RopeScaling::Yarn(Yarn {
+                        factor,
+                        original_max_position: original as f64,
+                        beta_fast: s.f64_or("beta_fast", 32.0)?,
+                        beta_slow: s.f64_or("beta_slow", 1.0)?,
+                        attention_factor: attention_factor as f32,
+                        truncate: s.bool_or("truncate", true)?,
+                    })
+                }
+                other => return Err(Error::Model(format!("rope scaling `{other}` is not supported; default, linear and yarn are"))),
+            },
+        };
+        Ok((Rope { dim, theta, interleaved, scaling }, softmax_mscale))
+    }
+
+    fn positive(&self, name: &str) -> Result<f64> {
+        match self.get(name).ok_or_else(|| missing(name))?.as_f64() {
+            Some(v) if v > 0.0 && v.is_finite() => Ok(v),
+            _ => Err(wrong(name, "a positive number")),
+        }
+    }
+}
+
+fn missing(name: &str) -> Error {
+    Error::Model(format!("field `{name}` is missing: is this the config of the whole checkpoint?"))
+}
+
+fn wrong(name: &str, wanted: &str) -> Error {
+    Error::Model(format!("field `{name}` is not {wanted}"))
+}

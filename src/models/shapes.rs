@@ -1,0 +1,77 @@
+//! Dimensions of well-known models, for benches and plans on a box that does not have their weights.
+
+use crate::model::ModelConfig;
+use crate::{Error, Result};
+
+/// Name and the dimensions of its `config.json`.
+const SHAPES: &[(&str, &str)] = &[
+    (
+        "deepseek-v2-lite",
+        r#"{"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "q_lora_rank": null, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400,
+        "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0, "topk_method": "greedy", "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling":
+        {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}}"#,
+    ),
+    (
+        "deepseek-v3",
+        r#"{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling":
+        {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
+    ),
+    (
+        "kimi-k2",
+        r#"{"model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 64,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840,
+        "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "max_position_embeddings": 131072, "rope_theta": 50000, "rope_scaling":
+        {"type": "yarn", "factor": 32, "original_max_position_embeddings": 4096, "beta_fast": 1, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
+    ),
+    (
+        "qwen3-30b-a3b",
+        r#"{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": true, "max_position_embeddings": 40960, "rope_theta": 1000000.0}"#,
+    ),
+    (
+        "qwen3-235b-a22b",
+        r#"{"model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536, "norm_topk_prob": true, "max_position_embeddings": 40960, "rope_theta": 1000000.0}"#,
+    ),
+];
+
+/// The known names.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    SHAPES.iter().map(|(name, _)| *name)
+}
+
+/// The model of that name, cut to its first `layers` layers if given.
+///
+/// Errors: `Error::Invalid` naming the known shapes, or the number of layers there are.
+pub fn shape(name: &str, layers: Option<usize>) -> Result<ModelConfig> {
+    let Some((_, json)) = SHAPES.iter().find(|(n, _)| *n == name) else {
+        return Err(Error::Invalid(format!("shape `{name}` is not known; known are {}", names().collect::<Vec<_>>().join(", "))));
+    };
+    let mut model = super::parse(json)?;
+    if let Some(layers) = layers {
+        if layers == 0 || layers > model.layers.len() {
+            return Err(Error::Invalid(format!("{name} has {} layers: --layers {layers} cannot be taken from it", model.layers.len())));
+        }
+        model.layers.truncate(layers);
+    }
+    Ok(model)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn every_shape_parses() {
+        for name in super::names() {
+            let model = super::shape(name, Some(5)).unwrap();
+            assert!(model.layers.len() == 5 && model.moe().is_some(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Reads a request body field by field. What nobody has read at the end is refused by name, so nothing is ignored in silence.
+
+use serde_json::{Map, Value, json};
+
+use super::error::ApiError;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// Fields that change nothing about the answer: bookkeeping of OpenAI's own service.
+const HARMLESS: [&str; 8] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls", // without tools there is nothing to call in parallel
+];
+
+/// The members of a JSON object that are still unread. A null is the same as an absent field.
+pub(super) struct Fields(Map<String, Value>);
+
+impl Fields {
+    /// Parses a body.
+    pub(super) fn parse(body: &[u8]) -> Result<Self> {
+        match serde_json::from_slice(body) {
+            Ok(Value::Object(map)) => Ok(Self(map)),
+            Ok(_) => Err(ApiError::bad_request("The request body must be a JSON object")),
+            Err(e) => Err(ApiError::bad_request(format!("The request body is not valid JSON: {e}"))),
+        }
+    }
+
+    /// Takes a field of any type.
+    pub(super) fn take(&mut self, name: &str) -> Option<Value> {
+        self.0.remove(name).filter(|value| !value.is_null())
+    }
+
+    fn take_as<T>(&mut self, name: &str, what: &str, convert: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        convert(&value).map(Some).ok_or_else(|| ApiError::bad_field(name, format!("'{name}' must be {what}")))
+    }
+
+    pub(super) fn string(&mut self, name: &str) -> Result<Option<String>> {
+        self.take_as(name, "a string", |value| value.as_str().map(String::from))
+    }
+
+    pub(super) fn boolean(&mut self, name: &str) -> Result<Option<bool>> {
+        self.take_as(name, "true or false", Value::as_bool)
+    }
+
+    pub(super) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>> {
+        self.take_as(name, "an object", |value| value.as_object().cloned())
+    }
+
+    /// A number in `range`.
+    pub(super) fn number(&mut self, name: &str, range: std::ops::RangeInclusive<f64>) -> Result<Option<f32>> {
+        let what = format!("a number from {} to {}", range.start(), range.end());
+        self.take_as(name, &what, |value| value.as_f64().filter(|x| range.contains(x)).map(|x| x as f32))
+    }
+
+    /// A whole number that is at least `least`.
+    pub(super) fn integer(&mut self, name: &str, least: u64) -> Result<Option<usize>> {
+        let what = format!("a whole number of at least {least}");
+        self.take_as(name, &what, |value| value.as_u64().filter(|&n| n >= least).and_then(|n| usize::try_from(n).ok()))
+    }
+
+    /// A seed: any 64-bit whole number, negative ones included.
+    pub(super) fn seed(&mut self) -> Result<Option<u64>> {
+        self.take_as("seed", "a whole number of 64 bits", |value| value.as_u64().or(value.as_i64().map(i64::cast_unsigned)))
+    }
+
+    /// Refuses a known field that we cannot honour, unless its value asks for what happens anyway.
+    pub(super) fn only(&mut self, name: &str, neutral: &[Value]) -> Result<()> {
+        match self.take(name) {
+            Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(name)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses what is left and is not harmless; fields that OpenAI knows are told apart from those that nobody knows.
+    pub(super) fn finish(mut self) -> Result<()> {
+        let zero = [json!(0), json!(0.0)];
+        for (name, neutral) in [
+            ("n", &[json!(1)][..]),
+            ("best_of", &[json!(1)]),
+            ("presence_penalty", &zero),
+            ("frequency_penalty", &zero),
+            ("logit_bias", &[json!({})]),
+            ("logprobs", &[json!(false)]),
+            ("top_logprobs", &zero),
+            ("echo", &[json!(false)]),
+            ("suffix", &[json!("")]),
+            ("tools", &[json!([])]),
+            ("tool_choice", &[json!("none"), json!("auto")]),
+            ("functions", &[json!([])]),
+            ("function_call", &[json!("none"), json!("auto")]),
+            ("response_format", &[json!({"type": "text"})]),
+            ("modalities", &[json!(["text"])]),
+            ("audio", &[]),
+            ("prediction", &[]),
+            ("reasoning_effort", &[]),
+            ("verbosity", &[]),
+            ("web_search_options", &[]),
+        ] {
+            self.only(name, neutral)?;
+        }
+        match self.0.into_iter().find(|(name, value)| !value.is_null() && !HARMLESS.contains(&name.as_str())) {
+            Some((name, _)) => Err(ApiError::unknown_field(&name)),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(body: Value) -> String {
+        Fields::parse(body.to_string().as_bytes()).unwrap().finish().unwrap_err().to_json()["error"]["param"].to_string()
+    }
+
+    #[test]
+    fn nothing_is_left_unread() {
+        let neutral =
+            json!({"n": 1, "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}, "user": "me", "stop": null});
+        assert!(Fields::parse(neutral.to_string().as_bytes()).unwrap().finish().is_ok());
+        assert_eq!(refusal(json!({"n": 2})), "\"n\"");
+        assert_eq!(refusal(json!({"tools": [{}]})), "\"tools\"");
+        assert_eq!(refusal(json!({"temprature": 1})), "\"temprature\"");
+    }
+
+    #[test]
+    fn types_and_ranges_are_checked() {
+        let mut fields = Fields::parse(br#"{"a":"x","b":1e999999,"c":3,"d":-1,"seed":-5,"e":1.5}"#)
+            .err()
+            .map_or_else(|| Fields::parse(b"{}").unwrap(), |_| Fields::parse(br#"{"a":"x","c":3,"d":-1,"seed":-5,"e":1.5}"#).unwrap());
+        assert!(fields.number("a", 0.0..=2.0).is_err());
+        assert!(fields.number("c", 0.0..=2.0).is_err());
+        assert!(fields.integer("d", 0).is_err());
+        assert!(fields.integer("e", 0).is_err());
+        assert_eq!(fields.seed().unwrap(), Some(u64::MAX - 4));
+        assert!(fields.string("absent").unwrap().is_none());
+    }
+
+    #[test]
+    fn hostile_bodies_are_refused() {
+        let deep = "[".repeat(100_000);
+        for body in [&b""[..], b"[]", b"null", b"{", b"{\"a\":\"\xff\"}", b"{\"a\":\"\\ud800\"}", b"{\"a\":1}}", deep.as_bytes()] {
+            assert!(Fields::parse(body).is_err());
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! An engine with its text side: what `chat`, `generate` and the server talk to.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use crate::chat_template::{ChatTemplate, RenderOptions};
+use crate::config::EngineConfig;
+use crate::engine::{self, EngineHandle, Request, SamplingParams};
+use crate::generation_config::GenerationConfig;
+use crate::load::{self, LoadProgress};
+use crate::text_stream::TextStream;
+use crate::tokenizer::Tokenizer;
+use crate::{Error, Result, hub};
+
+/// A running model with its tokenizer, chat template and default sampling. Cheap to clone.
+#[derive(Clone)]
+pub struct TextModel {
+    engine: EngineHandle,
+    tokenizer: Arc<Tokenizer>,
+    template: Option<Arc<ChatTemplate>>,
+    sampling: SamplingParams,
+}
+
+impl TextModel {
+    /// Finds or downloads `model`, reads its text side, and starts its engine; `report` hears what takes time.
+    pub fn open(model: &str, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Self> {
+        let dir = hub::resolve(model, &load::cache_dir(config)?)?;
+        if !dir.join("config.json").exists() {
+            return Err(Error::Model(format!("{} has no config.json: it is not a checkpoint in the Hugging Face layout", dir.display())));
+        }
+        // A missing tokenizer is found before minutes of conversion, not after.
+        let text = TextSide::load(&dir)?;
+        Ok(Self::new(engine::start(model, &dir, config, report)?, text))
+    }
+
+    /// Joins a running engine and the text side of its checkpoint.
+    pub fn new(engine: EngineHandle, text: TextSide) -> Self {
+        Self { engine, tokenizer: Arc::new(text.tokenizer), template: text.template.map(Arc::new), sampling: text.sampling }
+    }
+
+    /// The engine behind it.
+    pub fn engine(&self) -> &EngineHandle {
+        &self.engine
+    }
+
+    /// The checkpoint's tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// How the model's authors sample; greedy unless they say otherwise.
+    pub fn sampling(&self) -> &SamplingParams {
+        &self.sampling
+    }
+
+    /// Token ids of the prompt that the model's chat template makes of `messages`.
+    ///
+    /// Errors: `Error::Invalid` without a template, or when it refuses the conversation.
+    pub fn chat_prompt(&self, messages: &[Value], options: &RenderOptions) -> Result<Vec<u32>> {
+        let Some(template) = &self.template else {
+            return Err(Error::Invalid(format!(
+                "{} has no chat template: complete plain text with `generate` or /v1/completions, or put a chat_template.jinja beside its config.json",
+                self.engine.info().model
+            )));
+        };
+        self.tokenizer.encode(&template.render(messages, options)?, false)
+    }
+
+    /// Continues a prompt; dropping the stream cancels it.
+    ///
+    /// Errors: `Error::Invalid` for a token outside the vocabulary, a sampling parameter out of range, an empty stop string,
+    /// or a prompt that does not fit.
+    pub fn complete(&self, request: Request, stops: Vec<String>) -> Result<TextStream> {
+        self.tokenizer.check_ids(&request.prompt)?;
+        check_sampling(&request.sampling)?;
+        let prompt_tokens = request.prompt.len();
+        TextStream::new(self.engine.submit(request)?, self.tokenizer.clone(), stops, prompt_tokens)
+    }
+}
+
+/// What of a checkpoint is about text: tokenizer, chat template, default sampling.
+pub struct TextSide {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    sampling: SamplingParams,
+}
+
+impl TextSide {
+    /// Reads it from a checkpoint's directory.
+    pub fn load(dir: &Path) -> Result<Self> {
+        Ok(Self { tokenizer: Tokenizer::load(dir)?, template: ChatTemplate::load(dir)?, sampling: GenerationConfig::load(dir)?.sampling })
+    }
+}
+
+fn check_sampling(sampling: &SamplingParams) -> Result<()> {
+    let rules = [
+        ("temperature", sampling.temperature, 0.0..=100.0, "from 0 (greedy) to 100"),
+        ("top_p", sampling.top_p, f32::MIN_POSITIVE..=1.0, "above 0 and at most 1"),
+        ("min_p", sampling.min_p, 0.0..=1.0, "from 0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty, f32::MIN_POSITIVE..=100.0, "above 0 and at most 100"),
+    ];
+    for (name, value, range, words) in rules {
+        if !range.contains(&value) {
+            return Err(Error::Invalid(format!("{name} is {value}: it must be {words}")));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sampling_out_of_range_is_named() {
+        assert!(check_sampling(&SamplingParams::default()).is_ok());
+        for (params, name) in [
+            (SamplingParams { temperature: f32::NAN, ..Default::default() }, "temperature"),
+            (SamplingParams { temperature: -1.0, ..Default::default() }, "temperature"),
+            (SamplingParams { top_p: 0.0, ..Default::default() }, "top_p"),
+            (SamplingParams { min_p: 1.5, ..Default::default() }, "min_p"),
+            (SamplingParams { repetition_penalty: f32::INFINITY, ..Default::default() }, "repetition_penalty"),
+        ] {
+            assert!(check_sampling(&params).unwrap_err().to_string().starts_with(name));
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! What the tests of whole models share.
+#![allow(dead_code, unreachable_pub)] // each test binary uses its part
+
+use std::path::PathBuf;
+
+use moebius::backend::cpu::Cpu;
+use moebius::batch::{BLOCK_SIZE, Batch};
+use moebius::config::EngineConfig;
+use moebius::forward::Model;
+use moebius::kv_cache::{BlockPool, KvCache};
+use moebius::load::{self, Loaded};
+use moebius::sampler::argmax;
+use safetensors::SafeTensors;
+
+/// A small checkpoint with what HF transformers computes from it.
+pub struct Fixture {
+    pub dir: PathBuf,
+    reference: Vec<u8>,
+}
+
+pub fn fixture_dir(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+pub fn demo_dir(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("demo").join(name)
+}
+
+/// Caches of this test run; Cargo's own folder for test data.
+pub fn cache_dir() -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("cache")
+}
+
+/// Loads a checkpoint with small limits.
+pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
+    let config =
+        EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() };
+    load::load("test", dir, &config, &|_| {}).unwrap()
+}
+
+impl Fixture {
+    pub fn open(name: &str) -> Self {
+        let dir = fixture_dir(name);
+        let reference = std::fs::read(dir.join("reference.safetensors")).unwrap();
+        Self { dir, reference }
+    }
+
+    pub fn load(&self, config: &EngineConfig) -> Loaded {
+        load(&self.dir, config)
+    }
+
+    fn bytes(&self, name: &str) -> Vec<u8> {
+        SafeTensors::deserialize(&self.reference).unwrap().tensor(name).unwrap().data().to_vec()
+    }
+
+    pub fn floats(&self, name: &str) -> Vec<f32> {
+        self.bytes(name).chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    pub fn tokens(&self, name: &str) -> Vec<u32> {
+        self.bytes(name).chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect()
+    }
+}
+
+/// One sequence run by hand: its blocks and how far it is.
+pub struct Run {
+    pub blocks: Vec<u32>,
+    pub position: usize,
+}
+
+impl Run {
+    pub fn new(pool: &mut BlockPool, tokens: usize) -> Self {
+        let mut blocks = Vec::new();
+        assert!(pool.grow(&mut blocks, tokens));
+        Self { blocks, position: 0 }
+    }
+
+    /// Adds `tokens` of this sequence to a batch; returns the row of the last one.
+    pub fn push(&mut self, batch: &mut Batch, tokens: &[u32]) -> usize {
+        batch.push(tokens, self.position, &self.blocks);
+        self.position += tokens.len();
+        batch.len() - 1
+    }
+}
+
+/// Logits of `rows` after one pass over `batch`.
+pub fn step(model: &mut Model<Cpu>, kv: &mut KvCache<Cpu>, batch: &Batch, rows: &[usize]) -> Vec<Vec<f32>> {
+    model.forward(batch, kv, None).unwrap();
+    let vocab = model.config.vocab_size;
+    model.logits(rows).chunks(vocab).map(<[f32]>::to_vec).collect()
+}
+
+/// The greedy continuation of a prompt, decoded token by token after one prefill.
+pub fn greedy(loaded: &mut Loaded, prompt: &[u32], tokens: usize) -> Vec<u32> {
+    let mut pool = BlockPool::new(loaded.kv_blocks);
+    let mut run = Run::new(&mut pool, prompt.len() + tokens);
+    assert!(run.blocks.len() * BLOCK_SIZE >= prompt.len() + tokens);
+    let (mut next, mut answer) = (prompt.to_vec(), Vec::new());
+    let mut batch = Batch::default();
+    for _ in 0..tokens {
+        batch.clear();
+        let row = run.push(&mut batch, &next);
+        let logits = step(&mut loaded.model, &mut loaded.kv, &batch, &[row]);
+        next = vec![argmax(&logits[0]) as u32];
+        answer.push(next[0]);
+    }
+    answer
+}

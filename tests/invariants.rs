@@ -1,0 +1,128 @@
+//! What must hold whatever the numbers are, on both kinds of attention: a token's bits depend on its own sequence alone.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use common::{Run, demo_dir, load, step};
+use moebius::batch::Batch;
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::kv_cache::BlockPool;
+use moebius::load::Loaded;
+
+const MODELS: [&str; 2] = ["moe-gqa", "moe-mla"];
+
+fn prompt(len: usize, seed: u32) -> Vec<u32> {
+    (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
+}
+
+/// Each model in the precisions that take different ways through the kernels.
+fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
+    for model in MODELS {
+        for (experts, dense) in
+            [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16)]
+        {
+            let mut loaded = load(&demo_dir(model), &EngineConfig { experts, dense, ..Default::default() });
+            test(&format!("{model} {experts:?} {dense:?}"), &mut loaded);
+        }
+    }
+}
+
+/// Logits of the last token of `tokens`, read at once from an empty cache.
+fn whole(loaded: &mut Loaded, tokens: &[u32]) -> Vec<f32> {
+    let mut batch = Batch::default();
+    let row = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len()).push(&mut batch, tokens);
+    step(&mut loaded.model, &mut loaded.kv, &batch, &[row]).remove(0)
+}
+
+#[test]
+fn a_batch_equals_single_runs() {
+    for_each_model(|name, loaded| {
+        let prompts: Vec<_> = [1, 70, 3, 64, 129, 17].iter().enumerate().map(|(i, &n)| prompt(n, i as u32)).collect();
+        let alone: Vec<_> = prompts.iter().map(|p| whole(loaded, p)).collect();
+        let mut pool = BlockPool::new(loaded.kv_blocks);
+        let (mut batch, mut rows) = (Batch::default(), Vec::new());
+        for p in &prompts {
+            rows.push(Run::new(&mut pool, p.len()).push(&mut batch, p));
+        }
+        assert_eq!(step(&mut loaded.model, &mut loaded.kv, &batch, &rows), alone, "{name}");
+    });
+}
+
+#[test]
+fn chunks_equal_the_whole_prompt() {
+    for_each_model(|name, loaded| {
+        let tokens = prompt(200, 5);
+        let want = whole(loaded, &tokens);
+        for chunk in [1, 7, 64, 100, 199] {
+            let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len());
+            let (mut batch, mut logits) = (Batch::default(), Vec::new());
+            for part in tokens.chunks(chunk) {
+                batch.clear();
+                let row = run.push(&mut batch, part);
+                logits = step(&mut loaded.model, &mut loaded.kv, &batch, &[row]).remove(0);
+            }
+            assert_eq!(logits, want, "{name}: chunks of {chunk}");
+        }
+    });
+}
+
+#[test]
+fn decode_beside_others_equals_prefill_of_all() {
+    for_each_model(|name, loaded| {
+        let sequences = [prompt(90, 1), prompt(30, 2), prompt(66, 3)];
+        let mut pool = BlockPool::new(loaded.kv_blocks);
+        let mut runs: Vec<_> = sequences.iter().map(|s| Run::new(&mut pool, s.len())).collect();
+        let mut last = Vec::new();
+        // Prompts without their last ten tokens, then ten steps of one token each; the third joins late.
+        for i in 0..=10 {
+            let (mut batch, mut rows) = (Batch::default(), Vec::new());
+            for (s, run) in sequences.iter().zip(&mut runs) {
+                let end = s.len() - 10 + i;
+                if s.len() == 66 && i < 4 {
+                    continue;
+                }
+                let from = run.position;
+                rows.push(run.push(&mut batch, &s[from..end]));
+            }
+            last = step(&mut loaded.model, &mut loaded.kv, &batch, &rows);
+        }
+        let want: Vec<_> = sequences.iter().map(|s| whole(loaded, s)).collect();
+        assert_eq!(last, want, "{name}");
+    });
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    let tokens = prompt(80, 9);
+    for model in MODELS {
+        let mut results = Vec::new();
+        for threads in [1, 2, 3, 5] {
+            let config =
+                EngineConfig { threads: Some(threads), cache_dir: Some(common::cache_dir()), max_context: Some(512), ..Default::default() };
+            let mut loaded = moebius::load::load("test", &demo_dir(model), &config, &|_| {}).unwrap();
+            results.push(whole(&mut loaded, &tokens));
+        }
+        assert!(results.windows(2).all(|w| w[0] == w[1]), "{model}");
+    }
+}
+
+#[test]
+fn instruction_sets_do_not_change_bits() {
+    let tokens = prompt(80, 11);
+    for model in MODELS {
+        let logits = |simd| whole(&mut load(&demo_dir(model), &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
+        let results: Vec<_> = moebius::kernel::available().into_iter().map(logits).collect();
+        assert!(results.windows(2).all(|w| w[0] == w[1]), "{model}");
+    }
+}
+
+#[test]
+fn the_same_pass_twice_gives_the_same_bits() {
+    for_each_model(|name, loaded| {
+        let tokens = prompt(150, 4);
+        let first = whole(loaded, &tokens);
+        for _ in 0..5 {
+            assert_eq!(whole(loaded, &tokens), first, "{name}");
+        }
+    });
+}

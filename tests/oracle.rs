@@ -1,0 +1,116 @@
+//! The engine against HF transformers: logits, hidden states, routing and greedy tokens of small checkpoints, in float32.
+//!
+//! `tests/fixtures/README.md` says what the reference is.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use common::{Fixture, greedy};
+use moebius::capture::{Layers, Wanted, capture};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+
+/// Largest error of a logit or hidden state, relative to the largest magnitude of its row.
+const TOLERANCE: f32 = 2e-3;
+
+fn exact() -> EngineConfig {
+    EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, ..Default::default() }
+}
+
+/// Largest relative error over the rows of two matrices.
+fn worst_row(got: &[f32], want: &[f32], cols: usize) -> f32 {
+    assert_eq!(got.len(), want.len());
+    let row = |(g, w): (&[f32], &[f32])| {
+        let largest = w.iter().fold(0f32, |m, v| m.max(v.abs()));
+        g.iter().zip(w).fold(0f32, |m, (g, w)| m.max((g - w).abs())) / largest
+    };
+    got.chunks(cols).zip(want.chunks(cols)).map(row).fold(0.0, f32::max)
+}
+
+fn check(name: &str) {
+    let fixture = Fixture::open(name);
+    let mut loaded = fixture.load(&exact());
+    let (vocab, hidden) = (loaded.model.config.vocab_size, loaded.model.config.hidden_size);
+    let all = Wanted { logits: true, hidden: Some(Layers::All), router: true };
+
+    for prompt in ["short", "mid"] {
+        let tokens = fixture.tokens(&format!("{prompt}.input_ids"));
+        let got = capture(&mut loaded, &tokens, &all, 512).unwrap();
+        let error = worst_row(&got.logits, &fixture.floats(&format!("{prompt}.logits")), vocab);
+        assert!(error < TOLERANCE, "{name} {prompt}: logits off by {error}");
+
+        let states = fixture.floats(&format!("{prompt}.hidden_states"));
+        for (layer, want) in states.chunks(tokens.len() * hidden).skip(1).enumerate() {
+            let error = worst_row(&got.hidden[&layer], want, hidden);
+            assert!(error < TOLERANCE, "{name} {prompt}: hidden state after layer {layer} off by {error}");
+        }
+        if prompt == "mid" {
+            check_routing(name, &fixture, &got.router);
+        }
+    }
+
+    let tokens = fixture.tokens("long.input_ids");
+    let got = capture(&mut loaded, &tokens, &all, 512).unwrap();
+    let error = worst_row(&got.logits[(tokens.len() - 32) * vocab..], &fixture.floats("long.logits_last32"), vocab);
+    assert!(error < TOLERANCE, "{name} long: logits off by {error}");
+
+    for prompt in ["short", "mid", "long"] {
+        let (want, margins) = (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
+        let got = greedy(&mut loaded, &fixture.tokens(&format!("{prompt}.input_ids")), want.len());
+        let sure = margins.iter().position(|&m| m < 0.05).map_or(want.len(), |i| i + 1);
+        let sure = if sure < want.len() { sure - 1 } else { sure };
+        assert!(sure > 0, "{name} {prompt}: the reference is unsure of its first token");
+        assert_eq!(got[..sure], want[..sure], "{name} {prompt}: greedy tokens");
+    }
+}
+
+fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashMap<usize, moebius::experts::Routing>) {
+    assert!(!router.is_empty());
+    for (layer, got) in router {
+        let (ids, weights) = (fixture.tokens(&format!("mid.router_topk.{layer}")), fixture.floats(&format!("mid.router_weights.{layer}")));
+        for t in 0..ids.len() / got.top_k {
+            let row = t * got.top_k..(t + 1) * got.top_k;
+            let mut want: Vec<_> = ids[row.clone()].iter().map(|&i| i as i32).zip(weights[row.clone()].iter().copied()).collect();
+            let mut have: Vec<_> = got.ids[row.clone()].iter().copied().zip(got.weights[row].iter().copied()).collect();
+            want.sort_by_key(|p| p.0);
+            have.sort_by_key(|p| p.0);
+            for (h, w) in have.iter().zip(&want) {
+                assert!(h.0 == w.0 && (h.1 - w.1).abs() < 1e-3 * w.1.abs(), "{name} layer {layer} token {t}: {have:?} instead of {want:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn deepseek_v2_lite() {
+    check("deepseek_v2_lite");
+}
+
+#[test]
+fn deepseek_v2_full() {
+    check("deepseek_v2_full");
+}
+
+#[test]
+fn deepseek_v3() {
+    check("deepseek_v3");
+}
+
+#[test]
+fn kimi_k2() {
+    check("kimi_k2");
+}
+
+#[test]
+fn kimi_k25() {
+    check("kimi_k25");
+}
+
+#[test]
+fn qwen3_moe() {
+    check("qwen3_moe");
+}
+
+#[test]
+fn qwen3_moe_dense_layer_sharded() {
+    check("qwen3_moe_dense_layer_sharded");
+}
