@@ -109,3 +109,12 @@ fn random_experts_need_no_file() {
     let uneven = Contents { precision: Precision::Int8 { group_size: 128 }, ..contents };
     assert!(ExpertCache::anonymous(&uneven, |_, _, _| ()).unwrap_err().to_string().contains("group size 128"));
 }
+
+#[test]
+fn locking_works_or_names_the_limit() {
+    let contents = Contents { model: "random", hidden: 64, intermediate: 64, num_experts: 2, precision: INT4, layers: &[0] };
+    let cache = ExpertCache::anonymous(&contents, |_, _, _| ()).unwrap();
+    if let Err(error) = cache.lock() {
+        assert!(error.to_string().contains("ulimit -l"), "{error}");
+    }
+}
