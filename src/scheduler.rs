@@ -93,6 +93,7 @@ impl<T> Scheduler<T> {
             while index < self.running.len() {
                 let missing = self.running[index].tokens.len() - self.running[index].cached;
                 let room = self.max_tokens - batch.len();
+                assert!(missing > 0, "a running sequence has a token to read: it ends or is sampled after each step at its end");
                 if room > 0 && (missing > 1) == prompts && !self.plan.iter().any(|s| s.index == index) {
                     let tokens = missing.min(room);
                     if self.make_room(index, tokens) {
@@ -201,15 +202,16 @@ mod tests {
     fn the_youngest_gives_way_and_comes_back() {
         let (mut s, mut batch) = (scheduler(3), Batch::default());
         s.add(Sequence::new(prompt(BLOCK_SIZE), 0));
-        s.add(Sequence::new(prompt(36), 1));
+        s.add(Sequence::new(prompt(90), 1));
         s.next(&mut batch);
         s.commit();
-        assert_eq!(s.free_blocks(), 1);
+        assert_eq!((batch.len(), s.free_blocks()), (100, 1), "all of the first, a part of the second");
         s.sequence(0).tokens.extend(0..BLOCK_SIZE as u32 + 1);
-        assert_eq!(s.next(&mut batch).len(), 1, "two more blocks for the oldest: the youngest waits");
+        let plan = s.next(&mut batch);
+        assert_eq!(plan, [Scheduled { index: 0, tokens: 65, last_row: Some(64) }], "the oldest needs two blocks: the youngest gives its own");
         s.commit();
         s.retire(|q| q.state == 0, |_| {});
-        assert_eq!(s.next(&mut batch), [Scheduled { index: 0, tokens: 36, last_row: Some(35) }], "computed again from its start");
+        assert_eq!(s.next(&mut batch), [Scheduled { index: 0, tokens: 90, last_row: Some(89) }], "computed again from its start");
     }
 
     #[test]

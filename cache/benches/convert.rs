@@ -35,15 +35,16 @@ fn main() {
             layers: (0..layers).map(source).collect(),
         };
         let (before, peak) = (anonymous_bytes(), AtomicUsize::new(0));
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), cpu_seconds());
         let cache = build(&job, &dir.path().join("cache"), &|_| {
             peak.fetch_max(anonymous_bytes(), Ordering::Relaxed);
         });
         let seconds = start.elapsed().as_secs_f64();
+        let cpu = cpu_seconds() - cpu;
         let cache = cache.expect("a cache");
         let gb = (layers * EXPERTS * 3 * HIDDEN * INTERMEDIATE * 2) as f64 / 1e9;
         println!(
-            "{precision}: {gb:.2} GB in {seconds:.2} s: {:.2} GB/s of source on {} threads; anonymous memory grew by at most {:.1} MB, a layer has {:.0} MB",
+            "{precision}: {gb:.2} GB in {seconds:.2} s: {:.2} GB/s of source on {} threads, {cpu:.2} s of CPU; anonymous memory grew by at most {:.1} MB, a layer has {:.0} MB",
             gb / seconds,
             rayon::current_num_threads(),
             peak.into_inner().saturating_sub(before) as f64 / 1e6,
@@ -83,4 +84,11 @@ fn anonymous_bytes() -> usize {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<usize>().ok()).unwrap_or(0) * 1024
+}
+
+/// User and system time of this process so far, in the ticks of 10 ms that Linux counts.
+fn cpu_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let fields = text.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(2);
+    fields.filter_map(|field| field.parse::<f64>().ok()).sum::<f64>() / 100.0
 }

@@ -14,7 +14,7 @@ use memmap2::{Advice, Mmap, MmapMut, MmapOptions};
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
-pub use self::header::{Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse};
+pub use self::header::{Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse, reseal};
 pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes, peek};
 use crate::error::readable_bytes;
 use crate::pack::ExpertLayout;

@@ -8,6 +8,8 @@
 //! - [`pack`]: codes and scales to the order in which the kernels read them.
 //! - [`mod@format`]: the cache file, opened and checked.
 //! - [`convert`]: all of it, streaming, from a checkpoint to a cache file.
+//!
+#![doc = include_str!("../FORMAT.md")]
 
 pub mod checkpoint;
 pub mod codec;

@@ -3,9 +3,10 @@
 //! The loops are ordinary Rust that the compiler vectorizes; floating-point sums run in a fixed number of lanes and are never
 //! contracted, so every version gives the same bits.
 
-/// `multiversion!(fn name(arg: Type, ...) -> Type = body)`: `name` runs `body`, an `#[inline(always)]` function, for the best set.
+/// `multiversion!(fn name(arg: Type, ...) -> Type = [avx512, avx2, plain])`: `name` runs the best of the three `#[inline(always)]`
+/// functions, which may well be the same one.
 macro_rules! multiversion {
-    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = $body:path) => {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = [$avx512:path, $avx2:path, $plain:path]) => {
         $(#[$doc])*
         #[allow(unsafe_code)]
         $vis fn $name($($arg: $type),*) $(-> $out)? {
@@ -13,11 +14,11 @@ macro_rules! multiversion {
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
                 fn avx512($($arg: $type),*) $(-> $out)? {
-                    $body($($arg),*)
+                    $avx512($($arg),*)
                 }
                 #[target_feature(enable = "avx2")]
                 fn avx2($($arg: $type),*) $(-> $out)? {
-                    $body($($arg),*)
+                    $avx2($($arg),*)
                 }
                 if $crate::simd::has_avx512() {
                     // SAFETY: the features are those just tested.
@@ -28,7 +29,7 @@ macro_rules! multiversion {
                     return unsafe { avx2($($arg),*) };
                 }
             }
-            $body($($arg),*)
+            $plain($($arg),*)
         }
     };
 }

@@ -1,5 +1,5 @@
 //! Packing against its definition, and quantization against its bounds, over random shapes.
-#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+#![allow(clippy::unwrap_used)] // a test
 
 use half::bf16;
 use moebius_cache::pack::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};

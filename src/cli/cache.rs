@@ -15,7 +15,7 @@ use super::terminal::Status;
 #[derive(clap::Subcommand)]
 pub(crate) enum Command {
     /// Convert a checkpoint's experts once, so that later starts take a moment.
-    Build(Args),
+    Build(BuildArgs),
     /// Compare every byte of a built cache with its checksums.
     Verify(Args),
     /// Say what a built cache holds: dimensions, precision, source, size.
@@ -30,11 +30,21 @@ pub(crate) struct Args {
     engine: EngineArgs,
 }
 
+#[derive(clap::Args)]
+pub(crate) struct BuildArgs {
+    #[command(flatten)]
+    args: Args,
+    /// Build even if there is a cache that fits, as when it is damaged.
+    #[arg(long)]
+    force: bool,
+}
+
 pub(crate) fn run(command: Command) -> Result<()> {
     match command {
-        Command::Build(args) => with_job(&args, |job, cache_dir| {
+        Command::Build(BuildArgs { args, force }) => with_job(&args, |job, cache_dir| {
             let status = Status::new();
-            let cache = convert::ensure(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
+            let make = if force { convert::build } else { convert::ensure };
+            let cache = make(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
             drop(status);
             print_line(&cache.path().display().to_string())
         }),

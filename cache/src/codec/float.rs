@@ -5,9 +5,9 @@ const LIMIT: i32 = 0x7f7f_8000;
 
 use crate::simd::multiversion;
 
-multiversion!(pub(super) fn f32(bytes: &[u8], out: &mut [f32]) -> bool = f32_body);
-multiversion!(pub(super) fn bf16(bytes: &[u8], out: &mut [f32]) -> bool = bf16_body);
-multiversion!(pub(super) fn f16(bytes: &[u8], out: &mut [f32]) -> bool = f16_body);
+multiversion!(pub(super) fn f32(bytes: &[u8], out: &mut [f32]) -> bool = [f32_body, f32_body, f32_body]);
+multiversion!(pub(super) fn bf16(bytes: &[u8], out: &mut [f32]) -> bool = [bf16_body, bf16_body, bf16_body]);
+multiversion!(pub(super) fn f16(bytes: &[u8], out: &mut [f32]) -> bool = [f16_body, f16_body, f16_body]);
 
 #[inline(always)]
 fn f32_body(bytes: &[u8], out: &mut [f32]) -> bool {

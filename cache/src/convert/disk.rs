@@ -100,17 +100,16 @@ impl Drop for Lock {
 /// Errors: `Error::CacheDir` when the disk has not that much space, or the file cannot be written. A file made in vain is removed.
 pub(super) fn reserve(path: &Path, bytes: u64) -> Result<File> {
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(unwritable(path))?;
-    let reserved = grow(&file, bytes);
-    reserved.map_err(|e| {
+    let dir = path.parent().unwrap_or(path);
+    let taken = file.metadata().map_err(unwritable(path))?.blocks() * 512; // by an unfinished build
+    let free = free_bytes(dir).map(|free| free + taken);
+    grow(&file, bytes, free).map_err(|e| {
         let _ = std::fs::remove_file(path); // the error that counts is the one returned
         match e.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-                let dir = path.parent().unwrap_or(path);
-                let free = free_bytes(dir).map_or("too few".into(), readable_bytes);
-                Error::CacheDir {
-                    path: dir.to_path_buf(),
-                    what: format!("the cache needs {} of disk, {free} are free", readable_bytes(bytes)),
-                }
+                let free = free.map_or("too few".into(), readable_bytes);
+                let what = format!("the cache needs {} of disk, {free} are free", readable_bytes(bytes));
+                Error::CacheDir { path: dir.to_path_buf(), what }
             }
             _ => unwritable(path)(e),
         }
@@ -118,13 +117,16 @@ pub(super) fn reserve(path: &Path, bytes: u64) -> Result<File> {
     Ok(file)
 }
 
-fn grow(file: &File, bytes: u64) -> std::io::Result<()> {
+fn grow(file: &File, bytes: u64, free: Option<u64>) -> std::io::Result<()> {
+    if free.is_some_and(|free| free < bytes) {
+        return Err(ErrorKind::StorageFull.into());
+    }
     file.set_len(bytes)?;
     // SAFETY: the descriptor is open as long as `file`; the call changes no memory of ours.
     match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } {
         0 => Ok(()),
         _ => match std::io::Error::last_os_error() {
-            // A file system that cannot reserve: a full disk is then found while writing.
+            // A file system that cannot reserve has at least said that there is room.
             e if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
             e => Err(e),
         },

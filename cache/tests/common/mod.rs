@@ -50,7 +50,7 @@ impl Model {
 
     /// BF16 bytes of the weights of one tensor: `part` 0 is gate, 1 is up, 2 is down.
     pub fn weights(&self, layer: usize, expert: usize, part: usize) -> Vec<u8> {
-        let seed = self.seed ^ (((layer * 1000 + expert) * 3 + part) as u64 * 7919);
+        let seed = self.seed * 1_000_003 + ((layer * 1000 + expert) * 3 + part) as u64 * 7919;
         let weights = noise(self.hidden * self.intermediate, seed);
         weights.iter().flat_map(|&w| half::bf16::from_f32(w).to_le_bytes()).collect()
     }

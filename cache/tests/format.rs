@@ -1,0 +1,120 @@
+//! Cache headers that lie: never a panic, never dimensions that are not those written.
+#![allow(clippy::unwrap_used)] // a test
+
+mod common;
+
+use common::{INT4, SMALL};
+use moebius_cache::format::{parse, reseal};
+use moebius_cache::{Contents, ExpertCache, Precision};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+fn cache_bytes() -> Vec<u8> {
+    let dir = TempDir::new().unwrap();
+    SMALL.write(&dir.path().join("model"));
+    let cache = SMALL.ensure(&dir.path().join("model"), &dir.path().join("cache")).0.unwrap();
+    std::fs::read(cache.path()).unwrap()
+}
+
+#[test]
+fn every_flipped_bit_of_the_header_is_seen() {
+    let bytes = cache_bytes();
+    let (header, _) = parse(&bytes).unwrap();
+    let region = header.layers[0].offset as usize;
+    let mut damaged = bytes.clone();
+    for at in 0..region {
+        for bit in 0..8 {
+            damaged[at] ^= 1 << bit;
+            assert!(parse(&damaged).is_err(), "bit {bit} of byte {at}");
+            damaged[at] ^= 1 << bit;
+        }
+    }
+    assert!(parse(&damaged).is_ok());
+    for cut in [0, 1, 63, 64, 100, region - 1, region, bytes.len() - 1] {
+        assert!(parse(&bytes[..cut]).is_err(), "{cut} bytes");
+    }
+}
+
+#[test]
+fn wrong_magic_version_and_length_are_told_apart() {
+    let bytes = cache_bytes();
+    let error = |edit: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = bytes.clone();
+        edit(&mut bytes);
+        parse(&bytes).unwrap_err()
+    };
+    assert!(error(&|b| b[0] = b'X').contains("no Moebius cache, or one whose build was not finished"));
+    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads version 1"));
+    assert!(error(&|b| b.truncate(9000)).contains("cut off"));
+    assert!(error(&|b| b[12..16].fill(0xff)).contains("a description of"));
+    assert!(error(&|b| b[70] ^= 1).contains("damaged header"));
+    assert!(error(&|b| b.truncate(3)).contains("3 bytes, too few"));
+}
+
+/// A header whose checksum is right although its description was changed is held to its word.
+#[test]
+fn impossible_dimensions_are_refused_behind_a_right_checksum() {
+    let bytes = cache_bytes();
+    let cases = [
+        (r#""hidden":96"#, r#""hidden":32"#),
+        (r#""hidden":96"#, r#""hidden":97"#),
+        (r#""hidden":96"#, r#""hidden":00"#),
+        (r#""num_experts":6"#, r#""num_experts":5"#),
+        (r#""num_experts":6"#, r#""num_experts":0"#),
+        (r#""num_layers":4"#, r#""num_layers":3"#),
+        (r#""num_layers":4"#, r#""num_layers":9"#),
+        (r#""group_size":32"#, r#""group_size":64"#),
+        (r#""bits":"int4""#, r#""bits":"int8""#),
+    ];
+    for (from, to) in cases {
+        let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap_or_else(|| panic!("no {from}"));
+        let mut lying = bytes.clone();
+        lying[at..at + to.len()].copy_from_slice(to.as_bytes());
+        reseal(&mut lying);
+        assert!(parse(&lying).is_err(), "{to}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_bytes_behind_the_magic_are_refused(tail in proptest::collection::vec(any::<u8>(), 0..9000), digits in 1usize..19) {
+        let json = format!(r#"{{"model":"m","hidden":{0},"intermediate":{0},"num_experts":{0},"num_layers":{0},"precision":{{"bits":"bf16"}},"source":null}}"#, "9".repeat(digits));
+        let mut bytes = b"MOEBIUS\0\x01\0\0\0".to_vec();
+        bytes.extend((json.len() as u32).to_le_bytes());
+        bytes.resize(64, 0);
+        bytes.extend(json.as_bytes());
+        bytes.extend(tail);
+        reseal(&mut bytes);
+        prop_assert!(parse(&bytes).is_err());
+    }
+}
+
+#[test]
+fn random_experts_need_no_file() {
+    let contents = Contents { model: "random", hidden: 64, intermediate: 96, num_experts: 3, precision: INT4, layers: &[1, 4] };
+    let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| bytes.fill((layer * 3 + expert) as u8)).unwrap();
+    for layer in 0..2 {
+        for expert in 0..3 {
+            assert!(cache.expert(layer, expert).iter().all(|&b| b == (layer * 3 + expert) as u8));
+            cache.check_expert(layer, expert).unwrap();
+        }
+    }
+    assert_eq!((cache.layer_index(4), cache.layer_index(2)), (Some(1), None));
+    assert_eq!(cache.layer(1).len(), 3 * cache.layout().bytes());
+    let too_large = Contents { hidden: 1 << 17, intermediate: 1 << 17, num_experts: 1 << 10, ..contents };
+    let error = ExpertCache::anonymous(&too_large, |_, _, _| ()).unwrap_err().to_string();
+    assert!(error.contains("do not fit into") && error.contains("use fewer layers"), "{error}");
+    let uneven = Contents { precision: Precision::Int8 { group_size: 128 }, ..contents };
+    assert!(ExpertCache::anonymous(&uneven, |_, _, _| ()).unwrap_err().to_string().contains("group size 128"));
+}
+
+#[test]
+fn locking_works_or_names_the_limit() {
+    let contents = Contents { model: "random", hidden: 64, intermediate: 64, num_experts: 2, precision: INT4, layers: &[0] };
+    let cache = ExpertCache::anonymous(&contents, |_, _, _| ()).unwrap();
+    if let Err(error) = cache.lock() {
+        assert!(error.to_string().contains("ulimit -l"), "{error}");
+    }
+}
