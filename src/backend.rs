@@ -33,8 +33,8 @@ pub trait Backend {
     fn tensor(&self, max_rows: usize, cols: usize) -> Self::Tensor;
     /// Takes `rows` rows of `t` into use.
     fn set_rows(&self, t: &mut Self::Tensor, rows: usize);
-    /// Copies `t` to the host, `[rows, cols]`.
-    fn read(&self, t: &Self::Tensor) -> Vec<f32>;
+    /// Copies `t` to the host: `out` becomes `[rows, cols]`.
+    fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>);
 
     /// Takes over a weight `[n, k]` in the given precision. Errors: the precision does not fit the shape.
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self::Linear>;

@@ -22,7 +22,7 @@ use crate::topology::Topology;
 use crate::{Error, Result};
 
 /// Bytes over which the read bandwidth is measured: more than any processor's cache.
-const BANDWIDTH_BYTES: usize = 2 << 30;
+pub const BANDWIDTH_BYTES: usize = 2 << 30;
 
 /// What to run.
 #[derive(Clone, Debug)]

@@ -107,7 +107,7 @@ fn run(model: &mut Model<Cpu>, kv: &mut KvCache<Cpu>, batch: &Batch, wanted: &Wa
     if wanted.logits {
         let rows: Vec<usize> = (0..batch.len()).collect();
         for rows in rows.chunks(model.max_logit_rows()) {
-            capture.logits.extend(model.logits(rows));
+            capture.logits.extend_from_slice(model.logits(rows));
         }
     }
     Ok(())

@@ -10,35 +10,14 @@ use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
 use crate::forward::Model;
+use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
 use crate::kv_cache::{BlockPool, KvCache};
 use crate::load::{self, LoadProgress};
 use crate::sampler::Sampler;
+pub use crate::sampler::SamplingParams;
 use crate::scheduler::{Scheduler, Sequence};
 use crate::{Error, Result};
-
-/// How the next token is chosen.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SamplingParams {
-    /// 0 is greedy.
-    pub temperature: f32,
-    /// Keep the smallest set of tokens whose probabilities sum to this; 1 keeps all.
-    pub top_p: f32,
-    /// Keep this many tokens; 0 keeps all.
-    pub top_k: usize,
-    /// Drop tokens below this share of the best one's probability; 0 drops none.
-    pub min_p: f32,
-    /// Divides positive logits of tokens already seen (multiplies negative ones); 1 changes nothing.
-    pub repetition_penalty: f32,
-    /// Same seed, same prompt: same text. `None` draws one.
-    pub seed: Option<u64>,
-}
-
-impl Default for SamplingParams {
-    fn default() -> Self {
-        Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: None }
-    }
-}
 
 /// One prompt to be continued.
 #[derive(Clone, Debug)]
@@ -182,7 +161,7 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
     let engine = Engine {
         resident_bytes: loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64,
         scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, config.max_batch_tokens),
-        end_tokens: end_tokens(dir)?,
+        end_tokens: GenerationConfig::load(dir)?.eos_ids,
         max_context: loaded.max_context,
         vocab_size: loaded.model.config.vocab_size,
         model: loaded.model,
@@ -298,7 +277,7 @@ impl Engine {
             return Ok(());
         }
         let vocab = self.vocab_size;
-        let mut logits = self.model.logits(&last);
+        let logits = self.model.logits(&last);
         for (&(index, _), logits) in self.rows.iter().zip(logits.chunks_exact_mut(vocab)) {
             let sequence = self.scheduler.sequence(index);
             if let Err(error) = choose(sequence, logits, &self.end_tokens, self.max_context, read) {
@@ -356,25 +335,4 @@ impl Answer {
             decode_bytes: self.decode_bytes,
         }
     }
-}
-
-/// The tokens that end an answer: those of generation_config.json, else of config.json.
-fn end_tokens(dir: &Path) -> Result<Vec<u32>> {
-    for name in ["generation_config.json", "config.json"] {
-        let path = dir.join(name);
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(e) => return Err(Error::io(&path)(e)),
-        };
-        let json: serde_json::Value = serde_json::from_str(&text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))?;
-        let ids = match &json["eos_token_id"] {
-            serde_json::Value::Array(ids) => ids.iter().filter_map(|v| v.as_u64()).map(|v| v as u32).collect(),
-            id => id.as_u64().map(|v| v as u32).into_iter().collect::<Vec<_>>(),
-        };
-        if !ids.is_empty() {
-            return Ok(ids);
-        }
-    }
-    Ok(Vec::new())
 }

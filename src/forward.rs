@@ -43,6 +43,7 @@ struct Buffers<B: Backend> {
     last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
     last_normed: B::Tensor, // [R, hidden]
     logits: B::Tensor,      // [R, vocab]
+    host_logits: Vec<f32>,  // [R, vocab]
 }
 
 /// Activations of an MLP of one width, `[T, width]` each.
@@ -86,6 +87,7 @@ impl<B: Backend> Model<B> {
             last: backend.tensor(max_logit_rows, hidden),
             last_normed: backend.tensor(max_logit_rows, hidden),
             logits: backend.tensor(max_logit_rows, config.vocab_size),
+            host_logits: Vec::with_capacity(max_logit_rows * config.vocab_size),
         };
         let inv_freq = config.rope.inv_freq();
         Self { backend, config, weights, experts, buffers, inv_freq, max_logit_rows }
@@ -133,16 +135,17 @@ impl<B: Backend> Model<B> {
     }
 
     /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Model::max_logit_rows`] rows at a time.
-    pub fn logits(&mut self, rows: &[usize]) -> Vec<f32> {
+    pub fn logits(&mut self, rows: &[usize]) -> &mut [f32] {
         let Self { backend, config, weights, buffers, .. } = self;
-        let Buffers { x, last, last_normed, logits, .. } = buffers;
+        let Buffers { x, last, last_normed, logits, host_logits, .. } = buffers;
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
         }
         backend.gather(x, rows, last);
         backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
         backend.linear(&weights.lm_head, last_normed, logits);
-        backend.read(logits)
+        backend.read(logits, host_logits);
+        host_logits
     }
 
     /// Rows of logits that one call may ask for.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::engine::SamplingParams;
+use crate::sampler::SamplingParams;
 use crate::{Error, Result};
 
 /// `generation_config.json`, completed by `config.json`.

@@ -22,6 +22,7 @@ pub mod capture;
 pub mod chat_template;
 pub mod config;
 pub mod demo;
+pub mod doctor;
 pub mod engine;
 pub mod error;
 pub mod experts;

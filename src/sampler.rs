@@ -1,7 +1,29 @@
 //! From a row of logits to a token.
 
-use crate::engine::SamplingParams;
 use crate::{Error, Result};
+
+/// How the next token is chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Keep the smallest set of tokens whose probabilities sum to this; 1 keeps all.
+    pub top_p: f32,
+    /// Keep this many tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Drop tokens below this share of the best one's probability; 0 drops none.
+    pub min_p: f32,
+    /// Divides positive logits of tokens already seen (multiplies negative ones); 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Same seed, same prompt: same text. `None` draws one.
+    pub seed: Option<u64>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: None }
+    }
+}
 
 /// Chooses tokens for one sequence.
 #[derive(Debug)]

@@ -208,7 +208,11 @@ mod tests {
         assert_eq!((batch.len(), s.free_blocks()), (100, 1), "all of the first, a part of the second");
         s.sequence(0).tokens.extend(0..BLOCK_SIZE as u32 + 1);
         let plan = s.next(&mut batch);
-        assert_eq!(plan, [Scheduled { index: 0, tokens: 65, last_row: Some(64) }], "the oldest needs two blocks: the youngest gives its own");
+        assert_eq!(
+            plan,
+            [Scheduled { index: 0, tokens: 65, last_row: Some(64) }],
+            "the oldest needs two blocks: the youngest gives its own"
+        );
         s.commit();
         s.retire(|q| q.state == 0, |_| {});
         assert_eq!(s.next(&mut batch), [Scheduled { index: 0, tokens: 90, last_row: Some(89) }], "computed again from its start");

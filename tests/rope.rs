@@ -2,6 +2,8 @@
 //!
 //! `tests/data/yarn.json` was written by `tests/data/yarn_reference.py`.
 
+#![allow(clippy::unwrap_used)]
+
 use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
 use moebius::model::Attention;

@@ -98,8 +98,9 @@ impl Backend for Cpu {
         t.set_rows(rows);
     }
 
-    fn read(&self, t: &Tensor) -> Vec<f32> {
-        t.data().to_vec()
+    fn read(&self, t: &Tensor, out: &mut Vec<f32>) {
+        out.clear();
+        out.extend_from_slice(t.data());
     }
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {

@@ -2,19 +2,37 @@
 
 use std::path::PathBuf;
 
-use moebius::{Error, Result};
+use moebius::bench::BANDWIDTH_BYTES;
+use moebius::config::EngineConfig;
+use moebius::doctor::{self, Finding};
+use moebius::topology::Topology;
+use moebius::{Result, load};
+
+use super::print_line;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Where packed experts are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
-    pub(crate) cache_dir: Option<PathBuf>,
+    cache_dir: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]
-    pub(crate) json: bool,
+    json: bool,
 }
 
-pub(crate) fn run(_args: Args) -> Result<()> {
-    // The examination goes here: `moebius::doctor::run(...)`.
-    Err(Error::Invalid("doctor is not there yet".into()))
+pub(crate) fn run(args: Args) -> Result<()> {
+    let cache_dir = load::cache_dir(&EngineConfig { cache_dir: args.cache_dir, ..EngineConfig::default() })?;
+    let topology = Topology::read();
+    let findings = doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
+    if args.json {
+        return print_line(&serde_json::to_string(&findings).expect("findings are strings"));
+    }
+    let width = findings.iter().map(|f| f.name.len()).max().unwrap_or(0);
+    for Finding { name, value, cost } in &findings {
+        print_line(&format!("{name:width$}  {value}"))?;
+        if let Some(remedy) = cost {
+            print_line(&format!("{:width$}  -> {remedy}", ""))?;
+        }
+    }
+    Ok(())
 }

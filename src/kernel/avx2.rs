@@ -6,6 +6,7 @@ use std::arch::x86_64::*;
 use half::bf16;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 
+use super::shared::prefetch;
 use super::{Kernel, QuantizedRows, Rows, Simd, check_axpy, check_dot, check_packed, shared};
 
 /// Exists only where [`Avx2::detect`] found the features: that is what every call below relies on.
@@ -79,6 +80,8 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         codes[t] = x.codes[row[t] * x.k..][..x.k].as_ptr();
     }
     let mut weights = lines.as_ptr();
+    // The lines that prefetching from the first code on would step over.
+    prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
     let mut acc = [[_mm256_setzero_ps(); 2]; T];
     for g in 0..groups {
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
@@ -89,6 +92,7 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(32) {
             // 32 inputs: 4 lines of INT4, 8 of INT8.
+            prefetch(weights, if INT4 { 4 } else { 8 });
             let mut pairs = [[_mm256_setzero_si256(); 2]; T];
             for line in 0..if INT4 { 4 } else { 8 } {
                 for half in 0..2 {

@@ -6,6 +6,7 @@ use std::arch::x86_64::*;
 use half::bf16;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 
+use super::shared::{PREFETCH_TOKENS, prefetch};
 use super::{Kernel, QuantizedRows, Rows, Simd, check_axpy, check_dot, check_packed, shared};
 
 /// Exists only where [`Avx512::detect`] found the features: that is what every call below relies on.
@@ -101,6 +102,10 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
         codes[t] = x.codes[row[t] * x.k..][..x.k].as_ptr();
     }
     let mut weights = lines.as_ptr();
+    if T <= PREFETCH_TOKENS {
+        // The lines that prefetching from the first code on would step over.
+        prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
+    }
     let mut acc = [_mm512_setzero_ps(); T];
     for g in 0..groups {
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
@@ -108,6 +113,9 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
             dot[t][0] = _mm512_set1_epi32(-bias * x.sums[row[t] * groups + g]);
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
+            if T <= PREFETCH_TOKENS {
+                prefetch(weights, if INT4 { 2 } else { 4 });
+            }
             // SAFETY: 16 inputs of 16 rows are 2 lines of INT4 or 4 of INT8, inside the tile whose length was checked.
             let line = |i: usize| unsafe { _mm512_loadu_si512(weights.add(64 * i).cast()) };
             let w = if INT4 {

@@ -1,0 +1,144 @@
+//! What this machine has, and what of it costs speed: the findings that `moebius doctor` prints.
+
+use std::path::Path;
+
+use crate::kernel;
+use crate::memory::{Pages, read_bandwidth};
+use crate::topology::Topology;
+use crate::workers::Team;
+
+/// One line of the report.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Finding {
+    /// What was looked at.
+    pub name: &'static str,
+    /// What it is.
+    pub value: String,
+    /// Where it costs speed: what it costs and the remedy, as a sentence.
+    pub cost: Option<String>,
+}
+
+/// Looks at the machine; measuring takes a second or two and `bandwidth_bytes` of memory.
+///
+/// `cache_dir` is where expert caches are kept; it need not exist yet.
+pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) -> Vec<Finding> {
+    let mut findings = vec![cpu(topology), simd(), cores(topology), smt(topology), quota(topology), nodes(topology), memory(topology)];
+    findings.extend(bandwidth(topology, bandwidth_bytes));
+    findings.push(disk(cache_dir));
+    findings.push(gpu(Path::new("/proc/driver/nvidia/version")));
+    findings
+}
+
+fn finding(name: &'static str, value: impl Into<String>, cost: Option<&str>) -> Finding {
+    Finding { name, value: value.into(), cost: cost.map(String::from) }
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
+fn cpu(topology: &Topology) -> Finding {
+    let caches = topology.caches.iter().filter(|c| c.kind != "Instruction");
+    let caches: Vec<String> = caches.map(|c| format!("L{} {} KiB", c.level, c.bytes >> 10)).collect();
+    let model = if topology.cpu_model.is_empty() { "unknown model" } else { &topology.cpu_model };
+    finding("CPU", [&[model.to_string()], &caches[..]].concat().join(", "), None)
+}
+
+fn simd() -> Finding {
+    let available: Vec<String> = kernel::available().iter().map(ToString::to_string).collect();
+    let best = kernel::best().simd();
+    let cost = (best == kernel::Simd::Scalar)
+        .then_some("without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 or later");
+    finding("SIMD", format!("{best} (available: {})", available.join(", ")), cost)
+}
+
+fn cores(topology: &Topology) -> Finding {
+    let value = format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
+    finding("physical cores", value, None)
+}
+
+fn smt(topology: &Topology) -> Finding {
+    let value = if topology.has_smt() { "on; one thread per core is used" } else { "off, or hidden" };
+    finding("SMT", value, None)
+}
+
+fn quota(topology: &Topology) -> Finding {
+    let cpus = topology.cgroup_cpus.map(|c| format!("{c:.1} CPUs"));
+    let memory = topology.cgroup_bytes.map(gib);
+    let limits: Vec<String> = [cpus, memory].into_iter().flatten().collect();
+    let value = if limits.is_empty() { "no limit".to_string() } else { limits.join(", ") };
+    let tight = topology.cgroup_cpus.is_some_and(|c| c < topology.cores.len() as f64);
+    let cost = "the quota is below the cores, so fewer threads are used: raise the container's CPU limit, or pin it to CPUs instead";
+    finding("control group", value, tight.then_some(cost))
+}
+
+fn nodes(topology: &Topology) -> Finding {
+    let nodes: Vec<String> =
+        topology.nodes.iter().map(|n| format!("node {}: {} CPUs, {}", n.id, n.cpus.len(), gib(n.total_bytes))).collect();
+    let memory = topology.nodes.iter().filter(|n| n.total_bytes > 0).count();
+    let cost = "reads from another node are slower: run under `numactl --interleave=all`";
+    finding("NUMA", nodes.join("; "), (memory > 1).then_some(cost))
+}
+
+fn memory(topology: &Topology) -> Finding {
+    finding("memory", format!("{} available of {}", gib(topology.available_bytes), gib(topology.total_bytes)), None)
+}
+
+/// Huge pages and what they bring, as measured.
+fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
+    let measure = |pages| {
+        let team = Team::new(&topology.worker_cpus(topology.default_threads()))?;
+        read_bandwidth(&team, bytes, pages, 3)
+    };
+    let cost = (topology.huge_pages == "never")
+        .then_some("transparent huge pages are off: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled`");
+    let setting = finding("huge pages", topology.huge_pages.clone(), cost);
+    let value = match (measure(Pages::Small), measure(Pages::Huge)) {
+        (Ok(small), Ok(huge)) => format!("{huge:.1} GB/s with huge pages, {small:.1} without"),
+        (Err(error), _) | (_, Err(error)) => format!("not measured: {error}"),
+    };
+    vec![setting, finding("read bandwidth", value, None)]
+}
+
+fn disk(dir: &Path) -> Finding {
+    let existing = dir.ancestors().find(|d| d.exists()).unwrap_or(Path::new("/"));
+    let value = match crate::memory::free_disk_bytes(existing) {
+        Ok(bytes) => format!("{} free for {}", gib(bytes), dir.display()),
+        Err(error) => format!("unknown: {error}"),
+    };
+    finding("disk", value, None)
+}
+
+fn gpu(version: &Path) -> Finding {
+    match std::fs::read_to_string(version) {
+        Ok(text) => finding("GPU", text.lines().next().unwrap_or("NVIDIA driver").trim().to_string(), None),
+        Err(_) => finding("GPU", "no NVIDIA driver found; everything runs on the CPU", None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_this_machine() {
+        let findings = examine(&Topology::read(), Path::new("/nonexistent/cache"), 1 << 20);
+        let value = |name| &findings.iter().find(|f| f.name == name).unwrap().value;
+        assert!(value("SIMD").contains("scalar"));
+        assert!(value("read bandwidth").contains("GB/s"));
+        assert!(value("disk").contains("free for /nonexistent/cache"));
+        assert!(findings.iter().all(|f| !f.value.is_empty()));
+    }
+
+    #[test]
+    fn what_costs_speed_has_a_remedy() {
+        let mut topology = Topology::read();
+        topology.huge_pages = "never".into();
+        topology.cgroup_cpus = Some(0.5);
+        let findings = examine(&topology, Path::new("/"), 1 << 20);
+        let cost = |name| findings.iter().find(|f| f.name == name).unwrap().cost.as_deref().unwrap_or_default().to_string();
+        assert!(cost("huge pages").contains("madvise"));
+        assert!(cost("control group").contains("raise"));
+        assert_eq!(gpu(Path::new("/nonexistent")).cost, None);
+    }
+}

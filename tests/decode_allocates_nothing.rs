@@ -1,0 +1,59 @@
+//! A decode step touches the allocator not at all, whatever the model and precision.
+#![allow(clippy::unwrap_used, unsafe_code)]
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{Run, demo_dir, load};
+use moebius::batch::Batch;
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::kv_cache::BlockPool;
+
+struct Counting;
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: hands everything to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_decode_step_does_not_allocate() {
+    for model in ["moe-gqa", "moe-mla"] {
+        for (experts, dense) in
+            [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16)]
+        {
+            let mut loaded = load(&demo_dir(model), &EngineConfig { experts, dense, ..Default::default() });
+            let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), 200);
+            let mut batch = Batch::default();
+            run.push(&mut batch, &(7..107).collect::<Vec<u32>>());
+            loaded.model.forward(&batch, &mut loaded.kv, None).unwrap();
+            let mut steps = |loaded: &mut moebius::load::Loaded, n: u32| {
+                for token in 0..n {
+                    batch.clear();
+                    run.push(&mut batch, &[7 + token]);
+                    loaded.model.forward(&batch, &mut loaded.kv, None).unwrap();
+                    loaded.model.logits(&[0]);
+                }
+            };
+            // Scratch memory grows in the first steps, and experts are checked as they are met.
+            steps(&mut loaded, 30);
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            steps(&mut loaded, 30);
+            assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0, "{model} {experts:?} {dense:?}");
+        }
+    }
+}
