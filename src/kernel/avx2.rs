@@ -223,6 +223,12 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
     let mut acc = [[[_mm256_setzero_ps(); 2]; T]; R];
     let whole = w.cols / 16 * 16;
     for k in (0..whole).step_by(16) {
+        // One token is bound by the arrival of its weights: ask for the next block of rows while this one is read.
+        if T == 1 && (k * size_of::<W>()).is_multiple_of(64) {
+            for row in ws {
+                _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(R * w.stride + k).cast());
+            }
+        }
         for half in 0..2 {
             let k = k + 8 * half;
             let mut x8 = [_mm256_setzero_ps(); T];

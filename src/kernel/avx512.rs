@@ -248,6 +248,10 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
             x16[j] = unsafe { _mm512_loadu_ps(xs[j].add(k)) };
         }
         for i in 0..R {
+            // One token is bound by the arrival of its weights: ask for the next block of rows while this one is read.
+            if T == 1 && (k * size_of::<W>()).is_multiple_of(64) {
+                _mm_prefetch::<_MM_HINT_T1>(ws[i].wrapping_add(R * w.stride + k).cast());
+            }
             // SAFETY: k + 16 <= cols.
             let w16 = unsafe { W::load16(ws[i].add(k)) };
             for j in 0..T {
