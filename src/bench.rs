@@ -142,6 +142,10 @@ pub fn run(
     let started = Instant::now();
     // Room for the longest prompt and all sequences of the widest batch.
     let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
+    if sequences > config.max_batch_tokens {
+        let limit = config.max_batch_tokens;
+        return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
+    }
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
     let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {

@@ -137,8 +137,9 @@ fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wante
 
 /// Refuses a place that cannot be written to, before a model is loaded for it. Errors: `Error::Invalid`.
 pub fn check_out(path: &Path) -> Result<()> {
-    if path.is_dir() {
-        return Err(Error::Invalid(format!("--out {} is a directory: give the name of a file in it", path.display())));
+    // The finished file is renamed over the old one, which must not happen to a device.
+    if path.exists() && !path.is_file() {
+        return Err(Error::Invalid(format!("--out {} is a directory or device: give the name of a file", path.display())));
     }
     match path.parent() {
         Some(dir) if !dir.as_os_str().is_empty() && !dir.is_dir() => {

@@ -55,7 +55,8 @@ impl ChatTemplate {
         Self::compile(&source, special_tokens).map(Some)
     }
 
-    fn compile(source: &str, special_tokens: Map<String, serde_json::Value>) -> Result<Self> {
+    /// The template with this text. Errors: `Error::Model` when it is not one.
+    pub fn compile(source: &str, special_tokens: Map<String, serde_json::Value>) -> Result<Self> {
         let mut env = Environment::new();
         env.set_trim_blocks(true);
         env.set_lstrip_blocks(true);
@@ -100,8 +101,9 @@ fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(length) = rest[start..].find("%}") else { break };
-        let tag = &rest[start..start + length + 2];
+        let Some(length) = rest[start + 2..].find("%}") else { break };
+        let end = start + 2 + length + 2;
+        let tag = &rest[start..end];
         let inner = tag[2..tag.len() - 2].trim_matches(['-', '+']).trim();
         out.push_str(&rest[..start]);
         match inner {
@@ -109,7 +111,7 @@ fn without_generation_tags(source: &str) -> String {
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
             _ => out.push_str(tag),
         }
-        rest = &rest[start + length + 2..];
+        rest = &rest[end..];
     }
     out + rest
 }
@@ -323,6 +325,30 @@ mod tests {
         write("chat_template.jinja", "{% for %}");
         let error = ChatTemplate::load(dir.path()).err().unwrap().to_string();
         assert!(error.contains("chat template cannot be used") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn broken_tags_are_no_panic() {
+        for source in ["{%}", "{%", "{%%}", "{%}%}", "{%-%}", "{%é%}", "{% generation", "x{%}{% generation %}", "{{}}", "{#}", "%}{%"] {
+            let _ = render(source, json!([]), RenderOptions::default());
+        }
+        for source in ["{{ 'x' * 1000000000000000 }}", "{{ range(1000000000000000) }}", "{{ 1 // 0 }}", "{{ 1 % 0 }}"] {
+            assert!(render(source, json!([]), RenderOptions::default()).is_err(), "{source}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_pieces_of_templates_are_no_panic(
+            pieces in proptest::collection::vec(proptest::sample::select(vec![
+                "{%", "%}", "{{", "}}", "-", "+", "{#", "#}", " ", "\n", "generation", "endgeneration", "if true", "endif", "for m in messages",
+                "endfor", "m", ".content", "[0]", "[::-1]", "messages", "|", "tojson", "(indent=99)", "raise_exception('é')", "strftime_now('%')",
+                ".strip()", "é", "'", "set x =", "namespace()", "1", "/", "0",
+            ]), 0..24),
+        ) {
+            let messages = json!([{"role": "user", "content": "é"}, {"role": "user", "content": null}]);
+            let _ = render(&pieces.concat(), messages, RenderOptions::default());
+        }
     }
 
     #[test]

@@ -60,7 +60,8 @@ pub(crate) fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {e}");
+            // One line, and nothing for the terminal to obey: a template or a server may have written a part of it.
+            eprintln!("error: {}", terminal::printable(&e.to_string()).replace('\n', " "));
             ExitCode::FAILURE
         }
     }

@@ -193,17 +193,11 @@ impl Budget {
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
         if weights > available {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-            let advice = match (precision, config.dense) {
-                (Some(Precision::Int4 { .. }), DenseBits::Int8) | (None, DenseBits::Int8) => {
-                    "use a machine with more memory, or a smaller model"
-                }
-                (Some(Precision::Int4 { .. }), DenseBits::Bf16) | (None, DenseBits::Bf16) => "try --dense int8",
-                _ => "try --experts int4",
-            };
             return Err(Error::Resources(format!(
-                "the model needs {:.1} GiB of memory and {:.1} are free: {advice}",
+                "the model needs {:.1} GiB of memory and {:.1} are free: {}",
                 gib(weights),
-                gib(available)
+                gib(available),
+                remedy(model, config, precision, available)
             )));
         }
         let free = available - weights;
@@ -227,6 +221,23 @@ impl Budget {
         let one = max_context.div_ceil(BLOCK_SIZE);
         let all = (free / 2 / per_token) as usize / BLOCK_SIZE;
         Ok(Self { max_context, kv_blocks: all.clamp(one, one.saturating_mul(config.max_sequences)) })
+    }
+}
+
+/// The flags with which weights that are too large would fit, if any.
+fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision>, available: u64) -> &'static str {
+    let int4 = precision(model, &EngineConfig { experts: ExpertBits::Int4, ..config.clone() }).unwrap_or(as_asked);
+    let fits = |dense, precision| {
+        expert_bytes(model, precision).is_ok_and(|experts| resident_bytes(model, dense).saturating_add(experts) <= available)
+    };
+    if int4 != as_asked && fits(config.dense, int4) {
+        "use --experts int4"
+    } else if fits(DenseBits::Int8, as_asked) {
+        "use --dense int8"
+    } else if fits(DenseBits::Int8, int4) {
+        "use --experts int4 --dense int8"
+    } else {
+        "no precision makes it fit, so use a machine with more memory, or a smaller model"
     }
 }
 
@@ -276,4 +287,26 @@ fn watch_memory() -> Result<()> {
         "memory ran short while loading ({} MiB are left): close other programs, or use --dense int8 and --experts int4",
         available >> 20
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_names_the_flag_that_helps() {
+        let model = models::shapes::shape("deepseek-v2-lite", None).unwrap();
+        let refusal = |experts, dense, gib: u64| {
+            let config = EngineConfig { experts, dense, ..EngineConfig::default() };
+            let precision = precision(&model, &config).unwrap();
+            Budget::new(&model, &config, precision, (gib << 30) + RESERVE_BYTES).map_err(|e| e.to_string())
+        };
+        let (bf16, dense) = (ExpertBits::Bf16, DenseBits::Bf16);
+        assert!(refusal(bf16, dense, 64).is_ok());
+        for (gib, advice) in [(20, ": use --experts int4"), (9, "use --experts int4 --dense int8"), (4, "more memory")] {
+            let text = refusal(bf16, dense, gib).unwrap_err();
+            assert!(text.contains("GiB") && text.contains(advice), "{gib}: {text}");
+        }
+        assert!(refusal(ExpertBits::Int4, dense, 9).unwrap_err().ends_with("use --dense int8"));
+    }
 }

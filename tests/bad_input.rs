@@ -149,7 +149,7 @@ fn models_that_do_not_fit_into_memory() {
     for dense in ["bf16", "int8"] {
         fails(&size, &["generate", "MODEL", "x", "--dense", dense], &["GiB", "free"]);
     }
-    fails(&size, &["generate", "MODEL", "x", "--experts", "bf16"], &["GiB", "free", "--experts int4"]);
+    fails(&size, &["generate", "MODEL", "x", "--experts", "bf16"], &["GiB", "free", "more memory"]);
     assert!(files(&size.cache()).is_empty());
     // The largest numbers that a config may hold, together.
     let max = 1 << 24;
@@ -236,6 +236,7 @@ fn places_that_cannot_be_written() {
     let out = model.beside("nowhere/out.safetensors");
     fails(&model, &[&["capture", "--out", out.to_str().unwrap()], &TOKENS[..]].concat(), &["no directory", "nowhere"]);
     fails(&model, &[&["capture", "--out", model.dir().to_str().unwrap()], &TOKENS[..]].concat(), &["is a directory"]);
+    fails(&model, &[&["capture", "--out", "/dev/null"], &TOKENS[..]].concat(), &["/dev/null", "device"]);
     assert!(files(&model.cache()).is_empty(), "refused before anything is converted");
 
     std::fs::write(model.cache(), "a file").unwrap();

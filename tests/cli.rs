@@ -232,6 +232,7 @@ fn a_bench_is_one_object() {
         }
     }
     assert!(failure(&["bench", "demo", "--prompt-tokens", "4097"]).contains("lower --prompt-tokens"));
+    assert!(failure(&["bench", "demo", "--batch", "1024"]).contains("--max-batch-tokens"));
     assert!(failure(&["bench", "demo", "--decode-tokens", "18446744073709551615"]).contains("--decode-tokens"));
 }
 
