@@ -143,12 +143,18 @@ pub fn run(
     // Room for the longest prompt and all sequences of the widest batch.
     let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
-    let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
+    let config = EngineConfig {
+        max_sequences: sequences.max(config.max_sequences),
+        max_batch_tokens: sequences.max(config.max_batch_tokens),
+        ..config.clone()
+    };
     let mut loaded = match source {
         Source::Directory(dir) => load::load(model, dir, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let ready_s = started.elapsed().as_secs_f64();
+    // As the engine's thread is; not pinned is slower, not wrong.
+    let _ = loaded.team.pin_caller();
     let needed = longest.max(plan.decode_tokens + CONTEXT);
     if needed > loaded.max_context {
         return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {}: raise --max-context", loaded.max_context)));

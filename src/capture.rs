@@ -158,10 +158,12 @@ impl Capture {
             (name.as_str(), TensorView::new(*dtype, shape.clone(), data).expect("a tensor's bytes are its shape's"))
         });
         let bytes = safetensors::serialize(views, None).expect("tensors with distinct names serialize");
-        let partial = path.with_extension("partial");
-        let written = std::fs::write(&partial, bytes).and_then(|()| std::fs::rename(&partial, path));
+        let mut partial = path.as_os_str().to_owned();
+        partial.push(".partial");
+        let partial = Path::new(&partial);
+        let written = std::fs::write(partial, bytes).and_then(|()| std::fs::rename(partial, path));
         written.map_err(|e| {
-            let _ = std::fs::remove_file(&partial);
+            let _ = std::fs::remove_file(partial);
             Error::io(path)(e)
         })
     }
