@@ -155,9 +155,12 @@ pub fn run(
     let ready_s = started.elapsed().as_secs_f64();
     // As the engine's thread is; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
-    let needed = longest.max(plan.decode_tokens + CONTEXT);
+    let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
     if needed > loaded.max_context {
-        return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {}: raise --max-context", loaded.max_context)));
+        let context = loaded.max_context;
+        let advice =
+            if context < loaded.model.config.max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
+        return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
     }
     let topology = Topology::read();
     let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize), Pages::Huge, 5)?;

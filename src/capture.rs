@@ -115,7 +115,7 @@ fn run(model: &mut Model<Cpu>, kv: &mut KvCache<Cpu>, batch: &Batch, wanted: &Wa
 
 fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wanted) -> Result<()> {
     if tokens.is_empty() {
-        return Err(Error::Invalid("there are no tokens to read: the prompt is empty".into()));
+        return Err(Error::Invalid("the prompt is empty: give it some text, or token ids".into()));
     }
     if tokens.len() > max_context {
         let n = tokens.len();
@@ -133,6 +133,19 @@ fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wante
         return Err(Error::Invalid(format!("--hidden {layer}: the model has layers 0 to {}", layers - 1)));
     }
     Ok(())
+}
+
+/// Refuses a place that cannot be written to, before a model is loaded for it. Errors: `Error::Invalid`.
+pub fn check_out(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Err(Error::Invalid(format!("--out {} is a directory: give the name of a file in it", path.display())));
+    }
+    match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() && !dir.is_dir() => {
+            Err(Error::Invalid(format!("--out {}: there is no directory {}, create it first", path.display(), dir.display())))
+        }
+        _ => Ok(()),
+    }
 }
 
 impl Capture {
@@ -158,12 +171,11 @@ impl Capture {
             (name.as_str(), TensorView::new(*dtype, shape.clone(), data).expect("a tensor's bytes are its shape's"))
         });
         let bytes = safetensors::serialize(views, None).expect("tensors with distinct names serialize");
-        let mut partial = path.as_os_str().to_owned();
+        let mut partial = path.as_os_str().to_os_string();
         partial.push(".partial");
-        let partial = Path::new(&partial);
-        let written = std::fs::write(partial, bytes).and_then(|()| std::fs::rename(partial, path));
+        let written = std::fs::write(&partial, bytes).and_then(|()| std::fs::rename(&partial, path));
         written.map_err(|e| {
-            let _ = std::fs::remove_file(partial);
+            let _ = std::fs::remove_file(&partial);
             Error::io(path)(e)
         })
     }

@@ -134,7 +134,7 @@ impl EngineHandle {
     pub fn submit(&self, request: Request) -> Result<Events> {
         let limit = self.info.max_context;
         if request.prompt.is_empty() {
-            return Err(Error::Invalid("the prompt is empty".into()));
+            return Err(Error::Invalid("the prompt is empty: give it some text, or token ids".into()));
         }
         if request.prompt.len() >= limit {
             return Err(Error::Invalid(format!(

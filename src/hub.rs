@@ -22,7 +22,12 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     }
     let path = Path::new(model);
     if path.is_dir() {
-        return Ok(path.to_path_buf());
+        return match path.join("config.json").is_file() {
+            true => Ok(path.to_path_buf()),
+            false => {
+                Err(Error::Model(format!("{model} has no config.json: give the directory of a checkpoint in the Hugging Face layout")))
+            }
+        };
     }
     if path.exists() {
         return Err(Error::Invalid(format!("{model} is a file: give the directory of the checkpoint, with its config.json")));

@@ -66,7 +66,7 @@ impl<B: Backend> KvCache<B> {
 /// Errors: `Error::Resources` with what is needed, what there is and the context that would fit, if one would.
 pub fn check_fits(model: &ModelConfig, tokens: usize, available: u64) -> Result<()> {
     let per_token = model.kv_bytes_per_token();
-    let needed = tokens as u64 * per_token as u64;
+    let needed = (tokens as u64).saturating_mul(per_token as u64);
     if needed <= available {
         return Ok(());
     }

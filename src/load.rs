@@ -193,7 +193,7 @@ impl Budget {
             return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
         }
         let available = available.saturating_sub(RESERVE_BYTES);
-        let weights = resident_bytes(model, config.dense) + expert_bytes(model, precision)?;
+        let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
         if weights > available {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
             let advice = match (precision, config.dense) {
@@ -236,31 +236,37 @@ impl Budget {
 /// Bytes of all weights but the routed experts.
 fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
     use crate::model::{Attention, Ffn};
-    let (h, bytes) = (model.hidden_size as u64, if dense == DenseBits::Int8 { 1 } else { 2 });
+    // A config that lies makes products that u64 does not hold.
+    let wide = |dims: &[usize]| dims.iter().map(|&n| n as u128).product::<u128>();
+    let (h, bytes) = (model.hidden_size, if dense == DenseBits::Int8 { 1 } else { 2 });
     let layers = model.layers.iter().map(|layer| {
         let attention = match &layer.attention {
-            Attention::Gqa(a) => bytes * h * (a.head_dim * 2 * (a.num_heads + a.num_kv_heads)) as u64,
+            Attention::Gqa(a) => wide(&[bytes, h, a.head_dim, 2 * (a.num_heads + a.num_kv_heads)]),
             Attention::Mla(a) => {
-                let q = (a.num_heads * a.qk_head_dim()) as u64;
-                let query = a.q_lora_rank.map_or(h * q, |r| r as u64 * (h + q));
-                let heads = (a.num_heads * a.kv_lora_rank * (a.qk_nope_head_dim + a.v_head_dim)) as u64;
-                bytes * (query + h * a.cache_dim() as u64 + h * (a.num_heads * a.v_head_dim) as u64) + 2 * heads
+                let q = a.num_heads * a.qk_head_dim();
+                let query = a.q_lora_rank.map_or(wide(&[bytes, h, q]), |rank| wide(&[bytes, rank, h + q]));
+                let heads = wide(&[2, a.num_heads, a.kv_lora_rank, a.qk_nope_head_dim + a.v_head_dim]);
+                query + wide(&[bytes, h, a.cache_dim() + a.num_heads * a.v_head_dim]) + heads
             }
         };
         let ffn = match &layer.ffn {
-            Ffn::Dense { intermediate_size } => 3 * bytes * h * *intermediate_size as u64,
-            Ffn::Moe(moe) => 4 * h * moe.num_experts as u64 + 3 * bytes * h * moe.shared_intermediate_size.unwrap_or(0) as u64,
+            Ffn::Dense { intermediate_size } => wide(&[3, bytes, h, *intermediate_size]),
+            Ffn::Moe(moe) => wide(&[4, h, moe.num_experts]) + wide(&[3, bytes, h, moe.shared_intermediate_size.unwrap_or(0)]),
         };
         attention + ffn
     });
-    layers.sum::<u64>() + (2 + bytes) * h * model.vocab_size as u64
+    saturated(layers.sum::<u128>() + wide(&[2 + bytes, h, model.vocab_size]))
 }
 
 /// Bytes of all packed routed experts.
 fn expert_bytes(model: &ModelConfig, precision: Option<Precision>) -> Result<u64> {
     let (Some(precision), Some(moe)) = (precision, model.moe()) else { return Ok(0) };
     let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
-    Ok(model.moe_layers().count() as u64 * moe.num_experts as u64 * layout.bytes() as u64)
+    Ok(saturated((model.moe_layers().count() * moe.num_experts) as u128 * layout.bytes() as u128))
+}
+
+fn saturated(bytes: u128) -> u64 {
+    bytes.try_into().unwrap_or(u64::MAX)
 }
 
 /// Stops loading before the machine runs out of memory. Errors: `Error::Resources`.

@@ -34,11 +34,12 @@ pub fn supported() -> impl Iterator<Item = &'static str> {
 /// Errors: `Error::Io`; `Error::Model` naming the field, or the architecture and the supported ones.
 pub fn read(dir: &Path) -> Result<ModelConfig> {
     let path = dir.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
-    parse(&text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
+    let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+    let text = std::str::from_utf8(&bytes).map_err(|_| Error::Model(format!("{}: not UTF-8 text: download it again", path.display())))?;
+    parse(text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
 }
 
-/// Reads the text of a `config.json`.
+/// Reads the text of a `config.json`; what it gives is of sane size, whatever the text.
 pub fn parse(text: &str) -> Result<ModelConfig> {
     let json: Value = serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
     let fields = Fields::new(&json)?;
@@ -47,8 +48,18 @@ pub fn parse(text: &str) -> Result<ModelConfig> {
         let known: Vec<_> = supported().collect();
         return Err(Error::Model(format!("architecture `{kind}` is not supported; supported are {}", known.join(", "))));
     };
-    reader(&fields)
+    let model = reader(&fields)?;
+    match model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() {
+        0..=MAX_EXPERTS => Ok(model),
+        n => Err(Error::Model(format!(
+            "{n} experts in {} layers are more than any model has: download config.json again",
+            model.layers.len()
+        ))),
+    }
 }
+
+/// Experts of all layers: each has names and checksums, and a lying config must not make us list them without end.
+const MAX_EXPERTS: usize = 1 << 18;
 
 /// A router must be able to choose as many experts as it says.
 fn check_router(moe: &crate::model::Moe) -> Result<()> {

@@ -27,9 +27,6 @@ impl TextModel {
     /// Finds or downloads `model`, reads its text side, and starts its engine; `report` hears what takes time.
     pub fn open(model: &str, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Self> {
         let dir = hub::resolve(model, &load::cache_dir(config)?)?;
-        if !dir.join("config.json").exists() {
-            return Err(Error::Model(format!("{} has no config.json: it is not a checkpoint in the Hugging Face layout", dir.display())));
-        }
         // A missing tokenizer is found before minutes of conversion, not after.
         let text = TextSide::load(&dir)?;
         Ok(Self::new(engine::start(model, &dir, config, report)?, text))
@@ -59,13 +56,17 @@ impl TextModel {
     ///
     /// Errors: `Error::Invalid` without a template, or when it refuses the conversation.
     pub fn chat_prompt(&self, messages: &[Value], options: &RenderOptions) -> Result<Vec<u32>> {
-        let Some(template) = &self.template else {
-            return Err(Error::Invalid(format!(
+        self.tokenizer.encode(&self.template()?.render(messages, options)?, false)
+    }
+
+    /// What makes prompts of conversations. Errors: `Error::Invalid` when the model has none.
+    pub fn template(&self) -> Result<&ChatTemplate> {
+        self.template.as_deref().ok_or_else(|| {
+            Error::Invalid(format!(
                 "{} has no chat template: complete plain text with `generate` or /v1/completions, or put a chat_template.jinja beside its config.json",
                 self.engine.info().model
-            )));
-        };
-        self.tokenizer.encode(&template.render(messages, options)?, false)
+            ))
+        })
     }
 
     /// Continues a prompt; dropping the stream cancels it.
@@ -94,7 +95,8 @@ impl TextSide {
     }
 }
 
-fn check_sampling(sampling: &SamplingParams) -> Result<()> {
+/// Refuses what cannot be sampled with. Errors: `Error::Invalid` naming the parameter and its range.
+pub fn check_sampling(sampling: &SamplingParams) -> Result<()> {
     let rules = [
         ("temperature", sampling.temperature, 0.0..=100.0, "from 0 (greedy) to 100"),
         ("top_p", sampling.top_p, f32::MIN_POSITIVE..=1.0, "above 0 and at most 1"),

@@ -149,6 +149,93 @@ fn generate_takes_prompts_from_everywhere() {
 }
 
 #[test]
+fn every_fixture_generates_and_captures() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokens, out) = (dir.path().join("tokens.json"), dir.path().join("out.safetensors"));
+    std::fs::write(&tokens, "[1, 20, 300]").unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let mut models = 0;
+    for fixture in std::fs::read_dir(fixtures).unwrap().map(|entry| entry.unwrap().path()).filter(|dir| dir.join("config.json").exists()) {
+        models += 1;
+        let model = fixture.to_str().unwrap();
+        let cache = dir.path().join("cache");
+        // A home that cannot be written must not matter when the cache is elsewhere.
+        let run = |args: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_moebius"));
+            command.args(args).arg("--cache-dir").arg(&cache).env("HOME", "/proc/nowhere").env_remove("XDG_CACHE_HOME");
+            let output = command.stdin(Stdio::null()).output().unwrap();
+            assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+            output.stdout
+        };
+        let answer: serde_json::Value =
+            serde_json::from_slice(&run(&["generate", model, "Hello", "--json", "--max-tokens", "4", "--ignore-eos"])).unwrap();
+        let fields: Vec<_> = answer.as_object().unwrap().keys().collect();
+        assert_eq!(fields, ["tokens", "text", "finish_reason", "timings"]);
+        assert_eq!(answer["tokens"].as_array().unwrap().len(), 4);
+
+        let path = out.to_str().unwrap();
+        let capture = ["capture", model, "--tokens-file", tokens.to_str().unwrap(), "--out", path];
+        run(&[&capture[..], &["--logits", "--hidden", "0,2", "--router"]].concat());
+        let bytes = std::fs::read(&out).unwrap();
+        let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let config = moebius::models::read(&fixture).unwrap();
+        let top_k = config.moe().unwrap().router.top_k;
+        let mut expected = vec![
+            ("hidden.0".to_string(), safetensors::Dtype::F32, vec![3, config.hidden_size]),
+            ("hidden.2".into(), safetensors::Dtype::F32, vec![3, config.hidden_size]),
+            ("logits".into(), safetensors::Dtype::F32, vec![3, config.vocab_size]),
+            ("tokens".into(), safetensors::Dtype::I64, vec![3]),
+        ];
+        for (layer, _) in config.moe_layers() {
+            expected.push((format!("router.{layer}.ids"), safetensors::Dtype::I32, vec![3, top_k]));
+            expected.push((format!("router.{layer}.weights"), safetensors::Dtype::F32, vec![3, top_k]));
+        }
+        expected.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut found: Vec<_> = written.iter().map(|(name, view)| (name.to_string(), view.dtype(), view.shape().to_vec())).collect();
+        found.sort_by(|a, b| a.0.cmp(&b.0));
+        assert_eq!(found, expected, "{model}");
+        run(&capture);
+        let bytes = std::fs::read(&out).unwrap();
+        assert_eq!(safetensors::SafeTensors::deserialize(&bytes).unwrap().names(), ["tokens"]);
+    }
+    assert!(models >= 7);
+}
+
+/// A model whose embedding has more rows than its tokenizer has tokens.
+#[test]
+fn tokens_that_only_the_model_knows() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen3_moe");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&file, "[1, 512, 543]").unwrap();
+    let path = file.path().to_str().unwrap();
+    let hot = ["--temperature", "100", "--seed", "1", "--max-tokens", "200", "--ignore-eos", "--json"];
+    let answer: serde_json::Value =
+        serde_json::from_str(&success(&[&["generate", model, "--tokens-file", path], &hot[..]].concat(), "")).unwrap();
+    let unknown = answer["tokens"].as_array().unwrap().iter().filter(|id| id.as_u64().unwrap() >= 512).count();
+    assert!(unknown > 0, "{answer}");
+}
+
+#[test]
+fn a_bench_is_one_object() {
+    let args = ["bench", "demo", "--json", "--runs", "1", "--prompt-tokens", "8", "--decode-tokens", "2", "--batch", "1,2"];
+    let report: serde_json::Value = serde_json::from_str(&success(&args, "")).unwrap();
+    for field in ["machine", "model", "precision"] {
+        assert!(!report[field].is_null(), "{report}");
+    }
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 3);
+    for row in rows {
+        assert!(["prefill", "decode"].contains(&row["phase"].as_str().unwrap()));
+        assert_eq!((&row["experts"], &row["device"]), (&"ram".into(), &"cpu".into()));
+        for field in ["tokens", "batch", "tok_per_s", "limit_tok_per_s"] {
+            assert!(row[field].as_f64().unwrap() > 0.0, "{row}");
+        }
+    }
+    assert!(failure(&["bench", "demo", "--prompt-tokens", "4097"]).contains("lower --prompt-tokens"));
+    assert!(failure(&["bench", "demo", "--decode-tokens", "18446744073709551615"]).contains("--decode-tokens"));
+}
+
+#[test]
 fn the_same_seed_gives_the_same_text() {
     let at = |seed| success(&["generate", "demo", "One", "--temperature", "3", "--seed", seed, "--max-tokens", "20", "--ignore-eos"], "");
     assert_eq!(at("7"), at("7"));

@@ -6,7 +6,7 @@ mod route;
 
 use std::cell::RefCell;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 
@@ -19,7 +19,7 @@ use crate::kernel::Kernel;
 use crate::model::Router;
 use crate::tensor::Tensor;
 use crate::weights::HostTensor;
-use crate::workers::Team;
+use crate::workers::{Shared, Team};
 
 pub use linear::{Buffer, Linear};
 
@@ -29,9 +29,8 @@ pub struct Cpu {
     kernel: &'static dyn Kernel,
     // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
     quantized: RefCell<linear::Quantized>,
-    router_scratch: RefCell<Vec<f32>>,       // [tokens, experts]
-    head_scratch: RefCell<Vec<f32>>,         // [norm width]
-    attention_scratch: Vec<Mutex<Vec<f32>>>, // one per worker
+    router_scratch: RefCell<Vec<f32>>, // [tokens, experts]
+    scratch: Vec<Mutex<Vec<f32>>>,     // one per worker
 }
 
 /// `[heads, n, k]` bf16.
@@ -69,16 +68,38 @@ impl Kv {
 impl Cpu {
     /// A backend whose ops run on `team` with `kernel`.
     pub fn new(team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
-        let attention_scratch = (0..team.threads()).map(|_| Mutex::default()).collect();
-        Self {
-            team,
-            kernel,
-            quantized: Default::default(),
-            router_scratch: Default::default(),
-            head_scratch: Default::default(),
-            attention_scratch,
-        }
+        let scratch = (0..team.threads()).map(|_| Mutex::default()).collect();
+        Self { team, kernel, quantized: Default::default(), router_scratch: Default::default(), scratch }
     }
+}
+
+/// Numbers of a tensor below which an op on its rows is not worth waking the team for.
+const PARALLEL: usize = 1 << 15;
+
+impl Cpu {
+    /// `work(t, row t of out, scratch)` for every row, on all workers if there is much to do.
+    fn each_row(&self, out: &mut Tensor, work: impl Fn(usize, &mut [f32], &mut Vec<f32>) + Sync) {
+        let (rows, cols) = (out.rows(), out.cols());
+        if rows == 1 || rows * cols < PARALLEL {
+            let mut scratch = lock(&self.scratch[0]);
+            return (0..rows).for_each(|t| work(t, out.row_mut(t), &mut scratch));
+        }
+        let (shared, scratch) = (Shared::new(out.data_mut()), &self.scratch);
+        self.team.run(&|worker| {
+            let mut scratch = lock(&scratch[worker.index]);
+            for t in worker.share(rows) {
+                // SAFETY: a row is in one worker's share.
+                #[allow(unsafe_code)]
+                let row = unsafe { shared.slice_mut(t * cols..(t + 1) * cols) };
+                work(t, row, &mut scratch);
+            }
+        });
+    }
+}
+
+/// A worker's own scratch memory; nobody else ever holds it.
+fn lock(scratch: &Mutex<Vec<f32>>) -> MutexGuard<'_, Vec<f32>> {
+    scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Backend for Cpu {
@@ -138,31 +159,29 @@ impl Backend for Cpu {
     }
 
     fn embed(&self, embedding: &Embedding, tokens: &[u32], out: &mut Tensor) {
-        let hidden = out.cols();
-        for (t, &token) in tokens.iter().enumerate() {
-            let row = &embedding.0[token as usize * hidden..][..hidden];
-            for (o, w) in out.row_mut(t).iter_mut().zip(row) {
+        self.each_row(out, |t, out, _| {
+            let row = &embedding.0[tokens[t] as usize * out.len()..][..out.len()];
+            for (o, w) in out.iter_mut().zip(row) {
                 *o = w.to_f32();
             }
-        }
+        });
     }
 
     fn rms_norm(&self, x: &Tensor, w: &Vec<f32>, eps: f32, out: &mut Tensor) {
         assert_eq!((x.rows(), x.cols()), (out.rows(), out.cols()));
-        for t in 0..x.rows() {
-            self.kernel.rms_norm(x.row(t), w, eps, out.row_mut(t));
-        }
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, _| kernel.rms_norm(x.row(t), w, eps, out));
     }
 
     fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
-        let mut head = self.head_scratch.borrow_mut();
-        head.resize(w.len(), 0.0);
-        for t in 0..x.rows() {
-            for part in x.row_mut(t)[cols.clone()].chunks_exact_mut(w.len()) {
-                head.copy_from_slice(part);
-                self.kernel.rms_norm(&head, w, eps, part);
+        let kernel = self.kernel;
+        self.each_row(x, |_, row, scratch| {
+            scratch.resize(w.len(), 0.0);
+            for part in row[cols.clone()].chunks_exact_mut(w.len()) {
+                scratch.copy_from_slice(part);
+                kernel.rms_norm(scratch, w, eps, part);
             }
-        }
+        });
     }
 
     fn linear(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
@@ -178,12 +197,13 @@ impl Backend for Cpu {
     }
 
     fn copy_heads(&self, num_heads: usize, width: usize, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
+        assert_eq!(x.rows(), out.rows());
         let (from, to) = (x.cols() / num_heads, out.cols() / num_heads);
-        for t in 0..x.rows() {
-            for h in 0..num_heads {
-                out.row_mut(t)[h * to + out_at..][..width].copy_from_slice(&x.row(t)[h * from + x_at..][..width]);
+        self.each_row(out, |t, out, _| {
+            for (x, out) in x.row(t).chunks_exact(from).zip(out.chunks_exact_mut(to)) {
+                out[out_at..][..width].copy_from_slice(&x[x_at..][..width]);
             }
-        }
+        });
     }
 
     fn rope_angles(&self, inv_freq: &[f32], factor: f32, positions: &[u32], out: &mut Tensor) {
@@ -199,16 +219,16 @@ impl Backend for Cpu {
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
         let half = angles.cols() / 2;
-        for t in 0..x.rows() {
+        self.each_row(x, |t, row, _| {
             let (cos, sin) = angles.row(t).split_at(half);
-            for head in x.row_mut(t).chunks_exact_mut(head_dim) {
+            for head in row.chunks_exact_mut(head_dim) {
                 let part = &mut head[at..at + 2 * half];
                 for i in 0..half {
                     let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
                     (part[a], part[b]) = (part[a] * cos[i] - part[b] * sin[i], part[b] * cos[i] + part[a] * sin[i]);
                 }
             }
-        }
+        });
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
@@ -233,7 +253,8 @@ impl Backend for Cpu {
     }
 
     fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
-        self.kernel.silu_mul(gate.data(), up.data(), out.data_mut());
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, _| kernel.silu_mul(gate.row(t), up.row(t), out));
     }
 
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {

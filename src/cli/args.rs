@@ -8,6 +8,10 @@ use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::kernel::Simd;
 use moebius::{Error, Result};
 
+/// More of either takes memory for nothing.
+const MAX_THREADS: usize = 1024;
+const MAX_BATCH_TOKENS: usize = 1 << 16;
+
 /// How to load and run a model.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Engine")]
@@ -51,6 +55,13 @@ impl EngineArgs {
                 return Err(Error::Invalid(format!("{flag} is 0: give at least 1")));
             }
         }
+        for (flag, value, max) in
+            [("--threads", self.threads, MAX_THREADS), ("--max-batch-tokens", Some(self.max_batch_tokens), MAX_BATCH_TOKENS)]
+        {
+            if let Some(value) = value.filter(|&value| value > max) {
+                return Err(Error::Invalid(format!("{flag} is {value}: give at most {max}")));
+            }
+        }
         let mut config = EngineConfig {
             experts: self.experts,
             group_size: self.group_size,
@@ -85,7 +96,7 @@ fn dense_bits(name: &str) -> DenseBits {
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
     /// Randomness; 0 is greedy [default: the model's own, else 0].
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Keep the smallest set of tokens whose probabilities sum to this.
     #[arg(long, value_name = "P")]
@@ -102,6 +113,11 @@ pub(crate) struct SamplingArgs {
 }
 
 impl SamplingArgs {
+    /// Refuses what is out of range, before a model is loaded for it.
+    pub(crate) fn check(&self) -> Result<()> {
+        moebius::text_model::check_sampling(&self.over(&Default::default()))
+    }
+
     /// The model's defaults with what was given on the command line.
     pub(crate) fn over(&self, defaults: &moebius::engine::SamplingParams) -> moebius::engine::SamplingParams {
         moebius::engine::SamplingParams {

@@ -29,8 +29,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 64)]
     decode_tokens: usize,
     /// Sequences that decode together.
-    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1")]
-    batch: Vec<usize>,
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    batch: Vec<u64>,
     /// Runs of each measurement, after one to warm up; the median counts.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
     runs: u64,
@@ -40,10 +40,11 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
-    if let Some(&n) = args.prompt_tokens.iter().chain(&args.batch).find(|&&n| n == 0) {
-        return Err(Error::Invalid(format!("{n} tokens or sequences cannot be measured: give at least 1")));
+    if args.prompt_tokens.contains(&0) {
+        return Err(Error::Invalid("a prompt of 0 tokens cannot be measured: give at least 1".into()));
     }
-    let plan = Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches: args.batch, runs: args.runs as usize };
+    let batches = args.batch.iter().map(|&sequences| sequences as usize).collect();
+    let plan = Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches, runs: args.runs as usize };
     let status = Status::new();
     let report = match (&args.model, &args.shape) {
         (Some(model), _) => {

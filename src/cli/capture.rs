@@ -41,6 +41,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
+    capture::check_out(&args.out)?;
     let dir = hub::resolve(&args.model, &load::cache_dir(&config)?)?;
     let tokens = match (&args.tokens, &args.tokens_file, &args.prompt) {
         (Some(tokens), _, _) => tokens.clone(),

@@ -37,9 +37,11 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
+    args.sampling.check()?;
     let status = Status::new();
     let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
     drop(status);
+    model.template()?;
 
     let mut conversation = Conversation::new(args.system, args.sampling.over(model.sampling()), args.max_tokens);
     // One small runtime: an answer and Ctrl-C are waited for together.

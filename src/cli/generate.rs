@@ -55,6 +55,7 @@ enum Prompt {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
+    args.sampling.check()?;
     let prompt = read_prompt(&args)?;
     let status = Status::new();
     let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;

@@ -15,7 +15,7 @@ pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
         other => return Err(Error::Model(format!("topk_method `{other}` is not supported; greedy and group_limited_greedy are"))),
     };
     let router = Router {
-        top_k: f.dim("num_experts_per_tok")?,
+        top_k: f.top_k()?,
         scoring: Scoring::Softmax,
         correction_bias: false,
         groups: if group_limited { groups(f, GroupScore::Max)? } else { None },
@@ -34,7 +34,7 @@ pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
         }
     }
     let router = Router {
-        top_k: f.dim("num_experts_per_tok")?,
+        top_k: f.top_k()?,
         scoring: Scoring::Sigmoid,
         correction_bias: true,
         groups: groups(f, GroupScore::TopTwoSum)?,
@@ -51,19 +51,22 @@ pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
     Ok(ModelConfig { architecture: "kimi_k25".into(), prefix: "language_model.".into(), ..v3(&text)? })
 }
 
+/// A token's open groups are bits of a word.
+const MAX_GROUPS: usize = 64;
+
 fn groups(f: &Fields<'_>, score: GroupScore) -> Result<Option<Groups>> {
     let (count, top_k, experts) = (f.dim_or("n_group", 1)?, f.dim_or("topk_group", 1)?, num_experts(f)?);
     if count == 1 {
         return Ok(None);
     }
-    if experts % count != 0 || top_k > count || (score == GroupScore::TopTwoSum && experts / count < 2) {
+    if count > MAX_GROUPS || experts % count != 0 || top_k > count || (score == GroupScore::TopTwoSum && experts / count < 2) {
         return Err(Error::Model(format!("{experts} experts cannot be chosen from the best {top_k} of {count} groups")));
     }
     Ok(Some(Groups { count, top_k, score }))
 }
 
 fn num_experts(f: &Fields<'_>) -> Result<usize> {
-    f.dim_any(&["n_routed_experts", "num_local_experts", "num_experts"])
+    f.num_experts(&["n_routed_experts", "num_local_experts", "num_experts"])
 }
 
 fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
@@ -92,11 +95,11 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     };
     super::check_router(&moe)?;
 
-    let num_layers = f.dim("num_hidden_layers")?;
+    let num_layers = f.num_layers()?;
     let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
     let kinds = f.strings("mlp_layer_types")?;
-    if kinds.as_ref().is_some_and(|k| k.len() != num_layers) {
-        return Err(Error::Model(format!("`mlp_layer_types` does not name {num_layers} layers")));
+    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["dense", "sparse"].contains(kind))) {
+        return Err(Error::Model(format!("`mlp_layer_types` does not say dense or sparse for each of {num_layers} layers")));
     }
     let is_moe = |layer: usize| match &kinds {
         Some(kinds) => kinds[layer] == "sparse",
@@ -113,7 +116,7 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         vocab_size: f.dim("vocab_size")?,
         hidden_size: f.dim("hidden_size")?,
         max_context: f.dim("max_position_embeddings")?,
-        norm_eps: f.f64_or("rms_norm_eps", 1e-6)? as f32,
+        norm_eps: f.norm_eps()?,
         tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
         prefix: String::new(),
         rope,

@@ -7,6 +7,9 @@ use crate::{Error, Result};
 
 /// No dimension of a real model is larger; a lying config must not make us allocate.
 const MAX_DIM: u64 = 1 << 24;
+const MAX_LAYERS: u64 = 1 << 12;
+const MAX_EXPERTS: u64 = 1 << 16;
+const MAX_TOP_K: u64 = 1 << 8;
 
 /// A JSON object whose fields are read with an error that names them. `null` counts as absent.
 pub(super) struct Fields<'a>(&'a Map<String, Value>);
@@ -30,16 +33,31 @@ impl<'a> Fields<'a> {
 
     /// A dimension: a positive integer of sane size.
     pub(super) fn dim(&self, name: &str) -> Result<usize> {
-        self.dim_any(&[name])
+        self.up_to(MAX_DIM, &[name])
     }
 
-    /// The first of several names of the same dimension.
-    pub(super) fn dim_any(&self, names: &[&str]) -> Result<usize> {
+    /// The first of several names of the same number, from 1 to `max`.
+    fn up_to(&self, max: u64, names: &[&str]) -> Result<usize> {
         let (name, value) = names.iter().find_map(|n| Some((*n, self.get(n)?))).ok_or_else(|| missing(names[0]))?;
         match value.as_u64() {
-            Some(v @ 1..=MAX_DIM) => Ok(v as usize),
-            _ => Err(wrong(name, "an integer from 1 to 16777216")),
+            Some(v) if (1..=max).contains(&v) => Ok(v as usize),
+            _ => Err(wrong(name, &format!("an integer from 1 to {max}"))),
         }
+    }
+
+    /// Layers of the model.
+    pub(super) fn num_layers(&self) -> Result<usize> {
+        self.up_to(MAX_LAYERS, &["num_hidden_layers"])
+    }
+
+    /// Routed experts of a layer, by any of these names.
+    pub(super) fn num_experts(&self, names: &[&str]) -> Result<usize> {
+        self.up_to(MAX_EXPERTS, names)
+    }
+
+    /// Routed experts of a token.
+    pub(super) fn top_k(&self) -> Result<usize> {
+        self.up_to(MAX_TOP_K, &["num_experts_per_tok"])
     }
 
     pub(super) fn dim_or(&self, name: &str, default: usize) -> Result<usize> {
@@ -63,8 +81,16 @@ impl<'a> Fields<'a> {
     pub(super) fn f64_or(&self, name: &str, default: f64) -> Result<f64> {
         match self.get(name).map(|v| v.as_f64()) {
             None => Ok(default),
-            Some(Some(v)) if v.is_finite() => Ok(v),
+            Some(Some(v)) if v.abs() <= f32::MAX.into() => Ok(v),
             Some(_) => Err(wrong(name, "a number")),
+        }
+    }
+
+    /// Epsilon of the norms.
+    pub(super) fn norm_eps(&self) -> Result<f32> {
+        match self.f64_or("rms_norm_eps", 1e-6)? {
+            eps if (0.0..1.0).contains(&eps) => Ok(eps as f32),
+            _ => Err(wrong("rms_norm_eps", "a number from 0 to 1")),
         }
     }
 
@@ -156,6 +182,11 @@ impl<'a> Fields<'a> {
                     if all != 0.0 {
                         softmax_mscale = Yarn::mscale(factor, all);
                     }
+                    if !(usable(softmax_mscale) && usable(attention_factor)) {
+                        return Err(Error::Model(format!(
+                            "`factor` {factor}, `mscale` {mscale} and `mscale_all_dim` {all} make no usable scale"
+                        )));
+                    }
                     let original = match s.optional_dim("original_max_position_embeddings")? {
                         Some(n) => n,
                         None => self.dim("max_position_embeddings")?,
@@ -163,8 +194,8 @@ impl<'a> Fields<'a> {
                     RopeScaling::Yarn(Yarn {
                         factor,
                         original_max_position: original as f64,
-                        beta_fast: s.f64_or("beta_fast", 32.0)?,
-                        beta_slow: s.f64_or("beta_slow", 1.0)?,
+                        beta_fast: s.positive_or("beta_fast", 32.0)?,
+                        beta_slow: s.positive_or("beta_slow", 1.0)?,
                         attention_factor: attention_factor as f32,
                         truncate: s.bool_or("truncate", true)?,
                     })
@@ -177,10 +208,19 @@ impl<'a> Fields<'a> {
 
     fn positive(&self, name: &str) -> Result<f64> {
         match self.get(name).ok_or_else(|| missing(name))?.as_f64() {
-            Some(v) if v > 0.0 && v.is_finite() => Ok(v),
+            Some(v) if (f32::MIN_POSITIVE.into()..=f32::MAX.into()).contains(&v) => Ok(v),
             _ => Err(wrong(name, "a positive number")),
         }
     }
+
+    fn positive_or(&self, name: &str, default: f64) -> Result<f64> {
+        if self.get(name).is_some() { self.positive(name) } else { Ok(default) }
+    }
+}
+
+/// Whether a factor leaves numbers that f32 can hold.
+fn usable(factor: f64) -> bool {
+    (1e-6..=1e6).contains(&factor)
 }
 
 fn missing(name: &str) -> Error {

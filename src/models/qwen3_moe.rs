@@ -29,11 +29,11 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         scale: 1.0 / (head_dim as f32).sqrt(),
     });
     let moe = Moe {
-        num_experts: f.dim_any(&["num_experts", "num_local_experts"])?,
+        num_experts: f.num_experts(&["num_experts", "num_local_experts"])?,
         intermediate_size: f.dim("moe_intermediate_size")?,
         shared_intermediate_size: None,
         router: Router {
-            top_k: f.dim("num_experts_per_tok")?,
+            top_k: f.top_k()?,
             scoring: Scoring::Softmax,
             correction_bias: false,
             groups: None,
@@ -43,7 +43,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     };
     super::check_router(&moe)?;
     let (dense_layers, step) = (f.layers("mlp_only_layers")?, f.dim_or("decoder_sparse_step", 1)?);
-    let layers = (0..f.dim("num_hidden_layers")?)
+    let layers = (0..f.num_layers()?)
         .map(|layer| {
             let is_moe = !dense_layers.contains(&layer) && (layer + 1) % step == 0;
             let ffn = if is_moe { Ffn::Moe(moe.clone()) } else { Ffn::Dense { intermediate_size: f.dim("intermediate_size")? } };
@@ -56,7 +56,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         vocab_size: f.dim("vocab_size")?,
         hidden_size,
         max_context: f.dim("max_position_embeddings")?,
-        norm_eps: f.f64_or("rms_norm_eps", 1e-6)? as f32,
+        norm_eps: f.norm_eps()?,
         tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
         prefix: String::new(),
         rope,

@@ -1,6 +1,8 @@
 //! What the tests of whole models share.
 #![allow(dead_code, unreachable_pub)] // each test binary uses its part
 
+pub mod checkpoint;
+
 use std::path::PathBuf;
 
 use moebius::backend::cpu::Cpu;

@@ -13,7 +13,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Cpu, Kv};
+use super::{Cpu, Kv, lock};
 use crate::batch::{BLOCK_SIZE, Batch, Span};
 use crate::kernel::{Kernel, Rows};
 use crate::tensor::Tensor;
@@ -78,9 +78,9 @@ impl Cpu {
         let next = AtomicUsize::new(0);
         let cols = out.cols();
         let output = Shared::new(out.data_mut());
-        let (kernel, scratch) = (self.kernel, &self.attention_scratch);
+        let (kernel, scratch) = (self.kernel, &self.scratch);
         self.team.run(&|worker| {
-            let mut scratch = scratch[worker.index].lock().expect("no worker panics while it holds its own scratch");
+            let mut scratch = lock(&scratch[worker.index]);
             scratch.resize(TILE * (kv.dim + value_dim + BLOCK_SIZE), 0.0);
             loop {
                 let mut i = next.fetch_add(1, Ordering::Relaxed);

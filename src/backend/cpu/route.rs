@@ -1,6 +1,7 @@
 //! Choosing experts: logits, scores, groups, top-k, weights. All in f32.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use super::{Cpu, RouterWeights};
 use crate::experts::Routing;
@@ -18,36 +19,36 @@ impl Cpu {
         out.weights.resize(tokens * router.top_k, 0.0);
         let mut scratch = self.router_scratch.borrow_mut();
         scratch.resize(tokens * experts, 0.0);
-        let logits = &mut scratch[..];
-        let shared = Shared::new(logits);
-        let kernel = self.kernel;
-        self.team.run(&|worker| {
-            // Tokens, not experts, are shared out: the weights are small and stay in every core's cache.
-            let mine = if tokens == 1 && worker.index > 0 {
-                0..0
-            } else if tokens == 1 {
-                0..1
-            } else {
-                worker.share(tokens)
-            };
-            if mine.is_empty() {
-                return;
-            }
+        let (logits, kernel) = (Shared::new(&mut scratch), self.kernel);
+        let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
+        if tokens == 1 {
+            // One token: its experts are shared out, so that every core reads a part of the weights.
+            self.team.run(&|worker| {
+                let mine = worker.share(experts);
+                // SAFETY: workers have disjoint shares of the experts.
+                #[allow(unsafe_code)]
+                let logits = unsafe { logits.slice_mut(mine.clone()) };
+                let w = Rows::new(&w.weight[mine.start * k..mine.end * k], mine.len(), k);
+                kernel.dot_f32(w, Rows::new(x.data(), 1, k), logits);
+            });
+        }
+        let choose = |mine: Range<usize>| {
             // SAFETY: workers have disjoint shares of the tokens.
             #[allow(unsafe_code)]
-            let part = unsafe { shared.slice_mut(mine.start * experts..mine.end * experts) };
-            kernel.dot_f32(Rows::new(&w.weight, experts, k), Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k), part);
-        });
-        for t in 0..tokens {
-            let chosen = t * router.top_k..(t + 1) * router.top_k;
-            choose_one(
-                router,
-                &mut logits[t * experts..][..experts],
-                w.correction_bias.as_deref(),
-                &mut out.ids[chosen.clone()],
-                &mut out.weights[chosen],
-            );
-        }
+            let logits = unsafe { logits.slice_mut(mine.start * experts..mine.end * experts) };
+            if tokens > 1 {
+                let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
+                kernel.dot_f32(Rows::new(&w.weight, experts, k), x, logits);
+            }
+            for (t, logits) in mine.zip(logits.chunks_exact_mut(experts)) {
+                let chosen = t * router.top_k..(t + 1) * router.top_k;
+                // SAFETY: as above.
+                #[allow(unsafe_code)]
+                let (ids, weights) = unsafe { (ids.slice_mut(chosen.clone()), weights.slice_mut(chosen)) };
+                choose_one(router, logits, w.correction_bias.as_deref(), ids, weights);
+            }
+        };
+        if tokens == 1 { choose(0..1) } else { self.team.run(&|worker| choose(worker.share(tokens))) }
     }
 }
 

@@ -1,0 +1,187 @@
+//! Any `config.json`: refused by name, or a model of sane size with which everything before loading works.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use common::{demo_dir, fixture_dir};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::load::{self, Budget};
+use moebius::models;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+const FIXTURES: [&str; 7] =
+    ["deepseek_v2_full", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen3_moe", "qwen3_moe_dense_layer_sharded"];
+
+fn configs() -> Vec<Value> {
+    let dirs = FIXTURES.iter().map(|name| fixture_dir(name)).chain(["moe-gqa", "moe-mla"].map(demo_dir));
+    dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap()).collect()
+}
+
+/// What a field may be turned into.
+fn hostile() -> Vec<Value> {
+    vec![
+        json!(null),
+        json!(true),
+        json!(false),
+        json!(0),
+        json!(1),
+        json!(2),
+        json!(3),
+        json!(-1),
+        json!(0.5),
+        json!(-0.0),
+        json!(1e300),
+        json!(-1e300),
+        json!(1e-300),
+        json!(63),
+        json!(65),
+        json!(4096),
+        json!(1 << 16),
+        json!(1 << 24),
+        json!((1 << 24) + 1),
+        json!(u32::MAX),
+        json!(i64::MIN),
+        json!(u64::MAX),
+        json!(""),
+        json!("yarn"),
+        json!("linear"),
+        json!("group_limited_greedy"),
+        json!("9"),
+        json!([]),
+        json!([0]),
+        json!([-1, 1.5, "x", null]),
+        json!({}),
+        json!({"rope_type": "yarn", "factor": 1e-38, "mscale": -1e30, "mscale_all_dim": 1e30}),
+        json!({"type": "yarn", "factor": 4, "beta_fast": 0, "beta_slow": -1, "original_max_position_embeddings": 1}),
+        json!([[[[[[[[{"a": [null]}]]]]]]]]),
+    ]
+}
+
+/// Paths of all fields, those inside of objects too.
+fn fields(value: &Value) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for (name, value) in value.as_object().into_iter().flatten() {
+        found.push(vec![name.clone()]);
+        found.extend(fields(value).into_iter().map(|rest| [vec![name.clone()], rest].concat()));
+    }
+    found
+}
+
+/// Sets or, without a value, removes a field; does nothing where an earlier change took its parent away.
+fn change(config: &mut Value, path: &[String], to: Option<Value>) {
+    let (name, parents) = path.split_last().unwrap();
+    let parent = parents.iter().try_fold(config, |value, name| value.get_mut(name));
+    let Some(object) = parent.and_then(Value::as_object_mut) else { return };
+    match to {
+        Some(value) => object.insert(name.clone(), value),
+        None => object.remove(name),
+    };
+}
+
+/// Everything that is done with a config before weights are looked at.
+fn survives(config: &Value) {
+    let model = match models::parse(&config.to_string()) {
+        Ok(model) => model,
+        Err(error) => {
+            let text = error.to_string();
+            assert!(!text.is_empty() && !text.contains('\n'), "{text:?}");
+            return;
+        }
+    };
+    assert!((1..=4096).contains(&model.layers.len()));
+    assert!(model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() <= 1 << 18);
+    assert!(model.rope.attention_factor().is_finite());
+    if model.rope.dim <= 1 << 16 {
+        assert!(model.rope.inv_freq().iter().all(|f| f.is_finite()), "{:?}", model.rope);
+    }
+    for experts in [ExpertBits::Int4, ExpertBits::Bf16] {
+        for (dense, max_context) in [(DenseBits::Bf16, None), (DenseBits::Int8, Some(model.max_context))] {
+            let engine = EngineConfig { experts, dense, max_context, ..EngineConfig::default() };
+            for available in [0, 8 << 30, u64::MAX] {
+                let precision = load::precision(&model, &engine);
+                if let Ok(budget) = precision.and_then(|precision| Budget::new(&model, &engine, precision, available)) {
+                    assert!(budget.max_context <= model.max_context && budget.kv_blocks > 0);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_field_turned_into_anything() {
+    for config in configs() {
+        survives(&config);
+        assert!(models::parse(&config.to_string()).is_ok());
+        for path in fields(&config) {
+            for to in hostile().into_iter().map(Some).chain([None]) {
+                let mut changed = config.clone();
+                change(&mut changed, &path, to);
+                survives(&changed);
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_beyond_reason_are_named() {
+    let qwen = configs().swap_remove(5);
+    let v3 = configs().swap_remove(2);
+    for (config, field, value) in [
+        (&qwen, "num_hidden_layers", 4097u64),
+        (&qwen, "num_hidden_layers", 16_777_216),
+        (&qwen, "num_experts", 65_537),
+        (&qwen, "num_experts_per_tok", 257),
+        (&qwen, "hidden_size", 16_777_217),
+        (&qwen, "vocab_size", u64::MAX),
+        (&v3, "num_hidden_layers", 1 << 40),
+        (&v3, "n_routed_experts", 65_537),
+        (&v3, "rms_norm_eps", 2),
+    ] {
+        let mut config = config.clone();
+        config[field] = json!(value);
+        let text = models::parse(&config.to_string()).unwrap_err().to_string();
+        assert!(text.contains(field), "{text}");
+    }
+    let mut groups = v3;
+    for (field, value) in [("n_group", 128), ("topk_group", 4), ("n_routed_experts", 256)] {
+        groups[field] = json!(value);
+    }
+    let text = models::parse(&groups.to_string()).unwrap_err().to_string();
+    assert!(text.contains("128 groups"), "{text}");
+}
+
+#[test]
+fn text_that_is_no_config() {
+    let deep = "[".repeat(100_000);
+    for text in ["", "{", "null", "[]", "1", "\"x\"", "{}", "\0", "{\"model_type\": 1}", &deep] {
+        assert!(!models::parse(text).unwrap_err().to_string().contains('\n'));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn several_fields_turned_into_anything(
+        of in 0usize..9,
+        changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), any::<Option<u64>>()), 1..6),
+    ) {
+        let mut config = configs().swap_remove(of);
+        let (paths, values) = (fields(&config), hostile());
+        for (path, value, number) in changes {
+            // Half of the numbers small, where a dimension is likely to be accepted.
+            let to = number.map_or_else(|| values[value.index(values.len())].clone(), |n| json!(if n % 2 == 0 { n % 300 } else { n }));
+            change(&mut config, &paths[path.index(paths.len())], Some(to));
+        }
+        survives(&config);
+    }
+
+    #[test]
+    fn any_byte_changed(of in 0usize..9, at: prop::sample::Index, byte: u8) {
+        let mut text = configs().swap_remove(of).to_string().into_bytes();
+        let at = at.index(text.len());
+        text[at] = byte;
+        let _ = std::str::from_utf8(&text).map(models::parse);
+    }
+}
