@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
-use crate::experts::Routing;
 use crate::forward::Tap;
 use crate::kv_cache::BlockPool;
 use crate::load::{self, Budget, LoadProgress, Loaded};

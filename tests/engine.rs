@@ -7,16 +7,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{cache_dir, demo_dir};
+use moebius::backend::Routing;
 use moebius::batch::BLOCK_SIZE;
 use moebius::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
 use moebius::engine::{self, EngineHandle, Event, Events, FinishReason, Request, RequestStats, SamplingParams};
-use moebius::experts::{ExpertExecutor, Routing};
+use moebius::experts::ExpertExecutor;
 use moebius::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
 use moebius::tensor::Tensor;
 use moebius::text_model::TextModel;
 use moebius::{Error, Result};
+use moebius_cache::format::ExpertCache;
 
 const MODELS: [&str; 2] = ["moe-gqa", "moe-mla"];
 
@@ -223,6 +225,27 @@ fn a_failed_step_fails_who_was_in_it() {
 }
 
 #[test]
+fn a_damaged_expert_is_refused_whenever_it_is_asked_for() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let config = EngineConfig { cache_dir: Some(dir.path().into()), ..config(256) };
+    let load = || load::load("damaged", &demo_dir("moe-gqa"), &config, &|_| {}).unwrap();
+    drop(load());
+    let mut files = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+    let path = files.find(|path| path.extension().is_some_and(|e| e == "moebius")).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    for layer in &ExpertCache::open(&path).unwrap().header().layers {
+        bytes[layer.offset as usize..][..layer.bytes as usize].iter_mut().step_by(97).for_each(|b| *b ^= 1);
+    }
+    std::fs::write(&path, bytes).unwrap();
+    let engine = engine::start_loaded("damaged", load(), &config, Vec::new(), Instant::now()).unwrap();
+    for _ in 0..3 {
+        let (tokens, end) = read(engine.submit(greedy(prompt(9, 1), 5)).unwrap());
+        assert!(tokens.is_empty() && end.unwrap_err().to_string().contains(path.to_str().unwrap()));
+    }
+}
+
+#[test]
 fn a_bug_ends_the_engine_and_everyone_hears_of_it() {
     let _alone = alone();
     let engine = start_changed("moe-gqa", 256, |loaded| loaded.model.experts = Some(Box::new(Broken(Some("a test's panic")))));
@@ -248,6 +271,7 @@ fn engine_threads() -> usize {
 fn the_engine_stops_with_its_last_handle() {
     let _alone = alone();
     let engine = start("moe-gqa", 512);
+    answer(&engine, greedy(prompt(9, 1), 2));
     assert!(engine_threads() >= 2);
     let second = engine.clone();
     drop(engine);
@@ -273,7 +297,7 @@ fn an_idle_engine_sleeps() {
     let _alone = alone();
     let engine = start("moe-gqa", 512);
     answer(&engine, greedy(prompt(9, 1), 20));
-    std::thread::sleep(Duration::from_millis(100));
+    std::thread::sleep(Duration::from_millis(300));
     let before = cpu_ticks();
     std::thread::sleep(Duration::from_millis(1000));
     let used = cpu_ticks() - before;
