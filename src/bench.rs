@@ -162,6 +162,8 @@ pub fn run(
             if context < loaded.model.config.max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
         return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
     }
+    // As the engine's thread does; not pinned is slower, not wrong.
+    let _ = loaded.team.pin_caller();
     let topology = Topology::read();
     let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize), Pages::Huge, 5)?;
     let resident = loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64;
@@ -353,10 +355,11 @@ impl std::fmt::Display for Report {
         let Machine { cpu, threads, simd, memory_gib, read_gb_per_s, .. } = &self.machine;
         writeln!(f, "{cpu}, {threads} threads, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
         let PrecisionReport { experts, dense } = &self.precision;
-        let gb = self.bytes_per_token as f64 / 1e9;
+        let bytes = self.bytes_per_token as f64;
+        let read = if bytes < 1e8 { format!("{:.2} MB", bytes / 1e6) } else { format!("{:.2} GB", bytes / 1e9) };
         writeln!(
             f,
-            "{}, {} layers, experts {experts}, dense {dense}: a token reads {gb:.2} GB; ready in {:.1} s",
+            "{}, {} layers, experts {experts}, dense {dense}: a token reads {read}; ready in {:.1} s",
             self.model, self.layers, self.ready_s
         )?;
         if let Some(d) = &self.distinct_experts {

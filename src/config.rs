@@ -22,7 +22,7 @@ pub enum DenseBits {
     /// As most checkpoints come; f32 arithmetic.
     #[default]
     Bf16,
-    /// 8-bit codes, group scales, int8 activations.
+    /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention stay at 16 bits.
     Int8,
 }
 

@@ -72,3 +72,35 @@ fn check_router(moe: &crate::model::Moe) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The same model as the hub's files and as transformers 5 describe it.
+    #[test]
+    fn both_styles_of_config_say_the_same() {
+        let hub = serde_json::json!({
+            "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "vocab_size": 100, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+            "rope_theta": 50000.0, "rope_scaling": { "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
+                "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0 },
+        });
+        let mut five = hub.clone();
+        let fields = five.as_object_mut().expect("an object");
+        let mut rope = fields.remove("rope_scaling").expect("just written");
+        rope["rope_type"] = rope["type"].take();
+        rope["rope_theta"] = fields.remove("rope_theta").expect("just written");
+        fields.insert("rope_parameters".into(), rope);
+        let experts = fields.remove("n_routed_experts").expect("just written");
+        fields.insert("num_local_experts".into(), experts);
+        let dtype = fields.remove("torch_dtype").expect("just written");
+        fields.insert("dtype".into(), dtype);
+        fields.insert("mlp_layer_types".into(), serde_json::json!(["dense", "sparse", "sparse"]));
+        let (hub, five) = (parse(&hub.to_string()).unwrap(), parse(&five.to_string()).unwrap());
+        assert!(hub.rope.scaling != crate::model::RopeScaling::None && hub.moe_layers().count() == 2);
+        assert_eq!(hub, five);
+    }
+}

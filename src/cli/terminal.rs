@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moebius::engine::RequestStats;
 use moebius::load::LoadProgress;
+use moebius_cache::convert::Phase;
 
 /// What is being done, on stderr: a bar in a terminal; elsewhere a line now and then, for work that takes long.
 pub(crate) struct Status {
@@ -22,8 +23,20 @@ impl Status {
     /// Shows how far loading is.
     pub(crate) fn loading(&self, progress: LoadProgress<'_>) {
         match progress {
+            // Said once and kept: these explain why a start takes long, or what became of a file.
+            LoadProgress::Convert(p) if matches!(p.phase, Phase::Replacing(_) | Phase::Waiting | Phase::Removed(_)) => {
+                self.note(&p.phase.to_string());
+            }
             LoadProgress::Convert(p) => self.report(&p.phase.to_string(), p.bytes_done, p.bytes_total, true),
             LoadProgress::Weights(done, layers) => self.report("loading layers", done as u64, layers as u64, false),
+        }
+    }
+
+    /// Prints a line that stays.
+    fn note(&self, line: &str) {
+        match &self.bar {
+            Some(bar) if !bar.is_hidden() => bar.println(line),
+            _ => eprintln!("{line}"),
         }
     }
 
