@@ -6,51 +6,23 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use moebius::experts::{CpuExperts, ExpertExecutor, ExpertStore, Routing};
+use moebius::backend::Routing;
+use moebius::experts::{CpuExperts, ExpertExecutor};
 use moebius::kernel::{self, Simd};
-use moebius::memory::{Memory, Pages, read_bandwidth};
+use moebius::memory::{Pages, read_bandwidth};
 use moebius::topology::Topology;
 use moebius::workers::Team;
+use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::{ExpertLayout, Precision};
 
-/// Random bytes as experts: every code and a small scale are valid, and arithmetic takes the same time on any numbers.
-struct RandomStore {
-    layout: ExpertLayout,
-    layers: usize,
-    experts: usize,
-    bytes: Memory,
-}
-
-impl RandomStore {
-    fn new(layout: ExpertLayout, experts: usize, total_bytes: usize) -> moebius::Result<Self> {
-        let layers = total_bytes.div_ceil(experts * layout.bytes()).max(1);
-        let mut bytes = Memory::new(layers * experts * layout.bytes(), Pages::Huge)?;
-        // 0x3c in both bytes of a bf16 is 0.0115.
-        bytes.fill(0x3c);
-        Ok(Self { layout, layers, experts, bytes })
-    }
-}
-
-impl ExpertStore for RandomStore {
-    fn layout(&self) -> ExpertLayout {
-        self.layout
-    }
-
-    fn num_layers(&self) -> usize {
-        self.layers
-    }
-
-    fn num_experts(&self) -> usize {
-        self.experts
-    }
-
-    fn expert(&self, layer: usize, expert: usize) -> &[u8] {
-        &self.bytes[(layer * self.experts + expert) * self.layout.bytes()..][..self.layout.bytes()]
-    }
-
-    fn check_expert(&self, _: usize, _: usize) -> moebius::Result<()> {
-        Ok(())
-    }
+/// Bytes as experts: every code and a small scale are valid, and arithmetic takes the same time on any numbers.
+fn store(shape: &Shape, precision: Precision) -> moebius::Result<ExpertCache> {
+    let layout = ExpertLayout::new(shape.hidden, shape.intermediate, precision)?;
+    let layers: Vec<usize> = (0..STORE_BYTES.div_ceil(shape.experts * layout.bytes())).collect();
+    let Shape { name: model, hidden, intermediate, experts: num_experts, .. } = *shape;
+    let contents = Contents { model, hidden, intermediate, num_experts, precision, layers: &layers };
+    // 0x3c in both bytes of a bf16 is 0.0115.
+    Ok(ExpertCache::anonymous(&contents, |_, _, bytes| bytes.fill(0x3c))?)
 }
 
 struct Shape {
@@ -121,8 +93,7 @@ fn main() -> moebius::Result<()> {
             if simds.is_empty() {
                 continue;
             }
-            let layout = ExpertLayout::new(shape.hidden, shape.intermediate, precision)?;
-            let store = Arc::new(RandomStore::new(layout, shape.experts, STORE_BYTES)?);
+            let store = Arc::new(store(shape, precision)?);
             for simd in simds {
                 let kernel = kernel::get(simd).expect("listed as available");
                 let mut experts = CpuExperts::new(store.clone(), team.clone(), kernel, 256, shape.top_k);
@@ -135,7 +106,7 @@ fn main() -> moebius::Result<()> {
     Ok(())
 }
 
-fn measure(team: &Team, experts: &mut CpuExperts, store: &RandomStore, shape: &Shape, tokens: usize, name: &str) -> moebius::Result<()> {
+fn measure(team: &Team, experts: &mut CpuExperts, store: &ExpertCache, shape: &Shape, tokens: usize, name: &str) -> moebius::Result<()> {
     let mut state = 1;
     let x: Vec<f32> = (0..tokens * shape.hidden).map(|_| random(&mut state) as f32 / (1u64 << 30) as f32 - 1.0).collect();
     let mut out = vec![0.0; x.len()];
@@ -147,7 +118,7 @@ fn measure(team: &Team, experts: &mut CpuExperts, store: &RandomStore, shape: &S
         let routing = routing(tokens, shape, &mut state);
         let before = experts.bytes_read();
         let start = Instant::now();
-        experts.submit_rows(i % store.layers, &x, &routing)?;
+        experts.submit_rows(i % store.num_layers(), &x, &routing)?;
         experts.finish_rows(&mut out)?;
         // The first one warms up buffers and threads.
         if i > 0 {

@@ -8,9 +8,19 @@ pub mod cpu;
 use crate::Result;
 use crate::batch::Batch;
 use crate::config::DenseBits;
-use crate::experts::Routing;
 use crate::model::Router;
-use crate::weights::HostTensor;
+use crate::tensor::HostTensor;
+
+/// Which experts each token goes to, and with what weight.
+#[derive(Clone, Debug, Default)]
+pub struct Routing {
+    /// Experts per token.
+    pub top_k: usize,
+    /// [tokens, top_k]; an id below 0 or beyond the layer's experts is skipped.
+    pub ids: Vec<i32>,
+    /// [tokens, top_k]
+    pub weights: Vec<f32>,
+}
 
 /// A device that runs the model. `T` below is the number of tokens in the batch.
 pub trait Backend {

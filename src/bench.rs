@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
-use crate::experts::Routing;
 use crate::forward::Tap;
 use crate::kv_cache::BlockPool;
 use crate::load::{self, Budget, LoadProgress, Loaded};
@@ -147,12 +147,18 @@ pub fn run(
         return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
     }
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
-    let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
+    let config = EngineConfig {
+        max_sequences: sequences.max(config.max_sequences),
+        max_batch_tokens: sequences.max(config.max_batch_tokens),
+        ..config.clone()
+    };
     let mut loaded = match source {
         Source::Directory(dir) => load::load(model, dir, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let ready_s = started.elapsed().as_secs_f64();
+    // As the engine's thread is; not pinned is slower, not wrong.
+    let _ = loaded.team.pin_caller();
     let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
     if needed > loaded.max_context {
         let context = loaded.max_context;

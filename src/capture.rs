@@ -5,9 +5,9 @@ use std::path::Path;
 
 use safetensors::tensor::{Dtype, TensorView};
 
+use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::batch::{BLOCK_SIZE, Batch};
-use crate::experts::Routing;
 use crate::forward::{Model, Tap};
 use crate::kv_cache::{BlockPool, KvCache};
 use crate::load::Loaded;

@@ -1,5 +1,7 @@
 //! The engine: one thread owns model, KV cache and sequences; everyone else holds an [`EngineHandle`].
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +15,7 @@ use crate::forward::Model;
 use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
 use crate::kv_cache::{BlockPool, KvCache};
-use crate::load::{self, LoadProgress};
+use crate::load::{self, LoadProgress, Loaded};
 use crate::sampler::Sampler;
 pub use crate::sampler::SamplingParams;
 use crate::scheduler::{Scheduler, Sequence};
@@ -61,8 +63,8 @@ pub struct RequestStats {
 /// What the engine tells the receiver of one request, in order; `Done` or `Failed` is last.
 #[derive(Debug)]
 pub enum Event {
-    /// One more token of the answer.
-    Token(u32),
+    /// One more token of the answer, and where the time went up to it: all that a receiver learns if it cancels here.
+    Token(u32, RequestStats),
     /// The answer is complete.
     Done(FinishReason, RequestStats),
     /// The request could not be served.
@@ -121,6 +123,11 @@ impl EngineHandle {
         &self.info
     }
 
+    /// Whether requests are still answered; a bug can end the engine before its handles are dropped.
+    pub fn is_running(&self) -> bool {
+        !self.requests.is_closed()
+    }
+
     /// Queues a request; its tokens arrive on the returned receiver.
     ///
     /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context; `Error::Stopped`.
@@ -137,7 +144,8 @@ impl EngineHandle {
         }
         let (events, receiver) = mpsc::unbounded_channel();
         let submission = Submission { request, events, submitted: Instant::now() };
-        self.requests.send(submission).map_err(|_| Error::Stopped("its thread is gone".into()))?;
+        let stopped = |_| Error::Stopped("a bug ended it, and what it said is on stderr; start moebius again".into());
+        self.requests.send(submission).map_err(stopped)?;
         Ok(receiver)
     }
 }
@@ -147,7 +155,15 @@ impl EngineHandle {
 /// `report` hears what takes time while loading. Errors: as [`load::load`].
 pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<EngineHandle> {
     let started = Instant::now();
+    let end_tokens = GenerationConfig::load(dir)?.eos_ids;
     let loaded = load::load(model, dir, config, report)?;
+    start_loaded(model, loaded, config, end_tokens, started)
+}
+
+/// Starts the engine thread of a model in memory, whose answers end at `end_tokens`; loading began at `started`.
+///
+/// Errors: `Error::Resources` when there can be no more threads.
+pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, started: Instant) -> Result<EngineHandle> {
     let info = EngineInfo {
         model: model.to_string(),
         architecture: loaded.model.config.architecture.clone(),
@@ -158,25 +174,28 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
         simd: loaded.kernel.simd(),
         ready_s: started.elapsed().as_secs_f64(),
     };
-    let engine = Engine {
+    let mut engine = Engine {
         resident_bytes: loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64,
         scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, config.max_batch_tokens),
-        end_tokens: GenerationConfig::load(dir)?.eos_ids,
+        end_tokens,
         max_context: loaded.max_context,
         vocab_size: loaded.model.config.vocab_size,
         model: loaded.model,
         kv: loaded.kv,
         batch: Batch::default(),
+        sampled: Vec::new(),
         rows: Vec::new(),
     };
-    let (requests, queue) = mpsc::unbounded_channel();
+    let (requests, mut queue) = mpsc::unbounded_channel();
     let team = loaded.team;
     std::thread::Builder::new()
         .name("engine".into())
         .spawn(move || {
             // Not pinned is slower, not wrong.
             let _ = team.pin_caller();
-            engine.run(queue);
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run(&mut queue))) {
+                engine.give_up(&mut queue, &*panic);
+            }
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
     Ok(EngineHandle::from_parts(info, requests))
@@ -202,7 +221,8 @@ struct Engine {
     kv: KvCache<Cpu>,
     scheduler: Scheduler<Answer>,
     batch: Batch,
-    rows: Vec<(usize, usize)>, // of this step: running sequence, row of the batch to sample from
+    sampled: Vec<usize>, // of this step: running sequences at their end
+    rows: Vec<usize>,    // of this step: their rows of the batch, to sample from
     end_tokens: Vec<u32>,
     max_context: usize,
     vocab_size: usize,
@@ -210,7 +230,8 @@ struct Engine {
 }
 
 impl Engine {
-    fn run(mut self, mut queue: mpsc::UnboundedReceiver<Submission>) {
+    /// Serves until all handles are dropped and all answers complete.
+    fn run(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>) {
         loop {
             if self.scheduler.is_idle() {
                 match queue.blocking_recv() {
@@ -223,10 +244,24 @@ impl Engine {
             }
             self.scheduler.retire(|s| s.state.events.is_closed(), drop);
             if let Err(error) = self.step() {
-                // The step is shared: what went wrong concerns everyone in it.
-                let text = error.to_string();
-                self.scheduler.retire(|_| true, |s| drop(s.state.events.send(Event::Failed(Error::Model(text.clone())))));
+                // The step is shared: what went wrong concerns everyone in it, and nobody else.
+                for i in 0..self.scheduler.plan().len() {
+                    let index = self.scheduler.plan()[i].index;
+                    self.scheduler.sequence(index).state.fail(Error::Model(error.to_string()));
+                }
+                self.scheduler.retire(|s| s.state.ended, drop);
             }
+        }
+    }
+
+    /// After a panic nothing here can be trusted to compute: whoever waits is told, and nobody else is let in.
+    fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, panic: &(dyn Any + Send)) {
+        let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
+        let failed = || Event::Failed(Error::Stopped(format!("a bug: {}", text.unwrap_or("a panic without words"))));
+        queue.close();
+        self.scheduler.retire(|_| true, |s| drop(s.state.events.send(failed())));
+        while let Ok(submission) = queue.try_recv() {
+            let _ = submission.events.send(failed());
         }
     }
 
@@ -255,16 +290,19 @@ impl Engine {
     /// One forward pass for all, one token for each sequence that is at its end.
     fn step(&mut self) -> Result<()> {
         let now = Instant::now();
-        let plan = self.scheduler.next(&mut self.batch);
+        self.scheduler.next(&mut self.batch);
+        self.sampled.clear();
         self.rows.clear();
-        self.rows.extend(plan.iter().filter_map(|s| Some((s.index, s.last_row?))));
-        let planned = plan.len();
-        if planned == 0 {
-            return Ok(());
+        for i in 0..self.scheduler.plan().len() {
+            let part = self.scheduler.plan()[i];
+            self.scheduler.sequence(part.index).state.started.get_or_insert(now);
+            if let Some(row) = part.last_row {
+                self.sampled.push(part.index);
+                self.rows.push(row);
+            }
         }
-        for i in 0..planned {
-            let index = self.scheduler.planned(i).index;
-            self.scheduler.sequence(index).state.started.get_or_insert(now);
+        if self.batch.is_empty() {
+            return Ok(());
         }
         let before = self.model.experts.as_ref().map_or(0, |e| e.bytes_read());
         self.model.forward(&self.batch, &mut self.kv, None)?;
@@ -272,17 +310,14 @@ impl Engine {
         self.scheduler.commit();
 
         // At most one row per sequence, and no more sequences than rows of logits.
-        let last: Vec<usize> = self.rows.iter().map(|&(_, row)| row).collect();
-        if last.is_empty() {
+        if self.rows.is_empty() {
             return Ok(());
         }
-        let vocab = self.vocab_size;
-        let logits = self.model.logits(&last);
-        for (&(index, _), logits) in self.rows.iter().zip(logits.chunks_exact_mut(vocab)) {
+        let logits = self.model.logits(&self.rows);
+        for (&index, logits) in self.sampled.iter().zip(logits.chunks_exact_mut(self.vocab_size)) {
             let sequence = self.scheduler.sequence(index);
             if let Err(error) = choose(sequence, logits, &self.end_tokens, self.max_context, read) {
-                sequence.state.ended = true;
-                let _ = sequence.state.events.send(Event::Failed(error));
+                sequence.state.fail(error);
             }
         }
         self.scheduler.retire(|s| s.state.ended, drop);
@@ -316,7 +351,7 @@ fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32
     sequence.tokens.push(token);
     let completion_tokens = sequence.tokens.len() - sequence.prompt_tokens;
     // A receiver that is gone is noticed, and its sequence retired, before the next step.
-    let _ = answer.events.send(Event::Token(token));
+    let _ = answer.events.send(Event::Token(token, answer.stats(sequence.prompt_tokens, completion_tokens)));
     if completion_tokens == answer.max_tokens || sequence.tokens.len() >= max_context {
         finish(answer, completion_tokens, FinishReason::Length);
     }
@@ -324,6 +359,11 @@ fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32
 }
 
 impl Answer {
+    fn fail(&mut self, error: Error) {
+        self.ended = true;
+        let _ = self.events.send(Event::Failed(error));
+    }
+
     fn stats(&self, prompt_tokens: usize, completion_tokens: usize) -> RequestStats {
         let between = |a: Option<Instant>, b: Option<Instant>| Option::zip(a, b).map_or(Duration::ZERO, |(a, b)| b - a);
         RequestStats {

@@ -10,9 +10,9 @@
 
 use crate::Result;
 use crate::attention::{AttentionBuffers, Step, attention};
-use crate::backend::Backend;
+use crate::backend::{Backend, Routing};
 use crate::batch::Batch;
-use crate::experts::{ExpertExecutor, Routing};
+use crate::experts::ExpertExecutor;
 use crate::kv_cache::KvCache;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
 use crate::weights::{FfnWeights, MlpWeights, Weights};

@@ -1,15 +1,16 @@
 //! Moebius: a hybrid inference engine for mixture-of-experts models larger than the GPU.
 //!
-//! The crate's map, from the bottom up; a file imports only from lines above its own.
+//! The crate's map, from the bottom up; a file imports only from modules that stand before its own.
 //!
 //! ```text
-//! error, config, topology, workers                what can fail, what a user can choose, what there is
-//! kernel, tensor, backend                         arithmetic
-//! model, models, weights, experts, kv_cache       what a checkpoint says, and what it holds
-//! attention, batch, forward, capture              one pass
-//! sampler, scheduler, load, engine                one owner thread, `EngineHandle`
+//! error, topology, batch, model, tensor           what can fail, what there is, what a model and its data are
+//! workers, memory, kernel, config                 threads, huge pages, arithmetic; what a user can choose
+//! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
+//! experts, kv_cache, attention, forward           one pass
+//! load, capture, bench, doctor                    a model in memory, looked into and measured
+//! sampler, generation_config, scheduler, engine   one owner thread, `EngineHandle`
 //! demo, hub                                       from a model's name to its directory
-//! generation_config, tokenizer, chat_template     a checkpoint's text side
+//! tokenizer, chat_template                        a checkpoint's text side
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
 //! ```

@@ -189,6 +189,9 @@ pub struct Budget {
 impl Budget {
     /// Errors: `Error::Resources` when weights or the context asked for do not fit into `available` bytes.
     pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, available: u64) -> Result<Self> {
+        if config.max_sequences == 0 || config.max_batch_tokens == 0 {
+            return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
+        }
         let available = available.saturating_sub(RESERVE_BYTES);
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
         if weights > available {
@@ -203,7 +206,7 @@ impl Budget {
         let free = available - weights;
         let per_token = model.kv_bytes_per_token() as u64;
         let max_context = match config.max_context {
-            Some(0) => return Err(Error::Invalid("--max-context 0 leaves no room for a prompt".into())),
+            Some(n @ 0..=1) => return Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer"))),
             Some(n) if n > model.max_context => {
                 let limit = model.max_context;
                 return Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for")));
@@ -213,11 +216,11 @@ impl Budget {
                 n
             }
             // Half of what is free, so that the machine stays usable.
-            None => model.max_context.min((free / 2 / per_token) as usize),
+            None => {
+                kv_cache::check_fits(model, model.max_context.min(BLOCK_SIZE), free / 2)?;
+                model.max_context.min((free / 2 / per_token) as usize)
+            }
         };
-        if max_context < 2 {
-            kv_cache::check_fits(model, BLOCK_SIZE, free)?;
-        }
         let one = max_context.div_ceil(BLOCK_SIZE);
         let all = (free / 2 / per_token) as usize / BLOCK_SIZE;
         Ok(Self { max_context, kv_blocks: all.clamp(one, one.saturating_mul(config.max_sequences)) })

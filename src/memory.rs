@@ -2,11 +2,15 @@
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
+
+use bytemuck::Pod;
+use memmap2::{Advice, MmapMut};
 
 use crate::workers::{Shared, Team, Worker};
 use crate::{Error, Result};
@@ -20,58 +24,50 @@ pub enum Pages {
     Huge,
 }
 
-/// Zeroed anonymous memory that starts on a 2 MiB boundary.
-pub struct Memory {
-    start: *mut u8,
-    len: usize,
-    mapped: (*mut libc::c_void, usize),
-}
-
-// SAFETY: the mapping is owned like a Box; shared references only read.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
 const HUGE_PAGE: usize = 2 << 20;
 
-impl Memory {
-    /// Errors: `Error::Resources` when the system refuses.
-    pub fn new(len: usize, pages: Pages) -> Result<Self> {
-        let size = len.next_multiple_of(HUGE_PAGE) + HUGE_PAGE;
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
-        let mapped = unsafe { libc::mmap(std::ptr::null_mut(), size, access, flags, -1, 0) };
-        if mapped == libc::MAP_FAILED {
-            return Err(Error::Resources(format!("cannot map {} MiB: {}", size >> 20, std::io::Error::last_os_error())));
-        }
-        let start = mapped.cast::<u8>().map_addr(|a| a.next_multiple_of(HUGE_PAGE));
-        let advice = if pages == Pages::Huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
-        // SAFETY: the range is inside the mapping; advice, refused or not, changes no content.
-        unsafe { libc::madvise(start.cast(), size - HUGE_PAGE, advice) };
-        Ok(Self { start, len, mapped: (mapped, size) })
+/// Zeroed numbers outside the heap, from a 2 MiB boundary on; pages are taken when first written.
+pub struct Buffer<T> {
+    map: MmapMut,
+    first: usize, // byte of the map that is on the boundary
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// `len` zeros in huge pages. Errors: `Error::Resources` when the system refuses.
+    pub fn zeros(len: usize) -> Result<Self> {
+        Self::with_pages(len, Pages::Huge)
+    }
+
+    /// As [`Buffer::zeros`], in pages of a chosen size.
+    pub fn with_pages(len: usize, pages: Pages) -> Result<Self> {
+        let bytes = len.saturating_mul(size_of::<T>());
+        let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|e| {
+            Error::Resources(format!(
+                "{:.1} GiB of memory could not be had ({e}): lower --max-context or choose a smaller model",
+                bytes as f64 / (1u64 << 30) as f64
+            ))
+        })?;
+        let first = map.as_ptr().addr().next_multiple_of(HUGE_PAGE) - map.as_ptr().addr();
+        let advice = if pages == Pages::Huge { Advice::HugePage } else { Advice::NoHugePage };
+        // Advice: where the system refuses it, the same memory is a little slower.
+        let _ = map.advise_range(advice, first, bytes);
+        Ok(Self { map, first, len, element: PhantomData })
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: the mapping this value made and owns.
-        unsafe { libc::munmap(self.mapped.0, self.mapped.1) };
+impl<T: Pod> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        bytemuck::cast_slice(&self.map[self.first..][..self.len * size_of::<T>()])
     }
 }
 
-impl Deref for Memory {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes from `start` are inside the mapping and live as long as it.
-        unsafe { std::slice::from_raw_parts(self.start, self.len) }
-    }
-}
-
-impl DerefMut for Memory {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`; exclusive through `&mut self`.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+impl<T: Pod> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        bytemuck::cast_slice_mut(&mut self.map[self.first..][..self.len * size_of::<T>()])
     }
 }
 
@@ -94,7 +90,7 @@ const STRETCH: usize = 64 << 20;
 ///
 /// `total_bytes` should be several times the last-level cache. Errors: `Error::Resources` when there is no such memory.
 pub fn read_bandwidth(team: &Team, total_bytes: usize, pages: Pages, passes: usize) -> Result<f64> {
-    let mut memory = Memory::new(total_bytes.next_multiple_of(STRETCH), pages)?;
+    let mut memory = Buffer::<u8>::with_pages(total_bytes.next_multiple_of(STRETCH), pages)?;
     let stretches = memory.len() / STRETCH;
     let view = Shared::new(&mut memory);
     let part = |worker: &Worker<'_>, i: usize| {
@@ -169,13 +165,14 @@ mod tests {
     #[test]
     fn memory_is_zeroed_and_aligned() {
         for pages in [Pages::Small, Pages::Huge] {
-            let mut memory = Memory::new(5 << 20, pages).unwrap();
+            let mut memory = Buffer::<u8>::with_pages(5 << 20, pages).unwrap();
             assert_eq!((memory.len(), memory.as_ptr() as usize % HUGE_PAGE), (5 << 20, 0));
             assert!(memory.iter().all(|&b| b == 0));
             memory.fill(7);
             assert_eq!(memory[memory.len() - 1], 7);
         }
-        assert!(Memory::new(1 << 46, Pages::Huge).is_err() || Memory::new(1 << 50, Pages::Huge).is_err());
+        assert!(Buffer::<f32>::zeros(1 << 50).is_err() && Buffer::<f32>::zeros(usize::MAX).is_err());
+        assert!(Buffer::<f32>::zeros(0).unwrap().is_empty());
     }
 
     #[test]

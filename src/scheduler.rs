@@ -78,7 +78,8 @@ impl<T> Scheduler<T> {
 
     /// Fills `batch` with the next step: one token of every running answer, then chunks of prompts, oldest first.
     ///
-    /// When the pool is empty the youngest sequence goes back to the queue and is computed again later.
+    /// When the pool is empty the youngest sequence goes back to the queue and is computed again later. What frees up goes
+    /// to the oldest that waits for it, so that small requests do not pass a large one forever.
     pub fn next(&mut self, batch: &mut Batch) -> &[Scheduled] {
         batch.clear();
         self.plan.clear();
@@ -96,13 +97,15 @@ impl<T> Scheduler<T> {
                 assert!(missing > 0, "a running sequence has a token to read: it ends or is sampled after each step at its end");
                 if room > 0 && (missing > 1) == prompts && !self.plan.iter().any(|s| s.index == index) {
                     let tokens = missing.min(room);
-                    if self.make_room(index, tokens) {
-                        self.push(index, tokens, batch);
+                    if !self.make_room(index, tokens) {
+                        break;
                     }
+                    self.push(index, tokens, batch);
                 }
                 index += 1;
             }
         }
+        assert!(!self.plan.is_empty() || self.running.is_empty(), "the pool holds any one sequence, and a batch one token");
         &self.plan
     }
 
@@ -132,9 +135,9 @@ impl<T> Scheduler<T> {
         self.plan.push(Scheduled { index, tokens, last_row });
     }
 
-    /// Part `i` of the planned step.
-    pub fn planned(&self, i: usize) -> Scheduled {
-        self.plan[i]
+    /// The planned step, until sequences are added or retired.
+    pub fn plan(&self) -> &[Scheduled] {
+        &self.plan
     }
 
     /// Records that the planned step has run: its tokens are in the cache.
@@ -216,6 +219,31 @@ mod tests {
         s.commit();
         s.retire(|q| q.state == 0, |_| {});
         assert_eq!(s.next(&mut batch), [Scheduled { index: 0, tokens: 90, last_row: Some(89) }], "computed again from its start");
+    }
+
+    #[test]
+    fn small_prompts_do_not_pass_a_large_one() {
+        let (mut s, mut batch) = (scheduler(4), Batch::default());
+        for state in 0..3 {
+            s.add(Sequence::new(prompt(60), state));
+        }
+        s.next(&mut batch);
+        s.commit();
+        for state in 0..2 {
+            s.sequence(state).tokens.push(0);
+        }
+        // Two answers and a part of the third prompt hold three blocks.
+        s.retire(|q| q.state == 2, |_| {});
+        s.add(Sequence::new(prompt(3 * BLOCK_SIZE), 3));
+        s.add(Sequence::new(prompt(30), 4));
+        let plan = s.next(&mut batch).to_vec();
+        s.commit();
+        assert_eq!(plan.len(), 3, "two answers, and the first chunk of the large prompt");
+        for state in 0..2 {
+            s.sequence(state).tokens.push(0);
+        }
+        let plan = s.next(&mut batch).to_vec();
+        assert!(plan.iter().all(|p| p.index < 2), "{plan:?}: no room for the rest of the large prompt, so none for the small one");
     }
 
     #[test]

@@ -136,7 +136,7 @@ impl App {
 /// All routes, over a running model.
 pub fn router(model: TextModel) -> Router {
     Router::new()
-        .route("/health", get(|| async { Json(json!({"status": "ok"})) }))
+        .route("/health", get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model_by_name))
         .route("/v1/chat/completions", post(completions::chat))
@@ -155,6 +155,14 @@ async fn refuse_announced_size(request: Request, next: Next) -> Response {
         Some(bytes) if bytes > MAX_BODY_BYTES as u64 => ApiError::body_too_large(bytes, MAX_BODY_BYTES).into_response(),
         _ => next.run(request).await,
     }
+}
+
+/// Whether requests would be answered: a load balancer and a supervisor ask here.
+async fn health(State(app): State<Arc<App>>) -> Response {
+    if app.model.engine().is_running() {
+        return Json(json!({"status": "ok"})).into_response();
+    }
+    ApiError::from(Error::Stopped("start it again".into())).into_response()
 }
 
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {

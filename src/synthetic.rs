@@ -12,7 +12,8 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::model::ModelConfig;
-use crate::weights::{HostTensor, TensorSource};
+use crate::tensor::HostTensor;
+use crate::weights::TensorSource;
 
 /// What a layer adds to the residual stream, beside an embedding of 1 (root mean squares).
 const BRANCH: f32 = 0.15;

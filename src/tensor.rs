@@ -1,4 +1,9 @@
-//! `Tensor`: activations on the host, row-major f32, allocated once at their largest and used a few rows at a time.
+//! Matrices on the host: `Tensor`, activations allocated once at their largest; `HostTensor`, a weight on its way to a backend.
+
+use std::borrow::Cow;
+
+use half::bf16;
+use rayon::prelude::*;
 
 /// A matrix `[rows, cols]` of f32 whose number of rows changes from step to step, up to a fixed maximum.
 #[derive(Debug)]
@@ -49,5 +54,75 @@ impl Tensor {
     pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
         let cols = self.cols;
         &mut self.data_mut()[i * cols..][..cols]
+    }
+}
+
+/// A weight `[rows, cols]` on the host on its way to a backend.
+pub enum HostTensor<'a> {
+    /// As most checkpoints come.
+    Bf16 {
+        /// `[rows, cols]`
+        data: Cow<'a, [bf16]>,
+        /// Numbers in a row.
+        cols: usize,
+    },
+    /// Everything else, decoded.
+    F32 {
+        /// `[rows, cols]`
+        data: Cow<'a, [f32]>,
+        /// Numbers in a row.
+        cols: usize,
+    },
+}
+
+impl HostTensor<'_> {
+    /// Numbers in a row.
+    pub fn cols(&self) -> usize {
+        match self {
+            HostTensor::Bf16 { cols, .. } | HostTensor::F32 { cols, .. } => *cols,
+        }
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        match self {
+            HostTensor::Bf16 { data, cols } => data.len() / cols,
+            HostTensor::F32 { data, cols } => data.len() / cols,
+        }
+    }
+
+    /// All numbers as f32.
+    pub fn to_f32(&self) -> Cow<'_, [f32]> {
+        match self {
+            HostTensor::Bf16 { data, .. } => data.par_iter().map(|w| w.to_f32()).collect::<Vec<_>>().into(),
+            HostTensor::F32 { data, .. } => Cow::Borrowed(data),
+        }
+    }
+
+    /// The rows `[from, to)` of a tensor whose rows come in `heads` equal parts, part after part.
+    pub(crate) fn head_rows(&self, heads: usize, from: usize, to: usize) -> HostTensor<'static> {
+        let cols = self.cols();
+        let part = self.rows() / heads * cols;
+        fn pick<T: Copy>(data: &[T], part: usize, from: usize, to: usize) -> Vec<T> {
+            data.chunks_exact(part).flat_map(|head| &head[from..to]).copied().collect()
+        }
+        match self {
+            HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: pick(data, part, from * cols, to * cols).into(), cols },
+            HostTensor::F32 { data, .. } => HostTensor::F32 { data: pick(data, part, from * cols, to * cols).into(), cols },
+        }
+    }
+
+    /// Each of `heads` equal parts transposed.
+    pub(crate) fn transpose_heads(&self, heads: usize) -> HostTensor<'static> {
+        let (rows, cols) = (self.rows() / heads, self.cols());
+        fn turn<T: Copy>(data: &[T], rows: usize, cols: usize) -> Vec<T> {
+            data.chunks_exact(rows * cols)
+                .flat_map(|head| (0..cols).flat_map(move |c| (0..rows).map(move |r| head[r * cols + c])))
+                .collect()
+        }
+        match self {
+            HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: turn(data, rows, cols).into(), cols: rows },
+            HostTensor::F32 { data, .. } => HostTensor::F32 { data: turn(data, rows, cols).into(), cols: rows },
+        }
     }
 }

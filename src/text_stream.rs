@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
 
 use crate::engine::{Event, Events, FinishReason, RequestStats};
 use crate::tokenizer::{Incremental, Tokenizer};
@@ -24,7 +23,7 @@ pub struct TextStream {
     decoder: Incremental,
     stops: StopStrings,
     tokens: Vec<u32>,
-    clock: Clock,
+    stats: RequestStats,                               // up to the last token received
     end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
     ended: bool,
 }
@@ -40,7 +39,7 @@ impl TextStream {
             decoder: Incremental::default(),
             stops: StopStrings::new(stops)?,
             tokens: Vec::new(),
-            clock: Clock { prompt_tokens, submitted: Instant::now(), first: None },
+            stats: RequestStats { prompt_tokens, ..Default::default() },
             end: None,
             ended: false,
         })
@@ -51,9 +50,9 @@ impl TextStream {
         &self.tokens
     }
 
-    /// What is known of the time so far; the engine's own numbers come with `Delta::End`.
+    /// Where the time went up to the last token received.
     pub fn stats(&self) -> RequestStats {
-        self.clock.stats(self.tokens.len())
+        self.stats
     }
 
     /// Waits for the next step; `None` after the last. Not for async code.
@@ -100,8 +99,8 @@ impl TextStream {
     /// Takes in one event, or the engine's silence, and gives the text that it releases.
     fn on_event(&mut self, event: Option<Event>) -> Option<String> {
         let text = match event {
-            Some(Event::Token(id)) => {
-                self.clock.first.get_or_insert_with(Instant::now);
+            Some(Event::Token(id, stats)) => {
+                self.stats = stats;
                 self.tokens.push(id);
                 match self.decoder.push(&self.tokenizer, id) {
                     Ok(piece) => self.stops.push(&piece),
@@ -123,7 +122,7 @@ impl TextStream {
             self.events.close();
             let stats = match &self.end {
                 Some(Ok((_, stats))) => *stats,
-                _ => self.stats(),
+                _ => self.stats,
             };
             self.end = Some(Ok((FinishReason::Stop, stats)));
         }
@@ -133,26 +132,6 @@ impl TextStream {
     fn fail(&mut self, error: Error) -> String {
         self.end = Some(Err(error));
         String::new()
-    }
-}
-
-/// Times an answer from outside, for one that ends before the engine has told its own.
-struct Clock {
-    prompt_tokens: usize,
-    submitted: Instant,
-    first: Option<Instant>,
-}
-
-impl Clock {
-    fn stats(&self, completion_tokens: usize) -> RequestStats {
-        RequestStats {
-            prompt_tokens: self.prompt_tokens,
-            completion_tokens,
-            queued: Duration::ZERO,
-            prefill: self.first.map_or_else(|| self.submitted.elapsed(), |first| first - self.submitted),
-            decode: self.first.map_or(Duration::ZERO, |first| first.elapsed()),
-            decode_bytes: 0,
-        }
     }
 }
 
@@ -253,7 +232,7 @@ mod tests {
     fn an_answer_ends_with_what_was_held_back() {
         let (sender, mut answer, tokenizer) = stream(&["zzz"]);
         for id in tokenizer.encode("naïve zz", false).unwrap() {
-            sender.send(Event::Token(id)).unwrap();
+            sender.send(Event::Token(id, RequestStats::default())).unwrap();
         }
         sender.send(Event::Done(FinishReason::Length, RequestStats { completion_tokens: 99, ..Default::default() })).unwrap();
         let mut text = String::new();
@@ -270,13 +249,18 @@ mod tests {
     #[test]
     fn a_stop_string_ends_the_request_at_once() {
         let (sender, mut answer, tokenizer) = stream(&["lo w"]);
-        for id in tokenizer.encode("Hello world", false).unwrap() {
-            let _ = sender.send(Event::Token(id));
+        for (i, id) in tokenizer.encode("Hello world", false).unwrap().into_iter().enumerate() {
+            let _ = sender.send(Event::Token(id, RequestStats { completion_tokens: i + 1, decode_bytes: 7, ..Default::default() }));
         }
         let mut text = String::new();
-        while let Some(Ok(Delta::Text(piece))) = answer.next_blocking() {
-            text += &piece;
-        }
+        let (reason, stats) = loop {
+            match answer.next_blocking().unwrap().unwrap() {
+                Delta::Text(piece) => text += &piece,
+                Delta::End(reason, stats) => break (reason, stats),
+            }
+        };
+        assert_eq!(reason, FinishReason::Stop);
+        assert_eq!((stats.completion_tokens, stats.decode_bytes), (answer.tokens().len(), 7), "the engine's numbers up to there");
         assert_eq!(text, "Hel");
         assert!(sender.is_closed());
         assert!(answer.next_blocking().is_none());

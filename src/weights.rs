@@ -1,7 +1,5 @@
 //! Resident weights: from named tensors of a checkpoint onto a backend, checked for shape and finite values.
 
-use std::borrow::Cow;
-
 use half::bf16;
 use moebius_cache::checkpoint::{Checkpoint, Dtype};
 use rayon::prelude::*;
@@ -9,77 +7,8 @@ use rayon::prelude::*;
 use crate::backend::Backend;
 use crate::config::DenseBits;
 use crate::model::{Attention, Ffn, Gqa, LayerConfig, Mla, ModelConfig, Moe};
+use crate::tensor::HostTensor;
 use crate::{Error, Result};
-
-/// A weight `[rows, cols]` on the host on its way to a backend.
-pub enum HostTensor<'a> {
-    /// As most checkpoints come.
-    Bf16 {
-        /// `[rows, cols]`
-        data: Cow<'a, [bf16]>,
-        /// Numbers in a row.
-        cols: usize,
-    },
-    /// Everything else, decoded.
-    F32 {
-        /// `[rows, cols]`
-        data: Cow<'a, [f32]>,
-        /// Numbers in a row.
-        cols: usize,
-    },
-}
-
-impl HostTensor<'_> {
-    /// Numbers in a row.
-    pub fn cols(&self) -> usize {
-        match self {
-            HostTensor::Bf16 { cols, .. } | HostTensor::F32 { cols, .. } => *cols,
-        }
-    }
-
-    /// Rows.
-    pub fn rows(&self) -> usize {
-        match self {
-            HostTensor::Bf16 { data, cols } => data.len() / cols,
-            HostTensor::F32 { data, cols } => data.len() / cols,
-        }
-    }
-
-    /// All numbers as f32.
-    pub fn to_f32(&self) -> Cow<'_, [f32]> {
-        match self {
-            HostTensor::Bf16 { data, .. } => data.par_iter().map(|w| w.to_f32()).collect::<Vec<_>>().into(),
-            HostTensor::F32 { data, .. } => Cow::Borrowed(data),
-        }
-    }
-
-    /// The rows `[from, to)` of a tensor whose rows come in `heads` equal parts, part after part.
-    fn head_rows(&self, heads: usize, from: usize, to: usize) -> HostTensor<'static> {
-        let cols = self.cols();
-        let part = self.rows() / heads * cols;
-        fn pick<T: Copy>(data: &[T], part: usize, from: usize, to: usize) -> Vec<T> {
-            data.chunks_exact(part).flat_map(|head| &head[from..to]).copied().collect()
-        }
-        match self {
-            HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: pick(data, part, from * cols, to * cols).into(), cols },
-            HostTensor::F32 { data, .. } => HostTensor::F32 { data: pick(data, part, from * cols, to * cols).into(), cols },
-        }
-    }
-
-    /// Each of `heads` equal parts transposed.
-    fn transpose_heads(&self, heads: usize) -> HostTensor<'static> {
-        let (rows, cols) = (self.rows() / heads, self.cols());
-        fn turn<T: Copy>(data: &[T], rows: usize, cols: usize) -> Vec<T> {
-            data.chunks_exact(rows * cols)
-                .flat_map(|head| (0..cols).flat_map(move |c| (0..rows).map(move |r| head[r * cols + c])))
-                .collect()
-        }
-        match self {
-            HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: turn(data, rows, cols).into(), cols: rows },
-            HostTensor::F32 { data, .. } => HostTensor::F32 { data: turn(data, rows, cols).into(), cols: rows },
-        }
-    }
-}
 
 /// Where resident weights come from, by their Hugging Face names.
 pub trait TensorSource {

@@ -63,7 +63,7 @@ fn check(name: &str) {
     }
 }
 
-fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashMap<usize, moebius::experts::Routing>) {
+fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashMap<usize, moebius::backend::Routing>) {
     assert!(!router.is_empty());
     for (layer, got) in router {
         let (ids, weights) = (fixture.tokens(&format!("mid.router_topk.{layer}")), fixture.floats(&format!("mid.router_weights.{layer}")));

@@ -4,9 +4,10 @@
 mod common;
 
 use common::{Fixture, cosine, demo_dir, greedy, load};
+use moebius::backend::Routing;
 use moebius::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
-use moebius::experts::{CpuExperts, Routing};
+use moebius::experts::CpuExperts;
 use moebius::topology::Topology;
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::unpack_expert;

@@ -51,7 +51,7 @@ fn saying(text: &'static str) -> Fixture {
             let ids = tokenizer.encode(text, false).unwrap();
             let n = ids.len().min(request.max_tokens.unwrap_or(usize::MAX));
             for &id in &ids[..n] {
-                let _ = events.send(Event::Token(id));
+                let _ = events.send(Event::Token(id, RequestStats::default()));
             }
             let reason = if n < ids.len() { FinishReason::Length } else { FinishReason::Stop };
             let stats = RequestStats { prompt_tokens: request.prompt.len(), completion_tokens: n, ..Default::default() };
@@ -277,7 +277,7 @@ fn a_client_that_goes_away_cancels_its_request() {
         let body = with(hello(), json!({ "stream": stream }));
         let socket = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
         let Submission { events, .. } = server.requests.blocking_recv().unwrap();
-        events.send(Event::Token(39)).unwrap();
+        events.send(Event::Token(39, RequestStats::default())).unwrap();
         assert!(!events.is_closed());
         drop(socket);
         assert_cancelled(&events);
@@ -296,7 +296,7 @@ fn a_failing_engine_is_told_before_and_within_a_stream() {
 
     let socket = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"stream": true})).to_string().as_bytes());
     let Submission { events, .. } = server.requests.blocking_recv().unwrap();
-    events.send(Event::Token(39)).unwrap();
+    events.send(Event::Token(39, RequestStats::default())).unwrap();
     drop(events);
     let mut text = String::new();
     BufReader::new(socket).read_to_string(&mut text).unwrap();

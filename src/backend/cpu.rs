@@ -11,17 +11,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::bf16;
 
 use crate::Result;
-use crate::backend::Backend;
+use crate::backend::{Backend, Routing};
 use crate::batch::{BLOCK_SIZE, Batch};
 use crate::config::DenseBits;
-use crate::experts::Routing;
 use crate::kernel::Kernel;
+use crate::memory::Buffer;
 use crate::model::Router;
-use crate::tensor::Tensor;
-use crate::weights::HostTensor;
+use crate::tensor::{HostTensor, Tensor};
 use crate::workers::{Shared, Team};
 
-pub use linear::{Buffer, Linear};
+pub use linear::Linear;
 
 /// Ops on host memory, run by a team of pinned workers.
 pub struct Cpu {

@@ -1,4 +1,4 @@
-//! Routed experts on the CPU, straight from the packed store.
+//! Routed experts on the CPU, straight from the packed cache.
 //!
 //! ```text
 //! submit:  sort (token, expert) pairs by expert; quantize x
@@ -17,10 +17,12 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
+use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
-use super::{ExpertExecutor, ExpertStore, Routing};
+use super::ExpertExecutor;
 use crate::Result;
+use crate::backend::Routing;
 use crate::kernel::{Kernel, QuantizedRows, Rows};
 use crate::tensor::Tensor;
 use crate::workers::{Shared, Team, Worker};
@@ -129,7 +131,7 @@ impl SharedActivations<'_> {
 
 /// All routed experts of a model, computed where they lie.
 pub struct CpuExperts {
-    store: Arc<dyn ExpertStore>,
+    store: Arc<ExpertCache>,
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     layout: ExpertLayout,
@@ -153,7 +155,7 @@ pub struct CpuExperts {
 
 impl CpuExperts {
     /// Allocates for batches of up to `max_tokens` with `top_k` experts each; nothing is allocated later.
-    pub fn new(store: Arc<dyn ExpertStore>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
+    pub fn new(store: Arc<ExpertCache>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
         let layout = store.layout();
         let (experts, pairs) = (store.num_experts(), max_tokens * top_k);
         let quantized = layout.gate.precision.group_size().is_some();
@@ -223,7 +225,7 @@ impl CpuExperts {
             }
         });
         if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
+            return Err(error.into());
         }
         for active in &self.active {
             self.checked[base + active.expert] = true;
@@ -301,7 +303,7 @@ impl CpuExperts {
         let step = Step {
             kernel: self.kernel,
             layout: self.layout,
-            store: &*self.store,
+            store: &self.store,
             layer: self.layer,
             active: &self.active,
             pair_tokens: &self.pair_tokens[..pairs],
@@ -324,7 +326,7 @@ impl CpuExperts {
 struct Step<'a> {
     kernel: &'a dyn Kernel,
     layout: ExpertLayout,
-    store: &'a dyn ExpertStore,
+    store: &'a ExpertCache,
     layer: usize,
     active: &'a [Active],
     pair_tokens: &'a [u32],

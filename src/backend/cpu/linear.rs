@@ -1,11 +1,6 @@
 //! Weights in host memory and `y = W x + b` over them.
 
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
-
-use bytemuck::Pod;
 use half::bf16;
-use memmap2::{Advice, MmapMut};
 use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
@@ -13,8 +8,8 @@ use rayon::prelude::*;
 use super::{Cpu, Heads};
 use crate::config::DenseBits;
 use crate::kernel::{QuantizedRows, Rows};
-use crate::tensor::Tensor;
-use crate::weights::HostTensor;
+use crate::memory::Buffer;
+use crate::tensor::{HostTensor, Tensor};
 use crate::workers::Shared;
 use crate::{Error, Result};
 
@@ -22,29 +17,6 @@ use crate::{Error, Result};
 const ROWS: usize = 16;
 /// Tokens that pass over a block of weights while it is in the cache.
 const TOKENS: usize = 128;
-
-/// Memory for weights and KV blocks: anonymous, zeroed, in huge pages where the system gives them.
-pub struct Buffer<T> {
-    map: MmapMut,
-    len: usize,
-    element: PhantomData<T>,
-}
-
-impl<T: Pod> Buffer<T> {
-    /// `len` zeros; pages are taken when first written. Errors: `Error::Resources`.
-    pub fn zeros(len: usize) -> Result<Self> {
-        let bytes = (len * size_of::<T>()).max(1);
-        let map = MmapMut::map_anon(bytes).map_err(|e| {
-            Error::Resources(format!(
-                "{:.1} GiB of memory could not be had ({e}): lower --max-context or choose a smaller model",
-                bytes as f64 / (1u64 << 30) as f64
-            ))
-        })?;
-        // Advice only: without huge pages the same memory is a little slower.
-        let _ = map.advise(Advice::HugePage);
-        Ok(Self { map, len, element: PhantomData })
-    }
-}
 
 impl Buffer<bf16> {
     /// Copies a weight, rounding f32 to bf16.
@@ -62,19 +34,6 @@ impl Buffer<bf16> {
             }
         }
         Ok(buffer)
-    }
-}
-
-impl<T: Pod> Deref for Buffer<T> {
-    type Target = [T];
-    fn deref(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.map[..self.len * size_of::<T>()])[..self.len]
-    }
-}
-
-impl<T: Pod> DerefMut for Buffer<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        bytemuck::cast_slice_mut(&mut self.map[..self.len * size_of::<T>()])
     }
 }
 

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::ops::Range;
 
 use super::{Cpu, RouterWeights};
-use crate::experts::Routing;
+use crate::backend::Routing;
 use crate::kernel::Rows;
 use crate::model::{GroupScore, Groups, Router, Scoring};
 use crate::tensor::Tensor;

@@ -1,0 +1,322 @@
+//! The engine thread: many requests at once, their limits and ends, and what it costs when nobody asks.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::{cache_dir, demo_dir};
+use moebius::backend::Routing;
+use moebius::batch::BLOCK_SIZE;
+use moebius::chat_template::RenderOptions;
+use moebius::config::EngineConfig;
+use moebius::engine::{self, EngineHandle, Event, Events, FinishReason, Request, RequestStats, SamplingParams};
+use moebius::experts::ExpertExecutor;
+use moebius::generation_config::GenerationConfig;
+use moebius::load::{self, Loaded};
+use moebius::tensor::Tensor;
+use moebius::text_model::TextModel;
+use moebius::{Error, Result};
+use moebius_cache::format::ExpertCache;
+
+const MODELS: [&str; 2] = ["moe-gqa", "moe-mla"];
+
+/// Tests run one after the other: some look at the whole process, and two engines on two cores only disturb each other.
+fn alone() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn config(max_context: usize) -> EngineConfig {
+    EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(max_context), ..Default::default() }
+}
+
+/// An engine after `change` was done to what it was loaded from.
+fn start_changed(model: &str, max_context: usize, change: impl FnOnce(&mut Loaded)) -> EngineHandle {
+    let (dir, config) = (demo_dir(model), config(max_context));
+    let mut loaded = load::load(model, &dir, &config, &|_| {}).unwrap();
+    change(&mut loaded);
+    engine::start_loaded(model, loaded, &config, GenerationConfig::load(&dir).unwrap().eos_ids, Instant::now()).unwrap()
+}
+
+fn start(model: &str, max_context: usize) -> EngineHandle {
+    engine::start(model, &demo_dir(model), &config(max_context), &|_| {}).unwrap()
+}
+
+fn prompt(len: usize, seed: u32) -> Vec<u32> {
+    (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
+}
+
+/// `max_tokens` tokens after a prompt, end tokens included.
+fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingParams) -> Request {
+    Request { prompt, max_tokens: Some(max_tokens), sampling, ignore_eos: true }
+}
+
+fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Request {
+    request(prompt, max_tokens, SamplingParams::default())
+}
+
+fn seeded(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
+    request(prompt, max_tokens, SamplingParams { temperature: 1.0, seed: Some(seed), ..Default::default() })
+}
+
+/// The tokens of an answer and how it ended. Panics when nothing comes for a minute.
+fn read(mut events: Events) -> (Vec<u32>, Result<(FinishReason, RequestStats)>) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let mut tokens = Vec::new();
+    runtime.block_on(async {
+        loop {
+            let event = tokio::time::timeout(Duration::from_secs(60), events.recv()).await.expect("an event within a minute");
+            match event.expect("a last event") {
+                Event::Token(token, stats) => {
+                    tokens.push(token);
+                    assert_eq!(stats.completion_tokens, tokens.len());
+                }
+                Event::Done(reason, stats) => break (tokens, Ok((reason, stats))),
+                Event::Failed(error) => break (tokens, Err(error)),
+            }
+        }
+    })
+}
+
+/// A whole answer, with its numbers checked.
+fn answer(engine: &EngineHandle, request: Request) -> (Vec<u32>, FinishReason) {
+    let prompt_tokens = request.prompt.len();
+    let (tokens, end) = read(engine.submit(request).unwrap());
+    let (reason, stats) = end.unwrap();
+    assert_eq!((stats.prompt_tokens, stats.completion_tokens), (prompt_tokens, tokens.len()));
+    assert_eq!(stats.decode_bytes > 0, tokens.len() > 1 || reason == FinishReason::Stop && !tokens.is_empty());
+    (tokens, reason)
+}
+
+/// Each alone, then all at once.
+fn check_together(engine: &EngineHandle, requests: &[Request]) {
+    let name = &engine.info().model;
+    let alone: Vec<_> = requests.iter().map(|r| answer(engine, r.clone()).0).collect();
+    let together: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    for (i, (events, alone)) in together.into_iter().zip(&alone).enumerate() {
+        let (tokens, end) = read(events);
+        assert_eq!(end.unwrap().0, FinishReason::Length);
+        assert_eq!(&tokens, alone, "{name}: request {i} of {}", requests.len());
+        assert_eq!(Some(tokens.len()), requests[i].max_tokens);
+    }
+}
+
+#[test]
+fn requests_together_answer_as_each_alone() {
+    let _alone = alone();
+    for model in MODELS {
+        let engine = start(model, 1024);
+        // More than run at once, prompts longer than a batch among them.
+        let lengths = [1, 70, 5, 600, 64, 128, 3, 200, 63, 17];
+        let mut requests = Vec::new();
+        for (i, &length) in lengths.iter().enumerate() {
+            requests.push(greedy(prompt(length, i as u32), 30));
+            requests.push(seeded(prompt(length, i as u32), 30, i as u64));
+        }
+        check_together(&engine, &requests);
+        let texts = [11, 11, 12].map(|seed| answer(&engine, seeded(prompt(40, 1), 30, seed)).0);
+        assert!(texts[0] == texts[1] && texts[0] != texts[2], "a seed is a text");
+    }
+}
+
+#[test]
+fn a_small_pool_changes_no_text() {
+    let _alone = alone();
+    for model in MODELS {
+        // Room for one whole context: the five need 21 blocks.
+        let engine = start_changed(model, 384, |loaded| loaded.kv_blocks = 384 / BLOCK_SIZE);
+        let mut requests: Vec<_> = (0..4).map(|i| seeded(prompt(90 + i, i as u32), 150, i as u64)).collect();
+        requests.push(greedy(prompt(300, 9), 60));
+        check_together(&engine, &requests);
+    }
+}
+
+#[test]
+fn a_dropped_receiver_frees_its_blocks() {
+    let _alone = alone();
+    let engine = start_changed("moe-gqa", 4096, |loaded| loaded.kv_blocks = 4096 / BLOCK_SIZE);
+    // Without an end each of these would take some four thousand steps.
+    for i in 0..40 {
+        let mut events = engine.submit(greedy(prompt(500, i), 4096)).unwrap();
+        let waiting = engine.submit(greedy(prompt(500, i), 4096)).unwrap();
+        assert!(matches!(events.blocking_recv(), Some(Event::Token(..))));
+        drop(waiting);
+    }
+    let started = Instant::now();
+    let (tokens, reason) = answer(&engine, greedy(prompt(4095, 1), 10));
+    assert_eq!((tokens.len(), reason), (1, FinishReason::Length), "the whole pool, after {:?}", started.elapsed());
+}
+
+#[test]
+fn limits_end_an_answer() {
+    let _alone = alone();
+    let engine = start("moe-mla", 256);
+    let whole = answer(&engine, greedy(prompt(200, 1), 1000));
+    assert_eq!((whole.0.len(), whole.1), (56, FinishReason::Length), "the context ends");
+    assert_eq!(answer(&engine, Request { max_tokens: None, ..greedy(prompt(200, 1), 0) }), whole);
+    for n in [0, 1, 2, 55, 56] {
+        assert_eq!(answer(&engine, greedy(prompt(200, 1), n)), (whole.0[..n].to_vec(), FinishReason::Length));
+    }
+    assert_eq!(answer(&engine, greedy(prompt(255, 1), usize::MAX)).0.len(), 1);
+    for length in [0, 256, 257] {
+        assert!(matches!(engine.submit(greedy(prompt(length, 1), 1)), Err(Error::Invalid(_))), "{length} tokens");
+    }
+}
+
+#[test]
+fn an_end_token_ends_and_is_not_told() {
+    let _alone = alone();
+    let text = TextModel::open(demo_dir("moe-gqa").to_str().unwrap(), &config(512), &|_| {}).unwrap();
+    let prompt = text.chat_prompt(
+        &[serde_json::json!({"role": "user", "content": "What is 2+2?"})],
+        &RenderOptions { add_generation_prompt: true, ..Default::default() },
+    );
+    let ends = GenerationConfig::load(&demo_dir("moe-gqa")).unwrap().eos_ids;
+    let request = greedy(prompt.unwrap(), 100);
+    let (all, reason) = answer(text.engine(), request.clone());
+    assert_eq!((all.len(), reason), (100, FinishReason::Length));
+    let end = all.iter().position(|t| ends.contains(t)).expect("the model ends its answer");
+    assert!(end > 0);
+    let (tokens, reason) = answer(text.engine(), Request { ignore_eos: false, ..request });
+    assert_eq!((&tokens[..], reason), (&all[..end], FinishReason::Stop));
+}
+
+#[test]
+fn a_token_outside_the_vocabulary_fails_alone() {
+    let _alone = alone();
+    let engine = start("moe-gqa", 256);
+    let (bad, good) = (engine.submit(greedy(vec![5, 1 << 30], 5)).unwrap(), engine.submit(greedy(prompt(9, 1), 5)).unwrap());
+    assert!(matches!(read(bad), (tokens, Err(Error::Invalid(_))) if tokens.is_empty()));
+    assert_eq!(read(good).0.len(), 5);
+}
+
+/// Experts that fail, or that meet a bug.
+struct Broken(Option<&'static str>);
+
+impl ExpertExecutor<Tensor> for Broken {
+    fn submit(&mut self, _: usize, x: &Tensor, _: &Routing) -> Result<()> {
+        match self.0 {
+            Some(bug) => panic!("{bug}"),
+            None if x.rows() > 1 => Err(Error::Model("an expert is damaged".into())),
+            None => Ok(()),
+        }
+    }
+
+    fn finish(&mut self, _: &mut Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    fn bytes_read(&self) -> u64 {
+        1
+    }
+}
+
+#[test]
+fn a_failed_step_fails_who_was_in_it() {
+    let _alone = alone();
+    let engine = start_changed("moe-gqa", 256, |loaded| loaded.model.experts = Some(Box::new(Broken(None))));
+    for _ in 0..3 {
+        let (tokens, end) = read(engine.submit(greedy(prompt(9, 1), 5)).unwrap());
+        assert!(tokens.is_empty() && end.unwrap_err().to_string().contains("an expert is damaged"));
+        assert_eq!(answer(&engine, greedy(prompt(1, 1), 5)).0.len(), 5, "the engine lives on");
+    }
+}
+
+#[test]
+fn a_damaged_expert_is_refused_whenever_it_is_asked_for() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let config = EngineConfig { cache_dir: Some(dir.path().into()), ..config(256) };
+    let load = || load::load("damaged", &demo_dir("moe-gqa"), &config, &|_| {}).unwrap();
+    drop(load());
+    let mut files = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+    let path = files.find(|path| path.extension().is_some_and(|e| e == "moebius")).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    for layer in &ExpertCache::open(&path).unwrap().header().layers {
+        bytes[layer.offset as usize..][..layer.bytes as usize].iter_mut().step_by(97).for_each(|b| *b ^= 1);
+    }
+    std::fs::write(&path, bytes).unwrap();
+    let engine = engine::start_loaded("damaged", load(), &config, Vec::new(), Instant::now()).unwrap();
+    for _ in 0..3 {
+        let (tokens, end) = read(engine.submit(greedy(prompt(9, 1), 5)).unwrap());
+        assert!(tokens.is_empty() && end.unwrap_err().to_string().contains(path.to_str().unwrap()));
+    }
+}
+
+#[test]
+fn a_bug_ends_the_engine_and_everyone_hears_of_it() {
+    let _alone = alone();
+    let engine = start_changed("moe-gqa", 256, |loaded| loaded.model.experts = Some(Box::new(Broken(Some("a test's panic")))));
+    assert!(engine.is_running());
+    let waiting: Vec<_> = (0..20).filter_map(|i| engine.submit(greedy(prompt(9, i), 5)).ok()).collect();
+    assert!(!waiting.is_empty());
+    for events in waiting {
+        let Err(Error::Stopped(text)) = read(events).1 else { panic!("not stopped") };
+        assert_eq!(text, "a bug: a test's panic");
+    }
+    assert!(matches!(engine.submit(greedy(prompt(9, 1), 5)), Err(Error::Stopped(_))));
+    assert!(!engine.is_running());
+}
+
+/// Threads of this process that engines own.
+fn engine_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|t| std::fs::read_to_string(t.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.trim() == "engine" || name.starts_with("worker-")).count()
+}
+
+#[test]
+fn the_engine_stops_with_its_last_handle() {
+    let _alone = alone();
+    let engine = start("moe-gqa", 512);
+    answer(&engine, greedy(prompt(9, 1), 2));
+    assert!(engine_threads() >= 2);
+    let second = engine.clone();
+    drop(engine);
+    let events = second.submit(greedy(prompt(9, 1), 300)).unwrap();
+    drop(second);
+    assert_eq!(read(events).0.len(), 300, "what was asked for is still answered");
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while engine_threads() > 0 {
+        assert!(Instant::now() < deadline, "{} threads of engines are left", engine_threads());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Time that this process has run on any core, in ticks of 10 ms.
+fn cpu_ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<&str> = stat[stat.rfind(')').unwrap()..].split_whitespace().collect();
+    fields[12].parse::<u64>().unwrap() + fields[13].parse::<u64>().unwrap()
+}
+
+#[test]
+fn an_idle_engine_sleeps() {
+    let _alone = alone();
+    let engine = start("moe-gqa", 512);
+    answer(&engine, greedy(prompt(9, 1), 20));
+    std::thread::sleep(Duration::from_millis(300));
+    let before = cpu_ticks();
+    std::thread::sleep(Duration::from_millis(1000));
+    let used = cpu_ticks() - before;
+    assert!(used <= 5, "{used} ticks of 10 ms in an idle second");
+}
+
+fn resident_bytes() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}
+
+#[test]
+fn memory_stays_after_many_requests() {
+    let _alone = alone();
+    let engine = start("moe-gqa", 512);
+    let ask = |i: u64| answer(&engine, seeded(prompt(100 + i as usize % 50, i as u32), 8, i));
+    (0..40).for_each(|i| drop(ask(i)));
+    let before = resident_bytes();
+    (0..200).for_each(|i| drop(ask(i)));
+    let grown = resident_bytes().saturating_sub(before);
+    assert!(grown < 4 << 20, "{} KiB more after 200 requests", grown >> 10);
+}
