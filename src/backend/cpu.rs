@@ -28,8 +28,8 @@ pub struct Cpu {
     kernel: &'static dyn Kernel,
     // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
     quantized: RefCell<linear::Quantized>,
-    router_scratch: RefCell<Vec<f32>>, // [tokens, experts]
-    scratch: Vec<Mutex<Vec<f32>>>,     // one per worker
+    router_scratch: RefCell<Scratch>, // [tokens, experts]
+    scratch: Vec<Mutex<Scratch>>,     // one per worker
 }
 
 /// `[heads, n, k]` bf16.
@@ -77,7 +77,7 @@ const PARALLEL: usize = 1 << 15;
 
 impl Cpu {
     /// `work(t, row t of out, scratch)` for every row, on all workers if there is much to do.
-    fn each_row(&self, out: &mut Tensor, work: impl Fn(usize, &mut [f32], &mut Vec<f32>) + Sync) {
+    fn each_row(&self, out: &mut Tensor, work: impl Fn(usize, &mut [f32], &mut Scratch) + Sync) {
         let (rows, cols) = (out.rows(), out.cols());
         if rows == 1 || rows * cols < PARALLEL {
             let mut scratch = lock(&self.scratch[0]);
@@ -96,8 +96,22 @@ impl Cpu {
     }
 }
 
+/// Memory whose contents last for one op; it only grows.
+#[derive(Default)]
+struct Scratch(Vec<f32>);
+
+impl Scratch {
+    /// `len` numbers, whatever they are.
+    fn take(&mut self, len: usize) -> &mut [f32] {
+        if self.0.len() < len {
+            self.0.resize(len, 0.0);
+        }
+        &mut self.0[..len]
+    }
+}
+
 /// A worker's own scratch memory; nobody else ever holds it.
-fn lock(scratch: &Mutex<Vec<f32>>) -> MutexGuard<'_, Vec<f32>> {
+fn lock(scratch: &Mutex<Scratch>) -> MutexGuard<'_, Scratch> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -175,7 +189,7 @@ impl Backend for Cpu {
     fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
         let kernel = self.kernel;
         self.each_row(x, |_, row, scratch| {
-            scratch.resize(w.len(), 0.0);
+            let scratch = scratch.take(w.len());
             for part in row[cols.clone()].chunks_exact_mut(w.len()) {
                 scratch.copy_from_slice(part);
                 kernel.rms_norm(scratch, w, eps, part);

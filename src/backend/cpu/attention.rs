@@ -81,7 +81,7 @@ impl Cpu {
         let (kernel, scratch) = (self.kernel, &self.scratch);
         self.team.run(&|worker| {
             let mut scratch = lock(&scratch[worker.index]);
-            scratch.resize(TILE * (kv.dim + value_dim + BLOCK_SIZE), 0.0);
+            let scratch = scratch.take(TILE * (kv.dim + value_dim + BLOCK_SIZE));
             loop {
                 let mut i = next.fetch_add(1, Ordering::Relaxed);
                 if i >= total {
@@ -94,7 +94,7 @@ impl Cpu {
                     here
                 });
                 let tile = cut.tile(span.expect("i is below the total"), i);
-                let acc = attend_tile(kernel, kv, batch, &tile, scale, q, value_dim, &mut scratch);
+                let acc = attend_tile(kernel, kv, batch, &tile, scale, q, value_dim, scratch);
                 for (r, row) in acc.chunks_exact(value_dim).enumerate() {
                     let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
                     let at = t * cols + h * value_dim;

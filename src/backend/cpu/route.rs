@@ -18,8 +18,7 @@ impl Cpu {
         out.ids.resize(tokens * router.top_k, 0);
         out.weights.resize(tokens * router.top_k, 0.0);
         let mut scratch = self.router_scratch.borrow_mut();
-        scratch.resize(tokens * experts, 0.0);
-        let (logits, kernel) = (Shared::new(&mut scratch), self.kernel);
+        let (logits, kernel) = (Shared::new(scratch.take(tokens * experts)), self.kernel);
         let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
         if tokens == 1 {
             // One token: its experts are shared out, so that every core reads a part of the weights.
