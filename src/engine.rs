@@ -271,6 +271,11 @@ impl Engine {
             let _ = events.send(Event::Failed(Error::Invalid(text)));
             return;
         }
+        if request.max_tokens == Some(0) {
+            let stats = RequestStats { prompt_tokens: request.prompt.len(), ..RequestStats::default() };
+            let _ = events.send(Event::Done(FinishReason::Length, stats));
+            return;
+        }
         let room = self.max_context - request.prompt.len();
         let answer = Answer {
             events,
@@ -333,10 +338,6 @@ fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32
         let stats = answer.stats(sequence.prompt_tokens, completion_tokens);
         let _ = answer.events.send(Event::Done(reason, stats));
     };
-    if answer.max_tokens == 0 {
-        finish(answer, 0, FinishReason::Length);
-        return Ok(());
-    }
     let token = answer.sampler.sample(logits, &sequence.tokens)?;
     let now = Instant::now();
     if answer.first.is_some() {

@@ -194,16 +194,21 @@ impl Budget {
         }
         let available = available.saturating_sub(RESERVE_BYTES);
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
-        if weights > available {
+        let activations = activation_bytes(model, config);
+        let needed = weights.saturating_add(activations);
+        if needed > available {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+            let remedy = match activations > weights {
+                true => "lower --max-batch-tokens",
+                false => remedy(model, config, precision, available),
+            };
             return Err(Error::Resources(format!(
-                "the model needs {:.1} GiB of memory and {:.1} are free: {}",
-                gib(weights),
-                gib(available),
-                remedy(model, config, precision, available)
+                "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}",
+                gib(needed),
+                gib(available)
             )));
         }
-        let free = available - weights;
+        let free = available - needed;
         let per_token = model.kv_bytes_per_token() as u64;
         let max_context = match config.max_context {
             Some(n @ 0..=1) => return Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer"))),
@@ -242,6 +247,25 @@ fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision
     } else {
         "no precision makes it fit, so use a machine with more memory, or a smaller model"
     }
+}
+
+/// Bytes of the buffers of a forward pass.
+fn activation_bytes(model: &ModelConfig, config: &EngineConfig) -> u64 {
+    use crate::model::{Attention, Ffn};
+    let attention = model.layers.iter().map(|layer| match &layer.attention {
+        Attention::Gqa(a) => 2 * a.head_dim * (a.num_heads + a.num_kv_heads),
+        Attention::Mla(a) => {
+            let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
+            2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
+        }
+    });
+    let ffn = model.layers.iter().map(|layer| match &layer.ffn {
+        Ffn::Dense { intermediate_size } => 3 * intermediate_size,
+        Ffn::Moe(moe) => 3 * moe.shared_intermediate_size.unwrap_or(0) + moe.router.top_k * (2 * moe.intermediate_size + model.hidden_size),
+    });
+    let per_token = 3 * model.hidden_size + attention.max().unwrap_or(0) + 2 * ffn.max().unwrap_or(0);
+    let logits = 2 * config.max_sequences as u64 * model.vocab_size as u64;
+    (per_token as u64).saturating_mul(config.max_batch_tokens as u64).saturating_add(logits).saturating_mul(4)
 }
 
 /// Bytes of all weights but the routed experts.
