@@ -384,9 +384,10 @@ mod tests {
     fn names_are_told_apart() {
         let cache = tempfile::tempdir().unwrap();
         assert!(resolve("demo", cache.path()).unwrap().join("config.json").exists());
-        assert!(resolve(cache.path().to_str().unwrap(), cache.path()).unwrap_err().to_string().contains("no config.json"));
+        let name = cache.path().to_str().unwrap();
+        assert!(resolve(name, cache.path()).unwrap_err().to_string().contains("has no config.json"));
         std::fs::write(cache.path().join("config.json"), "{}").unwrap();
-        assert_eq!(resolve(cache.path().to_str().unwrap(), cache.path()).unwrap(), cache.path());
+        assert_eq!(resolve(name, cache.path()).unwrap(), cache.path());
         for name in ["nonsense", "./a/b", "/no/such/place", "a/b/c", "../x", "", "org/..", "org/na me"] {
             let error = resolve(name, cache.path()).unwrap_err().to_string();
             assert!(error.contains("there is no directory"), "{name}: {error}");
