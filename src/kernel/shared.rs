@@ -136,13 +136,13 @@ pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// Walks `rows` x `tokens` in register blocks of at most `block`, the tokens of one pass few enough to stay in L2.
+/// Walks `rows` x `tokens` in register blocks of at most `block`, the tokens of one pass few enough to stay in L1 while the rows go by.
 ///
 /// `f(row, token, [rows, tokens])` gets blocks of `block[0]` or 1 rows, and `block[1]`, half of it, or 1 tokens.
 #[inline(always)]
 pub(super) fn dot_blocks(rows: usize, tokens: usize, k: usize, block: [usize; 2], mut f: impl FnMut(usize, usize, [usize; 2])) {
-    const L2_VALUES: usize = 1 << 17;
-    let pass = (L2_VALUES / k.max(1) / block[1]).max(1) * block[1];
+    const L1_VALUES: usize = 1 << 13;
+    let pass = (L1_VALUES / k.max(1) / block[1]).max(1) * block[1];
     for from in (0..tokens).step_by(pass) {
         let to = tokens.min(from + pass);
         let mut r = 0;

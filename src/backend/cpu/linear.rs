@@ -13,8 +13,10 @@ use crate::tensor::{HostTensor, Tensor};
 use crate::workers::Shared;
 use crate::{Error, Result};
 
-/// Rows of weights one worker takes at a time.
-const ROWS: usize = 16;
+/// Rows of weights that stay in a core's cache while tokens pass over them.
+const ROWS: usize = 32;
+/// Rows are shared out in multiples of this, the height of the kernels' register blocks.
+const SHARE: usize = 4;
 /// Tokens that pass over a block of weights while it is in the cache.
 const TOKENS: usize = 128;
 
@@ -151,8 +153,10 @@ impl Cpu {
             let mut y = [0.0; ROWS * TOKENS];
             for first in (0..x.rows()).step_by(TOKENS) {
                 let tokens = TOKENS.min(x.rows() - first);
-                for unit in worker.share(n.div_ceil(ROWS)) {
-                    let (row, rows) = (unit * ROWS, ROWS.min(n - unit * ROWS));
+                let mine = worker.share(n.div_ceil(SHARE));
+                let end = n.min(mine.end * SHARE);
+                for row in (mine.start * SHARE..end).step_by(ROWS) {
+                    let rows = ROWS.min(end - row);
                     let y = &mut y[..tokens * rows];
                     let x = Rows::new(&x.data()[first * k..][..tokens * k], tokens, k);
                     kernel.dot_bf16(Rows::new(&weight[row * k..][..rows * k], rows, k), x, y);
