@@ -111,7 +111,7 @@ fn disk(dir: &Path) -> Finding {
 
 fn gpu(version: &Path) -> Finding {
     match std::fs::read_to_string(version) {
-        Ok(text) => finding("GPU", text.lines().next().unwrap_or("NVIDIA driver").trim().to_string(), None),
+        Ok(text) => finding("GPU", format!("not used by this version; {}", text.lines().next().unwrap_or("NVIDIA driver").trim()), None),
         Err(_) => finding("GPU", "no NVIDIA driver found; everything runs on the CPU", None),
     }
 }

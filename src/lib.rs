@@ -14,6 +14,23 @@
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
 //! ```
+//!
+//! As a library:
+//!
+//! ```no_run
+//! use moebius::config::EngineConfig;
+//! use moebius::engine::{Request, SamplingParams};
+//! use moebius::text_model::TextModel;
+//!
+//! let model = TextModel::open("demo", &EngineConfig::default(), &|_| {})?;
+//! let prompt = model.tokenizer().encode("Once", true)?;
+//! let request = Request { prompt, max_tokens: Some(16), sampling: SamplingParams::default(), ignore_eos: false };
+//! let mut answer = model.complete(request, vec![])?;
+//! while let Some(delta) = answer.next_blocking() {
+//!     print!("{:?}", delta?);
+//! }
+//! # Ok::<(), moebius::Error>(())
+//! ```
 
 pub mod attention;
 pub mod backend;

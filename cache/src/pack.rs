@@ -13,6 +13,15 @@
 //! This is the operand order of `vpdpbusd` (unsigned weights, signed activations) and of an AMX B tile.
 //! A tile of a BF16 matrix is 16 plain rows, so the whole matrix is row-major.
 //!
+//! ```
+//! use moebius_cache::pack::{ExpertLayout, Precision};
+//!
+//! // One expert of Qwen3-30B-A3B: 3 x 2048 x 768 weights of 4 bits, and a 16-bit scale for every 128 of them.
+//! let layout = ExpertLayout::new(2048, 768, Precision::Int4 { group_size: 128 })?;
+//! assert_eq!(layout.bytes(), 3 * 2048 * 768 * (4 * 128 + 16) / (8 * 128));
+//! # Ok::<(), moebius_cache::Error>(())
+//! ```
+//!
 //! An expert is `gate` and `up` with their tiles alternating (gate 0, up 0, gate 1, up 1, ...), then `down`: a slice of
 //! intermediate rows is one contiguous run of bytes.
 

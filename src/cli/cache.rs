@@ -76,7 +76,7 @@ fn built(job: &Job<'_>, cache_dir: &Path) -> Result<ExpertCache> {
     match convert::locate(job, cache_dir)? {
         Some(path) => Ok(ExpertCache::open(&path)?),
         None => Err(Error::Invalid(format!(
-            "{} has no {} cache in {}: make one with `moebius cache build`",
+            "{} has no {} cache in {}: make one with `moebius cache build` and the same flags",
             job.model,
             job.precision,
             cache_dir.display()
