@@ -9,7 +9,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::model::ModelConfig;
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Rope};
 use crate::{Error, Result};
 use fields::Fields;
 
@@ -61,8 +61,29 @@ pub fn parse(text: &str) -> Result<ModelConfig> {
 /// Experts of all layers: each has names and checksums, and a lying config must not make us list them without end.
 const MAX_EXPERTS: usize = 1 << 18;
 
+/// A model whose layers have one kind of attention, and are MoE where `is_moe` says so and dense elsewhere.
+fn uniform(f: &Fields<'_>, rope: Rope, attention: Attention, moe: Moe, is_moe: impl Fn(usize) -> bool) -> Result<ModelConfig> {
+    check_router(&moe)?;
+    let layers = (0..f.num_layers()?).map(|layer| {
+        let ffn = if is_moe(layer) { Ffn::Moe(moe.clone()) } else { Ffn::Dense { intermediate_size: f.dim("intermediate_size")? } };
+        Ok(LayerConfig { attention: attention.clone(), ffn })
+    });
+    Ok(ModelConfig {
+        // A nested text config may leave it out.
+        architecture: f.str_or("model_type", "")?.into(),
+        vocab_size: f.dim("vocab_size")?,
+        hidden_size: f.dim("hidden_size")?,
+        max_context: f.dim("max_position_embeddings")?,
+        norm_eps: f.norm_eps()?,
+        tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
+        prefix: String::new(),
+        rope,
+        layers: layers.collect::<Result<_>>()?,
+    })
+}
+
 /// A router must be able to choose as many experts as it says.
-fn check_router(moe: &crate::model::Moe) -> Result<()> {
+fn check_router(moe: &Moe) -> Result<()> {
     let reachable = match &moe.router.groups {
         Some(g) => moe.num_experts / g.count * g.top_k,
         None => moe.num_experts,

@@ -3,7 +3,7 @@
 //! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2 and modeling_deepseek_v3.
 
 use super::fields::Fields;
-use crate::model::{Attention, Ffn, GroupScore, Groups, LayerConfig, Mla, ModelConfig, Moe, Router, Scoring};
+use crate::model::{Attention, GroupScore, Groups, Mla, ModelConfig, Moe, Router, Scoring};
 use crate::{Error, Result};
 
 /// `deepseek_v2`: softmax scores, groups scored by their best expert, weights never renormalized (HF ignores
@@ -93,8 +93,6 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         shared_intermediate_size: (shared > 0).then_some(shared * intermediate_size),
         router,
     };
-    super::check_router(&moe)?;
-
     let num_layers = f.num_layers()?;
     let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
     let kinds = f.strings("mlp_layer_types")?;
@@ -105,21 +103,5 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         Some(kinds) => kinds[layer] == "sparse",
         None => layer >= first_dense && layer % frequency == 0,
     };
-    let layers = (0..num_layers)
-        .map(|layer| {
-            let ffn = if is_moe(layer) { Ffn::Moe(moe.clone()) } else { Ffn::Dense { intermediate_size: f.dim("intermediate_size")? } };
-            Ok(LayerConfig { attention: attention.clone(), ffn })
-        })
-        .collect::<Result<_>>()?;
-    Ok(ModelConfig {
-        architecture: f.str_or("model_type", "deepseek_v3")?.into(),
-        vocab_size: f.dim("vocab_size")?,
-        hidden_size: f.dim("hidden_size")?,
-        max_context: f.dim("max_position_embeddings")?,
-        norm_eps: f.norm_eps()?,
-        tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
-        prefix: String::new(),
-        rope,
-        layers,
-    })
+    super::uniform(f, rope, attention, moe, is_moe)
 }

@@ -3,7 +3,7 @@
 //! Source: HF modeling_qwen3_moe.
 
 use super::fields::Fields;
-use crate::model::{Attention, Ffn, Gqa, LayerConfig, ModelConfig, Moe, Router, Scoring};
+use crate::model::{Attention, Gqa, ModelConfig, Moe, Router, Scoring};
 use crate::{Error, Result};
 
 /// `qwen3_moe`.
@@ -41,25 +41,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
             scaling: 1.0,
         },
     };
-    super::check_router(&moe)?;
     let (dense_layers, step) = (f.layers("mlp_only_layers")?, f.dim_or("decoder_sparse_step", 1)?);
-    let layers = (0..f.num_layers()?)
-        .map(|layer| {
-            let is_moe = !dense_layers.contains(&layer) && (layer + 1) % step == 0;
-            let ffn = if is_moe { Ffn::Moe(moe.clone()) } else { Ffn::Dense { intermediate_size: f.dim("intermediate_size")? } };
-            Ok(LayerConfig { attention: attention.clone(), ffn })
-        })
-        .collect::<Result<_>>()?;
     let (rope, _) = f.rope(head_dim, false, 10_000.0)?;
-    Ok(ModelConfig {
-        architecture: "qwen3_moe".into(),
-        vocab_size: f.dim("vocab_size")?,
-        hidden_size,
-        max_context: f.dim("max_position_embeddings")?,
-        norm_eps: f.norm_eps()?,
-        tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
-        prefix: String::new(),
-        rope,
-        layers,
-    })
+    super::uniform(f, rope, attention, moe, |layer| !dense_layers.contains(&layer) && (layer + 1) % step == 0)
 }
