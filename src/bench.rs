@@ -16,7 +16,8 @@ use crate::load::{self, Budget, LoadProgress, Loaded};
 use crate::memory::{Pages, read_bandwidth};
 use crate::model::ModelConfig;
 use crate::models::shapes;
-use crate::synthetic::{self, Random, Synthetic};
+use crate::random::Random;
+use crate::synthetic::{self, Synthetic};
 use crate::tensor::Tensor;
 use crate::topology::Topology;
 use crate::{Error, Result};
@@ -242,7 +243,7 @@ impl Tap<Cpu> for Spread {
 impl Bench<'_> {
     fn tokens(&mut self, n: usize) -> Vec<u32> {
         let vocab = self.loaded.model.config.vocab_size as u64;
-        (0..n).map(|_| (self.random.next() % vocab) as u32).collect()
+        (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
     }
 
     /// One pass over `tokens` of one sequence after the other, in chunks; seconds.

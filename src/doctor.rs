@@ -102,9 +102,9 @@ fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
 
 fn disk(dir: &Path) -> Finding {
     let existing = dir.ancestors().find(|d| d.exists()).unwrap_or(Path::new("/"));
-    let value = match crate::memory::free_disk_bytes(existing) {
-        Ok(bytes) => format!("{} free for {}", gib(bytes), dir.display()),
-        Err(error) => format!("unknown: {error}"),
+    let value = match moebius_cache::convert::free_bytes(existing) {
+        Some(bytes) => format!("{} free for {}", gib(bytes), dir.display()),
+        None => format!("unknown for {}", dir.display()),
     };
     finding("disk", value, None)
 }

@@ -12,7 +12,7 @@ mod scalar;
 mod shared;
 
 use half::bf16;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{GROUP_SIZES, MatrixLayout, TILE_ROWS};
 
 use crate::{Error, Result};
 
@@ -187,7 +187,7 @@ fn check_packed(layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows:
         Precision::Int8 { group_size } => (group_size, false),
         Precision::Bf16 => panic!("a BF16 matrix has no packed tiles"),
     };
-    assert!([32, 64, 128].contains(&group) && layout.k.is_multiple_of(group));
+    assert!(GROUP_SIZES.contains(&group) && layout.k.is_multiple_of(group));
     assert_eq!((x.k, x.group), (layout.k, group), "activations quantized for another matrix");
     assert_eq!(tile.len(), layout.tile_bytes());
     assert_eq!(out.len(), rows.len() * TILE_ROWS);

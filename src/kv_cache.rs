@@ -9,23 +9,17 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct BlockPool {
     free: Vec<u32>,
-    total: usize,
 }
 
 impl BlockPool {
     /// `total` free blocks.
     pub fn new(total: usize) -> Self {
-        Self { free: (0..total as u32).rev().collect(), total }
+        Self { free: (0..total as u32).rev().collect() }
     }
 
     /// Blocks not in use.
     pub fn free_blocks(&self) -> usize {
         self.free.len()
-    }
-
-    /// All blocks.
-    pub fn total_blocks(&self) -> usize {
-        self.total
     }
 
     /// Extends `table` until it covers `tokens` tokens; takes nothing and returns false when there are too few free blocks.

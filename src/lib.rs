@@ -3,7 +3,7 @@
 //! The crate's map, from the bottom up; a file imports only from modules that stand before its own.
 //!
 //! ```text
-//! error, topology, batch, model, tensor           what can fail, what there is, what a model and its data are
+//! error, topology, batch, model, tensor, random   what can fail, what there is, what a model and its data are
 //! workers, memory, kernel, config                 threads, huge pages, arithmetic; what a user can choose
 //! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
 //! experts, kv_cache, attention, forward           one pass
@@ -53,6 +53,7 @@ pub mod load;
 pub mod memory;
 pub mod model;
 pub mod models;
+pub mod random;
 pub mod sampler;
 pub mod scheduler;
 pub mod server;

@@ -7,6 +7,7 @@ use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
 use moebius_cache::format::ExpertCache;
+use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
@@ -18,7 +19,7 @@ use crate::kernel::{self, Kernel};
 use crate::kv_cache::{self, KvCache};
 use crate::model::ModelConfig;
 use crate::tensor::Tensor;
-use crate::topology::Topology;
+use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
 use crate::workers::Team;
 use crate::{Error, Result, models};
@@ -70,19 +71,19 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>,
 /// The precision of the routed experts. Errors: no group size divides, or the one asked for does not.
 pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Precision>> {
     let Some(moe) = model.moe() else { return Ok(None) };
-    let divides = |g: &usize| model.hidden_size % g == 0 && moe.intermediate_size % g == 0;
     let (hidden, width) = (model.hidden_size, moe.intermediate_size);
+    let largest = largest_group_size(&[hidden, width]);
     let group_size = || match config.group_size {
-        Some(g) if ![32, 64, 128].contains(&g) => Err(Error::Invalid(format!("--group-size {g} is not 32, 64 or 128"))),
-        Some(g) if !divides(&g) => Err(Error::Invalid(format!(
+        Some(g) if !GROUP_SIZES.contains(&g) => Err(Error::Invalid(format!("--group-size {g} is not 32, 64 or 128"))),
+        Some(g) if hidden % g != 0 || width % g != 0 => Err(Error::Invalid(format!(
             "--group-size {g} does not divide this model's rows of {hidden} and {width} weights: {}",
-            match [128, 64, 32].iter().find(|g| divides(g)) {
+            match largest {
                 Some(fits) => format!("use --group-size {fits}"),
                 None => "use --experts bf16".into(),
             }
         ))),
         Some(g) => Ok(g),
-        None => [128, 64, 32].into_iter().find(|g| divides(g)).ok_or_else(|| {
+        None => largest.ok_or_else(|| {
             Error::Invalid(format!("rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"))
         }),
     };
@@ -306,7 +307,7 @@ fn saturated(bytes: u128) -> u64 {
 
 /// Stops loading before the machine runs out of memory. Errors: `Error::Resources`.
 fn watch_memory() -> Result<()> {
-    let available = Topology::read().available_bytes;
+    let available = topology::available_bytes();
     if available > RESERVE_BYTES / 2 {
         return Ok(());
     }

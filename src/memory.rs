@@ -1,11 +1,8 @@
-//! Anonymous memory in huge pages, how fast a team can read it, and room on disks.
+//! Anonymous memory in huge pages, and how fast a team can read it.
 #![allow(unsafe_code)]
 
-use std::ffi::CString;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -68,18 +65,6 @@ impl<T: Pod> Deref for Buffer<T> {
 impl<T: Pod> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(&mut self.map[self.first..][..self.len * size_of::<T>()])
-    }
-}
-
-/// Bytes an unprivileged process may still write to the file system of `path`. Errors: `Error::Io`.
-pub fn free_disk_bytes(path: &Path) -> Result<u64> {
-    let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| Error::io(path)(e.into()))?;
-    // SAFETY: all zeros is a valid statvfs.
-    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: a C string and a struct to fill, both alive during the call.
-    match unsafe { libc::statvfs(name.as_ptr(), &mut stat) } {
-        0 => Ok(stat.f_bavail * stat.f_frsize),
-        _ => Err(Error::io(path)(std::io::Error::last_os_error())),
     }
 }
 

@@ -1,5 +1,6 @@
 //! From a row of logits to a token.
 
+use crate::random::Random;
 use crate::{Error, Result};
 
 /// How the next token is chosen.
@@ -66,7 +67,7 @@ impl Sampler {
         self.order.extend((0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= self.params.min_p));
         self.keep_best(weights);
         let total: f64 = self.order.iter().map(|&t| weights[t as usize] as f64).sum();
-        let mut rest = uniform(self.seed, tokens.len() as u64) * total;
+        let mut rest = Random::at(self.seed, tokens.len() as u64).uniform() * total;
         for &token in &self.order {
             rest -= weights[token as usize] as f64;
             if rest < 0.0 {
@@ -120,14 +121,6 @@ pub fn argmax(logits: &[f32]) -> usize {
         }
     }
     best
-}
-
-/// A number in [0, 1) from a seed and a counter. Source: SplitMix64.
-fn uniform(seed: u64, counter: u64) -> f64 {
-    let mut z = seed.wrapping_add((counter + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]

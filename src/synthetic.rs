@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::model::ModelConfig;
+use crate::random::Random;
 use crate::tensor::HostTensor;
 use crate::weights::TensorSource;
 
@@ -65,7 +66,7 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
 fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Random) {
     // Codes are uniform and symmetric: -7..7 have a root mean square of 4.32, -127..127 of 73.3.
     let (zero, code_rms) = match layout.precision {
-        Precision::Bf16 => return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.next()),
+        Precision::Bf16 => return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits()),
         Precision::Int8 { .. } => (0x80, 73.3),
         Precision::Int4 { .. } => (0x88, 4.32),
     };
@@ -74,7 +75,7 @@ fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Rand
     let scale = bf16::from_f32(rms / code_rms).to_le_bytes();
     scales[..groups * TILE_ROWS * 2].chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&scale));
     for word in codes.chunks_exact_mut(8) {
-        word.copy_from_slice(&random.next().to_le_bytes());
+        word.copy_from_slice(&random.bits().to_le_bytes());
         for byte in word {
             // The lowest code has no opposite: it becomes zero.
             if zero == 0x80 {
@@ -92,22 +93,9 @@ fn fill_bf16(out: &mut [bf16], rms: f32, seed: u64) {
     let mut random = Random(seed);
     let step = rms * 3f32.sqrt() / 32768.0;
     for part in out.chunks_mut(4) {
-        let bits = random.next();
+        let bits = random.bits();
         for (i, w) in part.iter_mut().enumerate() {
             *w = bf16::from_f32((((bits >> (16 * i)) as u16) as f32 - 32767.5) * step);
         }
-    }
-}
-
-/// SplitMix64.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
     }
 }

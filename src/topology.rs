@@ -108,10 +108,7 @@ impl Topology {
         }
 
         let (cgroup_bytes, cgroup_used, cgroup_cpus) = cgroup(&text);
-        let mut available_bytes = memory("MemAvailable").or(memory("MemFree")).unwrap_or(0);
-        if let Some(limit) = cgroup_bytes {
-            available_bytes = available_bytes.min(limit.saturating_sub(cgroup_used));
-        }
+        let available_bytes = available(&meminfo, cgroup_bytes, cgroup_used);
         let first = usable.first().copied().unwrap_or(0);
         let caches = (0..8)
             .filter_map(|i| {
@@ -151,6 +148,19 @@ impl Topology {
         let order: Vec<usize> = (0..siblings).flat_map(|i| self.cores.iter().filter_map(move |core| core.cpus.get(i).copied())).collect();
         order.iter().copied().cycle().take(if order.is_empty() { 0 } else { threads }).collect()
     }
+}
+
+/// RAM that can be taken right now, as [`Topology::available_bytes`], without reading all the rest.
+pub fn available_bytes() -> u64 {
+    let text = |path: &str| std::fs::read_to_string(Path::new("/").join(path)).unwrap_or_default().trim().to_string();
+    let (limit, used, _) = cgroup(&text);
+    available(&text("proc/meminfo"), limit, used)
+}
+
+/// What the machine has, within the control group's limit.
+fn available(meminfo: &str, cgroup_limit: Option<u64>, cgroup_used: u64) -> u64 {
+    let machine = meminfo_bytes(meminfo, "MemAvailable").or(meminfo_bytes(meminfo, "MemFree")).unwrap_or(0);
+    cgroup_limit.map_or(machine, |limit| machine.min(limit.saturating_sub(cgroup_used)))
 }
 
 /// Limit and use of memory and the CPU quota of this process's control group, version 2 or 1.

@@ -162,11 +162,6 @@ pub fn locate(job: &Job<'_>, cache_dir: &Path) -> Result<Option<PathBuf>> {
     Ok(disk::caches(cache_dir)?.into_iter().find(|path| identity.names(path)))
 }
 
-/// Bytes that the finished cache file of this job has, without its header. Errors: `Error::Invalid` when the dimensions do not fit.
-pub fn cache_bytes(job: &Job<'_>) -> Result<u64> {
-    Ok((job.layout()?.bytes() * job.num_experts * job.layers.len()) as u64)
-}
-
 /// Every cache file in `cache_dir` that opens, with what it holds. Errors: `Error::Io` when the folder cannot be read.
 pub fn list(cache_dir: &Path) -> Result<Vec<ExpertCache>> {
     Ok(disk::caches(cache_dir)?.iter().filter_map(|path| ExpertCache::open(path).ok()).collect())

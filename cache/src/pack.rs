@@ -34,6 +34,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
+/// The group sizes there are kernels for, smallest first.
+pub const GROUP_SIZES: [usize; 3] = [32, 64, 128];
+
+/// The largest group size that divides rows of all these lengths.
+pub fn largest_group_size(lengths: &[usize]) -> Option<usize> {
+    GROUP_SIZES.into_iter().rev().find(|group| lengths.iter().all(|length| length.is_multiple_of(*group)))
+}
+
 /// Rows of one tile.
 pub const TILE_ROWS: usize = 16;
 
@@ -93,7 +101,7 @@ impl MatrixLayout {
             return Err(Error::Invalid(format!("a matrix of {n} x {k} has no weights")));
         }
         if let Some(g) = precision.group_size() {
-            if ![32, 64, 128].contains(&g) {
+            if !GROUP_SIZES.contains(&g) {
                 return Err(Error::Invalid(format!("group size {g} is not 32, 64 or 128")));
             }
             if !k.is_multiple_of(g) {

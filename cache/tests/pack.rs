@@ -1,23 +1,14 @@
 //! Packing against its definition, and quantization against its bounds, over random shapes.
 #![allow(clippy::unwrap_used)] // a test
 
+mod common;
+
+use common::noise;
 use half::bf16;
 use moebius_cache::pack::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
 use moebius_cache::quantize::{quantize_expert, quantize_matrix, quantize_rows};
 use moebius_cache::{ExpertLayout, MatrixLayout, Precision};
 use proptest::prelude::*;
-
-/// Deterministic values in -1..1, roughly normal.
-fn noise(count: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut uniform = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
-    };
-    (0..count).map(|_| (uniform() + uniform() + uniform() + uniform()) / 2.0).collect()
-}
 
 fn precision() -> impl Strategy<Value = Precision> {
     let group = prop_oneof![Just(32usize), Just(64), Just(128)];

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moebius_cache::Precision;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{MatrixLayout, TILE_ROWS, largest_group_size};
 use rayon::prelude::*;
 
 use super::{Cpu, Heads};
@@ -58,7 +58,7 @@ impl Linear {
         let weight = match bits {
             DenseBits::Bf16 => Weight::Bf16(Buffer::from_bf16(&weight)?),
             DenseBits::Int8 => {
-                let group_size = [128, 64, 32].into_iter().find(|g| k % g == 0).ok_or_else(|| {
+                let group_size = largest_group_size(&[k]).ok_or_else(|| {
                     Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"))
                 })?;
                 let layout = MatrixLayout::new(n, k, Precision::Int8 { group_size })?;
