@@ -71,7 +71,11 @@ pub trait Backend {
     /// RMS norm, in place, of every run of `w.len()` numbers in the columns `cols` of each row.
     fn rms_norm_heads(&self, x: &mut Self::Tensor, w: &Self::Norm, eps: f32, cols: std::ops::Range<usize>);
     /// `out[t] = W x[t] + b`.
-    fn linear(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
+    fn linear(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor) {
+        self.linears(x, [(w, out)]);
+    }
+    /// Several at once of the same `x` and the same precision.
+    fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
     /// `out[t, h, out_at..out_at + n] = W[h] x[t, h, x_at..x_at + k]`, heads being equal parts of a row.

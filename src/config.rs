@@ -7,7 +7,7 @@ use crate::kernel::Simd;
 /// Storage and arithmetic of the routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ExpertBits {
-    /// As most checkpoints come; f32 arithmetic.
+    /// As most checkpoints come; activations keep 16 bits of mantissa.
     Bf16,
     /// 8-bit codes, group scales, int8 activations.
     Int8,
@@ -19,11 +19,13 @@ pub enum ExpertBits {
 /// Storage of attention, shared experts, dense MLPs and the output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DenseBits {
-    /// As most checkpoints come; f32 arithmetic.
+    /// As most checkpoints come; activations keep 16 bits of mantissa.
     #[default]
     Bf16,
     /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention stay at 16 bits.
     Int8,
+    /// The same with 4-bit codes.
+    Int4,
 }
 
 impl std::fmt::Display for DenseBits {
@@ -31,6 +33,7 @@ impl std::fmt::Display for DenseBits {
         f.pad(match self {
             DenseBits::Bf16 => "bf16",
             DenseBits::Int8 => "int8",
+            DenseBits::Int4 => "int4",
         })
     }
 }

@@ -172,8 +172,7 @@ impl<B: Backend> Buffers<B> {
 fn mlp<B: Backend>(backend: &B, w: &MlpWeights<B>, buffers: &mut [MlpBuffers<B>], width: Option<usize>, h: &B::Tensor, x: &mut B::Tensor) {
     let MlpBuffers { gate, up, product, .. } =
         buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
-    backend.linear(&w.gate, h, gate);
-    backend.linear(&w.up, h, up);
+    backend.linears(h, [(&w.gate, gate), (&w.up, up)]);
     backend.silu_mul(gate, up, product);
     backend.linear_add(&w.down, product, x);
 }

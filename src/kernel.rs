@@ -3,17 +3,27 @@
 //! The order of every sum is part of an operation's definition, so a wider instruction set changes its speed only.
 //! What has no order to exploit ([`silu_mul`](Kernel::silu_mul), quantization, norms) is written once, in `shared.rs`,
 //! and compiled once per instruction set.
+//!
+//! All weights are packed tiles of 16 rows (`moebius_cache::pack`), and [`Kernel::matmul`] is the one product over them: of BF16 weights with
+//! activations split into two bf16 numbers, of integer weights with activations quantized to 8 bits. [`Activations`] are both.
+//!
+//! Numbers so small that a product of theirs is subnormal (below 2^-126) are outside of the promise of equal bits.
 
+mod activations;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx_vnni;
 mod scalar;
 mod shared;
 
-use half::bf16;
-use moebius_cache::pack::{GROUP_SIZES, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::MatrixLayout;
 
+pub use self::activations::{ActivationRows, Activations, ActivationsMut};
 use crate::{Error, Result};
 
 /// An instruction set the CPU kernels are written for.
@@ -23,13 +33,17 @@ pub enum Simd {
     Scalar,
     /// AVX2 and FMA.
     Avx2,
+    /// AVX2 with VNNI in 256 bits.
+    AvxVnni,
     /// AVX-512 F, BW, VL and VNNI.
     Avx512,
+    /// AVX-512 with AMX tiles of INT8 and BF16.
+    Amx,
 }
 
 impl Simd {
     /// Every instruction set there are kernels for, slowest first.
-    pub const ALL: [Simd; 3] = [Simd::Scalar, Simd::Avx2, Simd::Avx512];
+    pub const ALL: [Simd; 5] = [Simd::Scalar, Simd::Avx2, Simd::AvxVnni, Simd::Avx512, Simd::Amx];
 }
 
 impl std::fmt::Display for Simd {
@@ -37,7 +51,9 @@ impl std::fmt::Display for Simd {
         f.pad(match self {
             Simd::Scalar => "scalar",
             Simd::Avx2 => "avx2",
+            Simd::AvxVnni => "avx-vnni",
             Simd::Avx512 => "avx512",
+            Simd::Amx => "amx",
         })
     }
 }
@@ -46,24 +62,24 @@ impl std::str::FromStr for Simd {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self> {
-        Simd::ALL
-            .into_iter()
-            .find(|simd| simd.to_string() == s)
-            .ok_or_else(|| Error::Invalid(format!("unknown instruction set {s:?}: choose scalar, avx2 or avx512")))
+        let names = Simd::ALL.map(|simd| simd.to_string());
+        let found = Simd::ALL.into_iter().find(|simd| simd.to_string() == s);
+        found.ok_or_else(|| Error::Invalid(format!("unknown instruction set {s:?}: choose one of {}", names.join(", "))))
     }
 }
 
-/// The kernels of one instruction set; `None` when this CPU lacks it.
+/// The kernels of one instruction set; `None` when this CPU lacks it, or the system does not let it be used.
 pub fn get(simd: Simd) -> Option<&'static dyn Kernel> {
-    match simd {
+    #[cfg(target_arch = "x86_64")]
+    return match simd {
         Simd::Scalar => Some(&scalar::Scalar),
-        #[cfg(target_arch = "x86_64")]
         Simd::Avx2 => avx2::Avx2::detect().map(|kernel| kernel as &dyn Kernel),
-        #[cfg(target_arch = "x86_64")]
+        Simd::AvxVnni => avx2::Avx2::detect_vnni().map(|kernel| kernel as &dyn Kernel),
         Simd::Avx512 => avx512::Avx512::detect().map(|kernel| kernel as &dyn Kernel),
-        #[cfg(not(target_arch = "x86_64"))]
-        _ => None,
-    }
+        Simd::Amx => avx512::Avx512::detect_amx().map(|kernel| kernel as &dyn Kernel),
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    (simd == Simd::Scalar).then_some(&scalar::Scalar)
 }
 
 /// The instruction sets this CPU has kernels for, slowest first.
@@ -116,21 +132,6 @@ impl<'a, T> Rows<'a, T> {
     }
 }
 
-/// Activations as [`Kernel::quantize`] leaves them.
-#[derive(Clone, Copy, Debug)]
-pub struct QuantizedRows<'a> {
-    /// Inputs of a row; a multiple of `group`.
-    pub k: usize,
-    /// Inputs that share a scale.
-    pub group: usize,
-    /// [rows, k]
-    pub codes: &'a [i8],
-    /// [rows, k / group]
-    pub scales: &'a [f32],
-    /// [rows, k / group], the sum of a group's codes.
-    pub sums: &'a [i32],
-}
-
 /// The operations a model is made of, on one thread.
 ///
 /// Every implementation gives the bits of the scalar one. Panics everywhere: shapes disagree (a bug).
@@ -144,19 +145,26 @@ pub trait Kernel: Send + Sync {
     /// one that is not finite keeps a scale that is not finite.
     fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
 
-    /// One packed INT4 or INT8 tile times some rows of `x`: `out[i][r] = W[r] . x[rows[i]]`.
-    ///
-    /// Shapes: `tile` [layout.tile_bytes()], `rows` `[n]` indices of rows of `x`, `out` [n, 16].
-    /// Order: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)`, groups ascending.
-    fn packed_tile(&self, layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]);
+    /// f32 numbers that hold 32 split inputs of a row, see [`split`](Kernel::split).
+    fn split_words(&self) -> usize;
 
-    /// `out[t][r] = w[r] . x[t]`, bf16 weights.
+    /// Each of up to 32 inputs as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
+    ///
+    /// How they lie in `out` [split_words()] is this kernel's own business; inputs that are missing become zeros.
+    fn split(&self, x: &[f32], out: &mut [f32]);
+
+    /// Some tiles of packed weights times some rows of activations: `out[t][16 i + r] = W_i[r] . x[t]`.
+    ///
+    /// Shapes: `tiles` [n, layout.tile_bytes()], `x` prepared by the same kernel for `layout`, `out` [x.len(), n * 16].
+    /// Order, INT4 and INT8: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)`, groups ascending.
+    /// Order, BF16, that of `tdpbf16ps`: for 32 inputs at a time and of them the high, then the low parts, `even` sums the even inputs by
+    /// fma from zero, ascending, `odd` the odd ones; `acc = acc + (even + odd)`.
+    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]);
+
+    /// `out[t][r] = w[r] . x[t]`: the router, attention scores.
     ///
     /// Shapes: `w` [rows, k], `x` [tokens, k], `out` [tokens, rows].
     /// Order: 16 accumulators, lane `l` takes inputs `k = l (mod 16)` ascending by fma; then lanes 8 apart are added, then 4, 2, 1.
-    fn dot_bf16(&self, w: Rows<'_, bf16>, x: Rows<'_, f32>, out: &mut [f32]);
-
-    /// [`dot_bf16`](Kernel::dot_bf16) with f32 weights: the router, attention scores.
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]);
 
     /// `out[t][c] = fma(p[t][r], v[r][c], out[t][c])`, `r` ascending: attention values.
@@ -167,7 +175,7 @@ pub trait Kernel: Send + Sync {
     /// `out = silu(gate) * up`; all `[n]`.
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
 
-    /// `x = exp(x - max)`; returns the sum, in the order of [`dot_bf16`](Kernel::dot_bf16).
+    /// `x = exp(x - max)`; returns the sum, in the order of [`dot_f32`](Kernel::dot_f32).
     ///
     /// Within 2 ulp of exp; 0 for -inf and wherever the result would be subnormal.
     fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
@@ -175,30 +183,12 @@ pub trait Kernel: Send + Sync {
     /// `out += scale * x` by fma; both `[n]`.
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
 
-    /// `out = x / sqrt(mean(x^2) + eps) * w`; all `[n]`. The sum of squares has the order of [`dot_bf16`](Kernel::dot_bf16).
+    /// `out = x / sqrt(mean(x^2) + eps) * w`; all `[n]`. The sum of squares has the order of [`dot_f32`](Kernel::dot_f32).
     fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
 }
 
-/// The door of [`Kernel::packed_tile`]: everything an implementation may rely on. Returns whether the codes are 4 bits.
-fn check_packed(layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &[f32]) -> bool {
-    use moebius_cache::Precision;
-    let (group, int4) = match layout.precision {
-        Precision::Int4 { group_size } => (group_size, true),
-        Precision::Int8 { group_size } => (group_size, false),
-        Precision::Bf16 => panic!("a BF16 matrix has no packed tiles"),
-    };
-    assert!(GROUP_SIZES.contains(&group) && layout.k.is_multiple_of(group));
-    assert_eq!((x.k, x.group), (layout.k, group), "activations quantized for another matrix");
-    assert_eq!(tile.len(), layout.tile_bytes());
-    assert_eq!(out.len(), rows.len() * TILE_ROWS);
-    let count = x.codes.len() / x.k;
-    assert!(x.scales.len() >= count * (x.k / group) && x.sums.len() >= count * (x.k / group));
-    assert!(rows.iter().all(|&row| (row as usize) < count), "a row beyond the {count} quantized");
-    int4
-}
-
-/// The door of the dot products.
-fn check_dot<W>(w: &Rows<'_, W>, x: &Rows<'_, f32>, out: &[f32]) {
+/// The door of [`Kernel::dot_f32`].
+fn check_dot(w: &Rows<'_, f32>, x: &Rows<'_, f32>, out: &[f32]) {
     assert_eq!(w.cols, x.cols);
     assert_eq!(out.len(), w.rows * x.rows);
 }

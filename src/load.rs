@@ -274,24 +274,24 @@ fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
     use crate::model::{Attention, Ffn};
     // A config that lies makes products that u64 does not hold.
     let wide = |dims: &[usize]| dims.iter().map(|&n| n as u128).product::<u128>();
-    let (h, bytes) = (model.hidden_size, if dense == DenseBits::Int8 { 1 } else { 2 });
+    let (h, bits) = (model.hidden_size, match dense { DenseBits::Bf16 => 16, DenseBits::Int8 => 8, DenseBits::Int4 => 4 });
     let layers = model.layers.iter().map(|layer| {
         let attention = match &layer.attention {
-            Attention::Gqa(a) => wide(&[bytes, h, a.head_dim, 2 * (a.num_heads + a.num_kv_heads)]),
+            Attention::Gqa(a) => wide(&[bits, h, a.head_dim, 2 * (a.num_heads + a.num_kv_heads)]),
             Attention::Mla(a) => {
                 let q = a.num_heads * a.qk_head_dim();
-                let query = a.q_lora_rank.map_or(wide(&[bytes, h, q]), |rank| wide(&[bytes, rank, h + q]));
-                let heads = wide(&[2, a.num_heads, a.kv_lora_rank, a.qk_nope_head_dim + a.v_head_dim]);
-                query + wide(&[bytes, h, a.cache_dim() + a.num_heads * a.v_head_dim]) + heads
+                let query = a.q_lora_rank.map_or(wide(&[bits, h, q]), |rank| wide(&[bits, rank, h + q]));
+                let heads = wide(&[16, a.num_heads, a.kv_lora_rank, a.qk_nope_head_dim + a.v_head_dim]);
+                query + wide(&[bits, h, a.cache_dim() + a.num_heads * a.v_head_dim]) + heads
             }
         };
         let ffn = match &layer.ffn {
-            Ffn::Dense { intermediate_size } => wide(&[3, bytes, h, *intermediate_size]),
-            Ffn::Moe(moe) => wide(&[4, h, moe.num_experts]) + wide(&[3, bytes, h, moe.shared_intermediate_size.unwrap_or(0)]),
+            Ffn::Dense { intermediate_size } => wide(&[3, bits, h, *intermediate_size]),
+            Ffn::Moe(moe) => wide(&[32, h, moe.num_experts]) + wide(&[3, bits, h, moe.shared_intermediate_size.unwrap_or(0)]),
         };
         attention + ffn
     });
-    saturated(layers.sum::<u128>() + wide(&[2 + bytes, h, model.vocab_size]))
+    saturated((layers.sum::<u128>() + wide(&[16 + bits, h, model.vocab_size])) / 8)
 }
 
 /// Bytes of all packed routed experts.

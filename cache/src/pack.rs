@@ -10,8 +10,13 @@
 //!               byte [c][r][j]: low nibble is input 8c + j, high nibble is input 8c + 4 + j
 //! ```
 //!
-//! This is the operand order of `vpdpbusd` (unsigned weights, signed activations) and of an AMX B tile.
-//! A tile of a BF16 matrix is 16 plain rows, so the whole matrix is row-major.
+//! A tile of a BF16 matrix has no scales, and zeros up to a multiple of 32 inputs:
+//!
+//! ```text
+//! weights [ceil(k / 32) 16][16][2] bf16                       (one 64-byte line: 16 rows x 2 inputs)
+//! ```
+//!
+//! This is the operand order of `vpdpbusd` (unsigned weights, signed activations), `vdpbf16ps`, and an AMX B tile.
 //!
 //! ```
 //! use moebius_cache::pack::{ExpertLayout, Precision};
@@ -44,6 +49,9 @@ pub fn largest_group_size(lengths: &[usize]) -> Option<usize> {
 
 /// Rows of one tile.
 pub const TILE_ROWS: usize = 16;
+
+/// A BF16 tile is filled with zeros up to a multiple of so many inputs: those of one AMX tile, 1 KiB.
+pub const BF16_INPUTS: usize = 32;
 
 /// How expert weights are stored and computed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -130,7 +138,7 @@ impl MatrixLayout {
     pub fn tile_bytes(&self) -> usize {
         self.scale_bytes()
             + match self.precision {
-                Precision::Bf16 => self.k * TILE_ROWS * 2,
+                Precision::Bf16 => self.k.next_multiple_of(BF16_INPUTS) * TILE_ROWS * 2,
                 Precision::Int8 { .. } => self.k * TILE_ROWS,
                 Precision::Int4 { .. } => self.k * TILE_ROWS / 2,
             }

@@ -44,7 +44,7 @@ fn wrong_magic_version_and_length_are_told_apart() {
         parse(&bytes).unwrap_err()
     };
     assert!(error(&|b| b[0] = b'X').contains("no Moebius cache, or one whose build was not finished"));
-    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads version 1"));
+    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads version 2"));
     assert!(error(&|b| b.truncate(9000)).contains("cut off"));
     assert!(error(&|b| b[12..16].fill(0xff)).contains("a description of"));
     assert!(error(&|b| b[70] ^= 1).contains("damaged header"));

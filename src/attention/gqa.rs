@@ -36,9 +36,7 @@ pub(super) fn attention<B: Backend>(
     x: &mut B::Tensor,
 ) {
     let backend = step.backend;
-    backend.linear(&weights.q, h, q);
-    backend.linear(&weights.k, h, k);
-    backend.linear(&weights.v, h, v);
+    backend.linears(h, [(&weights.q, q), (&weights.k, k), (&weights.v, v)]);
     if let Some((q_norm, k_norm)) = &weights.qk_norm {
         backend.rms_norm_heads(q, q_norm, step.norm_eps, 0..config.num_heads * config.head_dim);
         backend.rms_norm_heads(k, k_norm, step.norm_eps, 0..config.num_kv_heads * config.head_dim);

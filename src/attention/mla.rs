@@ -60,15 +60,14 @@ pub(super) fn attention<B: Backend>(
     let (nope, rank) = (config.qk_nope_head_dim, config.kv_lora_rank);
 
     match (&weights.q, q_latent, q_latent_normed) {
-        (MlaQuery::Direct(w), None, None) => backend.linear(w, h, q),
-        (MlaQuery::Lora { a, norm, b }, Some(latent), Some(normed)) => {
-            backend.linear(a, h, latent);
-            backend.rms_norm(latent, norm, Mla::NORM_EPS, normed);
+        (MlaQuery::Direct(w), None, None) => backend.linears(h, [(w, q), (&weights.kv_a, latent)]),
+        (MlaQuery::Lora { a, norm, b }, Some(q_latent), Some(normed)) => {
+            backend.linears(h, [(a, q_latent), (&weights.kv_a, latent)]);
+            backend.rms_norm(q_latent, norm, Mla::NORM_EPS, normed);
             backend.linear(b, normed, q);
         }
         _ => panic!("weights and buffers are of one configuration"),
     }
-    backend.linear(&weights.kv_a, h, latent);
     backend.rms_norm_heads(latent, &weights.kv_a_norm, Mla::NORM_EPS, 0..rank);
     backend.rope(latent, config.cache_dim(), rank, step.interleaved, step.angles);
     backend.kv_write(kv, step.batch, latent, None);

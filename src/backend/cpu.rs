@@ -14,30 +14,22 @@ use crate::Result;
 use crate::backend::{Backend, Routing};
 use crate::batch::{BLOCK_SIZE, Batch};
 use crate::config::DenseBits;
-use crate::kernel::Kernel;
+use crate::kernel::{Activations, Kernel};
 use crate::memory::Buffer;
 use crate::model::Router;
 use crate::tensor::{HostTensor, Tensor};
 use crate::workers::{Shared, Team};
 
-pub use linear::Linear;
+pub use linear::{Heads, Linear};
 
 /// Ops on host memory, run by a team of pinned workers.
 pub struct Cpu {
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
-    quantized: RefCell<linear::Quantized>,
+    activations: RefCell<Activations>,
     router_scratch: RefCell<Scratch>, // [tokens, experts]
     scratch: Vec<Mutex<Scratch>>,     // one per worker
-}
-
-/// `[heads, n, k]` bf16.
-pub struct Heads {
-    heads: usize,
-    n: usize,
-    k: usize,
-    weight: Buffer<bf16>,
 }
 
 /// f32 router weights `[experts, hidden]` and the bias for choosing.
@@ -68,7 +60,7 @@ impl Cpu {
     /// A backend whose ops run on `team` with `kernel`.
     pub fn new(team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
         let scratch = (0..team.threads()).map(|_| Mutex::default()).collect();
-        Self { team, kernel, quantized: Default::default(), router_scratch: Default::default(), scratch }
+        Self { team, kernel, activations: Default::default(), router_scratch: Default::default(), scratch }
     }
 }
 
@@ -98,15 +90,18 @@ impl Cpu {
 
 /// Memory whose contents last for one op; it only grows.
 #[derive(Default)]
-struct Scratch(Vec<f32>);
+struct Scratch {
+    values: Vec<f32>,
+    activations: Activations,
+}
 
 impl Scratch {
     /// `len` numbers, whatever they are.
     fn take(&mut self, len: usize) -> &mut [f32] {
-        if self.0.len() < len {
-            self.0.resize(len, 0.0);
+        if self.values.len() < len {
+            self.values.resize(len, 0.0);
         }
-        &mut self.0[..len]
+        &mut self.values[..len]
     }
 }
 
@@ -142,8 +137,7 @@ impl Backend for Cpu {
     }
 
     fn load_heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
-        let (n, k) = (weight.rows() / heads, weight.cols());
-        Ok(Heads { heads, n, k, weight: Buffer::from_bf16(&weight)? })
+        Heads::new(heads, weight)
     }
 
     fn load_norm(&self, weight: Vec<f32>) -> Vec<f32> {
@@ -168,7 +162,7 @@ impl Backend for Cpu {
     }
 
     fn heads_bytes(&self, w: &Heads) -> usize {
-        2 * w.weight.len()
+        w.bytes()
     }
 
     fn embed(&self, embedding: &Embedding, tokens: &[u32], out: &mut Tensor) {
@@ -197,12 +191,12 @@ impl Backend for Cpu {
         });
     }
 
-    fn linear(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
-        self.apply(w, x, out, linear::Write::Set);
+    fn linears<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N]) {
+        self.apply(x, jobs, linear::Write::Set);
     }
 
     fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
-        self.apply(w, x, out, linear::Write::Add);
+        self.apply(x, [(w, out)], linear::Write::Add);
     }
 
     fn heads(&self, w: &Heads, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {

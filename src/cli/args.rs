@@ -23,7 +23,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_parser = PossibleValuesParser::new(["32", "64", "128"]).map(|s| s.parse::<usize>().expect("a listed number")))]
     group_size: Option<usize>,
     /// Precision of attention, shared experts, dense layers and the output head.
-    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "int8"]).map(|s| dense_bits(&s)))]
+    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| dense_bits(&s)))]
     dense: DenseBits,
     /// Tokens of prompt plus answer that a conversation may hold [default: the model's limit, or what memory allows].
     #[arg(long, value_name = "N")]
@@ -88,7 +88,11 @@ fn expert_bits(name: &str) -> ExpertBits {
 }
 
 fn dense_bits(name: &str) -> DenseBits {
-    if name == "int8" { DenseBits::Int8 } else { DenseBits::Bf16 }
+    match name {
+        "int8" => DenseBits::Int8,
+        "int4" => DenseBits::Int4,
+        _ => DenseBits::Bf16,
+    }
 }
 
 /// How tokens are chosen; what is not given is the model's own default.

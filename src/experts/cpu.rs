@@ -16,25 +16,30 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use half::bf16;
 use moebius_cache::format::ExpertCache;
-use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{ExpertLayout, TILE_ROWS};
 
 use super::ExpertExecutor;
 use crate::Result;
 use crate::backend::Routing;
-use crate::kernel::{Kernel, QuantizedRows, Rows};
+use crate::kernel::{Activations, ActivationsMut, Kernel};
 use crate::tensor::Tensor;
 use crate::workers::{Shared, Team, Worker};
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
 
+/// Tiles of `down` that go through the kernel together.
+const DOWN_TILES: usize = 4;
+
 /// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
 const READ_COST: usize = 8;
 
 /// Claims per worker and phase: enough to even out what other processes take, few enough for long sequential reads.
 const CLAIMS: usize = 6;
+
+/// Place of an id that is no expert.
+const NO_PAIR: u32 = u32::MAX;
 
 /// Below this many values one thread quantizes faster than a team wakes.
 const PARALLEL_VALUES: usize = 1 << 14;
@@ -45,88 +50,6 @@ struct Active {
     expert: usize,
     pairs: (usize, usize), // its pairs, from and to
     cost: usize,           // phase 1 cost of all experts before this one
-}
-
-/// Activation rows in the form the weights' precision asks for.
-struct Activations {
-    k: usize,
-    group: usize,     // 0: kept as f32
-    values: Vec<f32>, // [rows, k], f32 only
-    codes: Vec<i8>,   // [rows, k]
-    scales: Vec<f32>, // [rows, k / group]
-    sums: Vec<i32>,   // [rows, k / group]
-}
-
-impl Activations {
-    fn new(rows: usize, layout: &MatrixLayout) -> Self {
-        let k = layout.k;
-        let (group, quantized, plain) = match layout.precision.group_size() {
-            Some(group) => (group, rows, 0),
-            None => (0, 0, rows),
-        };
-        let groups = quantized * k.checked_div(group).unwrap_or(0);
-        Self { k, group, values: vec![0.0; plain * k], codes: vec![0; quantized * k], scales: vec![0.0; groups], sums: vec![0; groups] }
-    }
-
-    fn rows(&self) -> QuantizedRows<'_> {
-        QuantizedRows { k: self.k, group: self.group, codes: &self.codes, scales: &self.scales, sums: &self.sums }
-    }
-
-    fn shared(&mut self) -> SharedActivations<'_> {
-        SharedActivations {
-            k: self.k,
-            group: self.group,
-            values: Shared::new(&mut self.values),
-            codes: Shared::new(&mut self.codes),
-            scales: Shared::new(&mut self.scales),
-            sums: Shared::new(&mut self.sums),
-        }
-    }
-}
-
-struct SharedActivations<'a> {
-    k: usize,
-    group: usize,
-    values: Shared<'a, f32>,
-    codes: Shared<'a, i8>,
-    scales: Shared<'a, f32>,
-    sums: Shared<'a, i32>,
-}
-
-impl SharedActivations<'_> {
-    /// Quantizes one row.
-    ///
-    /// # Safety
-    /// Nobody else uses this row until the next barrier.
-    unsafe fn quantize(&self, kernel: &dyn Kernel, row: usize, x: &[f32]) {
-        let groups = self.k / self.group;
-        // SAFETY: the row's parts belong to the caller, as promised.
-        let (codes, scales, sums) = unsafe {
-            (
-                self.codes.slice_mut(row * self.k..(row + 1) * self.k),
-                self.scales.slice_mut(row * groups..(row + 1) * groups),
-                self.sums.slice_mut(row * groups..(row + 1) * groups),
-            )
-        };
-        kernel.quantize(x, self.group, codes, scales, sums);
-    }
-
-    /// All rows, to read.
-    ///
-    /// # Safety
-    /// Nobody writes any row while the result lives.
-    unsafe fn rows(&self) -> QuantizedRows<'_> {
-        // SAFETY: only read, as promised.
-        unsafe {
-            QuantizedRows {
-                k: self.k,
-                group: self.group,
-                codes: self.codes.slice(0..self.codes.len()),
-                scales: self.scales.slice(0..self.scales.len()),
-                sums: self.sums.slice(0..self.sums.len()),
-            }
-        }
-    }
 }
 
 /// All routed experts of a model, computed where they lie.
@@ -147,8 +70,8 @@ pub struct CpuExperts {
     counts: Vec<usize>,     // [experts]
     pair_tokens: Vec<u32>,  // [pairs], sorted by expert
     pair_weights: Vec<f32>, // [pairs]
-    pair_numbers: Vec<u32>, // 0, 1, 2, ...: a range of pairs as a list of rows
-    x: Activations,         // integer weights: [tokens, hidden]; BF16: [pairs, hidden]
+    pair_of: Vec<u32>,      // [tokens, top_k], the pair that a place in the routing became
+    x: Activations,         // [pairs, hidden]; of one token [1, hidden]
     hidden: Vec<f32>,       // [pairs, intermediate]
     hidden_q: Activations,  // [pairs, intermediate]
 }
@@ -158,7 +81,6 @@ impl CpuExperts {
     pub fn new(store: Arc<ExpertCache>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
         let layout = store.layout();
         let (experts, pairs) = (store.num_experts(), max_tokens * top_k);
-        let quantized = layout.gate.precision.group_size().is_some();
         Self {
             checked: vec![false; store.num_layers() * experts],
             bytes_read: 0,
@@ -168,10 +90,10 @@ impl CpuExperts {
             counts: vec![0; experts],
             pair_tokens: vec![0; pairs],
             pair_weights: vec![0.0; pairs],
-            pair_numbers: (0..pairs as u32).collect(),
-            x: Activations::new(if quantized { max_tokens } else { pairs }, &layout.gate),
+            pair_of: vec![0; pairs],
+            x: Activations::new(kernel, layout.gate.precision, layout.gate.k, pairs),
             hidden: vec![0.0; pairs * layout.down.k],
-            hidden_q: Activations::new(if quantized { pairs } else { 0 }, &layout.down),
+            hidden_q: Activations::new(kernel, layout.down.precision, layout.down.k, pairs),
             store,
             team,
             kernel,
@@ -198,11 +120,15 @@ impl CpuExperts {
             (start, *count) = (start + *count, start);
         }
         for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
-            let Some(expert) = expert_of(id) else { continue };
+            let Some(expert) = expert_of(id) else {
+                self.pair_of[i] = NO_PAIR;
+                continue;
+            };
             let pair = self.counts[expert];
             self.counts[expert] += 1;
             self.pair_tokens[pair] = (i / routing.top_k) as u32;
             self.pair_weights[pair] = weight;
+            self.pair_of[i] = pair as u32;
         }
     }
 
@@ -233,29 +159,27 @@ impl CpuExperts {
         Ok(())
     }
 
-    /// Brings `x` into the form of the weights.
-    fn take(&mut self, x: &[f32]) {
+    /// Brings `x` into the form of the weights: once per token, then a copy for each of its experts, whose rows lie together.
+    fn take(&mut self, x: &[f32], top_k: usize) {
         let k = self.layout.gate.k;
-        let (pair_tokens, kernel) = (&self.pair_tokens, self.kernel);
-        let quantized = self.x.group > 0;
-        let rows = if quantized { self.tokens } else { self.active.last().map_or(0, |a| a.pairs.1) };
-        let shared = self.x.shared();
-        let convert = |rows: Range<usize>| {
-            for row in rows {
-                if quantized {
-                    // SAFETY: each row is in exactly one worker's range.
-                    unsafe { shared.quantize(kernel, row, &x[row * k..][..k]) };
-                } else {
-                    // SAFETY: each row is in exactly one worker's range.
-                    let to = unsafe { shared.values.slice_mut(row * k..(row + 1) * k) };
-                    to.copy_from_slice(&x[pair_tokens[row] as usize * k..][..k]);
-                }
+        let pairs = self.active.last().map_or(0, |a| a.pairs.1);
+        let (pair_of, kernel) = (&self.pair_of, self.kernel);
+        let rows = self.x.start(kernel, self.layout.gate.precision, k, if self.tokens == 1 { 1 } else { pairs });
+        if self.tokens == 1 {
+            // SAFETY: nobody else is here.
+            return unsafe { rows.put(kernel, 0..1, x) };
+        }
+        let put = |tokens: Range<usize>| {
+            for token in tokens {
+                let pairs = pair_of[token * top_k..][..top_k].iter().filter(|pair| **pair != NO_PAIR).map(|pair| *pair as usize);
+                // SAFETY: each token is in exactly one worker's range, and a pair has one token.
+                unsafe { rows.put(kernel, pairs, &x[token * k..][..k]) };
             }
         };
-        if rows * k < PARALLEL_VALUES {
-            convert(0..rows);
+        if self.tokens * k < PARALLEL_VALUES {
+            put(0..self.tokens);
         } else {
-            self.team.run(&|worker| convert(worker.share(rows)));
+            self.team.run(&|worker| put(worker.share(self.tokens)));
         }
     }
 }
@@ -289,7 +213,9 @@ impl CpuExperts {
             self.active.clear();
             return Err(error);
         }
-        self.take(x);
+        if !self.active.is_empty() {
+            self.take(x, routing.top_k);
+        }
         Ok(())
     }
 
@@ -308,10 +234,10 @@ impl CpuExperts {
             active: &self.active,
             pair_tokens: &self.pair_tokens[..pairs],
             pair_weights: &self.pair_weights[..pairs],
-            pair_numbers: &self.pair_numbers[..pairs],
+            tokens: self.tokens,
             x: &self.x,
             hidden: Shared::new(&mut self.hidden),
-            hidden_q: self.hidden_q.shared(),
+            hidden_q: self.hidden_q.start(self.kernel, self.layout.down.precision, self.layout.down.k, pairs),
             out: Shared::new(out),
             claims: [AtomicUsize::new(0), AtomicUsize::new(0)],
         };
@@ -331,10 +257,10 @@ struct Step<'a> {
     active: &'a [Active],
     pair_tokens: &'a [u32],
     pair_weights: &'a [f32],
-    pair_numbers: &'a [u32],
+    tokens: usize,
     x: &'a Activations,
     hidden: Shared<'a, f32>,
-    hidden_q: SharedActivations<'a>,
+    hidden_q: ActivationsMut<'a>,
     out: Shared<'a, f32>,
     claims: [AtomicUsize; 2], // next run of each phase
 }
@@ -359,19 +285,18 @@ impl Step<'_> {
             }
         }
         worker.barrier();
-        if self.hidden_q.group > 0 {
-            let k = self.hidden_q.k;
-            for pair in worker.share(self.pair_tokens.len()) {
-                // SAFETY: phase 1 is over: `hidden` is only read, and this worker alone quantizes this pair.
-                unsafe { self.hidden_q.quantize(self.kernel, pair, self.hidden.slice(pair * k..(pair + 1) * k)) };
-            }
-            worker.barrier();
+        let k = self.layout.down.k;
+        for pair in worker.share(self.pair_tokens.len()) {
+            // SAFETY: phase 1 is over: `hidden` is only read, and this worker alone converts this pair.
+            unsafe { self.hidden_q.put(self.kernel, pair..pair + 1, self.hidden.slice(pair * k..(pair + 1) * k)) };
         }
+        worker.barrier();
         let tiles = self.layout.down.tiles();
         while let Some(run) = claim(1) {
             for active in self.active {
-                for tile in tiles * run / runs..tiles * (run + 1) / runs {
-                    self.down(active, tile);
+                let (from, to) = (tiles * run / runs, tiles * (run + 1) / runs);
+                for first in (from..to).step_by(DOWN_TILES) {
+                    self.down(active, first..to.min(first + DOWN_TILES));
                 }
             }
         }
@@ -382,23 +307,20 @@ impl Step<'_> {
         let n = self.layout.gate.n;
         let rows = tile * TILE_ROWS..n.min((tile + 1) * TILE_ROWS);
         let weights = self.store.expert(self.layer, active.expert);
-        let bytes = self.layout.gate.tile_bytes();
-        let gate_tile = &weights[self.layout.gate_tile(tile)..][..bytes];
-        let up_tile = &weights[self.layout.up_tile(tile)..][..bytes];
-        let (mut gate, mut up, mut h) = ([0.0; TOKEN_BLOCK * TILE_ROWS], [0.0; TOKEN_BLOCK * TILE_ROWS], [0.0; TOKEN_BLOCK * TILE_ROWS]);
+        let both = &weights[self.layout.gate_tile(tile)..self.layout.gate_tile(tile + 1)];
+        let mut y = [0.0; 2 * TOKEN_BLOCK * TILE_ROWS];
+        let [mut gate, mut up, mut h] = [[0.0; TOKEN_BLOCK * TILE_ROWS]; 3];
         for pairs in blocks(active.pairs) {
             let len = pairs.len() * TILE_ROWS;
-            let (gate, up, h) = (&mut gate[..len], &mut up[..len], &mut h[..len]);
-            for (tile, out) in [(gate_tile, &mut *gate), (up_tile, &mut *up)] {
-                if self.x.group > 0 {
-                    self.kernel.packed_tile(&self.layout.gate, tile, &self.x.rows(), &self.pair_tokens[pairs.clone()], out);
-                } else {
-                    let k = self.x.k;
-                    self.plain_tile(tile, &self.x.values[pairs.start * k..pairs.end * k], k, out);
-                }
+            let y = &mut y[..2 * len];
+            let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
+            self.kernel.matmul(&self.layout.gate, both, &x, y);
+            for (i, y) in y.as_chunks::<{ 2 * TILE_ROWS }>().0.iter().enumerate() {
+                gate[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[..TILE_ROWS]);
+                up[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[TILE_ROWS..]);
             }
-            self.kernel.silu_mul(gate, up, h);
-            for (pair, h) in pairs.zip(h.chunks_exact(TILE_ROWS)) {
+            self.kernel.silu_mul(&gate[..len], &up[..len], &mut h[..len]);
+            for (pair, h) in pairs.zip(h.as_chunks::<TILE_ROWS>().0) {
                 // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tile.
                 let to = unsafe { self.hidden.slice_mut(pair * n + rows.start..pair * n + rows.end) };
                 to.copy_from_slice(&h[..rows.len()]);
@@ -406,38 +328,26 @@ impl Step<'_> {
         }
     }
 
-    /// `out[token][rows of the tile] += weight * (down tile . hidden[pair])` for all pairs of an expert.
-    fn down(&self, active: &Active, tile: usize) {
+    /// `out[token][rows of the tiles] += weight * (down tiles . hidden[pair])` for all pairs of an expert.
+    fn down(&self, active: &Active, tiles: Range<usize>) {
         let n = self.layout.down.n;
-        let rows = tile * TILE_ROWS..n.min((tile + 1) * TILE_ROWS);
+        let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
+        let width = tiles.len() * TILE_ROWS;
         let weights = self.store.expert(self.layer, active.expert);
-        let weights = &weights[self.layout.down_tile(tile)..][..self.layout.down.tile_bytes()];
-        let mut y = [0.0; TOKEN_BLOCK * TILE_ROWS];
+        let weights = &weights[self.layout.down_tile(tiles.start)..self.layout.down_tile(tiles.end)];
+        let mut y = [0.0; TOKEN_BLOCK * DOWN_TILES * TILE_ROWS];
         for pairs in blocks(active.pairs) {
-            let y = &mut y[..pairs.len() * TILE_ROWS];
-            if self.hidden_q.group > 0 {
-                // SAFETY: after the second barrier nobody writes the quantized rows.
-                let h = unsafe { self.hidden_q.rows() };
-                self.kernel.packed_tile(&self.layout.down, weights, &h, &self.pair_numbers[pairs.clone()], y);
-            } else {
-                let k = self.layout.down.k;
-                // SAFETY: after the barrier nobody writes `hidden`.
-                let h = unsafe { self.hidden.slice(pairs.start * k..pairs.end * k) };
-                self.plain_tile(weights, h, k, y);
-            }
-            for (pair, y) in pairs.zip(y.chunks_exact(TILE_ROWS)) {
+            let y = &mut y[..pairs.len() * width];
+            // SAFETY: after the second barrier nobody writes these rows.
+            let h = unsafe { self.hidden_q.rows(pairs.clone()) };
+            self.kernel.matmul(&self.layout.down, weights, &h, y);
+            for (pair, y) in pairs.zip(y.chunks_exact(width)) {
                 let token = self.pair_tokens[pair] as usize;
                 // SAFETY: in phase 2 these columns of `out` belong to whoever claimed the tile.
                 let out = unsafe { self.out.slice_mut(token * n + rows.start..token * n + rows.end) };
                 self.kernel.add_scaled(&y[..rows.len()], self.pair_weights[pair], out);
             }
         }
-    }
-
-    /// A BF16 tile times contiguous rows of `x`.
-    fn plain_tile(&self, tile: &[u8], x: &[f32], k: usize, out: &mut [f32]) {
-        let w: &[bf16] = bytemuck::cast_slice(tile);
-        self.kernel.dot_bf16(Rows::new(w, TILE_ROWS, k), Rows::new(x, out.len() / TILE_ROWS, k), out);
     }
 }
 

@@ -3,57 +3,71 @@
 
 use std::arch::x86_64::*;
 
-use half::bf16;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
+use moebius_cache::Precision;
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
+use super::activations::CODES;
 use super::shared::prefetch;
-use super::{Kernel, QuantizedRows, Rows, Simd, check_axpy, check_dot, check_packed, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, avx_vnni, check_axpy, check_dot, shared};
 
 /// Exists only where [`Avx2::detect`] found the features: that is what every call below relies on.
-pub(super) struct Avx2(());
+pub(super) struct Avx2 {
+    vnni: bool,
+}
 
 impl Avx2 {
     pub(super) fn detect() -> Option<&'static Self> {
-        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&Self(()))
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&Self { vnni: false })
+    }
+
+    pub(super) fn detect_vnni() -> Option<&'static Self> {
+        (Self::detect().is_some() && is_x86_feature_detected!("avxvnni")).then_some(&Self { vnni: true })
     }
 }
 
 impl Kernel for Avx2 {
     fn simd(&self) -> Simd {
-        Simd::Avx2
+        if self.vnni { Simd::AvxVnni } else { Simd::Avx2 }
     }
 
-    fn packed_tile(&self, layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]) {
-        let int4 = check_packed(layout, tile, x, rows, out);
-        let (scales, lines) = tile.split_at(layout.scale_bytes());
-        let (mut rows, mut out) = (rows, out);
-        while !rows.is_empty() {
-            let take = if rows.len() >= 2 { 2 } else { 1 };
-            let (now, out_now);
-            (now, rows) = rows.split_at(take);
-            (out_now, out) = out.split_at_mut(take * TILE_ROWS);
-            // SAFETY: the features were detected; `check_packed` has checked the tile's length and every row.
-            unsafe {
-                match (int4, take) {
-                    (true, 2) => block::<true, 2>(scales, lines, x, now, out_now),
-                    (true, _) => block::<true, 1>(scales, lines, x, now, out_now),
-                    (false, 2) => block::<false, 2>(scales, lines, x, now, out_now),
-                    (false, _) => block::<false, 1>(scales, lines, x, now, out_now),
+    fn split_words(&self) -> usize {
+        2 * BF16_INPUTS
+    }
+
+    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]) {
+        let count = x.check(self, layout, tiles, out);
+        let scale_bytes = layout.scale_bytes();
+        for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
+            let (scales, lines) = tile.split_at(scale_bytes);
+            let mut t = 0;
+            while t < x.len() {
+                let take = if x.len() - t >= 2 { 2 } else { 1 };
+                let (now, out) = (x.part(t, take), &mut out[(t * count + i) * TILE_ROWS..]);
+                let stride = count * TILE_ROWS;
+                // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+                unsafe {
+                    match (layout.precision, self.vnni, take) {
+                        (Precision::Bf16, _, 2) => split_block::<2>(lines, &now, out, stride),
+                        (Precision::Bf16, ..) => split_block::<1>(lines, &now, out, stride),
+                        (Precision::Int4 { .. }, true, 2) => avx_vnni::block::<true, 2>(scales, lines, &now, out, stride),
+                        (Precision::Int4 { .. }, true, _) => avx_vnni::block::<true, 1>(scales, lines, &now, out, stride),
+                        (Precision::Int8 { .. }, true, 2) => avx_vnni::block::<false, 2>(scales, lines, &now, out, stride),
+                        (Precision::Int8 { .. }, true, _) => avx_vnni::block::<false, 1>(scales, lines, &now, out, stride),
+                        (Precision::Int4 { .. }, false, 2) => block::<true, 2>(scales, lines, &now, out, stride),
+                        (Precision::Int4 { .. }, false, _) => block::<true, 1>(scales, lines, &now, out, stride),
+                        (Precision::Int8 { .. }, false, 2) => block::<false, 2>(scales, lines, &now, out, stride),
+                        (Precision::Int8 { .. }, false, _) => block::<false, 1>(scales, lines, &now, out, stride),
+                    }
                 }
+                t += take;
             }
         }
-    }
-
-    fn dot_bf16(&self, w: Rows<'_, bf16>, x: Rows<'_, f32>, out: &mut [f32]) {
-        check_dot(&w, &x, out);
-        // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
-        unsafe { dot::<bf16>(w, x, out) }
     }
 
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
         check_dot(&w, &x, out);
         // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
-        unsafe { dot::<f32>(w, x, out) }
+        unsafe { dot(w, x, out) }
     }
 
     fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
@@ -62,6 +76,7 @@ impl Kernel for Avx2 {
         unsafe { axpy(p, v, out) }
     }
 
+    shared::elementwise! { "avx2,fma"; fn split(&self, x: &[f32], out: &mut [f32]); }
     shared::elementwise!("avx2,fma");
 }
 
@@ -70,14 +85,13 @@ impl Kernel for Avx2 {
 /// INT4: products of an unsigned nibble and a signed byte, in pairs, are at most 2 * 15 * 127: eight of them fit in 16 bits.
 /// INT8: vpmaddubsw would saturate on unsigned weights; |w| (at most 128) times x carrying w's sign stays below 2^15.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]) {
+unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
     let groups = x.k / x.group;
     let (nibble, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let flip = _mm256_set1_epi8(-128);
-    let (mut row, mut codes) = ([0; T], [std::ptr::null::<i8>(); T]);
+    let mut codes = [std::ptr::null::<i8>(); T];
     for t in 0..T {
-        row[t] = rows[t] as usize;
-        codes[t] = x.codes[row[t] * x.k..][..x.k].as_ptr();
+        codes[t] = x.codes(t);
     }
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
@@ -87,12 +101,13 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
         if INT4 {
             for t in 0..T {
-                dot[t] = [_mm256_set1_epi32(-8 * x.sums[row[t] * groups + g]); 2];
+                dot[t] = [_mm256_set1_epi32(-8 * x.sums(t)[g]); 2];
             }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(32) {
             // 32 inputs: 4 lines of INT4, 8 of INT8.
             prefetch(weights, if INT4 { 4 } else { 8 });
+            let at = k / CODES * x.stride * CODES + k % CODES;
             let mut pairs = [[_mm256_setzero_si256(); 2]; T];
             for line in 0..if INT4 { 4 } else { 8 } {
                 for half in 0..2 {
@@ -102,8 +117,8 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
                         let low = _mm256_and_si256(w, nibble);
                         let high = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
                         for t in 0..T {
-                            // SAFETY: 8 codes at k + 8 * line < x.k of a row.
-                            let (a, b) = unsafe { (four(codes[t].add(k + 8 * line)), four(codes[t].add(k + 8 * line + 4))) };
+                            // SAFETY: 8 codes of the 32 inputs from k on.
+                            let (a, b) = unsafe { (four(codes[t].add(at + 8 * line)), four(codes[t].add(at + 8 * line + 4))) };
                             pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(low, a));
                             pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(high, b));
                         }
@@ -111,8 +126,8 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
                         let w = _mm256_xor_si256(w, flip);
                         let magnitude = _mm256_abs_epi8(w);
                         for t in 0..T {
-                            // SAFETY: 4 codes at k + 4 * line < x.k of a row.
-                            let a = unsafe { four(codes[t].add(k + 4 * line)) };
+                            // SAFETY: 4 codes of the 32 inputs from k on.
+                            let a = unsafe { four(codes[t].add(at + 4 * line)) };
                             let products = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(a, w));
                             dot[t][half] = _mm256_add_epi32(dot[t][half], _mm256_madd_epi16(products, ones));
                         }
@@ -130,15 +145,15 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         }
         for half in 0..2 {
             // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-            let w_scale = unsafe { bf16::load8(scales.as_ptr().add(g * 32 + half * 16).cast()) };
+            let w_scale = unsafe { widen8(scales.as_ptr().add(g * 32 + half * 16)) };
             for t in 0..T {
-                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scales[row[t] * groups + g]));
+                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scales(t)[g]));
                 acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[t][half]), scale, acc[t][half]);
             }
         }
     }
     for t in 0..T {
-        let out = &mut out[t * TILE_ROWS..][..TILE_ROWS];
+        let out = &mut out[t * stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe {
             _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);
@@ -153,58 +168,75 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
 /// 4 codes to read; AVX2.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn four(codes: *const i8) -> __m256i {
+pub(super) unsafe fn four(codes: *const i8) -> __m256i {
     // SAFETY: as promised by the caller.
     _mm256_set1_epi32(unsafe { codes.cast::<i32>().read_unaligned() })
 }
 
-/// A type whose values widen to f32 in a register.
-trait Weight: Copy {
-    /// # Safety
-    /// 8 values to read; AVX2.
-    unsafe fn load8(p: *const Self) -> __m256;
-    fn widen(self) -> f32;
+/// Eight bf16 as f32.
+///
+/// # Safety
+/// 16 bytes to read; AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn widen8(p: *const u8) -> __m256 {
+    // SAFETY: as promised by the caller.
+    let bits = unsafe { _mm_loadu_si128(p.cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
 }
 
-impl Weight for bf16 {
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    unsafe fn load8(p: *const Self) -> __m256 {
-        // SAFETY: as promised by the caller.
-        let bits = unsafe { _mm_loadu_si128(p.cast()) };
-        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
+/// `T` tokens through one BF16 tile; of a block of 32 inputs first the lower 8 rows, then the upper, so that all sums are in registers.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+    let odd_mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+    let mut acc = [[_mm256_setzero_ps(); 2]; T];
+    for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
+        prefetch(lines.as_ptr(), BF16_INPUTS / 2);
+        for half in 0..2 {
+            let mut sums = [[[_mm256_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
+            for pair in 0..BF16_INPUTS / 2 {
+                // SAFETY: 32 bytes of a line.
+                let w = unsafe { _mm256_loadu_si256(lines.as_ptr().add(64 * pair + 32 * half).cast()) };
+                let w = [_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_and_si256(w, odd_mask))];
+                for t in 0..T {
+                    // SAFETY: a row has 64 numbers in each block.
+                    let at = unsafe { x.parts(t).add(block * x.stride * 64 + 2 * pair) };
+                    for part in 0..2 {
+                        for odd in 0..2 {
+                            // SAFETY: as above.
+                            let x8 = _mm256_set1_ps(unsafe { *at.add(32 * part + odd) });
+                            sums[t][part][odd] = _mm256_fmadd_ps(x8, w[odd], sums[t][part][odd]);
+                        }
+                    }
+                }
+            }
+            for t in 0..T {
+                for part in 0..2 {
+                    acc[t][half] = _mm256_add_ps(acc[t][half], _mm256_add_ps(sums[t][part][0], sums[t][part][1]));
+                }
+            }
+        }
     }
-
-    #[inline]
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-}
-
-impl Weight for f32 {
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    unsafe fn load8(p: *const Self) -> __m256 {
-        // SAFETY: as promised by the caller.
-        unsafe { _mm256_loadu_ps(p) }
-    }
-
-    #[inline]
-    fn widen(self) -> f32 {
-        self
+    for t in 0..T {
+        let out = &mut out[t * stride..][..TILE_ROWS];
+        // SAFETY: 16 floats, as just sliced.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), acc[t][1]);
+        }
     }
 }
 
 #[target_feature(enable = "avx2,fma")]
-unsafe fn dot<W: Weight>(w: Rows<'_, W>, x: Rows<'_, f32>, out: &mut [f32]) {
+unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
     shared::dot_blocks(w.rows, x.rows, x.cols, [2, 2], |r, t, block| {
         // SAFETY: `dot_blocks` stays inside the rows and tokens it was given.
         unsafe {
             match block {
-                [2, 2] => dot_block::<W, 2, 2>(&w, &x, r, t, out),
-                [2, _] => dot_block::<W, 2, 1>(&w, &x, r, t, out),
-                [_, 2] => dot_block::<W, 1, 2>(&w, &x, r, t, out),
-                _ => dot_block::<W, 1, 1>(&w, &x, r, t, out),
+                [2, 2] => dot_block::<2, 2>(&w, &x, r, t, out),
+                [2, _] => dot_block::<2, 1>(&w, &x, r, t, out),
+                [_, 2] => dot_block::<1, 2>(&w, &x, r, t, out),
+                _ => dot_block::<1, 1>(&w, &x, r, t, out),
             }
         }
     });
@@ -212,8 +244,8 @@ unsafe fn dot<W: Weight>(w: Rows<'_, W>, x: Rows<'_, f32>, out: &mut [f32]) {
 
 /// `R` rows times `T` tokens in registers, 16 lanes each.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, x: &Rows<'_, f32>, r: usize, t: usize, out: &mut [f32]) {
-    let (mut ws, mut xs) = ([std::ptr::null::<W>(); R], [std::ptr::null::<f32>(); T]);
+unsafe fn dot_block<const R: usize, const T: usize>(w: &Rows<'_, f32>, x: &Rows<'_, f32>, r: usize, t: usize, out: &mut [f32]) {
+    let (mut ws, mut xs) = ([std::ptr::null::<f32>(); R], [std::ptr::null::<f32>(); T]);
     for i in 0..R {
         ws[i] = w.row(r + i).as_ptr();
     }
@@ -224,7 +256,7 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
     let whole = w.cols / 16 * 16;
     for k in (0..whole).step_by(16) {
         // One token is bound by the arrival of its weights: ask for the next block of rows while this one is read.
-        if T == 1 && (k * size_of::<W>()).is_multiple_of(64) {
+        if T == 1 {
             for row in ws {
                 _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(R * w.stride + k).cast());
             }
@@ -238,7 +270,7 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
             }
             for i in 0..R {
                 // SAFETY: k + 8 <= cols.
-                let w8 = unsafe { W::load8(ws[i].add(k)) };
+                let w8 = unsafe { _mm256_loadu_ps(ws[i].add(k)) };
                 for j in 0..T {
                     acc[i][j][half] = _mm256_fmadd_ps(w8, x8[j], acc[i][j][half]);
                 }
@@ -258,7 +290,7 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
                     _mm256_storeu_ps(lanes.as_mut_ptr().add(8), high);
                 }
                 for (lane, (&w, &x)) in lanes.iter_mut().zip(w.row(r + i)[whole..].iter().zip(&x.row(t + j)[whole..])) {
-                    *lane = w.widen().mul_add(x, *lane);
+                    *lane = w.mul_add(x, *lane);
                 }
                 shared::tree(lanes)
             };

@@ -3,14 +3,17 @@
 
 use std::arch::x86_64::*;
 
-use half::bf16;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
+use moebius_cache::Precision;
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
+use super::activations::CODES;
 use super::shared::{PREFETCH_TOKENS, prefetch};
-use super::{Kernel, QuantizedRows, Rows, Simd, check_axpy, check_dot, check_packed, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, amx, check_axpy, check_dot, shared};
 
 /// Exists only where [`Avx512::detect`] found the features: that is what every call below relies on.
-pub(super) struct Avx512(());
+pub(super) struct Avx512 {
+    amx: bool,
+}
 
 impl Avx512 {
     pub(super) fn detect() -> Option<&'static Self> {
@@ -20,40 +23,53 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512vnni")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma");
-        found.then_some(&Self(()))
+        found.then_some(&Self { amx: false })
+    }
+
+    pub(super) fn detect_amx() -> Option<&'static Self> {
+        (Self::detect().is_some() && amx::detect()).then_some(&Self { amx: true })
     }
 }
 
 impl Kernel for Avx512 {
     fn simd(&self) -> Simd {
-        Simd::Avx512
+        if self.amx { Simd::Amx } else { Simd::Avx512 }
     }
 
-    fn packed_tile(&self, layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]) {
-        let int4 = check_packed(layout, tile, x, rows, out);
-        let (scales, lines) = tile.split_at(layout.scale_bytes());
-        let (mut rows, mut out) = (rows, out);
-        while !rows.is_empty() {
-            // Even blocks: 13 tokens are 7 and 6, not 12 and 1.
-            let take = rows.len().div_ceil(rows.len().div_ceil(MAX_TOKENS));
-            let (now, out_now);
-            (now, rows) = rows.split_at(take);
-            (out_now, out) = out.split_at_mut(take * TILE_ROWS);
-            // SAFETY: the features were detected; `check_packed` has checked the tile's length and every row.
-            unsafe { if int4 { tokens::<true>(scales, lines, x, now, out_now) } else { tokens::<false>(scales, lines, x, now, out_now) } }
+    fn split_words(&self) -> usize {
+        if self.amx { amx::SPLIT_WORDS } else { 2 * BF16_INPUTS }
+    }
+
+    fn split(&self, x: &[f32], out: &mut [f32]) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+        fn plain(x: &[f32], out: &mut [f32]) {
+            shared::split(x, out);
         }
+        // SAFETY: the features were detected.
+        unsafe { if self.amx { amx::split(x, out) } else { plain(x, out) } }
     }
 
-    fn dot_bf16(&self, w: Rows<'_, bf16>, x: Rows<'_, f32>, out: &mut [f32]) {
-        check_dot(&w, &x, out);
-        // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
-        unsafe { dot::<bf16>(w, x, out) }
+    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]) {
+        let count = x.check(self, layout, tiles, out);
+        // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+        unsafe {
+            match layout.precision {
+                Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, out, count),
+                Precision::Int4 { .. } if self.amx && x.len() >= amx::LEAST_TOKENS => amx::packed_tiles::<true>(layout, tiles, x, out, count),
+                Precision::Int8 { .. } if self.amx && x.len() >= amx::LEAST_TOKENS => amx::packed_tiles::<false>(layout, tiles, x, out, count),
+                _ => {
+                    for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
+                        one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], count * TILE_ROWS);
+                    }
+                }
+            }
+        }
     }
 
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
         check_dot(&w, &x, out);
         // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
-        unsafe { dot::<f32>(w, x, out) }
+        unsafe { dot(w, x, out) }
     }
 
     fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
@@ -65,16 +81,41 @@ impl Kernel for Avx512 {
     shared::elementwise!("avx512f,avx512bw,avx512vl,avx2,fma");
 }
 
-/// Tokens that share one pass over a tile: two accumulators each, and the weights, in 32 registers.
+/// Tokens that share one pass over an integer tile: two accumulators each, and the weights, in 32 registers.
 const MAX_TOKENS: usize = 12;
+/// The same for a BF16 tile: four sums and an accumulator each.
+const MAX_SPLIT_TOKENS: usize = 5;
+
+/// One tile, its results `stride` apart.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+    let (scales, lines) = tile.split_at(layout.scale_bytes());
+    let most = if layout.precision == Precision::Bf16 { MAX_SPLIT_TOKENS } else { MAX_TOKENS };
+    let mut t = 0;
+    while t < x.len() {
+        // Even blocks: 13 tokens are 7 and 6, not 12 and 1.
+        let left = x.len() - t;
+        let take = left.div_ceil(left.div_ceil(most));
+        let (now, out) = (x.part(t, take), &mut out[t * stride..]);
+        // SAFETY: as promised to this function.
+        unsafe {
+            match layout.precision {
+                Precision::Bf16 => split_tokens(lines, &now, out, stride),
+                Precision::Int4 { .. } => tokens::<true>(scales, lines, &now, out, stride),
+                Precision::Int8 { .. } => tokens::<false>(scales, lines, &now, out, stride),
+            }
+        }
+        t += take;
+    }
+}
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]) {
+unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
     macro_rules! by_count {
         ($($n:literal $chains:literal),*) => {
-            match rows.len() {
-                // SAFETY: as promised to this function; `rows` has as many entries as the instance takes.
-                $($n => unsafe { block::<INT4, $n, $chains>(scales, lines, x, rows, out) },)*
+            match x.len() {
+                // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
+                $($n => unsafe { block::<INT4, $n, $chains>(scales, lines, x, out, stride) },)*
                 n => unreachable!("{n} tokens in a block"),
             }
         };
@@ -83,23 +124,78 @@ unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &QuantizedRow
     by_count!(1 4, 2 4, 3 2, 4 2, 5 1, 6 1, 7 1, 8 1, 9 1, 10 1, 11 1, 12 1)
 }
 
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn split_tokens(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+    // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
+    unsafe {
+        match x.len() {
+            1 => split_block::<1>(lines, x, out, stride),
+            2 => split_block::<2>(lines, x, out, stride),
+            3 => split_block::<3>(lines, x, out, stride),
+            4 => split_block::<4>(lines, x, out, stride),
+            5 => split_block::<5>(lines, x, out, stride),
+            n => unreachable!("{n} tokens in a block"),
+        }
+    }
+}
+
+/// `T` tokens through one BF16 tile: each line is loaded and widened once for all of them.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+    let odd_mask = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+    let mut acc = [_mm512_setzero_ps(); T];
+    for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
+        let mut at = [std::ptr::null::<f32>(); T];
+        for t in 0..T {
+            at[t] = x.parts(t).wrapping_add(block * x.stride * 64);
+        }
+        if T <= PREFETCH_TOKENS {
+            prefetch(lines.as_ptr(), BF16_INPUTS / 2);
+        }
+        let mut sums = [[[_mm512_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
+        for pair in 0..BF16_INPUTS / 2 {
+            // SAFETY: a line of 64 bytes.
+            let w = unsafe { _mm512_loadu_si512(lines.as_ptr().add(64 * pair).cast()) };
+            let w = [_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_and_si512(w, odd_mask))];
+            for t in 0..T {
+                for part in 0..2 {
+                    for odd in 0..2 {
+                        // SAFETY: a row has 64 numbers in each block.
+                        let x16 = _mm512_set1_ps(unsafe { *at[t].add(32 * part + 2 * pair + odd) });
+                        sums[t][part][odd] = _mm512_fmadd_ps(x16, w[odd], sums[t][part][odd]);
+                    }
+                }
+            }
+        }
+        for t in 0..T {
+            for part in 0..2 {
+                acc[t] = _mm512_add_ps(acc[t], _mm512_add_ps(sums[t][part][0], sums[t][part][1]));
+            }
+        }
+    }
+    for t in 0..T {
+        let out = &mut out[t * stride..][..TILE_ROWS];
+        // SAFETY: 16 floats, as just sliced.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc[t]) };
+    }
+}
+
 /// `T` tokens through one tile: per group, the line of weights is loaded and unpacked once for all of them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     scales: &[u8],
     lines: &[u8],
-    x: &QuantizedRows<'_>,
-    rows: &[u32],
+    x: &ActivationRows<'_>,
     out: &mut [f32],
+    stride: usize,
 ) {
     let groups = x.k / x.group;
     let nibble = _mm512_set1_epi8(15);
     let bias = if INT4 { 8 } else { 128 };
     // Loops, not `array::from_fn`, around intrinsics: a library function has no target features to inline them into.
-    let (mut row, mut codes) = ([0; T], [std::ptr::null::<i8>(); T]);
+    let mut codes = [std::ptr::null::<i8>(); T];
     for t in 0..T {
-        row[t] = rows[t] as usize;
-        codes[t] = x.codes[row[t] * x.k..][..x.k].as_ptr();
+        codes[t] = x.codes(t);
     }
     let mut weights = lines.as_ptr();
     if T <= PREFETCH_TOKENS {
@@ -110,12 +206,13 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     for g in 0..groups {
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
         for t in 0..T {
-            dot[t][0] = _mm512_set1_epi32(-bias * x.sums[row[t] * groups + g]);
+            dot[t][0] = _mm512_set1_epi32(-bias * x.sums(t)[g]);
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
             if T <= PREFETCH_TOKENS {
                 prefetch(weights, if INT4 { 2 } else { 4 });
             }
+            let at = k / CODES * x.stride * CODES + k % CODES;
             // SAFETY: 16 inputs of 16 rows are 2 lines of INT4 or 4 of INT8, inside the tile whose length was checked.
             let line = |i: usize| unsafe { _mm512_loadu_si512(weights.add(64 * i).cast()) };
             let w = if INT4 {
@@ -134,96 +231,55 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
             };
             for j in 0..4 {
                 for t in 0..T {
-                    // SAFETY: 4 codes at k + 4j < x.k of a row.
-                    let four = unsafe { codes[t].add(k + 4 * j).cast::<i32>().read_unaligned() };
+                    // SAFETY: 4 codes of the 16 inputs from k on.
+                    let four = unsafe { codes[t].add(at + 4 * j).cast::<i32>().read_unaligned() };
                     let c = j % CHAINS;
                     dot[t][c] = _mm512_dpbusd_epi32(dot[t][c], w[j], _mm512_set1_epi32(four));
                 }
             }
         }
         // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-        let w_scale = unsafe { load16(scales.as_ptr().add(g * 32).cast::<bf16>()) };
+        let w_scale = unsafe { widen16(scales.as_ptr().add(g * 32)) };
         for t in 0..T {
             let mut sum = dot[t][0];
             for c in 1..CHAINS {
                 sum = _mm512_add_epi32(sum, dot[t][c]);
             }
-            let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scales[row[t] * groups + g]));
+            let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scales(t)[g]));
             acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, acc[t]);
         }
     }
     for t in 0..T {
-        let out = &mut out[t * TILE_ROWS..][..TILE_ROWS];
+        let out = &mut out[t * stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc[t]) };
     }
 }
 
-/// A type whose values widen to f32 in a register.
-trait Weight: Copy {
-    /// # Safety
-    /// 16 values to read; AVX-512 F.
-    unsafe fn load16(p: *const Self) -> __m512;
-    /// # Safety
-    /// `n` values to read; AVX-512 F, BW and VL.
-    unsafe fn load_first(p: *const Self, n: usize) -> __m512;
-}
-
-impl Weight for bf16 {
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn load16(p: *const Self) -> __m512 {
-        // SAFETY: as promised by the caller.
-        let bits = unsafe { _mm256_loadu_si256(p.cast()) };
-        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn load_first(p: *const Self, n: usize) -> __m512 {
-        // SAFETY: masked lanes are not read.
-        let bits = unsafe { _mm256_maskz_loadu_epi16((1 << n) - 1, p.cast()) };
-        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
-    }
-}
-
-impl Weight for f32 {
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn load16(p: *const Self) -> __m512 {
-        // SAFETY: as promised by the caller.
-        unsafe { _mm512_loadu_ps(p) }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn load_first(p: *const Self, n: usize) -> __m512 {
-        // SAFETY: masked lanes are not read.
-        unsafe { _mm512_maskz_loadu_ps((1 << n) - 1, p) }
-    }
-}
-
+/// 16 bf16 as f32.
+///
 /// # Safety
-/// 16 values to read; AVX-512 F, BW and VL.
+/// 32 bytes to read; AVX-512 F, BW and VL.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn load16<W: Weight>(p: *const W) -> __m512 {
+pub(super) unsafe fn widen16(p: *const u8) -> __m512 {
     // SAFETY: as promised by the caller.
-    unsafe { W::load16(p) }
+    let bits = unsafe { _mm256_loadu_si256(p.cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn dot<W: Weight>(w: Rows<'_, W>, x: Rows<'_, f32>, out: &mut [f32]) {
+unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
     shared::dot_blocks(w.rows, x.rows, x.cols, [4, 6], |r, t, block| {
         // SAFETY: `dot_blocks` stays inside the rows and tokens it was given.
         unsafe {
             match block {
-                [4, 6] => dot_block::<W, 4, 6>(&w, &x, r, t, out),
-                [4, 3] => dot_block::<W, 4, 3>(&w, &x, r, t, out),
-                [4, _] => dot_block::<W, 4, 1>(&w, &x, r, t, out),
-                [_, 6] => dot_block::<W, 1, 6>(&w, &x, r, t, out),
-                [_, 3] => dot_block::<W, 1, 3>(&w, &x, r, t, out),
-                _ => dot_block::<W, 1, 1>(&w, &x, r, t, out),
+                [4, 6] => dot_block::<4, 6>(&w, &x, r, t, out),
+                [4, 3] => dot_block::<4, 3>(&w, &x, r, t, out),
+                [4, _] => dot_block::<4, 1>(&w, &x, r, t, out),
+                [_, 6] => dot_block::<1, 6>(&w, &x, r, t, out),
+                [_, 3] => dot_block::<1, 3>(&w, &x, r, t, out),
+                _ => dot_block::<1, 1>(&w, &x, r, t, out),
             }
         }
     });
@@ -231,8 +287,8 @@ unsafe fn dot<W: Weight>(w: Rows<'_, W>, x: Rows<'_, f32>, out: &mut [f32]) {
 
 /// `R` rows times `T` tokens in registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, x: &Rows<'_, f32>, r: usize, t: usize, out: &mut [f32]) {
-    let (mut ws, mut xs) = ([std::ptr::null::<W>(); R], [std::ptr::null::<f32>(); T]);
+unsafe fn dot_block<const R: usize, const T: usize>(w: &Rows<'_, f32>, x: &Rows<'_, f32>, r: usize, t: usize, out: &mut [f32]) {
+    let (mut ws, mut xs) = ([std::ptr::null::<f32>(); R], [std::ptr::null::<f32>(); T]);
     for i in 0..R {
         ws[i] = w.row(r + i).as_ptr();
     }
@@ -249,11 +305,11 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
         }
         for i in 0..R {
             // One token is bound by the arrival of its weights: ask for the next block of rows while this one is read.
-            if T == 1 && (k * size_of::<W>()).is_multiple_of(64) {
+            if T == 1 {
                 _mm_prefetch::<_MM_HINT_T1>(ws[i].wrapping_add(R * w.stride + k).cast());
             }
             // SAFETY: k + 16 <= cols.
-            let w16 = unsafe { W::load16(ws[i].add(k)) };
+            let w16 = unsafe { _mm512_loadu_ps(ws[i].add(k)) };
             for j in 0..T {
                 acc[i][j] = _mm512_fmadd_ps(w16, x16[j], acc[i][j]);
             }
@@ -265,10 +321,10 @@ unsafe fn dot_block<W: Weight, const R: usize, const T: usize>(w: &Rows<'_, W>, 
         let mask = (1 << tail) - 1;
         for i in 0..R {
             // SAFETY: `tail` values are left in each row.
-            let w16 = unsafe { W::load_first(ws[i].add(whole), tail) };
+            let w16 = unsafe { _mm512_maskz_loadu_ps(mask, ws[i].add(whole)) };
             for j in 0..T {
                 // SAFETY: as above.
-                let x16 = unsafe { f32::load_first(xs[j].add(whole), tail) };
+                let x16 = unsafe { _mm512_maskz_loadu_ps(mask, xs[j].add(whole)) };
                 acc[i][j] = _mm512_mask3_fmadd_ps(w16, x16, acc[i][j], mask);
             }
         }

@@ -1,9 +1,11 @@
 //! The kernels in plain Rust: the definition of every bit, not fast.
 
 use half::bf16;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
+use moebius_cache::Precision;
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::{Kernel, QuantizedRows, Rows, Simd, check_axpy, check_dot, check_packed, shared};
+use super::activations::CODES;
+use super::{ActivationRows, Kernel, Rows, Simd, check_axpy, check_dot, shared};
 
 /// Plain Rust.
 pub(super) struct Scalar;
@@ -17,42 +19,31 @@ impl Kernel for Scalar {
         shared::quantize(x, group, codes, scales, sums);
     }
 
-    fn packed_tile(&self, layout: &MatrixLayout, tile: &[u8], x: &QuantizedRows<'_>, rows: &[u32], out: &mut [f32]) {
-        let int4 = check_packed(layout, tile, x, rows, out);
-        let groups = x.k / x.group;
-        let (w_scales, lines) = tile.split_at(layout.scale_bytes());
-        let weight = |r: usize, k: usize| -> i32 {
-            if int4 {
-                let byte = lines[k / 8 * 64 + r * 4 + k % 4];
-                i32::from(if k % 8 < 4 { byte & 15 } else { byte >> 4 })
-            } else {
-                i32::from(lines[k / 4 * 64 + r * 4 + k % 4])
-            }
-        };
-        let bias = if int4 { 8 } else { 128 };
-        for (out, &row) in out.chunks_exact_mut(TILE_ROWS).zip(rows) {
-            let row = row as usize;
-            for (r, out) in out.iter_mut().enumerate() {
-                let mut acc = 0.0;
-                for g in 0..groups {
-                    let span = g * x.group..(g + 1) * x.group;
-                    let dot: i32 = span.map(|k| weight(r, k) * i32::from(x.codes[row * x.k + k])).sum();
-                    let dot = dot - bias * x.sums[row * groups + g];
-                    let s = (g * TILE_ROWS + r) * 2;
-                    let w_scale = bf16::from_le_bytes([w_scales[s], w_scales[s + 1]]).to_f32();
-                    acc = (dot as f32).mul_add(w_scale * x.scales[row * groups + g], acc);
+    fn split_words(&self) -> usize {
+        2 * BF16_INPUTS
+    }
+
+    fn split(&self, x: &[f32], out: &mut [f32]) {
+        shared::split(x, out);
+    }
+
+    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]) {
+        let count = x.check(self, layout, tiles, out);
+        for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
+            for t in 0..x.len() {
+                for r in 0..TILE_ROWS {
+                    out[(t * count + i) * TILE_ROWS + r] = match layout.precision {
+                        Precision::Bf16 => split_dot(tile, x, r, t),
+                        Precision::Int4 { .. } => packed_dot(layout, tile, x, r, t, true),
+                        Precision::Int8 { .. } => packed_dot(layout, tile, x, r, t, false),
+                    };
                 }
-                *out = acc;
             }
         }
     }
 
-    fn dot_bf16(&self, w: Rows<'_, bf16>, x: Rows<'_, f32>, out: &mut [f32]) {
-        dot(w, x, out, |w| w.to_f32());
-    }
-
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
-        dot(w, x, out, |w| w);
+        dot(w, x, out);
     }
 
     fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
@@ -83,13 +74,59 @@ impl Kernel for Scalar {
     }
 }
 
-fn dot<W: Copy>(w: Rows<'_, W>, x: Rows<'_, f32>, out: &mut [f32], to_f32: impl Fn(W) -> f32) {
+/// Row `r` of an integer tile times row `t` of the activations.
+fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, int4: bool) -> f32 {
+    let (w_scales, lines) = tile.split_at(layout.scale_bytes());
+    let weight = |k: usize| -> i32 {
+        if int4 {
+            let byte = lines[k / 8 * 64 + r * 4 + k % 4];
+            i32::from(if k % 8 < 4 { byte & 15 } else { byte >> 4 }) - 8
+        } else {
+            i32::from(lines[k / 4 * 64 + r * 4 + k % 4]) - 128
+        }
+    };
+    // SAFETY: `check` has seen that all inputs of the row can be read.
+    #[allow(unsafe_code)]
+    let code = |k: usize| i32::from(unsafe { *x.codes(t).add(k / CODES * x.stride * CODES + k % CODES) });
+    let mut acc = 0.0;
+    for (g, x_scale) in x.scales(t).iter().enumerate() {
+        let dot: i32 = (g * x.group..(g + 1) * x.group).map(|k| weight(k) * code(k)).sum();
+        let s = (g * TILE_ROWS + r) * 2;
+        let w_scale = bf16::from_le_bytes([w_scales[s], w_scales[s + 1]]).to_f32();
+        acc = (dot as f32).mul_add(w_scale * x_scale, acc);
+    }
+    acc
+}
+
+/// Row `r` of a BF16 tile times row `t` of the activations.
+fn split_dot(tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize) -> f32 {
+    let weight = |k: usize| {
+        let at = k / 2 * 64 + r * 4 + k % 2 * 2;
+        bf16::from_le_bytes([tile[at], tile[at + 1]]).to_f32()
+    };
+    let mut acc = 0.0;
+    for block in 0..x.k.div_ceil(BF16_INPUTS) {
+        // SAFETY: `check` has seen that all parts of the row can be read.
+        #[allow(unsafe_code)]
+        let part = |i: usize| unsafe { *x.parts(t).add(block * x.stride * x.words + i) };
+        for from in [0, BF16_INPUTS] {
+            let mut sums = [0.0f32; 2];
+            for i in 0..BF16_INPUTS {
+                sums[i % 2] = part(from + i).mul_add(weight(block * BF16_INPUTS + i), sums[i % 2]);
+            }
+            acc += sums[0] + sums[1];
+        }
+    }
+    acc
+}
+
+fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
     check_dot(&w, &x, out);
     for t in 0..x.rows() {
         for r in 0..w.rows() {
             let mut lanes = [0.0f32; 16];
             for (k, (&w, &x)) in w.row(r).iter().zip(x.row(t)).enumerate() {
-                lanes[k % 16] = to_f32(w).mul_add(x, lanes[k % 16]);
+                lanes[k % 16] = w.mul_add(x, lanes[k % 16]);
             }
             out[t * w.rows() + r] = shared::tree(lanes);
         }

@@ -80,6 +80,27 @@ pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [
     }
 }
 
+/// [`super::Kernel::split`] for kernels that broadcast single inputs: 32 high parts, then 32 low ones, as f32.
+#[inline(always)]
+pub(super) fn split(x: &[f32], out: &mut [f32]) {
+    assert!(out.len() == 64 && x.len() <= 32);
+    let mut inputs = [0.0f32; 32];
+    inputs[..x.len()].copy_from_slice(x);
+    let (high, low) = out.split_at_mut(32);
+    for i in 0..32 {
+        high[i] = round_to_bf16(inputs[i]);
+        low[i] = round_to_bf16(inputs[i] - high[i]);
+    }
+}
+
+/// The nearest bf16, halves to even; NaN stays NaN.
+#[inline(always)]
+pub(super) fn round_to_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
+    if x.is_nan() { f32::from_bits(bits | 0x0040_0000) } else { f32::from_bits(rounded) }
+}
+
 /// [`super::Kernel::silu_mul`]
 #[inline(always)]
 pub(super) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {

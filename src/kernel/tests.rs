@@ -1,4 +1,5 @@
 //! Every instruction set of this machine against the scalar kernels, bit for bit, and the scalar kernels against plain arithmetic.
+#![allow(unsafe_code)]
 
 use half::bf16;
 use moebius_cache::Precision;
@@ -91,38 +92,123 @@ fn quantize_edges() {
     });
 }
 
+fn precision() -> impl Strategy<Value = Precision> {
+    let group = prop::sample::select(vec![32usize, 64, 128]);
+    prop_oneof![
+        Just(Precision::Bf16),
+        group.clone().prop_map(|group_size| Precision::Int8 { group_size }),
+        group.prop_map(|group_size| Precision::Int4 { group_size }),
+    ]
+}
+
+/// Tiles of random weights, or of extreme codes, where narrow sums would overflow.
+fn tiles(layout: &MatrixLayout, random: &mut Random) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..layout.bytes()).map(|_| random.next() as u8).collect();
+    let extreme = random.next() as usize % 3;
+    for tile in bytes.chunks_exact_mut(layout.tile_bytes()) {
+        if layout.precision == Precision::Bf16 {
+            for w in tile.chunks_exact_mut(2) {
+                w.copy_from_slice(&bf16::from_f32(random.normal()).to_le_bytes());
+            }
+            continue;
+        }
+        let (scales, codes) = tile.split_at_mut(layout.scale_bytes());
+        for scale in scales.chunks_exact_mut(2) {
+            scale.copy_from_slice(&bf16::from_f32(0.01 + 0.01 * random.normal()).to_le_bytes());
+        }
+        if extreme > 0 {
+            codes.fill(if extreme == 1 { 0xff } else { 0 });
+        }
+    }
+    bytes
+}
+
+/// `x` in the form of `kernel`.
+fn prepare(kernel: &dyn Kernel, layout: &MatrixLayout, x: &[f32]) -> Activations {
+    let rows = x.len() / layout.k;
+    let mut activations = Activations::new(kernel, layout.precision, layout.k, rows);
+    let to = activations.start(kernel, layout.precision, layout.k, rows);
+    for (t, x) in x.chunks_exact(layout.k).enumerate() {
+        // SAFETY: nobody else is here.
+        unsafe { to.put(kernel, t..t + 1, x) };
+    }
+    activations
+}
+
 #[test]
-fn packed_tile_gives_equal_bits() {
-    let shapes = (any::<bool>(), prop::sample::select(vec![32usize, 64, 128]), 1..12usize, 1..30usize, any::<u64>());
-    cases(60, shapes, |(int4, group_size, groups, n, seed)| {
-        let k = group_size * groups;
-        let precision = if int4 { Precision::Int4 { group_size } } else { Precision::Int8 { group_size } };
+fn matmul_gives_equal_bits() {
+    let tokens = prop_oneof![1..20usize, 1..70usize];
+    cases(120, (precision(), 1..9usize, 1..6usize, tokens, 0..3usize, any::<u64>()), |(precision, groups, count, n, skip, seed)| {
+        let k = groups * precision.group_size().unwrap_or(24);
+        let layout = MatrixLayout::new(count * TILE_ROWS, k, precision).unwrap();
+        let mut random = Random(seed);
+        let weights = tiles(&layout, &mut random);
+        let mut x = random.normals((skip + n) * k);
+        x[..k].fill(1.0);
+        if n > 1 {
+            x[(skip + 1) * k..(skip + 2) * k].fill(-1.0);
+        }
+        each(|kernel, scalar| {
+            let run = |kernel: &dyn Kernel| {
+                let x = prepare(kernel, &layout, &x);
+                let mut out = vec![f32::NAN; n * layout.n];
+                kernel.matmul(&layout, &weights, &x.rows(skip..skip + n), &mut out);
+                bits(&out)
+            };
+            assert_eq!(run(kernel), run(scalar));
+        });
+    });
+}
+
+#[test]
+fn matmul_is_the_product() {
+    cases(40, (precision(), 1..6usize, any::<u64>()), |(precision, groups, seed)| {
+        let k = groups * precision.group_size().unwrap_or(24);
         let layout = MatrixLayout::new(TILE_ROWS, k, precision).unwrap();
         let mut random = Random(seed);
-        let mut tile: Vec<u8> = (0..layout.tile_bytes()).map(|_| random.next() as u8).collect();
-        // Extreme codes, where narrow sums would overflow.
-        let start = layout.scale_bytes();
-        let extreme = random.next() as usize % 3;
-        if extreme > 0 {
-            tile[start..].fill(if extreme == 1 { 0xff } else { 0 });
+        let weights = tiles(&layout, &mut random);
+        let x = random.normals(k);
+        let mut out = vec![0.0; TILE_ROWS];
+        best().matmul(&layout, &weights, &prepare(best(), &layout, &x).rows(0..1), &mut out);
+        for (w, y) in moebius_cache::pack::unpack_matrix(&layout, &weights).chunks_exact(k).zip(out) {
+            let exact: f64 = w.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+            let size: f64 = w.iter().zip(&x).map(|(w, x)| (f64::from(*w) * f64::from(*x)).abs()).sum();
+            // Activations keep 16 bits of mantissa, or 8 of the largest of their group.
+            let error = if precision == Precision::Bf16 { 1e-5 } else { 0.02 };
+            assert!((f64::from(y) - exact).abs() <= error * size, "{precision}: {y} is not {exact}");
         }
-        for (i, scale) in tile[..groups * 32].chunks_exact_mut(2).enumerate() {
-            scale.copy_from_slice(&bf16::from_f32(0.01 + 0.001 * (i % 7) as f32).to_le_bytes());
+    });
+}
+
+#[test]
+fn splitting_keeps_16_bits() {
+    each(|kernel, _| {
+        let mut words = vec![f32::NAN; kernel.split_words()];
+        let x = Random(3).normals(20);
+        kernel.split(&x, &mut words);
+        let part = |i: usize| match kernel.simd() {
+            Simd::Amx => f32::from_bits(words[i / 2].to_bits() >> (16 * (i % 2)) << 16),
+            _ => words[i],
+        };
+        for (i, x) in x.iter().enumerate() {
+            let (high, low) = (part(i), part(32 + i));
+            assert_eq!(high, bf16::from_f32(*x).to_f32());
+            assert!((high + low - x).abs() <= x.abs() / 65536.0);
         }
-        let count = 5;
-        let (mut codes, mut scales, mut sums) = (vec![0; count * k], vec![0.0; count * groups], vec![0; count * groups]);
-        let mut x = random.normals(count * k);
-        x[..k].fill(1.0);
-        x[k..2 * k].fill(-1.0);
-        get(Simd::Scalar).unwrap().quantize(&x, group_size, &mut codes, &mut scales, &mut sums);
-        let rows: Vec<u32> = (0..n).map(|_| random.next() as u32 % count as u32).collect();
-        let x = QuantizedRows { k, group: group_size, codes: &codes, scales: &scales, sums: &sums };
-        each(|kernel, scalar| {
-            let (mut a, mut b) = (vec![f32::NAN; n * TILE_ROWS], vec![f32::NAN; n * TILE_ROWS]);
-            kernel.packed_tile(&layout, &tile, &x, &rows, &mut a);
-            scalar.packed_tile(&layout, &tile, &x, &rows, &mut b);
-            assert_eq!(bits(&a), bits(&b));
-        });
+        assert!((20..32).all(|i| part(i) == 0.0 && part(32 + i) == 0.0));
+    });
+}
+
+#[test]
+fn a_number_that_is_none_stays_one() {
+    each(|kernel, _| {
+        let layout = MatrixLayout::new(TILE_ROWS, 64, Precision::Bf16).unwrap();
+        let weights = tiles(&layout, &mut Random(1));
+        let mut x = vec![1.0; 64];
+        x[40] = f32::from_bits(0x7f80_0001);
+        let mut out = vec![0.0; TILE_ROWS];
+        kernel.matmul(&layout, &weights, &prepare(kernel, &layout, &x).rows(0..1), &mut out);
+        assert!(out.iter().all(|y| y.is_nan()));
     });
 }
 
@@ -132,15 +218,12 @@ fn dots_give_equal_bits() {
         let mut random = Random(seed);
         let stride = k + pad;
         let w = random.normals(rows * stride);
-        let w16: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
         let x = random.normals(tokens * stride);
         each(|kernel, scalar| {
             let run = |kernel: &dyn Kernel| {
-                let (mut a, mut b) = (vec![0.0; rows * tokens], vec![0.0; rows * tokens]);
-                let x = Rows::strided(&x, tokens, k, stride);
-                kernel.dot_f32(Rows::strided(&w, rows, k, stride), x, &mut a);
-                kernel.dot_bf16(Rows::strided(&w16, rows, k, stride), x, &mut b);
-                (bits(&a), bits(&b))
+                let mut out = vec![0.0; rows * tokens];
+                kernel.dot_f32(Rows::strided(&w, rows, k, stride), Rows::strided(&x, tokens, k, stride), &mut out);
+                bits(&out)
             };
             assert_eq!(run(kernel), run(scalar));
         });

@@ -15,7 +15,7 @@ pub const MAGIC: [u8; 8] = *b"MOEBIUS\0";
 /// First bytes of a cache file that is not complete.
 const MAGIC_PARTIAL: [u8; 8] = *b"MOEBPART";
 /// Version of the header and of the packed layout.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Layers begin at multiples of this.
 pub const PAGE_BYTES: u64 = 4096;
 

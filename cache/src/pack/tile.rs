@@ -66,11 +66,15 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
     assert_eq!(out.len(), layout.tile_bytes(), "tile");
     match (rows, layout.precision) {
         (Weights::Bf16(weights), Precision::Bf16) => {
-            let (filled, padding) = out.split_at_mut(weights.len() * 2);
-            for (bytes, w) in filled.as_chunks_mut::<2>().0.iter_mut().zip(weights) {
-                *bytes = w.to_bits().to_le_bytes();
+            out.fill(0);
+            let (lines, _) = out.as_chunks_mut::<64>();
+            for (row, weights) in weights.chunks_exact(layout.k).enumerate() {
+                for (line, pair) in lines.iter_mut().zip(weights.chunks(2)) {
+                    for (j, w) in pair.iter().enumerate() {
+                        line[row * 4 + 2 * j..][..2].copy_from_slice(&w.to_bits().to_le_bytes());
+                    }
+                }
             }
-            padding.fill(0);
         }
         (Weights::Int { codes, scales }, Precision::Int8 { group_size }) => {
             let lines = pack_scales(layout, scales, group_size, out);
@@ -146,7 +150,7 @@ fn unpack_weight(layout: &MatrixLayout, tile: &[u8], row: usize, input: usize) -
     let bf16_at = |at: usize| bf16::from_le_bytes([tile[at], tile[at + 1]]).to_f32();
     let codes = &tile[layout.scale_bytes()..];
     let (group_size, code) = match layout.precision {
-        Precision::Bf16 => return bf16_at((row * layout.k + input) * 2),
+        Precision::Bf16 => return bf16_at(input / 2 * 64 + row * 4 + input % 2 * 2),
         Precision::Int8 { group_size } => {
             let (c, j) = (input / 4, input % 4);
             (group_size, codes[(c * TILE_ROWS + row) * 4 + j] as i32 - 128)

@@ -1,24 +1,26 @@
 //! Weights in host memory and `y = W x + b` over them.
 
+use std::ops::Range;
+
 use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS, largest_group_size};
 use rayon::prelude::*;
 
-use super::{Cpu, Heads};
+use super::{Cpu, PARALLEL, lock};
 use crate::config::DenseBits;
-use crate::kernel::{QuantizedRows, Rows};
+use crate::kernel::{ActivationRows, Kernel};
 use crate::memory::Buffer;
 use crate::tensor::{HostTensor, Tensor};
 use crate::workers::Shared;
 use crate::{Error, Result};
 
-/// Rows of weights that stay in a core's cache while tokens pass over them.
-const ROWS: usize = 32;
-/// Rows are shared out in multiples of this, the height of the kernels' register blocks.
-const SHARE: usize = 4;
-/// Tokens that pass over a block of weights while it is in the cache.
-const TOKENS: usize = 128;
+/// Tiles that go through the kernel together.
+const TILES: usize = 4;
+/// Tokens that pass over them together, their results on the stack.
+const TOKENS: usize = 64;
+/// Half of a small L2.
+const RUN_BYTES: usize = 512 << 10;
 
 impl Buffer<bf16> {
     /// Copies a weight, rounding f32 to bf16.
@@ -39,47 +41,67 @@ impl Buffer<bf16> {
     }
 }
 
-/// Weights `[n, k]` of `y = W x + b`.
+/// Packed weights `[n, k]` of `y = W x + b`.
 pub struct Linear {
-    n: usize,
-    k: usize,
-    weight: Weight,
+    layout: MatrixLayout,
+    tiles: Buffer<u8>,
     bias: Option<Vec<f32>>,
-}
-
-enum Weight {
-    Bf16(Buffer<bf16>),
-    Int8(MatrixLayout, Buffer<u8>),
 }
 
 impl Linear {
     pub(super) fn new(weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self> {
         let (n, k) = (weight.rows(), weight.cols());
-        let weight = match bits {
-            DenseBits::Bf16 => Weight::Bf16(Buffer::from_bf16(&weight)?),
-            DenseBits::Int8 => {
-                let group_size = largest_group_size(&[k]).ok_or_else(|| {
-                    Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"))
-                })?;
-                let layout = MatrixLayout::new(n, k, Precision::Int8 { group_size })?;
-                let mut packed = Buffer::zeros(layout.bytes())?;
-                let rows = weight.to_f32();
-                packed.par_chunks_mut(layout.tile_bytes()).zip(rows.par_chunks(TILE_ROWS * k)).for_each(|(tile, rows)| {
-                    let layout = MatrixLayout { n: rows.len() / k, ..layout };
-                    moebius_cache::quantize::quantize_matrix(&layout, rows, tile);
-                });
-                Weight::Int8(layout, packed)
-            }
+        let group_size = || {
+            let why = || Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"));
+            largest_group_size(&[k]).ok_or_else(why)
         };
-        Ok(Self { n, k, weight, bias })
+        let precision = match bits {
+            DenseBits::Bf16 => Precision::Bf16,
+            DenseBits::Int8 => Precision::Int8 { group_size: group_size()? },
+            DenseBits::Int4 => Precision::Int4 { group_size: group_size()? },
+        };
+        let layout = MatrixLayout::new(n, k, precision)?;
+        let mut tiles = Buffer::zeros(layout.bytes())?;
+        pack(&layout, &weight.to_f32(), &mut tiles);
+        Ok(Self { layout, tiles, bias })
     }
 
     /// Bytes of the weights.
     pub(super) fn bytes(&self) -> usize {
-        match &self.weight {
-            Weight::Bf16(w) => 2 * w.len(),
-            Weight::Int8(_, w) => w.len(),
+        self.tiles.len()
+    }
+}
+
+/// Packs weights `[n, k]` on all cores.
+fn pack(layout: &MatrixLayout, weights: &[f32], tiles: &mut [u8]) {
+    let k = layout.k;
+    tiles.par_chunks_mut(layout.tile_bytes()).zip(weights.par_chunks(TILE_ROWS * k)).for_each(|(tile, rows)| {
+        let layout = MatrixLayout { n: rows.len() / k, ..*layout };
+        moebius_cache::quantize::quantize_matrix(&layout, rows, tile);
+    });
+}
+
+/// Packed weights `[heads, n, k]`, each head with tiles of its own.
+pub struct Heads {
+    heads: usize,
+    layout: MatrixLayout, // of one head
+    tiles: Buffer<u8>,
+}
+
+impl Heads {
+    pub(super) fn new(heads: usize, weight: HostTensor<'_>) -> Result<Self> {
+        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
+        let mut tiles = Buffer::zeros(heads * layout.bytes())?;
+        let rows = weight.to_f32();
+        for (tiles, rows) in tiles.chunks_exact_mut(layout.bytes()).zip(rows.chunks_exact(layout.n * layout.k)) {
+            pack(&layout, rows, tiles);
         }
+        Ok(Self { heads, layout, tiles })
+    }
+
+    /// Bytes of the weights.
+    pub(super) fn bytes(&self) -> usize {
+        self.tiles.len()
     }
 }
 
@@ -88,25 +110,6 @@ impl Linear {
 pub(super) enum Write {
     Set,
     Add,
-}
-
-/// Activations quantized for an INT8 weight; grows to the largest batch once.
-#[derive(Default)]
-pub(super) struct Quantized {
-    codes: Vec<i8>,
-    scales: Vec<f32>,
-    sums: Vec<i32>,
-    rows: Vec<u32>,
-}
-
-impl Quantized {
-    fn resize(&mut self, rows: usize, k: usize, group: usize) {
-        self.codes.resize(rows * k, 0);
-        self.scales.resize(rows * k / group, 0.0);
-        self.sums.resize(rows * k / group, 0);
-        self.rows.clear();
-        self.rows.extend(0..rows as u32);
-    }
 }
 
 /// The output of a linear op, written by all workers in disjoint columns.
@@ -125,11 +128,14 @@ impl Output<'_> {
             // SAFETY: each worker has its own columns, so no two ranges overlap.
             #[allow(unsafe_code)]
             let out = unsafe { self.data.slice_mut(at..at + cols) };
-            for (c, (o, v)) in out.iter_mut().zip(row).enumerate() {
-                let y = v + self.bias.map_or(0.0, |b| b[col + c]);
-                match self.write {
-                    Write::Set => *o = y,
-                    Write::Add => *o += y,
+            match (self.write, self.bias) {
+                (Write::Set, None) => out.copy_from_slice(&row[..cols]),
+                (Write::Set, Some(bias)) => {
+                    out.iter_mut().zip(row).zip(&bias[col..]).for_each(|((o, v), b)| *o = v + b);
+                }
+                (Write::Add, None) => out.iter_mut().zip(row).for_each(|(o, v)| *o += v),
+                (Write::Add, Some(bias)) => {
+                    out.iter_mut().zip(row).zip(&bias[col..]).for_each(|((o, v), b)| *o += v + b);
                 }
             }
         }
@@ -137,87 +143,104 @@ impl Output<'_> {
 }
 
 impl Cpu {
-    pub(super) fn apply(&self, w: &Linear, x: &Tensor, out: &mut Tensor, write: Write) {
-        assert_eq!((x.cols(), out.cols(), out.rows()), (w.k, w.n, x.rows()));
-        let cols = out.cols();
-        let output = Output { data: Shared::new(out.data_mut()), cols, bias: w.bias.as_deref(), write };
-        match &w.weight {
-            Weight::Bf16(weight) => self.apply_bf16(weight, w.n, w.k, x, &output),
-            Weight::Int8(layout, packed) => self.apply_int8(layout, packed, x, &output),
+    /// `out = W x + b` or `out += W x + b` for some weights and one `x`, in one dispatch.
+    pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
+        let (rows, k, kernel) = (x.rows(), x.cols(), self.kernel);
+        let precision = jobs[0].0.layout.precision;
+        let jobs = jobs.map(|(w, out)| {
+            assert_eq!((w.layout.k, w.layout.precision, w.layout.n, rows), (k, precision, out.cols(), out.rows()));
+            let cols = out.cols();
+            (w, Output { data: Shared::new(out.data_mut()), cols, bias: w.bias.as_deref(), write })
+        });
+        let total = jobs.iter().map(|(w, _)| w.layout.tiles()).sum();
+        let mut activations = self.activations.borrow_mut();
+        let prepared = activations.start(kernel, precision, k, rows);
+        // SAFETY: each row is prepared by one worker, before the barrier.
+        #[allow(unsafe_code)]
+        let prepare = |mine: Range<usize>| mine.for_each(|t| unsafe { prepared.put(kernel, t..t + 1, x.row(t)) });
+        let alone = rows * k < PARALLEL;
+        if alone {
+            prepare(0..rows);
         }
-    }
-
-    fn apply_bf16(&self, weight: &[bf16], n: usize, k: usize, x: &Tensor, output: &Output<'_>) {
-        let kernel = self.kernel;
         self.team.run(&|worker| {
-            let mut y = [0.0; ROWS * TOKENS];
-            for first in (0..x.rows()).step_by(TOKENS) {
-                let tokens = TOKENS.min(x.rows() - first);
-                let mine = worker.share(n.div_ceil(SHARE));
-                let end = n.min(mine.end * SHARE);
-                for row in (mine.start * SHARE..end).step_by(ROWS) {
-                    let rows = ROWS.min(end - row);
-                    let y = &mut y[..tokens * rows];
-                    let x = Rows::new(&x.data()[first * k..][..tokens * k], tokens, k);
-                    kernel.dot_bf16(Rows::new(&weight[row * k..][..rows * k], rows, k), x, y);
-                    output.store(first, row, rows, y, rows);
-                }
+            if !alone {
+                prepare(worker.share(rows));
+                worker.barrier();
+            }
+            let mine = worker.share(total);
+            let mut before = 0;
+            for (w, output) in &jobs {
+                let tiles = w.layout.tiles();
+                let of_this = mine.start.clamp(before, before + tiles) - before..mine.end.clamp(before, before + tiles) - before;
+                before += tiles;
+                // SAFETY: after the barrier nobody writes rows.
+                #[allow(unsafe_code)]
+                let x = |tokens| unsafe { prepared.rows(tokens) };
+                multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, |first, col, cols, y, stride| output.store(first, col, cols, y, stride));
             }
         });
     }
 
-    fn apply_int8(&self, layout: &MatrixLayout, packed: &[u8], x: &Tensor, output: &Output<'_>) {
-        let (k, group) = (layout.k, layout.precision.group_size().expect("an integer layout has groups"));
-        let mut scratch = self.quantized.borrow_mut();
-        scratch.resize(x.rows(), k, group);
-        let Quantized { codes, scales, sums, rows } = &mut *scratch;
-        let groups = k / group;
-        for t in 0..x.rows() {
-            self.kernel.quantize(
-                x.row(t),
-                group,
-                &mut codes[t * k..][..k],
-                &mut scales[t * groups..][..groups],
-                &mut sums[t * groups..][..groups],
-            );
-        }
-        let quantized = QuantizedRows { codes, scales, sums, k, group };
-        let kernel = self.kernel;
-        self.team.run(&|worker| {
-            let mut y = [0.0; TILE_ROWS * TOKENS];
-            for (block, rows) in rows.chunks(TOKENS).enumerate() {
-                for tile in worker.share(layout.tiles()) {
-                    let y = &mut y[..rows.len() * TILE_ROWS];
-                    let bytes = &packed[tile * layout.tile_bytes()..][..layout.tile_bytes()];
-                    kernel.packed_tile(layout, bytes, &quantized, rows, y);
-                    let col = tile * TILE_ROWS;
-                    output.store(block * TOKENS, col, TILE_ROWS.min(layout.n - col), y, TILE_ROWS);
-                }
-            }
-        });
-    }
-
-    /// `out[t, h, out_at..] = W[h] x[t, h, x_at..]`, heads shared out over the workers.
+    /// `out[t, h, out_at..] = W[h] x[t, h, x_at..]`, heads, or parts of them if there are few, shared out over the workers.
     pub(super) fn apply_heads(&self, w: &Heads, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
+        let (layout, rows, kernel) = (&w.layout, x.rows(), self.kernel);
         let (x_head, out_head, cols) = (x.cols() / w.heads, out.cols() / w.heads, out.cols());
-        assert!(x.rows() == out.rows() && x_at + w.k <= x_head && out_at + w.n <= out_head);
+        assert!(rows == out.rows() && x_at + layout.k <= x_head && out_at + layout.n <= out_head);
         let output = Output { data: Shared::new(out.data_mut()), cols, bias: None, write: Write::Set };
-        let units_per_head = w.n.div_ceil(ROWS);
-        let kernel = self.kernel;
+        let parts = if w.heads.is_multiple_of(self.team.threads()) { 1 } else { layout.tiles().div_ceil(TILES) };
+        let scratch = &self.scratch;
         self.team.run(&|worker| {
-            let mut y = [0.0; ROWS * TOKENS];
-            for unit in worker.share(w.heads * units_per_head) {
-                let (head, row) = (unit / units_per_head, unit % units_per_head * ROWS);
-                let rows = ROWS.min(w.n - row);
-                let weight = &w.weight[(head * w.n + row) * w.k..][..rows * w.k];
-                for first in (0..x.rows()).step_by(TOKENS) {
-                    let tokens = TOKENS.min(x.rows() - first);
-                    let y = &mut y[..tokens * rows];
-                    let x_head = &x.data()[first * x.cols() + head * x_head + x_at..];
-                    kernel.dot_bf16(Rows::new(weight, rows, w.k), Rows::strided(x_head, tokens, w.k, x.cols()), y);
-                    output.store(first, head * out_head + out_at + row, rows, y, rows);
+            let mut scratch = lock(&scratch[worker.index]);
+            for unit in worker.share(w.heads * parts) {
+                let (head, part) = (unit / parts, unit % parts);
+                let tiles = layout.tiles() * part / parts..layout.tiles() * (part + 1) / parts;
+                let weights = &w.tiles[head * layout.bytes()..][..layout.bytes()];
+                for first in (0..rows).step_by(TOKENS) {
+                    let tokens = TOKENS.min(rows - first);
+                    let prepared = scratch.activations.start(kernel, Precision::Bf16, layout.k, tokens);
+                    for t in 0..tokens {
+                        let x = &x.row(first + t)[head * x_head + x_at..][..layout.k];
+                        // SAFETY: the scratch memory is this worker's own.
+                        #[allow(unsafe_code)]
+                        unsafe {
+                            prepared.put(kernel, t..t + 1, x);
+                        }
+                    }
+                    let x = |tokens| scratch.activations.rows(tokens);
+                    multiply(kernel, layout, weights, tiles.clone(), tokens, x, |from, col, cols, y, stride| {
+                        output.store(first + from, head * out_head + out_at + col, cols, y, stride);
+                    });
                 }
             }
         });
+    }
+}
+
+/// Some tiles of packed weights times all tokens; `store(first token, column, columns, values, stride)` gets the results.
+fn multiply<'x>(
+    kernel: &dyn Kernel,
+    layout: &MatrixLayout,
+    packed: &[u8],
+    tiles: Range<usize>,
+    tokens: usize,
+    x: impl Fn(Range<usize>) -> ActivationRows<'x>,
+    store: impl Fn(usize, usize, usize, &[f32], usize),
+) {
+    let mut y = [0.0; TOKENS * TILES * TILE_ROWS];
+    // Weights stay in L2 while tokens pass over them, and 64 tokens stay there while the weights do.
+    let run = (RUN_BYTES / layout.tile_bytes()).max(TILES);
+    for from in tiles.clone().step_by(run) {
+        let to = tiles.end.min(from + run);
+        for first in (0..tokens).step_by(TOKENS) {
+            let some = first..tokens.min(first + TOKENS);
+            for tile in (from..to).step_by(TILES) {
+                let end = to.min(tile + TILES);
+                let stride = (end - tile) * TILE_ROWS;
+                let y = &mut y[..some.len() * stride];
+                kernel.matmul(layout, &packed[tile * layout.tile_bytes()..end * layout.tile_bytes()], &x(some.clone()), y);
+                let col = tile * TILE_ROWS;
+                store(first, col, stride.min(layout.n - col), y, stride);
+            }
+        }
     }
 }

@@ -1,7 +1,9 @@
 //! The executor against plain f32 arithmetic on the dequantized weights, and against itself: batches, threads, kernels.
 
+use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::format::Contents;
+use moebius_cache::pack::{MatrixLayout, Weights, pack_matrix, unpack_expert};
 
 use super::*;
 use crate::kernel::{self, Simd};
@@ -46,9 +48,8 @@ fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<Expert
 fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Random) {
     let rows = (layout.n - tile * TILE_ROWS).min(TILE_ROWS);
     if layout.precision == Precision::Bf16 {
-        for w in bytes[..rows * layout.k * 2].chunks_exact_mut(2) {
-            w.copy_from_slice(&bf16::from_f32(random.uniform() * 0.1).to_le_bytes());
-        }
+        let weights: Vec<bf16> = (0..rows * layout.k).map(|_| bf16::from_f32(random.uniform() * 0.1)).collect();
+        pack_matrix(&MatrixLayout { n: rows, ..*layout }, Weights::Bf16(&weights), bytes);
         return;
     }
     let (scales, codes) = bytes.split_at_mut(layout.scale_bytes());
@@ -59,32 +60,6 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
         scale.copy_from_slice(&bf16::from_f32(scale_value).to_le_bytes());
     }
     codes.fill_with(|| random.next() as u8);
-}
-
-/// `[n, k]` as f32.
-fn decode(layout: &MatrixLayout, tile_at: impl Fn(usize) -> usize, expert: &[u8]) -> Vec<f32> {
-    let mut out = vec![0.0; layout.n * layout.k];
-    for row in 0..layout.n {
-        let tile = &expert[tile_at(row / TILE_ROWS)..][..layout.tile_bytes()];
-        let (scales, codes) = tile.split_at(layout.scale_bytes());
-        let r = row % TILE_ROWS;
-        let f32_at = |bytes: &[u8], i: usize| bf16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32();
-        for k in 0..layout.k {
-            out[row * layout.k + k] = match layout.precision {
-                Precision::Bf16 => f32_at(codes, r * layout.k + k),
-                Precision::Int8 { group_size } => {
-                    let code = i32::from(codes[k / 4 * 64 + r * 4 + k % 4]) - 128;
-                    f32_at(scales, k / group_size * TILE_ROWS + r) * code as f32
-                }
-                Precision::Int4 { group_size } => {
-                    let byte = codes[k / 8 * 64 + r * 4 + k % 4];
-                    let code = i32::from(if k % 8 < 4 { byte & 15 } else { byte >> 4 }) - 8;
-                    f32_at(scales, k / group_size * TILE_ROWS + r) * code as f32
-                }
-            };
-        }
-    }
-    out
 }
 
 const PRECISIONS: [Precision; 5] = [
@@ -144,9 +119,7 @@ fn agrees_with_f32_on_the_dequantized_weights() {
             }
             let token = i / TOP_K;
             let bytes = store.expert(1, id as usize);
-            let gate = decode(&layout.gate, |t| layout.gate_tile(t), bytes);
-            let up = decode(&layout.gate, |t| layout.up_tile(t), bytes);
-            let down = decode(&layout.down, |t| layout.down_tile(t), bytes);
+            let [gate, up, down] = unpack_expert(&layout, bytes);
             let x = &x[token * hidden..][..hidden];
             let times = |w: &[f32], x: &[f32]| -> Vec<f32> {
                 w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()

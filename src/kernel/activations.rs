@@ -1,0 +1,248 @@
+//! Activations in the form that packed weights are multiplied with.
+//!
+//! ```text
+//! integer weights  codes  [ceil(k / 64)][stride][64] i8,  scales and sums [rows][k / group]
+//! BF16 weights     parts  [ceil(k / 32)][stride][split_words] f32, see `Kernel::split`
+//! ```
+//!
+//! Rows of one block of inputs lie one after the other, so any 16 rows in a row are an AMX tile as they lie. The stride is odd: blocks of
+//! inputs, which follow each other in time, fall into different sets of the caches.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+
+use moebius_cache::Precision;
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
+
+use super::Kernel;
+use crate::workers::Shared;
+
+/// Inputs of one block of codes.
+pub(super) const CODES: usize = 64;
+
+/// Rows `[max_rows, k]` for weights of one precision, allocated once.
+#[derive(Default)]
+pub struct Activations {
+    k: usize,
+    group: usize, // 0: split, not quantized
+    words: usize, // of 32 split inputs
+    rows: usize,
+    stride: usize,
+    codes: Vec<i8>,
+    scales: Vec<f32>,
+    sums: Vec<i32>,
+    parts: Vec<f32>,
+}
+
+impl Activations {
+    /// Room for `max_rows` rows of `k` inputs that `kernel` will multiply weights of `precision` with.
+    pub fn new(kernel: &dyn Kernel, precision: Precision, k: usize, max_rows: usize) -> Self {
+        let mut new = Self::default();
+        new.start(kernel, precision, k, max_rows);
+        new
+    }
+
+    /// Begins with `rows` rows whose contents are whatever was there before; grows when there was never so much.
+    pub fn start(&mut self, kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> ActivationsMut<'_> {
+        fn grow<T: Copy + Default>(vec: &mut Vec<T>, len: usize) {
+            if vec.len() < len {
+                vec.resize(len, T::default());
+            }
+        }
+        (self.k, self.rows, self.stride) = (k, rows, rows | 1);
+        (self.group, self.words) = (precision.group_size().unwrap_or(0), kernel.split_words());
+        // A kernel may read whole tiles of rows, whose results it then forgets.
+        if self.group > 0 {
+            grow(&mut self.codes, (k.div_ceil(CODES) * self.stride + TILE_ROWS) * CODES);
+            grow(&mut self.scales, rows * (k / self.group));
+            grow(&mut self.sums, rows * (k / self.group));
+        } else {
+            grow(&mut self.parts, (k.div_ceil(BF16_INPUTS) * self.stride + TILE_ROWS) * self.words);
+        }
+        self.shared()
+    }
+
+    fn shared(&mut self) -> ActivationsMut<'_> {
+        let Self { k, group, words, rows, stride, .. } = *self;
+        ActivationsMut {
+            k,
+            group,
+            words,
+            rows,
+            stride,
+            codes: Shared::new(&mut self.codes),
+            scales: Shared::new(&mut self.scales),
+            sums: Shared::new(&mut self.sums),
+            parts: Shared::new(&mut self.parts),
+        }
+    }
+
+    /// Some rows, to multiply with.
+    pub fn rows(&self, rows: Range<usize>) -> ActivationRows<'_> {
+        assert!(rows.end <= self.rows && !rows.is_empty());
+        let Self { k, group, words, stride, .. } = *self;
+        ActivationRows {
+            k,
+            group,
+            words,
+            stride,
+            first: rows.start,
+            len: rows.len(),
+            codes: &self.codes,
+            scales: &self.scales,
+            sums: &self.sums,
+            parts: &self.parts,
+        }
+    }
+}
+
+/// Activations while several workers fill in rows.
+pub struct ActivationsMut<'a> {
+    k: usize,
+    group: usize,
+    words: usize,
+    rows: usize,
+    stride: usize,
+    codes: Shared<'a, i8>,
+    scales: Shared<'a, f32>,
+    sums: Shared<'a, i32>,
+    parts: Shared<'a, f32>,
+}
+
+impl ActivationsMut<'_> {
+    /// Writes `x` `[k]` to each of `rows`.
+    ///
+    /// # Safety
+    /// Nobody else uses these rows until the workers' next barrier.
+    pub unsafe fn put(&self, kernel: &dyn Kernel, rows: impl Iterator<Item = usize> + Clone, x: &[f32]) {
+        assert!(x.len() == self.k && rows.clone().all(|row| row < self.rows));
+        if self.group == 0 {
+            let mut words = [0.0; 2 * BF16_INPUTS];
+            let words = &mut words[..self.words];
+            for (block, x) in x.chunks(BF16_INPUTS).enumerate() {
+                kernel.split(x, words);
+                for row in rows.clone() {
+                    let at = (block * self.stride + row) * self.words;
+                    // SAFETY: these words belong to the row, and the row to the caller, as promised.
+                    unsafe { self.parts.slice_mut(at..at + self.words) }.copy_from_slice(words);
+                }
+            }
+            return;
+        }
+        let groups = self.k / self.group;
+        let mut codes = [0; 128];
+        let codes = &mut codes[..self.group];
+        for (g, x) in x.chunks_exact(self.group).enumerate() {
+            let (mut scale, mut sum) = ([0.0], [0]);
+            kernel.quantize(x, self.group, codes, &mut scale, &mut sum);
+            for row in rows.clone() {
+                // SAFETY: these numbers belong to the row, and the row to the caller, as promised.
+                unsafe {
+                    for (i, codes) in codes.chunks(CODES).enumerate() {
+                        let input = g * self.group + i * CODES;
+                        let at = (input / CODES * self.stride + row) * CODES + input % CODES;
+                        self.codes.slice_mut(at..at + codes.len()).copy_from_slice(codes);
+                    }
+                    self.scales.slice_mut(row * groups + g..row * groups + g + 1)[0] = scale[0];
+                    self.sums.slice_mut(row * groups + g..row * groups + g + 1)[0] = sum[0];
+                }
+            }
+        }
+    }
+
+    /// Some rows, to multiply with.
+    ///
+    /// # Safety
+    /// Nobody writes any row while the result lives.
+    pub unsafe fn rows(&self, rows: Range<usize>) -> ActivationRows<'_> {
+        assert!(rows.end <= self.rows && !rows.is_empty());
+        // SAFETY: only read, as promised.
+        unsafe {
+            ActivationRows {
+                k: self.k,
+                group: self.group,
+                words: self.words,
+                stride: self.stride,
+                first: rows.start,
+                len: rows.len(),
+                codes: self.codes.slice(0..self.codes.len()),
+                scales: self.scales.slice(0..self.scales.len()),
+                sums: self.sums.slice(0..self.sums.len()),
+                parts: self.parts.slice(0..self.parts.len()),
+            }
+        }
+    }
+}
+
+/// Some rows of [`Activations`].
+#[derive(Clone, Copy)]
+pub struct ActivationRows<'a> {
+    pub(super) k: usize,
+    pub(super) group: usize,
+    pub(super) words: usize,
+    pub(super) stride: usize,
+    first: usize,
+    len: usize,
+    codes: &'a [i8],
+    scales: &'a [f32],
+    sums: &'a [i32],
+    parts: &'a [f32],
+}
+
+impl ActivationRows<'_> {
+    /// How many.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Rows `from..from + len` of these.
+    pub(super) fn part(&self, from: usize, len: usize) -> Self {
+        assert!(from + len <= self.len);
+        Self { first: self.first + from, len, ..*self }
+    }
+
+    /// Where the codes of a row begin; its next 64 inputs lie `64 * stride` further on.
+    pub(super) fn codes(&self, row: usize) -> *const i8 {
+        self.codes[(self.first + row) * CODES..].as_ptr()
+    }
+
+    /// Where the parts of a row begin; its next 32 inputs lie `words * stride` further on.
+    pub(super) fn parts(&self, row: usize) -> *const f32 {
+        self.parts[(self.first + row) * self.words..].as_ptr()
+    }
+
+    /// Where the scales of a row's groups begin.
+    pub(super) fn scales(&self, row: usize) -> &[f32] {
+        let groups = self.k / self.group;
+        &self.scales[(self.first + row) * groups..][..groups]
+    }
+
+    /// The sums of a row's groups.
+    pub(super) fn sums(&self, row: usize) -> &[i32] {
+        let groups = self.k / self.group;
+        &self.sums[(self.first + row) * groups..][..groups]
+    }
+
+    /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
+    ///
+    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code or part of rows `0..len` and of the 15 after them can be read.
+    pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &[u8], out: &[f32]) -> usize {
+        let count = tiles.len() / layout.tile_bytes();
+        assert_eq!((self.k, self.group), (layout.k, layout.precision.group_size().unwrap_or(0)), "activations for another matrix");
+        assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));
+        if self.group > 0 {
+            assert!([32, 64, 128].contains(&self.group) && self.k.is_multiple_of(self.group));
+            assert!(self.codes.len() >= (self.k.div_ceil(CODES) * self.stride + TILE_ROWS) * CODES);
+        } else {
+            assert_eq!(self.words, kernel.split_words(), "activations of another kernel");
+            assert!(self.parts.len() >= (self.k.div_ceil(BF16_INPUTS) * self.stride + TILE_ROWS) * self.words);
+        }
+        assert!(self.first + self.len <= self.stride);
+        count
+    }
+}

@@ -1,0 +1,84 @@
+//! Integer tiles with VNNI in 256 bits, for processors that have it without AVX-512; the rest is AVX2's.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::*;
+
+use moebius_cache::pack::TILE_ROWS;
+
+use super::ActivationRows;
+use super::activations::CODES;
+use super::avx2::{four, widen8};
+use super::shared::prefetch;
+
+/// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the codes' sum.
+///
+/// # Safety
+/// AVX2, FMA and AVX-VNNI; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx2,fma,avxvnni")]
+pub(super) unsafe fn block<const INT4: bool, const T: usize>(
+    scales: &[u8],
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let groups = x.k / x.group;
+    let nibble = _mm256_set1_epi8(15);
+    let bias = if INT4 { 8 } else { 128 };
+    let mut codes = [std::ptr::null::<i8>(); T];
+    for t in 0..T {
+        codes[t] = x.codes(t);
+    }
+    let mut weights = lines.as_ptr();
+    // The lines that prefetching from the first code on would step over.
+    prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
+    let mut acc = [[_mm256_setzero_ps(); 2]; T];
+    for g in 0..groups {
+        let mut dot = [[[_mm256_setzero_si256(); 2]; 2]; T]; // [token][half][chain]
+        for t in 0..T {
+            for half in 0..2 {
+                dot[t][half][0] = _mm256_set1_epi32(-bias * x.sums(t)[g]);
+            }
+        }
+        for k in (g * x.group..(g + 1) * x.group).step_by(16) {
+            let at = k / CODES * x.stride * CODES + k % CODES;
+            // 16 inputs: 2 lines of INT4, 4 of INT8.
+            prefetch(weights, if INT4 { 2 } else { 4 });
+            for j in 0..4 {
+                for half in 0..2 {
+                    let line = if INT4 { j / 2 } else { j };
+                    // SAFETY: 16 inputs of 16 rows are 2 or 4 lines of 64 bytes, inside the tile whose length was checked.
+                    let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
+                    let w = match (INT4, j % 2) {
+                        (false, _) => w,
+                        (true, 0) => _mm256_and_si256(w, nibble),
+                        (true, _) => _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble),
+                    };
+                    for t in 0..T {
+                        // SAFETY: 4 codes of the 16 inputs from k on.
+                        let a = unsafe { four(codes[t].add(at + 4 * j)) };
+                        dot[t][half][j % 2] = _mm256_dpbusd_avx_epi32(dot[t][half][j % 2], w, a);
+                    }
+                }
+            }
+            weights = weights.wrapping_add(if INT4 { 128 } else { 256 });
+        }
+        for half in 0..2 {
+            // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
+            let w_scale = unsafe { widen8(scales.as_ptr().add(g * 32 + half * 16)) };
+            for t in 0..T {
+                let sum = _mm256_add_epi32(dot[t][half][0], dot[t][half][1]);
+                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scales(t)[g]));
+                acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, acc[t][half]);
+            }
+        }
+    }
+    for t in 0..T {
+        let out = &mut out[t * stride..][..TILE_ROWS];
+        // SAFETY: 16 floats, as just sliced.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), acc[t][1]);
+        }
+    }
+}
