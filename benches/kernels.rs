@@ -6,8 +6,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use half::bf16;
-use moebius::kernel::{self, Kernel, QuantizedRows, Rows, Simd};
+use moebius::kernel::{self, Activations, Kernel, Rows, Simd};
+use moebius::memory::Buffer;
 use moebius_cache::{MatrixLayout, Precision};
 
 fn best(mut f: impl FnMut()) -> f64 {
@@ -40,6 +40,7 @@ fn main() {
             Precision::Int4 { group_size: 32 },
             Precision::Int8 { group_size: 128 },
             Precision::Int8 { group_size: 32 },
+            Precision::Bf16,
         ] {
             packed(kernel, precision);
         }
@@ -48,17 +49,18 @@ fn main() {
 }
 
 fn packed(kernel: &dyn Kernel, precision: Precision) {
-    let (k, group) = (2048, precision.group_size().expect("integer weights"));
-    let layout = MatrixLayout { n: 256, k, precision };
-    let tiles = vec![0x3cu8; layout.bytes()];
-    let (codes, scales, sums) = (vec![3i8; 64 * k], vec![0.1; 64 * k / group], vec![3 * group as i32; 64 * k / group]);
-    let x = QuantizedRows { k, group, codes: &codes, scales: &scales, sums: &sums };
-    let rows: Vec<u32> = (0..64).collect();
-    for tokens in [1, 2, 4, 8, 16, 64] {
-        let mut out = vec![0.0; tokens * 16];
+    let k = 2048;
+    let layout = MatrixLayout { n: 128, k, precision };
+    let mut tiles = Buffer::<u8>::zeros(layout.bytes()).expect("a little memory");
+    tiles.fill(0x3c);
+    let mut activations = Activations::default();
+    for tokens in [1, 2, 4, 8, 16, 32, 64] {
+        activations.start(kernel, precision, k, tokens);
+        let mut out = vec![0.0; tokens * 32];
         let seconds = best(|| {
-            for tile in tiles.chunks_exact(layout.tile_bytes()) {
-                kernel.packed_tile(&layout, tile, &x, &rows[..tokens], black_box(&mut out));
+            // As the executor does: a tile of gate and one of up.
+            for pair in tiles.chunks_exact(2 * layout.tile_bytes()) {
+                kernel.matmul(&layout, pair, &activations.rows(0..tokens), black_box(&mut out));
             }
         });
         row(&format!("{} {precision} x{tokens}", kernel.simd()), seconds, layout.bytes(), layout.n * k * tokens);
@@ -66,16 +68,13 @@ fn packed(kernel: &dyn Kernel, precision: Precision) {
 }
 
 fn plain(kernel: &dyn Kernel) {
-    let (rows, k) = (256, 2048);
-    let w: Vec<bf16> = (0..rows * k).map(|i| bf16::from_f32(i as f32)).collect();
+    let k = 2048;
     let w32 = vec![1.0f32; 64 * k];
     let x = vec![1.0f32; 64 * k];
     for tokens in [1, 4, 64] {
-        let mut out = vec![0.0; tokens * rows];
+        let mut out = vec![0.0; tokens * 64];
         let xs = Rows::new(&x[..tokens * k], tokens, k);
-        let seconds = best(|| kernel.dot_bf16(Rows::new(&w, rows, k), xs, black_box(&mut out)));
-        row(&format!("{} dot_bf16 x{tokens}", kernel.simd()), seconds, w.len() * 2, rows * k * tokens);
-        let seconds = best(|| kernel.dot_f32(Rows::new(&w32, 64, k), xs, black_box(&mut out[..tokens * 64])));
+        let seconds = best(|| kernel.dot_f32(Rows::new(&w32, 64, k), xs, black_box(&mut out)));
         row(&format!("{} dot_f32 x{tokens}", kernel.simd()), seconds, w32.len() * 4, 64 * k * tokens);
         // Attention: 128 columns of 512 keys.
         let p = vec![0.5; tokens * 512];

@@ -54,6 +54,13 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
+impl<T: Pod> Default for Buffer<T> {
+    /// Nothing.
+    fn default() -> Self {
+        Self::zeros(0).expect("an empty map needs next to no address space")
+    }
+}
+
 impl<T: Pod> Deref for Buffer<T> {
     type Target = [T];
 

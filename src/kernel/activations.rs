@@ -1,7 +1,7 @@
 //! Activations in the form that packed weights are multiplied with.
 //!
 //! ```text
-//! integer weights  codes  [ceil(k / 64)][stride][64] i8,  scales and sums [rows][k / group]
+//! integer weights  codes  [ceil(k / 64)][stride][64] i8,  scales, sums [k / group][stride]
 //! BF16 weights     parts  [ceil(k / 32)][stride][split_words] f32, see `Kernel::split`
 //! ```
 //!
@@ -15,12 +15,13 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::Kernel;
+use crate::memory::Buffer;
 use crate::workers::Shared;
 
 /// Inputs of one block of codes.
 pub(super) const CODES: usize = 64;
 
-/// Rows `[max_rows, k]` for weights of one precision, allocated once.
+/// Rows `[max_rows, k]` for weights of one precision, allocated once, at the boundaries of cache lines and in huge pages.
 #[derive(Default)]
 pub struct Activations {
     k: usize,
@@ -28,10 +29,10 @@ pub struct Activations {
     words: usize, // of 32 split inputs
     rows: usize,
     stride: usize,
-    codes: Vec<i8>,
-    scales: Vec<f32>,
-    sums: Vec<i32>,
-    parts: Vec<f32>,
+    codes: Buffer<i8>,
+    scales: Buffer<f32>,
+    sums: Buffer<i32>,
+    parts: Buffer<f32>,
 }
 
 impl Activations {
@@ -44,9 +45,9 @@ impl Activations {
 
     /// Begins with `rows` rows whose contents are whatever was there before; grows when there was never so much.
     pub fn start(&mut self, kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> ActivationsMut<'_> {
-        fn grow<T: Copy + Default>(vec: &mut Vec<T>, len: usize) {
-            if vec.len() < len {
-                vec.resize(len, T::default());
+        fn grow<T: bytemuck::Pod>(buffer: &mut Buffer<T>, len: usize) {
+            if buffer.len() < len {
+                *buffer = Buffer::zeros(len).expect("a program out of address space cannot go on");
             }
         }
         (self.k, self.rows, self.stride) = (k, rows, rows | 1);
@@ -54,8 +55,8 @@ impl Activations {
         // A kernel may read whole tiles of rows, whose results it then forgets.
         if self.group > 0 {
             grow(&mut self.codes, (k.div_ceil(CODES) * self.stride + TILE_ROWS) * CODES);
-            grow(&mut self.scales, rows * (k / self.group));
-            grow(&mut self.sums, rows * (k / self.group));
+            grow(&mut self.scales, k / self.group * self.stride + TILE_ROWS);
+            grow(&mut self.sums, k / self.group * self.stride);
         } else {
             grow(&mut self.parts, (k.div_ceil(BF16_INPUTS) * self.stride + TILE_ROWS) * self.words);
         }
@@ -129,7 +130,6 @@ impl ActivationsMut<'_> {
             }
             return;
         }
-        let groups = self.k / self.group;
         let mut codes = [0; 128];
         let codes = &mut codes[..self.group];
         for (g, x) in x.chunks_exact(self.group).enumerate() {
@@ -143,8 +143,9 @@ impl ActivationsMut<'_> {
                         let at = (input / CODES * self.stride + row) * CODES + input % CODES;
                         self.codes.slice_mut(at..at + codes.len()).copy_from_slice(codes);
                     }
-                    self.scales.slice_mut(row * groups + g..row * groups + g + 1)[0] = scale[0];
-                    self.sums.slice_mut(row * groups + g..row * groups + g + 1)[0] = sum[0];
+                    let at = g * self.stride + row;
+                    self.scales.slice_mut(at..at + 1)[0] = scale[0];
+                    self.sums.slice_mut(at..at + 1)[0] = sum[0];
                 }
             }
         }
@@ -216,27 +217,31 @@ impl ActivationRows<'_> {
         self.parts[(self.first + row) * self.words..].as_ptr()
     }
 
-    /// Where the scales of a row's groups begin.
-    pub(super) fn scales(&self, row: usize) -> &[f32] {
-        let groups = self.k / self.group;
-        &self.scales[(self.first + row) * groups..][..groups]
+    /// Where the scales of a group begin, from a row on.
+    pub(super) fn scales(&self, group: usize, row: usize) -> *const f32 {
+        self.scales[group * self.stride + self.first + row..].as_ptr()
     }
 
-    /// The sums of a row's groups.
-    pub(super) fn sums(&self, row: usize) -> &[i32] {
-        let groups = self.k / self.group;
-        &self.sums[(self.first + row) * groups..][..groups]
+    /// The scale of a group of a row.
+    pub(super) fn scale(&self, group: usize, row: usize) -> f32 {
+        self.scales[group * self.stride + self.first + row]
+    }
+
+    /// The sum of a group of a row.
+    pub(super) fn sum(&self, group: usize, row: usize) -> i32 {
+        self.sums[group * self.stride + self.first + row]
     }
 
     /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
     ///
-    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code or part of rows `0..len` and of the 15 after them can be read.
+    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale or part of rows `0..len` and of the 15 after them can be read.
     pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &[u8], out: &[f32]) -> usize {
         let count = tiles.len() / layout.tile_bytes();
         assert_eq!((self.k, self.group), (layout.k, layout.precision.group_size().unwrap_or(0)), "activations for another matrix");
         assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));
         if self.group > 0 {
             assert!([32, 64, 128].contains(&self.group) && self.k.is_multiple_of(self.group));
+            assert!(self.scales.len() >= self.k / self.group * self.stride + TILE_ROWS);
             assert!(self.codes.len() >= (self.k.div_ceil(CODES) * self.stride + TILE_ROWS) * CODES);
         } else {
             assert_eq!(self.words, kernel.split_words(), "activations of another kernel");

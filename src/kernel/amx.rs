@@ -24,8 +24,10 @@ use super::shared::{self, PREFETCH_TOKENS, prefetch};
 /// 32 inputs: their high parts as bf16, then their low parts.
 pub(super) const SPLIT_WORDS: usize = 32;
 
-/// Tokens from which on unpacking weights to bytes pays.
-pub(super) const LEAST_TOKENS: usize = 4;
+/// Tokens from which on unpacking weights to bytes pays against VNNI, which needs no bytes: later, the smaller the groups.
+pub(super) fn least_tokens(x: &ActivationRows<'_>) -> usize {
+    if x.group == 32 { 10 } else { 6 }
+}
 
 /// Whether there are tiles of INT8 and BF16, and the system lets this process use them; asks for that on the first call.
 pub(super) fn detect() -> bool {
@@ -61,21 +63,16 @@ struct Config {
     rows: [u8; 16],
 }
 
-// Which tile is what: results of two blocks of tokens by two tiles of weights, two of weights, two of activations.
-const C: [usize; 4] = [0, 1, 2, 3];
-const B: [usize; 2] = [4, 5];
-const A: [usize; 2] = [6, 7];
-
-/// Tiles of `tokens` rows of activations, `bytes` each, and of weights to go with them.
+/// Tiles 0 to `results - 1` hold results, up to 5 weights, 6 and 7 `tokens` rows of activations of so many `bytes`.
 ///
 /// # Safety
 /// AMX; `release` follows.
-unsafe fn configure(tokens: usize, bytes: usize) {
+unsafe fn configure(results: usize, tokens: usize, bytes: usize) {
     let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     let mut set = |tile: usize, rows: usize, bytes: usize| (config.rows[tile], config.row_bytes[tile]) = (rows as u8, bytes as u16);
-    C.iter().for_each(|&tile| set(tile, tokens, 64));
-    B.iter().for_each(|&tile| set(tile, bytes / 4, 64));
-    A.iter().for_each(|&tile| set(tile, tokens, bytes));
+    (0..results).for_each(|tile| set(tile, tokens, 64));
+    (results..6).for_each(|tile| set(tile, bytes / 4, 64));
+    (6..8).for_each(|tile| set(tile, tokens, bytes));
     // SAFETY: the operand is 64 bytes of a valid configuration.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, preserves_flags, readonly)) };
 }
@@ -139,31 +136,32 @@ pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &Activa
     let (tokens, tile_bytes) = (x.len(), layout.tile_bytes());
     let (blocks, height) = cut(tokens);
     // SAFETY: the features are there; tiles are released below.
-    unsafe { configure(height, 64) };
+    unsafe { configure(if blocks == 1 { 3 } else { 4 }, height, 64) };
     let mut c = [Results([[0.0f32; TILE_ROWS]; TILE_ROWS]); 4];
-    for (i, pair) in tiles.chunks(2 * tile_bytes).enumerate() {
-        let width = pair.len() / tile_bytes;
+    // One block of tokens by three tiles of weights, or two by two: what keeps six or eight products in flight.
+    let most = if blocks == 1 { 3 } else { 2 };
+    for (i, some) in tiles.chunks(most * tile_bytes).enumerate() {
+        let width = some.len() / tile_bytes;
+        let b = [0, 1, 2].map(|w| some[w.min(width - 1) * tile_bytes..].as_ptr());
         for block in (0..blocks).step_by(2) {
             let depth = (blocks - block).min(2);
-            let (first, last) = (block * height, (block + depth - 1) * height);
-            let b = [pair.as_ptr(), pair[pair.len() - tile_bytes..].as_ptr()];
-            let a = [x.parts(first), x.parts(last)];
-            // SAFETY: as many tiles of weights and rows of activations as the instance reads; `height` rows from each first can be read.
+            let a = [x.parts(block * height), x.parts((block + depth - 1) * height)];
+            // SAFETY: there are as many tiles and blocks as the instance reads, and `height` rows from each first can be read.
             unsafe {
-                match (depth, width, height <= PREFETCH_TOKENS && blocks == 1) {
-                    (1, 1, true) => split_block::<1, 1, true>(a, b, x.stride, tile_bytes, &mut c),
-                    (1, _, true) => split_block::<1, 2, true>(a, b, x.stride, tile_bytes, &mut c),
-                    (1, 1, _) => split_block::<1, 1, false>(a, b, x.stride, tile_bytes, &mut c),
-                    (1, ..) => split_block::<1, 2, false>(a, b, x.stride, tile_bytes, &mut c),
-                    (_, 1, _) => split_block::<2, 1, false>(a, b, x.stride, tile_bytes, &mut c),
-                    _ => split_block::<2, 2, false>(a, b, x.stride, tile_bytes, &mut c),
+                match (blocks, width) {
+                    (1, 1) => one_block::<1>(a[0], b, x.stride, tile_bytes, height, &mut c),
+                    (1, 2) => one_block::<2>(a[0], b, x.stride, tile_bytes, height, &mut c),
+                    (1, _) => one_block::<3>(a[0], b, x.stride, tile_bytes, height, &mut c),
+                    // A last block that is alone is read twice.
+                    (_, 1) => two_blocks::<1>(a, b, x.stride, tile_bytes, &mut c),
+                    _ => two_blocks::<2>(a, b, x.stride, tile_bytes, &mut c),
                 }
             }
-            for (j, results) in c.iter().enumerate() {
-                let (from, tile) = ((block + j / 2) * height, 2 * i + j % 2);
-                if j / 2 < depth && j % 2 < width {
-                    for (t, row) in (from..tokens.min(from + height)).zip(&results.0) {
-                        out[(t * count + tile) * TILE_ROWS..][..TILE_ROWS].copy_from_slice(row);
+            for d in 0..depth {
+                let from = (block + d) * height;
+                for w in 0..width {
+                    for (t, row) in (from..tokens.min(from + height)).zip(&c[2 * d + w].0) {
+                        out[(t * count + most * i + w) * TILE_ROWS..][..TILE_ROWS].copy_from_slice(row);
                     }
                 }
             }
@@ -173,77 +171,111 @@ pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &Activa
     unsafe { release() };
 }
 
-/// `D` blocks of tokens times `W` tiles of weights: `c[2 d + w]`. `FETCH`: few tokens, so that all depends on when weights arrive.
+/// Bytes of a row's parts of 32 inputs.
+const SPLIT_BYTES: usize = SPLIT_WORDS * 4;
+
+/// One block of tokens times up to three tiles of weights: `c[w]`.
 ///
 /// # Safety
 /// AMX, configured; `a` and `b` point to as much as there is of a row and a tile.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn split_block<const D: usize, const W: usize, const FETCH: bool>(
-    a: [*const f32; 2],
-    b: [*const u8; 2],
+unsafe fn one_block<const W: usize>(
+    a: *const f32,
+    b: [*const u8; 3],
     stride: usize,
     tile_bytes: usize,
+    height: usize,
     c: &mut [Results<f32>; 4],
 ) {
-    const ROW: usize = SPLIT_WORDS * 4;
+    // SAFETY: as promised by the caller; `c` are whole tiles.
+    unsafe {
+        (zero!(0), zero!(1), zero!(2));
+        for block in 0..tile_bytes / 1024 {
+            let high = a.wrapping_add(block * stride * SPLIT_WORDS);
+            let low = high.wrapping_add(SPLIT_WORDS / 2);
+            // Not `map`: a library function has no target features to be inlined with.
+            let b = [b[0].wrapping_add(block * 1024), b[1].wrapping_add(block * 1024), b[2].wrapping_add(block * 1024)];
+            if height <= PREFETCH_TOKENS {
+                for w in 0..W {
+                    prefetch(b[w], 16);
+                }
+            }
+            load!(6, high, SPLIT_BYTES);
+            load!(3, b[0], 64usize);
+            multiply!("tdpbf16ps", 0, 6, 3);
+            if W > 1 {
+                load!(4, b[1], 64usize);
+                multiply!("tdpbf16ps", 1, 6, 4);
+            }
+            if W > 2 {
+                load!(5, b[2], 64usize);
+                multiply!("tdpbf16ps", 2, 6, 5);
+            }
+            load!(7, low, SPLIT_BYTES);
+            multiply!("tdpbf16ps", 0, 7, 3);
+            if W > 1 {
+                multiply!("tdpbf16ps", 1, 7, 4);
+            }
+            if W > 2 {
+                multiply!("tdpbf16ps", 2, 7, 5);
+            }
+        }
+        store!(0, &raw mut c[0], 64usize);
+        store!(1, &raw mut c[1], 64usize);
+        store!(2, &raw mut c[2], 64usize);
+    }
+}
+
+/// Two blocks of tokens times up to two tiles of weights: `c[2 d + w]`.
+///
+/// # Safety
+/// As [`one_block`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stride: usize, tile_bytes: usize, c: &mut [Results<f32>; 4]) {
     // SAFETY: as promised by the caller; `c` are whole tiles.
     unsafe {
         (zero!(0), zero!(1), zero!(2), zero!(3));
         for block in 0..tile_bytes / 1024 {
-            let [high0, high1] = a.map(|a| a.wrapping_add(block * stride * SPLIT_WORDS));
-            let [low0, low1] = [high0, high1].map(|high| high.wrapping_add(SPLIT_WORDS / 2));
-            let [b0, b1] = b.map(|b| b.wrapping_add(block * 1024));
-            if FETCH {
-                prefetch(b0, 16);
-                if W == 2 {
-                    prefetch(b1, 16);
-                }
+            let high = [a[0].wrapping_add(block * stride * SPLIT_WORDS), a[1].wrapping_add(block * stride * SPLIT_WORDS)];
+            let low = [high[0].wrapping_add(SPLIT_WORDS / 2), high[1].wrapping_add(SPLIT_WORDS / 2)];
+            let b = [b[0].wrapping_add(block * 1024), b[1].wrapping_add(block * 1024)];
+            load!(4, b[0], 64usize);
+            if W > 1 {
+                load!(5, b[1], 64usize);
             }
-            load!(4, b0, 64usize);
-            if W == 2 {
-                load!(5, b1, 64usize);
-            }
-            load!(6, high0, ROW);
+            load!(6, high[0], SPLIT_BYTES);
+            load!(7, high[1], SPLIT_BYTES);
             multiply!("tdpbf16ps", 0, 6, 4);
-            if W == 2 {
+            multiply!("tdpbf16ps", 2, 7, 4);
+            if W > 1 {
                 multiply!("tdpbf16ps", 1, 6, 5);
+                multiply!("tdpbf16ps", 3, 7, 5);
             }
-            load!(7, low0, ROW);
-            multiply!("tdpbf16ps", 0, 7, 4);
-            if W == 2 {
-                multiply!("tdpbf16ps", 1, 7, 5);
-            }
-            if D == 2 {
-                load!(6, high1, ROW);
-                multiply!("tdpbf16ps", 2, 6, 4);
-                if W == 2 {
-                    multiply!("tdpbf16ps", 3, 6, 5);
-                }
-                load!(7, low1, ROW);
-                multiply!("tdpbf16ps", 2, 7, 4);
-                if W == 2 {
-                    multiply!("tdpbf16ps", 3, 7, 5);
-                }
+            // A product waits for the one before of the same sum: all high parts come first.
+            load!(6, low[0], SPLIT_BYTES);
+            load!(7, low[1], SPLIT_BYTES);
+            multiply!("tdpbf16ps", 0, 6, 4);
+            multiply!("tdpbf16ps", 2, 7, 4);
+            if W > 1 {
+                multiply!("tdpbf16ps", 1, 6, 5);
+                multiply!("tdpbf16ps", 3, 7, 5);
             }
         }
         store!(0, &raw mut c[0], 64usize);
-        if W == 2 {
-            store!(1, &raw mut c[1], 64usize);
-        }
-        if D == 2 {
-            store!(2, &raw mut c[2], 64usize);
-            if W == 2 {
-                store!(3, &raw mut c[3], 64usize);
-            }
-        }
+        store!(1, &raw mut c[1], 64usize);
+        store!(2, &raw mut c[2], 64usize);
+        store!(3, &raw mut c[3], 64usize);
     }
 }
 
-/// The codes of one group of a tile as signed bytes: 16 rows of 4 inputs to a line.
+/// Inputs of a tile that are unpacked at a time, to stay in L1.
+const UNPACKED: usize = 1024;
+
+/// Codes of a tile as signed bytes, 16 rows of 4 inputs to a line.
 #[repr(C, align(64))]
-#[derive(Clone, Copy)]
-struct Group([[u8; 64]; 32]);
+struct Codes([[u8; 64]; UNPACKED / 4]);
 
 /// Integer tiles times quantized activations.
 ///
@@ -251,45 +283,30 @@ struct Group([[u8; 64]; 32]);
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) unsafe fn packed_tiles<const INT4: bool>(layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32], count: usize) {
-    let (tokens, tile_bytes, scale_bytes) = (x.len(), layout.tile_bytes(), layout.scale_bytes());
-    let (blocks, height) = cut(tokens);
+    let (tile_bytes, scale_bytes) = (layout.tile_bytes(), layout.scale_bytes());
+    let (blocks, height) = cut(x.len());
     // SAFETY: the features are there; tiles are released below.
-    unsafe { configure(height, x.group.min(CODES)) };
-    out.fill(0.0);
-    let mut unpacked = [Group([[0; 64]; 32]); 2];
-    // Two sets, so that one can be stored while the other is read.
-    let mut c = [[Results([[0i32; TILE_ROWS]; TILE_ROWS]); 2]; 2];
-    let group_bytes = x.group * TILE_ROWS / if INT4 { 2 } else { 1 };
-    for (i, pair) in tiles.chunks(2 * tile_bytes).enumerate() {
-        let width = pair.len() / tile_bytes;
-        for g in 0..x.k / x.group {
-            let mut w_scales = [_mm512_setzero_ps(); 2];
-            for (w, tile) in pair.chunks_exact(tile_bytes).enumerate() {
-                let codes = &tile[scale_bytes + g * group_bytes..][..group_bytes];
-                // SAFETY: a group has 16 scales of 2 bytes at the beginning of the tile, and codes for 4 inputs to a line.
-                unsafe {
-                    unpack::<INT4>(codes, &mut unpacked[w], tokens <= TILE_ROWS);
-                    w_scales[w] = widen16(tile[g * 2 * TILE_ROWS..][..2 * TILE_ROWS].as_ptr());
-                }
-            }
-            for block in 0..blocks {
-                let first = block * height;
-                let c = &mut c[block % 2];
-                // SAFETY: `height` rows from the first can be read; the group lies inside the blocks of codes.
-                unsafe {
-                    let a = x.codes(first).add(g * x.group / CODES * x.stride * CODES + g * x.group % CODES);
-                    if width == 2 { dot_block::<2>(a, x.stride, x.group, &unpacked, c) } else { dot_block::<1>(a, x.stride, x.group, &unpacked, c) }
-                }
-                for t in first..tokens.min(first + height) {
-                    let x_scale = _mm512_set1_ps(x.scales(t)[g]);
-                    for w in 0..width {
-                        let sums = out[(t * count + 2 * i + w) * TILE_ROWS..][..TILE_ROWS].as_mut_ptr();
-                        // SAFETY: 16 numbers each.
-                        unsafe {
-                            let dot = _mm512_cvtepi32_ps(_mm512_load_si512(c[w].0[t - first].as_ptr().cast()));
-                            let scale = _mm512_mul_ps(w_scales[w], x_scale);
-                            _mm512_storeu_ps(sums, _mm512_fmadd_ps(dot, scale, _mm512_loadu_ps(sums)));
-                        }
+    unsafe { configure(4, height, x.group.min(CODES)) };
+    let mut unpacked = Codes([[0; 64]; UNPACKED / 4]);
+    let stride = count * TILE_ROWS;
+    for i in 0..count {
+        let (scales, codes) = tiles[i * tile_bytes..][..tile_bytes].split_at(scale_bytes);
+        for from in (0..x.k).step_by(UNPACKED) {
+            let to = x.k.min(from + UNPACKED);
+            let bytes = |inputs: usize| inputs * TILE_ROWS / if INT4 { 2 } else { 1 };
+            let groups = (from / x.group, to / x.group);
+            // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
+            unsafe {
+                unpack::<INT4>(&codes[bytes(from)..bytes(to)], &mut unpacked, x.len() <= TILE_ROWS);
+                for block in 0..blocks {
+                    let first = block * height;
+                    let rows = height.min(x.len() - first);
+                    let out = &mut out[first * stride + i * TILE_ROWS..];
+                    match rows.div_ceil(4) {
+                        1 => sum_groups::<INT4, 4>(&unpacked, scales, x, groups, first, rows, out, stride),
+                        2 => sum_groups::<INT4, 8>(&unpacked, scales, x, groups, first, rows, out, stride),
+                        3 => sum_groups::<INT4, 12>(&unpacked, scales, x, groups, first, rows, out, stride),
+                        _ => sum_groups::<INT4, 16>(&unpacked, scales, x, groups, first, rows, out, stride),
                     }
                 }
             }
@@ -299,22 +316,25 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(layout: &MatrixLayout, tiles
     unsafe { release() };
 }
 
+/// INT4 codes become sixteen times themselves, the upper half of a byte, which takes an instruction less: `scale` takes it back.
+///
 /// # Safety
-/// AVX-512; `codes` are whole lines of a group.
+/// AVX-512; `codes` are whole lines.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Group, fetch: bool) {
-    if fetch {
-        prefetch(codes.as_ptr(), codes.len() / 64);
-    }
-    let (nibble, eight, flip) = (_mm512_set1_epi8(15), _mm512_set1_epi8(8), _mm512_set1_epi8(-128));
+unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Codes, fetch: bool) {
+    let (upper, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(-128));
     for (i, line) in codes.as_chunks::<64>().0.iter().enumerate() {
-        // SAFETY: lines of 64 bytes; a group has at most 128 inputs, 32 lines.
+        if fetch {
+            prefetch(line.as_ptr(), 1);
+        }
+        // SAFETY: lines of 64 bytes, one or two for 4 inputs each.
         unsafe {
             let w = _mm512_loadu_si512(line.as_ptr().cast());
             if INT4 {
-                let low = _mm512_sub_epi8(_mm512_and_si512(w, nibble), eight);
-                let high = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(w, 4), nibble), eight);
+                // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest bit flipped.
+                let low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(w, 4), upper, flip, 0x6a);
+                let high = _mm512_ternarylogic_epi32(w, upper, flip, 0x6a);
                 _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), low);
                 _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), high);
             } else {
@@ -324,28 +344,66 @@ unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Group, fetch: bool) {
     }
 }
 
-/// A block of tokens times one group of `W` tiles.
+/// Adds some groups of a tile to the results of a block of tokens, up to `R` of them in registers.
+///
+/// The dots of a group are on their way through the matrix unit while those of the group before are scaled and added.
 ///
 /// # Safety
-/// AMX, configured; `a` points to the group's codes of the first token.
+/// AMX, configured, and AVX-512; a tile's scales; the block's tokens can be read.
 #[inline]
+#[allow(clippy::too_many_arguments)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn dot_block<const W: usize>(a: *const i8, stride: usize, group: usize, b: &[Group; 2], c: &mut [Results<i32>; 2]) {
-    // SAFETY: as promised by the caller; `c` are whole tiles.
-    unsafe {
-        (zero!(0), zero!(1));
-        for part in 0..group.div_ceil(CODES) {
-            load!(6, a.wrapping_add(part * stride * CODES), CODES);
-            load!(4, &raw const b[0].0[16 * part], 64usize);
-            multiply!("tdpbssd", 0, 6, 4);
-            if W == 2 {
-                load!(5, &raw const b[1].0[16 * part], 64usize);
-                multiply!("tdpbssd", 1, 6, 5);
+unsafe fn sum_groups<const INT4: bool, const R: usize>(
+    codes: &Codes,
+    scales: &[u8],
+    x: &ActivationRows<'_>,
+    groups: (usize, usize),
+    first: usize,
+    rows: usize,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let unit = _mm512_set1_ps(if INT4 { 1.0 / 16.0 } else { 1.0 });
+    let mut dots = Results([[0i32; TILE_ROWS]; TILE_ROWS]);
+    let mut acc = [_mm512_setzero_ps(); R];
+    if groups.0 > 0 {
+        for t in 0..R.min(rows) {
+            // SAFETY: 16 numbers.
+            acc[t] = unsafe { _mm512_loadu_ps(out[t * stride..][..TILE_ROWS].as_ptr()) };
+        }
+    }
+    let (a, lines) = (x.codes(first), x.group / 4);
+    for g in groups.0..=groups.1 {
+        // SAFETY: as promised by the caller; `dots` is a whole tile.
+        unsafe {
+            if g < groups.1 {
+                let a = a.wrapping_add(g * x.group / CODES * x.stride * CODES + g * x.group % CODES);
+                let b = codes.0.as_ptr().wrapping_add((g - groups.0) * lines);
+                zero!(0);
+                load!(4, b, 64usize);
+                load!(6, a, CODES);
+                multiply!("tdpbssd", 0, 6, 4);
+                if x.group > CODES {
+                    load!(5, b.wrapping_add(16), 64usize);
+                    load!(7, a.wrapping_add(x.stride * CODES), CODES);
+                    multiply!("tdpbssd", 0, 7, 5);
+                }
+            }
+            if g > groups.0 {
+                let w_scale = _mm512_mul_ps(widen16(scales[(g - 1) * 2 * TILE_ROWS..][..2 * TILE_ROWS].as_ptr()), unit);
+                let x_scales = x.scales(g - 1, first);
+                for t in 0..R {
+                    let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.0[t].as_ptr().cast()));
+                    acc[t] = _mm512_fmadd_ps(dot, _mm512_mul_ps(w_scale, _mm512_set1_ps(*x_scales.add(t))), acc[t]);
+                }
+            }
+            if g < groups.1 {
+                store!(0, &raw mut dots, 64usize);
             }
         }
-        store!(0, &raw mut c[0], 64usize);
-        if W == 2 {
-            store!(1, &raw mut c[1], 64usize);
-        }
+    }
+    for t in 0..R.min(rows) {
+        // SAFETY: 16 numbers.
+        unsafe { _mm512_storeu_ps(out[t * stride..][..TILE_ROWS].as_mut_ptr(), acc[t]) };
     }
 }

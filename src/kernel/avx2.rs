@@ -101,7 +101,7 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
         if INT4 {
             for t in 0..T {
-                dot[t] = [_mm256_set1_epi32(-8 * x.sums(t)[g]); 2];
+                dot[t] = [_mm256_set1_epi32(-8 * x.sum(g, t)); 2];
             }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(32) {
@@ -147,7 +147,7 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
             // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
             let w_scale = unsafe { widen8(scales.as_ptr().add(g * 32 + half * 16)) };
             for t in 0..T {
-                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scales(t)[g]));
+                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scale(g, t)));
                 acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[t][half]), scale, acc[t][half]);
             }
         }
@@ -192,21 +192,22 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
     let mut acc = [[_mm256_setzero_ps(); 2]; T];
     for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
         prefetch(lines.as_ptr(), BF16_INPUTS / 2);
+        let mut at = [std::ptr::null::<f32>(); T];
+        for t in 0..T {
+            at[t] = x.parts(t).wrapping_add(block * x.stride * 64);
+        }
         for half in 0..2 {
             let mut sums = [[[_mm256_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
             for pair in 0..BF16_INPUTS / 2 {
                 // SAFETY: 32 bytes of a line.
                 let w = unsafe { _mm256_loadu_si256(lines.as_ptr().add(64 * pair + 32 * half).cast()) };
-                let w = [_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_and_si256(w, odd_mask))];
+                let (even, odd) = (_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_and_si256(w, odd_mask)));
                 for t in 0..T {
-                    // SAFETY: a row has 64 numbers in each block.
-                    let at = unsafe { x.parts(t).add(block * x.stride * 64 + 2 * pair) };
                     for part in 0..2 {
-                        for odd in 0..2 {
-                            // SAFETY: as above.
-                            let x8 = _mm256_set1_ps(unsafe { *at.add(32 * part + odd) });
-                            sums[t][part][odd] = _mm256_fmadd_ps(x8, w[odd], sums[t][part][odd]);
-                        }
+                        // SAFETY: a row has 64 numbers in each block.
+                        let (x_even, x_odd) = unsafe { (*at[t].add(32 * part + 2 * pair), *at[t].add(32 * part + 2 * pair + 1)) };
+                        sums[t][part][0] = _mm256_fmadd_ps(_mm256_set1_ps(x_even), even, sums[t][part][0]);
+                        sums[t][part][1] = _mm256_fmadd_ps(_mm256_set1_ps(x_odd), odd, sums[t][part][1]);
                     }
                 }
             }

@@ -55,8 +55,8 @@ impl Kernel for Avx512 {
         unsafe {
             match layout.precision {
                 Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, out, count),
-                Precision::Int4 { .. } if self.amx && x.len() >= amx::LEAST_TOKENS => amx::packed_tiles::<true>(layout, tiles, x, out, count),
-                Precision::Int8 { .. } if self.amx && x.len() >= amx::LEAST_TOKENS => amx::packed_tiles::<false>(layout, tiles, x, out, count),
+                Precision::Int4 { .. } if self.amx && x.len() >= amx::least_tokens(x) => amx::packed_tiles::<true>(layout, tiles, x, out, count),
+                Precision::Int8 { .. } if self.amx && x.len() >= amx::least_tokens(x) => amx::packed_tiles::<false>(layout, tiles, x, out, count),
                 _ => {
                     for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
                         one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], count * TILE_ROWS);
@@ -206,7 +206,7 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     for g in 0..groups {
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
         for t in 0..T {
-            dot[t][0] = _mm512_set1_epi32(-bias * x.sums(t)[g]);
+            dot[t][0] = _mm512_set1_epi32(-bias * x.sum(g, t));
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
             if T <= PREFETCH_TOKENS {
@@ -245,7 +245,7 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
             for c in 1..CHAINS {
                 sum = _mm512_add_epi32(sum, dot[t][c]);
             }
-            let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scales(t)[g]));
+            let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scale(g, t)));
             acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, acc[t]);
         }
     }

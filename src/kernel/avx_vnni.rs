@@ -37,7 +37,7 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(
         let mut dot = [[[_mm256_setzero_si256(); 2]; 2]; T]; // [token][half][chain]
         for t in 0..T {
             for half in 0..2 {
-                dot[t][half][0] = _mm256_set1_epi32(-bias * x.sums(t)[g]);
+                dot[t][half][0] = _mm256_set1_epi32(-bias * x.sum(g, t));
             }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
@@ -68,7 +68,7 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(
             let w_scale = unsafe { widen8(scales.as_ptr().add(g * 32 + half * 16)) };
             for t in 0..T {
                 let sum = _mm256_add_epi32(dot[t][half][0], dot[t][half][1]);
-                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scales(t)[g]));
+                let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scale(g, t)));
                 acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, acc[t][half]);
             }
         }

@@ -89,11 +89,11 @@ fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usi
     #[allow(unsafe_code)]
     let code = |k: usize| i32::from(unsafe { *x.codes(t).add(k / CODES * x.stride * CODES + k % CODES) });
     let mut acc = 0.0;
-    for (g, x_scale) in x.scales(t).iter().enumerate() {
+    for g in 0..x.k / x.group {
         let dot: i32 = (g * x.group..(g + 1) * x.group).map(|k| weight(k) * code(k)).sum();
         let s = (g * TILE_ROWS + r) * 2;
         let w_scale = bf16::from_le_bytes([w_scales[s], w_scales[s + 1]]).to_f32();
-        acc = (dot as f32).mul_add(w_scale * x_scale, acc);
+        acc = (dot as f32).mul_add(w_scale * x.scale(g, t), acc);
     }
     acc
 }

@@ -16,7 +16,7 @@ use crate::workers::Shared;
 use crate::{Error, Result};
 
 /// Tiles that go through the kernel together.
-const TILES: usize = 4;
+const TILES: usize = 6;
 /// Tokens that pass over them together, their results on the stack.
 const TOKENS: usize = 64;
 /// Half of a small L2.
