@@ -1,7 +1,7 @@
 //! Routed experts of real models' shapes against the memory's read bandwidth.
 //!
 //! `cargo bench --bench experts [-- FILTER...]`: a row is printed when every filter is part of its name, such as
-//! `qwen3 int4-g128 avx512`; `threads=N` sets the team. Weights are cycled through so that they come from RAM.
+//! `qwen3 int4-g128 avx512`; `threads=N` sets the team, `tokens=N,N` the batches. Weights are cycled through so that they come from RAM.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -66,7 +66,9 @@ fn main() -> moebius::Result<()> {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let topology = Topology::read();
     let threads = args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
-    let filters: Vec<&String> = args.iter().filter(|a| !a.starts_with("threads=")).collect();
+    let tokens = args.iter().find_map(|a| a.strip_prefix("tokens=")?.split(',').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>());
+    let tokens = tokens.unwrap_or_else(|| vec![1, 4, 16, 64, 256]);
+    let filters: Vec<&String> = args.iter().filter(|a| !a.contains('=')).collect();
     let team = Arc::new(Team::new(&topology.worker_cpus(threads))?);
     team.pin_caller()?;
     println!("{}, {threads} threads", topology.cpu_model);
@@ -94,10 +96,11 @@ fn main() -> moebius::Result<()> {
                 continue;
             }
             let store = Arc::new(store(shape, precision)?);
+            let most = tokens.iter().copied().max().unwrap_or(1);
             for simd in simds {
                 let kernel = kernel::get(simd).expect("listed as available");
-                let mut experts = CpuExperts::new(store.clone(), team.clone(), kernel, 256, shape.top_k);
-                for tokens in [1, 4, 16, 64, 256] {
+                let mut experts = CpuExperts::new(store.clone(), team.clone(), kernel, most, shape.top_k);
+                for tokens in tokens.iter().copied() {
                     measure(&team, &mut experts, &store, shape, tokens, &wanted(simd).unwrap_or_default())?;
                 }
             }

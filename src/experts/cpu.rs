@@ -29,8 +29,14 @@ use crate::workers::{Shared, Team, Worker};
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
 
+/// Tiles of `gate`, with as many of `up`, that go through the kernel together.
+const GATE_TILES: usize = 2;
+
 /// Tiles of `down` that go through the kernel together.
 const DOWN_TILES: usize = 4;
+
+/// A worker's room for the results of a run of tiles: gate and up as the kernel gives them, then each and their product.
+const RESULTS: usize = 5 * TOKEN_BLOCK * GATE_TILES * TILE_ROWS;
 
 /// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
 const READ_COST: usize = 8;
@@ -74,6 +80,7 @@ pub struct CpuExperts {
     x: Activations,         // [pairs, hidden]; of one token [1, hidden]
     hidden: Vec<f32>,       // [pairs, intermediate]
     hidden_q: Activations,  // [pairs, intermediate]
+    results: Vec<f32>,      // [workers, RESULTS]
 }
 
 impl CpuExperts {
@@ -94,6 +101,7 @@ impl CpuExperts {
             x: Activations::new(kernel, layout.gate.precision, layout.gate.k, pairs),
             hidden: vec![0.0; pairs * layout.down.k],
             hidden_q: Activations::new(kernel, layout.down.precision, layout.down.k, pairs),
+            results: vec![0.0; team.threads() * RESULTS],
             store,
             team,
             kernel,
@@ -239,6 +247,7 @@ impl CpuExperts {
             hidden: Shared::new(&mut self.hidden),
             hidden_q: self.hidden_q.start(self.kernel, self.layout.down.precision, self.layout.down.k, pairs),
             out: Shared::new(out),
+            results: Shared::new(&mut self.results),
             claims: [AtomicUsize::new(0), AtomicUsize::new(0)],
         };
         self.team.run(&|worker| step.work(worker));
@@ -262,12 +271,15 @@ struct Step<'a> {
     hidden: Shared<'a, f32>,
     hidden_q: ActivationsMut<'a>,
     out: Shared<'a, f32>,
+    results: Shared<'a, f32>,
     claims: [AtomicUsize; 2], // next run of each phase
 }
 
 impl Step<'_> {
     fn work(&self, worker: &Worker<'_>) {
         let runs = worker.count * CLAIMS;
+        // SAFETY: each worker has its own part.
+        let results = unsafe { self.results.slice_mut(worker.index * RESULTS..(worker.index + 1) * RESULTS) };
         let claim = |phase: usize| Some(self.claims[phase].fetch_add(1, Relaxed)).filter(|&run| run < runs);
 
         let tiles = self.layout.gate.tiles();
@@ -279,8 +291,8 @@ impl Step<'_> {
             for active in self.active {
                 let tile_cost = READ_COST + active.pairs.1 - active.pairs.0;
                 let first = |cost: usize| cost.saturating_sub(active.cost).div_ceil(tile_cost).min(tiles);
-                for tile in first(from)..first(to) {
-                    self.gate_up(active, tile);
+                for tile in (first(from)..first(to)).step_by(GATE_TILES) {
+                    self.gate_up(active, tile..first(to).min(tile + GATE_TILES), results);
                 }
             }
         }
@@ -296,32 +308,34 @@ impl Step<'_> {
             for active in self.active {
                 let (from, to) = (tiles * run / runs, tiles * (run + 1) / runs);
                 for first in (from..to).step_by(DOWN_TILES) {
-                    self.down(active, first..to.min(first + DOWN_TILES));
+                    self.down(active, first..to.min(first + DOWN_TILES), results);
                 }
             }
         }
     }
 
-    /// `hidden[pair][rows of the tile]` for all pairs of an expert.
-    fn gate_up(&self, active: &Active, tile: usize) {
+    /// `hidden[pair][rows of the tiles]` for all pairs of an expert.
+    fn gate_up(&self, active: &Active, tiles: Range<usize>, results: &mut [f32]) {
         let n = self.layout.gate.n;
-        let rows = tile * TILE_ROWS..n.min((tile + 1) * TILE_ROWS);
+        let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
+        let width = tiles.len() * TILE_ROWS;
         let weights = self.store.expert(self.layer, active.expert);
-        let both = &weights[self.layout.gate_tile(tile)..self.layout.gate_tile(tile + 1)];
-        let mut y = [0.0; 2 * TOKEN_BLOCK * TILE_ROWS];
-        let [mut gate, mut up, mut h] = [[0.0; TOKEN_BLOCK * TILE_ROWS]; 3];
+        let weights = &weights[self.layout.gate_tile(tiles.start)..self.layout.gate_tile(tiles.end)];
         for pairs in blocks(active.pairs) {
-            let len = pairs.len() * TILE_ROWS;
-            let y = &mut y[..2 * len];
+            let len = pairs.len() * width;
+            let (y, rest) = results.split_at_mut(2 * len);
+            let (gate, rest) = rest.split_at_mut(len);
+            let (up, rest) = rest.split_at_mut(len);
+            let h = &mut rest[..len];
             let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
-            self.kernel.matmul(&self.layout.gate, both, &x, y);
+            self.kernel.matmul(&self.layout.gate, weights, &x, y);
             for (i, y) in y.as_chunks::<{ 2 * TILE_ROWS }>().0.iter().enumerate() {
                 gate[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[..TILE_ROWS]);
                 up[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[TILE_ROWS..]);
             }
-            self.kernel.silu_mul(&gate[..len], &up[..len], &mut h[..len]);
-            for (pair, h) in pairs.zip(h.as_chunks::<TILE_ROWS>().0) {
-                // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tile.
+            self.kernel.silu_mul(gate, up, h);
+            for (pair, h) in pairs.zip(h.chunks_exact(width)) {
+                // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tiles.
                 let to = unsafe { self.hidden.slice_mut(pair * n + rows.start..pair * n + rows.end) };
                 to.copy_from_slice(&h[..rows.len()]);
             }
@@ -329,15 +343,14 @@ impl Step<'_> {
     }
 
     /// `out[token][rows of the tiles] += weight * (down tiles . hidden[pair])` for all pairs of an expert.
-    fn down(&self, active: &Active, tiles: Range<usize>) {
+    fn down(&self, active: &Active, tiles: Range<usize>, results: &mut [f32]) {
         let n = self.layout.down.n;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
         let weights = self.store.expert(self.layer, active.expert);
         let weights = &weights[self.layout.down_tile(tiles.start)..self.layout.down_tile(tiles.end)];
-        let mut y = [0.0; TOKEN_BLOCK * DOWN_TILES * TILE_ROWS];
         for pairs in blocks(active.pairs) {
-            let y = &mut y[..pairs.len() * width];
+            let y = &mut results[..pairs.len() * width];
             // SAFETY: after the second barrier nobody writes these rows.
             let h = unsafe { self.hidden_q.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.down, weights, &h, y);

@@ -12,6 +12,7 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
@@ -270,14 +271,14 @@ unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stri
     }
 }
 
-/// Inputs of a tile that are unpacked at a time, to stay in L1.
+/// Inputs of a tile that are unpacked at a time, at most: with the tokens' codes for them they stay in L1.
 const UNPACKED: usize = 1024;
 
 /// Codes of a tile as signed bytes, 16 rows of 4 inputs to a line.
 #[repr(C, align(64))]
-struct Codes([[u8; 64]; UNPACKED / 4]);
+struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
 
-/// Integer tiles times quantized activations.
+/// Integer tiles times quantized activations: for some inputs at a time all tiles, for each tile all tokens.
 ///
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
@@ -287,26 +288,30 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(layout: &MatrixLayout, tiles
     let (blocks, height) = cut(x.len());
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(4, height, x.group.min(CODES)) };
-    let mut unpacked = Codes([[0; 64]; UNPACKED / 4]);
+    let mut unpacked = Codes([MaybeUninit::uninit(); UNPACKED / 4]);
     let stride = count * TILE_ROWS;
-    for i in 0..count {
-        let (scales, codes) = tiles[i * tile_bytes..][..tile_bytes].split_at(scale_bytes);
-        for from in (0..x.k).step_by(UNPACKED) {
-            let to = x.k.min(from + UNPACKED);
-            let bytes = |inputs: usize| inputs * TILE_ROWS / if INT4 { 2 } else { 1 };
-            let groups = (from / x.group, to / x.group);
+    let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
+    for from in (0..x.k).step_by(chunk) {
+        let to = x.k.min(from + chunk);
+        let bytes = |inputs: usize| inputs * TILE_ROWS / if INT4 { 2 } else { 1 };
+        for i in 0..count {
+            let (scales, codes) = tiles[i * tile_bytes..][..tile_bytes].split_at(scale_bytes);
+            let codes = &codes[bytes(from)..bytes(to)];
+            // While a part is worked on, the one after it comes into L2: the next tile's, or the first one's next.
+            let next = if i + 1 < count { codes.as_ptr().wrapping_add(tile_bytes) } else { tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)) };
+            let part = Part { scales, next, groups: (from / x.group, to / x.group), stride };
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
             unsafe {
-                unpack::<INT4>(&codes[bytes(from)..bytes(to)], &mut unpacked, x.len() <= TILE_ROWS);
+                unpack::<INT4>(codes, &mut unpacked);
                 for block in 0..blocks {
                     let first = block * height;
                     let rows = height.min(x.len() - first);
                     let out = &mut out[first * stride + i * TILE_ROWS..];
                     match rows.div_ceil(4) {
-                        1 => sum_groups::<INT4, 4>(&unpacked, scales, x, groups, first, rows, out, stride),
-                        2 => sum_groups::<INT4, 8>(&unpacked, scales, x, groups, first, rows, out, stride),
-                        3 => sum_groups::<INT4, 12>(&unpacked, scales, x, groups, first, rows, out, stride),
-                        _ => sum_groups::<INT4, 16>(&unpacked, scales, x, groups, first, rows, out, stride),
+                        1 => sum_groups::<INT4, 4>(&unpacked, &part, x, first, rows, out),
+                        2 => sum_groups::<INT4, 8>(&unpacked, &part, x, first, rows, out),
+                        3 => sum_groups::<INT4, 12>(&unpacked, &part, x, first, rows, out),
+                        _ => sum_groups::<INT4, 16>(&unpacked, &part, x, first, rows, out),
                     }
                 }
             }
@@ -316,18 +321,23 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(layout: &MatrixLayout, tiles
     unsafe { release() };
 }
 
+/// Some groups of one tile.
+struct Part<'a> {
+    scales: &'a [u8], // of the whole tile
+    next: *const u8,  // the codes that are wanted after these
+    groups: (usize, usize),
+    stride: usize, // of the results
+}
+
 /// INT4 codes become sixteen times themselves, the upper half of a byte, which takes an instruction less: `scale` takes it back.
 ///
 /// # Safety
 /// AVX-512; `codes` are whole lines.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Codes, fetch: bool) {
+unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Codes) {
     let (upper, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(-128));
     for (i, line) in codes.as_chunks::<64>().0.iter().enumerate() {
-        if fetch {
-            prefetch(line.as_ptr(), 1);
-        }
         // SAFETY: lines of 64 bytes, one or two for 4 inputs each.
         unsafe {
             let w = _mm512_loadu_si512(line.as_ptr().cast());
@@ -351,20 +361,19 @@ unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Codes, fetch: bool) {
 /// # Safety
 /// AMX, configured, and AVX-512; a tile's scales; the block's tokens can be read.
 #[inline]
-#[allow(clippy::too_many_arguments)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn sum_groups<const INT4: bool, const R: usize>(
     codes: &Codes,
-    scales: &[u8],
+    part: &Part<'_>,
     x: &ActivationRows<'_>,
-    groups: (usize, usize),
     first: usize,
     rows: usize,
     out: &mut [f32],
-    stride: usize,
 ) {
+    let Part { scales, next, groups, stride } = *part;
+    let group_bytes = x.group * TILE_ROWS / if INT4 { 2 } else { 1 };
     let unit = _mm512_set1_ps(if INT4 { 1.0 / 16.0 } else { 1.0 });
-    let mut dots = Results([[0i32; TILE_ROWS]; TILE_ROWS]);
+    let mut dots = MaybeUninit::<Results<i32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];
     if groups.0 > 0 {
         for t in 0..R.min(rows) {
@@ -389,16 +398,22 @@ unsafe fn sum_groups<const INT4: bool, const R: usize>(
                     multiply!("tdpbssd", 0, 7, 5);
                 }
             }
+            if first == 0 && g < groups.1 {
+
+                for line in 0..group_bytes / 64 {
+                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add((g - groups.0) * group_bytes + 64 * line).cast());
+                }
+            }
             if g > groups.0 {
                 let w_scale = _mm512_mul_ps(widen16(scales[(g - 1) * 2 * TILE_ROWS..][..2 * TILE_ROWS].as_ptr()), unit);
                 let x_scales = x.scales(g - 1, first);
                 for t in 0..R {
-                    let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.0[t].as_ptr().cast()));
+                    let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.as_ptr().cast::<__m512i>().add(t)));
                     acc[t] = _mm512_fmadd_ps(dot, _mm512_mul_ps(w_scale, _mm512_set1_ps(*x_scales.add(t))), acc[t]);
                 }
             }
             if g < groups.1 {
-                store!(0, &raw mut dots, 64usize);
+                store!(0, dots.as_mut_ptr(), 64usize);
             }
         }
     }
