@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use moebius::backend::Routing;
-use moebius::experts::{CpuExperts, ExpertExecutor};
+use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::memory::{Pages, read_bandwidth};
 use moebius::topology::Topology;
@@ -96,7 +96,7 @@ fn main() -> moebius::Result<()> {
             let store = Arc::new(store(shape, precision)?);
             for simd in simds {
                 let kernel = kernel::get(simd).expect("listed as available");
-                let mut experts = CpuExperts::new(store.clone(), team.clone(), kernel, 256, shape.top_k);
+                let mut experts = CpuExperts::new(Arc::new(ExpertMemory::mapped(store.clone())), team.clone(), kernel, 256, shape.top_k);
                 for tokens in [1, 4, 16, 64, 256] {
                     measure(&team, &mut experts, &store, shape, tokens, &wanted(simd).unwrap_or_default())?;
                 }

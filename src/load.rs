@@ -12,8 +12,8 @@ use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
 use crate::config::{DenseBits, EngineConfig, ExpertBits};
-use crate::experts::ExpertExecutor;
 use crate::experts::cpu::CpuExperts;
+use crate::experts::{ExpertExecutor, ExpertMemory};
 use crate::forward::Model;
 use crate::kernel::{self, Kernel};
 use crate::kv_cache::{self, KvCache};
@@ -168,7 +168,13 @@ pub fn assemble(
     let precision = experts.as_ref().map(|cache| cache.header().precision);
     let executor: Option<Box<dyn ExpertExecutor<Tensor>>> = match (experts, model.moe()) {
         (Some(cache), Some(moe)) => {
-            let experts = CpuExperts::new(Arc::new(cache), team.clone(), kernel, config.max_batch_tokens, moe.router.top_k);
+            let experts = CpuExperts::new(
+                Arc::new(ExpertMemory::mapped(Arc::new(cache))),
+                team.clone(),
+                kernel,
+                config.max_batch_tokens,
+                moe.router.top_k,
+            );
             Some(Box::new(experts))
         }
         _ => None,

@@ -1,8 +1,9 @@
 //! Anonymous memory in huge pages, and how fast a team can read it.
 #![allow(unsafe_code)]
 
+use std::io;
 use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -52,6 +53,84 @@ impl<T: Pod> Buffer<T> {
         let _ = map.advise_range(advice, first, bytes);
         Ok(Self { map, first, len, element: PhantomData })
     }
+
+    /// `len` zeros, cut as [`Worker::share`] cuts them among the team: each worker's share in the memory of its NUMA node.
+    ///
+    /// On one node these are plain [`zeros`](Buffer::zeros). Errors: as `zeros`.
+    pub fn spread(len: usize, team: &Team) -> Result<Self>
+    where
+        T: Send + Sync,
+    {
+        let mut buffer = Self::zeros(len)?;
+        let (nodes, workers) = (team.nodes(), team.threads_per_node());
+        if nodes.len() == 1 {
+            return Ok(buffer);
+        }
+        let mut before = 0;
+        for (&node, workers) in nodes.iter().zip(workers) {
+            let first = len * before / team.threads();
+            before += workers;
+            buffer.prefer(first..len * before / team.threads(), node);
+        }
+        // Where the system refuses to be told, pages still come to the node of whoever writes them first.
+        let shared = Shared::new(&mut buffer);
+        team.run(&|worker| {
+            // SAFETY: shares are disjoint.
+            let share = unsafe { shared.slice_mut(worker.share(len)) };
+            share.chunks_mut((4096 / size_of::<T>()).max(1)).for_each(|page| page[0] = T::zeroed());
+        });
+        Ok(buffer)
+    }
+
+    /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.
+    ///
+    /// A refusal, as in some containers, leaves pages to come to the node of whoever writes them first.
+    pub fn prefer(&self, elements: Range<usize>, node: usize) {
+        self.place(elements, libc::MPOL_PREFERRED, &[node]);
+    }
+
+    /// Asks for pages, none of them touched yet, from all these NUMA nodes in turn. A refusal is as in [`prefer`](Buffer::prefer).
+    pub fn interleave(&self, nodes: &[usize]) {
+        self.place(0..self.len, libc::MPOL_INTERLEAVE, nodes);
+    }
+
+    fn place(&self, elements: Range<usize>, policy: libc::c_int, nodes: &[usize]) {
+        const MAX_NODES: usize = 1024; // of any kernel
+        let mut mask = [0u64; MAX_NODES / 64];
+        for &node in nodes.iter().filter(|&&node| node < MAX_NODES - 1) {
+            mask[node / 64] |= 1 << (node % 64);
+        }
+        // A page on the border of two parts belongs to the second.
+        let page = |element: usize| (self.first + element * size_of::<T>()) / 4096 * 4096;
+        let (from, to) = (page(elements.start), page(elements.end).max(page(elements.start)));
+        let to = if elements.end == self.len { self.map.len() } else { to };
+        // SAFETY: the range is inside the map, and where pages lie changes nothing about what is in them.
+        unsafe {
+            libc::syscall(libc::SYS_mbind, self.map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0);
+        }
+    }
+
+    /// Keeps it in memory, taking all pages now. Errors: the limit of locked memory is too low.
+    pub fn lock(&self) -> io::Result<()> {
+        // SAFETY: the range is inside the map; locking changes nothing about what is in it.
+        match unsafe { libc::mlock(self.map.as_ptr().add(self.first).cast(), self.len * size_of::<T>()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+/// The NUMA nodes of up to `samples` pages of `bytes`, evenly spread; a negative number is a page that is not there.
+///
+/// `None` where the system does not tell.
+pub fn nodes_of(bytes: &[u8], samples: usize) -> Option<Vec<i32>> {
+    let count = samples.min(bytes.len().div_ceil(4096));
+    let mut pages: Vec<*const u8> = (0..count).map(|i| bytes[bytes.len() / count * i..].as_ptr()).collect();
+    let mut nodes = vec![-1i32; count];
+    let none = std::ptr::null::<i32>();
+    // SAFETY: without target nodes the call only fills `nodes`, which is as long as `pages`.
+    let result = unsafe { libc::syscall(libc::SYS_move_pages, 0, count, pages.as_mut_ptr(), none, nodes.as_mut_ptr(), 0) };
+    (result == 0).then_some(nodes)
 }
 
 impl<T: Pod> Deref for Buffer<T> {
