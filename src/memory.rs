@@ -70,9 +70,9 @@ impl<T: Pod> Buffer<T> {
         for (&node, workers) in nodes.iter().zip(workers) {
             let first = len * before / team.threads();
             before += workers;
-            buffer.prefer(first..len * before / team.threads(), node);
+            // Where the system refuses to be told, pages still come to the node of whoever writes them first.
+            let _ = buffer.prefer(first..len * before / team.threads(), node);
         }
-        // Where the system refuses to be told, pages still come to the node of whoever writes them first.
         let shared = Shared::new(&mut buffer);
         team.run(&|worker| {
             // SAFETY: shares are disjoint.
@@ -84,17 +84,17 @@ impl<T: Pod> Buffer<T> {
 
     /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.
     ///
-    /// A refusal, as in some containers, leaves pages to come to the node of whoever writes them first.
-    pub fn prefer(&self, elements: Range<usize>, node: usize) {
-        self.place(elements, libc::MPOL_PREFERRED, &[node]);
+    /// Errors: the system refuses, as in some containers; pages then come to the node of whoever writes them first.
+    pub fn prefer(&self, elements: Range<usize>, node: usize) -> io::Result<()> {
+        self.place(elements, libc::MPOL_PREFERRED, &[node])
     }
 
-    /// Asks for pages, none of them touched yet, from all these NUMA nodes in turn. A refusal is as in [`prefer`](Buffer::prefer).
-    pub fn interleave(&self, nodes: &[usize]) {
-        self.place(0..self.len, libc::MPOL_INTERLEAVE, nodes);
+    /// Asks for pages, none of them touched yet, from all these NUMA nodes in turn. Errors: as [`prefer`](Buffer::prefer).
+    pub fn interleave(&self, nodes: &[usize]) -> io::Result<()> {
+        self.place(0..self.len, libc::MPOL_INTERLEAVE, nodes)
     }
 
-    fn place(&self, elements: Range<usize>, policy: libc::c_int, nodes: &[usize]) {
+    fn place(&self, elements: Range<usize>, policy: libc::c_int, nodes: &[usize]) -> io::Result<()> {
         const MAX_NODES: usize = 1024; // of any kernel
         let mut mask = [0u64; MAX_NODES / 64];
         for &node in nodes.iter().filter(|&&node| node < MAX_NODES - 1) {
@@ -105,8 +105,9 @@ impl<T: Pod> Buffer<T> {
         let (from, to) = (page(elements.start), page(elements.end).max(page(elements.start)));
         let to = if elements.end == self.len { self.map.len() } else { to };
         // SAFETY: the range is inside the map, and where pages lie changes nothing about what is in them.
-        unsafe {
-            libc::syscall(libc::SYS_mbind, self.map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0);
+        match unsafe { libc::syscall(libc::SYS_mbind, self.map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
 
@@ -118,6 +119,28 @@ impl<T: Pod> Buffer<T> {
             _ => Err(io::Error::last_os_error()),
         }
     }
+}
+
+/// The share of these bytes' surroundings, 2 MiB each, that one map holds in huge pages, from 0 to 1; each byte is read first.
+///
+/// `None` where the system does not tell.
+pub fn huge_share(spots: &[&u8]) -> Option<f64> {
+    let first = std::ptr::from_ref(*spots.first()?).addr();
+    spots.iter().for_each(|&spot| _ = std::hint::black_box(*spot));
+    let smaps = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let mut inside = false;
+    let mut huge_kib = 0;
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        let (Some(name), value) = (words.next(), words.next()) else { continue };
+        let range = name.split_once('-').map(|(a, b)| (usize::from_str_radix(a, 16), usize::from_str_radix(b, 16)));
+        if let Some((Ok(from), Ok(to))) = range {
+            inside = (from..to).contains(&first);
+        } else if inside && matches!(name, "AnonHugePages:" | "ShmemPmdMapped:" | "FilePmdMapped:") {
+            huge_kib += value?.parse::<usize>().ok()?;
+        }
+    }
+    Some((huge_kib * 1024 / HUGE_PAGE) as f64 / spots.len() as f64).map(|share| share.min(1.0))
 }
 
 /// The NUMA nodes of up to `samples` pages of `bytes`, evenly spread; a negative number is a page that is not there.
@@ -237,6 +260,34 @@ mod tests {
         }
         assert!(Buffer::<f32>::zeros(1 << 50).is_err() && Buffer::<f32>::zeros(usize::MAX).is_err());
         assert!(Buffer::<f32>::zeros(0).unwrap().is_empty());
+    }
+
+    #[test]
+    fn tells_huge_pages_from_small_ones() {
+        let share = |pages| {
+            let mut memory = Buffer::<u8>::with_pages(16 << 20, pages).unwrap();
+            memory.fill(1);
+            let spots: Vec<&u8> = memory.iter().skip(1 << 20).step_by(4 << 20).collect();
+            huge_share(&spots)
+        };
+        match (crate::topology::Topology::read().huge_pages.as_str(), share(Pages::Huge)) {
+            ("never", _) | (_, None) => eprintln!("skipped: tells_huge_pages_from_small_ones: this system gives none, or does not tell"),
+            (_, huge) => assert_eq!((huge, share(Pages::Small)), (Some(1.0), Some(0.0))),
+        }
+    }
+
+    #[test]
+    fn a_spread_buffer_is_zeroed_and_on_its_nodes() {
+        let seats = crate::topology::Topology::read().seats(2);
+        let team = Team::on_nodes(&seats).unwrap();
+        let memory = Buffer::<f32>::spread(3 << 20, &team).unwrap();
+        assert!(memory.iter().all(|&x| x == 0.0));
+        let [first, second] = team.nodes() else {
+            return eprintln!("skipped: a_spread_buffer_is_zeroed_and_on_its_nodes: this needs two NUMA nodes with CPUs and memory");
+        };
+        let nodes = nodes_of(bytemuck::cast_slice(&memory), 64).expect("move_pages");
+        let share = |nodes: &[i32], on: usize| nodes.iter().filter(|&&node| node == on as i32).count();
+        assert!(share(&nodes[..32], *first) > 28 && share(&nodes[32..], *second) > 28, "{nodes:?}");
     }
 
     #[test]

@@ -51,11 +51,12 @@ impl ExpertMemory {
                 + memory.down_tiles_of(node).len() * memory.layout.down.tile_bytes();
             let stride = bytes.next_multiple_of(64);
             let buffer = Buffer::zeros(layers * experts * stride)?;
-            match team.nodes() {
+            // Refused in some containers: then pages come to the node of whoever writes them first, which is the right one too.
+            let _ = match team.nodes() {
                 _ if !interleave.is_empty() => buffer.interleave(interleave),
-                [_] => {}
+                [_] => Ok(()),
                 nodes => buffer.prefer(0..buffer.len(), nodes[node]),
-            }
+            };
             memory.copy.push(Slice { stride, bytes: buffer });
         }
         // Pages of the file fill a node's memory before the copy can: with several nodes they always go.
@@ -129,6 +130,11 @@ impl ExpertMemory {
     /// The header, names and checksums of the experts; their bytes are only good where there is no copy.
     pub fn cache(&self) -> &ExpertCache {
         &self.cache
+    }
+
+    /// What the experts were, or still are, read from.
+    pub fn into_cache(self) -> Arc<ExpertCache> {
+        self.cache
     }
 
     /// Slices: NUMA nodes that hold a part of every expert, in the order of [`Team::nodes`]; 1 when mapped.

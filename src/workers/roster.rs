@@ -1,9 +1,9 @@
 //! Who of a team works: a worker whose core somebody else uses holds up all others, so it rests for a while.
 //!
 //! Each worker tells how long it wanted to run and did not, as the kernel counts it. Worker 0 looks at that between
-//! dispatches. A worker that is denied more of its time than its absence would cost the team is left out, for half a
-//! second at first, then for longer and longer; at most half of the team rests. Where worker 0's own core is taken, it moves
-//! to the core of another, which rests in its place.
+//! dispatches. A worker that is denied more of its time than its absence would cost the team is left out, for
+//! half a second at first, then for longer, up to four; at most half of the team rests. Where worker 0's own core is taken, it
+//! moves to the core of another, which rests in its place.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ const LOOK: Duration = Duration::from_millis(5);
 /// Time a worker must have wanted before its share of it says something: a few time slices of the kernel.
 const WINDOW_NS: u64 = 15_000_000;
 /// The first and the longest rest. A return to a core that is still taken costs one window.
-const REST: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(8));
+const REST: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(4));
 
 /// What the kernel counts of one thread.
 pub(super) struct Clock {
@@ -123,6 +123,11 @@ impl Roster {
     /// Lets a seat rest; in place of worker 0, another whose core it takes over.
     fn relieve(&mut self, state: &State, seats: &[Seat], seat: usize, now: Instant) {
         if 2 * (self.resting() + 1) > seats.len() {
+            // Somebody's core may be free again by now.
+            let longest = (1..seats.len()).filter(|&other| self.records[other].resting).min_by_key(|&other| self.records[other].since);
+            if let Some(other) = longest.filter(|&other| now > self.records[other].since + REST.0) {
+                self.bring_back(state, seats, other, now);
+            }
             return;
         }
         let mut rests = seat;
@@ -249,7 +254,7 @@ mod tests {
         let team = Team::new(&Topology::read().worker_cpus(2)).unwrap();
         let mut roster = Roster::new(&team.seats);
         let mut now = Instant::now() + Duration::from_secs(10);
-        for expected in [500, 1000, 2000, 4000, 8000, 8000] {
+        for expected in [500, 1000, 2000, 4000, 4000] {
             roster.relieve(&team.state, &team.seats, 1, now);
             assert_eq!(roster.records[1].rest, Duration::from_millis(expected));
             now += roster.records[1].rest;
