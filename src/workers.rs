@@ -328,10 +328,10 @@ impl Team {
         Ok(team)
     }
 
-    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once.
+    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once; before that, no worker rests.
     pub fn pin_caller(&self) -> Result<()> {
         pin(self.seats[0].cpu)?;
-        self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller();
+        self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller(&self.state);
         Ok(())
     }
 
@@ -468,11 +468,9 @@ mod tests {
 
     use super::*;
 
-    /// `threads` workers on whatever CPUs there are, none of which ever rests.
+    /// `threads` workers on whatever CPUs there are.
     fn team(threads: usize) -> Team {
-        let team = Team::new(&crate::topology::Topology::read().worker_cpus(threads)).unwrap();
-        team.roster.lock().unwrap().next_look = Instant::now() + Duration::from_secs(3600);
-        team
+        Team::new(&crate::topology::Topology::read().worker_cpus(threads)).unwrap()
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use super::{Post, RESTING, State, pin};
+use super::{Line, Post, RESTING, State, pin};
 use crate::topology::Seat;
 
 /// How often worker 0 looks, and each worker reads its clock.
@@ -61,8 +61,8 @@ struct Record {
 }
 
 pub(super) struct Roster {
-    pub(super) next_look: Instant,
-    clock: Option<Clock>, // of the thread that owns the team
+    next_look: Instant,
+    clock: Option<Clock>, // of the thread that owns the team, once it is pinned
     records: Vec<Record>,
     caller_at: usize, // the seat whose core worker 0 is on
 }
@@ -74,22 +74,28 @@ impl Roster {
         Self { next_look: now, clock: None, records: vec![record; seats.len()], caller_at: 0 }
     }
 
-    /// The calling thread is worker 0 from now on, on the first seat.
-    pub(super) fn own_caller(&mut self) {
-        self.clock = Some(Clock::of_this_thread());
+    /// The calling thread is worker 0 from now on, on the first seat. What was counted before, with a caller that got in the way of the
+    /// others, is forgotten.
+    pub(super) fn own_caller(&mut self, state: &State) {
+        let mut clock = Clock::of_this_thread();
+        clock.tell(&state.posts[0].0);
+        self.clock = Some(clock);
         self.caller_at = 0;
+        for (record, Line(post)) in self.records.iter_mut().zip(&state.posts) {
+            (record.wanted_ns, record.denied_ns) = (post.wanted_ns.load(Relaxed), post.denied_ns.load(Relaxed));
+        }
     }
 
     /// Between two dispatches: who comes back, and who rests.
     pub(super) fn look(&mut self, state: &State, seats: &[Seat]) {
+        // A caller that is not pinned may be what holds a worker up.
+        let Some(clock) = &mut self.clock else { return };
         let now = Instant::now();
         if now < self.next_look || seats.len() == 1 {
             return;
         }
         self.next_look = now + LOOK;
-        if let Some(clock) = &mut self.clock {
-            clock.tell(&state.posts[0].0);
-        }
+        clock.tell(&state.posts[0].0);
         for seat in 1..seats.len() {
             let record = &self.records[seat];
             if record.resting && now >= record.since + record.rest {
@@ -218,11 +224,9 @@ mod tests {
                 assert_eq!(seats, expected);
             }
         };
+        // The caller is not pinned, so only what this test does moves anybody.
         let change = |change: &dyn Fn(&mut Roster)| {
-            let mut roster = team.roster.lock().unwrap();
-            // Only what this test does moves anybody.
-            roster.next_look = Instant::now() + Duration::from_secs(3600);
-            change(&mut roster);
+            change(&mut team.roster.lock().unwrap());
         };
         let rest = |seat| change(&|roster| roster.relieve(&team.state, &team.seats, seat, Instant::now()));
         let back = |seat: usize| {
