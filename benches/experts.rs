@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use moebius::backend::Routing;
-use moebius::experts::{CpuExperts, ExpertExecutor};
+use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::memory::{Pages, read_bandwidth};
 use moebius::topology::Topology;
@@ -99,7 +99,8 @@ fn main() -> moebius::Result<()> {
             let most = tokens.iter().copied().max().unwrap_or(1);
             for simd in simds {
                 let kernel = kernel::get(simd).expect("listed as available");
-                let mut experts = CpuExperts::new(store.clone(), team.clone(), kernel, most, shape.top_k);
+                let memory = Arc::new(ExpertMemory::mapped(store.clone()));
+                let mut experts = CpuExperts::new(memory, team.clone(), kernel, most, shape.top_k);
                 for tokens in tokens.iter().copied() {
                     measure(&team, &mut experts, &store, shape, tokens, &wanted(simd).unwrap_or_default())?;
                 }

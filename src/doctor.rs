@@ -2,10 +2,12 @@
 
 use std::path::Path;
 
-use crate::kernel;
-use crate::memory::{Pages, read_bandwidth};
+use moebius_cache::format::ExpertCache;
+
+use crate::memory::{self, Buffer, Pages, read_bandwidth};
 use crate::topology::Topology;
 use crate::workers::Team;
+use crate::{kernel, load};
 
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -24,6 +26,7 @@ pub struct Finding {
 pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) -> Vec<Finding> {
     let mut findings = vec![cpu(topology), simd(), cores(topology), smt(topology), quota(topology), nodes(topology), memory(topology)];
     findings.extend(bandwidth(topology, bandwidth_bytes));
+    findings.push(mapped(cache_dir));
     findings.push(disk(cache_dir));
     findings.push(gpu(Path::new("/proc/driver/nvidia/version")));
     findings
@@ -53,7 +56,10 @@ fn simd() -> Finding {
 }
 
 fn cores(topology: &Topology) -> Finding {
-    let value = format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
+    let mut value = format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
+    if !topology.isolated.is_empty() {
+        value += &format!("; {} isolated CPUs are left alone", topology.isolated.len());
+    }
     finding("physical cores", value, None)
 }
 
@@ -75,9 +81,14 @@ fn quota(topology: &Topology) -> Finding {
 fn nodes(topology: &Topology) -> Finding {
     let nodes: Vec<String> =
         topology.nodes.iter().map(|n| format!("node {}: {} CPUs, {}", n.id, n.cpus.len(), gib(n.total_bytes))).collect();
-    let memory = topology.nodes.iter().filter(|n| n.total_bytes > 0).count();
-    let cost = "reads from another node are slower: run under `numactl --interleave=all`";
-    finding("NUMA", nodes.join("; "), (memory > 1).then_some(cost))
+    let mut value = nodes.join("; ");
+    let several = topology.memory_nodes().len() > 1;
+    if several {
+        value += "; each with cores holds a slice of every expert";
+    }
+    let refused = Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
+    let cost = "memory cannot be bound to a node here, so some of it may come from another: let the container do so (--cap-add SYS_NICE)";
+    finding("NUMA", value, (several && refused).then_some(cost))
 }
 
 fn memory(topology: &Topology) -> Finding {
@@ -87,7 +98,7 @@ fn memory(topology: &Topology) -> Finding {
 /// Huge pages and what they bring, as measured.
 fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
     let measure = |pages| {
-        let team = Team::new(&topology.worker_cpus(topology.default_threads()))?;
+        let team = Team::on_nodes(&topology.seats(topology.default_threads()))?;
         read_bandwidth(&team, bytes, pages, 3)
     };
     let cost = (topology.huge_pages == "never")
@@ -98,6 +109,25 @@ fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
         (Err(error), _) | (_, Err(error)) => format!("not measured: {error}"),
     };
     vec![setting, finding("read bandwidth", value, None)]
+}
+
+/// What the page cache gives the largest cache file.
+fn mapped(dir: &Path) -> Finding {
+    let files = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|entry| {
+        let meta = entry.metadata().ok().filter(|meta| meta.is_file())?;
+        Some((meta.len(), entry.path()))
+    });
+    let largest = files.max().and_then(|(_, path)| ExpertCache::open(&path).ok());
+    let Some(cache) = largest else { return finding("mapped experts", "no cache file yet", None) };
+    let name = cache.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    match memory::huge_share(&load::spots(&cache)) {
+        None => finding("mapped experts", format!("{name}: the system does not tell in what pages"), None),
+        Some(share) if share > 0.5 => finding("mapped experts", format!("{name}: in huge pages"), None),
+        Some(_) => {
+            let value = format!("{name}: in small pages; copied into huge ones at start if those are read a tenth faster");
+            finding("mapped experts", value, None)
+        }
+    }
 }
 
 fn disk(dir: &Path) -> Finding {

@@ -1,8 +1,10 @@
 //! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual stream.
 
 pub mod cpu;
+pub mod memory;
 
 pub use cpu::CpuExperts;
+pub use memory::ExpertMemory;
 
 use crate::Result;
 use crate::backend::Routing;

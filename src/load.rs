@@ -11,12 +11,13 @@ use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
-use crate::config::{DenseBits, EngineConfig, ExpertBits};
-use crate::experts::ExpertExecutor;
+use crate::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
 use crate::experts::cpu::CpuExperts;
+use crate::experts::{ExpertExecutor, ExpertMemory};
 use crate::forward::Model;
 use crate::kernel::{self, Kernel};
 use crate::kv_cache::{self, KvCache};
+use crate::memory::{self, Pages, read_bandwidth};
 use crate::model::ModelConfig;
 use crate::tensor::Tensor;
 use crate::topology::{self, Topology};
@@ -52,6 +53,10 @@ pub enum LoadProgress<'a> {
     Convert(&'a Progress),
     /// Resident weights: layers done, of how many.
     Weights(usize, usize),
+    /// Experts copied: layers done, of how many.
+    Copy(usize, usize),
+    /// Where the experts are, in one line; said of experts that take a while to read, or were copied.
+    Experts(&'a str),
 }
 
 /// The machine side of a configuration: workers and kernels.
@@ -64,7 +69,11 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>,
         })?,
     };
     let threads = config.threads.unwrap_or_else(|| topology.default_threads());
-    let team = Arc::new(Team::new(&topology.worker_cpus(threads))?);
+    let mut seats = topology.seats(threads);
+    if config.numa != Numa::Auto {
+        seats.iter_mut().for_each(|seat| seat.node = 0);
+    }
+    let team = Arc::new(Team::on_nodes(&seats)?);
     Ok((team, kernel))
 }
 
@@ -142,9 +151,6 @@ pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Load
             Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
         }
     };
-    if let (true, Some(cache)) = (config.lock, &experts) {
-        cache.lock()?;
-    }
     assemble(model, &checkpoint, experts, config, budget, team, kernel, report)
 }
 
@@ -168,7 +174,13 @@ pub fn assemble(
     let precision = experts.as_ref().map(|cache| cache.header().precision);
     let executor: Option<Box<dyn ExpertExecutor<Tensor>>> = match (experts, model.moe()) {
         (Some(cache), Some(moe)) => {
-            let experts = CpuExperts::new(Arc::new(cache), team.clone(), kernel, config.max_batch_tokens, moe.router.top_k);
+            let experts = CpuExperts::new(
+                Arc::new(place(cache, config, &team, report)?),
+                team.clone(),
+                kernel,
+                config.max_batch_tokens,
+                moe.router.top_k,
+            );
             Some(Box::new(experts))
         }
         _ => None,
@@ -176,6 +188,119 @@ pub fn assemble(
     let kv = KvCache::new(&backend, &model, budget.kv_blocks)?;
     let model = Model::new(backend, model, weights, executor, config.max_batch_tokens, config.max_sequences);
     Ok(Loaded { model, kv, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
+}
+
+/// Experts smaller than this are neither copied for speed nor talked about.
+const SMALL_BYTES: u64 = 1 << 30;
+
+/// A copy must be faster than the mapped file by this factor.
+const COPY_PAYS: f64 = 1.1;
+
+/// Decides where the experts are read from, brings them there and says where that is.
+fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<ExpertMemory> {
+    let topology = Topology::read();
+    let mut interleave = if config.numa == Numa::Interleave { topology.memory_nodes() } else { Vec::new() };
+    if interleave.len() == 1 {
+        interleave.clear();
+    }
+    let nodes = team.nodes().len().max(interleave.len());
+    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+    let mapped = ExpertMemory::mapped(Arc::new(cache));
+    let bytes = mapped.bytes();
+    // Random weights are given back layer by layer as they are copied.
+    let needed = if mapped.cache().is_file() { bytes } else { 2 * bytes / mapped.cache().num_layers().max(1) as u64 };
+    let free = topology::available_bytes().saturating_sub(RESERVE_BYTES);
+    let (copy, why) = match config.experts_memory {
+        ExpertsMemory::Map => (false, pages_of(&mapped)),
+        ExpertsMemory::Copy if needed > free => {
+            return Err(Error::Resources(format!(
+                "a copy of the experts needs {:.1} GiB of memory and {:.1} are free: use --experts-memory map",
+                gib(needed),
+                gib(free)
+            )));
+        }
+        ExpertsMemory::Copy => (true, String::new()),
+        ExpertsMemory::Auto => match nodes > 1 || bytes >= SMALL_BYTES {
+            false => (false, String::new()),
+            true if needed > free => (false, format!("; a copy would need {:.1} GiB of memory", gib(needed))),
+            true if nodes > 1 => (true, String::new()),
+            true => copy_pays(&mapped, &topology, team)?,
+        },
+    };
+    let memory = match copy {
+        false => mapped,
+        true => ExpertMemory::copied(mapped.into_cache(), team, &interleave, &|done, layers| report(LoadProgress::Copy(done, layers)))?,
+    };
+    if config.lock {
+        memory.lock()?;
+    }
+    if copy || bytes >= SMALL_BYTES {
+        let pages = if topology.huge_pages == "never" { "4 KiB pages" } else { "huge pages" };
+        let place = match (copy, nodes) {
+            (false, _) if !memory.cache().is_file() => format!("in anonymous memory, {pages}"),
+            (false, _) => format!("mapped from the cache file{why}"),
+            (true, 1) => format!("copied into {pages}{why}"),
+            (true, _) if !interleave.is_empty() => format!("copied into {pages}, interleaved over {nodes} NUMA nodes"),
+            (true, _) => format!("copied into {pages}, a slice of each on {nodes} NUMA nodes{}", misplaced(&memory, team)),
+        };
+        report(LoadProgress::Experts(&format!("experts: {:.1} GiB {place}", gib(bytes))));
+    }
+    Ok(memory)
+}
+
+/// Whether a copy in huge pages would be read faster than the mapped file, and what was found, as the end of a sentence.
+fn copy_pays(mapped: &ExpertMemory, topology: &Topology, team: &Team) -> Result<(bool, String)> {
+    if !mapped.cache().is_file() {
+        return Ok((false, String::new()));
+    }
+    let pages = pages_of(mapped);
+    if pages != SMALL_PAGES {
+        return Ok((false, pages));
+    }
+    if topology.huge_pages == "never" {
+        return Ok((
+            false,
+            ", in 4 KiB pages: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled` allows huge ones".into(),
+        ));
+    }
+    const SAMPLE_BYTES: usize = 256 << 20;
+    let read = |pages| read_bandwidth(team, SAMPLE_BYTES, pages, 2);
+    let gain = read(Pages::Huge)? / read(Pages::Small)?;
+    Ok((gain > COPY_PAYS, format!(", huge pages are read {:.0}% faster than the file's small ones", 100.0 * (gain - 1.0).max(0.0))))
+}
+
+const SMALL_PAGES: &str = ", in 4 KiB pages";
+
+/// What the page cache gives, as the end of a sentence; nothing of experts that nobody talks about.
+fn pages_of(mapped: &ExpertMemory) -> String {
+    if mapped.bytes() < SMALL_BYTES || !mapped.cache().is_file() {
+        return String::new();
+    }
+    match memory::huge_share(&spots(mapped.cache())) {
+        Some(share) if share > 0.5 => ", in huge pages".into(),
+        Some(_) => SMALL_PAGES.into(),
+        None => String::new(),
+    }
+}
+
+/// Bytes all over the file.
+pub(crate) fn spots(cache: &ExpertCache) -> Vec<&u8> {
+    let layers = cache.num_layers();
+    let count = layers.min(16);
+    (0..count).map(|i| cache.layer(layers * i / count)).filter_map(|layer| layer.get(layer.len() / 2)).collect()
+}
+
+/// What to say when slices are not on their nodes.
+fn misplaced(memory: &ExpertMemory, team: &Team) -> String {
+    let Some(placed) = memory.placed(team.nodes()) else { return ", where the system does not tell if they are".into() };
+    let worst = placed.iter().zip(team.nodes()).min_by(|a, b| a.0.total_cmp(b.0));
+    match worst {
+        Some((share, node)) if *share < 0.9 => format!(
+            ", but {:.0}% of node {node}'s is elsewhere: free memory there (`numactl --hardware`), or let the container place memory (--cap-add SYS_NICE)",
+            100.0 * (1.0 - share)
+        ),
+        _ => String::new(),
+    }
 }
 
 /// What fits into memory, decided before anything is loaded.

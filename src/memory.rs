@@ -1,8 +1,9 @@
 //! Anonymous memory in huge pages, and how fast a team can read it.
 #![allow(unsafe_code)]
 
+use std::io;
 use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -52,6 +53,107 @@ impl<T: Pod> Buffer<T> {
         let _ = map.advise_range(advice, first, bytes);
         Ok(Self { map, first, len, element: PhantomData })
     }
+
+    /// `len` zeros, cut as [`Worker::share`] cuts them among the team: each worker's share in the memory of its NUMA node.
+    ///
+    /// On one node these are plain [`zeros`](Buffer::zeros). Errors: as `zeros`.
+    pub fn spread(len: usize, team: &Team) -> Result<Self>
+    where
+        T: Send + Sync,
+    {
+        let mut buffer = Self::zeros(len)?;
+        let (nodes, workers) = (team.nodes(), team.threads_per_node());
+        if nodes.len() == 1 {
+            return Ok(buffer);
+        }
+        let mut before = 0;
+        for (&node, workers) in nodes.iter().zip(workers) {
+            let first = len * before / team.threads();
+            before += workers;
+            // Where the system refuses to be told, pages still come to the node of whoever writes them first.
+            let _ = buffer.prefer(first..len * before / team.threads(), node);
+        }
+        let shared = Shared::new(&mut buffer);
+        team.run(&|worker| {
+            // SAFETY: shares are disjoint.
+            let share = unsafe { shared.slice_mut(worker.share(len)) };
+            share.chunks_mut((4096 / size_of::<T>()).max(1)).for_each(|page| page[0] = T::zeroed());
+        });
+        Ok(buffer)
+    }
+
+    /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.
+    ///
+    /// Errors: the system refuses, as in some containers; pages then come to the node of whoever writes them first.
+    pub fn prefer(&self, elements: Range<usize>, node: usize) -> io::Result<()> {
+        self.place(elements, libc::MPOL_PREFERRED, &[node])
+    }
+
+    /// Asks for pages, none of them touched yet, from all these NUMA nodes in turn. Errors: as [`prefer`](Buffer::prefer).
+    pub fn interleave(&self, nodes: &[usize]) -> io::Result<()> {
+        self.place(0..self.len, libc::MPOL_INTERLEAVE, nodes)
+    }
+
+    fn place(&self, elements: Range<usize>, policy: libc::c_int, nodes: &[usize]) -> io::Result<()> {
+        const MAX_NODES: usize = 1024; // of any kernel
+        let mut mask = [0u64; MAX_NODES / 64];
+        for &node in nodes.iter().filter(|&&node| node < MAX_NODES - 1) {
+            mask[node / 64] |= 1 << (node % 64);
+        }
+        // A page on the border of two parts belongs to the second.
+        let page = |element: usize| (self.first + element * size_of::<T>()) / 4096 * 4096;
+        let (from, to) = (page(elements.start), page(elements.end).max(page(elements.start)));
+        let to = if elements.end == self.len { self.map.len() } else { to };
+        // SAFETY: the range is inside the map, and where pages lie changes nothing about what is in them.
+        match unsafe { libc::syscall(libc::SYS_mbind, self.map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Keeps it in memory, taking all pages now. Errors: the limit of locked memory is too low.
+    pub fn lock(&self) -> io::Result<()> {
+        // SAFETY: the range is inside the map; locking changes nothing about what is in it.
+        match unsafe { libc::mlock(self.map.as_ptr().add(self.first).cast(), self.len * size_of::<T>()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+/// The share of these bytes' surroundings, 2 MiB each, that one map holds in huge pages, from 0 to 1; each byte is read first.
+///
+/// `None` where the system does not tell.
+pub fn huge_share(spots: &[&u8]) -> Option<f64> {
+    let first = std::ptr::from_ref(*spots.first()?).addr();
+    spots.iter().for_each(|&spot| _ = std::hint::black_box(*spot));
+    let smaps = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let mut inside = false;
+    let mut huge_kib = 0;
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        let (Some(name), value) = (words.next(), words.next()) else { continue };
+        let range = name.split_once('-').map(|(a, b)| (usize::from_str_radix(a, 16), usize::from_str_radix(b, 16)));
+        if let Some((Ok(from), Ok(to))) = range {
+            inside = (from..to).contains(&first);
+        } else if inside && matches!(name, "AnonHugePages:" | "ShmemPmdMapped:" | "FilePmdMapped:") {
+            huge_kib += value?.parse::<usize>().ok()?;
+        }
+    }
+    Some((huge_kib * 1024 / HUGE_PAGE) as f64 / spots.len() as f64).map(|share| share.min(1.0))
+}
+
+/// The NUMA nodes of up to `samples` pages of `bytes`, evenly spread; a negative number is a page that is not there.
+///
+/// `None` where the system does not tell.
+pub fn nodes_of(bytes: &[u8], samples: usize) -> Option<Vec<i32>> {
+    let count = samples.min(bytes.len().div_ceil(4096));
+    let mut pages: Vec<*const u8> = (0..count).map(|i| bytes[bytes.len() / count * i..].as_ptr()).collect();
+    let mut nodes = vec![-1i32; count];
+    let none = std::ptr::null::<i32>();
+    // SAFETY: without target nodes the call only fills `nodes`, which is as long as `pages`.
+    let result = unsafe { libc::syscall(libc::SYS_move_pages, 0, count, pages.as_mut_ptr(), none, nodes.as_mut_ptr(), 0) };
+    (result == 0).then_some(nodes)
 }
 
 impl<T: Pod> Default for Buffer<T> {
@@ -165,6 +267,34 @@ mod tests {
         }
         assert!(Buffer::<f32>::zeros(1 << 50).is_err() && Buffer::<f32>::zeros(usize::MAX).is_err());
         assert!(Buffer::<f32>::zeros(0).unwrap().is_empty());
+    }
+
+    #[test]
+    fn tells_huge_pages_from_small_ones() {
+        let share = |pages| {
+            let mut memory = Buffer::<u8>::with_pages(16 << 20, pages).unwrap();
+            memory.fill(1);
+            let spots: Vec<&u8> = memory.iter().skip(1 << 20).step_by(4 << 20).collect();
+            huge_share(&spots)
+        };
+        match (crate::topology::Topology::read().huge_pages.as_str(), share(Pages::Huge)) {
+            ("never", _) | (_, None) => eprintln!("skipped: tells_huge_pages_from_small_ones: this system gives none, or does not tell"),
+            (_, huge) => assert_eq!((huge, share(Pages::Small)), (Some(1.0), Some(0.0))),
+        }
+    }
+
+    #[test]
+    fn a_spread_buffer_is_zeroed_and_on_its_nodes() {
+        let seats = crate::topology::Topology::read().seats(2);
+        let team = Team::on_nodes(&seats).unwrap();
+        let memory = Buffer::<f32>::spread(3 << 20, &team).unwrap();
+        assert!(memory.iter().all(|&x| x == 0.0));
+        let [first, second] = team.nodes() else {
+            return eprintln!("skipped: a_spread_buffer_is_zeroed_and_on_its_nodes: this needs two NUMA nodes with CPUs and memory");
+        };
+        let nodes = nodes_of(bytemuck::cast_slice(&memory), 64).expect("move_pages");
+        let share = |nodes: &[i32], on: usize| nodes.iter().filter(|&&node| node == on as i32).count();
+        assert!(share(&nodes[..32], *first) > 28 && share(&nodes[32..], *second) > 28, "{nodes:?}");
     }
 
     #[test]

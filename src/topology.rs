@@ -10,7 +10,16 @@ use std::path::Path;
 pub struct Core {
     /// The CPUs (hardware threads) of this core that the process may use, ascending.
     pub cpus: Vec<usize>,
-    /// The NUMA node it belongs to.
+    /// The NUMA node its memory comes from: its own, or the nearest one where its own has none for this process.
+    pub node: usize,
+}
+
+/// The place of one worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seat {
+    /// The CPU it is pinned to.
+    pub cpu: usize,
+    /// The number of the NUMA node its memory comes from.
     pub node: usize,
 }
 
@@ -23,6 +32,8 @@ pub struct Node {
     pub cpus: Vec<usize>,
     /// Its memory; 0 on a node that only has CPUs.
     pub total_bytes: u64,
+    /// Whether this process may take memory of it.
+    pub allowed: bool,
 }
 
 /// One cache as the first usable CPU sees it.
@@ -45,6 +56,8 @@ pub struct Topology {
     pub cpu_flags: Vec<String>,
     /// Physical cores with at least one usable CPU, ordered by first CPU.
     pub cores: Vec<Core>,
+    /// CPUs that the kernel keeps free of other work and that are left alone, because the process was not put on them alone.
+    pub isolated: Vec<usize>,
     /// NUMA nodes, ascending; at least one.
     pub nodes: Vec<Node>,
     /// Caches of the first usable CPU.
@@ -64,27 +77,34 @@ pub struct Topology {
 impl Topology {
     /// Of this process on this machine.
     pub fn read() -> Topology {
-        let allowed = std::fs::read_to_string("/proc/self/status")
-            .ok()
-            .and_then(|s| s.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:").map(|list| parse_list(list.trim()))));
-        Topology::read_from(Path::new("/"), allowed.as_deref())
+        Topology::read_from(Path::new("/"))
     }
 
-    /// From a tree that holds `proc/` and `sys/`; `allowed` are the CPUs of the process, `None` all.
+    /// From a tree that holds `proc/` and `sys/`.
     ///
     /// Missing files leave their fields empty: a container may hide any of them.
-    pub fn read_from(root: &Path, allowed: Option<&[usize]>) -> Topology {
+    pub fn read_from(root: &Path) -> Topology {
         let text = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_default().trim().to_string();
         let cpuinfo = text("proc/cpuinfo");
         let field = |name: &str| {
             let line = cpuinfo.lines().find(|l| l.split(':').next().is_some_and(|key| key.trim() == name));
             line.and_then(|l| l.split_once(':')).map(|(_, v)| v.trim().to_string()).unwrap_or_default()
         };
+        let status = text("proc/self/status");
+        let allowed = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).map(|list| parse_list(list.trim()));
+        let (allowed_cpus, allowed_nodes) = (allowed("Cpus_allowed_list:"), allowed("Mems_allowed_list:"));
         let mut online = parse_list(&text("sys/devices/system/cpu/online"));
         if online.is_empty() {
-            online = allowed.map_or_else(|| vec![0], <[usize]>::to_vec);
+            online = allowed_cpus.clone().unwrap_or_else(|| vec![0]);
         }
-        let usable: Vec<usize> = online.iter().copied().filter(|cpu| allowed.is_none_or(|a| a.contains(cpu))).collect();
+        let mut usable: Vec<usize> = online.iter().copied().filter(|cpu| allowed_cpus.as_ref().is_none_or(|a| a.contains(cpu))).collect();
+        // Somebody reserved these: only a mask of nothing else says that they are meant for this process.
+        let mut isolated = parse_list(&text("sys/devices/system/cpu/isolated"));
+        isolated.retain(|cpu| usable.contains(cpu));
+        if isolated.len() == usable.len() {
+            isolated.clear();
+        }
+        usable.retain(|cpu| !isolated.contains(cpu));
 
         let meminfo = text("proc/meminfo");
         let memory = |name: &str| meminfo_bytes(&meminfo, name);
@@ -93,17 +113,28 @@ impl Topology {
         for id in parse_list(&text("sys/devices/system/node/online")) {
             let dir = format!("sys/devices/system/node/node{id}");
             let total_bytes = meminfo_bytes(&text(&format!("{dir}/meminfo")), "MemTotal").unwrap_or(0);
-            nodes.push(Node { id, cpus: parse_list(&text(&format!("{dir}/cpulist"))), total_bytes });
+            let allowed = allowed_nodes.as_ref().is_none_or(|nodes| nodes.contains(&id));
+            nodes.push(Node { id, cpus: parse_list(&text(&format!("{dir}/cpulist"))), total_bytes, allowed });
         }
         if nodes.is_empty() {
-            nodes.push(Node { id: 0, cpus: online.clone(), total_bytes });
+            nodes.push(Node { id: 0, cpus: online.clone(), total_bytes, allowed: true });
         }
+        // One column per online node, in their order.
+        let distance = |from: usize, to: usize| {
+            let row = text(&format!("sys/devices/system/node/node{}/distance", nodes[from].id));
+            row.split_whitespace().nth(to).and_then(|d| d.parse::<u32>().ok()).unwrap_or(if from == to { 10 } else { 20 })
+        };
+        let memory_node = |own: usize| {
+            let with_memory = (0..nodes.len()).filter(|&n| nodes[n].total_bytes > 0 && nodes[n].allowed);
+            with_memory.min_by_key(|&n| (n != own, distance(own, n))).unwrap_or(own)
+        };
+        let memory_nodes: Vec<usize> = (0..nodes.len()).map(|own| nodes[memory_node(own)].id).collect();
 
         let mut cores: BTreeMap<usize, Core> = BTreeMap::new();
         for &cpu in &usable {
             let siblings = parse_list(&text(&format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")));
             let first = siblings.first().copied().unwrap_or(cpu);
-            let node = nodes.iter().find(|n| n.cpus.contains(&cpu)).map_or(nodes[0].id, |n| n.id);
+            let node = memory_nodes[nodes.iter().position(|n| n.cpus.contains(&cpu)).unwrap_or(0)];
             cores.entry(first).or_insert(Core { cpus: Vec::new(), node }).cpus.push(cpu);
         }
 
@@ -121,6 +152,7 @@ impl Topology {
             cpu_model: field("model name"),
             cpu_flags: field("flags").split_whitespace().map(String::from).collect(),
             cores: cores.into_values().collect(),
+            isolated,
             nodes,
             caches,
             total_bytes,
@@ -142,11 +174,33 @@ impl Topology {
         self.cores.len().min(quota).max(1)
     }
 
-    /// The CPUs that `threads` workers are pinned to: one per core first, then SMT siblings, then over again.
+    /// Where `threads` workers sit: one per core first, then on SMT siblings, then over again; as many on every NUMA node as can be.
+    ///
+    /// Workers of one node stand together. Empty when there is no usable CPU.
+    pub fn seats(&self, threads: usize) -> Vec<Seat> {
+        let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
+        let mut order = Vec::new();
+        for core in &self.cores {
+            let place = seen.entry(core.node).or_insert(0);
+            for (sibling, &cpu) in core.cpus.iter().enumerate() {
+                order.push((sibling, *place, Seat { cpu, node: core.node }));
+            }
+            *place += 1;
+        }
+        order.sort_by_key(|&(sibling, place, seat)| (sibling, place, seat.node));
+        let mut seats: Vec<Seat> = order.iter().map(|o| o.2).cycle().take(if order.is_empty() { 0 } else { threads }).collect();
+        seats.sort_by_key(|seat| seat.node);
+        seats
+    }
+
+    /// The CPUs of [`seats`](Topology::seats).
     pub fn worker_cpus(&self, threads: usize) -> Vec<usize> {
-        let siblings = self.cores.iter().map(|core| core.cpus.len()).max().unwrap_or(0);
-        let order: Vec<usize> = (0..siblings).flat_map(|i| self.cores.iter().filter_map(move |core| core.cpus.get(i).copied())).collect();
-        order.iter().copied().cycle().take(if order.is_empty() { 0 } else { threads }).collect()
+        self.seats(threads).iter().map(|seat| seat.cpu).collect()
+    }
+
+    /// Nodes whose memory this process may use.
+    pub fn memory_nodes(&self) -> Vec<usize> {
+        self.nodes.iter().filter(|n| n.total_bytes > 0 && n.allowed).map(|n| n.id).collect()
     }
 }
 
@@ -271,7 +325,9 @@ mod tests {
         let mut files = vec![
             ("proc/cpuinfo".to_string(), "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\n".to_string()),
             ("proc/meminfo".into(), "MemTotal: 1000 kB\nMemAvailable: 600 kB\n".into()),
+            ("proc/self/status".into(), "Name:\tx\nCpus_allowed_list:\t1-3,5-6\nMems_allowed_list:\t0-3\n".into()),
             ("sys/devices/system/cpu/online".into(), "0-7\n".into()),
+            ("sys/devices/system/node/node2/distance".into(), "20 10 15\n".into()),
             ("sys/devices/system/node/online".into(), "0,2-3\n".into()),
             ("sys/devices/system/node/node0/cpulist".into(), "0-1,4-5\n".into()),
             ("sys/devices/system/node/node0/meminfo".into(), "Node 0 MemTotal:  500 kB\n".into()),
@@ -293,20 +349,109 @@ mod tests {
         }
         let files: Vec<(&str, &str)> = files.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
         let dir = tree(&files);
-        let topology = Topology::read_from(dir.path(), Some(&[1, 2, 3, 5, 6]));
+        let topology = Topology::read_from(dir.path());
         assert_eq!(topology.cpu_model, "Some CPU");
         assert_eq!(topology.cpu_flags, ["fpu", "avx2", "fma"]);
         assert_eq!(
             topology.cores,
-            [Core { cpus: vec![1, 5], node: 0 }, Core { cpus: vec![2, 6], node: 2 }, Core { cpus: vec![3], node: 2 }]
+            [Core { cpus: vec![1, 5], node: 0 }, Core { cpus: vec![2, 6], node: 3 }, Core { cpus: vec![3], node: 3 }]
         );
         assert!(topology.has_smt());
+        assert_eq!(topology.memory_nodes(), [0, 3]);
         assert_eq!(topology.nodes.iter().map(|n| (n.id, n.total_bytes)).collect::<Vec<_>>(), [(0, 512000), (2, 0), (3, 512000)]);
         assert_eq!(topology.caches, [Cache { level: 1, kind: "Data".into(), bytes: 48 << 10 }]);
         assert_eq!((topology.cgroup_bytes, topology.available_bytes), (Some(409600), 307200));
         assert_eq!((topology.cgroup_cpus, topology.default_threads()), (Some(2.5), 2));
-        assert_eq!(topology.worker_cpus(7), [1, 2, 3, 5, 6, 1, 2]);
+        assert_eq!(topology.worker_cpus(7), [1, 5, 1, 2, 3, 6, 2]);
         assert_eq!(topology.huge_pages, "madvise");
+    }
+
+    /// A machine of `nodes`, each with its CPUs and memory, `smt` threads per core numbered as Linux does: first threads first.
+    fn machine(nodes: &[(usize, &[usize], bool)], smt: usize, status: &str, isolated: &str) -> Topology {
+        let mut files = vec![
+            ("proc/meminfo".to_string(), "MemTotal: 1000 kB\n".to_string()),
+            ("proc/self/status".into(), status.into()),
+            ("sys/devices/system/cpu/isolated".into(), isolated.into()),
+        ];
+        let ids: Vec<String> = nodes.iter().map(|n| n.0.to_string()).collect();
+        files.push(("sys/devices/system/node/online".into(), ids.join(",")));
+        let (mut online, cores) = (Vec::new(), nodes.iter().map(|n| n.1.len()).sum::<usize>());
+        let hole = nodes.iter().flat_map(|n| n.1).max().map_or(0, |max| max + 1).max(cores);
+        for (i, (id, first_threads, memory)) in nodes.iter().enumerate() {
+            let mut cpus = Vec::new();
+            for &first in *first_threads {
+                let siblings: Vec<String> = (0..smt).map(|t| (first + t * hole).to_string()).collect();
+                for sibling in &siblings {
+                    files.push((format!("sys/devices/system/cpu/cpu{sibling}/topology/thread_siblings_list"), siblings.join(",")));
+                }
+                cpus.extend(siblings);
+            }
+            let dir = format!("sys/devices/system/node/node{id}");
+            files.push((format!("{dir}/cpulist"), cpus.join(",")));
+            files.push((format!("{dir}/meminfo"), format!("Node {id} MemTotal: {} kB\n", if *memory { 500 } else { 0 })));
+            // The farther apart in the list, the farther apart.
+            let row: Vec<String> = (0..nodes.len()).map(|j| (10 + 6 * i.abs_diff(j)).to_string()).collect();
+            files.push((format!("{dir}/distance"), row.join(" ")));
+            online.extend(cpus);
+        }
+        files.push(("sys/devices/system/cpu/online".into(), online.join(",")));
+        let files: Vec<(&str, &str)> = files.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        Topology::read_from(tree(&files).path())
+    }
+
+    fn on_nodes(seats: &[Seat]) -> Vec<(usize, usize)> {
+        seats.iter().map(|seat| (seat.cpu, seat.node)).collect()
+    }
+
+    #[test]
+    fn workers_are_spread_over_the_nodes_and_stand_together_by_node() {
+        for count in [1, 2, 4, 8] {
+            for smt in [1, 2] {
+                // Cores numbered round robin, so that a node's CPUs are never consecutive; every third number is missing.
+                let number = |core: usize| core + core / 2;
+                let cpus: Vec<Vec<usize>> = (0..count).map(|n| (0..4).map(|c| number(c * count + n)).collect()).collect();
+                let nodes: Vec<(usize, &[usize], bool)> = cpus.iter().enumerate().map(|(i, c)| (i + i / 2, &c[..], true)).collect();
+                let topology = machine(&nodes, smt, "", "");
+                assert_eq!((topology.cores.len(), topology.has_smt()), (4 * count, smt == 2));
+                for threads in [count, 2 * count, 4 * count] {
+                    let seats = topology.seats(threads);
+                    for (i, (id, cpus, _)) in nodes.iter().enumerate() {
+                        let per_node = threads / count;
+                        let expected: Vec<(usize, usize)> = cpus[..per_node].iter().map(|&cpu| (cpu, *id)).collect();
+                        assert_eq!(on_nodes(&seats[i * per_node..(i + 1) * per_node]), expected, "{count} nodes, {threads} threads");
+                    }
+                }
+                // More threads than cores: siblings, or the same CPUs again, as many on each node.
+                let seats = topology.seats(8 * count);
+                assert_eq!(seats.iter().filter(|seat| seat.node == nodes[count - 1].0).count(), 8);
+            }
+        }
+    }
+
+    #[test]
+    fn nodes_without_memory_or_without_cpus() {
+        let all = "Mems_allowed_list:\t0-9\n";
+        // Node 1 has no memory, node 5 no CPUs: cores of 1 use the nearest memory, and nobody sits on 5.
+        let nodes: [(usize, &[usize], bool); 4] = [(0, &[0, 1], true), (1, &[2, 3], false), (5, &[], true), (6, &[4, 5], true)];
+        let topology = machine(&nodes, 1, all, "");
+        assert_eq!(on_nodes(&topology.seats(6)), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 6), (5, 6)]);
+        assert_eq!(topology.memory_nodes(), [0, 5, 6]);
+        // Memory that the control group does not give.
+        let topology = machine(&nodes, 1, "Mems_allowed_list:\t6\n", "");
+        assert_eq!(topology.memory_nodes(), [6]);
+        assert!(topology.seats(6).iter().all(|seat| seat.node == 6));
+    }
+
+    #[test]
+    fn isolated_cores_are_left_alone_unless_the_process_was_put_there() {
+        let nodes: [(usize, &[usize], bool); 1] = [(0, &[0, 1, 2, 3], true)];
+        let cpus = |allowed: &str| {
+            let topology = machine(&nodes, 1, &format!("Cpus_allowed_list:\t{allowed}\n"), "2-3\n");
+            (topology.worker_cpus(topology.default_threads()), topology.isolated)
+        };
+        assert_eq!(cpus("0-3"), (vec![0, 1], vec![2, 3]));
+        assert_eq!(cpus("1-2"), (vec![1], vec![2]));
+        assert_eq!(cpus("2-3"), (vec![2, 3], vec![]));
     }
 
     #[test]
@@ -322,14 +467,14 @@ mod tests {
             ("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n"),
             ("proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 600 kB\n"),
         ]);
-        let topology = Topology::read_from(dir.path(), Some(&[0]));
+        let topology = Topology::read_from(dir.path());
         assert_eq!((topology.cgroup_bytes, topology.available_bytes, topology.cgroup_cpus), (Some(1000), 100, None));
     }
 
     #[test]
     fn an_empty_tree_is_one_core() {
         let dir = tree(&[]);
-        let topology = Topology::read_from(dir.path(), None);
+        let topology = Topology::read_from(dir.path());
         assert_eq!((topology.cores.len(), topology.nodes.len(), topology.default_threads()), (1, 1, 1));
         assert_eq!(topology.huge_pages, "never");
     }

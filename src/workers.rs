@@ -2,23 +2,43 @@
 //!
 //! A decode step dispatches some hundred times a second per layer, so waking must cost nothing while work is near and
 //! nothing may burn while it is not. Nothing here allocates after [`Team::new`].
+//!
+//! ```text
+//! dispatch  worker 0 writes `start`; the others spin on that one line
+//! barrier   each worker writes its own line, worker 0 gathers them and writes `barrier`; the others spin on that one line
+//! end       each worker writes its own line, worker 0 gathers them
+//! ```
+//!
+//! No line is written by two threads, so a barrier costs two crossings of the processor, not one per worker. A team
+//! waits for its slowest: workers whose core somebody else uses are sent to rest (`roster`).
 #![allow(unsafe_code)]
+
+mod roster;
 
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, SeqCst},
+};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::topology::Seat;
 use crate::{Error, Result};
+
+use roster::{Clock, Roster};
 
 /// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
 /// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
 const SPIN: Duration = Duration::from_micros(50);
+
+/// The rank of a worker that rests.
+const RESTING: u32 = u32::MAX;
 
 type Work = dyn Fn(&Worker<'_>) + Sync;
 
@@ -33,29 +53,47 @@ impl Gate {
         Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0) }
     }
 
-    /// Returns when the value is no longer `old`.
-    fn wait_while(&self, old: u32) {
+    /// The value; what its writer wrote before is visible.
+    fn get(&self) -> u32 {
+        self.value.load(Acquire)
+    }
+
+    /// Returns when `ready(value)`.
+    #[inline]
+    fn wait(&self, ready: impl Fn(u32) -> bool) {
+        if !ready(self.get()) {
+            self.wait_long(ready);
+        }
+    }
+
+    #[cold]
+    fn wait_long(&self, ready: impl Fn(u32) -> bool) {
         let start = Instant::now();
         loop {
             for _ in 0..32 {
-                if self.value.load(SeqCst) != old {
+                std::hint::spin_loop();
+                if ready(self.get()) {
                     return;
                 }
-                std::hint::spin_loop();
             }
             if start.elapsed() > SPIN {
                 break;
             }
         }
+        // Sequentially consistent here and in `set`: of the count and the value at least one is seen by the other side.
         self.asleep.fetch_add(1, SeqCst);
-        while self.value.load(SeqCst) == old {
-            // SAFETY: the word outlives the call; the kernel only compares it with `old`.
+        loop {
+            let value = self.value.load(SeqCst);
+            if ready(value) {
+                break;
+            }
+            // SAFETY: the word outlives the call; the kernel only compares it with `value`.
             unsafe {
                 libc::syscall(
                     libc::SYS_futex,
                     self.value.as_ptr(),
                     libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-                    old,
+                    value,
                     std::ptr::null::<libc::timespec>(),
                 );
             }
@@ -63,37 +101,55 @@ impl Gate {
         self.asleep.fetch_sub(1, SeqCst);
     }
 
-    /// Adds to the value and wakes the sleepers. A sleeper counts itself before it looks at the value, so one of the two is seen.
-    fn add(&self, n: u32) -> u32 {
-        let old = self.value.fetch_add(n, SeqCst);
+    /// Changes the value and wakes the sleepers.
+    fn set(&self, value: u32) {
+        self.value.swap(value, SeqCst);
         if self.asleep.load(SeqCst) > 0 {
             // SAFETY: the word outlives the call; waking touches no memory of ours.
             unsafe {
                 libc::syscall(libc::SYS_futex, self.value.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
             }
         }
-        old.wrapping_add(n)
+    }
+
+    /// Adds one, as its only writer, and wakes the sleepers.
+    fn step(&self) -> u32 {
+        let next = self.value.load(Relaxed).wrapping_add(1);
+        self.set(next);
+        next
     }
 }
 
-/// What the threads of a team share. Each gate has its own cache lines.
+/// What the threads of a team share. Each word that somebody spins on has its own cache lines.
 struct State {
-    count: u32,
     start: Line<Gate>,   // one step per dispatch
-    done: Line<Gate>,    // workers finished, over all dispatches
     barrier: Line<Gate>, // one step per barrier passed
-    arrived: Line<AtomicU32>,
+    posts: Box<[Line<Post>]>,
+    active: AtomicU32,          // workers of the running dispatch
+    per_node: Box<[AtomicU32]>, // of them, on each node
     work: UnsafeCell<Option<*const Work>>,
     stop: AtomicBool,
     broken: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
+/// What one worker tells the others; only `rank`, `resume` and the end of `resting` are written by worker 0.
+struct Post {
+    arrived: Gate,     // the value of `barrier` that lets it pass
+    done: Gate,        // the dispatch that it finished
+    resting: Gate,     // 1: it waits here until it is 0
+    resume: AtomicU32, // the dispatch before the one it comes back for
+    rank: AtomicU32,
+    node: usize,
+    wanted_ns: AtomicU64, // time that it ran or would have run
+    denied_ns: AtomicU64, // of it, time that it would have run and something else did
+}
+
 #[repr(align(128))]
 struct Line<T>(T);
 
-// SAFETY: `work` is written only by the dispatching thread while every worker waits at `start`, and read only between
-// the step of `start` and the worker's count on `done`; both are sequentially consistent.
+// SAFETY: `work` is written only by the dispatching thread while every worker waits at `start` or rests, and read only
+// between the step of `start` and the worker's `done`, each a release that the other side acquires.
 unsafe impl Sync for State {}
 // SAFETY: as above; the pointer is dereferenced only while `run` keeps the closure alive.
 unsafe impl Send for State {}
@@ -102,17 +158,54 @@ unsafe impl Send for State {}
 struct BrokenBarrier;
 
 impl State {
-    fn work(&self, index: usize) {
-        // SAFETY: between the step of `start` and the count on `done` nobody writes `work`, and `run` keeps the closure alive.
+    /// Runs the dispatched closure as the worker of a seat.
+    fn work(&self, seat: usize) {
+        // SAFETY: between the step of `start` and this worker's `done` nobody writes `work`, and `run` keeps the closure alive.
         let Some(work) = (unsafe { (*self.work.get()).map(|work| &*work) }) else { return };
-        let worker = Worker { index, count: self.count as usize, state: self };
+        let post = &self.posts[seat].0;
+        let index = post.rank.load(Relaxed) as usize;
+        let worker = Worker { index, count: self.active.load(Relaxed) as usize, node: post.node, seat, state: self };
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(&worker))) {
             if !payload.is::<BrokenBarrier>() {
                 self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
             }
             self.broken.store(true, SeqCst);
-            self.barrier.0.add(1);
+            // Whoever waits for this worker must not wait for ever: worker 0 for its arrival, all others for worker 0.
+            match seat {
+                0 => drop(self.barrier.0.step()),
+                _ => post.arrived.set(self.barrier.0.get().wrapping_add(1)),
+            }
         }
+    }
+
+    /// A worker's thread: one dispatch after the other until the team is dropped.
+    fn serve(&self, seat: usize, mut step: u32, mut clock: Clock) {
+        let post = &self.posts[seat].0;
+        loop {
+            self.start.0.wait(|start| start != step);
+            step = self.start.0.get();
+            if self.stop.load(SeqCst) {
+                return;
+            }
+            if post.rank.load(Relaxed) == RESTING {
+                post.resting.set(1);
+                // Looked at after the word is set: whoever stops the team clears it after saying so.
+                if self.stop.load(SeqCst) {
+                    return;
+                }
+                post.resting.wait(|resting| resting == 0);
+                step = post.resume.load(Relaxed);
+                continue;
+            }
+            self.work(seat);
+            clock.tell(post);
+            post.done.set(step);
+        }
+    }
+
+    /// The seats of the running dispatch but the caller's.
+    fn others(&self) -> impl Iterator<Item = &Post> {
+        self.posts.iter().skip(1).map(|post| &post.0).filter(|post| post.rank.load(Relaxed) != RESTING)
     }
 }
 
@@ -120,8 +213,11 @@ impl State {
 pub struct Worker<'a> {
     /// From 0 to `count - 1`; 0 is the thread that called [`Team::run`].
     pub index: usize,
-    /// Workers of the team.
+    /// Workers of this dispatch: all of the team but those that rest.
     pub count: usize,
+    /// Its NUMA node, as an index into [`Team::nodes`].
+    pub node: usize,
+    seat: usize,
     state: &'a State,
 }
 
@@ -129,18 +225,24 @@ impl Worker<'_> {
     /// Waits until all workers are here; what they wrote before is then visible to all.
     pub fn barrier(&self) {
         let state = self.state;
-        let step = state.barrier.0.value.load(SeqCst);
+        let step = state.barrier.0.get();
+        let next = step.wrapping_add(1);
         // Read after `step`: a panic that this misses also changes the step.
-        if state.broken.load(SeqCst) {
-            resume_unwind(Box::new(BrokenBarrier));
-        }
-        if state.arrived.0.fetch_add(1, SeqCst) + 1 == state.count {
-            state.arrived.0.store(0, SeqCst);
-            state.barrier.0.add(1);
+        self.unwind_if_broken();
+        if self.seat == 0 {
+            state.others().for_each(|post| post.arrived.wait(|arrived| arrived == next));
+            // Before the step: unwinding makes it.
+            self.unwind_if_broken();
+            state.barrier.0.set(next);
         } else {
-            state.barrier.0.wait_while(step);
+            state.posts[self.seat].0.arrived.set(next);
+            state.barrier.0.wait(|now| now != step);
+            self.unwind_if_broken();
         }
-        if state.broken.load(SeqCst) {
+    }
+
+    fn unwind_if_broken(&self) {
+        if self.state.broken.load(SeqCst) {
             resume_unwind(Box::new(BrokenBarrier));
         }
     }
@@ -149,99 +251,133 @@ impl Worker<'_> {
     pub fn share(&self, n: usize) -> Range<usize> {
         n * self.index / self.count..n * (self.index + 1) / self.count
     }
+
+    /// Workers of this dispatch on a node of [`Team::nodes`].
+    pub fn count_on(&self, node: usize) -> usize {
+        self.state.per_node[node].load(Relaxed) as usize
+    }
 }
 
 /// Pinned threads, and the caller as worker 0.
 pub struct Team {
     state: Arc<State>,
-    cpus: Vec<usize>,
-    busy: AtomicBool,
+    seats: Vec<Seat>,
+    nodes: Vec<usize>,
+    roster: Mutex<Roster>, // held while the team runs
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Team {
-    /// One worker per entry of `cpus`, pinned to it; worker 0 is whoever calls [`run`](Team::run), see [`pin_caller`](Team::pin_caller).
-    ///
-    /// A CPU may be listed twice. Errors: `cpus` is empty, or a CPU is not this process's to use.
+    /// One worker per entry of `cpus`, pinned to it, as if all were on one node. As [`Team::on_nodes`] otherwise.
     pub fn new(cpus: &[usize]) -> Result<Team> {
-        if cpus.is_empty() {
+        Self::on_nodes(&cpus.iter().map(|&cpu| Seat { cpu, node: 0 }).collect::<Vec<_>>())
+    }
+
+    /// One worker per seat, pinned to it; worker 0 is whoever calls [`run`](Team::run), see [`pin_caller`](Team::pin_caller).
+    ///
+    /// Seats of one node stand together; a CPU may be listed twice. Errors: there are no seats, or a CPU is not this process's to use.
+    pub fn on_nodes(seats: &[Seat]) -> Result<Team> {
+        if seats.is_empty() {
             return Err(Error::Invalid("a team needs at least one thread: raise --threads".into()));
         }
+        let mut nodes: Vec<usize> = seats.iter().map(|seat| seat.node).collect();
+        nodes.dedup();
+        let post = |rank: usize, seat: &Seat| {
+            Line(Post {
+                arrived: Gate::new(0),
+                done: Gate::new(0),
+                resting: Gate::new(0),
+                resume: AtomicU32::new(0),
+                rank: AtomicU32::new(rank as u32),
+                node: nodes.iter().position(|&node| node == seat.node).expect("every seat's node was just listed"),
+                wanted_ns: AtomicU64::new(0),
+                denied_ns: AtomicU64::new(0),
+            })
+        };
         let state = Arc::new(State {
-            count: cpus.len() as u32,
             start: Line(Gate::new(0)),
-            done: Line(Gate::new(0)),
             barrier: Line(Gate::new(0)),
-            arrived: Line(AtomicU32::new(0)),
+            posts: seats.iter().enumerate().map(|(rank, seat)| post(rank, seat)).collect(),
+            active: AtomicU32::new(0),
+            per_node: nodes.iter().map(|_| AtomicU32::new(0)).collect(),
             work: UnsafeCell::new(None),
             stop: AtomicBool::new(false),
             broken: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        let mut team = Team { state, cpus: cpus.to_vec(), busy: AtomicBool::new(false), threads: Vec::new() };
-        for (index, &cpu) in cpus.iter().enumerate().skip(1) {
+        let roster = Mutex::new(Roster::new(seats));
+        let mut team = Team { state, seats: seats.to_vec(), nodes, roster, threads: Vec::new() };
+        team.state.rank();
+        for (seat, &Seat { cpu, .. }) in seats.iter().enumerate().skip(1) {
             let state = team.state.clone();
             let (pinned, outcome) = std::sync::mpsc::sync_channel(1);
             let body = move || {
-                // A gate's value is read before the team knows of this thread, so no dispatch can be missed.
-                let mut step = state.start.0.value.load(SeqCst);
+                // Read before the team knows of this thread, so no dispatch can be missed.
+                let step = state.start.0.get();
+                let clock = Clock::of_this_thread();
                 let _ = pinned.send(pin(cpu));
-                loop {
-                    state.start.0.wait_while(step);
-                    step = step.wrapping_add(1);
-                    if state.stop.load(SeqCst) {
-                        return;
-                    }
-                    state.work(index);
-                    state.done.0.add(1);
-                }
+                state.serve(seat, step, clock);
             };
             let thread = std::thread::Builder::new()
-                .name(format!("worker-{index}"))
+                .name(format!("worker-{seat}"))
                 .spawn(body)
-                .map_err(|e| Error::Resources(format!("cannot start worker thread {index} of {}: {e}; lower --threads", cpus.len())))?;
+                .map_err(|e| Error::Resources(format!("cannot start worker thread {seat} of {}: {e}; lower --threads", seats.len())))?;
             team.threads.push(thread);
-            outcome.recv().map_err(|_| Error::Resources(format!("worker thread {index} died at start")))??;
+            outcome.recv().map_err(|_| Error::Resources(format!("worker thread {seat} died at start")))??;
         }
         Ok(team)
     }
 
-    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once.
+    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once; before that, no worker rests.
     pub fn pin_caller(&self) -> Result<()> {
-        pin(self.cpus[0])
+        pin(self.seats[0].cpu)?;
+        self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller(&self.state);
+        Ok(())
     }
 
-    /// Workers of the team, the caller included.
+    /// Workers of the team, the caller included, also those that rest.
     pub fn threads(&self) -> usize {
-        self.cpus.len()
+        self.seats.len()
+    }
+
+    /// The numbers of the NUMA nodes it sits on.
+    pub fn nodes(&self) -> &[usize] {
+        &self.nodes
+    }
+
+    /// Workers on each of [`nodes`](Team::nodes), also those that rest.
+    pub fn threads_per_node(&self) -> Vec<usize> {
+        self.nodes.iter().map(|&node| self.seats.iter().filter(|seat| seat.node == node).count()).collect()
     }
 
     /// Runs `work` on every worker at once and returns when all are done.
     ///
     /// A panic of any worker is handed on after all have stopped. Panics: called inside `work`, or from two threads.
     pub fn run(&self, work: &(dyn Fn(&Worker<'_>) + Sync)) {
-        assert!(!self.busy.swap(true, SeqCst), "Team::run called while the team is already running");
+        let mut roster = match self.roster.try_lock() {
+            Ok(roster) => roster,
+            Err(TryLockError::Poisoned(roster)) => roster.into_inner(),
+            Err(TryLockError::WouldBlock) => panic!("Team::run called while the team is already running"),
+        };
         let state = &*self.state;
+        roster.look(state, &self.seats);
         // SAFETY: only the lifetime changes; the closure is forgotten below before `run` returns.
         let erased = unsafe { std::mem::transmute::<*const (dyn Fn(&Worker<'_>) + Sync + '_), *const Work>(work) };
-        // SAFETY: all workers wait at `start`: the previous run saw each of them count on `done`.
+        // SAFETY: all workers wait at `start` or rest: the previous run saw `done` of each.
         unsafe { *state.work.get() = Some(erased) };
-        let finished = state.done.0.value.load(SeqCst).wrapping_add(state.count - 1);
-        state.start.0.add(1);
+        let step = state.start.0.step();
         state.work(0);
-        loop {
-            let done = state.done.0.value.load(SeqCst);
-            if done == finished {
-                break;
-            }
-            state.done.0.wait_while(done);
-        }
-        // SAFETY: as above, all workers wait at `start` again.
+        state.others().for_each(|post| post.done.wait(|done| done == step));
+        // SAFETY: as above, all workers wait again.
         unsafe { *state.work.get() = None };
-        state.arrived.0.store(0, SeqCst);
+        if !state.broken.load(SeqCst) {
+            return;
+        }
+        // Past whatever value a panicking worker has put on its post.
+        state.barrier.0.step();
         state.broken.store(false, SeqCst);
+        drop(roster);
         let panic = state.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.busy.store(false, SeqCst);
         if let Some(payload) = panic {
             resume_unwind(payload);
         }
@@ -251,7 +387,10 @@ impl Team {
 impl Drop for Team {
     fn drop(&mut self) {
         self.state.stop.store(true, SeqCst);
-        self.state.start.0.add(1);
+        for post in &self.state.posts {
+            post.0.resting.set(0);
+        }
+        self.state.start.0.step();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }

@@ -111,6 +111,12 @@ fn a_damaged_cache_gives_no_wrong_answer() {
     let half = whole.len() / 2;
     damaged[half..half + 4096].fill(0);
     std::fs::write(&path, damaged).unwrap();
+    // A copy looks at every expert, also at those that no token goes to.
+    let out = model.beside("answer.safetensors");
+    let copied = ["capture", "MODEL", "--tokens", "1", "--logits", "--experts-memory", "copy", "--out", out.to_str().unwrap()];
+    let output = model.run(&copied);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && text.contains("is damaged") && text.lines().count() == 1, "{text}");
     assert!(!model.run(&["cache", "verify", "MODEL"]).status.success());
     assert!(model.run(&["cache", "build", "MODEL", "--force"]).status.success());
     assert_eq!(answer(&model, &model.cache()).unwrap(), right);

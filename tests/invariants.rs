@@ -5,9 +5,9 @@ mod common;
 
 use common::{Run, demo_dir, load, step};
 use moebius::batch::Batch;
-use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
 use moebius::kv_cache::BlockPool;
-use moebius::load::Loaded;
+use moebius::load::{LoadProgress, Loaded};
 
 const MODELS: [&str; 2] = ["moe-gqa", "moe-mla"];
 
@@ -113,6 +113,44 @@ fn instruction_sets_do_not_change_bits() {
         let logits = |simd| whole(&mut load(&demo_dir(model), &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
         let results: Vec<_> = moebius::kernel::available().into_iter().map(logits).collect();
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{model}");
+    }
+}
+
+#[test]
+fn where_the_experts_lie_does_not_change_bits() {
+    let tokens = prompt(80, 12);
+    for model in MODELS {
+        let mut results = Vec::new();
+        for (experts_memory, numa, lock) in [
+            (ExpertsMemory::Map, Numa::Auto, false),
+            (ExpertsMemory::Copy, Numa::Auto, true),
+            (ExpertsMemory::Copy, Numa::Off, false),
+            (ExpertsMemory::Auto, Numa::Interleave, false),
+        ] {
+            let config = EngineConfig { experts_memory, numa, lock, cache_dir: Some(common::cache_dir()), ..Default::default() };
+            let (copied, said) = (std::sync::atomic::AtomicUsize::new(0), std::sync::Mutex::new(String::new()));
+            let report = |progress: LoadProgress<'_>| match progress {
+                LoadProgress::Copy(done, layers) => {
+                    assert!(done <= layers);
+                    copied.store(done, std::sync::atomic::Ordering::Relaxed);
+                }
+                LoadProgress::Experts(line) => *said.lock().unwrap() = line.to_string(),
+                _ => {}
+            };
+            let mut loaded = match moebius::load::load("test", &demo_dir(model), &config, &report) {
+                Ok(loaded) => loaded,
+                Err(error) if lock => {
+                    assert!(error.to_string().contains("ulimit -l"), "{error}");
+                    continue;
+                }
+                Err(error) => panic!("{error}"),
+            };
+            if experts_memory == ExpertsMemory::Copy {
+                assert!(copied.into_inner() > 0 && said.lock().unwrap().contains("copied into"), "{said:?}");
+            }
+            results.push(whole(&mut loaded, &tokens));
+        }
+        assert!(results.len() > 2 && results.windows(2).all(|w| w[0] == w[1]), "{model}");
     }
 }
 

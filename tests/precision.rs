@@ -7,7 +7,7 @@ use common::{Fixture, cosine, demo_dir, greedy, load};
 use moebius::backend::Routing;
 use moebius::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
-use moebius::experts::CpuExperts;
+use moebius::experts::{CpuExperts, ExpertMemory};
 use moebius::topology::Topology;
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::unpack_expert;
@@ -47,7 +47,13 @@ fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
             let (layout, layer) = (cache.layout(), cache.layer_index(2).unwrap());
             let experts: Vec<_> = (0..cache.num_experts()).map(|e| unpack_expert(&layout, cache.expert(layer, e))).collect();
             let hidden = layout.gate.k;
-            let mut executor = CpuExperts::new(std::sync::Arc::new(cache), team.clone(), kernel, tokens.len(), routing.top_k);
+            let mut executor = CpuExperts::new(
+                std::sync::Arc::new(ExpertMemory::mapped(std::sync::Arc::new(cache))),
+                team.clone(),
+                kernel,
+                tokens.len(),
+                routing.top_k,
+            );
             let mut out = vec![0.0; x.len()];
             executor.submit_rows(layer, x, routing).unwrap();
             executor.finish_rows(&mut out).unwrap();

@@ -7,10 +7,11 @@
 mod header;
 
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memmap2::{Advice, Mmap, MmapMut, MmapOptions};
+use memmap2::{Advice, Mmap, MmapMut, MmapOptions, UncheckedAdvice};
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -161,6 +162,29 @@ impl ExpertCache {
             progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
             Ok(())
         })
+    }
+
+    /// Whether it is mapped from a file.
+    pub fn is_file(&self) -> bool {
+        matches!(self.memory, Memory::File(_))
+    }
+
+    /// Gives back the memory of layer index `i`, where it is needed for a copy of it: a file is read again when it is used again, random
+    /// weights become zeros.
+    pub fn forget_layer(&mut self, i: usize) {
+        let LayerEntry { offset, bytes, .. } = self.header.layers[i];
+        let (offset, bytes) = (offset as usize, bytes as usize);
+        // A refusal only keeps the memory.
+        let _ = match &self.memory {
+            // SAFETY: `self` is borrowed alone, so nobody looks at these bytes; afterwards they are the file's, or zeros, both readable.
+            Memory::File(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
+            // SAFETY: as above.
+            Memory::Anonymous(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
+        };
+        if let (true, Ok(file)) = (self.is_file(), File::open(&self.path)) {
+            // SAFETY: the descriptor is open; this only advises.
+            unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as i64, bytes as i64, libc::POSIX_FADV_DONTNEED) };
+        }
     }
 
     /// Keeps all of it in memory: never paged out, and read in now.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
 use moebius::kernel::Simd;
 use moebius::{Error, Result};
 
@@ -43,6 +43,12 @@ pub(crate) struct EngineArgs {
     /// Lock the experts in RAM.
     #[arg(long)]
     lock: bool,
+    /// What NUMA nodes are used for: a slice of every expert on each, nothing, or the experts' pages in turn.
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "off", "interleave"]).map(|s| numa(&s)))]
+    numa: Numa,
+    /// Where the experts are read from: the mapped cache file, a copy in huge pages, or what is faster.
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "map", "copy"]).map(|s| experts_memory(&s)))]
+    experts_memory: ExpertsMemory,
 }
 
 impl EngineArgs {
@@ -72,6 +78,8 @@ impl EngineArgs {
             simd: self.simd,
             cache_dir: self.cache_dir.clone(),
             lock: self.lock,
+            numa: self.numa,
+            experts_memory: self.experts_memory,
             ..EngineConfig::default()
         };
         config.cache_dir = Some(moebius::load::cache_dir(&config)?);
@@ -84,6 +92,22 @@ fn expert_bits(name: &str) -> ExpertBits {
         "bf16" => ExpertBits::Bf16,
         "int8" => ExpertBits::Int8,
         _ => ExpertBits::Int4,
+    }
+}
+
+fn numa(name: &str) -> Numa {
+    match name {
+        "off" => Numa::Off,
+        "interleave" => Numa::Interleave,
+        _ => Numa::Auto,
+    }
+}
+
+fn experts_memory(name: &str) -> ExpertsMemory {
+    match name {
+        "map" => ExpertsMemory::Map,
+        "copy" => ExpertsMemory::Copy,
+        _ => ExpertsMemory::Auto,
     }
 }
 

@@ -28,6 +28,8 @@ impl Status {
                 self.note(&p.phase.to_string());
             }
             LoadProgress::Convert(p) => self.report(&p.phase.to_string(), p.bytes_done, p.bytes_total, true),
+            LoadProgress::Copy(done, layers) => self.report("copying experts", done as u64, layers as u64, false),
+            LoadProgress::Experts(line) => self.note(line),
             LoadProgress::Weights(done, layers) => self.report("loading layers", done as u64, layers as u64, false),
         }
     }

@@ -8,7 +8,8 @@
 //!          for output tile of mine:      for expert ascending:  out[token] += weight * (down tile . h)
 //! ```
 //!
-//! Work is claimed in small runs of tiles, so that cores of unequal speed finish together. Each output element is
+//! Work is claimed in small runs of tiles, so that cores of unequal speed finish together; with several NUMA nodes each worker
+//! claims from its own node's slice while that lasts. Each output element is
 //! summed by one worker in order of expert id: the bits depend neither on the number of threads nor on the batch.
 #![allow(unsafe_code)]
 
@@ -16,10 +17,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::{ExpertLayout, TILE_ROWS};
 
 use super::ExpertExecutor;
+use super::memory::{ExpertMemory, turns};
 use crate::Result;
 use crate::backend::Routing;
 use crate::kernel::{Activations, ActivationsMut, Kernel};
@@ -55,12 +56,25 @@ const PARALLEL_VALUES: usize = 1 << 14;
 struct Active {
     expert: usize,
     pairs: (usize, usize), // its pairs, from and to
-    cost: usize,           // phase 1 cost of all experts before this one
+    cost: usize,           // of one tile of each expert before this one
 }
+
+impl Active {
+    /// What one of its tiles costs.
+    fn tile_cost(&self) -> usize {
+        READ_COST + self.pairs.1 - self.pairs.0
+    }
+}
+
+/// The next run of each phase in one node's slice.
+#[derive(Default)]
+#[repr(align(128))]
+struct Claims([AtomicUsize; 2]);
 
 /// All routed experts of a model, computed where they lie.
 pub struct CpuExperts {
-    store: Arc<ExpertCache>,
+    memory: Arc<ExpertMemory>,
+    claims: Vec<Claims>, // [nodes]
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     layout: ExpertLayout,
@@ -85,11 +99,12 @@ pub struct CpuExperts {
 
 impl CpuExperts {
     /// Allocates for batches of up to `max_tokens` with `top_k` experts each; nothing is allocated later.
-    pub fn new(store: Arc<ExpertCache>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
+    pub fn new(memory: Arc<ExpertMemory>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
+        let store = memory.cache();
         let layout = store.layout();
         let (experts, pairs) = (store.num_experts(), max_tokens * top_k);
         Self {
-            checked: vec![false; store.num_layers() * experts],
+            checked: vec![memory.is_copy(); store.num_layers() * experts],
             bytes_read: 0,
             layer: 0,
             tokens: 0,
@@ -102,7 +117,8 @@ impl CpuExperts {
             hidden: vec![0.0; pairs * layout.down.k],
             hidden_q: Activations::new(kernel, layout.down.precision, layout.down.k, pairs),
             results: vec![0.0; team.threads() * RESULTS],
-            store,
+            claims: (0..memory.nodes()).map(|_| Claims::default()).collect(),
+            memory,
             team,
             kernel,
             layout,
@@ -123,7 +139,7 @@ impl CpuExperts {
         let (mut start, mut cost) = (0, 0);
         for (expert, count) in self.counts.iter_mut().enumerate().filter(|(_, count)| **count > 0) {
             self.active.push(Active { expert, pairs: (start, start + *count), cost });
-            cost += (READ_COST + *count) * self.layout.gate.tiles();
+            cost += READ_COST + *count;
             // From here on the place of the expert's next pair.
             (start, *count) = (start + *count, start);
         }
@@ -153,13 +169,13 @@ impl CpuExperts {
                 if self.checked[base + active.expert] {
                     continue;
                 }
-                if let Err(error) = self.store.check_expert(self.layer, active.expert) {
+                if let Err(error) = self.memory.check_expert(self.layer, active.expert) {
                     failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                 }
             }
         });
         if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error.into());
+            return Err(error);
         }
         for active in &self.active {
             self.checked[base + active.expert] = true;
@@ -214,7 +230,7 @@ impl CpuExperts {
         assert_eq!(x.len(), self.tokens * k, "rows of {k}");
         assert!(self.tokens <= self.max_tokens && routing.top_k <= self.top_k, "a batch larger than was allocated for");
         assert!(routing.ids.len() == self.tokens * routing.top_k && routing.weights.len() == routing.ids.len());
-        assert!(layer < self.store.num_layers());
+        assert!(layer < self.memory.cache().num_layers());
         self.layer = layer;
         self.sort(routing);
         if let Err(error) = self.check() {
@@ -234,10 +250,11 @@ impl CpuExperts {
             return Ok(());
         }
         let pairs = self.active[self.active.len() - 1].pairs.1;
+        self.claims.iter().flat_map(|claims| &claims.0).for_each(|next| next.store(0, Relaxed));
         let step = Step {
             kernel: self.kernel,
             layout: self.layout,
-            store: &self.store,
+            memory: &self.memory,
             layer: self.layer,
             active: &self.active,
             pair_tokens: &self.pair_tokens[..pairs],
@@ -248,7 +265,7 @@ impl CpuExperts {
             hidden_q: self.hidden_q.start(self.kernel, self.layout.down.precision, self.layout.down.k, pairs),
             out: Shared::new(out),
             results: Shared::new(&mut self.results),
-            claims: [AtomicUsize::new(0), AtomicUsize::new(0)],
+            claims: &self.claims,
         };
         self.team.run(&|worker| step.work(worker));
         self.bytes_read += self.active.len() as u64 * self.layout.bytes() as u64;
@@ -261,7 +278,7 @@ impl CpuExperts {
 struct Step<'a> {
     kernel: &'a dyn Kernel,
     layout: ExpertLayout,
-    store: &'a ExpertCache,
+    memory: &'a ExpertMemory,
     layer: usize,
     active: &'a [Active],
     pair_tokens: &'a [u32],
@@ -272,27 +289,32 @@ struct Step<'a> {
     hidden_q: ActivationsMut<'a>,
     out: Shared<'a, f32>,
     results: Shared<'a, f32>,
-    claims: [AtomicUsize; 2], // next run of each phase
+    claims: &'a [Claims], // [nodes]
 }
 
 impl Step<'_> {
     fn work(&self, worker: &Worker<'_>) {
-        let runs = worker.count * CLAIMS;
         // SAFETY: each worker has its own part.
         let results = unsafe { self.results.slice_mut(worker.index * RESULTS..(worker.index + 1) * RESULTS) };
-        let claim = |phase: usize| Some(self.claims[phase].fetch_add(1, Relaxed)).filter(|&run| run < runs);
+        // A node's slice, and the cut of it that this worker is to do next.
+        let nodes = self.memory.nodes();
+        let runs = |node: usize| CLAIMS * if nodes == 1 { worker.count } else { worker.count_on(node).max(1) };
+        let claim = |node: usize, phase: usize| Some(self.claims[node].0[phase].fetch_add(1, Relaxed)).filter(|&run| run < runs(node));
+        let own = worker.node % nodes;
 
-        let tiles = self.layout.gate.tiles();
         let last = self.active[self.active.len() - 1];
-        let total = last.cost + (READ_COST + last.pairs.1 - last.pairs.0) * tiles;
-        while let Some(run) = claim(0) {
-            // A tile belongs to the run in which its cost begins.
-            let (from, to) = (total * run / runs, total * (run + 1) / runs);
-            for active in self.active {
-                let tile_cost = READ_COST + active.pairs.1 - active.pairs.0;
-                let first = |cost: usize| cost.saturating_sub(active.cost).div_ceil(tile_cost).min(tiles);
-                for tile in (first(from)..first(to)).step_by(GATE_TILES) {
-                    self.gate_up(active, tile..first(to).min(tile + GATE_TILES), results);
+        for node in turns(own, nodes) {
+            let slice = self.memory.gate_tiles_of(node);
+            let (tiles, runs) = (slice.len(), runs(node));
+            let total = (last.cost + last.tile_cost()) * tiles;
+            while let Some(run) = claim(node, 0) {
+                // A tile belongs to the run in which its cost begins.
+                let (from, to) = (total * run / runs, total * (run + 1) / runs);
+                for active in self.active {
+                    let first = |cost: usize| cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles);
+                    for tile in (first(from)..first(to)).step_by(GATE_TILES) {
+                        self.gate_up(active, slice.start + tile..slice.start + first(to).min(tile + GATE_TILES), results);
+                    }
                 }
             }
         }
@@ -303,12 +325,15 @@ impl Step<'_> {
             unsafe { self.hidden_q.put(self.kernel, pair..pair + 1, self.hidden.slice(pair * k..(pair + 1) * k)) };
         }
         worker.barrier();
-        let tiles = self.layout.down.tiles();
-        while let Some(run) = claim(1) {
-            for active in self.active {
-                let (from, to) = (tiles * run / runs, tiles * (run + 1) / runs);
-                for first in (from..to).step_by(DOWN_TILES) {
-                    self.down(active, first..to.min(first + DOWN_TILES), results);
+        for node in turns(own, nodes) {
+            let slice = self.memory.down_tiles_of(node);
+            let (tiles, runs) = (slice.len(), runs(node));
+            while let Some(run) = claim(node, 1) {
+                for active in self.active {
+                    let (from, to) = (slice.start + tiles * run / runs, slice.start + tiles * (run + 1) / runs);
+                    for first in (from..to).step_by(DOWN_TILES) {
+                        self.down(active, first..to.min(first + DOWN_TILES), results);
+                    }
                 }
             }
         }
@@ -319,8 +344,7 @@ impl Step<'_> {
         let n = self.layout.gate.n;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
-        let weights = self.store.expert(self.layer, active.expert);
-        let weights = &weights[self.layout.gate_tile(tiles.start)..self.layout.gate_tile(tiles.end)];
+        let weights = self.memory.gate_up_tiles(self.layer, active.expert, tiles);
         for pairs in blocks(active.pairs) {
             let len = pairs.len() * width;
             let (y, rest) = results.split_at_mut(2 * len);
@@ -347,8 +371,7 @@ impl Step<'_> {
         let n = self.layout.down.n;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
-        let weights = self.store.expert(self.layer, active.expert);
-        let weights = &weights[self.layout.down_tile(tiles.start)..self.layout.down_tile(tiles.end)];
+        let weights = self.memory.down_tiles(self.layer, active.expert, tiles);
         for pairs in blocks(active.pairs) {
             let y = &mut results[..pairs.len() * width];
             // SAFETY: after the second barrier nobody writes these rows.

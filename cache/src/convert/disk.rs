@@ -1,5 +1,5 @@
 //! The cache folder: who may write in it, how much fits, and how a file gets its final name.
-#![allow(unsafe_code)] // fallocate and statvfs
+#![allow(unsafe_code)] // fallocate, fadvise and statvfs
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -162,6 +162,9 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
 /// Gives a complete file its final name, and returns when both would survive a power cut.
 pub(super) fn publish(file: &File, from: &Path, to: &Path) -> Result<()> {
     file.sync_all().map_err(unwritable(from))?;
+    // Writing leaves small pages in the page cache; read again through the map, most file systems give huge ones.
+    // SAFETY: the descriptor is open; this only advises.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
     std::fs::rename(from, to).map_err(unwritable(to))?;
     let dir = to.parent().unwrap_or(to);
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(unwritable(dir))

@@ -2,12 +2,12 @@
 
 use half::bf16;
 use moebius_cache::Precision;
-use moebius_cache::format::Contents;
+use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{MatrixLayout, Weights, pack_matrix, unpack_expert};
 
 use super::*;
 use crate::kernel::{self, Simd};
-use crate::topology::Topology;
+use crate::topology::{Seat, Topology};
 
 const EXPERTS: usize = 7;
 const LAYERS: usize = 2;
@@ -95,7 +95,7 @@ fn inputs(tokens: usize, hidden: usize) -> (Vec<f32>, Routing) {
 
 fn executor(store: Arc<ExpertCache>, threads: usize, simd: Simd) -> CpuExperts {
     let team = Team::new(&Topology::read().worker_cpus(threads)).unwrap();
-    CpuExperts::new(store, Arc::new(team), kernel::get(simd).unwrap(), 150, TOP_K)
+    CpuExperts::new(Arc::new(ExpertMemory::mapped(store)), Arc::new(team), kernel::get(simd).unwrap(), 150, TOP_K)
 }
 
 fn run(executor: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) -> Vec<u32> {
@@ -159,6 +159,29 @@ fn bits_depend_on_neither_kernel_nor_threads() {
                             "{precision}, {tokens} tokens, {simd}, {threads} threads"
                         );
                     }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_nodes() {
+    for precision in PRECISIONS {
+        let (hidden, intermediate) = dims(precision);
+        for tokens in [1, 70] {
+            let (x, routing) = inputs(tokens, hidden);
+            let expected = run(&mut executor(store(hidden, intermediate, precision), 1, kernel::best().simd()), 1, &x, &routing);
+            // As many slices as tiles and more among them: some nodes hold nothing.
+            for workers in [&[1, 1][..], &[1, 3], &[2, 1, 1], &[1; 8]] {
+                let cpus = Topology::read().worker_cpus(workers.iter().sum());
+                let nodes = workers.iter().enumerate().flat_map(|(node, &count)| std::iter::repeat_n(node, count));
+                let seats: Vec<Seat> = cpus.into_iter().zip(nodes).map(|(cpu, node)| Seat { cpu, node }).collect();
+                let team = Arc::new(Team::on_nodes(&seats).unwrap());
+                let memory = ExpertMemory::copied(store(hidden, intermediate, precision), &team, &[], &|_, _| ()).unwrap();
+                let mut executor = CpuExperts::new(Arc::new(memory), team, kernel::best(), 150, TOP_K);
+                for _ in 0..3 {
+                    assert_eq!(run(&mut executor, 1, &x, &routing), expected, "{precision}, {tokens} tokens, {workers:?} workers");
                 }
             }
         }

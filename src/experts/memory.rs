@@ -1,0 +1,238 @@
+//! Where the bytes of the routed experts are: mapped as the cache file lies, or copied into huge pages, a slice per NUMA node.
+//!
+//! With several nodes every one holds a slice of every expert, cut by tiles of rows: whatever experts a token goes to, it
+//! reads from all memories at once. A mapped file is one slice, wherever its pages happen to be.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use moebius_cache::format::ExpertCache;
+use moebius_cache::pack::ExpertLayout;
+
+use crate::memory::{self, Buffer};
+use crate::topology;
+use crate::workers::{Shared, Team, Worker};
+use crate::{Error, Result};
+
+/// All packed routed experts of a model.
+pub struct ExpertMemory {
+    cache: Arc<ExpertCache>, // the bytes themselves while there is no copy
+    layout: ExpertLayout,
+    gate: Vec<usize>, // [nodes + 1]: the first tile of each node's slice
+    down: Vec<usize>, // [nodes + 1]
+    copy: Vec<Slice>, // [nodes], or empty: mapped
+}
+
+/// What one node holds: of every expert a run of `gate` and `up` tiles, then a run of `down` tiles.
+struct Slice {
+    stride: usize,     // bytes from one expert to the next
+    bytes: Buffer<u8>, // [layers, experts, stride]
+}
+
+impl ExpertMemory {
+    /// The experts where they are: a mapped file, or memory that the cache itself owns.
+    pub fn mapped(cache: Arc<ExpertCache>) -> Self {
+        Self::cut(cache, &[1])
+    }
+
+    /// The experts copied into huge pages by the team, checksums compared on the way: a slice for each of its nodes, in that
+    /// node's memory; or, if `interleave` names nodes, one slice whose pages alternate between them.
+    ///
+    /// What the copy was made from is given back where memory is short: pages of the file, or, if nobody else holds them, random
+    /// weights. `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory, `Error::Cache` for a damaged expert.
+    pub fn copied(cache: Arc<ExpertCache>, team: &Team, interleave: &[usize], progress: &dyn Fn(usize, usize)) -> Result<Self> {
+        let workers = if interleave.is_empty() { team.threads_per_node() } else { vec![team.threads()] };
+        let mut memory = Self::cut(cache, &workers);
+        let (layers, experts) = (memory.cache.num_layers(), memory.cache.num_experts());
+        for node in 0..workers.len() {
+            let bytes = 2 * memory.gate_tiles_of(node).len() * memory.layout.gate.tile_bytes()
+                + memory.down_tiles_of(node).len() * memory.layout.down.tile_bytes();
+            let stride = bytes.next_multiple_of(64);
+            let buffer = Buffer::zeros(layers * experts * stride)?;
+            // Refused in some containers: then pages come to the node of whoever writes them first, which is the right one too.
+            let _ = match team.nodes() {
+                _ if !interleave.is_empty() => buffer.interleave(interleave),
+                [_] => Ok(()),
+                nodes => buffer.prefer(0..buffer.len(), nodes[node]),
+            };
+            memory.copy.push(Slice { stride, bytes: buffer });
+        }
+        // Pages of the file fill a node's memory before the copy can: with several nodes they always go.
+        let keep = workers.len() == 1 && topology::available_bytes() > 2 * memory.cache.header().file_bytes();
+        for layer in 0..layers {
+            memory.copy_layer(layer, team)?;
+            if let (false, Some(cache)) = (keep && memory.cache.is_file(), Arc::get_mut(&mut memory.cache)) {
+                cache.forget_layer(layer);
+            }
+            progress(layer + 1, layers);
+        }
+        Ok(memory)
+    }
+
+    /// Cuts every expert in proportion to the workers of each node.
+    fn cut(cache: Arc<ExpertCache>, workers: &[usize]) -> Self {
+        let layout = cache.layout();
+        let all: usize = workers.iter().sum();
+        let bounds = |tiles: usize| {
+            let mut before = 0;
+            let ends = workers.iter().map(|n| {
+                before += n;
+                tiles * before / all
+            });
+            std::iter::once(0).chain(ends).collect()
+        };
+        Self { gate: bounds(layout.gate.tiles()), down: bounds(layout.down.tiles()), cache, layout, copy: Vec::new() }
+    }
+
+    fn copy_layer(&mut self, layer: usize, team: &Team) -> Result<()> {
+        let Self { cache, layout, gate, down, copy } = self;
+        let (nodes, experts) = (copy.len(), cache.num_experts());
+        let claims: Vec<AtomicUsize> = (0..nodes).map(|_| AtomicUsize::new(0)).collect();
+        let strides: Vec<usize> = copy.iter().map(|slice| slice.stride).collect();
+        let to: Vec<Shared<'_, u8>> = copy.iter_mut().map(|slice| Shared::new(&mut slice.bytes)).collect();
+        let failed = Mutex::new(None);
+        let copy_slice = |node: usize, expert: usize| {
+            // One node's worker checks the whole expert, just before it takes its part of it.
+            if expert % nodes == node
+                && let Err(error) = cache.check_expert(layer, expert)
+            {
+                failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            }
+            let from = cache.expert(layer, expert);
+            let gate_up = &from[layout.gate_tile(gate[node])..layout.gate_tile(gate[node + 1])];
+            let down = &from[layout.down_tile(down[node])..layout.down_tile(down[node + 1])];
+            let at = (layer * experts + expert) * strides[node];
+            // SAFETY: each (node, expert) is claimed once.
+            let to = unsafe { to[node].slice_mut(at..at + gate_up.len() + down.len()) };
+            to[..gate_up.len()].copy_from_slice(gate_up);
+            to[gate_up.len()..].copy_from_slice(down);
+        };
+        team.run(&|worker: &Worker<'_>| {
+            for node in turns(worker.node, nodes) {
+                // Pages come to the node of whoever writes them first; the caller, on node 0, may not be pinned yet.
+                let pinned = || worker.count_on(node) - usize::from(node == 0);
+                if nodes > 1 && (node != worker.node || worker.index == 0) && pinned() > 0 {
+                    continue;
+                }
+                while let Some(expert) = Some(claims[node].fetch_add(1, Relaxed)).filter(|&expert| expert < experts) {
+                    copy_slice(node, expert);
+                }
+            }
+        });
+        match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// The header, names and checksums of the experts; their bytes are only good where there is no copy.
+    pub fn cache(&self) -> &ExpertCache {
+        &self.cache
+    }
+
+    /// What the experts were, or still are, read from.
+    pub fn into_cache(self) -> Arc<ExpertCache> {
+        self.cache
+    }
+
+    /// Slices: NUMA nodes that hold a part of every expert, in the order of [`Team::nodes`]; 1 when mapped.
+    pub fn nodes(&self) -> usize {
+        self.gate.len() - 1
+    }
+
+    /// Whether the experts are a copy in anonymous memory.
+    pub fn is_copy(&self) -> bool {
+        !self.copy.is_empty()
+    }
+
+    /// The tiles of `gate` and of `up` that a node holds.
+    pub fn gate_tiles_of(&self, node: usize) -> Range<usize> {
+        self.gate[node]..self.gate[node + 1]
+    }
+
+    /// The tiles of `down` that a node holds.
+    pub fn down_tiles_of(&self, node: usize) -> Range<usize> {
+        self.down[node]..self.down[node + 1]
+    }
+
+    /// Tiles of `gate` and `up`, alternating, in one run of bytes. Panics: the tiles are not all of one node (a bug).
+    pub fn gate_up_tiles(&self, layer: usize, expert: usize, tiles: Range<usize>) -> &[u8] {
+        let (layout, len) = (&self.layout, 2 * tiles.len() * self.layout.gate.tile_bytes());
+        if self.copy.is_empty() {
+            return &self.cache.expert(layer, expert)[layout.gate_tile(tiles.start)..][..len];
+        }
+        let node = node_of(&self.gate, &tiles);
+        &self.slice(node, layer, expert)[layout.gate_tile(tiles.start - self.gate[node])..][..len]
+    }
+
+    /// Tiles of `down` in one run of bytes. Panics: the tiles are not all of one node (a bug).
+    pub fn down_tiles(&self, layer: usize, expert: usize, tiles: Range<usize>) -> &[u8] {
+        let (layout, bytes) = (&self.layout, self.layout.down.tile_bytes());
+        if self.copy.is_empty() {
+            return &self.cache.expert(layer, expert)[layout.down_tile(tiles.start)..][..tiles.len() * bytes];
+        }
+        let node = node_of(&self.down, &tiles);
+        let first = layout.gate_tile(self.gate_tiles_of(node).len()) + (tiles.start - self.down[node]) * bytes;
+        &self.slice(node, layer, expert)[first..][..tiles.len() * bytes]
+    }
+
+    fn slice(&self, node: usize, layer: usize, expert: usize) -> &[u8] {
+        let Slice { stride, bytes } = &self.copy[node];
+        &bytes[(layer * self.cache.num_experts() + expert) * stride..][..*stride]
+    }
+
+    /// Compares an expert with its checksum, where that was not done while copying. Errors: `Error::Cache` when it is damaged.
+    pub fn check_expert(&self, layer: usize, expert: usize) -> Result<()> {
+        match self.is_copy() {
+            true => Ok(()),
+            false => Ok(self.cache.check_expert(layer, expert)?),
+        }
+    }
+
+    /// Keeps the experts in memory: never paged out, and read in now. Errors: the limit of locked memory is too low.
+    pub fn lock(&self) -> Result<()> {
+        if !self.is_copy() {
+            return Ok(self.cache.lock()?);
+        }
+        self.copy.iter().try_for_each(|slice| slice.bytes.lock()).map_err(|e| {
+            let kib = self.bytes().div_ceil(1024);
+            Error::Invalid(format!(
+                "cannot lock the experts in memory ({e}): raise the limit with `ulimit -l {kib}`, or run without --lock"
+            ))
+        })
+    }
+
+    /// Bytes of all experts.
+    pub fn bytes(&self) -> u64 {
+        (self.cache.num_layers() * self.cache.num_experts()) as u64 * self.layout.bytes() as u64
+    }
+
+    /// The share of sampled pages of each slice that are on the node they should be on, from 0 to 1; `nodes` as [`Team::nodes`].
+    ///
+    /// `None` where the system does not tell.
+    pub fn placed(&self, nodes: &[usize]) -> Option<Vec<f64>> {
+        let share = |(slice, &node): (&Slice, &usize)| {
+            let pages = memory::nodes_of(&slice.bytes, 256)?;
+            let right = pages.iter().filter(|&&at| at == node as i32).count();
+            Some(right as f64 / pages.len().max(1) as f64)
+        };
+        self.copy.iter().zip(nodes).map(share).collect()
+    }
+}
+
+/// A node's own slice first, then the others', so that nobody is idle while there is work.
+pub(super) fn turns(own: usize, nodes: usize) -> impl Iterator<Item = usize> {
+    (0..nodes).map(move |i| (own + i) % nodes)
+}
+
+/// The node that holds `tiles`, which are at least one.
+fn node_of(bounds: &[usize], tiles: &Range<usize>) -> usize {
+    let node = bounds.partition_point(|&first| first <= tiles.start) - 1;
+    assert!(tiles.end <= bounds[node + 1], "tiles {tiles:?} are on more than one node");
+    node
+}
+
+#[cfg(test)]
+mod tests;
