@@ -185,7 +185,7 @@ pub fn assemble(
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, &model, budget.kv_blocks)?;
+    let kv = KvCache::new(&backend, &model, budget.kv_blocks, config.kv)?;
     let model = Model::new(backend, model, weights, executor, config.max_batch_tokens, config.max_sequences);
     Ok(Loaded { model, kv, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
 }
@@ -335,7 +335,7 @@ impl Budget {
             )));
         }
         let free = available - needed;
-        let per_token = model.kv_bytes_per_token() as u64;
+        let per_token = model.kv_bytes_per_token(config.kv.parts()) as u64;
         let max_context = match config.max_context {
             Some(n @ 0..=1) => return Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer"))),
             Some(n) if n > model.max_context => {
@@ -343,12 +343,12 @@ impl Budget {
                 return Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for")));
             }
             Some(n) => {
-                kv_cache::check_fits(model, n, free)?;
+                kv_cache::check_fits(model, n, config.kv, free)?;
                 n
             }
             // Half of what is free, so that the machine stays usable.
             None => {
-                kv_cache::check_fits(model, model.max_context.min(BLOCK_SIZE), free / 2)?;
+                kv_cache::check_fits(model, model.max_context.min(BLOCK_SIZE), config.kv, free / 2)?;
                 model.max_context.min((free / 2 / per_token) as usize)
             }
         };
