@@ -354,8 +354,9 @@ impl Step<'_> {
             let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.gate, weights, &x, y);
             for (i, y) in y.as_chunks::<{ 2 * TILE_ROWS }>().0.iter().enumerate() {
-                gate[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[..TILE_ROWS]);
-                up[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[TILE_ROWS..]);
+                let [from_gate, from_up]: &[[f32; TILE_ROWS]; 2] = bytemuck::cast_ref(y);
+                gate.as_chunks_mut::<TILE_ROWS>().0[i] = *from_gate;
+                up.as_chunks_mut::<TILE_ROWS>().0[i] = *from_up;
             }
             self.kernel.silu_mul(gate, up, h);
             for (pair, h) in pairs.zip(h.chunks_exact(width)) {
