@@ -125,11 +125,11 @@ impl Backend for Cpu {
     }
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
-        Linear::new(weight, bias, bits)
+        Linear::new(weight, bias, bits, self.team.nodes())
     }
 
     fn load_heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
-        Heads::new(heads, weight)
+        Heads::new(heads, weight, self.team.nodes())
     }
 
     fn load_norm(&self, weight: Vec<f32>) -> Vec<f32> {
@@ -217,13 +217,20 @@ impl Backend for Cpu {
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
         let half = angles.cols() / 2;
+        let turn = |a: &mut f32, b: &mut f32, cos: f32, sin: f32| (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         self.each_row(x, |t, row, _| {
             let (cos, sin) = angles.row(t).split_at(half);
             for head in row.chunks_exact_mut(head_dim) {
                 let part = &mut head[at..at + 2 * half];
-                for i in 0..half {
-                    let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
-                    (part[a], part[b]) = (part[a] * cos[i] - part[b] * sin[i], part[b] * cos[i] + part[a] * sin[i]);
+                if interleaved {
+                    for ([a, b], (cos, sin)) in part.as_chunks_mut::<2>().0.iter_mut().zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
+                } else {
+                    let (first, second) = part.split_at_mut(half);
+                    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
                 }
             }
         });
