@@ -1,15 +1,19 @@
 //! Routed experts of real models' shapes against the memory's read bandwidth.
 //!
 //! `cargo bench --bench experts [-- FILTER...]`: a row is printed when every filter is part of its name, such as
-//! `qwen3 int4-g128 avx512`; `threads=N` sets the team, `tokens=N,N` the batches. Weights are cycled through so that they come from RAM.
+//! `qwen3 int4-g128 avx512`; `threads=N` sets the team, `tokens=N,N` the batches; `router=1` times the whole
+//! MoE layer, from the router's logits to the sum (bytes are the experts' alone). Weights are cycled through so that they come from RAM.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use moebius::backend::Routing;
+use moebius::backend::cpu::Cpu;
+use moebius::backend::{Backend, Routing};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::memory::{Pages, read_bandwidth};
+use moebius::model::{Router, Scoring};
+use moebius::tensor::Tensor;
 use moebius::topology::Topology;
 use moebius::workers::Team;
 use moebius_cache::format::{Contents, ExpertCache};
@@ -68,6 +72,7 @@ fn main() -> moebius::Result<()> {
     let threads = args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
     let tokens = args.iter().find_map(|a| a.strip_prefix("tokens=")?.split(',').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>());
     let tokens = tokens.unwrap_or_else(|| vec![1, 4, 16, 64, 256]);
+    let with_router = args.iter().any(|a| a == "router=1");
     let filters: Vec<&String> = args.iter().filter(|a| !a.contains('=')).collect();
     let team = Arc::new(Team::new(&topology.worker_cpus(threads))?);
     team.pin_caller()?;
@@ -101,8 +106,9 @@ fn main() -> moebius::Result<()> {
                 let kernel = kernel::get(simd).expect("listed as available");
                 let memory = Arc::new(ExpertMemory::mapped(store.clone()));
                 let mut experts = CpuExperts::new(memory, team.clone(), kernel, most, shape.top_k);
+                let router = with_router.then(|| LayerRouter::new(Cpu::new(team.clone(), kernel), shape));
                 for tokens in tokens.iter().copied() {
-                    measure(&team, &mut experts, &store, shape, tokens, &wanted(simd).unwrap_or_default())?;
+                    measure(&team, &mut experts, &store, shape, router.as_ref(), tokens, &wanted(simd).unwrap_or_default())?;
                 }
             }
         }
@@ -110,19 +116,55 @@ fn main() -> moebius::Result<()> {
     Ok(())
 }
 
-fn measure(team: &Team, experts: &mut CpuExperts, store: &ExpertCache, shape: &Shape, tokens: usize, name: &str) -> moebius::Result<()> {
+/// Random router weights of some layers, and what they are applied with.
+struct LayerRouter {
+    backend: Cpu,
+    config: Router,
+    weights: Vec<<Cpu as Backend>::Router>,
+}
+
+impl LayerRouter {
+    fn new(backend: Cpu, shape: &Shape) -> Self {
+        let mut state = 7;
+        let config =
+            Router { top_k: shape.top_k, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: true, scaling: 1.0 };
+        let weight = |_| (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
+        let weights: Vec<Vec<f32>> = (0..16).map(weight).collect();
+        let weights = weights.into_iter().map(|weight| backend.load_router(weight, None)).collect();
+        Self { backend, config, weights }
+    }
+}
+
+/// From -1 to 1.
+fn uniform(state: &mut u64) -> f32 {
+    random(state) as f32 / (1u64 << 30) as f32 - 1.0
+}
+
+fn measure(
+    team: &Team,
+    experts: &mut CpuExperts,
+    store: &ExpertCache,
+    shape: &Shape,
+    router: Option<&LayerRouter>,
+    tokens: usize,
+    name: &str,
+) -> moebius::Result<()> {
     let mut state = 1;
-    let x: Vec<f32> = (0..tokens * shape.hidden).map(|_| random(&mut state) as f32 / (1u64 << 30) as f32 - 1.0).collect();
-    let mut out = vec![0.0; x.len()];
+    let mut x = Tensor::new(tokens, shape.hidden);
+    x.data_mut().fill_with(|| uniform(&mut state));
+    let mut out = vec![0.0; x.data().len()];
     let (mut times, mut bytes) = (Vec::new(), 0);
     let repeats = if tokens == 1 { 120 } else { (120 / tokens).clamp(5, 40) };
     // The limit is measured beside each row: on a shared machine it moves.
     let limit = read_bandwidth(team, STORE_BYTES / 2, Pages::Huge, 2)?;
     for i in 0..repeats + 1 {
-        let routing = routing(tokens, shape, &mut state);
+        let mut routing = routing(tokens, shape, &mut state);
         let before = experts.bytes_read();
         let start = Instant::now();
-        experts.submit_rows(i % store.num_layers(), &x, &routing)?;
+        if let Some(router) = router {
+            router.backend.route(&router.weights[i % router.weights.len()], &router.config, &x, &mut routing);
+        }
+        experts.submit_rows(i % store.num_layers(), x.data(), &routing)?;
         experts.finish_rows(&mut out)?;
         // The first one warms up buffers and threads.
         if i > 0 {
