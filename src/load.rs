@@ -224,7 +224,11 @@ fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn F
             false => (false, String::new()),
             true if needed > free => (false, format!("; a copy would need {:.1} GiB of memory", gib(needed))),
             true if nodes > 1 => (true, String::new()),
-            true => copy_pays(&mapped, &topology, team)?,
+            true => copy_pays(pages_of(&mapped), &topology.huge_pages, || {
+                const SAMPLE_BYTES: usize = 256 << 20;
+                let read = |pages| read_bandwidth(team, SAMPLE_BYTES, pages, 2);
+                Ok(read(Pages::Huge)? / read(Pages::Small)?)
+            })?,
         },
     };
     let memory = match copy {
@@ -241,31 +245,28 @@ fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn F
             (false, _) => format!("mapped from the cache file{why}"),
             (true, 1) => format!("copied into {pages}{why}"),
             (true, _) if !interleave.is_empty() => format!("copied into {pages}, interleaved over {nodes} NUMA nodes"),
-            (true, _) => format!("copied into {pages}, a slice of each on {nodes} NUMA nodes{}", misplaced(&memory, team)),
+            (true, _) => format!(
+                "copied into {pages}, a slice of each on {nodes} NUMA nodes{}",
+                misplaced(memory.placed(team.nodes()), team.nodes())
+            ),
         };
         report(LoadProgress::Experts(&format!("experts: {:.1} GiB {place}", gib(bytes))));
     }
     Ok(memory)
 }
 
-/// Whether a copy in huge pages would be read faster than the mapped file, and what was found, as the end of a sentence.
-fn copy_pays(mapped: &ExpertMemory, topology: &Topology, team: &Team) -> Result<(bool, String)> {
-    if !mapped.cache().is_file() {
-        return Ok((false, String::new()));
-    }
-    let pages = pages_of(mapped);
+/// Whether to copy experts that the page cache holds in `pages`, and what was found, as the end of a sentence.
+///
+/// `gain` measures how many times faster huge pages are read than small ones.
+fn copy_pays(pages: String, huge_pages: &str, gain: impl FnOnce() -> Result<f64>) -> Result<(bool, String)> {
     if pages != SMALL_PAGES {
         return Ok((false, pages));
     }
-    if topology.huge_pages == "never" {
-        return Ok((
-            false,
-            ", in 4 KiB pages: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled` allows huge ones".into(),
-        ));
+    if huge_pages == "never" {
+        let advice = ": `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled` allows huge ones";
+        return Ok((false, pages + advice));
     }
-    const SAMPLE_BYTES: usize = 256 << 20;
-    let read = |pages| read_bandwidth(team, SAMPLE_BYTES, pages, 2);
-    let gain = read(Pages::Huge)? / read(Pages::Small)?;
+    let gain = gain()?;
     Ok((gain > COPY_PAYS, format!(", huge pages are read {:.0}% faster than the file's small ones", 100.0 * (gain - 1.0).max(0.0))))
 }
 
@@ -290,10 +291,10 @@ pub(crate) fn spots(cache: &ExpertCache) -> Vec<&u8> {
     (0..count).map(|i| cache.layer(layers * i / count)).filter_map(|layer| layer.get(layer.len() / 2)).collect()
 }
 
-/// What to say when slices are not on their nodes.
-fn misplaced(memory: &ExpertMemory, team: &Team) -> String {
-    let Some(placed) = memory.placed(team.nodes()) else { return ", where the system does not tell if they are".into() };
-    let worst = placed.iter().zip(team.nodes()).min_by(|a, b| a.0.total_cmp(b.0));
+/// What to say when slices are not on their nodes; `placed` as [`ExpertMemory::placed`].
+fn misplaced(placed: Option<Vec<f64>>, nodes: &[usize]) -> String {
+    let Some(placed) = placed else { return ", where the system does not tell if they are".into() };
+    let worst = placed.iter().zip(nodes).min_by(|a, b| a.0.total_cmp(b.0));
     match worst {
         Some((share, node)) if *share < 0.9 => format!(
             ", but {:.0}% of node {node}'s is elsewhere: free memory there (`numactl --hardware`), or let the container place memory (--cap-add SYS_NICE)",
@@ -461,5 +462,27 @@ mod tests {
             assert!(text.contains("GiB") && text.contains(advice), "{gib}: {text}");
         }
         assert!(refusal(ExpertBits::Int4, dense, 9).unwrap_err().ends_with("use --dense int8"));
+    }
+
+    #[test]
+    fn a_copy_pays_from_a_tenth_on() {
+        let measured = |gain| copy_pays(SMALL_PAGES.into(), "madvise", || Ok(gain)).unwrap();
+        assert_eq!(measured(1.3), (true, ", huge pages are read 30% faster than the file's small ones".into()));
+        assert_eq!(measured(1.05), (false, ", huge pages are read 5% faster than the file's small ones".into()));
+        assert!(!measured(0.9).0 && measured(0.9).1.contains(" 0% faster"));
+        // Where nothing can be gained, nothing is measured.
+        let unmeasured = |pages: &str, setting| copy_pays(pages.into(), setting, || panic!("measured")).unwrap();
+        assert_eq!(unmeasured(", in huge pages", "always"), (false, ", in huge pages".into()));
+        assert_eq!(unmeasured("", "madvise"), (false, String::new()));
+        let (copy, why) = unmeasured(SMALL_PAGES, "never");
+        assert!(!copy && why.starts_with(SMALL_PAGES) && why.contains("madvise"), "{why}");
+    }
+
+    #[test]
+    fn slices_on_other_nodes_are_told_with_the_remedy() {
+        assert_eq!(misplaced(Some(vec![1.0, 0.95]), &[0, 2]), "");
+        let text = misplaced(Some(vec![0.85, 0.4]), &[0, 2]);
+        assert!(text.contains("60% of node 2's") && text.contains("numactl") && text.contains("SYS_NICE"), "{text}");
+        assert!(misplaced(None, &[0, 2]).contains("does not tell"));
     }
 }
