@@ -7,18 +7,18 @@ use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
 use moebius_cache::format::ExpertCache;
-use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
+use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, MatrixLayout, TILE_ROWS, largest_group_size};
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
 use crate::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{ExpertExecutor, ExpertMemory};
-use crate::forward::Model;
-use crate::kernel::{self, Kernel};
+use crate::forward::{Model, mlp_width};
+use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
 use crate::memory::{self, Pages, read_bandwidth};
-use crate::model::ModelConfig;
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
 use crate::tensor::Tensor;
 use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
@@ -59,13 +59,31 @@ pub enum LoadProgress<'a> {
     Experts(&'a str),
 }
 
-/// The machine side of a configuration: workers and kernels.
-pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>, &'static dyn Kernel)> {
+/// The machine side of a configuration.
+pub struct Machine {
+    /// Workers.
+    pub team: Arc<Team>,
+    /// Their kernels.
+    pub kernel: &'static dyn Kernel,
+    /// RAM that can be taken, before anything is loaded.
+    pub available_bytes: u64,
+}
+
+/// What `doctor` and `--simd amx` say where [`topology::cpu_has_amx`] and there are no kernels for it all the same.
+pub(crate) const AMX_REFUSED: &str = "the CPU has AMX, but the system does not let programs use it: that takes Linux 5.16 or later, \
+                                      and a hypervisor and a container that allow it";
+
+/// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used.
+pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
     let kernel = match config.simd {
         None => kernel::best(),
         Some(simd) => kernel::get(simd).ok_or_else(|| {
             let have: Vec<_> = kernel::available().iter().map(|s| s.to_string()).collect();
-            Error::Invalid(format!("this CPU cannot run --simd {simd}; it has {}", have.join(", ")))
+            let why = match simd {
+                Simd::Amx if topology::cpu_has_amx() => AMX_REFUSED,
+                _ => "this CPU lacks it",
+            };
+            Error::Invalid(format!("--simd {simd} cannot run: {why}; there are {}", have.join(", ")))
         })?,
     };
     let threads = config.threads.unwrap_or_else(|| topology.default_threads());
@@ -74,7 +92,7 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>,
         seats.iter_mut().for_each(|seat| seat.node = 0);
     }
     let team = Arc::new(Team::on_nodes(&seats)?);
-    Ok((team, kernel))
+    Ok(Machine { team, kernel, available_bytes: topology.available_bytes })
 }
 
 /// The precision of the routed experts. Errors: no group size divides, or the one asked for does not.
@@ -139,11 +157,10 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
 /// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
 pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
     let model = models::read(dir)?;
-    let topology = Topology::read();
-    let (team, kernel) = machine(config, &topology)?;
+    let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
     let precision = precision(&model, config)?;
-    let budget = Budget::new(&model, config, precision, topology.available_bytes)?;
+    let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = match precision {
         None => None,
         Some(precision) => {
@@ -151,19 +168,17 @@ pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Load
             Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
         }
     };
-    assemble(model, &checkpoint, experts, config, budget, team, kernel, report)
+    assemble(model, &checkpoint, experts, config, budget, machine, report)
 }
 
 /// Puts resident weights and experts together.
-#[allow(clippy::too_many_arguments)]
 pub fn assemble(
     model: ModelConfig,
     source: &dyn TensorSource,
     experts: Option<ExpertCache>,
     config: &EngineConfig,
     budget: Budget,
-    team: Arc<Team>,
-    kernel: &'static dyn Kernel,
+    Machine { team, kernel, .. }: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
     let backend = Cpu::new(team.clone(), kernel);
@@ -314,14 +329,14 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Errors: `Error::Resources` when weights or the context asked for do not fit into `available` bytes.
-    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, available: u64) -> Result<Self> {
+    /// Errors: `Error::Resources` when weights, activations or the context asked for do not fit into the machine's available bytes.
+    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<Self> {
         if config.max_sequences == 0 || config.max_batch_tokens == 0 {
             return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
         }
-        let available = available.saturating_sub(RESERVE_BYTES);
+        let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
-        let activations = activation_bytes(model, config);
+        let activations = activation_bytes(model, config, precision, machine)?;
         let needed = weights.saturating_add(activations);
         if needed > available {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
@@ -376,55 +391,105 @@ fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision
     }
 }
 
-/// Bytes of the buffers of a forward pass.
-fn activation_bytes(model: &ModelConfig, config: &EngineConfig) -> u64 {
-    use crate::model::{Attention, Ffn};
+/// Dense matrices `[n, k]` of one layer.
+fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize)> {
+    let h = model.hidden_size;
+    let mut matrices = match &layer.attention {
+        Attention::Gqa(a) => {
+            let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
+            vec![(q, h), (kv, h), (kv, h), (h, q)]
+        }
+        Attention::Mla(a) => {
+            let q = a.num_heads * a.qk_head_dim();
+            let query = a.q_lora_rank.map_or(vec![(q, h)], |rank| vec![(rank, h), (q, rank)]);
+            [query, vec![(a.cache_dim(), h), (h, a.num_heads * a.v_head_dim)]].concat()
+        }
+    };
+    if let Some(width) = mlp_width(layer) {
+        matrices.extend([(width, h), (width, h), (h, width)]);
+    }
+    matrices
+}
+
+/// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
+fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
+    let (tokens, rows, threads, kernel) = (config.max_batch_tokens, config.max_sequences, machine.team.threads(), machine.kernel);
+    // Dense layers' inputs in the form of the weights: one memory that grows to the largest.
+    let prepared = |precision, k: usize, rows: usize| match k.checked_mul(rows) {
+        Some(numbers) if numbers < 1 << 56 => Activations::bytes(kernel, precision, k, rows) as u128,
+        _ => u128::from(u64::MAX), // a config that lies
+    };
+    let matrices = model.layers.iter().flat_map(|layer| dense_matrices(model, layer));
+    let dense = |k| config.dense.precision(k).unwrap_or(Precision::Bf16);
+    let inputs = matrices.map(|(_, k)| prepared(dense(k), k, tokens)).max().unwrap_or(0);
+    let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
+
+    // f32 numbers of a token, as `Model::new` allocates them, and of a tile of queries.
     let attention = model.layers.iter().map(|layer| match &layer.attention {
-        Attention::Gqa(a) => 2 * a.head_dim * (a.num_heads + a.num_kv_heads),
+        Attention::Gqa(a) => (2 * a.head_dim * (a.num_heads + a.num_kv_heads), a.head_dim),
         Attention::Mla(a) => {
             let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
-            2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
+            (2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head, a.cache_dim())
         }
     });
-    let ffn = model.layers.iter().map(|layer| match &layer.ffn {
-        Ffn::Dense { intermediate_size } => 3 * intermediate_size,
-        Ffn::Moe(moe) => 3 * moe.shared_intermediate_size.unwrap_or(0) + moe.router.top_k * (2 * moe.intermediate_size + model.hidden_size),
-    });
-    let per_token = 3 * model.hidden_size + attention.max().unwrap_or(0) + 2 * ffn.max().unwrap_or(0);
-    let logits = 2 * config.max_sequences as u64 * model.vocab_size as u64;
-    (per_token as u64).saturating_mul(config.max_batch_tokens as u64).saturating_add(logits).saturating_mul(4)
+    let (attention, key_dim) = attention.fold((0, 0), |a, b| (a.0.max(b.0), a.1.max(b.1)));
+    let mut widths: Vec<usize> = model.layers.iter().filter_map(mlp_width).collect();
+    widths.sort_unstable();
+    widths.dedup();
+    let routing = model.moe().map_or(0, |moe| moe.num_experts + 2 * moe.router.top_k);
+    let token = 2 * model.hidden_size + model.rope.dim + attention + 3 * widths.iter().sum::<usize>() + routing;
+    let logits = 2 * (model.hidden_size + model.vocab_size);
+    // Of one worker: a tile of queries with its scores and sums, and the inputs of a head.
+    const TILE: usize = 64;
+    let scratch = prepared(Precision::Bf16, key_dim, TILE) + wide(&[4, TILE, 2 * key_dim + BLOCK_SIZE]);
+    let experts = match (precision, model.moe()) {
+        (Some(precision), Some(moe)) if tokens.saturating_mul(model.hidden_size.max(moe.intermediate_size)) < 1 << 48 => {
+            let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
+            CpuExperts::bytes(&layout, kernel, threads, tokens, moe.router.top_k) as u128
+        }
+        (Some(_), Some(_)) => u128::from(u64::MAX),
+        _ => 0,
+    };
+    Ok(saturated(inputs.max(head) + wide(&[4, tokens, token]) + wide(&[4, rows, logits]) + threads as u128 * scratch + experts))
 }
 
 /// Bytes of all weights but the routed experts.
 fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
-    use crate::model::{Attention, Ffn};
-    // A config that lies makes products that u64 does not hold.
-    let wide = |dims: &[usize]| dims.iter().map(|&n| n as u128).product::<u128>();
-    let (h, bits) = (model.hidden_size, match dense { DenseBits::Bf16 => 16, DenseBits::Int8 => 8, DenseBits::Int4 => 4 });
+    // Whole tiles, as `MatrixLayout` has them.
+    let packed = |n: usize, k: usize, precision| {
+        let tile_bytes = MatrixLayout { n, k, precision }.tile_bytes();
+        wide(&[n.div_ceil(TILE_ROWS), tile_bytes])
+    };
+    let linear = |(n, k): (usize, usize)| packed(n, k, dense.precision(k).unwrap_or(Precision::Bf16));
+    let h = model.hidden_size;
     let layers = model.layers.iter().map(|layer| {
-        let attention = match &layer.attention {
-            Attention::Gqa(a) => wide(&[bits, h, a.head_dim, 2 * (a.num_heads + a.num_kv_heads)]),
+        let heads = match &layer.attention {
+            Attention::Gqa(_) => 0,
             Attention::Mla(a) => {
-                let q = a.num_heads * a.qk_head_dim();
-                let query = a.q_lora_rank.map_or(wide(&[bits, h, q]), |rank| wide(&[bits, rank, h + q]));
-                let heads = wide(&[16, a.num_heads, a.kv_lora_rank, a.qk_nope_head_dim + a.v_head_dim]);
-                query + wide(&[bits, h, a.cache_dim() + a.num_heads * a.v_head_dim]) + heads
+                let head =
+                    packed(a.kv_lora_rank, a.qk_nope_head_dim, Precision::Bf16) + packed(a.v_head_dim, a.kv_lora_rank, Precision::Bf16);
+                a.num_heads as u128 * head
             }
         };
-        let ffn = match &layer.ffn {
-            Ffn::Dense { intermediate_size } => wide(&[3, bits, h, *intermediate_size]),
-            Ffn::Moe(moe) => wide(&[32, h, moe.num_experts]) + wide(&[3, bits, h, moe.shared_intermediate_size.unwrap_or(0)]),
+        let router = match &layer.ffn {
+            Ffn::Dense { .. } => 0,
+            Ffn::Moe(moe) => wide(&[4, h, moe.num_experts]),
         };
-        attention + ffn
+        dense_matrices(model, layer).into_iter().map(linear).sum::<u128>() + heads + router
     });
-    saturated((layers.sum::<u128>() + wide(&[16 + bits, h, model.vocab_size])) / 8)
+    saturated(layers.sum::<u128>() + wide(&[2, h, model.vocab_size]) + linear((model.vocab_size, h)))
 }
 
 /// Bytes of all packed routed experts.
 fn expert_bytes(model: &ModelConfig, precision: Option<Precision>) -> Result<u64> {
     let (Some(precision), Some(moe)) = (precision, model.moe()) else { return Ok(0) };
-    let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
-    Ok(saturated((model.moe_layers().count() * moe.num_experts) as u128 * layout.bytes() as u128))
+    let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
+    Ok(saturated(wide(&[model.moe_layers().count(), moe.num_experts, layout.bytes()])))
+}
+
+/// A config that lies makes products that u64 does not hold.
+fn wide(dims: &[usize]) -> u128 {
+    dims.iter().map(|&n| n as u128).product()
 }
 
 fn saturated(bytes: u128) -> u64 {
@@ -453,7 +518,8 @@ mod tests {
         let refusal = |experts, dense, gib: u64| {
             let config = EngineConfig { experts, dense, ..EngineConfig::default() };
             let precision = precision(&model, &config).unwrap();
-            Budget::new(&model, &config, precision, (gib << 30) + RESERVE_BYTES).map_err(|e| e.to_string())
+            let machine = Machine { available_bytes: (gib << 30) + RESERVE_BYTES, ..one_core() };
+            Budget::new(&model, &config, precision, &machine).map_err(|e| e.to_string())
         };
         let (bf16, dense) = (ExpertBits::Bf16, DenseBits::Bf16);
         assert!(refusal(bf16, dense, 64).is_ok());
@@ -462,6 +528,46 @@ mod tests {
             assert!(text.contains("GiB") && text.contains(advice), "{gib}: {text}");
         }
         assert!(refusal(ExpertBits::Int4, dense, 9).unwrap_err().ends_with("use --dense int8"));
+    }
+
+    fn one_core() -> Machine {
+        machine(&EngineConfig { threads: Some(1), ..EngineConfig::default() }, &Topology::read()).unwrap()
+    }
+
+    #[test]
+    fn resident_weights_take_what_was_reckoned() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        for name in ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v3"] {
+            let dir = fixtures.join(name);
+            let (model, checkpoint) = (models::read(&dir).unwrap(), Checkpoint::open(&dir).unwrap());
+            for dense in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
+                let Machine { team, kernel, .. } = one_core();
+                let backend = Cpu::new(team, kernel);
+                let Ok(weights) = Weights::load(&backend, &checkpoint, &model, dense, &|_, _| Ok(())) else {
+                    assert_ne!(dense, DenseBits::Bf16); // rows that have no groups
+                    continue;
+                };
+                let routers: usize = model.moe_layers().map(|(_, moe)| 4 * model.hidden_size * moe.num_experts).sum();
+                let read = weights.bytes_per_token(&backend) + routers + 2 * model.hidden_size * model.vocab_size;
+                assert_eq!(resident_bytes(&model, dense), read as u64, "{name} {dense}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_batch_costs_what_its_pairs_take() {
+        let model = models::shapes::shape("qwen3-30b-a3b", None).unwrap();
+        let of = |experts, tokens| {
+            let config = EngineConfig { experts, max_batch_tokens: tokens, ..EngineConfig::default() };
+            let precision = precision(&model, &config).unwrap();
+            activation_bytes(&model, &config, precision, &one_core()).unwrap()
+        };
+        // Of each of 8 pairs of a token: its input and its intermediate row as codes, and the latter as f32.
+        let more = of(ExpertBits::Int4, 4096) - of(ExpertBits::Int4, 512);
+        assert!(more > 3584 * 8 * (2048 + 768 + 4 * 768), "{more}");
+        // In BF16 4 bytes or more of each.
+        let bf16 = of(ExpertBits::Bf16, 4096) - of(ExpertBits::Bf16, 512);
+        assert!(bf16 > 3584 * 8 * (4 * (2048 + 768) + 4 * 768), "{bf16}");
     }
 
     #[test]
