@@ -35,7 +35,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Instruction set of the CPU kernels [default: the best this machine has].
-    #[arg(long, value_parser = PossibleValuesParser::new(["scalar", "avx2", "avx512"]).map(|s| s.parse::<Simd>().expect("a listed name")))]
+    #[arg(long, value_parser = simd_names().map(|s| s.parse::<Simd>().expect("a listed name")))]
     simd: Option<Simd>,
     /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
@@ -85,6 +85,10 @@ impl EngineArgs {
         config.cache_dir = Some(moebius::load::cache_dir(&config)?);
         Ok(config)
     }
+}
+
+fn simd_names() -> PossibleValuesParser {
+    PossibleValuesParser::new(Simd::ALL.map(|simd| simd.to_string()))
 }
 
 fn expert_bits(name: &str) -> ExpertBits {
