@@ -83,7 +83,7 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
                 Simd::Amx if topology::cpu_has_amx() => AMX_REFUSED,
                 _ => "this CPU lacks it",
             };
-            Error::Invalid(format!("--simd {simd} cannot run: {why}; there are {}", have.join(", ")))
+            Error::Invalid(format!("--simd {simd} cannot run: {why}; use one of {}", have.join(", ")))
         })?,
     };
     let threads = config.threads.unwrap_or_else(|| topology.default_threads());
