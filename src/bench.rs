@@ -164,9 +164,10 @@ pub fn run(
             if context < loaded.model.config.max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
         return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
     }
+    // Before this thread is pinned: after that there is one core.
+    let topology = Topology::read();
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
-    let topology = Topology::read();
     let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize), Pages::Huge, 5)?;
     let resident = loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64;
 
