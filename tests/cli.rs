@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use moebius::kernel::Simd;
+use moebius::topology::Topology;
 
 fn moebius(cache: &Path, args: &[&str], stdin: &[u8]) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_moebius"))
@@ -76,6 +77,8 @@ fn wrong_usage_exits_with_2() {
         &["capture", "demo", "--out", "x", "--prompt", "a", "--hidden", "some"],
         &["bench"],
         &["bench", "demo", "--layers", "2"],
+        &["bench", "--shape", "nonsense"],
+        &["cache", "info", "demo", "--threads", "1"],
         &["serve", "demo", "--port", "99999"],
     ] {
         let output = moebius(cache.path(), args, b"");
@@ -239,6 +242,7 @@ fn a_bench_is_one_object() {
     for field in ["machine", "model", "precision"] {
         assert!(!report[field].is_null(), "{report}");
     }
+    assert_eq!(report["machine"]["cores"], Topology::read().cores.len());
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 3);
     for row in rows {
