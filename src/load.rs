@@ -342,7 +342,7 @@ impl Budget {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
             let remedy = match activations > weights {
                 true => "lower --max-batch-tokens",
-                false => remedy(model, config, precision, available),
+                false => remedy(model, config, precision, available - activations.min(available)),
             };
             return Err(Error::Resources(format!(
                 "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}",
@@ -374,21 +374,21 @@ impl Budget {
     }
 }
 
-/// The flags with which weights that are too large would fit, if any.
+/// The flags with which weights that are too large would fit into `available` bytes, if any; the least loss first.
 fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision>, available: u64) -> &'static str {
     let int4 = precision(model, &EngineConfig { experts: ExpertBits::Int4, ..config.clone() }).unwrap_or(as_asked);
     let fits = |dense, precision| {
         expert_bytes(model, precision).is_ok_and(|experts| resident_bytes(model, dense).saturating_add(experts) <= available)
     };
-    if int4 != as_asked && fits(config.dense, int4) {
-        "use --experts int4"
-    } else if fits(DenseBits::Int8, as_asked) {
-        "use --dense int8"
-    } else if fits(DenseBits::Int8, int4) {
-        "use --experts int4 --dense int8"
-    } else {
-        "no precision makes it fit, so use a machine with more memory, or a smaller model"
-    }
+    let choices = [
+        (config.dense, int4, "use --experts int4"),
+        (DenseBits::Int8, as_asked, "use --dense int8"),
+        (DenseBits::Int8, int4, "use --experts int4 --dense int8"),
+        (DenseBits::Int4, as_asked, "use --dense int4"),
+        (DenseBits::Int4, int4, "use --experts int4 --dense int4"),
+    ];
+    let found = choices.into_iter().find(|&(dense, precision, _)| fits(dense, precision));
+    found.map_or("no precision makes it fit, so use a machine with more memory, or a smaller model", |(.., flags)| flags)
 }
 
 /// Dense matrices `[n, k]` of one layer.
@@ -515,19 +515,25 @@ mod tests {
     #[test]
     fn what_does_not_fit_names_the_flag_that_helps() {
         let model = models::shapes::shape("deepseek-v2-lite", None).unwrap();
-        let refusal = |experts, dense, gib: u64| {
+        let refusal = |experts, dense, gib: f64| {
             let config = EngineConfig { experts, dense, ..EngineConfig::default() };
             let precision = precision(&model, &config).unwrap();
-            let machine = Machine { available_bytes: (gib << 30) + RESERVE_BYTES, ..one_core() };
+            let machine = Machine { available_bytes: (gib * (1u64 << 30) as f64) as u64 + RESERVE_BYTES, ..one_core() };
             Budget::new(&model, &config, precision, &machine).map_err(|e| e.to_string())
         };
         let (bf16, dense) = (ExpertBits::Bf16, DenseBits::Bf16);
-        assert!(refusal(bf16, dense, 64).is_ok());
-        for (gib, advice) in [(20, ": use --experts int4"), (9, "use --experts int4 --dense int8"), (4, "more memory")] {
+        assert!(refusal(bf16, dense, 64.0).is_ok());
+        for (gib, advice) in [
+            (20.0, ": use --experts int4"),
+            (9.0, "use --experts int4 --dense int8"),
+            (8.3, "use --experts int4 --dense int4"),
+            (4.0, "more memory"),
+        ] {
             let text = refusal(bf16, dense, gib).unwrap_err();
             assert!(text.contains("GiB") && text.contains(advice), "{gib}: {text}");
         }
-        assert!(refusal(ExpertBits::Int4, dense, 9).unwrap_err().ends_with("use --dense int8"));
+        assert!(refusal(ExpertBits::Int4, dense, 9.0).unwrap_err().ends_with("use --dense int8"));
+        assert!(refusal(ExpertBits::Int4, dense, 8.3).unwrap_err().ends_with("use --dense int4"));
     }
 
     fn one_core() -> Machine {
