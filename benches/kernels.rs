@@ -76,12 +76,6 @@ fn plain(kernel: &dyn Kernel) {
         let xs = Rows::new(&x[..tokens * k], tokens, k);
         let seconds = best(|| kernel.dot_f32(Rows::new(&w32, 64, k), xs, black_box(&mut out)));
         row(&format!("{} dot_f32 x{tokens}", kernel.simd()), seconds, w32.len() * 4, 64 * k * tokens);
-        // Attention: 128 columns of 512 keys.
-        let p = vec![0.5; tokens * 512];
-        let mut values = vec![0.0; tokens * 128];
-        let (p, v) = (Rows::new(&p, tokens, 512), Rows::new(&x[..512 * 128], 512, 128));
-        let seconds = best(|| kernel.axpy_f32(p, v, black_box(&mut values)));
-        row(&format!("{} axpy_f32 x{tokens}", kernel.simd()), seconds, 512 * 128 * 4, 512 * 128 * tokens);
     }
     let (mut codes, mut scales, mut sums, mut out) = (vec![0; k], vec![0.0; k / 32], vec![0; k / 32], vec![0.0; k]);
     let x = &x[..k];

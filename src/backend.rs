@@ -7,7 +7,7 @@ pub mod cpu;
 
 use crate::Result;
 use crate::batch::Batch;
-use crate::config::DenseBits;
+use crate::config::{DenseBits, KvBits};
 use crate::model::Router;
 use crate::tensor::HostTensor;
 
@@ -56,8 +56,8 @@ pub trait Backend {
     fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Self::Router;
     /// Takes over embedding rows `[vocab, hidden]`.
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Self::Embedding>;
-    /// KV storage: rows of `dim` numbers for each of `heads`, for keys and, unless `value_in_key`, for values.
-    fn kv(&self, blocks: usize, heads: usize, dim: usize, value_in_key: bool) -> Result<Self::Kv>;
+    /// KV storage for keys of `key_dim` and values of `value_dim` numbers for each of `heads`.
+    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Self::Kv>;
 
     /// Weight bytes that applying `w` to one token reads.
     fn linear_bytes(&self, w: &Self::Linear) -> usize;
@@ -86,10 +86,11 @@ pub trait Backend {
     fn rope_angles(&self, inv_freq: &[f32], factor: f32, positions: &[u32], out: &mut Self::Tensor);
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
     fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Self::Tensor);
-    /// Stores key rows (and value rows) of the batch's tokens in its sequences' blocks.
+    /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first numbers of the keys.
+    /// The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
-    /// included; `out` is `[T, num_heads * value_dim]`. Values are the first `value_dim` numbers of the value (or key) row.
+    /// included; `out` is `[T, num_heads * value_dim]`.
     fn attention(&self, kv: &Self::Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Self::Tensor, out: &mut Self::Tensor);
     /// `out[t] = silu(gate[t]) * up[t]`.
     fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);

@@ -19,7 +19,7 @@ use crate::models::shapes;
 use crate::random::Random;
 use crate::synthetic::{self, Synthetic};
 use crate::tensor::Tensor;
-use crate::topology::Topology;
+use crate::topology::{self, Topology};
 use crate::{Error, Result};
 
 /// Bytes over which the read bandwidth is measured: more than any processor's cache.
@@ -140,6 +140,7 @@ pub fn run(
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Report> {
     let started = Instant::now();
+    let topology = Topology::read(); // before this thread is pinned to one core
     // Room for the longest prompt and all sequences of the widest batch.
     let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
     if sequences > config.max_batch_tokens {
@@ -164,11 +165,9 @@ pub fn run(
             if context < loaded.model.config.max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
         return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
     }
-    // Before this thread is pinned: after that there is one core.
-    let topology = Topology::read();
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
-    let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize), Pages::Huge, 5)?;
+    let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
     let resident = loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64;
 
     let mut bench = Bench { loaded: &mut loaded, config: &config, bandwidth, resident, random: Random(42) };

@@ -77,6 +77,26 @@ pub enum ExpertsMemory {
     Copy,
 }
 
+/// Storage of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum KvBits {
+    /// One bf16 number each.
+    #[default]
+    Bf16,
+    /// The sum of two bf16 numbers each, nearly f32: twice the memory and the work.
+    Bf16x2,
+}
+
+impl KvBits {
+    /// bf16 numbers to a key or value.
+    pub fn parts(self) -> usize {
+        match self {
+            KvBits::Bf16 => 1,
+            KvBits::Bf16x2 => 2,
+        }
+    }
+}
+
 /// Every user choice of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
@@ -94,6 +114,8 @@ pub struct EngineConfig {
     pub max_batch_tokens: usize,
     /// Worker threads; `None`: one per physical core this process may use.
     pub threads: Option<usize>,
+    /// Precision of keys and values.
+    pub kv: KvBits,
     /// Instruction set of the CPU kernels; `None`: the best this machine has.
     pub simd: Option<Simd>,
     /// Where expert caches are kept; `None`: `$XDG_CACHE_HOME/moebius` or `~/.cache/moebius`.
@@ -116,6 +138,7 @@ impl Default for EngineConfig {
             max_sequences: 8,
             max_batch_tokens: 512,
             threads: None,
+            kv: KvBits::default(),
             simd: None,
             cache_dir: None,
             lock: false,

@@ -161,16 +161,11 @@ pub trait Kernel: Send + Sync {
     /// fma from zero, ascending, `odd` the odd ones; `acc = acc + (even + odd)`.
     fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]);
 
-    /// `out[t][r] = w[r] . x[t]`: the router, attention scores.
+    /// `out[t][r] = w[r] . x[t]`: the router.
     ///
     /// Shapes: `w` [rows, k], `x` [tokens, k], `out` [tokens, rows].
     /// Order: 16 accumulators, lane `l` takes inputs `k = l (mod 16)` ascending by fma; then lanes 8 apart are added, then 4, 2, 1.
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]);
-
-    /// `out[t][c] = fma(p[t][r], v[r][c], out[t][c])`, `r` ascending: attention values.
-    ///
-    /// Shapes: `p` [tokens, rows], `v` [rows, cols], `out` [tokens, cols].
-    fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]);
 
     /// `out = silu(gate) * up`; all `[n]`.
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
@@ -179,6 +174,9 @@ pub trait Kernel: Send + Sync {
     ///
     /// Within 2 ulp of exp; 0 for -inf and wherever the result would be subnormal.
     fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
+
+    /// `x *= scale`.
+    fn scale(&self, x: &mut [f32], scale: f32);
 
     /// `out += scale * x` by fma; both `[n]`.
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
@@ -191,12 +189,6 @@ pub trait Kernel: Send + Sync {
 fn check_dot(w: &Rows<'_, f32>, x: &Rows<'_, f32>, out: &[f32]) {
     assert_eq!(w.cols, x.cols);
     assert_eq!(out.len(), w.rows * x.rows);
-}
-
-/// The door of [`Kernel::axpy_f32`].
-fn check_axpy(p: &Rows<'_, f32>, v: &Rows<'_, f32>, out: &[f32]) {
-    assert_eq!(p.cols, v.rows);
-    assert_eq!(out.len(), p.rows * v.cols);
 }
 
 #[cfg(test)]

@@ -2,7 +2,8 @@
 
 use crate::backend::Backend;
 use crate::batch::BLOCK_SIZE;
-use crate::model::{Attention, ModelConfig};
+use crate::config::KvBits;
+use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// Hands out blocks; a block is the same index in every layer.
@@ -46,10 +47,10 @@ pub struct KvCache<B: Backend> {
 
 impl<B: Backend> KvCache<B> {
     /// Storage for `blocks` blocks in every layer. Memory is taken as blocks are first used.
-    pub fn new(backend: &B, model: &ModelConfig, blocks: usize) -> Result<Self> {
-        let layers = model.layers.iter().map(|layer| match &layer.attention {
-            Attention::Gqa(a) => backend.kv(blocks, a.num_kv_heads, a.head_dim, false),
-            Attention::Mla(a) => backend.kv(blocks, 1, a.cache_dim(), true),
+    pub fn new(backend: &B, model: &ModelConfig, blocks: usize, bits: KvBits) -> Result<Self> {
+        let layers = model.layers.iter().map(|layer| {
+            let (heads, key_dim, value_dim) = layer.attention.kv_dims();
+            backend.kv(blocks, heads, key_dim, value_dim, bits)
         });
         Ok(Self { layers: layers.collect::<Result<_>>()? })
     }
@@ -58,8 +59,8 @@ impl<B: Backend> KvCache<B> {
 /// Checks that `tokens` tokens of KV cache fit into `available` bytes of memory.
 ///
 /// Errors: `Error::Resources` with what is needed, what there is and the context that would fit, if one would.
-pub fn check_fits(model: &ModelConfig, tokens: usize, available: u64) -> Result<()> {
-    let per_token = model.kv_bytes_per_token();
+pub fn check_fits(model: &ModelConfig, tokens: usize, bits: KvBits, available: u64) -> Result<()> {
+    let per_token = model.kv_bytes_per_token(bits.parts());
     let needed = (tokens as u64).saturating_mul(per_token as u64);
     if needed <= available {
         return Ok(());

@@ -200,7 +200,7 @@ pub fn assemble(
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, &model, budget.kv_blocks)?;
+    let kv = KvCache::new(&backend, &model, budget.kv_blocks, config.kv)?;
     let model = Model::new(backend, model, weights, executor, config.max_batch_tokens, config.max_sequences);
     Ok(Loaded { model, kv, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
 }
@@ -351,7 +351,7 @@ impl Budget {
             )));
         }
         let free = available - needed;
-        let per_token = model.kv_bytes_per_token() as u64;
+        let per_token = model.kv_bytes_per_token(config.kv.parts()) as u64;
         let max_context = match config.max_context {
             Some(n @ 0..=1) => return Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer"))),
             Some(n) if n > model.max_context => {
@@ -359,12 +359,12 @@ impl Budget {
                 return Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for")));
             }
             Some(n) => {
-                kv_cache::check_fits(model, n, free)?;
+                kv_cache::check_fits(model, n, config.kv, free)?;
                 n
             }
             // Half of what is free, so that the machine stays usable.
             None => {
-                kv_cache::check_fits(model, model.max_context.min(BLOCK_SIZE), free / 2)?;
+                kv_cache::check_fits(model, model.max_context.min(BLOCK_SIZE), config.kv, free / 2)?;
                 model.max_context.min((free / 2 / per_token) as usize)
             }
         };
@@ -424,24 +424,28 @@ fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Optio
     let inputs = matrices.map(|(_, k)| prepared(dense(k), k, tokens)).max().unwrap_or(0);
     let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
 
-    // f32 numbers of a token, as `Model::new` allocates them, and of a tile of queries.
+    // f32 numbers of a token, as `Model::new` allocates them.
     let attention = model.layers.iter().map(|layer| match &layer.attention {
-        Attention::Gqa(a) => (2 * a.head_dim * (a.num_heads + a.num_kv_heads), a.head_dim),
+        Attention::Gqa(a) => 2 * a.head_dim * (a.num_heads + a.num_kv_heads),
         Attention::Mla(a) => {
             let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
-            (2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head, a.cache_dim())
+            2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
         }
     });
-    let (attention, key_dim) = attention.fold((0, 0), |a, b| (a.0.max(b.0), a.1.max(b.1)));
+    let attention = attention.max().unwrap_or(0);
     let mut widths: Vec<usize> = model.layers.iter().filter_map(mlp_width).collect();
     widths.sort_unstable();
     widths.dedup();
     let routing = model.moe().map_or(0, |moe| moe.num_experts + 2 * moe.router.top_k);
     let token = 2 * model.hidden_size + model.rope.dim + attention + 3 * widths.iter().sum::<usize>() + routing;
     let logits = 2 * (model.hidden_size + model.vocab_size);
-    // Of one worker: a tile of queries with its scores and sums, and the inputs of a head.
+    // Of one worker: a tile of queries, its scores, what they weight, and two segments' sums.
     const TILE: usize = 64;
-    let scratch = prepared(Precision::Bf16, key_dim, TILE) + wide(&[4, TILE, 2 * key_dim + BLOCK_SIZE]);
+    let (key_dim, value_dim) =
+        model.layers.iter().map(|layer| layer.attention.kv_dims()).fold((0, 0), |a, (_, key, value)| (a.0.max(key), a.1.max(value)));
+    let scratch = prepared(Precision::Bf16, key_dim, TILE)
+        + prepared(Precision::Bf16, BLOCK_SIZE, TILE)
+        + wide(&[4, TILE, 2 * BLOCK_SIZE + 3 * value_dim.next_multiple_of(TILE_ROWS)]);
     let experts = match (precision, model.moe()) {
         (Some(precision), Some(moe)) if tokens.saturating_mul(model.hidden_size.max(moe.intermediate_size)) < 1 << 48 => {
             let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;

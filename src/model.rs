@@ -271,18 +271,21 @@ impl ModelConfig {
         self.moe_layers().next().map(|(_, moe)| moe)
     }
 
-    /// Bytes of KV cache one token takes over all layers, in f32.
-    pub fn kv_bytes_per_token(&self) -> usize {
-        self.layers.iter().map(|l| 4 * l.attention.cache_dim()).sum()
+    /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, each dimension a multiple of 32.
+    pub fn kv_bytes_per_token(&self, parts: usize) -> usize {
+        let bytes = |(heads, key_dim, value_dim): (usize, usize, usize)| {
+            heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + value_dim.next_multiple_of(32)))
+        };
+        self.layers.iter().map(|l| bytes(l.attention.kv_dims())).sum()
     }
 }
 
 impl Attention {
-    /// Cached numbers per token.
-    pub fn cache_dim(&self) -> usize {
+    /// KV heads, and numbers of a key and of a value of each. Latent attention's values are the first numbers of its keys.
+    pub fn kv_dims(&self) -> (usize, usize, usize) {
         match self {
-            Attention::Gqa(a) => 2 * a.num_kv_heads * a.head_dim,
-            Attention::Mla(a) => a.cache_dim(),
+            Attention::Gqa(a) => (a.num_kv_heads, a.head_dim, a.head_dim),
+            Attention::Mla(a) => (1, a.cache_dim(), a.kv_lora_rank),
         }
     }
 }

@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{
-    AtomicBool, AtomicU32, AtomicU64,
+    AtomicBool, AtomicUsize, AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, SeqCst},
 };
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
@@ -413,6 +413,37 @@ fn pin(cpu: usize) -> Result<()> {
     }
 }
 
+/// Work that workers take in runs: half of it in equal runs first, for long sequential reads, then half of the rest, and so on, so that
+/// cores of unequal speed finish together.
+#[derive(Default)]
+#[repr(align(128))]
+pub struct Claims(AtomicUsize);
+
+impl Claims {
+    /// Halvings: the last runs are a 32nd of a worker's share.
+    const LEVELS: usize = 6;
+
+    /// Nothing is taken any more.
+    pub fn reset(&mut self) {
+        *self.0.get_mut() = 0;
+    }
+
+    /// The next run of `0..total`, possibly empty, that is shared by so many workers; `None`: all is taken.
+    pub fn next(&self, workers: usize, total: usize) -> Option<Range<usize>> {
+        let run = self.0.fetch_add(1, Relaxed);
+        let start = |run: usize| {
+            let (level, i) = (run / workers, run % workers);
+            let left = total >> level.min(Self::LEVELS - 1);
+            match level {
+                Self::LEVELS.. => total,
+                _ if level + 1 == Self::LEVELS => total - left + left * i / workers,
+                _ => total - left + (left - left / 2) * i / workers,
+            }
+        };
+        (run < workers * Self::LEVELS).then(|| start(run)..start(run + 1))
+    }
+}
+
 /// A slice whose disjoint parts are written by several workers.
 pub struct Shared<'a, T> {
     data: *mut T,
@@ -472,6 +503,18 @@ mod tests {
     /// `threads` workers on whatever CPUs there are.
     fn team(threads: usize) -> Team {
         Team::new(&crate::topology::Topology::read().worker_cpus(threads)).unwrap()
+    }
+
+    #[test]
+    fn claims_cover_everything_once_in_runs_that_shrink() {
+        for (workers, total) in [(1, 1), (1, 1000), (2, 7), (3, 100), (16, 128), (16, 100_000), (5, 0)] {
+            let claims = Claims::default();
+            let runs: Vec<_> = std::iter::from_fn(|| claims.next(workers, total)).collect();
+            assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
+            assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
+            let longest = |runs: &[Range<usize>]| runs.iter().map(|run| run.len()).max().unwrap_or(0);
+            assert!(longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1), "{workers}, {total}");
+        }
     }
 
     #[test]

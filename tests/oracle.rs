@@ -7,13 +7,13 @@ mod common;
 
 use common::{Fixture, greedy};
 use moebius::capture::{Layers, Wanted, capture};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 
 /// Largest error of a logit or hidden state, relative to the largest magnitude of its row: f32 noise is below 2e-5.
 const TOLERANCE: f32 = 1e-4;
 
 fn exact() -> EngineConfig {
-    EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, ..Default::default() }
+    EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, kv: KvBits::Bf16x2, ..Default::default() }
 }
 
 /// Largest relative error over the rows of two matrices.

@@ -1,6 +1,7 @@
 //! The CPU backend: a product for boxes without a GPU, and the oracle for those with one.
 
 mod attention;
+mod kv;
 mod linear;
 mod route;
 
@@ -12,14 +13,15 @@ use half::bf16;
 
 use crate::Result;
 use crate::backend::{Backend, Routing};
-use crate::batch::{BLOCK_SIZE, Batch};
-use crate::config::DenseBits;
+use crate::batch::Batch;
+use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel};
 use crate::memory::Buffer;
 use crate::model::Router;
 use crate::tensor::{HostTensor, Tensor};
 use crate::workers::{Shared, Team};
 
+pub use kv::Kv;
 pub use linear::{Heads, Linear};
 
 /// Ops on host memory, run by a team of pinned workers.
@@ -29,6 +31,7 @@ pub struct Cpu {
     // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
     activations: RefCell<Activations>,
     router_scratch: RefCell<Scratch>, // [tokens, experts]
+    partial: RefCell<Scratch>,        // attention's sums of segments
     scratch: Vec<Mutex<Scratch>>,     // one per worker
 }
 
@@ -41,26 +44,11 @@ pub struct RouterWeights {
 /// `[vocab, hidden]` bf16.
 pub struct Embedding(Buffer<bf16>);
 
-/// Keys and values of one layer, `[blocks, heads, BLOCK_SIZE, dim]` f32 each.
-pub struct Kv {
-    heads: usize,
-    dim: usize,
-    key: Buffer<f32>,
-    value: Option<Buffer<f32>>, // None: values are the beginning of the key rows
-}
-
-impl Kv {
-    /// Index of the first number of a head's row at `slot`.
-    fn at(&self, slot: usize, head: usize) -> usize {
-        ((slot / BLOCK_SIZE * self.heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * self.dim
-    }
-}
-
 impl Cpu {
     /// A backend whose ops run on `team` with `kernel`.
     pub fn new(team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
         let scratch = (0..team.threads()).map(|_| Mutex::default()).collect();
-        Self { team, kernel, activations: Default::default(), router_scratch: Default::default(), scratch }
+        Self { team, kernel, activations: Default::default(), router_scratch: Default::default(), partial: Default::default(), scratch }
     }
 }
 
@@ -93,6 +81,10 @@ impl Cpu {
 struct Scratch {
     values: Vec<f32>,
     activations: Activations,
+    // Attention's own.
+    row: Vec<f32>,
+    scores: Vec<f32>,
+    probabilities: Activations,
 }
 
 impl Scratch {
@@ -133,11 +125,11 @@ impl Backend for Cpu {
     }
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
-        Linear::new(weight, bias, bits)
+        Linear::new(weight, bias, bits, self.team.nodes())
     }
 
     fn load_heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
-        Heads::new(heads, weight)
+        Heads::new(heads, weight, self.team.nodes())
     }
 
     fn load_norm(&self, weight: Vec<f32>) -> Vec<f32> {
@@ -152,9 +144,8 @@ impl Backend for Cpu {
         Ok(Embedding(Buffer::from_bf16(&weight)?))
     }
 
-    fn kv(&self, blocks: usize, heads: usize, dim: usize, value_in_key: bool) -> Result<Kv> {
-        let len = blocks * heads * BLOCK_SIZE * dim;
-        Ok(Kv { heads, dim, key: Buffer::zeros(len)?, value: if value_in_key { None } else { Some(Buffer::zeros(len)?) } })
+    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
+        Kv::new(blocks, heads, key_dim, value_dim, bits)
     }
 
     fn linear_bytes(&self, w: &Linear) -> usize {
@@ -226,33 +217,27 @@ impl Backend for Cpu {
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
         let half = angles.cols() / 2;
+        let turn = |a: &mut f32, b: &mut f32, cos: f32, sin: f32| (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         self.each_row(x, |t, row, _| {
             let (cos, sin) = angles.row(t).split_at(half);
             for head in row.chunks_exact_mut(head_dim) {
                 let part = &mut head[at..at + 2 * half];
-                for i in 0..half {
-                    let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
-                    (part[a], part[b]) = (part[a] * cos[i] - part[b] * sin[i], part[b] * cos[i] + part[a] * sin[i]);
+                if interleaved {
+                    for ([a, b], (cos, sin)) in part.as_chunks_mut::<2>().0.iter_mut().zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
+                } else {
+                    let (first, second) = part.split_at_mut(half);
+                    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
                 }
             }
         });
     }
 
     fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
-        assert_eq!(value.is_some(), kv.value.is_some());
-        let dim = kv.dim;
-        for span in &batch.spans {
-            for (i, t) in span.rows.clone().enumerate() {
-                let slot = batch.slot(span, span.start + i);
-                for h in 0..kv.heads {
-                    let at = kv.at(slot, h);
-                    kv.key[at..at + dim].copy_from_slice(&key.row(t)[h * dim..][..dim]);
-                    if let (Some(to), Some(from)) = (&mut kv.value, value) {
-                        to[at..at + dim].copy_from_slice(&from.row(t)[h * dim..][..dim]);
-                    }
-                }
-            }
-        }
+        self.store(kv, batch, key, value);
     }
 
     fn attention(&self, kv: &Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use moebius::kernel::Simd;
 use moebius::{Error, Result};
 
@@ -50,6 +50,9 @@ pub(crate) struct EngineArgs {
     /// Precision of attention, shared experts, dense layers and the output head.
     #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| dense_bits(&s)))]
     dense: DenseBits,
+    /// Precision of keys and values: bf16x2 is nearly f32, at twice the memory.
+    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "bf16x2"]).map(|s| kv_bits(&s)))]
+    kv: KvBits,
     /// Tokens of prompt plus answer that a conversation may hold [default: the model's limit, or what memory allows].
     #[arg(long, value_name = "N")]
     max_context: Option<usize>,
@@ -92,6 +95,7 @@ impl EngineArgs {
         }
         Ok(EngineConfig {
             dense: self.dense,
+            kv: self.kv,
             max_context: self.max_context,
             max_batch_tokens: self.max_batch_tokens,
             threads: self.threads,
@@ -130,6 +134,10 @@ fn experts_memory(name: &str) -> ExpertsMemory {
         "copy" => ExpertsMemory::Copy,
         _ => ExpertsMemory::Auto,
     }
+}
+
+fn kv_bits(name: &str) -> KvBits {
+    if name == "bf16x2" { KvBits::Bf16x2 } else { KvBits::Bf16 }
 }
 
 fn dense_bits(name: &str) -> DenseBits {

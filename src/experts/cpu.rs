@@ -25,7 +25,7 @@ use crate::Result;
 use crate::backend::Routing;
 use crate::kernel::{Activations, ActivationsMut, Kernel};
 use crate::tensor::Tensor;
-use crate::workers::{Shared, Team, Worker};
+use crate::workers::{Claims, Shared, Team, Worker};
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
@@ -41,9 +41,6 @@ const RESULTS: usize = 5 * TOKEN_BLOCK * GATE_TILES * TILE_ROWS;
 
 /// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
 const READ_COST: usize = 8;
-
-/// Claims per worker and phase: enough to even out what other processes take, few enough for long sequential reads.
-const CLAIMS: usize = 6;
 
 /// Place of an id that is no expert.
 const NO_PAIR: u32 = u32::MAX;
@@ -66,15 +63,10 @@ impl Active {
     }
 }
 
-/// The next run of each phase in one node's slice.
-#[derive(Default)]
-#[repr(align(128))]
-struct Claims([AtomicUsize; 2]);
-
 /// All routed experts of a model, computed where they lie.
 pub struct CpuExperts {
     memory: Arc<ExpertMemory>,
-    claims: Vec<Claims>, // [nodes]
+    claims: Vec<[Claims; 2]>, // [nodes], of each phase
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     layout: ExpertLayout,
@@ -117,7 +109,7 @@ impl CpuExperts {
             hidden: vec![0.0; pairs * layout.down.k],
             hidden_q: Activations::new(kernel, layout.down.precision, layout.down.k, pairs),
             results: vec![0.0; team.threads() * RESULTS],
-            claims: (0..memory.nodes()).map(|_| Claims::default()).collect(),
+            claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
             memory,
             team,
             kernel,
@@ -257,7 +249,7 @@ impl CpuExperts {
             return Ok(());
         }
         let pairs = self.active[self.active.len() - 1].pairs.1;
-        self.claims.iter().flat_map(|claims| &claims.0).for_each(|next| next.store(0, Relaxed));
+        self.claims.iter_mut().flatten().for_each(Claims::reset);
         let step = Step {
             kernel: self.kernel,
             layout: self.layout,
@@ -296,7 +288,7 @@ struct Step<'a> {
     hidden_q: ActivationsMut<'a>,
     out: Shared<'a, f32>,
     results: Shared<'a, f32>,
-    claims: &'a [Claims], // [nodes]
+    claims: &'a [[Claims; 2]], // [nodes]
 }
 
 impl Step<'_> {
@@ -305,22 +297,20 @@ impl Step<'_> {
         let results = unsafe { self.results.slice_mut(worker.index * RESULTS..(worker.index + 1) * RESULTS) };
         // A node's slice, and the cut of it that this worker is to do next.
         let nodes = self.memory.nodes();
-        let runs = |node: usize| CLAIMS * if nodes == 1 { worker.count } else { worker.count_on(node).max(1) };
-        let claim = |node: usize, phase: usize| Some(self.claims[node].0[phase].fetch_add(1, Relaxed)).filter(|&run| run < runs(node));
+        let workers = |node: usize| if nodes == 1 { worker.count } else { worker.count_on(node).max(1) };
+        let claim = |node: usize, phase: usize, total: usize| self.claims[node][phase].next(workers(node), total);
         let own = worker.node % nodes;
 
         let last = self.active[self.active.len() - 1];
         for node in turns(own, nodes) {
             let slice = self.memory.gate_tiles_of(node);
-            let (tiles, runs) = (slice.len(), runs(node));
-            let total = (last.cost + last.tile_cost()) * tiles;
-            while let Some(run) = claim(node, 0) {
-                // A tile belongs to the run in which its cost begins.
-                let (from, to) = (total * run / runs, total * (run + 1) / runs);
+            let tiles = slice.len();
+            while let Some(run) = claim(node, 0, (last.cost + last.tile_cost()) * tiles) {
                 for active in self.active {
+                    // A tile belongs to the run in which its cost begins.
                     let first = |cost: usize| cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles);
-                    for tile in (first(from)..first(to)).step_by(GATE_TILES) {
-                        self.gate_up(active, slice.start + tile..slice.start + first(to).min(tile + GATE_TILES), results);
+                    for tile in (first(run.start)..first(run.end)).step_by(GATE_TILES) {
+                        self.gate_up(active, slice.start + tile..slice.start + first(run.end).min(tile + GATE_TILES), results);
                     }
                 }
             }
@@ -334,10 +324,9 @@ impl Step<'_> {
         worker.barrier();
         for node in turns(own, nodes) {
             let slice = self.memory.down_tiles_of(node);
-            let (tiles, runs) = (slice.len(), runs(node));
-            while let Some(run) = claim(node, 1) {
+            while let Some(run) = claim(node, 1, slice.len()) {
+                let (from, to) = (slice.start + run.start, slice.start + run.end);
                 for active in self.active {
-                    let (from, to) = (slice.start + tiles * run / runs, slice.start + tiles * (run + 1) / runs);
                     for first in (from..to).step_by(DOWN_TILES) {
                         self.down(active, first..to.min(first + DOWN_TILES), results);
                     }
@@ -361,8 +350,9 @@ impl Step<'_> {
             let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.gate, weights, &x, y);
             for (i, y) in y.as_chunks::<{ 2 * TILE_ROWS }>().0.iter().enumerate() {
-                gate[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[..TILE_ROWS]);
-                up[i * TILE_ROWS..][..TILE_ROWS].copy_from_slice(&y[TILE_ROWS..]);
+                let [from_gate, from_up]: &[[f32; TILE_ROWS]; 2] = bytemuck::cast_ref(y);
+                gate.as_chunks_mut::<TILE_ROWS>().0[i] = *from_gate;
+                up.as_chunks_mut::<TILE_ROWS>().0[i] = *from_up;
             }
             self.kernel.silu_mul(gate, up, h);
             for (pair, h) in pairs.zip(h.chunks_exact(width)) {

@@ -138,7 +138,11 @@ impl ActivationsMut<'_> {
                 for row in rows.clone() {
                     let at = (block * self.stride + row) * self.words;
                     // SAFETY: these words belong to the row, and the row to the caller, as promised.
-                    unsafe { self.parts.slice_mut(at..at + self.words) }.copy_from_slice(words);
+                    let to = unsafe { self.parts.slice_mut(at..at + self.words) };
+                    // Of a known length, so that no call is made for 64 bytes.
+                    for (to, from) in to.as_chunks_mut::<16>().0.iter_mut().zip(words.as_chunks::<16>().0) {
+                        *to = *from;
+                    }
                 }
             }
             return;
@@ -154,7 +158,10 @@ impl ActivationsMut<'_> {
                     for (i, codes) in codes.chunks(CODES).enumerate() {
                         let input = g * self.group + i * CODES;
                         let at = (input / CODES * self.stride + row) * CODES + input % CODES;
-                        self.codes.slice_mut(at..at + codes.len()).copy_from_slice(codes);
+                        let to = self.codes.slice_mut(at..at + codes.len());
+                        for (to, from) in to.as_chunks_mut::<32>().0.iter_mut().zip(codes.as_chunks::<32>().0) {
+                            *to = *from;
+                        }
                     }
                     let at = g * self.stride + row;
                     self.scales.slice_mut(at..at + 1)[0] = scale[0];

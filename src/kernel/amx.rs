@@ -162,7 +162,7 @@ pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &Activa
                 let from = (block + d) * height;
                 for w in 0..width {
                     for (t, row) in (from..tokens.min(from + height)).zip(&c[2 * d + w].0) {
-                        out[(t * count + most * i + w) * TILE_ROWS..][..TILE_ROWS].copy_from_slice(row);
+                        out.as_chunks_mut::<TILE_ROWS>().0[t * count + most * i + w] = *row;
                     }
                 }
             }

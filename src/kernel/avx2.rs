@@ -8,7 +8,7 @@ use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
 use super::shared::prefetch;
-use super::{ActivationRows, Kernel, Rows, Simd, avx_vnni, check_axpy, check_dot, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, avx_vnni, check_dot, shared};
 
 /// Exists only where [`Avx2::detect`] found the features: that is what every call below relies on.
 pub(super) struct Avx2 {
@@ -68,12 +68,6 @@ impl Kernel for Avx2 {
         check_dot(&w, &x, out);
         // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
         unsafe { dot(w, x, out) }
-    }
-
-    fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-        check_axpy(&p, &v, out);
-        // SAFETY: the features were detected; `check_axpy` and `Rows` keep every access inside its slice.
-        unsafe { axpy(p, v, out) }
     }
 
     shared::elementwise! { "avx2,fma"; fn split(&self, x: &[f32], out: &mut [f32]); }
@@ -307,60 +301,4 @@ fn tree(low: __m256, high: __m256) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
-}
-
-#[target_feature(enable = "avx2,fma")]
-unsafe fn axpy(p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-    let whole = v.cols / 32 * 32;
-    let mut t = 0;
-    while t < p.rows {
-        let take = if p.rows - t >= 2 { 2 } else { 1 };
-        for c in (0..whole).step_by(32) {
-            // SAFETY: `take` tokens from t, and 32 columns from c, exist.
-            unsafe { if take == 2 { axpy_block::<2>(&p, &v, t, c, out) } else { axpy_block::<1>(&p, &v, t, c, out) } }
-        }
-        for t in t..t + take {
-            for r in 0..v.rows {
-                let p = p.row(t)[r];
-                for (out, v) in out[t * v.cols..][whole..v.cols].iter_mut().zip(&v.row(r)[whole..]) {
-                    *out = p.mul_add(*v, *out);
-                }
-            }
-        }
-        t += take;
-    }
-}
-
-/// `T` tokens and 32 columns in registers over all rows.
-#[target_feature(enable = "avx2,fma")]
-unsafe fn axpy_block<const T: usize>(p: &Rows<'_, f32>, v: &Rows<'_, f32>, t: usize, c: usize, out: &mut [f32]) {
-    let mut ps = [std::ptr::null::<f32>(); T];
-    let mut acc = [[_mm256_setzero_ps(); 4]; T];
-    for j in 0..T {
-        ps[j] = p.row(t + j).as_ptr();
-        let out = &out[(t + j) * v.cols + c..][..32];
-        for i in 0..4 {
-            // SAFETY: 32 columns, as just sliced.
-            acc[j][i] = unsafe { _mm256_loadu_ps(out.as_ptr().add(8 * i)) };
-        }
-    }
-    for r in 0..v.rows {
-        let from = v.row(r)[c..][..32].as_ptr();
-        for i in 0..4 {
-            // SAFETY: 32 columns, as just sliced.
-            let v8 = unsafe { _mm256_loadu_ps(from.add(8 * i)) };
-            for j in 0..T {
-                // SAFETY: r < v.rows = p.cols.
-                let p8 = _mm256_set1_ps(unsafe { *ps[j].add(r) });
-                acc[j][i] = _mm256_fmadd_ps(p8, v8, acc[j][i]);
-            }
-        }
-    }
-    for j in 0..T {
-        let out = &mut out[(t + j) * v.cols + c..][..32];
-        for i in 0..4 {
-            // SAFETY: 32 columns, as just sliced.
-            unsafe { _mm256_storeu_ps(out.as_mut_ptr().add(8 * i), acc[j][i]) };
-        }
-    }
 }

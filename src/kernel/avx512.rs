@@ -8,7 +8,7 @@ use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
 use super::shared::{PREFETCH_TOKENS, prefetch};
-use super::{ActivationRows, Kernel, Rows, Simd, amx, check_axpy, check_dot, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, amx, check_dot, shared};
 
 /// Exists only where [`Avx512::detect`] found the features: that is what every call below relies on.
 pub(super) struct Avx512 {
@@ -70,12 +70,6 @@ impl Kernel for Avx512 {
         check_dot(&w, &x, out);
         // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
         unsafe { dot(w, x, out) }
-    }
-
-    fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-        check_axpy(&p, &v, out);
-        // SAFETY: the features were detected; `check_axpy` and `Rows` keep every access inside its slice.
-        unsafe { axpy(p, v, out) }
     }
 
     shared::elementwise!("avx512f,avx512bw,avx512vl,avx2,fma");
@@ -345,58 +339,4 @@ fn tree(lanes: __m512) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn axpy(p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-    let mut t = 0;
-    while t < p.rows {
-        let take = if p.rows - t >= 4 { 4 } else { 1 };
-        for c in (0..v.cols).step_by(64) {
-            // SAFETY: `take` tokens from t, and the columns from c up to 64, exist.
-            unsafe { if take == 4 { axpy_block::<4>(&p, &v, t, c, out) } else { axpy_block::<1>(&p, &v, t, c, out) } }
-        }
-        t += take;
-    }
-}
-
-/// `T` tokens and up to 64 columns in registers over all rows.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn axpy_block<const T: usize>(p: &Rows<'_, f32>, v: &Rows<'_, f32>, t: usize, c: usize, out: &mut [f32]) {
-    let left = (v.cols - c).min(64);
-    let (mut mask, mut ps) = ([0; 4], [std::ptr::null::<f32>(); T]);
-    for i in 0..4 {
-        mask[i] = ((1u32 << left.saturating_sub(16 * i).min(16)) - 1) as __mmask16;
-    }
-    for j in 0..T {
-        ps[j] = p.row(t + j).as_ptr();
-    }
-    let mut acc = [[_mm512_setzero_ps(); 4]; T];
-    for j in 0..T {
-        for i in 0..4 {
-            // SAFETY: masked lanes are not read; the others are columns of `out`.
-            acc[j][i] = unsafe { _mm512_maskz_loadu_ps(mask[i], out.as_ptr().wrapping_add((t + j) * v.cols + c + 16 * i)) };
-        }
-    }
-    for r in 0..v.rows {
-        let from = v.row(r).as_ptr();
-        let mut v16 = [_mm512_setzero_ps(); 4];
-        for i in 0..4 {
-            // SAFETY: masked lanes are not read; the others are columns of the row.
-            v16[i] = unsafe { _mm512_maskz_loadu_ps(mask[i], from.wrapping_add(c + 16 * i)) };
-        }
-        for j in 0..T {
-            // SAFETY: r < v.rows = p.cols.
-            let p16 = _mm512_set1_ps(unsafe { *ps[j].add(r) });
-            for i in 0..4 {
-                acc[j][i] = _mm512_fmadd_ps(p16, v16[i], acc[j][i]);
-            }
-        }
-    }
-    for j in 0..T {
-        for i in 0..4 {
-            // SAFETY: masked lanes are not written; the others are columns of `out`.
-            unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr().wrapping_add((t + j) * v.cols + c + 16 * i), mask[i], acc[j][i]) };
-        }
-    }
 }

@@ -5,7 +5,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::{ActivationRows, Kernel, Rows, Simd, check_axpy, check_dot, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, check_dot, shared};
 
 /// Plain Rust.
 pub(super) struct Scalar;
@@ -46,15 +46,8 @@ impl Kernel for Scalar {
         dot(w, x, out);
     }
 
-    fn axpy_f32(&self, p: Rows<'_, f32>, v: Rows<'_, f32>, out: &mut [f32]) {
-        check_axpy(&p, &v, out);
-        for t in 0..p.rows() {
-            for r in 0..v.rows() {
-                for (out, v) in out[t * v.cols()..][..v.cols()].iter_mut().zip(v.row(r)) {
-                    *out = p.row(t)[r].mul_add(*v, *out);
-                }
-            }
-        }
+    fn scale(&self, x: &mut [f32], scale: f32) {
+        shared::scale(x, scale);
     }
 
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {

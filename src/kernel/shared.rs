@@ -129,6 +129,12 @@ pub(super) fn exp_sub(x: &mut [f32], max: f32) -> f32 {
     tree(lanes)
 }
 
+/// [`super::Kernel::scale`]
+#[inline(always)]
+pub(super) fn scale(x: &mut [f32], scale: f32) {
+    x.iter_mut().for_each(|x| *x *= scale);
+}
+
 /// [`super::Kernel::add_scaled`]
 #[inline(always)]
 pub(super) fn add_scaled(x: &[f32], scale: f32, out: &mut [f32]) {
@@ -189,6 +195,7 @@ macro_rules! elementwise {
             fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
             fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
+            fn scale(&self, x: &mut [f32], scale: f32);
             fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
             fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
         }

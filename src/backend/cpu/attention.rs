@@ -2,25 +2,44 @@
 //!
 //! ```text
 //! for each tile of queries (tokens of one sequence x heads of one KV head), spread over the workers:
-//!   m = -inf, l = 0, acc = 0
-//!   for each KV block up to the last visible one:
-//!     s = q k^T * scale, -inf where the key is later than the query
-//!     m' = max(m, max s);  acc, l *= exp(m - m');  l += sum exp(s - m');  acc += exp(s - m') v
+//!   for each segment of 1,024 positions:
+//!     m = -inf, l = 0, acc = 0
+//!     for each KV block of it up to the last visible one:
+//!       s = keys . q * scale, -inf where the key is later than the query
+//!       m' = max(m, max s);  acc, l *= exp(m - m');  l += sum exp(s - m');  acc += values . exp(s - m')
+//!     merge (m, l, acc) into those of the segments before
 //!   out = acc / l
 //! ```
 //!
-//! Blocks start at fixed positions, so a row's arithmetic is the same in any chunk and any batch.
+//! Blocks and segments start at fixed positions, so a row's arithmetic is the same in any chunk and any batch, whether one worker does
+//! all segments or, when there are few queries and much context, each does some.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Cpu, Kv, lock};
+use moebius_cache::Precision;
+
+use super::{Cpu, Kv, Scratch, lock};
 use crate::batch::{BLOCK_SIZE, Batch, Span};
-use crate::kernel::{Kernel, Rows};
+use crate::kernel::Kernel;
 use crate::tensor::Tensor;
 use crate::workers::Shared;
 
 /// Query rows (tokens x heads) of one tile.
-const TILE: usize = 32;
+const TILE: usize = 64;
+
+/// Positions whose softmax is summed up on its own.
+const SEGMENT: usize = 1024;
+
+/// One op, as all workers see it.
+struct Op<'a> {
+    kernel: &'a dyn Kernel,
+    kv: &'a Kv,
+    batch: &'a Batch,
+    num_heads: usize,
+    scale: f32,
+    q: &'a Tensor,
+    cut: Cut,
+}
 
 /// One tile of queries.
 struct Tile<'a> {
@@ -32,6 +51,22 @@ struct Tile<'a> {
     heads: usize,
 }
 
+impl Tile<'_> {
+    fn rows(&self) -> usize {
+        self.tokens * self.heads
+    }
+
+    /// Position of its first token.
+    fn position(&self) -> usize {
+        self.span.start + self.first_row - self.span.rows.start
+    }
+
+    /// Segments that its last token sees something of.
+    fn segments(&self) -> usize {
+        (self.position() + self.tokens).div_ceil(SEGMENT)
+    }
+}
+
 /// How one op is cut into tiles; the same numbers for every span.
 struct Cut {
     kv_heads: usize,
@@ -41,6 +76,10 @@ struct Cut {
 }
 
 impl Cut {
+    fn new(kv_heads: usize, group: usize, heads: usize) -> Self {
+        Self { kv_heads, group, heads, tokens: (TILE / heads).max(1) }
+    }
+
     fn tiles_of(&self, span: &Span) -> usize {
         span.rows.len().div_ceil(self.tokens) * self.kv_heads * self.group.div_ceil(self.heads)
     }
@@ -62,107 +101,232 @@ impl Cut {
             heads: self.heads.min(self.group - first),
         }
     }
+
+    /// Tile `i` of all spans.
+    fn find<'a>(&self, batch: &'a Batch, mut i: usize) -> Tile<'a> {
+        for span in &batch.spans {
+            let tiles = self.tiles_of(span);
+            if i < tiles {
+                return self.tile(span, i);
+            }
+            i -= tiles;
+        }
+        panic!("fewer tiles than were counted");
+    }
+}
+
+/// The softmax of some positions for the rows of a tile, not yet divided.
+struct Sums<'s> {
+    max: &'s mut [f32], // [rows]
+    sum: &'s mut [f32], // [rows]
+    acc: &'s mut [f32], // [rows, value_dim]
+}
+
+impl<'s> Sums<'s> {
+    /// Numbers that `new` takes.
+    fn len(rows: usize, value_dim: usize) -> usize {
+        rows * (value_dim + 2)
+    }
+
+    fn new(memory: &'s mut [f32], rows: usize) -> Self {
+        let (max, memory) = memory.split_at_mut(rows);
+        let (sum, acc) = memory.split_at_mut(rows);
+        Self { max, sum, acc }
+    }
+
+    fn clear(&mut self) {
+        self.max.fill(f32::NEG_INFINITY);
+        self.sum.fill(0.0);
+        self.acc.fill(0.0);
+    }
+
+    /// Takes in the sums of later positions, which it uses up.
+    fn merge(&mut self, kernel: &dyn Kernel, later: &mut Sums<'_>) {
+        let dim = self.acc.len() / self.max.len();
+        for r in 0..self.max.len() {
+            if later.max[r] == f32::NEG_INFINITY {
+                continue; // no position seen
+            }
+            let max = self.max[r].max(later.max[r]);
+            let (mine, theirs) = (exp(kernel, self.max[r] - max), exp(kernel, later.max[r] - max));
+            let (acc, later_acc) = (&mut self.acc[r * dim..][..dim], &mut later.acc[r * dim..][..dim]);
+            kernel.scale(acc, mine);
+            kernel.add_scaled(later_acc, theirs, acc);
+            (self.max[r], self.sum[r]) = (max, self.sum[r] * mine + later.sum[r] * theirs);
+        }
+    }
 }
 
 impl Cpu {
     pub(super) fn attend(&self, kv: &Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
-        let group = num_heads / kv.heads;
-        let value_dim = out.cols() / num_heads;
-        assert!(q.cols() == num_heads * kv.dim && num_heads % kv.heads == 0 && value_dim <= kv.dim);
-        // Few rows: split heads finer, so that every worker has a tile.
-        let per_worker = (batch.len() * num_heads).div_ceil(self.team.threads());
-        let heads = group.min(TILE).min(per_worker).max(1);
-        let cut = Cut { kv_heads: kv.heads, group, heads, tokens: (TILE / heads).max(1) };
-        let total: usize = batch.spans.iter().map(|s| cut.tiles_of(s)).sum();
-
-        let next = AtomicUsize::new(0);
-        let cols = out.cols();
-        let output = Shared::new(out.data_mut());
-        let (kernel, scratch) = (self.kernel, &self.scratch);
+        let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads(), kv.values.n);
+        assert!(q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads()) && out.cols() == num_heads * dim);
+        let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
+        let mut cut = Cut::new(kv.heads(), group, group.min(TILE));
+        let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
+        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its heads.
+        let few = count(&cut) < 2 * threads;
+        let split = few && longest > 1;
+        if few && count(&cut) * longest < threads {
+            let per_worker = (batch.len() * num_heads).div_ceil(threads);
+            cut = Cut::new(kv.heads(), group, group.min(TILE).min(per_worker).max(1));
+        }
+        let total = count(&cut);
+        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale, q, cut };
+        let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
+        let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);
+        if !split {
+            return self.team.run(&|worker| {
+                let mut scratch = lock(&scratch[worker.index]);
+                while let Some(i) = claim(0, total) {
+                    let tile = op.cut.find(batch, i);
+                    op.all(&tile, &mut scratch, &output);
+                }
+            });
+        }
+        let part = Sums::len(TILE, dim);
+        let mut partial = self.partial.borrow_mut();
+        let partial = Shared::new(partial.take(total * longest * part));
         self.team.run(&|worker| {
             let mut scratch = lock(&scratch[worker.index]);
-            let scratch = scratch.take(TILE * (kv.dim + value_dim + BLOCK_SIZE));
-            loop {
-                let mut i = next.fetch_add(1, Ordering::Relaxed);
-                if i >= total {
-                    break;
-                }
-                let span = batch.spans.iter().find(|s| {
-                    let tiles = cut.tiles_of(s);
-                    let here = i < tiles;
-                    i -= if here { 0 } else { tiles };
-                    here
-                });
-                let tile = cut.tile(span.expect("i is below the total"), i);
-                let acc = attend_tile(kernel, kv, batch, &tile, scale, q, value_dim, scratch);
-                for (r, row) in acc.chunks_exact(value_dim).enumerate() {
-                    let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
-                    let at = t * cols + h * value_dim;
-                    // SAFETY: a (token, head) belongs to exactly one tile, and a tile to one worker.
+            while let Some(i) = claim(0, total * longest) {
+                let tile = op.cut.find(batch, i / longest);
+                if i % longest < tile.segments() {
+                    // SAFETY: this part belongs to whoever claimed it.
                     #[allow(unsafe_code)]
-                    let to = unsafe { output.slice_mut(at..at + value_dim) };
-                    to.copy_from_slice(row);
+                    let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
+                    let mut sums = Sums::new(&mut memory[..Sums::len(tile.rows(), dim)], tile.rows());
+                    op.prepare(&tile, &mut scratch);
+                    op.segment(&tile, i % longest, &mut scratch, &mut sums);
                 }
+            }
+            worker.barrier();
+            while let Some(i) = claim(1, total) {
+                let tile = op.cut.find(batch, i);
+                let sums = |segment: usize| {
+                    let at = (i * longest + segment) * part;
+                    // SAFETY: after the barrier all parts of a tile belong to whoever claimed it.
+                    #[allow(unsafe_code)]
+                    let memory = unsafe { partial.slice_mut(at..at + Sums::len(tile.rows(), dim)) };
+                    Sums::new(memory, tile.rows())
+                };
+                let mut first = sums(0);
+                for segment in 1..tile.segments() {
+                    first.merge(kernel, &mut sums(segment));
+                }
+                op.write(&tile, &first, &output);
             }
         });
     }
 }
 
-/// Attention of one tile: `[tokens * heads, value_dim]`, in `scratch`.
-#[allow(clippy::too_many_arguments)]
-fn attend_tile<'s>(
-    kernel: &dyn Kernel,
-    kv: &Kv,
-    batch: &Batch,
-    tile: &Tile<'_>,
-    scale: f32,
-    q: &Tensor,
-    value_dim: usize,
-    scratch: &'s mut [f32],
-) -> &'s [f32] {
-    let (dim, rows) = (kv.dim, tile.tokens * tile.heads);
-    let (query, scratch) = scratch.split_at_mut(TILE * dim);
-    let (scores, acc) = scratch.split_at_mut(TILE * BLOCK_SIZE);
-    let acc = &mut acc[..rows * value_dim];
-    for (r, to) in query.chunks_exact_mut(dim).take(rows).enumerate() {
-        let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
-        for (a, b) in to.iter_mut().zip(&q.row(t)[h * dim..][..dim]) {
-            *a = b * scale;
+impl Op<'_> {
+    /// A whole tile, one segment after the other.
+    fn all(&self, tile: &Tile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
+        self.prepare(tile, scratch);
+        let len = Sums::len(tile.rows(), self.kv.values.n);
+        let mut memory = std::mem::take(&mut scratch.values);
+        memory.resize(memory.len().max(2 * len), 0.0);
+        let (first, later) = memory[..2 * len].split_at_mut(len);
+        let (mut sums, mut later) = (Sums::new(first, tile.rows()), Sums::new(later, tile.rows()));
+        self.segment(tile, 0, scratch, &mut sums);
+        for segment in 1..tile.segments() {
+            self.segment(tile, segment, scratch, &mut later);
+            sums.merge(self.kernel, &mut later);
         }
+        self.write(tile, &sums, output);
+        scratch.values = memory;
     }
-    acc.fill(0.0);
-    let (mut max, mut sum) = ([f32::NEG_INFINITY; TILE], [0.0f32; TILE]);
 
-    let first_position = tile.span.start + tile.first_row - tile.span.rows.start;
-    let visible = first_position + tile.tokens; // by the tile's last token
-    for start in (0..visible).step_by(BLOCK_SIZE) {
-        let keys = BLOCK_SIZE.min(visible - start);
-        let at = kv.at(batch.slot(tile.span, start), tile.kv_head);
-        let scores = &mut scores[..rows * keys];
-        kernel.dot_f32(Rows::new(&kv.key[at..][..keys * dim], keys, dim), Rows::new(&query[..rows * dim], rows, dim), scores);
-        for (r, s) in scores.chunks_exact_mut(keys).enumerate() {
-            let position = first_position + r / tile.heads;
-            let seen = (position + 1).saturating_sub(start).min(keys);
-            s[seen..].fill(f32::NEG_INFINITY);
-            let new_max = s[..seen].iter().fold(max[r], |m, &v| m.max(v));
-            let correction = if max[r] == new_max { 1.0 } else { kernel_exp(kernel, max[r] - new_max) };
-            sum[r] = sum[r] * correction + kernel.exp_sub(s, new_max);
-            max[r] = new_max;
-            if correction != 1.0 {
-                acc[r * value_dim..][..value_dim].iter_mut().for_each(|a| *a *= correction);
+    /// Brings the tile's queries, scaled, into the form that keys are multiplied with.
+    fn prepare(&self, tile: &Tile<'_>, scratch: &mut Scratch) {
+        let dim = self.kv.keys.k;
+        let Scratch { activations, row, .. } = scratch;
+        row.resize(row.len().max(dim), 0.0);
+        let row = &mut row[..dim];
+        let queries = activations.start(self.kernel, Precision::Bf16, dim, tile.rows());
+        for r in 0..tile.rows() {
+            let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
+            for (to, q) in row.iter_mut().zip(&self.q.row(t)[h * dim..][..dim]) {
+                *to = q * self.scale;
+            }
+            // SAFETY: the scratch memory is this worker's own.
+            #[allow(unsafe_code)]
+            unsafe {
+                queries.put(self.kernel, r..r + 1, row);
             }
         }
-        let values = kv.value.as_ref().unwrap_or(&kv.key);
-        kernel.axpy_f32(Rows::new(scores, rows, keys), Rows::strided(&values[at..], keys, value_dim, dim), acc);
     }
-    for (r, row) in acc.chunks_exact_mut(value_dim).enumerate() {
-        row.iter_mut().for_each(|a| *a /= sum[r]);
+
+    /// The sums of one segment for a tile whose queries are prepared.
+    fn segment(&self, tile: &Tile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
+        let (kernel, kv, rows, dim) = (self.kernel, self.kv, tile.rows(), self.kv.values.n);
+        let width = kv.values.tiles() * kv.values.tile_bytes() / (2 * BLOCK_SIZE); // value_dim, whole tiles
+        let Scratch { activations, probabilities, scores, .. } = scratch;
+        let most = rows * (BLOCK_SIZE + width.max(BLOCK_SIZE));
+        scores.resize(scores.len().max(most), 0.0);
+        let (scores, products) = scores[..most].split_at_mut(rows * BLOCK_SIZE);
+        sums.clear();
+        let visible = tile.position() + tile.tokens; // by the tile's last token
+        let positions = segment * SEGMENT..visible.min((segment + 1) * SEGMENT);
+        for start in positions.step_by(BLOCK_SIZE) {
+            let block = self.batch.slot(tile.span, start) / BLOCK_SIZE;
+            kernel.matmul(&kv.keys, kv.keys(block, tile.kv_head, 0), &activations.rows(0..rows), scores);
+            for part in 1..kv.parts {
+                let rest = &mut products[..rows * BLOCK_SIZE];
+                kernel.matmul(&kv.keys, kv.keys(block, tile.kv_head, part), &activations.rows(0..rows), rest);
+                kernel.add_scaled(rest, 1.0, scores);
+            }
+            let to = probabilities.start(kernel, Precision::Bf16, BLOCK_SIZE, rows);
+            for (r, s) in scores.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().enumerate() {
+                let seen = (tile.position() + r / tile.heads + 1).saturating_sub(start).min(BLOCK_SIZE);
+                s[seen..].fill(f32::NEG_INFINITY);
+                let max = s[..seen].iter().fold(sums.max[r], |m, &v| m.max(v));
+                if max == f32::NEG_INFINITY {
+                    s.fill(0.0);
+                } else {
+                    let correction = if sums.max[r] == max { 1.0 } else { exp(kernel, sums.max[r] - max) };
+                    sums.sum[r] = sums.sum[r] * correction + kernel.exp_sub(s, max);
+                    sums.max[r] = max;
+                    if correction != 1.0 {
+                        kernel.scale(&mut sums.acc[r * dim..][..dim], correction);
+                    }
+                }
+                // SAFETY: the scratch memory is this worker's own.
+                #[allow(unsafe_code)]
+                unsafe {
+                    to.put(kernel, r..r + 1, s);
+                }
+            }
+            for part in 0..kv.parts {
+                let products = &mut products[..rows * width];
+                kernel.matmul(&kv.values, kv.values(block, tile.kv_head, part), &probabilities.rows(0..rows), products);
+                for (acc, product) in sums.acc.chunks_exact_mut(dim).zip(products.chunks_exact(width)) {
+                    kernel.add_scaled(&product[..dim], 1.0, acc);
+                }
+            }
+        }
     }
-    acc
+
+    /// Divides, and puts each row in its place.
+    fn write(&self, tile: &Tile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
+        let dim = self.kv.values.n;
+        for (r, acc) in sums.acc.chunks_exact(dim).enumerate() {
+            let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
+            let at = (t * self.num_heads + h) * dim;
+            // SAFETY: a (token, head) belongs to exactly one tile, and a tile to one worker.
+            #[allow(unsafe_code)]
+            let out = unsafe { output.slice_mut(at..at + dim) };
+            for (out, acc) in out.iter_mut().zip(acc) {
+                *out = acc / sums.sum[r];
+            }
+        }
+    }
 }
 
 /// exp of one number, with the kernel's polynomial.
-fn kernel_exp(kernel: &dyn Kernel, x: f32) -> f32 {
+fn exp(kernel: &dyn Kernel, x: f32) -> f32 {
     let mut one = [x];
     kernel.exp_sub(&mut one, 0.0);
     one[0]

@@ -12,7 +12,7 @@ use crate::config::DenseBits;
 use crate::kernel::{ActivationRows, Kernel};
 use crate::memory::Buffer;
 use crate::tensor::{HostTensor, Tensor};
-use crate::workers::Shared;
+use crate::workers::{Claims, Shared};
 use crate::{Error, Result};
 
 /// Tiles that go through the kernel together.
@@ -49,7 +49,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    pub(super) fn new(weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self> {
+    pub(super) fn new(weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits, nodes: &[usize]) -> Result<Self> {
         let (n, k) = (weight.rows(), weight.cols());
         let group_size = || {
             let why = || Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"));
@@ -61,7 +61,7 @@ impl Linear {
             DenseBits::Int4 => Precision::Int4 { group_size: group_size()? },
         };
         let layout = MatrixLayout::new(n, k, precision)?;
-        let mut tiles = Buffer::zeros(layout.bytes())?;
+        let mut tiles = interleaved(layout.bytes(), nodes)?;
         pack(&layout, &weight.to_f32(), &mut tiles);
         Ok(Self { layout, tiles, bias })
     }
@@ -70,6 +70,16 @@ impl Linear {
     pub(super) fn bytes(&self) -> usize {
         self.tiles.len()
     }
+}
+
+/// Room for weights that any worker may read: from all nodes' memory in turn, so that each step uses every node's bandwidth.
+fn interleaved(bytes: usize, nodes: &[usize]) -> Result<Buffer<u8>> {
+    let buffer = Buffer::zeros(bytes)?;
+    if nodes.len() > 1 {
+        // Refused in some containers: pages then lie where they are first written.
+        let _ = buffer.interleave(nodes);
+    }
+    Ok(buffer)
 }
 
 /// Packs weights `[n, k]` on all cores.
@@ -89,9 +99,9 @@ pub struct Heads {
 }
 
 impl Heads {
-    pub(super) fn new(heads: usize, weight: HostTensor<'_>) -> Result<Self> {
+    pub(super) fn new(heads: usize, weight: HostTensor<'_>, nodes: &[usize]) -> Result<Self> {
         let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
-        let mut tiles = Buffer::zeros(heads * layout.bytes())?;
+        let mut tiles = interleaved(heads * layout.bytes(), nodes)?;
         let rows = weight.to_f32();
         for (tiles, rows) in tiles.chunks_exact_mut(layout.bytes()).zip(rows.chunks_exact(layout.n * layout.k)) {
             pack(&layout, rows, tiles);
@@ -162,21 +172,24 @@ impl Cpu {
         if alone {
             prepare(0..rows);
         }
+        let claims = Claims::default();
         self.team.run(&|worker| {
             if !alone {
                 prepare(worker.share(rows));
                 worker.barrier();
             }
-            let mine = worker.share(total);
-            let mut before = 0;
-            for (w, output) in &jobs {
-                let tiles = w.layout.tiles();
-                let of_this = mine.start.clamp(before, before + tiles) - before..mine.end.clamp(before, before + tiles) - before;
-                before += tiles;
-                // SAFETY: after the barrier nobody writes rows.
-                #[allow(unsafe_code)]
-                let x = |tokens| unsafe { prepared.rows(tokens) };
-                multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, |first, col, cols, y, stride| output.store(first, col, cols, y, stride));
+            // SAFETY: after the barrier nobody writes rows.
+            #[allow(unsafe_code)]
+            let x = |tokens| unsafe { prepared.rows(tokens) };
+            while let Some(run) = claims.next(worker.count, total) {
+                let mut before = 0;
+                for (w, output) in &jobs {
+                    let tiles = w.layout.tiles();
+                    let here = |tile: usize| tile.clamp(before, before + tiles) - before;
+                    let of_this = here(run.start)..here(run.end);
+                    before += tiles;
+                    multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, |first, col, cols, y, stride| output.store(first, col, cols, y, stride));
+                }
             }
         });
     }

@@ -70,14 +70,25 @@ pub(super) fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32
     };
     let open = router.groups.as_ref().map_or(0, |g| best_groups(g, scores.len(), &rank));
 
-    for slot in 0..ids.len() {
-        let taken = &ids[..slot];
-        // Of equals the lowest id, so that the choice does not depend on the order of looking.
-        let best = (0..scores.len())
-            .filter(|&e| allowed(e, open) && !taken.contains(&(e as i32)))
-            .max_by(|&a, &b| rank(a).partial_cmp(&rank(b)).unwrap_or(Ordering::Equal).then(b.cmp(&a)));
-        let best = best.expect("the configuration allows top_k experts");
-        (ids[slot], weights[slot]) = (best as i32, scores[best]);
+    // The best so far, best first. Of equals the lowest id, so that the choice does not depend on the order of looking.
+    let mut chosen = 0;
+    for e in (0..scores.len()).filter(|&e| allowed(e, open)) {
+        let better = |other: i32| rank(e) > rank(other as usize);
+        if chosen < ids.len() {
+            chosen += 1;
+        } else if !better(ids[chosen - 1]) {
+            continue;
+        }
+        let mut slot = chosen - 1;
+        while slot > 0 && better(ids[slot - 1]) {
+            ids[slot] = ids[slot - 1];
+            slot -= 1;
+        }
+        ids[slot] = e as i32;
+    }
+    assert_eq!(chosen, ids.len(), "the configuration allows top_k experts");
+    for (weight, &id) in weights.iter_mut().zip(&*ids) {
+        *weight = scores[id as usize];
     }
     if router.normalize {
         // The guard is HF's, against a sum of zero.
