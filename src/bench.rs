@@ -124,12 +124,11 @@ pub struct Row {
 /// Loads random weights of a named shape. Errors: unknown shape, or it does not fit into memory.
 pub fn load_shape(name: &str, layers: Option<usize>, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
     let model = shapes::shape(name, layers)?;
-    let topology = Topology::read();
-    let (team, kernel) = load::machine(config, &topology)?;
+    let machine = load::machine(config, &Topology::read())?;
     let precision = load::precision(&model, config)?;
-    let budget = Budget::new(&model, config, precision, topology.available_bytes)?;
+    let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = precision.map(|p| synthetic::experts(&model, p)).transpose()?;
-    load::assemble(model, &Synthetic, experts, config, budget, team, kernel, report)
+    load::assemble(model, &Synthetic, experts, config, budget, machine, report)
 }
 
 /// Loads a model or shape and measures it.
@@ -159,8 +158,6 @@ pub fn run(
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let ready_s = started.elapsed().as_secs_f64();
-    // As the engine's thread is; not pinned is slower, not wrong.
-    let _ = loaded.team.pin_caller();
     let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
     if needed > loaded.max_context {
         let context = loaded.max_context;

@@ -2,6 +2,9 @@
 
 use std::path::PathBuf;
 
+use moebius_cache::Precision;
+use moebius_cache::pack::largest_group_size;
+
 use crate::kernel::Simd;
 
 /// Storage and arithmetic of the routed experts.
@@ -26,6 +29,18 @@ pub enum DenseBits {
     Int8,
     /// The same with 4-bit codes.
     Int4,
+}
+
+impl DenseBits {
+    /// How a weight with rows of `k` inputs is stored; `None`: they cannot be cut into groups.
+    pub fn precision(self, k: usize) -> Option<Precision> {
+        let group_size = largest_group_size(&[k]);
+        match self {
+            DenseBits::Bf16 => Some(Precision::Bf16),
+            DenseBits::Int8 => group_size.map(|group_size| Precision::Int8 { group_size }),
+            DenseBits::Int4 => group_size.map(|group_size| Precision::Int4 { group_size }),
+        }
+    }
 }
 
 impl std::fmt::Display for DenseBits {

@@ -4,10 +4,11 @@ use std::path::Path;
 
 use moebius_cache::format::ExpertCache;
 
+use crate::kernel::{self, Simd};
+use crate::load;
 use crate::memory::{self, Buffer, Pages, read_bandwidth};
-use crate::topology::Topology;
-use crate::workers::Team;
-use crate::{kernel, load};
+use crate::topology::{self, Topology};
+use crate::workers::{SCHEDSTAT, Team};
 
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -24,7 +25,16 @@ pub struct Finding {
 ///
 /// `cache_dir` is where expert caches are kept; it need not exist yet.
 pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) -> Vec<Finding> {
-    let mut findings = vec![cpu(topology), simd(), cores(topology), smt(topology), quota(topology), nodes(topology), memory(topology)];
+    let mut findings = vec![
+        cpu(topology),
+        simd(&kernel::available(), topology::cpu_has_amx()),
+        cores(topology),
+        neighbours(Path::new(SCHEDSTAT)),
+        smt(topology),
+        quota(topology),
+        nodes(topology),
+        memory(topology),
+    ];
     findings.extend(bandwidth(topology, bandwidth_bytes));
     findings.push(mapped(cache_dir));
     findings.push(disk(cache_dir));
@@ -47,12 +57,17 @@ fn cpu(topology: &Topology) -> Finding {
     finding("CPU", [&[model.to_string()], &caches[..]].concat().join(", "), None)
 }
 
-fn simd() -> Finding {
-    let available: Vec<String> = kernel::available().iter().map(ToString::to_string).collect();
-    let best = kernel::best().simd();
-    let cost = (best == kernel::Simd::Scalar)
-        .then_some("without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 or later");
-    finding("SIMD", format!("{best} (available: {})", available.join(", ")), cost)
+fn simd(available: &[Simd], cpu_has_amx: bool) -> Finding {
+    let names: Vec<String> = available.iter().map(ToString::to_string).collect();
+    let best = available.last().copied().unwrap_or(Simd::Scalar);
+    let cost = match best {
+        Simd::Scalar => Some(
+            "without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 or later".to_string(),
+        ),
+        Simd::Amx => None,
+        _ => cpu_has_amx.then(|| format!("prompts are read several times slower than they could be: {}", load::AMX_REFUSED)),
+    };
+    finding("SIMD", format!("{best} (available: {})", names.join(", ")), cost.as_deref())
 }
 
 fn cores(topology: &Topology) -> Finding {
@@ -61,6 +76,18 @@ fn cores(topology: &Topology) -> Finding {
         value += &format!("; {} isolated CPUs are left alone", topology.isolated.len());
     }
     finding("physical cores", value, None)
+}
+
+/// Whether the kernel counts the time that a thread waits for its core.
+fn neighbours(schedstat: &Path) -> Finding {
+    // Zeros where it keeps the file and does not count.
+    let counted = std::fs::read_to_string(schedstat).is_ok_and(|text| !text.starts_with("0 "));
+    let cost = "the kernel does not count waiting (CONFIG_SCHED_INFO), so a core that another program keeps busy slows all of them down: \
+                leave it out with `taskset`";
+    match counted {
+        true => finding("busy neighbours", "their cores are left to them", None),
+        false => finding("busy neighbours", "cannot be noticed", Some(cost)),
+    }
 }
 
 fn smt(topology: &Topology) -> Finding {
@@ -170,5 +197,17 @@ mod tests {
         assert!(cost("huge pages").contains("madvise"));
         assert!(cost("control group").contains("raise"));
         assert_eq!(gpu(Path::new("/nonexistent")).cost, None);
+        assert!(neighbours(Path::new("/nonexistent")).cost.unwrap().contains("taskset"));
+    }
+
+    #[test]
+    fn the_simd_line_tells_why_amx_is_not_used() {
+        let upto = |best| Simd::ALL.into_iter().filter(|&simd| simd <= best).collect::<Vec<_>>();
+        let refused = simd(&upto(Simd::Avx512), true);
+        assert!(refused.value.starts_with("avx512 ") && refused.cost.unwrap().contains("Linux 5.16"));
+        let granted = simd(&upto(Simd::Amx), true);
+        assert!(granted.value.starts_with("amx ") && granted.cost.is_none());
+        assert_eq!(simd(&upto(Simd::AvxVnni), false).cost, None);
+        assert!(simd(&upto(Simd::Scalar), false).cost.unwrap().contains("AVX2"));
     }
 }

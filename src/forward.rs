@@ -178,7 +178,7 @@ fn mlp<B: Backend>(backend: &B, w: &MlpWeights<B>, buffers: &mut [MlpBuffers<B>]
 }
 
 /// Width of the layer's dense MLP or shared expert.
-fn mlp_width(layer: &LayerConfig) -> Option<usize> {
+pub(crate) fn mlp_width(layer: &LayerConfig) -> Option<usize> {
     match &layer.ffn {
         Ffn::Dense { intermediate_size } => Some(*intermediate_size),
         Ffn::Moe(moe) => moe.shared_intermediate_size,

@@ -7,18 +7,18 @@ use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
 use moebius_cache::format::ExpertCache;
-use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
+use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, MatrixLayout, TILE_ROWS, largest_group_size};
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
 use crate::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{ExpertExecutor, ExpertMemory};
-use crate::forward::Model;
-use crate::kernel::{self, Kernel};
+use crate::forward::{Model, mlp_width};
+use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
 use crate::memory::{self, Pages, read_bandwidth};
-use crate::model::ModelConfig;
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
 use crate::tensor::Tensor;
 use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
@@ -59,13 +59,31 @@ pub enum LoadProgress<'a> {
     Experts(&'a str),
 }
 
-/// The machine side of a configuration: workers and kernels.
-pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>, &'static dyn Kernel)> {
+/// The machine side of a configuration.
+pub struct Machine {
+    /// Workers.
+    pub team: Arc<Team>,
+    /// Their kernels.
+    pub kernel: &'static dyn Kernel,
+    /// RAM that can be taken, before anything is loaded.
+    pub available_bytes: u64,
+}
+
+/// What `doctor` and `--simd amx` say where [`topology::cpu_has_amx`] and there are no kernels for it all the same.
+pub(crate) const AMX_REFUSED: &str = "the CPU has AMX, but the system does not let programs use it: that takes Linux 5.16 or later, \
+                                      and a hypervisor and a container that allow it";
+
+/// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used.
+pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
     let kernel = match config.simd {
         None => kernel::best(),
         Some(simd) => kernel::get(simd).ok_or_else(|| {
             let have: Vec<_> = kernel::available().iter().map(|s| s.to_string()).collect();
-            Error::Invalid(format!("this CPU cannot run --simd {simd}; it has {}", have.join(", ")))
+            let why = match simd {
+                Simd::Amx if topology::cpu_has_amx() => AMX_REFUSED,
+                _ => "this CPU lacks it",
+            };
+            Error::Invalid(format!("--simd {simd} cannot run: {why}; use one of {}", have.join(", ")))
         })?,
     };
     let threads = config.threads.unwrap_or_else(|| topology.default_threads());
@@ -74,7 +92,7 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<(Arc<Team>,
         seats.iter_mut().for_each(|seat| seat.node = 0);
     }
     let team = Arc::new(Team::on_nodes(&seats)?);
-    Ok((team, kernel))
+    Ok(Machine { team, kernel, available_bytes: topology.available_bytes })
 }
 
 /// The precision of the routed experts. Errors: no group size divides, or the one asked for does not.
@@ -139,11 +157,10 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
 /// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
 pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
     let model = models::read(dir)?;
-    let topology = Topology::read();
-    let (team, kernel) = machine(config, &topology)?;
+    let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
     let precision = precision(&model, config)?;
-    let budget = Budget::new(&model, config, precision, topology.available_bytes)?;
+    let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = match precision {
         None => None,
         Some(precision) => {
@@ -151,19 +168,17 @@ pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Load
             Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
         }
     };
-    assemble(model, &checkpoint, experts, config, budget, team, kernel, report)
+    assemble(model, &checkpoint, experts, config, budget, machine, report)
 }
 
 /// Puts resident weights and experts together.
-#[allow(clippy::too_many_arguments)]
 pub fn assemble(
     model: ModelConfig,
     source: &dyn TensorSource,
     experts: Option<ExpertCache>,
     config: &EngineConfig,
     budget: Budget,
-    team: Arc<Team>,
-    kernel: &'static dyn Kernel,
+    Machine { team, kernel, .. }: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
     let backend = Cpu::new(team.clone(), kernel);
@@ -224,7 +239,11 @@ fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn F
             false => (false, String::new()),
             true if needed > free => (false, format!("; a copy would need {:.1} GiB of memory", gib(needed))),
             true if nodes > 1 => (true, String::new()),
-            true => copy_pays(&mapped, &topology, team)?,
+            true => copy_pays(pages_of(&mapped), &topology.huge_pages, || {
+                const SAMPLE_BYTES: usize = 256 << 20;
+                let read = |pages| read_bandwidth(team, SAMPLE_BYTES, pages, 2);
+                Ok(read(Pages::Huge)? / read(Pages::Small)?)
+            })?,
         },
     };
     let memory = match copy {
@@ -241,31 +260,28 @@ fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn F
             (false, _) => format!("mapped from the cache file{why}"),
             (true, 1) => format!("copied into {pages}{why}"),
             (true, _) if !interleave.is_empty() => format!("copied into {pages}, interleaved over {nodes} NUMA nodes"),
-            (true, _) => format!("copied into {pages}, a slice of each on {nodes} NUMA nodes{}", misplaced(&memory, team)),
+            (true, _) => format!(
+                "copied into {pages}, a slice of each on {nodes} NUMA nodes{}",
+                misplaced(memory.placed(team.nodes()), team.nodes())
+            ),
         };
         report(LoadProgress::Experts(&format!("experts: {:.1} GiB {place}", gib(bytes))));
     }
     Ok(memory)
 }
 
-/// Whether a copy in huge pages would be read faster than the mapped file, and what was found, as the end of a sentence.
-fn copy_pays(mapped: &ExpertMemory, topology: &Topology, team: &Team) -> Result<(bool, String)> {
-    if !mapped.cache().is_file() {
-        return Ok((false, String::new()));
-    }
-    let pages = pages_of(mapped);
+/// Whether to copy experts that the page cache holds in `pages`, and what was found, as the end of a sentence.
+///
+/// `gain` measures how many times faster huge pages are read than small ones.
+fn copy_pays(pages: String, huge_pages: &str, gain: impl FnOnce() -> Result<f64>) -> Result<(bool, String)> {
     if pages != SMALL_PAGES {
         return Ok((false, pages));
     }
-    if topology.huge_pages == "never" {
-        return Ok((
-            false,
-            ", in 4 KiB pages: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled` allows huge ones".into(),
-        ));
+    if huge_pages == "never" {
+        let advice = ": `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled` allows huge ones";
+        return Ok((false, pages + advice));
     }
-    const SAMPLE_BYTES: usize = 256 << 20;
-    let read = |pages| read_bandwidth(team, SAMPLE_BYTES, pages, 2);
-    let gain = read(Pages::Huge)? / read(Pages::Small)?;
+    let gain = gain()?;
     Ok((gain > COPY_PAYS, format!(", huge pages are read {:.0}% faster than the file's small ones", 100.0 * (gain - 1.0).max(0.0))))
 }
 
@@ -290,10 +306,10 @@ pub(crate) fn spots(cache: &ExpertCache) -> Vec<&u8> {
     (0..count).map(|i| cache.layer(layers * i / count)).filter_map(|layer| layer.get(layer.len() / 2)).collect()
 }
 
-/// What to say when slices are not on their nodes.
-fn misplaced(memory: &ExpertMemory, team: &Team) -> String {
-    let Some(placed) = memory.placed(team.nodes()) else { return ", where the system does not tell if they are".into() };
-    let worst = placed.iter().zip(team.nodes()).min_by(|a, b| a.0.total_cmp(b.0));
+/// What to say when slices are not on their nodes; `placed` as [`ExpertMemory::placed`].
+fn misplaced(placed: Option<Vec<f64>>, nodes: &[usize]) -> String {
+    let Some(placed) = placed else { return ", where the system does not tell if they are".into() };
+    let worst = placed.iter().zip(nodes).min_by(|a, b| a.0.total_cmp(b.0));
     match worst {
         Some((share, node)) if *share < 0.9 => format!(
             ", but {:.0}% of node {node}'s is elsewhere: free memory there (`numactl --hardware`), or let the container place memory (--cap-add SYS_NICE)",
@@ -313,20 +329,20 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Errors: `Error::Resources` when weights or the context asked for do not fit into `available` bytes.
-    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, available: u64) -> Result<Self> {
+    /// Errors: `Error::Resources` when weights, activations or the context asked for do not fit into the machine's available bytes.
+    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<Self> {
         if config.max_sequences == 0 || config.max_batch_tokens == 0 {
             return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
         }
-        let available = available.saturating_sub(RESERVE_BYTES);
+        let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
-        let activations = activation_bytes(model, config);
+        let activations = activation_bytes(model, config, precision, machine)?;
         let needed = weights.saturating_add(activations);
         if needed > available {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
             let remedy = match activations > weights {
                 true => "lower --max-batch-tokens",
-                false => remedy(model, config, precision, available),
+                false => remedy(model, config, precision, available - activations.min(available)),
             };
             return Err(Error::Resources(format!(
                 "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}",
@@ -358,26 +374,57 @@ impl Budget {
     }
 }
 
-/// The flags with which weights that are too large would fit, if any.
+/// The flags with which weights that are too large would fit into `available` bytes, if any; the least loss first.
 fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision>, available: u64) -> &'static str {
     let int4 = precision(model, &EngineConfig { experts: ExpertBits::Int4, ..config.clone() }).unwrap_or(as_asked);
     let fits = |dense, precision| {
         expert_bytes(model, precision).is_ok_and(|experts| resident_bytes(model, dense).saturating_add(experts) <= available)
     };
-    if int4 != as_asked && fits(config.dense, int4) {
-        "use --experts int4"
-    } else if fits(DenseBits::Int8, as_asked) {
-        "use --dense int8"
-    } else if fits(DenseBits::Int8, int4) {
-        "use --experts int4 --dense int8"
-    } else {
-        "no precision makes it fit, so use a machine with more memory, or a smaller model"
-    }
+    let choices = [
+        (config.dense, int4, "use --experts int4"),
+        (DenseBits::Int8, as_asked, "use --dense int8"),
+        (DenseBits::Int8, int4, "use --experts int4 --dense int8"),
+        (DenseBits::Int4, as_asked, "use --dense int4"),
+        (DenseBits::Int4, int4, "use --experts int4 --dense int4"),
+    ];
+    let found = choices.into_iter().find(|&(dense, precision, _)| fits(dense, precision));
+    found.map_or("no precision makes it fit, so use a machine with more memory, or a smaller model", |(.., flags)| flags)
 }
 
-/// Bytes of the buffers of a forward pass.
-fn activation_bytes(model: &ModelConfig, config: &EngineConfig) -> u64 {
-    use crate::model::{Attention, Ffn};
+/// Dense matrices `[n, k]` of one layer.
+fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize)> {
+    let h = model.hidden_size;
+    let mut matrices = match &layer.attention {
+        Attention::Gqa(a) => {
+            let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
+            vec![(q, h), (kv, h), (kv, h), (h, q)]
+        }
+        Attention::Mla(a) => {
+            let q = a.num_heads * a.qk_head_dim();
+            let query = a.q_lora_rank.map_or(vec![(q, h)], |rank| vec![(rank, h), (q, rank)]);
+            [query, vec![(a.cache_dim(), h), (h, a.num_heads * a.v_head_dim)]].concat()
+        }
+    };
+    if let Some(width) = mlp_width(layer) {
+        matrices.extend([(width, h), (width, h), (h, width)]);
+    }
+    matrices
+}
+
+/// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
+fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
+    let (tokens, rows, threads, kernel) = (config.max_batch_tokens, config.max_sequences, machine.team.threads(), machine.kernel);
+    // Dense layers' inputs in the form of the weights: one memory that grows to the largest.
+    let prepared = |precision, k: usize, rows: usize| match k.checked_mul(rows) {
+        Some(numbers) if numbers < 1 << 56 => Activations::bytes(kernel, precision, k, rows) as u128,
+        _ => u128::from(u64::MAX), // a config that lies
+    };
+    let matrices = model.layers.iter().flat_map(|layer| dense_matrices(model, layer));
+    let dense = |k| config.dense.precision(k).unwrap_or(Precision::Bf16);
+    let inputs = matrices.map(|(_, k)| prepared(dense(k), k, tokens)).max().unwrap_or(0);
+    let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
+
+    // f32 numbers of a token, as `Model::new` allocates them.
     let attention = model.layers.iter().map(|layer| match &layer.attention {
         Attention::Gqa(a) => 2 * a.head_dim * (a.num_heads + a.num_kv_heads),
         Attention::Mla(a) => {
@@ -385,45 +432,68 @@ fn activation_bytes(model: &ModelConfig, config: &EngineConfig) -> u64 {
             2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
         }
     });
-    let ffn = model.layers.iter().map(|layer| match &layer.ffn {
-        Ffn::Dense { intermediate_size } => 3 * intermediate_size,
-        Ffn::Moe(moe) => 3 * moe.shared_intermediate_size.unwrap_or(0) + moe.router.top_k * (2 * moe.intermediate_size + model.hidden_size),
-    });
-    let per_token = 3 * model.hidden_size + attention.max().unwrap_or(0) + 2 * ffn.max().unwrap_or(0);
-    let logits = 2 * config.max_sequences as u64 * model.vocab_size as u64;
-    (per_token as u64).saturating_mul(config.max_batch_tokens as u64).saturating_add(logits).saturating_mul(4)
+    let attention = attention.max().unwrap_or(0);
+    let mut widths: Vec<usize> = model.layers.iter().filter_map(mlp_width).collect();
+    widths.sort_unstable();
+    widths.dedup();
+    let routing = model.moe().map_or(0, |moe| moe.num_experts + 2 * moe.router.top_k);
+    let token = 2 * model.hidden_size + model.rope.dim + attention + 3 * widths.iter().sum::<usize>() + routing;
+    let logits = 2 * (model.hidden_size + model.vocab_size);
+    // Of one worker: a tile of queries, its scores, what they weight, and two segments' sums.
+    const TILE: usize = 64;
+    let (key_dim, value_dim) =
+        model.layers.iter().map(|layer| layer.attention.kv_dims()).fold((0, 0), |a, (_, key, value)| (a.0.max(key), a.1.max(value)));
+    let scratch = prepared(Precision::Bf16, key_dim, TILE)
+        + prepared(Precision::Bf16, BLOCK_SIZE, TILE)
+        + wide(&[4, TILE, 2 * BLOCK_SIZE + 3 * value_dim.next_multiple_of(TILE_ROWS)]);
+    let experts = match (precision, model.moe()) {
+        (Some(precision), Some(moe)) if tokens.saturating_mul(model.hidden_size.max(moe.intermediate_size)) < 1 << 48 => {
+            let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
+            CpuExperts::bytes(&layout, kernel, threads, tokens, moe.router.top_k) as u128
+        }
+        (Some(_), Some(_)) => u128::from(u64::MAX),
+        _ => 0,
+    };
+    Ok(saturated(inputs.max(head) + wide(&[4, tokens, token]) + wide(&[4, rows, logits]) + threads as u128 * scratch + experts))
 }
 
 /// Bytes of all weights but the routed experts.
 fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
-    use crate::model::{Attention, Ffn};
-    // A config that lies makes products that u64 does not hold.
-    let wide = |dims: &[usize]| dims.iter().map(|&n| n as u128).product::<u128>();
-    let (h, bits) = (model.hidden_size, match dense { DenseBits::Bf16 => 16, DenseBits::Int8 => 8, DenseBits::Int4 => 4 });
+    // Whole tiles, as `MatrixLayout` has them.
+    let packed = |n: usize, k: usize, precision| {
+        let tile_bytes = MatrixLayout { n, k, precision }.tile_bytes();
+        wide(&[n.div_ceil(TILE_ROWS), tile_bytes])
+    };
+    let linear = |(n, k): (usize, usize)| packed(n, k, dense.precision(k).unwrap_or(Precision::Bf16));
+    let h = model.hidden_size;
     let layers = model.layers.iter().map(|layer| {
-        let attention = match &layer.attention {
-            Attention::Gqa(a) => wide(&[bits, h, a.head_dim, 2 * (a.num_heads + a.num_kv_heads)]),
+        let heads = match &layer.attention {
+            Attention::Gqa(_) => 0,
             Attention::Mla(a) => {
-                let q = a.num_heads * a.qk_head_dim();
-                let query = a.q_lora_rank.map_or(wide(&[bits, h, q]), |rank| wide(&[bits, rank, h + q]));
-                let heads = wide(&[16, a.num_heads, a.kv_lora_rank, a.qk_nope_head_dim + a.v_head_dim]);
-                query + wide(&[bits, h, a.cache_dim() + a.num_heads * a.v_head_dim]) + heads
+                let head =
+                    packed(a.kv_lora_rank, a.qk_nope_head_dim, Precision::Bf16) + packed(a.v_head_dim, a.kv_lora_rank, Precision::Bf16);
+                a.num_heads as u128 * head
             }
         };
-        let ffn = match &layer.ffn {
-            Ffn::Dense { intermediate_size } => wide(&[3, bits, h, *intermediate_size]),
-            Ffn::Moe(moe) => wide(&[32, h, moe.num_experts]) + wide(&[3, bits, h, moe.shared_intermediate_size.unwrap_or(0)]),
+        let router = match &layer.ffn {
+            Ffn::Dense { .. } => 0,
+            Ffn::Moe(moe) => wide(&[4, h, moe.num_experts]),
         };
-        attention + ffn
+        dense_matrices(model, layer).into_iter().map(linear).sum::<u128>() + heads + router
     });
-    saturated((layers.sum::<u128>() + wide(&[16 + bits, h, model.vocab_size])) / 8)
+    saturated(layers.sum::<u128>() + wide(&[2, h, model.vocab_size]) + linear((model.vocab_size, h)))
 }
 
 /// Bytes of all packed routed experts.
 fn expert_bytes(model: &ModelConfig, precision: Option<Precision>) -> Result<u64> {
     let (Some(precision), Some(moe)) = (precision, model.moe()) else { return Ok(0) };
-    let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
-    Ok(saturated((model.moe_layers().count() * moe.num_experts) as u128 * layout.bytes() as u128))
+    let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
+    Ok(saturated(wide(&[model.moe_layers().count(), moe.num_experts, layout.bytes()])))
+}
+
+/// A config that lies makes products that u64 does not hold.
+fn wide(dims: &[usize]) -> u128 {
+    dims.iter().map(|&n| n as u128).product()
 }
 
 fn saturated(bytes: u128) -> u64 {
@@ -449,17 +519,86 @@ mod tests {
     #[test]
     fn what_does_not_fit_names_the_flag_that_helps() {
         let model = models::shapes::shape("deepseek-v2-lite", None).unwrap();
-        let refusal = |experts, dense, gib: u64| {
+        let refusal = |experts, dense, gib: f64| {
             let config = EngineConfig { experts, dense, ..EngineConfig::default() };
             let precision = precision(&model, &config).unwrap();
-            Budget::new(&model, &config, precision, (gib << 30) + RESERVE_BYTES).map_err(|e| e.to_string())
+            let machine = Machine { available_bytes: (gib * (1u64 << 30) as f64) as u64 + RESERVE_BYTES, ..one_core() };
+            Budget::new(&model, &config, precision, &machine).map_err(|e| e.to_string())
         };
         let (bf16, dense) = (ExpertBits::Bf16, DenseBits::Bf16);
-        assert!(refusal(bf16, dense, 64).is_ok());
-        for (gib, advice) in [(20, ": use --experts int4"), (9, "use --experts int4 --dense int8"), (4, "more memory")] {
+        assert!(refusal(bf16, dense, 64.0).is_ok());
+        for (gib, advice) in [
+            (20.0, ": use --experts int4"),
+            (9.0, "use --experts int4 --dense int8"),
+            (8.3, "use --experts int4 --dense int4"),
+            (4.0, "more memory"),
+        ] {
             let text = refusal(bf16, dense, gib).unwrap_err();
             assert!(text.contains("GiB") && text.contains(advice), "{gib}: {text}");
         }
-        assert!(refusal(ExpertBits::Int4, dense, 9).unwrap_err().ends_with("use --dense int8"));
+        assert!(refusal(ExpertBits::Int4, dense, 9.0).unwrap_err().ends_with("use --dense int8"));
+        assert!(refusal(ExpertBits::Int4, dense, 8.3).unwrap_err().ends_with("use --dense int4"));
+    }
+
+    fn one_core() -> Machine {
+        machine(&EngineConfig { threads: Some(1), ..EngineConfig::default() }, &Topology::read()).unwrap()
+    }
+
+    #[test]
+    fn resident_weights_take_what_was_reckoned() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        for name in ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v3"] {
+            let dir = fixtures.join(name);
+            let (model, checkpoint) = (models::read(&dir).unwrap(), Checkpoint::open(&dir).unwrap());
+            for dense in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
+                let Machine { team, kernel, .. } = one_core();
+                let backend = Cpu::new(team, kernel);
+                let Ok(weights) = Weights::load(&backend, &checkpoint, &model, dense, &|_, _| Ok(())) else {
+                    assert_ne!(dense, DenseBits::Bf16); // rows that have no groups
+                    continue;
+                };
+                let routers: usize = model.moe_layers().map(|(_, moe)| 4 * model.hidden_size * moe.num_experts).sum();
+                let read = weights.bytes_per_token(&backend) + routers + 2 * model.hidden_size * model.vocab_size;
+                assert_eq!(resident_bytes(&model, dense), read as u64, "{name} {dense}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_batch_costs_what_its_pairs_take() {
+        let model = models::shapes::shape("qwen3-30b-a3b", None).unwrap();
+        let of = |experts, tokens| {
+            let config = EngineConfig { experts, max_batch_tokens: tokens, ..EngineConfig::default() };
+            let precision = precision(&model, &config).unwrap();
+            activation_bytes(&model, &config, precision, &one_core()).unwrap()
+        };
+        // Of each of 8 pairs of a token: its input and its intermediate row as codes, and the latter as f32.
+        let more = of(ExpertBits::Int4, 4096) - of(ExpertBits::Int4, 512);
+        assert!(more > 3584 * 8 * (2048 + 768 + 4 * 768), "{more}");
+        // In BF16 4 bytes or more of each.
+        let bf16 = of(ExpertBits::Bf16, 4096) - of(ExpertBits::Bf16, 512);
+        assert!(bf16 > 3584 * 8 * (4 * (2048 + 768) + 4 * 768), "{bf16}");
+    }
+
+    #[test]
+    fn a_copy_pays_from_a_tenth_on() {
+        let measured = |gain| copy_pays(SMALL_PAGES.into(), "madvise", || Ok(gain)).unwrap();
+        assert_eq!(measured(1.3), (true, ", huge pages are read 30% faster than the file's small ones".into()));
+        assert_eq!(measured(1.05), (false, ", huge pages are read 5% faster than the file's small ones".into()));
+        assert!(!measured(0.9).0 && measured(0.9).1.contains(" 0% faster"));
+        // Where nothing can be gained, nothing is measured.
+        let unmeasured = |pages: &str, setting| copy_pays(pages.into(), setting, || panic!("measured")).unwrap();
+        assert_eq!(unmeasured(", in huge pages", "always"), (false, ", in huge pages".into()));
+        assert_eq!(unmeasured("", "madvise"), (false, String::new()));
+        let (copy, why) = unmeasured(SMALL_PAGES, "never");
+        assert!(!copy && why.starts_with(SMALL_PAGES) && why.contains("madvise"), "{why}");
+    }
+
+    #[test]
+    fn slices_on_other_nodes_are_told_with_the_remedy() {
+        assert_eq!(misplaced(Some(vec![1.0, 0.95]), &[0, 2]), "");
+        let text = misplaced(Some(vec![0.85, 0.4]), &[0, 2]);
+        assert!(text.contains("60% of node 2's") && text.contains("numactl") && text.contains("SYS_NICE"), "{text}");
+        assert!(misplaced(None, &[0, 2]).contains("does not tell"));
     }
 }

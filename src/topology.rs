@@ -204,6 +204,18 @@ impl Topology {
     }
 }
 
+/// Whether the processor has AMX, as it says itself: `/proc/cpuinfo` of a kernel that does not know AMX is silent about it.
+pub fn cpu_has_amx() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{__cpuid, __cpuid_count};
+        const BF16_TILE_INT8: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+        __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BF16_TILE_INT8 == BF16_TILE_INT8
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// RAM that can be taken right now, as [`Topology::available_bytes`], without reading all the rest.
 pub fn available_bytes() -> u64 {
     let text = |path: &str| std::fs::read_to_string(Path::new("/").join(path)).unwrap_or_default().trim().to_string();

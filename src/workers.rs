@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 use crate::topology::Seat;
 use crate::{Error, Result};
 
+pub(crate) use roster::SCHEDSTAT;
 use roster::{Clock, Roster};
 
 /// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a

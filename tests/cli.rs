@@ -5,6 +5,9 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use moebius::kernel::Simd;
+use moebius::topology::Topology;
+
 fn moebius(cache: &Path, args: &[&str], stdin: &[u8]) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_moebius"))
         .args(args)
@@ -44,6 +47,20 @@ fn help_names_every_subcommand() {
 }
 
 #[test]
+fn every_instruction_set_can_be_asked_for() {
+    let cache = tempfile::tempdir().unwrap();
+    let help = String::from_utf8(moebius(cache.path(), &["generate", "--help"], b"").stdout).unwrap();
+    for simd in Simd::ALL {
+        assert!(help.contains(&format!("{simd}")), "{help}");
+        let args = ["generate", "demo", "--chat", "What is 2+2?", "--simd", &simd.to_string()];
+        match moebius::kernel::get(simd) {
+            Some(_) => assert_eq!(success(&args, ""), "2 + 2 = 4\n"),
+            None => assert!(failure(&args).contains(&format!("--simd {simd} cannot run"))),
+        }
+    }
+}
+
+#[test]
 fn wrong_usage_exits_with_2() {
     let cache = tempfile::tempdir().unwrap();
     for args in [
@@ -52,6 +69,7 @@ fn wrong_usage_exits_with_2() {
         &["generate"],
         &["generate", "demo", "x", "--experts", "int3"],
         &["generate", "demo", "x", "--group-size", "48"],
+        &["generate", "demo", "x", "--simd", "avx3"],
         &["generate", "demo", "x", "--file", "y"],
         &["capture", "demo", "--out", "x"],
         &["capture", "demo", "--out", "x", "--prompt", "a", "--tokens", "1"],
@@ -59,6 +77,8 @@ fn wrong_usage_exits_with_2() {
         &["capture", "demo", "--out", "x", "--prompt", "a", "--hidden", "some"],
         &["bench"],
         &["bench", "demo", "--layers", "2"],
+        &["bench", "--shape", "nonsense"],
+        &["cache", "info", "demo", "--threads", "1"],
         &["serve", "demo", "--port", "99999"],
     ] {
         let output = moebius(cache.path(), args, b"");
@@ -222,6 +242,7 @@ fn a_bench_is_one_object() {
     for field in ["machine", "model", "precision"] {
         assert!(!report[field].is_null(), "{report}");
     }
+    assert_eq!(report["machine"]["cores"], Topology::read().cores.len());
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 3);
     for row in rows {

@@ -33,7 +33,8 @@ fn cache_of(dir: &std::path::Path, config: &EngineConfig) -> ExpertCache {
 
 #[test]
 fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
-    let (team, kernel) = moebius::load::machine(&EngineConfig { threads: Some(2), ..Default::default() }, &Topology::read()).unwrap();
+    let moebius::load::Machine { team, kernel, .. } =
+        moebius::load::machine(&EngineConfig { threads: Some(2), ..Default::default() }, &Topology::read()).unwrap();
     for name in ["qwen3_moe", "kimi_k2", "deepseek_v2_full"] {
         // Real hidden states, as the experts of layer 1 see the residual stream.
         let fixture = Fixture::open(name);

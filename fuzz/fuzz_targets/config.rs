@@ -2,12 +2,16 @@
 #![no_main]
 
 use moebius::config::EngineConfig;
-use moebius::load::{self, Budget};
+use moebius::kernel;
+use moebius::load::{self, Budget, Machine};
+use moebius::workers::Team;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     if let Ok(model) = moebius::models::parse(text) {
         assert!((1..=4096).contains(&model.layers.len()));
         let config = EngineConfig::default();
-        let _ = load::precision(&model, &config).and_then(|precision| Budget::new(&model, &config, precision, 8 << 30));
+        let team = Team::new(&[0]).expect("one worker is the caller");
+        let machine = Machine { team: team.into(), kernel: kernel::best(), available_bytes: 8 << 30 };
+        let _ = load::precision(&model, &config).and_then(|precision| Budget::new(&model, &config, precision, &machine));
     }
 });

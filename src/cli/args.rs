@@ -12,16 +12,41 @@ use moebius::{Error, Result};
 const MAX_THREADS: usize = 1024;
 const MAX_BATCH_TOKENS: usize = 1 << 16;
 
-/// How to load and run a model.
+/// Which packed experts, and where they are kept.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Engine")]
-pub(crate) struct EngineArgs {
+pub(crate) struct PackedArgs {
     /// Precision of the routed experts.
     #[arg(long, default_value = "int4", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| expert_bits(&s)))]
     experts: ExpertBits,
     /// Inputs that share a scale [default: the checkpoint's own, else the largest that divides].
     #[arg(long, value_parser = PossibleValuesParser::new(["32", "64", "128"]).map(|s| s.parse::<usize>().expect("a listed number")))]
     group_size: Option<usize>,
+    /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
+    #[arg(long, value_name = "DIR")]
+    cache_dir: Option<PathBuf>,
+}
+
+impl PackedArgs {
+    /// The choices as the engine takes them, the cache directory decided.
+    pub(crate) fn to_config(&self) -> Result<EngineConfig> {
+        let mut config = EngineConfig {
+            experts: self.experts,
+            group_size: self.group_size,
+            cache_dir: self.cache_dir.clone(),
+            ..EngineConfig::default()
+        };
+        config.cache_dir = Some(moebius::load::cache_dir(&config)?);
+        Ok(config)
+    }
+}
+
+/// How to load and run a model.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct EngineArgs {
+    #[command(flatten)]
+    packed: PackedArgs,
     /// Precision of attention, shared experts, dense layers and the output head.
     #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| dense_bits(&s)))]
     dense: DenseBits,
@@ -38,11 +63,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Instruction set of the CPU kernels [default: the best this machine has].
-    #[arg(long, value_parser = PossibleValuesParser::new(["scalar", "avx2", "avx512"]).map(|s| s.parse::<Simd>().expect("a listed name")))]
+    #[arg(long, value_parser = simd_names().map(|s| s.parse::<Simd>().expect("a listed name")))]
     simd: Option<Simd>,
-    /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
-    #[arg(long, value_name = "DIR")]
-    cache_dir: Option<PathBuf>,
     /// Lock the experts in RAM.
     #[arg(long)]
     lock: bool,
@@ -71,24 +93,23 @@ impl EngineArgs {
                 return Err(Error::Invalid(format!("{flag} is {value}: give at most {max}")));
             }
         }
-        let mut config = EngineConfig {
-            experts: self.experts,
-            group_size: self.group_size,
+        Ok(EngineConfig {
             dense: self.dense,
             kv: self.kv,
             max_context: self.max_context,
             max_batch_tokens: self.max_batch_tokens,
             threads: self.threads,
             simd: self.simd,
-            cache_dir: self.cache_dir.clone(),
             lock: self.lock,
             numa: self.numa,
             experts_memory: self.experts_memory,
-            ..EngineConfig::default()
-        };
-        config.cache_dir = Some(moebius::load::cache_dir(&config)?);
-        Ok(config)
+            ..self.packed.to_config()?
+        })
     }
+}
+
+fn simd_names() -> PossibleValuesParser {
+    PossibleValuesParser::new(Simd::ALL.map(|simd| simd.to_string()))
 }
 
 fn expert_bits(name: &str) -> ExpertBits {

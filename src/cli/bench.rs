@@ -1,6 +1,8 @@
 //! `moebius bench`: prefill and decode speed of a model, or of a real model's dimensions with random weights.
 
+use clap::builder::PossibleValuesParser;
 use moebius::bench::{self, Plan, Source};
+use moebius::models::shapes;
 use moebius::{Error, Result, hub, load};
 
 use super::args::EngineArgs;
@@ -13,8 +15,8 @@ pub(crate) struct Args {
     /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
     #[arg(group = "what")]
     model: Option<String>,
-    /// Random weights with the dimensions of a known model: deepseek-v2-lite, qwen3-30b-a3b, qwen3-235b-a22b, kimi-k2, ...
-    #[arg(long, value_name = "NAME", group = "what")]
+    /// Random weights with the dimensions of a known model.
+    #[arg(long, value_name = "NAME", group = "what", value_parser = PossibleValuesParser::new(shapes::names()))]
     shape: Option<String>,
     /// Only this many layers of the shape.
     #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]

@@ -8,7 +8,7 @@ use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Job};
 use moebius_cache::format::ExpertCache;
 
-use super::args::EngineArgs;
+use super::args::PackedArgs;
 use super::print_line;
 use super::terminal::Status;
 
@@ -27,16 +27,16 @@ pub(crate) struct Args {
     /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
     model: String,
     #[command(flatten)]
-    engine: EngineArgs,
+    packed: PackedArgs,
 }
 
 #[derive(clap::Args)]
 pub(crate) struct BuildArgs {
-    #[command(flatten)]
-    args: Args,
     /// Build even if there is a cache that fits, as when it is damaged.
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    args: Args,
 }
 
 pub(crate) fn run(command: Command) -> Result<()> {
@@ -61,7 +61,7 @@ pub(crate) fn run(command: Command) -> Result<()> {
 
 /// Finds the model and says what its conversion is.
 fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path) -> Result<()>) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let config = args.packed.to_config()?;
     let cache_dir = load::cache_dir(&config)?;
     let dir = hub::resolve(&args.model, &cache_dir)?;
     let model = models::read(&dir)?;

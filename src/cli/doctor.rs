@@ -15,7 +15,7 @@ pub(crate) struct Args {
     /// Where packed experts are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
     cache_dir: Option<PathBuf>,
-    /// Print one JSON object.
+    /// Print a JSON array: name, value and cost of each line.
     #[arg(long)]
     json: bool,
 }

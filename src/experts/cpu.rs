@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moebius_cache::pack::{ExpertLayout, TILE_ROWS};
+use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use super::ExpertExecutor;
 use super::memory::{ExpertMemory, turns};
@@ -117,6 +117,13 @@ impl CpuExperts {
             max_tokens,
             top_k,
         }
+    }
+
+    /// Bytes that [`new`](CpuExperts::new) allocates for experts of `layout`.
+    pub fn bytes(layout: &ExpertLayout, kernel: &dyn Kernel, threads: usize, max_tokens: usize, top_k: usize) -> usize {
+        let pairs = max_tokens * top_k;
+        let rows = |matrix: &MatrixLayout| Activations::bytes(kernel, matrix.precision, matrix.k, pairs);
+        rows(&layout.gate) + rows(&layout.down) + 4 * (pairs * (layout.down.k + 3) + threads * RESULTS)
     }
 
     /// Counting sort of the routing's pairs by expert; within an expert by token.

@@ -52,15 +52,18 @@ impl Activations {
         }
         (self.k, self.rows, self.stride) = (k, rows, rows | 1);
         (self.group, self.words) = (precision.group_size().unwrap_or(0), kernel.split_words());
-        // A kernel may read whole tiles of rows, whose results it then forgets.
-        if self.group > 0 {
-            grow(&mut self.codes, (k.div_ceil(CODES) * self.stride + TILE_ROWS) * CODES);
-            grow(&mut self.scales, k / self.group * self.stride + TILE_ROWS);
-            grow(&mut self.sums, k / self.group * self.stride);
-        } else {
-            grow(&mut self.parts, (k.div_ceil(BF16_INPUTS) * self.stride + TILE_ROWS) * self.words);
-        }
+        let [codes, scales, sums, parts] = lens(kernel, precision, k, rows);
+        grow(&mut self.codes, codes);
+        grow(&mut self.scales, scales);
+        grow(&mut self.sums, sums);
+        grow(&mut self.parts, parts);
         self.shared()
+    }
+
+    /// Bytes that `rows` rows of `k` inputs take.
+    pub fn bytes(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> usize {
+        let [codes, scales, sums, parts] = lens(kernel, precision, k, rows);
+        codes + 4 * (scales + sums + parts)
     }
 
     fn shared(&mut self) -> ActivationsMut<'_> {
@@ -94,6 +97,16 @@ impl Activations {
             sums: &self.sums,
             parts: &self.parts,
         }
+    }
+}
+
+/// Numbers of `codes`, `scales`, `sums` and `parts`.
+fn lens(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> [usize; 4] {
+    let stride = rows | 1;
+    // A kernel may read whole tiles of rows, whose results it then forgets.
+    match precision.group_size() {
+        Some(group) => [(k.div_ceil(CODES) * stride + TILE_ROWS) * CODES, k / group * stride + TILE_ROWS, k / group * stride, 0],
+        None => [0, 0, 0, (k.div_ceil(BF16_INPUTS) * stride + TILE_ROWS) * kernel.split_words()],
     }
 }
 

@@ -20,6 +20,9 @@ const WINDOW_NS: u64 = 15_000_000;
 /// The first and the longest rest. A return to a core that is still taken costs one window.
 const REST: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(4));
 
+/// Nanoseconds run, nanoseconds waited for the core, slices: of the thread that reads it.
+pub(crate) const SCHEDSTAT: &str = "/proc/thread-self/schedstat";
+
 /// What the kernel counts of one thread.
 pub(super) struct Clock {
     schedstat: Option<File>, // None: this kernel does not tell, and nobody ever rests
@@ -28,7 +31,7 @@ pub(super) struct Clock {
 
 impl Clock {
     pub(super) fn of_this_thread() -> Self {
-        Self { schedstat: File::open("/proc/thread-self/schedstat").ok(), next: Instant::now() }
+        Self { schedstat: File::open(SCHEDSTAT).ok(), next: Instant::now() }
     }
 
     /// Puts the clock on the thread's post, if it is time to.
@@ -41,7 +44,6 @@ impl Clock {
         self.next = now + LOOK;
         let mut text = [0; 64];
         let Ok(len) = file.read_at(&mut text, 0) else { return };
-        // Nanoseconds run, nanoseconds waited for the core, slices.
         let mut numbers = std::str::from_utf8(&text[..len]).unwrap_or_default().split_whitespace().map(str::parse::<u64>);
         if let (Some(Ok(ran)), Some(Ok(waited))) = (numbers.next(), numbers.next()) {
             post.denied_ns.store(waited, Relaxed);
@@ -271,7 +273,7 @@ mod tests {
     #[test]
     fn a_core_that_somebody_else_uses_is_left() {
         let cpus = Topology::read().worker_cpus(2);
-        if cpus[0] == cpus[1] || File::open("/proc/thread-self/schedstat").is_err() {
+        if cpus[0] == cpus[1] || File::open(SCHEDSTAT).is_err() {
             eprintln!("skipped: a_core_that_somebody_else_uses_is_left: this needs two CPUs and a kernel that counts waiting");
             return;
         }
