@@ -83,6 +83,8 @@ pub struct PrecisionReport {
     pub experts: String,
     /// Of the rest.
     pub dense: String,
+    /// Of keys and values.
+    pub kv: String,
 }
 
 /// Spread of the routing.
@@ -193,7 +195,11 @@ pub fn run(
         },
         model: model.to_string(),
         layers: loaded.model.config.layers.len(),
-        precision: PrecisionReport { experts: loaded.precision.map_or("none".into(), |p| p.to_string()), dense: config.dense.to_string() },
+        precision: PrecisionReport {
+            experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
+            dense: config.dense.to_string(),
+            kv: config.kv.to_string(),
+        },
         ready_s,
         bytes_per_token: resident + experts,
         distinct_experts,
@@ -356,12 +362,12 @@ impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Machine { cpu, threads, simd, memory_gib, read_gb_per_s, .. } = &self.machine;
         writeln!(f, "{cpu}, {threads} threads, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
-        let PrecisionReport { experts, dense } = &self.precision;
+        let PrecisionReport { experts, dense, kv } = &self.precision;
         let bytes = self.bytes_per_token as f64;
         let read = if bytes < 1e8 { format!("{:.2} MB", bytes / 1e6) } else { format!("{:.2} GB", bytes / 1e9) };
         writeln!(
             f,
-            "{}, {} layers, experts {experts}, dense {dense}: a token reads {read}; ready in {:.1} s",
+            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}; ready in {:.1} s",
             self.model, self.layers, self.ready_s
         )?;
         if let Some(d) = &self.distinct_experts {

@@ -97,6 +97,15 @@ impl KvBits {
     }
 }
 
+impl std::fmt::Display for KvBits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            KvBits::Bf16 => "bf16",
+            KvBits::Bf16x2 => "bf16x2",
+        })
+    }
+}
+
 /// Every user choice of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {

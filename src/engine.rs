@@ -85,6 +85,8 @@ pub struct EngineInfo {
     pub experts: String,
     /// Precision of the rest that really runs, as `bf16`.
     pub dense: String,
+    /// Precision of keys and values.
+    pub kv: String,
     /// Tokens of prompt plus answer a sequence may hold.
     pub max_context: usize,
     /// Worker threads.
@@ -169,6 +171,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         architecture: loaded.model.config.architecture.clone(),
         experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
         dense: config.dense.to_string(),
+        kv: config.kv.to_string(),
         max_context: loaded.max_context,
         threads: loaded.team.threads(),
         simd: loaded.kernel.simd(),

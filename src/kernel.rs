@@ -150,7 +150,7 @@ pub trait Kernel: Send + Sync {
 
     /// Each of up to 32 inputs as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
     ///
-    /// How they lie in `out` [split_words()] is this kernel's own business; inputs that are missing become zeros.
+    /// How they lie in `out`, `[split_words()]`, is this kernel's own business; inputs that are missing become zeros.
     fn split(&self, x: &[f32], out: &mut [f32]);
 
     /// Some tiles of packed weights times some rows of activations: `out[t][16 i + r] = W_i[r] . x[t]`.

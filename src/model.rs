@@ -271,10 +271,10 @@ impl ModelConfig {
         self.moe_layers().next().map(|(_, moe)| moe)
     }
 
-    /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, each dimension a multiple of 32.
+    /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, dimensions filled up to whole tiles.
     pub fn kv_bytes_per_token(&self, parts: usize) -> usize {
         let bytes = |(heads, key_dim, value_dim): (usize, usize, usize)| {
-            heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + value_dim.next_multiple_of(32)))
+            heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + value_dim.next_multiple_of(16)))
         };
         self.layers.iter().map(|l| bytes(l.attention.kv_dims())).sum()
     }

@@ -127,6 +127,7 @@ impl App {
             "architecture": info.architecture,
             "experts": info.experts,
             "dense": info.dense,
+            "kv": info.kv,
             "simd": info.simd.to_string(),
             "threads": info.threads,
         })

@@ -1,6 +1,7 @@
 //! Matrices on the host: `Tensor`, activations allocated once at their largest; `HostTensor`, a weight on its way to a backend.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use half::bf16;
 use rayon::prelude::*;
@@ -96,6 +97,15 @@ impl HostTensor<'_> {
         match self {
             HostTensor::Bf16 { data, .. } => data.par_iter().map(|w| w.to_f32()).collect::<Vec<_>>().into(),
             HostTensor::F32 { data, .. } => Cow::Borrowed(data),
+        }
+    }
+
+    /// Some rows as f32.
+    pub fn rows_to_f32(&self, rows: Range<usize>) -> Cow<'_, [f32]> {
+        let range = rows.start * self.cols()..rows.end * self.cols();
+        match self {
+            HostTensor::Bf16 { data, .. } => data[range].iter().map(|w| w.to_f32()).collect::<Vec<_>>().into(),
+            HostTensor::F32 { data, .. } => Cow::Borrowed(&data[range]),
         }
     }
 

@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{
-    AtomicBool, AtomicUsize, AtomicU32, AtomicU64,
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
     Ordering::{Acquire, Relaxed, SeqCst},
 };
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};

@@ -18,9 +18,12 @@ fn prompt(len: usize, seed: u32) -> Vec<u32> {
 /// Each model in the precisions that take different ways through the kernels.
 fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
     for model in MODELS {
-        for (experts, dense) in
-            [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16), (ExpertBits::Int4, DenseBits::Int4)]
-        {
+        for (experts, dense) in [
+            (ExpertBits::Int4, DenseBits::Bf16),
+            (ExpertBits::Int8, DenseBits::Int8),
+            (ExpertBits::Bf16, DenseBits::Bf16),
+            (ExpertBits::Int4, DenseBits::Int4),
+        ] {
             let mut loaded = load(&demo_dir(model), &EngineConfig { experts, dense, ..Default::default() });
             test(&format!("{model} {experts:?} {dense:?}"), &mut loaded);
         }

@@ -26,6 +26,7 @@ fn start() -> Fixture {
         architecture: "qwen3_moe".into(),
         experts: "int4-g128".into(),
         dense: "bf16".into(),
+        kv: "bf16".into(),
         max_context: 64,
         threads: 1,
         simd: Simd::Scalar,

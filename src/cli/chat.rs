@@ -93,8 +93,8 @@ fn converse(
     let mut editor = Editor::new(history)?;
     let info = model.engine().info();
     screen.note(&format!(
-        "{} · {} experts, {} dense · context {} · threads {} · {} · ready in {:.1} s",
-        info.model, info.experts, info.dense, info.max_context, info.threads, info.simd, info.ready_s
+        "{} · {} experts, {} dense, {} kv · context {} · threads {} · {} · ready in {:.1} s",
+        info.model, info.experts, info.dense, info.kv, info.max_context, info.threads, info.simd, info.ready_s
     ))?;
     screen.note("Ctrl-C stops an answer, Ctrl-D leaves, /help shows the commands.")?;
     let mut interrupted = false;

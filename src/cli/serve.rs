@@ -34,11 +34,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
     let info = model.engine().info();
     print_line(&format!(
-        "serving {} at http://{}/v1 ({} experts, {} dense, {} context, ready in {:.1} s)",
+        "serving {} at http://{}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)",
         info.model,
         server.address(),
         info.experts,
         info.dense,
+        info.kv,
         info.max_context,
         info.ready_s
     ))?;

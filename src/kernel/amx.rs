@@ -283,7 +283,13 @@ struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn packed_tiles<const INT4: bool>(layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32], count: usize) {
+pub(super) unsafe fn packed_tiles<const INT4: bool>(
+    layout: &MatrixLayout,
+    tiles: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    count: usize,
+) {
     let (tile_bytes, scale_bytes) = (layout.tile_bytes(), layout.scale_bytes());
     let (blocks, height) = cut(x.len());
     // SAFETY: the features are there; tiles are released below.
@@ -298,7 +304,8 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(layout: &MatrixLayout, tiles
             let (scales, codes) = tiles[i * tile_bytes..][..tile_bytes].split_at(scale_bytes);
             let codes = &codes[bytes(from)..bytes(to)];
             // While a part is worked on, the one after it comes into L2: the next tile's, or the first one's next.
-            let next = if i + 1 < count { codes.as_ptr().wrapping_add(tile_bytes) } else { tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)) };
+            let next =
+                if i + 1 < count { codes.as_ptr().wrapping_add(tile_bytes) } else { tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)) };
             let part = Part { scales, next, groups: (from / x.group, to / x.group), stride };
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
             unsafe {
@@ -399,7 +406,6 @@ unsafe fn sum_groups<const INT4: bool, const R: usize>(
                 }
             }
             if first == 0 && g < groups.1 {
-
                 for line in 0..group_bytes / 64 {
                     _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add((g - groups.0) * group_bytes + 64 * line).cast());
                 }

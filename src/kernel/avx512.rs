@@ -55,8 +55,12 @@ impl Kernel for Avx512 {
         unsafe {
             match layout.precision {
                 Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, out, count),
-                Precision::Int4 { .. } if self.amx && x.len() >= amx::least_tokens(x) => amx::packed_tiles::<true>(layout, tiles, x, out, count),
-                Precision::Int8 { .. } if self.amx && x.len() >= amx::least_tokens(x) => amx::packed_tiles::<false>(layout, tiles, x, out, count),
+                Precision::Int4 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
+                    amx::packed_tiles::<true>(layout, tiles, x, out, count)
+                }
+                Precision::Int8 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
+                    amx::packed_tiles::<false>(layout, tiles, x, out, count)
+                }
                 _ => {
                     for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
                         one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], count * TILE_ROWS);

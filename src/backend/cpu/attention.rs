@@ -30,6 +30,9 @@ const TILE: usize = 64;
 /// Positions whose softmax is summed up on its own.
 const SEGMENT: usize = 1024;
 
+/// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a tile.
+const PARTIAL_SUMS: usize = 16 << 20;
+
 /// One op, as all workers see it.
 struct Op<'a> {
     kernel: &'a dyn Kernel,
@@ -166,8 +169,8 @@ impl Cpu {
         let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
         // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its heads.
         let few = count(&cut) < 2 * threads;
-        let split = few && longest > 1;
-        if few && count(&cut) * longest < threads {
+        let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, dim) <= PARTIAL_SUMS;
+        if few && (!split || count(&cut) * longest < threads) {
             let per_worker = (batch.len() * num_heads).div_ceil(threads);
             cut = Cut::new(kv.heads(), group, group.min(TILE).min(per_worker).max(1));
         }

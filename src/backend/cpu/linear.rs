@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 use moebius_cache::Precision;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS, largest_group_size};
+use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::{Cpu, PARALLEL, lock};
@@ -51,18 +51,10 @@ pub struct Linear {
 impl Linear {
     pub(super) fn new(weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits, nodes: &[usize]) -> Result<Self> {
         let (n, k) = (weight.rows(), weight.cols());
-        let group_size = || {
-            let why = || Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"));
-            largest_group_size(&[k]).ok_or_else(why)
-        };
-        let precision = match bits {
-            DenseBits::Bf16 => Precision::Bf16,
-            DenseBits::Int8 => Precision::Int8 { group_size: group_size()? },
-            DenseBits::Int4 => Precision::Int4 { group_size: group_size()? },
-        };
-        let layout = MatrixLayout::new(n, k, precision)?;
+        let why = || Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"));
+        let layout = MatrixLayout::new(n, k, bits.precision(k).ok_or_else(why)?)?;
         let mut tiles = interleaved(layout.bytes(), nodes)?;
-        pack(&layout, &weight.to_f32(), &mut tiles);
+        pack(&layout, &weight, 0, &mut tiles);
         Ok(Self { layout, tiles, bias })
     }
 
@@ -82,12 +74,12 @@ fn interleaved(bytes: usize, nodes: &[usize]) -> Result<Buffer<u8>> {
     Ok(buffer)
 }
 
-/// Packs weights `[n, k]` on all cores.
-fn pack(layout: &MatrixLayout, weights: &[f32], tiles: &mut [u8]) {
-    let k = layout.k;
-    tiles.par_chunks_mut(layout.tile_bytes()).zip(weights.par_chunks(TILE_ROWS * k)).for_each(|(tile, rows)| {
-        let layout = MatrixLayout { n: rows.len() / k, ..*layout };
-        moebius_cache::quantize::quantize_matrix(&layout, rows, tile);
+/// Packs the matrix that begins at row `first` of `weight` on all cores; of other forms than packed there is a tile at a time.
+fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mut [u8]) {
+    tiles.par_chunks_mut(layout.tile_bytes()).enumerate().for_each(|(i, tile)| {
+        let (from, to) = (i * TILE_ROWS, layout.n.min((i + 1) * TILE_ROWS));
+        let layout = MatrixLayout { n: to - from, ..*layout };
+        moebius_cache::quantize::quantize_matrix(&layout, &weight.rows_to_f32(first + from..first + to), tile);
     });
 }
 
@@ -102,9 +94,8 @@ impl Heads {
     pub(super) fn new(heads: usize, weight: HostTensor<'_>, nodes: &[usize]) -> Result<Self> {
         let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
         let mut tiles = interleaved(heads * layout.bytes(), nodes)?;
-        let rows = weight.to_f32();
-        for (tiles, rows) in tiles.chunks_exact_mut(layout.bytes()).zip(rows.chunks_exact(layout.n * layout.k)) {
-            pack(&layout, rows, tiles);
+        for (head, tiles) in tiles.chunks_exact_mut(layout.bytes()).enumerate() {
+            pack(&layout, &weight, head * layout.n, tiles);
         }
         Ok(Self { heads, layout, tiles })
     }
@@ -188,7 +179,9 @@ impl Cpu {
                     let here = |tile: usize| tile.clamp(before, before + tiles) - before;
                     let of_this = here(run.start)..here(run.end);
                     before += tiles;
-                    multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, |first, col, cols, y, stride| output.store(first, col, cols, y, stride));
+                    multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, |first, col, cols, y, stride| {
+                        output.store(first, col, cols, y, stride)
+                    });
                 }
             }
         });
