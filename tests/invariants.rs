@@ -5,7 +5,7 @@ mod common;
 
 use common::{Run, demo_dir, load, step};
 use moebius::batch::Batch;
-use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use moebius::kv_cache::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
@@ -166,4 +166,40 @@ fn the_same_pass_twice_gives_the_same_bits() {
             assert_eq!(whole(loaded, &tokens), first, "{name}");
         }
     });
+}
+
+/// Beyond a segment of 1,024 positions, few queries are shared out by segments and many by tiles: a last token read alone, in a chunk
+/// and with all others, on any number of threads, in one part or two to a number.
+#[test]
+fn segments_of_a_long_context_do_not_change_bits() {
+    let tokens = prompt(2060, 4);
+    for model in MODELS {
+        for kv in [KvBits::Bf16, KvBits::Bf16x2] {
+            let mut results = Vec::new();
+            for (threads, chunks) in [(1, [1000, 2059, 2060]), (5, [2, 2055, 2060]), (3, [1030, 2059, 2060])] {
+                let config = EngineConfig {
+                    threads: Some(threads),
+                    cache_dir: Some(common::cache_dir()),
+                    max_context: Some(2100),
+                    max_batch_tokens: 2100,
+                    kv,
+                    ..Default::default()
+                };
+                let mut loaded = moebius::load::load("test", &demo_dir(model), &config, &|_| {}).unwrap();
+                results.push(whole(&mut loaded, &tokens));
+                let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len());
+                let (mut batch, mut from) = (Batch::default(), 0);
+                for to in chunks {
+                    batch.clear();
+                    let row = run.push(&mut batch, &tokens[from..to]);
+                    let logits = step(&mut loaded.model, &mut loaded.kv, &batch, &[row]).remove(0);
+                    from = to;
+                    if to == tokens.len() {
+                        results.push(logits);
+                    }
+                }
+            }
+            assert!(results.windows(2).all(|w| w[0] == w[1]), "{model} {kv}");
+        }
+    }
 }
