@@ -388,7 +388,7 @@ mod tests {
         assert!(resolve(name, cache.path()).unwrap_err().to_string().contains("has no config.json"));
         std::fs::write(cache.path().join("config.json"), "{}").unwrap();
         assert_eq!(resolve(name, cache.path()).unwrap(), cache.path());
-        for name in ["nonsense", "./a/b", "/no/such/place", "a/b/c", "../x", "", "org/..", "org/na me"] {
+        for name in ["nonsense", "./a/b", "/no/such/place", "a/b/c", "../no-such-place", "", "org/..", "org/na me"] {
             let error = resolve(name, cache.path()).unwrap_err().to_string();
             assert!(error.contains("there is no directory"), "{name}: {error}");
         }
