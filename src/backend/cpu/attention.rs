@@ -285,7 +285,7 @@ impl Op<'_> {
             for (r, s) in scores.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().enumerate() {
                 let seen = (tile.position() + r / tile.heads + 1).saturating_sub(start).min(BLOCK_SIZE);
                 s[seen..].fill(f32::NEG_INFINITY);
-                let max = s[..seen].iter().fold(sums.max[r], |m, &v| m.max(v));
+                let max = largest(s, sums.max[r]);
                 if max == f32::NEG_INFINITY {
                     s.fill(0.0);
                 } else {
@@ -326,6 +326,18 @@ impl Op<'_> {
             }
         }
     }
+}
+
+/// The largest of `x` and `least`, in lanes: one running maximum would wait for itself.
+fn largest(x: &[f32; BLOCK_SIZE], least: f32) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [least; 16];
+    for part in x.as_chunks::<16>().0 {
+        for (lane, x) in lanes.iter_mut().zip(part) {
+            *lane = larger(*lane, *x);
+        }
+    }
+    lanes.into_iter().fold(least, larger)
 }
 
 /// exp of one number, with the kernel's polynomial.
