@@ -143,7 +143,9 @@ pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &Activa
     let most = if blocks == 1 { 3 } else { 2 };
     for (i, some) in tiles.chunks(most * tile_bytes).enumerate() {
         let width = some.len() / tile_bytes;
-        let b = [0, 1, 2].map(|w| some[w.min(width - 1) * tile_bytes..].as_ptr());
+        // Not `map`: a library function has no target features to be inlined with.
+        let at = |w: usize| some[w.min(width - 1) * tile_bytes..].as_ptr();
+        let b = [at(0), at(1), at(2)];
         for block in (0..blocks).step_by(2) {
             let depth = (blocks - block).min(2);
             let a = [x.parts(block * height), x.parts((block + depth - 1) * height)];
@@ -195,7 +197,6 @@ unsafe fn one_block<const W: usize>(
         for block in 0..tile_bytes / 1024 {
             let high = a.wrapping_add(block * stride * SPLIT_WORDS);
             let low = high.wrapping_add(SPLIT_WORDS / 2);
-            // Not `map`: a library function has no target features to be inlined with.
             let b = [b[0].wrapping_add(block * 1024), b[1].wrapping_add(block * 1024), b[2].wrapping_add(block * 1024)];
             if height <= PREFETCH_TOKENS {
                 for w in 0..W {
