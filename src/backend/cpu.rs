@@ -30,9 +30,9 @@ pub struct Cpu {
     kernel: &'static dyn Kernel,
     // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
     activations: RefCell<Activations>,
-    router_scratch: RefCell<Scratch>, // [tokens, experts]
-    partial: RefCell<Scratch>,        // attention's sums of segments
-    scratch: Vec<Mutex<Scratch>>,     // one per worker
+    router_scratch: RefCell<Vec<f32>>, // [tokens, experts]
+    partial: RefCell<Vec<f32>>,        // attention's sums of segments
+    scratch: Vec<Mutex<Scratch>>,      // one per worker
 }
 
 /// f32 router weights `[experts, hidden]` and the bias for choosing.
@@ -87,14 +87,12 @@ struct Scratch {
     probabilities: Activations,
 }
 
-impl Scratch {
-    /// `len` numbers, whatever they are.
-    fn take(&mut self, len: usize) -> &mut [f32] {
-        if self.values.len() < len {
-            self.values.resize(len, 0.0);
-        }
-        &mut self.values[..len]
+/// `len` numbers of memory that only grows, whatever they are.
+fn take(memory: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if memory.len() < len {
+        memory.resize(len, 0.0);
     }
+    &mut memory[..len]
 }
 
 /// A worker's own scratch memory; nobody else ever holds it.
@@ -174,7 +172,7 @@ impl Backend for Cpu {
     fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
         let kernel = self.kernel;
         self.each_row(x, |_, row, scratch| {
-            let scratch = scratch.take(w.len());
+            let scratch = take(&mut scratch.values, w.len());
             for part in row[cols.clone()].chunks_exact_mut(w.len()) {
                 scratch.copy_from_slice(part);
                 kernel.rms_norm(scratch, w, eps, part);

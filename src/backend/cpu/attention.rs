@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use moebius_cache::Precision;
 
-use super::{Cpu, Kv, Scratch, lock};
+use super::{Cpu, Kv, Scratch, lock, take};
 use crate::batch::{BLOCK_SIZE, Batch, Span};
 use crate::kernel::Kernel;
 use crate::tensor::Tensor;
@@ -190,7 +190,7 @@ impl Cpu {
         }
         let part = Sums::len(TILE, dim);
         let mut partial = self.partial.borrow_mut();
-        let partial = Shared::new(partial.take(total * longest * part));
+        let partial = Shared::new(take(&mut partial, total * longest * part));
         self.team.run(&|worker| {
             let mut scratch = lock(&scratch[worker.index]);
             while let Some(i) = claim(0, total * longest) {
@@ -230,8 +230,7 @@ impl Op<'_> {
         self.prepare(tile, scratch);
         let len = Sums::len(tile.rows(), self.kv.values.n);
         let mut memory = std::mem::take(&mut scratch.values);
-        memory.resize(memory.len().max(2 * len), 0.0);
-        let (first, later) = memory[..2 * len].split_at_mut(len);
+        let (first, later) = take(&mut memory, 2 * len).split_at_mut(len);
         let (mut sums, mut later) = (Sums::new(first, tile.rows()), Sums::new(later, tile.rows()));
         self.segment(tile, 0, scratch, &mut sums);
         for segment in 1..tile.segments() {
@@ -246,8 +245,7 @@ impl Op<'_> {
     fn prepare(&self, tile: &Tile<'_>, scratch: &mut Scratch) {
         let dim = self.kv.keys.k;
         let Scratch { activations, row, .. } = scratch;
-        row.resize(row.len().max(dim), 0.0);
-        let row = &mut row[..dim];
+        let row = take(row, dim);
         let queries = activations.start(self.kernel, Precision::Bf16, dim, tile.rows());
         for r in 0..tile.rows() {
             let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
@@ -267,9 +265,7 @@ impl Op<'_> {
         let (kernel, kv, rows, dim) = (self.kernel, self.kv, tile.rows(), self.kv.values.n);
         let width = kv.values.tiles() * kv.values.tile_bytes() / (2 * BLOCK_SIZE); // value_dim, whole tiles
         let Scratch { activations, probabilities, scores, .. } = scratch;
-        let most = rows * (BLOCK_SIZE + width.max(BLOCK_SIZE));
-        scores.resize(scores.len().max(most), 0.0);
-        let (scores, products) = scores[..most].split_at_mut(rows * BLOCK_SIZE);
+        let (scores, products) = take(scores, rows * (BLOCK_SIZE + width.max(BLOCK_SIZE))).split_at_mut(rows * BLOCK_SIZE);
         sums.clear();
         let visible = tile.position() + tile.tokens; // by the tile's last token
         let positions = segment * SEGMENT..visible.min((segment + 1) * SEGMENT);

@@ -7,7 +7,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
-use super::{Cpu, PARALLEL, lock};
+use super::{Cpu, PARALLEL, Scratch, lock, take};
 use crate::config::DenseBits;
 use crate::kernel::{ActivationRows, Kernel};
 use crate::memory::Buffer;
@@ -17,7 +17,7 @@ use crate::{Error, Result};
 
 /// Tiles that go through the kernel together.
 const TILES: usize = 6;
-/// Tokens that pass over them together, their results on the stack.
+/// Tokens that pass over them together, their results in L1.
 const TOKENS: usize = 64;
 /// Half of a small L2.
 const RUN_BYTES: usize = 512 << 10;
@@ -163,8 +163,9 @@ impl Cpu {
         if alone {
             prepare(0..rows);
         }
-        let claims = Claims::default();
+        let (claims, scratch) = (Claims::default(), &self.scratch);
         self.team.run(&|worker| {
+            let y = &mut lock(&scratch[worker.index]).values;
             if !alone {
                 prepare(worker.share(rows));
                 worker.barrier();
@@ -179,7 +180,7 @@ impl Cpu {
                     let here = |tile: usize| tile.clamp(before, before + tiles) - before;
                     let of_this = here(run.start)..here(run.end);
                     before += tiles;
-                    multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, |first, col, cols, y, stride| {
+                    multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, y, |first, col, cols, y, stride| {
                         output.store(first, col, cols, y, stride)
                     });
                 }
@@ -196,14 +197,14 @@ impl Cpu {
         let parts = if w.heads.is_multiple_of(self.team.threads()) { 1 } else { layout.tiles().div_ceil(TILES) };
         let scratch = &self.scratch;
         self.team.run(&|worker| {
-            let mut scratch = lock(&scratch[worker.index]);
+            let Scratch { values: y, activations, .. } = &mut *lock(&scratch[worker.index]);
             for unit in worker.share(w.heads * parts) {
                 let (head, part) = (unit / parts, unit % parts);
                 let tiles = layout.tiles() * part / parts..layout.tiles() * (part + 1) / parts;
                 let weights = &w.tiles[head * layout.bytes()..][..layout.bytes()];
                 for first in (0..rows).step_by(TOKENS) {
                     let tokens = TOKENS.min(rows - first);
-                    let prepared = scratch.activations.start(kernel, Precision::Bf16, layout.k, tokens);
+                    let prepared = activations.start(kernel, Precision::Bf16, layout.k, tokens);
                     for t in 0..tokens {
                         let x = &x.row(first + t)[head * x_head + x_at..][..layout.k];
                         // SAFETY: the scratch memory is this worker's own.
@@ -212,8 +213,8 @@ impl Cpu {
                             prepared.put(kernel, t..t + 1, x);
                         }
                     }
-                    let x = |tokens| scratch.activations.rows(tokens);
-                    multiply(kernel, layout, weights, tiles.clone(), tokens, x, |from, col, cols, y, stride| {
+                    let x = |tokens| activations.rows(tokens);
+                    multiply(kernel, layout, weights, tiles.clone(), tokens, x, y, |from, col, cols, y, stride| {
                         output.store(first + from, head * out_head + out_at + col, cols, y, stride);
                     });
                 }
@@ -222,7 +223,9 @@ impl Cpu {
     }
 }
 
-/// Some tiles of packed weights times all tokens; `store(first token, column, columns, values, stride)` gets the results.
+/// Some tiles of packed weights times all tokens; `store(first token, column, columns, values, stride)` gets the results, which pass
+/// through `y`.
+#[allow(clippy::too_many_arguments)]
 fn multiply<'x>(
     kernel: &dyn Kernel,
     layout: &MatrixLayout,
@@ -230,9 +233,9 @@ fn multiply<'x>(
     tiles: Range<usize>,
     tokens: usize,
     x: impl Fn(Range<usize>) -> ActivationRows<'x>,
+    y: &mut Vec<f32>,
     store: impl Fn(usize, usize, usize, &[f32], usize),
 ) {
-    let mut y = [0.0; TOKENS * TILES * TILE_ROWS];
     // Weights stay in L2 while tokens pass over them, and 64 tokens stay there while the weights do.
     let run = (RUN_BYTES / layout.tile_bytes()).max(TILES);
     for from in tiles.clone().step_by(run) {
@@ -242,7 +245,7 @@ fn multiply<'x>(
             for tile in (from..to).step_by(TILES) {
                 let end = to.min(tile + TILES);
                 let stride = (end - tile) * TILE_ROWS;
-                let y = &mut y[..some.len() * stride];
+                let y = take(y, some.len() * stride);
                 kernel.matmul(layout, &packed[tile * layout.tile_bytes()..end * layout.tile_bytes()], &x(some.clone()), y);
                 let col = tile * TILE_ROWS;
                 store(first, col, stride.min(layout.n - col), y, stride);

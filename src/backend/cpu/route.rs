@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-use super::{Cpu, RouterWeights};
+use super::{Cpu, RouterWeights, take};
 use crate::backend::Routing;
 use crate::kernel::Rows;
 use crate::model::{GroupScore, Groups, Router, Scoring};
@@ -18,7 +18,7 @@ impl Cpu {
         out.ids.resize(tokens * router.top_k, 0);
         out.weights.resize(tokens * router.top_k, 0.0);
         let mut scratch = self.router_scratch.borrow_mut();
-        let (logits, kernel) = (Shared::new(scratch.take(tokens * experts)), self.kernel);
+        let (logits, kernel) = (Shared::new(take(&mut scratch, tokens * experts)), self.kernel);
         let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
         if tokens == 1 {
             // One token: its experts are shared out, so that every core reads a part of the weights.
