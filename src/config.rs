@@ -7,6 +7,30 @@ use moebius_cache::pack::largest_group_size;
 
 use crate::kernel::Simd;
 
+/// Gives a choice its names: `ALL` in the order they are offered, and `Display`.
+macro_rules! named {
+    ($type:ident: $($variant:ident $name:literal),*) => {
+        impl $type {
+            /// Every choice.
+            pub const ALL: [Self; [$($name),*].len()] = [$(Self::$variant),*];
+        }
+
+        impl std::fmt::Display for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(match self {
+                    $(Self::$variant => $name,)*
+                })
+            }
+        }
+    };
+}
+
+named!(ExpertBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
+named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
+named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2");
+named!(Numa: Auto "auto", Off "off", Interleave "interleave");
+named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
+
 /// Storage and arithmetic of the routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ExpertBits {
@@ -40,16 +64,6 @@ impl DenseBits {
             DenseBits::Int8 => group_size.map(|group_size| Precision::Int8 { group_size }),
             DenseBits::Int4 => group_size.map(|group_size| Precision::Int4 { group_size }),
         }
-    }
-}
-
-impl std::fmt::Display for DenseBits {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            DenseBits::Bf16 => "bf16",
-            DenseBits::Int8 => "int8",
-            DenseBits::Int4 => "int4",
-        })
     }
 }
 
@@ -94,15 +108,6 @@ impl KvBits {
             KvBits::Bf16 => 1,
             KvBits::Bf16x2 => 2,
         }
-    }
-}
-
-impl std::fmt::Display for KvBits {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            KvBits::Bf16 => "bf16",
-            KvBits::Bf16x2 => "bf16x2",
-        })
     }
 }
 

@@ -1,5 +1,6 @@
 //! Flags that several subcommands share.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -7,6 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use moebius::kernel::Simd;
 use moebius::{Error, Result};
+use moebius_cache::pack::GROUP_SIZES;
 
 /// More of either takes memory for nothing.
 const MAX_THREADS: usize = 1024;
@@ -17,10 +19,10 @@ const MAX_BATCH_TOKENS: usize = 1 << 16;
 #[command(next_help_heading = "Engine")]
 pub(crate) struct PackedArgs {
     /// Precision of the routed experts.
-    #[arg(long, default_value = "int4", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| expert_bits(&s)))]
+    #[arg(long, default_value = "int4", value_parser = one_of(&ExpertBits::ALL))]
     experts: ExpertBits,
     /// Inputs that share a scale [default: the checkpoint's own, else the largest that divides].
-    #[arg(long, value_parser = PossibleValuesParser::new(["32", "64", "128"]).map(|s| s.parse::<usize>().expect("a listed number")))]
+    #[arg(long, value_parser = one_of(&GROUP_SIZES))]
     group_size: Option<usize>,
     /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
@@ -48,10 +50,10 @@ pub(crate) struct EngineArgs {
     #[command(flatten)]
     packed: PackedArgs,
     /// Precision of attention, shared experts, dense layers and the output head.
-    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "int8", "int4"]).map(|s| dense_bits(&s)))]
+    #[arg(long, default_value = "bf16", value_parser = one_of(&DenseBits::ALL))]
     dense: DenseBits,
     /// Precision of keys and values: bf16x2 is nearly f32, at twice the memory.
-    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "bf16x2"]).map(|s| kv_bits(&s)))]
+    #[arg(long, default_value = "bf16", value_parser = one_of(&KvBits::ALL))]
     kv: KvBits,
     /// Tokens of prompt plus answer that a conversation may hold [default: the model's limit, or what memory allows].
     #[arg(long, value_name = "N")]
@@ -63,16 +65,16 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Instruction set of the CPU kernels [default: the best this machine has].
-    #[arg(long, value_parser = simd_names().map(|s| s.parse::<Simd>().expect("a listed name")))]
+    #[arg(long, value_parser = one_of(&Simd::ALL))]
     simd: Option<Simd>,
     /// Lock the experts in RAM.
     #[arg(long)]
     lock: bool,
     /// What NUMA nodes are used for: a slice of every expert on each, nothing, or the experts' pages in turn.
-    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "off", "interleave"]).map(|s| numa(&s)))]
+    #[arg(long, default_value = "auto", value_parser = one_of(&Numa::ALL))]
     numa: Numa,
     /// Where the experts are read from: the mapped cache file, a copy in huge pages, or what is faster.
-    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "map", "copy"]).map(|s| experts_memory(&s)))]
+    #[arg(long, default_value = "auto", value_parser = one_of(&ExpertsMemory::ALL))]
     experts_memory: ExpertsMemory,
 }
 
@@ -108,44 +110,10 @@ impl EngineArgs {
     }
 }
 
-fn simd_names() -> PossibleValuesParser {
-    PossibleValuesParser::new(Simd::ALL.map(|simd| simd.to_string()))
-}
-
-fn expert_bits(name: &str) -> ExpertBits {
-    match name {
-        "bf16" => ExpertBits::Bf16,
-        "int8" => ExpertBits::Int8,
-        _ => ExpertBits::Int4,
-    }
-}
-
-fn numa(name: &str) -> Numa {
-    match name {
-        "off" => Numa::Off,
-        "interleave" => Numa::Interleave,
-        _ => Numa::Auto,
-    }
-}
-
-fn experts_memory(name: &str) -> ExpertsMemory {
-    match name {
-        "map" => ExpertsMemory::Map,
-        "copy" => ExpertsMemory::Copy,
-        _ => ExpertsMemory::Auto,
-    }
-}
-
-fn kv_bits(name: &str) -> KvBits {
-    if name == "bf16x2" { KvBits::Bf16x2 } else { KvBits::Bf16 }
-}
-
-fn dense_bits(name: &str) -> DenseBits {
-    match name {
-        "int8" => DenseBits::Int8,
-        "int4" => DenseBits::Int4,
-        _ => DenseBits::Bf16,
-    }
+/// One of `all`, by its name.
+fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
+    let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");
+    PossibleValuesParser::new(all.iter().map(ToString::to_string)).map(named)
 }
 
 /// How tokens are chosen; what is not given is the model's own default.
