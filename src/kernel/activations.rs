@@ -237,6 +237,26 @@ impl ActivationRows<'_> {
         self.parts[(self.first + row) * self.words..].as_ptr()
     }
 
+    /// [`codes`](Self::codes) of the first `T` rows. A loop, not `map`, so that it is inlined into functions with target features.
+    #[inline]
+    pub(super) fn codes_of<const T: usize>(&self) -> [*const i8; T] {
+        let mut codes = [std::ptr::null(); T];
+        for t in 0..T {
+            codes[t] = self.codes(t);
+        }
+        codes
+    }
+
+    /// [`parts`](Self::parts) of the first `T` rows in a block of 32 inputs.
+    #[inline]
+    pub(super) fn parts_of<const T: usize>(&self, block: usize) -> [*const f32; T] {
+        let mut parts = [std::ptr::null(); T];
+        for t in 0..T {
+            parts[t] = self.parts(t).wrapping_add(block * self.stride * self.words);
+        }
+        parts
+    }
+
     /// Where the scales of a group begin, from a row on.
     pub(super) fn scales(&self, group: usize, row: usize) -> *const f32 {
         self.scales[group * self.stride + self.first + row..].as_ptr()

@@ -240,29 +240,21 @@ unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stri
     unsafe {
         (zero!(0), zero!(1), zero!(2), zero!(3));
         for block in 0..tile_bytes / 1024 {
-            let high = [a[0].wrapping_add(block * stride * SPLIT_WORDS), a[1].wrapping_add(block * stride * SPLIT_WORDS)];
-            let low = [high[0].wrapping_add(SPLIT_WORDS / 2), high[1].wrapping_add(SPLIT_WORDS / 2)];
-            let b = [b[0].wrapping_add(block * 1024), b[1].wrapping_add(block * 1024)];
-            load!(4, b[0], 64usize);
+            load!(4, b[0].wrapping_add(block * 1024), 64usize);
             if W > 1 {
-                load!(5, b[1], 64usize);
+                load!(5, b[1].wrapping_add(block * 1024), 64usize);
             }
-            load!(6, high[0], SPLIT_BYTES);
-            load!(7, high[1], SPLIT_BYTES);
-            multiply!("tdpbf16ps", 0, 6, 4);
-            multiply!("tdpbf16ps", 2, 7, 4);
-            if W > 1 {
-                multiply!("tdpbf16ps", 1, 6, 5);
-                multiply!("tdpbf16ps", 3, 7, 5);
-            }
-            // A product waits for the one before of the same sum: all high parts come first.
-            load!(6, low[0], SPLIT_BYTES);
-            load!(7, low[1], SPLIT_BYTES);
-            multiply!("tdpbf16ps", 0, 6, 4);
-            multiply!("tdpbf16ps", 2, 7, 4);
-            if W > 1 {
-                multiply!("tdpbf16ps", 1, 6, 5);
-                multiply!("tdpbf16ps", 3, 7, 5);
+            // A product waits for the one before of the same sum: all high parts come first, then the low ones.
+            for part in 0..2 {
+                let at = block * stride * SPLIT_WORDS + part * SPLIT_WORDS / 2;
+                load!(6, a[0].wrapping_add(at), SPLIT_BYTES);
+                load!(7, a[1].wrapping_add(at), SPLIT_BYTES);
+                multiply!("tdpbf16ps", 0, 6, 4);
+                multiply!("tdpbf16ps", 2, 7, 4);
+                if W > 1 {
+                    multiply!("tdpbf16ps", 1, 6, 5);
+                    multiply!("tdpbf16ps", 3, 7, 5);
+                }
             }
         }
         store!(0, &raw mut c[0], 64usize);

@@ -83,10 +83,7 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
     let groups = x.k / x.group;
     let (nibble, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let flip = _mm256_set1_epi8(-128);
-    let mut codes = [std::ptr::null::<i8>(); T];
-    for t in 0..T {
-        codes[t] = x.codes(t);
-    }
+    let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
     prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
@@ -186,10 +183,7 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
     let mut acc = [[_mm256_setzero_ps(); 2]; T];
     for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
         prefetch(lines.as_ptr(), BF16_INPUTS / 2);
-        let mut at = [std::ptr::null::<f32>(); T];
-        for t in 0..T {
-            at[t] = x.parts(t).wrapping_add(block * x.stride * 64);
-        }
+        let at = x.parts_of::<T>(block);
         for half in 0..2 {
             let mut sums = [[[_mm256_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
             for pair in 0..BF16_INPUTS / 2 {

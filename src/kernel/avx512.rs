@@ -143,10 +143,7 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
     let odd_mask = _mm512_set1_epi32(0xffff_0000_u32 as i32);
     let mut acc = [_mm512_setzero_ps(); T];
     for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
-        let mut at = [std::ptr::null::<f32>(); T];
-        for t in 0..T {
-            at[t] = x.parts(t).wrapping_add(block * x.stride * 64);
-        }
+        let at = x.parts_of::<T>(block);
         if T <= PREFETCH_TOKENS {
             prefetch(lines.as_ptr(), BF16_INPUTS / 2);
         }
@@ -191,10 +188,7 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     let nibble = _mm512_set1_epi8(15);
     let bias = if INT4 { 8 } else { 128 };
     // Loops, not `array::from_fn`, around intrinsics: a library function has no target features to inline them into.
-    let mut codes = [std::ptr::null::<i8>(); T];
-    for t in 0..T {
-        codes[t] = x.codes(t);
-    }
+    let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     if T <= PREFETCH_TOKENS {
         // The lines that prefetching from the first code on would step over.

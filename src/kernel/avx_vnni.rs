@@ -25,10 +25,7 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(
     let groups = x.k / x.group;
     let nibble = _mm256_set1_epi8(15);
     let bias = if INT4 { 8 } else { 128 };
-    let mut codes = [std::ptr::null::<i8>(); T];
-    for t in 0..T {
-        codes[t] = x.codes(t);
-    }
+    let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
     prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
