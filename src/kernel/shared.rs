@@ -11,8 +11,8 @@ pub(super) const PREFETCH_TOKENS: usize = 8;
 /// Asks for `lines` cache lines that lie ahead of `at`: a page ahead into L2, which starts the hardware's own prefetching of a page
 /// before its first use, then near into L1. Tiles lie one behind the other, so what is past a tile's end is the next one.
 ///
-/// Two cores, INT4 g128, one token, share of plain reading (V2-Lite, Qwen3-30B, Kimi K2): 92, 91, 98% so; 80, 71, 87% with L1 alone;
-/// 83, 82, 86% with 8 KiB instead of 4.
+/// Two cores, INT4 g128, one token, best share of plain reading (V2-Lite, Qwen3-30B, Kimi K2): 93 to 95, 89 to 91, 98 to 101% so;
+/// 88, 82, 91% with L1 alone; 82, 81, 85% with 8 KiB instead of 4.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "sse")]
