@@ -14,12 +14,11 @@ use crate::batch::BLOCK_SIZE;
 use crate::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{ExpertExecutor, ExpertMemory};
-use crate::forward::{Model, mlp_width};
+use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
 use crate::memory::{self, Pages, read_bandwidth};
 use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
-use crate::tensor::Tensor;
 use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
 use crate::workers::Team;
@@ -31,10 +30,8 @@ const RESERVE_BYTES: u64 = 512 << 20;
 /// A model in memory, and what it may use.
 pub struct Loaded {
     /// Ready to run.
-    pub model: Model<Cpu>,
-    /// Empty.
-    pub kv: KvCache<Cpu>,
-    /// Blocks of `kv`.
+    pub model: Box<dyn Forward>,
+    /// Blocks of its KV cache.
     pub kv_blocks: usize,
     /// Tokens a sequence may hold.
     pub max_context: usize,
@@ -187,7 +184,7 @@ pub fn assemble(
         watch_memory()
     })?;
     let precision = experts.as_ref().map(|cache| cache.header().precision);
-    let executor: Option<Box<dyn ExpertExecutor<Tensor>>> = match (experts, model.moe()) {
+    let executor: Option<Box<dyn ExpertExecutor<Cpu>>> = match (experts, model.moe()) {
         (Some(cache), Some(moe)) => {
             let experts = CpuExperts::new(
                 Arc::new(place(cache, config, &team, report)?),
@@ -201,8 +198,10 @@ pub fn assemble(
         _ => None,
     };
     let kv = KvCache::new(&backend, &model, budget.kv_blocks, config.kv)?;
-    let model = Model::new(backend, model, weights, executor, config.max_batch_tokens, config.max_sequences);
-    Ok(Loaded { model, kv, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
+    let tokens = config.max_batch_tokens;
+    let limits = Limits { tokens, chunk_tokens: tokens, logit_rows: config.max_sequences };
+    let model = Box::new(Model::new(backend, model, weights, executor, kv, limits)?);
+    Ok(Loaded { model, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
 }
 
 /// Experts smaller than this are neither copied for speed nor talked about.

@@ -148,6 +148,8 @@ inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return
 inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
 inline float __expf(float x) { return expf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __sinf(float x) { return sinf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }

@@ -53,5 +53,5 @@ pub(crate) fn run(args: Args) -> Result<()> {
     drop(status);
     let wanted = Wanted { logits: args.logits, hidden: args.hidden, router: args.router };
     let captured = capture::capture(&mut loaded, &tokens, &wanted, config.max_batch_tokens)?;
-    captured.write(&loaded.model.config, &args.out)
+    captured.write(loaded.model.config(), &args.out)
 }

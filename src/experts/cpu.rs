@@ -23,6 +23,7 @@ use super::ExpertExecutor;
 use super::memory::{ExpertMemory, turns};
 use crate::Result;
 use crate::backend::Routing;
+use crate::backend::cpu::Cpu;
 use crate::kernel::{Activations, ActivationsMut, Kernel};
 use crate::tensor::Tensor;
 use crate::workers::{Claims, Shared, Team, Worker};
@@ -207,7 +208,7 @@ impl CpuExperts {
     }
 }
 
-impl ExpertExecutor<Tensor> for CpuExperts {
+impl ExpertExecutor<Cpu> for CpuExperts {
     fn submit(&mut self, layer: usize, x: &Tensor, routing: &Routing) -> Result<()> {
         self.submit_rows(layer, x.data(), routing)
     }

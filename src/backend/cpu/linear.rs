@@ -84,7 +84,7 @@ fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mu
 }
 
 /// Packed weights `[heads, n, k]`, each head with tiles of its own.
-pub struct Heads {
+pub(super) struct Heads {
     heads: usize,
     layout: MatrixLayout, // of one head
     tiles: Buffer<u8>,
