@@ -86,6 +86,19 @@ __device__ __forceinline__ uint4 load_uncached(const uint4* p) {
 }
 __device__ __forceinline__ void pause_ns(uint32_t ns) { __nanosleep(ns); }
 
+// A kernel that was launched with programmatic stream serialization begins before the one in front of it has ended: it waits here for the end and all
+// that was written, and lets the next one begin. Launched otherwise, and before compute capability 9.0, both do nothing. Kernels that let others begin must wait.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Reads that will not be read again soon.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
     uint4 v;

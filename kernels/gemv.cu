@@ -19,6 +19,8 @@
 // Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs that are not there have n = 0 and
 // stand last. Dynamic shared memory: gemv_*: 0; gemv_norm_*: tokens (2 k + 64) bytes (k up to 6,000 for 8 tokens if a block may have 99 KB).
 //
+// May be launched with programmatic stream serialization, if the kernel in front does not write weights.
+//
 //   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set, gemv_norm_f32_set, gemv_norm_silu (const Gemv a)
 #include "common.cuh"
 
@@ -114,9 +116,11 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
         return s;
     };
 
-    // The first weights are on their way before x is looked at.
+    // The first weights are on their way before x is looked at, and even before the kernel that makes x has ended.
+    let_next_kernel_begin();
     int k0 = k_warp * STEP;
     Step now = read(k0);
+    wait_for_previous_kernel();
     const bf16* x;
     int x_pitch;
     if constexpr (NORM) {

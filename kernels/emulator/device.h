@@ -237,6 +237,8 @@ inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint4 load_uncached(const uint4* p) { __sync_synchronize(); return *p; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_begin() {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 
 inline uint8_t e4m3_from_f32(float x) {
