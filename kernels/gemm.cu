@@ -22,7 +22,7 @@
 // gemm_split3 multiplies with f32 weights (the router's): split_f32 has cut each into three bf16 numbers, 24 bits together, whose products with
 // bf16 are exact in f32. w_batch has no meaning there.
 //   split_f32: grid div_ceil(count, 256), 256 threads, no shared memory.
-#include "common.cuh"
+#include "gemm.cuh"
 
 struct Gemm {
     const bf16* x;
@@ -35,35 +35,7 @@ struct Gemm {
     int x_pitch, y_pitch, tokens, n, k;
 };
 
-constexpr int GEMM_THREADS = 128, BK = 64, CHUNK = 8; // a chunk: 16 bytes, what a copy and a row of ldmatrix take
-constexpr int TILES_IN_GROUP = 8;                     // of tokens: neighbouring blocks share weights and tokens in L2
-
-// Which of the grid's x is which tile: groups of a few tiles of tokens walk all outputs.
-struct TilePlace {
-    int m, n;
-};
-__device__ __forceinline__ TilePlace tile_place(int tile, int tiles_m, int tiles_n) {
-    const int group = tile / (TILES_IN_GROUP * tiles_n), first = group * TILES_IN_GROUP;
-    const int rows = min(TILES_IN_GROUP, tiles_m - first), within = tile - group * TILES_IN_GROUP * tiles_n;
-    return {first + within % rows, within / rows};
-}
-
-// Eight neighbouring outputs.
-template <bool ADD> __device__ __forceinline__ void store_8(float* y, float (&v)[8]) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float4 out = make_float4(v[4 * h], v[4 * h + 1], v[4 * h + 2], v[4 * h + 3]);
-        if (ADD) {
-            const float4 old = ((const float4*)y)[h];
-            out.x += old.x, out.y += old.y, out.z += old.z, out.w += old.w;
-        }
-        ((float4*)y)[h] = out;
-    }
-}
-template <bool ADD> __device__ __forceinline__ void store_8(bf16* y, float (&v)[8]) {
-    static_assert(!ADD, "sums are kept in f32");
-    *(uint4*)y = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-}
+constexpr int GEMM_THREADS = 128;
 
 // WM x WN: the tile of one warp. PARTS: bf16 numbers that make up a weight.
 template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int PARTS> __device__ __forceinline__ void gemm(const Gemm& a) {
@@ -147,39 +119,8 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     }
 
     if (splits > 1) {
-        const int64_t tiles = (int64_t)gridDim.x * gridDim.z, tile = (int64_t)blockIdx.z * gridDim.x + blockIdx.x;
-        float4* mine = (float4*)a.partial + tile * (I * J * GEMM_THREADS) + tid;
-        const int64_t next_split = tiles * (I * J * GEMM_THREADS);
-#pragma unroll
-        for (int i = 0; i < I; i++)
-#pragma unroll
-            for (int j = 0; j < J; j++)
-                mine[blockIdx.y * next_split + (i * J + j) * GEMM_THREADS] = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
-        __shared__ bool last;
-        __threadfence();
-        __syncthreads();
-        if (tid == 0) {
-            last = atomicAdd(a.counters + tile, 1u) == (uint32_t)splits - 1;
-            if (last) a.counters[tile] = 0;
-        }
-        __syncthreads();
-        if (!last) return;
-        __threadfence();
-#pragma unroll
-        for (int i = 0; i < I; i++)
-#pragma unroll
-            for (int j = 0; j < J; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) sum[i][j][e] = 0.0f;
-#pragma unroll 1
-        for (int s = 0; s < splits; s++)
-#pragma unroll
-            for (int i = 0; i < I; i++)
-#pragma unroll
-                for (int j = 0; j < J; j++) {
-                    const float4 part = __ldcg(mine + s * next_split + (i * J + j) * GEMM_THREADS);
-                    sum[i][j][0] += part.x, sum[i][j][1] += part.y, sum[i][j][2] += part.z, sum[i][j][3] += part.w;
-                }
+        const int64_t tile = (int64_t)blockIdx.z * gridDim.x + blockIdx.x, tiles = (int64_t)gridDim.x * gridDim.z;
+        if (!sum_splits<I * J * 4, GEMM_THREADS>(&sum[0][0][0], a.partial, a.counters, tile, tiles)) return;
     }
 
     Out* y = (Out*)a.y + blockIdx.z * a.y_batch;
@@ -187,18 +128,15 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     for (int q = 0; q < J / 4; q++) {
         const int col = n0 + warp_n + 32 * q + lane % 4 * 8;
         if (col >= a.n) continue;
-        float bias[8] = {};
-        if (a.bias) {
-#pragma unroll
-            for (int e = 0; e < 8; e++) bias[e] = __ldg(a.bias + col + e);
-        }
 #pragma unroll
         for (int i = 0; i < 2 * I; i++) {
             const int row = m0 + warp_m + 8 * i + lane / 4;
             float v[8];
 #pragma unroll
-            for (int e = 0; e < 8; e++) v[e] = sum[i / 2][4 * q + e / 2][i % 2 * 2 + e % 2] + bias[e];
-            if (row < a.tokens) store_8<ADD>(y + (int64_t)row * a.y_pitch + col, v);
+            for (int e = 0; e < 8; e++) v[e] = sum[i / 2][4 * q + e / 2][i % 2 * 2 + e % 2];
+            if (row >= a.tokens) continue;
+            if (a.bias) add_8(v, a.bias + col);
+            store_8<ADD>(y + (int64_t)row * a.y_pitch + col, v);
         }
     }
 }
