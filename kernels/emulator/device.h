@@ -239,6 +239,9 @@ inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint4 load_uncached(const uint4* p) { __sync_synchronize(); return *p; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
+inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_begin() {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 
 inline uint8_t e4m3_from_f32(float x) {
@@ -257,3 +260,70 @@ inline float e4m3_to_f32(uint8_t x) {
 }
 inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
 inline float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8))); }
+
+// Hopper: copies of boxes land when somebody waits for their barrier; products are done at once.
+struct TensorMap {
+    uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
+    uint32_t box[3];
+    uint32_t unused[17];
+};
+static_assert(sizeof(TensorMap) == 128, "as large as the real one");
+namespace emulator {
+struct Mbarrier { // in the 8 bytes of shared memory
+    uint8_t phase, arrived, count, copies; // copies: there are some under way
+    int32_t bytes;
+};
+void yield();
+void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2);
+void land_boxes(Mbarrier* barrier);
+inline void end_phase(Mbarrier* b) {
+    if (b->arrived == b->count && b->bytes == 0) b->phase ^= 1, b->arrived = 0;
+}
+} // namespace emulator
+inline void mbarrier_init(uint64_t* barrier, int count) {
+    emulator::Mbarrier b{0, 0, (uint8_t)count, 0, 0};
+    memcpy(barrier, &b, sizeof b);
+}
+inline void mbarrier_init_done() {}
+inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
+    auto* b = (emulator::Mbarrier*)barrier;
+    b->bytes += bytes;
+    if (++b->arrived > b->count) { fprintf(stderr, "mbarrier: more arrivals than it counts\n"); abort(); }
+    emulator::end_phase(b);
+}
+inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier, 0); }
+inline void mbarrier_wait(uint64_t* barrier, int parity) {
+    auto* b = (emulator::Mbarrier*)barrier;
+    for (long i = 0; b->phase == parity; i++) {
+        emulator::land_boxes(b);
+        if (b->phase != parity) return;
+        if (i == 1 << 22) { fprintf(stderr, "mbarrier: waited for in vain\n"); abort(); }
+        emulator::yield();
+    }
+}
+inline void tensor_copy(void* shared, const TensorMap* map, uint64_t* barrier, int c0, int c1, int c2) {
+    if ((uintptr_t)shared % 1024) { fprintf(stderr, "tensor_copy: not aligned to 1024 bytes\n"); abort(); }
+    emulator::add_box((emulator::Mbarrier*)barrier, shared, *map, c0, c1, c2);
+}
+inline uint64_t wgmma_operand(const void* p) { return (uint64_t)p; }
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int N> inline void wgmma_wait() {}
+template <int COUNT> inline void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b) {
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, warpgroup = warp / 4;
+    auto number = [](uint64_t operand, int row, int k) {
+        uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
+        uint16_t bits;
+        memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
+        return bf16_value(bits);
+    };
+    emulator::block_barrier(8 + warpgroup, 128);
+    for (int half = 0; half < 2; half++) {
+        float x[16];
+        for (int k = 0; k < 16; k++) x[k] = number(a, warp % 4 * 16 + half * 8 + lane / 4, k);
+        for (int j = 0; j < COUNT / 4; j++)
+            for (int e = 0; e < 2; e++)
+                for (int k = 0; k < 16; k++) d[4 * j + 2 * half + e] += x[k] * number(b, 8 * j + lane % 4 * 2 + e, k);
+    }
+    emulator::block_barrier(8 + warpgroup, 128);
+}

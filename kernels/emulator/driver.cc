@@ -247,6 +247,17 @@ Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, un
     return SUCCESS;
 }
 
+// What the kernels use of it: 16-bit numbers, three dimensions, rows of 128 bytes, swizzled.
+Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
+                              const uint32_t* steps, int interleave, int swizzle, int, int fill) {
+    if (type != 9 || rank != 3 || (uint64_t)base % 16 || strides[0] % 16 || strides[1] % 16 || box[0] != 64 || box[1] > 256 || box[2] != 1 || steps[0] != 1 ||
+        steps[1] != 1 || steps[2] != 1 || interleave || swizzle != 3 || fill)
+        return INVALID_VALUE;
+    memset(map, 0, 128); // as large as the real one
+    *map = TensorMap{(uint64_t)base, {dims[0], dims[1], dims[2]}, {strides[0], strides[1]}, {box[0], box[1], box[2]}};
+    return SUCCESS;
+}
+
 Result cuStreamBeginCapture_v2(Stream* s, int) { return of(s).capture = std::make_shared<Graph>(), SUCCESS; }
 Result cuStreamIsCapturing(Stream* s, int* status) { return *status = of(s).capturing() ? 1 : 0, SUCCESS; }
 Result cuStreamEndCapture(Stream* s, Graph** graph) {

@@ -192,6 +192,50 @@ void wait_copies(int under_way) {
     f.copies.resize(kept);
 }
 
+void yield() {
+    block->push((unsigned)(current - block->fibers.data()));
+    wait();
+}
+
+struct Box {
+    Mbarrier* barrier;
+    unsigned char* shared;
+    TensorMap map;
+    int at[3];
+};
+static thread_local std::vector<Box> boxes;
+
+void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2) {
+    boxes.push_back({barrier, (unsigned char*)shared, map, {c0, c1, c2}});
+    barrier->copies = 1;
+}
+
+// Boxes of 128 bytes to a row of 16-bit numbers, swizzled; zeros outside of the tensor.
+void land_boxes(Mbarrier* barrier) {
+    if (!barrier->copies) return;
+    barrier->copies = 0;
+    size_t kept = 0;
+    for (Box& box : boxes) {
+        if (box.barrier != barrier) {
+            boxes[kept++] = box;
+            continue;
+        }
+        const TensorMap& m = box.map;
+        for (unsigned row = 0; row < m.box[1]; row++)
+            for (unsigned i = 0; i < m.box[0]; i++) {
+                uint64_t c0 = (uint64_t)box.at[0] + i, c1 = (uint64_t)box.at[1] + row, c2 = (uint64_t)box.at[2];
+                uint64_t to = (uint64_t)box.shared + 128 * row + 2 * i;
+                to ^= (to >> 7 & 7) << 4;
+                bool inside = c0 < m.dims[0] && c1 < m.dims[1] && c2 < m.dims[2];
+                if (inside) memcpy((void*)to, (const void*)(m.base + 2 * c0 + m.strides[0] * c1 + m.strides[1] * c2), 2);
+                else memset((void*)to, 0, 2);
+            }
+        barrier->bytes -= (int32_t)(2 * m.box[0] * m.box[1]);
+    }
+    boxes.resize(kept);
+    end_phase(barrier);
+}
+
 static void fiber_main() {
     block->kernel->invoke(block->parameters);
     Block& b = *block;
@@ -217,6 +261,7 @@ void run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** pa
     b.parameters = parameters;
     b.threads = b.live = threads.x * threads.y * threads.z;
     b.first = b.count = 0;
+    boxes.clear();
     memset(b.shared, 0xff, SHARED);
     for (auto& m : b.meetings) m.clear();
     for (auto& barrier : b.barriers) { barrier.arrived = 0; barrier.waiting.clear(); }
