@@ -207,6 +207,10 @@ DECODE(attention_decode_96_96_bf16, 96, 96, 2, bf16)
 DECODE(attention_decode_128_128_bf16, 128, 128, 2, bf16)
 DECODE(attention_decode_192_128_bf16, 192, 128, 2, bf16)
 DECODE(attention_decode_256_256_bf16, 256, 256, 1, bf16)
+#ifdef ALT
+DECODE(attention_decode_128_128_bf16_s3, 128, 128, 3, bf16)
+DECODE(attention_decode_128_128_e4m3_s4, 128, 128, 4, e4m3)
+#endif
 DECODE(attention_decode_64_64_e4m3, 64, 64, 3, e4m3)
 DECODE(attention_decode_96_96_e4m3, 96, 96, 3, e4m3)
 DECODE(attention_decode_128_128_e4m3, 128, 128, 3, e4m3)

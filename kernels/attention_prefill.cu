@@ -156,3 +156,6 @@ PREFILL(attention_prefill_96_96_e4m3, 96, 96, 2, e4m3)
 PREFILL(attention_prefill_128_128_e4m3, 128, 128, 2, e4m3)
 PREFILL(attention_prefill_192_128_e4m3, 192, 128, 2, e4m3)
 PREFILL(attention_prefill_256_256_e4m3, 256, 256, 1, e4m3)
+#ifdef ALT
+PREFILL(attention_prefill_128_128_bf16_m1, 128, 128, 1, bf16)
+#endif
