@@ -4,6 +4,8 @@
 //! the batch.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::Result;
 use crate::batch::Batch;

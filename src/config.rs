@@ -27,7 +27,7 @@ macro_rules! named {
 
 named!(ExpertBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
-named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2");
+named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Fp8 "fp8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
 named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
 
@@ -97,8 +97,10 @@ pub enum KvBits {
     /// One bf16 number each.
     #[default]
     Bf16,
-    /// The sum of two bf16 numbers each, nearly f32: twice the memory and the work.
+    /// The sum of two bf16 numbers each, nearly f32: twice the memory and the work. On the CPU.
     Bf16x2,
+    /// FP8 E4M3 without a scale: half the memory. On a GPU.
+    Fp8,
 }
 
 impl KvBits {
@@ -107,6 +109,7 @@ impl KvBits {
         match self {
             KvBits::Bf16 => 1,
             KvBits::Bf16x2 => 2,
+            KvBits::Fp8 => 1,
         }
     }
 }

@@ -11,7 +11,7 @@ mod stream;
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUresult};
@@ -58,6 +58,7 @@ pub struct Cuda {
     /// All kernels.
     pub kernels: Kernels,
     allocated: AtomicU64,
+    recording: AtomicBool,
     failed: Mutex<Option<String>>,
 }
 
@@ -195,6 +196,7 @@ impl Cuda {
             kernels,
             info,
             allocated: AtomicU64::new(0),
+            recording: AtomicBool::new(false),
             failed: Mutex::new(None),
         }))
     }
@@ -234,6 +236,20 @@ impl Cuda {
             None => Ok(()),
             Some(text) => Err(Error::Device(text.clone())),
         }
+    }
+
+    /// Whether ops are being recorded instead of run.
+    pub fn is_recording(&self) -> bool {
+        self.recording.load(Relaxed)
+    }
+
+    /// Errors: an op on the device failed. Does not wait.
+    pub fn poll(&self) -> Result<()> {
+        match self.compute.query() {
+            CUresult::CUDA_ERROR_NOT_READY => {}
+            result => self.note("an op on the device", result),
+        }
+        self.check()
     }
 
     /// Waits for all ops. Errors: the first of them that failed.

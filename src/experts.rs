@@ -1,6 +1,8 @@
 //! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual stream.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod memory;
 
 pub use cpu::CpuExperts;
@@ -17,8 +19,9 @@ pub trait ExpertExecutor<B: Backend>: Send {
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
     fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
 
-    /// The host's part in a pass that the backend replayed, all layers of it.
-    fn replayed(&mut self) -> Result<()> {
+    /// The host's part in a pass of `tokens` tokens that the backend replayed, all layers of it.
+    fn replayed(&mut self, tokens: usize) -> Result<()> {
+        let _ = tokens;
         Ok(())
     }
 

@@ -200,7 +200,7 @@ impl<B: Backend> Forward for Model<B> {
         };
         let replayed = if one_each { backend.replay(batch.len(), &mut pass)? } else { pass().map(|()| false)? };
         match experts {
-            Some(experts) if replayed => experts.replayed(),
+            Some(experts) if replayed => experts.replayed(batch.len()),
             _ => Ok(()),
         }
     }

@@ -24,6 +24,8 @@ use crate::workers::{Shared, Team};
 pub use kv::Kv;
 use linear::Heads;
 pub use linear::Linear;
+#[cfg(feature = "cuda")]
+pub(crate) use linear::packed;
 
 /// Ops on host memory, run by a team of pinned workers.
 pub struct Cpu {

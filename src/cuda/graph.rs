@@ -3,6 +3,7 @@
 
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use cudarc::driver::sys;
 
@@ -26,7 +27,9 @@ impl Graph {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives.
         succeed("recording a pass", unsafe { sys::cuStreamBeginCapture_v2(cuda.compute.0, mode) })?;
+        cuda.recording.store(true, Relaxed);
         let done = body();
+        cuda.recording.store(false, Relaxed);
         let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: each writes one pointer; the graph is not used after.
         let made = unsafe {

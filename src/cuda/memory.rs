@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
@@ -192,6 +192,15 @@ impl<T: Pod> PinnedBuffer<T> {
     }
 }
 
+impl PinnedBuffer<u32> {
+    /// One number that both sides change.
+    pub fn atomic(&self, i: usize) -> &AtomicU32 {
+        assert!(i < self.len);
+        // SAFETY: in bounds, aligned, and only ever used as an atomic on this side.
+        unsafe { AtomicU32::from_ptr(self.host.add(i)) }
+    }
+}
+
 impl<T> Deref for PinnedBuffer<T> {
     type Target = [T];
 
@@ -224,10 +233,10 @@ pub struct Registered {
 unsafe impl Send for Registered {}
 
 impl Registered {
-    /// Pins `bytes` where they lie, for reading only. They must stay mapped while this lives. Errors: `Error::Device`.
-    pub fn new(bytes: &[u8]) -> Result<Self> {
-        // A mapped file is pinned at full speed only with the read-only flag, which other memory does not need but takes.
-        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_READ_ONLY;
+    /// Pins `bytes`, whole pages, where they lie. They must stay mapped while this lives. Errors: `Error::Device`.
+    pub fn new(bytes: &[u8], file: bool) -> Result<Self> {
+        // A mapped file is pinned only with the read-only flag.
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | if file { sys::CU_MEMHOSTREGISTER_READ_ONLY } else { 0 };
         let host = bytes.as_ptr().cast_mut().cast::<c_void>();
         // SAFETY: the range is mapped; it is only read.
         succeed("pinning the experts", unsafe { sys::cuMemHostRegister_v2(host, bytes.len(), flags) })?;

@@ -25,6 +25,11 @@ impl Stream {
         Ok(Self(stream))
     }
 
+    pub(super) fn query(&self) -> CUresult {
+        // SAFETY: the stream lives.
+        unsafe { sys::cuStreamQuery(self.0) }
+    }
+
     pub(super) fn synchronize(&self) -> CUresult {
         // SAFETY: the stream lives.
         unsafe { sys::cuStreamSynchronize(self.0) }

@@ -156,6 +156,21 @@ impl CpuExperts {
         }
     }
 
+    /// Checks the checksums of all experts of `layer` that were never used before. Errors: `Error::Cache` for a damaged one.
+    pub fn check_layer(&mut self, layer: usize) -> Result<()> {
+        self.layer = layer;
+        self.active.clear();
+        self.active.extend((0..self.counts.len()).map(|expert| Active { expert, pairs: (0, 0), cost: 0 }));
+        let checked = self.check();
+        self.active.clear();
+        checked
+    }
+
+    /// Where the experts are.
+    pub fn memory(&self) -> &Arc<ExpertMemory> {
+        &self.memory
+    }
+
     /// Checks the checksums of the layer's active experts that were never used before, on the whole team.
     fn check(&mut self) -> Result<()> {
         let base = self.layer * self.counts.len();
