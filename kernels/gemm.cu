@@ -81,7 +81,7 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     const int matrix = lane / 8, c = lane % 8;
     const int a_at = (warp_m + lane % 16) * BK, a_chunk = lane / 16;
     const int b_at = X_SIZE + (warp_n + 8 * (c / 2) + c % 2 + matrix / 2 * 2) * BK, b_chunk = matrix % 2;
-    float sum[I][J][4] = {};
+    float sum[I][J][4] = {}, total[PARTS > 1 ? I : 1][PARTS > 1 ? J : 1][4] = {};
     auto multiply = [&](const bf16* from) {
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
@@ -116,7 +116,16 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
         if (step + STAGES - 1 < end) copy(step + STAGES - 1);
         copy_async_commit();
         multiply(shared + step % STAGES * STAGE);
+        if constexpr (PARTS > 1) { // tensor cores cut sums off where f32 rounds: keep theirs short
+#pragma unroll
+            for (int i = 0; i < I; i++)
+#pragma unroll
+                for (int j = 0; j < J; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.0f;
+        }
     }
+    if constexpr (PARTS > 1) memcpy(sum, total, sizeof sum);
 
     if (splits > 1) {
         const int64_t tile = (int64_t)blockIdx.z * gridDim.x + blockIdx.x, tiles = (int64_t)gridDim.x * gridDim.z;

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <functional>
 #include <vector>
 
 #define __global__
@@ -261,7 +262,7 @@ inline float e4m3_to_f32(uint8_t x) {
 inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
 inline float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8))); }
 
-// Hopper: copies of boxes land when somebody waits for their barrier; products are done at once.
+// Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
 struct TensorMap {
     uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
     uint32_t box[3];
@@ -276,6 +277,9 @@ struct Mbarrier { // in the 8 bytes of shared memory
 void yield();
 void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2);
 void land_boxes(Mbarrier* barrier);
+void add_product(std::function<void()> product);
+void commit_products();
+void wait_products(int under_way);
 inline void end_phase(Mbarrier* b) {
     if (b->arrived == b->count && b->bytes == 0) b->phase ^= 1, b->arrived = 0;
 }
@@ -307,23 +311,27 @@ inline void tensor_copy(void* shared, const TensorMap* map, uint64_t* barrier, i
 }
 inline uint64_t wgmma_operand(const void* p) { return (uint64_t)p; }
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int N> inline void wgmma_wait() {}
+inline void wgmma_commit() { emulator::commit_products(); }
+template <int N> inline void wgmma_wait() {
+    emulator::wait_products(N);
+    __syncwarp();
+}
 template <int COUNT> inline void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b) {
-    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, warpgroup = warp / 4;
-    auto number = [](uint64_t operand, int row, int k) {
-        uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
-        uint16_t bits;
-        memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
-        return bf16_value(bits);
-    };
-    emulator::block_barrier(8 + warpgroup, 128);
-    for (int half = 0; half < 2; half++) {
-        float x[16];
-        for (int k = 0; k < 16; k++) x[k] = number(a, warp % 4 * 16 + half * 8 + lane / 4, k);
-        for (int j = 0; j < COUNT / 4; j++)
-            for (int e = 0; e < 2; e++)
-                for (int k = 0; k < 16; k++) d[4 * j + 2 * half + e] += x[k] * number(b, 8 * j + lane % 4 * 2 + e, k);
-    }
-    emulator::block_barrier(8 + warpgroup, 128);
+    float* sums = d;
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    emulator::add_product([=] {
+        auto number = [](uint64_t operand, int row, int k) {
+            uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
+            uint16_t bits;
+            memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
+            return bf16_value(bits);
+        };
+        for (int half = 0; half < 2; half++) {
+            float x[16];
+            for (int k = 0; k < 16; k++) x[k] = number(a, warp % 4 * 16 + half * 8 + lane / 4, k);
+            for (int j = 0; j < COUNT / 4; j++)
+                for (int e = 0; e < 2; e++)
+                    for (int k = 0; k < 16; k++) sums[4 * j + 2 * half + e] += x[k] * number(b, 8 * j + lane % 4 * 2 + e, k);
+        }
+    });
 }

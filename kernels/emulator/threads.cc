@@ -42,6 +42,7 @@ struct Fiber {
     Place place;
     std::vector<Copy> copies;
     int group, landed; // copy groups: the open one, and how many have landed
+    std::vector<std::vector<std::function<void()>>> products; // of warpgroups, by group
 };
 
 // Lanes of a warp that meet under one mask.
@@ -192,6 +193,16 @@ void wait_copies(int under_way) {
     f.copies.resize(kept);
 }
 
+void add_product(std::function<void()> product) { current->products.back().push_back(std::move(product)); }
+void commit_products() { current->products.emplace_back(); }
+void wait_products(int under_way) {
+    auto& groups = current->products; // the last one is open
+    while ((int)groups.size() - 1 > under_way) {
+        for (auto& product : groups.front()) product();
+        groups.erase(groups.begin());
+    }
+}
+
 void yield() {
     block->push((unsigned)(current - block->fibers.data()));
     wait();
@@ -281,6 +292,7 @@ void run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** pa
             f.place.lane = i % 32;
             f.copies.clear();
             f.group = 0;
+            f.products.assign(1, {});
             void** sp = (void**)(b.stacks + STACK * (i + 1)) - 2; // as if called: 8 bytes off 16
             *sp = (void*)fiber_main;
             f.sp = sp - 6;
