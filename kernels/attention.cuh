@@ -62,7 +62,7 @@ __device__ __forceinline__ int row_of(int n, uint32_t inverse) { return (int)(n 
 // Columns from `dim` on are left alone.
 template <int ROWS, int D, int THREADS, int PITCH>
 __device__ __forceinline__ void widen_rows(bf16* tile, const uint8_t* raw, int dim, uint32_t inverse, int rows, int thread) {
-#pragma unroll
+#pragma unroll 2 // registers are scarce
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
         const int at = 16 * (i * THREADS + thread);
         if (at >= ROWS * dim) break;
