@@ -5,7 +5,8 @@
 //
 // A tile in shared memory: rows of bf16, one for each position (or query), 8 numbers longer than the head. With that pitch the 8 rows that ldmatrix reads lie
 // in 8 different groups of banks for every head size, and all offsets in a loop over the tile are constants.
-// FP8 pages arrive as they lie in the cache ("raw") and are widened into a bf16 tile. A thread widens what it copied itself, so nobody waits in between.
+// FP8: decode keeps FP8 tiles (rows 16 bytes longer than the head, too) and widens fragments; prefill, where each fragment is read by many warps, lets pages arrive as they
+// lie in the cache ("raw") and widens them into a bf16 tile. There a thread widens what it copied itself, so nobody waits in between.
 #pragma once
 #include "common.cuh"
 
@@ -16,12 +17,14 @@ struct e4m3 {
     uint8_t bits;
 };
 
-// Four FP8 numbers as bf16, exactly: exponent and mantissa move to where bf16 has them, and a product with 2^120 makes up for the different bias (it also makes
-// subnormals normal). The NaNs become 480: the cache is written with saturation and holds none.
+// FP8 numbers in the high bytes of both halves as bf16, exactly: exponent and mantissa move to where bf16 has them, and a product with 2^120 makes up for the different
+// bias (it also makes subnormals normal). The NaNs become 480, so whatever bytes lie in shared memory are finite; the cache is written with saturation and holds none.
+__device__ __forceinline__ uint32_t widen_high_bytes(uint32_t halves) {
+    return fma_bf16x2((halves & 0x80008000u) | (halves & 0x7f007f00u) >> 4, 0x7b807b80u, 0x80008000u);
+}
+// Four of them.
 __device__ __forceinline__ uint2 widen_e4m3(uint32_t four) {
-    const uint32_t first = __byte_perm(four, 0, 0x1404), second = __byte_perm(four, 0, 0x3424);
-    auto widen = [](uint32_t halves) { return fma_bf16x2((halves & 0x80008000u) | (halves & 0x7f007f00u) >> 4, 0x7b807b80u, 0x80008000u); };
-    return make_uint2(widen(first), widen(second));
+    return make_uint2(widen_high_bytes(__byte_perm(four, 0, 0x1404)), widen_high_bytes(__byte_perm(four, 0, 0x3424)));
 }
 
 // Numbers of a head at a page: `data` [blocks, kv_heads, 64, dim].
@@ -29,25 +32,35 @@ template <class T> __device__ __forceinline__ const T* page_of(const T* data, ui
     return data + ((size_t)block * kv_heads + kv_head) * PAGE * dim;
 }
 
-// Copies `rows` rows of `dim` numbers to the first ROWS rows of a tile of width D; the rest of them becomes zero.
+// Numbers from one row of a tile to the next.
+template <class T> __host__ __device__ constexpr int pitch_of(int d) { return d + 16 / (int)sizeof(T); }
+
+// Copies `rows` rows of `dim` numbers to the first ROWS rows of a tile of width D; the rest of them becomes zero (FP8: anything).
 // `thread` of THREADS copies its part: eight threads to a row, so that a thread needs few addresses.
-template <int ROWS, int D, int THREADS> __device__ __forceinline__ void copy_rows(bf16* tile, const bf16* from, size_t pitch, int dim, int rows, int thread) {
-    constexpr int STEP = THREADS / 8;
+template <int ROWS, int D, int THREADS, class T> __device__ __forceinline__ void copy_rows(T* tile, const T* from, size_t pitch, int dim, int rows, int thread) {
+    constexpr int STEP = THREADS / 8, CHUNK = 16 / sizeof(T), WIDE = 8 * CHUNK, PITCH = pitch_of<T>(D);
     static_assert(ROWS % STEP == 0, "");
-    const int col = thread % 8 * 8;
-    tile += thread / 8 * (D + 8) + col;
+    if (sizeof(T) == 1 && dim % 16) { // rows are not aligned; no model has that
+        for (int i = thread; i < min(rows, ROWS) * (dim / 8); i += THREADS) {
+            const int row = i / (dim / 8), col = i % (dim / 8) * 8;
+            *reinterpret_cast<uint2*>(tile + row * PITCH + col) = *reinterpret_cast<const uint2*>(from + row * pitch + col);
+        }
+        return;
+    }
+    const int col = thread % 8 * CHUNK;
+    tile += thread / 8 * PITCH + col;
     from += thread / 8 * pitch + col;
     rows -= thread / 8;
 #pragma unroll
     for (int row = 0; row < ROWS; row += STEP, from += STEP * pitch) {
 #pragma unroll
-        for (int k = 0; k < D; k += 64) {
-            if (k + 64 <= D || col < D - k) copy_async_16(tile + row * (D + 8) + k, from + k, row < rows && col + k < dim);
+        for (int k = 0; k < D; k += WIDE) {
+            if (k + WIDE <= D || col < D - k) copy_async_16(tile + row * PITCH + k, from + k, row < rows && col + k < dim);
         }
     }
 }
 
-// The same for FP8, in two steps. `raw` gets the bytes of the rows as they lie, which is why heads whose size is an odd multiple of 8 are no special case.
+// FP8 to a bf16 tile, in two steps. `raw` gets the bytes of the rows as they lie, which is why heads whose size is an odd multiple of 8 are no special case.
 template <int ROWS, int D, int THREADS> __device__ __forceinline__ void copy_raw(uint8_t* raw, const e4m3* from, int dim, int rows, int thread) {
 #pragma unroll
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
@@ -62,7 +75,7 @@ __device__ __forceinline__ int row_of(int n, uint32_t inverse) { return (int)(n 
 // Columns from `dim` on are left alone.
 template <int ROWS, int D, int THREADS, int PITCH>
 __device__ __forceinline__ void widen_rows(bf16* tile, const uint8_t* raw, int dim, uint32_t inverse, int rows, int thread) {
-#pragma unroll
+#pragma unroll 2 // registers are scarce
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
         const int at = 16 * (i * THREADS + thread);
         if (at >= ROWS * dim) break;
@@ -88,6 +101,26 @@ __device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const bf16* tile, 
 // the same from a tile whose rows are B's rows (values).
 __device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const bf16* tile, int pitch, int lane) {
     ldmatrix_x4_trans(b, tile + lane % 16 * pitch + lane / 16 * 8);
+}
+// B from FP8 tiles. A word of a matrix is four numbers of a row here, not two.
+// Keys: lane i gets dimensions 4 (i % 4) to 4 (i % 4) + 3 where bf16 has 2 (i % 4), 2 (i % 4) + 1 and the two 8 further on. A sum has no order: the queries follow (load_queries).
+__device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const e4m3* tile, int pitch, int lane) {
+    uint32_t raw[2];
+    ldmatrix_x2(raw, tile + lane % 16 * pitch);
+    const uint2 left = widen_e4m3(raw[0]), right = widen_e4m3(raw[1]);
+    b[0] = left.x;
+    b[1] = left.y;
+    b[2] = right.x;
+    b[3] = right.y;
+}
+// Values: two positions by two columns. The even ones of the 16 columns are the first 8 of B, the odd ones the others (quad_of puts them right).
+__device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const e4m3* tile, int pitch, int lane) {
+    uint32_t raw[2];
+    ldmatrix_x2_trans(raw, tile + lane % 16 * pitch);
+    b[0] = widen_high_bytes(raw[0] << 8);
+    b[1] = widen_high_bytes(raw[1] << 8);
+    b[2] = widen_high_bytes(raw[0]);
+    b[3] = widen_high_bytes(raw[1]);
 }
 __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};

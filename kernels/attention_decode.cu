@@ -7,67 +7,19 @@
 // A block takes one of `splits` equal shares of a row's pages, for up to 16 heads of a group: they are the 16 rows of the products, so that keys and values are read once.
 // Each of the 4 warps streams its own quarter of every page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
 //   grid (splits, kv_heads * ceil(group / 16), n), 128 threads
-//   dynamic shared bytes: bf16: max(STAGES * 128 * (KD + VD + 16), 256 * (VD + 8)) + 512, with STAGES = 3 for 64, 2 for 96, 128 and 192_128, 1 for 256;
-//   e4m3: max(STAGES * 64 * (KD + VD) + 128 * (max(KD, VD) + 8), 256 * (VD + 8)) + 512, with STAGES = 3 for 64, 96 and 128, 2 for 192_128 and 256.
-//   splits: floor(multiprocessors * 3 / (n * kv_heads * ceil(group / 16))) within 1..=128, and no more than ceil(max context / 64)
+//   dynamic shared bytes: max(STAGES * 64 * ((KD + VD) * B + 32), 256 * (VD + 8)) + 512; bf16: B = 2, STAGES = 3 for 64, 2 for 96, 128 and 192_128, 1 for 256;
+//   e4m3: B = 1, STAGES = 4 for 64, 96 and 128, 3 for 192_128, 2 for 256
+//   splits: floor(multiprocessors * 2 / (n * kv_heads * ceil(group / 16))) within 1..=128, and no more than ceil(max context / 64)
 // With splits == 1 `out` is written at once and the workspace is not touched. Otherwise the shares go to
 //   partial f32 [n, heads, splits, value_dim] and state {maximum, sum} f32 [n, heads, splits, 2] (an empty share has maximum -inf and no partial), and
 // attention_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits <= 256.
 #include "decode.cuh"
 
-template <int KD, int VD, int STAGES, class Cache> struct WarpPages;
-
-// 16 positions of a page, in STAGES buffers for keys and as many for values.
-template <int KD, int VD, int STAGES> struct WarpPages<KD, VD, STAGES, bf16> {
-    static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8, BYTES = STAGES * 16 * (KEY_PITCH + VALUE_PITCH) * 2;
-    bf16 *key_tiles, *value_tiles;
-
-    __device__ __forceinline__ WarpPages(unsigned char* shared, int, int) : key_tiles(reinterpret_cast<bf16*>(shared)), value_tiles(key_tiles + STAGES * 16 * KEY_PITCH) {}
-    __device__ __forceinline__ void copy_keys(int stage, const bf16* from, int dim, int rows, int lane) { copy_rows<16, KD, WARP>(key_tiles + stage * 16 * KEY_PITCH, from, dim, dim, rows, lane); }
-    __device__ __forceinline__ void copy_values(int stage, const bf16* from, int dim, int rows, int lane) { copy_rows<16, VD, WARP>(value_tiles + stage * 16 * VALUE_PITCH, from, dim, dim, rows, lane); }
-    __device__ __forceinline__ const bf16* keys(int stage, int, int, int) {
-        __syncwarp();
-        return key_tiles + stage * 16 * KEY_PITCH;
-    }
-    __device__ __forceinline__ const bf16* values(int stage, int, int, int) {
-        __syncwarp();
-        return value_tiles + stage * 16 * VALUE_PITCH;
-    }
-};
-
-// Raw buffers, and one tile that holds keys and values by turns.
-template <int KD, int VD, int STAGES> struct WarpPages<KD, VD, STAGES, e4m3> {
-    static constexpr int KEY_PITCH = (KD > VD ? KD : VD) + 8, VALUE_PITCH = KEY_PITCH, BYTES = STAGES * 16 * (KD + VD) + 16 * KEY_PITCH * 2;
-    bf16* tile;
-    uint8_t *raw_keys, *raw_values;
-    uint32_t key_inverse, value_inverse;
-
-    __device__ __forceinline__ WarpPages(unsigned char* shared, int key_dim, int value_dim)
-        : tile(reinterpret_cast<bf16*>(shared)), raw_keys(shared + 16 * KEY_PITCH * 2), raw_values(raw_keys + STAGES * 16 * KD), key_inverse(reciprocal(key_dim)),
-          value_inverse(reciprocal(value_dim)) {
-        clear_shared<WARP>(tile, 16 * KEY_PITCH * 2, threadIdx.x % WARP); // columns past the head stay finite
-    }
-    __device__ __forceinline__ void copy_keys(int stage, const e4m3* from, int dim, int rows, int lane) { copy_raw<16, KD, WARP>(raw_keys + stage * 16 * KD, from, dim, min(rows, 16), lane); }
-    __device__ __forceinline__ void copy_values(int stage, const e4m3* from, int dim, int rows, int lane) { copy_raw<16, VD, WARP>(raw_values + stage * 16 * VD, from, dim, min(rows, 16), lane); }
-    __device__ __forceinline__ const bf16* keys(int stage, int dim, int rows, int lane) {
-        __syncwarp();
-        widen_rows<16, KD, WARP, KEY_PITCH>(tile, raw_keys + stage * 16 * KD, dim, key_inverse, rows, lane);
-        __syncwarp();
-        return tile;
-    }
-    __device__ __forceinline__ const bf16* values(int stage, int dim, int rows, int lane) {
-        __syncwarp();
-        widen_rows<16, VD, WARP, VALUE_PITCH>(tile, raw_values + stage * 16 * VD, dim, value_inverse, rows, lane);
-        __syncwarp();
-        return tile;
-    }
-};
-
 template <int KD, int VD, int STAGES, class Cache>
 __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions,
                                        const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim,
                                        float scale) {
-    using Pages = WarpPages<KD, VD, STAGES, Cache>;
+    constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD), STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
     DYNAMIC_SHARED(unsigned char, shared);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x, row = rows[blockIdx.z];
     if (row < 0) return;
@@ -82,22 +34,22 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     }
 
     uint32_t qa[KD / 16][4];
-    load_queries<KD / 16, 1>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, 0, lane);
+    load_queries<Cache, KD / 16, 1>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, 0, lane);
 
     // Copies run STAGES pages ahead. Each lane keeps the id of one of 32 pages.
     const uint32_t* table = block_table + seq_blocks[token_seq[row]] + begin;
-    Pages pages(shared + warp * Pages::BYTES, key_dim, value_dim);
+    Cache* tiles = reinterpret_cast<Cache*>(shared) + warp * STAGES * STAGE; // for each stage 16 keys, then 16 values
     uint32_t ids = 0;
     auto rows_of = [&](int j) { return last + 1 - ((begin + j) * PAGE + warp * 16); };
     auto copy_keys = [&](int j, int stage) {
         if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
-        if (j < count) pages.copy_keys(stage, page_of(keys, id, kv_heads, kv_head, key_dim) + warp * 16 * key_dim, key_dim, rows_of(j), lane);
+        if (j < count) copy_rows<16, KD, WARP>(tiles + stage * STAGE, page_of(keys, id, kv_heads, kv_head, key_dim) + warp * 16 * key_dim, key_dim, key_dim, rows_of(j), lane);
         copy_async_commit();
     };
     auto copy_values = [&](int j, int stage) {
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
-        if (j < count) pages.copy_values(stage, page_of(values, id, kv_heads, kv_head, value_dim) + warp * 16 * value_dim, value_dim, rows_of(j), lane);
+        if (j < count) copy_rows<16, VD, WARP>(tiles + stage * STAGE + 16 * KEY_PITCH, page_of(values, id, kv_heads, kv_head, value_dim) + warp * 16 * value_dim, value_dim, value_dim, rows_of(j), lane);
         copy_async_commit();
     };
 #pragma unroll
@@ -117,11 +69,12 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         const int valid = rows_of(j); // of the 16
         float s[2][4] = {};
         copy_async_wait<2 * STAGES - 1>();
-        const bf16* k = pages.keys(stage, key_dim, valid, lane);
+        __syncwarp();
+        const Cache* k = tiles + stage * STAGE;
 #pragma unroll
         for (int i = 0; i < KD / 16; i++) {
             uint32_t b[4];
-            load_b_rows(b, k + i * 16, Pages::KEY_PITCH, lane);
+            load_b_rows(b, k + i * 16, KEY_PITCH, lane);
             mma_pair(s[0], s[1], qa[i], b);
         }
         __syncwarp();
@@ -134,19 +87,14 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         const float2 correction = online_softmax(s, max, sum, scale_log2);
         uint32_t p[4];
         scores_as_a(p, s[0], s[1]);
-#pragma unroll
-        for (int n = 0; n < VD / 8; n++) {
-            o[n][0] *= correction.x;
-            o[n][1] *= correction.x;
-            o[n][2] *= correction.y;
-            o[n][3] *= correction.y;
-        }
+        rescale(o, correction);
         copy_async_wait<2 * STAGES - 1>();
-        const bf16* v = pages.values(stage, value_dim, valid, lane);
+        __syncwarp();
+        const Cache* v = k + 16 * KEY_PITCH;
 #pragma unroll
         for (int n = 0; n < VD / 8; n += 2) {
             uint32_t b[4];
-            load_b_cols(b, v + n * 8, Pages::VALUE_PITCH, lane);
+            load_b_cols(b, v + n * 8, VALUE_PITCH, lane);
             mma_pair(o[n], o[n + 1], p, b);
         }
         __syncwarp();
@@ -159,7 +107,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     // The warps' results, side by side where the pages were: [4][16][VD + 8] and {max, sum} [4][16].
     constexpr int PITCH = VD + 8;
     float* all = reinterpret_cast<float*>(shared);
-    float2* all_states = reinterpret_cast<float2*>(shared + max_of(4 * Pages::BYTES, 4 * 16 * PITCH * 4));
+    float2* all_states = reinterpret_cast<float2*>(shared + max_of(4 * STAGES * STAGE * (int)sizeof(Cache), 4 * 16 * PITCH * 4));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int h = lane / 4 + 8 * r;
@@ -167,7 +115,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         if (lane % 4 == 0) all_states[warp * 16 + h] = make_float2(max[r], s);
 #pragma unroll
         for (int n = 0; n < VD / 8; n++)
-            *reinterpret_cast<float2*>(all + (warp * 16 + h) * PITCH + n * 8 + lane % 4 * 2) = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+            *reinterpret_cast<float2*>(all + (warp * 16 + h) * PITCH + n / 2 * 16 + quad_column<Cache>(lane, n % 2)) = quad_of<Cache>(o[n / 2 * 2], o[n / 2 * 2 + 1], r, n % 2);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < num_heads * value_dim / 4; i += 128) {
@@ -207,14 +155,10 @@ DECODE(attention_decode_96_96_bf16, 96, 96, 2, bf16)
 DECODE(attention_decode_128_128_bf16, 128, 128, 2, bf16)
 DECODE(attention_decode_192_128_bf16, 192, 128, 2, bf16)
 DECODE(attention_decode_256_256_bf16, 256, 256, 1, bf16)
-#ifdef ALT
-DECODE(attention_decode_128_128_bf16_s3, 128, 128, 3, bf16)
-DECODE(attention_decode_128_128_e4m3_s4, 128, 128, 4, e4m3)
-#endif
-DECODE(attention_decode_64_64_e4m3, 64, 64, 3, e4m3)
-DECODE(attention_decode_96_96_e4m3, 96, 96, 3, e4m3)
-DECODE(attention_decode_128_128_e4m3, 128, 128, 3, e4m3)
-DECODE(attention_decode_192_128_e4m3, 192, 128, 2, e4m3)
+DECODE(attention_decode_64_64_e4m3, 64, 64, 4, e4m3)
+DECODE(attention_decode_96_96_e4m3, 96, 96, 4, e4m3)
+DECODE(attention_decode_128_128_e4m3, 128, 128, 4, e4m3)
+DECODE(attention_decode_192_128_e4m3, 192, 128, 3, e4m3)
 DECODE(attention_decode_256_256_e4m3, 256, 256, 2, e4m3)
 
 // Adds up the shares of a row's head, 64 columns to a block.
@@ -245,11 +189,11 @@ KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16*
     const int part = threadIdx.x / 16, col = blockIdx.y * 64 + threadIdx.x % 16 * 4;
     float4 x = make_float4(0, 0, 0, 0);
     if (col < value_dim) {
-#pragma unroll 4
+#pragma unroll 8
         for (int s = part; s < splits; s += 8) {
             const float weight = weights[s];
-            if (weight == 0.0f) continue; // nothing may be there
-            const float4 y = *reinterpret_cast<const float4*>(partial + ((size_t)item * splits + s) * value_dim + col);
+            float4 y = make_float4(0, 0, 0, 0);
+            if (weight != 0.0f) y = *reinterpret_cast<const float4*>(partial + ((size_t)item * splits + s) * value_dim + col); // otherwise nothing may be there
             x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
         }
     }

@@ -24,7 +24,7 @@ template <int KD, int VD> struct Segment {
             const bool plain = col + k < nope, valid = col + k < nope + rope;
             const size_t step = plain ? pitch : rope;
             const bf16* from = (plain ? expanded : rotated - nope) + first * step + col + k;
-#pragma unroll
+#pragma unroll 2
             for (int row = 0; row < PAGE; row += STEP, from += STEP * step) copy_async_16(tile + row * KEY_PITCH + k, from, first + row < count && valid);
         }
         copy_async_commit();

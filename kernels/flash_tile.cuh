@@ -86,19 +86,16 @@ template <int KD, int VD, int MT> struct FlashTile {
         }
     }
 
-    __device__ __forceinline__ void add_values(const float (&s)[MT][8][4], const bf16* values, int pitch) {
+    __device__ __forceinline__ void add_values(const uint32_t (&p)[4][MT][4], const bf16* values, int pitch) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            uint32_t a[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++) scores_as_a(a[m], s[m][2 * k], s[m][2 * k + 1]);
 #pragma unroll
             for (int n = 0; n < VD / 8; n += 2) {
                 uint32_t b[4];
                 load_b_cols(b, values + k * 16 * pitch + n * 8, pitch, lane);
 #pragma unroll
-                for (int m = 0; m < MT; m++) mma_pair(o[m][n], o[m][n + 1], a[m], b);
+                for (int m = 0; m < MT; m++) mma_pair(o[m][n], o[m][n + 1], p[k][m], b);
             }
         }
     }
@@ -107,15 +104,21 @@ template <int KD, int VD, int MT> struct FlashTile {
         for (int j = 0; j < pages; j++) {
             const int warp_row = threadIdx.x / WARP * 16 * MT;
             const bool sees = PAGE * j <= seen_by(warp_row + 16 * MT - 1); // the same for the warp
-            float s[MT][8][4];
+            uint32_t p[4][MT][4];
             const bf16* keys = source.keys(j);
-            if (sees) scores(s, queries, keys, Source::KEY_PITCH);
-            const bf16* values = source.values(j);
-            if (!sees) continue;
-            if (PAGE * j + PAGE - 1 > seen_by(warp_row)) mask(s, PAGE * j);
+            if (sees) {
+                float s[MT][8][4];
+                scores(s, queries, keys, Source::KEY_PITCH);
+                if (PAGE * j + PAGE - 1 > seen_by(warp_row)) mask(s, PAGE * j);
 #pragma unroll
-            for (int m = 0; m < MT; m++) rescale(m, online_softmax(s[m], max[m], sum[m], scale_log2));
-            add_values(s, values, Source::VALUE_PITCH);
+                for (int m = 0; m < MT; m++) rescale(m, online_softmax(s[m], max[m], sum[m], scale_log2));
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+#pragma unroll
+                    for (int m = 0; m < MT; m++) scores_as_a(p[k][m], s[m][2 * k], s[m][2 * k + 1]);
+            }
+            const bf16* values = source.values(j);
+            if (sees) add_values(p, values, Source::VALUE_PITCH);
         }
     }
 
