@@ -8,6 +8,8 @@ use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs};
 
 /// Machine code for 8.x, Hopper, Blackwell of both kinds, and PTX for what comes after.
@@ -31,10 +33,23 @@ fn main() {
     sources.sort();
     let nvcc = env::var_os("CARGO_FEATURE_CUDA").and_then(|_| find_nvcc(&root));
     let mut list = String::from("pub(super) const MODULES: &[(&str, &[u8])] = &[\n");
-    for source in &sources {
+    // As many at a time as there are cores.
+    let next = AtomicUsize::new(0);
+    let fatbins: Vec<OnceLock<PathBuf>> = sources.iter().map(|_| OnceLock::new()).collect();
+    if let Some(nvcc) = &nvcc {
+        std::thread::scope(|scope| {
+            for _ in 0..std::thread::available_parallelism().map_or(1, |n| n.get()) {
+                scope.spawn(|| {
+                    while let Some(i) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&i| i < sources.len()) {
+                        let _ = fatbins[i].set(compile(nvcc, &sources[i], &root, &out));
+                    }
+                });
+            }
+        });
+    }
+    for (source, fatbin) in sources.iter().zip(&fatbins) {
         let name = source.file_stem().expect("a file has a name").to_string_lossy();
-        let fatbin = nvcc.as_ref().map(|nvcc| compile(nvcc, source, &root, &out));
-        match fatbin {
+        match fatbin.get() {
             Some(path) => writeln!(list, "    ({name:?}, include_bytes!({path:?})),"),
             None => writeln!(list, "    ({name:?}, &[]),"),
         }

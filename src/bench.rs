@@ -143,14 +143,12 @@ pub fn run(
     let topology = Topology::read(); // before this thread is pinned to one core
     // Room for the longest prompt and all sequences of the widest batch.
     let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
-    if sequences > config.max_batch_tokens {
-        let limit = config.max_batch_tokens;
+    if let Some(limit) = config.max_batch_tokens.filter(|&limit| sequences > limit) {
         return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
     }
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
     let config = EngineConfig {
         max_sequences: sequences.max(config.max_sequences),
-        max_batch_tokens: sequences.max(config.max_batch_tokens),
         ..config.clone()
     };
     let mut loaded = match source {
@@ -170,7 +168,7 @@ pub fn run(
     let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
     let resident = loaded.model.resident_bytes_per_token();
 
-    let mut bench = Bench { loaded: &mut loaded, config: &config, bandwidth, resident, random: Random(42) };
+    let mut bench = Bench { loaded: &mut loaded, bandwidth, resident, random: Random(42) };
     let mut rows = Vec::new();
     for &tokens in &plan.prompt_tokens {
         rows.push(bench.prefill(tokens, plan.runs)?);
@@ -222,7 +220,7 @@ const CONTEXT: usize = 32;
 
 struct Bench<'a> {
     loaded: &'a mut Loaded,
-    config: &'a EngineConfig,
+
     bandwidth: f64, // GB/s
     resident: u64,  // bytes a decode step reads besides experts
     random: Random,
@@ -255,9 +253,9 @@ impl Bench<'_> {
     fn read(&mut self, tokens: &[u32], blocks: &[u32], mut tap: Option<&mut dyn Tap>) -> Result<f64> {
         let started = Instant::now();
         let mut batch = Batch::default();
-        for (i, chunk) in tokens.chunks(self.config.max_batch_tokens).enumerate() {
+        for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
             batch.clear();
-            batch.push(chunk, i * self.config.max_batch_tokens, blocks);
+            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks);
             self.loaded.model.forward(&batch, tap.as_mut().map(|t| &mut **t as &mut dyn Tap))?;
         }
         self.loaded.model.logits(&[batch.len() - 1])?;
@@ -276,7 +274,7 @@ impl Bench<'_> {
             let prompt = self.tokens(tokens);
             let before = self.experts_read();
             let s = self.read(&prompt, &blocks, None)?;
-            let passes = tokens.div_ceil(self.config.max_batch_tokens) as u64;
+            let passes = tokens.div_ceil(self.loaded.max_batch_tokens) as u64;
             bytes = self.experts_read() - before + passes * self.resident;
             // The first run checks checksums and touches memory for the first time.
             if run > 0 {

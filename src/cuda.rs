@@ -53,12 +53,12 @@ pub struct Cuda {
     pub compute: Stream,
     /// Where what they will need is copied.
     pub copy: Stream,
-    /// Where what runs beside the experts runs.
-    pub side: Stream,
     /// All kernels.
     pub kernels: Kernels,
     allocated: AtomicU64,
     recording: AtomicBool,
+    /// Nothing is done, only counted: there need be no device.
+    planned: bool,
     failed: Mutex<Option<String>>,
 }
 
@@ -66,6 +66,12 @@ pub struct Cuda {
 unsafe impl Send for Cuda {}
 // SAFETY: as above; the driver synchronizes.
 unsafe impl Sync for Cuda {}
+
+impl std::fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cuda").field("info", &self.info).finish_non_exhaustive()
+    }
+}
 
 /// Whether a driver is there that can run the kernels. Errors: `Error::Device` with what is missing.
 pub fn probe() -> Result<()> {
@@ -192,13 +198,33 @@ impl Cuda {
             context,
             compute: Stream::new()?,
             copy: Stream::new()?,
-            side: Stream::new()?,
             kernels,
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            planned: false,
             failed: Mutex::new(None),
         }))
+    }
+
+    /// A device that counts what would be taken and does nothing: what runs on it is a plan.
+    pub fn plan(info: DeviceInfo) -> Arc<Self> {
+        Arc::new(Self {
+            context: ptr::null_mut(),
+            compute: Stream::none(),
+            copy: Stream::none(),
+            kernels: Kernels::none(),
+            info,
+            allocated: AtomicU64::new(0),
+            recording: AtomicBool::new(false),
+            planned: true,
+            failed: Mutex::new(None),
+        })
+    }
+
+    /// Whether nothing is done, only counted.
+    pub fn is_plan(&self) -> bool {
+        self.planned
     }
 
     /// Makes the device the calling thread's.
@@ -254,7 +280,8 @@ impl Cuda {
 
     /// Waits for all ops. Errors: the first of them that failed.
     pub fn synchronize(&self) -> Result<()> {
-        for stream in [&self.copy, &self.side, &self.compute] {
+        let streams = if self.planned { &[][..] } else { &[&self.copy, &self.compute][..] };
+        for stream in streams {
             self.note("an op on the device", stream.synchronize());
         }
         self.check()

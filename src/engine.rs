@@ -178,7 +178,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
     };
     let mut engine = Engine {
         resident_bytes: loaded.model.resident_bytes_per_token(),
-        scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, config.max_batch_tokens),
+        scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, loaded.max_batch_tokens),
         end_tokens,
         max_context: loaded.max_context,
         vocab_size: loaded.model.config().vocab_size,

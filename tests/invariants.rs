@@ -181,7 +181,7 @@ fn segments_of_a_long_context_do_not_change_bits() {
                     threads: Some(threads),
                     cache_dir: Some(common::cache_dir()),
                     max_context: Some(2100),
-                    max_batch_tokens: 2100,
+                    max_batch_tokens: Some(2100),
                     kv,
                     ..Default::default()
                 };

@@ -62,6 +62,10 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Takes memory. Errors: `Error::Resources` when the device has no more.
     pub fn new(cuda: &Arc<Cuda>, len: usize) -> Result<Self> {
         let bytes = (len * size_of::<T>()).max(16);
+        if cuda.is_plan() {
+            cuda.allocated.fetch_add(bytes as u64, Relaxed);
+            return Ok(Self { cuda: cuda.clone(), address: Address::NULL, len });
+        }
         let mut address = 0;
         // SAFETY: writes one number.
         let result = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
@@ -82,7 +86,7 @@ impl<T: Pod> DeviceBuffer<T> {
     pub fn zeros(cuda: &Arc<Cuda>, len: usize) -> Result<Self> {
         let buffer = Self::new(cuda, len)?;
         let bytes = len * size_of::<T>();
-        if bytes > 0 {
+        if bytes > 0 && !cuda.is_plan() {
             // SAFETY: the buffer is as long.
             cuda.note("clearing memory", unsafe { sys::cuMemsetD8Async(buffer.address.0, 0, bytes, cuda.compute.0) });
         }
@@ -92,8 +96,10 @@ impl<T: Pod> DeviceBuffer<T> {
     /// A copy of `data`; waits for it.
     pub fn from_slice(cuda: &Arc<Cuda>, data: &[T]) -> Result<Self> {
         let buffer = Self::new(cuda, data.len())?;
-        cuda.upload(&cuda.compute, buffer.address, data);
-        cuda.note("copying to the device", cuda.compute.synchronize());
+        if !cuda.is_plan() {
+            cuda.upload(&cuda.compute, buffer.address, data);
+            cuda.note("copying to the device", cuda.compute.synchronize());
+        }
         cuda.check()?;
         Ok(buffer)
     }
@@ -131,15 +137,17 @@ impl<T> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
         let bytes = (self.len * size_of::<T>()).max(16);
         self.cuda.allocated.fetch_sub(bytes as u64, Relaxed);
-        // SAFETY: nobody has the address any more; the driver waits for what still runs.
-        let _ = unsafe { sys::cuMemFree_v2(self.address.0) };
+        if !self.cuda.is_plan() {
+            // SAFETY: nobody has the address any more; the driver waits for what still runs.
+            let _ = unsafe { sys::cuMemFree_v2(self.address.0) };
+        }
     }
 }
 
 impl Cuda {
     /// Copies to the device, in the order of `stream`. Pageable memory may be reused when this returns; pinned memory when the copy is done.
     pub fn upload<T: Pod>(&self, stream: &Stream, to: Address<T>, from: &[T]) {
-        if from.is_empty() {
+        if from.is_empty() || self.is_plan() {
             return;
         }
         let bytes = size_of_val(from);
@@ -149,7 +157,7 @@ impl Cuda {
 
     /// Copies to the host, in the order of `stream`.
     pub fn download<T: Pod>(&self, stream: &Stream, from: Address<T>, to: &mut [T]) {
-        if to.is_empty() {
+        if to.is_empty() || self.is_plan() {
             return;
         }
         let bytes = size_of_val(to);

@@ -25,6 +25,10 @@ impl Stream {
         Ok(Self(stream))
     }
 
+    pub(super) fn none() -> Self {
+        Self(ptr::null_mut())
+    }
+
     pub(super) fn query(&self) -> CUresult {
         // SAFETY: the stream lives.
         unsafe { sys::cuStreamQuery(self.0) }
@@ -38,8 +42,10 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it any more.
-        let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
+        if !self.0.is_null() {
+            // SAFETY: nobody uses it any more.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
+        }
     }
 }
 
@@ -53,7 +59,10 @@ unsafe impl Sync for Event {}
 
 impl Event {
     /// A mark without a time.
-    pub fn new() -> Result<Self> {
+    pub fn new(cuda: &Cuda) -> Result<Self> {
+        if cuda.is_plan() {
+            return Ok(Self(ptr::null_mut()));
+        }
         Self::with(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
@@ -80,8 +89,10 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: the driver keeps it until its work is done.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+        if !self.0.is_null() {
+            // SAFETY: the driver keeps it until its work is done.
+            let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+        }
     }
 }
 

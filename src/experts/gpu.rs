@@ -253,6 +253,11 @@ impl GpuExperts {
         ((layers * sizes.resident + ring) * stride + work + 16 * layers * experts) as u64
     }
 
+    /// Bytes of VRAM that residents take.
+    pub fn resident_bytes(&self) -> usize {
+        self.resident.bytes()
+    }
+
     /// Whether the experts were pinned where they lie, so that they cross PCIe at full speed.
     pub fn is_pinned(&self) -> bool {
         !self.registered.is_empty()
@@ -522,7 +527,7 @@ impl Handoff {
 
 impl Ring {
     fn new(cuda: &Arc<Cuda>, half: usize, stride: usize, experts: usize) -> Result<Self> {
-        let events = || Ok::<_, crate::Error>([Event::new()?, Event::new()?]);
+        let events = || Ok::<_, crate::Error>([Event::new(cuda)?, Event::new(cuda)?]);
         Ok(Self {
             bytes: DeviceBuffer::new(cuda, 2 * half * stride)?,
             half,

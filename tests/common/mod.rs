@@ -2,6 +2,8 @@
 #![allow(dead_code, unreachable_pub)] // each test binary uses its part
 
 pub mod checkpoint;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 
 use std::path::PathBuf;
 

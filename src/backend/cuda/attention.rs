@@ -56,7 +56,7 @@ pub(super) struct Workspace {
 }
 
 /// Blocks per multiprocessor of single-row attention.
-const BLOCKS: usize = 3;
+const BLOCKS: usize = 2;
 
 impl Workspace {
     pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
@@ -74,6 +74,11 @@ pub struct LatentUp {
 
 impl LatentUp {
     pub(super) fn new(cuda: &Arc<Cuda>, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self> {
+        if cuda.is_plan() {
+            let numbers = config.num_heads * config.kv_lora_rank;
+            let (nope, v) = (config.qk_nope_head_dim, config.v_head_dim);
+            return Ok(Self { kv_b: DeviceBuffer::new(cuda, numbers * (nope + v))?, key_up: DeviceBuffer::new(cuda, numbers * nope)? });
+        }
         let key_up = kv_b.head_rows(config.num_heads, 0, config.qk_nope_head_dim).transpose_heads(config.num_heads);
         Ok(Self { kv_b: linear::upload_bf16(cuda, &kv_b)?, key_up: linear::upload_bf16(cuda, &key_up)? })
     }
@@ -153,7 +158,7 @@ macro_rules! size {
 }
 
 const SIZES: [Size; 5] =
-    [size!(64, 64, [3, 3]), size!(96, 96, [2, 3]), size!(128, 128, [2, 3]), size!(192, 128, [2, 2]), size!(256, 256, [1, 2])];
+    [size!(64, 64, [3, 4]), size!(96, 96, [2, 4]), size!(128, 128, [2, 4]), size!(192, 128, [2, 3]), size!(256, 256, [1, 2])];
 
 impl Size {
     /// The smallest that holds both. Panics beyond 256: refused when loading.
@@ -164,10 +169,7 @@ impl Size {
     fn decode_shared(&self, fp8: bool) -> usize {
         let (k, v) = (self.key, self.value);
         let ends = 256 * (v + 8);
-        let walk = match fp8 {
-            false => self.stages[0] * 128 * (k + v + 16),
-            true => self.stages[1] * 64 * (k + v) + 128 * (k.max(v) + 8),
-        };
+        let walk = self.stages[usize::from(fp8)] * 64 * ((k + v) * if fp8 { 1 } else { 2 } + 32);
         walk.max(ends) + 512
     }
 
@@ -277,10 +279,10 @@ impl CudaBackend {
             (false, true) => "attention_decode_mla_16_e4m3",
             (true, true) => "attention_decode_mla_32_e4m3",
         };
-        let shared = if kv.fp8 { 74_240 } else { 74_752 } + 512 * h;
+        let shared = if kv.fp8 { 56_832 } else { 74_752 } + 512 * h;
         let parts = heads.div_ceil(h);
         let blocks_at_once = self.cuda.info.multiprocessors * if wide { 1 } else { 2 };
-        let splits = (blocks_at_once / (rows * parts)).clamp(1, self.limits.context.div_ceil(32).min(256));
+        let splits = (blocks_at_once / (rows * parts)).clamp(1, self.limits.context.div_ceil(16).min(256));
         launch!(self.cuda, stream, name, [splits, parts, rows], 8 * h as u32, shared;
             scratch.query.address(), kv.keys.address(), scratch.mixed.address(), self.attention.partial.address(), self.attention.states.address(),
             batch.decode_rows(), batch.positions(), batch.token_seq(), batch.seq_blocks(), batch.block_table(),

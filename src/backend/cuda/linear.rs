@@ -1,6 +1,5 @@
 //! Dense products: few tokens at the speed at which weights are read, many on tensor cores.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use half::bf16;
@@ -44,8 +43,7 @@ pub(super) enum Write {
 
 /// What products that are cut along k leave and count.
 pub(super) struct Workspace {
-    cuda: Arc<Cuda>,
-    partial: RefCell<DeviceBuffer<f32>>,
+    partial: DeviceBuffer<f32>,
     counters: DeviceBuffer<u32>,
 }
 
@@ -57,8 +55,7 @@ const PARTIAL: usize = 16 << 20;
 impl Workspace {
     pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
         Ok(Self {
-            cuda: cuda.clone(),
-            partial: RefCell::new(DeviceBuffer::new(cuda, PARTIAL)?),
+            partial: DeviceBuffer::new(cuda, PARTIAL)?,
             counters: DeviceBuffer::zeros(cuda, MAX_COUNTERS)?,
         })
     }
@@ -159,6 +156,7 @@ pub(super) fn to_bf16(weight: &HostTensor<'_>) -> Vec<bf16> {
 pub(super) fn upload_bf16(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
     match weight {
         HostTensor::Bf16 { data, .. } => DeviceBuffer::from_slice(cuda, data),
+        HostTensor::F32 { data, .. } if cuda.is_plan() => DeviceBuffer::new(cuda, data.len()),
         HostTensor::F32 { .. } => DeviceBuffer::from_slice(cuda, &to_bf16(weight)),
     }
 }
@@ -174,8 +172,11 @@ impl Linear {
             Precision::Bf16 => Weight::Bf16(upload_bf16(cuda, &weight)?),
             precision => {
                 let layout = MatrixLayout::new(n, k, precision)?;
-                let packed = crate::backend::cpu::packed(&layout, &weight);
-                Weight::Packed(precision, DeviceBuffer::from_slice(cuda, &packed)?)
+                let packed = match cuda.is_plan() {
+                    true => DeviceBuffer::new(cuda, layout.bytes())?,
+                    false => DeviceBuffer::from_slice(cuda, &crate::backend::cpu::packed(&layout, &weight))?,
+                };
+                Weight::Packed(precision, packed)
             }
         };
         Ok(Self { n, k, weight, bias })
@@ -293,7 +294,7 @@ impl CudaBackend {
             w: p.w,
             y: p.y,
             bias: p.bias,
-            partial: self.workspace.partial.borrow().address(),
+            partial: self.workspace.partial.address(),
             counters: self.workspace.counters.address(),
             x_batch: p.x_batch as i64,
             w_batch: p.w_batch as i64,
