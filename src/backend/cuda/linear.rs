@@ -119,6 +119,7 @@ unsafe impl Argument for Gemv {}
 unsafe impl Argument for Gemm {}
 
 /// One product, or one for each of `batch` heads.
+#[derive(Clone, Copy)]
 pub(super) struct Product {
     pub(super) x: Address<bf16>,
     pub(super) x_pitch: usize,
@@ -235,7 +236,15 @@ impl CudaBackend {
 
     /// One product of any number of tokens.
     pub(super) fn product(&self, p: &Product) {
-        if p.tokens <= FEW_TOKENS { self.gemv(&[p]) } else { self.gemm(p) }
+        if p.n.is_multiple_of(8) && p.tokens > FEW_TOKENS {
+            return self.gemm(p);
+        }
+        // Tiles end at multiples of 8 outputs; an odd vocabulary is multiplied a few tokens at a time.
+        let bytes = if p.out == Out::Bf16 { 2 } else { 4 };
+        for first in (0..p.tokens).step_by(FEW_TOKENS) {
+            let (x, y) = (p.x.add(first * p.x_pitch), p.y.add(first * p.y_pitch * bytes));
+            self.gemv(&[&Product { x, y, tokens: FEW_TOKENS.min(p.tokens - first), ..*p }]);
+        }
     }
 
     /// Up to three products of one `x` of at most [`FEW_TOKENS`] rows.
@@ -325,7 +334,7 @@ impl CudaBackend {
 
     /// Router logits `[T, experts]`, as exact as f32 weights allow.
     pub(super) fn router_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
-        if x.rows <= FEW_ROUTED {
+        if x.rows <= FEW_ROUTED || !experts.is_multiple_of(8) {
             launch!(self.cuda, &self.cuda.compute, "router_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
                 x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
             return;
