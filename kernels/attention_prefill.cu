@@ -121,7 +121,7 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
     const int rows = min(Tile::ROWS, seq_first[tile.x + 1] - first), count = positions[first + rows - 1] + 1;
 
     bf16* queries = reinterpret_cast<bf16*>(shared);
-    copy_rows<Tile::ROWS, KD, TILE_THREADS>(queries, q + ((size_t)first * heads + head) * key_dim, (size_t)heads * key_dim, key_dim, rows, threadIdx.x);
+    copy_rows<Tile::ROWS, KD, TILE_THREADS>(queries, q + ((size_t)first * heads + head) * key_dim, heads * key_dim, key_dim, rows, threadIdx.x);
 
     Paged<Cache> cache;
     cache.keys = page_of(keys, 0, kv_heads, kv_head, key_dim);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
 
     Tile work;
     work.begin(positions[first], count - 1);
-    work.run(source, queries, div_ceil(count, PAGE), scale * LOG2_E);
+    work.run(source, queries, scale * LOG2_E);
     work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows);
 }
 
