@@ -160,7 +160,3 @@ DECODE_MLA(attention_decode_mla_16_bf16, 16, 4, bf16)
 DECODE_MLA(attention_decode_mla_32_bf16, 32, 4, bf16)
 DECODE_MLA(attention_decode_mla_16_e4m3, 16, 6, e4m3)
 DECODE_MLA(attention_decode_mla_32_e4m3, 32, 6, e4m3)
-#ifdef ALT
-DECODE_MLA(attention_decode_mla_16_bf16_s3, 16, 3, bf16)
-DECODE_MLA(attention_decode_mla_16_e4m3_s4, 16, 4, e4m3)
-#endif
