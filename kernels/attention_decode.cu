@@ -27,9 +27,9 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
     const int last = positions[row], total = last / PAGE + 1;
     const int begin = share(total, split, splits), count = share(total, split + 1, splits) - begin;
-    const size_t state_at = ((size_t)blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
+    const uint32_t state_at = (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
-        if ((int)threadIdx.x < num_heads) states[state_at + (size_t)threadIdx.x * splits] = make_float2(-INFINITY, 0.0f);
+        if ((int)threadIdx.x < num_heads) states[state_at + threadIdx.x * splits] = make_float2(-INFINITY, 0.0f);
         return;
     }
 
@@ -40,7 +40,8 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const uint32_t* table = block_table + seq_blocks[token_seq[row]] + begin;
     Cache* tiles = reinterpret_cast<Cache*>(shared) + warp * STAGES * STAGE; // for each stage 16 keys, then 16 values
     uint32_t ids = 0;
-    auto rows_of = [&](int j) { return last + 1 - ((begin + j) * PAGE + warp * 16); };
+    const int left = last + 1 - begin * PAGE - warp * 16;
+    auto rows_of = [&](int j) { return left - j * PAGE; };
     auto copy_keys = [&](int j, int stage) {
         if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
@@ -137,8 +138,8 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
             *reinterpret_cast<uint2*>(out + ((size_t)row * heads + first_head + h) * value_dim + col) =
                 make_uint2(pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse));
         } else {
-            const size_t at = state_at + (size_t)h * splits;
-            *reinterpret_cast<float4*>(partial + at * value_dim + col) = x;
+            const uint32_t at = state_at + h * splits;
+            *reinterpret_cast<float4*>(partial + (size_t)at * value_dim + col) = x;
             if (col == 0) states[at] = make_float2(top, s);
         }
     }

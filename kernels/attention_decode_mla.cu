@@ -43,9 +43,9 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
     const int first_head = (blockIdx.y * GROUPS + group) * 16, num_heads = min(16, heads - first_head); // may be negative
     const int last = positions[row], total = last / UNIT + 1;
     const int begin = share(total, split, splits), count = share(total, split + 1, splits) - begin;
-    const size_t state_at = ((size_t)blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
+    const uint32_t state_at = (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
-        if ((int)threadIdx.x % 128 < num_heads) states[state_at + (size_t)(threadIdx.x % 128) * splits] = make_float2(-INFINITY, 0.0f);
+        if ((int)threadIdx.x % 128 < num_heads) states[state_at + threadIdx.x % 128 * splits] = make_float2(-INFINITY, 0.0f);
         return;
     }
 
@@ -57,7 +57,8 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
     const uint32_t* table = block_table + seq_blocks[token_seq[row]];
     Cache* tiles = reinterpret_cast<Cache*>(shared); // a ring of STAGES
     uint32_t next = table[begin * UNIT / PAGE]; // the next copy's page, asked for one copy ahead
-    auto rows_of = [&](int u) { return last + 1 - (begin + u) * UNIT; };
+    const int left = last + 1 - begin * UNIT;
+    auto rows_of = [&](int u) { return left - u * UNIT; };
     auto copy = [&](int u) {
         if (u < count) {
             const Cache* from = keys + ((size_t)next * PAGE + (begin + u) * UNIT % PAGE) * key_dim;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
         const int h = lane / 4 + 8 * r;
         const float total_sum = quad_sum(sum[r]), inverse = 1.0f / total_sum;
         if (h >= num_heads) continue;
-        const size_t at = state_at + (size_t)h * splits;
+        const uint32_t at = state_at + h * splits;
         if (splits > 1 && part == 0 && lane % 4 == 0) states[at] = make_float2(max[r], total_sum);
 #pragma unroll
         for (int n = 0; n < 16; n++) {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
             if (col >= value_dim) continue;
             const float2 x = quad_of<Cache>(o[n / 2 * 2], o[n / 2 * 2 + 1], r, n % 2);
             if (splits == 1) *reinterpret_cast<uint32_t*>(out + ((size_t)row * heads + first_head + h) * value_dim + col) = pack_bf16(x.x * inverse, x.y * inverse);
-            else *reinterpret_cast<float2*>(partial + at * value_dim + col) = x;
+            else *reinterpret_cast<float2*>(partial + (size_t)at * value_dim + col) = x;
         }
     }
 }
@@ -159,7 +160,3 @@ DECODE_MLA(attention_decode_mla_16_bf16, 16, 4, bf16)
 DECODE_MLA(attention_decode_mla_32_bf16, 32, 4, bf16)
 DECODE_MLA(attention_decode_mla_16_e4m3, 16, 6, e4m3)
 DECODE_MLA(attention_decode_mla_32_e4m3, 32, 6, e4m3)
-#ifdef ALT
-DECODE_MLA(attention_decode_mla_16_bf16_s3, 16, 3, bf16)
-DECODE_MLA(attention_decode_mla_16_e4m3_s4, 16, 4, e4m3)
-#endif

@@ -12,7 +12,7 @@ template <int KD, int VD> struct Segment {
     static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8;
     bf16 *key_tile, *value_tile;
     const bf16 *expanded, *rotated; // of the head
-    size_t pitch;
+    uint32_t pitch;
     int nope, rope, value_dim, count;
 
     __device__ __forceinline__ void copy_keys(int j) {
@@ -22,10 +22,10 @@ template <int KD, int VD> struct Segment {
 #pragma unroll 1 // registers are scarce
         for (int k = 0; k < KD; k += 64) {
             const bool plain = col + k < nope, valid = col + k < nope + rope;
-            const size_t step = plain ? pitch : rope;
-            const bf16* from = (plain ? expanded : rotated - nope) + first * step + col + k;
+            const uint32_t step = plain ? pitch : rope;
+            const bf16* from = (plain ? expanded : rotated - nope) + (size_t)first * step + col + k;
 #pragma unroll 2
-            for (int row = 0; row < PAGE; row += STEP, from += STEP * step) copy_async_16(tile + row * KEY_PITCH + k, from, first + row < count && valid);
+            for (int row = 0; row < PAGE; row += STEP, from += (size_t)STEP * step) copy_async_16(tile + row * KEY_PITCH + k, from, first + row < count && valid);
         }
         copy_async_commit();
     }
@@ -88,13 +88,13 @@ __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded,
     if (count <= 0 && !is_first && !is_last) return;
 
     bf16* queries = reinterpret_cast<bf16*>(shared);
-    copy_rows<Tile::ROWS, KD, TILE_THREADS>(queries, q + ((size_t)first * heads + head) * key_dim, (size_t)heads * key_dim, key_dim, rows, threadIdx.x);
+    copy_rows<Tile::ROWS, KD, TILE_THREADS>(queries, q + ((size_t)first * heads + head) * key_dim, heads * key_dim, key_dim, rows, threadIdx.x);
     Segment<KD, VD> source;
     source.key_tile = queries + Tile::ROWS * Tile::QUERY_PITCH;
     source.value_tile = source.key_tile + PAGE * (KD + 8);
     source.expanded = expanded + (size_t)head * (nope + value_dim);
     source.rotated = rotated;
-    source.pitch = (size_t)heads * (nope + value_dim);
+    source.pitch = heads * (nope + value_dim);
     source.nope = nope;
     source.rope = rope;
     source.value_dim = value_dim;
@@ -103,9 +103,9 @@ __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded,
 
     Tile work;
     work.begin(positions[first] - from, count - 1);
-    const size_t at = (size_t)offset * heads + head;
+    const size_t at = (size_t)((gridDim.y - 1 - blockIdx.y) * Tile::ROWS) * heads + blockIdx.x;
     if (!is_first) state<true>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
-    work.run(source, queries, count > 0 ? div_ceil(count, PAGE) : 0, scale * LOG2_E);
+    work.run(source, queries, scale * LOG2_E);
     if (is_last) work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows);
     else state<false>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
 }

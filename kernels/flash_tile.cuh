@@ -100,8 +100,8 @@ template <int KD, int VD, int MT> struct FlashTile {
         }
     }
 
-    template <class Source> __device__ __forceinline__ void run(Source& source, const bf16* queries, int pages, float scale_log2) {
-        for (int j = 0; j < pages; j++) {
+    template <class Source> __device__ __forceinline__ void run(Source& source, const bf16* queries, float scale_log2) {
+        for (int j = 0; PAGE * j <= last; j++) {
             const int warp_row = threadIdx.x / WARP * 16 * MT;
             const bool sees = PAGE * j <= seen_by(warp_row + 16 * MT - 1); // the same for the warp
             uint32_t p[4][MT][4];
