@@ -147,10 +147,7 @@ pub fn run(
         return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
     }
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
-    let config = EngineConfig {
-        max_sequences: sequences.max(config.max_sequences),
-        ..config.clone()
-    };
+    let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {
         Source::Directory(dir) => load::load(model, dir, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,

@@ -19,9 +19,9 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::{Error, Result};
 
 pub use graph::Graph;
-pub use kernels::{Kernel, Kernels};
 pub(crate) use kernels::launch;
-pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered};
+pub use kernels::{Kernel, Kernels};
+pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, TensorMap};
 pub use stream::{Event, Stream};
 
 /// The least driver that the kernels need, as `cuDriverGetVersion` counts: CUDA 13.0, driver 580.
@@ -156,10 +156,7 @@ fn info(ordinal: i32) -> Result<DeviceInfo> {
     succeed("reading the device's memory", unsafe { sys::cuDeviceTotalMem_v2(&mut total, device) })?;
     Ok(DeviceInfo {
         name,
-        capability: (
-            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        ),
+        capability: (attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?, attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?),
         multiprocessors: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
         shared_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         total_bytes: total as u64,

@@ -77,7 +77,7 @@ pub struct Model<B: Backend> {
     parts: Vec<Part<B>>,
     inv_freq: B::Norm, // [rope.dim / 2]
     limits: Limits,
-    cut: Batch,           // a part of the batch on its way to the device
+    cut: Batch, // a part of the batch on its way to the device
     tapped: (Vec<f32>, Routing),
     last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
     last_normed: B::Tensor, // [R, hidden]

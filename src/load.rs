@@ -454,7 +454,8 @@ fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize
 
 /// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
 fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
-    let (tokens, rows, threads, kernel) = (config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS), config.max_sequences, machine.team.threads(), machine.kernel);
+    let (tokens, rows, threads, kernel) =
+        (config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS), config.max_sequences, machine.team.threads(), machine.kernel);
     // Dense layers' inputs in the form of the weights: one memory that grows to the largest.
     let prepared = |precision, k: usize, rows: usize| match k.checked_mul(rows) {
         Some(numbers) if numbers < 1 << 56 => Activations::bytes(kernel, precision, k, rows) as u128,

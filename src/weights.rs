@@ -188,9 +188,7 @@ impl<B: Backend> Weights<B> {
                         MlaQuery::Direct(q) => backend.linear_bytes(q),
                         MlaQuery::Lora { a, b, .. } => backend.linear_bytes(a) + backend.linear_bytes(b),
                     };
-                    query
-                        + [&a.kv_a, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>()
-                        + backend.latent_up_bytes(&a.up)
+                    query + [&a.kv_a, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>() + backend.latent_up_bytes(&a.up)
                 }
             };
             attention

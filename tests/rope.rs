@@ -5,8 +5,8 @@
 #![allow(clippy::unwrap_used)]
 
 use moebius::backend::Backend;
-use moebius::batch::Batch;
 use moebius::backend::cpu::Cpu;
+use moebius::batch::Batch;
 use moebius::model::Attention;
 use moebius::workers::Team;
 use serde_json::Value;

@@ -22,7 +22,7 @@ pub struct Buffers<B: Backend> {
     q: B::Tensor,                       // [T, heads, nope + rope]
     latent: B::Tensor,                  // [T, kv_lora_rank + rope]: a row of the cache
     scratch: B::LatentScratch,
-    out: B::Tensor,                     // [T, heads, v_head_dim]
+    out: B::Tensor, // [T, heads, v_head_dim]
 }
 
 impl<B: Backend> Buffers<B> {

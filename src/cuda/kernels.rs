@@ -29,7 +29,8 @@ impl Kernels {
             // The emulated device has its kernels built in.
             if image.is_empty() && info.name != "emulated GPU" {
                 return Err(Error::Device(
-                    "this build has no GPU kernels: build it where nvcc is (scripts/cuda-toolchain fetches one), or use --device cpu".into(),
+                    "this build has no GPU kernels: build it where nvcc is (scripts/cuda-toolchain fetches one), or use --device cpu"
+                        .into(),
                 ));
             }
             let mut module = ptr::null_mut();

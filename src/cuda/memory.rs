@@ -162,7 +162,9 @@ impl Cuda {
         }
         let bytes = size_of_val(to);
         // SAFETY: the caller's address is of as many numbers.
-        self.note("copying from the device", unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast::<c_void>(), from.0, bytes, stream.0) });
+        self.note("copying from the device", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast::<c_void>(), from.0, bytes, stream.0)
+        });
     }
 }
 
@@ -256,5 +258,45 @@ impl Drop for Registered {
     fn drop(&mut self) {
         // SAFETY: registered in `new`.
         let _ = unsafe { sys::cuMemHostUnregister(self.host) };
+    }
+}
+
+/// How a kernel's tensor copies find a box of numbers: what the driver makes of a tensor's address, dimensions and pitches.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct TensorMap(sys::CUtensorMap);
+
+// SAFETY: 128 bytes aligned to 64, as kernels declare it.
+unsafe impl super::kernels::Argument for TensorMap {}
+
+impl Cuda {
+    /// A map of bf16 numbers `[batch, rows, cols]`, `dims` and `pitches` (of rows and of the batch, in numbers) innermost first, copied in boxes of 64 by
+    /// 64 whose rows are swizzled.
+    pub(crate) fn tensor_map(&self, address: Address<half::bf16>, dims: [usize; 3], pitches: [usize; 2]) -> TensorMap {
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        if self.is_plan() {
+            return TensorMap(map);
+        }
+        let dims = dims.map(|n| n as u64);
+        let strides = pitches.map(|n| 2 * n as u64);
+        // SAFETY: all arrays are as long as the rank asks; the map is written.
+        let result = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                3,
+                address.0 as *mut c_void,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                [64, 64, 1].as_ptr(),
+                [1, 1, 1].as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        self.note("describing a tensor", result);
+        TensorMap(map)
     }
 }

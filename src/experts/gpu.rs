@@ -89,10 +89,10 @@ pub struct GpuExperts {
     streaming: Streaming,
     forced: Option<Prefill>,
 
-    resident: DeviceBuffer<u8>, // [layers, resident, stride]
-    order: Vec<Vec<u16>>,       // [layers]: experts, residents first
-    tables: DeviceBuffer<u64>,  // [layers, experts]: addresses of residents
-    host_tables: Vec<u64>,      // the same
+    resident: DeviceBuffer<u8>,                // [layers, resident, stride]
+    order: Vec<Vec<u16>>,                      // [layers]: experts, residents first
+    tables: DeviceBuffer<u64>,                 // [layers, experts]: addresses of residents
+    host_tables: Vec<u64>,                     // the same
     marks: Option<(usize, DeviceBuffer<u64>)>, // not 0 for residents and so many others
 
     ring: Ring,

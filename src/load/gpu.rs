@@ -337,7 +337,8 @@ pub(super) fn assemble(
             };
             let memory = Arc::new(place(cache, &place_config, &team, report)?);
             let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k);
-            let measured = if all { Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 } } else { measure(&cuda, &team, &mut cpu, &sizes)? };
+            let measured =
+                if all { Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 } } else { measure(&cuda, &team, &mut cpu, &sizes)? };
             speeds = (!all).then_some(measured);
             let forced = match config.prefill {
                 PrefillOn::Auto => None,
@@ -386,11 +387,7 @@ fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>) -> Stri
             moe.num_experts
         );
         if let Some(speeds) = speeds {
-            line += &format!(
-                ", the others in RAM: CPU {:.0} GB/s, PCIe {:.0} GB/s",
-                speeds.cpu_bytes / 1e9,
-                speeds.pcie_bytes / 1e9
-            );
+            line += &format!(", the others in RAM: CPU {:.0} GB/s, PCIe {:.0} GB/s", speeds.cpu_bytes / 1e9, speeds.pcie_bytes / 1e9);
         }
     } else {
         line += ")";
@@ -439,6 +436,10 @@ pub(super) fn check_ram(plan: &GpuPlan, config: &EngineConfig, machine: &Machine
         return Ok(());
     }
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    let advice = if config.dense == DenseBits::Bf16 { "use --experts int4, or --dense int8 to keep more experts in VRAM" } else { "use --experts int4" };
+    let advice = if config.dense == DenseBits::Bf16 {
+        "use --experts int4, or --dense int8 to keep more experts in VRAM"
+    } else {
+        "use --experts int4"
+    };
     Err(Error::Resources(format!("the experts need {:.1} GiB of memory and {:.1} are free: {advice}", gib(plan.ram), gib(available))))
 }

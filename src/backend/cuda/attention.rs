@@ -142,14 +142,8 @@ struct Size {
 macro_rules! size {
     ($key:literal, $value:literal, $stages:expr) => {
         Size {
-            decode: [
-                concat!("attention_decode_", $key, "_", $value, "_bf16"),
-                concat!("attention_decode_", $key, "_", $value, "_e4m3"),
-            ],
-            prefill: [
-                concat!("attention_prefill_", $key, "_", $value, "_bf16"),
-                concat!("attention_prefill_", $key, "_", $value, "_e4m3"),
-            ],
+            decode: [concat!("attention_decode_", $key, "_", $value, "_bf16"), concat!("attention_decode_", $key, "_", $value, "_e4m3")],
+            prefill: [concat!("attention_prefill_", $key, "_", $value, "_bf16"), concat!("attention_prefill_", $key, "_", $value, "_e4m3")],
             key: $key,
             value: $value,
             stages: $stages,
@@ -240,14 +234,34 @@ impl CudaBackend {
         for (sequence, rows, start) in &batch.long {
             let end = start + rows.len();
             for from in (0..end).step_by(scratch.segment) {
-                self.attend_expanded(kv, batch, config, up, scratch, q, out, (*sequence, rows.clone()), from..end.min(from + scratch.segment), end);
+                self.attend_expanded(
+                    kv,
+                    batch,
+                    config,
+                    up,
+                    scratch,
+                    q,
+                    out,
+                    (*sequence, rows.clone()),
+                    from..end.min(from + scratch.segment),
+                    end,
+                );
             }
         }
     }
 
     /// Single rows, in the latent's space.
     #[allow(clippy::too_many_arguments)] // as `Backend::latent_attention`
-    fn attend_absorbed(&self, kv: &Kv, batch: &CudaBatch, config: &Mla, up: &LatentUp, scratch: &LatentScratch, q: &Tensor, out: &mut Tensor) {
+    fn attend_absorbed(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        config: &Mla,
+        up: &LatentUp,
+        scratch: &LatentScratch,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
         let (heads, nope, rope, v, rank) =
             (config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank);
         let (key_dim, rows, stream) = (rank + rope, batch.decode, &self.cuda.compute);

@@ -9,12 +9,15 @@ use moebius_cache::pack::MatrixLayout;
 use super::{CudaBackend, Data, RouterWeights, Tensor};
 use crate::config::DenseBits;
 use crate::cuda::kernels::Argument;
-use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::cuda::{Address, Cuda, DeviceBuffer, TensorMap, launch};
 use crate::tensor::HostTensor;
 use crate::{Error, Result};
 
 /// Tokens up to which weights are multiplied as they are read.
 pub(super) const FEW_TOKENS: usize = 8;
+
+/// Tokens from which on Hopper's own instructions are faster.
+const WGMMA_TOKENS: usize = 128;
 
 /// Tokens up to which the router's f32 weights are multiplied as they are.
 const FEW_ROUTED: usize = 32;
@@ -54,10 +57,7 @@ const PARTIAL: usize = 16 << 20;
 
 impl Workspace {
     pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
-        Ok(Self {
-            partial: DeviceBuffer::new(cuda, PARTIAL)?,
-            counters: DeviceBuffer::zeros(cuda, MAX_COUNTERS)?,
-        })
+        Ok(Self { partial: DeviceBuffer::new(cuda, PARTIAL)?, counters: DeviceBuffer::zeros(cuda, MAX_COUNTERS)? })
     }
 }
 
@@ -111,6 +111,26 @@ struct Gemm {
     k: i32,
 }
 
+/// Of kernels/gemm_wgmma.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GemmTma {
+    x: TensorMap,
+    w: TensorMap,
+    y: Address<u8>,
+    bias: Address<f32>,
+    partial: Address<f32>,
+    counters: Address<u32>,
+    y_batch: i64,
+    y_pitch: i32,
+    tokens: i32,
+    n: i32,
+    k: i32,
+}
+
+// SAFETY: as below.
+#[allow(unsafe_code)]
+unsafe impl Argument for GemmTma {}
 // SAFETY: the struct of the same name in the kernel's file has the same fields.
 #[allow(unsafe_code)]
 unsafe impl Argument for Gemv {}
@@ -286,6 +306,9 @@ impl CudaBackend {
     }
 
     fn gemm(&self, p: &Product) {
+        if p.tokens >= WGMMA_TOKENS && self.cuda.info.capability == (9, 0) {
+            return self.gemm_wgmma(p);
+        }
         // Tiles as large as they can be while all multiprocessors have one.
         let tiles = |m: usize, n: usize| p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch;
         let enough = self.cuda.info.multiprocessors;
@@ -330,6 +353,51 @@ impl CudaBackend {
         };
         let grid = [p.tokens.div_ceil(m) * p.n.div_ceil(n), splits, p.batch];
         launch!(self.cuda, &self.cuda.compute, name, grid, 128, shared; argument);
+    }
+
+    /// With Hopper's own instructions.
+    fn gemm_wgmma(&self, p: &Product) {
+        // Tiles as wide as they can be while most multiprocessors have one.
+        let (tiles, enough) = (|n: usize| p.tokens.div_ceil(128) * p.n.div_ceil(n), self.cuda.info.multiprocessors);
+        let (n, shared) = match () {
+            () if tiles(256) * p.batch * 3 >= 2 * enough => (256, 197_760),
+            () if tiles(128) * p.batch >= enough => (128, 99_456),
+            () => (64, 99_456),
+        };
+        let splits = if n == 64 { (enough / (tiles(64) * p.batch)).clamp(1, (p.k / 256).clamp(1, 4)) } else { 1 };
+        let all = tiles(n) * p.batch;
+        let splits = if all <= MAX_COUNTERS && splits * all * 128 * 64 <= PARTIAL { splits } else { 1 };
+        let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
+            let step = if p.batch == 1 { 8 } else { step };
+            self.cuda.tensor_map(address, [p.k, rows, p.batch], [pitch, step])
+        };
+        let argument = GemmTma {
+            x: map(p.x, p.tokens, p.x_pitch, p.x_batch),
+            w: map(p.w, p.n, p.k, p.w_batch),
+            y: p.y,
+            bias: p.bias,
+            partial: self.workspace.partial.address(),
+            counters: self.workspace.counters.address(),
+            y_batch: p.y_batch as i64,
+            y_pitch: p.y_pitch as i32,
+            tokens: p.tokens as i32,
+            n: p.n as i32,
+            k: p.k as i32,
+        };
+        let name = match (p.out, n) {
+            (Out::Bf16, 64) => "gemm_wgmma_bf16_set_n64",
+            (Out::Bf16, 128) => "gemm_wgmma_bf16_set_n128",
+            (Out::Bf16, _) => "gemm_wgmma_bf16_set_n256",
+            (Out::F32, 64) => "gemm_wgmma_f32_set_n64",
+            (Out::F32, 128) => "gemm_wgmma_f32_set_n128",
+            (Out::F32, _) => "gemm_wgmma_f32_set_n256",
+            (Out::F32Add, 64) => "gemm_wgmma_f32_add_n64",
+            (Out::F32Add, 128) => "gemm_wgmma_f32_add_n128",
+            (Out::F32Add, _) => "gemm_wgmma_f32_add_n256",
+        };
+        // A block takes every so many-th tile, so that copies for its next one begin early.
+        let blocks = tiles(n).min(enough * if n == 256 { 1 } else { 2 });
+        launch!(self.cuda, &self.cuda.compute, name, [blocks, splits, p.batch], 288, shared; argument);
     }
 
     /// Router logits `[T, experts]`, as exact as f32 weights allow.
