@@ -14,7 +14,7 @@ use std::ops::Range;
 use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::Kernel;
+use super::{Kernel, Tiles};
 use crate::memory::Buffer;
 use crate::workers::Shared;
 
@@ -275,7 +275,8 @@ impl ActivationRows<'_> {
     /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
     ///
     /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale or part of rows `0..len` and of the 15 after them can be read.
-    pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &[u8], out: &[f32]) -> usize {
+    pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
+        let tiles = tiles.bytes;
         let count = tiles.len() / layout.tile_bytes();
         assert_eq!((self.k, self.group), (layout.k, layout.precision.group_size().unwrap_or(0)), "activations for another matrix");
         assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));

@@ -8,23 +8,6 @@ const ROUND: f32 = 12_582_912.0;
 #[cfg(target_arch = "x86_64")]
 pub(super) const PREFETCH_TOKENS: usize = 8;
 
-/// Asks for `lines` cache lines that lie ahead of `at`: a page ahead into L2, which starts the hardware's own prefetching of a page
-/// before its first use, then near into L1. Tiles lie one behind the other, so what is past a tile's end is the next one.
-///
-/// Two cores, INT4 g128, one token, best share of plain reading (V2-Lite, Qwen3-30B, Kimi K2): 93 to 95, 89 to 91, 98 to 101% so;
-/// 88, 82, 91% with L1 alone; 82, 81, 85% with 8 KiB instead of 4.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "sse")]
-pub(super) fn prefetch(at: *const u8, lines: usize) {
-    use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-    for i in 0..lines {
-        // Any address will do: a prefetch of nothing does nothing.
-        _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(4096 + 64 * i).cast());
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(1024 + 64 * i).cast());
-    }
-}
-
 /// The canonical end of a sum in 16 lanes.
 #[inline(always)]
 pub(super) fn tree(mut lanes: [f32; 16]) -> f32 {

@@ -20,7 +20,7 @@ use moebius_cache::Precision;
 
 use super::{Cpu, Kv, Scratch, lock, take};
 use crate::batch::{BLOCK_SIZE, Batch, Span};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, Start};
 use crate::tensor::Tensor;
 use crate::workers::Shared;
 
@@ -271,10 +271,10 @@ impl Op<'_> {
         let positions = segment * SEGMENT..visible.min((segment + 1) * SEGMENT);
         for start in positions.step_by(BLOCK_SIZE) {
             let block = self.batch.slot(tile.span, start) / BLOCK_SIZE;
-            kernel.matmul(&kv.keys, kv.keys(block, tile.kv_head, 0), &activations.rows(0..rows), scores);
+            kernel.matmul(&kv.keys, &kv.keys(block, tile.kv_head, 0).into(), &activations.rows(0..rows), Start::Zero, scores);
             for part in 1..kv.parts {
                 let rest = &mut products[..rows * BLOCK_SIZE];
-                kernel.matmul(&kv.keys, kv.keys(block, tile.kv_head, part), &activations.rows(0..rows), rest);
+                kernel.matmul(&kv.keys, &kv.keys(block, tile.kv_head, part).into(), &activations.rows(0..rows), Start::Zero, rest);
                 kernel.add_scaled(rest, 1.0, scores);
             }
             let to = probabilities.start(kernel, Precision::Bf16, BLOCK_SIZE, rows);
@@ -300,7 +300,13 @@ impl Op<'_> {
             }
             for part in 0..kv.parts {
                 let products = &mut products[..rows * width];
-                kernel.matmul(&kv.values, kv.values(block, tile.kv_head, part), &probabilities.rows(0..rows), products);
+                kernel.matmul(
+                    &kv.values,
+                    &kv.values(block, tile.kv_head, part).into(),
+                    &probabilities.rows(0..rows),
+                    Start::Zero,
+                    products,
+                );
                 for (acc, product) in sums.acc.chunks_exact_mut(dim).zip(products.chunks_exact(width)) {
                     kernel.add_scaled(&product[..dim], 1.0, acc);
                 }
