@@ -160,9 +160,10 @@ pub trait Kernel: Send + Sync {
     /// f32 numbers that hold 32 split inputs of a row, see [`split`](Kernel::split).
     fn split_words(&self) -> usize;
 
-    /// Each of up to 32 inputs as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
+    /// Each input as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
     ///
-    /// How they lie in `out`, `[split_words()]`, is this kernel's own business; inputs that are missing become zeros.
+    /// Shapes: `x` [n], `out` [ceil(n / 32), split_words()]. How 32 inputs lie in `out` is this kernel's own business; those that the last
+    /// 32 lack become zeros.
     fn split(&self, x: &[f32], out: &mut [f32]);
 
     /// Some tiles of packed weights times some rows of activations: `acc = W_i[r] . x[t]` is `out[t][16 i + r]`, or is summed onto it.

@@ -131,17 +131,21 @@ impl ActivationsMut<'_> {
     pub unsafe fn put(&self, kernel: &dyn Kernel, rows: impl Iterator<Item = usize> + Clone, x: &[f32]) {
         assert!(x.len() == self.k && rows.clone().all(|row| row < self.rows));
         if self.group == 0 {
-            let mut words = [0.0; 2 * BF16_INPUTS];
-            let words = &mut words[..self.words];
-            for (block, x) in x.chunks(BF16_INPUTS).enumerate() {
+            // Several blocks at a time: a call for each would cost as much as its work.
+            const BLOCKS: usize = 8;
+            let mut words = [0.0; BLOCKS * 2 * BF16_INPUTS];
+            for (i, x) in x.chunks(BLOCKS * BF16_INPUTS).enumerate() {
+                let words = &mut words[..x.len().div_ceil(BF16_INPUTS) * self.words];
                 kernel.split(x, words);
-                for row in rows.clone() {
-                    let at = (block * self.stride + row) * self.words;
-                    // SAFETY: these words belong to the row, and the row to the caller, as promised.
-                    let to = unsafe { self.parts.slice_mut(at..at + self.words) };
-                    // Of a known length, so that no call is made for 64 bytes.
-                    for (to, from) in to.as_chunks_mut::<16>().0.iter_mut().zip(words.as_chunks::<16>().0) {
-                        *to = *from;
+                for (block, words) in (i * BLOCKS..).zip(words.chunks_exact(self.words)) {
+                    for row in rows.clone() {
+                        let at = (block * self.stride + row) * self.words;
+                        // SAFETY: these words belong to the row, and the row to the caller, as promised.
+                        let to = unsafe { self.parts.slice_mut(at..at + self.words) };
+                        // Of a known length, so that no call is made for 64 bytes.
+                        for (to, from) in to.as_chunks_mut::<16>().0.iter_mut().zip(words.as_chunks::<16>().0) {
+                            *to = *from;
+                        }
                     }
                 }
             }
@@ -225,6 +229,12 @@ impl ActivationRows<'_> {
     pub(super) fn part(&self, from: usize, len: usize) -> Self {
         assert!(from + len <= self.len);
         Self { first: self.first + from, len, ..*self }
+    }
+
+    /// Split inputs `from..from + k` of these, beginning at a block of 32.
+    pub fn inputs(&self, from: usize, k: usize) -> Self {
+        assert!(self.group == 0 && from.is_multiple_of(BF16_INPUTS) && from + k <= self.k);
+        Self { k, parts: &self.parts[from / BF16_INPUTS * self.stride * self.words..], ..*self }
     }
 
     /// Where the codes of a row begin; its next 64 inputs lie `64 * stride` further on.

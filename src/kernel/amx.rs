@@ -110,11 +110,12 @@ macro_rules! multiply {
 /// [`super::Kernel::split`]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) fn split(x: &[f32], out: &mut [f32]) {
-    let mut parts = [0.0; 2 * BF16_INPUTS];
-    shared::split(x, &mut parts);
-    assert_eq!(out.len(), SPLIT_WORDS);
-    for (word, pair) in out.iter_mut().zip(parts.as_chunks::<2>().0) {
-        *word = f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits() & 0xffff_0000);
+    assert_eq!(out.len(), x.len().div_ceil(BF16_INPUTS) * SPLIT_WORDS);
+    for (x, out) in x.chunks(BF16_INPUTS).zip(out.as_chunks_mut::<SPLIT_WORDS>().0) {
+        let parts = shared::split_block(x);
+        for (word, pair) in out.iter_mut().zip(parts.as_chunks::<2>().0) {
+            *word = f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits() & 0xffff_0000);
+        }
     }
 }
 

@@ -64,17 +64,30 @@ pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [
     }
 }
 
-/// [`super::Kernel::split`] for kernels that broadcast single inputs: 32 high parts, then 32 low ones, as f32.
+/// [`super::Kernel::split`] for kernels that broadcast single inputs: of 32 inputs the high parts, then the low ones, as f32.
 #[inline(always)]
 pub(super) fn split(x: &[f32], out: &mut [f32]) {
-    assert!(out.len() == 64 && x.len() <= 32);
-    let mut inputs = [0.0f32; 32];
-    inputs[..x.len()].copy_from_slice(x);
-    let (high, low) = out.split_at_mut(32);
-    for i in 0..32 {
-        high[i] = round_to_bf16(inputs[i]);
-        low[i] = round_to_bf16(inputs[i] - high[i]);
+    assert_eq!(out.len(), x.len().div_ceil(32) * 64);
+    for (x, out) in x.chunks(32).zip(out.as_chunks_mut::<64>().0) {
+        *out = split_block(x);
     }
+}
+
+/// High parts of up to 32 inputs, then their low ones.
+#[inline(always)]
+pub(super) fn split_block(x: &[f32]) -> [f32; 64] {
+    let mut inputs = [0.0f32; 32];
+    match x.as_array::<32>() {
+        // Of a known length, so that no call is made to copy them.
+        Some(x) => inputs = *x,
+        None => inputs[..x.len()].copy_from_slice(x),
+    }
+    let mut out = [0.0; 64];
+    for i in 0..32 {
+        out[i] = round_to_bf16(inputs[i]);
+        out[32 + i] = round_to_bf16(inputs[i] - out[i]);
+    }
+    out
 }
 
 /// The nearest bf16, halves to even; NaN stays NaN.
