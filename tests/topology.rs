@@ -102,13 +102,13 @@ const MACHINES: [Machine; 8] = [
 
 fn read(name: &str) -> Topology {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/topology/{name}.txt"));
-    let text = std::fs::read_to_string(&file).unwrap();
-    let root = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(&file).expect("a tree of that name");
+    let root = tempfile::tempdir().expect("a temporary directory");
     for line in text.lines().filter(|line| !line.starts_with('#')) {
         let (path, content) = line.split_once('\t').unwrap_or((line, ""));
         let path = root.path().join(path);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, content.replace("\\n", "\n") + "\n").unwrap();
+        std::fs::create_dir_all(path.parent().expect("a path in the tree")).expect("a directory");
+        std::fs::write(path, content.replace("\\n", "\n") + "\n").expect("a file");
     }
     Topology::read_from(root.path())
 }
