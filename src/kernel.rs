@@ -162,7 +162,7 @@ pub trait Kernel: Send + Sync {
 
     /// Each input as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
     ///
-    /// Shapes: `x` [n], `out` [ceil(n / 32), split_words()]. How 32 inputs lie in `out` is this kernel's own business; those that the last
+    /// Shapes: `x` `[n]`, `out` `[ceil(n / 32), split_words()]`. How 32 inputs lie in `out` is this kernel's own business; those that the last
     /// 32 lack become zeros.
     fn split(&self, x: &[f32], out: &mut [f32]);
 
