@@ -1,0 +1,337 @@
+// CUDA C++ for g++: what the kernels use of the language, and the functions of ../device.cuh, on the CPU.
+//
+// A thread is a fiber. A fiber runs until it meets others (a barrier, a shuffle, a tensor core instruction); one operating
+// system thread runs all fibers of a block, block after block. Asynchronous copies happen when they are waited for and no
+// sooner, dynamic shared memory begins as NaN, device memory too, and a read past its end is a segmentation fault: mistakes show.
+#pragma once
+#include <math.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__ __restrict
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+#define __constant__ static const
+#define __align__(n) __attribute__((aligned(n)))
+#define __grid_constant__
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+struct Copy {
+    void* to;
+    const void* from; // null: zeros
+    int group;
+};
+
+struct Fiber;
+extern thread_local Fiber* current;
+
+// Where a thread stands.
+struct Place {
+    dim3 thread, block, block_dim, grid_dim;
+    unsigned lane;
+};
+const Place& place();
+
+// All lanes of `mask` bring `size` bytes; the last to come calls `combine` on all 32 of them; each takes back what then is its own.
+// Returns the array of all lanes' bytes, good until the next meeting.
+constexpr int MAIL = 64;
+struct alignas(16) Mail { unsigned char bytes[MAIL]; };
+Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all));
+
+void block_barrier(int id, unsigned threads); // threads == 0: all that live
+void add_copy(const Copy& copy);
+void commit_copies();
+void wait_copies(int under_way);
+void* dynamic_shared();
+
+struct Kernel {
+    const char* name;
+    unsigned threads;
+    void (*invoke)(void** parameters);
+    std::vector<size_t> parameter_bytes;
+};
+void add_kernel(const Kernel& kernel);
+
+template <auto F> struct Invoker;
+template <class... A, void (*F)(A...)> struct Invoker<F> {
+    static Kernel describe(const char* name, unsigned threads) { return {name, threads, invoke, {sizeof(A)...}}; }
+    struct Arguments {
+        void** next;
+        template <class T> T take() { return *(T*)*next++; }
+    };
+    struct Call {
+        Call(A... args) { F(args...); }
+    };
+    static void invoke(void** parameters) {
+        [[maybe_unused]] Arguments arguments{parameters};
+        [[maybe_unused]] Call call{arguments.template take<A>()...}; // braces: from left to right
+    }
+};
+
+template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
+    Mail* all = meet(mask, &x, sizeof(T), nullptr);
+    T y;
+    memcpy(&y, all[from % 32].bytes, sizeof(T));
+    return y;
+}
+
+} // namespace emulator
+
+#define REGISTER_KERNEL(name, threads)                                                                      \
+    static const int registered_##name = (emulator::add_kernel(emulator::Invoker<&name>::describe(#name, threads)), 0);
+#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulator::dynamic_shared())
+
+#define threadIdx (emulator::place().thread)
+#define blockIdx (emulator::place().block)
+#define blockDim (emulator::place().block_dim)
+#define gridDim (emulator::place().grid_dim)
+
+inline void __syncthreads() { emulator::block_barrier(0, 0); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { char c = 0; emulator::meet(mask, &c, 1, nullptr); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline void __threadfence_system() { __sync_synchronize(); }
+template <class T> inline T __shfl_sync(unsigned mask, T x, int from, int width = 32) {
+    unsigned lane = emulator::place().lane;
+    return emulator::shuffle(mask, x, (lane / width) * width + (unsigned)from % width);
+}
+template <class T> inline T __shfl_xor_sync(unsigned mask, T x, int with, int = 32) { return emulator::shuffle(mask, x, emulator::place().lane ^ with); }
+template <class T> inline T __shfl_down_sync(unsigned mask, T x, unsigned by, int width = 32) {
+    unsigned lane = emulator::place().lane;
+    return emulator::shuffle(mask, x, lane % width + by < (unsigned)width ? lane + by : lane);
+}
+template <class T> inline T __shfl_up_sync(unsigned mask, T x, unsigned by, int width = 32) {
+    unsigned lane = emulator::place().lane;
+    return emulator::shuffle(mask, x, lane % width >= by ? lane - by : lane);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    predicate = predicate != 0;
+    emulator::Mail* all = emulator::meet(mask, &predicate, sizeof predicate, nullptr);
+    unsigned votes = 0;
+    for (int i = 0; i < 32; i++) {
+        int vote;
+        memcpy(&vote, all[i].bytes, sizeof vote);
+        if (mask >> i & 1 && vote) votes |= 1u << i;
+    }
+    return votes;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+
+inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
+inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return y; }
+inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
+inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
+inline float __expf(float x) { return expf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __sinf(float x) { return sinf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+    uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) out |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return out;
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) { return (uint32_t)(((uint64_t)high << 32 | low) >> (by & 31)); }
+template <class T> inline T __ldg(const T* p) { return *p; }
+template <class T> inline T __ldcg(const T* p) { return *p; }
+template <class T> inline T __ldcs(const T* p) { return *p; }
+template <class T> inline void __stcs(T* p, T x) { *p = x; }
+template <class T> inline T atomicAdd(T* p, T x) { return __sync_fetch_and_add(p, x); }
+template <class T> inline T atomicMax(T* p, T x) { T old = *p; if (x > old) *p = x; return old; }
+template <class T> inline T atomicExch(T* p, T x) { return __sync_lock_test_and_set(p, x); }
+template <class T> inline T atomicCAS(T* p, T old, T x) { return __sync_val_compare_and_swap(p, old, x); }
+template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
+template <class A, class B> inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
+
+inline uint16_t bf16_bits(float x) {
+    uint32_t b = __float_as_uint(x);
+    if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return (uint16_t)((b + 0x7fffu + (b >> 16 & 1)) >> 16);
+}
+inline float bf16_value(uint32_t bits) { return __uint_as_float(bits << 16); }
+inline uint32_t pack_bf16(float low, float high) { return (uint32_t)bf16_bits(high) << 16 | bf16_bits(low); }
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (float)((double)bf16_value(a) * bf16_value(b) + bf16_value(c)); };
+    return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
+}
+inline float fast_exp2(float x) { return exp2f(x); }
+
+template <int N, bool TRANS> inline void ldmatrix(uint32_t* r, const void* row) {
+    emulator::Mail* all = emulator::meet(0xffffffffu, &row, sizeof row, nullptr);
+    unsigned lane = emulator::place().lane;
+    for (int m = 0; m < N; m++) {
+        auto address = [&](unsigned i) {
+            const unsigned char* p;
+            memcpy(&p, all[8 * m + i].bytes, sizeof p);
+            if ((uintptr_t)p % 16) { fprintf(stderr, "ldmatrix: a row at %p is not aligned to 16 bytes\n", (const void*)p); abort(); }
+            return p;
+        };
+        if (!TRANS) {
+            memcpy(&r[m], address(lane / 4) + 4 * (lane % 4), 4);
+        } else {
+            uint16_t a, b;
+            memcpy(&a, address(2 * (lane % 4)) + 2 * (lane / 4), 2);
+            memcpy(&b, address(2 * (lane % 4) + 1) + 2 * (lane / 4), 2);
+            r[m] = (uint32_t)b << 16 | a;
+        }
+    }
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { ldmatrix<4, false>(r, row); }
+inline void ldmatrix_x2(uint32_t (&r)[2], const void* row) { ldmatrix<2, false>(r, row); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { ldmatrix<4, true>(r, row); }
+inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row) { ldmatrix<2, true>(r, row); }
+
+namespace emulator {
+struct MmaMail {
+    uint32_t a[4], b[2];
+    float c[4];
+};
+void mma(Mail* all);
+} // namespace emulator
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    emulator::MmaMail mail;
+    memcpy(mail.a, a, sizeof a);
+    memcpy(mail.b, b, sizeof b);
+    memcpy(mail.c, c, sizeof c);
+    emulator::Mail* all = emulator::meet(0xffffffffu, &mail, sizeof mail, emulator::mma);
+    memcpy(c, ((emulator::MmaMail*)all[emulator::place().lane].bytes)->c, sizeof c);
+}
+
+inline void copy_async_16(void* shared, const void* global, bool valid = true) {
+    if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) { fprintf(stderr, "copy_async_16: not aligned to 16 bytes\n"); abort(); }
+    emulator::add_copy({shared, valid ? global : nullptr, 0});
+}
+inline void copy_async_commit() { emulator::commit_copies(); }
+template <int N> inline void copy_async_wait() { emulator::wait_copies(N); }
+
+inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline uint4 load_uncached(const uint4* p) { __sync_synchronize(); return *p; }
+inline uint4 load_streaming(const uint4* p) { return *p; }
+inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_begin() {}
+inline void pause_ns(uint32_t) { sched_yield(); }
+
+inline uint8_t e4m3_from_f32(float x) {
+    const uint32_t sign = (__float_as_uint(x) >> 24) & 0x80u;
+    const float a = fminf(fabsf(x), 448.0f);
+    if (x != x) return 0x7f;
+    if (a < 0x1p-6f) return (uint8_t)(sign | (uint32_t)rintf(a * 512.0f));
+    uint32_t bits = __float_as_uint(a);
+    bits += 0x7ffffu + ((bits >> 20) & 1u);
+    return (uint8_t)(sign | (((bits >> 20) - (120u << 3)) & 0x7fu));
+}
+inline float e4m3_to_f32(uint8_t x) {
+    const uint32_t sign = (uint32_t)(x & 0x80u) << 24, body = x & 0x7fu;
+    const float a = body < 8u ? (float)body * 0x1p-9f : __uint_as_float((body + (120u << 3)) << 20);
+    return __uint_as_float(__float_as_uint(a) | sign);
+}
+inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
+inline float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8))); }
+
+// Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
+struct TensorMap {
+    uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
+    uint32_t box[3];
+    uint32_t unused[17];
+};
+static_assert(sizeof(TensorMap) == 128, "as large as the real one");
+namespace emulator {
+struct Mbarrier { // in the 8 bytes of shared memory
+    uint8_t phase, arrived, count, copies; // copies: there are some under way
+    int32_t bytes;
+};
+void yield();
+void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2);
+void land_boxes(Mbarrier* barrier);
+void add_product(std::function<void()> product);
+void commit_products();
+void wait_products(int under_way);
+inline void end_phase(Mbarrier* b) {
+    if (b->arrived == b->count && b->bytes == 0) b->phase ^= 1, b->arrived = 0;
+}
+} // namespace emulator
+inline void mbarrier_init(uint64_t* barrier, int count) {
+    emulator::Mbarrier b{0, 0, (uint8_t)count, 0, 0};
+    memcpy(barrier, &b, sizeof b);
+}
+inline void mbarrier_init_done() {}
+inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
+    auto* b = (emulator::Mbarrier*)barrier;
+    b->bytes += bytes;
+    if (++b->arrived > b->count) { fprintf(stderr, "mbarrier: more arrivals than it counts\n"); abort(); }
+    emulator::end_phase(b);
+}
+inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier, 0); }
+inline void mbarrier_wait(uint64_t* barrier, int parity) {
+    auto* b = (emulator::Mbarrier*)barrier;
+    for (long i = 0; b->phase == parity; i++) {
+        emulator::land_boxes(b);
+        if (b->phase != parity) return;
+        if (i == 1 << 22) { fprintf(stderr, "mbarrier: waited for in vain\n"); abort(); }
+        emulator::yield();
+    }
+}
+inline void tensor_copy(void* shared, const TensorMap* map, uint64_t* barrier, int c0, int c1, int c2) {
+    if ((uintptr_t)shared % 1024) { fprintf(stderr, "tensor_copy: not aligned to 1024 bytes\n"); abort(); }
+    emulator::add_box((emulator::Mbarrier*)barrier, shared, *map, c0, c1, c2);
+}
+inline uint64_t wgmma_operand(const void* p) { return (uint64_t)p; }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulator::commit_products(); }
+template <int N> inline void wgmma_wait() {
+    emulator::wait_products(N);
+    __syncwarp();
+}
+template <int COUNT> inline void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b) {
+    float* sums = d;
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    emulator::add_product([=] {
+        auto number = [](uint64_t operand, int row, int k) {
+            uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
+            uint16_t bits;
+            memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
+            return bf16_value(bits);
+        };
+        for (int half = 0; half < 2; half++) {
+            float x[16];
+            for (int k = 0; k < 16; k++) x[k] = number(a, warp % 4 * 16 + half * 8 + lane / 4, k);
+            for (int j = 0; j < COUNT / 4; j++)
+                for (int e = 0; e < 2; e++)
+                    for (int k = 0; k < 16; k++) sums[4 * j + 2 * half + e] += x[k] * number(b, 8 * j + lane % 4 * 2 + e, k);
+        }
+    });
+}

@@ -1,0 +1,306 @@
+// The part of the CUDA driver's interface that Moebius uses, over the emulated threads: built as libcuda.so.1.
+//
+// A stream is a thread and a queue. Capture writes what is enqueued into a list, a graph runs the list in the order of its writing.
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <sys/mman.h>
+#include <thread>
+#include <time.h>
+#include <vector>
+
+#include "threads.h"
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+using namespace emulator;
+typedef int Result;
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600 };
+constexpr size_t MEMORY = 64ull << 30;
+
+static std::map<std::string, Kernel>& kernels() {
+    static std::map<std::string, Kernel> all;
+    return all;
+}
+void emulator::add_kernel(const Kernel& kernel) { kernels()[kernel.name] = kernel; }
+
+using Work = std::function<void()>;
+struct Graph {
+    std::vector<Work> work;
+    bool ended = false;
+};
+
+struct Event {
+    std::mutex mutex;
+    std::condition_variable changed;
+    uint64_t recorded = 0, done = 0;
+    double time = 0;
+    std::shared_ptr<Graph> capture;
+};
+
+static double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+struct Stream {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Work> queue;
+    bool busy = false, ending = false;
+    std::shared_ptr<Graph> capture;
+    std::thread thread;
+
+    Stream() : thread([this] { run(); }) {}
+    std::shared_ptr<Graph> capturing() {
+        if (capture && capture->ended) capture.reset();
+        return capture;
+    }
+    void run() {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            changed.wait(lock, [this] { return ending || !queue.empty(); });
+            if (queue.empty()) return;
+            Work work = std::move(queue.front());
+            queue.pop_front();
+            busy = true;
+            lock.unlock();
+            work();
+            lock.lock();
+            busy = false;
+            changed.notify_all();
+        }
+    }
+    void add(Work work) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (capturing()) return capture->work.push_back(std::move(work));
+        queue.push_back(std::move(work));
+        changed.notify_all();
+    }
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return queue.empty() && !busy; });
+    }
+    ~Stream() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            ending = true;
+            changed.notify_all();
+        }
+        thread.join();
+    }
+};
+
+static Stream& default_stream() {
+    static Stream* stream = new Stream;
+    return *stream;
+}
+static Stream& of(Stream* s) { return s ? *s : default_stream(); }
+
+// Device memory ends at a page that cannot be touched.
+static std::mutex memory_mutex;
+static std::map<uint64_t, std::pair<void*, size_t>> memory;
+static size_t memory_used;
+
+extern "C" {
+
+Result cuInit(unsigned) { return SUCCESS; }
+Result cuDriverGetVersion(int* v) { return *v = 13000, SUCCESS; }
+Result cuDeviceGetCount(int* n) { return *n = 1, SUCCESS; }
+Result cuDeviceGet(int* device, int i) { return *device = i, i == 0 ? SUCCESS : 101; }
+Result cuDeviceGetName(char* name, int len, int) { return snprintf(name, (size_t)len, "emulated GPU"), SUCCESS; }
+Result cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = MEMORY, SUCCESS; }
+Result cuDeviceGetAttribute(int* value, int attribute, int) {
+    switch (attribute) {
+        case 16: *value = 3; break;       // multiprocessors
+        case 75: *value = 9; break;       // compute capability, major
+        case 76: *value = 0; break;       // minor
+        case 97: *value = 232448; break;  // shared memory a block may ask for
+        case 81: *value = 233472; break;  // shared memory of a multiprocessor
+        case 38: *value = 1 << 20; break; // L2
+        default: *value = 1;
+    }
+    return SUCCESS;
+}
+Result cuDevicePrimaryCtxRetain(void** context, int) { return *context = (void*)1, SUCCESS; }
+Result cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+Result cuCtxSetCurrent(void*) { return SUCCESS; }
+Result cuCtxSynchronize() { return SUCCESS; }
+Result cuMemGetInfo_v2(size_t* free, size_t* total) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return *total = MEMORY, *free = MEMORY - memory_used, SUCCESS;
+}
+Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    if (bytes == 0) return INVALID_VALUE;
+    if (memory_used + bytes > MEMORY) return OUT_OF_MEMORY;
+    size_t rounded = (bytes + 255) / 256 * 256, pages = (rounded + 4095) / 4096 * 4096;
+    unsigned char* p = (unsigned char*)mmap(nullptr, pages + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return OUT_OF_MEMORY;
+    mprotect(p + pages, 4096, PROT_NONE);
+    uint64_t at = (uint64_t)(p + pages - rounded);
+    if (bytes < 256u << 20) memset((void*)at, 0xff, bytes);
+    memory[at] = {p, pages + 4096};
+    memory_used += pages;
+    return *pointer = at, SUCCESS;
+}
+Result cuMemFree_v2(uint64_t pointer) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    auto found = memory.find(pointer);
+    if (found == memory.end()) return INVALID_VALUE;
+    memory_used -= found->second.second - 4096;
+    munmap(found->second.first, found->second.second);
+    memory.erase(found);
+    return SUCCESS;
+}
+// Pinned memory is read and written when the copy runs, other memory when it is asked for.
+static std::map<const unsigned char*, size_t> pinned;
+static bool is_pinned(const void* p) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    auto after = pinned.upper_bound((const unsigned char*)p);
+    if (after == pinned.begin()) return false;
+    --after;
+    return (const unsigned char*)p < after->first + after->second;
+}
+static void pin(const void* p, size_t bytes) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    if (bytes) pinned[(const unsigned char*)p] = bytes;
+    else pinned.erase((const unsigned char*)p);
+}
+Result cuMemHostAlloc(void** p, size_t bytes, unsigned) {
+    *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (!*p) return OUT_OF_MEMORY;
+    return pin(*p, bytes), SUCCESS;
+}
+Result cuMemFreeHost(void* p) { return pin(p, 0), free(p), SUCCESS; }
+Result cuMemHostRegister_v2(void* p, size_t bytes, unsigned) { return pin(p, bytes), SUCCESS; }
+Result cuMemHostUnregister(void* p) { return pin(p, 0), SUCCESS; }
+Result cuMemHostGetDevicePointer_v2(uint64_t* device, void* p, unsigned) { return *device = (uint64_t)p, SUCCESS; }
+
+Result cuStreamCreate(Stream** s, unsigned) { return *s = new Stream, SUCCESS; }
+Result cuStreamDestroy_v2(Stream* s) { return s->wait(), delete s, SUCCESS; }
+Result cuStreamSynchronize(Stream* s) { return of(s).wait(), SUCCESS; }
+Result cuStreamQuery(Stream* s) {
+    std::lock_guard<std::mutex> lock(of(s).mutex);
+    return of(s).queue.empty() && !of(s).busy ? SUCCESS : NOT_READY;
+}
+Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* s) {
+    if (is_pinned(from)) return of(s).add([=] { memcpy((void*)to, from, bytes); }), SUCCESS;
+    auto* begin = (const unsigned char*)from;
+    auto staged = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
+    return of(s).add([=] { memcpy((void*)to, staged->data(), bytes); }), SUCCESS;
+}
+Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memcpy(to, (void*)from, bytes); }), SUCCESS; }
+Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memmove((void*)to, (void*)from, bytes); }), SUCCESS; }
+Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Stream* s) { return of(s).add([=] { memset((void*)to, value, bytes); }), SUCCESS; }
+
+Result cuEventCreate(Event** e, unsigned) { return *e = new Event, SUCCESS; }
+Result cuEventDestroy_v2(Event* e) { return delete e, SUCCESS; }
+Result cuEventRecord(Event* e, Stream* s) {
+    std::shared_ptr<Graph> capture = of(s).capturing();
+    std::lock_guard<std::mutex> lock(e->mutex);
+    e->capture = capture;
+    if (capture) return SUCCESS;
+    uint64_t number = ++e->recorded;
+    of(s).add([=] {
+        std::lock_guard<std::mutex> lock(e->mutex);
+        e->done = number;
+        e->time = now();
+        e->changed.notify_all();
+    });
+    return SUCCESS;
+}
+static void wait_event(Event* e, uint64_t number) {
+    std::unique_lock<std::mutex> lock(e->mutex);
+    e->changed.wait(lock, [=] { return e->done >= number; });
+}
+Result cuStreamWaitEvent(Stream* s, Event* e, unsigned) {
+    if (e->capture && !e->capture->ended) return of(s).capture = e->capture, SUCCESS;
+    uint64_t number = e->recorded;
+    return of(s).add([=] { wait_event(e, number); }), SUCCESS;
+}
+Result cuEventSynchronize(Event* e) { return wait_event(e, e->recorded), SUCCESS; }
+Result cuEventQuery(Event* e) {
+    std::lock_guard<std::mutex> lock(e->mutex);
+    return e->done >= e->recorded ? SUCCESS : NOT_READY;
+}
+Result cuEventElapsedTime_v2(float* ms, Event* from, Event* to) { return *ms = (float)(1e3 * (to->time - from->time)), SUCCESS; }
+Result cuEventElapsedTime(float* ms, Event* from, Event* to) { return cuEventElapsedTime_v2(ms, from, to); }
+
+Result cuModuleLoadData(void** module, const void*) { return *module = (void*)1, SUCCESS; }
+Result cuModuleUnload(void*) { return SUCCESS; }
+Result cuModuleGetFunction(const Kernel** function, void*, const char* name) {
+    auto found = kernels().find(name);
+    if (found == kernels().end()) return NOT_FOUND;
+    return *function = &found->second, SUCCESS;
+}
+Result cuFuncSetAttribute(const Kernel*, int, int) { return SUCCESS; }
+Result cuFuncGetAttribute(int* value, int, const Kernel*) { return *value = 0, SUCCESS; }
+
+Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s,
+                      void** parameters, void**) {
+    if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > 232448) return INVALID_VALUE;
+    if (bx * by * bz != k->threads) {
+        fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, bx * by * bz);
+        return INVALID_VALUE;
+    }
+    // Parameters are copied now, as a driver does.
+    struct Arguments {
+        std::vector<std::vector<unsigned char>> bytes;
+        std::vector<void*> pointers;
+    };
+    auto arguments = std::make_shared<Arguments>();
+    for (size_t i = 0; i < k->parameter_bytes.size(); i++) {
+        auto* from = (const unsigned char*)parameters[i];
+        arguments->bytes.emplace_back(from, from + k->parameter_bytes[i]);
+    }
+    for (auto& bytes : arguments->bytes) arguments->pointers.push_back(bytes.data());
+    of(s).add([=] {
+        for (unsigned z = 0; z < gz; z++)
+            for (unsigned y = 0; y < gy; y++)
+                for (unsigned x = 0; x < gx; x++) run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
+    });
+    return SUCCESS;
+}
+
+// What the kernels use of it: 16-bit numbers, three dimensions, rows of 128 bytes, swizzled.
+Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
+                              const uint32_t* steps, int interleave, int swizzle, int, int fill) {
+    if (type != 9 || rank != 3 || (uint64_t)base % 16 || strides[0] % 16 || strides[1] % 16 || box[0] != 64 || box[1] > 256 || box[2] != 1 || steps[0] != 1 ||
+        steps[1] != 1 || steps[2] != 1 || interleave || swizzle != 3 || fill)
+        return INVALID_VALUE;
+    memset(map, 0, 128); // as large as the real one
+    *map = TensorMap{(uint64_t)base, {dims[0], dims[1], dims[2]}, {strides[0], strides[1]}, {box[0], box[1], box[2]}};
+    return SUCCESS;
+}
+
+Result cuStreamBeginCapture_v2(Stream* s, int) { return of(s).capture = std::make_shared<Graph>(), SUCCESS; }
+Result cuStreamIsCapturing(Stream* s, int* status) { return *status = of(s).capturing() ? 1 : 0, SUCCESS; }
+Result cuStreamEndCapture(Stream* s, Graph** graph) {
+    *graph = new Graph(*of(s).capture);
+    of(s).capture->ended = true;
+    return SUCCESS;
+}
+Result cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) { return *exec = new Graph(*graph), SUCCESS; }
+Result cuGraphDestroy(Graph* graph) { return delete graph, SUCCESS; }
+Result cuGraphExecDestroy(Graph* graph) { return delete graph, SUCCESS; }
+Result cuGraphUpload(Graph*, Stream*) { return SUCCESS; }
+Result cuGraphLaunch(Graph* graph, Stream* s) {
+    for (const Work& work : graph->work) of(s).add(work);
+    return SUCCESS;
+}
+Result cuGetErrorName(Result error, const char** name) {
+    static thread_local char text[32];
+    snprintf(text, sizeof text, "error %d", error);
+    return *name = text, SUCCESS;
+}
+Result cuGetErrorString(Result error, const char** text) { return cuGetErrorName(error, text); }
+
+} // extern "C"

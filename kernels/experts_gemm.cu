@@ -1,0 +1,125 @@
+// Routed experts over many tokens: the grouped products of the tiles that experts_sort.cu has cut, and their sum.
+//
+//   gate_up   h[i, intermediate] = silu(gate_e x[token]) * (up_e x[token])    for the pair at position i of pair_slot
+//   down      y[pair, hidden] = down_e h[i]                                   rows of pairs not computed here are left alone
+//   combine   out[token] += sum_slot weight[token, slot] * y[pair]            in order of slots, those whose expert is here
+//
+// h [pairs, intermediate] and y [pairs, hidden] are bf16, sums f32. `tokens` below is one of 16, 32, 64, 128, the tile_tokens given to experts_sort; choose it by the
+// pairs of an expert on average: see experts_gemm_tokens in the table of measurements, or 16 up to 12, 32 up to 24, 64 up to 96, else 128.
+// FORMAT is bf16, int8_g32, int8_g64, int4_g32, int4_g64; g64 serves groups of 64 and 128 (`group`; 0 for bf16). hidden and intermediate: multiples of 32 and of
+// the group, for bf16 of 8. Weights are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
+//
+//   experts_gate_up_FORMAT_tTOKENS   grid (ceil(ceil(intermediate / 16) / 4), pairs / tokens + num_experts), block 128
+//   experts_down_FORMAT_tTOKENS      grid (ceil(ceil(hidden / 16) / 8), the same), block 128
+//       (tiles: *const int4, pair_slot: *const i32, experts: *const u64, x: *const bf16 [tokens, hidden], h: *mut bf16, hidden: i32, intermediate: i32,
+//        group: i32, top_k: i32); down has (..., h: *const bf16, y: *mut bf16, ...) in the place of x and h.
+//   Dynamic shared bytes of both, by tokens (raise the limit of the function first):
+//                  16       32       64      128
+//       bf16    73728    61440    73728    98304
+//       int8_g32/g64 and int4: see packed_gemm.cuh, GemmShape::SHARED
+//   experts_combine   grid (tokens, ceil(hidden / 2048)), block 256, no dynamic shared memory
+//       (ids: *const i32 [tokens, top_k], weights: *const f32 [tokens, top_k], experts: *const u64, y: *const bf16, out: *mut f32 [tokens, hidden],
+//        hidden: i32, num_experts: i32, top_k: i32)
+#include "packed_gemm.cuh"
+
+template <class S>
+__device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
+                                        int intermediate, int group, int top_k) {
+    const int4 tile = tiles[blockIdx.y];
+    const int tokens = tile.z - tile.y;
+    if (tokens == 0) return;
+    const int first_tile = blockIdx.x * BLOCK_TILES, count = 2 * div_ceil(intermediate, TILE_ROWS) - first_tile;
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) + (size_t)first_tile * tile_bytes<S::F>(hidden, group);
+    auto row_of = [&](int i) { return i < tokens ? pair_slot[tile.y + i] / top_k : -1; };
+    // Tiles of gate and up take turns, so a lane has both of its rows.
+    auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
+#pragma unroll
+        for (int i = 0; i < S::WARP_TILES; i += 2) {
+            const int row = (first_tile + tile_at + i) / 2 * TILE_ROWS + row_at;
+            if (row >= intermediate) continue;
+#pragma unroll
+            for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const int token = token_at + 8 * j + c;
+                    const float first = silu(acc[i][j][c]) * acc[i + 1][j][c], second = silu(acc[i][j][c + 2]) * acc[i + 1][j][c + 2];
+                    if (token < tokens) *reinterpret_cast<uint32_t*>(h + (size_t)(tile.y + token) * intermediate + row) = pack_bf16(first, second);
+                }
+        }
+    };
+    packed_gemm<S>(weights, count, hidden, group, x, hidden, tokens, row_of, finish);
+}
+
+template <class S>
+__device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h, bf16* y, int hidden,
+                                     int intermediate, int group) {
+    const int4 tile = tiles[blockIdx.y];
+    const int tokens = tile.z - tile.y;
+    if (tokens == 0) return;
+    const int first_tile = blockIdx.x * BLOCK_TILES, count = div_ceil(hidden, TILE_ROWS) - first_tile;
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) +
+                             (size_t)(2 * div_ceil(intermediate, TILE_ROWS)) * tile_bytes<S::F>(hidden, group) +
+                             (size_t)first_tile * tile_bytes<S::F>(intermediate, group);
+    auto row_of = [&](int i) { return i < tokens ? tile.y + i : -1; };
+    auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
+#pragma unroll
+        for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const int token = token_at + 8 * j + c;
+                if (token >= tokens) continue;
+                bf16* to = y + (size_t)pair_slot[tile.y + token] * hidden;
+#pragma unroll
+                for (int i = 0; i < S::WARP_TILES; i++) {
+                    const int row = (first_tile + tile_at + i) * TILE_ROWS + row_at;
+                    if (row < hidden) *reinterpret_cast<uint32_t*>(to + row) = pack_bf16(acc[i][j][c], acc[i][j][c + 2]);
+                }
+            }
+    };
+    packed_gemm<S>(weights, count, intermediate, group, h, intermediate, tokens, row_of, finish);
+}
+
+#define GROUPED(format, F, SPAN, TOKENS)                                                                                                           \
+    KERNEL(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x,     \
+           bf16* h, int hidden, int intermediate, int group, int top_k) {                                                                           \
+        gate_up<ShapeFor<F, SPAN, TOKENS>::Shape>(tiles, pair_slot, experts, x, h, hidden, intermediate, group, top_k);                             \
+    }                                                                                                                                               \
+    KERNEL(experts_down_##format##_t##TOKENS, GEMM_THREADS, const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,        \
+           bf16* y, int hidden, int intermediate, int group, int) {                                                                                 \
+        down<ShapeFor<F, SPAN, TOKENS>::Shape>(tiles, pair_slot, experts, h, y, hidden, intermediate, group);                                       \
+    }
+#define GROUPED_ALL(format, F, SPAN) GROUPED(format, F, SPAN, 16) GROUPED(format, F, SPAN, 32) GROUPED(format, F, SPAN, 64) GROUPED(format, F, SPAN, 128)
+GROUPED_ALL(int4_g64, INT4, 64)
+#ifndef ONLY_INT4_G64
+GROUPED_ALL(int4_g32, INT4, 32)
+GROUPED_ALL(int8_g64, INT8, 64)
+GROUPED_ALL(int8_g32, INT8, 32)
+GROUPED_ALL(bf16, BF16, 64)
+#endif
+
+constexpr int COMBINE_THREADS = 256, MAX_TOP_K = 32;
+
+KERNEL(experts_combine, COMBINE_THREADS, const int* ids, const float* weights, const uint64_t* experts, const bf16* y, float* out, int hidden,
+       int num_experts, int top_k) {
+    __shared__ int here[MAX_TOP_K];
+    const int token = blockIdx.x;
+    if (threadIdx.x < top_k) {
+        const int e = ids[(size_t)token * top_k + threadIdx.x];
+        here[threadIdx.x] = e >= 0 && e < num_experts && experts[e] != 0;
+    }
+    __syncthreads();
+    const int row = (blockIdx.y * COMBINE_THREADS + threadIdx.x) * 8;
+    if (row >= hidden) return;
+    float4* to = reinterpret_cast<float4*>(out + (size_t)token * hidden + row);
+    float4 a = to[0], b = to[1];
+#pragma unroll 4
+    for (int j = 0; j < top_k; j++) {
+        if (!here[j]) continue;
+        const size_t pair = (size_t)token * top_k + j;
+        const float w = weights[pair];
+        const uint4 v = load_streaming(reinterpret_cast<const uint4*>(y + pair * hidden + row));
+        a.x += w * low_f32(v.x), a.y += w * high_f32(v.x), a.z += w * low_f32(v.y), a.w += w * high_f32(v.y);
+        b.x += w * low_f32(v.z), b.y += w * high_f32(v.z), b.z += w * low_f32(v.w), b.w += w * high_f32(v.w);
+    }
+    to[0] = a, to[1] = b;
+}

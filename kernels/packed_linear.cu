@@ -1,0 +1,119 @@
+// One dense matrix [n, k] in packed INT8 or INT4 tiles (packed_tile.cuh): y[token, n] = w x[token] + bias, or added to y.
+//
+// `y` is f32 or bf16, `bias` f32 [n] or null. flags: 1 = y is bf16, 2 = add to y. k is a multiple of 32 and of the group (32, 64, 128), n of 2; pitches are in elements,
+// x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
+// Both kinds take (weights: *const u8, x: *const bf16, y: *mut void, bias: *const f32, tokens: i32, n: i32, k: i32, group: i32, x_pitch: i32, y_pitch: i32, flags: i32).
+//
+//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256, no dynamic shared memory
+//   packed_linear_FORMAT_tTOKENS    FORMAT int8_g32, int8_g64, int4_g32, int4_g64 (g64: groups of 64 and 128), tiles of 16, 32, 64 or 128 tokens:
+//                                   grid (ceil(ceil(n / 16) / 8), ceil(tokens / TOKENS)), block 128, dynamic shared bytes as in experts_gemm.cu
+#include "packed_gemm.cuh"
+#include "packed_gemv.cuh"
+
+constexpr int Y_IS_BF16 = 1, ADD = 2;
+
+template <class S>
+__device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
+                                              int x_pitch, int y_pitch, int flags) {
+    const int first_tile = blockIdx.x * BLOCK_TILES, first_token = blockIdx.y * S::TOKENS, count = min(tokens - first_token, S::TOKENS);
+    auto row_of = [&](int i) { return i < count ? first_token + i : -1; };
+    auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
+#pragma unroll
+        for (int i = 0; i < S::WARP_TILES; i++) {
+            const int row = (first_tile + tile_at + i) * TILE_ROWS + row_at;
+            if (row >= n) continue;
+            const float first_bias = bias ? bias[row] : 0.0f, second_bias = bias ? bias[row + 1] : 0.0f;
+#pragma unroll
+            for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const int token = token_at + 8 * j + c;
+                    if (token >= count) continue;
+                    const size_t at = (size_t)(first_token + token) * y_pitch + row;
+                    float first = acc[i][j][c] + first_bias, second = acc[i][j][c + 2] + second_bias;
+                    if (flags & Y_IS_BF16) {
+                        uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<bf16*>(y) + at);
+                        if (flags & ADD) first += low_f32(*to), second += high_f32(*to);
+                        *to = pack_bf16(first, second);
+                    } else {
+                        float2* to = reinterpret_cast<float2*>(static_cast<float*>(y) + at);
+                        if (flags & ADD) first += to->x, second += to->y;
+                        *to = make_float2(first, second);
+                    }
+                }
+        }
+    };
+    packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k, group, x, x_pitch, count, row_of, finish);
+}
+
+constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
+
+template <int SETS> struct LinearAt {
+    const uint8_t* tile;
+    int u;
+    const bf16* x[SETS];
+    float weight;
+};
+
+template <Format F, int SETS, int DEPTH>
+__device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
+                                                   int x_pitch, int y_pitch, int flags) {
+    __shared__ float part[GEMV_WARPS][4 * SETS][TILE_ROWS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
+    LinearAt<SETS> at{tile, 0, {}, 1.0f};
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const int token = 4 * s + lane / 8;
+        at.x[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
+    }
+    float sum[SETS][4] = {};
+    auto locate = [&](int i) {
+        LinearAt<SETS> here = at;
+        here.u = i;
+        return here;
+    };
+    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, locate, sum);
+    if (lane < 16) {
+#pragma unroll
+        for (int s = 0; s < SETS; s++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) part[warp][4 * s + lane % 4][lane / 4 * 4 + r] = sum[s][r];
+    }
+    __syncthreads();
+    const int row = blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, token = threadIdx.x / TILE_ROWS;
+    if (token >= tokens || token >= 4 * SETS || row >= n) return;
+    float total = bias ? bias[row] : 0.0f;
+#pragma unroll
+    for (int w = 0; w < GEMV_WARPS; w++) total += part[w][token][threadIdx.x % TILE_ROWS];
+    const size_t to = (size_t)token * y_pitch + row;
+    if (flags & Y_IS_BF16) {
+        bf16* out = static_cast<bf16*>(y) + to;
+        *out = to_bf16(flags & ADD ? to_f32(*out) + total : total);
+    } else {
+        float* out = static_cast<float*>(y) + to;
+        *out = flags & ADD ? *out + total : total;
+    }
+}
+
+#define LINEAR_ARGUMENTS \
+    const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags
+#define LINEAR(format, F, SPAN, TOKENS)                                                                                                     \
+    KERNEL(packed_linear_##format##_t##TOKENS, GEMM_THREADS, LINEAR_ARGUMENTS) {                                                             \
+        packed_linear<ShapeFor<F, SPAN, TOKENS>::Shape>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                  \
+    }
+#define LINEAR_ALL(format, F, SPAN) LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
+#define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                                              \
+    KERNEL(packed_linear_gemv_##format##_t##T, GEMV_THREADS, LINEAR_ARGUMENTS) {                                                             \
+        packed_linear_gemv<F, SETS, DEPTH>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                               \
+    }
+LINEAR_GEMV(int4, INT4, 1, 8, 4)
+LINEAR_GEMV(int4, INT4, 2, 8, 8)
+LINEAR_GEMV(int8, INT8, 1, 4, 4)
+LINEAR_GEMV(int8, INT8, 2, 4, 8)
+LINEAR_ALL(int4_g64, INT4, 64)
+#ifndef ONLY_INT4_G64
+LINEAR_ALL(int4_g32, INT4, 32)
+LINEAR_ALL(int8_g64, INT8, 64)
+LINEAR_ALL(int8_g32, INT8, 32)
+#endif

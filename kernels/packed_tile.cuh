@@ -1,0 +1,83 @@
+// Tiles of 16 rows of weights as they lie in the cache file (cache/FORMAT.md, "A layer"), read as the left operand of the tensor cores.
+//
+// A tile is the scales of its groups, [k / group][16] bf16 padded to 64 bytes, then lines of 64 bytes that hold the same few inputs of all 16 rows:
+// 8 inputs of INT4, 4 of INT8, 2 of BF16. Products take blocks of 32 inputs as two instructions of 16. Lane (g, t) = (lane / 4, lane % 4) brings
+// inputs 8t .. 8t + 3 of a block to the first and 8t + 4 .. 8t + 7 to the second, for weights and activations alike, so that the activations of both
+// are one 16-byte load: the instruction's own order of k means nothing as long as both sides agree.
+#pragma once
+#include "common.cuh"
+
+enum Format { BF16, INT8, INT4 };
+
+constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
+
+template <Format F> struct Lines {
+    static constexpr int PER_BLOCK = F == INT4 ? 4 : F == INT8 ? 8 : 16; // lines of a block of 32 inputs
+    static constexpr int PER_LANE = PER_BLOCK / 4;                       // of which a lane reads these: its 8 inputs
+};
+
+template <Format F> __device__ __forceinline__ uint32_t scale_bytes(int k, int group) {
+    return F == BF16 ? 0u : (uint32_t)(k / group * 32 + 63) / 64u * 64u;
+}
+template <Format F> __device__ __forceinline__ uint32_t tile_bytes(int k, int group) {
+    return scale_bytes<F>(k, group) + (uint32_t)div_ceil(k, K_BLOCK) * (Lines<F>::PER_BLOCK * LINE_BYTES);
+}
+
+// The codes of 8 INT4 inputs of a row as pairs of bf16 integers. 0x4300 + code is 128 + code, and codes are stored with 8 added.
+__device__ __forceinline__ void int4_pairs(uint32_t word, uint32_t (&pair)[4]) {
+    const uint32_t low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
+    pair[0] = __byte_perm(low, 0x43u, 0x4140);
+    pair[1] = __byte_perm(low, 0x43u, 0x4342);
+    pair[2] = __byte_perm(high, 0x43u, 0x4140);
+    pair[3] = __byte_perm(high, 0x43u, 0x4342);
+#pragma unroll
+    for (int i = 0; i < 4; i++) pair[i] = fma_bf16x2(pair[i], 0x3f803f80u, 0xc308c308u); // - 136, exact
+}
+
+// The codes of 4 INT8 inputs of a row. With 128 added, a code is h * 128 + l: (128 + l) - (h ? 128 : 256), all of it exact in bf16.
+__device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t bytes = __byte_perm(word, 0x43u, i ? 0x4342 : 0x4140);
+        const uint32_t value = bytes & 0xff7fff7fu, offset = (bytes & 0x00800080u) ^ 0xc380c380u;
+        pair[i] = fma_bf16x2(value, 0x3f803f80u, offset);
+    }
+}
+
+// What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and r + 1 become the rows g and
+// g + 8 of the instruction. Integers are not scaled.
+template <Format F> __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
+    if constexpr (F == INT4) {
+        uint32_t p[4];
+        int4_pairs(raw[0].x, p);
+        a[0][0] = p[0], a[0][2] = p[1], a[1][0] = p[2], a[1][2] = p[3];
+        int4_pairs(raw[0].y, p);
+        a[0][1] = p[0], a[0][3] = p[1], a[1][1] = p[2], a[1][3] = p[3];
+    } else if constexpr (F == INT8) {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            uint32_t p[2];
+            int8_pairs(raw[m].x, p);
+            a[m][0] = p[0], a[m][2] = p[1];
+            int8_pairs(raw[m].y, p);
+            a[m][1] = p[0], a[m][3] = p[1];
+        }
+    } else {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            a[m][0] = raw[2 * m].x, a[m][1] = raw[2 * m].y;
+            a[m][2] = raw[2 * m + 1].x, a[m][3] = raw[2 * m + 1].y;
+        }
+    }
+}
+
+// Times the scales of the two rows, `scales` = two bf16.
+__device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales) {
+    const uint32_t first = __byte_perm(scales, 0, 0x1010), second = __byte_perm(scales, 0, 0x3232);
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[m][i] = fma_bf16x2(a[m][i], i % 2 ? second : first, 0x80008000u);
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
