@@ -1,8 +1,9 @@
 //! What the time of one small MoE layer at one token goes into, and which settings of `Pace` would take less of it.
 //!
 //! `cargo bench --bench sweep [-- seconds=N] [threads=N] [shape=NAME] [only=TEXT] [json=FILE]`. All settings take turns, a few layers
-//! each, so that whatever else the machine does meets all of them; a row is the median over all turns. Beside the executor runs one whose
-//! kernel only reads: the same bytes in the same order with the same claims and barriers, without arithmetic.
+//! each, so that whatever else the machine does meets all of them; a row is the median over all turns, and stands beside the default turn
+//! by turn. Beside the executor runs one whose kernel only reads: the same bytes in the same order with the same claims and barriers,
+//! without arithmetic.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -226,7 +227,7 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         kernels.iter().map(|(_, kernel)| CpuExperts::new(memory.clone(), team.clone(), *kernel, 1, shape.top_k)).collect();
     let mut rows: Vec<Row> = Vec::new();
     let mut add = |name: String, way: Way| {
-        if name == "default" || name.contains(only) {
+        if name.starts_with("default") || name.contains(only) {
             rows.push(Row { name, way, times: Vec::new() });
         }
     };
@@ -243,6 +244,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
             add(format!("{prefix}{name}"), Way::Layer(i, *pace, false));
         }
     }
+    // What differs between two rows of one setting is noise.
+    add("default, once more".into(), Way::Layer(0, Pace::default(), false));
     add("router, then default".into(), Way::Layer(0, Pace::default(), true));
     add("router alone".into(), Way::Router);
     add("16 dispatches".into(), Way::Dispatch);
@@ -357,19 +360,30 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         limits[limits.len() - 1],
         limits[limits.len() / 2]
     );
-    println!("{:<40} {:>9} {:>9} {:>9} {:>8} {:>10}", "setting", "median us", "10% us", "90% us", "GB/s", "v default");
-    for row in &mut rows {
-        row.times.sort_by(f64::total_cmp);
-    }
-    let at = |row: &Row, share: f64| row.times[(row.times.len() as f64 * share) as usize];
-    let base = rows.iter().find(|row| row.name == "default").map_or(1.0, |row| at(row, 0.5));
+    println!("{:<40} {:>9} {:>9} {:>9} {:>8} {:>10} {:>6}", "setting", "median us", "10% us", "90% us", "GB/s", "v default", "+-");
+    let medians = |row: &Row| -> Vec<f64> { row.times.chunks(TURN - 1).map(|turn| quantiles(turn, [0.5])[0]).collect() };
+    let base = rows.iter().find(|row| row.name == "default").map(medians).unwrap_or_default();
     let mut list = Vec::new();
     for row in &rows {
-        let [median, low, high] = [at(row, 0.5), at(row, 0.1), at(row, 0.9)];
+        let [median, low, high] = quantiles(&row.times, [0.5, 0.1, 0.9]);
+        let ratios: Vec<f64> = medians(row).iter().zip(&base).map(|(time, base)| time / base).collect();
+        let [ratio, lower, upper] = quantiles(&ratios, [0.5, 0.25, 0.75]);
+        // About one standard error of the median.
+        let error = (upper - lower) / (turns as f64).sqrt();
         let reads = matches!(row.way, Way::Layer(..) | Way::Plain | Way::Chunks(_) | Way::Phases);
         let gb_s = if reads { bytes / median / 1e3 } else { 0.0 };
-        println!("{:<40} {median:>9.1} {low:>9.1} {high:>9.1} {gb_s:>8.1} {:>9.1}%", row.name, median / base * 100.0);
-        list.push(serde_json::json!({ "setting": row.name, "us": median, "us_10": low, "us_90": high, "gb_s": gb_s, "of_default": median / base }));
+        let [percent, error_percent] = [100.0 * ratio, 100.0 * error];
+        println!("{:<40} {median:>9.1} {low:>9.1} {high:>9.1} {gb_s:>8.1} {percent:>9.1}% {error_percent:>6.1}", row.name);
+        list.push(serde_json::json!({
+            "setting": row.name, "us": median, "us_10": low, "us_90": high, "gb_s": gb_s, "of_default": ratio, "error": error
+        }));
     }
     Ok(serde_json::json!({ "shape": shape.name, "layer_bytes": bytes, "turns": turns, "read_gb_s": limits, "rows": list }))
+}
+
+/// Of some numbers those at these shares of their order.
+fn quantiles<const N: usize>(of: &[f64], shares: [f64; N]) -> [f64; N] {
+    let mut sorted = of.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    shares.map(|share| sorted[(sorted.len() as f64 * share) as usize])
 }
