@@ -36,7 +36,7 @@ use roster::{Clock, Roster};
 
 /// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
 /// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
-const SPIN: Duration = Duration::from_micros(50);
+const SPIN_US: u32 = 50;
 
 /// The rank of a worker that rests.
 const RESTING: u32 = u32::MAX;
@@ -47,11 +47,12 @@ type Work = dyn Fn(&Worker<'_>) + Sync;
 struct Gate {
     value: AtomicU32,
     asleep: AtomicU32,
+    spin_us: AtomicU32, // before a thread that waits here sleeps
 }
 
 impl Gate {
     const fn new(value: u32) -> Self {
-        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0) }
+        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
     }
 
     /// The value; what its writer wrote before is visible.
@@ -80,7 +81,7 @@ impl Gate {
                 return;
             }
         }
-        let start = Instant::now();
+        let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
         loop {
             for _ in 0..32 {
                 std::hint::spin_loop();
@@ -88,7 +89,7 @@ impl Gate {
                     return;
                 }
             }
-            if start.elapsed() > SPIN {
+            if start.elapsed() > spin {
                 break;
             }
         }
@@ -350,6 +351,11 @@ impl Team {
         pin(self.seats[0].cpu)?;
         self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller(&self.state);
         Ok(())
+    }
+
+    /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another device's turn.
+    pub fn spin_for(&self, time: Duration) {
+        self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);
     }
 
     /// Workers of the team, the caller included, also those that rest.
