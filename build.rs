@@ -117,7 +117,8 @@ fn with_headers(source: &Path, all: &mut BTreeSet<PathBuf>) {
     if !all.insert(source.to_path_buf()) {
         return;
     }
-    let names = text.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.strip_suffix('"')).filter(|name| name.ends_with(".cuh"));
+    let names =
+        text.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.strip_suffix('"')).filter(|name| name.ends_with(".cuh"));
     names.for_each(|name| with_headers(&source.with_file_name(name), all));
 }
 

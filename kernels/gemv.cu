@@ -11,15 +11,15 @@
 //
 // Variants of x:
 //   gemv_*       x bf16
-//   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps; each block normalizes for itself and
-//                rounds to bf16, as a norm kernel would
+//   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps; residual times weights is rounded to bf16,
+//                and the sums are divided by the root mean square, which each block finds on the way
 // and of what is done with two products:
 //   gemv_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are read), equal n.
 //
 // Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs that are not there have n = 0 and
-// stand last. Dynamic shared memory: gemv_*: 0; gemv_norm_*: tokens (2 k + 64) bytes (k up to 6,000 for 8 tokens if a block may have 99 KB).
+// stand last. No dynamic shared memory.
 //
-// Which: k_warps 8, or 4 for k <= 256. Normalizing in every block pays for one token; for more of them only where there are few blocks.
+// Which: k_warps 8, or 4 for k <= 256.
 // The kernel in front must not write weights: they are read before it has ended. With `independent`, x is, too.
 //
 //   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set (const Gemv a)
@@ -43,44 +43,15 @@ struct Gemv {
 };
 
 constexpr int GEMV_WARPS = 8, MAX_TOKENS = 8, ROWS = 16;
-constexpr int NORM_PAD = 32; // bf16 numbers between normalized rows in shared memory, so that two neighbours lie in different banks
-
-// Normalizes all rows into `rows`, of pitch k + NORM_PAD.
-__device__ __forceinline__ void normalize(const Gemv& a, const float* x, bf16* rows) {
-    __shared__ float squares[MAX_TOKENS][GEMV_WARPS];
-    const int tid = threadIdx.x;
-    for (int t = 0; t < a.tokens; t++) {
-        float sum = 0.0f;
-        for (int i = 4 * tid; i < a.k; i += 4 * GEMV_WARPS * WARP) {
-            const float4 v = *(const float4*)(x + (int64_t)t * a.x_pitch + i);
-            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-        }
-        sum = warp_sum(sum);
-        if (tid % WARP == 0) squares[t][tid / WARP] = sum;
-    }
-    __syncthreads();
-    for (int t = 0; t < a.tokens; t++) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < GEMV_WARPS; w++) sum += squares[t][w];
-        const float scale = rsqrtf(sum / (float)a.k + a.eps);
-        for (int i = 4 * tid; i < a.k; i += 4 * GEMV_WARPS * WARP) {
-            const float4 v = *(const float4*)(x + (int64_t)t * a.x_pitch + i), n = *(const float4*)(a.norm + i);
-            *(uint2*)(rows + t * (a.k + NORM_PAD) + i) =
-                make_uint2(pack_bf16(v.x * scale * n.x, v.y * scale * n.y), pack_bf16(v.z * scale * n.z, v.w * scale * n.w));
-        }
-    }
-    __syncthreads();
-}
-
 // A thread's share of two mma for each of DEPTH x MATRICES: 16 bytes of row g and of row g + 8.
 template <int MATRICES, int DEPTH> struct Weights {
     uint4 low[MATRICES][DEPTH], high[MATRICES][DEPTH];
 };
 
 template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ void gemv(const Gemv& a) {
-    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = 4 / MATRICES, STEP = 32 * DEPTH; // numbers of k that a warp takes at once
+    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = (NORM ? 2 : 4) / MATRICES, STEP = 32 * DEPTH; // numbers of k that a warp takes at once
     __shared__ float parts[GEMV_WARPS][MATRICES][MAX_TOKENS * ROWS];
+    [[maybe_unused]] __shared__ float squares_of[GEMV_WARPS][MAX_TOKENS];
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, quarter = lane % 4;
     const int row_groups = GEMV_WARPS / a.k_warps, k_warp = warp % a.k_warps;
 
@@ -123,23 +94,26 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     Step now = read(k0);
     for (int k = k0 + a.k_warps * STEP; k < a.k; k += a.k_warps * STEP) {
         // A lane has 128 bytes of a row.
-        const int row = min(first_row + lane % ROWS, job.n - 1), at = SILU ? k : k + 64 * (lane / ROWS);
-        if (at < a.k) prefetch_l2((SILU && lane >= ROWS ? w[MATRICES - 1] : w[0]) + (int64_t)row * a.k + at);
+        const int row = min(first_row + lane % ROWS, job.n - 1), at = MATRICES == 2 ? k : k + 64 * (lane / ROWS);
+        if (at < a.k && (lane < ROWS || MATRICES == 2 || STEP > 64)) prefetch_l2((SILU && lane >= ROWS ? w[MATRICES - 1] : w[0]) + (int64_t)row * a.k + at);
     }
     if (a.independent) let_next_kernel_begin();
     else begin_kernel();
-    const bf16* x;
-    int x_pitch;
-    if constexpr (NORM) {
-        DYNAMIC_SHARED(bf16, rows);
-        normalize(a, (const float*)a.x + blockIdx.y * a.x_batch, rows);
-        x = rows;
-        x_pitch = a.k + NORM_PAD;
-    } else {
-        x = (const bf16*)a.x + blockIdx.y * a.x_batch;
-        x_pitch = a.x_pitch;
-    }
-    x += g * x_pitch;
+    const bf16* x = (const bf16*)a.x + blockIdx.y * a.x_batch + g * a.x_pitch;
+    const float* residual = (const float*)a.x + g * a.x_pitch;
+    float squares = 0.0f;
+    // Eight numbers of token g for a thread of its quarter.
+    auto inputs = [&](int k) {
+        if (k >= a.k || g >= a.tokens) return make_uint4(0, 0, 0, 0);
+        if constexpr (!NORM) {
+            return *(const uint4*)(x + k);
+        } else {
+            const float4 v = *(const float4*)(residual + k), u = *(const float4*)(residual + k + 4);
+            const float4 n = *(const float4*)(a.norm + k), m = *(const float4*)(a.norm + k + 4);
+            squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w + u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
+            return make_uint4(pack_bf16(v.x * n.x, v.y * n.y), pack_bf16(v.z * n.z, v.w * n.w), pack_bf16(u.x * m.x, u.y * m.y), pack_bf16(u.z * m.z, u.w * m.w));
+        }
+    };
 
     float sum[MATRICES][4] = {};
     while (k0 < a.k) {
@@ -147,8 +121,7 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
         Step next = read(next_k0);
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            const int k = k0 + 32 * d + 8 * quarter;
-            const uint4 b = k < a.k && g < a.tokens ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
+            const uint4 b = inputs(k0 + 32 * d + 8 * quarter);
 #pragma unroll
             for (int m = 0; m < MATRICES; m++) {
                 const uint4 low = now.low[m][d], high = now.high[m][d];
@@ -164,6 +137,11 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     for (int m = 0; m < MATRICES; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++) parts[warp][m][(2 * quarter + e % 2) * ROWS + g + e / 2 * 8] = sum[m][e];
+    if (NORM) {
+        squares += __shfl_xor_sync(ALL_LANES, squares, 1);
+        squares += __shfl_xor_sync(ALL_LANES, squares, 2);
+        if (quarter == 0) squares_of[warp][g] = squares;
+    }
     __syncthreads();
     for (int i = tid; i < row_groups * MAX_TOKENS * ROWS; i += GEMV_WARPS * WARP) {
         const int group = i / (MAX_TOKENS * ROWS), at = i % (MAX_TOKENS * ROWS), t = at / ROWS;
@@ -173,8 +151,14 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
             const float* bias = m == 0 ? job.bias : a.job[1].bias;
-            v[m] = bias ? bias[row] : 0.0f;
+            v[m] = 0.0f;
             for (int p = 0; p < a.k_warps; p++) v[m] += parts[group * a.k_warps + p][m][at];
+            if (NORM) {
+                float all = 0.0f;
+                for (int p = 0; p < a.k_warps; p++) all += squares_of[group * a.k_warps + p][t];
+                v[m] *= rsqrtf(all / (float)a.k + a.eps);
+            }
+            if (bias) v[m] += bias[row];
         }
         Out* y = (Out*)job.y + blockIdx.y * job.y_batch + (int64_t)t * job.y_pitch + row;
         float out = v[0];
@@ -187,7 +171,7 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
 }
 
 #define GEMV(name, Out, ADD, NORM, SILU) \
-    KERNEL_BLOCKS(name, GEMV_WARPS * WARP, NORM ? 2 : 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
+    KERNEL_BLOCKS(name, GEMV_WARPS * WARP, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
 
 GEMV(gemv_bf16_set, bf16, false, false, false)
 GEMV(gemv_f32_set, float, false, false, false)

@@ -62,6 +62,8 @@ pub trait Backend: Sized + Send + 'static {
     type Kv: Send;
     /// Experts and weights of every token.
     type Routing: Send;
+    /// Numbers on the host that the device copies to fast.
+    type Host: std::ops::DerefMut<Target = [f32]> + Send;
 
     /// Room for batches of at most `max_tokens` tokens.
     fn batch(&self, max_tokens: usize) -> Result<Self::Batch>;
@@ -77,6 +79,10 @@ pub trait Backend: Sized + Send + 'static {
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Takes `rows` rows of `t` into use.
     fn set_rows(&self, t: &mut Self::Tensor, rows: usize);
+    /// Allocates so many numbers on the host.
+    fn host(&self, numbers: usize) -> Result<Self::Host>;
+    /// Copies `t`, f32, to the host: `out` is `[rows, cols]`.
+    fn read_to(&self, t: &Self::Tensor, out: &mut [f32]) -> Result<()>;
     /// Copies `t` to the host: `out` becomes `[rows, cols]`.
     fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>) -> Result<()>;
 

@@ -82,7 +82,7 @@ pub struct Model<B: Backend> {
     last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
     last_normed: B::Tensor, // [R, hidden]
     logits: B::Tensor,      // [R, vocab]
-    host_logits: Vec<f32>,  // [R, vocab]
+    host_logits: B::Host,   // [R, vocab]
 }
 
 /// What lasts through all layers, of `chunk_tokens` tokens.
@@ -138,7 +138,7 @@ impl<B: Backend> Model<B> {
             last: backend.tensor_f32(logit_rows, hidden)?,
             last_normed: backend.tensor(logit_rows, hidden)?,
             logits: backend.tensor_f32(logit_rows, config.vocab_size)?,
-            host_logits: Vec::with_capacity(logit_rows * config.vocab_size),
+            host_logits: backend.host(logit_rows * config.vocab_size)?,
             backend,
             config,
             weights,
@@ -219,8 +219,9 @@ impl<B: Backend> Forward for Model<B> {
         }
         backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
         backend.linear(&weights.lm_head, last_normed, logits);
-        backend.read(logits, host_logits)?;
-        Ok(host_logits)
+        let host = &mut host_logits[..rows.len() * config.vocab_size];
+        backend.read_to(logits, host)?;
+        Ok(host)
     }
 
     fn max_logit_rows(&self) -> usize {

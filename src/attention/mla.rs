@@ -68,8 +68,7 @@ pub(super) fn attention<B: Backend>(
         }
         _ => panic!("weights and buffers are of one configuration"),
     }
-    let queries =
-        Heads { x: &mut *q, heads: config.num_heads, dim: config.qk_head_dim(), norm: None, rope_at: config.qk_nope_head_dim };
+    let queries = Heads { x: &mut *q, heads: config.num_heads, dim: config.qk_head_dim(), norm: None, rope_at: config.qk_nope_head_dim };
     let rank = config.kv_lora_rank;
     let latents =
         Heads { x: latent, heads: 1, dim: config.cache_dim(), norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)), rope_at: rank };

@@ -140,6 +140,7 @@ impl Backend for Cpu {
     type Router = RouterWeights;
     type Embedding = Embedding;
     type Kv = Kv;
+    type Host = Vec<f32>;
     type Routing = Routing;
 
     fn batch(&self, _max_tokens: usize) -> Result<Batch> {
@@ -169,6 +170,15 @@ impl Backend for Cpu {
 
     fn set_rows(&self, t: &mut Tensor, rows: usize) {
         t.set_rows(rows);
+    }
+
+    fn host(&self, numbers: usize) -> Result<Vec<f32>> {
+        Ok(vec![0.0; numbers])
+    }
+
+    fn read_to(&self, t: &Tensor, out: &mut [f32]) -> Result<()> {
+        out.copy_from_slice(t.data());
+        Ok(())
     }
 
     fn read(&self, t: &Tensor, out: &mut Vec<f32>) -> Result<()> {

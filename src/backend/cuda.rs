@@ -19,7 +19,7 @@ use half::bf16;
 use crate::backend::{Backend, Heads, Routing};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
-use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, launch};
+use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
 use crate::model::{GroupScore, Mla, Router, Scoring};
 use crate::tensor::HostTensor;
 use crate::{Error, Result};
@@ -236,6 +236,7 @@ impl Backend for CudaBackend {
     type Embedding = DeviceBuffer<bf16>;
     type Kv = Kv;
     type Routing = CudaRouting;
+    type Host = PinnedBuffer<f32>;
 
     fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
         CudaBatch::new(&self.cuda, max_tokens, self.limits.table)
@@ -279,6 +280,18 @@ impl Backend for CudaBackend {
     fn set_rows(&self, t: &mut Tensor, rows: usize) {
         assert!(rows <= t.max_rows(), "a tensor of {} rows was asked for {rows}", t.max_rows());
         t.rows = rows;
+    }
+
+    fn host(&self, numbers: usize) -> Result<PinnedBuffer<f32>> {
+        PinnedBuffer::new(&self.cuda, numbers)
+    }
+
+    fn read_to(&self, t: &Tensor, out: &mut [f32]) -> Result<()> {
+        assert_eq!(out.len(), t.rows * t.cols);
+        match &t.data {
+            Data::F32(buffer) => buffer.read(out),
+            Data::Bf16(_) => panic!("a tensor of bf16 numbers where f32 is asked for"),
+        }
     }
 
     fn read(&self, t: &Tensor, out: &mut Vec<f32>) -> Result<()> {
@@ -448,8 +461,7 @@ impl Backend for CudaBackend {
         h: &mut Tensor,
         jobs: [(&Linear, &mut Tensor); N],
     ) {
-        // Every block norms for itself, which pays for one token.
-        if x.rows == 1 && jobs.iter().all(|(w, _)| w.is_bf16()) && self.norm_fits(x.cols) {
+        if x.rows <= linear::FEW_TOKENS && jobs.iter().all(|(w, _)| w.is_bf16()) {
             return self.few_of_norm(x, (norm, eps), jobs);
         }
         self.rms_norm(x, norm, eps, h);
@@ -486,7 +498,7 @@ impl Backend for CudaBackend {
             hidden: x.cols as i32,
             eps,
         };
-        launch!(self.cuda, &self.cuda.compute, "route_few", [shape.experts as usize, 1, 1], 256, 0; argument);
+        launch!(self.cuda, &self.cuda.compute, "route_few", [shape.experts as usize + 1, 1, 1], 256, 0; argument);
     }
 
     fn gated_linears(&self, x: &Tensor, (gate, up): (&Linear, &Linear), buffers: (&mut Tensor, &mut Tensor), out: &mut Tensor) {

@@ -182,7 +182,10 @@ unsafe impl<T: Sync> Sync for PinnedBuffer<T> {}
 
 impl<T: Pod> PinnedBuffer<T> {
     /// Takes memory. Errors: `Error::Resources`.
-    pub fn new(_cuda: &Arc<Cuda>, len: usize) -> Result<Self> {
+    pub fn new(cuda: &Arc<Cuda>, len: usize) -> Result<Self> {
+        if cuda.is_plan() {
+            return Ok(Self { host: ptr::NonNull::dangling().as_ptr(), len: 0, address: Address::NULL });
+        }
         let bytes = (len * size_of::<T>()).max(64);
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         let (mut host, mut address) = (ptr::null_mut(), 0);
@@ -229,8 +232,10 @@ impl<T> DerefMut for PinnedBuffer<T> {
 
 impl<T> Drop for PinnedBuffer<T> {
     fn drop(&mut self) {
-        // SAFETY: allocated by the driver.
-        let _ = unsafe { sys::cuMemFreeHost(self.host.cast()) };
+        if self.address.to_u64() != 0 {
+            // SAFETY: allocated by the driver.
+            let _ = unsafe { sys::cuMemFreeHost(self.host.cast()) };
+        }
     }
 }
 

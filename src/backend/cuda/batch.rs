@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::RECORDED_TOKENS;
 use crate::Result;
 use crate::batch::{BLOCK_SIZE, Batch};
 use crate::cuda::{Address, Cuda, DeviceBuffer};
@@ -56,15 +57,16 @@ impl CudaBatch {
             decode: 0,
             tiles: [0; 2],
             long: Vec::new(),
-            rows: 0,
+            rows: max_tokens,
         };
         batch.data = DeviceBuffer::zeros(cuda, batch.places().end)?;
         Ok(batch)
     }
 
-    /// Fixed for the life of the batch, so that recorded passes find everything again.
+    /// The same for all batches that may be recorded, so that recorded passes find everything again.
     fn places(&self) -> Places {
-        let (t, tiles) = (self.max_tokens, |rows: usize| self.max_tokens + self.max_tokens.div_ceil(rows));
+        let t = if self.rows <= RECORDED_TOKENS { self.max_tokens.min(RECORDED_TOKENS) } else { self.max_tokens };
+        let tiles = |rows: usize| t + t.div_ceil(rows);
         let mut at = 0;
         let mut take = |words: usize| {
             at += words.next_multiple_of(4);
@@ -84,12 +86,12 @@ impl CudaBatch {
     }
 
     pub(super) fn set(&mut self, cuda: &Cuda, batch: &Batch) {
+        self.rows = batch.len();
         let places = self.places();
         assert!(batch.len() <= self.max_tokens && batch.block_table.len() <= self.table, "a batch larger than was allocated for");
         let mut staged = std::mem::take(&mut self.staged);
         staged.resize(places.table, 0);
         let mut put = |at: usize, i: usize, value: usize| staged[at + i] = value as u32;
-        self.rows = batch.len();
         self.long.clear();
         (self.decode, self.tiles) = (0, [0; 2]);
         for t in 0..batch.len() {

@@ -277,12 +277,7 @@ impl CudaBackend {
         }
     }
 
-    /// Whether `gemv` can norm a row of so many numbers: it keeps it in shared memory.
-    pub(super) fn norm_fits(&self, cols: usize) -> bool {
-        self.cuda.is_plan() || 2 * cols + 64 <= 48 << 10
-    }
-
-    /// Products of the norm of a single row.
+    /// Products of the norm of at most [`FEW_TOKENS`] rows.
     pub(super) fn few_of_norm<const N: usize>(
         &self,
         x: &Tensor,
@@ -331,20 +326,15 @@ impl CudaBackend {
         // Warps of a block that share the rows; measured on an H200.
         let k_warps = if first.k <= 256 { 4 } else { 8 };
         let rows = |p: &Product| p.n.div_ceil(128 / k_warps);
-        let (name, blocks, (norm, eps), shared) = match (form, first.out) {
-            (Form::Norm(norm, eps), _) => {
-                ("gemv_norm_bf16_set", products.iter().map(|p| rows(p)).sum(), (norm, eps), first.tokens * (2 * first.k + 64))
-            }
-            (Form::Gated, _) => ("gemv_silu", rows(first), (Address::NULL, 0.0), 0),
-            (Form::Plain, out) => {
-                let name = match out {
-                    Out::Bf16 => "gemv_bf16_set",
-                    Out::F32 => "gemv_f32_set",
-                    Out::F32Add => "gemv_f32_add",
-                };
-                (name, products.iter().map(|p| rows(p)).sum::<usize>(), (Address::NULL, 0.0), 0)
-            }
+        let name = match (form, first.out) {
+            (Form::Norm(..), _) => "gemv_norm_bf16_set",
+            (Form::Gated, _) => "gemv_silu",
+            (Form::Plain, Out::Bf16) => "gemv_bf16_set",
+            (Form::Plain, Out::F32) => "gemv_f32_set",
+            (Form::Plain, Out::F32Add) => "gemv_f32_add",
         };
+        let (norm, eps) = if let Form::Norm(norm, eps) = form { (norm, eps) } else { (Address::NULL, 0.0) };
+        let blocks = if let Form::Gated = form { rows(first) } else { products.iter().map(|p| rows(p)).sum() };
         let argument = Gemv {
             job,
             x: first.x,
@@ -357,7 +347,7 @@ impl CudaBackend {
             eps,
             independent: i32::from(self.cuda.take_independent()),
         };
-        launch!(self.cuda, &self.cuda.compute, name, [blocks, first.batch, 1], 256, shared; argument);
+        launch!(self.cuda, &self.cuda.compute, name, [blocks, first.batch, 1], 256, 0; argument);
     }
 
     fn gemm(&self, p: &Product) {
