@@ -142,9 +142,21 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);
 }
 
+#ifndef WARPS_N_128
+#define WARPS_N_128 2
+#endif
+#ifndef WARPS_N_64
+#define WARPS_N_64 1
+#endif
+#ifndef STAGES_128
+#define STAGES_128 4
+#endif
+#ifndef STAGES_64
+#define STAGES_64 4
+#endif
 // Shapes by the number of tokens of a tile: many tokens for the tensor cores, few for the memory.
 template <Format F, int SPAN, int TOKENS> struct ShapeFor;
 template <Format F, int SPAN> struct ShapeFor<F, SPAN, 16> { using Shape = GemmShape<F, SPAN, 16, F == BF16 ? 64 : 128, 4, 1>; };
 template <Format F, int SPAN> struct ShapeFor<F, SPAN, 32> { using Shape = GemmShape<F, SPAN, 32, F == BF16 ? 64 : 128, F == INT4 ? 4 : 3, 1>; };
-template <Format F, int SPAN> struct ShapeFor<F, SPAN, 64> { using Shape = GemmShape<F, SPAN, 64, 64, F == INT4 ? 4 : 3, 1>; };
-template <Format F, int SPAN> struct ShapeFor<F, SPAN, 128> { using Shape = GemmShape<F, SPAN, 128, 64, F == INT4 ? 4 : 3, 2>; };
+template <Format F, int SPAN> struct ShapeFor<F, SPAN, 64> { using Shape = GemmShape<F, SPAN, 64, 64, F == INT4 ? STAGES_64 : 3, WARPS_N_64>; };
+template <Format F, int SPAN> struct ShapeFor<F, SPAN, 128> { using Shape = GemmShape<F, SPAN, 128, 64, F == INT4 ? STAGES_128 : 3, WARPS_N_128>; };
