@@ -130,3 +130,82 @@ __device__ __forceinline__ float2 unpack_e4m3(uint16_t pair) {
 __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
 __device__ __forceinline__ float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32(pair >> 8)); }
 #endif
+
+// Products of a warpgroup (compute capability 9.0 only): c[64, N] += a[64, 16] b[16, N] in the background. A warp brings 16 rows of a in registers, fragments as
+// those of mma_bf16, and c[j] are its sums of columns 8j .. 8j + 7. b: N rows of 64 inputs in shared memory, 128 bytes each, 16-byte chunk i of row r at i ^ r % 8,
+// aligned to 1024 bytes. Neither a nor c may be touched before the wait; a wait names the sums that are read after it.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HAS_WGMMA 1
+__device__ __forceinline__ uint64_t wgmma_rows(const void* rows) {
+    return (uint64_t)(shared_address(rows) >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int C> __device__ __forceinline__ void wgmma_landed(float (&c)[C][4]) {
+#pragma unroll
+    for (int j = 0; j < C; j++) asm volatile("" : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])::"memory");
+}
+// What this thread has written to shared memory can be read by such products.
+__device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#define WGMMA_SUMS(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+template <int C> __device__ __forceinline__ void wgmma_n32(float (&c)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <int C> __device__ __forceinline__ void wgmma_n48(float (&c)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23}, "
+        "{%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
+        : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <int C> __device__ __forceinline__ void wgmma_n64(float (&c)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5),
+          WGMMA_SUMS(6), WGMMA_SUMS(7)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <int C> __device__ __forceinline__ void wgmma_n96(float (&c)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+        "{%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+        : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5),
+          WGMMA_SUMS(6), WGMMA_SUMS(7), WGMMA_SUMS(8), WGMMA_SUMS(9), WGMMA_SUMS(10), WGMMA_SUMS(11)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <int C> __device__ __forceinline__ void wgmma_n128(float (&c)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+        : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5),
+          WGMMA_SUMS(6), WGMMA_SUMS(7), WGMMA_SUMS(8), WGMMA_SUMS(9), WGMMA_SUMS(10), WGMMA_SUMS(11),
+          WGMMA_SUMS(12), WGMMA_SUMS(13), WGMMA_SUMS(14), WGMMA_SUMS(15)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#undef WGMMA_SUMS
+template <int N, int C> __device__ __forceinline__ void wgmma_bf16(float (&c)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    if constexpr (N == 32) wgmma_n32(c, a, b);
+    else if constexpr (N == 48) wgmma_n48(c, a, b);
+    else if constexpr (N == 64) wgmma_n64(c, a, b);
+    else if constexpr (N == 96) wgmma_n96(c, a, b);
+    else wgmma_n128(c, a, b);
+}
+#endif

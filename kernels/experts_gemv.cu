@@ -13,7 +13,10 @@
 //       (ids, weights: *const f32 [tokens, top_k], experts, h: *const bf16, out: *mut f32, hidden: i32, intermediate: i32, group: i32, num_experts: i32, top_k: i32)
 #include "packed_gemv.cuh"
 
-constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512, DOWN_WARPS = DOWN_THREADS / WARP;
+#ifndef GU_THREADS
+#define GU_THREADS 256
+#endif
+constexpr int GATE_UP_THREADS = GU_THREADS, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512, DOWN_WARPS = DOWN_THREADS / WARP;
 
 struct At {
     const uint8_t* tile;

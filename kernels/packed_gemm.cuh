@@ -6,6 +6,29 @@
 #pragma once
 #include "packed_tile.cuh"
 
+#ifndef WARPS_N_128
+#define WARPS_N_128 2
+#endif
+#ifndef WARPS_N_64
+#define WARPS_N_64 1
+#endif
+#ifndef STAGES_128
+#define STAGES_128 4
+#endif
+#ifndef STAGES_64
+#define STAGES_64 4
+#endif
+#ifndef WGMMA_DRAIN
+#define WGMMA_DRAIN 0
+#endif
+#ifndef WGMMA_FROM
+#define WGMMA_FROM 1000 // tokens
+#endif
+#ifdef HAS_WGMMA
+#undef WARPS_N_128
+#define WARPS_N_128 (WGMMA_FROM <= 128 ? 1 : 2)
+#endif
+
 constexpr int GEMM_THREADS = 128, BLOCK_TILES = 8;
 
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
@@ -15,11 +38,16 @@ template <Format F_, int SPAN_, int TOKENS_, int K_, int STAGES_, int WARPS_N_> 
     static constexpr int WARPS_M = 4 / WARPS_N, WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
     static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK, TILE_BYTES = LINES * LINE_BYTES;
     static constexpr int SPANS = F == BF16 ? 0 : K / SPAN;
-    static constexpr int SCALES_AT = BLOCK_TILES * TILE_BYTES, ROWS_AT = SCALES_AT + BLOCK_TILES * SPANS * 32;
-    static constexpr int STAGE_BYTES = ROWS_AT + TOKENS * K * 2, SHARED = STAGES * STAGE_BYTES;
+    // Shared memory: the rows of all stages, then the lines, then the scales.
+    static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES, SCALES_BYTES = BLOCK_TILES * SPANS * 32;
+    static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES, SHARED = SCALES_AT + STAGES * SCALES_BYTES;
+#ifdef HAS_WGMMA
+    static constexpr bool WGMMA = WGMMA_FROM <= TOKENS; // products of the warpgroup: each warp has 2 tiles and all tokens
+    static_assert(!WGMMA || (K == 64 && WARPS_N == 1), "what wgmma_rows describes");
+#else
+    static constexpr bool WGMMA = false;
+#endif
 };
-
-template <bool B> struct Constant { static constexpr bool value = B; };
 
 // Where byte `at` of a tile's lines lies in shared memory: its 16-byte chunk moves within 128 bytes.
 template <Format F> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
@@ -54,28 +82,31 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
         const int row = row_of(first_row + i * ROW_STEP);
         row_from[i] = row < 0 ? ~0u : (uint32_t)row * (uint32_t)(x_pitch / 8) + row_chunk;
     }
-    const uint32_t row_to = S::ROWS_AT + first_row * S::K * 2 + (row_chunk ^ (first_row & 1) * 4) * 16;
+    static_assert(!S::WGMMA || ROW_STEP % 8 == 0, "the rows of a thread are of one kind");
+    const uint32_t row_to = first_row * S::K * 2 + (row_chunk ^ (S::WGMMA ? first_row & 7 : (first_row & 1) * 4)) * 16;
 
     auto copy_stage = [&](int k0, int slot) {
-        unsigned char* stage = shared + slot * S::STAGE_BYTES;
+        unsigned char* const rows_to = shared + slot * S::ROWS_BYTES;
+        unsigned char* const lines_to = shared + S::LINES_AT + slot * S::LINES_BYTES;
+        unsigned char* const scales_to = shared + S::SCALES_AT + slot * S::SCALES_BYTES;
         const bool lines_there = k0 + chunk_k < k;
         const uint8_t* from = chunk_from + (size_t)(k0 / K_BLOCK) * (Lines<S::F>::PER_BLOCK * LINE_BYTES);
 #pragma unroll
         for (int i = 0; i < TILE_COPIES; i++) {
             const bool there = lines_there && chunk_tile + i * TILE_STEP < tiles;
-            copy_async_16(stage + chunk_to + i * TILE_STEP * S::TILE_BYTES, there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
+            copy_async_16(lines_to + chunk_to + i * TILE_STEP * S::TILE_BYTES, there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
         }
         if (S::SPANS && tid < BLOCK_TILES * S::SPANS * 2) {
             constexpr int SPANS = S::SPANS ? S::SPANS : 1;
             const int tile = tid / (SPANS * 2), at = k0 + tid / 2 % SPANS * S::SPAN;
             const bool there = at < k && tile < tiles;
-            copy_async_16(stage + S::SCALES_AT + tid * 16, there ? weights + (size_t)tile * tile_stride + (at >> group_shift) * 32 + tid % 2 * 16 : weights, there);
+            copy_async_16(scales_to + tid * 16, there ? weights + (size_t)tile * tile_stride + (at >> group_shift) * 32 + tid % 2 * 16 : weights, there);
         }
         const bool inputs_there = k0 + row_chunk * 8 < k;
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; i++) {
             const bool there = inputs_there && row_from[i] != ~0u;
-            copy_async_16(stage + row_to + i * ROW_STEP * S::K * 2, there ? x + ((size_t)row_from[i] + k0 / 8) * 8 : x, there);
+            copy_async_16(rows_to + row_to + i * ROW_STEP * S::K * 2, there ? x + ((size_t)row_from[i] + k0 / 8) * 8 : x, there);
         }
     };
 
@@ -88,9 +119,11 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
             for (int c = 0; c < 4; c++) acc[i][j][c] = 0.0f;
 
     const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
-    const uint32_t line_from = warp_m * S::WARP_TILES * S::TILE_BYTES, rows_from = S::ROWS_AT + (warp_n * S::WARP_TOKENS + g) * S::K * 2;
+    const uint32_t line_from = warp_m * S::WARP_TILES * S::TILE_BYTES, rows_from = (warp_n * S::WARP_TOKENS + g) * S::K * 2;
 
-    auto multiply_stage = [&](const unsigned char* stage, auto all_columns) {
+    auto multiply_stage = [&](int slot, auto all_columns) {
+        const unsigned char *rows = shared + slot * S::ROWS_BYTES, *lines = shared + S::LINES_AT + slot * S::LINES_BYTES;
+        [[maybe_unused]] const unsigned char* scales = shared + S::SCALES_AT + slot * S::SCALES_BYTES;
 #pragma unroll
         for (int b = 0; b < S::K / K_BLOCK; b++) {
             uint32_t a[S::WARP_TILES][2][4];
@@ -100,18 +133,18 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #pragma unroll
                 for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
                     const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
-                    raw[l] = *reinterpret_cast<const uint2*>(stage + line_from + i * S::TILE_BYTES + swizzle_line<S::F>(at));
+                    raw[l] = *reinterpret_cast<const uint2*>(lines + line_from + i * S::TILE_BYTES + swizzle_line<S::F>(at));
                 }
                 tile_operand<S::F>(raw, a[i]);
                 if constexpr (S::F != BF16) {
                     const int tile = warp_m * S::WARP_TILES + i;
-                    scale_operand(a[i], *reinterpret_cast<const uint32_t*>(stage + S::SCALES_AT + (tile * S::SPANS + b * K_BLOCK / S::SPAN) * 32 + g * 4));
+                    scale_operand(a[i], *reinterpret_cast<const uint32_t*>(scales + (tile * S::SPANS + b * K_BLOCK / S::SPAN) * 32 + g * 4));
                 }
             }
 #pragma unroll
             for (int j = 0; j < S::COLUMNS; j++) {
                 if (!decltype(all_columns)::value && j >= columns) break;
-                const uint4 row = *reinterpret_cast<const uint4*>(stage + rows_from + j * 8 * S::K * 2 + ((4 * b + t) ^ (g & 1) * 4) * 16);
+                const uint4 row = *reinterpret_cast<const uint4*>(rows + rows_from + j * 8 * S::K * 2 + ((4 * b + t) ^ (g & 1) * 4) * 16);
                 const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
 #pragma unroll
                 for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
@@ -122,38 +155,101 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     };
 
     const int steps = div_ceil(k, S::K);
+#ifdef HAS_WGMMA
+    if constexpr (S::WGMMA) {
+        // The left operand of 16 inputs of stage `slot`: lane (g, t) has inputs 2t, 2t + 1 and 2t + 8, 2t + 9, as the rows in shared memory do not bend to it.
+        struct Raw { uint2 first[2], second[2]; };
+        auto load = [&](int slot, int q) {
+            const unsigned char* lines = shared + S::LINES_AT + slot * S::LINES_BYTES + line_from;
+            Raw raw;
+            constexpr int HALF = Lines<S::F>::PER_BLOCK / 4; // lines of 8 inputs
+            const uint32_t at = (2 * q * HALF + (S::F == INT4 ? 0 : S::F == INT8 ? t / 2 : t)) * LINE_BYTES + g * 8;
 #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++) {
-        if (s < steps) copy_stage(s * S::K, s);
-        copy_async_commit();
-    }
-    int read = 0, write = S::STAGES - 1;
-    for (int s = 0; s < steps; s++) {
-        copy_async_wait<S::STAGES - 2>();
-        __syncthreads();
-        if (s + S::STAGES - 1 < steps) copy_stage((s + S::STAGES - 1) * S::K, write);
-        copy_async_commit();
-        const unsigned char* stage = shared + read * S::STAGE_BYTES;
-        if (columns == S::COLUMNS) multiply_stage(stage, Constant<true>{});
-        else multiply_stage(stage, Constant<false>{});
-        read = read + 1 == S::STAGES ? 0 : read + 1;
-        write = write + 1 == S::STAGES ? 0 : write + 1;
+            for (int i = 0; i < 2; i++) {
+                raw.first[i] = *reinterpret_cast<const uint2*>(lines + i * S::TILE_BYTES + swizzle_line<S::F>(at));
+                raw.second[i] = *reinterpret_cast<const uint2*>(lines + i * S::TILE_BYTES + swizzle_line<S::F>(at + HALF * LINE_BYTES));
+            }
+            return raw;
+        };
+        auto pair = [&](uint32_t word) { return packed_pair<S::F>(word, t); };
+        auto stage = [&](int slot, auto width) {
+            constexpr int N = decltype(width)::value;
+            [[maybe_unused]] const unsigned char* scales = shared + S::SCALES_AT + slot * S::SCALES_BYTES;
+            const uint64_t rows = wgmma_rows(shared + slot * S::ROWS_BYTES);
+            Raw raw = load(slot, 0);
+            [[maybe_unused]] uint32_t scale[2] = {};
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                uint32_t a[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    a[i][0] = pair(raw.first[i].x), a[i][1] = pair(raw.first[i].y), a[i][2] = pair(raw.second[i].x), a[i][3] = pair(raw.second[i].y);
+                    if constexpr (S::F != BF16) {
+                        if (q * 16 % S::SPAN == 0)
+                            scale[i] = *reinterpret_cast<const uint32_t*>(scales + ((2 * warp + i) * S::SPANS + q * 16 / S::SPAN) * 32 + g * 4);
+                        const uint32_t even = __byte_perm(scale[i], 0, 0x1010), odd = __byte_perm(scale[i], 0, 0x3232);
+#pragma unroll
+                        for (int c = 0; c < 4; c++) a[i][c] = fma_bf16x2(a[i][c], c % 2 ? odd : even, 0x80008000u);
+                    }
+                }
+                if (q < 3) raw = load(slot, q + 1);
+                wgmma_fence();
+                wgmma_bf16<N>(acc[0], a[0], rows + 2 * q);
+                wgmma_bf16<N>(acc[1], a[1], rows + 2 * q);
+                wgmma_commit();
+                wgmma_wait<1>();
+            }
+        };
+        auto all = [&](auto width) {
+            // A stage's rows may still be read while the next one is multiplied, so one stage less is on its way.
+            constexpr int AHEAD = S::STAGES - (WGMMA_DRAIN ? 1 : 2);
+#pragma unroll
+            for (int s = 0; s < AHEAD; s++) {
+                if (s < steps) copy_stage(s * S::K, s);
+                copy_async_commit();
+            }
+            int read = 0, write = AHEAD;
+            for (int s = 0; s < steps; s++) {
+                copy_async_wait<AHEAD - 1>();
+                if (WGMMA_DRAIN) wgmma_wait<0>();
+                wgmma_publish();
+                __syncthreads();
+                if (s + AHEAD < steps) copy_stage((s + AHEAD) * S::K, write);
+                copy_async_commit();
+                stage(read, width);
+                read = read + 1 == S::STAGES ? 0 : read + 1;
+                write = write + 1 == S::STAGES ? 0 : write + 1;
+            }
+            wgmma_wait<0>();
+            wgmma_landed(acc[0]);
+            wgmma_landed(acc[1]);
+        };
+        if (tokens > S::TOKENS / 4 * 3) all(Constant<S::TOKENS>{});
+        else if (tokens > S::TOKENS / 2) all(Constant<S::TOKENS / 4 * 3>{});
+        else all(Constant<S::TOKENS / 2>{});
+    } else
+#endif
+    {
+#pragma unroll
+        for (int s = 0; s < S::STAGES - 1; s++) {
+            if (s < steps) copy_stage(s * S::K, s);
+            copy_async_commit();
+        }
+        int read = 0, write = S::STAGES - 1;
+        for (int s = 0; s < steps; s++) {
+            copy_async_wait<S::STAGES - 2>();
+            __syncthreads();
+            if (s + S::STAGES - 1 < steps) copy_stage((s + S::STAGES - 1) * S::K, write);
+            copy_async_commit();
+            if (columns == S::COLUMNS) multiply_stage(read, Constant<true>{});
+            else multiply_stage(read, Constant<false>{});
+            read = read + 1 == S::STAGES ? 0 : read + 1;
+            write = write + 1 == S::STAGES ? 0 : write + 1;
+        }
     }
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);
 }
 
-#ifndef WARPS_N_128
-#define WARPS_N_128 2
-#endif
-#ifndef WARPS_N_64
-#define WARPS_N_64 1
-#endif
-#ifndef STAGES_128
-#define STAGES_128 4
-#endif
-#ifndef STAGES_64
-#define STAGES_64 4
-#endif
 // Shapes by the number of tokens of a tile: many tokens for the tensor cores, few for the memory.
 template <Format F, int SPAN, int TOKENS> struct ShapeFor;
 template <Format F, int SPAN> struct ShapeFor<F, SPAN, 16> { using Shape = GemmShape<F, SPAN, 16, F == BF16 ? 64 : 128, 4, 1>; };

@@ -71,24 +71,33 @@ template <Format F, int SETS, int DEPTH, class Locate>
 __device__ __forceinline__ void gemv_units(int first, int step, int units, int k, int group, Locate locate, float (&sum)[SETS][4]) {
     const int group_shift = F == BF16 ? 0 : 31 - __clz(group);
     const uint32_t codes = scale_bytes<F>(k, group);
-    for (int i = first; i < units; i += step * DEPTH) {
-        Unit<F> unit[DEPTH];
+    // No branches between the units of a batch: their latencies overlap only within a basic block.
+    auto batch = [&](int i, auto size) {
+        constexpr int SIZE = decltype(size)::value;
+        Unit<F> unit[SIZE];
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (i + d * step >= units) break;
+        for (int d = 0; d < SIZE; d++) {
             const auto at = locate(i + d * step);
             load_unit<F>(unit[d], at.tile, at.u, k, group_shift, codes);
         }
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (i + d * step >= units) break;
+        for (int d = 0; d < SIZE; d++) {
             const auto at = locate(i + d * step);
             uint4 inputs[SETS];
 #pragma unroll
             for (int s = 0; s < SETS; s++) inputs[s] = load_inputs(at.x[s], at.u, k);
             multiply_unit<F, SETS>(unit[d], inputs, at.weight, sum);
         }
+    };
+    int i = first;
+    for (; i + (DEPTH - 1) * step < units; i += DEPTH * step) batch(i, Constant<DEPTH>{});
+    if constexpr (DEPTH > 4) {
+        if (i + 3 * step < units) batch(i, Constant<4>{}), i += 4 * step;
     }
+    if constexpr (DEPTH > 2) {
+        if (i + step < units) batch(i, Constant<2>{}), i += 2 * step;
+    }
+    for (; i < units; i += step) batch(i, Constant<1>{});
     // Both blocks' lanes.
 #pragma unroll
     for (int s = 0; s < SETS; s++)

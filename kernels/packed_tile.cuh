@@ -7,6 +7,8 @@
 #pragma once
 #include "common.cuh"
 
+template <auto V> struct Constant { static constexpr auto value = V; };
+
 enum Format { BF16, INT8, INT4 };
 
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
@@ -42,6 +44,14 @@ __device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
         const uint32_t value = bytes & 0xff7fff7fu, offset = (bytes & 0x00800080u) ^ 0xc380c380u;
         pair[i] = fma_bf16x2(value, 0x3f803f80u, offset);
     }
+}
+
+// The codes (or numbers) 2t, 2t + 1 of 8 inputs of a row, from the word that holds them: for INT4 that of the line, for INT8 of line t / 2, for BF16 of line t.
+template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t word, int t) {
+    const uint32_t bytes = __byte_perm(F == INT4 ? word >> t / 2 * 4 : word, 0x43u, t % 2 ? 0x4342 : 0x4140);
+    if constexpr (F == INT4) return fma_bf16x2(bytes & 0xff0fff0fu, 0x3f803f80u, 0xc308c308u);
+    if constexpr (F == INT8) return fma_bf16x2(bytes & 0xff7fff7fu, 0x3f803f80u, (bytes & 0x00800080u) ^ 0xc380c380u);
+    return word;
 }
 
 // What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and r + 1 become the rows g and
