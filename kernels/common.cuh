@@ -16,6 +16,12 @@
     REGISTER_KERNEL(name, threads)                                                \
     extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
 
+// The same with registers for `blocks` blocks on a multiprocessor.
+#define KERNEL_RESIDENT(name, threads, blocks, ...)                                      \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__);      \
+    REGISTER_KERNEL(name, threads)                                                        \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
+
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 

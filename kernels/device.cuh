@@ -22,6 +22,9 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
     return d;
 }
 
+// Loads after it are not moved before it.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 // 2^x, to about 2 units in the last place.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;

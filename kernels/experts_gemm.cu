@@ -80,11 +80,11 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
 }
 
 #define GROUPED(format, F, SPAN, TOKENS)                                                                                                           \
-    KERNEL(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x,     \
+    KERNEL_RESIDENT(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x,     \
            bf16* h, int hidden, int intermediate, int group, int top_k) {                                                                           \
         gate_up<ShapeFor<F, SPAN, TOKENS>::Shape>(tiles, pair_slot, experts, x, h, hidden, intermediate, group, top_k);                             \
     }                                                                                                                                               \
-    KERNEL(experts_down_##format##_t##TOKENS, GEMM_THREADS, const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,        \
+    KERNEL_RESIDENT(experts_down_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,        \
            bf16* y, int hidden, int intermediate, int group, int) {                                                                                 \
         down<ShapeFor<F, SPAN, TOKENS>::Shape>(tiles, pair_slot, experts, h, y, hidden, intermediate, group);                                       \
     }

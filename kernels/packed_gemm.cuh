@@ -18,6 +18,12 @@
 #ifndef STAGES_64
 #define STAGES_64 4
 #endif
+#ifndef LATE_TO
+#define LATE_TO 16
+#endif
+#ifndef PARTIAL_FROM
+#define PARTIAL_FROM 32
+#endif
 #ifndef WGMMA_DRAIN
 #define WGMMA_DRAIN 0
 #endif
@@ -31,6 +37,9 @@
 
 constexpr int GEMM_THREADS = 128, BLOCK_TILES = 8;
 
+// Blocks to a multiprocessor that registers shall suffice for.
+constexpr int gemm_blocks(int tokens) { return tokens <= 32 ? 4 : tokens <= 64 ? 3 : 2; }
+
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
 template <Format F_, int SPAN_, int TOKENS_, int K_, int STAGES_, int WARPS_N_> struct GemmShape {
     static constexpr Format F = F_;
@@ -41,6 +50,8 @@ template <Format F_, int SPAN_, int TOKENS_, int K_, int STAGES_, int WARPS_N_> 
     // Shared memory: the rows of all stages, then the lines, then the scales.
     static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES, SCALES_BYTES = BLOCK_TILES * SPANS * 32;
     static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES, SHARED = SCALES_AT + STAGES * SCALES_BYTES;
+    // Few tokens: scales are applied to the sums of a span, many: to the weights.
+    static constexpr bool LATE = F != BF16 && TOKENS <= LATE_TO;
 #ifdef HAS_WGMMA
     static constexpr bool WGMMA = WGMMA_FROM <= TOKENS; // products of the warpgroup: each warp has 2 tiles and all tokens
     static_assert(!WGMMA || (K == 64 && WARPS_N == 1), "what wgmma_rows describes");
@@ -121,35 +132,83 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
     const uint32_t line_from = warp_m * S::WARP_TILES * S::TILE_BYTES, rows_from = (warp_n * S::WARP_TOKENS + g) * S::K * 2;
 
+    // A block of 32 inputs of this warp's tile i, and of its column j, of a stage.
+    auto load_operand = [&](const unsigned char* lines, int i, int b, auto exact, uint32_t (&a)[2][4]) {
+        uint2 raw[Lines<S::F>::PER_LANE];
+#pragma unroll
+        for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
+            const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
+            raw[l] = *reinterpret_cast<const uint2*>(lines + line_from + i * S::TILE_BYTES + swizzle_line<S::F>(at));
+        }
+        tile_operand<S::F, decltype(exact)::value>(raw, a);
+    };
+    auto load_inputs = [&](const unsigned char* rows, int j, int b) {
+        return *reinterpret_cast<const uint4*>(rows + rows_from + j * 8 * S::K * 2 + ((4 * b + t) ^ (g & 1) * 4) * 16);
+    };
+
     auto multiply_stage = [&](int slot, auto all_columns) {
         const unsigned char *rows = shared + slot * S::ROWS_BYTES, *lines = shared + S::LINES_AT + slot * S::LINES_BYTES;
         [[maybe_unused]] const unsigned char* scales = shared + S::SCALES_AT + slot * S::SCALES_BYTES;
+        if constexpr (S::LATE) {
+            constexpr int BLOCKS = S::SPAN / K_BLOCK;
 #pragma unroll
-        for (int b = 0; b < S::K / K_BLOCK; b++) {
-            uint32_t a[S::WARP_TILES][2][4];
+            for (int p = 0; p < S::SPANS; p++) {
+                uint4 row[BLOCKS][S::COLUMNS];
+                float begin[S::COLUMNS][4] = {};
 #pragma unroll
-            for (int i = 0; i < S::WARP_TILES; i++) {
-                uint2 raw[Lines<S::F>::PER_LANE];
+                for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-                for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
-                    const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
-                    raw[l] = *reinterpret_cast<const uint2*>(lines + line_from + i * S::TILE_BYTES + swizzle_line<S::F>(at));
-                }
-                tile_operand<S::F>(raw, a[i]);
-                if constexpr (S::F != BF16) {
-                    const int tile = warp_m * S::WARP_TILES + i;
-                    scale_operand(a[i], *reinterpret_cast<const uint32_t*>(scales + (tile * S::SPANS + b * K_BLOCK / S::SPAN) * 32 + g * 4));
+                    for (int j = 0; j < S::COLUMNS; j++) {
+                        row[b][j] = load_inputs(rows, j, p * BLOCKS + b);
+                        begin_sums<S::F>(begin[j], row[b][j]);
+                    }
+#pragma unroll
+                for (int i = 0; i < S::WARP_TILES; i++) {
+                    float sum[S::COLUMNS][4];
+#pragma unroll
+                    for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                        for (int c = 0; c < 4; c++) sum[j][c] = begin[j][c];
+#pragma unroll
+                    for (int b = 0; b < BLOCKS; b++) {
+                        uint32_t a[2][4];
+                        load_operand(lines, i, p * BLOCKS + b, Constant<false>{}, a);
+#pragma unroll
+                        for (int j = 0; j < S::COLUMNS; j++) {
+                            const uint32_t first[2] = {row[b][j].x, row[b][j].y}, second[2] = {row[b][j].z, row[b][j].w};
+                            mma_bf16(sum[j], a[0], first);
+                            mma_bf16(sum[j], a[1], second);
+                        }
+                    }
+                    const uint32_t scale = *reinterpret_cast<const uint32_t*>(scales + ((warp_m * S::WARP_TILES + i) * S::SPANS + p) * 32 + g * 4);
+#pragma unroll
+                    for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                        for (int c = 0; c < 4; c++) acc[i][j][c] += (c < 2 ? low_f32(scale) : high_f32(scale)) * sum[j][c];
                 }
             }
+        } else {
 #pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++) {
-                if (!decltype(all_columns)::value && j >= columns) break;
-                const uint4 row = *reinterpret_cast<const uint4*>(rows + rows_from + j * 8 * S::K * 2 + ((4 * b + t) ^ (g & 1) * 4) * 16);
-                const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
+            for (int b = 0; b < S::K / K_BLOCK; b++) {
+                uint32_t a[S::WARP_TILES][2][4];
 #pragma unroll
-                for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
+                for (int i = 0; i < S::WARP_TILES; i++) {
+                    load_operand(lines, i, b, Constant<true>{}, a[i]);
+                    if constexpr (S::F != BF16) {
+                        const int tile = warp_m * S::WARP_TILES + i;
+                        scale_operand(a[i], *reinterpret_cast<const uint32_t*>(scales + (tile * S::SPANS + b * K_BLOCK / S::SPAN) * 32 + g * 4));
+                    }
+                }
 #pragma unroll
-                for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], second);
+                for (int j = 0; j < S::COLUMNS; j++) {
+                    if (!decltype(all_columns)::value && j >= columns) break;
+                    const uint4 row = load_inputs(rows, j, b);
+                    const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
+#pragma unroll
+                    for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
+#pragma unroll
+                    for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], second);
+                }
             }
         }
     };
@@ -241,7 +300,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
             __syncthreads();
             if (s + S::STAGES - 1 < steps) copy_stage((s + S::STAGES - 1) * S::K, write);
             copy_async_commit();
-            if (columns == S::COLUMNS) multiply_stage(read, Constant<true>{});
+            if (S::TOKENS < PARTIAL_FROM || columns == S::COLUMNS) multiply_stage(read, Constant<true>{});
             else multiply_stage(read, Constant<false>{});
             read = read + 1 == S::STAGES ? 0 : read + 1;
             write = write + 1 == S::STAGES ? 0 : write + 1;

@@ -11,30 +11,39 @@
 constexpr int UNIT = 64;
 
 template <Format F> struct Unit {
-    static constexpr int LOADS = Lines<F>::PER_LANE;
+    static constexpr int LOADS = Lines<F>::PER_LANE, BYTES = 2 * Lines<F>::PER_BLOCK * LINE_BYTES;
     uint4 lines[LOADS];
     uint2 scales; // bf16 of the four rows
-    bool there;
 };
 
-// This lane's part of unit `u` of a tile. Blocks beyond k are zero.
-template <Format F> __device__ __forceinline__ void load_unit(Unit<F>& unit, const uint8_t* tile, int u, int k, int group_shift, uint32_t codes) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, block = 2 * u + g / 4;
-    unit.there = block * K_BLOCK < k;
-    const uint8_t* from = tile + codes + (size_t)block * (Lines<F>::PER_BLOCK * LINE_BYTES) + t * Unit<F>::LOADS * LINE_BYTES + g % 4 * 16;
-#pragma unroll
-    for (int i = 0; i < Unit<F>::LOADS; i++)
-        unit.lines[i] = unit.there ? load_streaming(reinterpret_cast<const uint4*>(from + i * LINE_BYTES)) : make_uint4(0, 0, 0, 0);
-    if constexpr (F != BF16) {
-        const uint8_t* scales = tile + (block * K_BLOCK >> group_shift) * 32 + g % 4 * 8;
-        unit.scales = unit.there ? __ldg(reinterpret_cast<const uint2*>(scales)) : make_uint2(0, 0);
-    }
+// What a lane reads of a unit, and what it multiplies it with.
+template <int SETS> struct UnitAt {
+    const uint8_t *lines, *scales;
+    const bf16* x[SETS];
+    float weight;
+};
+
+// Where this lane's part of a tile begins, of the scales of input `at` of its block, and of a vector. Of its set of four, lane (g, t) loads inputs of vector g / 2.
+template <Format F> __device__ __forceinline__ const uint8_t* lane_lines(const uint8_t* tile, uint32_t codes) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    return tile + codes + (g / 4 * Lines<F>::PER_BLOCK + t * Unit<F>::LOADS) * LINE_BYTES + g % 4 * 16;
+}
+__device__ __forceinline__ uint32_t lane_scales(int unit, int group_shift) {
+    const int g = threadIdx.x % WARP / 4;
+    return (uint32_t)(unit * UNIT + g / 4 * K_BLOCK >> group_shift) * 32 + g % 4 * 8;
+}
+__device__ __forceinline__ int lane_input() {
+    const int lane = threadIdx.x % WARP;
+    return lane / 4 % 2 * K_BLOCK + lane % 4 * 8;
 }
 
-// This lane's inputs of unit `u`: 8 of vector g / 2 of a set of four, in block g % 2. `x`: that vector, any readable one if there is none.
-__device__ __forceinline__ uint4 load_inputs(const bf16* x, int u, int k) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, at = u * UNIT + g % 2 * K_BLOCK + t * 8;
-    return at < k ? *reinterpret_cast<const uint4*>(x + at) : make_uint4(0, 0, 0, 0);
+// `blocks`: of this unit's two, those there are. The others are zero.
+template <Format F> __device__ __forceinline__ void load_unit(Unit<F>& unit, const uint8_t* lines, const uint8_t* scales, int blocks = 2) {
+    const bool there = blocks == 2 || threadIdx.x % WARP < WARP / 2;
+#pragma unroll
+    for (int i = 0; i < Unit<F>::LOADS; i++)
+        unit.lines[i] = there ? load_streaming(reinterpret_cast<const uint4*>(lines + i * LINE_BYTES)) : make_uint4(0, 0, 0, 0);
+    if constexpr (F != BF16) unit.scales = there ? __ldg(reinterpret_cast<const uint2*>(scales)) : make_uint2(0, 0);
 }
 
 // sum[set][r] += weight * (row 4q + r of the unit) . inputs[set]
@@ -46,17 +55,20 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
         scale[0] *= low_f32(unit.scales.x), scale[1] *= high_f32(unit.scales.x);
         scale[2] *= low_f32(unit.scales.y), scale[3] *= high_f32(unit.scales.y);
     }
+    float begin[SETS][4] = {};
+#pragma unroll
+    for (int s = 0; s < SETS; s++) begin_sums<F>(begin[s], inputs[s]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint2 raw[Unit<F>::LOADS];
 #pragma unroll
         for (int i = 0; i < Unit<F>::LOADS; i++) raw[i] = half ? make_uint2(unit.lines[i].z, unit.lines[i].w) : make_uint2(unit.lines[i].x, unit.lines[i].y);
         uint32_t a[2][4];
-        tile_operand<F>(raw, a);
+        tile_operand<F, false>(raw, a);
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
             const uint32_t first[2] = {inputs[s].x, inputs[s].y}, second[2] = {inputs[s].z, inputs[s].w};
-            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            float c[4] = {begin[s][0], begin[s][1], begin[s][2], begin[s][3]};
             mma_bf16(c, a[0], first);
             mma_bf16(c, a[1], second);
             sum[s][2 * half] += scale[2 * half] * (second_block ? c[1] : c[0]);
@@ -65,40 +77,70 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
     }
 }
 
-// A warp's part of sums over units: units first, first + step, ... below `units`, DEPTH of them on their way at a time.
-// locate(i) gives .tile, .u, .x(set) and .weight of unit i.
-template <Format F, int SETS, int DEPTH, class Locate>
-__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, int group, Locate locate, float (&sum)[SETS][4]) {
-    const int group_shift = F == BF16 ? 0 : 31 - __clz(group);
-    const uint32_t codes = scale_bytes<F>(k, group);
+// A warp's part of sums over whole units: first, first + STEP, ... below `units`, DEPTH of them on their way at a time. locate(i, d): where unit i + d * STEP is.
+template <Format F, int SETS, int DEPTH, int STEP, class Locate>
+__device__ __forceinline__ void add_units(int first, int units, Locate locate, float (&sum)[SETS][4]) {
     // No branches between the units of a batch: their latencies overlap only within a basic block.
     auto batch = [&](int i, auto size) {
         constexpr int SIZE = decltype(size)::value;
         Unit<F> unit[SIZE];
 #pragma unroll
         for (int d = 0; d < SIZE; d++) {
-            const auto at = locate(i + d * step);
-            load_unit<F>(unit[d], at.tile, at.u, k, group_shift, codes);
+            const UnitAt<SETS> at = locate(i, d);
+            load_unit<F>(unit[d], at.lines, at.scales);
         }
 #pragma unroll
         for (int d = 0; d < SIZE; d++) {
-            const auto at = locate(i + d * step);
+            const UnitAt<SETS> at = locate(i, d);
             uint4 inputs[SETS];
 #pragma unroll
-            for (int s = 0; s < SETS; s++) inputs[s] = load_inputs(at.x[s], at.u, k);
+            for (int s = 0; s < SETS; s++) inputs[s] = *reinterpret_cast<const uint4*>(at.x[s]);
             multiply_unit<F, SETS>(unit[d], inputs, at.weight, sum);
         }
     };
     int i = first;
-    for (; i + (DEPTH - 1) * step < units; i += DEPTH * step) batch(i, Constant<DEPTH>{});
+    for (; i + (DEPTH - 1) * STEP < units; i += DEPTH * STEP) batch(i, Constant<DEPTH>{});
     if constexpr (DEPTH > 4) {
-        if (i + 3 * step < units) batch(i, Constant<4>{}), i += 4 * step;
+        if (i + 3 * STEP < units) batch(i, Constant<4>{}), i += 4 * STEP;
     }
     if constexpr (DEPTH > 2) {
-        if (i + step < units) batch(i, Constant<2>{}), i += 2 * step;
+        if (i + STEP < units) batch(i, Constant<2>{}), i += 2 * STEP;
     }
-    for (; i < units; i += step) batch(i, Constant<1>{});
-    // Both blocks' lanes.
+    if constexpr (DEPTH > 1) {
+        if (i < units) batch(i, Constant<1>{});
+    }
+}
+
+// The inputs of a matrix beyond its last whole unit, fewer than 64.
+template <Format F, int SETS> __device__ __forceinline__ void add_rest(const UnitAt<SETS>& at, int inputs_left, float (&sum)[SETS][4]) {
+    Unit<F> unit;
+    load_unit<F>(unit, at.lines, at.scales, div_ceil(inputs_left, K_BLOCK));
+    uint4 inputs[SETS];
+#pragma unroll
+    for (int s = 0; s < SETS; s++) inputs[s] = lane_input() < inputs_left ? *reinterpret_cast<const uint4*>(at.x[s]) : make_uint4(0, 0, 0, 0);
+    multiply_unit<F, SETS>(unit, inputs, at.weight, sum);
+}
+
+// One tile: `warp` of WARPS that share its inputs. x: vectors' rows.
+template <Format F, int SETS, int DEPTH, int WARPS>
+__device__ __forceinline__ void add_tile(const uint8_t* tile, const bf16* const (&x)[SETS], int k, int group, int warp, float (&sum)[SETS][4]) {
+    const int group_shift = F == BF16 ? 0 : 31 - __clz(group), units = k / UNIT;
+    const uint8_t* lines = lane_lines<F>(tile, scale_bytes<F>(k, group));
+    auto locate = [&](int i, int d) {
+        UnitAt<SETS> at;
+        at.lines = lines + (size_t)i * Unit<F>::BYTES + d * WARPS * Unit<F>::BYTES;
+        at.scales = tile + lane_scales(i + d * WARPS, group_shift);
+#pragma unroll
+        for (int s = 0; s < SETS; s++) at.x[s] = x[s] + lane_input() + i * UNIT + d * WARPS * UNIT;
+        at.weight = 1.0f;
+        return at;
+    };
+    add_units<F, SETS, DEPTH, WARPS>(warp, units, locate, sum);
+    if (k % UNIT && units % WARPS == warp) add_rest<F, SETS>(locate(units, 0), k % UNIT, sum);
+}
+
+// Both blocks' lanes: then lanes below 16 have sums of rows 4 (lane / 4) .. + 3 of vector lane % 4 of each set.
+template <int SETS> __device__ __forceinline__ void add_blocks(float (&sum)[SETS][4]) {
 #pragma unroll
     for (int s = 0; s < SETS; s++)
 #pragma unroll

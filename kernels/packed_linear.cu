@@ -48,32 +48,21 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
 
-template <int SETS> struct LinearAt {
-    const uint8_t* tile;
-    int u;
-    const bf16* x[SETS];
-    float weight;
-};
-
 template <Format F, int SETS, int DEPTH>
 __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
                                                    int x_pitch, int y_pitch, int flags) {
     __shared__ float part[GEMV_WARPS][4 * SETS][TILE_ROWS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
-    LinearAt<SETS> at{tile, 0, {}, 1.0f};
+    const bf16* rows[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const int token = 4 * s + lane / 8;
-        at.x[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
+        rows[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
     }
     float sum[SETS][4] = {};
-    auto locate = [&](int i) {
-        LinearAt<SETS> here = at;
-        here.u = i;
-        return here;
-    };
-    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, locate, sum);
+    add_tile<F, SETS, DEPTH, GEMV_WARPS>(tile, rows, k, group, warp, sum);
+    add_blocks(sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)
@@ -99,7 +88,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 #define LINEAR_ARGUMENTS \
     const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags
 #define LINEAR(format, F, SPAN, TOKENS)                                                                                                     \
-    KERNEL(packed_linear_##format##_t##TOKENS, GEMM_THREADS, LINEAR_ARGUMENTS) {                                                             \
+    KERNEL_RESIDENT(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {                                                             \
         packed_linear<ShapeFor<F, SPAN, TOKENS>::Shape>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                  \
     }
 #define LINEAR_ALL(format, F, SPAN) LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)

@@ -25,15 +25,26 @@ template <Format F> __device__ __forceinline__ uint32_t tile_bytes(int k, int gr
     return scale_bytes<F>(k, group) + (uint32_t)div_ceil(k, K_BLOCK) * (Lines<F>::PER_BLOCK * LINE_BYTES);
 }
 
-// The codes of 8 INT4 inputs of a row as pairs of bf16 integers. 0x4300 + code is 128 + code, and codes are stored with 8 added.
-__device__ __forceinline__ void int4_pairs(uint32_t word, uint32_t (&pair)[4]) {
+// The codes of 8 INT4 inputs of a row as pairs of bf16 integers. 0x4300 + code is 128 + code, and codes are stored with 8 added: 136 too much unless EXACT.
+template <bool EXACT> __device__ __forceinline__ void int4_pairs(uint32_t word, uint32_t (&pair)[4]) {
     const uint32_t low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
     pair[0] = __byte_perm(low, 0x43u, 0x4140);
     pair[1] = __byte_perm(low, 0x43u, 0x4342);
     pair[2] = __byte_perm(high, 0x43u, 0x4140);
     pair[3] = __byte_perm(high, 0x43u, 0x4342);
+    if constexpr (EXACT) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) pair[i] = fma_bf16x2(pair[i], 0x3f803f80u, 0xc308c308u); // - 136, exact
+        for (int i = 0; i < 4; i++) pair[i] = fma_bf16x2(pair[i], 0x3f803f80u, 0xc308c308u);
+    }
+}
+
+// Where the 136 is left in the weights, sums begin with -136 times the sum of the inputs: a product with a left operand of nothing else.
+template <Format F> __device__ __forceinline__ void begin_sums(float (&c)[4], const uint4& inputs) {
+    if constexpr (F == INT4) {
+        const uint32_t minus[4] = {0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u}, first[2] = {inputs.x, inputs.y}, second[2] = {inputs.z, inputs.w};
+        mma_bf16(c, minus, first);
+        mma_bf16(c, minus, second);
+    }
 }
 
 // The codes of 4 INT8 inputs of a row. With 128 added, a code is h * 128 + l: (128 + l) - (h ? 128 : 256), all of it exact in bf16.
@@ -55,13 +66,13 @@ template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t wor
 }
 
 // What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and r + 1 become the rows g and
-// g + 8 of the instruction. Integers are not scaled.
-template <Format F> __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
+// g + 8 of the instruction. Integers are not scaled; INT4 has 136 too much unless EXACT.
+template <Format F, bool EXACT> __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
     if constexpr (F == INT4) {
         uint32_t p[4];
-        int4_pairs(raw[0].x, p);
+        int4_pairs<EXACT>(raw[0].x, p);
         a[0][0] = p[0], a[0][2] = p[1], a[1][0] = p[2], a[1][2] = p[3];
-        int4_pairs(raw[0].y, p);
+        int4_pairs<EXACT>(raw[0].y, p);
         a[0][1] = p[0], a[0][3] = p[1], a[1][1] = p[2], a[1][3] = p[3];
     } else if constexpr (F == INT8) {
 #pragma unroll
