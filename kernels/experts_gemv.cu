@@ -16,12 +16,12 @@
 #ifndef GU_THREADS
 #define GU_THREADS 256
 #define GU_BLOCKS 4
-#define INT4_DEPTH 4
+#define INT4_DEPTH 8
 #endif
 #ifndef DN_THREADS
 #define DN_THREADS 512
 #define DN_BLOCKS 2
-#define INT4_DOWN_DEPTH 4
+#define INT4_DOWN_DEPTH 8
 #endif
 constexpr int GATE_UP_THREADS = GU_THREADS, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = DN_THREADS, DOWN_WARPS = DOWN_THREADS / WARP, MAX_TOP_K = WARP;
 
@@ -29,6 +29,7 @@ template <Format F, int DEPTH>
 __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate, int group,
                                         int num_experts, int top_k) {
     __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
+    DYNAMIC_SHARED(uint8_t, rings);
     const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int e = ids[pair];
     if (e < 0 || e >= num_experts) return;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
     const uint8_t* tile = expert + (size_t)(2 * blockIdx.x + warp % 2) * tile_bytes<F>(hidden, group);
     const bf16* row[1] = {x + (size_t)(pair / top_k) * hidden};
     float sum[1][4] = {};
-    add_tile<F, 1, DEPTH, GATE_UP_WARPS / 2>(tile, row, hidden, group, warp / 2, sum);
+    add_tile<F, 1, DEPTH, GATE_UP_WARPS / 2>(rings + warp * (DEPTH * RING_SLOT<F>), tile, row, hidden, group, warp / 2, sum);
     add_blocks(sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
@@ -59,6 +60,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     __shared__ float part[DOWN_WARPS][TILE_ROWS], weight_of[MAX_TOP_K];
     __shared__ const uint8_t* tile_of[MAX_TOP_K]; // of the slots that are here, in order
     __shared__ int row_of[MAX_TOP_K];
+    DYNAMIC_SHARED(uint8_t, rings);
     const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     uint64_t expert = 0;
     if (lane < top_k) {
@@ -83,15 +85,15 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         return UnitAt<1>{lane_lines<F>(tile, codes) + (size_t)unit * Unit<F>::BYTES, tile + lane_scales(unit, group_shift),
                          {h + (size_t)row_of[slot] * intermediate + unit * UNIT + lane_input()}, weight_of[slot]};
     };
-    auto locate = [&](int i, int d) {
-        i += d * DOWN_WARPS;
+    auto locate = [&](int i) {
         const int slot = (int)(((float)i + 0.5f) * per_unit); // exact below 2^20 units
         return at_unit(slot, i - slot * units);
     };
+    uint8_t* ring = rings + warp * (DEPTH * RING_SLOT<F>);
     float sum[1][4] = {};
-    add_units<F, 1, DEPTH, DOWN_WARPS>(warp, slots * units, locate, sum);
+    add_units<F, 1, DEPTH>(ring, warp, DOWN_WARPS, slots * units, locate, sum);
     if (intermediate % UNIT)
-        for (int slot = warp; slot < slots; slot += DOWN_WARPS) add_rest<F, 1>(at_unit(slot, units), intermediate % UNIT, sum);
+        for (int slot = warp; slot < slots; slot += DOWN_WARPS) add_rest<F, 1>(ring, at_unit(slot, units), intermediate % UNIT, sum);
     add_blocks(sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll

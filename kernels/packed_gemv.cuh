@@ -1,10 +1,11 @@
-// One tile of 16 rows times a few vectors, straight from global memory: what a warp does in experts_gemv.cu and packed_linear.cu.
+// One tile of 16 rows times a few vectors: what a warp does in experts_gemv.cu and packed_linear.cu.
 //
 // A unit is 64 inputs of the tile: 1024 (bf16: 2048, int4: 512) bytes, 16 bytes of each line to a lane. Lane (g, t) reads rows 4q .. 4q + 3 (q = g % 4) of
 // its lines in block g / 4 of the unit's two. As left operands these are rows g and g + 8 of two instructions, and as the two blocks meet in one
 // instruction, the right operand has two columns for each vector: block 0 and block 1 of its inputs. Of the sums, lanes g < 4 take those of the
 // first, the others of the second: four vectors to an instruction, and lane (g, t) ends with rows 4q .. 4q + 3 of vector t over its blocks.
-// Codes meet the activations as integers; scales are applied to the sums, in f32.
+// Codes meet the activations as integers; scales are applied to the sums, in f32. Units come by asynchronous copies into a ring of the warp, DEPTH of them on
+// their way, as registers for so many loads would leave too few warps; but for the scales, a lane reads what it copied.
 #pragma once
 #include "packed_tile.cuh"
 
@@ -16,34 +17,40 @@ template <Format F> struct Unit {
     uint2 scales; // bf16 of the four rows
 };
 
-// What a lane reads of a unit, and what it multiplies it with.
+template <Format F> constexpr int RING_SLOT = Unit<F>::BYTES + (F == BF16 ? 0 : 64); // lines, then the scales of both blocks
+
+// Where a unit's parts for this lane are: its lines, the scales it copies for the warp (lanes 0 .. 3), its inputs.
 template <int SETS> struct UnitAt {
     const uint8_t *lines, *scales;
     const bf16* x[SETS];
     float weight;
 };
 
-// Where this lane's part of a tile begins, of the scales of input `at` of its block, and of a vector. Of its set of four, lane (g, t) loads inputs of vector g / 2.
 template <Format F> __device__ __forceinline__ const uint8_t* lane_lines(const uint8_t* tile, uint32_t codes) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     return tile + codes + (g / 4 * Lines<F>::PER_BLOCK + t * Unit<F>::LOADS) * LINE_BYTES + g % 4 * 16;
 }
 __device__ __forceinline__ uint32_t lane_scales(int unit, int group_shift) {
-    const int g = threadIdx.x % WARP / 4;
-    return (uint32_t)(unit * UNIT + g / 4 * K_BLOCK >> group_shift) * 32 + g % 4 * 8;
+    const int lane = threadIdx.x % WARP;
+    return (uint32_t)((unit * UNIT + lane / 2 * K_BLOCK) >> group_shift) * 32 + lane % 2 * 16;
 }
-__device__ __forceinline__ int lane_input() {
+__device__ __forceinline__ int lane_input() { // lane (g, t) has inputs of vector g / 2 of a set of four
     const int lane = threadIdx.x % WARP;
     return lane / 4 % 2 * K_BLOCK + lane % 4 * 8;
 }
 
-// `blocks`: of this unit's two, those there are. The others are zero.
-template <Format F> __device__ __forceinline__ void load_unit(Unit<F>& unit, const uint8_t* lines, const uint8_t* scales, int blocks = 2) {
-    const bool there = blocks == 2 || threadIdx.x % WARP < WARP / 2;
+// Copies `blocks` blocks of a unit, zeros for the other.
+template <Format F> __device__ __forceinline__ void copy_unit(uint8_t* slot, const uint8_t* lines, const uint8_t* scales, int blocks) {
+    const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int i = 0; i < Unit<F>::LOADS; i++)
-        unit.lines[i] = there ? load_streaming(reinterpret_cast<const uint4*>(lines + i * LINE_BYTES)) : make_uint4(0, 0, 0, 0);
-    if constexpr (F != BF16) unit.scales = there ? __ldg(reinterpret_cast<const uint2*>(scales)) : make_uint2(0, 0);
+    for (int i = 0; i < Unit<F>::LOADS; i++) copy_async_16(slot + (i * WARP + lane) * 16, lines + i * LINE_BYTES, lane / 16 < blocks);
+    if (F != BF16 && lane < 4) copy_async_16(slot + Unit<F>::BYTES + lane * 16, scales, lane / 2 < blocks);
+}
+template <Format F> __device__ __forceinline__ void read_unit(Unit<F>& unit, const uint8_t* slot) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < Unit<F>::LOADS; i++) unit.lines[i] = *reinterpret_cast<const uint4*>(slot + (i * WARP + lane) * 16);
+    if constexpr (F != BF16) unit.scales = *reinterpret_cast<const uint2*>(slot + Unit<F>::BYTES + lane / 4 * 8);
 }
 
 // sum[set][r] += weight * (row 4q + r of the unit) . inputs[set]
@@ -77,66 +84,72 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
     }
 }
 
-// A warp's part of sums over whole units: first, first + STEP, ... below `units`, DEPTH of them on their way at a time. locate(i, d): where unit i + d * STEP is.
-template <Format F, int SETS, int DEPTH, int STEP, class Locate>
-__device__ __forceinline__ void add_units(int first, int units, Locate locate, float (&sum)[SETS][4]) {
-    // No branches between the units of a batch: their latencies overlap only within a basic block.
-    auto batch = [&](int i, auto size) {
-        constexpr int SIZE = decltype(size)::value;
-        Unit<F> unit[SIZE];
+// A warp's part of sums over whole units: first, first + step, ... below `units`. ring: DEPTH slots, empty and with no copies on their way.
+template <Format F, int SETS, int DEPTH, class Locate>
+__device__ __forceinline__ void add_units(uint8_t* ring, int first, int step, int units, Locate locate, float (&sum)[SETS][4]) {
 #pragma unroll
-        for (int d = 0; d < SIZE; d++) {
-            const UnitAt<SETS> at = locate(i, d);
-            load_unit<F>(unit[d], at.lines, at.scales);
+    for (int d = 0; d < DEPTH; d++) {
+        const int i = first + d * step;
+        if (i < units) {
+            const UnitAt<SETS> at = locate(i);
+            copy_unit<F>(ring + d * RING_SLOT<F>, at.lines, at.scales, 2);
         }
+        copy_async_commit();
+    }
+    uint8_t* slot = ring;
+    for (int i = first; i < units; i += step) {
+        const UnitAt<SETS> at = locate(i);
+        uint4 inputs[SETS];
 #pragma unroll
-        for (int d = 0; d < SIZE; d++) {
-            const UnitAt<SETS> at = locate(i, d);
-            uint4 inputs[SETS];
-#pragma unroll
-            for (int s = 0; s < SETS; s++) inputs[s] = *reinterpret_cast<const uint4*>(at.x[s]);
-            multiply_unit<F, SETS>(unit[d], inputs, at.weight, sum);
+        for (int s = 0; s < SETS; s++) inputs[s] = *reinterpret_cast<const uint4*>(at.x[s]);
+        copy_async_wait<DEPTH - 1>();
+        __syncwarp();
+        Unit<F> unit;
+        read_unit<F>(unit, slot);
+        multiply_unit<F, SETS>(unit, inputs, at.weight, sum);
+        __syncwarp();
+        const int next = i + DEPTH * step;
+        if (next < units) {
+            const UnitAt<SETS> at = locate(next);
+            copy_unit<F>(slot, at.lines, at.scales, 2);
         }
-    };
-    int i = first;
-    for (; i + (DEPTH - 1) * STEP < units; i += DEPTH * STEP) batch(i, Constant<DEPTH>{});
-    if constexpr (DEPTH > 4) {
-        if (i + 3 * STEP < units) batch(i, Constant<4>{}), i += 4 * STEP;
-    }
-    if constexpr (DEPTH > 2) {
-        if (i + STEP < units) batch(i, Constant<2>{}), i += 2 * STEP;
-    }
-    if constexpr (DEPTH > 1) {
-        if (i < units) batch(i, Constant<1>{});
+        copy_async_commit();
+        slot = slot == ring + (DEPTH - 1) * RING_SLOT<F> ? ring : slot + RING_SLOT<F>;
     }
 }
 
 // The inputs of a matrix beyond its last whole unit, fewer than 64.
-template <Format F, int SETS> __device__ __forceinline__ void add_rest(const UnitAt<SETS>& at, int inputs_left, float (&sum)[SETS][4]) {
-    Unit<F> unit;
-    load_unit<F>(unit, at.lines, at.scales, div_ceil(inputs_left, K_BLOCK));
+template <Format F, int SETS> __device__ __forceinline__ void add_rest(uint8_t* ring, const UnitAt<SETS>& at, int inputs_left, float (&sum)[SETS][4]) {
+    const int blocks = div_ceil(inputs_left, K_BLOCK);
+    copy_unit<F>(ring, at.lines, at.scales, blocks);
+    copy_async_commit();
     uint4 inputs[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) inputs[s] = lane_input() < inputs_left ? *reinterpret_cast<const uint4*>(at.x[s]) : make_uint4(0, 0, 0, 0);
+    copy_async_wait<0>();
+    __syncwarp();
+    Unit<F> unit;
+    read_unit<F>(unit, ring);
     multiply_unit<F, SETS>(unit, inputs, at.weight, sum);
+    __syncwarp();
 }
 
 // One tile: `warp` of WARPS that share its inputs. x: vectors' rows.
 template <Format F, int SETS, int DEPTH, int WARPS>
-__device__ __forceinline__ void add_tile(const uint8_t* tile, const bf16* const (&x)[SETS], int k, int group, int warp, float (&sum)[SETS][4]) {
+__device__ __forceinline__ void add_tile(uint8_t* ring, const uint8_t* tile, const bf16* const (&x)[SETS], int k, int group, int warp, float (&sum)[SETS][4]) {
     const int group_shift = F == BF16 ? 0 : 31 - __clz(group), units = k / UNIT;
     const uint8_t* lines = lane_lines<F>(tile, scale_bytes<F>(k, group));
-    auto locate = [&](int i, int d) {
+    auto locate = [&](int i) {
         UnitAt<SETS> at;
-        at.lines = lines + (size_t)i * Unit<F>::BYTES + d * WARPS * Unit<F>::BYTES;
-        at.scales = tile + lane_scales(i + d * WARPS, group_shift);
+        at.lines = lines + (size_t)i * Unit<F>::BYTES;
+        at.scales = tile + lane_scales(i, group_shift);
 #pragma unroll
-        for (int s = 0; s < SETS; s++) at.x[s] = x[s] + lane_input() + i * UNIT + d * WARPS * UNIT;
+        for (int s = 0; s < SETS; s++) at.x[s] = x[s] + lane_input() + i * UNIT;
         at.weight = 1.0f;
         return at;
     };
-    add_units<F, SETS, DEPTH, WARPS>(warp, units, locate, sum);
-    if (k % UNIT && units % WARPS == warp) add_rest<F, SETS>(locate(units, 0), k % UNIT, sum);
+    add_units<F, SETS, DEPTH>(ring, warp, WARPS, units, locate, sum);
+    if (k % UNIT && units % WARPS == warp) add_rest<F, SETS>(ring, locate(units), k % UNIT, sum);
 }
 
 // Both blocks' lanes: then lanes below 16 have sums of rows 4 (lane / 4) .. + 3 of vector lane % 4 of each set.

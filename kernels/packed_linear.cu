@@ -52,6 +52,7 @@ template <Format F, int SETS, int DEPTH>
 __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
                                                    int x_pitch, int y_pitch, int flags) {
     __shared__ float part[GEMV_WARPS][4 * SETS][TILE_ROWS];
+    DYNAMIC_SHARED(uint8_t, rings);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
     const bf16* rows[SETS];
@@ -61,7 +62,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         rows[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
     }
     float sum[SETS][4] = {};
-    add_tile<F, SETS, DEPTH, GEMV_WARPS>(tile, rows, k, group, warp, sum);
+    add_tile<F, SETS, DEPTH, GEMV_WARPS>(rings + warp * (DEPTH * RING_SLOT<F>), tile, rows, k, group, warp, sum);
     add_blocks(sum);
     if (lane < 16) {
 #pragma unroll
