@@ -4,13 +4,14 @@
 //   down      out[token, hidden] += sum_slot weight[token, slot] * down_e h[pair]       f32, one writer
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The products of a tile with one vector run on
-// the tensor cores (packed_gemv.cuh), with all of a warp's loads on their way before the first is used.
+// the tensor cores (packed_gemv.cuh), each warp with its loads far ahead of their use.
 // FORMAT is bf16, int8, int4; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16 of 8.
 //
-//   experts_gate_up_gemv_FORMAT   grid (ceil(intermediate / 16), tokens * top_k), block 256, no dynamic shared memory
+//   experts_gate_up_gemv_FORMAT   grid (ceil(intermediate / 16), tokens * top_k), block 256, dynamic shared bytes int4 36864, int8 34816, bf16 32768
 //       (ids: *const i32 [tokens, top_k], experts: *const u64, x: *const bf16, h: *mut bf16, hidden: i32, intermediate: i32, group: i32, num_experts: i32, top_k: i32)
-//   experts_down_gemv_FORMAT      grid (ceil(hidden / 16), tokens), block 512, no dynamic shared memory
+//   experts_down_gemv_FORMAT      grid (ceil(hidden / 16), tokens), block 512, dynamic shared bytes int4 73728, int8 69632, bf16 65536
 //       (ids, weights: *const f32 [tokens, top_k], experts, h: *const bf16, out: *mut f32, hidden: i32, intermediate: i32, group: i32, num_experts: i32, top_k: i32)
+//   Dynamic shared bytes: warps * depth * RING_SLOT, above 48 KB the function's limit must be raised first.
 #include "packed_gemv.cuh"
 
 #ifndef GU_THREADS

@@ -51,7 +51,7 @@ template <Format F_, int SPAN_, int TOKENS_, int K_, int STAGES_, int WARPS_N_> 
     static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES, SCALES_BYTES = BLOCK_TILES * SPANS * 32;
     static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES, SHARED = SCALES_AT + STAGES * SCALES_BYTES;
     // Few tokens: scales are applied to the sums of a span, many: to the weights.
-    static constexpr bool LATE = F != BF16 && TOKENS <= LATE_TO;
+    static constexpr bool LATE = F != BF16 && SPAN == 64 && TOKENS <= LATE_TO;
 #ifdef HAS_WGMMA
     static constexpr bool WGMMA = WGMMA_FROM <= TOKENS; // products of the warpgroup: each warp has 2 tiles and all tokens
     static_assert(!WGMMA || (K == 64 && WARPS_N == 1), "what wgmma_rows describes");

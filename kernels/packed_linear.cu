@@ -4,7 +4,8 @@
 // x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
 // Both kinds take (weights: *const u8, x: *const bf16, y: *mut void, bias: *const f32, tokens: i32, n: i32, k: i32, group: i32, x_pitch: i32, y_pitch: i32, flags: i32).
 //
-//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256, no dynamic shared memory
+//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256,
+//                                   dynamic shared bytes int4 36864, int8 34816
 //   packed_linear_FORMAT_tTOKENS    FORMAT int8_g32, int8_g64, int4_g32, int4_g64 (g64: groups of 64 and 128), tiles of 16, 32, 64 or 128 tokens:
 //                                   grid (ceil(ceil(n / 16) / 8), ceil(tokens / TOKENS)), block 128, dynamic shared bytes as in experts_gemm.cu
 #include "packed_gemm.cuh"
