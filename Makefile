@@ -1,8 +1,26 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
-.PHONY: test lint
+.PHONY: test lint emulator
 
-test:
+test: emulator
 	cargo test --workspace --no-fail-fast
+
+# The kernels compiled for the CPU behind the CUDA driver's interface: what tests of the GPU side use where there is no GPU.
+EMULATOR = target/emulator
+EMULATOR_FLAGS = -std=c++17 -O2 -march=x86-64-v3 -fPIC -DEMULATED -Wno-unknown-pragmas -Wno-ignored-attributes -Ikernels
+KERNELS = $(patsubst kernels/%.cu,$(EMULATOR)/%.o,$(wildcard kernels/*.cu))
+
+emulator: $(EMULATOR)/libcuda.so.1
+
+$(EMULATOR)/libcuda.so.1: $(KERNELS) $(EMULATOR)/threads.o $(EMULATOR)/driver.o
+	g++ -shared -Wl,-soname,libcuda.so.1 $^ -o $@ -lpthread
+
+$(EMULATOR)/%.o: kernels/%.cu $(wildcard kernels/*.cuh) kernels/emulator/device.h
+	@mkdir -p $(EMULATOR)
+	g++ $(EMULATOR_FLAGS) -x c++ -c $< -o $@
+
+$(EMULATOR)/%.o: kernels/emulator/%.cc kernels/emulator/device.h kernels/emulator/threads.h
+	@mkdir -p $(EMULATOR)
+	g++ $(EMULATOR_FLAGS) -c $< -o $@
 
 lint:
 	cargo fmt --all --check

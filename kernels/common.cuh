@@ -16,10 +16,10 @@
     REGISTER_KERNEL(name, threads)                                                \
     extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
 
-// The same with registers for `blocks` blocks on a multiprocessor.
-#define KERNEL_RESIDENT(name, threads, blocks, ...)                                      \
-    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__);      \
-    REGISTER_KERNEL(name, threads)                                                        \
+// The same, with registers for `blocks` of them on a multiprocessor.
+#define KERNEL_BLOCKS(name, threads, blocks, ...)                                \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__); \
+    REGISTER_KERNEL(name, threads)                                                \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 
 constexpr int WARP = 32;

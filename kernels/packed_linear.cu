@@ -4,8 +4,7 @@
 // x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
 // Both kinds take (weights: *const u8, x: *const bf16, y: *mut void, bias: *const f32, tokens: i32, n: i32, k: i32, group: i32, x_pitch: i32, y_pitch: i32, flags: i32).
 //
-//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256,
-//                                   dynamic shared bytes int4 36864, int8 34816
+//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256, no dynamic shared memory
 //   packed_linear_FORMAT_tTOKENS    FORMAT int8_g32, int8_g64, int4_g32, int4_g64 (g64: groups of 64 and 128), tiles of 16, 32, 64 or 128 tokens:
 //                                   grid (ceil(ceil(n / 16) / 8), ceil(tokens / TOKENS)), block 128, dynamic shared bytes as in experts_gemm.cu
 #include "packed_gemm.cuh"
@@ -49,22 +48,32 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
 
+template <int SETS> struct LinearAt {
+    const uint8_t* tile;
+    int u;
+    const bf16* x[SETS];
+    float weight;
+};
+
 template <Format F, int SETS, int DEPTH>
 __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
                                                    int x_pitch, int y_pitch, int flags) {
     __shared__ float part[GEMV_WARPS][4 * SETS][TILE_ROWS];
-    DYNAMIC_SHARED(uint8_t, rings);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
-    const bf16* rows[SETS];
+    LinearAt<SETS> at{tile, 0, {}, 1.0f};
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const int token = 4 * s + lane / 8;
-        rows[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
+        at.x[s] = x + (size_t)(token < tokens ? token : 0) * x_pitch;
     }
     float sum[SETS][4] = {};
-    add_tile<F, SETS, DEPTH, GEMV_WARPS>(rings + warp * (DEPTH * RING_SLOT<F>), tile, rows, k, group, warp, sum);
-    add_blocks(sum);
+    auto locate = [&](int i) {
+        LinearAt<SETS> here = at;
+        here.u = i;
+        return here;
+    };
+    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, locate, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)
@@ -90,8 +99,8 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 #define LINEAR_ARGUMENTS \
     const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags
 #define LINEAR(format, F, SPAN, TOKENS)                                                                                                     \
-    KERNEL_RESIDENT(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {                                                             \
-        packed_linear<ShapeFor<F, SPAN, TOKENS>::Shape>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                  \
+    KERNEL_BLOCKS(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {                                 \
+        packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                  \
     }
 #define LINEAR_ALL(format, F, SPAN) LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
 #define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                                              \
@@ -103,8 +112,6 @@ LINEAR_GEMV(int4, INT4, 2, 8, 8)
 LINEAR_GEMV(int8, INT8, 1, 4, 4)
 LINEAR_GEMV(int8, INT8, 2, 4, 8)
 LINEAR_ALL(int4_g64, INT4, 64)
-#ifndef ONLY_INT4_G64
 LINEAR_ALL(int4_g32, INT4, 32)
 LINEAR_ALL(int8_g64, INT8, 64)
 LINEAR_ALL(int8_g32, INT8, 32)
-#endif

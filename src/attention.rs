@@ -3,8 +3,8 @@
 mod gqa;
 mod mla;
 
+use crate::Result;
 use crate::backend::Backend;
-use crate::batch::Batch;
 use crate::model::{Attention, ModelConfig};
 use crate::weights::AttentionWeights;
 
@@ -18,11 +18,11 @@ pub enum AttentionBuffers<B: Backend> {
 
 impl<B: Backend> AttentionBuffers<B> {
     /// Buffers for `max_tokens` tokens of a model all of whose layers have the attention of its first.
-    pub fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Self {
-        match &model.layers[0].attention {
-            Attention::Gqa(a) => AttentionBuffers::Gqa(gqa::Buffers::new(backend, a, max_tokens)),
-            Attention::Mla(a) => AttentionBuffers::Mla(mla::Buffers::new(backend, a, max_tokens)),
-        }
+    pub fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
+        Ok(match &model.layers[0].attention {
+            Attention::Gqa(a) => AttentionBuffers::Gqa(gqa::Buffers::new(backend, a, max_tokens)?),
+            Attention::Mla(a) => AttentionBuffers::Mla(mla::Buffers::new(backend, a, max_tokens)?),
+        })
     }
 
     pub(crate) fn set_rows(&mut self, backend: &B, rows: usize) {
@@ -38,7 +38,7 @@ pub struct Step<'a, B: Backend> {
     /// The device.
     pub backend: &'a B,
     /// The tokens.
-    pub batch: &'a Batch,
+    pub batch: &'a B::Batch,
     /// cos and sin of the batch's positions.
     pub angles: &'a B::Tensor,
     /// Epsilon of the QK norms.

@@ -4,11 +4,13 @@
 //! the batch.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::Result;
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
-use crate::model::Router;
+use crate::model::{Mla, Router};
 use crate::tensor::HostTensor;
 
 /// Which experts each token goes to, and with what weight.
@@ -23,37 +25,56 @@ pub struct Routing {
 }
 
 /// A device that runs the model. `T` below is the number of tokens in the batch.
-pub trait Backend {
+///
+/// Ops may be asynchronous: what one fails at is told by the next call that returns a `Result`.
+pub trait Backend: Sized + Send + 'static {
+    /// What ops need to know of a batch.
+    type Batch: Send;
     /// Activations `[rows, cols]`, allocated once at their largest.
-    type Tensor;
+    type Tensor: Send;
     /// Weights of `y = W x + b`.
-    type Linear;
-    /// One small `[n, k]` matrix per attention head.
-    type Heads;
+    type Linear: Send;
+    /// `kv_b_proj`: keys and values of latent attention out of latents.
+    type LatentUp: Send;
+    /// Activations of latent attention.
+    type LatentScratch: Send;
     /// Norm weights `[n]`, f32.
-    type Norm;
+    type Norm: Send;
     /// Router weights, f32, and its correction bias.
-    type Router;
+    type Router: Send;
     /// Embedding rows.
-    type Embedding;
+    type Embedding: Send;
     /// KV storage of one layer, in blocks of [`crate::batch::BLOCK_SIZE`] positions.
-    type Kv;
+    type Kv: Send;
+    /// Experts and weights of every token.
+    type Routing: Send;
 
-    /// Allocates activations of at most `max_rows` rows.
-    fn tensor(&self, max_rows: usize, cols: usize) -> Self::Tensor;
+    /// Room for batches of at most `max_tokens` tokens.
+    fn batch(&self, max_tokens: usize) -> Result<Self::Batch>;
+    /// Brings a batch to the device.
+    fn set_batch(&self, to: &mut Self::Batch, batch: &Batch);
+    /// Allocates activations of at most `max_rows` rows, in the precision in which products take them.
+    fn tensor(&self, max_rows: usize, cols: usize) -> Result<Self::Tensor>;
+    /// Allocates activations that are f32 on every device: residual stream, angles, logits.
+    fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Self::Tensor>;
+    /// Allocates a routing of at most `max_tokens` tokens.
+    fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Self::Routing>;
+    /// Copies a routing to the host.
+    fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Takes `rows` rows of `t` into use.
     fn set_rows(&self, t: &mut Self::Tensor, rows: usize);
     /// Copies `t` to the host: `out` becomes `[rows, cols]`.
-    fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>);
+    fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>) -> Result<()>;
 
     /// Takes over a weight `[n, k]` in the given precision. Errors: the precision does not fit the shape.
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self::Linear>;
-    /// Takes over `[heads, n, k]`, kept at 16 bits.
-    fn load_heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Self::Heads>;
+    /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a key of a
+    /// latent, then those that make a value.
+    fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
     /// Takes over norm weights.
-    fn load_norm(&self, weight: Vec<f32>) -> Self::Norm;
+    fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
     /// Takes over router weights `[experts, hidden]` and the bias for choosing, `[experts]`.
-    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Self::Router;
+    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Result<Self::Router>;
     /// Takes over embedding rows `[vocab, hidden]`.
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Self::Embedding>;
     /// KV storage for keys of `key_dim` and values of `value_dim` numbers for each of `heads`.
@@ -62,10 +83,21 @@ pub trait Backend {
     /// Weight bytes that applying `w` to one token reads.
     fn linear_bytes(&self, w: &Self::Linear) -> usize;
     /// As [`Backend::linear_bytes`].
-    fn heads_bytes(&self, w: &Self::Heads) -> usize;
+    fn latent_up_bytes(&self, w: &Self::LatentUp) -> usize;
 
-    /// `out[t] = embedding[tokens[t]]`.
-    fn embed(&self, embedding: &Self::Embedding, tokens: &[u32], out: &mut Self::Tensor);
+    /// Runs a pass that `record` computes op by op, or, where the device has recorded one of the same form before, that one again.
+    /// `tokens`: one for each of so many sequences. Returns whether the pass ran as a recording.
+    fn replay(&self, tokens: usize, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        let _ = tokens;
+        record().map(|()| false)
+    }
+    /// Must be called on the thread that runs the ops, before the first.
+    fn enter_thread(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// `out[t] = embedding[tokens[t]]`, f32.
+    fn embed(&self, embedding: &Self::Embedding, batch: &Self::Batch, out: &mut Self::Tensor);
     /// `out[t] = norm(x[t])`.
     fn rms_norm(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, out: &mut Self::Tensor);
     /// RMS norm, in place, of every run of `w.len()` numbers in the columns `cols` of each row.
@@ -78,24 +110,33 @@ pub trait Backend {
     fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
-    /// `out[t, h, out_at..out_at + n] = W[h] x[t, h, x_at..x_at + k]`, heads being equal parts of a row.
-    fn heads(&self, w: &Self::Heads, x: &Self::Tensor, x_at: usize, out: &mut Self::Tensor, out_at: usize);
-    /// Copies columns `[x_at, x_at + width)` of each head of `x` to `out_at` of each head of `out`.
-    fn copy_heads(&self, num_heads: usize, width: usize, x: &Self::Tensor, x_at: usize, out: &mut Self::Tensor, out_at: usize);
-    /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`. Once per forward pass.
-    fn rope_angles(&self, inv_freq: &[f32], factor: f32, positions: &[u32], out: &mut Self::Tensor);
+    /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward pass.
+    fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
     fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Self::Tensor);
     /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first numbers of the keys.
     /// The tokens of a sequence come in the order of their positions.
-    fn kv_write(&self, kv: &mut Self::Kv, batch: &Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
+    fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
     /// included; `out` is `[T, num_heads * value_dim]`.
-    fn attention(&self, kv: &Self::Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Self::Tensor, out: &mut Self::Tensor);
+    fn attention(&self, kv: &Self::Kv, batch: &Self::Batch, num_heads: usize, scale: f32, q: &Self::Tensor, out: &mut Self::Tensor);
+    /// Activations for [`Backend::latent_attention`] on at most `max_tokens` tokens.
+    fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
+    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads * v]`.
+    fn latent_attention(
+        &self,
+        kv: &Self::Kv,
+        batch: &Self::Batch,
+        config: &Mla,
+        up: &Self::LatentUp,
+        scratch: &mut Self::LatentScratch,
+        q: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
     /// `out[t] = silu(gate[t]) * up[t]`.
     fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
     /// Chooses and weights experts for every token; scaling is in the weights.
-    fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Routing);
-    /// `out[i] = x[rows[i]]`.
-    fn gather(&self, x: &Self::Tensor, rows: &[usize], out: &mut Self::Tensor);
+    fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
+    /// `out[at + i] = x[rows[i] - first]`, both f32.
+    fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
 }

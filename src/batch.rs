@@ -6,7 +6,7 @@ use std::ops::Range;
 pub const BLOCK_SIZE: usize = 64;
 
 /// Tokens of one or more sequences for one forward pass: prefill chunks and decode tokens mix.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Batch {
     /// Token ids, `[tokens]`.
     pub tokens: Vec<u32>,
@@ -29,7 +29,32 @@ pub struct Span {
     pub blocks: Range<usize>,
 }
 
+impl Clone for Batch {
+    fn clone(&self) -> Self {
+        let mut batch = Self::default();
+        batch.clone_from(self);
+        batch
+    }
+
+    // Keeps its memory.
+    fn clone_from(&mut self, from: &Self) {
+        self.tokens.clone_from(&from.tokens);
+        self.positions.clone_from(&from.positions);
+        self.spans.clone_from(&from.spans);
+        self.block_table.clone_from(&from.block_table);
+    }
+}
+
 impl Batch {
+    /// The batch of some of its rows, sequences cut where they have to be; `to` keeps its memory.
+    pub fn part(&self, rows: Range<usize>, to: &mut Batch) {
+        to.clear();
+        for span in self.spans.iter().filter(|span| span.rows.start < rows.end && rows.start < span.rows.end) {
+            let (first, end) = (span.rows.start.max(rows.start), span.rows.end.min(rows.end));
+            to.push(&self.tokens[first..end], span.start + first - span.rows.start, &self.block_table[span.blocks.clone()]);
+        }
+    }
+
     /// Appends tokens of a sequence that stands at position `start`.
     pub fn push(&mut self, tokens: &[u32], start: usize, blocks: &[u32]) {
         assert!(!tokens.is_empty() && blocks.len() * BLOCK_SIZE >= start + tokens.len(), "blocks for every token of the span");

@@ -7,7 +7,6 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::backend::Routing;
-use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
 use crate::forward::Tap;
@@ -18,7 +17,6 @@ use crate::model::ModelConfig;
 use crate::models::shapes;
 use crate::random::Random;
 use crate::synthetic::{self, Synthetic};
-use crate::tensor::Tensor;
 use crate::topology::{self, Topology};
 use crate::{Error, Result};
 
@@ -145,16 +143,11 @@ pub fn run(
     let topology = Topology::read(); // before this thread is pinned to one core
     // Room for the longest prompt and all sequences of the widest batch.
     let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
-    if sequences > config.max_batch_tokens {
-        let limit = config.max_batch_tokens;
+    if let Some(limit) = config.max_batch_tokens.filter(|&limit| sequences > limit) {
         return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
     }
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
-    let config = EngineConfig {
-        max_sequences: sequences.max(config.max_sequences),
-        max_batch_tokens: sequences.max(config.max_batch_tokens),
-        ..config.clone()
-    };
+    let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {
         Source::Directory(dir) => load::load(model, dir, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
@@ -164,15 +157,15 @@ pub fn run(
     if needed > loaded.max_context {
         let context = loaded.max_context;
         let advice =
-            if context < loaded.model.config.max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
+            if context < loaded.model.config().max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
         return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
     }
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
     let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
-    let resident = loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64;
+    let resident = loaded.model.resident_bytes_per_token();
 
-    let mut bench = Bench { loaded: &mut loaded, config: &config, bandwidth, resident, random: Random(42) };
+    let mut bench = Bench { loaded: &mut loaded, bandwidth, resident, random: Random(42) };
     let mut rows = Vec::new();
     for &tokens in &plan.prompt_tokens {
         rows.push(bench.prefill(tokens, plan.runs)?);
@@ -183,7 +176,7 @@ pub fn run(
         }
     }
     let distinct_experts = bench.distinct(longest)?;
-    let experts = experts_per_token_bytes(&loaded.model.config, &loaded);
+    let experts = experts_per_token_bytes(loaded.model.config(), &loaded);
     Ok(Report {
         machine: Machine {
             cpu: topology.cpu_model.clone(),
@@ -194,7 +187,7 @@ pub fn run(
             read_gb_per_s: bandwidth,
         },
         model: model.to_string(),
-        layers: loaded.model.config.layers.len(),
+        layers: loaded.model.config().layers.len(),
         precision: PrecisionReport {
             experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
             dense: config.dense.to_string(),
@@ -224,7 +217,7 @@ const CONTEXT: usize = 32;
 
 struct Bench<'a> {
     loaded: &'a mut Loaded,
-    config: &'a EngineConfig,
+
     bandwidth: f64, // GB/s
     resident: u64,  // bytes a decode step reads besides experts
     random: Random,
@@ -234,8 +227,12 @@ struct Bench<'a> {
 #[derive(Default)]
 struct Spread(Vec<BTreeSet<i32>>);
 
-impl Tap<Cpu> for Spread {
-    fn hidden(&mut self, _: &Cpu, _: usize, _: &Tensor) {}
+impl Tap for Spread {
+    fn wants_hidden(&self, _: usize) -> bool {
+        false
+    }
+
+    fn hidden(&mut self, _: usize, _: &[f32]) {}
 
     fn routing(&mut self, layer: usize, routing: &Routing) {
         self.0.resize_with(self.0.len().max(layer + 1), BTreeSet::new);
@@ -245,25 +242,25 @@ impl Tap<Cpu> for Spread {
 
 impl Bench<'_> {
     fn tokens(&mut self, n: usize) -> Vec<u32> {
-        let vocab = self.loaded.model.config.vocab_size as u64;
+        let vocab = self.loaded.model.config().vocab_size as u64;
         (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
     }
 
     /// One pass over `tokens` of one sequence after the other, in chunks; seconds.
-    fn read(&mut self, tokens: &[u32], blocks: &[u32], mut tap: Option<&mut dyn Tap<Cpu>>) -> Result<f64> {
+    fn read(&mut self, tokens: &[u32], blocks: &[u32], mut tap: Option<&mut dyn Tap>) -> Result<f64> {
         let started = Instant::now();
         let mut batch = Batch::default();
-        for (i, chunk) in tokens.chunks(self.config.max_batch_tokens).enumerate() {
+        for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
             batch.clear();
-            batch.push(chunk, i * self.config.max_batch_tokens, blocks);
-            self.loaded.model.forward(&batch, &mut self.loaded.kv, tap.as_mut().map(|t| &mut **t as &mut dyn Tap<Cpu>))?;
+            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks);
+            self.loaded.model.forward(&batch, tap.as_mut().map(|t| &mut **t as &mut dyn Tap))?;
         }
-        self.loaded.model.logits(&[batch.len() - 1]);
+        self.loaded.model.logits(&[batch.len() - 1])?;
         Ok(started.elapsed().as_secs_f64())
     }
 
     fn experts_read(&self) -> u64 {
-        self.loaded.model.experts.as_ref().map_or(0, |e| e.bytes_read())
+        self.loaded.model.expert_bytes_read()
     }
 
     fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Row> {
@@ -274,7 +271,7 @@ impl Bench<'_> {
             let prompt = self.tokens(tokens);
             let before = self.experts_read();
             let s = self.read(&prompt, &blocks, None)?;
-            let passes = tokens.div_ceil(self.config.max_batch_tokens) as u64;
+            let passes = tokens.div_ceil(self.loaded.max_batch_tokens) as u64;
             bytes = self.experts_read() - before + passes * self.resident;
             // The first run checks checksums and touches memory for the first time.
             if run > 0 {
@@ -307,8 +304,8 @@ impl Bench<'_> {
                 for (id, table) in ids.iter().zip(&tables) {
                     batch.push(&[*id], CONTEXT + i, table);
                 }
-                self.loaded.model.forward(&batch, &mut self.loaded.kv, None)?;
-                self.loaded.model.logits(&rows);
+                self.loaded.model.forward(&batch, None)?;
+                self.loaded.model.logits(&rows)?;
             }
             bytes = self.experts_read() - before + tokens as u64 * self.resident;
             if run > 0 {
@@ -335,7 +332,7 @@ impl Bench<'_> {
 
     /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its cache.
     fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
-        let Some(of) = self.loaded.model.config.moe().map(|m| m.num_experts) else { return Ok(None) };
+        let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
         let mut blocks = Vec::new();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (prompt, mut spread) = (self.tokens(tokens), Spread::default());

@@ -6,13 +6,11 @@ use std::path::Path;
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::backend::Routing;
-use crate::backend::cpu::Cpu;
 use crate::batch::{BLOCK_SIZE, Batch};
-use crate::forward::{Model, Tap};
-use crate::kv_cache::{BlockPool, KvCache};
+use crate::forward::{Forward, Tap};
+use crate::kv_cache::BlockPool;
 use crate::load::Loaded;
 use crate::model::ModelConfig;
-use crate::tensor::Tensor;
 use crate::{Error, Result};
 
 /// Which layers' residual streams are wanted.
@@ -60,16 +58,17 @@ pub struct Capture {
     pub router: HashMap<usize, Routing>,
 }
 
-impl Tap<Cpu> for (&Wanted, &mut Capture) {
-    fn hidden(&mut self, _backend: &Cpu, layer: usize, x: &Tensor) {
-        let wanted = match &self.0.hidden {
+impl Tap for (&Wanted, &mut Capture) {
+    fn wants_hidden(&self, layer: usize) -> bool {
+        match &self.0.hidden {
             None => false,
             Some(Layers::All) => true,
             Some(Layers::Some(layers)) => layers.contains(&layer),
-        };
-        if wanted {
-            self.1.hidden.entry(layer).or_default().extend_from_slice(x.data());
         }
+    }
+
+    fn hidden(&mut self, layer: usize, x: &[f32]) {
+        self.1.hidden.entry(layer).or_default().extend_from_slice(x);
     }
 
     fn routing(&mut self, layer: usize, routing: &Routing) {
@@ -86,8 +85,8 @@ impl Tap<Cpu> for (&Wanted, &mut Capture) {
 ///
 /// Errors: `Error::Invalid` when the prompt is empty, too long, or has a token or layer the model does not have.
 pub fn capture(loaded: &mut Loaded, tokens: &[u32], wanted: &Wanted, chunk: usize) -> Result<Capture> {
-    check(&loaded.model.config, loaded.max_context, tokens, wanted)?;
-    let Loaded { model, kv, kv_blocks, .. } = loaded;
+    check(loaded.model.config(), loaded.max_context, tokens, wanted)?;
+    let Loaded { model, kv_blocks, .. } = loaded;
     let mut pool = BlockPool::new(*kv_blocks);
     let mut blocks = Vec::new();
     assert!(pool.grow(&mut blocks, tokens.len()), "the pool holds a whole context");
@@ -97,17 +96,17 @@ pub fn capture(loaded: &mut Loaded, tokens: &[u32], wanted: &Wanted, chunk: usiz
         batch.clear();
         let end = i * chunk + part.len();
         batch.push(part, i * chunk, &blocks[..end.div_ceil(BLOCK_SIZE)]);
-        run(model, kv, &batch, wanted, &mut capture)?;
+        run(&mut **model, &batch, wanted, &mut capture)?;
     }
     Ok(capture)
 }
 
-fn run(model: &mut Model<Cpu>, kv: &mut KvCache<Cpu>, batch: &Batch, wanted: &Wanted, capture: &mut Capture) -> Result<()> {
-    model.forward(batch, kv, Some(&mut (wanted, &mut *capture)))?;
+fn run(model: &mut dyn Forward, batch: &Batch, wanted: &Wanted, capture: &mut Capture) -> Result<()> {
+    model.forward(batch, Some(&mut (wanted, &mut *capture)))?;
     if wanted.logits {
         let rows: Vec<usize> = (0..batch.len()).collect();
         for rows in rows.chunks(model.max_logit_rows()) {
-            capture.logits.extend_from_slice(model.logits(rows));
+            capture.logits.extend_from_slice(model.logits(rows)?);
         }
     }
     Ok(())

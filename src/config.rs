@@ -27,9 +27,10 @@ macro_rules! named {
 
 named!(ExpertBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
-named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2");
+named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Fp8 "fp8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
 named!(ExpertsMemory: Auto "auto", Map "map", Copy "copy");
+named!(PrefillOn: Auto "auto", Cpu "cpu", Gpu "gpu");
 
 /// Storage and arithmetic of the routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -91,14 +92,63 @@ pub enum ExpertsMemory {
     Copy,
 }
 
+/// What a model runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Device {
+    /// The first GPU, or the CPU where there is none.
+    #[default]
+    Auto,
+    /// The CPU alone.
+    Cpu,
+    /// The GPU of this number.
+    Cuda(usize),
+}
+
+impl std::str::FromStr for Device {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => s.strip_prefix("cuda:").and_then(|n| n.parse().ok()).map(Self::Cuda).ok_or_else(|| "give auto, cpu or cuda:0".to_string()),
+        }
+    }
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => f.pad("auto"),
+            Self::Cpu => f.pad("cpu"),
+            Self::Cuda(n) => write!(f, "cuda:{n}"),
+        }
+    }
+}
+
+/// Where the routed experts of prompts run, beside a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum PrefillOn {
+    /// Where, or in what shares, they end first.
+    #[default]
+    Auto,
+    /// On the CPU.
+    Cpu,
+    /// On the GPU.
+    Gpu,
+}
+
 /// Storage of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum KvBits {
     /// One bf16 number each.
     #[default]
     Bf16,
-    /// The sum of two bf16 numbers each, nearly f32: twice the memory and the work.
+    /// The sum of two bf16 numbers each, nearly f32: twice the memory and the work. On the CPU.
     Bf16x2,
+    /// FP8 E4M3 without a scale: half the memory. On a GPU.
+    Fp8,
 }
 
 impl KvBits {
@@ -107,6 +157,7 @@ impl KvBits {
         match self {
             KvBits::Bf16 => 1,
             KvBits::Bf16x2 => 2,
+            KvBits::Fp8 => 1,
         }
     }
 }
@@ -124,8 +175,8 @@ pub struct EngineConfig {
     pub max_context: Option<usize>,
     /// Sequences that run at the same time.
     pub max_sequences: usize,
-    /// Tokens of one forward pass: the size of a prefill chunk.
-    pub max_batch_tokens: usize,
+    /// Tokens of one forward pass: the size of a prefill chunk; `None`: [`CPU_BATCH_TOKENS`], or what the GPU's memory allows.
+    pub max_batch_tokens: Option<usize>,
     /// Worker threads; `None`: one per physical core this process may use.
     pub threads: Option<usize>,
     /// Precision of keys and values.
@@ -140,7 +191,18 @@ pub struct EngineConfig {
     pub numa: Numa,
     /// Where the routed experts are read from.
     pub experts_memory: ExpertsMemory,
+    /// What everything but the CPU's share of the experts runs on.
+    pub device: Device,
+    /// VRAM that may be taken, in bytes; `None`: what is free.
+    pub vram: Option<u64>,
+    /// Experts of each layer that live in VRAM; `None`: as many as fit.
+    pub resident_experts: Option<usize>,
+    /// Where the experts of prompts run.
+    pub prefill: PrefillOn,
 }
+
+/// Tokens of a forward pass on the CPU.
+pub const CPU_BATCH_TOKENS: usize = 512;
 
 impl Default for EngineConfig {
     fn default() -> Self {
@@ -150,7 +212,7 @@ impl Default for EngineConfig {
             dense: DenseBits::default(),
             max_context: None,
             max_sequences: 8,
-            max_batch_tokens: 512,
+            max_batch_tokens: None,
             threads: None,
             kv: KvBits::default(),
             simd: None,
@@ -158,6 +220,10 @@ impl Default for EngineConfig {
             lock: false,
             numa: Numa::default(),
             experts_memory: ExpertsMemory::default(),
+            device: Device::default(),
+            vram: None,
+            resident_experts: None,
+            prefill: PrefillOn::default(),
         }
     }
 }

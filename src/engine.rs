@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
-use crate::forward::Model;
+use crate::forward::Forward;
 use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
-use crate::kv_cache::{BlockPool, KvCache};
+use crate::kv_cache::BlockPool;
 use crate::load::{self, LoadProgress, Loaded};
 use crate::sampler::Sampler;
 pub use crate::sampler::SamplingParams;
@@ -168,7 +167,7 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
 pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, started: Instant) -> Result<EngineHandle> {
     let info = EngineInfo {
         model: model.to_string(),
-        architecture: loaded.model.config.architecture.clone(),
+        architecture: loaded.model.config().architecture.clone(),
         experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
         dense: config.dense.to_string(),
         kv: config.kv.to_string(),
@@ -178,13 +177,12 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         ready_s: started.elapsed().as_secs_f64(),
     };
     let mut engine = Engine {
-        resident_bytes: loaded.model.weights.bytes_per_token(&loaded.model.backend) as u64,
-        scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, config.max_batch_tokens),
+        resident_bytes: loaded.model.resident_bytes_per_token(),
+        scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, loaded.max_batch_tokens),
         end_tokens,
         max_context: loaded.max_context,
-        vocab_size: loaded.model.config.vocab_size,
+        vocab_size: loaded.model.config().vocab_size,
         model: loaded.model,
-        kv: loaded.kv,
         batch: Batch::default(),
         sampled: Vec::new(),
         rows: Vec::new(),
@@ -196,7 +194,8 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         .spawn(move || {
             // Not pinned is slower, not wrong.
             let _ = team.pin_caller();
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run(&mut queue))) {
+            let run = || engine.model.enter_thread().map(|()| engine.run(&mut queue));
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
                 engine.give_up(&mut queue, &*panic);
             }
         })
@@ -220,8 +219,7 @@ struct Answer {
 
 /// The owner of everything that runs.
 struct Engine {
-    model: Model<Cpu>,
-    kv: KvCache<Cpu>,
+    model: Box<dyn Forward>,
     scheduler: Scheduler<Answer>,
     batch: Batch,
     sampled: Vec<usize>, // of this step: running sequences at their end
@@ -312,16 +310,16 @@ impl Engine {
         if self.batch.is_empty() {
             return Ok(());
         }
-        let before = self.model.experts.as_ref().map_or(0, |e| e.bytes_read());
-        self.model.forward(&self.batch, &mut self.kv, None)?;
-        let read = self.model.experts.as_ref().map_or(0, |e| e.bytes_read()) - before + self.resident_bytes;
+        let before = self.model.expert_bytes_read();
+        self.model.forward(&self.batch, None)?;
+        let read = self.model.expert_bytes_read() - before + self.resident_bytes;
         self.scheduler.commit();
 
         // At most one row per sequence, and no more sequences than rows of logits.
         if self.rows.is_empty() {
             return Ok(());
         }
-        let logits = self.model.logits(&self.rows);
+        let logits = self.model.logits(&self.rows)?;
         for (&index, logits) in self.sampled.iter().zip(logits.chunks_exact_mut(self.vocab_size)) {
             let sequence = self.scheduler.sequence(index);
             if let Err(error) = choose(sequence, logits, &self.end_tokens, self.max_context, read) {

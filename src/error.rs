@@ -28,6 +28,9 @@ pub enum Error {
     /// Not enough memory or disk; says what is needed, what there is, and which flag helps.
     #[error("{0}")]
     Resources(String),
+    /// The GPU cannot be used, or failed; says what to do without it.
+    #[error("{0}")]
+    Device(String),
     /// The engine thread is gone.
     #[error("the engine has stopped: {0}")]
     Stopped(String),

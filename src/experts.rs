@@ -1,21 +1,29 @@
 //! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual stream.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod memory;
 
 pub use cpu::CpuExperts;
 pub use memory::ExpertMemory;
 
 use crate::Result;
-use crate::backend::Routing;
+use crate::backend::Backend;
 
-/// The routed experts of a model; `T` is the tensor of the backend they stand beside.
-pub trait ExpertExecutor<T>: Send {
+/// The routed experts of a model, beside the backend that runs the rest.
+pub trait ExpertExecutor<B: Backend>: Send {
     /// Starts one MoE layer (counted among MoE layers) on `x` [tokens, hidden].
-    fn submit(&mut self, layer: usize, x: &T, routing: &Routing) -> Result<()>;
+    fn submit(&mut self, layer: usize, x: &B::Tensor, routing: &B::Routing) -> Result<()>;
 
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
-    fn finish(&mut self, out: &mut T) -> Result<()>;
+    fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
+
+    /// The host's part in a pass of `tokens` tokens that the backend replayed, all layers of it.
+    fn replayed(&mut self, tokens: usize) -> Result<()> {
+        let _ = tokens;
+        Ok(())
+    }
 
     /// Bytes of expert weights read since the start.
     fn bytes_read(&self) -> u64;

@@ -8,6 +8,8 @@
 //! logits = lm_head(norm(x[last rows]))
 //! ```
 
+use std::ops::Range;
+
 use crate::Result;
 use crate::attention::{AttentionBuffers, Step, attention};
 use crate::backend::{Backend, Routing};
@@ -15,35 +17,88 @@ use crate::batch::Batch;
 use crate::experts::ExpertExecutor;
 use crate::kv_cache::KvCache;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
-use crate::weights::{FfnWeights, MlpWeights, Weights};
+use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
 
-/// A model ready to run on a backend, with the buffers of its forward pass.
-pub struct Model<B: Backend> {
-    /// The device.
-    pub backend: B,
+/// A model that reads batches, whatever it runs on.
+pub trait Forward: Send {
     /// What it is.
-    pub config: ModelConfig,
-    /// Resident weights.
-    pub weights: Weights<B>,
-    /// Where routed experts run; `None` for a model without any.
-    pub experts: Option<Box<dyn ExpertExecutor<B::Tensor>>>,
-    buffers: Buffers<B>,
-    inv_freq: Vec<f32>, // [rope.dim / 2]
-    max_logit_rows: usize,
+    fn config(&self) -> &ModelConfig;
+
+    /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`].
+    ///
+    /// Errors: `Error::Cache` when an expert's bytes are not what was written, found at its first use; `Error::Device`.
+    fn forward(&mut self, batch: &Batch, tap: Option<&mut dyn Tap>) -> Result<()>;
+
+    /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Forward::max_logit_rows`] rows at a time.
+    fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]>;
+
+    /// Rows of logits that one call may ask for.
+    fn max_logit_rows(&self) -> usize;
+
+    /// Bytes of resident weights that a decode step of one token reads.
+    fn resident_bytes_per_token(&self) -> u64;
+
+    /// Bytes of expert weights read since the start.
+    fn expert_bytes_read(&self) -> u64;
+
+    /// Must be called on the thread that runs the model, before its first batch.
+    fn enter_thread(&self) -> Result<()>;
 }
 
-/// Activations, allocated once at their largest.
-struct Buffers<B: Backend> {
-    x: B::Tensor,      // [T, hidden], the residual stream
-    h: B::Tensor,      // [T, hidden], its norm
-    angles: B::Tensor, // [T, rope.dim]
-    attention: AttentionBuffers<B>,
-    mlp: Vec<MlpBuffers<B>>, // one for each width
-    routing: Routing,
+/// Sees what passes between layers, as `capture` does.
+pub trait Tap {
+    /// Whether [`Tap::hidden`] wants to see this layer.
+    fn wants_hidden(&self, layer: usize) -> bool;
+    /// The residual stream `[T, hidden]` after layer `layer`, of a part of the batch; parts come in the order of its tokens.
+    fn hidden(&mut self, layer: usize, x: &[f32]);
+    /// The experts that layer `layer` chose, of a part of the batch.
+    fn routing(&mut self, layer: usize, routing: &Routing);
+}
+
+/// What a pass may hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Tokens of a pass.
+    pub tokens: usize,
+    /// Tokens that go through an op at a time. A pass of more takes each layer in parts, so that a layer's experts are fetched once.
+    pub chunk_tokens: usize,
+    /// Rows of logits at a time.
+    pub logit_rows: usize,
+}
+
+/// A model ready to run on a backend, with its KV cache and the buffers of its forward pass.
+pub struct Model<B: Backend> {
+    backend: B,
+    config: ModelConfig,
+    weights: Weights<B>,
+    experts: Option<Box<dyn ExpertExecutor<B>>>,
+    kv: KvCache<B>,
+    buffers: Buffers<B>,
+    parts: Vec<Part<B>>,
+    inv_freq: B::Norm, // [rope.dim / 2]
+    limits: Limits,
+    cut: Batch, // a part of the batch on its way to the device
+    tapped: (Vec<f32>, Routing),
     last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
     last_normed: B::Tensor, // [R, hidden]
     logits: B::Tensor,      // [R, vocab]
     host_logits: Vec<f32>,  // [R, vocab]
+}
+
+/// What lasts through all layers, of `chunk_tokens` tokens.
+struct Part<B: Backend> {
+    rows: Range<usize>, // of the batch
+    batch: B::Batch,
+    x: B::Tensor,      // [T, hidden], the residual stream
+    angles: B::Tensor, // [T, rope.dim]
+}
+
+/// Activations within a layer, allocated once at their largest.
+struct Buffers<B: Backend> {
+    h: B::Tensor, // [T, hidden], a norm of x
+    attention: AttentionBuffers<B>,
+    mlp: Vec<MlpBuffers<B>>, // one for each width
+    routing: Option<B::Routing>,
 }
 
 /// Activations of an MLP of one width, `[T, width]` each.
@@ -54,111 +109,190 @@ struct MlpBuffers<B: Backend> {
     product: B::Tensor,
 }
 
-/// Sees what passes between layers, as `capture` does.
-pub trait Tap<B: Backend> {
-    /// The residual stream `[T, hidden]` after layer `layer`.
-    fn hidden(&mut self, backend: &B, layer: usize, x: &B::Tensor);
-    /// The experts that layer `layer` chose.
-    fn routing(&mut self, layer: usize, routing: &Routing);
-}
-
 impl<B: Backend> Model<B> {
-    /// Allocates the buffers for passes of at most `max_tokens` tokens and `max_logit_rows` rows of logits at a time.
+    /// Allocates the buffers.
     pub fn new(
         backend: B,
         config: ModelConfig,
         weights: Weights<B>,
-        experts: Option<Box<dyn ExpertExecutor<B::Tensor>>>,
-        max_tokens: usize,
-        max_logit_rows: usize,
-    ) -> Self {
+        experts: Option<Box<dyn ExpertExecutor<B>>>,
+        kv: KvCache<B>,
+        limits: Limits,
+    ) -> Result<Self> {
         let hidden = config.hidden_size;
+        let Limits { tokens, chunk_tokens, logit_rows } = limits;
+        let part = |_| {
+            Ok(Part {
+                rows: 0..0,
+                batch: backend.batch(chunk_tokens)?,
+                x: backend.tensor_f32(chunk_tokens, hidden)?,
+                angles: backend.tensor_f32(chunk_tokens, config.rope.dim)?,
+            })
+        };
+        Ok(Self {
+            buffers: Buffers::new(&backend, &config, chunk_tokens)?,
+            parts: (0..tokens.div_ceil(chunk_tokens)).map(part).collect::<Result<_>>()?,
+            inv_freq: backend.load_norm(config.rope.inv_freq())?,
+            cut: Batch::default(),
+            tapped: Default::default(),
+            last: backend.tensor_f32(logit_rows, hidden)?,
+            last_normed: backend.tensor(logit_rows, hidden)?,
+            logits: backend.tensor_f32(logit_rows, config.vocab_size)?,
+            host_logits: Vec::with_capacity(logit_rows * config.vocab_size),
+            backend,
+            config,
+            weights,
+            experts,
+            kv,
+            limits,
+        })
+    }
+}
+
+impl<B: Backend> Forward for Model<B> {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn forward(&mut self, batch: &Batch, mut tap: Option<&mut dyn Tap>) -> Result<()> {
+        let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, tapped, .. } = self;
+        assert!(batch.len() <= limits.tokens, "a batch larger than was allocated for");
+        let count = batch.len().div_ceil(limits.chunk_tokens);
+        let parts = &mut parts[..count];
+        for (i, part) in parts.iter_mut().enumerate() {
+            part.rows = i * limits.chunk_tokens..batch.len().min((i + 1) * limits.chunk_tokens);
+            if count == 1 {
+                backend.set_batch(&mut part.batch, batch);
+            } else {
+                batch.part(part.rows.clone(), cut);
+                backend.set_batch(&mut part.batch, cut);
+            }
+            for t in [&mut part.x, &mut part.angles] {
+                backend.set_rows(t, part.rows.len());
+            }
+        }
+
+        let one_each = batch.spans.len() == batch.len() && count == 1 && tap.is_none();
+        let mut pass = || {
+            for part in parts.iter_mut() {
+                backend.embed(&weights.embedding, &part.batch, &mut part.x);
+                backend.rope_angles(inv_freq, config.rope.attention_factor(), &part.batch, &mut part.angles);
+            }
+            let mut moe_index = 0;
+            for (i, (layer, w)) in config.layers.iter().zip(&weights.layers).enumerate() {
+                for part in parts.iter_mut() {
+                    let moe = experts.as_deref_mut().map(|experts| (experts, moe_index));
+                    run_layer(backend, config, layer, w, moe, &mut kv.layers[i], buffers, part)?;
+                    let Some(tap) = &mut tap else { continue };
+                    let (hidden, routing) = &mut *tapped;
+                    if let (Ffn::Moe(_), Some(device)) = (&layer.ffn, &buffers.routing) {
+                        backend.read_routing(device, routing)?;
+                        tap.routing(i, routing);
+                    }
+                    if tap.wants_hidden(i) {
+                        backend.read(&part.x, hidden)?;
+                        tap.hidden(i, hidden);
+                    }
+                }
+                moe_index += usize::from(matches!(layer.ffn, Ffn::Moe(_)));
+            }
+            Ok(())
+        };
+        let replayed = if one_each { backend.replay(batch.len(), &mut pass)? } else { pass().map(|()| false)? };
+        match experts {
+            Some(experts) if replayed => experts.replayed(batch.len()),
+            _ => Ok(()),
+        }
+    }
+
+    fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {
+        let Self { backend, config, weights, parts, last, last_normed, logits, host_logits, .. } = self;
+        for t in [&mut *last, &mut *last_normed, &mut *logits] {
+            backend.set_rows(t, rows.len());
+        }
+        let part_of = |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
+        let mut at = 0;
+        for same in rows.chunk_by(|a, b| part_of(a) == part_of(b)) {
+            let part = &parts[part_of(&same[0])];
+            backend.gather(&part.x, same, part.rows.start, last, at);
+            at += same.len();
+        }
+        backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
+        backend.linear(&weights.lm_head, last_normed, logits);
+        backend.read(logits, host_logits)?;
+        Ok(host_logits)
+    }
+
+    fn max_logit_rows(&self) -> usize {
+        self.limits.logit_rows
+    }
+
+    fn resident_bytes_per_token(&self) -> u64 {
+        self.weights.bytes_per_token(&self.backend) as u64
+    }
+
+    fn expert_bytes_read(&self) -> u64 {
+        self.experts.as_ref().map_or(0, |experts| experts.bytes_read())
+    }
+
+    fn enter_thread(&self) -> Result<()> {
+        self.backend.enter_thread()
+    }
+}
+
+/// One layer of one part of the batch; `experts` with the layer's number among the MoE layers.
+#[allow(clippy::too_many_arguments)] // what a layer is, what it has, what it changes
+fn run_layer<B: Backend>(
+    backend: &B,
+    config: &ModelConfig,
+    layer: &LayerConfig,
+    w: &LayerWeights<B>,
+    experts: Option<(&mut (dyn ExpertExecutor<B> + 'static), usize)>,
+    kv: &mut B::Kv,
+    buffers: &mut Buffers<B>,
+    part: &mut Part<B>,
+) -> Result<()> {
+    buffers.set_rows(backend, part.rows.len());
+    let Buffers { h, attention: attention_buffers, mlp: mlp_buffers, routing } = buffers;
+    let Part { batch, x, angles, .. } = part;
+
+    let step = Step { backend, batch, angles, norm_eps: config.norm_eps, interleaved: config.rope.interleaved };
+    backend.rms_norm(x, &w.attention_norm, config.norm_eps, h);
+    attention(&step, &layer.attention, &w.attention, kv, attention_buffers, h, x);
+
+    backend.rms_norm(x, &w.ffn_norm, config.norm_eps, h);
+    match (&layer.ffn, &w.ffn, experts, routing) {
+        (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => mlp(backend, w, mlp_buffers, mlp_width(layer), h, x),
+        (Ffn::Moe(moe), FfnWeights::Moe { router, shared }, Some((experts, moe_index)), Some(routing)) => {
+            backend.route(router, &moe.router, h, routing);
+            experts.submit(moe_index, h, routing)?;
+            if let Some(w) = shared {
+                mlp(backend, w, mlp_buffers, mlp_width(layer), h, x);
+            }
+            experts.finish(x)?;
+        }
+        _ => panic!("configuration, weights and experts of one layer are of one kind"),
+    }
+    Ok(())
+}
+
+impl<B: Backend> Buffers<B> {
+    fn new(backend: &B, config: &ModelConfig, max_tokens: usize) -> Result<Self> {
         let mut widths: Vec<usize> = config.layers.iter().filter_map(mlp_width).collect();
         widths.sort_unstable();
         widths.dedup();
         let tensor = |cols| backend.tensor(max_tokens, cols);
-        let buffers = Buffers {
-            x: tensor(hidden),
-            h: tensor(hidden),
-            angles: tensor(config.rope.dim),
-            attention: AttentionBuffers::new(&backend, &config, max_tokens),
-            mlp: widths.iter().map(|&width| MlpBuffers { width, gate: tensor(width), up: tensor(width), product: tensor(width) }).collect(),
-            routing: Routing::default(),
-            last: backend.tensor(max_logit_rows, hidden),
-            last_normed: backend.tensor(max_logit_rows, hidden),
-            logits: backend.tensor(max_logit_rows, config.vocab_size),
-            host_logits: Vec::with_capacity(max_logit_rows * config.vocab_size),
-        };
-        let inv_freq = config.rope.inv_freq();
-        Self { backend, config, weights, experts, buffers, inv_freq, max_logit_rows }
+        let mlp = |width| Ok(MlpBuffers { width, gate: tensor(width)?, up: tensor(width)?, product: tensor(width)? });
+        Ok(Self {
+            h: tensor(config.hidden_size)?,
+            attention: AttentionBuffers::new(backend, config, max_tokens)?,
+            mlp: widths.into_iter().map(mlp).collect::<Result<_>>()?,
+            routing: config.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
+        })
     }
 
-    /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Model::logits`].
-    ///
-    /// Errors: `Error::Cache` when an expert's bytes are not what was written, found at its first use.
-    pub fn forward(&mut self, batch: &Batch, kv: &mut KvCache<B>, mut tap: Option<&mut dyn Tap<B>>) -> Result<()> {
-        let Self { backend, config, weights, experts, buffers, inv_freq, .. } = self;
-        buffers.set_rows(backend, batch.len());
-        let Buffers { x, h, angles, attention: attention_buffers, mlp: mlp_buffers, routing, .. } = buffers;
-
-        backend.embed(&weights.embedding, &batch.tokens, x);
-        backend.rope_angles(inv_freq, config.rope.attention_factor(), &batch.positions, angles);
-        let step = Step { backend, batch, angles, norm_eps: config.norm_eps, interleaved: config.rope.interleaved };
-        let mut moe_index = 0;
-        for (i, (layer, w)) in config.layers.iter().zip(&weights.layers).enumerate() {
-            backend.rms_norm(x, &w.attention_norm, config.norm_eps, h);
-            attention(&step, &layer.attention, &w.attention, &mut kv.layers[i], attention_buffers, h, x);
-
-            backend.rms_norm(x, &w.ffn_norm, config.norm_eps, h);
-            match (&layer.ffn, &w.ffn) {
-                (Ffn::Dense { .. }, FfnWeights::Dense(w)) => mlp(backend, w, mlp_buffers, mlp_width(layer), h, x),
-                (Ffn::Moe(moe), FfnWeights::Moe { router, shared }) => {
-                    let experts = experts.as_mut().expect("a model with MoE layers has an executor");
-                    backend.route(router, &moe.router, h, routing);
-                    experts.submit(moe_index, h, routing)?;
-                    if let Some(w) = shared {
-                        mlp(backend, w, mlp_buffers, mlp_width(layer), h, x);
-                    }
-                    experts.finish(x)?;
-                    moe_index += 1;
-                    if let Some(tap) = &mut tap {
-                        tap.routing(i, routing);
-                    }
-                }
-                _ => panic!("configuration and weights of one layer are of one kind"),
-            }
-            if let Some(tap) = &mut tap {
-                tap.hidden(backend, i, x);
-            }
-        }
-        Ok(())
-    }
-
-    /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Model::max_logit_rows`] rows at a time.
-    pub fn logits(&mut self, rows: &[usize]) -> &mut [f32] {
-        let Self { backend, config, weights, buffers, .. } = self;
-        let Buffers { x, last, last_normed, logits, host_logits, .. } = buffers;
-        for t in [&mut *last, &mut *last_normed, &mut *logits] {
-            backend.set_rows(t, rows.len());
-        }
-        backend.gather(x, rows, last);
-        backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
-        backend.linear(&weights.lm_head, last_normed, logits);
-        backend.read(logits, host_logits);
-        host_logits
-    }
-
-    /// Rows of logits that one call may ask for.
-    pub fn max_logit_rows(&self) -> usize {
-        self.max_logit_rows
-    }
-}
-
-impl<B: Backend> Buffers<B> {
     fn set_rows(&mut self, backend: &B, rows: usize) {
-        for t in [&mut self.x, &mut self.h, &mut self.angles] {
-            backend.set_rows(t, rows);
-        }
+        backend.set_rows(&mut self.h, rows);
         for m in &mut self.mlp {
             for t in [&mut m.gate, &mut m.up, &mut m.product] {
                 backend.set_rows(t, rows);

@@ -39,6 +39,8 @@ pub mod bench;
 pub mod capture;
 pub mod chat_template;
 pub mod config;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod demo;
 pub mod doctor;
 pub mod engine;

@@ -1,5 +1,8 @@
 //! From a checkpoint directory to a model ready to run: what fits, what precision, where the experts are.
 
+#[cfg(feature = "cuda")]
+pub mod gpu;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,15 +14,14 @@ use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, MatrixLayout, TILE_ROWS, la
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
-use crate::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, Numa};
+use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{ExpertExecutor, ExpertMemory};
-use crate::forward::{Model, mlp_width};
+use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
 use crate::memory::{self, Pages, read_bandwidth};
 use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
-use crate::tensor::Tensor;
 use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
 use crate::workers::Team;
@@ -31,13 +33,15 @@ const RESERVE_BYTES: u64 = 512 << 20;
 /// A model in memory, and what it may use.
 pub struct Loaded {
     /// Ready to run.
-    pub model: Model<Cpu>,
-    /// Empty.
-    pub kv: KvCache<Cpu>,
-    /// Blocks of `kv`.
+    pub model: Box<dyn Forward>,
+    /// Blocks of its KV cache.
     pub kv_blocks: usize,
     /// Tokens a sequence may hold.
     pub max_context: usize,
+    /// Tokens of one forward pass.
+    pub max_batch_tokens: usize,
+    /// What it runs on, in one line; `None`: the CPU alone.
+    pub device: Option<String>,
     /// Of the routed experts; `None` for a dense model.
     pub precision: Option<Precision>,
     /// Runs the ops.
@@ -178,31 +182,39 @@ pub fn assemble(
     experts: Option<ExpertCache>,
     config: &EngineConfig,
     budget: Budget,
-    Machine { team, kernel, .. }: Machine,
+    machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
+    let (max_context, kv_blocks) = match budget {
+        #[cfg(feature = "cuda")]
+        Budget::Gpu(cuda, plan) => return gpu::assemble(model, source, experts, config, (cuda, plan), machine, report),
+        Budget::Cpu { max_context, kv_blocks } => (max_context, kv_blocks),
+    };
+    let Machine { team, kernel, .. } = machine;
     let backend = Cpu::new(team.clone(), kernel);
     let weights = Weights::load(&backend, source, &model, config.dense, &|done, layers| {
         report(LoadProgress::Weights(done, layers));
         watch_memory()
     })?;
     let precision = experts.as_ref().map(|cache| cache.header().precision);
-    let executor: Option<Box<dyn ExpertExecutor<Tensor>>> = match (experts, model.moe()) {
+    let executor: Option<Box<dyn ExpertExecutor<Cpu>>> = match (experts, model.moe()) {
         (Some(cache), Some(moe)) => {
             let experts = CpuExperts::new(
                 Arc::new(place(cache, config, &team, report)?),
                 team.clone(),
                 kernel,
-                config.max_batch_tokens,
+                config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS),
                 moe.router.top_k,
             );
             Some(Box::new(experts))
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, &model, budget.kv_blocks, config.kv)?;
-    let model = Model::new(backend, model, weights, executor, config.max_batch_tokens, config.max_sequences);
-    Ok(Loaded { model, kv, kv_blocks: budget.kv_blocks, max_context: budget.max_context, precision, team, kernel })
+    let kv = KvCache::new(&backend, &model, kv_blocks, config.kv)?;
+    let tokens = config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS);
+    let limits = Limits { tokens, chunk_tokens: tokens, logit_rows: config.max_sequences };
+    let model = Box::new(Model::new(backend, model, weights, executor, kv, limits)?);
+    Ok(Loaded { model, kv_blocks, max_context, max_batch_tokens: tokens, device: None, precision, team, kernel })
 }
 
 /// Experts smaller than this are neither copied for speed nor talked about.
@@ -320,18 +332,37 @@ fn misplaced(placed: Option<Vec<f64>>, nodes: &[usize]) -> String {
 }
 
 /// What fits into memory, decided before anything is loaded.
-#[derive(Clone, Copy, Debug)]
-pub struct Budget {
-    /// Tokens a sequence may hold.
-    pub max_context: usize,
-    /// Blocks of the KV cache.
-    pub kv_blocks: usize,
+#[derive(Clone, Debug)]
+pub enum Budget {
+    /// On the CPU alone.
+    Cpu {
+        /// Tokens a sequence may hold.
+        max_context: usize,
+        /// Blocks of the KV cache.
+        kv_blocks: usize,
+    },
+    /// On a GPU.
+    #[cfg(feature = "cuda")]
+    Gpu(Arc<crate::cuda::Cuda>, gpu::GpuPlan),
 }
 
 impl Budget {
     /// Errors: `Error::Resources` when weights, activations or the context asked for do not fit into the machine's available bytes.
     pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<Self> {
-        if config.max_sequences == 0 || config.max_batch_tokens == 0 {
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = open_gpu(config)? {
+            let plan = gpu::GpuPlan::new(model, config, precision, &cuda.info)?;
+            gpu::check_ram(&plan, config, machine)?;
+            return Ok(Self::Gpu(cuda, plan));
+        }
+        #[cfg(not(feature = "cuda"))]
+        if let Device::Cuda(n) = config.device {
+            return Err(Error::Device(format!("--device cuda:{n}: this build has no GPU side; use --device cpu")));
+        }
+        if config.kv == KvBits::Fp8 {
+            return Err(Error::Invalid("--kv fp8 is for a GPU: use --kv bf16".into()));
+        }
+        if config.max_sequences == 0 || config.max_batch_tokens == Some(0) {
             return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
         }
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
@@ -370,7 +401,17 @@ impl Budget {
         };
         let one = max_context.div_ceil(BLOCK_SIZE);
         let all = (free / 2 / per_token) as usize / BLOCK_SIZE;
-        Ok(Self { max_context, kv_blocks: all.clamp(one, one.saturating_mul(config.max_sequences)) })
+        Ok(Self::Cpu { max_context, kv_blocks: all.clamp(one, one.saturating_mul(config.max_sequences)) })
+    }
+}
+
+/// The GPU to run on, if any. Errors: `Error::Device` when one was asked for that cannot be used.
+#[cfg(feature = "cuda")]
+fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::Cuda>>> {
+    match config.device {
+        Device::Cpu => Ok(None),
+        Device::Cuda(ordinal) => crate::cuda::Cuda::open(ordinal).map(Some),
+        Device::Auto => Ok(crate::cuda::Cuda::open(0).ok()),
     }
 }
 
@@ -413,7 +454,8 @@ fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize
 
 /// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
 fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
-    let (tokens, rows, threads, kernel) = (config.max_batch_tokens, config.max_sequences, machine.team.threads(), machine.kernel);
+    let (tokens, rows, threads, kernel) =
+        (config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS), config.max_sequences, machine.team.threads(), machine.kernel);
     // Dense layers' inputs in the form of the weights: one memory that grows to the largest.
     let prepared = |precision, k: usize, rows: usize| match k.checked_mul(rows) {
         Some(numbers) if numbers < 1 << 56 => Activations::bytes(kernel, precision, k, rows) as u128,

@@ -91,7 +91,7 @@ pub struct GqaWeights<B: Backend> {
     pub qk_norm: Option<(B::Norm, B::Norm)>,
 }
 
-/// Latent-attention projections, `kv_b_proj` split and absorbed into queries and outputs.
+/// Latent-attention projections.
 pub struct MlaWeights<B: Backend> {
     /// Down to the query latent, its norm, up to the heads; or straight to the heads.
     pub q: MlaQuery<B>,
@@ -99,10 +99,8 @@ pub struct MlaWeights<B: Backend> {
     pub kv_a: B::Linear,
     /// Norm of the latent, `[kv_lora_rank]`
     pub kv_a_norm: B::Norm,
-    /// Per head `[kv_lora_rank, nope]`: moves a query into the latent's space.
-    pub key_up: B::Heads,
-    /// Per head `[v_head_dim, kv_lora_rank]`: reads a value out of a latent.
-    pub value_up: B::Heads,
+    /// Keys and values out of latents.
+    pub up: B::LatentUp,
     /// `[hidden, num_heads * v_head_dim]`
     pub o: B::Linear,
 }
@@ -190,10 +188,7 @@ impl<B: Backend> Weights<B> {
                         MlaQuery::Direct(q) => backend.linear_bytes(q),
                         MlaQuery::Lora { a, b, .. } => backend.linear_bytes(a) + backend.linear_bytes(b),
                     };
-                    query
-                        + [&a.kv_a, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>()
-                        + backend.heads_bytes(&a.key_up)
-                        + backend.heads_bytes(&a.value_up)
+                    query + [&a.kv_a, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>() + backend.latent_up_bytes(&a.up)
                 }
             };
             attention
@@ -243,11 +238,8 @@ impl<B: Backend> Loader<'_, B> {
     fn mla(&self, name: &str, a: &Mla) -> Result<MlaWeights<B>> {
         let (hidden, heads) = (self.model.hidden_size, a.num_heads);
         let q = heads * a.qk_head_dim();
-        // Per head: first the rows that make a key of a latent, then those that make a value.
-        let kv_b_rows = a.qk_nope_head_dim + a.v_head_dim;
-        let kv_b = self.source.matrix(&format!("{name}.kv_b_proj.weight"), heads * kv_b_rows, a.kv_lora_rank)?;
-        let key_up = kv_b.head_rows(heads, 0, a.qk_nope_head_dim).transpose_heads(heads);
-        let value_up = kv_b.head_rows(heads, a.qk_nope_head_dim, kv_b_rows);
+        let kv_b_rows = heads * (a.qk_nope_head_dim + a.v_head_dim);
+        let kv_b = self.source.matrix(&format!("{name}.kv_b_proj.weight"), kv_b_rows, a.kv_lora_rank)?;
         Ok(MlaWeights {
             q: match a.q_lora_rank {
                 None => MlaQuery::Direct(self.linear(&format!("{name}.q_proj"), q, hidden, false)?),
@@ -259,8 +251,7 @@ impl<B: Backend> Loader<'_, B> {
             },
             kv_a: self.linear(&format!("{name}.kv_a_proj_with_mqa"), a.cache_dim(), hidden, a.bias)?,
             kv_a_norm: self.norm(&format!("{name}.kv_a_layernorm.weight"), a.kv_lora_rank)?,
-            key_up: self.backend.load_heads(heads, key_up)?,
-            value_up: self.backend.load_heads(heads, value_up)?,
+            up: self.backend.load_latent_up(a, kv_b)?,
             o: self.linear(&format!("{name}.o_proj"), hidden, heads * a.v_head_dim, a.bias)?,
         })
     }
@@ -273,7 +264,7 @@ impl<B: Backend> Loader<'_, B> {
             false => None,
         };
         Ok(FfnWeights::Moe {
-            router: self.backend.load_router(router, bias),
+            router: self.backend.load_router(router, bias)?,
             shared: match moe.shared_intermediate_size {
                 Some(width) => Some(self.mlp(&format!("{name}.shared_experts"), width)?),
                 None => None,
@@ -297,6 +288,6 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn norm(&self, name: &str, len: usize) -> Result<B::Norm> {
-        Ok(self.backend.load_norm(self.source.vector(name, len)?))
+        self.backend.load_norm(self.source.vector(name, len)?)
     }
 }

@@ -40,13 +40,13 @@ fn a_decode_step_does_not_allocate() {
             let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), 200);
             let mut batch = Batch::default();
             run.push(&mut batch, &(7..107).collect::<Vec<u32>>());
-            loaded.model.forward(&batch, &mut loaded.kv, None).unwrap();
+            loaded.model.forward(&batch, None).unwrap();
             let mut steps = |loaded: &mut moebius::load::Loaded, n: u32| {
                 for token in 0..n {
                     batch.clear();
                     run.push(&mut batch, &[7 + token]);
-                    loaded.model.forward(&batch, &mut loaded.kv, None).unwrap();
-                    loaded.model.logits(&[0]);
+                    loaded.model.forward(&batch, None).unwrap();
+                    loaded.model.logits(&[0]).unwrap();
                 }
             };
             // Scratch memory grows in the first steps, and experts are checked as they are met.

@@ -7,15 +7,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{cache_dir, demo_dir};
-use moebius::backend::Routing;
-use moebius::batch::BLOCK_SIZE;
+use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
 use moebius::engine::{self, EngineHandle, Event, Events, FinishReason, Request, RequestStats, SamplingParams};
-use moebius::experts::ExpertExecutor;
+use moebius::forward::{Forward, Tap};
 use moebius::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
-use moebius::tensor::Tensor;
+use moebius::model::ModelConfig;
 use moebius::text_model::TextModel;
 use moebius::{Error, Result};
 use moebius_cache::format::ExpertCache;
@@ -192,31 +191,55 @@ fn a_token_outside_the_vocabulary_fails_alone() {
     assert_eq!(read(good).0.len(), 5);
 }
 
-/// Experts that fail, or that meet a bug.
-struct Broken(Option<&'static str>);
+/// A model that fails, or that meets a bug.
+struct Broken(Box<dyn Forward>, Option<&'static str>);
 
-impl ExpertExecutor<Tensor> for Broken {
-    fn submit(&mut self, _: usize, x: &Tensor, _: &Routing) -> Result<()> {
-        match self.0 {
+impl Forward for Broken {
+    fn forward(&mut self, batch: &Batch, tap: Option<&mut dyn Tap>) -> Result<()> {
+        match self.1 {
             Some(bug) => panic!("{bug}"),
-            None if x.rows() > 1 => Err(Error::Model("an expert is damaged".into())),
-            None => Ok(()),
+            None if batch.len() > 1 => Err(Error::Model("an expert is damaged".into())),
+            None => self.0.forward(batch, tap),
         }
     }
 
-    fn finish(&mut self, _: &mut Tensor) -> Result<()> {
-        Ok(())
+    fn config(&self) -> &ModelConfig {
+        self.0.config()
     }
 
-    fn bytes_read(&self) -> u64 {
-        1
+    fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {
+        self.0.logits(rows)
     }
+
+    fn max_logit_rows(&self) -> usize {
+        self.0.max_logit_rows()
+    }
+
+    fn resident_bytes_per_token(&self) -> u64 {
+        self.0.resident_bytes_per_token()
+    }
+
+    fn expert_bytes_read(&self) -> u64 {
+        self.0.expert_bytes_read()
+    }
+
+    fn enter_thread(&self) -> Result<()> {
+        self.0.enter_thread()
+    }
+}
+
+/// The same engine with its model broken.
+fn start_broken(bug: Option<&'static str>) -> EngineHandle {
+    let (dir, config) = (demo_dir("moe-gqa"), config(256));
+    let mut loaded = load::load("broken", &dir, &config, &|_| {}).unwrap();
+    loaded.model = Box::new(Broken(loaded.model, bug));
+    engine::start_loaded("broken", loaded, &config, GenerationConfig::load(&dir).unwrap().eos_ids, Instant::now()).unwrap()
 }
 
 #[test]
 fn a_failed_step_fails_who_was_in_it() {
     let _alone = alone();
-    let engine = start_changed("moe-gqa", 256, |loaded| loaded.model.experts = Some(Box::new(Broken(None))));
+    let engine = start_broken(None);
     for _ in 0..3 {
         let (tokens, end) = read(engine.submit(greedy(prompt(9, 1), 5)).unwrap());
         assert!(tokens.is_empty() && end.unwrap_err().to_string().contains("an expert is damaged"));
@@ -248,7 +271,7 @@ fn a_damaged_expert_is_refused_whenever_it_is_asked_for() {
 #[test]
 fn a_bug_ends_the_engine_and_everyone_hears_of_it() {
     let _alone = alone();
-    let engine = start_changed("moe-gqa", 256, |loaded| loaded.model.experts = Some(Box::new(Broken(Some("a test's panic")))));
+    let engine = start_broken(Some("a test's panic"));
     assert!(engine.is_running());
     let waiting: Vec<_> = (0..20).filter_map(|i| engine.submit(greedy(prompt(9, i), 5)).ok()).collect();
     assert!(!waiting.is_empty());

@@ -34,7 +34,7 @@ fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
 fn whole(loaded: &mut Loaded, tokens: &[u32]) -> Vec<f32> {
     let mut batch = Batch::default();
     let row = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len()).push(&mut batch, tokens);
-    step(&mut loaded.model, &mut loaded.kv, &batch, &[row]).remove(0)
+    step(&mut *loaded.model, &batch, &[row]).remove(0)
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn a_batch_equals_single_runs() {
         for p in &prompts {
             rows.push(Run::new(&mut pool, p.len()).push(&mut batch, p));
         }
-        assert_eq!(step(&mut loaded.model, &mut loaded.kv, &batch, &rows), alone, "{name}");
+        assert_eq!(step(&mut *loaded.model, &batch, &rows), alone, "{name}");
     });
 }
 
@@ -62,7 +62,7 @@ fn chunks_equal_the_whole_prompt() {
             for part in tokens.chunks(chunk) {
                 batch.clear();
                 let row = run.push(&mut batch, part);
-                logits = step(&mut loaded.model, &mut loaded.kv, &batch, &[row]).remove(0);
+                logits = step(&mut *loaded.model, &batch, &[row]).remove(0);
             }
             assert_eq!(logits, want, "{name}: chunks of {chunk}");
         }
@@ -87,7 +87,7 @@ fn decode_beside_others_equals_prefill_of_all() {
                 let from = run.position;
                 rows.push(run.push(&mut batch, &s[from..end]));
             }
-            last = step(&mut loaded.model, &mut loaded.kv, &batch, &rows);
+            last = step(&mut *loaded.model, &batch, &rows);
         }
         let want: Vec<_> = sequences.iter().map(|s| whole(loaded, s)).collect();
         assert_eq!(last, want, "{name}");
@@ -181,7 +181,7 @@ fn segments_of_a_long_context_do_not_change_bits() {
                     threads: Some(threads),
                     cache_dir: Some(common::cache_dir()),
                     max_context: Some(2100),
-                    max_batch_tokens: 2100,
+                    max_batch_tokens: Some(2100),
                     kv,
                     ..Default::default()
                 };
@@ -192,7 +192,7 @@ fn segments_of_a_long_context_do_not_change_bits() {
                 for to in chunks {
                     batch.clear();
                     let row = run.push(&mut batch, &tokens[from..to]);
-                    let logits = step(&mut loaded.model, &mut loaded.kv, &batch, &[row]).remove(0);
+                    let logits = step(&mut *loaded.model, &batch, &[row]).remove(0);
                     from = to;
                     if to == tokens.len() {
                         results.push(logits);

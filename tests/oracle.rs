@@ -29,7 +29,7 @@ fn worst_row(got: &[f32], want: &[f32], cols: usize) -> f32 {
 fn check(name: &str) {
     let fixture = Fixture::open(name);
     let mut loaded = fixture.load(&exact());
-    let (vocab, hidden) = (loaded.model.config.vocab_size, loaded.model.config.hidden_size);
+    let (vocab, hidden) = (loaded.model.config().vocab_size, loaded.model.config().hidden_size);
     let all = Wanted { logits: true, hidden: Some(Layers::All), router: true };
 
     for prompt in ["short", "mid"] {

@@ -6,6 +6,7 @@
 
 use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
+use moebius::batch::Batch;
 use moebius::model::Attention;
 use moebius::workers::Team;
 use serde_json::Value;
@@ -42,8 +43,9 @@ fn frequencies_angles_and_scales_are_those_of_transformers() {
         assert!((rope.attention_factor() - factor).abs() < 1e-6, "{name}: cos and sin carry {factor}");
 
         let half = inv_freq.len();
-        let mut angles = backend.tensor(positions.len(), 2 * half);
-        backend.rope_angles(&inv_freq, rope.attention_factor(), &positions, &mut angles);
+        let mut angles = backend.tensor(positions.len(), 2 * half).unwrap();
+        let batch = Batch { positions: positions.clone(), ..Batch::default() };
+        backend.rope_angles(&inv_freq, rope.attention_factor(), &batch, &mut angles);
         for (t, &position) in positions.iter().enumerate() {
             // A frequency off by its last bit turns position p by p * frequency * 2^-24 radians.
             for (part, key) in ["cos", "sin"].iter().enumerate() {

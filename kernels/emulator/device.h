@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <functional>
 #include <vector>
 
 #define __global__
@@ -104,6 +105,7 @@ template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
 
 #define REGISTER_KERNEL(name, threads)                                                                      \
     static const int registered_##name = (emulator::add_kernel(emulator::Invoker<&name>::describe(#name, threads)), 0);
+#define DYNAMIC_SHARED_ALIGNED(type, name, alignment) DYNAMIC_SHARED(type, name) // 1024 bytes
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulator::dynamic_shared())
 
 #define threadIdx (emulator::place().thread)
@@ -148,6 +150,8 @@ inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return
 inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
 inline float __expf(float x) { return expf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __sinf(float x) { return sinf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
@@ -183,7 +187,6 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (float)((double)bf16_value(a) * bf16_value(b) + bf16_value(c)); };
     return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
 }
-inline void keep_order() {}
 inline float fast_exp2(float x) { return exp2f(x); }
 
 template <int N, bool TRANS> inline void ldmatrix(uint32_t* r, const void* row) {
@@ -238,6 +241,9 @@ inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint4 load_uncached(const uint4* p) { __sync_synchronize(); return *p; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
+inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_begin() {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 
 inline uint8_t e4m3_from_f32(float x) {
@@ -256,3 +262,98 @@ inline float e4m3_to_f32(uint8_t x) {
 }
 inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
 inline float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8))); }
+
+#define HAS_WGMMA
+// Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
+struct TensorMap {
+    uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
+    uint32_t box[3];
+    uint32_t unused[17];
+};
+static_assert(sizeof(TensorMap) == 128, "as large as the real one");
+namespace emulator {
+struct Mbarrier { // in the 8 bytes of shared memory
+    uint8_t phase, arrived, count, copies; // copies: there are some under way
+    int32_t bytes;
+};
+void yield();
+void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2);
+void land_boxes(Mbarrier* barrier);
+void add_product(std::function<void()> product);
+void commit_products();
+void wait_products(int under_way);
+inline void end_phase(Mbarrier* b) {
+    if (b->arrived == b->count && b->bytes == 0) b->phase ^= 1, b->arrived = 0;
+}
+} // namespace emulator
+inline void mbarrier_init(uint64_t* barrier, int count) {
+    emulator::Mbarrier b{0, 0, (uint8_t)count, 0, 0};
+    memcpy(barrier, &b, sizeof b);
+}
+inline void mbarrier_init_done() {}
+inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
+    auto* b = (emulator::Mbarrier*)barrier;
+    b->bytes += bytes;
+    if (++b->arrived > b->count) { fprintf(stderr, "mbarrier: more arrivals than it counts\n"); abort(); }
+    emulator::end_phase(b);
+}
+inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier, 0); }
+inline void mbarrier_wait(uint64_t* barrier, int parity) {
+    auto* b = (emulator::Mbarrier*)barrier;
+    for (long i = 0; b->phase == parity; i++) {
+        emulator::land_boxes(b);
+        if (b->phase != parity) return;
+        if (i == 1 << 22) { fprintf(stderr, "mbarrier: waited for in vain\n"); abort(); }
+        emulator::yield();
+    }
+}
+inline void tensor_copy(void* shared, const TensorMap* map, uint64_t* barrier, int c0, int c1, int c2) {
+    if ((uintptr_t)shared % 1024) { fprintf(stderr, "tensor_copy: not aligned to 1024 bytes\n"); abort(); }
+    emulator::add_box((emulator::Mbarrier*)barrier, shared, *map, c0, c1, c2);
+}
+inline uint64_t wgmma_operand(const void* p) { return (uint64_t)p; }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulator::commit_products(); }
+template <int N> inline void wgmma_wait() {
+    emulator::wait_products(N);
+    __syncwarp();
+}
+template <int C> inline void wgmma_landed(float (&)[C][4]) {}
+inline void shared_to_async() {}
+namespace emulator {
+inline float wgmma_number(uint64_t operand, int row, int k) {
+    uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
+    uint16_t bits;
+    memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
+    return bf16_value(bits);
+}
+// `row(half, x)`: a's 16 numbers in row g or g + 8 of this lane's warp.
+template <int COLUMNS, class Row> inline void add_wgmma(float (*d)[4], Row row, uint64_t b) {
+    const int lane = (int)threadIdx.x % 32;
+    add_product([=] {
+        for (int half = 0; half < 2; half++) {
+            float x[16];
+            row(half, x);
+            for (int j = 0; j < COLUMNS; j++)
+                for (int e = 0; e < 2; e++)
+                    for (int k = 0; k < 16; k++) d[j][2 * half + e] += x[k] * wgmma_number(b, 8 * j + lane % 4 * 2 + e, k);
+        }
+    });
+}
+} // namespace emulator
+template <int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
+    const int first = (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
+    auto row = [=](int half, float* x) {
+        for (int k = 0; k < 16; k++) x[k] = emulator::wgmma_number(a, first + half * 8, k);
+    };
+    emulator::add_wgmma<C>(d, row, b);
+}
+template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
+    struct { uint32_t word[4][4]; } rows; // of the four lanes that have them
+    for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
+    auto row = [=](int half, float* x) {
+        for (int k = 0; k < 16; k++) x[k] = bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff);
+    };
+    emulator::add_wgmma<N / 8>(d, row, b);
+}

@@ -160,10 +160,28 @@ Result cuMemFree_v2(uint64_t pointer) {
     memory.erase(found);
     return SUCCESS;
 }
-Result cuMemHostAlloc(void** p, size_t bytes, unsigned) { return *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096), *p ? SUCCESS : OUT_OF_MEMORY; }
-Result cuMemFreeHost(void* p) { return free(p), SUCCESS; }
-Result cuMemHostRegister_v2(void*, size_t, unsigned) { return SUCCESS; }
-Result cuMemHostUnregister(void*) { return SUCCESS; }
+// Pinned memory is read and written when the copy runs, other memory when it is asked for.
+static std::map<const unsigned char*, size_t> pinned;
+static bool is_pinned(const void* p) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    auto after = pinned.upper_bound((const unsigned char*)p);
+    if (after == pinned.begin()) return false;
+    --after;
+    return (const unsigned char*)p < after->first + after->second;
+}
+static void pin(const void* p, size_t bytes) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    if (bytes) pinned[(const unsigned char*)p] = bytes;
+    else pinned.erase((const unsigned char*)p);
+}
+Result cuMemHostAlloc(void** p, size_t bytes, unsigned) {
+    *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (!*p) return OUT_OF_MEMORY;
+    return pin(*p, bytes), SUCCESS;
+}
+Result cuMemFreeHost(void* p) { return pin(p, 0), free(p), SUCCESS; }
+Result cuMemHostRegister_v2(void* p, size_t bytes, unsigned) { return pin(p, bytes), SUCCESS; }
+Result cuMemHostUnregister(void* p) { return pin(p, 0), SUCCESS; }
 Result cuMemHostGetDevicePointer_v2(uint64_t* device, void* p, unsigned) { return *device = (uint64_t)p, SUCCESS; }
 
 Result cuStreamCreate(Stream** s, unsigned) { return *s = new Stream, SUCCESS; }
@@ -173,7 +191,12 @@ Result cuStreamQuery(Stream* s) {
     std::lock_guard<std::mutex> lock(of(s).mutex);
     return of(s).queue.empty() && !of(s).busy ? SUCCESS : NOT_READY;
 }
-Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* s) { return of(s).add([=] { memcpy((void*)to, from, bytes); }), SUCCESS; }
+Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* s) {
+    if (is_pinned(from)) return of(s).add([=] { memcpy((void*)to, from, bytes); }), SUCCESS;
+    auto* begin = (const unsigned char*)from;
+    auto staged = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
+    return of(s).add([=] { memcpy((void*)to, staged->data(), bytes); }), SUCCESS;
+}
 Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memcpy(to, (void*)from, bytes); }), SUCCESS; }
 Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memmove((void*)to, (void*)from, bytes); }), SUCCESS; }
 Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Stream* s) { return of(s).add([=] { memset((void*)to, value, bytes); }), SUCCESS; }
@@ -244,6 +267,17 @@ Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, un
             for (unsigned y = 0; y < gy; y++)
                 for (unsigned x = 0; x < gx; x++) run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
     });
+    return SUCCESS;
+}
+
+// What the kernels use of it: 16-bit numbers, three dimensions, rows of 128 bytes, swizzled.
+Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
+                              const uint32_t* steps, int interleave, int swizzle, int, int fill) {
+    if (type != 9 || rank != 3 || (uint64_t)base % 16 || strides[0] % 16 || strides[1] % 16 || box[0] != 64 || box[1] > 256 || box[2] != 1 || steps[0] != 1 ||
+        steps[1] != 1 || steps[2] != 1 || interleave || swizzle != 3 || fill)
+        return INVALID_VALUE;
+    memset(map, 0, 128); // as large as the real one
+    *map = TensorMap{(uint64_t)base, {dims[0], dims[1], dims[2]}, {strides[0], strides[1]}, {box[0], box[1], box[2]}};
     return SUCCESS;
 }
 

@@ -42,6 +42,7 @@ struct Fiber {
     Place place;
     std::vector<Copy> copies;
     int group, landed; // copy groups: the open one, and how many have landed
+    std::vector<std::vector<std::function<void()>>> products; // of warpgroups, by group
 };
 
 // Lanes of a warp that meet under one mask.
@@ -192,6 +193,60 @@ void wait_copies(int under_way) {
     f.copies.resize(kept);
 }
 
+void add_product(std::function<void()> product) { current->products.back().push_back(std::move(product)); }
+void commit_products() { current->products.emplace_back(); }
+void wait_products(int under_way) {
+    auto& groups = current->products; // the last one is open
+    while ((int)groups.size() - 1 > under_way) {
+        for (auto& product : groups.front()) product();
+        groups.erase(groups.begin());
+    }
+}
+
+void yield() {
+    block->push((unsigned)(current - block->fibers.data()));
+    wait();
+}
+
+struct Box {
+    Mbarrier* barrier;
+    unsigned char* shared;
+    TensorMap map;
+    int at[3];
+};
+static thread_local std::vector<Box> boxes;
+
+void add_box(Mbarrier* barrier, void* shared, const TensorMap& map, int c0, int c1, int c2) {
+    boxes.push_back({barrier, (unsigned char*)shared, map, {c0, c1, c2}});
+    barrier->copies = 1;
+}
+
+// Boxes of 128 bytes to a row of 16-bit numbers, swizzled; zeros outside of the tensor.
+void land_boxes(Mbarrier* barrier) {
+    if (!barrier->copies) return;
+    barrier->copies = 0;
+    size_t kept = 0;
+    for (Box& box : boxes) {
+        if (box.barrier != barrier) {
+            boxes[kept++] = box;
+            continue;
+        }
+        const TensorMap& m = box.map;
+        for (unsigned row = 0; row < m.box[1]; row++)
+            for (unsigned i = 0; i < m.box[0]; i++) {
+                uint64_t c0 = (uint64_t)box.at[0] + i, c1 = (uint64_t)box.at[1] + row, c2 = (uint64_t)box.at[2];
+                uint64_t to = (uint64_t)box.shared + 128 * row + 2 * i;
+                to ^= (to >> 7 & 7) << 4;
+                bool inside = c0 < m.dims[0] && c1 < m.dims[1] && c2 < m.dims[2];
+                if (inside) memcpy((void*)to, (const void*)(m.base + 2 * c0 + m.strides[0] * c1 + m.strides[1] * c2), 2);
+                else memset((void*)to, 0, 2);
+            }
+        barrier->bytes -= (int32_t)(2 * m.box[0] * m.box[1]);
+    }
+    boxes.resize(kept);
+    end_phase(barrier);
+}
+
 static void fiber_main() {
     block->kernel->invoke(block->parameters);
     Block& b = *block;
@@ -217,6 +272,7 @@ void run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** pa
     b.parameters = parameters;
     b.threads = b.live = threads.x * threads.y * threads.z;
     b.first = b.count = 0;
+    boxes.clear();
     memset(b.shared, 0xff, SHARED);
     for (auto& m : b.meetings) m.clear();
     for (auto& barrier : b.barriers) { barrier.arrived = 0; barrier.waiting.clear(); }
@@ -236,6 +292,7 @@ void run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** pa
             f.place.lane = i % 32;
             f.copies.clear();
             f.group = 0;
+            f.products.assign(1, {});
             void** sp = (void**)(b.stacks + STACK * (i + 1)) - 2; // as if called: 8 bytes off 16
             *sp = (void*)fiber_main;
             f.sp = sp - 6;

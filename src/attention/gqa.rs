@@ -1,6 +1,7 @@
 //! Grouped-query attention.
 
 use super::Step;
+use crate::Result;
 use crate::backend::Backend;
 use crate::model::Gqa;
 use crate::weights::GqaWeights;
@@ -14,9 +15,9 @@ pub struct Buffers<B: Backend> {
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, a: &Gqa, max_tokens: usize) -> Self {
+    pub(super) fn new(backend: &B, a: &Gqa, max_tokens: usize) -> Result<Self> {
         let tensor = |heads| backend.tensor(max_tokens, heads * a.head_dim);
-        Self { q: tensor(a.num_heads), k: tensor(a.num_kv_heads), v: tensor(a.num_kv_heads), out: tensor(a.num_heads) }
+        Ok(Self { q: tensor(a.num_heads)?, k: tensor(a.num_kv_heads)?, v: tensor(a.num_kv_heads)?, out: tensor(a.num_heads)? })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {

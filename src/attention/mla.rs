@@ -1,5 +1,6 @@
-//! Multi-head latent attention, absorbed: scores and values are taken in the latent's space, so that the cache holds one
-//! row of `kv_lora_rank + rope` numbers per token, whatever the number of heads.
+//! Multi-head latent attention: the cache holds one row of `kv_lora_rank + rope` numbers per token, whatever the number of heads.
+//!
+//! Scores and values can be taken in the latent's space (absorbed), or of keys and values made of latents; a backend chooses.
 //!
 //! ```text
 //! q_nope · (W_uk c) = (W_uk^T q_nope) · c        the query moves into the latent's space
@@ -9,6 +10,7 @@
 //! Source: DeepSeek-V2 report, section 2.1.
 
 use super::Step;
+use crate::Result;
 use crate::backend::Backend;
 use crate::model::Mla;
 use crate::weights::{MlaQuery, MlaWeights};
@@ -19,28 +21,26 @@ pub struct Buffers<B: Backend> {
     q_latent_normed: Option<B::Tensor>, // [T, q_lora_rank]
     q: B::Tensor,                       // [T, heads, nope + rope]
     latent: B::Tensor,                  // [T, kv_lora_rank + rope]: a row of the cache
-    q_absorbed: B::Tensor,              // [T, heads, kv_lora_rank + rope]
-    mixed: B::Tensor,                   // [T, heads, kv_lora_rank]
-    out: B::Tensor,                     // [T, heads, v_head_dim]
+    scratch: B::LatentScratch,
+    out: B::Tensor, // [T, heads, v_head_dim]
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, a: &Mla, max_tokens: usize) -> Self {
+    pub(super) fn new(backend: &B, a: &Mla, max_tokens: usize) -> Result<Self> {
         let tensor = |cols| backend.tensor(max_tokens, cols);
-        Self {
-            q_latent: a.q_lora_rank.map(tensor),
-            q_latent_normed: a.q_lora_rank.map(tensor),
-            q: tensor(a.num_heads * a.qk_head_dim()),
-            latent: tensor(a.cache_dim()),
-            q_absorbed: tensor(a.num_heads * a.cache_dim()),
-            mixed: tensor(a.num_heads * a.kv_lora_rank),
-            out: tensor(a.num_heads * a.v_head_dim),
-        }
+        Ok(Self {
+            q_latent: a.q_lora_rank.map(tensor).transpose()?,
+            q_latent_normed: a.q_lora_rank.map(tensor).transpose()?,
+            q: tensor(a.num_heads * a.qk_head_dim())?,
+            latent: tensor(a.cache_dim())?,
+            scratch: backend.latent_scratch(a, max_tokens)?,
+            out: tensor(a.num_heads * a.v_head_dim)?,
+        })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        let Self { q_latent, q_latent_normed, q, latent, q_absorbed, mixed, out } = self;
-        for t in q_latent.iter_mut().chain(q_latent_normed).chain([q, latent, q_absorbed, mixed, out]) {
+        let Self { q_latent, q_latent_normed, q, latent, out, .. } = self;
+        for t in q_latent.iter_mut().chain(q_latent_normed).chain([q, latent, out]) {
             backend.set_rows(t, rows);
         }
     }
@@ -56,7 +56,7 @@ pub(super) fn attention<B: Backend>(
     x: &mut B::Tensor,
 ) {
     let backend = step.backend;
-    let Buffers { q_latent, q_latent_normed, q, latent, q_absorbed, mixed, out } = buffers;
+    let Buffers { q_latent, q_latent_normed, q, latent, scratch, out } = buffers;
     let (nope, rank) = (config.qk_nope_head_dim, config.kv_lora_rank);
 
     match (&weights.q, q_latent, q_latent_normed) {
@@ -73,9 +73,6 @@ pub(super) fn attention<B: Backend>(
     backend.kv_write(kv, step.batch, latent, None);
 
     backend.rope(q, config.qk_head_dim(), nope, step.interleaved, step.angles);
-    backend.heads(&weights.key_up, q, 0, q_absorbed, 0);
-    backend.copy_heads(config.num_heads, config.qk_rope_head_dim, q, nope, q_absorbed, rank);
-    backend.attention(kv, step.batch, config.num_heads, config.scale, q_absorbed, mixed);
-    backend.heads(&weights.value_up, mixed, 0, out, 0);
+    backend.latent_attention(kv, step.batch, config, &weights.up, scratch, q, out);
     backend.linear_add(&weights.o, out, x);
 }

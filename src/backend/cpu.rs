@@ -17,12 +17,15 @@ use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel};
 use crate::memory::Buffer;
-use crate::model::Router;
+use crate::model::{Mla, Router};
 use crate::tensor::{HostTensor, Tensor};
 use crate::workers::{Shared, Team};
 
 pub use kv::Kv;
-pub use linear::{Heads, Linear};
+use linear::Heads;
+pub use linear::Linear;
+#[cfg(feature = "cuda")]
+pub(crate) use linear::packed;
 
 /// Ops on host memory, run by a team of pinned workers.
 pub struct Cpu {
@@ -39,6 +42,18 @@ pub struct Cpu {
 pub struct RouterWeights {
     weight: Vec<f32>,
     correction_bias: Option<Vec<f32>>,
+}
+
+/// `kv_b_proj` split for absorption.
+pub struct LatentUp {
+    key: Heads,   // per head [kv_lora_rank, nope]: moves a query into the latent's space
+    value: Heads, // per head [v_head_dim, kv_lora_rank]: reads a value out of a latent
+}
+
+/// Latent attention in the latent's space.
+pub struct LatentScratch {
+    query: Tensor, // [T, heads, kv_lora_rank + rope]
+    mixed: Tensor, // [T, heads, kv_lora_rank]
 }
 
 /// `[vocab, hidden]` bf16.
@@ -76,6 +91,19 @@ impl Cpu {
     }
 }
 
+impl Cpu {
+    /// Copies columns `[x_at, x_at + width)` of each head of `x` to `out_at` of each head of `out`.
+    fn copy_heads(&self, num_heads: usize, width: usize, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
+        assert_eq!(x.rows(), out.rows());
+        let (from, to) = (x.cols() / num_heads, out.cols() / num_heads);
+        self.each_row(out, |t, out, _| {
+            for (x, out) in x.row(t).chunks_exact(from).zip(out.chunks_exact_mut(to)) {
+                out[out_at..][..width].copy_from_slice(&x[x_at..][..width]);
+            }
+        });
+    }
+}
+
 /// Memory whose contents last for one op; it only grows.
 #[derive(Default)]
 struct Scratch {
@@ -102,40 +130,69 @@ fn lock(scratch: &Mutex<Scratch>) -> MutexGuard<'_, Scratch> {
 
 impl Backend for Cpu {
     type Tensor = Tensor;
+    type Batch = Batch;
     type Linear = Linear;
-    type Heads = Heads;
+    type LatentUp = LatentUp;
+    type LatentScratch = LatentScratch;
     type Norm = Vec<f32>;
     type Router = RouterWeights;
     type Embedding = Embedding;
     type Kv = Kv;
+    type Routing = Routing;
 
-    fn tensor(&self, max_rows: usize, cols: usize) -> Tensor {
-        Tensor::new(max_rows, cols)
+    fn batch(&self, _max_tokens: usize) -> Result<Batch> {
+        Ok(Batch::default())
+    }
+
+    fn set_batch(&self, to: &mut Batch, batch: &Batch) {
+        to.clone_from(batch);
+    }
+
+    fn tensor(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
+        Ok(Tensor::new(max_rows, cols))
+    }
+
+    fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
+        self.tensor(max_rows, cols)
+    }
+
+    fn routing(&self, _max_tokens: usize, _top_k: usize) -> Result<Routing> {
+        Ok(Routing::default())
+    }
+
+    fn read_routing(&self, routing: &Routing, out: &mut Routing) -> Result<()> {
+        out.clone_from(routing);
+        Ok(())
     }
 
     fn set_rows(&self, t: &mut Tensor, rows: usize) {
         t.set_rows(rows);
     }
 
-    fn read(&self, t: &Tensor, out: &mut Vec<f32>) {
+    fn read(&self, t: &Tensor, out: &mut Vec<f32>) -> Result<()> {
         out.clear();
         out.extend_from_slice(t.data());
+        Ok(())
     }
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
         Linear::new(weight, bias, bits, self.team.nodes())
     }
 
-    fn load_heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
-        Heads::new(heads, weight, self.team.nodes())
+    fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
+        let (heads, nope) = (config.num_heads, config.qk_nope_head_dim);
+        Ok(LatentUp {
+            key: Heads::new(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads), self.team.nodes())?,
+            value: Heads::new(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim), self.team.nodes())?,
+        })
     }
 
-    fn load_norm(&self, weight: Vec<f32>) -> Vec<f32> {
-        weight
+    fn load_norm(&self, weight: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(weight)
     }
 
-    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> RouterWeights {
-        RouterWeights { weight, correction_bias }
+    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+        Ok(RouterWeights { weight, correction_bias })
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {
@@ -150,13 +207,13 @@ impl Backend for Cpu {
         w.bytes()
     }
 
-    fn heads_bytes(&self, w: &Heads) -> usize {
-        w.bytes()
+    fn latent_up_bytes(&self, w: &LatentUp) -> usize {
+        w.key.bytes() + w.value.bytes()
     }
 
-    fn embed(&self, embedding: &Embedding, tokens: &[u32], out: &mut Tensor) {
+    fn embed(&self, embedding: &Embedding, batch: &Batch, out: &mut Tensor) {
         self.each_row(out, |t, out, _| {
-            let row = &embedding.0[tokens[t] as usize * out.len()..][..out.len()];
+            let row = &embedding.0[batch.tokens[t] as usize * out.len()..][..out.len()];
             for (o, w) in out.iter_mut().zip(row) {
                 *o = w.to_f32();
             }
@@ -188,23 +245,9 @@ impl Backend for Cpu {
         self.apply(x, [(w, out)], linear::Write::Add);
     }
 
-    fn heads(&self, w: &Heads, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
-        self.apply_heads(w, x, x_at, out, out_at);
-    }
-
-    fn copy_heads(&self, num_heads: usize, width: usize, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
-        assert_eq!(x.rows(), out.rows());
-        let (from, to) = (x.cols() / num_heads, out.cols() / num_heads);
-        self.each_row(out, |t, out, _| {
-            for (x, out) in x.row(t).chunks_exact(from).zip(out.chunks_exact_mut(to)) {
-                out[out_at..][..width].copy_from_slice(&x[x_at..][..width]);
-            }
-        });
-    }
-
-    fn rope_angles(&self, inv_freq: &[f32], factor: f32, positions: &[u32], out: &mut Tensor) {
+    fn rope_angles(&self, inv_freq: &Vec<f32>, factor: f32, batch: &Batch, out: &mut Tensor) {
         let half = inv_freq.len();
-        for (t, &position) in positions.iter().enumerate() {
+        for (t, &position) in batch.positions.iter().enumerate() {
             let (cos, sin) = out.row_mut(t).split_at_mut(half);
             for i in 0..half {
                 let angle = position as f32 * inv_freq[i];
@@ -242,6 +285,32 @@ impl Backend for Cpu {
         self.attend(kv, batch, num_heads, scale, q, out);
     }
 
+    fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
+        Ok(LatentScratch {
+            query: self.tensor(max_tokens, config.num_heads * config.cache_dim())?,
+            mixed: self.tensor(max_tokens, config.num_heads * config.kv_lora_rank)?,
+        })
+    }
+
+    fn latent_attention(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        config: &Mla,
+        up: &LatentUp,
+        LatentScratch { query, mixed }: &mut LatentScratch,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        query.set_rows(q.rows());
+        mixed.set_rows(q.rows());
+        // Absorbed, whatever the number of tokens: one way of computing, hence equal bits.
+        self.apply_heads(&up.key, q, 0, query, 0);
+        self.copy_heads(config.num_heads, config.qk_rope_head_dim, q, config.qk_nope_head_dim, query, config.kv_lora_rank);
+        self.attend(kv, batch, config.num_heads, config.scale, query, mixed);
+        self.apply_heads(&up.value, mixed, 0, out, 0);
+    }
+
     fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
         let kernel = self.kernel;
         self.each_row(out, |t, out, _| kernel.silu_mul(gate.row(t), up.row(t), out));
@@ -251,9 +320,9 @@ impl Backend for Cpu {
         self.choose(w, router, x, out);
     }
 
-    fn gather(&self, x: &Tensor, rows: &[usize], out: &mut Tensor) {
+    fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
         for (i, &row) in rows.iter().enumerate() {
-            out.row_mut(i).copy_from_slice(x.row(row));
+            out.row_mut(at + i).copy_from_slice(x.row(row - first));
         }
     }
 }

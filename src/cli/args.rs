@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
+use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
 use moebius::kernel::Simd;
 use moebius::{Error, Result};
 use moebius_cache::pack::GROUP_SIZES;
@@ -58,9 +58,9 @@ pub(crate) struct EngineArgs {
     /// Tokens of prompt plus answer that a conversation may hold [default: the model's limit, or what memory allows].
     #[arg(long, value_name = "N")]
     max_context: Option<usize>,
-    /// Tokens of one forward pass: the size of a prefill chunk.
-    #[arg(long, value_name = "N", default_value_t = EngineConfig::default().max_batch_tokens)]
-    max_batch_tokens: usize,
+    /// Tokens of one forward pass: the size of a prefill chunk [default: 512; on a GPU up to 8192, as VRAM allows].
+    #[arg(long, value_name = "N")]
+    max_batch_tokens: Option<usize>,
     /// Worker threads [default: one per physical core].
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -76,20 +76,58 @@ pub(crate) struct EngineArgs {
     /// Where the experts are read from: the mapped cache file, a copy in huge pages, or what is faster.
     #[arg(long, default_value = "auto", value_parser = one_of(&ExpertsMemory::ALL))]
     experts_memory: ExpertsMemory,
+    /// What to run on: auto (the first GPU, if there is one), cpu, cuda:0.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    device: Device,
+    /// VRAM to take at most, as in 16GiB [default: what is free].
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    vram: Option<u64>,
+    /// Experts of each layer that live in VRAM: auto (as many as fit), or a number.
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
+    resident_experts: Auto,
+    /// Where the routed experts of prompts run, beside a GPU.
+    #[arg(long, default_value = "auto", value_parser = one_of(&PrefillOn::ALL))]
+    prefill: PrefillOn,
+}
+
+/// A number, or whatever is best.
+#[derive(Clone, Copy)]
+struct Auto(Option<usize>);
+
+fn parse_auto(s: &str) -> std::result::Result<Auto, String> {
+    match s {
+        "auto" => Ok(Auto(None)),
+        _ => s.parse().map(|n| Auto(Some(n))).map_err(|_| "give auto or a number".into()),
+    }
+}
+
+/// `16GiB`, `500MiB`, `8G`: units are powers of 1024.
+pub(crate) fn parse_bytes(s: &str) -> std::result::Result<u64, String> {
+    let digits = s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len());
+    let unit = match s[digits..].trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return Err("give a size such as 16GiB or 500MiB".into()),
+    };
+    let number: f64 = s[..digits].parse().map_err(|_| "give a size such as 16GiB or 500MiB".to_string())?;
+    Ok((number * (1u64 << unit) as f64) as u64)
 }
 
 impl EngineArgs {
     /// The choices as the engine takes them, the cache directory decided.
     pub(crate) fn to_config(&self) -> Result<EngineConfig> {
         for (flag, value) in
-            [("--threads", self.threads), ("--max-context", self.max_context), ("--max-batch-tokens", Some(self.max_batch_tokens))]
+            [("--threads", self.threads), ("--max-context", self.max_context), ("--max-batch-tokens", self.max_batch_tokens)]
         {
             if value == Some(0) {
                 return Err(Error::Invalid(format!("{flag} is 0: give at least 1")));
             }
         }
         for (flag, value, max) in
-            [("--threads", self.threads, MAX_THREADS), ("--max-batch-tokens", Some(self.max_batch_tokens), MAX_BATCH_TOKENS)]
+            [("--threads", self.threads, MAX_THREADS), ("--max-batch-tokens", self.max_batch_tokens, MAX_BATCH_TOKENS)]
         {
             if let Some(value) = value.filter(|&value| value > max) {
                 return Err(Error::Invalid(format!("{flag} is {value}: give at most {max}")));
@@ -105,6 +143,10 @@ impl EngineArgs {
             lock: self.lock,
             numa: self.numa,
             experts_memory: self.experts_memory,
+            device: self.device,
+            vram: self.vram,
+            resident_experts: self.resident_experts.0,
+            prefill: self.prefill,
             ..self.packed.to_config()?
         })
     }

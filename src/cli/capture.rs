@@ -52,6 +52,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut loaded = load::load(&args.model, &dir, &config, &|p| status.loading(p))?;
     drop(status);
     let wanted = Wanted { logits: args.logits, hidden: args.hidden, router: args.router };
-    let captured = capture::capture(&mut loaded, &tokens, &wanted, config.max_batch_tokens)?;
-    captured.write(&loaded.model.config, &args.out)
+    let captured = {
+        let chunk = loaded.max_batch_tokens;
+        capture::capture(&mut loaded, &tokens, &wanted, chunk)?
+    };
+    captured.write(loaded.model.config(), &args.out)
 }

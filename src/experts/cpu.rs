@@ -23,6 +23,7 @@ use super::ExpertExecutor;
 use super::memory::{ExpertMemory, turns};
 use crate::Result;
 use crate::backend::Routing;
+use crate::backend::cpu::Cpu;
 use crate::kernel::{Activations, ActivationsMut, Kernel};
 use crate::tensor::Tensor;
 use crate::workers::{Claims, Shared, Team, Worker};
@@ -155,6 +156,21 @@ impl CpuExperts {
         }
     }
 
+    /// Checks the checksums of all experts of `layer` that were never used before. Errors: `Error::Cache` for a damaged one.
+    pub fn check_layer(&mut self, layer: usize) -> Result<()> {
+        self.layer = layer;
+        self.active.clear();
+        self.active.extend((0..self.counts.len()).map(|expert| Active { expert, pairs: (0, 0), cost: 0 }));
+        let checked = self.check();
+        self.active.clear();
+        checked
+    }
+
+    /// Where the experts are.
+    pub fn memory(&self) -> &Arc<ExpertMemory> {
+        &self.memory
+    }
+
     /// Checks the checksums of the layer's active experts that were never used before, on the whole team.
     fn check(&mut self) -> Result<()> {
         let base = self.layer * self.counts.len();
@@ -207,7 +223,7 @@ impl CpuExperts {
     }
 }
 
-impl ExpertExecutor<Tensor> for CpuExperts {
+impl ExpertExecutor<Cpu> for CpuExperts {
     fn submit(&mut self, layer: usize, x: &Tensor, routing: &Routing) -> Result<()> {
         self.submit_rows(layer, x.data(), routing)
     }

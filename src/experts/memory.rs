@@ -183,6 +183,41 @@ impl ExpertMemory {
         &bytes[(layer * self.cache.num_experts() + expert) * stride..][..*stride]
     }
 
+    /// Some experts of a layer in the order of the cache file, one after the other at a stride of [`ExpertMemory::stride`]:
+    /// `put(offset, bytes)` is called with each run of bytes and where it belongs, in bytes from the first expert.
+    pub fn each_run<'a>(&'a self, layer: usize, experts: Range<usize>, mut put: impl FnMut(usize, &'a [u8])) {
+        let stride = self.stride();
+        match &self.copy[..] {
+            [] => put(0, &self.cache.layer(layer)[experts.start * stride..experts.end * stride]),
+            [Slice { bytes, .. }] => {
+                let first = layer * self.cache.num_experts() + experts.start;
+                put(0, &bytes[first * stride..(first + experts.len()) * stride]);
+            }
+            slices => {
+                for (i, expert) in experts.enumerate() {
+                    for node in 0..slices.len() {
+                        let (gate, down) = (self.gate_tiles_of(node), self.down_tiles_of(node));
+                        put(i * stride + self.layout.gate_tile(gate.start), self.gate_up_tiles(layer, expert, gate));
+                        put(i * stride + self.layout.down_tile(down.start), self.down_tiles(layer, expert, down));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Bytes from one expert to the next.
+    pub fn stride(&self) -> usize {
+        self.layout.bytes().next_multiple_of(64)
+    }
+
+    /// The memory that holds the experts, as it is mapped.
+    pub fn regions(&self) -> Vec<&[u8]> {
+        if self.is_copy() {
+            return self.copy.iter().map(|slice| &*slice.bytes).collect();
+        }
+        (0..self.cache.num_layers()).map(|layer| self.cache.layer(layer)).collect()
+    }
+
     /// Compares an expert with its checksum, where that was not done while copying. Errors: `Error::Cache` when it is damaged.
     pub fn check_expert(&self, layer: usize, expert: usize) -> Result<()> {
         match self.is_copy() {

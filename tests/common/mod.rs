@@ -2,14 +2,15 @@
 #![allow(dead_code, unreachable_pub)] // each test binary uses its part
 
 pub mod checkpoint;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 
 use std::path::PathBuf;
 
-use moebius::backend::cpu::Cpu;
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
-use moebius::forward::Model;
-use moebius::kv_cache::{BlockPool, KvCache};
+use moebius::forward::Forward;
+use moebius::kv_cache::BlockPool;
 use moebius::load::{self, Loaded};
 use moebius::sampler::argmax;
 use safetensors::SafeTensors;
@@ -86,10 +87,10 @@ impl Run {
 }
 
 /// Logits of `rows` after one pass over `batch`.
-pub fn step(model: &mut Model<Cpu>, kv: &mut KvCache<Cpu>, batch: &Batch, rows: &[usize]) -> Vec<Vec<f32>> {
-    model.forward(batch, kv, None).unwrap();
-    let vocab = model.config.vocab_size;
-    model.logits(rows).chunks(vocab).map(<[f32]>::to_vec).collect()
+pub fn step(model: &mut dyn Forward, batch: &Batch, rows: &[usize]) -> Vec<Vec<f32>> {
+    model.forward(batch, None).unwrap();
+    let vocab = model.config().vocab_size;
+    model.logits(rows).unwrap().chunks(vocab).map(<[f32]>::to_vec).collect()
 }
 
 /// The greedy continuation of a prompt, decoded token by token after one prefill.
@@ -102,7 +103,7 @@ pub fn greedy(loaded: &mut Loaded, prompt: &[u32], tokens: usize) -> Vec<u32> {
     for _ in 0..tokens {
         batch.clear();
         let row = run.push(&mut batch, &next);
-        let logits = step(&mut loaded.model, &mut loaded.kv, &batch, &[row]);
+        let logits = step(&mut *loaded.model, &batch, &[row]);
         next = vec![argmax(&logits[0]) as u32];
         answer.push(next[0]);
     }

@@ -74,6 +74,13 @@ fn interleaved(bytes: usize, nodes: &[usize]) -> Result<Buffer<u8>> {
     Ok(buffer)
 }
 
+/// A whole matrix, packed on all cores.
+pub(crate) fn packed(layout: &MatrixLayout, weight: &HostTensor<'_>) -> Vec<u8> {
+    let mut tiles = vec![0; layout.bytes()];
+    pack(layout, weight, 0, &mut tiles);
+    tiles
+}
+
 /// Packs the matrix that begins at row `first` of `weight` on all cores; of other forms than packed there is a tile at a time.
 fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mut [u8]) {
     tiles.par_chunks_mut(layout.tile_bytes()).enumerate().for_each(|(i, tile)| {
@@ -84,7 +91,7 @@ fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mu
 }
 
 /// Packed weights `[heads, n, k]`, each head with tiles of its own.
-pub struct Heads {
+pub(super) struct Heads {
     heads: usize,
     layout: MatrixLayout, // of one head
     tiles: Buffer<u8>,

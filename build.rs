@@ -1,0 +1,106 @@
+//! Compiles `kernels/*.cu` where an nvcc is found and embeds the fatbins; without one the engine runs on the CPU.
+//!
+//! nvcc is looked for in `$NVCC`, `$CUDA_HOME`, `$CUDA_PATH`, `.cu/` (see `scripts/cuda-toolchain`), `$PATH` and `/usr/local/cuda`.
+//! A fatbin is kept under a hash of its source, the headers and the flags, so that an edit compiles one file.
+
+use std::collections::hash_map::DefaultHasher;
+use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs};
+
+/// Machine code for 8.x, Hopper, Blackwell of both kinds, and PTX for what comes after.
+const TARGETS: [&str; 5] = [
+    "arch=compute_80,code=sm_80",
+    "arch=compute_90a,code=sm_90a",
+    "arch=compute_100f,code=sm_100f",
+    "arch=compute_120f,code=sm_120f",
+    "arch=compute_80,code=compute_80",
+];
+const FLAGS: [&str; 6] = ["-std=c++17", "-O3", "-fatbin", "-compress-mode=size", "--Werror=all-warnings", "-lineinfo"];
+
+fn main() {
+    println!("cargo:rerun-if-changed=kernels");
+    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH"] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("Cargo sets it"));
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("Cargo sets it"));
+    let mut sources = files(&root.join("kernels"), "cu");
+    sources.sort();
+    let nvcc = env::var_os("CARGO_FEATURE_CUDA").and_then(|_| find_nvcc(&root));
+    let mut list = String::from("pub(super) const MODULES: &[(&str, &[u8])] = &[\n");
+    // As many at a time as there are cores.
+    let next = AtomicUsize::new(0);
+    let fatbins: Vec<OnceLock<PathBuf>> = sources.iter().map(|_| OnceLock::new()).collect();
+    if let Some(nvcc) = &nvcc {
+        std::thread::scope(|scope| {
+            for _ in 0..std::thread::available_parallelism().map_or(1, |n| n.get()) {
+                scope.spawn(|| {
+                    while let Some(i) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&i| i < sources.len()) {
+                        let _ = fatbins[i].set(compile(nvcc, &sources[i], &root, &out));
+                    }
+                });
+            }
+        });
+    }
+    for (source, fatbin) in sources.iter().zip(&fatbins) {
+        let name = source.file_stem().expect("a file has a name").to_string_lossy();
+        match fatbin.get() {
+            Some(path) => writeln!(list, "    ({name:?}, include_bytes!({path:?})),"),
+            None => writeln!(list, "    ({name:?}, &[]),"),
+        }
+        .expect("a string takes it");
+    }
+    list += "];\n";
+    fs::write(out.join("modules.rs"), list).expect("OUT_DIR can be written");
+}
+
+fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.filter(|path| path.extension().is_some_and(|e| e == extension)).collect()
+}
+
+fn find_nvcc(root: &Path) -> Option<PathBuf> {
+    let named = env::var_os("NVCC").map(PathBuf::from);
+    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(PathBuf::from);
+    let homes = homes.chain([root.join(".cu/nvidia/cu13")]).map(|home| home.join("bin/nvcc"));
+    let path = env::var_os("PATH").unwrap_or_default();
+    let on_path: Vec<PathBuf> = env::split_paths(&path).map(|dir| dir.join("nvcc")).collect();
+    named.into_iter().chain(homes).chain(on_path).chain(["/usr/local/cuda/bin/nvcc".into()]).find(|path| path.is_file())
+}
+
+fn compile(nvcc: &Path, source: &Path, root: &Path, out: &Path) -> PathBuf {
+    // A test build is for the machine of whoever develops; a release for everyone's.
+    let targets = if env::var("PROFILE").is_ok_and(|p| p == "release") { &TARGETS[..] } else { &TARGETS[..2] };
+    let mut hasher = DefaultHasher::new();
+    (nvcc, targets, FLAGS, fs::read(source).expect("a kernel can be read")).hash(&mut hasher);
+    let mut headers = files(&root.join("kernels"), "cuh");
+    headers.sort();
+    headers.iter().for_each(|path| fs::read(path).expect("a header can be read").hash(&mut hasher));
+    // Beside the build's own folder, which is another for every set of features.
+    let dir = out.ancestors().nth(3).unwrap_or(out).join("kernels");
+    fs::create_dir_all(&dir).expect("the target folder can be written");
+    let name = source.file_stem().expect("a file has a name").to_string_lossy();
+    let fatbin = dir.join(format!("{name}-{:016x}.fatbin", hasher.finish()));
+    if !fatbin.is_file() {
+        let partial = fatbin.with_extension(format!("{}.partial", std::process::id()));
+        let mut command = Command::new(nvcc);
+        command.args(FLAGS).args(targets.iter().map(|t| format!("-gencode={t}"))).arg(source).arg("-o").arg(&partial);
+        if let Some(bin) = nvcc.parent() {
+            let path = env::join_paths([bin.into()].into_iter().chain(env::split_paths(&env::var_os("PATH").unwrap_or_default())));
+            command.env("PATH", path.expect("a path of paths"));
+        }
+        let output = command.output().unwrap_or_else(|e| panic!("{} cannot run: {e}", nvcc.display()));
+        assert!(output.status.success(), "{}:\n{}{}", source.display(), text(&output.stdout), text(&output.stderr));
+        fs::rename(&partial, &fatbin).expect("a finished file can be renamed");
+    }
+    fatbin
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

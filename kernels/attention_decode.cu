@@ -1,0 +1,211 @@
+// Attention of single query rows over the paged cache (attention.cuh), the context split among blocks: flash-decoding for grouped queries. attention_decode_mla.cu serves MLA.
+//
+// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group]) values[...], group = heads / kv_heads.
+//   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
+// attention_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds both of 64_64, 96_96, 128_128, 192_128, 256_256.
+//
+// A block takes one of `splits` equal shares of a row's pages, for up to 16 heads of a group: they are the 16 rows of the products, so that keys and values are read once.
+// Each of the 4 warps streams its own quarter of every page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
+//   grid (splits, kv_heads * ceil(group / 16), n), 128 threads
+//   dynamic shared bytes: max(STAGES * 64 * ((KD + VD) * B + 32), 256 * (VD + 8)) + 512; bf16: B = 2, STAGES = 3 for 64, 2 for 96, 128 and 192_128, 1 for 256;
+//   e4m3: B = 1, STAGES = 4 for 64, 96 and 128, 3 for 192_128, 2 for 256
+//   splits: floor(multiprocessors * 2 / (n * kv_heads * ceil(group / 16))) within 1..=128, and no more than ceil(max context / 64)
+// With splits == 1 `out` is written at once and the workspace is not touched. Otherwise the shares go to
+//   partial f32 [n, heads, splits, value_dim] and state {maximum, sum} f32 [n, heads, splits, 2] (an empty share has maximum -inf and no partial), and
+// attention_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits <= 256.
+#include "decode.cuh"
+
+template <int KD, int VD, int STAGES, class Cache>
+__device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions,
+                                       const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim,
+                                       float scale) {
+    constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD), STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
+    DYNAMIC_SHARED(unsigned char, shared);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x, row = rows[blockIdx.z];
+    if (row < 0) return;
+    const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
+    const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
+    const int last = positions[row], total = last / PAGE + 1;
+    const int begin = share(total, split, splits), count = share(total, split + 1, splits) - begin;
+    const uint32_t state_at = (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
+    if (count == 0) {
+        if ((int)threadIdx.x < num_heads) states[state_at + threadIdx.x * splits] = make_float2(-INFINITY, 0.0f);
+        return;
+    }
+
+    uint32_t qa[KD / 16][4];
+    load_queries<Cache, KD / 16, 1>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, 0, lane);
+
+    // Copies run STAGES pages ahead. Each lane keeps the id of one of 32 pages.
+    const uint32_t* table = block_table + seq_blocks[token_seq[row]] + begin;
+    Cache* tiles = reinterpret_cast<Cache*>(shared) + warp * STAGES * STAGE; // for each stage 16 keys, then 16 values
+    uint32_t ids = 0;
+    const int left = last + 1 - begin * PAGE - warp * 16;
+    auto rows_of = [&](int j) { return left - j * PAGE; };
+    auto copy_keys = [&](int j, int stage) {
+        if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
+        const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
+        if (j < count) copy_rows<16, KD, WARP>(tiles + stage * STAGE, page_of(keys, id, kv_heads, kv_head, key_dim) + warp * 16 * key_dim, key_dim, key_dim, rows_of(j), lane);
+        copy_async_commit();
+    };
+    auto copy_values = [&](int j, int stage) {
+        const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
+        if (j < count) copy_rows<16, VD, WARP>(tiles + stage * STAGE + 16 * KEY_PITCH, page_of(values, id, kv_heads, kv_head, value_dim) + warp * 16 * value_dim, value_dim, value_dim, rows_of(j), lane);
+        copy_async_commit();
+    };
+#pragma unroll
+    for (int j = 0; j < STAGES; j++) {
+        copy_keys(j, j);
+        copy_values(j, j);
+    }
+
+    float o[VD / 8][4], max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < VD / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[n][i] = 0.0f;
+    const float scale_log2 = scale * LOG2_E;
+    int stage = 0;
+    for (int j = 0; j < count; j++) {
+        const int valid = rows_of(j); // of the 16
+        float s[2][4] = {};
+        copy_async_wait<2 * STAGES - 1>();
+        __syncwarp();
+        const Cache* k = tiles + stage * STAGE;
+#pragma unroll
+        for (int i = 0; i < KD / 16; i++) {
+            uint32_t b[4];
+            load_b_rows(b, k + i * 16, KEY_PITCH, lane);
+            mma_pair(s[0], s[1], qa[i], b);
+        }
+        __syncwarp();
+        copy_keys(j + STAGES, stage);
+        if (valid < 16) {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= valid) s[i / 4][i % 4] = -INFINITY;
+        }
+        const float2 correction = online_softmax(s, max, sum, scale_log2);
+        uint32_t p[4];
+        scores_as_a(p, s[0], s[1]);
+        rescale(o, correction);
+        copy_async_wait<2 * STAGES - 1>();
+        __syncwarp();
+        const Cache* v = k + 16 * KEY_PITCH;
+#pragma unroll
+        for (int n = 0; n < VD / 8; n += 2) {
+            uint32_t b[4];
+            load_b_cols(b, v + n * 8, VALUE_PITCH, lane);
+            mma_pair(o[n], o[n + 1], p, b);
+        }
+        __syncwarp();
+        copy_values(j + STAGES, stage);
+        if (++stage == STAGES) stage = 0;
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+
+    // The warps' results, side by side where the pages were: [4][16][VD + 8] and {max, sum} [4][16].
+    constexpr int PITCH = VD + 8;
+    float* all = reinterpret_cast<float*>(shared);
+    float2* all_states = reinterpret_cast<float2*>(shared + max_of(4 * STAGES * STAGE * (int)sizeof(Cache), 4 * 16 * PITCH * 4));
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int h = lane / 4 + 8 * r;
+        const float s = quad_sum(sum[r]);
+        if (lane % 4 == 0) all_states[warp * 16 + h] = make_float2(max[r], s);
+#pragma unroll
+        for (int n = 0; n < VD / 8; n++)
+            *reinterpret_cast<float2*>(all + (warp * 16 + h) * PITCH + n / 2 * 16 + quad_column<Cache>(lane, n % 2)) = quad_of<Cache>(o[n / 2 * 2], o[n / 2 * 2 + 1], r, n % 2);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_heads * value_dim / 4; i += 128) {
+        const int h = i / (value_dim / 4), col = i % (value_dim / 4) * 4;
+        float top = -INFINITY, s = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 4; w++) top = fmaxf(top, all_states[w * 16 + h].x);
+        float4 x = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            const float2 state = all_states[w * 16 + h];
+            const float weight = fast_exp2(state.x - top);
+            const float4 y = *reinterpret_cast<const float4*>(all + (w * 16 + h) * PITCH + col);
+            s += weight * state.y;
+            x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
+        }
+        if (splits == 1) {
+            const float inverse = 1.0f / s;
+            *reinterpret_cast<uint2*>(out + ((size_t)row * heads + first_head + h) * value_dim + col) =
+                make_uint2(pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse));
+        } else {
+            const uint32_t at = state_at + h * splits;
+            *reinterpret_cast<float4*>(partial + (size_t)at * value_dim + col) = x;
+            if (col == 0) states[at] = make_float2(top, s);
+        }
+    }
+}
+
+#define DECODE(name, KD, VD, STAGES, Cache)                                                                                                                     \
+    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions, \
+           const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale) {       \
+        decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks, block_table, heads, kv_heads, key_dim,    \
+                                      value_dim, scale);                                                                                                      \
+    }
+DECODE(attention_decode_64_64_bf16, 64, 64, 3, bf16)
+DECODE(attention_decode_96_96_bf16, 96, 96, 2, bf16)
+DECODE(attention_decode_128_128_bf16, 128, 128, 2, bf16)
+DECODE(attention_decode_192_128_bf16, 192, 128, 2, bf16)
+DECODE(attention_decode_256_256_bf16, 256, 256, 1, bf16)
+DECODE(attention_decode_64_64_e4m3, 64, 64, 4, e4m3)
+DECODE(attention_decode_96_96_e4m3, 96, 96, 4, e4m3)
+DECODE(attention_decode_128_128_e4m3, 128, 128, 4, e4m3)
+DECODE(attention_decode_192_128_e4m3, 192, 128, 3, e4m3)
+DECODE(attention_decode_256_256_e4m3, 256, 256, 2, e4m3)
+
+// Adds up the shares of a row's head, 64 columns to a block.
+KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits, int heads, int value_dim) {
+    __shared__ float weights[256], maxima[4], sums[4];
+    __shared__ float4 columns[8][16];
+    const int item = blockIdx.x, row = rows[item / heads], lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (row < 0) return;
+    const float2* mine = states + (size_t)item * splits;
+    float2 state[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) state[i] = (int)threadIdx.x + 128 * i < splits ? mine[threadIdx.x + 128 * i] : make_float2(-INFINITY, 0.0f);
+    const float top = warp_max(fmaxf(state[0].x, state[1].x));
+    if (lane == 0) maxima[warp] = top;
+    __syncthreads();
+    const float max = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float weight = fast_exp2(state[i].x - max);
+        weights[threadIdx.x + 128 * i] = weight;
+        sum += weight * state[i].y;
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+
+    const int part = threadIdx.x / 16, col = blockIdx.y * 64 + threadIdx.x % 16 * 4;
+    float4 x = make_float4(0, 0, 0, 0);
+    if (col < value_dim) {
+#pragma unroll 8
+        for (int s = part; s < splits; s += 8) {
+            const float weight = weights[s];
+            float4 y = make_float4(0, 0, 0, 0);
+            if (weight != 0.0f) y = *reinterpret_cast<const float4*>(partial + ((size_t)item * splits + s) * value_dim + col); // otherwise nothing may be there
+            x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
+        }
+    }
+    columns[part][threadIdx.x % 16] = x;
+    __syncthreads();
+    if (part != 0 || col >= value_dim) return;
+    for (int i = 1; i < 8; i++) {
+        const float4 y = columns[i][threadIdx.x];
+        x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+    }
+    const float inverse = 1.0f / (sums[0] + sums[1] + sums[2] + sums[3]);
+    *reinterpret_cast<uint2*>(out + ((size_t)row * heads + item % heads) * value_dim + col) =
+        make_uint2(pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse));
+}

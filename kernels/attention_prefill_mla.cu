@@ -1,0 +1,121 @@
+// Causal attention of one sequence's new tokens over a segment of its context, with MLA's keys and values expanded (not absorbed): flash_tile.cuh.
+//
+// A context is walked in segments [from, to): gather_latents, a product with kv_b_proj into `expanded`, then this kernel; the softmax's state rests in between.
+//   expanded [to - from, heads, nope + value_dim]: a position's key without rotation, then its value; rotated [to - from, rope]: the rotated part of the key, for all heads
+//   q [T, heads * (nope + rope)], out [T, heads * value_dim] bf16; queries are rows row_first..row_end of the batch, all of one sequence, their positions consecutive
+//   state f32, by row - row_first: max, sum [rows, heads], acc [rows, heads, value_dim]. `first` != 0: nothing is read from it; `last` != 0: out is written, not the state.
+// attention_prefill_mla_{KD}_{VD} serves nope + rope <= KD, value_dim <= VD (multiples of 8): 64_64 and 192_128 with ROWS = 128, 256_256 with ROWS = 64.
+//   grid (heads, ceil((row_end - row_first) / ROWS)), 128 threads, dynamic shared bytes: 2 * (ROWS + 64) * (KD + 8) + 128 * (VD + 8)
+#include "flash_tile.cuh"
+
+template <int KD, int VD> struct Segment {
+    static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8;
+    bf16 *key_tile, *value_tile;
+    const bf16 *expanded, *rotated; // of the head
+    uint32_t pitch;
+    int nope, rope, value_dim, count;
+
+    __device__ __forceinline__ void copy_keys(int j) {
+        constexpr int STEP = TILE_THREADS / 8;
+        const int col = threadIdx.x % 8 * 8, first = PAGE * j + threadIdx.x / 8;
+        bf16* tile = key_tile + threadIdx.x / 8 * KEY_PITCH + col;
+#pragma unroll 1 // registers are scarce
+        for (int k = 0; k < KD; k += 64) {
+            const bool plain = col + k < nope, valid = col + k < nope + rope;
+            const uint32_t step = plain ? pitch : rope;
+            const bf16* from = (plain ? expanded : rotated - nope) + (size_t)first * step + col + k;
+#pragma unroll 2
+            for (int row = 0; row < PAGE; row += STEP, from += (size_t)STEP * step) copy_async_16(tile + row * KEY_PITCH + k, from, first + row < count && valid);
+        }
+        copy_async_commit();
+    }
+    __device__ __forceinline__ const bf16* keys(int j) {
+        copy_async_wait<0>();
+        __syncthreads();
+        copy_rows<PAGE, VD, TILE_THREADS>(value_tile, expanded + (size_t)PAGE * j * pitch + nope, pitch, value_dim, count - PAGE * j, threadIdx.x);
+        copy_async_commit();
+        return key_tile;
+    }
+    __device__ __forceinline__ const bf16* values(int j) {
+        copy_async_wait<0>();
+        __syncthreads();
+        if (PAGE * (j + 1) < count) copy_keys(j + 1);
+        return value_tile;
+    }
+};
+
+// Reads or writes the state; sums are kept whole, not in shares.
+template <bool LOAD, class Tile> __device__ __forceinline__ void state(Tile& work, float* max, float* sum, float* acc, int heads, int dim, int rows) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < (int)(sizeof work.max / sizeof work.max[0]); m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float total = LOAD ? 0.0f : quad_sum(work.sum[m][r]);
+            const int row = Tile::row(m, r);
+            if (row >= rows) continue;
+            const size_t at = (size_t)row * heads;
+            if (LOAD) {
+                work.max[m][r] = max[at];
+                work.sum[m][r] = t == 0 ? sum[at] : 0.0f;
+            } else if (t == 0) {
+                max[at] = work.max[m][r];
+                sum[at] = total;
+            }
+#pragma unroll
+            for (int n = 0; n < (int)(sizeof work.o[0] / sizeof work.o[0][0]); n++) {
+                if (n * 8 >= dim) continue;
+                float2* two = reinterpret_cast<float2*>(acc + at * dim + n * 8 + t * 2);
+                if (LOAD) {
+                    const float2 x = *two;
+                    work.o[m][n][2 * r] = x.x;
+                    work.o[m][n][2 * r + 1] = x.y;
+                } else {
+                    *two = make_float2(work.o[m][n][2 * r], work.o[m][n][2 * r + 1]);
+                }
+            }
+        }
+}
+
+template <int KD, int VD, int MT>
+__device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded, const bf16* rotated, bf16* out, float* max, float* sum, float* acc, const int* positions,
+                                            int row_first, int row_end, int from, int to, int is_first, int is_last, int heads, int nope, int rope, int value_dim, float scale) {
+    using Tile = FlashTile<KD, VD, MT>;
+    DYNAMIC_SHARED(unsigned char, shared);
+    // The last rows see most: they begin.
+    const int head = blockIdx.x, offset = (gridDim.y - 1 - blockIdx.y) * Tile::ROWS, first = row_first + offset;
+    const int rows = min(Tile::ROWS, row_end - first), key_dim = nope + rope, count = min(to, positions[first + rows - 1] + 1) - from;
+    if (count <= 0 && !is_first && !is_last) return;
+
+    bf16* queries = reinterpret_cast<bf16*>(shared);
+    copy_rows<Tile::ROWS, KD, TILE_THREADS>(queries, q + ((size_t)first * heads + head) * key_dim, heads * key_dim, key_dim, rows, threadIdx.x);
+    Segment<KD, VD> source;
+    source.key_tile = queries + Tile::ROWS * Tile::QUERY_PITCH;
+    source.value_tile = source.key_tile + PAGE * (KD + 8);
+    source.expanded = expanded + (size_t)head * (nope + value_dim);
+    source.rotated = rotated;
+    source.pitch = heads * (nope + value_dim);
+    source.nope = nope;
+    source.rope = rope;
+    source.value_dim = value_dim;
+    source.count = count;
+    source.copy_keys(0);
+
+    Tile work;
+    work.begin(positions[first] - from, count - 1);
+    const size_t at = (size_t)((gridDim.y - 1 - blockIdx.y) * Tile::ROWS) * heads + blockIdx.x;
+    if (!is_first) state<true>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
+    work.run(source, queries, scale * LOG2_E);
+    if (is_last) work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows);
+    else state<false>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
+}
+
+#define PREFILL_MLA(name, KD, VD, MT)                                                                                                                         \
+    KERNEL(name, 128, const bf16* q, const bf16* expanded, const bf16* rotated, bf16* out, float* max, float* sum, float* acc, const int* positions,         \
+           int row_first, int row_end, int from, int to, int first, int last, int heads, int nope, int rope, int value_dim, float scale) {                    \
+        prefill_mla<KD, VD, MT>(q, expanded, rotated, out, max, sum, acc, positions, row_first, row_end, from, to, first, last, heads, nope, rope, value_dim, \
+                                scale);                                                                                                                       \
+    }
+PREFILL_MLA(attention_prefill_mla_64_64, 64, 64, 2)
+PREFILL_MLA(attention_prefill_mla_192_128, 192, 128, 2)
+PREFILL_MLA(attention_prefill_mla_256_256, 256, 256, 1)

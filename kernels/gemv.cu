@@ -1,0 +1,197 @@
+// Dense products of one to eight tokens: as fast as the weights can be read.
+//
+// y[t, i] = (add ? y[t, i] : 0) + sum_k x[t, k] w[i, k] + bias[i] for up to three matrices with the same x (query, key and value; gate and up) and,
+// over grid y, for a batch: x + z x_batch by w + z w_batch into y + z y_batch (in elements; the bias is the same for all).
+// x [tokens, k] bf16, pitch x_pitch; w [n, k] bf16 without gaps; y bf16 or f32, pitch y_pitch; bias [n] f32 or null.
+// tokens 1 to 8, n >= 1, k a multiple of 8, w_batch, x_batch and x_pitch multiples of 8, x and w aligned to 16 bytes.
+//
+// Tensor cores multiply 16 rows of weights by 8 tokens straight from registers: as k may be permuted, if only in the same way on both sides, 16 bytes
+// of a row that a thread reads are its share of two mma, and nothing is converted or shared. The cost is the same for all of 1 to 8 tokens.
+// A block's eight warps take `k_warps` parts of k (1, 2, 4 or 8) of 8 / k_warps times 16 rows. Sums of the parts are added in the order of k.
+//
+// Variants of x:
+//   gemv_*       x bf16
+//   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps; each block normalizes for itself and
+//                rounds to bf16, as a norm kernel would
+// and of what is done with two products:
+//   gemv[_norm]_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are read), equal n.
+//
+// Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs that are not there have n = 0 and
+// stand last. Dynamic shared memory: gemv_*: 0; gemv_norm_*: tokens (2 k + 64) bytes (k up to 6,000 for 8 tokens if a block may have 99 KB).
+//
+// May be launched with programmatic stream serialization, if the kernel in front does not write weights.
+//
+//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set, gemv_norm_f32_set, gemv_norm_silu (const Gemv a)
+#include "common.cuh"
+
+struct GemvJob {
+    const bf16* w;
+    const float* bias;
+    void* y;
+    int64_t w_batch, y_batch;
+    int n, y_pitch;
+};
+struct Gemv {
+    GemvJob job[3];
+    const void* x;
+    const float* norm;
+    int64_t x_batch;
+    int x_pitch, tokens, k, k_warps;
+    float eps;
+};
+
+constexpr int MAX_TOKENS = 8;
+constexpr int NORM_PAD = 32; // bf16 numbers between normalized rows in shared memory, so that two neighbours lie in different banks
+
+// Normalizes all rows into `rows`, of pitch k + NORM_PAD.
+template <int WARPS> __device__ __forceinline__ void normalize(const Gemv& a, const float* x, bf16* rows) {
+    __shared__ float squares[MAX_TOKENS][WARPS];
+    const int tid = threadIdx.x;
+    for (int t = 0; t < a.tokens; t++) {
+        float sum = 0.0f;
+        for (int i = 4 * tid; i < a.k; i += 4 * WARPS * WARP) {
+            const float4 v = *(const float4*)(x + (int64_t)t * a.x_pitch + i);
+            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        }
+        sum = warp_sum(sum);
+        if (tid % WARP == 0) squares[t][tid / WARP] = sum;
+    }
+    __syncthreads();
+    for (int t = 0; t < a.tokens; t++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += squares[t][w];
+        const float scale = rsqrtf(sum / (float)a.k + a.eps);
+        for (int i = 4 * tid; i < a.k; i += 4 * WARPS * WARP) {
+            const float4 v = *(const float4*)(x + (int64_t)t * a.x_pitch + i), n = *(const float4*)(a.norm + i);
+            *(uint2*)(rows + t * (a.k + NORM_PAD) + i) =
+                make_uint2(pack_bf16(v.x * scale * n.x, v.y * scale * n.y), pack_bf16(v.z * scale * n.z, v.w * scale * n.w));
+        }
+    }
+    __syncthreads();
+}
+
+// 16 bytes of a thread for each matrix, four rows and 64 numbers of k.
+template <int MATRICES, int QUADS, int DEPTH> struct Weights {
+    uint4 at[MATRICES][QUADS][DEPTH];
+};
+
+// QUADS: fours of rows that a warp takes; DEPTH: 64s of k that it takes at once.
+template <class Out, bool ADD, bool NORM, bool SILU, int QUADS, int DEPTH, int WARPS> __device__ __forceinline__ void gemv(const Gemv& a) {
+    constexpr int MATRICES = SILU ? 2 : 1, STEP = 64 * DEPTH, ROWS = 4 * QUADS;
+    __shared__ float parts[WARPS][MATRICES][MAX_TOKENS * ROWS];
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, token = lane / 4, quarter = lane % 4;
+    const int row_groups = WARPS / a.k_warps, k_warp = warp % a.k_warps;
+
+    GemvJob job = a.job[0];
+    int block = blockIdx.x;
+    if (!SILU) {
+        const int blocks_0 = div_ceil(a.job[0].n, ROWS * row_groups), blocks_1 = div_ceil(a.job[1].n, ROWS * row_groups);
+        if (block >= blocks_0 + blocks_1) {
+            job = a.job[2];
+            block -= blocks_0 + blocks_1;
+        } else if (block >= blocks_0) {
+            job = a.job[1];
+            block -= blocks_0;
+        }
+    }
+    const int first_row = (block * row_groups + warp / a.k_warps) * ROWS;
+    const bf16* w[MATRICES][QUADS]; // where this thread reads; rows past the end read the last one again
+#pragma unroll
+    for (int q = 0; q < QUADS; q++) {
+        const int64_t at = (int64_t)min(first_row + 4 * q + lane / 8, job.n - 1) * a.k + lane % 8 * 8;
+        w[0][q] = job.w + blockIdx.y * job.w_batch + at;
+        if (SILU) w[MATRICES - 1][q] = a.job[1].w + blockIdx.y * a.job[1].w_batch + at;
+    }
+
+    using Step = Weights<MATRICES, QUADS, DEPTH>;
+    auto read = [&](int k0) {
+        Step s;
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+            for (int q = 0; q < QUADS; q++)
+#pragma unroll
+                for (int d = 0; d < DEPTH; d++) {
+                    const int k = k0 + 64 * d;
+                    s.at[m][q][d] = k + lane % 8 * 8 < a.k ? load_streaming((const uint4*)(w[m][q] + k)) : make_uint4(0, 0, 0, 0);
+                }
+        return s;
+    };
+
+    // The first weights are on their way before x is looked at, and even before the kernel that makes x has ended.
+    let_next_kernel_begin();
+    int k0 = k_warp * STEP;
+    Step now = read(k0);
+    wait_for_previous_kernel();
+    const bf16* x;
+    int x_pitch;
+    if constexpr (NORM) {
+        DYNAMIC_SHARED(bf16, rows);
+        normalize<WARPS>(a, (const float*)a.x + blockIdx.y * a.x_batch, rows);
+        x = rows;
+        x_pitch = a.k + NORM_PAD;
+    } else {
+        x = (const bf16*)a.x + blockIdx.y * a.x_batch;
+        x_pitch = a.x_pitch;
+    }
+    x += token * x_pitch + quarter * 8;
+    const int x_end = token < a.tokens ? a.k - quarter * 8 : 0;
+
+    float sum[MATRICES][QUADS][4] = {};
+    while (k0 < a.k) {
+        const int next_k0 = k0 + a.k_warps * STEP;
+        Step next = read(next_k0);
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            const int k = k0 + 64 * d;
+            const uint4 x0 = k < x_end ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
+            const uint4 x1 = k + 32 < x_end ? *(const uint4*)(x + k + 32) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+                for (int q = 0; q < QUADS; q++) {
+                    const uint4 v = now.at[m][q][d];
+                    mma_bf16(sum[m][q], {x0.x, x1.x, x0.y, x1.y}, {v.x, v.y});
+                    mma_bf16(sum[m][q], {x0.z, x1.z, x0.w, x1.w}, {v.z, v.w});
+                }
+        }
+        now = next;
+        k0 = next_k0;
+    }
+
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) parts[warp][m][token * ROWS + 4 * q + quarter] = sum[m][q][0] + sum[m][q][3];
+    __syncthreads();
+    for (int i = tid; i < row_groups * MAX_TOKENS * ROWS; i += WARPS * WARP) {
+        const int group = i / (MAX_TOKENS * ROWS), at = i % (MAX_TOKENS * ROWS), t = at / ROWS;
+        const int row = (block * row_groups + group) * ROWS + at % ROWS;
+        if (t >= a.tokens || row >= job.n) continue;
+        float v[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++) {
+            const float* bias = m == 0 ? job.bias : a.job[1].bias;
+            v[m] = bias ? bias[row] : 0.0f;
+            for (int p = 0; p < a.k_warps; p++) v[m] += parts[group * a.k_warps + p][m][at];
+        }
+        Out* y = (Out*)job.y + blockIdx.y * job.y_batch + (int64_t)t * job.y_pitch + row;
+        float out = v[0];
+        if (SILU) out = v[0] / (1.0f + __expf(-v[0])) * v[MATRICES - 1];
+        if (ADD) out += to_f32(*y);
+        *y = from_f32<Out>(out);
+    }
+}
+
+#define GEMV(name, Out, ADD, NORM, SILU)                                                                                                              \
+    KERNEL_BLOCKS(name##_few, 256, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU, SILU ? 1 : 2, 4, 8>(a); }                                    \
+    KERNEL_BLOCKS(name, 256, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU, SILU ? 2 : 4, 2, 8>(a); }
+
+GEMV(gemv_bf16_set, bf16, false, false, false)
+GEMV(gemv_f32_set, float, false, false, false)
+GEMV(gemv_f32_add, float, true, false, false)
+GEMV(gemv_silu, bf16, false, false, true)
+GEMV(gemv_norm_bf16_set, bf16, false, true, false)
+GEMV(gemv_norm_f32_set, float, false, true, false)
+GEMV(gemv_norm_silu, bf16, false, true, true)

@@ -1,0 +1,122 @@
+// Ops on single rows: embedding, RMS norm, RoPE, SiLU, gathering.
+//
+//   rms_norm   out[c] = x[c] / sqrt(mean(x^2) + eps) * w[c]
+//   rope       (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1)
+//   silu_mul   out = gate / (1 + exp(-gate)) * up
+//
+// Activations are bf16, the residual stream f32; sums are f32. Widths are multiples of 8 unless said.
+//
+// launch: grid (rows), ROW_THREADS threads, no dynamic shared memory, unless said.
+#include "common.cuh"
+
+constexpr int ROW_THREADS = 256;
+
+// out[t] = table[tokens[t]]
+KERNEL(embed, ROW_THREADS, const bf16* table, const uint32_t* tokens, float* out, int cols) {
+    const uint4* from = reinterpret_cast<const uint4*>(table + (size_t)tokens[blockIdx.x] * cols);
+    float4* to = reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols);
+    for (int i = threadIdx.x; i < cols / 8; i += ROW_THREADS) {
+        const uint4 v = from[i];
+        to[2 * i] = make_float4(low_f32(v.x), high_f32(v.x), low_f32(v.y), high_f32(v.y));
+        to[2 * i + 1] = make_float4(low_f32(v.z), high_f32(v.z), low_f32(v.w), high_f32(v.w));
+    }
+}
+
+template <class T> __device__ __forceinline__ float4 load4(const T* x);
+template <> __device__ __forceinline__ float4 load4(const float* x) { return *reinterpret_cast<const float4*>(x); }
+template <> __device__ __forceinline__ float4 load4(const bf16* x) {
+    const uint2 v = *reinterpret_cast<const uint2*>(x);
+    return make_float4(low_f32(v.x), high_f32(v.x), low_f32(v.y), high_f32(v.y));
+}
+__device__ __forceinline__ void store4(bf16* x, float a, float b, float c, float d) {
+    *reinterpret_cast<uint2*>(x) = make_uint2(pack_bf16(a, b), pack_bf16(c, d));
+}
+
+template <class T> __device__ __forceinline__ void norm_row(const T* x, const float* w, float eps, bf16* out, int cols) {
+    __shared__ float scratch[33];
+    float sum = 0.0f;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(x + i);
+        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float scale = rsqrtf(block_sum(sum, scratch) / cols + eps);
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(x + i), g = load4(w + i);
+        store4(out + i, v.x * scale * g.x, v.y * scale * g.y, v.z * scale * g.z, v.w * scale * g.w);
+    }
+}
+
+KERNEL(rms_norm_f32, ROW_THREADS, const float* x, const float* w, float eps, bf16* out, int cols) {
+    norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
+}
+KERNEL(rms_norm_bf16, ROW_THREADS, const bf16* x, const float* w, float eps, bf16* out, int cols) {
+    norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
+}
+
+// In place, every run of `width` numbers from column `first` on: a warp each. Any even width.
+// grid (rows, ceil(runs / 8)), 256 threads
+KERNEL(rms_norm_heads, 256, bf16* x, const float* w, float eps, int pitch, int first, int width, int runs) {
+    const int run = blockIdx.y * 8 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (run >= runs) return;
+    uint32_t* row = reinterpret_cast<uint32_t*>(x + (size_t)blockIdx.x * pitch + first + (size_t)run * width);
+    float sum = 0.0f;
+    for (int i = lane; i < width / 2; i += WARP) {
+        const uint32_t v = row[i];
+        sum += low_f32(v) * low_f32(v) + high_f32(v) * high_f32(v);
+    }
+    const float scale = rsqrtf(warp_sum(sum) / width + eps);
+    for (int i = lane; i < width / 2; i += WARP) {
+        const uint32_t v = row[i];
+        row[i] = pack_bf16(low_f32(v) * scale * w[2 * i], high_f32(v) * scale * w[2 * i + 1]);
+    }
+}
+
+// out[t] = cos, then sin, of positions[t] * inv_freq, times `factor`. Positions may be 10^5: the angle is reduced in f64, after which
+// the fast functions are right to 2^-21.
+// grid (rows), 64 threads
+KERNEL(rope_angles, 64, const uint32_t* positions, const float* inv_freq, float factor, float* out, int half) {
+    for (int i = threadIdx.x; i < half; i += 64) {
+        const double angle = (float)positions[blockIdx.x] * inv_freq[i];
+        const float rest = (float)(angle - rint(angle * 0.15915494309189535) * 6.283185307179586);
+        out[(size_t)blockIdx.x * 2 * half + i] = __cosf(rest) * factor;
+        out[(size_t)blockIdx.x * 2 * half + half + i] = __sinf(rest) * factor;
+    }
+}
+
+// Columns [at, at + 2 half) of each of `heads` heads, in place.
+KERNEL(rope, ROW_THREADS, bf16* x, const float* angles, int heads, int head_dim, int at, int half, int interleaved) {
+    const float* cos_row = angles + (size_t)blockIdx.x * 2 * half;
+    const float* sin_row = cos_row + half;
+    for (int i = threadIdx.x; i < heads * half; i += ROW_THREADS) {
+        const int head = i / half, pair = i % half;
+        bf16* part = x + ((size_t)blockIdx.x * heads + head) * head_dim + at;
+        bf16 *a = part + (interleaved ? 2 * pair : pair), *b = part + (interleaved ? 2 * pair + 1 : pair + half);
+        const float u = to_f32(*a), v = to_f32(*b), c = cos_row[pair], s = sin_row[pair];
+        *a = to_bf16(u * c - v * s);
+        *b = to_bf16(v * c + u * s);
+    }
+}
+
+// grid (ceil(numbers / 4 / 256)); numbers a multiple of 4
+KERNEL(silu_mul, ROW_THREADS, const bf16* gate, const bf16* up, bf16* out, long long numbers) {
+    const long long i = 4 * ((long long)blockIdx.x * ROW_THREADS + threadIdx.x);
+    if (i >= numbers) return;
+    const float4 g = load4(gate + i), u = load4(up + i);
+    auto one = [](float g, float u) { return g / (1.0f + __expf(-g)) * u; };
+    store4(out + i, one(g.x, u.x), one(g.y, u.y), one(g.z, u.z), one(g.w, u.w));
+}
+
+// out[i] = x[rows[i] - first], f32
+KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first, float* out, int cols) {
+    const float* from = x + (size_t)(rows[blockIdx.x] - first) * cols;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS)
+        *reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols + i) = load4(from + i);
+}
+
+// Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out out_dim.
+KERNEL(copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at, int out_dim, int out_at) {
+    for (int i = threadIdx.x; i < heads * width; i += ROW_THREADS) {
+        const size_t head = (size_t)blockIdx.x * heads + i / width;
+        out[head * out_dim + out_at + i % width] = x[head * x_dim + x_at + i % width];
+    }
+}

@@ -1,0 +1,420 @@
+//! The CUDA backend: every op as one or two kernels on the compute stream.
+//!
+//! The residual stream, angles and logits are f32, everything else between ops is bf16. Ops do not wait; `read` does.
+//! What changes from step to step of decode (tokens, positions, block tables) is read from device memory at fixed addresses, so that
+//! a recorded pass can be launched again.
+
+mod attention;
+mod batch;
+mod linear;
+pub mod packed;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+
+use crate::backend::{Backend, Routing};
+use crate::batch::Batch;
+use crate::config::{DenseBits, KvBits};
+use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, launch};
+use crate::model::{GroupScore, Mla, Router, Scoring};
+use crate::tensor::HostTensor;
+use crate::{Error, Result};
+
+pub use attention::{Kv, LatentScratch, LatentUp};
+pub use batch::CudaBatch;
+pub use linear::Linear;
+
+/// Threads of a block that works on one row.
+const ROW_THREADS: u32 = 256;
+
+/// Tokens up to which a pass of one token per sequence is recorded.
+const RECORDED_TOKENS: usize = 64;
+
+/// What the backend allocates for.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Positions of a sequence.
+    pub context: usize,
+    /// Entries of all block tables of a batch.
+    pub table: usize,
+}
+
+/// Ops on one GPU.
+pub struct CudaBackend {
+    cuda: Arc<Cuda>,
+    limits: Limits,
+    workspace: linear::Workspace,
+    attention: attention::Workspace,
+    graphs: RefCell<HashMap<usize, Recorded>>, // by tokens
+    gather_rows: DeviceBuffer<u32>,
+}
+
+/// Where a pass of so many tokens is on its way to being recorded.
+enum Recorded {
+    /// It has run once op by op, which allocated and loaded whatever it needs.
+    Warm,
+    Graph(Graph),
+}
+
+/// Activations `[rows, cols]`.
+pub struct Tensor {
+    data: Data,
+    rows: usize,
+    cols: usize,
+}
+
+enum Data {
+    F32(DeviceBuffer<f32>),
+    Bf16(DeviceBuffer<bf16>),
+}
+
+impl Tensor {
+    /// Rows in use.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Numbers in a row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Its numbers. Panics unless they are f32.
+    pub fn f32(&self) -> Address<f32> {
+        match &self.data {
+            Data::F32(buffer) => buffer.address(),
+            Data::Bf16(_) => panic!("a tensor of bf16 numbers where f32 is asked for"),
+        }
+    }
+
+    /// Its numbers. Panics unless they are bf16.
+    pub fn bf16(&self) -> Address<bf16> {
+        match &self.data {
+            Data::Bf16(buffer) => buffer.address(),
+            Data::F32(_) => panic!("a tensor of f32 numbers where bf16 is asked for"),
+        }
+    }
+
+    fn max_rows(&self) -> usize {
+        let len = match &self.data {
+            Data::F32(buffer) => buffer.len(),
+            Data::Bf16(buffer) => buffer.len(),
+        };
+        len / self.cols
+    }
+}
+
+/// Experts and weights of every token, on the device.
+pub struct CudaRouting {
+    ids: DeviceBuffer<i32>,     // [tokens, top_k]
+    weights: DeviceBuffer<f32>, // [tokens, top_k]
+    tokens: usize,
+    top_k: usize,
+    logits: DeviceBuffer<f32>, // [tokens, experts]
+}
+
+impl CudaRouting {
+    /// Experts of each token, `[tokens, top_k]`; below 0: none.
+    pub fn ids(&self) -> Address<i32> {
+        self.ids.address()
+    }
+
+    /// Their weights.
+    pub fn weights(&self) -> Address<f32> {
+        self.weights.address()
+    }
+
+    /// Tokens of the batch.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Experts of a token.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+}
+
+/// Router weights and the bias for choosing.
+pub struct RouterWeights {
+    weight: DeviceBuffer<f32>, // [experts, hidden]
+    parts: DeviceBuffer<bf16>, // [3, experts, hidden]: their sum is `weight`
+    correction_bias: Option<DeviceBuffer<f32>>,
+}
+
+/// Of the kernel `choose_experts`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouterShape {
+    experts: i32,
+    top_k: i32,
+    sigmoid: i32,
+    normalize: i32,
+    groups: i32,
+    group_top_k: i32,
+    group_by_two: i32,
+    scaling: f32,
+}
+
+// SAFETY: `RouterShape` of kernels/router.cu has the same fields.
+#[allow(unsafe_code)]
+unsafe impl crate::cuda::kernels::Argument for RouterShape {}
+
+/// Experts of a layer that the routing kernel can choose from.
+const MAX_EXPERTS: usize = 512;
+
+impl CudaBackend {
+    /// Ops on `cuda`.
+    pub fn new(cuda: Arc<Cuda>, limits: Limits) -> Result<Self> {
+        Ok(Self {
+            workspace: linear::Workspace::new(&cuda)?,
+            attention: attention::Workspace::new(&cuda)?,
+            graphs: RefCell::default(),
+            gather_rows: DeviceBuffer::new(&cuda, 1 << 16)?,
+            cuda,
+            limits,
+        })
+    }
+
+    /// The device.
+    pub fn cuda(&self) -> &Arc<Cuda> {
+        &self.cuda
+    }
+}
+
+impl Backend for CudaBackend {
+    type Batch = CudaBatch;
+    type Tensor = Tensor;
+    type Linear = Linear;
+    type LatentUp = LatentUp;
+    type LatentScratch = LatentScratch;
+    type Norm = DeviceBuffer<f32>;
+    type Router = RouterWeights;
+    type Embedding = DeviceBuffer<bf16>;
+    type Kv = Kv;
+    type Routing = CudaRouting;
+
+    fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
+        CudaBatch::new(&self.cuda, max_tokens, self.limits.table)
+    }
+
+    fn set_batch(&self, to: &mut CudaBatch, batch: &Batch) {
+        to.set(&self.cuda, batch);
+    }
+
+    fn tensor(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
+        if !cols.is_multiple_of(8) {
+            return Err(Error::Model(format!("the GPU needs widths that are multiples of 8, and one is {cols}: use --device cpu")));
+        }
+        Ok(Tensor { data: Data::Bf16(DeviceBuffer::zeros(&self.cuda, max_rows * cols)?), rows: max_rows, cols })
+    }
+
+    fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
+        Ok(Tensor { data: Data::F32(DeviceBuffer::zeros(&self.cuda, max_rows * cols)?), rows: max_rows, cols })
+    }
+
+    fn routing(&self, max_tokens: usize, top_k: usize) -> Result<CudaRouting> {
+        Ok(CudaRouting {
+            ids: DeviceBuffer::zeros(&self.cuda, max_tokens * top_k)?,
+            weights: DeviceBuffer::zeros(&self.cuda, max_tokens * top_k)?,
+            tokens: 0,
+            top_k,
+            logits: DeviceBuffer::new(&self.cuda, max_tokens * MAX_EXPERTS)?,
+        })
+    }
+
+    fn read_routing(&self, routing: &CudaRouting, out: &mut Routing) -> Result<()> {
+        let choices = routing.tokens * routing.top_k;
+        out.top_k = routing.top_k;
+        out.ids.resize(choices, 0);
+        out.weights.resize(choices, 0.0);
+        routing.ids.read(&mut out.ids)?;
+        routing.weights.read(&mut out.weights)
+    }
+
+    fn set_rows(&self, t: &mut Tensor, rows: usize) {
+        assert!(rows <= t.max_rows(), "a tensor of {} rows was asked for {rows}", t.max_rows());
+        t.rows = rows;
+    }
+
+    fn read(&self, t: &Tensor, out: &mut Vec<f32>) -> Result<()> {
+        out.resize(t.rows * t.cols, 0.0);
+        match &t.data {
+            Data::F32(buffer) => buffer.read(out),
+            Data::Bf16(buffer) => {
+                let mut narrow = vec![bf16::ZERO; out.len()];
+                buffer.read(&mut narrow)?;
+                out.iter_mut().zip(narrow).for_each(|(o, w)| *o = w.to_f32());
+                Ok(())
+            }
+        }
+    }
+
+    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
+        Linear::new(&self.cuda, weight, bias, bits)
+    }
+
+    fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
+        LatentUp::new(&self.cuda, config, kv_b)
+    }
+
+    fn load_norm(&self, weight: Vec<f32>) -> Result<DeviceBuffer<f32>> {
+        DeviceBuffer::from_slice(&self.cuda, &weight)
+    }
+
+    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+        let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
+        let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
+        let (grid, count) = ([weight.len().div_ceil(256), 1, 1], weight.len() as i32);
+        launch!(self.cuda, &self.cuda.compute, "split_f32", grid, 256, 0; weight.address(), parts.address(), count);
+        let correction_bias = correction_bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose()?;
+        Ok(RouterWeights { weight, parts, correction_bias })
+    }
+
+    fn load_embedding(&self, weight: HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
+        linear::upload_bf16(&self.cuda, &weight)
+    }
+
+    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
+        Kv::new(&self.cuda, blocks, heads, key_dim, value_dim, bits)
+    }
+
+    fn linear_bytes(&self, w: &Linear) -> usize {
+        w.bytes()
+    }
+
+    fn latent_up_bytes(&self, w: &LatentUp) -> usize {
+        w.bytes()
+    }
+
+    fn replay(&self, tokens: usize, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        if tokens > RECORDED_TOKENS {
+            return record().map(|()| false);
+        }
+        let mut graphs = self.graphs.borrow_mut();
+        match graphs.get(&tokens) {
+            None => {
+                record()?;
+                graphs.insert(tokens, Recorded::Warm);
+                return Ok(false);
+            }
+            Some(Recorded::Warm) => {
+                let graph = Graph::record(&self.cuda, record)?;
+                graphs.insert(tokens, Recorded::Graph(graph));
+            }
+            Some(Recorded::Graph(_)) => {}
+        }
+        if let Some(Recorded::Graph(graph)) = graphs.get(&tokens) {
+            graph.launch();
+        }
+        Ok(true)
+    }
+
+    fn enter_thread(&self) -> Result<()> {
+        self.cuda.enter_thread()
+    }
+
+    fn embed(&self, embedding: &DeviceBuffer<bf16>, batch: &CudaBatch, out: &mut Tensor) {
+        launch!(self.cuda, &self.cuda.compute, "embed", [out.rows, 1, 1], ROW_THREADS, 0; embedding.address(), batch.tokens(), out.f32(), out.cols as i32);
+    }
+
+    fn rms_norm(&self, x: &Tensor, w: &DeviceBuffer<f32>, eps: f32, out: &mut Tensor) {
+        assert_eq!((x.rows, x.cols, w.len()), (out.rows, out.cols, x.cols));
+        let (stream, cols) = (&self.cuda.compute, x.cols as i32);
+        match &x.data {
+            Data::F32(x) => {
+                launch!(self.cuda, stream, "rms_norm_f32", [out.rows, 1, 1], ROW_THREADS, 0; x.address(), w.address(), eps, out.bf16(), cols);
+            }
+            Data::Bf16(x) => {
+                launch!(self.cuda, stream, "rms_norm_bf16", [out.rows, 1, 1], ROW_THREADS, 0; x.address(), w.address(), eps, out.bf16(), cols);
+            }
+        }
+    }
+
+    fn rms_norm_heads(&self, x: &mut Tensor, w: &DeviceBuffer<f32>, eps: f32, cols: Range<usize>) {
+        let runs = cols.len() / w.len();
+        launch!(self.cuda, &self.cuda.compute, "rms_norm_heads", [x.rows, runs.div_ceil(8), 1], ROW_THREADS, 0;
+            x.bf16(), w.address(), eps, x.cols as i32, cols.start as i32, w.len() as i32, runs as i32);
+    }
+
+    fn linears<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N]) {
+        self.apply(x, jobs, linear::Write::Set);
+    }
+
+    fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
+        self.apply(x, [(w, out)], linear::Write::Add);
+    }
+
+    fn rope_angles(&self, inv_freq: &DeviceBuffer<f32>, factor: f32, batch: &CudaBatch, out: &mut Tensor) {
+        launch!(self.cuda, &self.cuda.compute, "rope_angles", [out.rows, 1, 1], 64, 0;
+            batch.positions(), inv_freq.address(), factor, out.f32(), inv_freq.len() as i32);
+    }
+
+    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
+        launch!(self.cuda, &self.cuda.compute, "rope", [x.rows, 1, 1], ROW_THREADS, 0;
+            x.bf16(), angles.f32(), (x.cols / head_dim) as i32, head_dim as i32, at as i32, (angles.cols / 2) as i32, i32::from(interleaved));
+    }
+
+    fn kv_write(&self, kv: &mut Kv, batch: &CudaBatch, key: &Tensor, value: Option<&Tensor>) {
+        self.store(kv, batch, key, value);
+    }
+
+    fn attention(&self, kv: &Kv, batch: &CudaBatch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
+        self.attend(kv, batch, num_heads, scale, q, out);
+    }
+
+    fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
+        LatentScratch::new(self, config, max_tokens, self.limits.context)
+    }
+
+    fn latent_attention(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        config: &Mla,
+        up: &LatentUp,
+        scratch: &mut LatentScratch,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        self.attend_latents(kv, batch, config, up, scratch, q, out);
+    }
+
+    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        let numbers = out.rows * out.cols;
+        launch!(self.cuda, &self.cuda.compute, "silu_mul", [numbers.div_ceil(4 * 256), 1, 1], ROW_THREADS, 0;
+            gate.bf16(), up.bf16(), out.bf16(), numbers as i64);
+    }
+
+    fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut CudaRouting) {
+        let experts = w.weight.len() / x.cols;
+        assert!(experts <= MAX_EXPERTS && router.top_k <= 32 && router.groups.is_none_or(|g| g.count <= 32), "checked when loading");
+        out.tokens = x.rows;
+        self.router_logits(w, x, experts, out.logits.address());
+        let shape = RouterShape {
+            experts: experts as i32,
+            top_k: router.top_k as i32,
+            sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
+            normalize: i32::from(router.normalize),
+            groups: router.groups.map_or(0, |g| g.count) as i32,
+            group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
+            group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
+            scaling: router.scaling,
+        };
+        let bias = w.correction_bias.as_ref().map_or(Address::NULL, DeviceBuffer::address);
+        launch!(self.cuda, &self.cuda.compute, "choose_experts", [x.rows.div_ceil(4), 1, 1], 128, 0;
+            out.logits.address(), bias, shape, x.rows as i32, out.ids.address(), out.weights.address());
+    }
+
+    fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
+        let ids: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let to = self.gather_rows.address().add(at);
+        self.cuda.upload(&self.cuda.compute, to, &ids);
+        launch!(self.cuda, &self.cuda.compute, "gather_rows", [rows.len(), 1, 1], ROW_THREADS, 0;
+            x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
+    }
+}

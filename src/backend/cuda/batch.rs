@@ -1,0 +1,173 @@
+//! A batch on the device: tokens, positions and block tables at addresses that stay.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::Result;
+use crate::batch::{BLOCK_SIZE, Batch};
+use crate::cuda::{Address, Cuda, DeviceBuffer};
+
+/// Rows of a sequence up to which they are read one by one, the context split among blocks; beyond, in tiles.
+const FEW_ROWS: usize = 4;
+
+/// Rows of a batch that may be read one by one.
+pub(super) const DECODE_ROWS: usize = 256;
+
+/// Rows of a tile of queries; the largest head dimensions take 64.
+pub(super) const TILE_ROWS: [usize; 2] = [128, 64];
+
+/// What ops need of a batch.
+///
+/// The leading sequences of few rows are read one by one (`decode`), all others in tiles.
+pub struct CudaBatch {
+    data: DeviceBuffer<u32>,
+    staged: Vec<u32>,
+    max_tokens: usize,
+    table: usize,
+    /// Rows that are read one by one.
+    pub(super) decode: usize,
+    /// Tiles of the rest, for each of [`TILE_ROWS`].
+    pub(super) tiles: [usize; 2],
+    /// The sequences that are read in tiles: number, rows, and position of the first.
+    pub(super) long: Vec<(usize, Range<usize>, usize)>,
+    rows: usize,
+}
+
+/// Where the parts lie, in words.
+struct Places {
+    tokens: usize,
+    positions: usize,
+    token_seq: usize,
+    seq_first: usize,
+    seq_blocks: usize,
+    decode_rows: usize,
+    tiles: [usize; 2],
+    table: usize,
+    end: usize,
+}
+
+impl CudaBatch {
+    pub(super) fn new(cuda: &Arc<Cuda>, max_tokens: usize, table: usize) -> Result<Self> {
+        let mut batch = Self {
+            data: DeviceBuffer::new(cuda, 1)?,
+            staged: Vec::new(),
+            max_tokens,
+            table,
+            decode: 0,
+            tiles: [0; 2],
+            long: Vec::new(),
+            rows: 0,
+        };
+        batch.data = DeviceBuffer::zeros(cuda, batch.places().end)?;
+        Ok(batch)
+    }
+
+    /// Fixed for the life of the batch, so that recorded passes find everything again.
+    fn places(&self) -> Places {
+        let (t, tiles) = (self.max_tokens, |rows: usize| self.max_tokens + self.max_tokens.div_ceil(rows));
+        let mut at = 0;
+        let mut take = |words: usize| {
+            at += words.next_multiple_of(4);
+            at - words.next_multiple_of(4)
+        };
+        Places {
+            tokens: take(t),
+            positions: take(t),
+            token_seq: take(t),
+            seq_first: take(t + 1),
+            seq_blocks: take(t),
+            decode_rows: take(DECODE_ROWS),
+            tiles: TILE_ROWS.map(|rows| take(2 * tiles(rows))),
+            table: take(self.table),
+            end: at,
+        }
+    }
+
+    pub(super) fn set(&mut self, cuda: &Cuda, batch: &Batch) {
+        let places = self.places();
+        assert!(batch.len() <= self.max_tokens && batch.block_table.len() <= self.table, "a batch larger than was allocated for");
+        let mut staged = std::mem::take(&mut self.staged);
+        staged.resize(places.table, 0);
+        let mut put = |at: usize, i: usize, value: usize| staged[at + i] = value as u32;
+        self.rows = batch.len();
+        self.long.clear();
+        (self.decode, self.tiles) = (0, [0; 2]);
+        for t in 0..batch.len() {
+            put(places.tokens, t, batch.tokens[t] as usize);
+            put(places.positions, t, batch.positions[t] as usize);
+        }
+        for (s, span) in batch.spans.iter().enumerate() {
+            put(places.seq_first, s, span.rows.start);
+            put(places.seq_first, s + 1, span.rows.end);
+            put(places.seq_blocks, s, span.blocks.start);
+            span.rows.clone().for_each(|t| put(places.token_seq, t, s));
+            if self.long.is_empty() && span.rows.len() <= FEW_ROWS && span.rows.end <= DECODE_ROWS {
+                span.rows.clone().for_each(|t| put(places.decode_rows, t, t));
+                self.decode = span.rows.end;
+            } else {
+                self.long.push((s, span.rows.clone(), span.start));
+            }
+        }
+        for (i, rows) in TILE_ROWS.into_iter().enumerate() {
+            // Tiles that see most positions first, so that they do not end last.
+            for (s, span, _) in self.long.iter().rev() {
+                for first in span.clone().step_by(rows).rev() {
+                    put(places.tiles[i], 2 * self.tiles[i], *s);
+                    put(places.tiles[i], 2 * self.tiles[i] + 1, first);
+                    self.tiles[i] += 1;
+                }
+            }
+        }
+        staged.extend_from_slice(&batch.block_table);
+        cuda.upload(&cuda.compute, self.data.address(), &staged);
+        staged.truncate(places.table);
+        self.staged = staged;
+    }
+
+    fn at<T>(&self, words: usize) -> Address<T> {
+        self.data.address().add(words).cast()
+    }
+
+    /// Tokens in the batch.
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(super) fn tokens(&self) -> Address<u32> {
+        self.at(self.places().tokens)
+    }
+
+    pub(super) fn positions(&self) -> Address<i32> {
+        self.at(self.places().positions)
+    }
+
+    pub(super) fn token_seq(&self) -> Address<i32> {
+        self.at(self.places().token_seq)
+    }
+
+    pub(super) fn seq_first(&self) -> Address<i32> {
+        self.at(self.places().seq_first)
+    }
+
+    pub(super) fn seq_blocks(&self) -> Address<i32> {
+        self.at(self.places().seq_blocks)
+    }
+
+    pub(super) fn decode_rows(&self) -> Address<i32> {
+        self.at(self.places().decode_rows)
+    }
+
+    /// Of [`TILE_ROWS`]`[which]`: sequence and first row of each.
+    pub(super) fn tile_table(&self, which: usize) -> Address<i32> {
+        self.at(self.places().tiles[which])
+    }
+
+    pub(super) fn block_table(&self) -> Address<u32> {
+        self.at(self.places().table)
+    }
+}
+
+/// Blocks that hold `positions`.
+pub(super) fn blocks(positions: usize) -> usize {
+    positions.div_ceil(BLOCK_SIZE)
+}

@@ -1,0 +1,429 @@
+//! Dense products: few tokens at the speed at which weights are read, many on tensor cores.
+
+use std::sync::Arc;
+
+use half::bf16;
+use moebius_cache::Precision;
+use moebius_cache::pack::MatrixLayout;
+
+use super::{CudaBackend, Data, RouterWeights, Tensor};
+use crate::config::DenseBits;
+use crate::cuda::kernels::Argument;
+use crate::cuda::{Address, Cuda, DeviceBuffer, TensorMap, launch};
+use crate::tensor::HostTensor;
+use crate::{Error, Result};
+
+/// Tokens up to which weights are multiplied as they are read.
+pub(super) const FEW_TOKENS: usize = 8;
+
+/// Tokens from which on Hopper's own instructions are faster.
+const WGMMA_TOKENS: usize = 128;
+
+/// Tokens up to which the router's f32 weights are multiplied as they are.
+const FEW_ROUTED: usize = 32;
+
+/// Weights `[n, k]` and a bias `[n]`.
+pub struct Linear {
+    n: usize,
+    k: usize,
+    weight: Weight,
+    bias: Option<DeviceBuffer<f32>>,
+}
+
+enum Weight {
+    /// Rows as checkpoints have them.
+    Bf16(DeviceBuffer<bf16>),
+    /// Tiles as experts have them.
+    Packed(Precision, DeviceBuffer<u8>),
+}
+
+/// What becomes of what was in `out`.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Write {
+    Set,
+    Add,
+}
+
+/// What products that are cut along k leave and count.
+pub(super) struct Workspace {
+    partial: DeviceBuffer<f32>,
+    counters: DeviceBuffer<u32>,
+}
+
+/// Tiles that may be cut.
+const MAX_COUNTERS: usize = 4096;
+/// f32 numbers of all parts of all cut tiles.
+const PARTIAL: usize = 16 << 20;
+
+impl Workspace {
+    pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
+        Ok(Self { partial: DeviceBuffer::new(cuda, PARTIAL)?, counters: DeviceBuffer::zeros(cuda, MAX_COUNTERS)? })
+    }
+}
+
+/// Of kernels/gemv.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GemvJob {
+    w: Address<bf16>,
+    bias: Address<f32>,
+    y: Address<u8>,
+    w_batch: i64,
+    y_batch: i64,
+    n: i32,
+    y_pitch: i32,
+}
+
+const NO_JOB: GemvJob = GemvJob { w: Address::NULL, bias: Address::NULL, y: Address::NULL, w_batch: 0, y_batch: 0, n: 0, y_pitch: 0 };
+
+/// Of kernels/gemv.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Gemv {
+    job: [GemvJob; 3],
+    x: Address<bf16>,
+    norm: Address<f32>,
+    x_batch: i64,
+    x_pitch: i32,
+    tokens: i32,
+    k: i32,
+    k_warps: i32,
+    eps: f32,
+}
+
+/// Of kernels/gemm.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Gemm {
+    x: Address<bf16>,
+    w: Address<bf16>,
+    y: Address<u8>,
+    bias: Address<f32>,
+    partial: Address<f32>,
+    counters: Address<u32>,
+    x_batch: i64,
+    w_batch: i64,
+    y_batch: i64,
+    x_pitch: i32,
+    y_pitch: i32,
+    tokens: i32,
+    n: i32,
+    k: i32,
+}
+
+/// Of kernels/gemm_wgmma.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GemmTma {
+    x: TensorMap,
+    w: TensorMap,
+    y: Address<u8>,
+    bias: Address<f32>,
+    partial: Address<f32>,
+    counters: Address<u32>,
+    y_batch: i64,
+    y_pitch: i32,
+    tokens: i32,
+    n: i32,
+    k: i32,
+}
+
+// SAFETY: as below.
+#[allow(unsafe_code)]
+unsafe impl Argument for GemmTma {}
+// SAFETY: the struct of the same name in the kernel's file has the same fields.
+#[allow(unsafe_code)]
+unsafe impl Argument for Gemv {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Argument for Gemm {}
+
+/// One product, or one for each of `batch` heads.
+#[derive(Clone, Copy)]
+pub(super) struct Product {
+    pub(super) x: Address<bf16>,
+    pub(super) x_pitch: usize,
+    pub(super) x_batch: usize,
+    pub(super) w: Address<bf16>,
+    pub(super) w_batch: usize,
+    pub(super) bias: Address<f32>,
+    pub(super) y: Address<u8>,
+    pub(super) y_pitch: usize,
+    pub(super) y_batch: usize,
+    pub(super) tokens: usize,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) batch: usize,
+    pub(super) out: Out,
+}
+
+/// What a product writes.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Out {
+    Bf16,
+    F32,
+    F32Add,
+}
+
+/// Numbers of a weight as bf16.
+pub(super) fn to_bf16(weight: &HostTensor<'_>) -> Vec<bf16> {
+    match weight {
+        HostTensor::Bf16 { data, .. } => data.to_vec(),
+        HostTensor::F32 { data, .. } => data.iter().map(|w| bf16::from_f32(*w)).collect(),
+    }
+}
+
+/// A weight on the device as checkpoints have it.
+pub(super) fn upload_bf16(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
+    match weight {
+        HostTensor::Bf16 { data, .. } => DeviceBuffer::from_slice(cuda, data),
+        HostTensor::F32 { data, .. } if cuda.is_plan() => DeviceBuffer::new(cuda, data.len()),
+        HostTensor::F32 { .. } => DeviceBuffer::from_slice(cuda, &to_bf16(weight)),
+    }
+}
+
+impl Linear {
+    pub(super) fn new(cuda: &Arc<Cuda>, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self> {
+        let (n, k) = (weight.rows(), weight.cols());
+        if !k.is_multiple_of(8) {
+            return Err(Error::Model(format!("the GPU needs rows of multiples of 8 weights, and one has {k}: use --device cpu")));
+        }
+        let bias = bias.map(|bias| DeviceBuffer::from_slice(cuda, &bias)).transpose()?;
+        let weight = match bits.precision(k).unwrap_or(Precision::Bf16) {
+            Precision::Bf16 => Weight::Bf16(upload_bf16(cuda, &weight)?),
+            precision => {
+                let layout = MatrixLayout::new(n, k, precision)?;
+                let packed = match cuda.is_plan() {
+                    true => DeviceBuffer::new(cuda, layout.bytes())?,
+                    false => DeviceBuffer::from_slice(cuda, &crate::backend::cpu::packed(&layout, &weight))?,
+                };
+                Weight::Packed(precision, packed)
+            }
+        };
+        Ok(Self { n, k, weight, bias })
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        match &self.weight {
+            Weight::Bf16(w) => w.bytes(),
+            Weight::Packed(_, w) => w.bytes(),
+        }
+    }
+}
+
+impl CudaBackend {
+    pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
+        let products = jobs.map(|(w, out)| {
+            assert_eq!((x.cols, x.rows, out.cols), (w.k, out.rows, w.n), "a product of other shapes");
+            let (y, kind) = match (&out.data, write) {
+                (Data::Bf16(y), Write::Set) => (y.address().cast(), Out::Bf16),
+                (Data::F32(y), Write::Set) => (y.address().cast(), Out::F32),
+                (Data::F32(y), Write::Add) => (y.address().cast(), Out::F32Add),
+                (Data::Bf16(_), Write::Add) => panic!("only the residual stream is added to"),
+            };
+            let bias = w.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address);
+            let product = |weight: Address<bf16>| Product {
+                x: x.bf16(),
+                x_pitch: x.cols,
+                x_batch: 0,
+                w: weight,
+                w_batch: 0,
+                bias,
+                y,
+                y_pitch: w.n,
+                y_batch: 0,
+                tokens: x.rows,
+                n: w.n,
+                k: w.k,
+                batch: 1,
+                out: kind,
+            };
+            match &w.weight {
+                Weight::Bf16(weight) => Some(product(weight.address())),
+                Weight::Packed(precision, bytes) => {
+                    self.packed_product(*precision, bytes.address(), product(Address::NULL));
+                    None
+                }
+            }
+        });
+        if x.rows <= FEW_TOKENS && products.iter().flatten().all(|p| p.out == products[0].as_ref().map_or(Out::Bf16, |p| p.out)) {
+            let dense: Vec<&Product> = products.iter().flatten().collect();
+            dense.chunks(3).for_each(|some| self.gemv(some));
+        } else {
+            products.iter().flatten().for_each(|p| self.product(p));
+        }
+    }
+
+    /// One product of any number of tokens.
+    pub(super) fn product(&self, p: &Product) {
+        if p.n.is_multiple_of(8) && p.tokens > FEW_TOKENS {
+            return self.gemm(p);
+        }
+        // Tiles end at multiples of 8 outputs; an odd vocabulary is multiplied a few tokens at a time.
+        let bytes = if p.out == Out::Bf16 { 2 } else { 4 };
+        for first in (0..p.tokens).step_by(FEW_TOKENS) {
+            let (x, y) = (p.x.add(first * p.x_pitch), p.y.add(first * p.y_pitch * bytes));
+            self.gemv(&[&Product { x, y, tokens: FEW_TOKENS.min(p.tokens - first), ..*p }]);
+        }
+    }
+
+    /// Up to three products of one `x` of at most [`FEW_TOKENS`] rows.
+    fn gemv(&self, products: &[&Product]) {
+        let Some(first) = products.first() else { return };
+        let mut job = [NO_JOB; 3];
+        for (job, p) in job.iter_mut().zip(products) {
+            *job = GemvJob {
+                w: p.w,
+                bias: p.bias,
+                y: p.y,
+                w_batch: p.w_batch as i64,
+                y_batch: p.y_batch as i64,
+                n: p.n as i32,
+                y_pitch: p.y_pitch as i32,
+            };
+        }
+        let rows: usize = products.iter().map(|p| p.n * p.batch).sum();
+        // Parts of k for the warps of a block: few rows are shared by more warps, so that all multiprocessors read.
+        let k_warps = [1, 2, 4].into_iter().find(|warps| rows / (128 / warps) >= 4 * self.cuda.info.multiprocessors).unwrap_or(8);
+        let blocks: usize = products.iter().map(|p| p.n.div_ceil(128 / k_warps)).sum();
+        let argument = Gemv {
+            job,
+            x: first.x,
+            norm: Address::NULL,
+            x_batch: first.x_batch as i64,
+            x_pitch: first.x_pitch as i32,
+            tokens: first.tokens as i32,
+            k: first.k as i32,
+            k_warps: k_warps as i32,
+            eps: 0.0,
+        };
+        let name = match first.out {
+            Out::Bf16 => "gemv_bf16_set",
+            Out::F32 => "gemv_f32_set",
+            Out::F32Add => "gemv_f32_add",
+        };
+        launch!(self.cuda, &self.cuda.compute, name, [blocks, first.batch, 1], 256, 0; argument);
+    }
+
+    fn gemm(&self, p: &Product) {
+        if p.tokens >= WGMMA_TOKENS && self.cuda.info.has_wgmma() {
+            return self.gemm_wgmma(p);
+        }
+        // Tiles as large as they can be while all multiprocessors have one.
+        let tiles = |m: usize, n: usize| p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch;
+        let enough = self.cuda.info.multiprocessors;
+        let (m, n, shared) = match p.tokens {
+            ..=32 => (32, 128, 81_920),
+            _ if tiles(128, 128) >= 2 * enough => (128, 128, 98_304),
+            _ if tiles(64, 128) >= 2 * enough => (64, 128, 98_304),
+            _ => (64, 64, 65_536),
+        };
+        // Fewer tiles than that are cut along k.
+        let splits = (2 * enough / tiles(m, n).max(1)).clamp(1, (p.k / 256).clamp(1, 16));
+        let splits = if tiles(m, n) <= MAX_COUNTERS && splits * tiles(m, n) * m * n <= PARTIAL { splits } else { 1 };
+        let argument = Gemm {
+            x: p.x,
+            w: p.w,
+            y: p.y,
+            bias: p.bias,
+            partial: self.workspace.partial.address(),
+            counters: self.workspace.counters.address(),
+            x_batch: p.x_batch as i64,
+            w_batch: p.w_batch as i64,
+            y_batch: p.y_batch as i64,
+            x_pitch: p.x_pitch as i32,
+            y_pitch: p.y_pitch as i32,
+            tokens: p.tokens as i32,
+            n: p.n as i32,
+            k: p.k as i32,
+        };
+        let name = match (p.out, m, n) {
+            (Out::Bf16, 32, _) => "gemm_bf16_set_m32n128",
+            (Out::Bf16, 64, 64) => "gemm_bf16_set_m64n64",
+            (Out::Bf16, 64, _) => "gemm_bf16_set_m64n128",
+            (Out::Bf16, ..) => "gemm_bf16_set_m128n128",
+            (Out::F32, 32, _) => "gemm_f32_set_m32n128",
+            (Out::F32, 64, 64) => "gemm_f32_set_m64n64",
+            (Out::F32, 64, _) => "gemm_f32_set_m64n128",
+            (Out::F32, ..) => "gemm_f32_set_m128n128",
+            (Out::F32Add, 32, _) => "gemm_f32_add_m32n128",
+            (Out::F32Add, 64, 64) => "gemm_f32_add_m64n64",
+            (Out::F32Add, 64, _) => "gemm_f32_add_m64n128",
+            (Out::F32Add, ..) => "gemm_f32_add_m128n128",
+        };
+        let grid = [p.tokens.div_ceil(m) * p.n.div_ceil(n), splits, p.batch];
+        launch!(self.cuda, &self.cuda.compute, name, grid, 128, shared; argument);
+    }
+
+    /// With Hopper's own instructions.
+    fn gemm_wgmma(&self, p: &Product) {
+        // Tiles as wide as they can be while most multiprocessors have one.
+        let (tiles, enough) = (|n: usize| p.tokens.div_ceil(128) * p.n.div_ceil(n), self.cuda.info.multiprocessors);
+        let (n, shared) = match () {
+            () if tiles(256) * p.batch * 3 >= 2 * enough => (256, 197_760),
+            () if tiles(128) * p.batch >= enough => (128, 99_456),
+            () => (64, 99_456),
+        };
+        let splits = if n == 64 { (enough / (tiles(64) * p.batch)).clamp(1, (p.k / 256).clamp(1, 4)) } else { 1 };
+        let all = tiles(n) * p.batch;
+        let splits = if all <= MAX_COUNTERS && splits * all * 128 * 64 <= PARTIAL { splits } else { 1 };
+        let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
+            let step = if p.batch == 1 { 8 } else { step };
+            self.cuda.tensor_map(address, [p.k, rows, p.batch], [pitch, step])
+        };
+        let argument = GemmTma {
+            x: map(p.x, p.tokens, p.x_pitch, p.x_batch),
+            w: map(p.w, p.n, p.k, p.w_batch),
+            y: p.y,
+            bias: p.bias,
+            partial: self.workspace.partial.address(),
+            counters: self.workspace.counters.address(),
+            y_batch: p.y_batch as i64,
+            y_pitch: p.y_pitch as i32,
+            tokens: p.tokens as i32,
+            n: p.n as i32,
+            k: p.k as i32,
+        };
+        let name = match (p.out, n) {
+            (Out::Bf16, 64) => "gemm_wgmma_bf16_set_n64",
+            (Out::Bf16, 128) => "gemm_wgmma_bf16_set_n128",
+            (Out::Bf16, _) => "gemm_wgmma_bf16_set_n256",
+            (Out::F32, 64) => "gemm_wgmma_f32_set_n64",
+            (Out::F32, 128) => "gemm_wgmma_f32_set_n128",
+            (Out::F32, _) => "gemm_wgmma_f32_set_n256",
+            (Out::F32Add, 64) => "gemm_wgmma_f32_add_n64",
+            (Out::F32Add, 128) => "gemm_wgmma_f32_add_n128",
+            (Out::F32Add, _) => "gemm_wgmma_f32_add_n256",
+        };
+        // A block takes every so many-th tile, so that copies for its next one begin early.
+        let blocks = tiles(n).min(enough * if n == 256 { 1 } else { 2 });
+        launch!(self.cuda, &self.cuda.compute, name, [blocks, splits, p.batch], 288, shared; argument);
+    }
+
+    /// Router logits `[T, experts]`, as exact as f32 weights allow.
+    pub(super) fn router_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
+        if x.rows <= FEW_ROUTED || !experts.is_multiple_of(8) {
+            launch!(self.cuda, &self.cuda.compute, "router_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
+                x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
+            return;
+        }
+        let argument = Gemm {
+            x: x.bf16(),
+            w: w.parts.address(),
+            y: logits.cast(),
+            bias: Address::NULL,
+            partial: Address::NULL,
+            counters: Address::NULL,
+            x_batch: 0,
+            w_batch: 0,
+            y_batch: 0,
+            x_pitch: x.cols as i32,
+            y_pitch: experts as i32,
+            tokens: x.rows as i32,
+            n: experts as i32,
+            k: x.cols as i32,
+        };
+        let grid = [x.rows.div_ceil(64) * experts.div_ceil(64), 1, 1];
+        launch!(self.cuda, &self.cuda.compute, "gemm_split3_m64n64", grid, 128, 98_304; argument);
+    }
+}

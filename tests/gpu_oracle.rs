@@ -1,0 +1,102 @@
+//! The GPU side against HF transformers, at the noise of bf16: experts in VRAM, on the CPU, streamed, and mixed.
+//!
+//! Runs on a GPU, or on kernels/emulator where there is none.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use common::gpu::{device, on_gpu};
+use common::{Fixture, greedy};
+use moebius::capture::{Wanted, capture};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
+
+const FIXTURES: [&str; 7] =
+    ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v2_full", "deepseek_v3", "kimi_k2", "kimi_k25"];
+
+/// How far HF's own bf16 run is from the reference.
+struct Noise {
+    max: f32,
+    rms: f32,
+}
+
+fn noise(name: &str) -> Noise {
+    let text = std::fs::read_to_string(common::fixture_dir(name).join("reference.json")).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let bf16 = &json["quality"]["hf_bf16_vs_f32"];
+    Noise { max: bf16["max_abs_logit_diff"].as_f64().unwrap() as f32, rms: bf16["rms_logit_diff"].as_f64().unwrap() as f32 }
+}
+
+fn exact(config: EngineConfig) -> EngineConfig {
+    on_gpu(EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, ..config })
+}
+
+/// Logits of two prompts within HF's own bf16 noise; returns what they are.
+fn check(name: &str, what: &str, config: &EngineConfig) {
+    let fixture = Fixture::open(name);
+    let mut loaded = fixture.load(config);
+    assert!(loaded.device.is_some(), "{name}: {what} runs on the GPU");
+    let noise = noise(name);
+    for prompt in ["short", "mid"] {
+        let tokens = fixture.tokens(&format!("{prompt}.input_ids"));
+        let got = capture(&mut loaded, &tokens, &Wanted { logits: true, ..Default::default() }, 512).unwrap();
+        let want = fixture.floats(&format!("{prompt}.logits"));
+        let differences = || got.logits.iter().zip(&want).map(|(g, w)| (g - w).abs());
+        let max = differences().fold(0.0, f32::max);
+        let rms = (differences().map(|d| d * d).sum::<f32>() / want.len() as f32).sqrt();
+        assert!(got.logits.iter().all(|l| l.is_finite()), "{name} {prompt}, {what}: not finite");
+        eprintln!("{name} {prompt}, {what}: max {max:.3} (HF in bf16 {:.3}), rms {rms:.4} ({:.4})", noise.max, noise.rms);
+        assert!(rms <= noise.rms && max <= 1.2 * noise.max, "{name} {prompt}, {what}: logits off by {max}, rms {rms}");
+    }
+    for prompt in ["short", "mid"] {
+        let (want, margins) = (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
+        let got = greedy(&mut loaded, &fixture.tokens(&format!("{prompt}.input_ids")), want.len().min(12));
+        let sure = margins.iter().position(|&m| m < 0.6).unwrap_or(want.len()).min(got.len());
+        assert_eq!(got[..sure], want[..sure], "{name} {prompt}, {what}: greedy tokens");
+    }
+}
+
+#[test]
+fn experts_in_vram() {
+    if device().is_none() {
+        return;
+    }
+    for name in FIXTURES {
+        check(name, "all resident", &exact(EngineConfig::default()));
+    }
+}
+
+#[test]
+fn experts_on_the_cpu() {
+    if device().is_none() {
+        return;
+    }
+    for name in ["qwen3_moe", "deepseek_v3"] {
+        let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..Default::default() };
+        check(name, "on the CPU", &exact(config));
+    }
+}
+
+#[test]
+fn experts_streamed() {
+    if device().is_none() {
+        return;
+    }
+    for name in ["qwen3_moe", "deepseek_v3"] {
+        let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Gpu, ..Default::default() };
+        check(name, "streamed", &exact(config));
+    }
+}
+
+#[test]
+fn experts_here_and_there() {
+    if device().is_none() {
+        return;
+    }
+    for name in ["qwen3_moe", "deepseek_v3"] {
+        for prefill in PrefillOn::ALL {
+            let config = EngineConfig { resident_experts: Some(3), prefill, ..Default::default() };
+            check(name, &format!("three resident, prompts on {prefill}"), &exact(config));
+        }
+    }
+}
