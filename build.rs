@@ -1,8 +1,10 @@
 //! Compiles `kernels/*.cu` where an nvcc is found and embeds the fatbins; without one the engine runs on the CPU.
 //!
 //! nvcc is looked for in `$NVCC`, `$CUDA_HOME`, `$CUDA_PATH`, `.cu/` (see `scripts/cuda-toolchain`), `$PATH` and `/usr/local/cuda`.
-//! A fatbin is kept under a hash of its source, the headers and the flags, so that an edit compiles one file.
+//! A fatbin is kept under a hash of its source, the headers it includes and the flags, so that an edit compiles what it changed.
+//! `$CUDAARCHS` (as "80;90a", CMake's name for it) compiles for these compute capabilities alone.
 
+use std::collections::BTreeSet;
 use std::collections::hash_map::DefaultHasher;
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
@@ -24,7 +26,7 @@ const FLAGS: [&str; 6] = ["-std=c++17", "-O3", "-fatbin", "-compress-mode=size",
 
 fn main() {
     println!("cargo:rerun-if-changed=kernels");
-    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH"] {
+    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDAARCHS"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("Cargo sets it"));
@@ -41,7 +43,7 @@ fn main() {
             for _ in 0..std::thread::available_parallelism().map_or(1, |n| n.get()) {
                 scope.spawn(|| {
                     while let Some(i) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&i| i < sources.len()) {
-                        let _ = fatbins[i].set(compile(nvcc, &sources[i], &root, &out));
+                        let _ = fatbins[i].set(compile(nvcc, &sources[i], &out));
                     }
                 });
             }
@@ -73,14 +75,13 @@ fn find_nvcc(root: &Path) -> Option<PathBuf> {
     named.into_iter().chain(homes).chain(on_path).chain(["/usr/local/cuda/bin/nvcc".into()]).find(|path| path.is_file())
 }
 
-fn compile(nvcc: &Path, source: &Path, root: &Path, out: &Path) -> PathBuf {
-    // A test build is for the machine of whoever develops; a release for everyone's.
-    let targets = if env::var("PROFILE").is_ok_and(|p| p == "release") { &TARGETS[..] } else { &TARGETS[..2] };
+fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
+    let targets = targets();
     let mut hasher = DefaultHasher::new();
-    (nvcc, targets, FLAGS, fs::read(source).expect("a kernel can be read")).hash(&mut hasher);
-    let mut headers = files(&root.join("kernels"), "cuh");
-    headers.sort();
-    headers.iter().for_each(|path| fs::read(path).expect("a header can be read").hash(&mut hasher));
+    (nvcc, &targets, FLAGS).hash(&mut hasher);
+    let mut sources = BTreeSet::new();
+    with_headers(source, &mut sources);
+    sources.iter().for_each(|path| fs::read(path).expect("a source can be read").hash(&mut hasher));
     // Beside the build's own folder, which is another for every set of features.
     let dir = out.ancestors().nth(3).unwrap_or(out).join("kernels");
     fs::create_dir_all(&dir).expect("the target folder can be written");
@@ -99,6 +100,25 @@ fn compile(nvcc: &Path, source: &Path, root: &Path, out: &Path) -> PathBuf {
         fs::rename(&partial, &fatbin).expect("a finished file can be renamed");
     }
     fatbin
+}
+
+/// A release is for everyone's machine, a test build for the one of whoever develops.
+fn targets() -> Vec<String> {
+    if let Ok(list) = env::var("CUDAARCHS") {
+        return list.split([';', ',']).map(|n| format!("arch=compute_{n},code=sm_{n}", n = n.trim())).collect();
+    }
+    let count = if env::var("PROFILE").is_ok_and(|p| p == "release") { TARGETS.len() } else { 2 };
+    TARGETS[..count].iter().map(|t| t.to_string()).collect()
+}
+
+/// A source and all that it includes from its own folder.
+fn with_headers(source: &Path, all: &mut BTreeSet<PathBuf>) {
+    let Ok(text) = fs::read_to_string(source) else { return };
+    if !all.insert(source.to_path_buf()) {
+        return;
+    }
+    let names = text.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.strip_suffix('"')).filter(|name| name.ends_with(".cuh"));
+    names.for_each(|name| with_headers(&source.with_file_name(name), all));
 }
 
 fn text(bytes: &[u8]) -> String {

@@ -19,6 +19,9 @@
 //   gemm_<out>_m128n128                       128  128        98,304
 //   gemm_split3_m64n64                         64   64        98,304    f32_set; w is [3][n, k], see below
 //
+// Which: tokens up to 32 m32n128, up to 256 m64n64, above m128n128 where that gives 132 tiles, else m64n128; splits = max(1, min(div_ceil(256, tiles), k / 512, 8)).
+// On compute capability 9.0 from 128 tokens on gemm_wgmma.cu is faster.
+//
 // gemm_split3 multiplies with f32 weights (the router's): split_f32 has cut each into three bf16 numbers, 24 bits together, whose products with
 // bf16 are exact in f32. w_batch has no meaning there.
 //   split_f32: grid div_ceil(count, 256), 256 threads, no shared memory.

@@ -16,6 +16,9 @@
 //   gemm_wgmma_<out>_n64                                        64       99,456      2
 //   gemm_wgmma_<out>_n128                                      128       99,456      2
 //   gemm_wgmma_<out>_n256                                      256      197,760      1
+//
+// Which: n64 while div_ceil(tokens, 128) div_ceil(n, 64) batch <= 264, with splits = max(1, min(div_ceil(128, tiles batch), k / 512, 8)); else n128 where n < 1024,
+// else n256. Grid x = min(tiles, max(1, 132 blocks_on_a_multiprocessor / (splits batch))).
 #include "gemm.cuh"
 
 struct GemmTma {

@@ -19,6 +19,7 @@
 // Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs that are not there have n = 0 and
 // stand last. Dynamic shared memory: gemv_*: 0; gemv_norm_*: tokens (2 k + 64) bytes (k up to 6,000 for 8 tokens if a block may have 99 KB).
 //
+// Which: k_warps 8, or 4 for k <= 256. Normalizing in every block pays for one token; for more of them only where there are few blocks.
 // May be launched with programmatic stream serialization, if the kernel in front does not write weights.
 //
 //   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set, gemv_norm_f32_set, gemv_norm_silu (const Gemv a)
@@ -40,16 +41,16 @@ struct Gemv {
     float eps;
 };
 
-constexpr int MAX_TOKENS = 8;
+constexpr int GEMV_WARPS = 8, MAX_TOKENS = 8, ROWS = 16;
 constexpr int NORM_PAD = 32; // bf16 numbers between normalized rows in shared memory, so that two neighbours lie in different banks
 
 // Normalizes all rows into `rows`, of pitch k + NORM_PAD.
-template <int WARPS> __device__ __forceinline__ void normalize(const Gemv& a, const float* x, bf16* rows) {
-    __shared__ float squares[MAX_TOKENS][WARPS];
+__device__ __forceinline__ void normalize(const Gemv& a, const float* x, bf16* rows) {
+    __shared__ float squares[MAX_TOKENS][GEMV_WARPS];
     const int tid = threadIdx.x;
     for (int t = 0; t < a.tokens; t++) {
         float sum = 0.0f;
-        for (int i = 4 * tid; i < a.k; i += 4 * WARPS * WARP) {
+        for (int i = 4 * tid; i < a.k; i += 4 * GEMV_WARPS * WARP) {
             const float4 v = *(const float4*)(x + (int64_t)t * a.x_pitch + i);
             sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         }
@@ -60,9 +61,9 @@ template <int WARPS> __device__ __forceinline__ void normalize(const Gemv& a, co
     for (int t = 0; t < a.tokens; t++) {
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += squares[t][w];
+        for (int w = 0; w < GEMV_WARPS; w++) sum += squares[t][w];
         const float scale = rsqrtf(sum / (float)a.k + a.eps);
-        for (int i = 4 * tid; i < a.k; i += 4 * WARPS * WARP) {
+        for (int i = 4 * tid; i < a.k; i += 4 * GEMV_WARPS * WARP) {
             const float4 v = *(const float4*)(x + (int64_t)t * a.x_pitch + i), n = *(const float4*)(a.norm + i);
             *(uint2*)(rows + t * (a.k + NORM_PAD) + i) =
                 make_uint2(pack_bf16(v.x * scale * n.x, v.y * scale * n.y), pack_bf16(v.z * scale * n.z, v.w * scale * n.w));
@@ -71,17 +72,16 @@ template <int WARPS> __device__ __forceinline__ void normalize(const Gemv& a, co
     __syncthreads();
 }
 
-// 16 bytes of a thread for each matrix, four rows and 64 numbers of k.
-template <int MATRICES, int QUADS, int DEPTH> struct Weights {
-    uint4 at[MATRICES][QUADS][DEPTH];
+// A thread's share of two mma for each of DEPTH x MATRICES: 16 bytes of row g and of row g + 8.
+template <int MATRICES, int DEPTH> struct Weights {
+    uint4 low[MATRICES][DEPTH], high[MATRICES][DEPTH];
 };
 
-// QUADS: fours of rows that a warp takes; DEPTH: 64s of k that it takes at once.
-template <class Out, bool ADD, bool NORM, bool SILU, int QUADS, int DEPTH, int WARPS> __device__ __forceinline__ void gemv(const Gemv& a) {
-    constexpr int MATRICES = SILU ? 2 : 1, STEP = 64 * DEPTH, ROWS = 4 * QUADS;
-    __shared__ float parts[WARPS][MATRICES][MAX_TOKENS * ROWS];
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, token = lane / 4, quarter = lane % 4;
-    const int row_groups = WARPS / a.k_warps, k_warp = warp % a.k_warps;
+template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ void gemv(const Gemv& a) {
+    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = 4 / MATRICES, STEP = 32 * DEPTH; // numbers of k that a warp takes at once
+    __shared__ float parts[GEMV_WARPS][MATRICES][MAX_TOKENS * ROWS];
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, quarter = lane % 4;
+    const int row_groups = GEMV_WARPS / a.k_warps, k_warp = warp % a.k_warps;
 
     GemvJob job = a.job[0];
     int block = blockIdx.x;
@@ -96,26 +96,24 @@ template <class Out, bool ADD, bool NORM, bool SILU, int QUADS, int DEPTH, int W
         }
     }
     const int first_row = (block * row_groups + warp / a.k_warps) * ROWS;
-    const bf16* w[MATRICES][QUADS]; // where this thread reads; rows past the end read the last one again
-#pragma unroll
-    for (int q = 0; q < QUADS; q++) {
-        const int64_t at = (int64_t)min(first_row + 4 * q + lane / 8, job.n - 1) * a.k + lane % 8 * 8;
-        w[0][q] = job.w + blockIdx.y * job.w_batch + at;
-        if (SILU) w[MATRICES - 1][q] = a.job[1].w + blockIdx.y * a.job[1].w_batch + at;
-    }
+    // Rows past the end read the last one again.
+    const int64_t low_row = (int64_t)min(first_row + g, job.n - 1) * a.k, high_row = (int64_t)min(first_row + g + 8, job.n - 1) * a.k;
+    const bf16* w[MATRICES];
+    w[0] = job.w + blockIdx.y * job.w_batch;
+    if (SILU) w[MATRICES - 1] = a.job[1].w + blockIdx.y * a.job[1].w_batch;
 
-    using Step = Weights<MATRICES, QUADS, DEPTH>;
+    using Step = Weights<MATRICES, DEPTH>;
     auto read = [&](int k0) {
         Step s;
 #pragma unroll
         for (int m = 0; m < MATRICES; m++)
 #pragma unroll
-            for (int q = 0; q < QUADS; q++)
-#pragma unroll
-                for (int d = 0; d < DEPTH; d++) {
-                    const int k = k0 + 64 * d;
-                    s.at[m][q][d] = k + lane % 8 * 8 < a.k ? load_streaming((const uint4*)(w[m][q] + k)) : make_uint4(0, 0, 0, 0);
-                }
+            for (int d = 0; d < DEPTH; d++) {
+                const int k = k0 + 32 * d + 8 * quarter;
+                const bool inside = k < a.k;
+                s.low[m][d] = inside ? load_streaming((const uint4*)(w[m] + low_row + k)) : make_uint4(0, 0, 0, 0);
+                s.high[m][d] = inside ? load_streaming((const uint4*)(w[m] + high_row + k)) : make_uint4(0, 0, 0, 0);
+            }
         return s;
     };
 
@@ -128,33 +126,29 @@ template <class Out, bool ADD, bool NORM, bool SILU, int QUADS, int DEPTH, int W
     int x_pitch;
     if constexpr (NORM) {
         DYNAMIC_SHARED(bf16, rows);
-        normalize<WARPS>(a, (const float*)a.x + blockIdx.y * a.x_batch, rows);
+        normalize(a, (const float*)a.x + blockIdx.y * a.x_batch, rows);
         x = rows;
         x_pitch = a.k + NORM_PAD;
     } else {
         x = (const bf16*)a.x + blockIdx.y * a.x_batch;
         x_pitch = a.x_pitch;
     }
-    x += token * x_pitch + quarter * 8;
-    const int x_end = token < a.tokens ? a.k - quarter * 8 : 0;
+    x += g * x_pitch;
 
-    float sum[MATRICES][QUADS][4] = {};
+    float sum[MATRICES][4] = {};
     while (k0 < a.k) {
         const int next_k0 = k0 + a.k_warps * STEP;
         Step next = read(next_k0);
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            const int k = k0 + 64 * d;
-            const uint4 x0 = k < x_end ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
-            const uint4 x1 = k + 32 < x_end ? *(const uint4*)(x + k + 32) : make_uint4(0, 0, 0, 0);
+            const int k = k0 + 32 * d + 8 * quarter;
+            const uint4 b = k < a.k && g < a.tokens ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-            for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-                for (int q = 0; q < QUADS; q++) {
-                    const uint4 v = now.at[m][q][d];
-                    mma_bf16(sum[m][q], {x0.x, x1.x, x0.y, x1.y}, {v.x, v.y});
-                    mma_bf16(sum[m][q], {x0.z, x1.z, x0.w, x1.w}, {v.z, v.w});
-                }
+            for (int m = 0; m < MATRICES; m++) {
+                const uint4 low = now.low[m][d], high = now.high[m][d];
+                mma_bf16(sum[m], {low.x, high.x, low.y, high.y}, {b.x, b.y});
+                mma_bf16(sum[m], {low.z, high.z, low.w, high.w}, {b.z, b.w});
+            }
         }
         now = next;
         k0 = next_k0;
@@ -163,9 +157,9 @@ template <class Out, bool ADD, bool NORM, bool SILU, int QUADS, int DEPTH, int W
 #pragma unroll
     for (int m = 0; m < MATRICES; m++)
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) parts[warp][m][token * ROWS + 4 * q + quarter] = sum[m][q][0] + sum[m][q][3];
+        for (int e = 0; e < 4; e++) parts[warp][m][(2 * quarter + e % 2) * ROWS + g + e / 2 * 8] = sum[m][e];
     __syncthreads();
-    for (int i = tid; i < row_groups * MAX_TOKENS * ROWS; i += WARPS * WARP) {
+    for (int i = tid; i < row_groups * MAX_TOKENS * ROWS; i += GEMV_WARPS * WARP) {
         const int group = i / (MAX_TOKENS * ROWS), at = i % (MAX_TOKENS * ROWS), t = at / ROWS;
         const int row = (block * row_groups + group) * ROWS + at % ROWS;
         if (t >= a.tokens || row >= job.n) continue;
@@ -184,9 +178,8 @@ template <class Out, bool ADD, bool NORM, bool SILU, int QUADS, int DEPTH, int W
     }
 }
 
-#define GEMV(name, Out, ADD, NORM, SILU)                                                                                                              \
-    KERNEL_BLOCKS(name##_few, 256, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU, SILU ? 1 : 2, 4, 8>(a); }                                    \
-    KERNEL_BLOCKS(name, 256, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU, SILU ? 2 : 4, 2, 8>(a); }
+#define GEMV(name, Out, ADD, NORM, SILU) \
+    KERNEL(name, GEMV_WARPS * WARP, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
 
 GEMV(gemv_bf16_set, bf16, false, false, false)
 GEMV(gemv_f32_set, float, false, false, false)
