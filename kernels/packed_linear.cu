@@ -98,9 +98,9 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 
 #define LINEAR_ARGUMENTS \
     const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags
-#define LINEAR(format, F, SPAN, TOKENS)                                                                                                     \
+#define LINEAR(format, F, SPAN, TOKENS)                                                                                                      \
     KERNEL_BLOCKS(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {                                 \
-        packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                  \
+        packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                        \
     }
 #define LINEAR_ALL(format, F, SPAN) LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
 #define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                                              \
