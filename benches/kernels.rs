@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use moebius::kernel::{self, Activations, Kernel, Rows, Simd};
+use moebius::kernel::{self, Activations, Kernel, Rows, Simd, Start};
 use moebius::memory::Buffer;
 use moebius_cache::{MatrixLayout, Precision};
 
@@ -60,7 +60,7 @@ fn packed(kernel: &dyn Kernel, precision: Precision) {
         let seconds = best(|| {
             // As the executor does: a tile of gate and one of up.
             for pair in tiles.chunks_exact(2 * layout.tile_bytes()) {
-                kernel.matmul(&layout, pair, &activations.rows(0..tokens), black_box(&mut out));
+                kernel.matmul(&layout, &pair.into(), &activations.rows(0..tokens), Start::Zero, black_box(&mut out));
             }
         });
         row(&format!("{} {precision} x{tokens}", kernel.simd()), seconds, layout.bytes(), layout.n * k * tokens);

@@ -148,6 +148,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
 #define DECODE(name, KD, VD, STAGES, Cache)                                                                                                                     \
     KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions, \
            const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale) {       \
+        begin_kernel();                                                                                                                                         \
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks, block_table, heads, kv_heads, key_dim,    \
                                       value_dim, scale);                                                                                                      \
     }
@@ -164,6 +165,7 @@ DECODE(attention_decode_256_256_e4m3, 256, 256, 2, e4m3)
 
 // Adds up the shares of a row's head, 64 columns to a block.
 KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits, int heads, int value_dim) {
+    begin_kernel();
     __shared__ float weights[256], maxima[4], sums[4];
     __shared__ float4 columns[8][16];
     const int item = blockIdx.x, row = rows[item / heads], lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

@@ -154,6 +154,7 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
 #define DECODE_MLA(name, H, STAGES, Cache)                                                                                                                          \
     KERNEL(name, 8 * H, const bf16* q, const Cache* keys, bf16* out, float* partial, float2* states, const int* rows, const int* positions,                 \
            const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int key_dim, int value_dim, float scale) {                  \
+        begin_kernel();                                                                                                                                     \
         decode_mla<H / 16, STAGES, Cache>(q, keys, out, partial, states, rows, positions, token_seq, seq_blocks, block_table, heads, key_dim, value_dim, scale);    \
     }
 DECODE_MLA(attention_decode_mla_16_bf16, 16, 4, bf16)

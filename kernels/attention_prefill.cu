@@ -143,6 +143,7 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
 #define PREFILL(name, KD, VD, MT, Cache)                                                                                                                 \
     KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, const int2* tiles, const int* seq_first, const int* positions,   \
            const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale) {                       \
+        begin_kernel();                                                                                                                                  \
         prefill<KD, VD, MT, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks, block_table, heads, kv_heads, key_dim,     \
                                    value_dim, scale);                                                                                                    \
     }

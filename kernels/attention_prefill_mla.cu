@@ -113,6 +113,7 @@ __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded,
 #define PREFILL_MLA(name, KD, VD, MT)                                                                                                                         \
     KERNEL(name, 128, const bf16* q, const bf16* expanded, const bf16* rotated, bf16* out, float* max, float* sum, float* acc, const int* positions,         \
            int row_first, int row_end, int from, int to, int first, int last, int heads, int nope, int rope, int value_dim, float scale) {                    \
+        begin_kernel();                                                                                                                                       \
         prefill_mla<KD, VD, MT>(q, expanded, rotated, out, max, sum, acc, positions, row_first, row_end, from, to, first, last, heads, nope, rope, value_dim, \
                                 scale);                                                                                                                       \
     }

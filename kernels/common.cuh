@@ -22,6 +22,12 @@
     REGISTER_KERNEL(name, threads)                                                \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 
+// What every kernel does before it reads what others wrote, or writes what they read: it may have been launched before the one in front of it has ended.
+__device__ __forceinline__ void begin_kernel() {
+    wait_for_previous_kernel();
+    let_next_kernel_begin();
+}
+
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 

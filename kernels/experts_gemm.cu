@@ -30,6 +30,7 @@
 template <class S>
 __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
                                         int intermediate, int group, int top_k) {
+    begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
@@ -58,6 +59,7 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
 template <class S>
 __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h, bf16* y, int hidden,
                                      int intermediate, int group) {
+    begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
@@ -104,6 +106,7 @@ constexpr int COMBINE_THREADS = 256, MAX_TOP_K = 32;
 
 KERNEL(experts_combine, COMBINE_THREADS, const int* ids, const float* weights, const uint64_t* experts, const bf16* y, float* out, int hidden,
        int num_experts, int top_k) {
+    begin_kernel();
     __shared__ int here[MAX_TOP_K];
     const int token = blockIdx.x;
     if (threadIdx.x < top_k) {

@@ -4,7 +4,8 @@
 //   down      out[token, hidden] += sum_slot weight[token, slot] * down_e h[pair]       f32, one writer
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The products of a tile with one vector run on
-// the tensor cores (packed_gemv.cuh), with all of a warp's loads on their way before the first is used.
+// the tensor cores (packed_gemv.cuh), with all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in front of
+// it has ended: gate_up must stand between it and whatever wrote ids, weights and experts.
 // FORMAT is bf16, int8, int4; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16 of 8.
 //
 //   experts_gate_up_gemv_FORMAT   grid (ceil(intermediate / 16), tokens * top_k), block 256, no dynamic shared memory
@@ -27,6 +28,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
                                         int num_experts, int top_k) {
     __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
     const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    begin_kernel();
     const int e = ids[pair];
     if (e < 0 || e >= num_experts) return;
     const uint8_t* expert = reinterpret_cast<const uint8_t*>(experts[e]);
@@ -35,7 +37,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
     const uint8_t* tile = expert + (size_t)(2 * blockIdx.x + warp % 2) * tile_bytes<F>(hidden, group);
     const bf16* row = x + (size_t)(pair / top_k) * hidden;
     float sum[1][4] = {};
-    gemv_units<F, 1, DEPTH>(warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, group, [&](int i) { return At{tile, i, {row}, 1.0f}; }, sum);
+    gemv_units<F, 1, DEPTH>(warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, group, [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
@@ -58,12 +60,16 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     uint64_t expert = 0;
     float weight = 0.0f;
     if (lane < top_k) {
-        const int e = ids[token * top_k + lane];
-        weight = weights[token * top_k + lane];
-        if (e >= 0 && e < num_experts) expert = experts[e];
+        // What the router wrote was there before gate_up began: no need to wait for its end.
+        const int e = __ldcg(ids + token * top_k + lane);
+        weight = __ldcg(weights + token * top_k + lane);
+        if (e >= 0 && e < num_experts) expert = __ldcg(experts + e);
     }
     uint32_t here = __ballot_sync(ALL_LANES, expert != 0);
-    if (here == 0) return;
+    if (here == 0) {
+        begin_kernel();
+        return;
+    }
     const int slots = __popc(here), units = div_ceil(intermediate, UNIT);
     int slot = 0; // lane i: the i-th slot that is here
     for (int i = 0; i < slots; i++, here &= here - 1)
@@ -80,7 +86,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         const int row = __shfl_sync(ALL_LANES, slot, s);
         return At{reinterpret_cast<const uint8_t*>(from), i - s * units, {rows + (size_t)row * intermediate}, __shfl_sync(ALL_LANES, weight, s)};
     };
-    gemv_units<F, 1, DEPTH>(warp, DOWN_WARPS, slots * units, intermediate, group, locate, sum);
+    gemv_units<F, 1, DEPTH>(warp, DOWN_WARPS, slots * units, intermediate, group, locate, begin_kernel, sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];

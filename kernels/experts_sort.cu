@@ -24,6 +24,7 @@ __device__ __forceinline__ int4 four_ids(const int* ids, int i, int pairs) {
 
 KERNEL(experts_sort, SORT_THREADS, const int* ids, const uint64_t* experts, int* pair_slot, int* offsets, int4* tiles, int pairs, int num_experts,
        int tile_tokens) {
+    begin_kernel();
     __shared__ uint32_t here[MAX_EXPERTS / WARP];
     __shared__ int lower_of[SORT_WARPS], own_of[SORT_WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, expert = blockIdx.x;

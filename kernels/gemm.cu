@@ -46,6 +46,7 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     static_assert((BM / WM) * WARPS_N * WARP == GEMM_THREADS && WN % 32 == 0, "four warps");
     constexpr int X_SIZE = BM * BK, W_SIZE = BN * BK, STAGE = X_SIZE + PARTS * W_SIZE;
     DYNAMIC_SHARED(bf16, shared);
+    begin_kernel();
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
     const int tiles_m = div_ceil(a.tokens, BM), tiles_n = div_ceil(a.n, BN);
     const TilePlace place = tile_place(blockIdx.x, tiles_m, tiles_n);
@@ -166,6 +167,7 @@ KERNEL(gemm_split3_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) { gemm<
 
 // parts [3][count] bf16: the smallest first, as sums begin with it; w [count] f32 is the sum of the three.
 KERNEL(split_f32, 256, const float* w, bf16* parts, int count) {
+    begin_kernel();
     const int i = blockIdx.x * 256 + threadIdx.x;
     if (i >= count) return;
     float rest = w[i];

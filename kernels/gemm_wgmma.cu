@@ -72,6 +72,7 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
         }
         mbarrier_init_done();
     }
+    begin_kernel();
     __syncthreads();
 
     int stage = 0, parity = 0; // of the buffer used next; parity changes each time round

@@ -14,15 +14,15 @@
 //   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps; each block normalizes for itself and
 //                rounds to bf16, as a norm kernel would
 // and of what is done with two products:
-//   gemv[_norm]_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are read), equal n.
+//   gemv_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are read), equal n.
 //
 // Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs that are not there have n = 0 and
 // stand last. Dynamic shared memory: gemv_*: 0; gemv_norm_*: tokens (2 k + 64) bytes (k up to 6,000 for 8 tokens if a block may have 99 KB).
 //
 // Which: k_warps 8, or 4 for k <= 256. Normalizing in every block pays for one token; for more of them only where there are few blocks.
-// May be launched with programmatic stream serialization, if the kernel in front does not write weights.
+// The kernel in front must not write weights: they are read before it has ended. With `independent`, x is, too.
 //
-//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set, gemv_norm_f32_set, gemv_norm_silu (const Gemv a)
+//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set (const Gemv a)
 #include "common.cuh"
 
 struct GemvJob {
@@ -39,6 +39,7 @@ struct Gemv {
     int64_t x_batch;
     int x_pitch, tokens, k, k_warps;
     float eps;
+    int independent; // nothing here is read or written by the kernel in front, or was written by it
 };
 
 constexpr int GEMV_WARPS = 8, MAX_TOKENS = 8, ROWS = 16;
@@ -118,10 +119,15 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     };
 
     // The first weights are on their way before x is looked at, and even before the kernel that makes x has ended.
-    let_next_kernel_begin();
     int k0 = k_warp * STEP;
     Step now = read(k0);
-    wait_for_previous_kernel();
+    for (int k = k0 + a.k_warps * STEP; k < a.k; k += a.k_warps * STEP) {
+        // A lane has 128 bytes of a row.
+        const int row = min(first_row + lane % ROWS, job.n - 1), at = SILU ? k : k + 64 * (lane / ROWS);
+        if (at < a.k) prefetch_l2((SILU && lane >= ROWS ? w[MATRICES - 1] : w[0]) + (int64_t)row * a.k + at);
+    }
+    if (a.independent) let_next_kernel_begin();
+    else begin_kernel();
     const bf16* x;
     int x_pitch;
     if constexpr (NORM) {
@@ -176,15 +182,15 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
         if (ADD) out += to_f32(*y);
         *y = from_f32<Out>(out);
     }
+    // Whoever waits for this kernel waits for the one in front of it, too.
+    if (a.independent) wait_for_previous_kernel();
 }
 
 #define GEMV(name, Out, ADD, NORM, SILU) \
-    KERNEL(name, GEMV_WARPS * WARP, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
+    KERNEL_BLOCKS(name, GEMV_WARPS * WARP, NORM ? 2 : 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
 
 GEMV(gemv_bf16_set, bf16, false, false, false)
 GEMV(gemv_f32_set, float, false, false, false)
 GEMV(gemv_f32_add, float, true, false, false)
 GEMV(gemv_silu, bf16, false, false, true)
 GEMV(gemv_norm_bf16_set, bf16, false, true, false)
-GEMV(gemv_norm_f32_set, float, false, true, false)
-GEMV(gemv_norm_silu, bf16, false, true, true)

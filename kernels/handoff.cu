@@ -15,6 +15,7 @@ constexpr int HANDOFF_THREADS = 1024;
 
 KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* weights, const uint64_t* resident, int rows_words, int choices,
        int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* count, uint32_t* down) {
+    begin_kernel();
     const uint4* from = reinterpret_cast<const uint4*>(h);
     for (int i = threadIdx.x; i < rows_words; i += HANDOFF_THREADS) host_h[i] = from[i];
     for (int i = threadIdx.x; i < choices; i += HANDOFF_THREADS) {
@@ -28,6 +29,7 @@ KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* wei
 }
 
 KERNEL(fetch, HANDOFF_THREADS, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words) {
+    begin_kernel();
     if (threadIdx.x == 0)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);
     __syncthreads();

@@ -31,6 +31,7 @@ template <class Cache> __device__ __forceinline__ void write_row(const bf16* row
 #define KV_WRITE(name, Cache)                                                                                                                          \
     KERNEL(name, 128, const bf16* key, const bf16* value, Cache* keys, Cache* values, const int* positions, const int* token_seq, const int* seq_blocks, \
            const uint32_t* block_table, int tokens, int kv_heads, int key_dim, int value_dim) {                                                         \
+        begin_kernel();                                                                                                                                 \
         const int t = blockIdx.x, position = t < tokens ? positions[t] : -1;                                                                            \
         if (position < 0) return;                                                                                                                       \
         const uint32_t block = block_table[seq_blocks[token_seq[t]] + position / PAGE];                                                                 \
@@ -43,6 +44,7 @@ KV_WRITE(kv_write_e4m3, e4m3)
 #define GATHER_LATENTS(name, Cache)                                                                                                                   \
     KERNEL(name, 256, const Cache* keys, bf16* latents, bf16* rotated, const int* seq_blocks, const uint32_t* block_table, int seq, int from, int to, \
            int rank, int rope) {                                                                                                                      \
+        begin_kernel();                                                                                                                               \
         const int chunks = (rank + rope) / 8, i = blockIdx.x * 256 + threadIdx.x, row = i / chunks, col = i % chunks * 8, position = from + row;      \
         if (position >= to) return;                                                                                                                   \
         const uint32_t block = block_table[seq_blocks[seq] + position / PAGE];                                                                        \

@@ -66,9 +66,10 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
 }
 
 // A warp's part of sums over units: units first, first + step, ... below `units`, DEPTH of them on their way at a time.
-// locate(i) gives .tile, .u, .x(set) and .weight of unit i.
-template <Format F, int SETS, int DEPTH, class Locate>
-__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, int group, Locate locate, float (&sum)[SETS][4]) {
+// locate(i) gives .tile, .u, .x(set) and .weight of unit i. ready() is called once, when the first weights are on their way and before any x is read.
+template <Format F, int SETS, int DEPTH, class Locate, class Ready>
+__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, int group, Locate locate, Ready ready, float (&sum)[SETS][4]) {
+    if (first >= units) ready();
     const int group_shift = F == BF16 ? 0 : 31 - __clz(group);
     const uint32_t codes = scale_bytes<F>(k, group);
     for (int i = first; i < units; i += step * DEPTH) {
@@ -79,6 +80,7 @@ __device__ __forceinline__ void gemv_units(int first, int step, int units, int k
             const auto at = locate(i + d * step);
             load_unit<F>(unit[d], at.tile, at.u, k, group_shift, codes);
         }
+        if (i == first) ready();
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (i + d * step >= units) break;

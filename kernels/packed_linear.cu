@@ -15,6 +15,7 @@ constexpr int Y_IS_BF16 = 1, ADD = 2;
 template <class S>
 __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
                                               int x_pitch, int y_pitch, int flags) {
+    begin_kernel();
     const int first_tile = blockIdx.x * BLOCK_TILES, first_token = blockIdx.y * S::TOKENS, count = min(tokens - first_token, S::TOKENS);
     auto row_of = [&](int i) { return i < count ? first_token + i : -1; };
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         here.u = i;
         return here;
     };
-    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, locate, sum);
+    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, locate, begin_kernel, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)

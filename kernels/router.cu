@@ -5,10 +5,13 @@
 //   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`
 //
 // Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to 512 experts, top 32.
-// grid (ceil(tokens / 4)), 128 threads
+//
+//   choose_experts   from logits [tokens, experts]                                                            grid (ceil(tokens / 4)), 128 threads
+//   route_few        up to 8 tokens: h = rmsnorm(x) in bf16, logits = w h with f32 weights, then the same     grid (experts), 256 threads
+//                    A block owns an expert; the last one to end chooses. `counter`: one u32, 0 between launches.
 #include "common.cuh"
 
-constexpr int MAX_EXPERTS = 512, TOKENS = 4;
+constexpr int MAX_EXPERTS = 512, TOKENS = 4, FEW = 8;
 
 struct RouterShape {
     int experts, top_k, sigmoid, normalize, groups, group_top_k, group_by_two;
@@ -25,19 +28,17 @@ __device__ __forceinline__ void warp_best(float& value, int& index) {
     }
 }
 
-KERNEL(choose_experts, TOKENS * WARP, const float* logits, const float* bias, RouterShape shape, int tokens, int* ids, float* weights) {
-    __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, token = blockIdx.x * TOKENS + warp, experts = shape.experts;
-    if (token >= tokens) return;
-    float *s = scores[warp], *rank = ranks[warp];
-    const float* l = logits + (size_t)token * experts;
+// Of one token, by one warp; logit(e) reads, s and rank [experts] are scratch in shared memory.
+template <class Logit>
+__device__ __forceinline__ void choose(Logit logit, const float* bias, const RouterShape& shape, float* s, float* rank, int* ids, float* weights) {
+    const int lane = threadIdx.x % WARP, experts = shape.experts;
     if (shape.sigmoid) {
-        for (int e = lane; e < experts; e += WARP) s[e] = 1.0f / (1.0f + expf(-l[e]));
+        for (int e = lane; e < experts; e += WARP) s[e] = 1.0f / (1.0f + expf(-logit(e)));
     } else {
         float top = -INFINITY, sum = 0.0f;
-        for (int e = lane; e < experts; e += WARP) top = fmaxf(top, l[e]);
+        for (int e = lane; e < experts; e += WARP) top = fmaxf(top, s[e] = logit(e));
         top = warp_max(top);
-        for (int e = lane; e < experts; e += WARP) sum += s[e] = expf(l[e] - top);
+        for (int e = lane; e < experts; e += WARP) sum += s[e] = expf(s[e] - top);
         sum = warp_sum(sum);
         for (int e = lane; e < experts; e += WARP) s[e] /= sum;
     }
@@ -85,7 +86,96 @@ KERNEL(choose_experts, TOKENS * WARP, const float* logits, const float* bias, Ro
         sum += score;
     }
     if (lane < shape.top_k) {
-        ids[(size_t)token * shape.top_k + lane] = chosen;
-        weights[(size_t)token * shape.top_k + lane] = (shape.normalize ? mine / sum : mine) * shape.scaling;
+        ids[lane] = chosen;
+        weights[lane] = (shape.normalize ? mine / sum : mine) * shape.scaling;
     }
+}
+
+KERNEL(choose_experts, TOKENS * WARP, const float* logits, const float* bias, RouterShape shape, int tokens, int* ids, float* weights) {
+    __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
+    begin_kernel();
+    const int warp = threadIdx.x / WARP, token = blockIdx.x * TOKENS + warp;
+    if (token >= tokens) return;
+    const float* l = logits + (size_t)token * shape.experts;
+    choose([&](int e) { return l[e]; }, bias, shape, scores[warp], ranks[warp], ids + (size_t)token * shape.top_k, weights + (size_t)token * shape.top_k);
+}
+
+struct RouteFew {
+    const float *x, *norm; // [tokens, hidden], [hidden]
+    bf16* h;               // [tokens, hidden]
+    const float *w, *bias; // [experts, hidden], [experts] or null
+    float* logits;         // [tokens, experts]
+    uint32_t* counter;
+    int* ids;       // [tokens, top_k]
+    float* weights; // [tokens, top_k]
+    RouterShape shape;
+    int tokens, hidden;
+    float eps;
+};
+
+struct Eight {
+    float4 low, high;
+};
+__device__ __forceinline__ Eight load_8(const float* p) { return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)}; }
+
+KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
+    __shared__ float squares[FEW][FEW], parts[FEW][FEW]; // [token][warp]
+    __shared__ float scores[FEW][MAX_EXPERTS], ranks[FEW][MAX_EXPERTS];
+    __shared__ bool last;
+    constexpr int STEP = 8 * FEW * WARP;
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, tokens = a.tokens, hidden = a.hidden;
+    // Weights are nobody's to write: the first are on their way before the kernel in front has ended.
+    const float* row = a.w + (size_t)blockIdx.x * hidden;
+    Eight w = 8 * tid < hidden ? load_8(row + 8 * tid) : Eight{};
+    begin_kernel();
+
+    for (int t = 0; t < tokens; t++) {
+        float sum = 0.0f;
+        for (int i = 8 * tid; i < hidden; i += STEP) {
+            const Eight x = load_8(a.x + (size_t)t * hidden + i);
+            sum += x.low.x * x.low.x + x.low.y * x.low.y + x.low.z * x.low.z + x.low.w * x.low.w;
+            sum += x.high.x * x.high.x + x.high.y * x.high.y + x.high.z * x.high.z + x.high.w * x.high.w;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) squares[t][warp] = sum;
+    }
+    __syncthreads();
+    for (int t = 0; t < tokens; t++) {
+        float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < FEW; i++) sum += squares[t][i];
+        const float scale = rsqrtf(sum / (float)hidden + a.eps);
+        Eight from = w;
+        for (int i = 8 * tid; i < hidden; i += STEP) {
+            if (i >= STEP) from = load_8(row + i);
+            const Eight x = load_8(a.x + (size_t)t * hidden + i), n = load_8(a.norm + i);
+            const uint4 h = make_uint4(pack_bf16(x.low.x * scale * n.low.x, x.low.y * scale * n.low.y), pack_bf16(x.low.z * scale * n.low.z, x.low.w * scale * n.low.w),
+                                       pack_bf16(x.high.x * scale * n.high.x, x.high.y * scale * n.high.y),
+                                       pack_bf16(x.high.z * scale * n.high.z, x.high.w * scale * n.high.w));
+            if (blockIdx.x == 0) *reinterpret_cast<uint4*>(a.h + (size_t)t * hidden + i) = h;
+            dot += low_f32(h.x) * from.low.x + high_f32(h.x) * from.low.y + low_f32(h.y) * from.low.z + high_f32(h.y) * from.low.w;
+            dot += low_f32(h.z) * from.high.x + high_f32(h.z) * from.high.y + low_f32(h.w) * from.high.z + high_f32(h.w) * from.high.w;
+        }
+        dot = warp_sum(dot);
+        if (lane == 0) parts[t][warp] = dot;
+    }
+    __syncthreads();
+    if (tid < tokens) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < FEW; i++) sum += parts[tid][i];
+        a.logits[(size_t)tid * a.shape.experts + blockIdx.x] = sum;
+        __threadfence();
+    }
+    __syncthreads();
+    if (tid == 0) {
+        last = atomicAdd(a.counter, 1u) == gridDim.x - 1;
+        if (last) *a.counter = 0;
+    }
+    __syncthreads();
+    if (!last || warp >= tokens) return;
+    __threadfence();
+    const float* l = a.logits + (size_t)warp * a.shape.experts;
+    choose([&](int e) { return __ldcg(l + e); }, a.bias, a.shape, scores[warp], ranks[warp], a.ids + (size_t)warp * a.shape.top_k,
+           a.weights + (size_t)warp * a.shape.top_k);
 }

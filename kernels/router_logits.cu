@@ -10,6 +10,7 @@
 constexpr int LOGITS_THREADS = 256, TOKENS = 8;
 
 KERNEL(router_logits, LOGITS_THREADS, const bf16* h, const float* w, float* logits, int h_pitch, int tokens, int experts, int k) {
+    begin_kernel();
     __shared__ float parts[LOGITS_THREADS / WARP][TOKENS];
     const int tid = threadIdx.x, first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first);
     const float* row = w + (int64_t)blockIdx.x * k;

@@ -13,6 +13,7 @@ constexpr int ROW_THREADS = 256;
 
 // out[t] = table[tokens[t]]
 KERNEL(embed, ROW_THREADS, const bf16* table, const uint32_t* tokens, float* out, int cols) {
+    begin_kernel();
     const uint4* from = reinterpret_cast<const uint4*>(table + (size_t)tokens[blockIdx.x] * cols);
     float4* to = reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols);
     for (int i = threadIdx.x; i < cols / 8; i += ROW_THREADS) {
@@ -47,15 +48,18 @@ template <class T> __device__ __forceinline__ void norm_row(const T* x, const fl
 }
 
 KERNEL(rms_norm_f32, ROW_THREADS, const float* x, const float* w, float eps, bf16* out, int cols) {
+    begin_kernel();
     norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
 }
 KERNEL(rms_norm_bf16, ROW_THREADS, const bf16* x, const float* w, float eps, bf16* out, int cols) {
+    begin_kernel();
     norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
 }
 
 // In place, every run of `width` numbers from column `first` on: a warp each. Any even width.
 // grid (rows, ceil(runs / 8)), 256 threads
 KERNEL(rms_norm_heads, 256, bf16* x, const float* w, float eps, int pitch, int first, int width, int runs) {
+    begin_kernel();
     const int run = blockIdx.y * 8 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (run >= runs) return;
     uint32_t* row = reinterpret_cast<uint32_t*>(x + (size_t)blockIdx.x * pitch + first + (size_t)run * width);
@@ -75,6 +79,7 @@ KERNEL(rms_norm_heads, 256, bf16* x, const float* w, float eps, int pitch, int f
 // the fast functions are right to 2^-21.
 // grid (rows), 64 threads
 KERNEL(rope_angles, 64, const uint32_t* positions, const float* inv_freq, float factor, float* out, int half) {
+    begin_kernel();
     for (int i = threadIdx.x; i < half; i += 64) {
         const double angle = (float)positions[blockIdx.x] * inv_freq[i];
         const float rest = (float)(angle - rint(angle * 0.15915494309189535) * 6.283185307179586);
@@ -85,6 +90,7 @@ KERNEL(rope_angles, 64, const uint32_t* positions, const float* inv_freq, float 
 
 // Columns [at, at + 2 half) of each of `heads` heads, in place.
 KERNEL(rope, ROW_THREADS, bf16* x, const float* angles, int heads, int head_dim, int at, int half, int interleaved) {
+    begin_kernel();
     const float* cos_row = angles + (size_t)blockIdx.x * 2 * half;
     const float* sin_row = cos_row + half;
     for (int i = threadIdx.x; i < heads * half; i += ROW_THREADS) {
@@ -99,6 +105,7 @@ KERNEL(rope, ROW_THREADS, bf16* x, const float* angles, int heads, int head_dim,
 
 // grid (ceil(numbers / 4 / 256)); numbers a multiple of 4
 KERNEL(silu_mul, ROW_THREADS, const bf16* gate, const bf16* up, bf16* out, long long numbers) {
+    begin_kernel();
     const long long i = 4 * ((long long)blockIdx.x * ROW_THREADS + threadIdx.x);
     if (i >= numbers) return;
     const float4 g = load4(gate + i), u = load4(up + i);
@@ -108,6 +115,7 @@ KERNEL(silu_mul, ROW_THREADS, const bf16* gate, const bf16* up, bf16* out, long 
 
 // out[i] = x[rows[i] - first], f32
 KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first, float* out, int cols) {
+    begin_kernel();
     const float* from = x + (size_t)(rows[blockIdx.x] - first) * cols;
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS)
         *reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols + i) = load4(from + i);
@@ -115,6 +123,7 @@ KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first
 
 // Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out out_dim.
 KERNEL(copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at, int out_dim, int out_at) {
+    begin_kernel();
     for (int i = threadIdx.x; i < heads * width; i += ROW_THREADS) {
         const size_t head = (size_t)blockIdx.x * heads + i / width;
         out[head * out_dim + out_at + i % width] = x[head * x_dim + x_at + i % width];

@@ -41,25 +41,27 @@ pub struct Step<'a, B: Backend> {
     pub batch: &'a B::Batch,
     /// cos and sin of the batch's positions.
     pub angles: &'a B::Tensor,
-    /// Epsilon of the QK norms.
+    /// Epsilon of the norms.
     pub norm_eps: f32,
     /// Rotary pairs are neighbours.
     pub interleaved: bool,
 }
 
-/// `x += attention(h)`, storing the batch's keys and values on the way. `h` and `x` are `[T, hidden]`.
+/// `x += attention(norm(x))`, storing the batch's keys and values on the way. `x` is `[T, hidden]`, `h` a buffer like it.
+#[allow(clippy::too_many_arguments)] // what a layer is, what it has, what it changes
 pub fn attention<B: Backend>(
     step: &Step<'_, B>,
     config: &Attention,
     weights: &AttentionWeights<B>,
+    norm: &B::Norm,
     kv: &mut B::Kv,
     buffers: &mut AttentionBuffers<B>,
-    h: &B::Tensor,
+    h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) {
     match (config, weights, buffers) {
-        (Attention::Gqa(c), AttentionWeights::Gqa(w), AttentionBuffers::Gqa(b)) => gqa::attention(step, c, w, kv, b, h, x),
-        (Attention::Mla(c), AttentionWeights::Mla(w), AttentionBuffers::Mla(b)) => mla::attention(step, c, w, kv, b, h, x),
+        (Attention::Gqa(c), AttentionWeights::Gqa(w), AttentionBuffers::Gqa(b)) => gqa::attention(step, c, w, norm, kv, b, h, x),
+        (Attention::Mla(c), AttentionWeights::Mla(w), AttentionBuffers::Mla(b)) => mla::attention(step, c, w, norm, kv, b, h, x),
         _ => panic!("configuration, weights and buffers of one layer are of one kind"),
     }
 }

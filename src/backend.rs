@@ -24,6 +24,20 @@ pub struct Routing {
     pub weights: Vec<f32>,
 }
 
+/// Queries or keys on their way from a product to attention.
+pub struct Heads<'a, B: Backend> {
+    /// `[T, heads * dim]`
+    pub x: &'a mut B::Tensor,
+    /// How many.
+    pub heads: usize,
+    /// Numbers of a head.
+    pub dim: usize,
+    /// RMS norm of the first so many numbers of a head, and its epsilon; all of them, or there is one head.
+    pub norm: Option<(&'a B::Norm, usize, f32)>,
+    /// Where in a head the rotated numbers begin.
+    pub rope_at: usize,
+}
+
 /// A device that runs the model. `T` below is the number of tokens in the batch.
 ///
 /// Ops may be asynchronous: what one fails at is told by the next call that returns a `Result`.
@@ -139,4 +153,62 @@ pub trait Backend: Sized + Send + 'static {
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
+
+    // Several of the ops above in a row: what they mean. A device may do them at once.
+
+    /// Products of `norm(x)`, for which `h` is there.
+    fn norm_linears<const N: usize>(
+        &self,
+        x: &Self::Tensor,
+        (norm, eps): (&Self::Norm, f32),
+        h: &mut Self::Tensor,
+        jobs: [(&Self::Linear, &mut Self::Tensor); N],
+    ) {
+        self.rms_norm(x, norm, eps, h);
+        self.linears(h, jobs);
+    }
+    /// `h = norm(x)`, and its routing.
+    fn norm_route(
+        &self,
+        x: &Self::Tensor,
+        (norm, eps): (&Self::Norm, f32),
+        h: &mut Self::Tensor,
+        w: &Self::Router,
+        router: &Router,
+        out: &mut Self::Routing,
+    ) {
+        self.rms_norm(x, norm, eps, h);
+        self.route(w, router, h, out);
+    }
+    /// `out = silu(gate x) * up x`, for which `buffers` are there.
+    fn gated_linears(
+        &self,
+        x: &Self::Tensor,
+        (gate, up): (&Self::Linear, &Self::Linear),
+        buffers: (&mut Self::Tensor, &mut Self::Tensor),
+        out: &mut Self::Tensor,
+    ) {
+        self.linears(x, [(gate, &mut *buffers.0), (up, &mut *buffers.1)]);
+        self.silu_mul(buffers.0, buffers.1, out);
+    }
+    /// Norms and rotates queries and keys, and stores keys and values; `k` is not to be used any more.
+    #[allow(clippy::too_many_arguments)] // queries, keys, values, and where to
+    fn heads(
+        &self,
+        kv: &mut Self::Kv,
+        batch: &Self::Batch,
+        angles: &Self::Tensor,
+        interleaved: bool,
+        q: Heads<'_, Self>,
+        k: Heads<'_, Self>,
+        v: Option<&Self::Tensor>,
+    ) {
+        for Heads { x, heads, dim, norm, rope_at } in [q, Heads { x: &mut *k.x, ..k }] {
+            if let Some((norm, width, eps)) = norm {
+                self.rms_norm_heads(x, norm, eps, 0..if width == dim { heads * dim } else { width });
+            }
+            self.rope(x, dim, rope_at, interleaved, angles);
+        }
+        self.kv_write(kv, batch, k.x, v);
+    }
 }

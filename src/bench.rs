@@ -143,9 +143,6 @@ pub fn run(
     let topology = Topology::read(); // before this thread is pinned to one core
     // Room for the longest prompt and all sequences of the widest batch.
     let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
-    if let Some(limit) = config.max_batch_tokens.filter(|&limit| sequences > limit) {
-        return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
-    }
     let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
     let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {
@@ -153,6 +150,10 @@ pub fn run(
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let ready_s = started.elapsed().as_secs_f64();
+    if sequences > loaded.max_batch_tokens {
+        let limit = loaded.max_batch_tokens;
+        return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
+    }
     let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
     if needed > loaded.max_context {
         let context = loaded.max_context;

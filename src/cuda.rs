@@ -64,6 +64,7 @@ pub struct Cuda {
     pub kernels: Kernels,
     allocated: AtomicU64,
     recording: AtomicBool,
+    independent: AtomicBool,
     /// Nothing is done, only counted: there need be no device.
     planned: bool,
     failed: Mutex<Option<String>>,
@@ -206,6 +207,7 @@ impl Cuda {
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            independent: AtomicBool::new(false),
             planned: false,
             failed: Mutex::new(None),
         }))
@@ -221,6 +223,7 @@ impl Cuda {
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            independent: AtomicBool::new(false),
             planned: true,
             failed: Mutex::new(None),
         })
@@ -271,6 +274,16 @@ impl Cuda {
     /// Whether ops are being recorded instead of run.
     pub fn is_recording(&self) -> bool {
         self.recording.load(Relaxed)
+    }
+
+    /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the same time.
+    pub(crate) fn promise_independent(&self) {
+        self.independent.store(true, Relaxed);
+    }
+
+    /// Whether that was promised of the kernel that is launched now.
+    pub(crate) fn take_independent(&self) -> bool {
+        self.independent.swap(false, Relaxed)
     }
 
     /// Errors: an op on the device failed. Does not wait.

@@ -5,7 +5,7 @@ pub mod cpu;
 pub mod gpu;
 pub mod memory;
 
-pub use cpu::CpuExperts;
+pub use cpu::{CpuExperts, Pace};
 pub use memory::ExpertMemory;
 
 use crate::Result;

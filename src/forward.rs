@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! x = embed(ids)
-//! layer:  h = norm(x);  x += attention(h)
+//! layer:  x += attention(norm(x))
 //!         h = norm(x);  dense: x += mlp(h)
 //!                       moe:   submit(h, route(h)); x += shared(h); x += finish()
 //! logits = lm_head(norm(x[last rows]))
@@ -257,14 +257,15 @@ fn run_layer<B: Backend>(
     let Part { batch, x, angles, .. } = part;
 
     let step = Step { backend, batch, angles, norm_eps: config.norm_eps, interleaved: config.rope.interleaved };
-    backend.rms_norm(x, &w.attention_norm, config.norm_eps, h);
-    attention(&step, &layer.attention, &w.attention, kv, attention_buffers, h, x);
-
-    backend.rms_norm(x, &w.ffn_norm, config.norm_eps, h);
+    attention(&step, &layer.attention, &w.attention, &w.attention_norm, kv, attention_buffers, h, x);
+    let norm = (&w.ffn_norm, config.norm_eps);
     match (&layer.ffn, &w.ffn, experts, routing) {
-        (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => mlp(backend, w, mlp_buffers, mlp_width(layer), h, x),
+        (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => {
+            backend.rms_norm(x, norm.0, norm.1, h);
+            mlp(backend, w, mlp_buffers, mlp_width(layer), h, x);
+        }
         (Ffn::Moe(moe), FfnWeights::Moe { router, shared }, Some((experts, moe_index)), Some(routing)) => {
-            backend.route(router, &moe.router, h, routing);
+            backend.norm_route(x, norm, h, router, &moe.router, routing);
             experts.submit(moe_index, h, routing)?;
             if let Some(w) = shared {
                 mlp(backend, w, mlp_buffers, mlp_width(layer), h, x);
@@ -306,8 +307,7 @@ impl<B: Backend> Buffers<B> {
 fn mlp<B: Backend>(backend: &B, w: &MlpWeights<B>, buffers: &mut [MlpBuffers<B>], width: Option<usize>, h: &B::Tensor, x: &mut B::Tensor) {
     let MlpBuffers { gate, up, product, .. } =
         buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
-    backend.linears(h, [(&w.gate, gate), (&w.up, up)]);
-    backend.silu_mul(gate, up, product);
+    backend.gated_linears(h, (&w.gate, &w.up), (gate, up), product);
     backend.linear_add(&w.down, product, x);
 }
 

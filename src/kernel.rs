@@ -20,10 +20,13 @@ mod avx512;
 mod avx_vnni;
 mod scalar;
 mod shared;
+mod tiles;
 
 use moebius_cache::pack::MatrixLayout;
 
 pub use self::activations::{ActivationRows, Activations, ActivationsMut};
+pub(crate) use self::tiles::fetch;
+pub use self::tiles::{Ahead, Tiles};
 use crate::{Error, Result};
 
 /// An instruction set the CPU kernels are written for.
@@ -132,6 +135,15 @@ impl<'a, T> Rows<'a, T> {
     }
 }
 
+/// What a product's sums begin with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// Nothing: whatever was in the output is forgotten.
+    Zero,
+    /// What is in the output.
+    Out,
+}
+
 /// The operations a model is made of, on one thread.
 ///
 /// Every implementation gives the bits of the scalar one. Panics everywhere: shapes disagree (a bug).
@@ -148,18 +160,19 @@ pub trait Kernel: Send + Sync {
     /// f32 numbers that hold 32 split inputs of a row, see [`split`](Kernel::split).
     fn split_words(&self) -> usize;
 
-    /// Each of up to 32 inputs as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
+    /// Each input as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
     ///
-    /// How they lie in `out`, `[split_words()]`, is this kernel's own business; inputs that are missing become zeros.
+    /// Shapes: `x` `[n]`, `out` `[ceil(n / 32), split_words()]`. How 32 inputs lie in `out` is this kernel's own business; those that the last
+    /// 32 lack become zeros.
     fn split(&self, x: &[f32], out: &mut [f32]);
 
-    /// Some tiles of packed weights times some rows of activations: `out[t][16 i + r] = W_i[r] . x[t]`.
+    /// Some tiles of packed weights times some rows of activations: `acc = W_i[r] . x[t]` is `out[t][16 i + r]`, or is summed onto it.
     ///
     /// Shapes: `tiles` [n, layout.tile_bytes()], `x` prepared by the same kernel for `layout`, `out` [x.len(), n * 16].
     /// Order, INT4 and INT8: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)`, groups ascending.
     /// Order, BF16, that of `tdpbf16ps`: for 32 inputs at a time and of them the high, then the low parts, `even` sums the even inputs by
     /// fma from zero, ascending, `odd` the odd ones; `acc = acc + (even + odd)`.
-    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]);
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]);
 
     /// `out[t][r] = w[r] . x[t]`: the router.
     ///

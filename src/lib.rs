@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! error, topology, batch, model, tensor, random   what can fail, what there is, what a model and its data are
-//! workers, memory, kernel, config                 threads, huge pages, arithmetic; what a user can choose
+//! workers, memory, kernel, cuda, config           threads, huge pages, arithmetic, a GPU; what a user can choose
 //! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
 //! experts, kv_cache, attention, forward           one pass
 //! load, capture, bench, doctor                    a model in memory, looked into and measured

@@ -610,7 +610,7 @@ mod tests {
     fn a_batch_costs_what_its_pairs_take() {
         let model = models::shapes::shape("qwen3-30b-a3b", None).unwrap();
         let of = |experts, tokens| {
-            let config = EngineConfig { experts, max_batch_tokens: tokens, ..EngineConfig::default() };
+            let config = EngineConfig { experts, max_batch_tokens: Some(tokens), ..EngineConfig::default() };
             let precision = precision(&model, &config).unwrap();
             activation_bytes(&model, &config, precision, &one_core()).unwrap()
         };

@@ -183,7 +183,7 @@ pub fn read_bandwidth(team: &Team, total_bytes: usize, pages: Pages, passes: usi
 }
 
 /// Touches every byte with the widest loads there are.
-fn read(part: &[u8]) -> u64 {
+pub fn read(part: &[u8]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::*;

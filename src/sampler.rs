@@ -114,13 +114,17 @@ impl Sampler {
 
 /// Index of the largest logit, the lowest of equals; NaN is never the largest unless all are.
 pub fn argmax(logits: &[f32]) -> usize {
-    let mut best = 0;
-    for (i, &l) in logits.iter().enumerate() {
-        if l > logits[best] || logits[best].is_nan() {
-            best = i;
+    // The value in lanes, then its place: one running best would wait for itself at every logit. NaN is larger than nothing.
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; 32];
+    let (chunks, rest) = logits.as_chunks::<32>();
+    for chunk in chunks {
+        for (lane, l) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, *l);
         }
     }
-    best
+    let largest = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, larger);
+    logits.iter().position(|&l| l == largest).unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -36,7 +36,7 @@ use roster::{Clock, Roster};
 
 /// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
 /// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
-const SPIN: Duration = Duration::from_micros(50);
+const SPIN_US: u32 = 50;
 
 /// The rank of a worker that rests.
 const RESTING: u32 = u32::MAX;
@@ -47,11 +47,12 @@ type Work = dyn Fn(&Worker<'_>) + Sync;
 struct Gate {
     value: AtomicU32,
     asleep: AtomicU32,
+    spin_us: AtomicU32, // before a thread that waits here sleeps
 }
 
 impl Gate {
     const fn new(value: u32) -> Self {
-        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0) }
+        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
     }
 
     /// The value; what its writer wrote before is visible.
@@ -62,14 +63,25 @@ impl Gate {
     /// Returns when `ready(value)`.
     #[inline]
     fn wait(&self, ready: impl Fn(u32) -> bool) {
+        self.wait_doing(ready, || false);
+    }
+
+    /// As [`wait`](Gate::wait), with something small to do over and over while it says that there is more.
+    #[inline]
+    fn wait_doing(&self, ready: impl Fn(u32) -> bool, meanwhile: impl FnMut() -> bool) {
         if !ready(self.get()) {
-            self.wait_long(ready);
+            self.wait_long(ready, meanwhile);
         }
     }
 
     #[cold]
-    fn wait_long(&self, ready: impl Fn(u32) -> bool) {
-        let start = Instant::now();
+    fn wait_long(&self, ready: impl Fn(u32) -> bool, mut meanwhile: impl FnMut() -> bool) {
+        while meanwhile() {
+            if ready(self.get()) {
+                return;
+            }
+        }
+        let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
         loop {
             for _ in 0..32 {
                 std::hint::spin_loop();
@@ -77,7 +89,7 @@ impl Gate {
                     return;
                 }
             }
-            if start.elapsed() > SPIN {
+            if start.elapsed() > spin {
                 break;
             }
         }
@@ -225,19 +237,24 @@ pub struct Worker<'a> {
 impl Worker<'_> {
     /// Waits until all workers are here; what they wrote before is then visible to all.
     pub fn barrier(&self) {
+        self.barrier_doing(|| false);
+    }
+
+    /// As [`barrier`](Worker::barrier); whoever waits does something small over and over while it says that there is more.
+    pub fn barrier_doing(&self, mut meanwhile: impl FnMut() -> bool) {
         let state = self.state;
         let step = state.barrier.0.get();
         let next = step.wrapping_add(1);
         // Read after `step`: a panic that this misses also changes the step.
         self.unwind_if_broken();
         if self.seat == 0 {
-            state.others().for_each(|post| post.arrived.wait(|arrived| arrived == next));
+            state.others().for_each(|post| post.arrived.wait_doing(|arrived| arrived == next, &mut meanwhile));
             // Before the step: unwinding makes it.
             self.unwind_if_broken();
             state.barrier.0.set(next);
         } else {
             state.posts[self.seat].0.arrived.set(next);
-            state.barrier.0.wait(|now| now != step);
+            state.barrier.0.wait_doing(|now| now != step, meanwhile);
             self.unwind_if_broken();
         }
     }
@@ -336,6 +353,11 @@ impl Team {
         Ok(())
     }
 
+    /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another device's turn.
+    pub fn spin_for(&self, time: Duration) {
+        self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);
+    }
+
     /// Workers of the team, the caller included, also those that rest.
     pub fn threads(&self) -> usize {
         self.seats.len()
@@ -413,34 +435,45 @@ fn pin(cpu: usize) -> Result<()> {
     }
 }
 
-/// Work that workers take in runs: half of it in equal runs first, for long sequential reads, then half of the rest, and so on, so that
-/// cores of unequal speed finish together.
+/// How work is cut into runs: a part of it first, in as many equal runs as there are workers, for long sequential reads; then the same part
+/// of the rest, and so on, so that cores of unequal speed finish together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Runs of each worker; those of the last level are all the rest.
+    pub levels: u32,
+    /// Each level leaves a 2^-halvings of what it found.
+    pub halvings: u32,
+}
+
+impl Cut {
+    /// The last runs are a 32nd of a worker's share.
+    pub const DEFAULT: Cut = Cut { levels: 6, halvings: 1 };
+}
+
+/// Work that workers take in runs, see [`Cut`].
 #[derive(Default)]
 #[repr(align(128))]
 pub struct Claims(AtomicUsize);
 
 impl Claims {
-    /// Halvings: the last runs are a 32nd of a worker's share.
-    const LEVELS: usize = 6;
-
     /// Nothing is taken any more.
     pub fn reset(&mut self) {
         *self.0.get_mut() = 0;
     }
 
     /// The next run of `0..total`, possibly empty, that is shared by so many workers; `None`: all is taken.
-    pub fn next(&self, workers: usize, total: usize) -> Option<Range<usize>> {
+    pub fn next(&self, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
         let run = self.0.fetch_add(1, Relaxed);
         let start = |run: usize| {
-            let (level, i) = (run / workers, run % workers);
-            let left = total >> level.min(Self::LEVELS - 1);
-            match level {
-                Self::LEVELS.. => total,
-                _ if level + 1 == Self::LEVELS => total - left + left * i / workers,
-                _ => total - left + (left - left / 2) * i / workers,
+            let (level, i) = ((run / workers) as u32, run % workers);
+            let left = total >> (cut.halvings * level.min(cut.levels - 1));
+            match level + 1 {
+                next if next > cut.levels => total,
+                next if next == cut.levels => total - left + left * i / workers,
+                _ => total - left + (left - (left >> cut.halvings)) * i / workers,
             }
         };
-        (run < workers * Self::LEVELS).then(|| start(run)..start(run + 1))
+        (run < workers * cut.levels as usize).then(|| start(run)..start(run + 1))
     }
 }
 
@@ -509,7 +542,7 @@ mod tests {
     fn claims_cover_everything_once_in_runs_that_shrink() {
         for (workers, total) in [(1, 1), (1, 1000), (2, 7), (3, 100), (16, 128), (16, 100_000), (5, 0)] {
             let claims = Claims::default();
-            let runs: Vec<_> = std::iter::from_fn(|| claims.next(workers, total)).collect();
+            let runs: Vec<_> = std::iter::from_fn(|| claims.next(Cut::DEFAULT, workers, total)).collect();
             assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
             assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
             let longest = |runs: &[Range<usize>]| runs.iter().map(|run| run.len()).max().unwrap_or(0);

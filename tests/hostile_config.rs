@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{demo_dir, fixture_dir};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits};
 use moebius::kernel;
 use moebius::load::{self, Budget, Machine};
 use moebius::models;
@@ -101,12 +101,13 @@ fn survives(config: &Value) {
     }
     for experts in [ExpertBits::Int4, ExpertBits::Bf16] {
         for (dense, max_context) in [(DenseBits::Bf16, None), (DenseBits::Int8, Some(model.max_context))] {
-            let engine = EngineConfig { experts, dense, max_context, ..EngineConfig::default() };
+            let engine = EngineConfig { device: Device::Cpu, experts, dense, max_context, ..EngineConfig::default() };
             for available_bytes in [0, 8 << 30, u64::MAX] {
                 let machine = Machine { team: Arc::new(Team::new(&[0]).unwrap()), kernel: kernel::best(), available_bytes };
                 let precision = load::precision(&model, &engine);
-                if let Ok(budget) = precision.and_then(|precision| Budget::new(&model, &engine, precision, &machine)) {
-                    assert!(budget.max_context <= model.max_context && budget.kv_blocks > 0);
+                let budget = precision.and_then(|precision| Budget::new(&model, &engine, precision, &machine));
+                if let Ok(Budget::Cpu { max_context, kv_blocks }) = budget {
+                    assert!(max_context <= model.max_context && kv_blocks > 0);
                 }
             }
         }

@@ -50,6 +50,7 @@ struct Copy {
 
 struct Fiber;
 extern thread_local Fiber* current;
+void waited();
 
 // Where a thread stands.
 struct Place {
@@ -242,8 +243,9 @@ inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, 
 inline uint4 load_uncached(const uint4* p) { __sync_synchronize(); return *p; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
 inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
-inline void wait_for_previous_kernel() {}
+inline void wait_for_previous_kernel() { emulator::waited(); }
 inline void let_next_kernel_begin() {}
+inline void prefetch_l2(const void*) {}
 inline void pause_ns(uint32_t) { sched_yield(); }
 
 inline uint8_t e4m3_from_f32(float x) {

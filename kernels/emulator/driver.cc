@@ -244,8 +244,8 @@ Result cuModuleGetFunction(const Kernel** function, void*, const char* name) {
 Result cuFuncSetAttribute(const Kernel*, int, int) { return SUCCESS; }
 Result cuFuncGetAttribute(int* value, int, const Kernel*) { return *value = 0, SUCCESS; }
 
-Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s,
-                      void** parameters, void**) {
+static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s,
+                     void** parameters, bool early) {
     if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > 232448) return INVALID_VALUE;
     if (bx * by * bz != k->threads) {
         fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, bx * by * bz);
@@ -265,9 +265,37 @@ Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, un
     of(s).add([=] {
         for (unsigned z = 0; z < gz; z++)
             for (unsigned y = 0; y < gy; y++)
-                for (unsigned x = 0; x < gx; x++) run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
+                for (unsigned x = 0; x < gx; x++) {
+                    const unsigned waits = run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
+                    if (!early || waits == k->threads) continue;
+                    fprintf(stderr, "kernel %s was let begin early, and %u of its %u threads waited for the one in front of it\n", k->name, waits, k->threads);
+                    abort();
+                }
     });
     return SUCCESS;
+}
+Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s,
+                      void** parameters, void**) {
+    return launch(k, gx, gy, gz, bx, by, bz, shared, s, parameters, false);
+}
+
+struct LaunchAttribute {
+    int id, unused;
+    union {
+        char bytes[64];
+        int number;
+    };
+};
+struct LaunchConfig {
+    unsigned gx, gy, gz, bx, by, bz, shared;
+    Stream* stream;
+    const LaunchAttribute* attributes;
+    unsigned count;
+};
+Result cuLaunchKernelEx(const LaunchConfig* c, const Kernel* k, void** parameters, void**) {
+    const bool early = c->count == 1 && c->attributes[0].id == 6 && c->attributes[0].number == 1; // programmatic stream serialization
+    if (c->count > 1 || (c->count && !early)) return INVALID_VALUE;
+    return launch(k, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, parameters, early);
 }
 
 // What the kernels use of it: 16-bit numbers, three dimensions, rows of 128 bytes, swizzled.

@@ -265,13 +265,17 @@ static void fiber_main() {
     abort();
 }
 
-void run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** parameters) {
+static thread_local unsigned waits;
+void waited() { waits++; }
+
+unsigned run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** parameters) {
     if (!block) block = new Block;
     Block& b = *block;
     b.kernel = &kernel;
     b.parameters = parameters;
     b.threads = b.live = threads.x * threads.y * threads.z;
     b.first = b.count = 0;
+    waits = 0;
     boxes.clear();
     memset(b.shared, 0xff, SHARED);
     for (auto& m : b.meetings) m.clear();
@@ -303,6 +307,7 @@ void run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** pa
     b.first = 1;
     b.count--;
     emulator_switch(&b.main_sp, current->sp);
+    return waits;
 }
 
 } // namespace emulator

@@ -2,7 +2,7 @@
 
 use super::Step;
 use crate::Result;
-use crate::backend::Backend;
+use crate::backend::{Backend, Heads};
 use crate::model::Gqa;
 use crate::weights::GqaWeights;
 
@@ -27,24 +27,23 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
+#[allow(clippy::too_many_arguments)] // as `super::attention`
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
     config: &Gqa,
     weights: &GqaWeights<B>,
+    norm: &B::Norm,
     kv: &mut B::Kv,
     Buffers { q, k, v, out }: &mut Buffers<B>,
-    h: &B::Tensor,
+    h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) {
-    let backend = step.backend;
-    backend.linears(h, [(&weights.q, q), (&weights.k, k), (&weights.v, v)]);
-    if let Some((q_norm, k_norm)) = &weights.qk_norm {
-        backend.rms_norm_heads(q, q_norm, step.norm_eps, 0..config.num_heads * config.head_dim);
-        backend.rms_norm_heads(k, k_norm, step.norm_eps, 0..config.num_kv_heads * config.head_dim);
-    }
-    backend.rope(q, config.head_dim, 0, step.interleaved, step.angles);
-    backend.rope(k, config.head_dim, 0, step.interleaved, step.angles);
-    backend.kv_write(kv, step.batch, k, Some(v));
+    let (backend, eps, dim) = (step.backend, step.norm_eps, config.head_dim);
+    backend.norm_linears(x, (norm, eps), h, [(&weights.q, q), (&weights.k, k), (&weights.v, v)]);
+    let (q_norm, k_norm) = weights.qk_norm.as_ref().map(|(q, k)| ((q, dim, eps), (k, dim, eps))).unzip();
+    let queries = Heads { x: &mut *q, heads: config.num_heads, dim, norm: q_norm, rope_at: 0 };
+    let keys = Heads { x: k, heads: config.num_kv_heads, dim, norm: k_norm, rope_at: 0 };
+    backend.heads(kv, step.batch, step.angles, step.interleaved, queries, keys, Some(v));
     backend.attention(kv, step.batch, config.num_heads, config.scale, q, out);
     backend.linear_add(&weights.o, out, x);
 }

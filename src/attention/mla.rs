@@ -11,7 +11,7 @@
 
 use super::Step;
 use crate::Result;
-use crate::backend::Backend;
+use crate::backend::{Backend, Heads};
 use crate::model::Mla;
 use crate::weights::{MlaQuery, MlaWeights};
 
@@ -46,33 +46,34 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
+#[allow(clippy::too_many_arguments)] // as `super::attention`
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
     config: &Mla,
     weights: &MlaWeights<B>,
+    norm: &B::Norm,
     kv: &mut B::Kv,
     buffers: &mut Buffers<B>,
-    h: &B::Tensor,
+    h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) {
-    let backend = step.backend;
+    let (backend, norm) = (step.backend, (norm, step.norm_eps));
     let Buffers { q_latent, q_latent_normed, q, latent, scratch, out } = buffers;
-    let (nope, rank) = (config.qk_nope_head_dim, config.kv_lora_rank);
-
     match (&weights.q, q_latent, q_latent_normed) {
-        (MlaQuery::Direct(w), None, None) => backend.linears(h, [(w, q), (&weights.kv_a, latent)]),
-        (MlaQuery::Lora { a, norm, b }, Some(q_latent), Some(normed)) => {
-            backend.linears(h, [(a, q_latent), (&weights.kv_a, latent)]);
-            backend.rms_norm(q_latent, norm, Mla::NORM_EPS, normed);
+        (MlaQuery::Direct(w), None, None) => backend.norm_linears(x, norm, h, [(w, q), (&weights.kv_a, latent)]),
+        (MlaQuery::Lora { a, norm: q_norm, b }, Some(q_latent), Some(normed)) => {
+            backend.norm_linears(x, norm, h, [(a, q_latent), (&weights.kv_a, latent)]);
+            backend.rms_norm(q_latent, q_norm, Mla::NORM_EPS, normed);
             backend.linear(b, normed, q);
         }
         _ => panic!("weights and buffers are of one configuration"),
     }
-    backend.rms_norm_heads(latent, &weights.kv_a_norm, Mla::NORM_EPS, 0..rank);
-    backend.rope(latent, config.cache_dim(), rank, step.interleaved, step.angles);
-    backend.kv_write(kv, step.batch, latent, None);
-
-    backend.rope(q, config.qk_head_dim(), nope, step.interleaved, step.angles);
+    let queries =
+        Heads { x: &mut *q, heads: config.num_heads, dim: config.qk_head_dim(), norm: None, rope_at: config.qk_nope_head_dim };
+    let rank = config.kv_lora_rank;
+    let latents =
+        Heads { x: latent, heads: 1, dim: config.cache_dim(), norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)), rope_at: rank };
+    backend.heads(kv, step.batch, step.angles, step.interleaved, queries, latents, None);
     backend.latent_attention(kv, step.batch, config, &weights.up, scratch, q, out);
     backend.linear_add(&weights.o, out, x);
 }

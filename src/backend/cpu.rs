@@ -115,12 +115,14 @@ struct Scratch {
     probabilities: Activations,
 }
 
-/// `len` numbers of memory that only grows, whatever they are.
+/// `len` numbers of memory that only grows, whatever they are, from the boundary of a cache line on: AMX takes twice as long elsewhere.
 fn take(memory: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if memory.len() < len {
-        memory.resize(len, 0.0);
+    const LINE: usize = 16;
+    if memory.len() < len + LINE {
+        memory.resize(len + LINE, 0.0);
     }
-    &mut memory[..len]
+    let first = memory.as_ptr().align_offset(LINE * size_of::<f32>());
+    &mut memory[first..first + len]
 }
 
 /// A worker's own scratch memory; nobody else ever holds it.

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use crate::backend::{Backend, Routing};
+use crate::backend::{Backend, Heads, Routing};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, launch};
@@ -114,7 +114,8 @@ pub struct CudaRouting {
     weights: DeviceBuffer<f32>, // [tokens, top_k]
     tokens: usize,
     top_k: usize,
-    logits: DeviceBuffer<f32>, // [tokens, experts]
+    logits: DeviceBuffer<f32>,  // [tokens, experts]
+    counter: DeviceBuffer<u32>, // of blocks that have ended
 }
 
 impl CudaRouting {
@@ -163,6 +164,44 @@ struct RouterShape {
 // SAFETY: `RouterShape` of kernels/router.cu has the same fields.
 #[allow(unsafe_code)]
 unsafe impl crate::cuda::kernels::Argument for RouterShape {}
+
+impl RouterShape {
+    fn new(experts: usize, router: &Router) -> Self {
+        Self {
+            experts: experts as i32,
+            top_k: router.top_k as i32,
+            sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
+            normalize: i32::from(router.normalize),
+            groups: router.groups.map_or(0, |g| g.count) as i32,
+            group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
+            group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
+            scaling: router.scaling,
+        }
+    }
+}
+
+/// Of the kernel `route_few`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouteFew {
+    x: Address<f32>,
+    norm: Address<f32>,
+    h: Address<bf16>,
+    w: Address<f32>,
+    bias: Address<f32>,
+    logits: Address<f32>,
+    counter: Address<u32>,
+    ids: Address<i32>,
+    weights: Address<f32>,
+    shape: RouterShape,
+    tokens: i32,
+    hidden: i32,
+    eps: f32,
+}
+
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl crate::cuda::kernels::Argument for RouteFew {}
 
 /// Experts of a layer that the routing kernel can choose from.
 const MAX_EXPERTS: usize = 512;
@@ -224,6 +263,7 @@ impl Backend for CudaBackend {
             tokens: 0,
             top_k,
             logits: DeviceBuffer::new(&self.cuda, max_tokens * MAX_EXPERTS)?,
+            counter: DeviceBuffer::zeros(&self.cuda, 1)?,
         })
     }
 
@@ -395,19 +435,79 @@ impl Backend for CudaBackend {
         assert!(experts <= MAX_EXPERTS && router.top_k <= 32 && router.groups.is_none_or(|g| g.count <= 32), "checked when loading");
         out.tokens = x.rows;
         self.router_logits(w, x, experts, out.logits.address());
-        let shape = RouterShape {
-            experts: experts as i32,
-            top_k: router.top_k as i32,
-            sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
-            normalize: i32::from(router.normalize),
-            groups: router.groups.map_or(0, |g| g.count) as i32,
-            group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
-            group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
-            scaling: router.scaling,
-        };
+        let shape = RouterShape::new(experts, router);
         let bias = w.correction_bias.as_ref().map_or(Address::NULL, DeviceBuffer::address);
         launch!(self.cuda, &self.cuda.compute, "choose_experts", [x.rows.div_ceil(4), 1, 1], 128, 0;
             out.logits.address(), bias, shape, x.rows as i32, out.ids.address(), out.weights.address());
+    }
+
+    fn norm_linears<const N: usize>(
+        &self,
+        x: &Tensor,
+        (norm, eps): (&DeviceBuffer<f32>, f32),
+        h: &mut Tensor,
+        jobs: [(&Linear, &mut Tensor); N],
+    ) {
+        // Every block norms for itself, which pays for one token.
+        if x.rows == 1 && jobs.iter().all(|(w, _)| w.is_bf16()) && self.norm_fits(x.cols) {
+            return self.few_of_norm(x, (norm, eps), jobs);
+        }
+        self.rms_norm(x, norm, eps, h);
+        self.linears(h, jobs);
+    }
+
+    fn norm_route(
+        &self,
+        x: &Tensor,
+        (norm, eps): (&DeviceBuffer<f32>, f32),
+        h: &mut Tensor,
+        w: &RouterWeights,
+        router: &Router,
+        out: &mut CudaRouting,
+    ) {
+        if x.rows > linear::FEW_TOKENS {
+            self.rms_norm(x, norm, eps, h);
+            return self.route(w, router, h, out);
+        }
+        out.tokens = x.rows;
+        let shape = RouterShape::new(w.weight.len() / x.cols, router);
+        let argument = RouteFew {
+            x: x.f32(),
+            norm: norm.address(),
+            h: h.bf16(),
+            w: w.weight.address(),
+            bias: w.correction_bias.as_ref().map_or(Address::NULL, DeviceBuffer::address),
+            logits: out.logits.address(),
+            counter: out.counter.address(),
+            ids: out.ids.address(),
+            weights: out.weights.address(),
+            shape,
+            tokens: x.rows as i32,
+            hidden: x.cols as i32,
+            eps,
+        };
+        launch!(self.cuda, &self.cuda.compute, "route_few", [shape.experts as usize, 1, 1], 256, 0; argument);
+    }
+
+    fn gated_linears(&self, x: &Tensor, (gate, up): (&Linear, &Linear), buffers: (&mut Tensor, &mut Tensor), out: &mut Tensor) {
+        if x.rows <= linear::FEW_TOKENS && gate.is_bf16() && up.is_bf16() {
+            return self.few_gated(x, (gate, up), out);
+        }
+        self.linears(x, [(gate, &mut *buffers.0), (up, &mut *buffers.1)]);
+        self.silu_mul(buffers.0, buffers.1, out);
+    }
+
+    fn heads(
+        &self,
+        kv: &mut Kv,
+        batch: &CudaBatch,
+        angles: &Tensor,
+        interleaved: bool,
+        q: Heads<'_, Self>,
+        k: Heads<'_, Self>,
+        v: Option<&Tensor>,
+    ) {
+        self.prepare_heads(kv, batch, angles, interleaved, q, k, v);
     }
 
     fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {

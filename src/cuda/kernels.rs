@@ -112,12 +112,29 @@ impl Cuda {
         if grid.contains(&0) || self.is_plan() {
             return;
         }
+        self.take_independent();
         let Kernel(function) = self.kernels.get(name);
         let [x, y, z] = grid.map(|n| n as u32);
-        // SAFETY: the caller's promise.
-        let result = unsafe {
-            sys::cuLaunchKernel(function, x, y, z, threads, 1, 1, shared_bytes as u32, stream.0, arguments.as_mut_ptr(), ptr::null_mut())
+        // Each may be on its way before the one in front of it has ended: all kernels wait where they begin.
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes as u32,
+            hStream: stream.0,
+            attrs: &mut early,
+            numAttrs: u32::from(self.info.capability >= (9, 0)),
+        };
+        // SAFETY: the caller's promise.
+        let result = unsafe { sys::cuLaunchKernelEx(&config, function, arguments.as_mut_ptr(), ptr::null_mut()) };
         self.note(name, result);
     }
 }

@@ -20,25 +20,56 @@ use std::sync::{Arc, Mutex, PoisonError};
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use super::ExpertExecutor;
-use super::memory::{ExpertMemory, turns};
+use super::memory::ExpertMemory;
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
-use crate::kernel::{Activations, ActivationsMut, Kernel};
+use crate::kernel::{Activations, ActivationsMut, Ahead, Kernel, Start, Tiles, fetch};
 use crate::tensor::Tensor;
-use crate::workers::{Claims, Shared, Team, Worker};
+use crate::workers::{Claims, Cut, Shared, Team, Worker};
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
 
-/// Tiles of `gate`, with as many of `up`, that go through the kernel together.
-const GATE_TILES: usize = 2;
+/// What the speed of a layer with few tokens depends on, and its bits do not; `cargo bench --bench sweep` compares choices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pace {
+    /// How far ahead of their use weights are asked for.
+    pub ahead: Ahead,
+    /// The runs of tiles of `gate` and `up` that workers claim.
+    pub gate_cut: Cut,
+    /// The runs of tiles of `down`, in each of which all experts are added up.
+    pub down_cut: Cut,
+    /// Tiles of `gate`, with as many of `up`, that go through the kernel together.
+    pub gate_tiles: usize,
+    /// Tiles of `down` that go through the kernel together.
+    pub down_tiles: usize,
+    /// Whether a worker claims what it does next before it is done, so that prefetching goes on there.
+    pub look_ahead: bool,
+    /// Bytes of its first run of `down` that a worker brings into L2 while it waits for the others.
+    pub idle_bytes: usize,
+}
 
-/// Tiles of `down` that go through the kernel together.
-const DOWN_TILES: usize = 4;
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            ahead: Ahead::here(),
+            gate_cut: Cut::DEFAULT,
+            down_cut: Cut::DEFAULT,
+            gate_tiles: 2,
+            down_tiles: 4,
+            look_ahead: true,
+            idle_bytes: 128 << 10,
+        }
+    }
+}
 
-/// A worker's room for the results of a run of tiles: gate and up as the kernel gives them, then each and their product.
-const RESULTS: usize = 5 * TOKEN_BLOCK * GATE_TILES * TILE_ROWS;
+impl Pace {
+    /// Numbers in a worker's room for the results of some tiles: gate and up as the kernel gives them, then each and their product.
+    fn results(&self) -> usize {
+        TOKEN_BLOCK * TILE_ROWS * (5 * self.gate_tiles).max(self.down_tiles)
+    }
+}
 
 /// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
 const READ_COST: usize = 8;
@@ -87,7 +118,8 @@ pub struct CpuExperts {
     x: Activations,         // [pairs, hidden]; of one token [1, hidden]
     hidden: Vec<f32>,       // [pairs, intermediate]
     hidden_q: Activations,  // [pairs, intermediate]
-    results: Vec<f32>,      // [workers, RESULTS]
+    results: Vec<f32>,      // [workers, pace.results()]
+    pace: Pace,
 }
 
 impl CpuExperts {
@@ -109,7 +141,8 @@ impl CpuExperts {
             x: Activations::new(kernel, layout.gate.precision, layout.gate.k, pairs),
             hidden: vec![0.0; pairs * layout.down.k],
             hidden_q: Activations::new(kernel, layout.down.precision, layout.down.k, pairs),
-            results: vec![0.0; team.threads() * RESULTS],
+            results: vec![0.0; team.threads() * Pace::default().results()],
+            pace: Pace::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
             memory,
             team,
@@ -120,11 +153,17 @@ impl CpuExperts {
         }
     }
 
+    /// Goes on at another pace.
+    pub fn set_pace(&mut self, pace: Pace) {
+        self.results.resize(self.team.threads() * pace.results(), 0.0);
+        self.pace = pace;
+    }
+
     /// Bytes that [`new`](CpuExperts::new) allocates for experts of `layout`.
     pub fn bytes(layout: &ExpertLayout, kernel: &dyn Kernel, threads: usize, max_tokens: usize, top_k: usize) -> usize {
         let pairs = max_tokens * top_k;
         let rows = |matrix: &MatrixLayout| Activations::bytes(kernel, matrix.precision, matrix.k, pairs);
-        rows(&layout.gate) + rows(&layout.down) + 4 * (pairs * (layout.down.k + 3) + threads * RESULTS)
+        rows(&layout.gate) + rows(&layout.down) + 4 * (pairs * (layout.down.k + 3) + threads * Pace::default().results())
     }
 
     /// Counting sort of the routing's pairs by expert; within an expert by token.
@@ -281,6 +320,7 @@ impl CpuExperts {
             out: Shared::new(out),
             results: Shared::new(&mut self.results),
             claims: &self.claims,
+            pace: self.pace,
         };
         self.team.run(&|worker| step.work(worker));
         self.bytes_read += self.active.len() as u64 * self.layout.bytes() as u64;
@@ -305,58 +345,164 @@ struct Step<'a> {
     out: Shared<'a, f32>,
     results: Shared<'a, f32>,
     claims: &'a [[Claims; 2]], // [nodes]
+    pace: Pace,
 }
 
-impl Step<'_> {
-    fn work(&self, worker: &Worker<'_>) {
-        // SAFETY: each worker has its own part.
-        let results = unsafe { self.results.slice_mut(worker.index * RESULTS..(worker.index + 1) * RESULTS) };
-        // A node's slice, and the cut of it that this worker is to do next.
-        let nodes = self.memory.nodes();
-        let workers = |node: usize| if nodes == 1 { worker.count } else { worker.count_on(node).max(1) };
-        let claim = |node: usize, phase: usize, total: usize| self.claims[node][phase].next(workers(node), total);
-        let own = worker.node % nodes;
+/// What a worker does of one phase, claimed run by run. Each piece goes through the kernel as a whole.
+#[derive(Clone)]
+struct Pieces<'s> {
+    step: &'s Step<'s>,
+    phase: usize, // 0: gate and up, 1: down
+    own: usize,   // the worker's node
+    turn: usize,  // nodes whose tiles are all taken
+    run: Range<usize>,
+    expert: usize,      // index into the active ones: the next of this run
+    left: Range<usize>, // tiles of the one before it
+}
 
-        let last = self.active[self.active.len() - 1];
-        for node in turns(own, nodes) {
-            let slice = self.memory.gate_tiles_of(node);
-            let tiles = slice.len();
-            while let Some(run) = claim(node, 0, (last.cost + last.tile_cost()) * tiles) {
-                for active in self.active {
-                    // A tile belongs to the run in which its cost begins.
-                    let first = |cost: usize| cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles);
-                    for tile in (first(run.start)..first(run.end)).step_by(GATE_TILES) {
-                        self.gate_up(active, slice.start + tile..slice.start + first(run.end).min(tile + GATE_TILES), results);
-                    }
-                }
+/// Some tiles of an expert that go through the kernel together.
+#[derive(Clone)]
+struct Piece<'s> {
+    active: &'s Active,
+    tiles: Range<usize>,
+    bytes: &'s [u8],
+}
+
+impl<'s> Pieces<'s> {
+    fn new(step: &'s Step<'s>, phase: usize, own: usize) -> Self {
+        Self { step, phase, own, turn: 0, run: 0..0, expert: step.active.len(), left: 0..0 }
+    }
+
+    /// The node whose slice the run is of, and the tiles of that.
+    fn slice(&self) -> (usize, Range<usize>) {
+        let memory = self.step.memory;
+        let node = (self.own + self.turn) % memory.nodes();
+        (node, if self.phase == 0 { memory.gate_tiles_of(node) } else { memory.down_tiles_of(node) })
+    }
+
+    /// The tiles of an expert that are in the run.
+    fn tiles_of(&self, active: &Active) -> Range<usize> {
+        let slice = self.slice().1;
+        if self.phase == 1 {
+            return slice.start + self.run.start..slice.start + self.run.end;
+        }
+        // A tile belongs to the run in which its cost begins.
+        let tiles = slice.len();
+        let first = |cost: usize| slice.start + cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles);
+        first(self.run.start)..first(self.run.end)
+    }
+
+    /// The next piece of the run that was claimed last.
+    fn next_of_run(&mut self) -> Option<Piece<'s>> {
+        let Step { memory, layer, active, pace, .. } = self.step;
+        while self.left.is_empty() {
+            self.left = self.tiles_of(active.get(self.expert)?);
+            self.expert += 1;
+        }
+        let most = if self.phase == 0 { pace.gate_tiles } else { pace.down_tiles };
+        let tiles = self.left.start..self.left.end.min(self.left.start + most);
+        self.left.start = tiles.end;
+        let active = &active[self.expert - 1];
+        let bytes = match self.phase {
+            0 => memory.gate_up_tiles(*layer, active.expert, tiles.clone()),
+            _ => memory.down_tiles(*layer, active.expert, tiles.clone()),
+        };
+        Some(Piece { active, tiles, bytes })
+    }
+
+    /// The next piece; claims a run, first of its own node's, where there is none left of the last one.
+    fn next(&mut self, worker: &Worker<'_>) -> Option<Piece<'s>> {
+        loop {
+            if let Some(piece) = self.next_of_run() {
+                return Some(piece);
+            }
+            let Step { memory, claims, active, pace, .. } = self.step;
+            if self.turn == memory.nodes() {
+                return None;
+            }
+            let (node, slice) = self.slice();
+            let workers = if memory.nodes() == 1 { worker.count } else { worker.count_on(node).max(1) };
+            let last = active[active.len() - 1];
+            let (cut, total) = match self.phase {
+                0 => (pace.gate_cut, (last.cost + last.tile_cost()) * slice.len()),
+                _ => (pace.down_cut, slice.len()),
+            };
+            match claims[node][self.phase].next(cut, workers, total) {
+                Some(run) => (self.run, self.expert) = (run, 0),
+                None => self.turn += 1,
             }
         }
-        worker.barrier();
+    }
+}
+
+/// What a worker brings into L2 while it has to wait.
+struct Idle<'s> {
+    pieces: Pieces<'s>, // only the run that is claimed
+    at: &'s [u8],
+    left: usize, // bytes
+}
+
+impl Idle<'_> {
+    /// A few cache lines; `false`: that was all.
+    fn step(&mut self) -> bool {
+        const LINES: usize = 8;
+        while self.at.is_empty() && self.left > 0 {
+            match self.pieces.next_of_run() {
+                Some(piece) => self.at = piece.bytes,
+                None => self.left = 0,
+            }
+        }
+        let bytes = (64 * LINES).min(self.at.len()).min(self.left);
+        fetch(self.at.as_ptr(), bytes.div_ceil(64));
+        (self.at, self.left) = (&self.at[bytes..], self.left - bytes);
+        self.left > 0
+    }
+}
+
+impl<'a> Step<'a> {
+    fn work(&'a self, worker: &Worker<'_>) {
+        let room = self.pace.results();
+        // SAFETY: each worker has its own part.
+        let results = unsafe { self.results.slice_mut(worker.index * room..(worker.index + 1) * room) };
+        let own = worker.node % self.memory.nodes();
+        let (mut gate, mut down) = (Pieces::new(self, 0, own), Pieces::new(self, 1, own));
+        let Pace { look_ahead, idle_bytes, .. } = self.pace;
+        let bytes = |piece: Option<&Piece<'a>>| piece.map_or(&[][..], |piece| piece.bytes);
+
+        // What is read next is known, and on its way, before a piece is done; after the last one of gate it is the first one of down.
+        let (mut piece, mut first_down) = (gate.next(worker), None);
+        while let Some(now) = piece {
+            let mut next = None;
+            if look_ahead {
+                next = gate.next(worker);
+                first_down = if next.is_none() { down.next(worker) } else { None };
+            }
+            self.gate_up(&now, bytes(next.as_ref().or(first_down.as_ref())), results);
+            piece = if look_ahead { next } else { gate.next(worker) };
+        }
+        let first_down = first_down.or_else(|| down.next(worker));
+        let mut idle = Idle { pieces: down.clone(), at: bytes(first_down.as_ref()), left: idle_bytes };
+        worker.barrier_doing(|| idle.step());
         let k = self.layout.down.k;
         for pair in worker.share(self.pair_tokens.len()) {
             // SAFETY: phase 1 is over: `hidden` is only read, and this worker alone converts this pair.
             unsafe { self.hidden_q.put(self.kernel, pair..pair + 1, self.hidden.slice(pair * k..(pair + 1) * k)) };
         }
-        worker.barrier();
-        for node in turns(own, nodes) {
-            let slice = self.memory.down_tiles_of(node);
-            while let Some(run) = claim(node, 1, slice.len()) {
-                let (from, to) = (slice.start + run.start, slice.start + run.end);
-                for active in self.active {
-                    for first in (from..to).step_by(DOWN_TILES) {
-                        self.down(active, first..to.min(first + DOWN_TILES), results);
-                    }
-                }
-            }
+        worker.barrier_doing(|| idle.step());
+        let mut piece = first_down;
+        while let Some(now) = piece {
+            let next = if look_ahead { down.next(worker) } else { None };
+            self.down(&now, bytes(next.as_ref()), results);
+            piece = if look_ahead { next } else { down.next(worker) };
         }
     }
 
     /// `hidden[pair][rows of the tiles]` for all pairs of an expert.
-    fn gate_up(&self, active: &Active, tiles: Range<usize>, results: &mut [f32]) {
+    fn gate_up(&self, Piece { active, tiles, bytes }: &Piece<'_>, next: &[u8], results: &mut [f32]) {
         let n = self.layout.gate.n;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
-        let weights = self.memory.gate_up_tiles(self.layer, active.expert, tiles);
+        let weights = Tiles::before(bytes, next, self.pace.ahead);
         for pairs in blocks(active.pairs) {
             let len = pairs.len() * width;
             let (y, rest) = results.split_at_mut(2 * len);
@@ -364,7 +510,7 @@ impl Step<'_> {
             let (up, rest) = rest.split_at_mut(len);
             let h = &mut rest[..len];
             let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
-            self.kernel.matmul(&self.layout.gate, weights, &x, y);
+            self.kernel.matmul(&self.layout.gate, &weights, &x, Start::Zero, y);
             for (i, y) in y.as_chunks::<{ 2 * TILE_ROWS }>().0.iter().enumerate() {
                 let [from_gate, from_up]: &[[f32; TILE_ROWS]; 2] = bytemuck::cast_ref(y);
                 gate.as_chunks_mut::<TILE_ROWS>().0[i] = *from_gate;
@@ -380,16 +526,16 @@ impl Step<'_> {
     }
 
     /// `out[token][rows of the tiles] += weight * (down tiles . hidden[pair])` for all pairs of an expert.
-    fn down(&self, active: &Active, tiles: Range<usize>, results: &mut [f32]) {
+    fn down(&self, Piece { active, tiles, bytes }: &Piece<'_>, next: &[u8], results: &mut [f32]) {
         let n = self.layout.down.n;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
-        let weights = self.memory.down_tiles(self.layer, active.expert, tiles);
+        let weights = Tiles::before(bytes, next, self.pace.ahead);
         for pairs in blocks(active.pairs) {
             let y = &mut results[..pairs.len() * width];
             // SAFETY: after the second barrier nobody writes these rows.
             let h = unsafe { self.hidden_q.rows(pairs.clone()) };
-            self.kernel.matmul(&self.layout.down, weights, &h, y);
+            self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
             for (pair, y) in pairs.zip(y.chunks_exact(width)) {
                 let token = self.pair_tokens[pair] as usize;
                 // SAFETY: in phase 2 these columns of `out` belong to whoever claimed the tile.

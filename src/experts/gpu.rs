@@ -421,6 +421,10 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             self.grouped(table, x, routing);
             Some(Gpu::Many { table })
         };
+        if streamed == 0 && tokens <= FEW_TOKENS {
+            // The shared expert reads `x`, and nothing of the above.
+            self.cuda.promise_independent();
+        }
         let (ids, weights) = (routing.ids(), routing.weights());
         self.submitted = Some(Submitted { layer, tokens, top_k, ids, weights, cpu, gpu });
         Ok(())

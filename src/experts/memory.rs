@@ -258,7 +258,7 @@ impl ExpertMemory {
 }
 
 /// A node's own slice first, then the others', so that nobody is idle while there is work.
-pub(super) fn turns(own: usize, nodes: usize) -> impl Iterator<Item = usize> {
+fn turns(own: usize, nodes: usize) -> impl Iterator<Item = usize> {
     (0..nodes).map(move |i| (own + i) % nodes)
 }
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::Kernel;
+use super::{Kernel, Tiles};
 use crate::memory::Buffer;
 use crate::workers::Shared;
 
@@ -131,17 +131,21 @@ impl ActivationsMut<'_> {
     pub unsafe fn put(&self, kernel: &dyn Kernel, rows: impl Iterator<Item = usize> + Clone, x: &[f32]) {
         assert!(x.len() == self.k && rows.clone().all(|row| row < self.rows));
         if self.group == 0 {
-            let mut words = [0.0; 2 * BF16_INPUTS];
-            let words = &mut words[..self.words];
-            for (block, x) in x.chunks(BF16_INPUTS).enumerate() {
+            // Several blocks at a time: a call for each would cost as much as its work.
+            const BLOCKS: usize = 8;
+            let mut words = [0.0; BLOCKS * 2 * BF16_INPUTS];
+            for (i, x) in x.chunks(BLOCKS * BF16_INPUTS).enumerate() {
+                let words = &mut words[..x.len().div_ceil(BF16_INPUTS) * self.words];
                 kernel.split(x, words);
-                for row in rows.clone() {
-                    let at = (block * self.stride + row) * self.words;
-                    // SAFETY: these words belong to the row, and the row to the caller, as promised.
-                    let to = unsafe { self.parts.slice_mut(at..at + self.words) };
-                    // Of a known length, so that no call is made for 64 bytes.
-                    for (to, from) in to.as_chunks_mut::<16>().0.iter_mut().zip(words.as_chunks::<16>().0) {
-                        *to = *from;
+                for (block, words) in (i * BLOCKS..).zip(words.chunks_exact(self.words)) {
+                    for row in rows.clone() {
+                        let at = (block * self.stride + row) * self.words;
+                        // SAFETY: these words belong to the row, and the row to the caller, as promised.
+                        let to = unsafe { self.parts.slice_mut(at..at + self.words) };
+                        // Of a known length, so that no call is made for 64 bytes.
+                        for (to, from) in to.as_chunks_mut::<16>().0.iter_mut().zip(words.as_chunks::<16>().0) {
+                            *to = *from;
+                        }
                     }
                 }
             }
@@ -227,6 +231,12 @@ impl ActivationRows<'_> {
         Self { first: self.first + from, len, ..*self }
     }
 
+    /// Split inputs `from..from + k` of these, beginning at a block of 32.
+    pub fn inputs(&self, from: usize, k: usize) -> Self {
+        assert!(self.group == 0 && from.is_multiple_of(BF16_INPUTS) && from + k <= self.k);
+        Self { k, parts: &self.parts[from / BF16_INPUTS * self.stride * self.words..], ..*self }
+    }
+
     /// Where the codes of a row begin; its next 64 inputs lie `64 * stride` further on.
     pub(super) fn codes(&self, row: usize) -> *const i8 {
         self.codes[(self.first + row) * CODES..].as_ptr()
@@ -275,7 +285,8 @@ impl ActivationRows<'_> {
     /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
     ///
     /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale or part of rows `0..len` and of the 15 after them can be read.
-    pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &[u8], out: &[f32]) -> usize {
+    pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
+        let tiles = tiles.bytes;
         let count = tiles.len() / layout.tile_bytes();
         assert_eq!((self.k, self.group), (layout.k, layout.precision.group_size().unwrap_or(0)), "activations for another matrix");
         assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));

@@ -17,10 +17,11 @@ use std::sync::OnceLock;
 
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::ActivationRows;
 use super::activations::CODES;
 use super::avx512::widen16;
-use super::shared::{self, PREFETCH_TOKENS, prefetch};
+use super::shared::{self, PREFETCH_TOKENS};
+use super::tiles::Stream;
+use super::{ActivationRows, Start, Tiles};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
 pub(super) const SPLIT_WORDS: usize = 32;
@@ -109,11 +110,12 @@ macro_rules! multiply {
 /// [`super::Kernel::split`]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) fn split(x: &[f32], out: &mut [f32]) {
-    let mut parts = [0.0; 2 * BF16_INPUTS];
-    shared::split(x, &mut parts);
-    assert_eq!(out.len(), SPLIT_WORDS);
-    for (word, pair) in out.iter_mut().zip(parts.as_chunks::<2>().0) {
-        *word = f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits() & 0xffff_0000);
+    assert_eq!(out.len(), x.len().div_ceil(BF16_INPUTS) * SPLIT_WORDS);
+    for (x, out) in x.chunks(BF16_INPUTS).zip(out.as_chunks_mut::<SPLIT_WORDS>().0) {
+        let parts = shared::split_block(x);
+        for (word, pair) in out.iter_mut().zip(parts.as_chunks::<2>().0) {
+            *word = f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits() & 0xffff_0000);
+        }
     }
 }
 
@@ -128,20 +130,48 @@ fn cut(tokens: usize) -> (usize, usize) {
 #[derive(Clone, Copy)]
 struct Results<T>([[T; TILE_ROWS]; TILE_ROWS]);
 
+/// Where some tiles of results are, and what is read meanwhile.
+#[derive(Clone, Copy)]
+struct Sums {
+    start: Start,
+    at: [*mut f32; 4], // by one block of tokens `[w]`, by two `[2 d + w]`
+    stride: usize,     // bytes from one token to the next
+    stream: Stream,
+}
+
+/// A tile of results begins with what is in memory, or with nothing.
+macro_rules! begin {
+    ($tile:literal, $sums:expr) => {
+        match $sums.start {
+            Start::Zero => zero!($tile),
+            Start::Out => load!($tile, $sums.at[$tile], $sums.stride),
+        }
+    };
+}
+
 /// BF16 tiles times split activations.
 ///
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32], count: usize) {
+pub(super) unsafe fn split_tiles(
+    layout: &MatrixLayout,
+    tiles: &Tiles<'_>,
+    x: &ActivationRows<'_>,
+    start: Start,
+    out: &mut [f32],
+    count: usize,
+) {
     let (tokens, tile_bytes) = (x.len(), layout.tile_bytes());
     let (blocks, height) = cut(tokens);
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(if blocks == 1 { 3 } else { 4 }, height, 64) };
+    // Blocks that are all full go to their places directly; otherwise the last one has rows of no token, which must not get there.
+    let full = blocks * height == tokens;
     let mut c = [Results([[0.0f32; TILE_ROWS]; TILE_ROWS]); 4];
     // One block of tokens by three tiles of weights, or two by two: what keeps six or eight products in flight.
     let most = if blocks == 1 { 3 } else { 2 };
-    for (i, some) in tiles.chunks(most * tile_bytes).enumerate() {
+    for (i, some) in tiles.bytes.chunks(most * tile_bytes).enumerate() {
         let width = some.len() / tile_bytes;
         // Not `map`: a library function has no target features to be inlined with.
         let at = |w: usize| some[w.min(width - 1) * tile_bytes..].as_ptr();
@@ -149,16 +179,36 @@ pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &Activa
         for block in (0..blocks).step_by(2) {
             let depth = (blocks - block).min(2);
             let a = [x.parts(block * height), x.parts((block + depth - 1) * height)];
-            // SAFETY: there are as many tiles and blocks as the instance reads, and `height` rows from each first can be read.
+            let mut sums = Sums { start, at: [std::ptr::null_mut(); 4], stride: 64, stream: tiles.stream() };
+            for tile in 0..4 {
+                let (d, w) = if blocks == 1 { (0, tile.min(width - 1)) } else { ((tile / 2).min(depth - 1), (tile % 2).min(width - 1)) };
+                let from = (block + d) * height;
+                sums.at[tile] = if full {
+                    sums.stride = count * TILE_ROWS * 4;
+                    out[(from * count + most * i + w) * TILE_ROWS..].as_mut_ptr()
+                } else {
+                    if start == Start::Out {
+                        for (t, row) in (from..tokens.min(from + height)).zip(&mut c[tile].0) {
+                            *row = out.as_chunks::<TILE_ROWS>().0[t * count + most * i + w];
+                        }
+                    }
+                    c[tile].0.as_mut_ptr().cast()
+                };
+            }
+            // SAFETY: there are as many tiles and blocks as the instance reads, and `height` rows from each first can be read; so many rows
+            // of results are in `c`, or, from a full block's first on, in `out`.
             unsafe {
                 match (blocks, width) {
-                    (1, 1) => one_block::<1>(a[0], b, x.stride, tile_bytes, height, &mut c),
-                    (1, 2) => one_block::<2>(a[0], b, x.stride, tile_bytes, height, &mut c),
-                    (1, _) => one_block::<3>(a[0], b, x.stride, tile_bytes, height, &mut c),
-                    // A last block that is alone is read twice.
-                    (_, 1) => two_blocks::<1>(a, b, x.stride, tile_bytes, &mut c),
-                    _ => two_blocks::<2>(a, b, x.stride, tile_bytes, &mut c),
+                    (1, 1) => one_block::<1>(a[0], b, x.stride, tile_bytes, height, &sums),
+                    (1, 2) => one_block::<2>(a[0], b, x.stride, tile_bytes, height, &sums),
+                    (1, _) => one_block::<3>(a[0], b, x.stride, tile_bytes, height, &sums),
+                    // A last block that is alone is read and written twice.
+                    (_, 1) => two_blocks::<1>(a, b, x.stride, tile_bytes, &sums),
+                    _ => two_blocks::<2>(a, b, x.stride, tile_bytes, &sums),
                 }
+            }
+            if full {
+                continue;
             }
             for d in 0..depth {
                 let from = (block + d) * height;
@@ -177,30 +227,29 @@ pub(super) unsafe fn split_tiles(layout: &MatrixLayout, tiles: &[u8], x: &Activa
 /// Bytes of a row's parts of 32 inputs.
 const SPLIT_BYTES: usize = SPLIT_WORDS * 4;
 
-/// One block of tokens times up to three tiles of weights: `c[w]`.
+/// One block of tokens times up to three tiles of weights.
 ///
 /// # Safety
-/// AMX, configured; `a` and `b` point to as much as there is of a row and a tile.
+/// AMX, configured; `a` and `b` point to as much as there is of a row and a tile, `sums` to a block's results of `W` tiles.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn one_block<const W: usize>(
-    a: *const f32,
-    b: [*const u8; 3],
-    stride: usize,
-    tile_bytes: usize,
-    height: usize,
-    c: &mut [Results<f32>; 4],
-) {
-    // SAFETY: as promised by the caller; `c` are whole tiles.
+unsafe fn one_block<const W: usize>(a: *const f32, b: [*const u8; 3], stride: usize, tile_bytes: usize, height: usize, sums: &Sums) {
+    // SAFETY: as promised by the caller.
     unsafe {
-        (zero!(0), zero!(1), zero!(2));
+        begin!(0, sums);
+        if W > 1 {
+            begin!(1, sums);
+        }
+        if W > 2 {
+            begin!(2, sums);
+        }
         for block in 0..tile_bytes / 1024 {
             let high = a.wrapping_add(block * stride * SPLIT_WORDS);
             let low = high.wrapping_add(SPLIT_WORDS / 2);
             let b = [b[0].wrapping_add(block * 1024), b[1].wrapping_add(block * 1024), b[2].wrapping_add(block * 1024)];
             if height <= PREFETCH_TOKENS {
                 for w in 0..W {
-                    prefetch(b[w], 16);
+                    sums.stream.from(b[w]).prefetch(b[w], 16);
                 }
             }
             load!(6, high, SPLIT_BYTES);
@@ -223,22 +272,29 @@ unsafe fn one_block<const W: usize>(
                 multiply!("tdpbf16ps", 2, 7, 5);
             }
         }
-        store!(0, &raw mut c[0], 64usize);
-        store!(1, &raw mut c[1], 64usize);
-        store!(2, &raw mut c[2], 64usize);
+        store!(0, sums.at[0], sums.stride);
+        if W > 1 {
+            store!(1, sums.at[1], sums.stride);
+        }
+        if W > 2 {
+            store!(2, sums.at[2], sums.stride);
+        }
     }
 }
 
-/// Two blocks of tokens times up to two tiles of weights: `c[2 d + w]`.
+/// Two blocks of tokens times up to two tiles of weights.
 ///
 /// # Safety
 /// As [`one_block`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stride: usize, tile_bytes: usize, c: &mut [Results<f32>; 4]) {
-    // SAFETY: as promised by the caller; `c` are whole tiles.
+unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stride: usize, tile_bytes: usize, sums: &Sums) {
+    // SAFETY: as promised by the caller.
     unsafe {
-        (zero!(0), zero!(1), zero!(2), zero!(3));
+        (begin!(0, sums), begin!(2, sums));
+        if W > 1 {
+            (begin!(1, sums), begin!(3, sums));
+        }
         for block in 0..tile_bytes / 1024 {
             load!(4, b[0].wrapping_add(block * 1024), 64usize);
             if W > 1 {
@@ -257,10 +313,10 @@ unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stri
                 }
             }
         }
-        store!(0, &raw mut c[0], 64usize);
-        store!(1, &raw mut c[1], 64usize);
-        store!(2, &raw mut c[2], 64usize);
-        store!(3, &raw mut c[3], 64usize);
+        (store!(0, sums.at[0], sums.stride), store!(2, sums.at[2], sums.stride));
+        if W > 1 {
+            (store!(1, sums.at[1], sums.stride), store!(3, sums.at[3], sums.stride));
+        }
     }
 }
 
@@ -278,12 +334,14 @@ struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) unsafe fn packed_tiles<const INT4: bool>(
     layout: &MatrixLayout,
-    tiles: &[u8],
+    tiles: &Tiles<'_>,
     x: &ActivationRows<'_>,
+    start: Start,
     out: &mut [f32],
     count: usize,
 ) {
     let (tile_bytes, scale_bytes) = (layout.tile_bytes(), layout.scale_bytes());
+    let (tiles, after) = (tiles.bytes, tiles.next());
     let (blocks, height) = cut(x.len());
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(4, height, x.group.min(CODES)) };
@@ -296,10 +354,13 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(
         for i in 0..count {
             let (scales, codes) = tiles[i * tile_bytes..][..tile_bytes].split_at(scale_bytes);
             let codes = &codes[bytes(from)..bytes(to)];
-            // While a part is worked on, the one after it comes into L2: the next tile's, or the first one's next.
-            let next =
-                if i + 1 < count { codes.as_ptr().wrapping_add(tile_bytes) } else { tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)) };
-            let part = Part { scales, next, groups: (from / x.group, to / x.group), stride };
+            // While a part is worked on, the one after it comes into L2: the next tile's, the first one's next, or what is read after all.
+            let next = match () {
+                _ if i + 1 < count => codes.as_ptr().wrapping_add(tile_bytes),
+                _ if to < x.k => tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)),
+                _ => after,
+            };
+            let part = Part { scales, next, onto: from > 0 || start == Start::Out, groups: (from / x.group, to / x.group), stride };
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
             unsafe {
                 unpack::<INT4>(codes, &mut unpacked);
@@ -325,6 +386,7 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(
 struct Part<'a> {
     scales: &'a [u8], // of the whole tile
     next: *const u8,  // the codes that are wanted after these
+    onto: bool,       // the results so far are in the output
     groups: (usize, usize),
     stride: usize, // of the results
 }
@@ -370,12 +432,12 @@ unsafe fn sum_groups<const INT4: bool, const R: usize>(
     rows: usize,
     out: &mut [f32],
 ) {
-    let Part { scales, next, groups, stride } = *part;
+    let Part { scales, next, onto, groups, stride } = *part;
     let group_bytes = x.group * TILE_ROWS / if INT4 { 2 } else { 1 };
     let unit = _mm512_set1_ps(if INT4 { 1.0 / 16.0 } else { 1.0 });
     let mut dots = MaybeUninit::<Results<i32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];
-    if groups.0 > 0 {
+    if onto {
         for t in 0..R.min(rows) {
             // SAFETY: 16 numbers.
             acc[t] = unsafe { _mm512_loadu_ps(out[t * stride..][..TILE_ROWS].as_ptr()) };

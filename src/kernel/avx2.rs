@@ -7,8 +7,8 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::shared::prefetch;
-use super::{ActivationRows, Kernel, Rows, Simd, avx_vnni, check_dot, shared};
+use super::tiles::To;
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, avx_vnni, check_dot, shared};
 
 /// Exists only where [`Avx2::detect`] found the features: that is what every call below relies on.
 pub(super) struct Avx2 {
@@ -34,29 +34,29 @@ impl Kernel for Avx2 {
         2 * BF16_INPUTS
     }
 
-    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]) {
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
         let scale_bytes = layout.scale_bytes();
-        for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
+        let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
+        for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
             let (scales, lines) = tile.split_at(scale_bytes);
             let mut t = 0;
             while t < x.len() {
                 let take = if x.len() - t >= 2 { 2 } else { 1 };
                 let (now, out) = (x.part(t, take), &mut out[(t * count + i) * TILE_ROWS..]);
-                let stride = count * TILE_ROWS;
                 // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
                 unsafe {
                     match (layout.precision, self.vnni, take) {
-                        (Precision::Bf16, _, 2) => split_block::<2>(lines, &now, out, stride),
-                        (Precision::Bf16, ..) => split_block::<1>(lines, &now, out, stride),
-                        (Precision::Int4 { .. }, true, 2) => avx_vnni::block::<true, 2>(scales, lines, &now, out, stride),
-                        (Precision::Int4 { .. }, true, _) => avx_vnni::block::<true, 1>(scales, lines, &now, out, stride),
-                        (Precision::Int8 { .. }, true, 2) => avx_vnni::block::<false, 2>(scales, lines, &now, out, stride),
-                        (Precision::Int8 { .. }, true, _) => avx_vnni::block::<false, 1>(scales, lines, &now, out, stride),
-                        (Precision::Int4 { .. }, false, 2) => block::<true, 2>(scales, lines, &now, out, stride),
-                        (Precision::Int4 { .. }, false, _) => block::<true, 1>(scales, lines, &now, out, stride),
-                        (Precision::Int8 { .. }, false, 2) => block::<false, 2>(scales, lines, &now, out, stride),
-                        (Precision::Int8 { .. }, false, _) => block::<false, 1>(scales, lines, &now, out, stride),
+                        (Precision::Bf16, _, 2) => split_block::<2>(lines, &now, out, to),
+                        (Precision::Bf16, ..) => split_block::<1>(lines, &now, out, to),
+                        (Precision::Int4 { .. }, true, 2) => avx_vnni::block::<true, 2>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, true, _) => avx_vnni::block::<true, 1>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, true, 2) => avx_vnni::block::<false, 2>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, true, _) => avx_vnni::block::<false, 1>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, false, 2) => block::<true, 2>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, false, _) => block::<true, 1>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, false, 2) => block::<false, 2>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, false, _) => block::<false, 1>(scales, lines, &now, out, to),
                     }
                 }
                 t += take;
@@ -74,21 +74,42 @@ impl Kernel for Avx2 {
     shared::elementwise!("avx2,fma");
 }
 
+/// What the sums of a block of tokens begin with.
+///
+/// # Safety
+/// AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; T] {
+    let mut acc = [[_mm256_setzero_ps(); 2]; T];
+    if to.start == Start::Out {
+        for t in 0..T {
+            let out = out[t * to.stride..][..TILE_ROWS].as_ptr();
+            // SAFETY: 16 floats, as just sliced.
+            acc[t] = unsafe { [_mm256_loadu_ps(out), _mm256_loadu_ps(out.add(8))] };
+        }
+    }
+    acc
+}
+
 /// `T` tokens through one tile.
 ///
 /// INT4: products of an unsigned nibble and a signed byte, in pairs, are at most 2 * 15 * 127: eight of them fit in 16 bits.
 /// INT8: vpmaddubsw would saturate on unsigned weights; |w| (at most 128) times x carrying w's sign stays below 2^15.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let groups = x.k / x.group;
     let (nibble, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let flip = _mm256_set1_epi8(-128);
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
-    prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
-    let mut acc = [[_mm256_setzero_ps(); 2]; T];
+    let first = weights.wrapping_sub(scales.len());
+    to.stream.from(first).prefetch(first, scales.len() / 64);
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
+        let ahead = to.stream.from(weights);
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
         if INT4 {
             for t in 0..T {
@@ -97,7 +118,7 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(32) {
             // 32 inputs: 4 lines of INT4, 8 of INT8.
-            prefetch(weights, if INT4 { 4 } else { 8 });
+            ahead.prefetch(weights, if INT4 { 4 } else { 8 });
             let at = k / CODES * x.stride * CODES + k % CODES;
             let mut pairs = [[_mm256_setzero_si256(); 2]; T];
             for line in 0..if INT4 { 4 } else { 8 } {
@@ -144,7 +165,7 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
         }
     }
     for t in 0..T {
-        let out = &mut out[t * stride..][..TILE_ROWS];
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe {
             _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);
@@ -178,11 +199,12 @@ pub(super) unsafe fn widen8(p: *const u8) -> __m256 {
 
 /// `T` tokens through one BF16 tile; of a block of 32 inputs first the lower 8 rows, then the upper, so that all sums are in registers.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let odd_mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);
-    let mut acc = [[_mm256_setzero_ps(); 2]; T];
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
     for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
-        prefetch(lines.as_ptr(), BF16_INPUTS / 2);
+        to.stream.from(lines.as_ptr()).prefetch(lines.as_ptr(), BF16_INPUTS / 2);
         let at = x.parts_of::<T>(block);
         for half in 0..2 {
             let mut sums = [[[_mm256_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
@@ -207,7 +229,7 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
         }
     }
     for t in 0..T {
-        let out = &mut out[t * stride..][..TILE_ROWS];
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe {
             _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);

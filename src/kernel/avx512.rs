@@ -7,8 +7,9 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::shared::{PREFETCH_TOKENS, prefetch};
-use super::{ActivationRows, Kernel, Rows, Simd, amx, check_dot, shared};
+use super::shared::PREFETCH_TOKENS;
+use super::tiles::To;
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, amx, check_dot, shared};
 
 /// Exists only where [`Avx512::detect`] found the features: that is what every call below relies on.
 pub(super) struct Avx512 {
@@ -49,21 +50,22 @@ impl Kernel for Avx512 {
         unsafe { if self.amx { amx::split(x, out) } else { plain(x, out) } }
     }
 
-    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]) {
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
         // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
         unsafe {
             match layout.precision {
-                Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, out, count),
+                Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, start, out, count),
                 Precision::Int4 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<true>(layout, tiles, x, out, count)
+                    amx::packed_tiles::<true>(layout, tiles, x, start, out, count)
                 }
                 Precision::Int8 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<false>(layout, tiles, x, out, count)
+                    amx::packed_tiles::<false>(layout, tiles, x, start, out, count)
                 }
                 _ => {
-                    for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
-                        one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], count * TILE_ROWS);
+                    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
+                    for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
+                        one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], to);
                     }
                 }
             }
@@ -84,9 +86,26 @@ const MAX_TOKENS: usize = 12;
 /// The same for a BF16 tile: four sums and an accumulator each.
 const MAX_SPLIT_TOKENS: usize = 5;
 
-/// One tile, its results `stride` apart.
+/// What the sums of a block of tokens begin with.
+///
+/// # Safety
+/// AVX-512 F.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [__m512; T] {
+    let mut acc = [_mm512_setzero_ps(); T];
+    if to.start == Start::Out {
+        for t in 0..T {
+            // SAFETY: 16 floats, as just sliced.
+            acc[t] = unsafe { _mm512_loadu_ps(out[t * to.stride..][..TILE_ROWS].as_ptr()) };
+        }
+    }
+    acc
+}
+
+/// One tile.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let (scales, lines) = tile.split_at(layout.scale_bytes());
     let most = if layout.precision == Precision::Bf16 { MAX_SPLIT_TOKENS } else { MAX_TOKENS };
     let mut t = 0;
@@ -94,13 +113,13 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
         // Even blocks: 13 tokens are 7 and 6, not 12 and 1.
         let left = x.len() - t;
         let take = left.div_ceil(left.div_ceil(most));
-        let (now, out) = (x.part(t, take), &mut out[t * stride..]);
+        let (now, out) = (x.part(t, take), &mut out[t * to.stride..]);
         // SAFETY: as promised to this function.
         unsafe {
             match layout.precision {
-                Precision::Bf16 => split_tokens(lines, &now, out, stride),
-                Precision::Int4 { .. } => tokens::<true>(scales, lines, &now, out, stride),
-                Precision::Int8 { .. } => tokens::<false>(scales, lines, &now, out, stride),
+                Precision::Bf16 => split_tokens(lines, &now, out, to),
+                Precision::Int4 { .. } => tokens::<true>(scales, lines, &now, out, to),
+                Precision::Int8 { .. } => tokens::<false>(scales, lines, &now, out, to),
             }
         }
         t += take;
@@ -108,12 +127,12 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     macro_rules! by_count {
         ($($n:literal $chains:literal),*) => {
             match x.len() {
                 // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
-                $($n => unsafe { block::<INT4, $n, $chains>(scales, lines, x, out, stride) },)*
+                $($n => unsafe { block::<INT4, $n, $chains>(scales, lines, x, out, to) },)*
                 n => unreachable!("{n} tokens in a block"),
             }
         };
@@ -123,15 +142,15 @@ unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &ActivationRo
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn split_tokens(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+unsafe fn split_tokens(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
     unsafe {
         match x.len() {
-            1 => split_block::<1>(lines, x, out, stride),
-            2 => split_block::<2>(lines, x, out, stride),
-            3 => split_block::<3>(lines, x, out, stride),
-            4 => split_block::<4>(lines, x, out, stride),
-            5 => split_block::<5>(lines, x, out, stride),
+            1 => split_block::<1>(lines, x, out, to),
+            2 => split_block::<2>(lines, x, out, to),
+            3 => split_block::<3>(lines, x, out, to),
+            4 => split_block::<4>(lines, x, out, to),
+            5 => split_block::<5>(lines, x, out, to),
             n => unreachable!("{n} tokens in a block"),
         }
     }
@@ -139,13 +158,14 @@ unsafe fn split_tokens(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], st
 
 /// `T` tokens through one BF16 tile: each line is loaded and widened once for all of them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], stride: usize) {
+unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let odd_mask = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-    let mut acc = [_mm512_setzero_ps(); T];
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
     for (block, lines) in lines.chunks_exact(BF16_INPUTS / 2 * 64).enumerate() {
         let at = x.parts_of::<T>(block);
         if T <= PREFETCH_TOKENS {
-            prefetch(lines.as_ptr(), BF16_INPUTS / 2);
+            to.stream.from(lines.as_ptr()).prefetch(lines.as_ptr(), BF16_INPUTS / 2);
         }
         let mut sums = [[[_mm512_setzero_ps(); 2]; 2]; T]; // [token][high, low][even, odd]
         for pair in 0..BF16_INPUTS / 2 {
@@ -169,7 +189,7 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
         }
     }
     for t in 0..T {
-        let out = &mut out[t * stride..][..TILE_ROWS];
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc[t]) };
     }
@@ -182,7 +202,7 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     lines: &[u8],
     x: &ActivationRows<'_>,
     out: &mut [f32],
-    stride: usize,
+    to: To,
 ) {
     let groups = x.k / x.group;
     let nibble = _mm512_set1_epi8(15);
@@ -192,17 +212,20 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     let mut weights = lines.as_ptr();
     if T <= PREFETCH_TOKENS {
         // The lines that prefetching from the first code on would step over.
-        prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
+        let first = weights.wrapping_sub(scales.len());
+        to.stream.from(first).prefetch(first, scales.len() / 64);
     }
-    let mut acc = [_mm512_setzero_ps(); T];
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
+        let ahead = to.stream.from(weights);
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
         for t in 0..T {
             dot[t][0] = _mm512_set1_epi32(-bias * x.sum(g, t));
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
             if T <= PREFETCH_TOKENS {
-                prefetch(weights, if INT4 { 2 } else { 4 });
+                ahead.prefetch(weights, if INT4 { 2 } else { 4 });
             }
             let at = k / CODES * x.stride * CODES + k % CODES;
             // SAFETY: 16 inputs of 16 rows are 2 lines of INT4 or 4 of INT8, inside the tile whose length was checked.
@@ -242,7 +265,7 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
         }
     }
     for t in 0..T {
-        let out = &mut out[t * stride..][..TILE_ROWS];
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe { _mm512_storeu_ps(out.as_mut_ptr(), acc[t]) };
     }

@@ -7,30 +7,27 @@ use moebius_cache::pack::TILE_ROWS;
 
 use super::ActivationRows;
 use super::activations::CODES;
-use super::avx2::{four, widen8};
-use super::shared::prefetch;
+use super::avx2::{four, sums, widen8};
+use super::tiles::To;
 
 /// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the codes' sum.
 ///
 /// # Safety
 /// AVX2, FMA and AVX-VNNI; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx2,fma,avxvnni")]
-pub(super) unsafe fn block<const INT4: bool, const T: usize>(
-    scales: &[u8],
-    lines: &[u8],
-    x: &ActivationRows<'_>,
-    out: &mut [f32],
-    stride: usize,
-) {
+pub(super) unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let groups = x.k / x.group;
     let nibble = _mm256_set1_epi8(15);
     let bias = if INT4 { 8 } else { 128 };
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
-    prefetch(weights.wrapping_sub(scales.len()), scales.len() / 64);
-    let mut acc = [[_mm256_setzero_ps(); 2]; T];
+    let first = weights.wrapping_sub(scales.len());
+    to.stream.from(first).prefetch(first, scales.len() / 64);
+    // SAFETY: as promised to this function.
+    let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
+        let ahead = to.stream.from(weights);
         let mut dot = [[[_mm256_setzero_si256(); 2]; 2]; T]; // [token][half][chain]
         for t in 0..T {
             for half in 0..2 {
@@ -40,7 +37,7 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
             let at = k / CODES * x.stride * CODES + k % CODES;
             // 16 inputs: 2 lines of INT4, 4 of INT8.
-            prefetch(weights, if INT4 { 2 } else { 4 });
+            ahead.prefetch(weights, if INT4 { 2 } else { 4 });
             for j in 0..4 {
                 for half in 0..2 {
                     let line = if INT4 { j / 2 } else { j };
@@ -71,7 +68,7 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(
         }
     }
     for t in 0..T {
-        let out = &mut out[t * stride..][..TILE_ROWS];
+        let out = &mut out[t * to.stride..][..TILE_ROWS];
         // SAFETY: 16 floats, as just sliced.
         unsafe {
             _mm256_storeu_ps(out.as_mut_ptr(), acc[t][0]);

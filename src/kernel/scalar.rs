@@ -5,7 +5,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::{ActivationRows, Kernel, Rows, Simd, check_dot, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Plain Rust.
 pub(super) struct Scalar;
@@ -27,15 +27,17 @@ impl Kernel for Scalar {
         shared::split(x, out);
     }
 
-    fn matmul(&self, layout: &MatrixLayout, tiles: &[u8], x: &ActivationRows<'_>, out: &mut [f32]) {
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
-        for (i, tile) in tiles.chunks_exact(layout.tile_bytes()).enumerate() {
+        for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
             for t in 0..x.len() {
                 for r in 0..TILE_ROWS {
-                    out[(t * count + i) * TILE_ROWS + r] = match layout.precision {
-                        Precision::Bf16 => split_dot(tile, x, r, t),
-                        Precision::Int4 { .. } => packed_dot(layout, tile, x, r, t, true),
-                        Precision::Int8 { .. } => packed_dot(layout, tile, x, r, t, false),
+                    let out = &mut out[(t * count + i) * TILE_ROWS + r];
+                    let acc = if start == Start::Out { *out } else { 0.0 };
+                    *out = match layout.precision {
+                        Precision::Bf16 => split_dot(tile, x, r, t, acc),
+                        Precision::Int4 { .. } => packed_dot(layout, tile, x, r, t, acc, true),
+                        Precision::Int8 { .. } => packed_dot(layout, tile, x, r, t, acc, false),
                     };
                 }
             }
@@ -68,7 +70,7 @@ impl Kernel for Scalar {
 }
 
 /// Row `r` of an integer tile times row `t` of the activations.
-fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, int4: bool) -> f32 {
+fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, mut acc: f32, int4: bool) -> f32 {
     let (w_scales, lines) = tile.split_at(layout.scale_bytes());
     let weight = |k: usize| -> i32 {
         if int4 {
@@ -81,7 +83,6 @@ fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usi
     // SAFETY: `check` has seen that all inputs of the row can be read.
     #[allow(unsafe_code)]
     let code = |k: usize| i32::from(unsafe { *x.codes(t).add(k / CODES * x.stride * CODES + k % CODES) });
-    let mut acc = 0.0;
     for g in 0..x.k / x.group {
         let dot: i32 = (g * x.group..(g + 1) * x.group).map(|k| weight(k) * code(k)).sum();
         let s = (g * TILE_ROWS + r) * 2;
@@ -92,12 +93,11 @@ fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usi
 }
 
 /// Row `r` of a BF16 tile times row `t` of the activations.
-fn split_dot(tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize) -> f32 {
+fn split_dot(tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, mut acc: f32) -> f32 {
     let weight = |k: usize| {
         let at = k / 2 * 64 + r * 4 + k % 2 * 2;
         bf16::from_le_bytes([tile[at], tile[at + 1]]).to_f32()
     };
-    let mut acc = 0.0;
     for block in 0..x.k.div_ceil(BF16_INPUTS) {
         // SAFETY: `check` has seen that all parts of the row can be read.
         #[allow(unsafe_code)]

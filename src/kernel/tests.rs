@@ -143,6 +143,7 @@ fn matmul_gives_equal_bits() {
         let layout = MatrixLayout::new(count * TILE_ROWS, k, precision).unwrap();
         let mut random = Random(seed);
         let weights = tiles(&layout, &mut random);
+        let next = vec![0; 100];
         let mut x = random.normals((skip + n) * k);
         x[..k].fill(1.0);
         if n > 1 {
@@ -152,8 +153,11 @@ fn matmul_gives_equal_bits() {
             let run = |kernel: &dyn Kernel| {
                 let x = prepare(kernel, &layout, &x);
                 let mut out = vec![f32::NAN; n * layout.n];
-                kernel.matmul(&layout, &weights, &x.rows(skip..skip + n), &mut out);
-                bits(&out)
+                let tiles = Tiles::before(&weights, &next, Ahead::here());
+                kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Zero, &mut out);
+                let zero = bits(&out);
+                kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Out, &mut out);
+                (zero, bits(&out))
             };
             assert_eq!(run(kernel), run(scalar));
         });
@@ -169,7 +173,7 @@ fn matmul_is_the_product() {
         let weights = tiles(&layout, &mut random);
         let x = random.normals(k);
         let mut out = vec![0.0; TILE_ROWS];
-        best().matmul(&layout, &weights, &prepare(best(), &layout, &x).rows(0..1), &mut out);
+        best().matmul(&layout, &weights[..].into(), &prepare(best(), &layout, &x).rows(0..1), Start::Zero, &mut out);
         for (w, y) in moebius_cache::pack::unpack_matrix(&layout, &weights).chunks_exact(k).zip(out) {
             let exact: f64 = w.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
             let size: f64 = w.iter().zip(&x).map(|(w, x)| (f64::from(*w) * f64::from(*x)).abs()).sum();
@@ -207,7 +211,7 @@ fn a_number_that_is_none_stays_one() {
         let mut x = vec![1.0; 64];
         x[40] = f32::from_bits(0x7f80_0001);
         let mut out = vec![0.0; TILE_ROWS];
-        kernel.matmul(&layout, &weights, &prepare(kernel, &layout, &x).rows(0..1), &mut out);
+        kernel.matmul(&layout, &weights[..].into(), &prepare(kernel, &layout, &x).rows(0..1), Start::Zero, &mut out);
         assert!(out.iter().all(|y| y.is_nan()));
     });
 }

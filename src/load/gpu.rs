@@ -1,7 +1,7 @@
 //! Loading onto a GPU: what goes where is decided before anything is loaded, by running the same constructors on a device that only counts.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 use memmap2::MmapMut;
@@ -340,6 +340,8 @@ pub(super) fn assemble(
             let measured =
                 if all { Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 } } else { measure(&cuda, &team, &mut cpu, &sizes)? };
             speeds = (!all).then_some(measured);
+            // Between two layers' experts the device has its turn.
+            team.spin_for(DEVICE_TURN);
             let forced = match config.prefill {
                 PrefillOn::Auto => None,
                 PrefillOn::Cpu => Some(Prefill::Cpu),
@@ -394,6 +396,9 @@ fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>) -> Stri
     }
     line
 }
+
+/// Longer than the device takes from one layer's experts to the next one's, in decode.
+const DEVICE_TURN: Duration = Duration::from_micros(400);
 
 /// Bytes over which speeds are measured.
 const SAMPLE_BYTES: usize = 128 << 20;

@@ -4,7 +4,7 @@
 //! for each tile of queries (tokens of one sequence x heads of one KV head), spread over the workers:
 //!   for each segment of 1,024 positions:
 //!     m = -inf, l = 0, acc = 0
-//!     for each KV block of it up to the last visible one:
+//!     for each 256 positions of it, four KV blocks, up to the last visible one:
 //!       s = keys . q * scale, -inf where the key is later than the query
 //!       m' = max(m, max s);  acc, l *= exp(m - m');  l += sum exp(s - m');  acc += values . exp(s - m')
 //!     merge (m, l, acc) into those of the segments before
@@ -14,13 +14,15 @@
 //! Blocks and segments start at fixed positions, so a row's arithmetic is the same in any chunk and any batch, whether one worker does
 //! all segments or, when there are few queries and much context, each does some.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use moebius_cache::Precision;
+use moebius_cache::pack::TILE_ROWS;
 
 use super::{Cpu, Kv, Scratch, lock, take};
 use crate::batch::{BLOCK_SIZE, Batch, Span};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, Start};
 use crate::tensor::Tensor;
 use crate::workers::Shared;
 
@@ -29,6 +31,12 @@ const TILE: usize = 64;
 
 /// Positions whose softmax is summed up on its own.
 const SEGMENT: usize = 1024;
+
+/// Positions whose scores are there at once: a running softmax is brought up to date so often.
+const STEP: usize = 256;
+
+/// Tiles of values whose sums stay in L1 while the blocks of a step pass.
+const VALUE_TILES: usize = 8;
 
 /// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a tile.
 const PARTIAL_SUMS: usize = 16 << 20;
@@ -120,21 +128,21 @@ impl Cut {
 
 /// The softmax of some positions for the rows of a tile, not yet divided.
 struct Sums<'s> {
+    acc: &'s mut [f32], // [parts][rows][part of value_dim]
     max: &'s mut [f32], // [rows]
     sum: &'s mut [f32], // [rows]
-    acc: &'s mut [f32], // [rows, value_dim]
 }
 
 impl<'s> Sums<'s> {
-    /// Numbers that `new` takes.
-    fn len(rows: usize, value_dim: usize) -> usize {
-        rows * (value_dim + 2)
+    /// Numbers that `new` takes: whole cache lines.
+    fn len(rows: usize, width: usize) -> usize {
+        (rows * (width + 2)).next_multiple_of(16)
     }
 
-    fn new(memory: &'s mut [f32], rows: usize) -> Self {
+    fn new(memory: &'s mut [f32], rows: usize, width: usize) -> Self {
+        let (acc, memory) = memory.split_at_mut(rows * width);
         let (max, memory) = memory.split_at_mut(rows);
-        let (sum, acc) = memory.split_at_mut(rows);
-        Self { max, sum, acc }
+        Self { acc, max, sum: &mut memory[..rows] }
     }
 
     fn clear(&mut self) {
@@ -143,18 +151,30 @@ impl<'s> Sums<'s> {
         self.acc.fill(0.0);
     }
 
-    /// Takes in the sums of later positions, which it uses up.
-    fn merge(&mut self, kernel: &dyn Kernel, later: &mut Sums<'_>) {
-        let dim = self.acc.len() / self.max.len();
+    /// Where the parts of a row are in `acc`.
+    fn row(&self, r: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        const PART: usize = VALUE_TILES * TILE_ROWS;
+        let (rows, width) = (self.max.len(), self.acc.len() / self.max.len());
+        (0..width).step_by(PART).map(move |first| {
+            let part = PART.min(width - first);
+            let at = first * rows + r * part;
+            at..at + part
+        })
+    }
+
+    /// Takes in the sums of later positions.
+    fn merge(&mut self, kernel: &dyn Kernel, later: &Sums<'_>) {
         for r in 0..self.max.len() {
             if later.max[r] == f32::NEG_INFINITY {
                 continue; // no position seen
             }
             let max = self.max[r].max(later.max[r]);
             let (mine, theirs) = (exp(kernel, self.max[r] - max), exp(kernel, later.max[r] - max));
-            let (acc, later_acc) = (&mut self.acc[r * dim..][..dim], &mut later.acc[r * dim..][..dim]);
-            kernel.scale(acc, mine);
-            kernel.add_scaled(later_acc, theirs, acc);
+            for part in self.row(r) {
+                let acc = &mut self.acc[part.clone()];
+                kernel.scale(acc, mine);
+                kernel.add_scaled(&later.acc[part], theirs, acc);
+            }
             (self.max[r], self.sum[r]) = (max, self.sum[r] * mine + later.sum[r] * theirs);
         }
     }
@@ -169,7 +189,7 @@ impl Cpu {
         let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
         // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its heads.
         let few = count(&cut) < 2 * threads;
-        let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, dim) <= PARTIAL_SUMS;
+        let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
         if few && (!split || count(&cut) * longest < threads) {
             let per_worker = (batch.len() * num_heads).div_ceil(threads);
             cut = Cut::new(kv.heads(), group, group.min(TILE).min(per_worker).max(1));
@@ -188,7 +208,8 @@ impl Cpu {
                 }
             });
         }
-        let part = Sums::len(TILE, dim);
+        let width = kv.value_width();
+        let part = Sums::len(TILE, width);
         let mut partial = self.partial.borrow_mut();
         let partial = Shared::new(take(&mut partial, total * longest * part));
         self.team.run(&|worker| {
@@ -199,7 +220,7 @@ impl Cpu {
                     // SAFETY: this part belongs to whoever claimed it.
                     #[allow(unsafe_code)]
                     let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
-                    let mut sums = Sums::new(&mut memory[..Sums::len(tile.rows(), dim)], tile.rows());
+                    let mut sums = Sums::new(memory, tile.rows(), width);
                     op.prepare(&tile, &mut scratch);
                     op.segment(&tile, i % longest, &mut scratch, &mut sums);
                 }
@@ -211,12 +232,12 @@ impl Cpu {
                     let at = (i * longest + segment) * part;
                     // SAFETY: after the barrier all parts of a tile belong to whoever claimed it.
                     #[allow(unsafe_code)]
-                    let memory = unsafe { partial.slice_mut(at..at + Sums::len(tile.rows(), dim)) };
-                    Sums::new(memory, tile.rows())
+                    let memory = unsafe { partial.slice_mut(at..at + part) };
+                    Sums::new(memory, tile.rows(), width)
                 };
                 let mut first = sums(0);
                 for segment in 1..tile.segments() {
-                    first.merge(kernel, &mut sums(segment));
+                    first.merge(kernel, &sums(segment));
                 }
                 op.write(&tile, &first, &output);
             }
@@ -228,14 +249,15 @@ impl Op<'_> {
     /// A whole tile, one segment after the other.
     fn all(&self, tile: &Tile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
         self.prepare(tile, scratch);
-        let len = Sums::len(tile.rows(), self.kv.values.n);
+        let (rows, width) = (tile.rows(), self.kv.value_width());
+        let len = Sums::len(rows, width);
         let mut memory = std::mem::take(&mut scratch.values);
         let (first, later) = take(&mut memory, 2 * len).split_at_mut(len);
-        let (mut sums, mut later) = (Sums::new(first, tile.rows()), Sums::new(later, tile.rows()));
+        let (mut sums, mut later) = (Sums::new(first, rows, width), Sums::new(later, rows, width));
         self.segment(tile, 0, scratch, &mut sums);
         for segment in 1..tile.segments() {
             self.segment(tile, segment, scratch, &mut later);
-            sums.merge(self.kernel, &mut later);
+            sums.merge(self.kernel, &later);
         }
         self.write(tile, &sums, output);
         scratch.values = memory;
@@ -262,47 +284,56 @@ impl Op<'_> {
 
     /// The sums of one segment for a tile whose queries are prepared.
     fn segment(&self, tile: &Tile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
-        let (kernel, kv, rows, dim) = (self.kernel, self.kv, tile.rows(), self.kv.values.n);
-        let width = kv.values.tiles() * kv.values.tile_bytes() / (2 * BLOCK_SIZE); // value_dim, whole tiles
+        let (kernel, kv, rows) = (self.kernel, self.kv, tile.rows());
         let Scratch { activations, probabilities, scores, .. } = scratch;
-        let (scores, products) = take(scores, rows * (BLOCK_SIZE + width.max(BLOCK_SIZE))).split_at_mut(rows * BLOCK_SIZE);
+        let scores = take(scores, rows * STEP);
         sums.clear();
         let visible = tile.position() + tile.tokens; // by the tile's last token
-        let positions = segment * SEGMENT..visible.min((segment + 1) * SEGMENT);
-        for start in positions.step_by(BLOCK_SIZE) {
-            let block = self.batch.slot(tile.span, start) / BLOCK_SIZE;
-            kernel.matmul(&kv.keys, kv.keys(block, tile.kv_head, 0), &activations.rows(0..rows), scores);
-            for part in 1..kv.parts {
-                let rest = &mut products[..rows * BLOCK_SIZE];
-                kernel.matmul(&kv.keys, kv.keys(block, tile.kv_head, part), &activations.rows(0..rows), rest);
-                kernel.add_scaled(rest, 1.0, scores);
+        let end = visible.min((segment + 1) * SEGMENT);
+        for start in (segment * SEGMENT..end).step_by(STEP) {
+            let blocks = (end - start).min(STEP).div_ceil(BLOCK_SIZE);
+            let block = |i: usize| self.batch.slot(tile.span, start + i * BLOCK_SIZE) / BLOCK_SIZE;
+            for (i, scores) in scores.chunks_exact_mut(rows * BLOCK_SIZE).take(blocks).enumerate() {
+                for part in 0..kv.parts {
+                    let sums = if part == 0 { Start::Zero } else { Start::Out };
+                    kernel.matmul(&kv.keys, &kv.keys(block(i), tile.kv_head, part).into(), &activations.rows(0..rows), sums, scores);
+                }
             }
-            let to = probabilities.start(kernel, Precision::Bf16, BLOCK_SIZE, rows);
-            for (r, s) in scores.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().enumerate() {
-                let seen = (tile.position() + r / tile.heads + 1).saturating_sub(start).min(BLOCK_SIZE);
-                s[seen..].fill(f32::NEG_INFINITY);
-                let max = largest(s, sums.max[r]);
+            let to = probabilities.start(kernel, Precision::Bf16, blocks * BLOCK_SIZE, rows);
+            for r in 0..rows {
+                let mut row = [0.0; STEP];
+                let row = &mut row[..blocks * BLOCK_SIZE];
+                for (to, scores) in row.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().zip(scores.chunks_exact(rows * BLOCK_SIZE)) {
+                    *to = scores.as_chunks::<BLOCK_SIZE>().0[r];
+                }
+                let seen = (tile.position() + r / tile.heads + 1).saturating_sub(start).min(row.len());
+                row[seen..].fill(f32::NEG_INFINITY);
+                let max = largest(row, sums.max[r]);
                 if max == f32::NEG_INFINITY {
-                    s.fill(0.0);
+                    row.fill(0.0);
                 } else {
                     let correction = if sums.max[r] == max { 1.0 } else { exp(kernel, sums.max[r] - max) };
-                    sums.sum[r] = sums.sum[r] * correction + kernel.exp_sub(s, max);
+                    sums.sum[r] = sums.sum[r] * correction + kernel.exp_sub(row, max);
                     sums.max[r] = max;
                     if correction != 1.0 {
-                        kernel.scale(&mut sums.acc[r * dim..][..dim], correction);
+                        sums.row(r).for_each(|part| kernel.scale(&mut sums.acc[part], correction));
                     }
                 }
                 // SAFETY: the scratch memory is this worker's own.
                 #[allow(unsafe_code)]
                 unsafe {
-                    to.put(kernel, r..r + 1, s);
+                    to.put(kernel, r..r + 1, row);
                 }
             }
-            for part in 0..kv.parts {
-                let products = &mut products[..rows * width];
-                kernel.matmul(&kv.values, kv.values(block, tile.kv_head, part), &probabilities.rows(0..rows), products);
-                for (acc, product) in sums.acc.chunks_exact_mut(dim).zip(products.chunks_exact(width)) {
-                    kernel.add_scaled(&product[..dim], 1.0, acc);
+            let some = VALUE_TILES * kv.values.tile_bytes();
+            for (v, acc) in sums.acc.chunks_mut(rows * VALUE_TILES * TILE_ROWS).enumerate() {
+                for i in 0..blocks {
+                    let p = probabilities.rows(0..rows).inputs(i * BLOCK_SIZE, BLOCK_SIZE);
+                    for part in 0..kv.parts {
+                        let values = kv.values(block(i), tile.kv_head, part);
+                        let tiles = &values[v * some..values.len().min((v + 1) * some)];
+                        kernel.matmul(&kv.values, &tiles.into(), &p, Start::Out, acc);
+                    }
                 }
             }
         }
@@ -311,21 +342,24 @@ impl Op<'_> {
     /// Divides, and puts each row in its place.
     fn write(&self, tile: &Tile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
         let dim = self.kv.values.n;
-        for (r, acc) in sums.acc.chunks_exact(dim).enumerate() {
+        for r in 0..tile.rows() {
             let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
             let at = (t * self.num_heads + h) * dim;
             // SAFETY: a (token, head) belongs to exactly one tile, and a tile to one worker.
             #[allow(unsafe_code)]
-            let out = unsafe { output.slice_mut(at..at + dim) };
-            for (out, acc) in out.iter_mut().zip(acc) {
-                *out = acc / sums.sum[r];
+            let mut out = unsafe { output.slice_mut(at..at + dim) }.iter_mut();
+            for part in sums.row(r) {
+                // The last part may have more numbers than there are values.
+                for (acc, out) in sums.acc[part].iter().zip(&mut out) {
+                    *out = acc / sums.sum[r];
+                }
             }
         }
     }
 }
 
 /// The largest of `x` and `least`, in lanes: one running maximum would wait for itself.
-fn largest(x: &[f32; BLOCK_SIZE], least: f32) -> f32 {
+fn largest(x: &[f32], least: f32) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [least; 16];
     for part in x.as_chunks::<16>().0 {

@@ -49,6 +49,11 @@ impl Kv {
         self.heads
     }
 
+    /// Numbers of a value, in whole tiles.
+    pub(super) fn value_width(&self) -> usize {
+        self.values.tiles() * TILE_ROWS
+    }
+
     /// A part of the keys of a block and head, as packed tiles.
     pub(super) fn keys(&self, block: usize, head: usize, part: usize) -> &[u8] {
         bytemuck::cast_slice(&self.key[range(&self.keys, (block * self.heads + head) * self.parts + part)])

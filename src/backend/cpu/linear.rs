@@ -9,10 +9,10 @@ use rayon::prelude::*;
 
 use super::{Cpu, PARALLEL, Scratch, lock, take};
 use crate::config::DenseBits;
-use crate::kernel::{ActivationRows, Kernel};
+use crate::kernel::{ActivationRows, Kernel, Start};
 use crate::memory::Buffer;
 use crate::tensor::{HostTensor, Tensor};
-use crate::workers::{Claims, Shared};
+use crate::workers::{Claims, Cut, Shared};
 use crate::{Error, Result};
 
 /// Tiles that go through the kernel together.
@@ -180,7 +180,7 @@ impl Cpu {
             // SAFETY: after the barrier nobody writes rows.
             #[allow(unsafe_code)]
             let x = |tokens| unsafe { prepared.rows(tokens) };
-            while let Some(run) = claims.next(worker.count, total) {
+            while let Some(run) = claims.next(Cut::DEFAULT, worker.count, total) {
                 let mut before = 0;
                 for (w, output) in &jobs {
                     let tiles = w.layout.tiles();
@@ -253,7 +253,8 @@ fn multiply<'x>(
                 let end = to.min(tile + TILES);
                 let stride = (end - tile) * TILE_ROWS;
                 let y = take(y, some.len() * stride);
-                kernel.matmul(layout, &packed[tile * layout.tile_bytes()..end * layout.tile_bytes()], &x(some.clone()), y);
+                let tiles = &packed[tile * layout.tile_bytes()..end * layout.tile_bytes()];
+                kernel.matmul(layout, &tiles.into(), &x(some.clone()), Start::Zero, y);
                 let col = tile * TILE_ROWS;
                 store(first, col, stride.min(layout.n - col), y, stride);
             }

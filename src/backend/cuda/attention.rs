@@ -9,6 +9,7 @@ use half::bf16;
 use super::batch::{DECODE_ROWS, TILE_ROWS, blocks};
 use super::linear::{self, Out, Product};
 use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
+use crate::backend::Heads;
 use crate::batch::BLOCK_SIZE;
 use crate::config::KvBits;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
@@ -180,7 +181,81 @@ impl Size {
     }
 }
 
+/// Of kernels/attention_heads.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct HeadsArgument {
+    x: Address<bf16>,
+    norm: Address<f32>,
+    heads: i32,
+    dim: i32,
+    norm_width: i32,
+    at: i32,
+    eps: f32,
+}
+
+impl From<Heads<'_, CudaBackend>> for HeadsArgument {
+    fn from(h: Heads<'_, CudaBackend>) -> Self {
+        let (norm, norm_width, eps) = h.norm.map_or((Address::NULL, 0, 0.0), |(w, width, eps)| (w.address(), width, eps));
+        Self { x: h.x.bf16(), norm, heads: h.heads as i32, dim: h.dim as i32, norm_width: norm_width as i32, at: h.rope_at as i32, eps }
+    }
+}
+
+/// Of kernels/attention_heads.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AttentionHeads {
+    q: HeadsArgument,
+    k: HeadsArgument,
+    v: Address<bf16>,
+    angles: Address<f32>,
+    keys: Address<u8>,
+    values: Address<u8>,
+    positions: Address<i32>,
+    token_seq: Address<i32>,
+    seq_blocks: Address<i32>,
+    block_table: Address<u32>,
+    v_dim: i32,
+    half: i32,
+    interleaved: i32,
+}
+
+// SAFETY: the struct of the same name in the kernel's file has the same fields.
+#[allow(unsafe_code)]
+unsafe impl crate::cuda::kernels::Argument for AttentionHeads {}
+
 impl CudaBackend {
+    #[allow(clippy::too_many_arguments)] // as `Backend::heads`
+    pub(super) fn prepare_heads(
+        &self,
+        kv: &mut Kv,
+        batch: &CudaBatch,
+        angles: &Tensor,
+        interleaved: bool,
+        q: Heads<'_, Self>,
+        k: Heads<'_, Self>,
+        v: Option<&Tensor>,
+    ) {
+        let name = if kv.fp8 { "attention_heads_e4m3" } else { "attention_heads_bf16" };
+        let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
+        let argument = AttentionHeads {
+            q: q.into(),
+            k: k.into(),
+            v: v.map_or(Address::NULL, Tensor::bf16),
+            angles: angles.f32(),
+            keys: kv.keys.address(),
+            values: kv.values(),
+            positions: batch.positions(),
+            token_seq: batch.token_seq(),
+            seq_blocks: batch.seq_blocks(),
+            block_table: batch.block_table(),
+            v_dim: kv.value_dim as i32,
+            half: (angles.cols / 2) as i32,
+            interleaved: i32::from(interleaved),
+        };
+        launch!(self.cuda, &self.cuda.compute, name, [batch.rows(), runs.div_ceil(8), 1], 256, 0; argument);
+    }
+
     pub(super) fn store(&self, kv: &mut Kv, batch: &CudaBatch, key: &Tensor, value: Option<&Tensor>) {
         let name = if kv.fp8 { "kv_write_e4m3" } else { "kv_write_bf16" };
         let value = value.map_or(Address::NULL, Tensor::bf16);

@@ -19,8 +19,8 @@ pub(super) const FEW_TOKENS: usize = 8;
 /// Tokens from which on Hopper's own instructions are faster.
 const WGMMA_TOKENS: usize = 128;
 
-/// Tokens up to which the router's f32 weights are multiplied as they are.
-const FEW_ROUTED: usize = 32;
+/// Tokens times experts up to which the router's f32 weights are multiplied as they are.
+const FEW_LOGITS: usize = 8192;
 
 /// Weights `[n, k]` and a bias `[n]`.
 pub struct Linear {
@@ -89,6 +89,7 @@ struct Gemv {
     k: i32,
     k_warps: i32,
     eps: f32,
+    independent: i32,
 }
 
 /// Of kernels/gemm.cu.
@@ -165,6 +166,46 @@ pub(super) enum Out {
     F32Add,
 }
 
+/// What a product of few tokens does besides.
+#[derive(Clone, Copy)]
+enum Form {
+    Plain,
+    /// `x` is the residual stream, to be normed with these weights and this epsilon.
+    Norm(Address<f32>, f32),
+    /// Two products become one: `silu(first) * second`.
+    Gated,
+}
+
+/// The product of `w` and the rows of `x`, whose numbers are at `from`.
+fn product(x: &Tensor, from: Address<bf16>, w: &Linear, out: &mut Tensor, write: Write) -> Product {
+    assert_eq!((x.cols, x.rows, out.cols), (w.k, out.rows, w.n), "a product of other shapes");
+    let (y, out) = match (&out.data, write) {
+        (Data::Bf16(y), Write::Set) => (y.address().cast(), Out::Bf16),
+        (Data::F32(y), Write::Set) => (y.address().cast(), Out::F32),
+        (Data::F32(y), Write::Add) => (y.address().cast(), Out::F32Add),
+        (Data::Bf16(_), Write::Add) => panic!("only the residual stream is added to"),
+    };
+    Product {
+        x: from,
+        x_pitch: x.cols,
+        x_batch: 0,
+        w: match &w.weight {
+            Weight::Bf16(weight) => weight.address(),
+            Weight::Packed(..) => Address::NULL,
+        },
+        w_batch: 0,
+        bias: w.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address),
+        y,
+        y_pitch: w.n,
+        y_batch: 0,
+        tokens: x.rows,
+        n: w.n,
+        k: w.k,
+        batch: 1,
+        out,
+    }
+}
+
 /// Numbers of a weight as bf16.
 pub(super) fn to_bf16(weight: &HostTensor<'_>) -> Vec<bf16> {
     match weight {
@@ -203,6 +244,11 @@ impl Linear {
         Ok(Self { n, k, weight, bias })
     }
 
+    /// Whether its weights are as checkpoints have them.
+    pub(super) fn is_bf16(&self) -> bool {
+        matches!(self.weight, Weight::Bf16(_))
+    }
+
     pub(super) fn bytes(&self) -> usize {
         match &self.weight {
             Weight::Bf16(w) => w.bytes(),
@@ -214,44 +260,44 @@ impl Linear {
 impl CudaBackend {
     pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
         let products = jobs.map(|(w, out)| {
-            assert_eq!((x.cols, x.rows, out.cols), (w.k, out.rows, w.n), "a product of other shapes");
-            let (y, kind) = match (&out.data, write) {
-                (Data::Bf16(y), Write::Set) => (y.address().cast(), Out::Bf16),
-                (Data::F32(y), Write::Set) => (y.address().cast(), Out::F32),
-                (Data::F32(y), Write::Add) => (y.address().cast(), Out::F32Add),
-                (Data::Bf16(_), Write::Add) => panic!("only the residual stream is added to"),
-            };
-            let bias = w.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address);
-            let product = |weight: Address<bf16>| Product {
-                x: x.bf16(),
-                x_pitch: x.cols,
-                x_batch: 0,
-                w: weight,
-                w_batch: 0,
-                bias,
-                y,
-                y_pitch: w.n,
-                y_batch: 0,
-                tokens: x.rows,
-                n: w.n,
-                k: w.k,
-                batch: 1,
-                out: kind,
-            };
+            let p = product(x, x.bf16(), w, out, write);
             match &w.weight {
-                Weight::Bf16(weight) => Some(product(weight.address())),
+                Weight::Bf16(_) => Some(p),
                 Weight::Packed(precision, bytes) => {
-                    self.packed_product(*precision, bytes.address(), product(Address::NULL));
+                    self.packed_product(*precision, bytes.address(), p);
                     None
                 }
             }
         });
         if x.rows <= FEW_TOKENS && products.iter().flatten().all(|p| p.out == products[0].as_ref().map_or(Out::Bf16, |p| p.out)) {
             let dense: Vec<&Product> = products.iter().flatten().collect();
-            dense.chunks(3).for_each(|some| self.gemv(some));
+            dense.chunks(3).for_each(|some| self.gemv(some, Form::Plain));
         } else {
             products.iter().flatten().for_each(|p| self.product(p));
         }
+    }
+
+    /// Whether `gemv` can norm a row of so many numbers: it keeps it in shared memory.
+    pub(super) fn norm_fits(&self, cols: usize) -> bool {
+        self.cuda.is_plan() || 2 * cols + 64 <= 48 << 10
+    }
+
+    /// Products of the norm of a single row.
+    pub(super) fn few_of_norm<const N: usize>(
+        &self,
+        x: &Tensor,
+        (norm, eps): (&DeviceBuffer<f32>, f32),
+        jobs: [(&Linear, &mut Tensor); N],
+    ) {
+        let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
+        let all: Vec<&Product> = products.iter().collect();
+        all.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
+    }
+
+    /// `out = silu(gate x) * up x` of at most [`FEW_TOKENS`] rows.
+    pub(super) fn few_gated(&self, x: &Tensor, (gate, up): (&Linear, &Linear), out: &mut Tensor) {
+        let [gate, up] = [gate, up].map(|w| product(x, x.bf16(), w, out, Write::Set));
+        self.gemv(&[&gate, &up], Form::Gated);
     }
 
     /// One product of any number of tokens.
@@ -263,12 +309,12 @@ impl CudaBackend {
         let bytes = if p.out == Out::Bf16 { 2 } else { 4 };
         for first in (0..p.tokens).step_by(FEW_TOKENS) {
             let (x, y) = (p.x.add(first * p.x_pitch), p.y.add(first * p.y_pitch * bytes));
-            self.gemv(&[&Product { x, y, tokens: FEW_TOKENS.min(p.tokens - first), ..*p }]);
+            self.gemv(&[&Product { x, y, tokens: FEW_TOKENS.min(p.tokens - first), ..*p }], Form::Plain);
         }
     }
 
     /// Up to three products of one `x` of at most [`FEW_TOKENS`] rows.
-    fn gemv(&self, products: &[&Product]) {
+    fn gemv(&self, products: &[&Product], form: Form) {
         let Some(first) = products.first() else { return };
         let mut job = [NO_JOB; 3];
         for (job, p) in job.iter_mut().zip(products) {
@@ -282,44 +328,53 @@ impl CudaBackend {
                 y_pitch: p.y_pitch as i32,
             };
         }
-        let rows: usize = products.iter().map(|p| p.n * p.batch).sum();
-        // Parts of k for the warps of a block: few rows are shared by more warps, so that all multiprocessors read.
-        let k_warps = [1, 2, 4].into_iter().find(|warps| rows / (128 / warps) >= 4 * self.cuda.info.multiprocessors).unwrap_or(8);
-        let blocks: usize = products.iter().map(|p| p.n.div_ceil(128 / k_warps)).sum();
+        // Warps of a block that share the rows; measured on an H200.
+        let k_warps = if first.k <= 256 { 4 } else { 8 };
+        let rows = |p: &Product| p.n.div_ceil(128 / k_warps);
+        let (name, blocks, (norm, eps), shared) = match (form, first.out) {
+            (Form::Norm(norm, eps), _) => {
+                ("gemv_norm_bf16_set", products.iter().map(|p| rows(p)).sum(), (norm, eps), first.tokens * (2 * first.k + 64))
+            }
+            (Form::Gated, _) => ("gemv_silu", rows(first), (Address::NULL, 0.0), 0),
+            (Form::Plain, out) => {
+                let name = match out {
+                    Out::Bf16 => "gemv_bf16_set",
+                    Out::F32 => "gemv_f32_set",
+                    Out::F32Add => "gemv_f32_add",
+                };
+                (name, products.iter().map(|p| rows(p)).sum::<usize>(), (Address::NULL, 0.0), 0)
+            }
+        };
         let argument = Gemv {
             job,
             x: first.x,
-            norm: Address::NULL,
+            norm,
             x_batch: first.x_batch as i64,
             x_pitch: first.x_pitch as i32,
             tokens: first.tokens as i32,
             k: first.k as i32,
             k_warps: k_warps as i32,
-            eps: 0.0,
+            eps,
+            independent: i32::from(self.cuda.take_independent()),
         };
-        let name = match first.out {
-            Out::Bf16 => "gemv_bf16_set",
-            Out::F32 => "gemv_f32_set",
-            Out::F32Add => "gemv_f32_add",
-        };
-        launch!(self.cuda, &self.cuda.compute, name, [blocks, first.batch, 1], 256, 0; argument);
+        launch!(self.cuda, &self.cuda.compute, name, [blocks, first.batch, 1], 256, shared; argument);
     }
 
     fn gemm(&self, p: &Product) {
         if p.tokens >= WGMMA_TOKENS && self.cuda.info.has_wgmma() {
             return self.gemm_wgmma(p);
         }
-        // Tiles as large as they can be while all multiprocessors have one.
+        // Measured on an H200.
         let tiles = |m: usize, n: usize| p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch;
         let enough = self.cuda.info.multiprocessors;
         let (m, n, shared) = match p.tokens {
             ..=32 => (32, 128, 81_920),
-            _ if tiles(128, 128) >= 2 * enough => (128, 128, 98_304),
-            _ if tiles(64, 128) >= 2 * enough => (64, 128, 98_304),
-            _ => (64, 64, 65_536),
+            ..=256 => (64, 64, 65_536),
+            _ if tiles(128, 128) >= enough => (128, 128, 98_304),
+            _ => (64, 128, 98_304),
         };
         // Fewer tiles than that are cut along k.
-        let splits = (2 * enough / tiles(m, n).max(1)).clamp(1, (p.k / 256).clamp(1, 16));
+        let splits = (2 * enough).div_ceil(tiles(m, n).max(1)).min(p.k / 512).clamp(1, 8);
         let splits = if tiles(m, n) <= MAX_COUNTERS && splits * tiles(m, n) * m * n <= PARTIAL { splits } else { 1 };
         let argument = Gemm {
             x: p.x,
@@ -357,15 +412,15 @@ impl CudaBackend {
 
     /// With Hopper's own instructions.
     fn gemm_wgmma(&self, p: &Product) {
-        // Tiles as wide as they can be while most multiprocessors have one.
+        // Measured on an H200: narrow tiles, cut along k, while there would be few; else wide ones.
         let (tiles, enough) = (|n: usize| p.tokens.div_ceil(128) * p.n.div_ceil(n), self.cuda.info.multiprocessors);
         let (n, shared) = match () {
-            () if tiles(256) * p.batch * 3 >= 2 * enough => (256, 197_760),
-            () if tiles(128) * p.batch >= enough => (128, 99_456),
-            () => (64, 99_456),
+            () if tiles(64) * p.batch <= 2 * enough => (64, 99_456),
+            () if p.n < 1024 => (128, 99_456),
+            () => (256, 197_760),
         };
-        let splits = if n == 64 { (enough / (tiles(64) * p.batch)).clamp(1, (p.k / 256).clamp(1, 4)) } else { 1 };
         let all = tiles(n) * p.batch;
+        let splits = if n == 64 { enough.div_ceil(all).min(p.k / 512).clamp(1, 8) } else { 1 };
         let splits = if all <= MAX_COUNTERS && splits * all * 128 * 64 <= PARTIAL { splits } else { 1 };
         let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
             let step = if p.batch == 1 { 8 } else { step };
@@ -396,13 +451,13 @@ impl CudaBackend {
             (Out::F32Add, _) => "gemm_wgmma_f32_add_n256",
         };
         // A block takes every so many-th tile, so that copies for its next one begin early.
-        let blocks = tiles(n).min(enough * if n == 256 { 1 } else { 2 });
+        let blocks = tiles(n).min((enough * if n == 256 { 1 } else { 2 } / (splits * p.batch)).max(1));
         launch!(self.cuda, &self.cuda.compute, name, [blocks, splits, p.batch], 288, shared; argument);
     }
 
     /// Router logits `[T, experts]`, as exact as f32 weights allow.
     pub(super) fn router_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
-        if x.rows <= FEW_ROUTED || !experts.is_multiple_of(8) {
+        if x.rows * experts <= FEW_LOGITS || !experts.is_multiple_of(8) {
             launch!(self.cuda, &self.cuda.compute, "router_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
                 x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
             return;

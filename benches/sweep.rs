@@ -1,0 +1,389 @@
+//! What the time of one small MoE layer at one token goes into, and which settings of `Pace` would take less of it.
+//!
+//! `cargo bench --bench sweep [-- seconds=N] [threads=N] [shape=NAME] [only=TEXT] [json=FILE]`. All settings take turns, a few layers
+//! each, so that whatever else the machine does meets all of them; a row is the median over all turns, and stands beside the default turn
+//! by turn. Beside the executor runs one whose kernel only reads: the same bytes in the same order with the same claims and barriers,
+//! without arithmetic.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use moebius::backend::cpu::Cpu;
+use moebius::backend::{Backend, Routing};
+use moebius::experts::{CpuExperts, ExpertMemory, Pace};
+use moebius::kernel::{self, ActivationRows, Ahead, Kernel, Rows, Simd, Start, Tiles};
+use moebius::memory::{self, Pages, read_bandwidth};
+use moebius::model::{Router, Scoring};
+use moebius::tensor::Tensor;
+use moebius::topology::Topology;
+use moebius::workers::{Cut, Team};
+use moebius_cache::format::{Contents, ExpertCache};
+use moebius_cache::pack::MatrixLayout;
+use moebius_cache::{ExpertLayout, Precision};
+
+/// Layers of one setting before it is the next one's turn.
+const TURN: usize = 12;
+/// More than any last-level cache by enough that little of a pass is still there on the next.
+const STORE_BYTES: usize = 3 << 29;
+const PRECISION: Precision = Precision::Int4 { group_size: 128 };
+
+struct Shape {
+    name: &'static str,
+    hidden: usize,
+    intermediate: usize,
+    experts: usize,
+    top_k: usize,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape { name: "qwen3-30b-a3b", hidden: 2048, intermediate: 768, experts: 128, top_k: 8 },
+    Shape { name: "deepseek-v2-lite", hidden: 2048, intermediate: 1408, experts: 64, top_k: 6 },
+    Shape { name: "kimi-k2/6", hidden: 7168, intermediate: 2048, experts: 64, top_k: 8 },
+];
+
+/// `Pace::ahead`: bytes into L2, bytes into L1.
+const AHEAD: [(usize, usize); 14] = [
+    (0, 0),
+    (0, 1024),
+    (0, 2048),
+    (0, 4096),
+    (2048, 512),
+    (4096, 0),
+    (4096, 512),
+    (4096, 1024),
+    (4096, 2048),
+    (6144, 0),
+    (6144, 1024),
+    (8192, 0),
+    (8192, 1024),
+    (16384, 1024),
+];
+/// `Pace::idle_bytes`.
+const IDLE_KIB: [usize; 4] = [0, 32, 512, 1024];
+/// `Pace::gate_cut`, `Pace::down_cut`: levels, halvings.
+const CUTS: [(u32, u32); 6] = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3)];
+/// `Pace::gate_tiles`, `Pace::down_tiles`.
+const TILES: [(usize, usize); 6] = [(1, 4), (4, 4), (2, 1), (2, 2), (2, 8), (4, 8)];
+
+/// The settings that are compared: each differs in one thing from the default.
+fn settings() -> Vec<(String, Pace)> {
+    let base = Pace::default();
+    let mut all = vec![("default".to_string(), base)];
+    for (l2, l1) in AHEAD {
+        all.push((format!("ahead l2={l2} l1={l1}"), Pace { ahead: Ahead { l2, l1 }, ..base }));
+    }
+    all.push(("as before: no look-ahead, no idle".into(), Pace { look_ahead: false, idle_bytes: 0, ..base }));
+    all.push(("no look-ahead".into(), Pace { look_ahead: false, ..base }));
+    for kib in IDLE_KIB {
+        all.push((format!("idle {kib} KiB"), Pace { idle_bytes: kib << 10, ..base }));
+    }
+    for (levels, halvings) in CUTS {
+        let cut = Cut { levels, halvings };
+        all.push((format!("gate cut {levels} levels / {halvings}"), Pace { gate_cut: cut, ..base }));
+        all.push((format!("down cut {levels} levels / {halvings}"), Pace { down_cut: cut, ..base }));
+        all.push((format!("both cut {levels} levels / {halvings}"), Pace { gate_cut: cut, down_cut: cut, ..base }));
+    }
+    for (gate_tiles, down_tiles) in TILES {
+        all.push((format!("tiles gate {gate_tiles} down {down_tiles}"), Pace { gate_tiles, down_tiles, ..base }));
+    }
+    all
+}
+
+/// A kernel that reads weights and does nothing with them.
+struct Reader {
+    inner: &'static dyn Kernel,
+    prefetch: bool,
+}
+
+impl Kernel for Reader {
+    fn simd(&self) -> Simd {
+        self.inner.simd()
+    }
+    fn matmul(&self, _: &MatrixLayout, tiles: &Tiles<'_>, _: &ActivationRows<'_>, _: Start, _: &mut [f32]) {
+        let mut any = 0;
+        for (i, part) in tiles.bytes().chunks(if self.prefetch { 1024 } else { usize::MAX }).enumerate() {
+            if self.prefetch {
+                tiles.prefetch(1024 * i);
+            }
+            any |= memory::read(part);
+        }
+        // Not into an atomic: that would wait for every load under way.
+        std::hint::black_box(any);
+    }
+    fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
+        self.inner.quantize(x, group, codes, scales, sums);
+    }
+    fn split_words(&self) -> usize {
+        self.inner.split_words()
+    }
+    fn split(&self, x: &[f32], out: &mut [f32]) {
+        self.inner.split(x, out);
+    }
+    fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
+        self.inner.dot_f32(w, x, out);
+    }
+    fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        self.inner.silu_mul(gate, up, out);
+    }
+    fn exp_sub(&self, x: &mut [f32], max: f32) -> f32 {
+        self.inner.exp_sub(x, max)
+    }
+    fn scale(&self, x: &mut [f32], scale: f32) {
+        self.inner.scale(x, scale);
+    }
+    fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]) {
+        self.inner.add_scaled(x, scale, out);
+    }
+    fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+        self.inner.rms_norm(x, w, eps, out);
+    }
+}
+
+/// `top_k` different experts.
+fn routing(shape: &Shape, state: &mut u64) -> Routing {
+    let mut ids: Vec<i32> = Vec::new();
+    while ids.len() < shape.top_k {
+        let id = (random(state) % shape.experts) as i32;
+        if !ids.contains(&id) {
+            ids.push(id);
+        }
+    }
+    Routing { top_k: shape.top_k, weights: vec![1.0 / shape.top_k as f32; ids.len()], ids }
+}
+
+fn random(state: &mut u64) -> usize {
+    *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+    (*state >> 33) as usize
+}
+
+/// From -1 to 1.
+fn uniform(state: &mut u64) -> f32 {
+    random(state) as f32 / (1u64 << 30) as f32 - 1.0
+}
+
+/// What takes turns.
+enum Way {
+    /// An executor (index) at a pace, with the router before it or not.
+    Layer(usize, Pace, bool),
+    /// The router alone.
+    Router,
+    /// Every worker reads its even share of each active expert, in one dispatch without a barrier.
+    Plain,
+    /// As `Plain`, a kilobyte at a time.
+    Chunks(usize),
+    /// As `Plain`, gate and up, a barrier, then down.
+    Phases,
+    /// Sixteen dispatches, then sixteen barriers, of nothing.
+    Dispatch,
+    Barrier,
+    /// Sixteen barriers over one counter that all write.
+    Counter,
+}
+
+struct Row {
+    name: String,
+    way: Way,
+    times: Vec<f64>, // us
+}
+
+fn main() -> moebius::Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let value = |name: &str| args.iter().find_map(|a| a.strip_prefix(name)?.strip_prefix('=').map(String::from));
+    let topology = Topology::read();
+    let threads = value("threads").and_then(|v| v.parse().ok()).unwrap_or(topology.default_threads());
+    let seconds: f64 = value("seconds").and_then(|v| v.parse().ok()).unwrap_or(40.0);
+    let wanted = value("shape").unwrap_or_default();
+    let team = Arc::new(Team::new(&topology.worker_cpus(threads))?);
+    team.pin_caller()?;
+    println!("{}, {threads} threads", topology.cpu_model);
+    let mut shapes = Vec::new();
+    for shape in SHAPES.iter().filter(|shape| shape.name.contains(&wanted)) {
+        shapes.push(sweep(&team, shape, seconds, &value("only").unwrap_or_default())?);
+    }
+    let report = serde_json::json!({ "cpu": topology.cpu_model, "threads": threads, "shapes": shapes });
+    if let Some(file) = value("json") {
+        std::fs::write(&file, report.to_string()).map_err(|e| moebius::Error::Invalid(format!("{file}: {e}")))?;
+    }
+    Ok(())
+}
+
+fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::Result<serde_json::Value> {
+    let layout = ExpertLayout::new(shape.hidden, shape.intermediate, PRECISION)?;
+    let layers: Vec<usize> = (0..STORE_BYTES.div_ceil(shape.experts * layout.bytes())).collect();
+    let Shape { name: model, hidden, intermediate, experts: num_experts, .. } = *shape;
+    let contents = Contents { model, hidden, intermediate, num_experts, precision: PRECISION, layers: &layers };
+    let store = Arc::new(ExpertCache::anonymous(&contents, |_, _, bytes| bytes.fill(0x3c))?);
+    let bytes = (shape.top_k * layout.bytes()) as f64;
+
+    let best = kernel::best();
+    let reader = |prefetch| -> &'static dyn Kernel { Box::leak(Box::new(Reader { inner: best, prefetch })) };
+    let mut kernels = vec![("", best), ("read: ", reader(false)), ("read, prefetching: ", reader(true))];
+    if let Some(avx2) = kernel::get(Simd::Avx2) {
+        kernels.push(("avx2: ", avx2));
+    }
+    let memory = Arc::new(ExpertMemory::mapped(store.clone()));
+    let mut executors: Vec<CpuExperts> =
+        kernels.iter().map(|(_, kernel)| CpuExperts::new(memory.clone(), team.clone(), *kernel, 1, shape.top_k)).collect();
+    let mut rows: Vec<Row> = Vec::new();
+    let mut add = |name: String, way: Way| {
+        if name.starts_with("default") || name.contains(only) {
+            rows.push(Row { name, way, times: Vec::new() });
+        }
+    };
+    add("read: even shares, one dispatch".into(), Way::Plain);
+    for kib in [1, 4, 16, 64] {
+        add(format!("read: even shares, {kib} KiB at a time"), Way::Chunks(kib << 10));
+    }
+    add("read: even shares, two phases".into(), Way::Phases);
+    let settings = settings();
+    for (i, (prefix, _)) in kernels.iter().enumerate() {
+        // Of the others only what may be different for them.
+        let some = |name: &str| name == "default" || name.starts_with("as before") || (i == 3 && name.starts_with("ahead"));
+        for (name, pace) in settings.iter().filter(|setting| i == 0 || some(&setting.0)) {
+            add(format!("{prefix}{name}"), Way::Layer(i, *pace, false));
+        }
+    }
+    // What differs between two rows of one setting is noise.
+    add("default, once more".into(), Way::Layer(0, Pace::default(), false));
+    add("router, then default".into(), Way::Layer(0, Pace::default(), true));
+    add("router alone".into(), Way::Router);
+    add("16 dispatches".into(), Way::Dispatch);
+    add("16 barriers".into(), Way::Barrier);
+    add("16 barriers over one counter".into(), Way::Counter);
+
+    let backend = Cpu::new(team.clone(), best);
+    let config =
+        Router { top_k: shape.top_k, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: true, scaling: 1.0 };
+    let mut state = 7;
+    let mut weight = || (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
+    let routers = (0..16).map(|_| backend.load_router(weight(), None)).collect::<moebius::Result<Vec<_>>>()?;
+    let mut x = Tensor::new(1, shape.hidden);
+    x.data_mut().fill_with(|| uniform(&mut state));
+    let mut out = vec![0.0; shape.hidden];
+
+    // Every expert once: checksums are compared at the first use.
+    for executor in &mut executors {
+        for layer in 0..store.num_layers() {
+            for first in (0..shape.experts).step_by(shape.top_k) {
+                let ids: Vec<i32> = (0..shape.top_k).map(|i| ((first + i) % shape.experts) as i32).collect();
+                let all = Routing { top_k: shape.top_k, weights: vec![0.1; ids.len()], ids };
+                executor.submit_rows(layer, x.data(), &all)?;
+                executor.finish_rows(&mut out)?;
+            }
+        }
+    }
+    let limit = read_bandwidth(team, STORE_BYTES / 2, Pages::Huge, 4)?;
+    let (started, mut layer, mut turns) = (Instant::now(), 0, 0);
+    let mut limits = vec![limit];
+    while started.elapsed().as_secs_f64() < seconds || turns < 3 {
+        turns += 1;
+        for row in &mut rows {
+            if let Way::Layer(i, pace, _) = row.way {
+                executors[i].set_pace(pace);
+            }
+            for turn in 0..TURN {
+                layer = (layer + 1) % store.num_layers();
+                let mut routing = routing(shape, &mut state);
+                let from = Instant::now();
+                match &row.way {
+                    Way::Layer(i, _, router) => {
+                        if *router {
+                            backend.route(&routers[layer % routers.len()], &config, &x, &mut routing);
+                        }
+                        executors[*i].submit_rows(layer, x.data(), &routing)?;
+                        executors[*i].finish_rows(&mut out)?;
+                    }
+                    Way::Router => backend.route(&routers[layer % routers.len()], &config, &x, &mut routing),
+                    Way::Plain => {
+                        let sink = AtomicUsize::new(0);
+                        team.run(&|worker| {
+                            for &expert in &routing.ids {
+                                let all = store.expert(layer, expert as usize);
+                                let share = worker.share(all.len() / 64);
+                                sink.fetch_or(memory::read(&all[64 * share.start..64 * share.end]) as usize, Ordering::Relaxed);
+                            }
+                        });
+                    }
+                    Way::Chunks(bytes) => team.run(&|worker| {
+                        for &expert in &routing.ids {
+                            let all = store.expert(layer, expert as usize);
+                            let share = worker.share(all.len() / 64);
+                            for part in all[64 * share.start..64 * share.end].chunks(*bytes) {
+                                std::hint::black_box(memory::read(part));
+                            }
+                        }
+                    }),
+                    Way::Phases => {
+                        let sink = AtomicUsize::new(0);
+                        team.run(&|worker| {
+                            for phase in 0..2 {
+                                for &expert in &routing.ids {
+                                    let (gate_up, down) = store.expert(layer, expert as usize).split_at(layout.down_tile(0));
+                                    let all = if phase == 0 { gate_up } else { down };
+                                    let share = worker.share(all.len() / 64);
+                                    sink.fetch_or(memory::read(&all[64 * share.start..64 * share.end]) as usize, Ordering::Relaxed);
+                                }
+                                worker.barrier();
+                            }
+                        });
+                    }
+                    Way::Dispatch => (0..16).for_each(|_| team.run(&|_| ())),
+                    Way::Counter => {
+                        let arrived = AtomicUsize::new(0);
+                        team.run(&|worker| {
+                            for all in (1..=16).map(|i| i * worker.count) {
+                                arrived.fetch_add(1, Ordering::AcqRel);
+                                while arrived.load(Ordering::Acquire) < all {
+                                    std::hint::spin_loop();
+                                }
+                            }
+                        });
+                    }
+                    Way::Barrier => team.run(&|worker| (0..16).for_each(|_| worker.barrier())),
+                }
+                // The first finds the caches as another setting left them.
+                if turn > 0 {
+                    row.times.push(from.elapsed().as_secs_f64() * 1e6);
+                }
+            }
+        }
+        if turns % 8 == 0 {
+            limits.push(read_bandwidth(team, STORE_BYTES / 8, Pages::Huge, 1)?);
+        }
+    }
+    limits.sort_by(f64::total_cmp);
+    println!(
+        "\n{}: {:.1} MB a layer, {turns} turns of {TURN}; plain reading of 64 MiB stretches: best {:.1} GB/s, median of bests {:.1}",
+        shape.name,
+        bytes / 1e6,
+        limits[limits.len() - 1],
+        limits[limits.len() / 2]
+    );
+    println!("{:<40} {:>9} {:>9} {:>9} {:>8} {:>10} {:>6}", "setting", "median us", "10% us", "90% us", "GB/s", "v default", "+-");
+    let medians = |row: &Row| -> Vec<f64> { row.times.chunks(TURN - 1).map(|turn| quantiles(turn, [0.5])[0]).collect() };
+    let base = rows.iter().find(|row| row.name == "default").map(medians).unwrap_or_default();
+    let mut list = Vec::new();
+    for row in &rows {
+        let [median, low, high] = quantiles(&row.times, [0.5, 0.1, 0.9]);
+        let ratios: Vec<f64> = medians(row).iter().zip(&base).map(|(time, base)| time / base).collect();
+        let [ratio, lower, upper] = quantiles(&ratios, [0.5, 0.25, 0.75]);
+        // About one standard error of the median.
+        let error = (upper - lower) / (turns as f64).sqrt();
+        let reads = matches!(row.way, Way::Layer(..) | Way::Plain | Way::Chunks(_) | Way::Phases);
+        let gb_s = if reads { bytes / median / 1e3 } else { 0.0 };
+        let [percent, error_percent] = [100.0 * ratio, 100.0 * error];
+        println!("{:<40} {median:>9.1} {low:>9.1} {high:>9.1} {gb_s:>8.1} {percent:>9.1}% {error_percent:>6.1}", row.name);
+        list.push(serde_json::json!({
+            "setting": row.name, "us": median, "us_10": low, "us_90": high, "gb_s": gb_s, "of_default": ratio, "error": error
+        }));
+    }
+    Ok(serde_json::json!({ "shape": shape.name, "layer_bytes": bytes, "turns": turns, "read_gb_s": limits, "rows": list }))
+}
+
+/// Of some numbers those at these shares of their order.
+fn quantiles<const N: usize>(of: &[f64], shares: [f64; N]) -> [f64; N] {
+    let mut sorted = of.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    shares.map(|share| sorted[(sorted.len() as f64 * share) as usize])
+}
