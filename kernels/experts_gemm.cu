@@ -4,22 +4,27 @@
 //   down      y[pair, hidden] = down_e h[i]                                   rows of pairs not computed here are left alone
 //   combine   out[token] += sum_slot weight[token, slot] * y[pair]            in order of slots, those whose expert is here
 //
-// h [pairs, intermediate] and y [pairs, hidden] are bf16, sums f32. `tokens` below is one of 16, 32, 64, 128, the tile_tokens given to experts_sort; choose it by the
-// pairs of an expert on average: see experts_gemm_tokens in the table of measurements, or 16 up to 12, 32 up to 24, 64 up to 96, else 128.
+// h [pairs, intermediate] and y [pairs, hidden] are bf16, sums f32. TOKENS is one of 16, 32, 64, 128, the tile_tokens given to experts_sort; choose it by the pairs
+// of an expert on average, tokens * top_k / num_experts: 16 up to 12, 32 up to 40, 64 up to 160, else 128; on Hopper 16 up to 14, 32 up to 24, 64 up to 112, else
+// 128. Any of them is correct for any number.
 // FORMAT is bf16, int8_g32, int8_g64, int4_g32, int4_g64; g64 serves groups of 64 and 128 (`group`; 0 for bf16). hidden and intermediate: multiples of 32 and of
 // the group, for bf16 of 8. Weights are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
 //
-//   experts_gate_up_FORMAT_tTOKENS   grid (ceil(ceil(intermediate / 16) / 4), pairs / tokens + num_experts), block 128
-//   experts_down_FORMAT_tTOKENS      grid (ceil(ceil(hidden / 16) / 8), the same), block 128
+//   experts_gate_up_FORMAT_tTOKENS   grid (ceil(ceil(intermediate / 16) / 4), pairs / TOKENS + num_experts), block 128
 //       (tiles: *const int4, pair_slot: *const i32, experts: *const u64, x: *const bf16 [tokens, hidden], h: *mut bf16, hidden: i32, intermediate: i32,
-//        group: i32, top_k: i32); down has (..., h: *const bf16, y: *mut bf16, ...) in the place of x and h.
-//   Dynamic shared bytes of both, by tokens (raise the limit of the function first):
-//                  16       32       64      128
-//       bf16    73728    61440    73728    98304
-//       int8_g32/g64 and int4: see packed_gemm.cuh, GemmShape::SHARED
+//        group: i32, top_k: i32)
+//   experts_down_FORMAT_tTOKENS      grid (ceil(ceil(hidden / 16) / 8), pairs / TOKENS + num_experts), block 128
+//       (tiles, pair_slot, experts, h: *const bf16, y: *mut bf16, hidden: i32, intermediate: i32, group: i32, top_k: i32)
+//   Dynamic shared bytes of both (GemmShape::SHARED; above 48 KB the function's limit must be raised first):
+//       TOKENS         16      32      64     128     on Hopper      64     128
+//       int4_g64    51200   67584   50176   82944                 75264  103680
+//       int4_g32    53248   69632   51200   83968                 76800  104960
+//       int8_g64    83968   75264   49920   74496                 the same
+//       int8_g32    86016   76800   50688   75264                 the same
+//       bf16        73728   61440   73728   98304                 the same
 //   experts_combine   grid (tokens, ceil(hidden / 2048)), block 256, no dynamic shared memory
 //       (ids: *const i32 [tokens, top_k], weights: *const f32 [tokens, top_k], experts: *const u64, y: *const bf16, out: *mut f32 [tokens, hidden],
-//        hidden: i32, num_experts: i32, top_k: i32)
+//        hidden: i32, num_experts: i32, top_k: i32), top_k <= 32, hidden a multiple of 8
 #include "packed_gemm.cuh"
 
 template <class S>
@@ -81,23 +86,21 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     packed_gemm<S>(weights, count, intermediate, group, h, intermediate, tokens, row_of, finish);
 }
 
-#define GROUPED(format, F, SPAN, TOKENS)                                                                                                           \
-    KERNEL(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x,     \
-           bf16* h, int hidden, int intermediate, int group, int top_k) {                                                                           \
-        gate_up<ShapeFor<F, SPAN, TOKENS>::Shape>(tiles, pair_slot, experts, x, h, hidden, intermediate, group, top_k);                             \
-    }                                                                                                                                               \
-    KERNEL(experts_down_##format##_t##TOKENS, GEMM_THREADS, const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,        \
-           bf16* y, int hidden, int intermediate, int group, int) {                                                                                 \
-        down<ShapeFor<F, SPAN, TOKENS>::Shape>(tiles, pair_slot, experts, h, y, hidden, intermediate, group);                                       \
+#define GROUPED(format, F, SPAN, TOKENS)                                                                                                               \
+    KERNEL_BLOCKS(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles, const int* pair_slot,                    \
+                  const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate, int group, int top_k) {                               \
+        gate_up<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, x, h, hidden, intermediate, group, top_k);                                      \
+    }                                                                                                                                                  \
+    KERNEL_BLOCKS(experts_down_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles, const int* pair_slot,                       \
+                  const uint64_t* experts, const bf16* h, bf16* y, int hidden, int intermediate, int group, int) {                                     \
+        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, h, y, hidden, intermediate, group);                                                \
     }
 #define GROUPED_ALL(format, F, SPAN) GROUPED(format, F, SPAN, 16) GROUPED(format, F, SPAN, 32) GROUPED(format, F, SPAN, 64) GROUPED(format, F, SPAN, 128)
 GROUPED_ALL(int4_g64, INT4, 64)
-#ifndef ONLY_INT4_G64
 GROUPED_ALL(int4_g32, INT4, 32)
 GROUPED_ALL(int8_g64, INT8, 64)
 GROUPED_ALL(int8_g32, INT8, 32)
 GROUPED_ALL(bf16, BF16, 64)
-#endif
 
 constexpr int COMBINE_THREADS = 256, MAX_TOP_K = 32;
 

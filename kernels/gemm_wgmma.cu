@@ -33,7 +33,7 @@ struct GemmTma {
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, WGMMA_THREADS = CONSUMERS * WARPGROUP + WARP;
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(EMULATED)
+#ifdef HAS_WGMMA
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
 constexpr int BM = CONSUMERS * 64, BOX_ROWS = 64, ROW_BYTES = 2 * BK, BOX_BYTES = BOX_ROWS * ROW_BYTES;
 
@@ -100,9 +100,9 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
     }
 
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        float sum[BN / 2];
+        float sum[BN / 8][4];
 #pragma unroll
-        for (int i = 0; i < BN / 2; i++) sum[i] = 0.0f;
+        for (int i = 0; i < BN / 2; i++) sum[i / 4][i % 4] = 0.0f;
         int before = -1; // the buffer of the step before
         for (int step = begin; step < end; step++) {
             const unsigned char *x = shared + stage * STAGE_BYTES + warpgroup * BOX_BYTES, *w = shared + stage * STAGE_BYTES + X_BYTES;
@@ -121,7 +121,7 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
 
         if (BN == 64 && splits > 1) {
             const int64_t at = (int64_t)blockIdx.z * tiles + tile;
-            if (!sum_splits<BN / 2, CONSUMERS * WARPGROUP>(sum, a.partial, a.counters, at, (int64_t)tiles * gridDim.z)) continue;
+            if (!sum_splits<BN / 2, CONSUMERS * WARPGROUP>(&sum[0][0], a.partial, a.counters, at, (int64_t)tiles * gridDim.z)) continue;
         }
 
         const TilePlace place = tile_place(tile, tiles_m, tiles_n);
@@ -135,7 +135,7 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
             for (int q = 0; q < BN / 32; q++) {
                 float v[8];
 #pragma unroll
-                for (int e = 0; e < 8; e++) v[e] = sum[(4 * q + e / 2) * 4 + 2 * half + e % 2];
+                for (int e = 0; e < 8; e++) v[e] = sum[4 * q + e / 2][2 * half + e % 2];
                 transpose_pairs(v);
                 if (32 * q >= cols || row + 8 * half >= a.tokens) continue;
                 if (bias) add_8(v, bias + 32 * q);

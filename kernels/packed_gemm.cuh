@@ -1,40 +1,210 @@
 // The product of a band of packed tiles and up to TOKENS rows of activations: what a block of 128 threads does in experts_gemm.cu and packed_linear.cu.
 //
 // Weights (rows) are the left operand, tokens the columns. Each stage of K inputs comes through shared memory by asynchronous copies, STAGES deep: the lines
-// of 8 tiles as they lie, their scales, and the activations' rows. Warps are laid out WARPS_M x WARPS_N; one has WARP_TILES tiles x WARP_TOKENS tokens.
+// of 8 tiles as they lie, their scales, and the activations' rows. A stage is multiplied in one of three ways:
+//
+//   few tokens     a warp has 2 tiles and brings both operands; codes meet activations as they are, scales are applied to the sums of a span
+//   more           warps are laid out WARPS_M x WARPS_N, one has WARP_TILES tiles x WARP_TOKENS tokens; scales are applied to the weights
+//   many, Hopper   a warp brings 2 tiles, scaled; the tensor cores read the tokens of the four from shared memory (wgmma)
+//
 // Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows (16-byte reads: 8 inputs) meet in a bank.
 #pragma once
 #include "packed_tile.cuh"
 
 constexpr int GEMM_THREADS = 128, BLOCK_TILES = 8;
 
+// Blocks to a multiprocessor that registers shall suffice for.
+constexpr int gemm_blocks(int tokens) { return tokens <= 32 ? 4 : tokens <= 64 ? 3 : 2; }
+
+// Faster than mma from here on, for all formats.
+#ifdef HAS_WGMMA
+constexpr bool use_wgmma(int tokens) { return tokens >= 64; }
+#else
+constexpr bool use_wgmma(int) { return false; }
+#endif
+
+// With more, fewer blocks have room; on cards other than Hopper a block has 99 KB at most.
+constexpr int gemm_stages(Format format, int tokens) {
+    if (format == INT4) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
+    return tokens == 16 ? 4 : 3;
+}
+
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
-template <Format F_, int SPAN_, int TOKENS_, int K_, int STAGES_, int WARPS_N_> struct GemmShape {
+template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
-    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, K = K_, STAGES = STAGES_, WARPS_N = WARPS_N_;
-    static constexpr int WARPS_M = 4 / WARPS_N, WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
+    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS), K = F == BF16 || TOKENS >= 64 ? 64 : 128;
+    static constexpr bool WGMMA = use_wgmma(TOKENS), SCALE_SUMS = F != BF16 && SPAN == 64 && TOKENS == 16;
+    static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
+    static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
     static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK, TILE_BYTES = LINES * LINE_BYTES;
     static constexpr int SPANS = F == BF16 ? 0 : K / SPAN;
-    static constexpr int SCALES_AT = BLOCK_TILES * TILE_BYTES, ROWS_AT = SCALES_AT + BLOCK_TILES * SPANS * 32;
-    static constexpr int STAGE_BYTES = ROWS_AT + TOKENS * K * 2, SHARED = STAGES * STAGE_BYTES;
-};
+    // Shared memory: the rows of all stages, which wgmma wants aligned to 1024 bytes, then the lines, then the scales.
+    static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES, SCALES_BYTES = BLOCK_TILES * SPANS * 32;
+    static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES, SHARED = SCALES_AT + STAGES * SCALES_BYTES;
+    static_assert(SHARED <= 99 << 10 || WGMMA, "what every card has");
 
-template <bool B> struct Constant { static constexpr bool value = B; };
+    struct Stage {
+        unsigned char *rows, *lines, *scales;
+    };
+    static __device__ __forceinline__ Stage stage(unsigned char* shared, int slot) {
+        return {shared + slot * ROWS_BYTES, shared + LINES_AT + slot * LINES_BYTES, shared + SCALES_AT + slot * SCALES_BYTES};
+    }
+};
+template <class S> using Sums = float[S::WARP_TILES][S::COLUMNS][4];
 
 // Where byte `at` of a tile's lines lies in shared memory: its 16-byte chunk moves within 128 bytes.
 template <Format F> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
     const uint32_t line = at / LINE_BYTES;
     return at ^ (F == INT4 ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
+// Of 8 inputs of a row, and where they lie in it.
+template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) { return (chunk ^ (S::WGMMA ? row & 7 : (row & 1) * 4)) * 16; }
 
-// `weights`: the first tile of the band, of which `tiles` exist. `row_of(i)`: row of x for token i, or -1. Calls finish(acc, tile, token) in every warp with
-// its sums (fragments of tiles x columns; rows 2g and 2g + 1 of a tile where the instruction says g and g + 8) and where they begin in the block.
+// Block `b` of 32 inputs of a stage: what this lane has of a tile, not scaled, and of 8 tokens from `row` on.
+template <class S, bool EXACT> __device__ __forceinline__ void stage_weights(const typename S::Stage& stage, int tile, int b, uint32_t (&a)[2][4]) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    uint2 raw[Lines<S::F>::PER_LANE];
+#pragma unroll
+    for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
+        const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
+        raw[l] = *reinterpret_cast<const uint2*>(stage.lines + tile * S::TILE_BYTES + swizzle_line<S::F>(at));
+    }
+    tile_operand<S::F, EXACT>(raw, a);
+}
+template <class S> __device__ __forceinline__ uint4 stage_inputs(const typename S::Stage& stage, int row, int b) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    return *reinterpret_cast<const uint4*>(stage.rows + (row + g) * S::K * 2 + swizzle_row<S>(g, 4 * b + t));
+}
+// Scales of rows 2g and 2g + 1 of a tile.
+template <class S> __device__ __forceinline__ uint32_t stage_scales(const typename S::Stage& stage, int tile, int span) {
+    return *reinterpret_cast<const uint32_t*>(stage.scales + (tile * S::SPANS + span) * 32 + threadIdx.x % WARP / 4 * 4);
+}
+
+// Columns past `columns` have no tokens.
+template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, int columns) {
+    const int warp_m = threadIdx.x / WARP / S::WARPS_N, warp_n = threadIdx.x / WARP % S::WARPS_N, tile = warp_m * S::WARP_TILES;
+#pragma unroll
+    for (int b = 0; b < S::K / K_BLOCK; b++) {
+        uint32_t a[S::WARP_TILES][2][4];
+#pragma unroll
+        for (int i = 0; i < S::WARP_TILES; i++) {
+            stage_weights<S, true>(stage, tile + i, b, a[i]);
+            if constexpr (S::F != BF16) scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN));
+        }
+#pragma unroll
+        for (int j = 0; j < S::COLUMNS; j++) {
+            if (j >= columns) break;
+            const uint4 row = stage_inputs<S>(stage, warp_n * S::WARP_TOKENS + j * 8, b);
+            const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
+#pragma unroll
+            for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
+#pragma unroll
+            for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], second);
+        }
+    }
+}
+
+template <class S> __device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typename S::Stage& stage) {
+    constexpr int BLOCKS = S::SPAN / K_BLOCK;
+    const int tile = threadIdx.x / WARP * S::WARP_TILES;
+#pragma unroll
+    for (int span = 0; span < S::SPANS; span++) {
+        uint4 row[BLOCKS][S::COLUMNS];
+        float begin[S::COLUMNS][4] = {};
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int j = 0; j < S::COLUMNS; j++) {
+                row[b][j] = stage_inputs<S>(stage, j * 8, span * BLOCKS + b);
+                if constexpr (S::F == INT4) {
+                    // Codes have 136 too much: sums begin with -136 times that of the inputs.
+                    const uint32_t minus[4] = {0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u};
+                    const uint32_t first[2] = {row[b][j].x, row[b][j].y}, second[2] = {row[b][j].z, row[b][j].w};
+                    mma_bf16(begin[j], minus, first);
+                    mma_bf16(begin[j], minus, second);
+                }
+            }
+#pragma unroll
+        for (int i = 0; i < S::WARP_TILES; i++) {
+            float sum[S::COLUMNS][4];
+#pragma unroll
+            for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) sum[j][c] = begin[j][c];
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) {
+                uint32_t a[2][4];
+                stage_weights<S, false>(stage, tile + i, span * BLOCKS + b, a);
+#pragma unroll
+                for (int j = 0; j < S::COLUMNS; j++) {
+                    const uint32_t first[2] = {row[b][j].x, row[b][j].y}, second[2] = {row[b][j].z, row[b][j].w};
+                    mma_bf16(sum[j], a[0], first);
+                    mma_bf16(sum[j], a[1], second);
+                }
+            }
+            const uint32_t scales = stage_scales<S>(stage, tile + i, span);
+#pragma unroll
+            for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) acc[i][j][c] += (c < 2 ? low_f32(scales) : high_f32(scales)) * sum[j][c];
+        }
+    }
+}
+
+#ifdef HAS_WGMMA
+// The first N tokens. When it returns, the last product is under way and still reads the stage's rows.
+template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage) {
+    static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
+    constexpr int HALF = Lines<S::F>::PER_BLOCK / 4, STEPS = S::K / 16; // lines of 8 inputs; products of 16
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
+    // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a product: rows in shared memory are read in the instruction's own order.
+    const unsigned char* lines = stage.lines + tile * S::TILE_BYTES;
+    const uint32_t own = (S::F == INT4 ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
+    uint2 raw[2][2]; // of the tiles: rows 2g and 2g + 1, in both halves of the inputs
+    auto load = [&](int step) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t at = (2 * step + half) * HALF * LINE_BYTES + own;
+                raw[i][half] = *reinterpret_cast<const uint2*>(lines + i * S::TILE_BYTES + swizzle_line<S::F>(at));
+            }
+    };
+    load(0);
+    [[maybe_unused]] uint32_t scales[2] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                a[i][2 * half] = packed_pair<S::F>(raw[i][half].x, t);
+                a[i][2 * half + 1] = packed_pair<S::F>(raw[i][half].y, t);
+            }
+            if constexpr (S::F != BF16) {
+                if (step * 16 % S::SPAN == 0) scales[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
+                scale_rows(a[i], scales[i]);
+            }
+        }
+        if (step + 1 < STEPS) load(step + 1);
+        const uint64_t rows = wgmma_operand(stage.rows + step * 32);
+        wgmma_fence();
+        wgmma<N>(acc[0], a[0], rows);
+        wgmma<N>(acc[1], a[1], rows);
+        wgmma_commit();
+        wgmma_wait<1>(); // weights of the next step are made while this one is multiplied
+    }
+}
+#endif
+
+// `weights`: the first tile of the band, of which `tiles` exist. `row_of(i)`: row of x for token i, or -1. Calls finish(acc, tile, token, row) in every warp with
+// its sums: fragments of tiles x columns, from `tile` and `token` of the block on; of a tile, a lane has `row` and `row` + 1 where the instruction says g and g + 8.
 template <class S, class RowOf, class Finish>
 __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, int group, const bf16* x, int x_pitch, int tokens, RowOf row_of,
                                             Finish finish) {
-    DYNAMIC_SHARED(unsigned char, shared);
+    DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
-    const int warp_m = warp / S::WARPS_N, warp_n = warp % S::WARPS_N;
     const uint32_t tile_stride = tile_bytes<S::F>(k, group), codes = scale_bytes<S::F>(k, group);
     const int group_shift = S::F == BF16 ? 0 : 31 - __clz(group);
 
@@ -46,7 +216,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S::F>(chunk * 16);
 
     constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = GEMM_THREADS / ROW_CHUNKS, ROW_COPIES = S::TOKENS / ROW_STEP;
-    static_assert(ROW_COPIES * ROW_STEP == S::TOKENS && ROW_STEP % 2 == 0, "rows are dealt out evenly, of one parity to a thread");
+    static_assert(ROW_COPIES * ROW_STEP == S::TOKENS && ROW_STEP % (S::WGMMA ? 8 : 2) == 0, "rows are dealt out evenly, of one kind to a thread");
     const int row_chunk = tid % ROW_CHUNKS, first_row = tid / ROW_CHUNKS;
     uint32_t row_from[ROW_COPIES]; // in chunks of 8 inputs
 #pragma unroll
@@ -54,32 +224,32 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
         const int row = row_of(first_row + i * ROW_STEP);
         row_from[i] = row < 0 ? ~0u : (uint32_t)row * (uint32_t)(x_pitch / 8) + row_chunk;
     }
-    const uint32_t row_to = S::ROWS_AT + first_row * S::K * 2 + (row_chunk ^ (first_row & 1) * 4) * 16;
+    const uint32_t row_to = first_row * S::K * 2 + swizzle_row<S>(first_row, row_chunk);
 
     auto copy_stage = [&](int k0, int slot) {
-        unsigned char* stage = shared + slot * S::STAGE_BYTES;
+        const typename S::Stage to = S::stage(shared, slot);
         const bool lines_there = k0 + chunk_k < k;
         const uint8_t* from = chunk_from + (size_t)(k0 / K_BLOCK) * (Lines<S::F>::PER_BLOCK * LINE_BYTES);
 #pragma unroll
         for (int i = 0; i < TILE_COPIES; i++) {
             const bool there = lines_there && chunk_tile + i * TILE_STEP < tiles;
-            copy_async_16(stage + chunk_to + i * TILE_STEP * S::TILE_BYTES, there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
+            copy_async_16(to.lines + chunk_to + i * TILE_STEP * S::TILE_BYTES, there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
         }
         if (S::SPANS && tid < BLOCK_TILES * S::SPANS * 2) {
             constexpr int SPANS = S::SPANS ? S::SPANS : 1;
             const int tile = tid / (SPANS * 2), at = k0 + tid / 2 % SPANS * S::SPAN;
             const bool there = at < k && tile < tiles;
-            copy_async_16(stage + S::SCALES_AT + tid * 16, there ? weights + (size_t)tile * tile_stride + (at >> group_shift) * 32 + tid % 2 * 16 : weights, there);
+            copy_async_16(to.scales + tid * 16, there ? weights + (size_t)tile * tile_stride + (at >> group_shift) * 32 + tid % 2 * 16 : weights, there);
         }
         const bool inputs_there = k0 + row_chunk * 8 < k;
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; i++) {
             const bool there = inputs_there && row_from[i] != ~0u;
-            copy_async_16(stage + row_to + i * ROW_STEP * S::K * 2, there ? x + ((size_t)row_from[i] + k0 / 8) * 8 : x, there);
+            copy_async_16(to.rows + row_to + i * ROW_STEP * S::K * 2, there ? x + ((size_t)row_from[i] + k0 / 8) * 8 : x, there);
         }
     };
 
-    float acc[S::WARP_TILES][S::COLUMNS][4];
+    Sums<S> acc;
 #pragma unroll
     for (int i = 0; i < S::WARP_TILES; i++)
 #pragma unroll
@@ -87,64 +257,49 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #pragma unroll
             for (int c = 0; c < 4; c++) acc[i][j][c] = 0.0f;
 
-    const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
-    const uint32_t line_from = warp_m * S::WARP_TILES * S::TILE_BYTES, rows_from = S::ROWS_AT + (warp_n * S::WARP_TOKENS + g) * S::K * 2;
-
-    auto multiply_stage = [&](const unsigned char* stage, auto all_columns) {
+    auto each_stage = [&](auto multiply_stage) {
+        // wgmma may still read the rows of the stage before, so one stage less is on its way.
+        constexpr int AHEAD = S::STAGES - (S::WGMMA ? 2 : 1);
+        const int steps = div_ceil(k, S::K);
 #pragma unroll
-        for (int b = 0; b < S::K / K_BLOCK; b++) {
-            uint32_t a[S::WARP_TILES][2][4];
-#pragma unroll
-            for (int i = 0; i < S::WARP_TILES; i++) {
-                uint2 raw[Lines<S::F>::PER_LANE];
-#pragma unroll
-                for (int l = 0; l < Lines<S::F>::PER_LANE; l++) {
-                    const uint32_t at = (b * Lines<S::F>::PER_BLOCK + t * Lines<S::F>::PER_LANE + l) * LINE_BYTES + g * 8;
-                    raw[l] = *reinterpret_cast<const uint2*>(stage + line_from + i * S::TILE_BYTES + swizzle_line<S::F>(at));
-                }
-                tile_operand<S::F>(raw, a[i]);
-                if constexpr (S::F != BF16) {
-                    const int tile = warp_m * S::WARP_TILES + i;
-                    scale_operand(a[i], *reinterpret_cast<const uint32_t*>(stage + S::SCALES_AT + (tile * S::SPANS + b * K_BLOCK / S::SPAN) * 32 + g * 4));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++) {
-                if (!decltype(all_columns)::value && j >= columns) break;
-                const uint4 row = *reinterpret_cast<const uint4*>(stage + rows_from + j * 8 * S::K * 2 + ((4 * b + t) ^ (g & 1) * 4) * 16);
-                const uint32_t first[2] = {row.x, row.y}, second[2] = {row.z, row.w};
-#pragma unroll
-                for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][0], first);
-#pragma unroll
-                for (int i = 0; i < S::WARP_TILES; i++) mma_bf16(acc[i][j], a[i][1], second);
-            }
+        for (int s = 0; s < AHEAD; s++) {
+            if (s < steps) copy_stage(s * S::K, s);
+            copy_async_commit();
+        }
+        int read = 0, write = AHEAD;
+        for (int s = 0; s < steps; s++) {
+            copy_async_wait<AHEAD - 1>();
+            if (S::WGMMA) shared_to_async();
+            __syncthreads();
+            if (s + AHEAD < steps) copy_stage((s + AHEAD) * S::K, write);
+            copy_async_commit();
+            multiply_stage(S::stage(shared, read));
+            read = read + 1 == S::STAGES ? 0 : read + 1;
+            write = write + 1 == S::STAGES ? 0 : write + 1;
         }
     };
-
-    const int steps = div_ceil(k, S::K);
-#pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++) {
-        if (s < steps) copy_stage(s * S::K, s);
-        copy_async_commit();
-    }
-    int read = 0, write = S::STAGES - 1;
-    for (int s = 0; s < steps; s++) {
-        copy_async_wait<S::STAGES - 2>();
-        __syncthreads();
-        if (s + S::STAGES - 1 < steps) copy_stage((s + S::STAGES - 1) * S::K, write);
-        copy_async_commit();
-        const unsigned char* stage = shared + read * S::STAGE_BYTES;
-        if (columns == S::COLUMNS) multiply_stage(stage, Constant<true>{});
-        else multiply_stage(stage, Constant<false>{});
-        read = read + 1 == S::STAGES ? 0 : read + 1;
-        write = write + 1 == S::STAGES ? 0 : write + 1;
+    const int warp_m = warp / S::WARPS_N, warp_n = warp % S::WARPS_N;
+#ifdef HAS_WGMMA
+    if constexpr (S::WGMMA) {
+        auto all = [&](auto n) {
+            each_stage([&](const typename S::Stage& stage) { multiply_wgmma<S, decltype(n)::value>(acc, stage); });
+            wgmma_wait<0>(); // here: where the three meet, sums may move to other registers
+            wgmma_landed(acc[0]);
+            wgmma_landed(acc[1]);
+        };
+        if (tokens > S::TOKENS / 4 * 3) all(Constant<S::TOKENS>{});
+        else if (tokens > S::TOKENS / 2) all(Constant<S::TOKENS / 4 * 3>{});
+        else all(Constant<S::TOKENS / 2>{});
+    } else
+#endif
+    if constexpr (S::SCALE_SUMS) {
+        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage); });
+    } else {
+        const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
+        each_stage([&](const typename S::Stage& stage) {
+            if (S::TOKENS == 16 || columns == S::COLUMNS) multiply<S>(acc, stage, S::COLUMNS);
+            else multiply<S>(acc, stage, columns);
+        });
     }
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);
 }
-
-// Shapes by the number of tokens of a tile: many tokens for the tensor cores, few for the memory.
-template <Format F, int SPAN, int TOKENS> struct ShapeFor;
-template <Format F, int SPAN> struct ShapeFor<F, SPAN, 16> { using Shape = GemmShape<F, SPAN, 16, F == BF16 ? 64 : 128, 4, 1>; };
-template <Format F, int SPAN> struct ShapeFor<F, SPAN, 32> { using Shape = GemmShape<F, SPAN, 32, F == BF16 ? 64 : 128, F == INT4 ? 4 : 3, 1>; };
-template <Format F, int SPAN> struct ShapeFor<F, SPAN, 64> { using Shape = GemmShape<F, SPAN, 64, 64, F == INT4 ? 4 : 3, 1>; };
-template <Format F, int SPAN> struct ShapeFor<F, SPAN, 128> { using Shape = GemmShape<F, SPAN, 128, 64, F == INT4 ? 4 : 3, 2>; };

@@ -99,9 +99,9 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 
 #define LINEAR_ARGUMENTS \
     const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags
-#define LINEAR(format, F, SPAN, TOKENS)                                                                                                     \
-    KERNEL(packed_linear_##format##_t##TOKENS, GEMM_THREADS, LINEAR_ARGUMENTS) {                                                             \
-        packed_linear<ShapeFor<F, SPAN, TOKENS>::Shape>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                  \
+#define LINEAR(format, F, SPAN, TOKENS)                                                                                                      \
+    KERNEL_BLOCKS(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {                                 \
+        packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                        \
     }
 #define LINEAR_ALL(format, F, SPAN) LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
 #define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                                              \
@@ -113,8 +113,6 @@ LINEAR_GEMV(int4, INT4, 2, 8, 8)
 LINEAR_GEMV(int8, INT8, 1, 4, 4)
 LINEAR_GEMV(int8, INT8, 2, 4, 8)
 LINEAR_ALL(int4_g64, INT4, 64)
-#ifndef ONLY_INT4_G64
 LINEAR_ALL(int4_g32, INT4, 32)
 LINEAR_ALL(int8_g64, INT8, 64)
 LINEAR_ALL(int8_g32, INT8, 32)
-#endif

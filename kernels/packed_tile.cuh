@@ -7,6 +7,10 @@
 #pragma once
 #include "common.cuh"
 
+template <auto V> struct Constant {
+    static constexpr auto value = V;
+};
+
 enum Format { BF16, INT8, INT4 };
 
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
@@ -23,35 +27,50 @@ template <Format F> __device__ __forceinline__ uint32_t tile_bytes(int k, int gr
     return scale_bytes<F>(k, group) + (uint32_t)div_ceil(k, K_BLOCK) * (Lines<F>::PER_BLOCK * LINE_BYTES);
 }
 
-// The codes of 8 INT4 inputs of a row as pairs of bf16 integers. 0x4300 + code is 128 + code, and codes are stored with 8 added.
-__device__ __forceinline__ void int4_pairs(uint32_t word, uint32_t (&pair)[4]) {
+// Two codes, each from a byte below 0x43, which makes a bf16 number: 128 + the byte's lower 7 bits. INT4 is stored with 8 added.
+__device__ __forceinline__ uint32_t int4_pair(uint32_t bytes) { return fma_bf16x2(bytes, 0x3f803f80u, 0xc308c308u); }
+// INT8 is stored with 128 added, as h * 128 + l: (128 + l) - (h ? 128 : 256), all of it exact in bf16.
+__device__ __forceinline__ uint32_t int8_pair(uint32_t bytes) {
+    return fma_bf16x2(bytes & 0xff7fff7fu, 0x3f803f80u, (bytes & 0x00800080u) ^ 0xc380c380u);
+}
+
+// The codes of 8 INT4 inputs of a row as pairs of bf16 integers, each 136 too much unless EXACT.
+template <bool EXACT> __device__ __forceinline__ void int4_pairs(uint32_t word, uint32_t (&pair)[4]) {
     const uint32_t low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
     pair[0] = __byte_perm(low, 0x43u, 0x4140);
     pair[1] = __byte_perm(low, 0x43u, 0x4342);
     pair[2] = __byte_perm(high, 0x43u, 0x4140);
     pair[3] = __byte_perm(high, 0x43u, 0x4342);
+    if constexpr (EXACT) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) pair[i] = fma_bf16x2(pair[i], 0x3f803f80u, 0xc308c308u); // - 136, exact
+        for (int i = 0; i < 4; i++) pair[i] = int4_pair(pair[i]);
+    }
 }
 
-// The codes of 4 INT8 inputs of a row. With 128 added, a code is h * 128 + l: (128 + l) - (h ? 128 : 256), all of it exact in bf16.
+// The codes of 4 INT8 inputs of a row.
 __device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint32_t bytes = __byte_perm(word, 0x43u, i ? 0x4342 : 0x4140);
-        const uint32_t value = bytes & 0xff7fff7fu, offset = (bytes & 0x00800080u) ^ 0xc380c380u;
-        pair[i] = fma_bf16x2(value, 0x3f803f80u, offset);
+    for (int i = 0; i < 2; i++) pair[i] = int8_pair(__byte_perm(word, 0x43u, i ? 0x4342 : 0x4140));
+}
+
+// Numbers 2t and 2t + 1 of 8 inputs of a row, not scaled. `word`: of INT4 that of the line, of INT8 that of line t / 2, of BF16 that of line t.
+template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t word, int t) {
+    if constexpr (F == BF16) {
+        return word;
+    } else {
+        const uint32_t bytes = __byte_perm(F == INT4 ? word >> t / 2 * 4 : word, 0x43u, t % 2 ? 0x4342 : 0x4140);
+        return F == INT4 ? int4_pair(bytes & 0xff0fff0fu) : int8_pair(bytes);
     }
 }
 
 // What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and r + 1 become the rows g and
-// g + 8 of the instruction. Integers are not scaled.
-template <Format F> __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
+// g + 8 of the instruction. Integers are not scaled; INT4 has 136 too much unless EXACT.
+template <Format F, bool EXACT = true> __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
     if constexpr (F == INT4) {
         uint32_t p[4];
-        int4_pairs(raw[0].x, p);
+        int4_pairs<EXACT>(raw[0].x, p);
         a[0][0] = p[0], a[0][2] = p[1], a[1][0] = p[2], a[1][2] = p[3];
-        int4_pairs(raw[0].y, p);
+        int4_pairs<EXACT>(raw[0].y, p);
         a[0][1] = p[0], a[0][3] = p[1], a[1][1] = p[2], a[1][3] = p[3];
     } else if constexpr (F == INT8) {
 #pragma unroll
@@ -72,12 +91,14 @@ template <Format F> __device__ __forceinline__ void tile_operand(const uint2 (&r
 }
 
 // Times the scales of the two rows, `scales` = two bf16.
-__device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales) {
+__device__ __forceinline__ void scale_rows(uint32_t (&a)[4], uint32_t scales) {
     const uint32_t first = __byte_perm(scales, 0, 0x1010), second = __byte_perm(scales, 0, 0x3232);
 #pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[m][i] = fma_bf16x2(a[m][i], i % 2 ? second : first, 0x80008000u);
+    for (int i = 0; i < 4; i++) a[i] = fma_bf16x2(a[i], i % 2 ? second : first, 0x80008000u);
+}
+__device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales) {
+    scale_rows(a[0], scales);
+    scale_rows(a[1], scales);
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }

@@ -44,6 +44,13 @@ pub struct DeviceInfo {
     pub free_bytes: u64,
 }
 
+impl DeviceInfo {
+    /// Whether kernels multiply by warpgroups: `HAS_WGMMA` in kernels/device.cuh.
+    pub fn has_wgmma(&self) -> bool {
+        self.capability == (9, 0)
+    }
+}
+
 /// An open device.
 pub struct Cuda {
     context: sys::CUcontext,

@@ -106,6 +106,7 @@ template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
 
 #define REGISTER_KERNEL(name, threads)                                                                      \
     static const int registered_##name = (emulator::add_kernel(emulator::Invoker<&name>::describe(#name, threads)), 0);
+#define DYNAMIC_SHARED_ALIGNED(type, name, alignment) DYNAMIC_SHARED(type, name) // 1024 bytes
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulator::dynamic_shared())
 
 #define threadIdx (emulator::place().thread)
@@ -264,6 +265,7 @@ inline float e4m3_to_f32(uint8_t x) {
 inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
 inline float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8))); }
 
+#define HAS_WGMMA
 // Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
 struct TensorMap {
     uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
@@ -318,22 +320,42 @@ template <int N> inline void wgmma_wait() {
     emulator::wait_products(N);
     __syncwarp();
 }
-template <int COUNT> inline void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b) {
-    float* sums = d;
-    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    emulator::add_product([=] {
-        auto number = [](uint64_t operand, int row, int k) {
-            uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
-            uint16_t bits;
-            memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
-            return bf16_value(bits);
-        };
+template <int C> inline void wgmma_landed(float (&)[C][4]) {}
+inline void shared_to_async() {}
+namespace emulator {
+inline float wgmma_number(uint64_t operand, int row, int k) {
+    uint64_t at = operand + 128 * (uint64_t)row + 2 * (uint64_t)k;
+    uint16_t bits;
+    memcpy(&bits, (const void*)(at ^ (at >> 7 & 7) << 4), 2);
+    return bf16_value(bits);
+}
+// `row(half, x)`: a's 16 numbers in row g or g + 8 of this lane's warp.
+template <int COLUMNS, class Row> inline void add_wgmma(float (*d)[4], Row row, uint64_t b) {
+    const int lane = (int)threadIdx.x % 32;
+    add_product([=] {
         for (int half = 0; half < 2; half++) {
             float x[16];
-            for (int k = 0; k < 16; k++) x[k] = number(a, warp % 4 * 16 + half * 8 + lane / 4, k);
-            for (int j = 0; j < COUNT / 4; j++)
+            row(half, x);
+            for (int j = 0; j < COLUMNS; j++)
                 for (int e = 0; e < 2; e++)
-                    for (int k = 0; k < 16; k++) sums[4 * j + 2 * half + e] += x[k] * number(b, 8 * j + lane % 4 * 2 + e, k);
+                    for (int k = 0; k < 16; k++) d[j][2 * half + e] += x[k] * wgmma_number(b, 8 * j + lane % 4 * 2 + e, k);
         }
     });
+}
+} // namespace emulator
+template <int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
+    const int first = (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
+    auto row = [=](int half, float* x) {
+        for (int k = 0; k < 16; k++) x[k] = emulator::wgmma_number(a, first + half * 8, k);
+    };
+    emulator::add_wgmma<C>(d, row, b);
+}
+template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
+    struct { uint32_t word[4][4]; } rows; // of the four lanes that have them
+    for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
+    auto row = [=](int half, float* x) {
+        for (int k = 0; k < 16; k++) x[k] = bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff);
+    };
+    emulator::add_wgmma<N / 8>(d, row, b);
 }

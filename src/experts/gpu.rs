@@ -366,7 +366,7 @@ impl GpuExperts {
         let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
         let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
         let pairs = tokens * top_k;
-        let (tile, gate_up, down, shared) = self.format.grouped(pairs / experts);
+        let (tile, gate_up, down, shared) = self.format.grouped(&cuda.info, pairs / experts);
         launch!(cuda, stream, "experts_sort", [experts, 1, 1], 1024, 0;
             routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(), pairs as i32, experts as i32, tile as i32);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);

@@ -351,7 +351,7 @@ impl CudaBackend {
     }
 
     fn gemm(&self, p: &Product) {
-        if p.tokens >= WGMMA_TOKENS && self.cuda.info.capability == (9, 0) {
+        if p.tokens >= WGMMA_TOKENS && self.cuda.info.has_wgmma() {
             return self.gemm_wgmma(p);
         }
         // Measured on an H200.

@@ -4,7 +4,7 @@ use moebius_cache::Precision;
 
 use super::CudaBackend;
 use super::linear::{FEW_TOKENS, Out, Product};
-use crate::cuda::{Address, launch};
+use crate::cuda::{Address, DeviceInfo, launch};
 
 /// Tokens of a tile of the grouped products.
 const TOKENS: [usize; 4] = [16, 32, 64, 128];
@@ -77,21 +77,18 @@ impl From<Precision> for Format {
     }
 }
 
-/// Which of [`TOKENS`] suits experts with so many tokens each; measured on an H200.
-fn suited(tokens: usize) -> usize {
-    match tokens {
-        ..=12 => 0,
-        ..=40 => 1,
-        ..=160 => 2,
-        _ => 3,
-    }
+/// Which of [`TOKENS`] suits experts with so many tokens each; measured on an H200, with wgmma and without.
+fn suited(tokens: usize, wgmma: bool) -> usize {
+    let most = if wgmma { [14, 24, 112] } else { [12, 40, 160] };
+    most.iter().position(|&most| tokens <= most).unwrap_or(most.len())
 }
 
 impl Format {
     /// A tile's tokens, kernels for gate and up and for down, and their dynamic shared memory, for experts with so many tokens each.
-    pub fn grouped(&self, tokens_of_an_expert: usize) -> (usize, &'static str, &'static str, usize) {
-        let i = suited(tokens_of_an_expert);
-        (TOKENS[i], self.names.gate_up[i], self.names.down[i], self.shared(i))
+    pub fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> (usize, &'static str, &'static str, usize) {
+        let wgmma = device.has_wgmma();
+        let i = suited(tokens_of_an_expert, wgmma);
+        (TOKENS[i], self.names.gate_up[i], self.names.down[i], self.shared(i, wgmma))
     }
 
     /// Kernels for gate and up and for down of single tokens.
@@ -100,11 +97,17 @@ impl Format {
     }
 
     /// As `GemmShape::SHARED` in kernels/packed_gemm.cuh.
-    fn shared(&self, i: usize) -> usize {
+    fn shared(&self, i: usize, wgmma: bool) -> usize {
         let Names { line_inputs, span, .. } = *self.names;
         let (int4, bf16) = (line_inputs == 8, span == 0);
         let inputs = if i < 2 && !bf16 { 128 } else { 64 };
-        let stages = if int4 || i == 0 { 4 } else { 3 };
+        let stages = match TOKENS[i] {
+            64 if int4 && wgmma => 6,
+            128 if int4 && wgmma => 5,
+            16 => 4,
+            _ if int4 => 4,
+            _ => 3,
+        };
         let scales = if bf16 { 0 } else { inputs / span * 32 };
         stages * (8 * (inputs / line_inputs * 64 + scales) + TOKENS[i] * inputs * 2)
     }
@@ -120,12 +123,13 @@ impl CudaBackend {
             Out::F32Add => 2,
         };
         let few = p.tokens <= FEW_TOKENS;
-        let i = suited(p.tokens / 2);
+        let wgmma = self.cuda.info.has_wgmma();
+        let i = suited(p.tokens / 2, wgmma);
         let names = (format.names.linear_few, format.names.linear);
         let (Some(linear_few), Some(linear)) = names else { panic!("BF16 weights are not packed on the GPU") };
         let (name, grid, threads, shared) = match few {
             true => (linear_few[usize::from(p.tokens > 4)], [p.n.div_ceil(16), 1, 1], 256, 0),
-            false => (linear[i], [p.n.div_ceil(16).div_ceil(8), p.tokens.div_ceil(TOKENS[i]), 1], 128, format.shared(i)),
+            false => (linear[i], [p.n.div_ceil(16).div_ceil(8), p.tokens.div_ceil(TOKENS[i]), 1], 128, format.shared(i, wgmma)),
         };
         launch!(self.cuda, &self.cuda.compute, name, grid, threads, shared;
             weights, p.x, p.y, p.bias, p.tokens as i32, p.n as i32, p.k as i32, format.group, p.x_pitch as i32, p.y_pitch as i32, flags);
