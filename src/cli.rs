@@ -7,6 +7,7 @@ mod capture;
 mod chat;
 mod doctor;
 mod generate;
+mod plan;
 mod serve;
 mod terminal;
 
@@ -31,6 +32,8 @@ enum Command {
     Generate(generate::Args),
     /// Answer OpenAI-compatible HTTP requests.
     Serve(serve::Args),
+    /// Say what would go where, what context fits and how fast it would be, without loading weights.
+    Plan(plan::Args),
     /// Build, check or describe the packed experts of a model.
     #[command(subcommand)]
     Cache(cache::Command),
@@ -51,6 +54,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Serve(args) => serve::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Cache(command) => cache::run(command),
         Command::Capture(args) => capture::run(args),
         Command::Bench(args) => bench::run(args),

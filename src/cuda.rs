@@ -4,6 +4,7 @@
 //! errors one by one: the first that fails is kept, and told by [`Cuda::check`], which everything that waits calls.
 #![allow(unsafe_code)]
 
+mod bandwidth;
 mod graph;
 pub(crate) mod kernels;
 mod memory;
@@ -177,7 +178,7 @@ impl Cuda {
     ///
     /// Errors: `Error::Device` without a driver, without such a device, or in a build without kernels.
     pub fn open(ordinal: usize) -> Result<Arc<Self>> {
-        probe()?;
+        probe().map_err(|why| Error::Device(format!("--device cuda:{ordinal}: {why}; use --device cpu")))?;
         let count = devices().len();
         if ordinal >= count {
             let have = if count == 0 { "there is no GPU".into() } else { format!("this machine has cuda:0 to cuda:{}", count - 1) };

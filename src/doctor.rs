@@ -1,5 +1,7 @@
 //! What this machine has, and what of it costs speed: the findings that `moebius doctor` prints.
 
+mod gpu;
+
 use std::path::Path;
 
 use moebius_cache::format::ExpertCache;
@@ -38,7 +40,7 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
     findings.extend(bandwidth(topology, bandwidth_bytes));
     findings.push(mapped(cache_dir));
     findings.push(disk(cache_dir));
-    findings.push(gpu(Path::new("/proc/driver/nvidia/version")));
+    findings.extend(gpu::examine());
     findings
 }
 
@@ -166,13 +168,6 @@ fn disk(dir: &Path) -> Finding {
     finding("disk", value, None)
 }
 
-fn gpu(version: &Path) -> Finding {
-    match std::fs::read_to_string(version) {
-        Ok(text) => finding("GPU", format!("not used by this version; {}", text.lines().next().unwrap_or("NVIDIA driver").trim()), None),
-        Err(_) => finding("GPU", "no NVIDIA driver found; everything runs on the CPU", None),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,6 +179,7 @@ mod tests {
         assert!(value("SIMD").contains("scalar"));
         assert!(value("read bandwidth").contains("GB/s"));
         assert!(value("disk").contains("free for /nonexistent/cache"));
+        assert!(!value("GPU").is_empty());
         assert!(findings.iter().all(|f| !f.value.is_empty()));
     }
 
@@ -196,7 +192,6 @@ mod tests {
         let cost = |name| findings.iter().find(|f| f.name == name).unwrap().cost.as_deref().unwrap_or_default().to_string();
         assert!(cost("huge pages").contains("madvise"));
         assert!(cost("control group").contains("raise"));
-        assert_eq!(gpu(Path::new("/nonexistent")).cost, None);
         assert!(neighbours(Path::new("/nonexistent")).cost.unwrap().contains("taskset"));
     }
 

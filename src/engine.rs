@@ -14,7 +14,7 @@ use crate::forward::Forward;
 use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
 use crate::kv_cache::BlockPool;
-use crate::load::{self, LoadProgress, Loaded};
+use crate::load::{self, LEAST_BYTES, LoadProgress, Loaded};
 use crate::sampler::Sampler;
 pub use crate::sampler::SamplingParams;
 use crate::scheduler::{Scheduler, Sequence};
@@ -92,6 +92,8 @@ pub struct EngineInfo {
     pub threads: usize,
     /// Instruction set of the CPU kernels.
     pub simd: Simd,
+    /// `cpu`; or the GPU, what takes how much of its memory, and how fast it should be, in one line.
+    pub device: String,
     /// Seconds from the start of loading until ready.
     pub ready_s: f64,
 }
@@ -174,6 +176,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         max_context: loaded.max_context,
         threads: loaded.team.threads(),
         simd: loaded.kernel.simd(),
+        device: loaded.device.unwrap_or_else(|| "cpu".into()),
         ready_s: started.elapsed().as_secs_f64(),
     };
     let mut engine = Engine {
@@ -181,6 +184,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, loaded.max_batch_tokens),
         end_tokens,
         max_context: loaded.max_context,
+        available_bytes: loaded.available_bytes,
         vocab_size: loaded.model.config().vocab_size,
         model: loaded.model,
         batch: Batch::default(),
@@ -228,6 +232,7 @@ struct Engine {
     max_context: usize,
     vocab_size: usize,
     resident_bytes: u64,
+    available_bytes: fn() -> u64, // RAM of the machine that can be taken
 }
 
 impl Engine {
@@ -275,6 +280,17 @@ impl Engine {
         if request.max_tokens == Some(0) {
             let stats = RequestStats { prompt_tokens: request.prompt.len(), ..RequestStats::default() };
             let _ = events.send(Event::Done(FinishReason::Length, stats));
+            return;
+        }
+        // What runs has its memory; more could take the machine down.
+        let available = (self.available_bytes)();
+        if available < LEAST_BYTES {
+            let text = format!(
+                "memory is short: {} MiB of this machine's are left and {} are kept free, so no new request is taken; try again later, or close other programs",
+                available >> 20,
+                LEAST_BYTES >> 20
+            );
+            let _ = events.send(Event::Failed(Error::Resources(text)));
             return;
         }
         let room = self.max_context - request.prompt.len();

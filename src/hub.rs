@@ -13,6 +13,14 @@ use crate::{Error, Result, demo};
 /// A connection that breaks in the middle of a file is taken up again this often.
 const ATTEMPTS: usize = 5;
 
+/// A directory with the `config.json` of `model`, named as for [`resolve`]: of a repository that is not here, nothing else is downloaded.
+pub fn resolve_config(model: &str, cache_dir: &Path) -> Result<PathBuf> {
+    match model != demo::NAME && !Path::new(model).exists() && is_hub_id(model) {
+        true => Hub::from_env()?.config(model),
+        false => resolve(model, cache_dir),
+    }
+}
+
 /// The directory of `model`: `demo`, a directory, or a hub id such as `Qwen/Qwen3-30B-A3B`, downloaded if it is not complete.
 ///
 /// HF_HOME, HF_TOKEN and HF_ENDPOINT mean what they mean everywhere.
@@ -80,6 +88,17 @@ impl Hub {
             return Ok(dir);
         }
         self.download(id)
+    }
+
+    /// The directory of a copy that has its config.json, made so if necessary.
+    fn config(&self, id: &str) -> Result<PathBuf> {
+        let local = Cache::new(self.cache.clone()).repo(Repo::new(id.into(), RepoType::Model));
+        if local.get("config.json").is_none() {
+            let api = self.api().map_err(|e| self.explain(id, &e))?;
+            self.file(&api, &api.model(id.into()), id, "config.json", "[1/1]")?;
+        }
+        let path = local.get("config.json").expect("just downloaded");
+        Ok(path.parent().expect("a file is in a directory").to_path_buf())
     }
 
     fn local(&self, id: &str) -> Option<PathBuf> {

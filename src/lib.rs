@@ -7,7 +7,7 @@
 //! workers, memory, kernel, cuda, config           threads, huge pages, arithmetic, a GPU; what a user can choose
 //! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
 //! experts, kv_cache, attention, forward           one pass
-//! load, capture, bench, doctor                    a model in memory, looked into and measured
+//! load, plan, capture, bench, doctor              a model in memory, foretold, looked into and measured
 //! sampler, generation_config, scheduler, engine   one owner thread, `EngineHandle`
 //! demo, hub                                       from a model's name to its directory
 //! tokenizer, chat_template                        a checkpoint's text side
@@ -55,6 +55,7 @@ pub mod load;
 pub mod memory;
 pub mod model;
 pub mod models;
+pub mod plan;
 pub mod random;
 pub mod sampler;
 pub mod scheduler;

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod speed;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, MatrixLayout, TILE_ROWS, la
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
-use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
+use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{ExpertExecutor, ExpertMemory};
 use crate::forward::{Forward, Limits, Model, mlp_width};
@@ -26,9 +27,13 @@ use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
 use crate::workers::Team;
 use crate::{Error, Result, models};
+use speed::CpuRates;
 
 /// Memory that is left to the rest of the machine, in bytes.
-const RESERVE_BYTES: u64 = 512 << 20;
+pub(crate) const RESERVE_BYTES: u64 = 512 << 20;
+
+/// Available memory below which nothing more is taken, in bytes: loading stops, new requests are refused.
+pub(crate) const LEAST_BYTES: u64 = RESERVE_BYTES / 2;
 
 /// A model in memory, and what it may use.
 pub struct Loaded {
@@ -40,7 +45,7 @@ pub struct Loaded {
     pub max_context: usize,
     /// Tokens of one forward pass.
     pub max_batch_tokens: usize,
-    /// What it runs on, in one line; `None`: the CPU alone.
+    /// What it runs on, what takes how much VRAM and how fast it should be, in one line; `None`: the CPU alone.
     pub device: Option<String>,
     /// Of the routed experts; `None` for a dense model.
     pub precision: Option<Precision>,
@@ -48,6 +53,8 @@ pub struct Loaded {
     pub team: Arc<Team>,
     /// Its instruction set.
     pub kernel: &'static dyn Kernel,
+    /// RAM that can be taken, asked for at each new request.
+    pub available_bytes: fn() -> u64,
 }
 
 /// What loading tells whoever waits.
@@ -59,7 +66,7 @@ pub enum LoadProgress<'a> {
     Weights(usize, usize),
     /// Experts copied: layers done, of how many.
     Copy(usize, usize),
-    /// Where the experts are, in one line; said of experts that take a while to read, or were copied.
+    /// What was decided, in one line: where the experts are that take a while to read or were copied, and what runs where how fast.
     Experts(&'a str),
 }
 
@@ -190,7 +197,7 @@ pub fn assemble(
         Budget::Gpu(cuda, plan) => return gpu::assemble(model, source, experts, config, (cuda, plan), machine, report),
         Budget::Cpu { max_context, kv_blocks } => (max_context, kv_blocks),
     };
-    let Machine { team, kernel, .. } = machine;
+    let (team, kernel) = (machine.team.clone(), machine.kernel);
     let backend = Cpu::new(team.clone(), kernel);
     let weights = Weights::load(&backend, source, &model, config.dense, &|done, layers| {
         report(LoadProgress::Weights(done, layers));
@@ -212,9 +219,16 @@ pub fn assemble(
     };
     let kv = KvCache::new(&backend, &model, kv_blocks, config.kv)?;
     let tokens = config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS);
+    if expert_bytes(&model, precision)? >= SMALL_BYTES {
+        let rates = CpuRates::measure(&model, config, precision, &machine, tokens)?;
+        let expected = speed::on_cpu(&model, config, precision, &rates, tokens)?;
+        let (threads, read) = (team.threads(), rates.read_bytes / 1e9);
+        report(LoadProgress::Experts(&format!("CPU: {threads} threads, {read:.0} GB/s; a context of {max_context}; expect {expected}")));
+    }
     let limits = Limits { tokens, chunk_tokens: tokens, logit_rows: config.max_sequences };
     let model = Box::new(Model::new(backend, model, weights, executor, kv, limits)?);
-    Ok(Loaded { model, kv_blocks, max_context, max_batch_tokens: tokens, device: None, precision, team, kernel })
+    let available_bytes = topology::available_bytes;
+    Ok(Loaded { model, kv_blocks, max_context, max_batch_tokens: tokens, device: None, precision, team, kernel, available_bytes })
 }
 
 /// Experts smaller than this are neither copied for speed nor talked about.
@@ -231,7 +245,6 @@ fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn F
         interleave.clear();
     }
     let nodes = team.nodes().len().max(interleave.len());
-    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let mapped = ExpertMemory::mapped(Arc::new(cache));
     let bytes = mapped.bytes();
     // Random weights are given back layer by layer as they are copied.
@@ -352,25 +365,25 @@ impl Budget {
         #[cfg(feature = "cuda")]
         if let Some(cuda) = open_gpu(config)? {
             let plan = gpu::GpuPlan::new(model, config, precision, &cuda.info)?;
-            gpu::check_ram(&plan, config, machine)?;
+            gpu::check_ram(&plan, model, config, precision, machine)?;
             return Ok(Self::Gpu(cuda, plan));
         }
         #[cfg(not(feature = "cuda"))]
         if let Device::Cuda(n) = config.device {
             return Err(Error::Device(format!("--device cuda:{n}: this build has no GPU side; use --device cpu")));
         }
-        if config.kv == KvBits::Fp8 {
-            return Err(Error::Invalid("--kv fp8 is for a GPU: use --kv bf16".into()));
-        }
-        if config.max_sequences == 0 || config.max_batch_tokens == Some(0) {
-            return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
-        }
+        Self::on_cpu(model, config, precision, machine)
+    }
+
+    /// As [`Budget::new`], of the CPU alone.
+    pub(crate) fn on_cpu(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<Self> {
+        check_no_gpu(config)?;
+        check_context(model, config)?;
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
         let activations = activation_bytes(model, config, precision, machine)?;
         let needed = weights.saturating_add(activations);
         if needed > available {
-            let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
             let remedy = match activations > weights {
                 true => "lower --max-batch-tokens",
                 false => remedy(model, config, precision, available - activations.min(available)),
@@ -384,11 +397,6 @@ impl Budget {
         let free = available - needed;
         let per_token = model.kv_bytes_per_token(config.kv.parts()) as u64;
         let max_context = match config.max_context {
-            Some(n @ 0..=1) => return Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer"))),
-            Some(n) if n > model.max_context => {
-                let limit = model.max_context;
-                return Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for")));
-            }
             Some(n) => {
                 kv_cache::check_fits(model, n, config.kv, free)?;
                 n
@@ -405,9 +413,36 @@ impl Budget {
     }
 }
 
+/// Limits that no model can be run with. Errors: `Error::Invalid`.
+pub(crate) fn check_context(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
+    if config.max_sequences == 0 || config.max_batch_tokens == Some(0) {
+        return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
+    }
+    let limit = model.max_context;
+    match config.max_context {
+        Some(n @ 0..=1) => Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer: give at least 2"))),
+        Some(n) if n > limit => {
+            Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for: give at most {limit}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Flags that only a GPU obeys. Errors: `Error::Invalid`.
+fn check_no_gpu(config: &EngineConfig) -> Result<()> {
+    let refuse = |flag: &str, instead: &str| Err(Error::Invalid(format!("{flag} is for a GPU, and this runs on the CPU: {instead}")));
+    match config {
+        EngineConfig { kv: KvBits::Fp8, .. } => refuse("--kv fp8", "use --kv bf16"),
+        EngineConfig { vram: Some(_), .. } => refuse("--vram", "leave it out"),
+        EngineConfig { resident_experts: Some(1..), .. } => refuse("--resident-experts", "leave it out"),
+        EngineConfig { prefill: PrefillOn::Gpu, .. } => refuse("--prefill gpu", "leave it out"),
+        _ => Ok(()),
+    }
+}
+
 /// The GPU to run on, if any. Errors: `Error::Device` when one was asked for that cannot be used.
 #[cfg(feature = "cuda")]
-fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::Cuda>>> {
+pub(crate) fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::Cuda>>> {
     match config.device {
         Device::Cpu => Ok(None),
         Device::Cuda(ordinal) => crate::cuda::Cuda::open(ordinal).map(Some),
@@ -433,7 +468,7 @@ fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision
 }
 
 /// Dense matrices `[n, k]` of one layer.
-fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize)> {
+pub(crate) fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize)> {
     let h = model.hidden_size;
     let mut matrices = match &layer.attention {
         Attention::Gqa(a) => {
@@ -453,7 +488,7 @@ fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize
 }
 
 /// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
-fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
+pub(crate) fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
     let (tokens, rows, threads, kernel) =
         (config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS), config.max_sequences, machine.team.threads(), machine.kernel);
     // Dense layers' inputs in the form of the weights: one memory that grows to the largest.
@@ -500,7 +535,7 @@ fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Optio
 }
 
 /// Bytes of all weights but the routed experts.
-fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
+pub(crate) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
     // Whole tiles, as `MatrixLayout` has them.
     let packed = |n: usize, k: usize, precision| {
         let tile_bytes = MatrixLayout { n, k, precision }.tile_bytes();
@@ -527,10 +562,15 @@ fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
 }
 
 /// Bytes of all packed routed experts.
-fn expert_bytes(model: &ModelConfig, precision: Option<Precision>) -> Result<u64> {
+pub(crate) fn expert_bytes(model: &ModelConfig, precision: Option<Precision>) -> Result<u64> {
     let (Some(precision), Some(moe)) = (precision, model.moe()) else { return Ok(0) };
     let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
     Ok(saturated(wide(&[model.moe_layers().count(), moe.num_experts, layout.bytes()])))
+}
+
+/// For people.
+pub(crate) fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1u64 << 30) as f64
 }
 
 /// A config that lies makes products that u64 does not hold.
@@ -545,7 +585,7 @@ fn saturated(bytes: u128) -> u64 {
 /// Stops loading before the machine runs out of memory. Errors: `Error::Resources`.
 fn watch_memory() -> Result<()> {
     let available = topology::available_bytes();
-    if available > RESERVE_BYTES / 2 {
+    if available > LEAST_BYTES {
         return Ok(());
     }
     Err(Error::Resources(format!(

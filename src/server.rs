@@ -128,6 +128,7 @@ impl App {
             "experts": info.experts,
             "dense": info.dense,
             "kv": info.kv,
+            "device": info.device,
             "simd": info.simd.to_string(),
             "threads": info.threads,
         })

@@ -252,8 +252,16 @@ fn cgroup(text: &impl Fn(&str) -> String) -> (Option<u64>, u64, Option<f64>) {
     let mut quota: Option<f64> = None;
     let mut tighten = |cpus: f64| quota = Some(quota.map_or(cpus, |q| q.min(cpus)));
     let mut groups: Vec<(Option<u64>, u64)> = Vec::new();
+    // Pages of files count as used there, and can be had again: a mapped cache must not look like memory that is gone.
+    let files = |dir: &str| {
+        let stat = text(&format!("{dir}/memory.stat"));
+        let of = |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        let either = |v2, v1| of(v1).or_else(|| of(v2)).unwrap_or(0);
+        either("active_file ", "total_active_file ") + either("inactive_file ", "total_inactive_file ")
+    };
     for dir in levels("sys/fs/cgroup", "") {
-        groups.push((bytes(format!("{dir}/memory.max")), bytes(format!("{dir}/memory.current")).unwrap_or(0)));
+        let used = bytes(format!("{dir}/memory.current")).unwrap_or(0);
+        groups.push((bytes(format!("{dir}/memory.max")), used.saturating_sub(files(&dir))));
         let max = text(&format!("{dir}/cpu.max"));
         if let Some((Ok(limit), Ok(period))) = max.split_once(' ').map(|(l, p)| (l.parse::<f64>(), p.parse::<f64>())) {
             tighten(limit / period);
@@ -261,7 +269,7 @@ fn cgroup(text: &impl Fn(&str) -> String) -> (Option<u64>, u64, Option<f64>) {
     }
     for dir in levels("sys/fs/cgroup/memory", "memory") {
         let used = bytes(format!("{dir}/memory.usage_in_bytes")).unwrap_or(0);
-        groups.push((bytes(format!("{dir}/memory.limit_in_bytes")), used));
+        groups.push((bytes(format!("{dir}/memory.limit_in_bytes")), used.saturating_sub(files(&dir))));
     }
     for dir in levels("sys/fs/cgroup/cpu", "cpu") {
         let value = |name: &str| text(&format!("{dir}/{name}")).parse::<f64>().ok().filter(|&v| v > 0.0);

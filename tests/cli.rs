@@ -41,7 +41,7 @@ fn help_names_every_subcommand() {
     let output = moebius(cache.path(), &["--help"], b"");
     let help = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for name in ["chat", "generate", "serve", "cache", "capture", "bench", "doctor"] {
+    for name in ["chat", "generate", "serve", "plan", "cache", "capture", "bench", "doctor"] {
         assert!(help.contains(name), "{help}");
     }
 }
@@ -78,6 +78,11 @@ fn wrong_usage_exits_with_2() {
         &["bench"],
         &["bench", "demo", "--layers", "2"],
         &["bench", "--shape", "nonsense"],
+        &["plan"],
+        &["plan", "demo", "--ram", "much"],
+        &["plan", "demo", "--vram", "16GB/s"],
+        &["plan", "demo", "--resident-experts", "-1"],
+        &["plan", "demo", "--max-context", "many"],
         &["cache", "info", "demo", "--threads", "1"],
         &["serve", "demo", "--port", "99999"],
     ] {

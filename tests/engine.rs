@@ -327,6 +327,33 @@ fn an_idle_engine_sleeps() {
     assert!(used <= 5, "{used} ticks of 10 ms in an idle second");
 }
 
+#[test]
+fn requests_are_refused_while_memory_is_short() {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    static AVAILABLE: AtomicU64 = AtomicU64::new(u64::MAX);
+    let _alone = alone();
+    let engine = start_changed("moe-gqa", 512, |loaded| loaded.available_bytes = || AVAILABLE.load(Relaxed));
+    let mut running = engine.submit(greedy(prompt(9, 1), 300)).unwrap();
+    assert!(matches!(running.blocking_recv(), Some(Event::Token(..))));
+    AVAILABLE.store(100 << 20, Relaxed);
+    let (tokens, end) = read(engine.submit(greedy(prompt(9, 2), 5)).unwrap());
+    let error = end.unwrap_err();
+    assert!(tokens.is_empty() && matches!(error, Error::Resources(_)), "{error}");
+    assert!(error.to_string().contains("100 MiB") && error.to_string().contains("close other programs"), "{error}");
+    // What ran goes on, and when there is memory again so does the rest.
+    let mut rest = 0;
+    while let Some(event) = running.blocking_recv() {
+        match event {
+            Event::Token(..) => rest += 1,
+            Event::Done(..) => break,
+            Event::Failed(error) => panic!("{error}"),
+        }
+    }
+    assert_eq!(rest, 299);
+    AVAILABLE.store(u64::MAX, Relaxed);
+    assert_eq!(answer(&engine, greedy(prompt(9, 2), 5)).0.len(), 5);
+}
+
 fn resident_bytes() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096

@@ -30,6 +30,7 @@ fn start() -> Fixture {
         max_context: 64,
         threads: 1,
         simd: Simd::Scalar,
+        device: "cpu".into(),
         ready_s: 0.0,
     };
     let text = TextSide::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer")).unwrap();

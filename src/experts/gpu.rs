@@ -38,15 +38,22 @@ pub struct Speeds {
 }
 
 impl Speeds {
-    /// How many of `experts` to stream for `tokens` tokens with `top_k` each, so that PCIe and CPU end together.
-    pub fn streamed(&self, experts: usize, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> usize {
-        let bytes = layout.bytes() as f64;
+    /// What kernels reach of plain reading's bandwidth.
+    pub const CPU_SHARE: f64 = 0.75;
+
+    /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with `top_k` each.
+    pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
         let weights = (3 * layout.gate.n * layout.gate.k) as f64;
         // Of an expert: the share of batches that choose it, and its tokens.
         let share = top_k as f64 / all as f64;
         let chosen = 1.0 - (1.0 - share).powi(tokens.min(1 << 20) as i32);
-        let cpu = (chosen * bytes / self.cpu_bytes).max(tokens as f64 * share * weights / self.cpu_products);
-        let stream = bytes / self.pcie_bytes;
+        (chosen * layout.bytes() as f64 / self.cpu_bytes).max(tokens as f64 * share * weights / self.cpu_products)
+    }
+
+    /// How many of `experts` to stream for `tokens` tokens with `top_k` each, so that PCIe and CPU end together.
+    pub fn streamed(&self, experts: usize, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> usize {
+        let cpu = self.cpu_seconds(all, tokens, top_k, layout);
+        let stream = layout.bytes() as f64 / self.pcie_bytes;
         let together = |n: usize| (n as f64 * stream).max((experts - n) as f64 * cpu);
         // A split costs the hand-over of all hidden states: it must pay.
         let (all_cpu, all_streamed) = (experts as f64 * cpu, experts as f64 * stream);
@@ -251,6 +258,12 @@ impl GpuExperts {
         let ring = 2 * (sizes.ring / 2).min(experts - sizes.resident);
         let work = pairs * (4 + 2 * layout.down.k + 2 * layout.down.n + 1) + 16 * (experts + 1);
         ((layers * sizes.resident + ring) * stride + work + 16 * layers * experts) as u64
+    }
+
+    /// Bytes of pinned RAM that [`new`](GpuExperts::new) takes, and of what is converted for the CPU.
+    pub fn host_bytes(layout: &ExpertLayout, layers: usize, sizes: &Sizes) -> u64 {
+        let (hidden, tokens) = (layout.gate.k, sizes.cpu_tokens);
+        (tokens * (2 * hidden + 4 * hidden + 4 * hidden + 8 * sizes.top_k) + 2 * layers * LINE * 4) as u64
     }
 
     /// Bytes of VRAM that residents take.

@@ -1,0 +1,134 @@
+//! What `doctor` says of GPUs: which there are, whether this build runs on them, and what holds them back.
+
+use std::path::Path;
+
+use super::{Finding, finding};
+
+/// A line for each GPU, or one that says why there is none.
+pub(super) fn examine() -> Vec<Finding> {
+    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| driver_version(&text));
+    let card = has_card(Path::new("/sys/bus/pci/devices"));
+    #[cfg(feature = "cuda")]
+    return match crate::cuda::probe() {
+        Ok(()) => devices(driver.as_deref()),
+        Err(error) => vec![without(driver.as_deref(), card, &error.to_string())],
+    };
+    #[cfg(not(feature = "cuda"))]
+    vec![without(driver.as_deref(), card, "this build has no GPU side: build it with the feature `cuda`")]
+}
+
+/// `580.65.06` of "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 ...".
+fn driver_version(text: &str) -> Option<String> {
+    let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.lines().next()?.split_whitespace().find(is_version).map(String::from)
+}
+
+/// Whether a display controller of NVIDIA's is on the PCI bus.
+fn has_card(pci: &Path) -> bool {
+    let text = |path: &Path, name: &str| std::fs::read_to_string(path.join(name)).unwrap_or_default();
+    let is_card = |path: &Path| text(path, "vendor").trim() == "0x10de" && text(path, "class").starts_with("0x03");
+    std::fs::read_dir(pci).into_iter().flatten().flatten().any(|entry| is_card(&entry.path()))
+}
+
+/// No GPU can be used: `why`, and what to do where there is a card or a driver.
+fn without(driver: Option<&str>, card: bool, why: &str) -> Finding {
+    let value = match (driver, card) {
+        (Some(driver), _) => format!("driver {driver}, not used: everything runs on the CPU"),
+        (None, true) => "there is one of NVIDIA's, not used: everything runs on the CPU".into(),
+        (None, false) => return finding("GPU", "none found; everything runs on the CPU", None),
+    };
+    let remedy = if why.contains("is installed") { ": install driver 580 or newer" } else { "" };
+    finding("GPU", value, Some(&format!("{why}{remedy}")))
+}
+
+#[cfg(feature = "cuda")]
+fn devices(driver: Option<&str>) -> Vec<Finding> {
+    let devices = crate::cuda::devices();
+    if devices.is_empty() {
+        let value = format!("driver {} is there and shows no GPU; everything runs on the CPU", driver.unwrap_or("of unknown version"));
+        return vec![finding(
+            "GPU",
+            value,
+            Some("where a container hides it, start that with --gpus all; else look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
+        )];
+    }
+    devices.iter().enumerate().map(|(i, info)| device(i, info, driver)).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn device(ordinal: usize, info: &crate::cuda::DeviceInfo, driver: Option<&str>) -> Finding {
+    const SAMPLE_BYTES: usize = 128 << 20;
+    let (major, minor) = info.capability;
+    let driver = driver.map_or(String::new(), |driver| format!(", driver {driver}"));
+    let what = format!("cuda:{ordinal}: {}, compute capability {major}.{minor}{driver}", info.name);
+    let measured = crate::cuda::Cuda::open(ordinal).and_then(|cuda| {
+        let sample = SAMPLE_BYTES.min((cuda.free_bytes() / 4) as usize).max(1);
+        Ok((cuda.free_bytes(), cuda.pcie_bandwidth(sample)? / 1e9, cuda.vram_bandwidth(sample)? / 1e9))
+    });
+    match measured {
+        Err(error) => finding("GPU", format!("{what}, {} of VRAM, not used", super::gib(info.total_bytes)), Some(&error.to_string())),
+        Ok((free, pcie, vram)) => {
+            let value = format!(
+                "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build has kernels for it",
+                super::gib(free),
+                super::gib(info.total_bytes)
+            );
+            finding("GPU", value, slow(pcie, free, info.total_bytes).as_deref())
+        }
+    }
+}
+
+/// What holds a GPU back that can be used.
+#[cfg(feature = "cuda")]
+fn slow(pcie_gb_per_s: f64, free: u64, total: u64) -> Option<String> {
+    /// PCIe 4.0 with 16 lanes brings 25.
+    const PCIE: f64 = 20.0;
+    if pcie_gb_per_s < PCIE {
+        return Some(format!(
+            "long prompts fetch experts over PCIe, and it brings {pcie_gb_per_s:.1} GB/s: a slot with 16 lanes of PCIe 4.0 brings 25 (`nvidia-smi -q` tells lanes and generation)"
+        ));
+    }
+    let held = 1.0 - free as f64 / total as f64;
+    (held > 0.25).then(|| format!("other programs hold {:.0}% of its VRAM, where experts could be: `nvidia-smi` tells which", 100.0 * held))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_that_is_not_used_has_a_remedy() {
+        assert_eq!(without(None, false, "no NVIDIA driver is installed (libcuda.so.1 is not found)").cost, None);
+        let no_driver = without(None, true, "no NVIDIA driver is installed (libcuda.so.1 is not found)");
+        assert!(no_driver.cost.unwrap().ends_with("install driver 580 or newer"));
+        let old = without(Some("535.104.05"), true, "the NVIDIA driver is for CUDA 12.2: install driver 580 or newer");
+        assert!(old.value.starts_with("driver 535.104.05, not used") && old.cost.unwrap().ends_with("install driver 580 or newer"));
+    }
+
+    #[test]
+    fn reads_the_driver_and_the_bus() {
+        let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\nGCC version: 13.2.0";
+        assert_eq!(driver_version(text).as_deref(), Some("580.65.06"));
+        assert_eq!(driver_version("nothing of use"), None);
+        let bus = tempfile::tempdir().unwrap();
+        let add = |name: &str, vendor: &str, class: &str| {
+            std::fs::create_dir(bus.path().join(name)).unwrap();
+            std::fs::write(bus.path().join(name).join("vendor"), vendor).unwrap();
+            std::fs::write(bus.path().join(name).join("class"), class).unwrap();
+        };
+        add("0000:00:01.0", "0x8086\n", "0x030000\n");
+        add("0000:00:02.0", "0x10de\n", "0x040300\n");
+        assert!(!has_card(bus.path()) && !has_card(Path::new("/nonexistent")));
+        add("0000:00:03.0", "0x10de\n", "0x030200\n");
+        assert!(has_card(bus.path()));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn what_holds_a_gpu_back_is_named() {
+        let gib = 1 << 30;
+        assert_eq!(slow(55.0, 139 * gib, 140 * gib), None);
+        assert!(slow(12.0, 139 * gib, 140 * gib).unwrap().contains("PCIe 4.0"));
+        assert!(slow(55.0, 70 * gib, 140 * gib).unwrap().contains("50%"));
+    }
+}

@@ -1,0 +1,343 @@
+//! How fast a model will run, reckoned from bytes and bandwidths before it runs: what `plan` and the line at start say.
+//!
+//! One sequence, a short context:
+//!
+//! ```text
+//! decode, CPU alone   a token's bytes / (0.8 x read bandwidth) + 80 us a layer
+//! decode, GPU         (dense + resident experts) / (0.8 x VRAM bandwidth) + 36 us a layer (latent attention: 73)
+//!                     + others / (0.75 x read bandwidth) + 10 us a layer
+//! prefill             products / rate; on a GPU the slowest of its own products, PCIe and the CPU's share, layer by layer
+//! ```
+//!
+//! Shares and microseconds are those that make the records true within some 15 percent: on the CPU benches/record, on the GPU an H200 with 16 cores
+//! (decode 377 resident and 103 from RAM for Qwen3-30B-A3B, 366 and 128 for DeepSeek-V2-Lite; prefill of 8,192 tokens 37,700 and 64,500 resident).
+
+use std::sync::Arc;
+
+use moebius_cache::Precision;
+use moebius_cache::pack::ExpertLayout;
+
+use super::{Machine, dense_matrices, resident_bytes};
+use crate::Result;
+use crate::backend::Routing;
+use crate::config::EngineConfig;
+use crate::experts::{CpuExperts, ExpertMemory};
+use crate::memory::{Pages, read_bandwidth};
+use crate::model::{Attention, Ffn, ModelConfig};
+use crate::synthetic;
+
+/// What a model is expected to do.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct Expected {
+    /// Tokens a second of one sequence.
+    pub decode_tok_per_s: f64,
+    /// Tokens a second of a prompt.
+    pub prefill_tok_per_s: f64,
+    /// Tokens of that prompt.
+    pub prefill_tokens: usize,
+}
+
+impl std::fmt::Display for Expected {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { decode_tok_per_s: decode, prefill_tok_per_s: prefill, prefill_tokens } = self;
+        write!(f, "{} tok/s in decode, {} in a prompt of {prefill_tokens}", round(*decode), round(*prefill))
+    }
+}
+
+/// Two or three digits: more would promise more than is known.
+fn round(x: f64) -> String {
+    match x {
+        _ if x < 10.0 => format!("{x:.1}"),
+        _ if x < 1000.0 => format!("{x:.0}"),
+        _ => format!("{:.0}", (x / 100.0).round() * 100.0),
+    }
+}
+
+/// What a token takes.
+struct Work {
+    layers: usize,
+    dense_bytes: f64,
+    dense_products: f64,     // of a token, without the output head
+    attention_products: f64, // of a token and one it looks at
+    top_k: usize,
+    num_experts: usize,
+    moe_layers: usize,
+    layout: Option<ExpertLayout>,
+}
+
+impl Work {
+    fn of(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>) -> Result<Self> {
+        let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
+        let dense = |layer| dense_matrices(model, layer).iter().map(|&(n, k)| n as f64 * k as f64).sum::<f64>();
+        let attention = |layer: &crate::model::LayerConfig| match &layer.attention {
+            Attention::Gqa(a) => 2 * a.num_heads * a.head_dim,
+            Attention::Mla(a) => a.num_heads * (a.qk_head_dim() + a.v_head_dim),
+        };
+        let moe = model.moe();
+        let layout = match (moe, precision) {
+            (Some(moe), Some(precision)) => Some(ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?),
+            _ => None,
+        };
+        Ok(Self {
+            layers: model.layers.len(),
+            dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0),
+            dense_products: model.layers.iter().map(dense).sum(),
+            attention_products: model.layers.iter().map(|layer| attention(layer) as f64).sum(),
+            top_k: moe.map_or(0, |moe| moe.router.top_k),
+            num_experts: moe.map_or(1, |moe| moe.num_experts),
+            moe_layers: model.moe_layers().count(),
+            layout,
+        })
+    }
+
+    fn expert_bytes(&self) -> f64 {
+        self.layout.as_ref().map_or(0.0, |layout| layout.bytes() as f64)
+    }
+
+    fn expert_products(&self) -> f64 {
+        self.layout.as_ref().map_or(0.0, |layout| 3.0 * layout.gate.n as f64 * layout.gate.k as f64)
+    }
+}
+
+/// What the cores of a box do in a second.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuRates {
+    /// Bytes read.
+    pub read_bytes: f64,
+    /// Products of weights and activations in dense layers.
+    pub dense_products: f64,
+    /// Products in routed experts.
+    pub expert_products: f64,
+}
+
+/// Bytes over which the read bandwidth is measured.
+const SAMPLE_BYTES: usize = 256 << 20;
+
+impl CpuRates {
+    /// Measures, on random weights of the model's dimensions and with batches of `tokens`. Takes about a second.
+    pub fn measure(
+        model: &ModelConfig,
+        config: &EngineConfig,
+        precision: Option<Precision>,
+        machine: &Machine,
+        tokens: usize,
+    ) -> Result<Self> {
+        let sample = SAMPLE_BYTES.min((crate::topology::available_bytes() / 8) as usize).max(1);
+        let read_bytes = 1e9 * read_bandwidth(&machine.team, sample, Pages::Huge, 3)?;
+        let dense_precision = config.dense.precision(model.hidden_size).unwrap_or(Precision::Bf16);
+        let width = model.moe().map_or(model.hidden_size, |moe| moe.intermediate_size);
+        let dense_precision = match dense_precision.group_size() {
+            Some(group) if width % group != 0 => Precision::Bf16,
+            _ => dense_precision,
+        };
+        let dense_products = products(model, machine, dense_precision, 1, tokens)?;
+        let expert_products = match (model.moe(), precision) {
+            (Some(moe), Some(precision)) => {
+                let each = (tokens * moe.router.top_k).div_ceil(moe.num_experts);
+                products(model, machine, precision, moe.num_experts.min(8), each)?
+            }
+            _ => dense_products,
+        };
+        Ok(Self { read_bytes, dense_products, expert_products })
+    }
+}
+
+/// Products a second with `experts` random experts, `each` tokens to every one of them.
+fn products(model: &ModelConfig, machine: &Machine, precision: Precision, experts: usize, each: usize) -> Result<f64> {
+    let Some(layer) = model.layers.iter().find(|layer| matches!(layer.ffn, Ffn::Moe(_))) else { return Ok(f64::INFINITY) };
+    let mut layer = layer.clone();
+    if let Ffn::Moe(moe) = &mut layer.ffn {
+        moe.num_experts = experts;
+    }
+    let cache = synthetic::experts(&ModelConfig { layers: vec![layer], ..model.clone() }, precision)?;
+    let (layout, memory) = (cache.layout(), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
+    let tokens = experts * each;
+    let mut cpu = CpuExperts::new(memory, machine.team.clone(), machine.kernel, tokens, 1);
+    let routing = Routing { top_k: 1, ids: (0..tokens).map(|i| (i % experts) as i32).collect(), weights: vec![1.0; tokens] };
+    let (x, mut out) = (vec![0.5; tokens * layout.gate.k], vec![0.0; tokens * layout.down.n]);
+    let mut seconds = f64::INFINITY;
+    for _ in 0..3 {
+        let started = std::time::Instant::now();
+        cpu.submit_rows(0, &x, &routing)?;
+        cpu.finish_rows(&mut out)?;
+        seconds = seconds.min(started.elapsed().as_secs_f64());
+    }
+    Ok((3 * layout.gate.n * layout.gate.k * tokens) as f64 / seconds)
+}
+
+/// On the CPU alone, prompts in batches of `tokens`.
+pub fn on_cpu(
+    model: &ModelConfig,
+    config: &EngineConfig,
+    precision: Option<Precision>,
+    rates: &CpuRates,
+    tokens: usize,
+) -> Result<Expected> {
+    const SHARE: f64 = 0.8;
+    const LAYER_S: f64 = 80e-6;
+    let work = Work::of(model, config, precision)?;
+    let experts = (work.moe_layers * work.top_k) as f64;
+    let read = SHARE * rates.read_bytes;
+    let layers = work.layers as f64 * LAYER_S;
+    let decode = (work.dense_bytes + experts * work.expert_bytes()) / read + layers;
+    let n = tokens as f64;
+    let dense = n * (work.dense_products + n / 2.0 * work.attention_products) / rates.dense_products;
+    let routed = n * experts * work.expert_products() / rates.expert_products;
+    // A batch reads every expert that some token chose.
+    let chosen = 1.0 - (1.0 - work.top_k as f64 / work.num_experts as f64).powi(tokens as i32);
+    let all = (work.moe_layers * work.num_experts) as f64 * chosen * work.expert_bytes();
+    let prefill = (dense + routed).max((work.dense_bytes + all) / read) + layers;
+    Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
+}
+
+#[cfg(feature = "cuda")]
+pub use gpu::{GpuRates, on_gpu};
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use super::{Expected, Work};
+    use crate::Result;
+    use crate::config::{EngineConfig, PrefillOn};
+    use crate::cuda::DeviceInfo;
+    use crate::experts::gpu::Speeds;
+    use crate::load::gpu::GpuPlan;
+    use crate::model::{Attention, ModelConfig};
+    use moebius_cache::Precision;
+
+    /// What a GPU and the box around it do in a second.
+    #[derive(Clone, Copy, Debug)]
+    pub struct GpuRates {
+        /// Bytes of VRAM.
+        pub vram_bytes: f64,
+        /// Of what experts in RAM need; `None` where there are none.
+        pub speeds: Option<Speeds>,
+    }
+
+    /// Products a second of long prompts: measured on Hopper, elsewhere in proportion to the width of the tensor cores.
+    fn products(device: &DeviceInfo) -> f64 {
+        let multiprocessor = match device.capability {
+            (9, _) => 1.3e12,
+            (8, 0) | (10, _) => 0.65e12,
+            _ => 0.33e12,
+        };
+        device.multiprocessors as f64 * multiprocessor
+    }
+
+    /// On a GPU, as planned.
+    pub fn on_gpu(
+        plan: &GpuPlan,
+        model: &ModelConfig,
+        config: &EngineConfig,
+        precision: Option<Precision>,
+        rates: &GpuRates,
+    ) -> Result<Expected> {
+        const VRAM_SHARE: f64 = 0.8;
+        const HANDOFF_S: f64 = 10e-6;
+        let layer_s = |attention: &Attention| match attention {
+            Attention::Gqa(_) => 36e-6,
+            Attention::Mla(_) => 73e-6,
+        };
+        let work = Work::of(model, config, precision)?;
+        let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
+        let others = work.num_experts - resident;
+        let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);
+
+        let share = resident as f64 / all;
+        let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
+        let mut decode = own / (VRAM_SHARE * rates.vram_bytes) + model.layers.iter().map(|layer| layer_s(&layer.attention)).sum::<f64>();
+        if let (Some(speeds), true) = (&rates.speeds, others > 0) {
+            decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
+        }
+
+        let tokens = plan.limits.tokens.min(plan.max_context);
+        let n = tokens as f64;
+        // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on the GPU.
+        let (crossing, cpu, streamed) = match (&rates.speeds, &work.layout, plan.sizes) {
+            (Some(speeds), Some(layout), Some(sizes)) if others > 0 => {
+                let streamed = match config.prefill {
+                    PrefillOn::Cpu => 0,
+                    PrefillOn::Gpu => others,
+                    PrefillOn::Auto if tokens > sizes.cpu_tokens => others,
+                    PrefillOn::Auto => speeds.streamed(others, work.num_experts, tokens, sizes.top_k, layout),
+                };
+                let cpu = speeds.cpu_seconds(work.num_experts, tokens, sizes.top_k, layout);
+                (streamed as f64 * work.expert_bytes() / speeds.pcie_bytes, (others - streamed) as f64 * cpu, streamed)
+            }
+            _ => (0.0, 0.0, 0),
+        };
+        let rate = products(&plan.device);
+        let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
+        let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
+        // Copies run beside all of the GPU's work, the CPU only beside the experts'.
+        let prefill = (rest + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
+        Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use crate::config::EngineConfig;
+        use crate::models::shapes;
+
+        /// One H200 beside 16 cores, as measured.
+        #[test]
+        fn what_was_measured_is_expected() {
+            let device = DeviceInfo {
+                name: "H200".into(),
+                capability: (9, 0),
+                multiprocessors: 132,
+                shared_bytes: 0,
+                total_bytes: 140 << 30,
+                free_bytes: 140 << 30,
+            };
+            let speeds = Speeds { cpu_bytes: 147e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
+            for (name, resident, decode, prefill) in [
+                ("qwen3-30b-a3b", None, 377.0, 37_700.0),
+                ("qwen3-30b-a3b", Some(0), 103.0, 30_100.0),
+                ("deepseek-v2-lite", None, 366.0, 64_500.0),
+                ("deepseek-v2-lite", Some(0), 128.0, 59_600.0),
+            ] {
+                let model = shapes::shape(name, None).unwrap();
+                let config = EngineConfig { resident_experts: resident, ..EngineConfig::default() };
+                let precision = crate::load::precision(&model, &config).unwrap();
+                let plan = GpuPlan::new(&model, &config, precision, &device).unwrap();
+                let rates = GpuRates { vram_bytes: 4.8e12, speeds: Some(speeds) };
+                let expected = on_gpu(&plan, &model, &config, precision, &rates).unwrap();
+                let near = |a: f64, b: f64| (a / b).max(b / a) < 1.15;
+                assert_eq!(expected.prefill_tokens, 8192);
+                assert!(
+                    near(expected.decode_tok_per_s, decode) && near(expected.prefill_tok_per_s, prefill),
+                    "{name} {resident:?}: {expected}, measured {decode} and {prefill}"
+                );
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DenseBits;
+    use crate::models::shapes;
+
+    /// Records of 2 and 16 cores.
+    #[test]
+    fn what_was_measured_on_cpus_is_expected() {
+        for (name, dense, gb_per_s, decode) in [
+            ("deepseek-v2-lite", DenseBits::Bf16, 33.8, 9.6),
+            ("deepseek-v2-lite", DenseBits::Int4, 235.7, 103.2),
+            ("deepseek-v2-lite", DenseBits::Int8, 272.8, 81.9),
+            ("qwen3-30b-a3b", DenseBits::Bf16, 233.6, 47.2),
+            ("qwen3-30b-a3b", DenseBits::Int8, 247.1, 65.0),
+            ("qwen3-30b-a3b", DenseBits::Int4, 233.6, 84.3),
+        ] {
+            let model = shapes::shape(name, None).unwrap();
+            let config = EngineConfig { dense, ..EngineConfig::default() };
+            let precision = crate::load::precision(&model, &config).unwrap();
+            let rates = CpuRates { read_bytes: gb_per_s * 1e9, dense_products: 1e12, expert_products: 1e12 };
+            let expected = on_cpu(&model, &config, precision, &rates, 512).unwrap();
+            let ratio = expected.decode_tok_per_s / decode;
+            assert!((0.85..1.2).contains(&ratio), "{name} {dense}: {expected}, measured {decode}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The plan is what loading does: VRAM and RAM as they are really taken, and every refusal with its remedy.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use std::process::Command;
+
+use common::checkpoint::{Checkpoint, moebius};
+use moebius::batch::Batch;
+use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory};
+use moebius::load;
+use moebius::models;
+use moebius::plan::{Plan, plan};
+use serde_json::Value;
+
+fn part(plan: &Plan, name: &str) -> u64 {
+    plan.parts.iter().filter(|part| part.name == name).map(|part| part.vram_bytes + part.ram_bytes).sum()
+}
+
+/// Anonymous memory of this process, in bytes.
+fn anonymous_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    kib.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn ram_is_what_loading_takes() {
+    let checkpoint = Checkpoint::synthetic(4);
+    let config = EngineConfig {
+        experts: ExpertBits::Bf16,
+        experts_memory: ExpertsMemory::Copy,
+        device: Device::Cpu,
+        threads: Some(2),
+        max_batch_tokens: Some(256),
+        cache_dir: Some(checkpoint.cache()),
+        ..Default::default()
+    };
+    let model = models::read(&checkpoint.dir()).unwrap();
+    let plan = plan("test", &model, &config, None).unwrap();
+    // Converted before it is measured: that takes memory of its own.
+    drop(load::load("test", &checkpoint.dir(), &config, &|_| {}).unwrap());
+    let before = anonymous_bytes();
+    let mut loaded = load::load("test", &checkpoint.dir(), &config, &|_| {}).unwrap();
+    // Activations and the KV cache take their memory as it is used: one full batch, in one of the sequences.
+    let mut batch = Batch::default();
+    batch.push(&[1; 256], 0, &[0, 1, 2, 3]);
+    loaded.model.forward(&batch, None).unwrap();
+    let taken = (anonymous_bytes() - before) as f64;
+    let sequences = (plan.kv_tokens / plan.max_context) as u64;
+    let kv = part(&plan, "KV cache");
+    let planned = (plan.ram_bytes() - kv + kv / sequences) as f64;
+    assert!(part(&plan, "experts") > 150 << 20);
+    assert!((taken / planned - 1.0).abs() < 0.03, "{taken} taken, {planned} planned: {plan}");
+    assert_eq!((plan.max_context, plan.device.as_str()), (loaded.max_context, "CPU"));
+}
+
+fn output(args: &[&str]) -> (bool, String) {
+    let cache = tempfile::tempdir().unwrap();
+    let mut command: Command = moebius(cache.path(), args);
+    let output = command.output().unwrap();
+    let text = if output.status.success() { output.stdout } else { output.stderr };
+    (output.status.success(), String::from_utf8(text).unwrap())
+}
+
+#[track_caller]
+fn json(args: &[&str]) -> Value {
+    let (success, text) = output(&[args, &["--json"]].concat());
+    assert!(success, "{text}");
+    serde_json::from_str(&text).unwrap()
+}
+
+#[track_caller]
+fn refused(args: &[&str], words: &[&str]) {
+    let (success, text) = output(args);
+    assert!(!success && text.starts_with("error: ") && text.trim_end().lines().count() == 1, "{args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{args:?}: `{word}` is not in: {text}");
+    }
+}
+
+const LITE: [&str; 5] = ["plan", "--shape", "deepseek-v2-lite", "--ram", "64GiB"];
+
+#[test]
+fn a_plan_needs_no_weights_and_no_gpu() {
+    let cpu = json(&[&LITE[..], &["--device", "cpu"]].concat());
+    assert_eq!((&cpu["device"], &cpu["resident_experts"]), (&"CPU".into(), &0.into()));
+    assert!(cpu["expected"]["decode_tok_per_s"].as_f64().unwrap() > 0.0 && cpu["expected"]["prefill_tok_per_s"].as_f64().unwrap() > 0.0);
+    assert!(cpu["advice"][0].as_str().unwrap().contains("--dense int8"), "{cpu}");
+    let (_, text) = output(&["plan", "demo", "--device", "cpu"]);
+    assert!(text.contains("KV cache") && text.contains("expected"), "{text}");
+}
+
+#[test]
+fn limits_have_remedies() {
+    let with = |flags: &[&'static str]| [&LITE[..], flags].concat();
+    refused(&with(&["--device", "cpu", "--vram", "16GiB"]), &["--vram is for a GPU", "leave it out"]);
+    refused(&with(&["--device", "cpu", "--resident-experts", "4"]), &["--resident-experts is for a GPU", "leave it out"]);
+    refused(&with(&["--device", "cpu", "--prefill", "gpu"]), &["--prefill gpu is for a GPU", "leave it out"]);
+    refused(&with(&["--device", "cpu", "--max-context", "1"]), &["--max-context 1", "give at least 2"]);
+    refused(&with(&["--device", "cpu", "--max-context", "200000"]), &["--max-context 200000", "give at most 163840"]);
+    refused(&["plan", "--shape", "deepseek-v2-lite", "--ram", "4GiB", "--device", "cpu"], &["needs", "are free", "more memory"]);
+    refused(&["plan", "demo", "--device", "cuda:7"], &["cuda:7", "use --device cpu"]);
+}
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use std::sync::{Mutex, PoisonError};
+
+    use super::*;
+    use crate::common::gpu::{device, on_gpu};
+    use crate::common::{cache_dir, fixture_dir};
+    use moebius::config::{KvBits, PrefillOn};
+    use moebius::cuda::Cuda;
+    use moebius::load::Budget;
+    use moebius::load::gpu::CONTEXT_BYTES;
+    use moebius::topology::Topology;
+    use moebius_cache::checkpoint::Checkpoint as Source;
+
+    /// Tests that look at free VRAM run one after the other.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    /// VRAM taken after loading, as planned to within 3 percent, and how many experts of a layer are there.
+    #[track_caller]
+    fn check(dir: &std::path::Path, what: &str, config: EngineConfig) -> usize {
+        let config = on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(256), ..config });
+        let model = models::read(dir).unwrap();
+        let planned = plan("test", &model, &config, None).unwrap();
+
+        let machine = load::machine(&config, &Topology::read()).unwrap();
+        let (source, precision) = (Source::open(dir).unwrap(), load::precision(&model, &config).unwrap());
+        let Budget::Gpu(cuda, own) = Budget::new(&model, &config, precision, &machine).unwrap() else { panic!("{what}: on the CPU") };
+        let job = load::cache_job("test", &source, &model, precision.unwrap());
+        let experts = moebius_cache::convert::ensure(&job, &cache_dir(), &|_| {}).unwrap();
+        let budget = Budget::Gpu(cuda.clone(), own);
+        let lines = Mutex::new(Vec::new());
+        let loaded = load::assemble(model, &source, Some(experts), &config, budget, machine, &|progress| {
+            if let load::LoadProgress::Experts(line) = progress {
+                lines.lock().unwrap().push(line.to_string());
+            }
+        })
+        .unwrap();
+        let (taken, total) = (cuda.allocated() as f64, (planned.vram_bytes() - CONTEXT_BYTES) as f64);
+        eprintln!("{what}: {taken} bytes of VRAM taken, {total} planned");
+        assert!((taken / total - 1.0).abs() < 0.03, "{what}: {taken} taken, {total} planned: {planned}");
+        assert_eq!((loaded.max_context, planned.kv_tokens), (planned.max_context, loaded.kv_blocks * 64), "{what}");
+        let told: Vec<_> = lines.into_inner().unwrap().into_iter().filter(|line| line.contains("of VRAM")).collect();
+        assert_eq!(told, [loaded.device.unwrap()], "{what}: told once");
+        assert!(
+            told[0].contains("resident") && told[0].contains("a context of 256") && told[0].contains("tok/s in decode"),
+            "{}",
+            told[0]
+        );
+        planned.resident_experts
+    }
+
+    #[test]
+    fn vram_is_what_loading_takes() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        if device().is_none() {
+            return;
+        }
+        let qwen = Checkpoint::synthetic(2);
+        let small = |vram_mib: u64| EngineConfig { vram: Some(vram_mib << 20), max_batch_tokens: Some(256), ..Default::default() };
+        assert_eq!(check(&qwen.dir(), "all resident", EngineConfig::default()), 32);
+        let some = EngineConfig { resident_experts: Some(10), ..Default::default() };
+        assert_eq!(check(&qwen.dir(), "some resident", some), 10);
+        let none = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..Default::default() };
+        assert_eq!(check(&qwen.dir(), "none resident", none), 0);
+        check(&qwen.dir(), "a small budget", small(760));
+        check(&qwen.dir(), "fp8 keys and values", EngineConfig { kv: KvBits::Fp8, ..Default::default() });
+        check(&qwen.dir(), "int8 dense", EngineConfig { dense: DenseBits::Int8, ..Default::default() });
+        check(&fixture_dir("deepseek_v2_lite"), "latent attention", EngineConfig::default());
+    }
+
+    #[test]
+    fn a_gpu_is_planned_for_that_is_not_here() {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        // The command does not know the emulator, this process might.
+        if device().is_some() && Cuda::open(0).is_ok_and(|cuda| cuda.info.name != "emulated GPU") {
+            return eprintln!("skipped: there is a GPU");
+        }
+        let with = |flags: &[&'static str]| [&LITE[..], &["--device", "cuda:0"], flags].concat();
+        let large = json(&with(&["--vram", "24GiB"]));
+        assert_eq!((&large["resident_experts"], &large["is_assumed"]), (&64.into(), &true.into()));
+        let small = json(&with(&["--vram", "6GiB"]));
+        assert!(small["resident_experts"].as_u64().unwrap() < 64);
+        assert!(small["advice"].to_string().contains("more VRAM all experts would be resident"), "{small}");
+        let decode = |plan: &Value| plan["expected"]["decode_tok_per_s"].as_f64().unwrap();
+        assert!(decode(&large) > decode(&small));
+
+        refused(&with(&[]), &["give --vram to plan for a GPU that is not here"]);
+        refused(&with(&["--vram", "16"]), &["--vram 16 bytes", "such as 16GiB"]);
+        refused(&with(&["--vram", "1GiB"]), &["GiB of VRAM", "raise --vram"]);
+        refused(&with(&["--vram", "8GiB", "--resident-experts", "65"]), &["a layer has 64 experts", "auto"]);
+        refused(&with(&["--vram", "6GiB", "--resident-experts", "64"]), &["give at most", "or auto"]);
+        refused(&with(&["--vram", "5GiB", "--max-context", "163840"]), &["use --max-context"]);
+        refused(&["plan", "--shape", "kimi-k2", "--vram", "48GiB", "--ram", "64GiB"], &["experts need", "--experts int4"]);
+    }
+}
