@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
-use super::ExpertExecutor;
 use super::memory::ExpertMemory;
+use super::{ExpertExecutor, Traffic};
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
@@ -271,8 +271,8 @@ impl ExpertExecutor<Cpu> for CpuExperts {
         self.finish_rows(out.data_mut())
     }
 
-    fn bytes_read(&self) -> u64 {
-        self.bytes_read
+    fn traffic(&self) -> Traffic {
+        Traffic { ram: self.bytes_read, link: 0 }
     }
 }
 

@@ -17,7 +17,7 @@ use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use super::{CpuExperts, ExpertExecutor, ExpertMemory};
+use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor, packed};
@@ -470,8 +470,12 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         failed
     }
 
-    fn bytes_read(&self) -> u64 {
-        ExpertExecutor::bytes_read(&self.cpu) + self.streamed_bytes
+    fn traffic(&self) -> Traffic {
+        Traffic { link: self.streamed_bytes, ..ExpertExecutor::traffic(&self.cpu) }
+    }
+
+    fn resident(&self) -> usize {
+        self.sizes.resident
     }
 }
 
