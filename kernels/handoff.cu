@@ -1,6 +1,7 @@
 // The CPU's part of a layer's experts, within a pass that the host has already enqueued: no copy nodes, no host functions.
 //
 //   publish  writes the tokens' hidden states (bf16) and routing into mapped pinned memory, then counts `down` up
+//            and counts what was chosen in used [experts]
 //   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]
 //
 // Both are one block, so that a branch of the graph beside them has the other multiprocessors. Ids of experts that live on the GPU
@@ -14,13 +15,15 @@
 constexpr int HANDOFF_THREADS = 1024;
 
 KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* weights, const uint64_t* resident, int rows_words, int choices,
-       int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* count, uint32_t* down) {
+       int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* used, uint32_t* count, uint32_t* down) {
     begin_kernel();
     const uint4* from = reinterpret_cast<const uint4*>(h);
     for (int i = threadIdx.x; i < rows_words; i += HANDOFF_THREADS) host_h[i] = from[i];
     for (int i = threadIdx.x; i < choices; i += HANDOFF_THREADS) {
         const int id = ids[i];
-        host_ids[i] = id >= 0 && id < experts && resident && resident[id] ? -1 : id;
+        const bool valid = id >= 0 && id < experts;
+        if (valid) atomicAdd(used + id, 1u);
+        host_ids[i] = valid && resident && resident[id] ? -1 : id;
         host_weights[i] = weights[i];
     }
     __threadfence_system();

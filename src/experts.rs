@@ -4,6 +4,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod memory;
+pub mod residency;
 
 pub use cpu::{CpuExperts, Pace};
 pub use memory::ExpertMemory;
@@ -22,6 +23,11 @@ pub trait ExpertExecutor<B: Backend>: Send {
     /// The host's part in a pass of `tokens` tokens that the backend replayed, all layers of it.
     fn replayed(&mut self, tokens: usize) -> Result<()> {
         let _ = tokens;
+        Ok(())
+    }
+
+    /// Called before every pass: time for what must not happen during one.
+    fn between_passes(&mut self) -> Result<()> {
         Ok(())
     }
 

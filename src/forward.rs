@@ -166,6 +166,9 @@ impl<B: Backend> Forward for Model<B> {
     fn forward(&mut self, batch: &Batch, mut tap: Option<&mut dyn Tap>) -> Result<()> {
         let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, tapped, .. } = self;
         assert!(batch.len() <= limits.tokens, "a batch larger than was allocated for");
+        if let Some(experts) = experts {
+            experts.between_passes()?;
+        }
         let count = batch.len().div_ceil(limits.chunk_tokens);
         let parts = &mut parts[..count];
         for (i, part) in parts.iter_mut().enumerate() {
