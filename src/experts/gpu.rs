@@ -183,10 +183,16 @@ struct Handoff {
     down: PinnedBuffer<u32>,    // [layers, 16]: a line each
     up: PinnedBuffer<u32>,      // [layers, 16]
     count: DeviceBuffer<u32>,   // [layers]
+    arrived: DeviceBuffer<u32>, // blocks that have written
     passes: Vec<u32>,           // [layers]: what `down` will be next
     x: Vec<f32>,                // [cpu_tokens, hidden]
     routing: Routing,
     hidden: usize,
+}
+
+/// Blocks of the kernels that hand so many numbers over: enough to fill PCIe, few for few tokens.
+fn handoff_blocks(numbers: usize) -> usize {
+    (numbers >> 14).clamp(1, 16)
 }
 
 /// Words of a cache line.
@@ -470,10 +476,10 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let table = if streamed > 0 { self.marks(layer, streamed)? } else { self.table(layer) };
         if cpu {
             // First, so that the CPU begins while the device goes on.
-            let Handoff { h, ids, weights, down, count, .. } = &self.handoff;
-            launch!(self.cuda, &self.cuda.compute, "publish", [1, 1, 1], 1024, 0;
+            let Handoff { h, ids, weights, down, count, arrived, .. } = &self.handoff;
+            launch!(self.cuda, &self.cuda.compute, "publish", [handoff_blocks(tokens * x.cols()), 1, 1], 1024, 0;
                 x.bf16(), routing.ids(), routing.weights(), table, (tokens * x.cols() / 8) as i32, (tokens * top_k) as i32, self.experts as i32,
-                h.address(), ids.address(), weights.address(), self.counts(layer), count.address().add(layer), down.address().add(layer * LINE));
+                h.address(), ids.address(), weights.address(), self.counts(layer), arrived.address(), count.address().add(layer), down.address().add(layer * LINE));
         }
         let gpu = if streamed > 0 {
             self.stream(layer, streamed, x, routing, cpu)?;
@@ -517,7 +523,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         }
         if cpu {
             let Handoff { y, up, count, .. } = &self.handoff;
-            launch!(self.cuda, stream, "fetch", [1, 1, 1], 1024, 0;
+            launch!(self.cuda, stream, "fetch", [handoff_blocks(tokens * hidden), 1, 1], 1024, 0;
                 count.address().add(layer), up.address().add(layer * LINE), y.address(), out.f32(), (tokens * hidden / 4) as i32);
             if !self.cuda.is_recording() {
                 self.serve(layer, tokens, top_k)?;
@@ -602,6 +608,7 @@ impl Handoff {
             down: PinnedBuffer::new(cuda, layers * LINE)?,
             up: PinnedBuffer::new(cuda, layers * LINE)?,
             count: DeviceBuffer::zeros(cuda, layers)?,
+            arrived: DeviceBuffer::zeros(cuda, 1)?,
             passes: vec![0; layers],
             x: vec![0.0; tokens * hidden],
             routing: Routing::default(),
