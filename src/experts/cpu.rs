@@ -78,7 +78,7 @@ const READ_COST: usize = 8;
 const NO_PAIR: u32 = u32::MAX;
 
 /// Below this many values one thread quantizes faster than a team wakes.
-const PARALLEL_VALUES: usize = 1 << 14;
+pub(super) const PARALLEL_VALUES: usize = 1 << 14;
 
 /// One expert with tokens to work on.
 #[derive(Clone, Copy)]
@@ -203,6 +203,11 @@ impl CpuExperts {
         let checked = self.check();
         self.active.clear();
         checked
+    }
+
+    /// Who computes them.
+    pub fn team(&self) -> &Team {
+        &self.team
     }
 
     /// Where the experts are.

@@ -19,12 +19,14 @@ use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
+use super::cpu::PARALLEL_VALUES;
 use super::residency::{Move, Use};
 use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor, packed};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Registered, launch};
+use crate::workers::Shared;
 
 /// Tokens up to which experts in VRAM are multiplied as they are read.
 const FEW_TOKENS: usize = 8;
@@ -638,15 +640,28 @@ impl Handoff {
 
     fn compute(&mut self, cpu: &mut CpuExperts, layer: usize, tokens: usize, top_k: usize) -> Result<()> {
         let (numbers, choices) = (tokens * self.hidden, tokens * top_k);
-        for (x, h) in self.x.iter_mut().zip(&self.h[..numbers]) {
-            *x = h.to_f32();
+        let take = |x: &mut [f32], y: &mut [f32], h: &[bf16]| {
+            x.iter_mut().zip(h).for_each(|(x, h)| *x = h.to_f32());
+            y.fill(0.0);
+        };
+        let (x, y, h) = (&mut self.x[..numbers], &mut self.y[..numbers], &self.h[..numbers]);
+        if numbers < PARALLEL_VALUES {
+            take(x, y, h);
+        } else {
+            let (x, y) = (Shared::new(x), Shared::new(y));
+            cpu.team().run(&|worker| {
+                let part = worker.share(numbers);
+                // SAFETY: workers' shares are disjoint.
+                #[allow(unsafe_code)]
+                let (x, y) = unsafe { (x.slice_mut(part.clone()), y.slice_mut(part.clone())) };
+                take(x, y, &h[part]);
+            });
         }
         self.routing.top_k = top_k;
         self.routing.ids.clear();
         self.routing.ids.extend_from_slice(&self.ids[..choices]);
         self.routing.weights.clear();
         self.routing.weights.extend_from_slice(&self.weights[..choices]);
-        self.y[..numbers].fill(0.0);
         cpu.submit_rows(layer, &self.x[..numbers], &self.routing)?;
         cpu.finish_rows(&mut self.y[..numbers])
     }
