@@ -82,8 +82,8 @@ fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
     let mut sources = BTreeSet::new();
     with_headers(source, &mut sources);
     sources.iter().for_each(|path| fs::read(path).expect("a source can be read").hash(&mut hasher));
-    // Beside the build's own folder, which is another for every set of features.
-    let dir = out.ancestors().nth(3).unwrap_or(out).join("kernels");
+    // target/kernels, for all profiles and features: the build's own folder is target/PROFILE/build/NAME/out.
+    let dir = out.ancestors().nth(4).unwrap_or(out).join("kernels");
     fs::create_dir_all(&dir).expect("the target folder can be written");
     let name = source.file_stem().expect("a file has a name").to_string_lossy();
     let fatbin = dir.join(format!("{name}-{:016x}.fatbin", hasher.finish()));
