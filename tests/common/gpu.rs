@@ -22,7 +22,8 @@ pub fn device() -> Option<&'static str> {
     if device.is_none() {
         // Not `eprintln!`: what a test that passes has printed is not shown.
         let test = std::thread::current().name().unwrap_or("a test").to_owned();
-        writeln!(std::io::stderr(), "skipped: {test}: there is neither a GPU nor the emulator (`make emulator`)").unwrap();
+        let line = format!("{test}: skipped: there is neither a GPU nor the emulator (`make emulator`)\n");
+        std::io::stderr().write_all(line.as_bytes()).unwrap();
     }
     device
 }
