@@ -7,10 +7,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{cache_dir, demo_dir};
+use moebius::backend::{OpTime, Rates};
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
 use moebius::engine::{self, EngineHandle, Event, Events, FinishReason, Request, RequestStats, SamplingParams};
+use moebius::experts::Traffic;
 use moebius::forward::{Forward, Tap};
 use moebius::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
@@ -219,8 +221,20 @@ impl Forward for Broken {
         self.0.resident_bytes_per_token()
     }
 
-    fn expert_bytes_read(&self) -> u64 {
-        self.0.expert_bytes_read()
+    fn traffic(&self) -> Traffic {
+        self.0.traffic()
+    }
+
+    fn resident_experts(&self) -> usize {
+        self.0.resident_experts()
+    }
+
+    fn rates(&self) -> Result<Option<Rates>> {
+        self.0.rates()
+    }
+
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
+        self.0.profile(batch)
     }
 
     fn enter_thread(&self) -> Result<()> {

@@ -359,7 +359,7 @@ impl CudaBackend {
         let enough = self.cuda.info.multiprocessors;
         let (m, n, shared) = match p.tokens {
             ..=32 => (32, 128, 81_920),
-            ..=256 => (64, 64, 65_536),
+            33..=256 => (64, 64, 65_536),
             _ if tiles(128, 128) >= enough => (128, 128, 98_304),
             _ => (64, 128, 98_304),
         };

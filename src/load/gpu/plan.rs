@@ -123,8 +123,8 @@ impl GpuPlan {
     ) -> Result<std::result::Result<Self, u64>> {
         let limits = Limits { tokens: pass, chunk_tokens: chunk, logit_rows: config.max_sequences };
         let wanted = config.max_context.unwrap_or(model.max_context).min(model.max_context);
-        let none = Counted::of(model, config, limits, wanted, 0)?;
-        let block = Counted::of(model, config, limits, wanted, 1)?.kv - none.kv;
+        let none = Counted::of(model, config, device, limits, wanted, 0)?;
+        let block = Counted::of(model, config, device, limits, wanted, 1)?.kv - none.kv;
         let fixed = none.weights + none.buffers;
         let Some((layers, moe)) = model.moe().map(|moe| (model.moe_layers().count(), moe)) else {
             return Ok(Self::settle(model, config, device, vram, budget, limits, &none, block, None, 0));
@@ -290,15 +290,15 @@ struct Counted {
 }
 
 impl Counted {
-    fn of(model: &ModelConfig, config: &EngineConfig, limits: Limits, context: usize, kv_blocks: usize) -> Result<Self> {
-        let cuda = Cuda::plan(DeviceInfo {
-            name: "a plan".into(),
-            capability: (9, 0),
-            multiprocessors: 132,
-            shared_bytes: 0,
-            total_bytes: 0,
-            free_bytes: 0,
-        });
+    fn of(
+        model: &ModelConfig,
+        config: &EngineConfig,
+        device: &DeviceInfo,
+        limits: Limits,
+        context: usize,
+        kv_blocks: usize,
+    ) -> Result<Self> {
+        let cuda = Cuda::plan(device.clone());
         let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, context))?;
         let own = cuda.allocated();
         let weights = Weights::load(&backend, &Shapes::new(model)?, model, config.dense, &|_, _| Ok(()))?;
