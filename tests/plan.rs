@@ -4,6 +4,7 @@
 mod common;
 
 use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::checkpoint::{Checkpoint, moebius};
 use moebius::batch::Batch;
@@ -12,6 +13,12 @@ use moebius::load;
 use moebius::models;
 use moebius::plan::{Plan, plan};
 use serde_json::Value;
+
+/// Tests that look at this process's memory run one after the other.
+fn alone() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn part(plan: &Plan, name: &str) -> u64 {
     plan.parts.iter().filter(|part| part.name == name).map(|part| part.vram_bytes + part.ram_bytes).sum()
@@ -26,6 +33,7 @@ fn anonymous_bytes() -> u64 {
 
 #[test]
 fn ram_is_what_loading_takes() {
+    let _alone = alone();
     let checkpoint = Checkpoint::synthetic(4);
     let config = EngineConfig {
         experts: ExpertBits::Bf16,
@@ -105,8 +113,6 @@ fn limits_have_remedies() {
 
 #[cfg(feature = "cuda")]
 mod gpu {
-    use std::sync::{Mutex, PoisonError};
-
     use super::*;
     use crate::common::gpu::{device, on_gpu};
     use crate::common::{cache_dir, fixture_dir};
@@ -116,9 +122,6 @@ mod gpu {
     use moebius::load::gpu::CONTEXT_BYTES;
     use moebius::topology::Topology;
     use moebius_cache::checkpoint::Checkpoint as Source;
-
-    /// Tests that look at free VRAM run one after the other.
-    static ALONE: Mutex<()> = Mutex::new(());
 
     /// VRAM taken after loading, as planned to within 1 percent, and how many experts of a layer are there.
     #[track_caller]
@@ -152,7 +155,7 @@ mod gpu {
 
     #[test]
     fn vram_is_what_loading_takes() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         if device().is_none() {
             return;
         }
@@ -171,7 +174,7 @@ mod gpu {
 
     #[test]
     fn a_gpu_is_planned_for_that_is_not_here() {
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = alone();
         // The command does not know the emulator, this process might.
         if device().is_some() && Cuda::open(0).is_ok_and(|cuda| !cuda.info.is_emulated()) {
             return eprintln!("skipped: there is a GPU");
@@ -179,6 +182,9 @@ mod gpu {
         let with = |flags: &[&'static str]| [&LITE[..], &["--device", "cuda:0"], flags].concat();
         let large = json(&with(&["--vram", "24GiB"]));
         assert_eq!((&large["resident_experts"], &large["is_assumed"]), (&64.into(), &true.into()));
+        // A model of which this machine could hold nothing.
+        let huge = json(&["plan", "--shape", "deepseek-v3", "--vram", "48GiB", "--ram", "600GiB"]);
+        assert!((1..256).contains(&huge["resident_experts"].as_u64().unwrap()), "{huge}");
         let small = json(&with(&["--vram", "6GiB"]));
         assert!(small["resident_experts"].as_u64().unwrap() < 64);
         assert!(small["advice"].to_string().contains("more VRAM all experts would be resident"), "{small}");

@@ -13,7 +13,7 @@ use crate::experts::CpuExperts;
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::forward::{Limits, Model};
 use crate::kv_cache::KvCache;
-use crate::load::{Machine, expert_bytes, gib};
+use crate::load::{Machine, dense_matrices, expert_bytes, gib};
 use crate::model::{Attention, ModelConfig};
 use crate::tensor::HostTensor;
 use crate::weights::{TensorSource, Weights};
@@ -321,13 +321,16 @@ struct Shapes(MmapMut);
 
 impl Shapes {
     fn new(model: &ModelConfig) -> Result<Self> {
-        let head = |a: &Attention| match a {
-            Attention::Gqa(a) => (a.num_heads + a.num_kv_heads) * a.head_dim,
-            Attention::Mla(a) => a.num_heads * (a.qk_head_dim() + a.v_head_dim + a.kv_lora_rank),
-        };
-        let widest = model.layers.iter().map(|l| head(&l.attention).max(crate::forward::mlp_width(l).unwrap_or(0))).max().unwrap_or(0);
-        let rows = model.vocab_size.max(widest).max(model.moe().map_or(0, |moe| moe.num_experts));
-        let bytes = rows.saturating_mul(model.hidden_size.max(widest)).saturating_mul(2);
+        let hidden = model.hidden_size;
+        let layers = model.layers.iter().flat_map(|layer| {
+            let up = match &layer.attention {
+                Attention::Gqa(_) => 0,
+                Attention::Mla(a) => a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank,
+            };
+            dense_matrices(model, layer).into_iter().map(|(n, k)| n.saturating_mul(k)).chain([up])
+        });
+        let ends = [model.vocab_size.saturating_mul(hidden), model.moe().map_or(0, |moe| moe.num_experts * hidden)];
+        let bytes = layers.chain(ends).max().unwrap_or(0).saturating_mul(2);
         MmapMut::map_anon(bytes.max(1)).map(Self).map_err(|e| Error::Resources(format!("no address space for a plan: {e}")))
     }
 }
