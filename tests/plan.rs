@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::checkpoint::{Checkpoint, moebius};
 use moebius::batch::Batch;
-use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory};
+use moebius::config::{Device, EngineConfig, ExpertBits, ExpertsMemory};
 use moebius::load;
 use moebius::models;
 use moebius::plan::{Plan, plan};
@@ -116,7 +116,7 @@ mod gpu {
     use super::*;
     use crate::common::gpu::{device, on_gpu};
     use crate::common::{cache_dir, fixture_dir};
-    use moebius::config::{KvBits, PrefillOn};
+    use moebius::config::{DenseBits, KvBits, PrefillOn};
     use moebius::cuda::Cuda;
     use moebius::load::Budget;
     use moebius::load::gpu::CONTEXT_BYTES;
