@@ -1,5 +1,5 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
-.PHONY: test lint emulator
+.PHONY: test lint kernels emulator
 
 test: emulator
 	cargo test --workspace --no-fail-fast
@@ -21,6 +21,10 @@ $(EMULATOR)/%.o: kernels/%.cu $(wildcard kernels/*.cuh) kernels/emulator/device.
 $(EMULATOR)/%.o: kernels/emulator/%.cc kernels/emulator/device.h kernels/emulator/threads.h
 	@mkdir -p $(EMULATOR)
 	g++ $(EMULATOR_FLAGS) -c $< -o $@
+
+# Compiles the kernels, for $CUDAARCHS, and fails where one spills.
+kernels:
+	scripts/kernel-resources
 
 lint:
 	cargo fmt --all --check

@@ -2,7 +2,7 @@
 //!
 //! nvcc is looked for in `$NVCC`, `$CUDA_HOME`, `$CUDA_PATH`, `.cu/` (see `scripts/cuda-toolchain`), `$PATH` and `/usr/local/cuda`.
 //! A fatbin is kept under a hash of its source, the headers it includes and the flags, so that an edit compiles what it changed.
-//! `$CUDAARCHS` (as "80;90a", CMake's name for it) compiles for these compute capabilities alone.
+//! `$CUDAARCHS` (CMake's name for it) compiles for these compute capabilities alone, as "80;90a", or for "all" that a release has.
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::DefaultHasher;
@@ -82,8 +82,8 @@ fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
     let mut sources = BTreeSet::new();
     with_headers(source, &mut sources);
     sources.iter().for_each(|path| fs::read(path).expect("a source can be read").hash(&mut hasher));
-    // Beside the build's own folder, which is another for every set of features.
-    let dir = out.ancestors().nth(3).unwrap_or(out).join("kernels");
+    // target/kernels, for all profiles and features: the build's own folder is target/PROFILE/build/NAME/out.
+    let dir = out.ancestors().nth(4).unwrap_or(out).join("kernels");
     fs::create_dir_all(&dir).expect("the target folder can be written");
     let name = source.file_stem().expect("a file has a name").to_string_lossy();
     let fatbin = dir.join(format!("{name}-{:016x}.fatbin", hasher.finish()));
@@ -104,10 +104,14 @@ fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
 
 /// A release is for everyone's machine, a test build for the one of whoever develops.
 fn targets() -> Vec<String> {
-    if let Ok(list) = env::var("CUDAARCHS") {
-        return list.split([';', ',']).map(|n| format!("arch=compute_{n},code=sm_{n}", n = n.trim())).collect();
-    }
-    let count = if env::var("PROFILE").is_ok_and(|p| p == "release") { TARGETS.len() } else { 2 };
+    let release = env::var("PROFILE").is_ok_and(|p| p == "release");
+    let count = match env::var("CUDAARCHS") {
+        Ok(list) if list != "all" => {
+            return list.split([';', ',']).map(|n| format!("arch=compute_{n},code=sm_{n}", n = n.trim())).collect();
+        }
+        Err(_) if !release => 2,
+        _ => TARGETS.len(),
+    };
     TARGETS[..count].iter().map(|t| t.to_string()).collect()
 }
 

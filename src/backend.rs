@@ -24,6 +24,32 @@ pub struct Routing {
     pub weights: Vec<f32>,
 }
 
+/// What a device was measured to do in a second.
+#[derive(Clone, Debug)]
+pub struct Rates {
+    /// What it is called.
+    pub device: String,
+    /// Bytes that its memory reads and writes.
+    pub memory: f64,
+    /// Bytes that come to it from the host.
+    pub link: f64,
+    /// Operations of products of BF16 matrices, two to a weight and a token.
+    pub products: f64,
+    /// Bytes of its memory that are taken.
+    pub taken: u64,
+}
+
+/// The time that kernels of one name took.
+#[derive(Clone, Debug)]
+pub struct OpTime {
+    /// The kernel's.
+    pub name: &'static str,
+    /// How often it ran.
+    pub launches: usize,
+    /// All together, the gaps behind them included.
+    pub seconds: f64,
+}
+
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Backend> {
     /// `[T, heads * dim]`
@@ -111,6 +137,18 @@ pub trait Backend: Sized + Send + 'static {
         let _ = tokens;
         record().map(|()| false)
     }
+    /// Measures the device; `None`: it is the CPU.
+    fn rates(&self) -> Result<Option<Rates>> {
+        Ok(None)
+    }
+    /// Keeps the time of every op from now on, or no more. Recorded passes are forgotten.
+    fn profiling(&self, on: bool) {
+        let _ = on;
+    }
+    /// Times of ops since the last call.
+    fn take_profile(&self) -> Result<Vec<OpTime>> {
+        Ok(Vec::new())
+    }
     /// Must be called on the thread that runs the ops, before the first.
     fn enter_thread(&self) -> Result<()> {
         Ok(())
@@ -143,6 +181,7 @@ pub trait Backend: Sized + Send + 'static {
     /// Activations for [`Backend::latent_attention`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
     /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads * v]`.
+    #[allow(clippy::too_many_arguments)] // what attention takes, and how latents become keys and values
     fn latent_attention(
         &self,
         kv: &Self::Kv,

@@ -237,6 +237,16 @@ Result cuEventRecord(Event* e, Stream* s) {
     });
     return SUCCESS;
 }
+// External: a recorded pass sets it whenever it runs.
+Result cuEventRecordWithFlags(Event* e, Stream* s, unsigned flags) {
+    if (flags == 0) return cuEventRecord(e, s);
+    if (flags != 1 || !of(s).capturing()) return INVALID_VALUE;
+    of(s).add([=] {
+        std::lock_guard<std::mutex> lock(e->mutex);
+        e->time = now();
+    });
+    return SUCCESS;
+}
 static void wait_event(Event* e, uint64_t number) {
     std::unique_lock<std::mutex> lock(e->mutex);
     e->changed.wait(lock, [=] { return e->done >= number; });

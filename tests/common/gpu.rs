@@ -1,6 +1,6 @@
 //! A GPU to test on: a real one, or kernels/emulator where there is none.
 
-use std::io::Write;
+use std::io::Write as _;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -16,23 +16,23 @@ use moebius::tensor::HostTensor;
 use moebius::topology::Topology;
 use moebius::workers::Team;
 
-/// What tests run on; `None`, said once, where there is neither a GPU nor the emulator.
+/// What tests run on; `None`, and the test's name said, where there is neither a GPU nor the emulator.
 pub fn device() -> Option<&'static str> {
     static DEVICE: OnceLock<Option<&'static str>> = OnceLock::new();
-    *DEVICE.get_or_init(|| {
+    let device = *DEVICE.get_or_init(|| {
         // SAFETY: the driver's own initializers run; the library stays.
         #[allow(unsafe_code)]
         let open = |path: &Path| unsafe { libloading::Library::new(path).map(std::mem::forget).is_ok() };
         if open(Path::new("libcuda.so.1")) {
             return Some("a GPU");
         }
-        let emulator = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/emulator/libcuda.so.1");
-        if open(&emulator) {
-            return Some("the emulator");
-        }
-        eprintln!("skipped: there is no GPU, and no emulator (`make emulator`)");
-        None
-    })
+        let emulator = super::root().join("target/emulator/libcuda.so.1");
+        open(&emulator).then_some("the emulator")
+    });
+    if device.is_none() {
+        say_skipped("there is neither a GPU nor the emulator (`make emulator`)");
+    }
+    device
 }
 
 /// On the GPU.
@@ -40,18 +40,17 @@ pub fn on_gpu(config: EngineConfig) -> EngineConfig {
     EngineConfig { device: Device::Cuda(0), ..config }
 }
 
-/// Returns from a test, and says so past the test runner, where there is nothing to run it on; `real`: on the emulator as well.
+/// Returns from a test, and says so, where there is nothing to run it on; `real`: on the emulator as well.
 macro_rules! need_gpu {
     () => {
-        common::gpu::need_gpu!(common::gpu::device().is_none(), "there is no GPU, and no emulator (`make emulator`)")
+        if common::gpu::device().is_none() {
+            return;
+        }
+        let _alone = common::gpu::alone();
     };
     (real) => {
-        common::gpu::need_gpu!(common::gpu::device() != Some("a GPU"), "it takes a real GPU")
-    };
-    ($lacks:expr, $why:literal) => {
-        if $lacks {
-            fn here() {}
-            return common::gpu::say_skipped(std::any::type_name_of_val(&here).trim_end_matches("::here"), $why);
+        if common::gpu::device() != Some("a GPU") {
+            return common::gpu::say_skipped("it takes a real GPU");
         }
         let _alone = common::gpu::alone();
     };
@@ -64,9 +63,10 @@ pub fn alone() -> MutexGuard<'static, ()> {
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Past the test runner, which keeps what a passing test prints.
-pub fn say_skipped(test: &str, why: &str) {
-    let _ = writeln!(std::io::stderr(), "{test}: skipped: {why}");
+/// Not by `eprintln!`: what a test that passes has printed is not shown.
+pub fn say_skipped(why: &str) {
+    let line = format!("{}: skipped: {why}\n", std::thread::current().name().unwrap_or("a test"));
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 /// A GPU and, as its twin, the CPU.

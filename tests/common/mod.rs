@@ -6,6 +6,7 @@ pub mod engine;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 
+use std::env::var_os;
 use std::path::PathBuf;
 
 use moebius::batch::{BLOCK_SIZE, Batch};
@@ -22,17 +23,22 @@ pub struct Fixture {
     reference: Vec<u8>,
 }
 
+/// The checkout, or what stands for it where tests run that were built elsewhere (`scripts/gpu-bundle`): Cargo's variable says.
+pub fn root() -> PathBuf {
+    var_os("CARGO_MANIFEST_DIR").unwrap_or(env!("CARGO_MANIFEST_DIR").into()).into()
+}
+
 pub fn fixture_dir(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    root().join("tests/fixtures").join(name)
 }
 
 pub fn demo_dir(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("demo").join(name)
+    root().join("demo").join(name)
 }
 
 /// Caches of this test run; Cargo's own folder for test data.
 pub fn cache_dir() -> PathBuf {
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("cache")
+    PathBuf::from(var_os("CARGO_TARGET_TMPDIR").unwrap_or(env!("CARGO_TARGET_TMPDIR").into())).join("cache")
 }
 
 /// Loads a checkpoint with small limits.
