@@ -159,7 +159,7 @@ fn last_logits(loaded: &mut Loaded, tokens: &[u32], pass: usize) -> Vec<Vec<f32>
     for part in tokens.chunks(pass) {
         batch.clear();
         let row = run.push(&mut batch, part);
-        let rows: Vec<usize> = (0..=row).rev().take(8).rev().collect();
+        let rows: Vec<usize> = (row.saturating_sub(7)..=row).collect();
         logits = step(&mut *loaded.model, &batch, &rows);
     }
     logits

@@ -1,5 +1,5 @@
 //! Every allocation of the process, counted.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, unreachable_pub)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};

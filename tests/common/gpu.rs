@@ -89,22 +89,6 @@ pub fn team() -> Arc<Team> {
     Arc::new(Team::new(&Topology::read().worker_cpus(2)).unwrap())
 }
 
-/// What the GPU makes of an expression over a backend, and what the CPU does.
-macro_rules! both {
-    ($sides:expr, |$b:ident| $body:expr) => {{
-        let got = {
-            let $b = &$sides.gpu;
-            $body
-        };
-        let want = {
-            let $b = &$sides.cpu;
-            $body
-        };
-        (got, want)
-    }};
-}
-pub(crate) use both;
-
 /// A backend whose tensors tests fill and read.
 pub trait Filled: Backend {
     /// Activations of products, from numbers that bf16 holds.
