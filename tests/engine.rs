@@ -184,8 +184,20 @@ impl Forward for Broken {
         self.0.resident_bytes_per_token()
     }
 
-    fn expert_bytes_read(&self) -> u64 {
-        self.0.expert_bytes_read()
+    fn traffic(&self) -> moebius::experts::Traffic {
+        self.0.traffic()
+    }
+
+    fn resident_experts(&self) -> usize {
+        self.0.resident_experts()
+    }
+
+    fn rates(&self) -> moebius::Result<Option<moebius::backend::Rates>> {
+        self.0.rates()
+    }
+
+    fn profile(&mut self, batch: &Batch) -> moebius::Result<Vec<moebius::backend::OpTime>> {
+        self.0.profile(batch)
     }
 
     fn enter_thread(&self) -> Result<()> {

@@ -28,18 +28,14 @@ fn decode_steps_take_no_memory() {
             let mut pool = BlockPool::new(loaded.kv_blocks);
             let mut runs = [Run::new(&mut pool, 1200), Run::new(&mut pool, 1200)];
             let mut batch = Batch::default();
-            for run in &mut runs {
-                run.push(&mut batch, &(7..57).collect::<Vec<u32>>());
-            }
+            runs.iter_mut().for_each(|run| _ = run.push(&mut batch, &(7..57).collect::<Vec<u32>>()));
             loaded.model.forward(&batch, None).unwrap();
             // One sequence and two in turn: each number is a recording of its own.
             let mut decode = |loaded: &mut moebius::load::Loaded, n: u32| {
                 for step in 0..n {
                     batch.clear();
                     let sequences = 1 + step as usize % 2;
-                    for run in &mut runs[..sequences] {
-                        run.push(&mut batch, &[7 + step % 100]);
-                    }
+                    runs[..sequences].iter_mut().for_each(|run| _ = run.push(&mut batch, &[7 + step % 100]));
                     loaded.model.forward(&batch, None).unwrap();
                     loaded.model.logits(&[0, 1][..sequences]).unwrap();
                 }

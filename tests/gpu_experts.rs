@@ -152,34 +152,32 @@ fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
     let mut reference = on_cpu(&store);
     let mut executors = PLACES.map(|place| (place, placed(b, &store, place)));
     for (i, &tokens) in tokens.iter().enumerate() {
-        {
-            let layer = i % LAYERS;
-            let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
-            let (cpu, exact) = (run_on_cpu(&mut reference, layer, &x, &routing), naive(&store, layer, &x, &routing));
-            let mut resident = Vec::new();
-            for (place, experts) in &mut executors {
-                let what = format!("{precision}, {tokens} tokens, layer {layer}, {place:?}");
-                let got = run(b, experts, layer, &x, &routing, 0.0);
-                // The first token has one expert at most, the others all of theirs.
-                let rows = || got.chunks(hidden).zip(cpu.chunks(hidden)).enumerate();
-                for (t, (got, want)) in rows().filter(|(_, (_, want))| want.iter().any(|&w| w != 0.0)) {
-                    let cosine = cosine(got, want);
-                    assert!(cosine >= 0.999, "{what}, token {t}: cosine {cosine} with the CPU's");
-                }
-                match place {
-                    // `h` of the CPU's integer experts has 8 bits: its own tests know how far it may be off.
-                    Place::Cpu => assert_eq!(got, cpu, "{what}"),
-                    Place::Vram | Place::Streamed => check(&what, &got, &exact, ROUNDED),
-                    Place::Everywhere | Place::VramAndCpu => {}
-                }
-                match place {
-                    Place::Vram => resident = got.clone(),
-                    // The same kernels on the same bytes, from somewhere else. Few tokens have kernels of their own where nothing is streamed.
-                    Place::Streamed if tokens > 8 => assert_eq!(got, resident, "{what}"),
-                    _ => {}
-                }
-                assert_eq!(run(b, experts, layer, &x, &routing, 0.0), got, "{what}: again");
+        let layer = i % LAYERS;
+        let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
+        let (cpu, exact) = (run_on_cpu(&mut reference, layer, &x, &routing), naive(&store, layer, &x, &routing));
+        let mut resident = Vec::new();
+        for (place, experts) in &mut executors {
+            let what = format!("{precision}, {tokens} tokens, layer {layer}, {place:?}");
+            let got = run(b, experts, layer, &x, &routing, 0.0);
+            // The first token has one expert at most, the others all of theirs.
+            let rows = || got.chunks(hidden).zip(cpu.chunks(hidden)).enumerate();
+            for (t, (got, want)) in rows().filter(|(_, (_, want))| want.iter().any(|&w| w != 0.0)) {
+                let cosine = cosine(got, want);
+                assert!(cosine >= 0.999, "{what}, token {t}: cosine {cosine} with the CPU's");
             }
+            match place {
+                // `h` of the CPU's integer experts has 8 bits: its own tests know how far it may be off.
+                Place::Cpu => assert_eq!(got, cpu, "{what}"),
+                Place::Vram | Place::Streamed => check(&what, &got, &exact, ROUNDED),
+                Place::Everywhere | Place::VramAndCpu => {}
+            }
+            match place {
+                Place::Vram => resident = got.clone(),
+                // The same kernels on the same bytes, from somewhere else. Few tokens have kernels of their own where nothing is streamed.
+                Place::Streamed if tokens > 8 => assert_eq!(got, resident, "{what}"),
+                _ => {}
+            }
+            assert_eq!(run(b, experts, layer, &x, &routing, 0.0), got, "{what}: again");
         }
     }
 }

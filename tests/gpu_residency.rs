@@ -8,7 +8,7 @@ mod common;
 
 use std::path::Path;
 
-use common::gpu::{device, on_gpu};
+use common::gpu::{need_gpu, on_gpu};
 use common::{Fixture, greedy};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
@@ -47,11 +47,7 @@ fn read_by_cpu(fixture: &Fixture, loaded: &mut Loaded, tokens: usize) -> u64 {
 
 #[test]
 fn the_most_chosen_become_residents() {
-    let name = "the_most_chosen_become_residents";
-    if device().is_none() {
-        eprintln!("{name}: skipped");
-        return;
-    }
+    need_gpu!();
     let (fixture, cache) = (Fixture::open("qwen3_moe"), tempfile::tempdir().unwrap());
     let mut loaded = open(&fixture, cache.path());
     let (layers, experts) = {

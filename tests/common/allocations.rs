@@ -1,5 +1,6 @@
 //! Every allocation of the process, counted.
-#![allow(unsafe_code, unreachable_pub)]
+#![allow(unreachable_pub)] // of several test binaries
+#![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};

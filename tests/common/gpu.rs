@@ -1,6 +1,6 @@
 //! A GPU to test on: a real one, or kernels/emulator where there is none.
 
-use std::io::Write as _;
+use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -16,10 +16,10 @@ use moebius::tensor::HostTensor;
 use moebius::topology::Topology;
 use moebius::workers::Team;
 
-/// What tests run on; `None`, and the test's name said, where there is neither a GPU nor the emulator.
+/// What tests run on: a GPU, or the emulator.
 pub fn device() -> Option<&'static str> {
     static DEVICE: OnceLock<Option<&'static str>> = OnceLock::new();
-    let device = *DEVICE.get_or_init(|| {
+    *DEVICE.get_or_init(|| {
         // SAFETY: the driver's own initializers run; the library stays.
         #[allow(unsafe_code)]
         let open = |path: &Path| unsafe { libloading::Library::new(path).map(std::mem::forget).is_ok() };
@@ -28,11 +28,7 @@ pub fn device() -> Option<&'static str> {
         }
         let emulator = super::root().join("target/emulator/libcuda.so.1");
         open(&emulator).then_some("the emulator")
-    });
-    if device.is_none() {
-        say_skipped("there is neither a GPU nor the emulator (`make emulator`)");
-    }
-    device
+    })
 }
 
 /// On the GPU.
@@ -40,17 +36,18 @@ pub fn on_gpu(config: EngineConfig) -> EngineConfig {
     EngineConfig { device: Device::Cuda(0), ..config }
 }
 
-/// Returns from a test, and says so, where there is nothing to run it on; `real`: on the emulator as well.
+/// Returns from a test, and says so past the test runner, where there is nothing to run it on; `real`: on the emulator as well.
 macro_rules! need_gpu {
     () => {
-        if common::gpu::device().is_none() {
-            return;
-        }
-        let _alone = common::gpu::alone();
+        common::gpu::need_gpu!(common::gpu::device().is_none(), "there is no GPU, and no emulator (`make emulator`)")
     };
     (real) => {
-        if common::gpu::device() != Some("a GPU") {
-            return common::gpu::say_skipped("it takes a real GPU");
+        common::gpu::need_gpu!(common::gpu::device() != Some("a GPU"), "it takes a real GPU")
+    };
+    ($lacks:expr, $why:literal) => {
+        if $lacks {
+            fn here() {}
+            return common::gpu::say_skipped(std::any::type_name_of_val(&here).trim_end_matches("::here"), $why);
         }
         let _alone = common::gpu::alone();
     };
@@ -63,10 +60,9 @@ pub fn alone() -> MutexGuard<'static, ()> {
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Not by `eprintln!`: what a test that passes has printed is not shown.
-pub fn say_skipped(why: &str) {
-    let line = format!("{}: skipped: {why}\n", std::thread::current().name().unwrap_or("a test"));
-    let _ = std::io::stderr().write_all(line.as_bytes());
+/// Past the test runner, which keeps what a passing test prints.
+pub fn say_skipped(test: &str, why: &str) {
+    let _ = writeln!(std::io::stderr(), "{test}: skipped: {why}");
 }
 
 /// A GPU and, as its twin, the CPU.
@@ -88,6 +84,22 @@ impl Sides {
 pub fn team() -> Arc<Team> {
     Arc::new(Team::new(&Topology::read().worker_cpus(2)).unwrap())
 }
+
+/// What the GPU makes of an expression over a backend, and what the CPU does.
+macro_rules! both {
+    ($sides:expr, |$b:ident| $body:expr) => {{
+        let got = {
+            let $b = &$sides.gpu;
+            $body
+        };
+        let want = {
+            let $b = &$sides.cpu;
+            $body
+        };
+        (got, want)
+    }};
+}
+pub(crate) use both;
 
 /// A backend whose tensors tests fill and read.
 pub trait Filled: Backend {

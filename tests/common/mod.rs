@@ -1,5 +1,5 @@
 //! What the tests of whole models share.
-#![allow(dead_code, unreachable_pub)] // each test binary uses its part
+#![allow(dead_code, unreachable_pub, unused_macros, unused_imports)] // each test binary uses its part
 
 pub mod checkpoint;
 pub mod engine;

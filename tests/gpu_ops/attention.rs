@@ -4,7 +4,7 @@ use moebius::backend::{Backend, Heads};
 use moebius::config::KvBits;
 
 use crate::common;
-use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, ragged, random};
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, ragged, random};
 
 /// Query heads, KV heads and their width: every kernel at its own width and below, one query head to a KV head, several, and more than a block serves.
 const HEADS: [(usize, usize, usize); 9] =

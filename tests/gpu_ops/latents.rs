@@ -5,7 +5,7 @@ use moebius::config::KvBits;
 use moebius::model::Mla;
 
 use crate::common;
-use common::gpu::{Filled, ROUNDING, Sides, Within, check, host, need_gpu, ragged, random};
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
 
 fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (usize, usize, usize)) -> Mla {
     // Scores spread by about 1.5.

@@ -7,21 +7,6 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-/// What the GPU makes of an expression over a backend, and what the CPU does.
-macro_rules! both {
-    ($sides:expr, |$b:ident| $body:expr) => {{
-        let got = {
-            let $b = &$sides.gpu;
-            $body
-        };
-        let want = {
-            let $b = &$sides.cpu;
-            $body
-        };
-        (got, want)
-    }};
-}
-
 mod attention;
 mod latents;
 mod products;

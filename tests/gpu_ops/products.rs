@@ -6,7 +6,7 @@ use moebius_cache::pack::{MatrixLayout, unpack_matrix};
 use moebius_cache::quantize::quantize_matrix;
 
 use crate::common;
-use common::gpu::{Filled, ROUNDING, Sides, Within, check, host, need_gpu, random};
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, random};
 
 /// One by one, a few, the ends of tiles of 16 to 128, and tensor cores of every kind.
 const TOKENS: [usize; 13] = [1, 2, 5, 8, 9, 17, 33, 64, 65, 127, 128, 129, 300];

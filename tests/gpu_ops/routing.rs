@@ -4,7 +4,7 @@ use moebius::backend::{Backend, Routing};
 use moebius::model::{GroupScore, Groups, Router, Scoring};
 
 use crate::common;
-use common::gpu::{Filled, Sides, Within, check, need_gpu, random};
+use common::gpu::{Filled, Sides, Within, both, check, need_gpu, random};
 
 /// Experts, and how they are chosen.
 fn routers() -> Vec<(usize, Router)> {

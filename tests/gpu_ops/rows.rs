@@ -3,7 +3,7 @@
 use moebius::backend::Backend;
 
 use crate::common;
-use common::gpu::{Filled, Sides, Within, check, host, need_gpu, ragged, random};
+use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, ragged, random};
 
 #[test]
 fn embed_copies_rows() {
