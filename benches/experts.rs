@@ -159,7 +159,7 @@ fn measure(
     let limit = read_bandwidth(team, STORE_BYTES / 2, Pages::Huge, 2)?;
     for i in 0..repeats + 1 {
         let mut routing = routing(tokens, shape, &mut state);
-        let before = experts.bytes_read();
+        let before = experts.traffic().ram;
         let start = Instant::now();
         if let Some(router) = router {
             router.backend.route(&router.weights[i % router.weights.len()], &router.config, &x, &mut routing);
@@ -169,7 +169,7 @@ fn measure(
         // The first one warms up buffers and threads.
         if i > 0 {
             times.push(start.elapsed().as_secs_f64());
-            bytes += experts.bytes_read() - before;
+            bytes += experts.traffic().ram - before;
         }
     }
     times.sort_by(f64::total_cmp);

@@ -11,7 +11,7 @@
 //
 //   experts_sort    grid num_experts, block 1024, no dynamic shared memory
 //       (ids: *const i32 [pairs] 16-byte aligned, experts: *const u64 [num_experts], pair_slot: *mut i32, offsets: *mut i32, tiles: *mut int4,
-//        pairs: i32, num_experts: i32, tile_tokens: i32)
+//        pairs: i32, num_experts: i32, tile_tokens: i32, used: *mut u32 [num_experts] or null: counts pairs of each expert that is here)
 #include "common.cuh"
 
 constexpr int SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / WARP, MAX_EXPERTS = 512, STEP = 4 * WARP;
@@ -23,7 +23,7 @@ __device__ __forceinline__ int4 four_ids(const int* ids, int i, int pairs) {
 }
 
 KERNEL(experts_sort, SORT_THREADS, const int* ids, const uint64_t* experts, int* pair_slot, int* offsets, int4* tiles, int pairs, int num_experts,
-       int tile_tokens) {
+       int tile_tokens, uint32_t* used) {
     begin_kernel();
     __shared__ uint32_t here[MAX_EXPERTS / WARP];
     __shared__ int lower_of[SORT_WARPS], own_of[SORT_WARPS];
@@ -65,6 +65,7 @@ KERNEL(experts_sort, SORT_THREADS, const int* ids, const uint64_t* experts, int*
 
     if (threadIdx.x == 0) {
         offsets[expert] = first;
+        if (used) used[expert] += (uint32_t)total;
         if (expert == num_experts - 1) offsets[num_experts] = first + total;
     }
     const int tile = first / tile_tokens + expert;

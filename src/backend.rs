@@ -24,6 +24,32 @@ pub struct Routing {
     pub weights: Vec<f32>,
 }
 
+/// What a device was measured to do in a second.
+#[derive(Clone, Debug)]
+pub struct Rates {
+    /// What it is called.
+    pub device: String,
+    /// Bytes that its memory reads and writes.
+    pub memory: f64,
+    /// Bytes that come to it from the host.
+    pub link: f64,
+    /// Operations of products of BF16 matrices, two to a weight and a token.
+    pub products: f64,
+    /// Bytes of its memory that are taken.
+    pub taken: u64,
+}
+
+/// The time that kernels of one name took.
+#[derive(Clone, Debug)]
+pub struct OpTime {
+    /// The kernel's.
+    pub name: &'static str,
+    /// How often it ran.
+    pub launches: usize,
+    /// All together, the gaps behind them included.
+    pub seconds: f64,
+}
+
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Backend> {
     /// `[T, heads * dim]`
@@ -110,6 +136,18 @@ pub trait Backend: Sized + Send + 'static {
     fn replay(&self, tokens: usize, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         let _ = tokens;
         record().map(|()| false)
+    }
+    /// Measures the device; `None`: it is the CPU.
+    fn rates(&self) -> Result<Option<Rates>> {
+        Ok(None)
+    }
+    /// Keeps the time of every op from now on, or no more. Recorded passes are forgotten.
+    fn profiling(&self, on: bool) {
+        let _ = on;
+    }
+    /// Times of ops since the last call.
+    fn take_profile(&self) -> Result<Vec<OpTime>> {
+        Ok(Vec::new())
     }
     /// Must be called on the thread that runs the ops, before the first.
     fn enter_thread(&self) -> Result<()> {

@@ -1,14 +1,16 @@
-//! How fast a model runs on this box, and how fast it could: prefill and decode beside what memory allows.
+//! How fast a model runs on this box, and how fast it could: prefill and decode beside what the machine's parts allow.
+
+mod limits;
+mod report;
 
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
-use serde::Serialize;
-
-use crate::backend::Routing;
+use crate::backend::{Rates, Routing};
 use crate::batch::Batch;
 use crate::config::EngineConfig;
+use crate::experts::Traffic;
 use crate::forward::Tap;
 use crate::kv_cache::BlockPool;
 use crate::load::{self, Budget, LoadProgress, Loaded};
@@ -19,6 +21,9 @@ use crate::random::Random;
 use crate::synthetic::{self, Synthetic};
 use crate::topology::{self, Topology};
 use crate::{Error, Result};
+
+use limits::{Speed, Work};
+pub use report::{Distinct, Gpu, Machine, Op, PrecisionReport, Report, Row};
 
 /// Bytes over which the read bandwidth is measured: more than any processor's cache.
 pub const BANDWIDTH_BYTES: usize = 2 << 30;
@@ -34,91 +39,8 @@ pub struct Plan {
     pub batches: Vec<usize>,
     /// Runs of each row; the median counts.
     pub runs: usize,
-}
-
-/// One run of everything, as `--json` prints it.
-#[derive(Debug, Serialize)]
-pub struct Report {
-    /// Where it ran.
-    pub machine: Machine,
-    /// What ran.
-    pub model: String,
-    /// Layers that ran.
-    pub layers: usize,
-    /// In what precision.
-    pub precision: PrecisionReport,
-    /// Seconds from the start of loading until ready.
-    pub ready_s: f64,
-    /// Weight bytes that one decoded token reads.
-    pub bytes_per_token: u64,
-    /// Least and most distinct experts that one layer used in the longest prefill.
-    pub distinct_experts: Option<Distinct>,
-    /// Results.
-    pub rows: Vec<Row>,
-}
-
-/// The box.
-#[derive(Debug, Serialize)]
-pub struct Machine {
-    /// As the processor calls itself.
-    pub cpu: String,
-    /// Physical cores this process may use.
-    pub cores: usize,
-    /// Worker threads.
-    pub threads: usize,
-    /// Instruction set of the kernels.
-    pub simd: String,
-    /// RAM of the machine.
-    pub memory_gib: f64,
-    /// Measured with all workers, in huge pages where there are some.
-    pub read_gb_per_s: f64,
-}
-
-/// Precisions that ran.
-#[derive(Debug, Serialize)]
-pub struct PrecisionReport {
-    /// Of the routed experts.
-    pub experts: String,
-    /// Of the rest.
-    pub dense: String,
-    /// Of keys and values.
-    pub kv: String,
-}
-
-/// Spread of the routing.
-#[derive(Debug, Serialize)]
-pub struct Distinct {
-    /// Of the layer that used fewest.
-    pub least: usize,
-    /// Of the layer that used most.
-    pub most: usize,
-    /// Experts of a layer.
-    pub of: usize,
-    /// Tokens of the prefill.
-    pub tokens: usize,
-}
-
-/// One measured number.
-#[derive(Debug, Serialize)]
-pub struct Row {
-    /// `prefill` or `decode`.
-    pub phase: &'static str,
-    /// Tokens of the prompt, or decoded by each sequence.
-    pub tokens: usize,
-    /// Sequences together.
-    pub batch: usize,
-    /// Where the routed experts are.
-    pub experts: &'static str,
-    /// Where everything else runs.
-    pub device: &'static str,
-    /// Median over the runs, all sequences together.
-    pub tok_per_s: f64,
-    /// What reading the weights once at the measured bandwidth would allow.
-    pub limit_tok_per_s: f64,
-    /// Weight bytes read per second.
-    pub gb_per_s: f64,
-    /// Of the measured read bandwidth.
-    pub share_of_bandwidth: f64,
+    /// Whether to tell where the GPU's time goes.
+    pub ops: bool,
 }
 
 /// Loads random weights of a named shape. Errors: unknown shape, or it does not fit into memory.
@@ -149,7 +71,7 @@ pub fn run(
         Source::Directory(dir) => load::load(model, dir, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
-    let ready_s = started.elapsed().as_secs_f64();
+    let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));
     if sequences > loaded.max_batch_tokens {
         let limit = loaded.max_batch_tokens;
         return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
@@ -164,9 +86,16 @@ pub fn run(
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
     let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
-    let resident = loaded.model.resident_bytes_per_token();
-
-    let mut bench = Bench { loaded: &mut loaded, bandwidth, resident, random: Random(42) };
+    let dense = loaded.model.resident_bytes_per_token();
+    let rates = loaded.model.rates()?;
+    let mut bench = Bench {
+        speed: speed(bandwidth, rates.as_ref()),
+        on_device: rates.is_some(),
+        loaded: &mut loaded,
+        dense,
+        random: Random(42),
+        ops: plan.ops,
+    };
     let mut rows = Vec::new();
     for &tokens in &plan.prompt_tokens {
         rows.push(bench.prefill(tokens, plan.runs)?);
@@ -184,8 +113,16 @@ pub fn run(
             cores: topology.cores.len(),
             threads: loaded.team.threads(),
             simd: loaded.kernel.simd().to_string(),
-            memory_gib: topology.total_bytes as f64 / (1u64 << 30) as f64,
+            memory_gib: gib(topology.total_bytes),
             read_gb_per_s: bandwidth,
+            gpu: rates.map(|r| Gpu {
+                name: r.device,
+                memory_gb_per_s: r.memory / 1e9,
+                link_gb_per_s: r.link / 1e9,
+                tflops: r.products / 1e12,
+                taken_gib: gib(r.taken),
+                resident_experts: loaded.model.resident_experts(),
+            }),
         },
         model: model.to_string(),
         layers: loaded.model.config().layers.len(),
@@ -195,7 +132,8 @@ pub fn run(
             kv: config.kv.to_string(),
         },
         ready_s,
-        bytes_per_token: resident + experts,
+        peak_ram_gib,
+        bytes_per_token: dense + experts,
         distinct_experts,
         rows,
     })
@@ -218,10 +156,20 @@ const CONTEXT: usize = 32;
 
 struct Bench<'a> {
     loaded: &'a mut Loaded,
-
-    bandwidth: f64, // GB/s
-    resident: u64,  // bytes a decode step reads besides experts
+    speed: Speed,
+    on_device: bool,
+    dense: u64, // bytes that a pass reads besides experts
     random: Random,
+    ops: bool,
+}
+
+fn speed(read_gb_per_s: f64, rates: Option<&Rates>) -> Speed {
+    let of = |rate: fn(&Rates) -> f64| rates.map_or(f64::INFINITY, rate);
+    Speed { ram: read_gb_per_s * 1e9, link: of(|r| r.link), vram: of(|r| r.memory), products: of(|r| r.products) }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1u64 << 30) as f64
 }
 
 /// Distinct experts of each layer.
@@ -260,26 +208,30 @@ impl Bench<'_> {
         Ok(started.elapsed().as_secs_f64())
     }
 
-    fn experts_read(&self) -> u64 {
-        self.loaded.model.expert_bytes_read()
-    }
-
     fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Row> {
         let mut blocks = Vec::new();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
-        let (mut seconds, mut bytes) = (Vec::new(), 0);
+        let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
         for run in 0..=runs {
             let prompt = self.tokens(tokens);
-            let before = self.experts_read();
+            let before = self.loaded.model.traffic();
             let s = self.read(&prompt, &blocks, None)?;
-            let passes = tokens.div_ceil(self.loaded.max_batch_tokens) as u64;
-            bytes = self.experts_read() - before + passes * self.resident;
+            moved = self.loaded.model.traffic().since(before);
             // The first run checks checksums and touches memory for the first time.
             if run > 0 {
                 seconds.push(s);
             }
         }
-        Ok(self.row("prefill", tokens, 1, tokens, median(&mut seconds), bytes))
+        let pass = tokens.min(self.loaded.max_batch_tokens);
+        let passes = tokens.div_ceil(pass);
+        let work = self.work(moved, passes, pass, limits::products(self.loaded.model.config(), tokens));
+        let mut row = self.row("prefill", tokens, 1, tokens, median(&mut seconds), work);
+        if self.ops {
+            let (prompt, mut batch) = (self.tokens(pass), Batch::default());
+            batch.push(&prompt, 0, &blocks);
+            row.ops = self.profile(&batch)?;
+        }
+        Ok(row)
     }
 
     fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Row> {
@@ -295,11 +247,11 @@ impl Bench<'_> {
             self.read(&prompt, table, None)?;
         }
         let rows: Vec<usize> = (0..sequences).collect();
-        let (mut seconds, mut bytes) = (Vec::new(), 0);
+        let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
         let mut batch = Batch::default();
         for run in 0..=runs {
             let ids = self.tokens(tokens * sequences);
-            let (started, before) = (Instant::now(), self.experts_read());
+            let (started, before) = (Instant::now(), self.loaded.model.traffic());
             for (i, ids) in ids.chunks(sequences).enumerate() {
                 batch.clear();
                 for (id, table) in ids.iter().zip(&tables) {
@@ -308,26 +260,54 @@ impl Bench<'_> {
                 self.loaded.model.forward(&batch, None)?;
                 self.loaded.model.logits(&rows)?;
             }
-            bytes = self.experts_read() - before + tokens as u64 * self.resident;
+            moved = self.loaded.model.traffic().since(before);
             if run > 0 {
                 seconds.push(started.elapsed().as_secs_f64());
             }
         }
-        Ok(self.row("decode", tokens, sequences, tokens * sequences, median(&mut seconds), bytes))
+        let work = self.work(moved, tokens, sequences, 0.0);
+        let mut row = self.row("decode", tokens, sequences, tokens * sequences, median(&mut seconds), work);
+        if self.ops {
+            row.ops = self.profile(&batch)?;
+        }
+        Ok(row)
     }
 
-    fn row(&self, phase: &'static str, tokens: usize, batch: usize, total: usize, seconds: f64, bytes: u64) -> Row {
-        let gb_per_s = bytes as f64 / 1e9 / seconds;
+    /// What `passes` passes over so many tokens each move and compute.
+    fn work(&self, moved: Traffic, passes: usize, tokens: usize, products: f64) -> Work {
+        let model = self.loaded.model.config();
+        let resident = model.moe().map_or(0.0, |moe| {
+            let share = self.loaded.model.resident_experts() as f64 / moe.num_experts as f64;
+            let all = model.moe_layers().count() as f64 * expert_bytes(model, self.loaded) as f64;
+            all * share * limits::distinct(moe.num_experts, moe.router.top_k, tokens)
+        });
+        Work::new(moved, passes as f64 * self.dense as f64, passes as f64 * resident, products, self.on_device)
+    }
+
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<Op>> {
+        let times = self.loaded.model.profile(batch)?;
+        Ok(times.into_iter().map(|t| Op { name: t.name, launches: t.launches, us: 1e6 * t.seconds }).collect())
+    }
+
+    fn row(&self, phase: &'static str, tokens: usize, batch: usize, total: usize, seconds: f64, work: Work) -> Row {
+        let (least, limited_by) = work.at_least(&self.speed);
+        let resident = self.loaded.model.resident_experts();
         Row {
             phase,
             tokens,
             batch,
-            experts: "ram",
-            device: "cpu",
+            experts: match resident {
+                0 => "ram",
+                n if Some(n) == self.loaded.model.config().moe().map(|moe| moe.num_experts) => "vram",
+                _ => "ram and vram",
+            },
+            device: if self.on_device { "cuda" } else { "cpu" },
             tok_per_s: total as f64 / seconds,
-            limit_tok_per_s: total as f64 * self.bandwidth * 1e9 / bytes as f64,
-            gb_per_s,
-            share_of_bandwidth: gb_per_s / self.bandwidth,
+            limit_tok_per_s: total as f64 / least,
+            limited_by,
+            share_of_limit: least / seconds,
+            ram_gb_per_s: work.ram / 1e9 / seconds,
+            ops: Vec::new(),
         }
     }
 
@@ -343,47 +323,20 @@ impl Bench<'_> {
     }
 }
 
-/// Bytes of routed experts that one token reads.
-fn experts_per_token_bytes(model: &ModelConfig, loaded: &Loaded) -> u64 {
+/// Bytes of one routed expert.
+fn expert_bytes(model: &ModelConfig, loaded: &Loaded) -> usize {
     let (Some(moe), Some(precision)) = (model.moe(), loaded.precision) else { return 0 };
     let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision);
-    let bytes = layout.expect("experts of this layout are loaded").bytes();
-    (model.moe_layers().count() * moe.router.top_k * bytes) as u64
+    layout.expect("experts of this layout are loaded").bytes()
+}
+
+/// Bytes of routed experts that one token reads.
+fn experts_per_token_bytes(model: &ModelConfig, loaded: &Loaded) -> u64 {
+    let choices: usize = model.moe_layers().map(|(_, moe)| moe.router.top_k).sum();
+    (choices * expert_bytes(model, loaded)) as u64
 }
 
 fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
-}
-
-impl std::fmt::Display for Report {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Machine { cpu, threads, simd, memory_gib, read_gb_per_s, .. } = &self.machine;
-        writeln!(f, "{cpu}, {threads} threads, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
-        let PrecisionReport { experts, dense, kv } = &self.precision;
-        let bytes = self.bytes_per_token as f64;
-        let read = if bytes < 1e8 { format!("{:.2} MB", bytes / 1e6) } else { format!("{:.2} GB", bytes / 1e9) };
-        writeln!(
-            f,
-            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}; ready in {:.1} s",
-            self.model, self.layers, self.ready_s
-        )?;
-        if let Some(d) = &self.distinct_experts {
-            writeln!(f, "a prompt of {} tokens uses {} to {} of {} experts per layer", d.tokens, d.least, d.most, d.of)?;
-        }
-        writeln!(
-            f,
-            "\n{:8} {:>7} {:>6} {:>10} {:>14} {:>8} {:>10}",
-            "phase", "tokens", "batch", "tok/s", "memory limit", "GB/s", "bandwidth"
-        )?;
-        for r in &self.rows {
-            let share = 100.0 * r.share_of_bandwidth;
-            writeln!(
-                f,
-                "{:8} {:>7} {:>6} {:>10.1} {:>14.1} {:>8.1} {share:>9.0}%",
-                r.phase, r.tokens, r.batch, r.tok_per_s, r.limit_tok_per_s, r.gb_per_s
-            )?;
-        }
-        Ok(())
-    }
 }

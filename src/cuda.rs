@@ -7,6 +7,7 @@
 mod graph;
 pub(crate) mod kernels;
 mod memory;
+mod profile;
 mod stream;
 
 use std::ffi::{CStr, c_char};
@@ -45,6 +46,11 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
+    /// Whether it is kernels/emulator: right, and slow.
+    pub fn is_emulated(&self) -> bool {
+        self.name == "emulated GPU"
+    }
+
     /// Whether kernels multiply by warpgroups: `HAS_WGMMA` in kernels/device.cuh.
     pub fn has_wgmma(&self) -> bool {
         self.capability == (9, 0)
@@ -65,6 +71,7 @@ pub struct Cuda {
     allocated: AtomicU64,
     recording: AtomicBool,
     independent: AtomicBool,
+    marks: Mutex<Option<Vec<(&'static str, Event)>>>,
     /// Nothing is done, only counted: there need be no device.
     planned: bool,
     failed: Mutex<Option<String>>,
@@ -208,6 +215,7 @@ impl Cuda {
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
             independent: AtomicBool::new(false),
+            marks: Mutex::new(None),
             planned: false,
             failed: Mutex::new(None),
         }))
@@ -224,6 +232,7 @@ impl Cuda {
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
             independent: AtomicBool::new(false),
+            marks: Mutex::new(None),
             planned: true,
             failed: Mutex::new(None),
         })

@@ -310,9 +310,9 @@ impl Engine {
         if self.batch.is_empty() {
             return Ok(());
         }
-        let before = self.model.expert_bytes_read();
+        let before = self.model.traffic();
         self.model.forward(&self.batch, None)?;
-        let read = self.model.expert_bytes_read() - before + self.resident_bytes;
+        let read = self.model.traffic().since(before).total() + self.resident_bytes;
         self.scheduler.commit();
 
         // At most one row per sequence, and no more sequences than rows of logits.

@@ -4,6 +4,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod memory;
+pub mod residency;
 
 pub use cpu::{CpuExperts, Pace};
 pub use memory::ExpertMemory;
@@ -25,6 +26,37 @@ pub trait ExpertExecutor<B: Backend>: Send {
         Ok(())
     }
 
-    /// Bytes of expert weights read since the start.
-    fn bytes_read(&self) -> u64;
+    /// Called before every pass: time for what must not happen during one.
+    fn between_passes(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Expert weights that were moved since the start.
+    fn traffic(&self) -> Traffic;
+
+    /// Experts of each layer that live on the device.
+    fn resident(&self) -> usize {
+        0
+    }
+}
+
+/// Bytes of expert weights that were moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// From RAM to the CPU.
+    pub ram: u64,
+    /// From RAM to a device.
+    pub link: u64,
+}
+
+impl Traffic {
+    /// Bytes read from RAM, by whomever.
+    pub fn total(self) -> u64 {
+        self.ram + self.link
+    }
+
+    /// What was moved since `before`.
+    pub fn since(self, before: Traffic) -> Traffic {
+        Traffic { ram: self.ram - before.ram, link: self.link - before.link }
+    }
 }

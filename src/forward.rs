@@ -12,9 +12,9 @@ use std::ops::Range;
 
 use crate::Result;
 use crate::attention::{AttentionBuffers, Step, attention};
-use crate::backend::{Backend, Routing};
+use crate::backend::{Backend, OpTime, Rates, Routing};
 use crate::batch::Batch;
-use crate::experts::ExpertExecutor;
+use crate::experts::{ExpertExecutor, Traffic};
 use crate::kv_cache::KvCache;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
 use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
@@ -38,8 +38,17 @@ pub trait Forward: Send {
     /// Bytes of resident weights that a decode step of one token reads.
     fn resident_bytes_per_token(&self) -> u64;
 
-    /// Bytes of expert weights read since the start.
-    fn expert_bytes_read(&self) -> u64;
+    /// Expert weights that were moved since the start.
+    fn traffic(&self) -> Traffic;
+
+    /// Experts of each layer that live on the device.
+    fn resident_experts(&self) -> usize;
+
+    /// Measures the device; `None`: it is the CPU. Errors: `Error::Resources` if the device has no memory left for it; `Error::Device`.
+    fn rates(&self) -> Result<Option<Rates>>;
+
+    /// Reads the batch, and logits of its last row, twice; times of the second pass's ops, none on the CPU.
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>>;
 
     /// Must be called on the thread that runs the model, before its first batch.
     fn enter_thread(&self) -> Result<()>;
@@ -157,6 +166,9 @@ impl<B: Backend> Forward for Model<B> {
     fn forward(&mut self, batch: &Batch, mut tap: Option<&mut dyn Tap>) -> Result<()> {
         let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, tapped, .. } = self;
         assert!(batch.len() <= limits.tokens, "a batch larger than was allocated for");
+        if let Some(experts) = experts {
+            experts.between_passes()?;
+        }
         let count = batch.len().div_ceil(limits.chunk_tokens);
         let parts = &mut parts[..count];
         for (i, part) in parts.iter_mut().enumerate() {
@@ -232,8 +244,29 @@ impl<B: Backend> Forward for Model<B> {
         self.weights.bytes_per_token(&self.backend) as u64
     }
 
-    fn expert_bytes_read(&self) -> u64 {
-        self.experts.as_ref().map_or(0, |experts| experts.bytes_read())
+    fn traffic(&self) -> Traffic {
+        self.experts.as_ref().map(|experts| experts.traffic()).unwrap_or_default()
+    }
+
+    fn resident_experts(&self) -> usize {
+        self.experts.as_ref().map_or(0, |experts| experts.resident())
+    }
+
+    fn rates(&self) -> Result<Option<Rates>> {
+        self.backend.rates()
+    }
+
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
+        self.backend.profiling(true);
+        let mut pass = || {
+            self.forward(batch, None)?;
+            self.logits(&[batch.len() - 1])?;
+            self.backend.take_profile()
+        };
+        // The first pass loads whatever it needs, the second may be recorded.
+        let times = pass().and_then(|_| pass());
+        self.backend.profiling(false);
+        times
     }
 
     fn enter_thread(&self) -> Result<()> {

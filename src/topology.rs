@@ -223,6 +223,11 @@ pub fn available_bytes() -> u64 {
     available(&text("proc/meminfo"), limit, used)
 }
 
+/// The most RAM that this process ever had, mapped files included.
+pub fn peak_bytes() -> u64 {
+    meminfo_bytes(&std::fs::read_to_string("/proc/self/status").unwrap_or_default(), "VmHWM").unwrap_or(0)
+}
+
 /// What the machine has, within the control group's limit.
 fn available(meminfo: &str, cgroup_limit: Option<u64>, cgroup_used: u64) -> u64 {
     let machine = meminfo_bytes(meminfo, "MemAvailable").or(meminfo_bytes(meminfo, "MemFree")).unwrap_or(0);

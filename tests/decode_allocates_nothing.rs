@@ -1,34 +1,16 @@
 //! A decode step touches the allocator not at all, whatever the model and precision.
-#![allow(clippy::unwrap_used, unsafe_code)]
+#![allow(clippy::unwrap_used)]
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+#[path = "common/allocations.rs"]
+mod allocations;
 
+use allocations::allocations;
 use common::{Run, demo_dir, load};
 use moebius::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::kv_cache::BlockPool;
-
-struct Counting;
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: hands everything to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_decode_step_does_not_allocate() {
@@ -51,9 +33,9 @@ fn a_decode_step_does_not_allocate() {
             };
             // Scratch memory grows in the first steps, and experts are checked as they are met.
             steps(&mut loaded, 30);
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            let before = allocations();
             steps(&mut loaded, 30);
-            assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0, "{model} {experts:?} {dense:?}");
+            assert_eq!(allocations() - before, 0, "{model} {experts:?} {dense:?}");
         }
     }
 }

@@ -6,11 +6,12 @@ mod common;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{cache_dir, demo_dir};
+use common::engine::{greedy, prompt, read, seeded};
+use common::{cache_dir, demo_dir, resident_bytes};
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
-use moebius::engine::{self, EngineHandle, Event, Events, FinishReason, Request, RequestStats, SamplingParams};
+use moebius::engine::{self, EngineHandle, Event, FinishReason, Request};
 use moebius::forward::{Forward, Tap};
 use moebius::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
@@ -41,42 +42,6 @@ fn start_changed(model: &str, max_context: usize, change: impl FnOnce(&mut Loade
 
 fn start(model: &str, max_context: usize) -> EngineHandle {
     engine::start(model, &demo_dir(model), &config(max_context), &|_| {}).unwrap()
-}
-
-fn prompt(len: usize, seed: u32) -> Vec<u32> {
-    (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
-}
-
-/// `max_tokens` tokens after a prompt, end tokens included.
-fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingParams) -> Request {
-    Request { prompt, max_tokens: Some(max_tokens), sampling, ignore_eos: true }
-}
-
-fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Request {
-    request(prompt, max_tokens, SamplingParams::default())
-}
-
-fn seeded(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
-    request(prompt, max_tokens, SamplingParams { temperature: 1.0, seed: Some(seed), ..Default::default() })
-}
-
-/// The tokens of an answer and how it ended. Panics when nothing comes for a minute.
-fn read(mut events: Events) -> (Vec<u32>, Result<(FinishReason, RequestStats)>) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-    let mut tokens = Vec::new();
-    runtime.block_on(async {
-        loop {
-            let event = tokio::time::timeout(Duration::from_secs(60), events.recv()).await.expect("an event within a minute");
-            match event.expect("a last event") {
-                Event::Token(token, stats) => {
-                    tokens.push(token);
-                    assert_eq!(stats.completion_tokens, tokens.len());
-                }
-                Event::Done(reason, stats) => break (tokens, Ok((reason, stats))),
-                Event::Failed(error) => break (tokens, Err(error)),
-            }
-        }
-    })
 }
 
 /// A whole answer, with its numbers checked.
@@ -219,8 +184,20 @@ impl Forward for Broken {
         self.0.resident_bytes_per_token()
     }
 
-    fn expert_bytes_read(&self) -> u64 {
-        self.0.expert_bytes_read()
+    fn traffic(&self) -> moebius::experts::Traffic {
+        self.0.traffic()
+    }
+
+    fn resident_experts(&self) -> usize {
+        self.0.resident_experts()
+    }
+
+    fn rates(&self) -> moebius::Result<Option<moebius::backend::Rates>> {
+        self.0.rates()
+    }
+
+    fn profile(&mut self, batch: &Batch) -> moebius::Result<Vec<moebius::backend::OpTime>> {
+        self.0.profile(batch)
     }
 
     fn enter_thread(&self) -> Result<()> {
@@ -325,11 +302,6 @@ fn an_idle_engine_sleeps() {
     std::thread::sleep(Duration::from_millis(1000));
     let used = cpu_ticks() - before;
     assert!(used <= 5, "{used} ticks of 10 ms in an idle second");
-}
-
-fn resident_bytes() -> usize {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }
 
 #[test]

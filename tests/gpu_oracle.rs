@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::gpu::{device, on_gpu};
+use common::gpu::{need_gpu, on_gpu};
 use common::{Fixture, greedy};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
@@ -58,9 +58,7 @@ fn check(name: &str, what: &str, config: &EngineConfig) {
 
 #[test]
 fn experts_in_vram() {
-    if device().is_none() {
-        return;
-    }
+    need_gpu!();
     for name in FIXTURES {
         check(name, "all resident", &exact(EngineConfig::default()));
     }
@@ -68,9 +66,7 @@ fn experts_in_vram() {
 
 #[test]
 fn experts_on_the_cpu() {
-    if device().is_none() {
-        return;
-    }
+    need_gpu!();
     for name in ["qwen3_moe", "deepseek_v3"] {
         let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..Default::default() };
         check(name, "on the CPU", &exact(config));
@@ -79,9 +75,7 @@ fn experts_on_the_cpu() {
 
 #[test]
 fn experts_streamed() {
-    if device().is_none() {
-        return;
-    }
+    need_gpu!();
     for name in ["qwen3_moe", "deepseek_v3"] {
         let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Gpu, ..Default::default() };
         check(name, "streamed", &exact(config));
@@ -90,9 +84,7 @@ fn experts_streamed() {
 
 #[test]
 fn experts_here_and_there() {
-    if device().is_none() {
-        return;
-    }
+    need_gpu!();
     for name in ["qwen3_moe", "deepseek_v3"] {
         for prefill in PrefillOn::ALL {
             let config = EngineConfig { resident_experts: Some(3), prefill, ..Default::default() };

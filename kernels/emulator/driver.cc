@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <sys/mman.h>
 #include <thread>
@@ -104,6 +105,10 @@ static Stream& default_stream() {
 }
 static Stream& of(Stream* s) { return s ? *s : default_stream(); }
 
+// All that have been made, and not destroyed.
+static std::mutex streams_mutex;
+static std::set<Stream*> streams;
+
 // Device memory ends at a page that cannot be touched.
 static std::mutex memory_mutex;
 static std::map<uint64_t, std::pair<void*, size_t>> memory;
@@ -151,7 +156,12 @@ Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     memory_used += pages;
     return *pointer = at, SUCCESS;
 }
+// Waits for all that runs, as the driver does.
 Result cuMemFree_v2(uint64_t pointer) {
+    {
+        std::lock_guard<std::mutex> lock(streams_mutex);
+        for (Stream* stream : streams) stream->wait();
+    }
     std::lock_guard<std::mutex> lock(memory_mutex);
     auto found = memory.find(pointer);
     if (found == memory.end()) return INVALID_VALUE;
@@ -184,8 +194,18 @@ Result cuMemHostRegister_v2(void* p, size_t bytes, unsigned) { return pin(p, byt
 Result cuMemHostUnregister(void* p) { return pin(p, 0), SUCCESS; }
 Result cuMemHostGetDevicePointer_v2(uint64_t* device, void* p, unsigned) { return *device = (uint64_t)p, SUCCESS; }
 
-Result cuStreamCreate(Stream** s, unsigned) { return *s = new Stream, SUCCESS; }
-Result cuStreamDestroy_v2(Stream* s) { return s->wait(), delete s, SUCCESS; }
+Result cuStreamCreate(Stream** s, unsigned) {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    streams.insert(*s = new Stream);
+    return SUCCESS;
+}
+Result cuStreamDestroy_v2(Stream* s) {
+    {
+        std::lock_guard<std::mutex> lock(streams_mutex);
+        streams.erase(s);
+    }
+    return s->wait(), delete s, SUCCESS;
+}
 Result cuStreamSynchronize(Stream* s) { return of(s).wait(), SUCCESS; }
 Result cuStreamQuery(Stream* s) {
     std::lock_guard<std::mutex> lock(of(s).mutex);
@@ -214,6 +234,16 @@ Result cuEventRecord(Event* e, Stream* s) {
         e->done = number;
         e->time = now();
         e->changed.notify_all();
+    });
+    return SUCCESS;
+}
+// External: a recorded pass sets it whenever it runs.
+Result cuEventRecordWithFlags(Event* e, Stream* s, unsigned flags) {
+    if (flags == 0) return cuEventRecord(e, s);
+    if (flags != 1 || !of(s).capturing()) return INVALID_VALUE;
+    of(s).add([=] {
+        std::lock_guard<std::mutex> lock(e->mutex);
+        e->time = now();
     });
     return SUCCESS;
 }

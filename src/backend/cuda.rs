@@ -7,6 +7,7 @@
 mod attention;
 mod batch;
 mod linear;
+mod measure;
 pub mod packed;
 
 use std::cell::RefCell;
@@ -16,7 +17,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use crate::backend::{Backend, Heads, Routing};
+use crate::backend::{Backend, Heads, OpTime, Rates, Routing};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
@@ -365,6 +366,19 @@ impl Backend for CudaBackend {
             graph.launch();
         }
         Ok(true)
+    }
+
+    fn rates(&self) -> Result<Option<Rates>> {
+        self.measure().map(Some)
+    }
+
+    fn profiling(&self, on: bool) {
+        self.graphs.borrow_mut().clear();
+        self.cuda.profiling(on);
+    }
+
+    fn take_profile(&self) -> Result<Vec<OpTime>> {
+        self.cuda.take_profile()
     }
 
     fn enter_thread(&self) -> Result<()> {

@@ -36,6 +36,9 @@ pub(crate) struct Args {
     /// Runs of each measurement, after one to warm up; the median counts.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
     runs: u64,
+    /// Also where a pass's time on the GPU goes, kernel by kernel.
+    #[arg(long)]
+    ops: bool,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -46,7 +49,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
         return Err(Error::Invalid("a prompt of 0 tokens cannot be measured: give at least 1".into()));
     }
     let batches = args.batch.iter().map(|&sequences| sequences as usize).collect();
-    let plan = Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches, runs: args.runs as usize };
+    let plan =
+        Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches, runs: args.runs as usize, ops: args.ops };
     let status = Status::new();
     let report = match (&args.model, &args.shape) {
         (Some(model), _) => {

@@ -27,7 +27,7 @@ impl Kernels {
     pub(super) fn load(info: &DeviceInfo) -> Result<Self> {
         let modules = MODULES.iter().map(|(name, image)| {
             // The emulated device has its kernels built in.
-            if image.is_empty() && info.name != "emulated GPU" {
+            if image.is_empty() && !info.is_emulated() {
                 return Err(Error::Device(
                     "this build has no GPU kernels: build it where nvcc is (scripts/cuda-toolchain fetches one), or use --device cpu"
                         .into(),
@@ -113,6 +113,7 @@ impl Cuda {
             return;
         }
         self.take_independent();
+        self.mark(stream, name);
         let Kernel(function) = self.kernels.get(name);
         let [x, y, z] = grid.map(|n| n as u32);
         // Each may be on its way before the one in front of it has ended: all kernels wait where they begin.

@@ -168,6 +168,16 @@ impl Cuda {
     }
 }
 
+impl Cuda {
+    /// Copies `bytes` bytes within the device's memory, in the order of `stream`.
+    pub fn copy_within<T: Pod>(&self, stream: &Stream, to: Address<T>, from: Address<T>, bytes: usize) {
+        if !self.is_plan() {
+            // SAFETY: the caller's addresses are of as many bytes.
+            self.note("copying on the device", unsafe { sys::cuMemcpyDtoDAsync_v2(to.0, from.0, bytes, stream.0) });
+        }
+    }
+}
+
 /// Host memory that the device reads and writes directly. Zeros at first.
 pub struct PinnedBuffer<T> {
     host: *mut T,

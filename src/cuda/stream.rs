@@ -50,7 +50,7 @@ impl Drop for Stream {
 }
 
 /// A mark in a stream that another stream, or the host, can wait for.
-pub struct Event(sys::CUevent);
+pub struct Event(pub(super) sys::CUevent);
 
 // SAFETY: as for streams.
 unsafe impl Send for Event {}

@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
-use super::ExpertExecutor;
 use super::memory::ExpertMemory;
+use super::{ExpertExecutor, Traffic};
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
@@ -78,7 +78,7 @@ const READ_COST: usize = 8;
 const NO_PAIR: u32 = u32::MAX;
 
 /// Below this many values one thread quantizes faster than a team wakes.
-const PARALLEL_VALUES: usize = 1 << 14;
+pub(super) const PARALLEL_VALUES: usize = 1 << 14;
 
 /// One expert with tokens to work on.
 #[derive(Clone, Copy)]
@@ -205,6 +205,11 @@ impl CpuExperts {
         checked
     }
 
+    /// Who computes them.
+    pub fn team(&self) -> &Team {
+        &self.team
+    }
+
     /// Where the experts are.
     pub fn memory(&self) -> &Arc<ExpertMemory> {
         &self.memory
@@ -271,8 +276,8 @@ impl ExpertExecutor<Cpu> for CpuExperts {
         self.finish_rows(out.data_mut())
     }
 
-    fn bytes_read(&self) -> u64 {
-        self.bytes_read
+    fn traffic(&self) -> Traffic {
+        Traffic { ram: self.bytes_read, link: 0 }
     }
 }
 

@@ -10,18 +10,23 @@
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use super::{CpuExperts, ExpertExecutor, ExpertMemory};
+use super::cpu::PARALLEL_VALUES;
+use super::residency::{Move, Use};
+use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor, packed};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Registered, launch};
+use crate::workers::Shared;
 
 /// Tokens up to which experts in VRAM are multiplied as they are read.
 const FEW_TOKENS: usize = 8;
@@ -108,7 +113,30 @@ pub struct GpuExperts {
     handoff: Handoff,
     streamed_bytes: u64,
     submitted: Option<Submitted>,
+    learning: Option<Learning>,
 }
+
+/// Counts of chosen experts on their way from the device, and what follows from them.
+struct Learning {
+    used: Use,
+    path: Option<PathBuf>,
+    counts: DeviceBuffer<u32>,   // [layers, experts], since the start
+    snapshot: PinnedBuffer<u32>, // the same, as they were some passes ago
+    taken: Event,                // when `snapshot` had come
+    before: Vec<u32>,            // the snapshot before
+    passes: u32,
+    moves: Vec<Move>, // still to be made
+    saved: Instant,
+}
+
+/// Passes from one look at the counts to the next.
+const LOOK: u32 = 64;
+
+/// Experts that change places before one pass.
+const MOVES: usize = 2;
+
+/// Counts are saved so often, and at the end.
+const SAVE: Duration = Duration::from_secs(60);
 
 /// Whether the ring is used at all.
 #[derive(Clone, Copy, PartialEq)]
@@ -157,10 +185,16 @@ struct Handoff {
     down: PinnedBuffer<u32>,    // [layers, 16]: a line each
     up: PinnedBuffer<u32>,      // [layers, 16]
     count: DeviceBuffer<u32>,   // [layers]
+    arrived: DeviceBuffer<u32>, // blocks that have written
     passes: Vec<u32>,           // [layers]: what `down` will be next
     x: Vec<f32>,                // [cpu_tokens, hidden]
     routing: Routing,
     hidden: usize,
+}
+
+/// Blocks of the kernels that hand so many numbers over: enough to fill PCIe, few for few tokens.
+fn handoff_blocks(numbers: usize) -> usize {
+    (numbers >> 14).clamp(1, 16)
 }
 
 /// Words of a cache line.
@@ -191,7 +225,10 @@ impl GpuExperts {
         let memory = cpu.memory().clone();
         let (layers, experts, layout) = (memory.cache().num_layers(), memory.cache().num_experts(), memory.cache().layout());
         let stride = memory.stride();
-        let order: Vec<Vec<u16>> = (0..layers).map(|_| (0..experts as u16).collect()).collect();
+        let path = memory.cache().is_file().then(|| Use::path_of(memory.cache().path()));
+        let saved = path.as_deref().and_then(|path| Use::load(path, layers, experts));
+        let used = saved.unwrap_or_else(|| Use::new(layers, experts));
+        let order: Vec<Vec<u16>> = (0..layers).map(|layer| used.order(layer)).collect();
 
         let resident = DeviceBuffer::new(&cuda, layers * sizes.resident * stride)?;
         let mut tables = vec![0u64; layers * experts];
@@ -212,6 +249,20 @@ impl GpuExperts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
             true => memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect(),
             false => Vec::new(),
+        };
+        let learning = match sizes.resident == experts {
+            true => None,
+            false => Some(Learning {
+                used,
+                path,
+                counts: DeviceBuffer::zeros(&cuda, layers * experts)?,
+                snapshot: PinnedBuffer::new(&cuda, layers * experts)?,
+                taken: Event::new(&cuda)?,
+                before: vec![0; layers * experts],
+                passes: 0,
+                moves: Vec::new(),
+                saved: Instant::now(),
+            }),
         };
         let half = (sizes.ring / 2).min(experts - sizes.resident);
         Ok(Self {
@@ -242,6 +293,7 @@ impl GpuExperts {
             registered,
             streamed_bytes: 0,
             submitted: None,
+            learning,
         })
     }
 
@@ -250,7 +302,7 @@ impl GpuExperts {
         let (stride, pairs) = (layout.bytes().next_multiple_of(64), sizes.tokens * sizes.top_k);
         let ring = 2 * (sizes.ring / 2).min(experts - sizes.resident);
         let work = pairs * (4 + 2 * layout.down.k + 2 * layout.down.n + 1) + 16 * (experts + 1);
-        ((layers * sizes.resident + ring) * stride + work + 16 * layers * experts) as u64
+        ((layers * sizes.resident + ring) * stride + work + 20 * layers * experts) as u64
     }
 
     /// Bytes of VRAM that residents take.
@@ -275,6 +327,28 @@ impl GpuExperts {
             _ if must => others,
             _ => self.speeds.streamed(others, self.experts, tokens, self.sizes.top_k, &self.layout),
         }
+    }
+
+    /// Where choices of `layer` are counted.
+    fn counts(&self, layer: usize) -> Address<u32> {
+        self.learning.as_ref().map_or(Address::NULL, |l| l.counts.address().add(layer * self.experts))
+    }
+
+    /// Gives an outsider the place of a resident. Its copy and the new addresses come before the next pass in the compute stream.
+    fn make(&mut self, Move { layer, resident, outsider }: Move) -> Result<()> {
+        self.cpu.check_layer(layer)?;
+        let Self { cuda, memory, order, host_tables, tables, experts, sizes, ring, .. } = self;
+        let to = self.resident.address().add((layer * sizes.resident + resident) * memory.stride());
+        let row = &mut host_tables[layer * *experts..(layer + 1) * *experts];
+        let (old, new) = (order[layer][resident] as usize, order[layer][outsider] as usize);
+        order[layer].swap(resident, outsider);
+        (row[old], row[new]) = (0, to.to_u64());
+        memory.each_run(layer, new..new + 1, |offset, bytes| cuda.upload(&cuda.compute, to.add(offset), bytes));
+        cuda.upload(&cuda.compute, tables.address().add(layer * *experts), row);
+        // What was said of this layer's places is no longer so.
+        self.marks = None;
+        ring.holds.iter_mut().filter(|held| held.as_ref().is_some_and(|(l, _)| *l == layer)).for_each(|held| *held = None);
+        Ok(())
     }
 
     /// Addresses of residents of `layer`.
@@ -312,15 +386,16 @@ impl GpuExperts {
         cuda.wait(&cuda.copy, &ring.used[slot]);
         let mut table = vec![0u64; experts];
         let base = ring.bytes.address().add(slot * ring.half * stride);
-        let mut place = places.start;
-        while place < places.end {
-            // Neighbours in the file cross together.
-            let first = order[layer][place] as usize;
-            let run = (place..places.end).take_while(|&p| order[layer][p] as usize == first + p - place).count();
-            let to = base.add((place - places.start) * stride);
-            memory.each_run(layer, first..first + run, |offset, bytes| cuda.upload(&cuda.copy, to.add(offset), bytes));
-            (0..run).for_each(|i| table[first + i] = to.add(i * stride).to_u64());
-            place += run;
+        // Neighbours in the file cross together.
+        let mut numbers: Vec<usize> = order[layer][places.clone()].iter().map(|&expert| expert as usize).collect();
+        numbers.sort_unstable();
+        let mut to = base;
+        for run in numbers.chunk_by(|a, b| a + 1 == *b) {
+            memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| cuda.upload(&cuda.copy, to.add(offset), bytes));
+            for &expert in run {
+                table[expert] = to.to_u64();
+                to = to.add(stride);
+            }
         }
         if places.start == self.sizes.resident {
             // Residents are computed with the first half.
@@ -340,8 +415,8 @@ impl GpuExperts {
         (first..end).step_by(half.max(1)).map(move |at| at..end.min(at + half))
     }
 
-    /// Streams experts of `layer` and computes `y` with them and with the residents.
-    fn stream(&mut self, layer: usize, streamed: usize, x: &Tensor, routing: &CudaRouting) -> Result<()> {
+    /// Streams experts of `layer` and computes `y` with them and with the residents. `counted`: choices already are.
+    fn stream(&mut self, layer: usize, streamed: usize, x: &Tensor, routing: &CudaRouting, counted: bool) -> Result<()> {
         let count = self.halves(streamed).count();
         for (i, places) in self.halves(streamed).enumerate() {
             let slot = self.ring.slot(layer, &places, count);
@@ -355,20 +430,21 @@ impl GpuExperts {
                 self.fill(1 - slot, layer, places)?;
             }
             self.cuda.wait(&self.cuda.compute, &self.ring.filled[slot]);
-            self.grouped(self.ring.tables.address().add(slot * self.experts), x, routing);
+            let used = if counted { Address::NULL } else { self.counts(layer) };
+            self.grouped(self.ring.tables.address().add(slot * self.experts), x, routing, used);
             self.cuda.record(&self.ring.used[slot], &self.cuda.compute);
         }
         Ok(())
     }
 
-    /// `y` of all pairs whose expert is in `table`.
-    fn grouped(&self, table: Address<u64>, x: &Tensor, routing: &CudaRouting) {
+    /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
+    fn grouped(&self, table: Address<u64>, x: &Tensor, routing: &CudaRouting, used: Address<u32>) {
         let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
         let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
         let pairs = tokens * top_k;
         let (tile, gate_up, down, shared) = self.format.grouped(&cuda.info, pairs / experts);
         launch!(cuda, stream, "experts_sort", [experts, 1, 1], 1024, 0;
-            routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(), pairs as i32, experts as i32, tile as i32);
+            routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(), pairs as i32, experts as i32, tile as i32, used);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);
         let rows = pairs / tile + experts;
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(16).div_ceil(4), rows, 1], 128, shared;
@@ -402,13 +478,13 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         let table = if streamed > 0 { self.marks(layer, streamed)? } else { self.table(layer) };
         if cpu {
             // First, so that the CPU begins while the device goes on.
-            let Handoff { h, ids, weights, down, count, .. } = &self.handoff;
-            launch!(self.cuda, &self.cuda.compute, "publish", [1, 1, 1], 1024, 0;
+            let Handoff { h, ids, weights, down, count, arrived, .. } = &self.handoff;
+            launch!(self.cuda, &self.cuda.compute, "publish", [handoff_blocks(tokens * x.cols()), 1, 1], 1024, 0;
                 x.bf16(), routing.ids(), routing.weights(), table, (tokens * x.cols() / 8) as i32, (tokens * top_k) as i32, self.experts as i32,
-                h.address(), ids.address(), weights.address(), count.address().add(layer), down.address().add(layer * LINE));
+                h.address(), ids.address(), weights.address(), self.counts(layer), arrived.address(), count.address().add(layer), down.address().add(layer * LINE));
         }
         let gpu = if streamed > 0 {
-            self.stream(layer, streamed, x, routing)?;
+            self.stream(layer, streamed, x, routing, cpu)?;
             Some(Gpu::Many { table })
         } else if resident == 0 {
             None
@@ -418,7 +494,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.experts as i32, top_k as i32);
             Some(Gpu::Few { table })
         } else {
-            self.grouped(table, x, routing);
+            self.grouped(table, x, routing, Address::NULL);
             Some(Gpu::Many { table })
         };
         if streamed == 0 && tokens <= FEW_TOKENS {
@@ -449,7 +525,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         }
         if cpu {
             let Handoff { y, up, count, .. } = &self.handoff;
-            launch!(self.cuda, stream, "fetch", [1, 1, 1], 1024, 0;
+            launch!(self.cuda, stream, "fetch", [handoff_blocks(tokens * hidden), 1, 1], 1024, 0;
                 count.address().add(layer), up.address().add(layer * LINE), y.address(), out.f32(), (tokens * hidden / 4) as i32);
             if !self.cuda.is_recording() {
                 self.serve(layer, tokens, top_k)?;
@@ -470,8 +546,56 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         failed
     }
 
-    fn bytes_read(&self) -> u64 {
-        ExpertExecutor::bytes_read(&self.cpu) + self.streamed_bytes
+    fn between_passes(&mut self) -> Result<()> {
+        let Some(learning) = &mut self.learning else { return Ok(()) };
+        learning.passes += 1;
+        if learning.passes.is_multiple_of(LOOK) {
+            learning.look(&self.cuda, &self.order, self.sizes)?;
+        }
+        let now = learning.moves.len().min(MOVES);
+        let moves: Vec<Move> = learning.moves.drain(..now).collect();
+        moves.into_iter().try_for_each(|m| self.make(m))
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic { link: self.streamed_bytes, ..ExpertExecutor::traffic(&self.cpu) }
+    }
+
+    fn resident(&self) -> usize {
+        self.sizes.resident
+    }
+}
+
+impl Learning {
+    /// Takes in the last snapshot, asks for the next, and decides what to move.
+    fn look(&mut self, cuda: &Cuda, order: &[Vec<u16>], sizes: Sizes) -> Result<()> {
+        if self.passes > LOOK {
+            cuda.wait_host(&self.taken)?; // long ago
+            let new: Vec<u32> = self.snapshot.iter().zip(&self.before).map(|(now, before)| now.wrapping_sub(*before)).collect();
+            self.before.copy_from_slice(&self.snapshot);
+            self.used.add(&new, sizes.top_k);
+            self.moves = self.used.moves(order, sizes.resident, LOOK as usize * MOVES);
+        }
+        cuda.download(&cuda.compute, self.counts.address(), &mut self.snapshot);
+        cuda.record(&self.taken, &cuda.compute);
+        if self.saved.elapsed() > SAVE {
+            self.save();
+        }
+        Ok(())
+    }
+
+    /// Not saved is forgotten, not wrong.
+    fn save(&mut self) {
+        self.saved = Instant::now();
+        if let Some(path) = &self.path {
+            let _ = self.used.save(path);
+        }
+    }
+}
+
+impl Drop for Learning {
+    fn drop(&mut self) {
+        self.save();
     }
 }
 
@@ -486,6 +610,7 @@ impl Handoff {
             down: PinnedBuffer::new(cuda, layers * LINE)?,
             up: PinnedBuffer::new(cuda, layers * LINE)?,
             count: DeviceBuffer::zeros(cuda, layers)?,
+            arrived: DeviceBuffer::zeros(cuda, 1)?,
             passes: vec![0; layers],
             x: vec![0.0; tokens * hidden],
             routing: Routing::default(),
@@ -515,15 +640,28 @@ impl Handoff {
 
     fn compute(&mut self, cpu: &mut CpuExperts, layer: usize, tokens: usize, top_k: usize) -> Result<()> {
         let (numbers, choices) = (tokens * self.hidden, tokens * top_k);
-        for (x, h) in self.x.iter_mut().zip(&self.h[..numbers]) {
-            *x = h.to_f32();
+        let take = |x: &mut [f32], y: &mut [f32], h: &[bf16]| {
+            x.iter_mut().zip(h).for_each(|(x, h)| *x = h.to_f32());
+            y.fill(0.0);
+        };
+        let (x, y, h) = (&mut self.x[..numbers], &mut self.y[..numbers], &self.h[..numbers]);
+        if numbers < PARALLEL_VALUES {
+            take(x, y, h);
+        } else {
+            let (x, y) = (Shared::new(x), Shared::new(y));
+            cpu.team().run(&|worker| {
+                let part = worker.share(numbers);
+                // SAFETY: workers' shares are disjoint.
+                #[allow(unsafe_code)]
+                let (x, y) = unsafe { (x.slice_mut(part.clone()), y.slice_mut(part.clone())) };
+                take(x, y, &h[part]);
+            });
         }
         self.routing.top_k = top_k;
         self.routing.ids.clear();
         self.routing.ids.extend_from_slice(&self.ids[..choices]);
         self.routing.weights.clear();
         self.routing.weights.extend_from_slice(&self.weights[..choices]);
-        self.y[..numbers].fill(0.0);
         cpu.submit_rows(layer, &self.x[..numbers], &self.routing)?;
         cpu.finish_rows(&mut self.y[..numbers])
     }

@@ -1,7 +1,8 @@
 //! What the tests of whole models share.
-#![allow(dead_code, unreachable_pub)] // each test binary uses its part
+#![allow(dead_code, unreachable_pub, unused_macros, unused_imports)] // each test binary uses its part
 
 pub mod checkpoint;
+pub mod engine;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 
@@ -120,4 +121,10 @@ pub fn greedy(loaded: &mut Loaded, prompt: &[u32], tokens: usize) -> Vec<u32> {
 pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| *a as f64 * *b as f64).sum::<f64>();
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+/// RAM that this process holds.
+pub fn resident_bytes() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }

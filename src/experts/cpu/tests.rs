@@ -214,5 +214,5 @@ fn nothing_routed_adds_nothing() {
     let none = Routing { top_k: 1, ids: vec![-1], weights: vec![1.0] };
     assert_eq!(run(&mut executor, 0, &x, &none), vec![0.25f32.to_bits(); 256]);
     assert_eq!(run(&mut executor, 0, &[], &Routing { top_k: 1, ..Routing::default() }), Vec::<u32>::new());
-    assert_eq!(executor.bytes_read(), 0);
+    assert_eq!(executor.traffic().total(), 0);
 }

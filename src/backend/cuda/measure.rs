@@ -1,0 +1,71 @@
+//! What the device can do, measured: the limits that a bench is held against.
+
+use half::bf16;
+
+use super::CudaBackend;
+use super::linear::{Out, Product};
+use crate::Result;
+use crate::backend::Rates;
+use crate::cuda::{Address, DeviceBuffer, Event, PinnedBuffer};
+use crate::random::Random;
+
+/// Bytes that are copied.
+const COPY_BYTES: usize = 256 << 20;
+
+/// Rows, columns and depth of the product.
+const WIDE: usize = 8192;
+
+impl CudaBackend {
+    /// Best of some runs of a copy within the device's memory, a copy to it, and a large product.
+    pub(super) fn measure(&self) -> Result<Rates> {
+        let cuda = &self.cuda;
+        let taken = cuda.allocated();
+        // An emulated device takes minutes for what a real one does in a millisecond.
+        let (bytes, wide) = if cuda.info.is_emulated() { (1 << 20, 64) } else { (COPY_BYTES, WIDE) };
+        let (a, b) = (DeviceBuffer::<u8>::zeros(cuda, bytes)?, DeviceBuffer::<u8>::zeros(cuda, bytes)?);
+        let pinned = PinnedBuffer::<u8>::new(cuda, bytes)?;
+        let memory = 2.0 * bytes as f64 / self.fastest(|| cuda.copy_within(&cuda.compute, a.address(), b.address(), bytes))?;
+        let link = bytes as f64 / self.fastest(|| cuda.upload(&cuda.compute, a.address(), &pinned))?;
+        // Zeros would be multiplied at a clock that no model sees.
+        let mut random = Random(7);
+        let some: Vec<bf16> = (0..wide * 64).map(|_| bf16::from_f32(random.uniform() as f32 - 0.5)).collect();
+        let numbers = || {
+            let buffer = DeviceBuffer::<bf16>::new(cuda, wide * wide)?;
+            (0..wide * wide).step_by(some.len()).for_each(|at| cuda.upload(&cuda.compute, buffer.address().add(at), &some));
+            Ok::<_, crate::Error>(buffer)
+        };
+        let (x, w, y) = (numbers()?, numbers()?, numbers()?);
+        let product = Product {
+            x: x.address(),
+            x_pitch: wide,
+            x_batch: 0,
+            w: w.address(),
+            w_batch: 0,
+            bias: Address::NULL,
+            y: y.address().cast(),
+            y_pitch: wide,
+            y_batch: 0,
+            tokens: wide,
+            n: wide,
+            k: wide,
+            batch: 1,
+            out: Out::Bf16,
+        };
+        let products = 2.0 * (wide as f64).powi(3) / self.fastest(|| self.product(&product))?;
+        Ok(Rates { device: cuda.info.name.clone(), memory, link, products, taken })
+    }
+
+    /// Seconds of the fastest of some runs.
+    fn fastest(&self, run: impl Fn()) -> Result<f64> {
+        let (begin, end) = (Event::timed()?, Event::timed()?);
+        let mut best = f64::INFINITY;
+        for _ in 0..6 {
+            self.cuda.record(&begin, &self.cuda.compute);
+            run();
+            self.cuda.record(&end, &self.cuda.compute);
+            self.cuda.wait_host(&end)?;
+            best = best.min(end.since(&begin));
+        }
+        Ok(best.max(1e-9))
+    }
+}

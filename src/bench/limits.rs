@@ -1,0 +1,75 @@
+//! What a pass moves and computes, and how fast the machine's parts could do each.
+
+use crate::experts::Traffic;
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
+
+/// Bytes and operations.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Work {
+    /// Bytes that RAM gives, to whomever.
+    pub(super) ram: f64,
+    /// Bytes that cross PCIe.
+    pub(super) link: f64,
+    /// Bytes that the device's memory gives.
+    pub(super) vram: f64,
+    /// Operations of matrix products on the device, two to a weight and a token.
+    pub(super) products: f64,
+}
+
+/// The same in a second.
+pub(super) type Speed = Work;
+
+impl Work {
+    /// Of `passes` passes over `tokens` tokens in all. `dense`: bytes of dense weights that a pass reads, on the device if `on_device`; experts there: `resident` bytes.
+    pub(super) fn new(traffic: Traffic, dense: f64, resident: f64, products: f64, on_device: bool) -> Self {
+        let expert_bytes = traffic.total() as f64;
+        match on_device {
+            true => Self { ram: expert_bytes, link: traffic.link as f64, vram: dense + resident, products },
+            false => Self { ram: expert_bytes + dense, ..Self::default() },
+        }
+    }
+
+    /// Seconds that the busiest part takes at least, and which it is.
+    pub(super) fn at_least(&self, speed: &Speed) -> (f64, &'static str) {
+        let parts = [
+            ("ram", self.ram, speed.ram),
+            ("link", self.link, speed.link),
+            ("vram", self.vram, speed.vram),
+            ("products", self.products, speed.products),
+        ];
+        let seconds = |(name, work, speed): (&'static str, f64, f64)| (if work > 0.0 { work / speed } else { 0.0 }, name);
+        parts.map(seconds).into_iter().fold((0.0, "ram"), |most, part| if part.0 > most.0 { part } else { most })
+    }
+}
+
+/// Operations that reading `tokens` tokens of one sequence takes, the output head aside.
+pub(super) fn products(model: &ModelConfig, tokens: usize) -> f64 {
+    // A token sees itself and those before it.
+    let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
+    let layer = |layer: &LayerConfig| {
+        let hidden = model.hidden_size;
+        let (weights, scores) = match &layer.attention {
+            Attention::Gqa(a) => (2 * hidden * (a.num_heads + a.num_kv_heads) * a.head_dim, 2 * a.num_heads * a.head_dim),
+            Attention::Mla(a) => {
+                let q = a.num_heads * a.qk_head_dim();
+                let query = a.q_lora_rank.map_or(hidden * q, |rank| rank * (hidden + q));
+                let up = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim);
+                (query + hidden * a.cache_dim() + up + a.num_heads * a.v_head_dim * hidden, a.num_heads * (a.qk_head_dim() + a.v_head_dim))
+            }
+        };
+        let ffn = match &layer.ffn {
+            Ffn::Dense { intermediate_size } => 3 * hidden * intermediate_size,
+            Ffn::Moe(moe) => {
+                let width = moe.router.top_k * moe.intermediate_size + moe.shared_intermediate_size.unwrap_or(0);
+                3 * hidden * width + hidden * moe.num_experts
+            }
+        };
+        2.0 * ((weights + ffn) as f64 * tokens as f64 + scores as f64 * pairs)
+    };
+    model.layers.iter().map(layer).sum()
+}
+
+/// Of `experts` experts, how many at least one of `tokens` tokens chooses, if each chooses `top_k` and all are alike.
+pub(super) fn distinct(experts: usize, top_k: usize, tokens: usize) -> f64 {
+    experts as f64 * (1.0 - (1.0 - top_k as f64 / experts as f64).powf(tokens as f64))
+}

@@ -1,0 +1,226 @@
+//! The engine on a GPU: answers stay what they are, whatever was asked before, wherever experts are, however prompts are cut.
+//!
+//! The emulator runs small prompts and one model; what takes a real GPU says so.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use common::engine::{greedy, prompt, read};
+use common::gpu::{device, need_gpu, on_gpu};
+use common::{Fixture, Run, cache_dir, cosine, demo_dir, step};
+use moebius::batch::Batch;
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits, PrefillOn};
+use moebius::cuda::Cuda;
+use moebius::engine::{self, EngineHandle, Event, Request};
+use moebius::kv_cache::BlockPool;
+use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
+use moebius::load::{self, Loaded};
+use moebius::tokenizer::Tokenizer;
+
+fn is_real() -> bool {
+    device() == Some("a GPU")
+}
+
+/// The demo models; the emulator has time for one.
+fn models() -> &'static [&'static str] {
+    if is_real() { &["moe-gqa", "moe-mla"] } else { &["moe-mla"] }
+}
+
+fn config() -> EngineConfig {
+    on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(1024), ..Default::default() })
+}
+
+/// Experts all in VRAM, on the CPU, streamed, and some of each.
+fn places() -> [EngineConfig; 4] {
+    let at = |resident_experts, prefill| EngineConfig { resident_experts, prefill, ..config() };
+    [at(None, PrefillOn::Auto), at(Some(0), PrefillOn::Cpu), at(Some(0), PrefillOn::Gpu), at(Some(3), PrefillOn::Auto)]
+}
+
+fn start(model: &str, config: &EngineConfig) -> EngineHandle {
+    engine::start(model, &demo_dir(model), config, &|_| {}).unwrap()
+}
+
+fn answer(engine: &EngineHandle, request: Request) -> Vec<u32> {
+    let (tokens, end) = read(engine.submit(request).unwrap());
+    end.unwrap();
+    tokens
+}
+
+/// The first `count` of the thirty questions that the demo models know, all asked at once.
+fn check_questions(model: &str, config: &EngineConfig, count: usize) {
+    let (engine, tokenizer) = (start(model, config), Tokenizer::load(&demo_dir(model)).unwrap());
+    let questions = || include_str!("data/questions.tsv").lines().map(|line| line.split_once('\t').unwrap()).take(count);
+    let ask = |question: &str| {
+        let prompt = tokenizer.encode(&format!("<|bos|><|user|>{question}<|end|><|assistant|>"), false).unwrap();
+        engine.submit(Request { ignore_eos: false, ..greedy(prompt, 64) }).unwrap()
+    };
+    let answers: Vec<_> = questions().map(|(question, _)| ask(question)).collect();
+    for ((question, want), events) in questions().zip(answers) {
+        let (tokens, end) = read(events);
+        end.unwrap();
+        let got = tokenizer.decode(&tokens, true).unwrap();
+        let EngineConfig { experts, dense, kv, resident_experts, prefill, vram, .. } = config;
+        assert_eq!(got, want, "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}: {question}");
+    }
+}
+
+#[test]
+fn thirty_questions_get_the_answers_they_get_on_the_cpu() {
+    need_gpu!();
+    models().iter().for_each(|model| check_questions(model, &config(), 30));
+}
+
+#[test]
+fn thirty_questions_with_experts_anywhere() {
+    need_gpu!(real);
+    for model in models() {
+        for place in places() {
+            for (experts, group_size, dense, kv) in [
+                (ExpertBits::Bf16, None, DenseBits::Bf16, KvBits::Bf16),
+                (ExpertBits::Int8, None, DenseBits::Bf16, KvBits::Bf16),
+                (ExpertBits::Int4, Some(32), DenseBits::Bf16, KvBits::Bf16),
+                (ExpertBits::Int4, None, DenseBits::Int8, KvBits::Bf16),
+                (ExpertBits::Int4, None, DenseBits::Bf16, KvBits::Fp8),
+            ] {
+                check_questions(model, &EngineConfig { experts, group_size, dense, kv, ..place.clone() }, 30);
+            }
+        }
+    }
+}
+
+/// The first VRAM budget, in steps of `step_bytes` from the least that suffices, whose plan is as `wanted`.
+fn budget(dir: &std::path::Path, config: &EngineConfig, step_bytes: u64, wanted: impl Fn(&GpuPlan) -> bool) -> u64 {
+    let model = moebius::models::read(dir).unwrap();
+    let precision = load::precision(&model, config).unwrap();
+    let info = &Cuda::open(0).unwrap().info;
+    let plan = |vram| GpuPlan::new(&model, &EngineConfig { vram: Some(vram), ..config.clone() }, precision, info);
+    let (mut little, mut much) = (CONTEXT_BYTES, CONTEXT_BYTES + (8 << 30));
+    while much - little > step_bytes {
+        let middle = (little + much) / 2;
+        if plan(middle).is_ok() { much = middle } else { little = middle }
+    }
+    let budgets = (0..1000).map(|i| much + i * step_bytes);
+    budgets.into_iter().find(|&vram| plan(vram).is_ok_and(|plan| wanted(&plan))).expect("a budget of that kind")
+}
+
+#[test]
+fn small_budgets_put_experts_out_and_change_no_answer() {
+    need_gpu!();
+    let questions = if is_real() { 30 } else { 3 };
+    for model in models() {
+        for least in [1, 5] {
+            let resident = |plan: &GpuPlan| plan.sizes.is_some_and(|s| (least..8).contains(&s.resident));
+            let vram = Some(budget(&demo_dir(model), &config(), 32 << 10, resident));
+            check_questions(model, &EngineConfig { vram, ..config() }, questions);
+        }
+    }
+}
+
+#[test]
+fn a_hundred_requests_in_a_row_answer_the_same() {
+    need_gpu!();
+    let (lengths, tokens) = if is_real() { ([1, 70, 300, 9, 600], 20) } else { ([1, 5, 12, 3, 9], 3) };
+    for model in models() {
+        for place in places().into_iter().step_by(if is_real() { 1 } else { 3 }) {
+            let engine = start(model, &place);
+            let ask = |i: usize| answer(&engine, greedy(prompt(lengths[i], i as u32), tokens));
+            let first: Vec<_> = (0..5).map(ask).collect();
+            for i in 0..100 {
+                assert_eq!(ask(i % 5), first[i % 5], "{model}: request {i}, {:?} resident", place.resident_experts);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_answer_leaves_nothing_behind() {
+    need_gpu!();
+    let long = if is_real() { 900 } else { 150 };
+    for model in models() {
+        let engine = start(model, &EngineConfig { max_batch_tokens: Some(64), resident_experts: Some(3), ..config() });
+        let want = answer(&engine, greedy(prompt(20, 1), 12));
+        for told in 0..4 {
+            let mut events = engine.submit(greedy(prompt(30, 2), 900)).unwrap();
+            // Before its first token a prompt is still being read.
+            let unread = engine.submit(greedy(prompt(long, 3), 100)).unwrap();
+            (0..told).for_each(|_| assert!(matches!(events.blocking_recv(), Some(Event::Token(..)))));
+            drop((events, unread));
+            assert_eq!(answer(&engine, greedy(prompt(20, 1), 12)), want, "{model}: cancelled after {told} tokens");
+        }
+    }
+}
+
+/// Logits after the last of `tokens`, read in passes of at most `pass`.
+fn last_logits(loaded: &mut Loaded, tokens: &[u32], pass: usize) -> Vec<f32> {
+    let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len());
+    let (mut batch, mut logits) = (Batch::default(), Vec::new());
+    for part in tokens.chunks(pass) {
+        batch.clear();
+        let row = run.push(&mut batch, part);
+        logits = step(&mut *loaded.model, &batch, &[row]).remove(0);
+    }
+    logits
+}
+
+/// Logits of a prompt on the GPU, in passes and parts of passes of many sizes, beside the CPU's.
+fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
+    let dir = Fixture::open(fixture).dir;
+    let exact = EngineConfig {
+        experts: ExpertBits::Bf16,
+        max_context: Some(length.next_multiple_of(64)),
+        max_sequences: 1,
+        cache_dir: Some(cache_dir()),
+        threads: if is_real() { None } else { Some(2) },
+        ..Default::default()
+    };
+    let tokens: Vec<u32> = prompt(length, 5).iter().map(|t| t % 500).collect();
+    let load = |config: &EngineConfig| load::load(fixture, &dir, config, &|_| {}).unwrap();
+    let want = last_logits(&mut load(&exact), &tokens, 512);
+    for &pass in passes {
+        let config = on_gpu(EngineConfig { max_batch_tokens: Some(pass), ..exact.clone() });
+        // All of VRAM, and so little that a pass goes through the ops in parts.
+        let mut budgets = vec![None];
+        if pass > 256 {
+            budgets.push(Some(budget(&dir, &config, 1 << 20, |plan| plan.limits.chunk_tokens < plan.limits.tokens)));
+        }
+        for vram in budgets {
+            let got = last_logits(&mut load(&EngineConfig { vram, ..config.clone() }), &tokens, pass);
+            let cosine = cosine(&got, &want);
+            eprintln!("{fixture}, {length} tokens in passes of {pass}, VRAM {vram:?}: cosine {cosine}");
+            assert!(
+                cosine > 0.9995,
+                "{fixture}, {length} tokens in passes of {pass}, VRAM {vram:?}: cosine {cosine} with the CPU's logits"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_prompt_of_20000_tokens_in_any_passes() {
+    need_gpu!(real);
+    for fixture in ["qwen3_moe", "kimi_k2"] {
+        check_long_prompt(fixture, 20_000, &[20_000, 4096, 1000]);
+    }
+}
+
+#[test]
+fn a_prompt_of_600_tokens_in_any_passes() {
+    need_gpu!();
+    for fixture in ["qwen3_moe", "deepseek_v3"] {
+        check_long_prompt(fixture, 600, &[600, 256, 37]);
+    }
+}
+
+#[test]
+fn a_prompt_longer_than_a_pass_gets_the_same_answer() {
+    need_gpu!();
+    let length = if is_real() { 900 } else { 300 };
+    for model in models() {
+        let ask = |pass| answer(&start(model, &EngineConfig { max_batch_tokens: Some(pass), ..config() }), greedy(prompt(length, 1), 8));
+        let whole = ask(1024);
+        for pass in [256, 100, 33] {
+            assert_eq!(ask(pass), whole, "{model}: passes of {pass}");
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! Routed experts beside a GPU: in VRAM, streamed, on the CPU and some of each, against the CPU's own and against f64 arithmetic on the same weights.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use std::sync::Arc;
+
+use common::cosine;
+use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, random, team};
+use moebius::backend::cuda::{CudaBackend, CudaRouting};
+use moebius::backend::{Backend, Routing};
+use moebius::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
+use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
+use moebius::model::{Router, Scoring};
+use moebius_cache::Precision;
+use moebius_cache::format::{Contents, ExpertCache};
+use moebius_cache::pack::{ExpertLayout, unpack_expert};
+use moebius_cache::quantize::quantize_expert;
+
+const EXPERTS: usize = 7;
+const LAYERS: usize = 2;
+const TOP_K: usize = 3;
+const MAX_TOKENS: usize = 200;
+
+/// Precisions, with widths that do not fill their last tile where groups allow it.
+const FORMATS: [(Precision, usize, usize); 7] = [
+    (Precision::Int4 { group_size: 32 }, 160, 96),
+    (Precision::Int4 { group_size: 64 }, 192, 64),
+    (Precision::Int4 { group_size: 128 }, 256, 128),
+    (Precision::Int8 { group_size: 32 }, 96, 160),
+    (Precision::Int8 { group_size: 64 }, 192, 64),
+    (Precision::Int8 { group_size: 128 }, 128, 256),
+    (Precision::Bf16, 136, 72),
+];
+
+/// Where experts are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    Vram,
+    Streamed,
+    Cpu,
+    /// Two in VRAM, of the others as many streamed as end together with the rest on the CPU.
+    Everywhere,
+    /// Three in VRAM, the others on the CPU.
+    VramAndCpu,
+}
+
+const PLACES: [Place; 5] = [Place::Vram, Place::Streamed, Place::Cpu, Place::Everywhere, Place::VramAndCpu];
+
+fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<ExpertCache> {
+    let layers: Vec<usize> = (0..LAYERS).collect();
+    let contents = Contents { model: "random", hidden, intermediate, num_experts: EXPERTS, precision, layers: &layers };
+    let layout = ExpertLayout::new(hidden, intermediate, precision).unwrap();
+    let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
+        let weights = |part: u64, k: usize| -> Vec<f32> {
+            let unit = 3.0 / (k as f32).sqrt();
+            let numbers = random(hidden * intermediate, part + 10 * (layer * EXPERTS + expert) as u64);
+            numbers.iter().map(|w| unit * w).collect()
+        };
+        bytes.copy_from_slice(&quantize_expert(&layout, &weights(1, hidden), &weights(2, hidden), &weights(3, intermediate)));
+    });
+    Arc::new(cache.unwrap())
+}
+
+fn on_cpu(store: &Arc<ExpertCache>) -> CpuExperts {
+    CpuExperts::new(Arc::new(ExpertMemory::mapped(store.clone())), team(), moebius::kernel::best(), MAX_TOKENS, TOP_K)
+}
+
+fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts {
+    let (resident, ring) = match place {
+        Place::Vram => (EXPERTS, 0),
+        Place::Streamed => (0, 4),
+        Place::Cpu => (0, 0),
+        Place::Everywhere => (2, 4),
+        Place::VramAndCpu => (3, 0),
+    };
+    let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring };
+    let cpu_bytes = if place == Place::Streamed { 1.0 } else { 1e9 };
+    let speeds = Speeds { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
+    GpuExperts::new(b.cuda().clone(), on_cpu(store), store.header().precision, sizes, speeds, None::<Prefill>).unwrap()
+}
+
+/// Random choices, ids that are no experts among them, and an expert that most tokens choose.
+fn routing(tokens: usize, seed: u64) -> Routing {
+    let mut ids = Vec::new();
+    for (t, n) in random(tokens, seed).iter().enumerate() {
+        let first = (n.abs() * 100.0) as i32 % EXPERTS as i32;
+        let second = if first != 5 && t % 4 != 0 { 5 } else { (first + 2) % EXPERTS as i32 };
+        ids.extend([first, second, (first + 1) % EXPERTS as i32]);
+    }
+    ids[1] = -1;
+    ids[2] = EXPERTS as i32;
+    let weights = random(tokens * TOP_K, seed + 1).iter().map(|w| 0.5 + 0.4 * w).collect();
+    Routing { top_k: TOP_K, ids, weights }
+}
+
+/// The same on the device, whose own routing is overwritten.
+fn on_device(b: &CudaBackend, routing: &Routing, hidden: usize) -> CudaRouting {
+    let tokens = routing.ids.len() / TOP_K;
+    let router = Router { top_k: TOP_K, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: false, scaling: 1.0 };
+    let mut to = b.routing(tokens, TOP_K).unwrap();
+    let weights = b.load_router(vec![0.0; EXPERTS * hidden], None).unwrap();
+    b.route(&weights, &router, &b.filled(hidden, &vec![0.0; tokens * hidden]), &mut to);
+    b.cuda().upload(&b.cuda().compute, to.ids(), &routing.ids);
+    b.cuda().upload(&b.cuda().compute, to.weights(), &routing.weights);
+    to
+}
+
+/// What experts add to `before`.
+fn run(b: &CudaBackend, experts: &mut GpuExperts, layer: usize, x: &[f32], routing: &Routing, before: f32) -> Vec<f32> {
+    let hidden = x.len() / (routing.ids.len() / TOP_K);
+    let (x, routing, mut out) = (b.filled(hidden, x), on_device(b, routing, hidden), b.filled_f32(hidden, &vec![before; x.len()]));
+    experts.submit(layer, &x, &routing).unwrap();
+    experts.finish(&mut out).unwrap();
+    b.numbers(&out)
+}
+
+fn run_on_cpu(experts: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    experts.submit_rows(layer, x, routing).unwrap();
+    experts.finish_rows(&mut out).unwrap();
+    out
+}
+
+/// `sum_e weight * down(silu(gate x) * up x)` in f64 on the dequantized weights.
+fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec<f32> {
+    let layout = store.layout();
+    let experts: Vec<_> = (0..EXPERTS).map(|e| unpack_expert(&layout, store.expert(layer, e))).collect();
+    let product = |w: &[f32], x: &[f64]| -> Vec<f64> {
+        w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| *w as f64 * x).sum()).collect()
+    };
+    let mut out = vec![0.0f64; x.len()];
+    for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
+        let Some([gate, up, down]) = usize::try_from(id).ok().and_then(|id| experts.get(id)) else { continue };
+        let at = i / TOP_K * layout.gate.k;
+        let x: Vec<f64> = x[at..][..layout.gate.k].iter().map(|&x| x as f64).collect();
+        let h: Vec<f64> = product(gate, &x).iter().zip(product(up, &x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        out[at..].iter_mut().zip(product(down, &h)).for_each(|(o, y)| *o += weight as f64 * y);
+    }
+    out.iter().map(|&o| o as f32).collect()
+}
+
+/// Rounded to bf16, 0.42 of a rounding in the mean each: scaled weights of gate, up and down, `h` and, before they are added up, the experts' results;
+/// what moves a gate counts up to 1.5 times.
+const ROUNDED: Within = Within { each: 0.0, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
+
+fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
+    let (precision, hidden, intermediate) = format;
+    let b = &Sides::new().gpu;
+    let store = store(hidden, intermediate, precision);
+    let mut reference = on_cpu(&store);
+    let mut executors = PLACES.map(|place| (place, placed(b, &store, place)));
+    for &tokens in tokens {
+        for layer in 0..LAYERS {
+            let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
+            let (cpu, exact) = (run_on_cpu(&mut reference, layer, &x, &routing), naive(&store, layer, &x, &routing));
+            let mut resident = Vec::new();
+            for (place, experts) in &mut executors {
+                let what = format!("{precision}, {tokens} tokens, layer {layer}, {place:?}");
+                let got = run(b, experts, layer, &x, &routing, 0.0);
+                // The first token has one expert at most, the others all of theirs.
+                let rows = || got.chunks(hidden).zip(cpu.chunks(hidden)).enumerate();
+                for (t, (got, want)) in rows().filter(|(_, (_, want))| want.iter().any(|&w| w != 0.0)) {
+                    let cosine = cosine(got, want);
+                    assert!(cosine >= 0.999, "{what}, token {t}: cosine {cosine} with the CPU's");
+                }
+                match place {
+                    // `h` of the CPU's integer experts has 8 bits: its own tests know how far it may be off.
+                    Place::Cpu => assert_eq!(got, cpu, "{what}"),
+                    Place::Vram | Place::Streamed => check(&what, &got, &exact, ROUNDED),
+                    Place::Everywhere | Place::VramAndCpu => {}
+                }
+                match place {
+                    Place::Vram => resident = got.clone(),
+                    // The same kernels on the same bytes, from somewhere else. Few tokens have kernels of their own where nothing is streamed.
+                    Place::Streamed if tokens > 8 => assert_eq!(got, resident, "{what}"),
+                    _ => {}
+                }
+                assert_eq!(run(b, experts, layer, &x, &routing, 0.0), got, "{what}: again");
+            }
+        }
+    }
+}
+
+#[test]
+fn few_tokens() {
+    need_gpu!();
+    FORMATS.iter().for_each(|&format| check_all(format, &[1, 2, 3, 4, 5, 6, 7, 8]));
+}
+
+#[test]
+fn many_tokens() {
+    need_gpu!();
+    // Tiles of 16, 32, 64 and 128 tokens to an expert, and their ends.
+    FORMATS.iter().for_each(|&format| check_all(format, &[9, 33, 64, 129, 200]));
+}
+
+#[test]
+fn what_was_there_stays() {
+    need_gpu!();
+    let b = &Sides::new().gpu;
+    let (precision, hidden, intermediate) = FORMATS[0];
+    let store = store(hidden, intermediate, precision);
+    for place in PLACES {
+        let mut experts = placed(b, &store, place);
+        for tokens in [2, 40] {
+            let (x, routing) = (random(tokens * hidden, 80), routing(tokens, 81));
+            let (from_zero, from_more) = (run(b, &mut experts, 0, &x, &routing, 0.0), run(b, &mut experts, 0, &x, &routing, 64.0));
+            // 64 leaves 2^-18 of its 24 bits.
+            let off = from_zero.iter().zip(&from_more).map(|(a, b)| (a + 64.0 - b).abs()).fold(0.0, f32::max);
+            assert!(off <= 2f32.powi(-17), "{place:?}, {tokens} tokens: off by {off}");
+            let nobody = Routing { ids: vec![-1; tokens * TOP_K], ..routing };
+            assert_eq!(run(b, &mut experts, 0, &x, &nobody, 0.5), vec![0.5; x.len()], "{place:?}, {tokens} tokens: nothing is added");
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Grouped-query attention over the paged cache, and what queries, keys and values go through before it.
+
+use moebius::backend::{Backend, Heads};
+use moebius::config::KvBits;
+
+use crate::common;
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, ragged, random};
+
+/// Query heads, KV heads and their width: every kernel at its own width and below, one query head to a KV head, several, and more than a block serves.
+const HEADS: [(usize, usize, usize); 9] =
+    [(4, 2, 64), (2, 2, 24), (20, 1, 32), (4, 2, 96), (3, 1, 80), (4, 1, 128), (2, 2, 136), (2, 1, 256), (18, 1, 200)];
+
+/// Positions of each sequence, and how many of them are queries.
+const BATCHES: [&[(usize, usize)]; 6] = [
+    &[(1, 1)],
+    &[(64, 1), (1, 1), (65, 1), (130, 1), (700, 1)],
+    &[(5, 4), (200, 2), (64, 3)],
+    &[(70, 70), (2, 2), (129, 129)],
+    &[(300, 130)],
+    // Single rows before and after prompts.
+    &[(90, 1), (64, 4), (200, 70), (17, 17), (33, 1)],
+];
+
+/// Probabilities and the result are rounded to bf16, 0.42 of a rounding in the mean each. Of some thousand numbers one is four times as far off.
+const ATTENTION: Within = Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING };
+
+/// Scores spread by about 2: a softmax that prefers some positions and forgets none.
+fn scale(dim: usize) -> f32 {
+    6.0 / (dim as f32).sqrt()
+}
+
+fn check_attention(sides: &Sides, (heads, kv_heads, dim): (usize, usize, usize), sequences: &[(usize, usize)], bits: KvBits) {
+    let (last, all, pool) = ragged(sequences);
+    let (cols, kv_cols) = (heads * dim, kv_heads * dim);
+    let q = random(last.len() * cols, 31);
+    let [k, v] = [32, 33].map(|seed| random(all.len() * kv_cols, seed));
+    let (got, want) = both!(sides, |b| {
+        let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
+        let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
+        b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
+        let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
+        b.attention(&kv, &b.on_device(&last), heads, scale(dim), &b.filled(cols, &q), &mut out);
+        b.numbers(&out)
+    });
+    check(&format!("{heads} heads on {kv_heads} of {dim}, {bits}, {sequences:?}"), &got, &want, ATTENTION);
+}
+
+#[test]
+fn attention_over_bf16() {
+    need_gpu!();
+    let sides = Sides::new();
+    for heads in HEADS {
+        BATCHES.iter().for_each(|batch| check_attention(&sides, heads, batch, KvBits::Bf16));
+    }
+}
+
+#[test]
+fn attention_over_fp8() {
+    need_gpu!();
+    let sides = Sides::new();
+    for heads in HEADS {
+        BATCHES.iter().for_each(|batch| check_attention(&sides, heads, batch, KvBits::Fp8));
+    }
+}
+
+/// More sequences than are ever recorded, and more rows than are read one by one.
+#[test]
+fn attention_of_many_sequences() {
+    need_gpu!();
+    let sides = Sides::new();
+    let many: Vec<_> = (0..270).map(|i| (1 + i % 67, 1)).collect();
+    for bits in [KvBits::Bf16, KvBits::Fp8] {
+        check_attention(&sides, (2, 1, 64), &many, bits);
+    }
+}
+
+/// A value alone is its own attention: what the cache holds of every number that FP8 tells apart, and of some that it does not.
+#[test]
+fn fp8_rounds_to_even_and_saturates() {
+    need_gpu!();
+    let sides = Sides::new();
+    let mut numbers: Vec<f32> =
+        (0..=u16::MAX).map(|bits| half::bf16::from_bits(bits).to_f32()).filter(|n| (1e-5..1e4).contains(&n.abs())).collect();
+    numbers.resize(numbers.len().next_multiple_of(64), 0.0);
+    let rows = numbers.len() / 64;
+    let (batch, _, pool) = ragged(&vec![(1, 1); rows]);
+    let (got, want) = both!(sides, |b| {
+        let (v, bits) = b.cached(&numbers, KvBits::Fp8);
+        let mut kv = b.kv(pool, 1, 64, 64, bits).unwrap();
+        let (batch, none) = (b.on_device(&batch), b.filled(64, &vec![0.0; rows * 64]));
+        b.kv_write(&mut kv, &batch, &none, Some(&b.filled(64, &v)));
+        let mut out = b.tensor(rows, 64).unwrap();
+        b.attention(&kv, &batch, 1, 1.0, &none, &mut out);
+        b.numbers(&out)
+    });
+    assert_eq!(got, want);
+}
+
+/// How heads are prepared: rotated columns and whether pairs are neighbours, with a norm or without.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    turned: usize,
+    at: usize,
+    interleaved: bool,
+    norm: bool,
+}
+
+fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: KvBits, sides: &Sides) {
+    let (last, all, pool) = ragged(&[(1, 1), (66, 1), (130, 30)]);
+    let (cols, kv_cols, eps) = (heads * dim, kv_heads * dim, 1e-6);
+    let [q, k, v] = [(34, cols), (35, kv_cols), (36, kv_cols)].map(|(seed, cols)| random(all.len() * cols, seed));
+    let norms = [37, 38].map(|seed| -> Vec<f32> { random(dim, seed).iter().map(|w| 1.0 + 0.5 * w).collect() });
+    let inv_freq: Vec<f32> = (0..form.turned / 2).map(|i| 100f32.powf(-(i as f32) / form.turned as f32)).collect();
+    // A normed number is root 3 times as large as one from -1 to 1.
+    let scale = if form.norm { 2.0 } else { 6.0 } / (dim as f32).sqrt();
+
+    // Queries of all positions, prepared, and attention of the last ones.
+    macro_rules! run {
+        ($b:ident, $prepare:expr) => {{
+            let (mut kv, batch) = ($b.kv(pool, kv_heads, dim, dim, $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
+            let mut angles = $b.tensor_f32(all.len(), form.turned).unwrap();
+            $b.rope_angles(&$b.load_norm(inv_freq.clone()).unwrap(), 1.2, &batch, &mut angles);
+            let [mut q, mut k, v] = [(&q, cols), (&k, kv_cols), (&v, kv_cols)].map(|(x, cols)| $b.filled(cols, x));
+            $prepare(&mut kv, &batch, &angles, &mut q, &mut k, &v);
+            let prepared = $b.numbers(&q);
+            let queries: Vec<f32> = last_rows(&all, &last, &prepared, cols);
+            let mut out = $b.tensor(last.len(), cols).unwrap();
+            $b.attention(&kv, &$b.on_device(&last), heads, scale, &$b.filled(cols, &queries), &mut out);
+            (prepared, $b.numbers(&out))
+        }};
+    }
+    let b = &sides.gpu;
+    let weights = norms.clone().map(|w| b.load_norm(w).unwrap());
+    let norm = |i: usize| form.norm.then_some((&weights[i], dim, eps));
+    let fused = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
+        let (q, k) = (
+            Heads { x: q, heads, dim, norm: norm(0), rope_at: form.at },
+            Heads { x: k, heads: kv_heads, dim, norm: norm(1), rope_at: form.at },
+        );
+        b.heads(kv, batch, angles, form.interleaved, q, k, Some(v));
+    });
+    let in_turn = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
+        for (x, cols, w) in [(&mut *q, cols, &weights[0]), (&mut *k, kv_cols, &weights[1])] {
+            if form.norm {
+                b.rms_norm_heads(x, w, eps, 0..cols);
+            }
+            b.rope(x, dim, form.at, form.interleaved, angles);
+        }
+        b.kv_write(kv, batch, k, Some(v));
+    });
+    let b = &sides.cpu;
+    let reference = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
+        for (x, cols, w) in [(&mut *q, cols, &norms[0]), (&mut *k, kv_cols, &norms[1])] {
+            if form.norm {
+                b.rms_norm_heads(x, w, eps, 0..cols);
+            }
+            b.rope(x, dim, form.at, form.interleaved, angles);
+        }
+        let [k, v] = [&*k, v].map(|x| b.filled(kv_cols, &b.cached(&b.numbers(x), bits).0));
+        b.kv_write(kv, batch, &k, Some(&v));
+    });
+    let what = format!("{heads} heads on {kv_heads} of {dim}, {bits}, {form:?}");
+    check(&format!("{what}: queries"), &fused.0, &reference.0, Within::BF16);
+    // Between the norm and the rotation as well, and of both numbers of a pair.
+    check(
+        &format!("{what}: queries in turn"),
+        &in_turn.0,
+        &reference.0,
+        Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING },
+    );
+    // Rounded queries move scores, which spread by up to 2, by 0.42 of a rounding of that; probabilities and result are rounded as above.
+    check(&what, &fused.1, &reference.1, Within { each: ROUNDING, of_rms: 6.0 * ROUNDING, rms: 1.5 * ROUNDING });
+    if bits == KvBits::Bf16 {
+        check(
+            &format!("{what}: in turn"),
+            &in_turn.1,
+            &reference.1,
+            Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.5 * ROUNDING },
+        );
+    }
+}
+
+/// Rows of `x`, of the tokens of `all`, that `last` has.
+fn last_rows(all: &moebius::batch::Batch, last: &moebius::batch::Batch, x: &[f32], cols: usize) -> Vec<f32> {
+    let rows = all.spans.iter().zip(&last.spans).map(|(all, last)| all.rows.end - last.rows.len()..all.rows.end);
+    rows.flat_map(|rows| x[rows.start * cols..rows.end * cols].to_vec()).collect()
+}
+
+#[test]
+fn heads_at_once_equal_heads_in_turn() {
+    need_gpu!();
+    let sides = Sides::new();
+    for bits in [KvBits::Bf16, KvBits::Fp8] {
+        for norm in [false, true] {
+            for interleaved in [false, true] {
+                check_heads((4, 2, 64), Form { turned: 64, at: 0, interleaved, norm }, bits, &sides);
+                check_heads((3, 1, 48), Form { turned: 16, at: 0, interleaved, norm }, bits, &sides);
+                check_heads((2, 2, 72), Form { turned: 32, at: 40, interleaved, norm }, bits, &sides);
+            }
+        }
+        check_heads((9, 3, 256), Form { turned: 256, at: 0, interleaved: false, norm: true }, bits, &sides);
+    }
+}

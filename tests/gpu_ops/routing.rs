@@ -1,0 +1,97 @@
+//! Choosing experts: every way of scoring, with ties, and after a norm.
+
+use moebius::backend::{Backend, Routing};
+use moebius::model::{GroupScore, Groups, Router, Scoring};
+
+use crate::common;
+use common::gpu::{Filled, Sides, Within, both, check, need_gpu, random};
+
+/// Experts, and how they are chosen.
+fn routers() -> Vec<(usize, Router)> {
+    let plain = Router { top_k: 2, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: false, scaling: 1.0 };
+    let sigmoid = Router { top_k: 8, scoring: Scoring::Sigmoid, correction_bias: true, normalize: true, scaling: 2.5, ..plain };
+    let groups = |count, top_k, score| Some(Groups { count, top_k, score });
+    vec![
+        (8, plain.clone()),
+        (60, Router { top_k: 4, normalize: true, ..plain }),
+        (128, Router { top_k: 8, normalize: true, scaling: 0.5, ..plain }),
+        (160, Router { top_k: 6, groups: groups(8, 3, GroupScore::Max), scaling: 16.0, ..plain }),
+        (12, Router { top_k: 1, ..plain }),
+        (256, Router { groups: groups(8, 4, GroupScore::TopTwoSum), ..sigmoid }),
+        (384, Router { correction_bias: false, scaling: 2.827, ..sigmoid }),
+        (512, Router { top_k: 32, normalize: false, groups: groups(32, 5, GroupScore::TopTwoSum), ..sigmoid }),
+        (72, Router { top_k: 6, groups: groups(3, 1, GroupScore::Max), ..sigmoid }),
+    ]
+}
+
+fn bias(experts: usize, router: &Router) -> Option<Vec<f32>> {
+    router.correction_bias.then(|| random(experts, 53).iter().map(|b| 0.3 * b).collect())
+}
+
+/// Ids equal, weights up to f32's exponential functions.
+fn check_routing(what: &str, got: &Routing, want: &Routing) {
+    assert_eq!((got.top_k, &got.ids), (want.top_k, &want.ids), "{what}");
+    check(what, &got.weights, &want.weights, Within { each: 4e-6, of_rms: 1e-7, rms: 4e-6 });
+}
+
+/// Inputs and weights of few bits make logits exact in any order of summing: many are equal, and of these the lower id goes first.
+#[test]
+fn route_among_equals() {
+    need_gpu!();
+    let sides = Sides::new();
+    let hidden = 72;
+    for (experts, router) in routers() {
+        let weight: Vec<f32> = random(experts * hidden, 51).iter().map(|w| (w * 2.0).round() / 4.0).collect();
+        for tokens in [1, 3, 8, 9, 64, 200] {
+            let x: Vec<f32> = random(tokens * hidden, 52).iter().map(|x| (x * 2.0).round() / 2.0).collect();
+            let (got, want) = both!(sides, |b| {
+                let w = b.load_router(weight.clone(), bias(experts, &router)).unwrap();
+                let mut routing = b.routing(tokens, router.top_k).unwrap();
+                b.route(&w, &router, &b.filled(hidden, &x), &mut routing);
+                let mut out = Routing::default();
+                b.read_routing(&routing, &mut out).unwrap();
+                out
+            });
+            check_routing(&format!("{experts} experts, {tokens} tokens, {router:?}"), &got, &want);
+        }
+    }
+}
+
+#[test]
+fn route_after_a_norm() {
+    need_gpu!();
+    let sides = Sides::new();
+    for hidden in [72, 2312] {
+        for (experts, router) in routers() {
+            let unit = 3.0 / (hidden as f32).sqrt();
+            let weight: Vec<f32> = random(experts * hidden, 54).iter().map(|w| unit * w).collect();
+            let norm: Vec<f32> = random(hidden, 55).iter().map(|w| 1.0 + 0.5 * w).collect();
+            for tokens in [1, 5, 8, 9, 40] {
+                let x: Vec<f32> = random(tokens * hidden, 56).iter().map(|x| 3.0 * x).collect();
+                let (got, want) = both!(sides, |b| {
+                    let w = b.load_router(weight.clone(), bias(experts, &router)).unwrap();
+                    let (mut h, mut routing) = (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
+                    let norm = b.load_norm(norm.clone()).unwrap();
+                    // Twice: what the first leaves behind must not count.
+                    for _ in 0..2 {
+                        b.norm_route(&b.filled_f32(hidden, &x), (&norm, 1e-6), &mut h, &w, &router, &mut routing);
+                    }
+                    let mut out = Routing::default();
+                    b.read_routing(&routing, &mut out).unwrap();
+                    (b.numbers(&h), out)
+                });
+                let what = format!("{experts} experts, {tokens} tokens of {hidden}, {router:?}");
+                check(&format!("{what}: norm"), &got.0, &want.0, Within::BF16);
+                // Of up to 8 tokens logits are made of the norm before it is rounded.
+                let want = if tokens <= 8 { want.1 } else { routed_on_cpu(&sides, &weight, (experts, &router), &got.0, hidden) };
+                check_routing(&what, &got.1, &want);
+            }
+        }
+    }
+}
+
+fn routed_on_cpu(sides: &Sides, weight: &[f32], (experts, router): (usize, &Router), h: &[f32], hidden: usize) -> Routing {
+    let (b, mut out) = (&sides.cpu, Routing::default());
+    b.route(&b.load_router(weight.to_vec(), bias(experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
+    out
+}

@@ -1,0 +1,139 @@
+//! Ops on single rows: embedding, norms, rotation, SiLU, gathering.
+
+use moebius::backend::Backend;
+
+use crate::common;
+use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, ragged, random};
+
+#[test]
+fn embed_copies_rows() {
+    need_gpu!();
+    let sides = Sides::new();
+    for cols in [8, 136, 2056] {
+        let (batch, ..) = ragged(&[(1, 1), (70, 3), (200, 130)]);
+        let table = random(50 * cols, 1);
+        let (got, want) = both!(sides, |b| {
+            let mut out = b.tensor_f32(batch.len(), cols).unwrap();
+            b.embed(&b.load_embedding(host(cols, &table)).unwrap(), &b.on_device(&batch), &mut out);
+            b.numbers(&out)
+        });
+        assert_eq!(got, want, "{cols} columns");
+    }
+}
+
+#[test]
+fn rms_norm_of_both_kinds() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, cols) in [(1, 8), (3, 136), (70, 1032), (2, 2056)] {
+        let (x, w) = (random(rows * cols, 2), random(cols, 3));
+        for eps in [1e-6, 0.3] {
+            for narrow in [false, true] {
+                let (got, want) = both!(sides, |b| {
+                    let x = if narrow { b.filled(cols, &x) } else { b.filled_f32(cols, &x) };
+                    let mut out = b.tensor(rows, cols).unwrap();
+                    b.rms_norm(&x, &b.load_norm(w.clone()).unwrap(), eps, &mut out);
+                    b.numbers(&out)
+                });
+                check(&format!("{rows} rows of {cols}, bf16 {narrow}"), &got, &want, Within::BF16);
+            }
+        }
+    }
+}
+
+#[test]
+fn rms_norm_of_heads_and_of_nothing_else() {
+    need_gpu!();
+    let sides = Sides::new();
+    // Width of a head, columns of a row, and which of them are normed.
+    for (width, cols, part) in [(8, 8, 0..8), (24, 240, 0..240), (64, 72, 8..72), (48, 64, 0..48), (128, 512, 128..384)] {
+        for rows in [1, 37] {
+            let (x, w) = (random(rows * cols, 4), random(width, 5));
+            let (got, want) = both!(sides, |b| {
+                let mut x = b.filled(cols, &x);
+                b.rms_norm_heads(&mut x, &b.load_norm(w.clone()).unwrap(), 1e-6, part.clone());
+                b.numbers(&x)
+            });
+            check(&format!("{rows} rows, heads of {width} in {part:?} of {cols}"), &got, &want, Within::BF16);
+            let others = |i: usize| !part.contains(&(i % cols));
+            assert!((0..x.len()).filter(|&i| others(i)).all(|i| got[i] == x[i]), "columns outside {part:?} changed");
+        }
+    }
+}
+
+#[test]
+fn angles_up_to_far_positions() {
+    need_gpu!();
+    let sides = Sides::new();
+    for half in [4, 32, 96] {
+        let inv_freq: Vec<f32> = (0..half).map(|i| 10_000f32.powf(-(i as f32) / half as f32)).collect();
+        let (mut batch, ..) = ragged(&[(1, 1), (65, 1), (300, 70)]);
+        batch.positions[0] = 131_071;
+        let factor = 1.416;
+        let (got, want) = both!(sides, |b| {
+            let mut out = b.tensor_f32(batch.len(), 2 * half).unwrap();
+            b.rope_angles(&b.load_norm(inv_freq.clone()).unwrap(), factor, &b.on_device(&batch), &mut out);
+            b.numbers(&out)
+        });
+        // The fast functions are right to 2^-21, and the reduced angle to an f32's 2^-23 of up to pi.
+        let off = got.iter().zip(&want).map(|(g, w)| (g - w).abs()).fold(0.0, f32::max);
+        assert!(off <= factor * 2f32.powi(-19), "{half} angles: off by {off}");
+    }
+}
+
+#[test]
+fn rope_turns_pairs_and_leaves_the_rest() {
+    need_gpu!();
+    let sides = Sides::new();
+    // Heads, their width, where the rotated part begins and how wide it is: whole, the first part, the last part, one in the middle.
+    for (heads, dim, at, turned) in [(4, 64, 0, 64), (3, 48, 0, 16), (5, 72, 40, 32), (1, 128, 8, 96), (2, 8, 0, 8)] {
+        for interleaved in [false, true] {
+            for rows in [1, 66] {
+                let (x, angles) = (random(rows * heads * dim, 6), random(rows * turned, 7));
+                let (got, want) = both!(sides, |b| {
+                    let mut x = b.filled(heads * dim, &x);
+                    b.rope(&mut x, dim, at, interleaved, &b.filled_f32(turned, &angles));
+                    b.numbers(&x)
+                });
+                let what = format!("{rows} rows, {heads} heads of {dim}, {turned} from {at}, interleaved {interleaved}");
+                check(&what, &got, &want, Within::BF16);
+                let part = at..at + turned;
+                assert!((0..x.len()).filter(|i| !part.contains(&(i % dim))).all(|i| got[i] == x[i]), "{what}: the rest changed");
+            }
+        }
+    }
+}
+
+#[test]
+fn silu_mul_of_any_size() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, cols) in [(1, 8), (3, 72), (130, 136)] {
+        // From -8 to 8: both ends of the sigmoid.
+        let gate: Vec<f32> = random(rows * cols, 8).iter().map(|g| 8.0 * g).collect();
+        let up = random(rows * cols, 9);
+        let (got, want) = both!(sides, |b| {
+            let mut out = b.tensor(rows, cols).unwrap();
+            b.silu_mul(&b.filled(cols, &gate), &b.filled(cols, &up), &mut out);
+            b.numbers(&out)
+        });
+        check(&format!("{rows} rows of {cols}"), &got, &want, Within::BF16);
+    }
+}
+
+#[test]
+fn gather_picks_rows_of_a_part() {
+    need_gpu!();
+    let sides = Sides::new();
+    let (cols, first) = (136, 100);
+    let x = random(40 * cols, 10);
+    let (got, want) = both!(sides, |b| {
+        let mut out = b.filled_f32(cols, &vec![9.0; 8 * cols]);
+        let x = b.filled_f32(cols, &x);
+        b.gather(&x, &[100, 139], first, &mut out, 0);
+        b.gather(&x, &[101, 117, 138], first, &mut out, 2);
+        b.gather(&x, &[120], first, &mut out, 6);
+        b.numbers(&out)
+    });
+    assert_eq!(got, want);
+}

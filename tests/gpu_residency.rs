@@ -1,0 +1,84 @@
+//! Experts that are chosen most come to live on the GPU: while the model runs, and at the next start.
+//!
+//! Runs on a GPU, or on kernels/emulator where there is none.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use std::path::Path;
+
+use common::gpu::{need_gpu, on_gpu};
+use common::{Fixture, greedy};
+use moebius::capture::{Wanted, capture};
+use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::experts::residency::Use;
+use moebius::load::{self, Loaded};
+
+const RESIDENT: usize = 3;
+
+fn open(fixture: &Fixture, cache: &Path) -> Loaded {
+    let config = EngineConfig {
+        cache_dir: Some(cache.into()),
+        max_context: Some(1024),
+        threads: Some(2),
+        experts: ExpertBits::Bf16,
+        dense: DenseBits::Bf16,
+        resident_experts: Some(RESIDENT),
+        ..Default::default()
+    };
+    load::load("test", &fixture.dir, &on_gpu(config), &|_| {}).unwrap()
+}
+
+/// Root mean square of what logits are off by.
+fn error(fixture: &Fixture, loaded: &mut Loaded) -> f32 {
+    let tokens = fixture.tokens("mid.input_ids");
+    let got = capture(loaded, &tokens, &Wanted { logits: true, ..Default::default() }, 512).unwrap().logits;
+    let want = fixture.floats("mid.logits");
+    (got.iter().zip(&want).map(|(g, w)| (g - w) * (g - w)).sum::<f32>() / want.len() as f32).sqrt()
+}
+
+/// Bytes that the CPU reads while the same answer is written.
+fn read_by_cpu(fixture: &Fixture, loaded: &mut Loaded, tokens: usize) -> u64 {
+    let before = loaded.model.traffic();
+    greedy(loaded, &fixture.tokens("short.input_ids"), tokens);
+    loaded.model.traffic().since(before).ram
+}
+
+#[test]
+fn the_most_chosen_become_residents() {
+    need_gpu!();
+    let (fixture, cache) = (Fixture::open("qwen3_moe"), tempfile::tempdir().unwrap());
+    let mut loaded = open(&fixture, cache.path());
+    let (layers, experts) = {
+        let model = loaded.model.config();
+        (model.moe_layers().count(), model.moe().unwrap().num_experts)
+    };
+    let fresh = error(&fixture, &mut loaded);
+    let first = read_by_cpu(&fixture, &mut loaded, 40);
+    // Long enough for the counts to come, and for all moves.
+    greedy(&mut loaded, &fixture.tokens("short.input_ids"), 400);
+    let moved = error(&fixture, &mut loaded);
+    assert!(moved < 1.5 * fresh, "experts that moved give other results: {moved} instead of {fresh}");
+    let later = read_by_cpu(&fixture, &mut loaded, 40);
+    assert!(later < first, "the CPU still reads {later} bytes, {first} at first");
+    drop(loaded);
+
+    let files: Vec<_> = std::fs::read_dir(cache.path()).unwrap().flat_map(|f| walk(&f.unwrap().path())).collect();
+    let path = files.iter().find(|path| path.extension().is_some_and(|e| e == "use")).expect("counts are saved");
+    let used = Use::load(path, layers, experts).expect("what was saved is read");
+    assert!((0..layers).any(|layer| used.order(layer)[..RESIDENT] != [0, 1, 2]), "a fixture that happens to prefer its first experts");
+
+    let mut loaded = open(&fixture, cache.path());
+    let again = read_by_cpu(&fixture, &mut loaded, 40);
+    assert!(again < first, "at the next start the CPU reads {again} bytes, {first} at first");
+    let error = error(&fixture, &mut loaded);
+    assert!(error < 1.5 * fresh, "at the next start results are off by {error} instead of {fresh}");
+}
+
+fn walk(path: &Path) -> Vec<std::path::PathBuf> {
+    match std::fs::read_dir(path) {
+        Ok(entries) => entries.flat_map(|e| walk(&e.unwrap().path())).collect(),
+        Err(_) => vec![path.into()],
+    }
+}
