@@ -52,6 +52,7 @@ pub struct CudaBackend {
     attention: attention::Workspace,
     graphs: RefCell<HashMap<usize, Recorded>>, // by tokens
     gather_rows: DeviceBuffer<u32>,
+    staged_rows: RefCell<Vec<u32>>, // what goes there
 }
 
 /// Where a pass of so many tokens is on its way to being recorded.
@@ -215,6 +216,7 @@ impl CudaBackend {
             attention: attention::Workspace::new(&cuda)?,
             graphs: RefCell::default(),
             gather_rows: DeviceBuffer::new(&cuda, 1 << 16)?,
+            staged_rows: RefCell::default(),
             cuda,
             limits,
         })
@@ -537,9 +539,11 @@ impl Backend for CudaBackend {
     }
 
     fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
-        let ids: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let mut staged = self.staged_rows.borrow_mut();
+        staged.clear();
+        staged.extend(rows.iter().map(|&row| row as u32));
         let to = self.gather_rows.address().add(at);
-        self.cuda.upload(&self.cuda.compute, to, &ids);
+        self.cuda.upload(&self.cuda.compute, to, &staged);
         launch!(self.cuda, &self.cuda.compute, "gather_rows", [rows.len(), 1, 1], ROW_THREADS, 0;
             x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
     }

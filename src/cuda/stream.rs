@@ -105,6 +105,7 @@ impl Cuda {
 
     /// Lets `stream` go on when `event` has been passed.
     pub fn wait(&self, stream: &Stream, event: &Event) {
+        self.mark(stream, "wait for a copy");
         // SAFETY: both live.
         self.note("waiting for a stream", unsafe { sys::cuStreamWaitEvent(stream.0, event.0, 0) });
     }

@@ -175,7 +175,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             &format!("{what}: in turn"),
             &in_turn.1,
             &reference.1,
-            Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.5 * ROUNDING },
+            Within { each: ROUNDING, of_rms: 20.0 * ROUNDING, rms: 2.0 * ROUNDING },
         );
     }
 }

@@ -34,7 +34,7 @@ const BATCHES: [&[(usize, usize)]; 5] = [
 
 /// Rounded to bf16: absorbed queries, or expanded keys and values; probabilities; mixed latents; the result. What moves a score counts 1.5 times:
 /// 0.42 (1.5^2 + 3)^(1/2) of a rounding in the mean.
-const LATENT: Within = Within { each: ROUNDING, of_rms: 8.0 * ROUNDING, rms: 1.25 * ROUNDING };
+const LATENT: Within = Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
 fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, usize)], bits: KvBits) {
     let (last, all, pool) = ragged(sequences);

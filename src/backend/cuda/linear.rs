@@ -259,21 +259,21 @@ impl Linear {
 
 impl CudaBackend {
     pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
+        let packed = jobs.iter().any(|(w, _)| !w.is_bf16());
         let products = jobs.map(|(w, out)| {
             let p = product(x, x.bf16(), w, out, write);
-            match &w.weight {
-                Weight::Bf16(_) => Some(p),
-                Weight::Packed(precision, bytes) => {
-                    self.packed_product(*precision, bytes.address(), p);
-                    None
-                }
+            if let Weight::Packed(precision, bytes) = &w.weight {
+                self.packed_product(*precision, bytes.address(), p);
             }
+            p
         });
-        if x.rows <= FEW_TOKENS && products.iter().flatten().all(|p| p.out == products[0].as_ref().map_or(Out::Bf16, |p| p.out)) {
-            let dense: Vec<&Product> = products.iter().flatten().collect();
-            dense.chunks(3).for_each(|some| self.gemv(some, Form::Plain));
+        if packed {
+            return;
+        }
+        if x.rows <= FEW_TOKENS && products.iter().all(|p| p.out == products[0].out) {
+            products.chunks(3).for_each(|some| self.gemv(some, Form::Plain));
         } else {
-            products.iter().flatten().for_each(|p| self.product(p));
+            products.iter().for_each(|p| self.product(p));
         }
     }
 
@@ -285,14 +285,13 @@ impl CudaBackend {
         jobs: [(&Linear, &mut Tensor); N],
     ) {
         let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
-        let all: Vec<&Product> = products.iter().collect();
-        all.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
+        products.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
     }
 
     /// `out = silu(gate x) * up x` of at most [`FEW_TOKENS`] rows.
     pub(super) fn few_gated(&self, x: &Tensor, (gate, up): (&Linear, &Linear), out: &mut Tensor) {
         let [gate, up] = [gate, up].map(|w| product(x, x.bf16(), w, out, Write::Set));
-        self.gemv(&[&gate, &up], Form::Gated);
+        self.gemv(&[gate, up], Form::Gated);
     }
 
     /// One product of any number of tokens.
@@ -304,12 +303,12 @@ impl CudaBackend {
         let bytes = if p.out == Out::Bf16 { 2 } else { 4 };
         for first in (0..p.tokens).step_by(FEW_TOKENS) {
             let (x, y) = (p.x.add(first * p.x_pitch), p.y.add(first * p.y_pitch * bytes));
-            self.gemv(&[&Product { x, y, tokens: FEW_TOKENS.min(p.tokens - first), ..*p }], Form::Plain);
+            self.gemv(&[Product { x, y, tokens: FEW_TOKENS.min(p.tokens - first), ..*p }], Form::Plain);
         }
     }
 
     /// Up to three products of one `x` of at most [`FEW_TOKENS`] rows.
-    fn gemv(&self, products: &[&Product], form: Form) {
+    fn gemv(&self, products: &[Product], form: Form) {
         let Some(first) = products.first() else { return };
         let mut job = [NO_JOB; 3];
         for (job, p) in job.iter_mut().zip(products) {
@@ -334,7 +333,7 @@ impl CudaBackend {
             (Form::Plain, Out::F32Add) => "gemv_f32_add",
         };
         let (norm, eps) = if let Form::Norm(norm, eps) = form { (norm, eps) } else { (Address::NULL, 0.0) };
-        let blocks = if let Form::Gated = form { rows(first) } else { products.iter().map(|p| rows(p)).sum() };
+        let blocks = if let Form::Gated = form { rows(first) } else { products.iter().map(rows).sum() };
         let argument = Gemv {
             job,
             x: first.x,
