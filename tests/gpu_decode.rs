@@ -46,8 +46,8 @@ fn decode_steps_take_no_memory() {
             decode(&mut loaded, steps);
             let taken = allocations() - before;
             let what = format!("{model}, {resident_experts:?} resident, {steps} steps");
-            // Where experts may change places, a look at their counts, every 64 passes, makes lists; steps do not.
-            let looks = if resident_experts == Some(3) { steps as usize / 64 + 1 } else { 0 };
+            // Where experts are not all resident, a look at their counts, every 64 passes, makes lists; steps do not.
+            let looks = if resident_experts.is_some() { steps as usize / 64 + 1 } else { 0 };
             assert!(taken <= 16 * looks, "{what}: {taken} allocations");
             assert_eq!(device.free_bytes(), free, "{what}: free VRAM");
             let grown = resident_bytes().saturating_sub(held);
