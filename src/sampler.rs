@@ -26,12 +26,31 @@ impl Default for SamplingParams {
     }
 }
 
+/// The largest logits of a row, and what the others weigh: most tokens can be chosen from that.
+#[derive(Clone, Debug, Default)]
+pub struct Shortlist {
+    /// Token and logit, the largest first, of equals the lower token; as many as the device gives.
+    pub best: Vec<(u32, f32)>,
+    /// Sum over the whole row of `exp((logit - largest) * inverse_temperature)`.
+    pub total: f64,
+}
+
 /// Chooses tokens for one sequence.
 #[derive(Debug)]
 pub struct Sampler {
     params: SamplingParams,
     seed: u64,
     order: Vec<u32>, // scratch: token ids, best first as far as needed
+}
+
+/// What comes at a place of the ranking.
+enum Rank {
+    /// A token, and its weight beside the best one's, which is 1.
+    Token(u32, f32),
+    /// The tokens are at an end.
+    End,
+    /// More than is known.
+    Unknown,
 }
 
 impl Sampler {
@@ -44,6 +63,41 @@ impl Sampler {
         Self { params, seed, order: Vec::new() }
     }
 
+    /// At which inverse temperature a [`Shortlist`] helps; `None`: whole rows are needed.
+    pub fn shortlists_at(&self) -> Option<f32> {
+        let SamplingParams { temperature, repetition_penalty, .. } = self.params;
+        match repetition_penalty == 1.0 {
+            true if temperature > 0.0 => Some(1.0 / temperature),
+            true => Some(1.0),
+            false => None,
+        }
+    }
+
+    /// As [`sample`](Sampler::sample), from a shortlist at the temperature that [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not
+    /// reach far enough.
+    pub fn sample_shortlist(&mut self, list: &Shortlist, tokens: &[u32]) -> Result<Option<u32>> {
+        let Some(&(best, max)) = list.best.first().filter(|(_, logit)| logit.is_finite()) else { return Err(not_finite()) };
+        let SamplingParams { temperature, min_p, .. } = self.params;
+        if temperature <= 0.0 {
+            return Ok(Some(best));
+        }
+        let weight = |logit: f32| ((logit - max) / temperature).exp();
+        let mut total = Some(list.total);
+        if min_p > 0.0 {
+            // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that are not.
+            let ends = list.best.last().is_some_and(|&(_, logit)| weight(logit) < min_p);
+            total = ends.then(|| list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum());
+        }
+        let rank = |i: usize| match list.best.get(i) {
+            Some(&(token, logit)) => match weight(logit) {
+                w if w > 0.0 && w >= min_p => Rank::Token(token, w),
+                _ => Rank::End,
+            },
+            None => Rank::Unknown,
+        };
+        Ok(draw(&self.params, total, Random::at(self.seed, tokens.len() as u64).uniform(), rank))
+    }
+
     /// The next token after `tokens`. `logits` is `[vocab]` and is changed.
     ///
     /// Depends on nothing but its arguments and the seed: the same text comes out whatever else runs.
@@ -54,27 +108,36 @@ impl Sampler {
         }
         let best = argmax(logits);
         if !logits[best].is_finite() {
-            return Err(Error::Model("the model computed logits that are not finite: its weights or its precision are unusable".into()));
+            return Err(not_finite());
         }
         if self.params.temperature <= 0.0 {
             return Ok(best as u32);
         }
-        let (max, temperature) = (logits[best], self.params.temperature);
+        let Self { params, order, .. } = self;
+        let (max, temperature) = (logits[best], params.temperature);
         // Weights relative to the best token's, which is 1.
         logits.iter_mut().for_each(|l| *l = ((*l - max) / temperature).exp());
         let weights = &*logits;
-        self.order.clear();
-        self.order.extend((0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= self.params.min_p));
-        self.keep_best(weights);
-        let total: f64 = self.order.iter().map(|&t| weights[t as usize] as f64).sum();
-        let mut rest = Random::at(self.seed, tokens.len() as u64).uniform() * total;
-        for &token in &self.order {
-            rest -= weights[token as usize] as f64;
-            if rest < 0.0 {
-                return Ok(token);
+        order.clear();
+        order.extend((0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= params.min_p));
+        let total = order.iter().map(|&t| f64::from(weights[t as usize])).sum();
+        let by_weight = |a: &u32, b: &u32| weights[*b as usize].total_cmp(&weights[*a as usize]).then(a.cmp(b));
+        // Ranked as far as the draw looks, more at a time the further it gets.
+        let mut ranked = 0;
+        let rank = |i: usize| {
+            while i >= ranked && ranked < order.len() {
+                let rest = &mut order[ranked..];
+                let some = (7 * ranked).max(64).min(rest.len());
+                if some < rest.len() {
+                    rest.select_nth_unstable_by(some - 1, by_weight);
+                }
+                rest[..some].sort_unstable_by(by_weight);
+                ranked += some;
             }
-        }
-        Ok(self.order.last().copied().unwrap_or(best as u32))
+            order.get(i).map_or(Rank::End, |&token| Rank::Token(token, weights[token as usize]))
+        };
+        let uniform = Random::at(self.seed, tokens.len() as u64).uniform();
+        Ok(draw(params, Some(total), uniform, rank).unwrap_or(best as u32))
     }
 
     fn penalize(&mut self, logits: &mut [f32], tokens: &[u32]) {
@@ -87,29 +150,55 @@ impl Sampler {
             *l = if *l > 0.0 { *l / self.params.repetition_penalty } else { *l * self.params.repetition_penalty };
         }
     }
+}
 
-    /// Applies top-k and top-p to `order`.
-    fn keep_best(&mut self, weights: &[f32]) {
-        let SamplingParams { top_k, top_p, .. } = self.params;
-        if top_k == 0 && top_p >= 1.0 {
-            return;
+fn not_finite() -> Error {
+    Error::Model("the model computed logits that are not finite: its weights or its precision are unusable".into())
+}
+
+/// The token that `uniform`, in [0, 1), falls on, best first, after top-k and top-p. `total`: of all weights, if it is known. `None`: it takes more than is known.
+fn draw(params: &SamplingParams, total: Option<f64>, uniform: f64, mut rank: impl FnMut(usize) -> Rank) -> Option<u32> {
+    let limit = if params.top_k == 0 { usize::MAX } else { params.top_k };
+    let mut walk = |stop: &mut dyn FnMut(u32, f64) -> bool| {
+        let mut last = None;
+        for i in 0..limit {
+            match rank(i) {
+                Rank::Token(token, weight) => {
+                    last = Some(token);
+                    if stop(token, f64::from(weight)) {
+                        break;
+                    }
+                }
+                Rank::End => break,
+                Rank::Unknown => return None,
+            }
         }
-        let by_weight = |a: &u32, b: &u32| weights[*b as usize].total_cmp(&weights[*a as usize]).then(a.cmp(b));
-        if top_k > 0 && top_k < self.order.len() {
-            self.order.select_nth_unstable_by(top_k - 1, by_weight);
-            self.order.truncate(top_k);
-        }
-        self.order.sort_unstable_by(by_weight);
-        if top_p < 1.0 {
-            let total: f64 = self.order.iter().map(|&t| weights[t as usize] as f64).sum();
+        last
+    };
+    let total = match limit {
+        usize::MAX => total?,
+        _ => {
             let mut sum = 0.0;
-            let keep = self.order.iter().position(|&t| {
-                sum += weights[t as usize] as f64;
-                sum >= top_p as f64 * total
-            });
-            self.order.truncate(keep.map_or(self.order.len(), |i| i + 1));
+            walk(&mut |_, weight| {
+                sum += weight;
+                false
+            })?;
+            sum
         }
+    };
+    let mut kept = total;
+    if params.top_p < 1.0 {
+        kept = 0.0;
+        walk(&mut |_, weight| {
+            kept += weight;
+            kept >= f64::from(params.top_p) * total
+        })?;
     }
+    let (mut sum, target) = (0.0, uniform * kept);
+    walk(&mut |_, weight| {
+        sum += weight;
+        sum > target || sum >= kept
+    })
 }
 
 /// Index of the largest logit, the lowest of equals; NaN is never the largest unless all are.
@@ -170,6 +259,46 @@ mod tests {
     fn repetition_penalty_pushes_seen_tokens_down() {
         let mut s = sampler(SamplingParams { repetition_penalty: 2.0, ..Default::default() });
         assert_eq!(s.sample(&mut [1.0, 1.5], &[1, 1]).unwrap(), 0, "seen twice, penalized once");
+    }
+
+    #[test]
+    fn a_shortlist_gives_what_the_whole_row_gives() {
+        let mut random = Random(3);
+        let hot = SamplingParams { temperature: 0.8, ..Default::default() };
+        let cases = [
+            SamplingParams::default(),
+            hot.clone(),
+            SamplingParams { top_k: 20, ..hot.clone() },
+            SamplingParams { top_p: 0.9, ..hot.clone() },
+            SamplingParams { top_p: 0.5, top_k: 50, min_p: 0.01, ..hot.clone() },
+            SamplingParams { min_p: 0.05, ..hot.clone() },
+            SamplingParams { top_k: 1000, ..hot },
+        ];
+        let mut decided = [0; 7];
+        for round in 0..200 {
+            let logits: Vec<f32> = (0..2000).map(|_| 12.0 * (random.uniform() as f32).powi(8)).collect();
+            for (case, params) in cases.iter().enumerate() {
+                let mut s = sampler(params.clone());
+                let tokens = vec![0; round];
+                let at = f64::from(s.shortlists_at().unwrap());
+                let mut best: Vec<(u32, f32)> = logits.iter().enumerate().map(|(t, &l)| (t as u32, l)).collect();
+                best.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+                let total = logits.iter().map(|&l| (f64::from(l - best[0].1) * at).exp()).sum();
+                best.truncate(64);
+                let short = s.sample_shortlist(&Shortlist { best, total }, &tokens).unwrap();
+                let whole = s.sample(&mut logits.clone(), &tokens).unwrap();
+                assert!(short.is_none_or(|short| short == whole), "{params:?}: {short:?} and {whole}");
+                decided[case] += usize::from(short.is_some());
+            }
+        }
+        assert_eq!((decided[0], decided[2], decided[6]), (200, 200, 0), "{decided:?}");
+        assert!(decided.iter().take(6).all(|&n| n > 20), "{decided:?}");
+    }
+
+    #[test]
+    fn a_shortlist_that_is_not_finite_is_an_error() {
+        let list = Shortlist { best: vec![(3, f32::NEG_INFINITY)], total: f64::NAN };
+        assert!(sampler(SamplingParams::default()).sample_shortlist(&list, &[]).is_err());
     }
 
     #[test]
