@@ -26,7 +26,7 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, 
 constexpr size_t MEMORY = 64ull << 30;
 
 static std::map<std::string, Kernel>& kernels() {
-    static std::map<std::string, Kernel> all;
+    static auto& all = *new std::map<std::string, Kernel>;
     return all;
 }
 void emulator::add_kernel(const Kernel& kernel) { kernels()[kernel.name] = kernel; }
@@ -106,12 +106,13 @@ static Stream& default_stream() {
 static Stream& of(Stream* s) { return s ? *s : default_stream(); }
 
 // All that have been made, and not destroyed.
-static std::mutex streams_mutex;
-static std::set<Stream*> streams;
+// Never destroyed, here and below: threads may still be at work when the process ends.
+static auto& streams_mutex = *new std::mutex;
+static auto& streams = *new std::set<Stream*>;
 
 // Device memory ends at a page that cannot be touched.
-static std::mutex memory_mutex;
-static std::map<uint64_t, std::pair<void*, size_t>> memory;
+static auto& memory_mutex = *new std::mutex;
+static auto& memory = *new std::map<uint64_t, std::pair<void*, size_t>>;
 static size_t memory_used;
 
 extern "C" {
@@ -171,7 +172,7 @@ Result cuMemFree_v2(uint64_t pointer) {
     return SUCCESS;
 }
 // Pinned memory is read and written when the copy runs, other memory when it is asked for.
-static std::map<const unsigned char*, size_t> pinned;
+static auto& pinned = *new std::map<const unsigned char*, size_t>;
 static bool is_pinned(const void* p) {
     std::lock_guard<std::mutex> lock(memory_mutex);
     auto after = pinned.upper_bound((const unsigned char*)p);

@@ -380,7 +380,8 @@ impl Backend for CudaBackend {
     }
 
     fn take_profile(&self) -> Result<Vec<OpTime>> {
-        self.cuda.take_profile()
+        let times = self.cuda.take_profile()?;
+        Ok(times.into_iter().map(|(name, launches, seconds)| OpTime { name, launches, seconds }).collect())
     }
 
     fn enter_thread(&self) -> Result<()> {

@@ -8,7 +8,6 @@ use cudarc::driver::sys;
 
 use super::{Cuda, Event, Stream};
 use crate::Result;
-use crate::backend::OpTime;
 
 impl Cuda {
     /// Marks every kernel of the compute stream from now on, or no more. Marked kernels do not overlap.
@@ -34,17 +33,17 @@ impl Cuda {
         marks.push((name, event));
     }
 
-    /// Time of each kind of kernel since the last call, in the order of their first launches. Waits for the device.
-    pub(crate) fn take_profile(&self) -> Result<Vec<OpTime>> {
+    /// Launches and seconds of each kind of kernel since the last call, in the order of their first launches. Waits for the device.
+    pub(crate) fn take_profile(&self) -> Result<Vec<(&'static str, usize, f64)>> {
         self.mark(&self.compute, "end");
         self.synchronize()?;
         let marks = self.marks().as_mut().map(std::mem::take).unwrap_or_default();
-        let mut times: Vec<OpTime> = Vec::new();
+        let mut times: Vec<(&'static str, usize, f64)> = Vec::new();
         for pair in marks.windows(2) {
             let (name, seconds) = (pair[0].0, pair[1].1.since(&pair[0].1));
-            match times.iter_mut().find(|t| t.name == name) {
-                Some(t) => (t.launches, t.seconds) = (t.launches + 1, t.seconds + seconds),
-                None => times.push(OpTime { name, launches: 1, seconds }),
+            match times.iter_mut().find(|(known, ..)| *known == name) {
+                Some((_, launches, all)) => (*launches, *all) = (*launches + 1, *all + seconds),
+                None => times.push((name, 1, seconds)),
             }
         }
         Ok(times)
