@@ -11,7 +11,7 @@ use crate::Result;
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::model::{Mla, Router};
-use crate::tensor::HostTensor;
+use crate::tensor::{HostTensor, Shortlist};
 
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]
@@ -88,6 +88,8 @@ pub trait Backend: Sized + Send + 'static {
     type Kv: Send;
     /// Experts and weights of every token.
     type Routing: Send;
+    /// What finds the largest logits of rows.
+    type Shortlister: Send;
     /// Numbers on the host that the device copies to fast.
     type Host: std::ops::DerefMut<Target = [f32]> + Send;
 
@@ -105,6 +107,20 @@ pub trait Backend: Sized + Send + 'static {
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Takes `rows` rows of `t` into use.
     fn set_rows(&self, t: &mut Self::Tensor, rows: usize);
+    /// Whether [`shortlist`](Backend::shortlist) is there.
+    const SHORTLISTS: bool = false;
+    /// Allocates what [`shortlist`](Backend::shortlist) needs for at most `max_rows` rows of `cols` numbers.
+    fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Self::Shortlister>;
+    /// The largest of each row of `logits`, f32, and what the row weighs at an inverse temperature.
+    fn shortlist(
+        &self,
+        _: &mut Self::Shortlister,
+        _logits: &Self::Tensor,
+        _inverse_temperatures: &[f32],
+        _out: &mut Vec<Shortlist>,
+    ) -> Result<()> {
+        panic!("not where SHORTLISTS is false")
+    }
     /// Allocates so many numbers on the host.
     fn host(&self, numbers: usize) -> Result<Self::Host>;
     /// Copies `t`, f32, to the host: `out` is `[rows, cols]`.

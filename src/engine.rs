@@ -18,6 +18,7 @@ use crate::load::{self, LEAST_BYTES, LoadProgress, Loaded};
 use crate::sampler::Sampler;
 pub use crate::sampler::SamplingParams;
 use crate::scheduler::{Scheduler, Sequence};
+use crate::tensor::Shortlist;
 use crate::{Error, Result};
 
 /// One prompt to be continued.
@@ -190,6 +191,9 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         batch: Batch::default(),
         sampled: Vec::new(),
         rows: Vec::new(),
+        inverse_temperatures: Vec::new(),
+        lists: Vec::new(),
+        undecided: Vec::new(),
     };
     let (requests, mut queue) = mpsc::unbounded_channel();
     let team = loaded.team;
@@ -226,8 +230,11 @@ struct Engine {
     model: Box<dyn Forward>,
     scheduler: Scheduler<Answer>,
     batch: Batch,
-    sampled: Vec<usize>, // of this step: running sequences at their end
-    rows: Vec<usize>,    // of this step: their rows of the batch, to sample from
+    sampled: Vec<usize>,            // of this step: running sequences at their end
+    rows: Vec<usize>,               // of this step: their rows of the batch, to sample from
+    inverse_temperatures: Vec<f32>, // of this step
+    lists: Vec<Shortlist>,          // of this step
+    undecided: Vec<usize>,          // of `sampled`: their whole rows are needed
     end_tokens: Vec<u32>,
     max_context: usize,
     vocab_size: usize,
@@ -335,27 +342,52 @@ impl Engine {
         if self.rows.is_empty() {
             return Ok(());
         }
-        let logits = self.model.logits(&self.rows)?;
-        for (&index, logits) in self.sampled.iter().zip(logits.chunks_exact_mut(self.vocab_size)) {
-            let sequence = self.scheduler.sequence(index);
-            if let Err(error) = choose(sequence, logits, &self.end_tokens, self.max_context, read) {
-                sequence.state.fail(error);
+        self.sample(read)?;
+        self.scheduler.retire(|s| s.state.ended, drop);
+        Ok(())
+    }
+
+    /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the whole row.
+    fn sample(&mut self, read: u64) -> Result<()> {
+        let Self { model, scheduler, sampled, rows, inverse_temperatures, lists, undecided, end_tokens, max_context, vocab_size, .. } =
+            self;
+        let tell = |sequence: &mut Sequence<Answer>, token: Result<u32>| match token {
+            Ok(token) => tell(sequence, token, end_tokens, *max_context, read),
+            Err(error) => sequence.state.fail(error),
+        };
+        inverse_temperatures.clear();
+        inverse_temperatures.extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
+        let listed = inverse_temperatures.len() == rows.len() && model.shortlists(rows, inverse_temperatures, lists)?;
+        undecided.clear();
+        for (i, &index) in sampled.iter().enumerate() {
+            let sequence = scheduler.sequence(index);
+            let token = if listed { sequence.state.sampler.sample_shortlist(&lists[i], &sequence.tokens) } else { Ok(None) };
+            match token.transpose() {
+                Some(token) => tell(sequence, token),
+                None => undecided.push(i),
             }
         }
-        self.scheduler.retire(|s| s.state.ended, drop);
+        if undecided.is_empty() {
+            return Ok(());
+        }
+        let logits = if listed { model.whole_rows()? } else { model.logits(rows)? };
+        for &i in &*undecided {
+            let sequence = scheduler.sequence(sampled[i]);
+            let token = sequence.state.sampler.sample(&mut logits[i * *vocab_size..][..*vocab_size], &sequence.tokens);
+            tell(sequence, token);
+        }
         Ok(())
     }
 }
 
-/// Samples the next token of `sequence` and tells its receiver.
-fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32], max_context: usize, read: u64) -> Result<()> {
+/// Adds the next token to `sequence` and tells its receiver.
+fn tell(sequence: &mut Sequence<Answer>, token: u32, end_tokens: &[u32], max_context: usize, read: u64) {
     let answer = &mut sequence.state;
     let finish = |answer: &mut Answer, completion_tokens, reason| {
         answer.ended = true;
         let stats = answer.stats(sequence.prompt_tokens, completion_tokens);
         let _ = answer.events.send(Event::Done(reason, stats));
     };
-    let token = answer.sampler.sample(logits, &sequence.tokens)?;
     let now = Instant::now();
     if answer.first.is_some() {
         answer.decode_bytes += read;
@@ -364,7 +396,7 @@ fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32
     answer.last = Some(now);
     if !answer.ignore_eos && end_tokens.contains(&token) {
         finish(answer, sequence.tokens.len() - sequence.prompt_tokens, FinishReason::Stop);
-        return Ok(());
+        return;
     }
     sequence.tokens.push(token);
     let completion_tokens = sequence.tokens.len() - sequence.prompt_tokens;
@@ -373,7 +405,6 @@ fn choose(sequence: &mut Sequence<Answer>, logits: &mut [f32], end_tokens: &[u32
     if completion_tokens == answer.max_tokens || sequence.tokens.len() >= max_context {
         finish(answer, completion_tokens, FinishReason::Length);
     }
-    Ok(())
 }
 
 impl Answer {

@@ -17,6 +17,7 @@ use crate::batch::Batch;
 use crate::experts::{ExpertExecutor, Traffic};
 use crate::kv_cache::KvCache;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
+use crate::tensor::Shortlist;
 use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
 
 /// A model that reads batches, whatever it runs on.
@@ -31,6 +32,13 @@ pub trait Forward: Send {
 
     /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Forward::max_logit_rows`] rows at a time.
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]>;
+
+    /// The largest logits of rows of the last batch, and what a row weighs at an inverse temperature; as many rows as for [`Forward::logits`].
+    /// `false`: this device gives whole rows only, and nothing was done.
+    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool>;
+
+    /// Whole rows, after [`Forward::shortlists`] of them.
+    fn whole_rows(&mut self) -> Result<&mut [f32]>;
 
     /// Rows of logits that one call may ask for.
     fn max_logit_rows(&self) -> usize;
@@ -92,6 +100,8 @@ pub struct Model<B: Backend> {
     last_normed: B::Tensor, // [R, hidden]
     logits: B::Tensor,      // [R, vocab]
     host_logits: B::Host,   // [R, vocab]
+    shortlister: B::Shortlister,
+    logit_rows: usize, // of the last call
 }
 
 /// What lasts through all layers, of `chunk_tokens` tokens.
@@ -147,6 +157,8 @@ impl<B: Backend> Model<B> {
             last: backend.tensor_f32(logit_rows, hidden)?,
             last_normed: backend.tensor(logit_rows, hidden)?,
             logits: backend.tensor_f32(logit_rows, config.vocab_size)?,
+            logit_rows: 0,
+            shortlister: backend.shortlister(logit_rows, config.vocab_size)?,
             host_logits: backend.host(logit_rows * config.vocab_size)?,
             backend,
             config,
@@ -155,6 +167,24 @@ impl<B: Backend> Model<B> {
             kv,
             limits,
         })
+    }
+
+    /// Logits of rows of the last batch, on the device.
+    fn compute_logits(&mut self, rows: &[usize]) {
+        let Self { backend, config, weights, parts, last, last_normed, logits, .. } = self;
+        for t in [&mut *last, &mut *last_normed, &mut *logits] {
+            backend.set_rows(t, rows.len());
+        }
+        let part_of = |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
+        let mut at = 0;
+        for same in rows.chunk_by(|a, b| part_of(a) == part_of(b)) {
+            let part = &parts[part_of(&same[0])];
+            backend.gather(&part.x, same, part.rows.start, last, at);
+            at += same.len();
+        }
+        backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
+        backend.linear(&weights.lm_head, last_normed, logits);
+        self.logit_rows = rows.len();
     }
 }
 
@@ -218,21 +248,21 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {
-        let Self { backend, config, weights, parts, last, last_normed, logits, host_logits, .. } = self;
-        for t in [&mut *last, &mut *last_normed, &mut *logits] {
-            backend.set_rows(t, rows.len());
+        self.compute_logits(rows);
+        self.whole_rows()
+    }
+
+    fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool> {
+        if B::SHORTLISTS {
+            self.compute_logits(rows);
+            self.backend.shortlist(&mut self.shortlister, &self.logits, inverse_temperatures, out)?;
         }
-        let part_of = |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
-        let mut at = 0;
-        for same in rows.chunk_by(|a, b| part_of(a) == part_of(b)) {
-            let part = &parts[part_of(&same[0])];
-            backend.gather(&part.x, same, part.rows.start, last, at);
-            at += same.len();
-        }
-        backend.rms_norm(last, &weights.norm, config.norm_eps, last_normed);
-        backend.linear(&weights.lm_head, last_normed, logits);
-        let host = &mut host_logits[..rows.len() * config.vocab_size];
-        backend.read_to(logits, host)?;
+        Ok(B::SHORTLISTS)
+    }
+
+    fn whole_rows(&mut self) -> Result<&mut [f32]> {
+        let host = &mut self.host_logits[..self.logit_rows * self.config.vocab_size];
+        self.backend.read_to(&self.logits, host)?;
         Ok(host)
     }
 

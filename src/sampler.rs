@@ -1,6 +1,7 @@
 //! From a row of logits to a token.
 
 use crate::random::Random;
+use crate::tensor::Shortlist;
 use crate::{Error, Result};
 
 /// How the next token is chosen.
@@ -24,15 +25,6 @@ impl Default for SamplingParams {
     fn default() -> Self {
         Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: None }
     }
-}
-
-/// The largest logits of a row, and what the others weigh: most tokens can be chosen from that.
-#[derive(Clone, Debug, Default)]
-pub struct Shortlist {
-    /// Token and logit, the largest first, of equals the lower token; as many as the device gives.
-    pub best: Vec<(u32, f32)>,
-    /// Sum over the whole row of `exp((logit - largest) * inverse_temperature)`.
-    pub total: f64,
 }
 
 /// Chooses tokens for one sequence.

@@ -136,3 +136,12 @@ impl HostTensor<'_> {
         }
     }
 }
+
+/// The largest logits of a row, and what the others weigh: most tokens can be chosen from that.
+#[derive(Clone, Debug, Default)]
+pub struct Shortlist {
+    /// Token and logit, the largest first, of equals the lower token; as many as the device gives.
+    pub best: Vec<(u32, f32)>,
+    /// Sum over the whole row of `exp((logit - largest) * inverse_temperature)`.
+    pub total: f64,
+}

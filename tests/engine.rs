@@ -184,6 +184,19 @@ impl Forward for Broken {
         self.0.resident_bytes_per_token()
     }
 
+    fn shortlists(
+        &mut self,
+        rows: &[usize],
+        inverse_temperatures: &[f32],
+        out: &mut Vec<moebius::tensor::Shortlist>,
+    ) -> moebius::Result<bool> {
+        self.0.shortlists(rows, inverse_temperatures, out)
+    }
+
+    fn whole_rows(&mut self) -> moebius::Result<&mut [f32]> {
+        self.0.whole_rows()
+    }
+
     fn traffic(&self) -> moebius::experts::Traffic {
         self.0.traffic()
     }

@@ -140,6 +140,7 @@ impl Backend for Cpu {
     type Router = RouterWeights;
     type Embedding = Embedding;
     type Kv = Kv;
+    type Shortlister = ();
     type Host = Vec<f32>;
     type Routing = Routing;
 
@@ -170,6 +171,10 @@ impl Backend for Cpu {
 
     fn set_rows(&self, t: &mut Tensor, rows: usize) {
         t.set_rows(rows);
+    }
+
+    fn shortlister(&self, _: usize, _: usize) -> Result<()> {
+        Ok(())
     }
 
     fn host(&self, numbers: usize) -> Result<Vec<f32>> {

@@ -9,6 +9,7 @@ mod batch;
 mod linear;
 mod measure;
 pub mod packed;
+mod shortlist;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,12 +23,13 @@ use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
 use crate::model::{GroupScore, Mla, Router, Scoring};
-use crate::tensor::HostTensor;
+use crate::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
 pub use attention::{Kv, LatentScratch, LatentUp};
 pub use batch::CudaBatch;
 pub use linear::Linear;
+pub use shortlist::Shortlister;
 
 /// Threads of a block that works on one row.
 const ROW_THREADS: u32 = 256;
@@ -239,7 +241,9 @@ impl Backend for CudaBackend {
     type Embedding = DeviceBuffer<bf16>;
     type Kv = Kv;
     type Routing = CudaRouting;
+    type Shortlister = Shortlister;
     type Host = PinnedBuffer<f32>;
+    const SHORTLISTS: bool = true;
 
     fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
         CudaBatch::new(&self.cuda, max_tokens, self.limits.table)
@@ -283,6 +287,14 @@ impl Backend for CudaBackend {
     fn set_rows(&self, t: &mut Tensor, rows: usize) {
         assert!(rows <= t.max_rows(), "a tensor of {} rows was asked for {rows}", t.max_rows());
         t.rows = rows;
+    }
+
+    fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Shortlister> {
+        Shortlister::new(&self.cuda, max_rows, cols)
+    }
+
+    fn shortlist(&self, s: &mut Shortlister, logits: &Tensor, inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<()> {
+        self.shortlist_rows(s, logits, inverse_temperatures, out)
     }
 
     fn host(&self, numbers: usize) -> Result<PinnedBuffer<f32>> {

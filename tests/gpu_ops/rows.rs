@@ -137,3 +137,30 @@ fn gather_picks_rows_of_a_part() {
     });
     assert_eq!(got, want);
 }
+
+#[test]
+fn shortlists_have_the_largest_and_weigh_all() {
+    need_gpu!();
+    let sides = Sides::new();
+    // Rounded to bf16, so there are equals; up to three launches.
+    for (rows, cols) in [(1, 64), (3, 1000), (2, 1024), (5, 5003), (2, 151_936)] {
+        let mut logits: Vec<f32> = random(rows * cols, 40).iter().map(|x| 20.0 * x).collect();
+        (logits[7], logits[11]) = (f32::NAN, f32::NEG_INFINITY);
+        let inverse: Vec<f32> = (0..rows).map(|row| 0.5 + row as f32).collect();
+        let mut lists = Vec::new();
+        let mut s = sides.gpu.shortlister(rows, cols).unwrap();
+        sides.gpu.shortlist(&mut s, &sides.gpu.filled_f32(cols, &logits), &inverse, &mut lists).unwrap();
+        assert_eq!(lists.len(), rows);
+        for (row, list) in lists.iter().enumerate() {
+            let logits = &logits[row * cols..(row + 1) * cols];
+            let mut want: Vec<(u32, f32)> =
+                logits.iter().enumerate().map(|(i, &l)| (i as u32, if l.is_nan() { f32::NEG_INFINITY } else { l })).collect();
+            want.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+            let weight = |l: f32| (f64::from(l - want[0].1) * f64::from(inverse[row])).exp();
+            let total: f64 = want.iter().map(|&(_, l)| weight(l)).sum();
+            want.truncate(64);
+            assert_eq!(list.best, want, "row {row} of {rows} rows of {cols}");
+            assert!((list.total / total - 1.0).abs() < 1e-5, "row {row} of {rows} rows of {cols}: {} and {total}", list.total);
+        }
+    }
+}
