@@ -44,7 +44,7 @@ pub struct Speeds {
 
 impl Speeds {
     /// What kernels reach of plain reading's bandwidth.
-    pub const CPU_SHARE: f64 = 0.75;
+    pub const CPU_SHARE: f64 = 0.9;
 
     /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with `top_k` each.
     pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
