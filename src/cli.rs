@@ -39,7 +39,7 @@ enum Command {
     Cache(cache::Command),
     /// Write what one forward pass computes as safetensors.
     Capture(capture::Args),
-    /// Measure prefill, decode, and the share of memory bandwidth they reach.
+    /// Measure prefill and decode, beside what the machine allows.
     Bench(bench::Args),
     /// Examine this machine and say what would make it faster.
     Doctor(doctor::Args),
