@@ -214,3 +214,22 @@ fn what_was_there_stays() {
         }
     }
 }
+
+#[test]
+fn only_chosen_experts_cross() {
+    need_gpu!();
+    let sides = Sides::new();
+    let (precision, hidden, intermediate) = FORMATS[0];
+    let store = store(hidden, intermediate, precision);
+    let mut experts = placed(&sides.gpu, &store, Place::Streamed);
+    let bytes = store.layout().bytes() as u64;
+    // One of the three choices is an expert.
+    run(&sides.gpu, &mut experts, 0, &random(hidden, 50), &routing(1, 51), 0.0);
+    assert_eq!(experts.traffic().link, bytes, "one token");
+    let before = experts.traffic();
+    run(&sides.gpu, &mut experts, 0, &random(20 * hidden, 52), &routing(20, 53), 0.0);
+    assert!(
+        experts.traffic().since(before).link >= EXPERTS as u64 * bytes,
+        "twenty tokens choose nearly all, which cross before the routing is known"
+    );
+}

@@ -128,6 +128,12 @@ impl CudaRouting {
         self.ids.address()
     }
 
+    /// The same on the host. Waits for the device.
+    pub fn read_ids(&self, out: &mut Vec<i32>) -> Result<()> {
+        out.resize(self.tokens * self.top_k, 0);
+        self.ids.read(out)
+    }
+
     /// Their weights.
     pub fn weights(&self) -> Address<f32> {
         self.weights.address()

@@ -4,11 +4,13 @@
 //! few tokens    experts in VRAM by two kernels; the CPU computes the others: kernels publish hidden states and routing into
 //!               memory that both see, and wait for the sum; nothing is copied or called in between
 //! many tokens   experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute stream;
-//!               grouped products read them in that form; in between, the CPU takes the share that lets both end together
+//!               grouped products read them in that form; in between, the CPU takes the share that lets both end together. Where
+//!               few of a layer are chosen, only those cross, once the routing is known
 //! ```
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -52,16 +54,26 @@ impl Speeds {
     /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with `top_k` each.
     pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
         let weights = (3 * layout.gate.n * layout.gate.k) as f64;
-        // Of an expert: the share of batches that choose it, and its tokens.
         let share = top_k as f64 / all as f64;
-        let chosen = 1.0 - (1.0 - share).powi(tokens.min(1 << 20) as i32);
+        let chosen = Self::chosen(all, tokens, top_k);
         (chosen * layout.bytes() as f64 / self.cpu_bytes).max(tokens as f64 * share * weights / self.cpu_products)
+    }
+
+    /// The share of `all` experts that at least one of `tokens` tokens chooses, in the mean.
+    fn chosen(all: usize, tokens: usize, top_k: usize) -> f64 {
+        1.0 - (1.0 - top_k as f64 / all as f64).powi(tokens.min(1 << 20) as i32)
+    }
+
+    /// Whether so few experts are chosen that only those should cross.
+    fn picks(all: usize, tokens: usize, top_k: usize) -> bool {
+        Self::chosen(all, tokens, top_k) < 0.7
     }
 
     /// How many of `experts` to stream for `tokens` tokens with `top_k` each, so that PCIe and CPU end together.
     pub fn streamed(&self, experts: usize, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> usize {
         let cpu = self.cpu_seconds(all, tokens, top_k, layout);
-        let stream = layout.bytes() as f64 / self.pcie_bytes;
+        let crossing = if Self::picks(all, tokens, top_k) { Self::chosen(all, tokens, top_k) } else { 1.0 };
+        let stream = crossing * layout.bytes() as f64 / self.pcie_bytes;
         let together = |n: usize| (n as f64 * stream).max((experts - n) as f64 * cpu);
         // A split costs the hand-over of all hidden states: it must pay.
         let (all_cpu, all_streamed) = (experts as f64 * cpu, experts as f64 * stream);
@@ -393,19 +405,26 @@ impl GpuExperts {
         if self.ring.holds[slot].as_ref() == Some(&(layer, places.clone())) {
             return Ok(());
         }
+        let mut numbers: Vec<usize> = self.order[layer][places.clone()].iter().map(|&expert| expert as usize).collect();
+        numbers.sort_unstable();
+        // Residents are computed with the first half.
+        self.copy(slot, layer, &numbers, places.start == self.sizes.resident)?;
+        self.ring.holds[slot] = Some((layer, places));
+        Ok(())
+    }
+
+    /// Enqueues the copies of experts of `layer`, in ascending order, into half `slot` of the ring, and its table, with residents in it or not.
+    fn copy(&mut self, slot: usize, layer: usize, numbers: &[usize], with_residents: bool) -> Result<()> {
         if !self.checked[layer] {
             self.cpu.check_layer(layer)?;
             self.checked[layer] = true;
         }
-        let Self { cuda, ring, memory, order, .. } = self;
+        let Self { cuda, ring, memory, .. } = self;
         let (stride, experts) = (memory.stride(), self.experts);
         cuda.wait(&cuda.copy, &ring.used[slot]);
         let mut table = vec![0u64; experts];
-        let base = ring.bytes.address().add(slot * ring.half * stride);
+        let mut to = ring.bytes.address().add(slot * ring.half * stride);
         // Neighbours in the file cross together.
-        let mut numbers: Vec<usize> = order[layer][places.clone()].iter().map(|&expert| expert as usize).collect();
-        numbers.sort_unstable();
-        let mut to = base;
         for run in numbers.chunk_by(|a, b| a + 1 == *b) {
             memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| cuda.upload(&cuda.copy, to.add(offset), bytes));
             for &expert in run {
@@ -413,15 +432,13 @@ impl GpuExperts {
                 to = to.add(stride);
             }
         }
-        if places.start == self.sizes.resident {
-            // Residents are computed with the first half.
+        if with_residents {
             let residents = &self.host_tables[layer * experts..(layer + 1) * experts];
             table.iter_mut().zip(residents).filter(|(_, resident)| **resident != 0).for_each(|(t, r)| *t = *r);
         }
         cuda.upload(&cuda.copy, ring.tables.address().add(slot * experts), &table);
         cuda.record(&ring.filled[slot], &cuda.copy);
-        self.streamed_bytes += (places.len() * self.layout.bytes()) as u64;
-        ring.holds[slot] = Some((layer, places));
+        self.streamed_bytes += (numbers.len() * self.layout.bytes()) as u64;
         Ok(())
     }
 
@@ -445,12 +462,36 @@ impl GpuExperts {
             {
                 self.fill(1 - slot, layer, places)?;
             }
-            self.cuda.wait(&self.cuda.compute, &self.ring.filled[slot]);
-            let used = if counted { Address::NULL } else { self.counts(layer) };
-            self.grouped(self.ring.tables.address().add(slot * self.experts), x, routing, used);
-            self.cuda.record(&self.ring.used[slot], &self.cuda.compute);
+            self.multiply(slot, layer, x, routing, counted);
         }
         Ok(())
+    }
+
+    /// As [`stream`](GpuExperts::stream), but only those of the `streamed` that some token chose cross: for few tokens waiting for the routing costs less than
+    /// copies that nobody needs.
+    fn stream_chosen(&mut self, layer: usize, streamed: usize, x: &Tensor, routing: &CudaRouting, counted: bool) -> Result<()> {
+        let mut ids = Vec::new();
+        routing.read_ids(&mut ids)?;
+        let chosen: HashSet<i32> = ids.into_iter().collect();
+        let candidates = &self.order[layer][self.sizes.resident..self.sizes.resident + streamed];
+        let mut numbers: Vec<usize> = candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
+        numbers.sort_unstable();
+        // Once at least, for the residents.
+        for i in 0..numbers.len().div_ceil(self.ring.half).max(1) {
+            let (slot, from) = (i % 2, i * self.ring.half);
+            self.ring.holds[slot] = None;
+            self.copy(slot, layer, &numbers[from..numbers.len().min(from + self.ring.half)], i == 0)?;
+            self.multiply(slot, layer, x, routing, counted);
+        }
+        Ok(())
+    }
+
+    /// `y` of the experts in half `slot` of the ring, once they are there.
+    fn multiply(&self, slot: usize, layer: usize, x: &Tensor, routing: &CudaRouting, counted: bool) {
+        self.cuda.wait(&self.cuda.compute, &self.ring.filled[slot]);
+        let used = if counted { Address::NULL } else { self.counts(layer) };
+        self.grouped(self.ring.tables.address().add(slot * self.experts), x, routing, used);
+        self.cuda.record(&self.ring.used[slot], &self.cuda.compute);
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
@@ -500,7 +541,10 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 h.address(), ids.address(), weights.address(), self.counts(layer), arrived.address(), count.address().add(layer), down.address().add(layer * LINE));
         }
         let gpu = if streamed > 0 {
-            self.stream(layer, streamed, x, routing, cpu)?;
+            match Speeds::picks(self.experts, tokens, top_k) {
+                true => self.stream_chosen(layer, streamed, x, routing, cpu)?,
+                false => self.stream(layer, streamed, x, routing, cpu)?,
+            }
             Some(Gpu::Many { table })
         } else if resident == 0 {
             None
