@@ -103,17 +103,16 @@ pub struct Sizes {
 
 /// All routed experts of a model.
 pub struct GpuExperts {
+    _registered: Vec<Registered>, // first: given up while `memory` is still mapped
     cuda: Arc<Cuda>,
     cpu: CpuExperts,
     memory: Arc<ExpertMemory>,
-    registered: Vec<Registered>,
     layout: ExpertLayout,
     format: packed::Format,
     layers: usize,
     experts: usize,
     sizes: Sizes,
     speeds: Speeds,
-    streaming: Streaming,
     forced: Option<Prefill>,
 
     resident: DeviceBuffer<u8>,                // [layers, resident, stride]
@@ -159,14 +158,6 @@ const MOVES: usize = 2;
 
 /// Counts are saved so often, and at the end.
 const SAVE: Duration = Duration::from_secs(60);
-
-/// Whether the ring is used at all.
-#[derive(Clone, Copy, PartialEq)]
-enum Streaming {
-    Possible,
-    /// There is no room for two experts.
-    No,
-}
 
 /// Where prompts' experts run, if the user says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -292,7 +283,6 @@ impl GpuExperts {
             layers,
             experts,
             speeds,
-            streaming: if streams { Streaming::Possible } else { Streaming::No },
             forced,
             tables: DeviceBuffer::from_slice(&cuda, &tables)?,
             marks: None,
@@ -312,7 +302,7 @@ impl GpuExperts {
             sizes,
             cpu,
             cuda,
-            registered,
+            _registered: registered,
             streamed_bytes: 0,
             submitted: None,
             learning,
@@ -333,25 +323,16 @@ impl GpuExperts {
         (tokens * (2 * hidden + 4 * hidden + 4 * hidden + 8 * sizes.top_k) + 2 * layers * LINE * 4) as u64
     }
 
-    /// Bytes of VRAM that residents take.
-    pub fn resident_bytes(&self) -> usize {
-        self.resident.bytes()
-    }
-
-    /// Whether the experts were pinned where they lie, so that they cross PCIe at full speed.
-    pub fn is_pinned(&self) -> bool {
-        !self.registered.is_empty()
-    }
-
     /// Experts of a layer that cross PCIe for a batch of `tokens`.
     fn streamed(&self, tokens: usize) -> usize {
         let others = self.experts - self.sizes.resident;
         let must = tokens > self.sizes.cpu_tokens;
-        match (self.streaming, self.forced) {
-            (Streaming::No, _) => 0,
+        match self.forced {
+            // There is no room for two experts.
+            _ if self.sizes.ring < 2 => 0,
             _ if self.cuda.is_recording() => 0,
-            (_, Some(Prefill::Cpu)) if !must => 0,
-            (_, Some(Prefill::Gpu)) if tokens > NO_PROMPT => others,
+            Some(Prefill::Cpu) if !must => 0,
+            Some(Prefill::Gpu) if tokens > NO_PROMPT => others,
             _ if must => others,
             _ => self.speeds.streamed(others, self.experts, tokens, self.sizes.top_k, &self.layout),
         }

@@ -6,7 +6,7 @@ use super::CudaBackend;
 use super::linear::{Out, Product};
 use crate::Result;
 use crate::backend::Rates;
-use crate::cuda::{Address, DeviceBuffer, Event, PinnedBuffer};
+use crate::cuda::{Address, DeviceBuffer};
 use crate::random::Random;
 
 /// Bytes that are copied.
@@ -22,10 +22,7 @@ impl CudaBackend {
         let taken = cuda.allocated();
         // An emulated device takes minutes for what a real one does in a millisecond.
         let (bytes, wide) = if cuda.info.is_emulated() { (1 << 20, 64) } else { (COPY_BYTES, WIDE) };
-        let (a, b) = (DeviceBuffer::<u8>::zeros(cuda, bytes)?, DeviceBuffer::<u8>::zeros(cuda, bytes)?);
-        let pinned = PinnedBuffer::<u8>::new(cuda, bytes)?;
-        let memory = 2.0 * bytes as f64 / self.fastest(|| cuda.copy_within(&cuda.compute, a.address(), b.address(), bytes))?;
-        let link = bytes as f64 / self.fastest(|| cuda.upload(&cuda.compute, a.address(), &pinned))?;
+        let (memory, link) = (cuda.vram_bandwidth(2 * bytes)?, cuda.pcie_bandwidth(bytes)?);
         // Zeros would be multiplied at a clock that no model sees.
         let mut random = Random(7);
         let some: Vec<bf16> = (0..wide * 64).map(|_| bf16::from_f32(random.uniform() as f32 - 0.5)).collect();
@@ -51,21 +48,7 @@ impl CudaBackend {
             batch: 1,
             out: Out::Bf16,
         };
-        let products = 2.0 * (wide as f64).powi(3) / self.fastest(|| self.product(&product))?;
+        let products = 2.0 * (wide as f64).powi(3) / cuda.fastest(|| self.product(&product))?;
         Ok(Rates { device: cuda.info.name.clone(), memory, link, products, taken })
-    }
-
-    /// Seconds of the fastest of some runs.
-    fn fastest(&self, run: impl Fn()) -> Result<f64> {
-        let (begin, end) = (Event::timed()?, Event::timed()?);
-        let mut best = f64::INFINITY;
-        for _ in 0..6 {
-            self.cuda.record(&begin, &self.cuda.compute);
-            run();
-            self.cuda.record(&end, &self.cuda.compute);
-            self.cuda.wait_host(&end)?;
-            best = best.min(end.since(&begin));
-        }
-        Ok(best.max(1e-9))
     }
 }
