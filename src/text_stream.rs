@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use crate::engine::{Event, Events, FinishReason, RequestStats};
+use crate::engine::{Event, Events, FinishReason, Logprobs, RequestStats, Token};
 use crate::tokenizer::{Incremental, Tokenizer};
 use crate::{Error, Result};
 
@@ -23,6 +23,7 @@ pub struct TextStream {
     decoder: Incremental,
     stops: StopStrings,
     tokens: Vec<u32>,
+    logprobs: Vec<(u32, Logprobs)>,                    // of tokens since they were last taken
     stats: RequestStats,                               // up to the last token received
     end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
     ended: bool,
@@ -39,10 +40,21 @@ impl TextStream {
             decoder: Incremental::default(),
             stops: StopStrings::new(stops)?,
             tokens: Vec::new(),
+            logprobs: Vec::new(),
             stats: RequestStats { prompt_tokens, ..Default::default() },
             end: None,
             ended: false,
         })
+    }
+
+    /// Spells special tokens out instead of leaving them away: markers of tool calls may be such.
+    pub fn spell_special_tokens(&mut self) {
+        self.decoder.special = true;
+    }
+
+    /// The tokens received since the last call, with how likely they were, if the request asked for it.
+    pub fn take_logprobs(&mut self) -> Vec<(u32, Logprobs)> {
+        std::mem::take(&mut self.logprobs)
     }
 
     /// The tokens received so far.
@@ -99,9 +111,10 @@ impl TextStream {
     /// Takes in one event, or the engine's silence, and gives the text that it releases.
     fn on_event(&mut self, event: Option<Event>) -> Option<String> {
         let text = match event {
-            Some(Event::Token(id, stats)) => {
+            Some(Event::Token(Token { id, logprobs, stats })) => {
                 self.stats = stats;
                 self.tokens.push(id);
+                self.logprobs.extend(logprobs.map(|logprobs| (id, *logprobs)));
                 match self.decoder.push(&self.tokenizer, id) {
                     Ok(piece) => self.stops.push(&piece),
                     Err(e) => self.fail(e),
@@ -232,7 +245,7 @@ mod tests {
     fn an_answer_ends_with_what_was_held_back() {
         let (sender, mut answer, tokenizer) = stream(&["zzz"]);
         for id in tokenizer.encode("naïve zz", false).unwrap() {
-            sender.send(Event::Token(id, RequestStats::default())).unwrap();
+            sender.send(Event::Token(Token { id, logprobs: None, stats: RequestStats::default() })).unwrap();
         }
         sender.send(Event::Done(FinishReason::Length, RequestStats { completion_tokens: 99, ..Default::default() })).unwrap();
         let mut text = String::new();
@@ -250,7 +263,8 @@ mod tests {
     fn a_stop_string_ends_the_request_at_once() {
         let (sender, mut answer, tokenizer) = stream(&["lo w"]);
         for (i, id) in tokenizer.encode("Hello world", false).unwrap().into_iter().enumerate() {
-            let _ = sender.send(Event::Token(id, RequestStats { completion_tokens: i + 1, decode_bytes: 7, ..Default::default() }));
+            let stats = RequestStats { completion_tokens: i + 1, decode_bytes: 7, ..Default::default() };
+            let _ = sender.send(Event::Token(Token { id, logprobs: None, stats }));
         }
         let mut text = String::new();
         let (reason, stats) = loop {

@@ -92,13 +92,15 @@ pub struct Incremental {
     prefix: usize,
     read: usize,
     out: String, // text of ids[prefix..read], and what was given of the tokens after it
+    /// Spell special tokens out.
+    pub special: bool,
 }
 
 impl Incremental {
     /// The text that `id` completes; empty while a character is incomplete.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
-        let text = tokenizer.decode(&self.ids[self.prefix..], true)?;
+        let text = tokenizer.decode(&self.ids[self.prefix..], !self.special)?;
         let stable = text.trim_end_matches('\u{FFFD}');
         let Some(piece) = stable.strip_prefix(self.out.as_str()).filter(|piece| !piece.is_empty()) else {
             return Ok(String::new());
@@ -108,7 +110,7 @@ impl Incremental {
             self.out.push_str(&piece);
             return Ok(piece);
         }
-        let tail = tokenizer.decode(&self.ids[self.read..], true)?;
+        let tail = tokenizer.decode(&self.ids[self.read..], !self.special)?;
         if tail.is_empty() {
             self.out = text;
         } else {
@@ -121,7 +123,7 @@ impl Incremental {
 
     /// What was held back, as it stands.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
-        let text = tokenizer.decode(&self.ids[self.prefix..], true)?;
+        let text = tokenizer.decode(&self.ids[self.prefix..], !self.special)?;
         let piece = text.strip_prefix(self.out.as_str()).unwrap_or_default().to_string();
         self.out = text;
         self.read = self.ids.len();

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::time::Duration;
 
-use moebius::engine::{EngineHandle, EngineInfo, Event, FinishReason, RequestStats, Submission};
+use moebius::engine::{EngineHandle, EngineInfo, Event, FinishReason, RequestStats, Submission, Token};
 use moebius::kernel::Simd;
 use moebius::text_model::{TextModel, TextSide};
 use serde_json::{Value, json};
@@ -28,6 +28,7 @@ fn start() -> Fixture {
         dense: "bf16".into(),
         kv: "bf16".into(),
         max_context: 64,
+        max_queue: 8,
         threads: 1,
         simd: Simd::Scalar,
         device: "cpu".into(),
@@ -42,6 +43,10 @@ fn start() -> Fixture {
     Fixture { address, requests, _runtime: runtime }
 }
 
+fn token(id: u32) -> Event {
+    Event::Token(Token { id, logprobs: None, stats: RequestStats::default() })
+}
+
 /// An engine that answers every request with `text`, a token at a time.
 fn saying(text: &'static str) -> Fixture {
     let mut fixture = start();
@@ -53,7 +58,7 @@ fn saying(text: &'static str) -> Fixture {
             let ids = tokenizer.encode(text, false).unwrap();
             let n = ids.len().min(request.max_tokens.unwrap_or(usize::MAX));
             for &id in &ids[..n] {
-                let _ = events.send(Event::Token(id, RequestStats::default()));
+                let _ = events.send(token(id));
             }
             let reason = if n < ids.len() { FinishReason::Length } else { FinishReason::Stop };
             let stats = RequestStats { prompt_tokens: request.prompt.len(), completion_tokens: n, ..Default::default() };
@@ -279,7 +284,7 @@ fn a_client_that_goes_away_cancels_its_request() {
         let body = with(hello(), json!({ "stream": stream }));
         let socket = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
         let Submission { events, .. } = server.requests.blocking_recv().unwrap();
-        events.send(Event::Token(39, RequestStats::default())).unwrap();
+        events.send(token(39)).unwrap();
         assert!(!events.is_closed());
         drop(socket);
         assert_cancelled(&events);
@@ -298,7 +303,7 @@ fn a_failing_engine_is_told_before_and_within_a_stream() {
 
     let socket = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"stream": true})).to_string().as_bytes());
     let Submission { events, .. } = server.requests.blocking_recv().unwrap();
-    events.send(Event::Token(39, RequestStats::default())).unwrap();
+    events.send(token(39)).unwrap();
     drop(events);
     let mut text = String::new();
     BufReader::new(socket).read_to_string(&mut text).unwrap();

@@ -115,7 +115,7 @@ fn parse(app: &App, body: &[u8], kind: Kind) -> Result<Ask> {
     fields.finish()?;
     // The completions API of old answers with 16 tokens unless told.
     let max_tokens = max_tokens.or((kind == Kind::Text).then_some(16));
-    Ok(Ask { request: Request { prompt, max_tokens, sampling, ignore_eos }, stops, stream, include_usage })
+    Ok(Ask { request: Request { prompt, max_tokens, sampling, ignore_eos, ..Request::default() }, stops, stream, include_usage })
 }
 
 fn chat_prompt(app: &App, fields: &mut Fields) -> Result<Vec<u32>> {
