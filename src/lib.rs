@@ -11,6 +11,7 @@
 //! sampler, generation_config, scheduler, engine   one owner thread, `EngineHandle`
 //! demo, hub                                       from a model's name to its directory
 //! tokenizer, chat_template                        a checkpoint's text side
+//! grammar, reply                                  what a model may say, and what its text means
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
 //! ```
@@ -48,6 +49,7 @@ pub mod error;
 pub mod experts;
 pub mod forward;
 pub mod generation_config;
+pub mod grammar;
 pub mod hub;
 pub mod kernel;
 pub mod kv_cache;
@@ -57,6 +59,7 @@ pub mod model;
 pub mod models;
 pub mod plan;
 pub mod random;
+pub mod reply;
 pub mod sampler;
 pub mod scheduler;
 pub mod server;

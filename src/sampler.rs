@@ -27,6 +27,16 @@ impl Default for SamplingParams {
     }
 }
 
+/// What may come next, of an answer that must have a form.
+pub trait Constraint: Send + std::fmt::Debug {
+    /// Sets the logits `[vocab]` of tokens that may not come next to -inf.
+    fn mask(&mut self, logits: &mut [f32]) -> Result<()>;
+    /// Takes note of the token that came.
+    fn accept(&mut self, token: u32) -> Result<()>;
+    /// Nothing may follow: the answer is complete.
+    fn is_complete(&mut self) -> bool;
+}
+
 /// Chooses tokens for one sequence.
 #[derive(Debug)]
 pub struct Sampler {
