@@ -12,6 +12,7 @@
 //! scheduler, pace, metrics, engine                one owner thread, `EngineHandle`
 //! demo, hub                                       from a model's name to its directory
 //! tokenizer, chat_template                        a checkpoint's text side
+//! grammar, reply                                  what a model may say, and what its text means
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
 //! ```
@@ -49,6 +50,7 @@ pub mod error;
 pub mod experts;
 pub mod forward;
 pub mod generation_config;
+pub mod grammar;
 pub mod hub;
 pub mod kernel;
 pub mod kv_cache;
@@ -60,6 +62,7 @@ pub mod models;
 pub mod pace;
 pub mod plan;
 pub mod random;
+pub mod reply;
 pub mod sampler;
 pub mod scheduler;
 pub mod server;
