@@ -17,7 +17,9 @@ mod conversation;
 mod error;
 mod fields;
 mod front;
+mod messages;
 mod metrics;
+mod responses;
 mod tokens;
 
 use std::net::SocketAddr;
@@ -274,6 +276,9 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
         .route("/v1/models/{*name}", get(model_by_name))
         .route("/v1/chat/completions", post(chat::answer))
         .route("/v1/completions", post(completions::answer))
+        .route("/v1/responses", post(responses::answer))
+        .route("/v1/messages", post(messages::answer))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
         .layer(axum::extract::DefaultBodyLimit::disable()) // `ask::read_body` has its own

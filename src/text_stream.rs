@@ -57,6 +57,11 @@ impl TextStream {
         std::mem::take(&mut self.logprobs)
     }
 
+    /// The stop string that ended the answer, if one did.
+    pub fn stopped_at(&self) -> Option<&str> {
+        self.stops.matched.map(|which| self.stops.stops[which].as_str())
+    }
+
     /// The tokens received so far.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
@@ -130,7 +135,7 @@ impl TextStream {
             Some(Event::Failed(e)) => self.fail(e),
             None => self.fail(Error::Stopped("it gave no reason".into())),
         };
-        if self.stops.matched {
+        if self.stops.matched.is_some() {
             // Nobody reads what comes after a stop string: closing tells the engine to free the sequence now.
             self.events.close();
             let stats = match &self.end {
@@ -152,7 +157,7 @@ impl TextStream {
 struct StopStrings {
     stops: Vec<String>,
     held: String,
-    matched: bool,
+    matched: Option<usize>, // which
 }
 
 impl StopStrings {
@@ -160,17 +165,18 @@ impl StopStrings {
         if stops.iter().any(String::is_empty) {
             return Err(Error::Invalid("a stop string is empty: it would end every answer before its first word".into()));
         }
-        Ok(Self { stops, held: String::new(), matched: false })
+        Ok(Self { stops, held: String::new(), matched: None })
     }
 
     /// The text that `piece` makes certain. After a match, nothing.
     fn push(&mut self, piece: &str) -> String {
-        if self.matched {
+        if self.matched.is_some() {
             return String::new();
         }
         self.held.push_str(piece);
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            self.matched = true;
+        let found = self.stops.iter().enumerate().filter_map(|(i, stop)| Some((self.held.find(stop.as_str())?, i))).min();
+        if let Some((at, which)) = found {
+            self.matched = Some(which);
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }
@@ -202,7 +208,7 @@ mod tests {
         let mut matcher = StopStrings::new(stops.iter().map(|s| s.to_string()).collect()).unwrap();
         let mut out: Vec<String> = pieces.iter().map(|piece| matcher.push(piece)).collect();
         out.push(matcher.finish());
-        (out, matcher.matched)
+        (out, matcher.matched.is_some())
     }
 
     #[test]
@@ -227,7 +233,7 @@ mod tests {
             match stops.iter().filter_map(|s| text.find(s.as_str())).min() {
                 None => prop_assert_eq!(got, text),
                 Some(_) => {
-                    prop_assert!(text.starts_with(&got) && matcher.matched);
+                    prop_assert!(text.starts_with(&got) && matcher.matched.is_some());
                     prop_assert!(stops.iter().any(|s| text[got.len()..].starts_with(s.as_str())));
                 }
             }

@@ -132,11 +132,17 @@ impl Answer {
         usage
     }
 
+    /// The stop string that ended the first choice, if one did.
+    pub(super) fn stopped_at(&self) -> Option<&str> {
+        self.choices[0].text.stopped_at()
+    }
+
     /// Where the time of the first choice went, in the names that llama.cpp's server gave them.
     pub(super) fn timings(&self) -> Value {
         let stats = &self.choices[0].stats;
         let ms = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
-        let rate = |tokens: usize, time: Duration| if time.is_zero() { 0.0 } else { (tokens as f64 / time.as_secs_f64() * 10.0).round() / 10.0 };
+        let rate =
+            |tokens: usize, time: Duration| if time.is_zero() { 0.0 } else { (tokens as f64 / time.as_secs_f64() * 10.0).round() / 10.0 };
         let read = stats.prompt_tokens - stats.cached_tokens;
         json!({
             "queued_ms": ms(stats.queued),
@@ -296,5 +302,51 @@ impl<S: Shape> Stream for EventStream<S> {
                 }
             }
         }
+    }
+}
+
+/// A piece of an answer that has ended or still grows.
+#[derive(Clone, Debug)]
+pub(super) enum Item {
+    /// Thoughts.
+    Reasoning(String),
+    /// Words.
+    Content(String),
+    /// A call of a tool, with its arguments as JSON.
+    Call { id: String, name: String, arguments: String },
+}
+
+/// The pieces of one choice, in order, for the APIs whose answers are lists of them.
+#[derive(Default)]
+pub(super) struct Items(pub(super) Vec<Item>);
+
+impl Items {
+    /// Whether a part begins an item; else it is more of the last one.
+    pub(super) fn begins(&self, part: &Part) -> bool {
+        !matches!(
+            (part, self.0.last()),
+            (Part::Reasoning(_), Some(Item::Reasoning(_)))
+                | (Part::Content(_), Some(Item::Content(_)))
+                | (Part::Arguments { .. }, Some(Item::Call { .. }))
+        )
+    }
+
+    /// Takes in a part. Returns the text that it adds to the last item.
+    pub(super) fn add(&mut self, part: Part) -> String {
+        if self.begins(&part) {
+            self.0.push(match &part {
+                Part::Reasoning(_) => Item::Reasoning(String::new()),
+                Part::Content(_) | Part::Arguments { .. } => Item::Content(String::new()),
+                Part::Call { id, name, .. } => Item::Call { id: id.clone(), name: name.clone(), arguments: String::new() },
+            });
+        }
+        let added = match part {
+            Part::Reasoning(text) | Part::Content(text) | Part::Arguments { json: text, .. } => text,
+            Part::Call { .. } => String::new(),
+        };
+        let (Item::Reasoning(all) | Item::Content(all) | Item::Call { arguments: all, .. }) =
+            self.0.last_mut().expect("just begun, if none was there");
+        all.push_str(&added);
+        added
     }
 }

@@ -79,7 +79,8 @@ fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, boo
 
 /// A string or token ids, or a list of either.
 fn prompts(model: &TextModel, fields: &mut Fields) -> Result<Vec<Vec<u32>>> {
-    let wrong = || ApiError::bad_field("prompt", format!("'prompt' must be a string or token ids, or a list of at most {MAX_PROMPTS} of either"));
+    let wrong =
+        || ApiError::bad_field("prompt", format!("'prompt' must be a string or token ids, or a list of at most {MAX_PROMPTS} of either"));
     let prompt = fields.take("prompt").ok_or_else(|| ApiError::bad_field("prompt", "'prompt' is missing"))?;
     let one = |prompt: &Value| match prompt {
         Value::String(text) => Ok(model.tokenizer().encode(text, true)?),

@@ -65,7 +65,7 @@ pub(super) async fn serve(
     loop {
         let place = tokio::select! {
             place = places.clone().acquire_owned() => place.expect("nobody closes it"),
-            _ = stop.wait_for(|&stop| stop) => break,
+            () = told(&mut stop) => break,
         };
         let (socket, peer) = tokio::select! {
             accepted = listener.accept() => match accepted {
@@ -76,7 +76,7 @@ pub(super) async fn serve(
                     continue;
                 }
             },
-            _ = stop.wait_for(|&stop| stop) => break,
+            () = told(&mut stop) => break,
         };
         let _ = socket.set_nodelay(true); // each event of a stream is a packet
         let router = router.clone().layer(axum::Extension(ConnectInfo(peer)));
@@ -95,6 +95,10 @@ pub(super) async fn serve(
     }
     drop(listener);
     graceful.shutdown().await;
+}
+
+async fn told(stop: &mut watch::Receiver<bool>) {
+    drop(stop.wait_for(|&stop| stop).await);
 }
 
 /// Requests of one connection, one after the other.

@@ -60,16 +60,14 @@ impl Conversation {
     /// Reads the fields of OpenAI's chat completions.
     pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Self> {
         let messages = fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
-        let list = messages.as_array().filter(|list| !list.is_empty() && list.len() <= MAX_MESSAGES).ok_or_else(|| {
-            ApiError::bad_field("messages", format!("'messages' must be a list of at least one and at most {MAX_MESSAGES} messages"))
-        })?;
+        let list = messages.as_array().ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
         let messages = list.iter().enumerate().map(|(i, message)| read_message(i, message)).collect::<Result<Vec<_>>>()?;
         let mut kwargs = fields.object("chat_template_kwargs")?.unwrap_or_default();
         if let Some(name) = kwargs.keys().find(|name| ["messages", "add_generation_prompt", "tools"].contains(&name.as_str())) {
             return Err(ApiError::bad_field("chat_template_kwargs", format!("'{name}' cannot be set in 'chat_template_kwargs'")));
         }
         if let Some(effort) = fields.string("reasoning_effort")? {
-            if !model.template()?.mentions("reasoning_effort") {
+            if !model.has_template_variable("reasoning_effort") {
                 return Err(ApiError::unsupported("reasoning_effort"));
             }
             kwargs.insert("reasoning_effort".into(), effort.into());
@@ -84,7 +82,16 @@ impl Conversation {
             let message = "'add_generation_prompt' must be the opposite of 'continue_final_message'";
             return Err(ApiError::bad_field("add_generation_prompt", message));
         }
-        Ok(Self { messages, tools: Tools::read(fields)?, format: read_format(fields)?, kwargs, continues })
+        Self { messages, tools: Tools::read(fields)?, format: read_format(fields)?, kwargs, continues }.check("messages")
+    }
+
+    /// Refuses a conversation, given by the field `param`, of no messages or too many.
+    pub(super) fn check(self, param: &str) -> Result<Self> {
+        match self.messages.len() {
+            1..=MAX_MESSAGES => Ok(self),
+            0 => Err(ApiError::bad_field(param, format!("'{param}' has no message"))),
+            _ => Err(ApiError::bad_field(param, format!("'{param}' has more than {MAX_MESSAGES} messages"))),
+        }
     }
 
     /// The conversation as token ids.
@@ -96,9 +103,12 @@ impl Conversation {
             ToolChoice::None => None,
             _ if self.tools.list.is_empty() => None,
             _ if !syntax.calls_tools() => {
-                return Err(ApiError::bad_field("tools", "This model's chat template has no tools: leave 'tools' away, or serve another model"));
+                return Err(ApiError::bad_field(
+                    "tools",
+                    "This model's chat template has no tools: leave 'tools' away, or serve another model",
+                ));
             }
-            _ => Some(self.tools.list.iter().map(Tool::to_json).collect()),
+            _ => Some(self.tools.list.iter().map(tool_json).collect()),
         };
         let mut messages = self.messages.clone();
         let begun = if self.continues { messages.pop() } else { None };
@@ -107,10 +117,14 @@ impl Conversation {
         let mut text = template.render(&messages, &options).map_err(|e| ApiError::bad_field("messages", e.to_string()))?;
         let mut in_reasoning = syntax.opens_reasoning(&text);
         if let Some(begun) = begun {
-            let part = |name: &str| begun[name].as_str().unwrap_or_default().to_string();
+            let part = |name: &str| begun[name].as_str().unwrap_or_default();
             let (reasoning, content) = (part("reasoning_content"), part("content"));
-            text += &syntax.begun(&reasoning, &content, in_reasoning);
             in_reasoning = in_reasoning && content.is_empty();
+            text += reasoning;
+            if !reasoning.is_empty() && !content.is_empty() {
+                text += "\n</think>\n\n";
+            }
+            text += content;
         }
         Ok(Prompt { ids: model.tokenizer().encode(&text, false)?, in_reasoning })
     }
@@ -198,7 +212,7 @@ pub(super) fn wrong_choice() -> ApiError {
 
 /// Refuses too many tools, too large ones, and two of one name.
 pub(super) fn check_tools(tools: Vec<Tool>) -> Result<Vec<Tool>> {
-    let bytes: usize = tools.iter().map(|tool| tool.to_json().to_string().len()).sum();
+    let bytes: usize = tools.iter().map(|tool| tool_json(tool).to_string().len()).sum();
     if tools.len() > MAX_TOOLS || bytes > MAX_TOOL_BYTES {
         let message = format!("'tools' may have at most {MAX_TOOLS} entries and {MAX_TOOL_BYTES} bytes together");
         return Err(ApiError::bad_field("tools", message));
@@ -209,6 +223,14 @@ pub(super) fn check_tools(tools: Vec<Tool>) -> Result<Vec<Tool>> {
         Some(pair) => Err(ApiError::bad_field("tools", format!("'tools' has two functions called '{}'", pair[0]))),
         None => Ok(tools),
     }
+}
+
+/// A tool as chat templates expect it.
+fn tool_json(tool: &Tool) -> Value {
+    let mut function = Map::from_iter([("name".to_string(), json!(tool.name))]);
+    function.extend(tool.description.as_ref().map(|text| ("description".to_string(), json!(text))));
+    function.insert("parameters".into(), tool.parameters.clone());
+    json!({"type": "function", "function": function})
 }
 
 /// A function's definition: name, description, parameters, strict.
@@ -324,7 +346,7 @@ pub(super) fn read_format(fields: &mut Fields) -> Result<Option<Grammar>> {
 }
 
 /// OpenAI's `response_format`; `None`: free text.
-fn response_format(format: &Value) -> Result<Option<Grammar>> {
+pub(super) fn response_format(format: &Value) -> Result<Option<Grammar>> {
     let wrong = |message: &str| ApiError::bad_field("response_format", message);
     match format["type"].as_str() {
         Some("text") => Ok(None),

@@ -106,7 +106,9 @@ pub(super) fn cors(origins: &[String]) -> Result<Option<CorsLayer>> {
     let origin = |text: &String| {
         let valid = text.contains("://") && !text.ends_with('/');
         text.parse::<HeaderValue>().ok().filter(|_| valid).ok_or_else(|| {
-            Error::Invalid(format!("--cors-origin {text}: give an origin such as https://chat.example.com, without a slash at its end, or *"))
+            Error::Invalid(format!(
+                "--cors-origin {text}: give an origin such as https://chat.example.com, without a slash at its end, or *"
+            ))
         })
     };
     let allow = if origins.iter().any(|o| o == "*") {

@@ -92,7 +92,8 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
     http.first_token.write("time_to_first_token_seconds", "From submission to the first token.", &mut out);
     http.per_token.write("time_per_output_token_seconds", "Between two tokens of an answer, its mean.", &mut out);
     http.request.write("request_seconds", "From submission to the last token.", &mut out);
-    let _ = writeln!(out, "# HELP moebius_http_responses_total Responses by route and status.\n# TYPE moebius_http_responses_total counter");
+    let _ =
+        writeln!(out, "# HELP moebius_http_responses_total Responses by route and status.\n# TYPE moebius_http_responses_total counter");
     for ((route, status), n) in &*http.responses.lock().unwrap_or_else(PoisonError::into_inner) {
         let _ = writeln!(out, "moebius_http_responses_total{{route=\"{route}\",status=\"{status}\"}} {n}");
     }
