@@ -74,6 +74,12 @@ impl ApiError {
         Self { retry_after, ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message, None, Some("unavailable")) }
     }
 
+    /// More is asked for at the same time than is taken.
+    pub(super) fn too_many(what: impl Into<String>) -> Self {
+        let refused = Self::new(StatusCode::TOO_MANY_REQUESTS, what, None, Some("rate_limit_exceeded"));
+        Self { retry_after: Some(2), ..refused }
+    }
+
     /// The client took too long to send what it wants.
     pub(super) fn too_slow() -> Self {
         Self::new(StatusCode::REQUEST_TIMEOUT, "The request body did not arrive in time", None, Some("timeout"))
@@ -144,10 +150,7 @@ impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         let status = match error {
             Error::Invalid(_) => StatusCode::BAD_REQUEST,
-            Error::Busy(_) => {
-                let refused = Self::new(StatusCode::TOO_MANY_REQUESTS, error.to_string(), None, Some("rate_limit_exceeded"));
-                return Self { retry_after: Some(2), ..refused };
-            }
+            Error::Busy(what) => return Self::too_many(what),
             Error::Stopped(_) | Error::Resources(_) => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
