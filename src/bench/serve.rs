@@ -13,7 +13,6 @@ pub mod sse;
 use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
@@ -262,34 +261,40 @@ async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
         None => Api::only_model(&client, options.timeout).await?,
     };
     let mut api = Api { client, endpoint: options.endpoint, model, timeout: options.timeout, fields: Fields::default() };
-    let mut next = 0;
     let prompts = match (lines, &options.prompts) {
-        (Some(lines), _) => {
+        (None, PromptSource::Random { tokens, shared }) => {
+            let measure = measure(&mut api, options.seed, *tokens, notes).await?;
+            Prompts::random(options.seed, *tokens, *shared, measure)
+        }
+        (lines, _) => {
+            let lines = lines.expect("prompts that are not random were read");
             probe(&mut api, &lines[0], notes).await?;
             Prompts::Lines(lines)
         }
-        (None, PromptSource::Random { tokens, shared }) => {
-            // Two short prompts; the longer one is no longer than asked where a word is no more than four tokens.
-            let few = 8;
-            let many = (tokens / 4).clamp(32, 256);
-            let mut counts = Vec::new();
-            for words in [few, many] {
-                let prompt = Prompts::Random { seed: options.seed, words, shared: 0 }.get(next);
-                next += 1;
-                counts.push(probe(&mut api, &prompt, notes).await?.usage.prompt_tokens);
-            }
-            let measure = match counts[..] {
-                [Some(a), Some(b)] => Measure::through((few, a as usize), (many, b as usize)),
-                _ => Measure::UNKNOWN,
-            };
-            if measure == Measure::UNKNOWN {
-                notes.push("the server does not count the tokens of prompts: each word is taken for one".into());
-            }
-            Prompts::random(options.seed, *tokens, *shared, measure)
-        }
-        (None, PromptSource::Lines(_)) => unreachable!("lines were parsed"),
     };
-    Ok(Target { api, prompts, output_tokens: options.output_tokens, next: AtomicU64::new(next), seed: options.seed })
+    let next = if let Prompts::Lines(_) = prompts { 0 } else { PROBES };
+    Ok(Target { api, prompts, output_tokens: options.output_tokens, next: next.into(), seed: options.seed })
+}
+
+/// Random prompts that [`measure`] asks; the load's come after them.
+const PROBES: u64 = 2;
+
+/// Learns from two prompts how many tokens the server takes a word for.
+async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String>) -> Result<Measure> {
+    let (few, most) = (16, 1024);
+    let (mut words, mut counts) = (few, Vec::new());
+    for number in 0..PROBES {
+        let prompt = Prompts::Random { seed, words, shared: 0 }.get(number);
+        let Some(count) = probe(api, &prompt, notes).await?.usage.prompt_tokens else { break };
+        counts.push((words, count as usize));
+        // Then one of about the length asked, where that is not too long: no longer, since the template's share is not yet known.
+        words = (tokens.saturating_mul(few) / (count as usize).max(1)).clamp(2 * few, most);
+    }
+    let measure = if let [few, many] = counts[..] { Measure::through(few, many) } else { None };
+    if measure.is_none() {
+        notes.push("the server does not count the tokens of prompts: each word is taken for one".into());
+    }
+    Ok(measure.unwrap_or(Measure::UNKNOWN))
 }
 
 /// Asks for one token. Fields that the server refuses are left out from here on, and that is noted.

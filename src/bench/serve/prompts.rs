@@ -37,13 +37,11 @@ impl Measure {
     /// What is assumed of a server that does not count.
     pub(super) const UNKNOWN: Self = Self { template: 0.0, per_word: 1.0 };
 
-    /// The line through two prompts that a server counted, `(words, tokens)`.
-    pub(super) fn through(few: (usize, usize), many: (usize, usize)) -> Self {
+    /// The line through two prompts that a server counted, `(words, tokens)`; `None` where it counts something else.
+    pub(super) fn through(few: (usize, usize), many: (usize, usize)) -> Option<Self> {
         let per_word = (many.1 as f64 - few.1 as f64) / (many.0 as f64 - few.0 as f64);
-        if !per_word.is_finite() || per_word <= 0.0 {
-            return Self::UNKNOWN; // it counts something else
-        }
-        Self { template: (few.1 as f64 - per_word * few.0 as f64).max(0.0), per_word }
+        let template = (few.1 as f64 - per_word * few.0 as f64).max(0.0);
+        (per_word.is_finite() && per_word > 0.0).then_some(Self { template, per_word })
     }
 
     /// Words for a prompt of so many tokens; at least one.
@@ -164,14 +162,14 @@ mod tests {
 
     #[test]
     fn words_are_counted_in_tokens() {
-        let measure = Measure::through((16, 42), (128, 322)); // 2.5 a word and a template of 2
+        let measure = Measure::through((16, 42), (128, 322)).unwrap(); // 2.5 a word and a template of 2
         assert_eq!(measure, Measure { template: 2.0, per_word: 2.5 });
         assert_eq!((measure.words(502), measure.words(1), measure.words(0)), (200, 1, 1));
         assert_eq!(measure.words(usize::MAX), (DRAWS - 1) as usize);
         // A server that counts nonsense.
-        assert_eq!(Measure::through((16, 0), (128, 0)), Measure::UNKNOWN);
-        assert_eq!(Measure::through((16, 9), (16, 9)), Measure::UNKNOWN);
-        assert_eq!(Measure::through((16, 100), (128, 5)), Measure::UNKNOWN);
+        assert_eq!(Measure::through((16, 0), (128, 0)), None);
+        assert_eq!(Measure::through((16, 9), (16, 9)), None);
+        assert_eq!(Measure::through((16, 100), (128, 5)), None);
     }
 
     #[test]

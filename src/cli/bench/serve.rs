@@ -35,7 +35,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1,2,4,8,16")]
     concurrency: Vec<usize>,
     /// Requests that arrive per second, on average.
-    #[arg(long, value_name = "R,R", value_delimiter = ',', conflicts_with = "concurrency")]
+    #[arg(long, value_name = "R,R", allow_negative_numbers = true, value_delimiter = ',', conflicts_with = "concurrency")]
     rate: Vec<f64>,
     /// Requests of each load [default: 8 per client].
     #[arg(long, value_name = "N", conflicts_with = "duration")]
