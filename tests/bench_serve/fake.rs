@@ -10,7 +10,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWrite
 use tokio_rustls::TlsAcceptor;
 
 /// What a request gets.
-pub enum Reply {
+pub(crate) enum Reply {
     /// A status and a body.
     Json(u16, Value),
     /// Events, each so many milliseconds after the one before.
@@ -21,35 +21,35 @@ pub enum Reply {
 
 /// One request as it came.
 #[derive(Clone)]
-pub struct Seen {
-    pub at: Instant,
-    pub head: String,
-    pub body: Value,
+pub(crate) struct Seen {
+    pub(crate) at: Instant,
+    pub(crate) head: String,
+    pub(crate) body: Value,
 }
 
 type Script = dyn Fn(&Value, usize) -> Reply + Send + Sync;
 
 #[derive(Default)]
-pub struct Log {
-    pub seen: Mutex<Vec<Seen>>, // requests for answers
-    pub connections: AtomicUsize,
+pub(crate) struct Log {
+    pub(crate) seen: Mutex<Vec<Seen>>, // requests for answers
+    pub(crate) connections: AtomicUsize,
     under_way: AtomicUsize,
-    pub most_under_way: AtomicUsize,
+    pub(crate) most_under_way: AtomicUsize,
 }
 
-pub struct Fake {
-    pub address: SocketAddr,
-    pub log: Arc<Log>,
+pub(crate) struct Fake {
+    pub(crate) address: SocketAddr,
+    pub(crate) log: Arc<Log>,
     _runtime: tokio::runtime::Runtime,
 }
 
 impl Fake {
     /// Answers by `script`, which gets a request's body and its number.
-    pub fn new(script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static) -> Self {
         Self::with_tls(None, script)
     }
 
-    pub fn with_tls(tls: Option<TlsAcceptor>, script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static) -> Self {
+    pub(crate) fn with_tls(tls: Option<TlsAcceptor>, script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
         let address = listener.local_addr().unwrap();
@@ -73,12 +73,12 @@ impl Fake {
         Self { address, log, _runtime: runtime }
     }
 
-    pub fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://{}/v1", self.address)
     }
 
     /// Bodies of the requests for more than the one token of the first, trying ones.
-    pub fn bodies(&self) -> Vec<Value> {
+    pub(crate) fn bodies(&self) -> Vec<Value> {
         let seen = self.log.seen.lock().unwrap();
         let length = |body: &Value| body["max_tokens"].as_u64().or(body["max_completion_tokens"].as_u64());
         seen.iter().map(|seen| seen.body.clone()).filter(|body| length(body) > Some(1)).collect()
@@ -144,13 +144,13 @@ async fn answer(stream: &mut (impl AsyncWrite + Unpin), reply: Reply) -> std::io
 }
 
 /// A prompt's tokens as the fake counts them: two a word, and seven for its template.
-pub fn prompt_tokens(body: &Value) -> usize {
+pub(crate) fn prompt_tokens(body: &Value) -> usize {
     let text = body["prompt"].as_str().or(body["messages"][0]["content"].as_str()).unwrap();
     7 + 2 * text.split_whitespace().count()
 }
 
 /// As many chunks of text as tokens were asked for: the first after `first` milliseconds, the others `gap` apart. Then what was counted.
-pub fn chat(body: &Value, first: u64, gap: u64) -> Vec<(u64, String)> {
+pub(crate) fn chat(body: &Value, first: u64, gap: u64) -> Vec<(u64, String)> {
     let tokens = body["max_tokens"].as_u64().or(body["max_completion_tokens"].as_u64()).unwrap();
     let data = |value: Value| format!("data: {value}\n\n");
     let mut events = vec![(0, data(json!({"choices": [{"delta": {"role": "assistant", "content": ""}}]})))];
