@@ -91,6 +91,16 @@ pub enum Load {
     Rate(f64),
 }
 
+impl fmt::Display for Load {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Clients(1) => f.write_str("1 client"),
+            Self::Clients(clients) => write!(f, "{clients} clients"),
+            Self::Rate(rate) => write!(f, "{rate} arrivals/s"),
+        }
+    }
+}
+
 /// When a load is done.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Amount {
@@ -189,6 +199,9 @@ fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Ve
             notes.push(format!("{} prompts for {requests} requests: they repeat, and a prefix cache may know them", lines.len()));
         }
         _ => {}
+    }
+    if levels.iter().any(|level| level.completed + level.failed >= MAX_REQUESTS) && matches!(options.amount, Some(Amount::Duration(_))) {
+        notes.push(format!("no load has more than {MAX_REQUESTS} requests: it ended with them, before its time"));
     }
     let (prompt_tokens, shared_prefix_tokens) = match options.prompts {
         PromptSource::Random { tokens, shared } => (Some(tokens), shared),

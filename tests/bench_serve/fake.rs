@@ -51,8 +51,8 @@ impl Fake {
 
     pub(crate) fn with_tls(tls: Option<TlsAcceptor>, script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
-        let address = listener.local_addr().unwrap();
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("0.0.0.0:0")).unwrap(); // 127.0.0.2 as well
+        let address = SocketAddr::from(([127, 0, 0, 1], listener.local_addr().unwrap().port()));
         let (log, script): (_, Arc<Script>) = (Arc::new(Log::default()), Arc::new(script));
         let shared = log.clone();
         runtime.spawn(async move {

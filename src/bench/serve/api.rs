@@ -190,7 +190,7 @@ impl Api {
 /// An error that ends the run, with what may help.
 pub(super) fn cannot(what: &str, failure: &Failure) -> Error {
     let remedy = match failure.kind {
-        FailureKind::Connect => "start the server, or check --url",
+        FailureKind::Connect => "start the server, or check --url and, for https, SSL_CERT_FILE",
         FailureKind::Http(401 | 403) => "give its key with --api-key-file",
         FailureKind::Http(404) => "check --url, which mostly ends in /v1, and --model",
         FailureKind::Http(400 | 413 | 422) => "check --prompt-tokens, --output-tokens and --endpoint against what the server takes",

@@ -5,6 +5,8 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
+use super::Load;
+
 /// One run, as `--json` prints it. Times are in milliseconds unless a name says otherwise.
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -49,9 +51,9 @@ impl Report {
 /// What one load did.
 #[derive(Debug, Serialize)]
 pub struct Level {
-    /// Clients that each sent one request after the other, or
+    /// Of a closed loop: clients that each sent one request after the other.
     pub clients: Option<usize>,
-    /// requests per second that arrived, whatever became of those before.
+    /// Of an open loop: requests per second that arrived on average, whatever became of those before.
     pub rate: Option<f64>,
     /// From the first request to the end of the last answer.
     pub seconds: f64,
@@ -89,14 +91,20 @@ pub struct Level {
 
 /// A distribution; percentiles are samples (nearest rank), so that of few ones the 99th is the largest.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-#[allow(missing_docs)] // the names say it
 pub struct Spread {
+    /// Sum over number.
     pub mean: f64,
+    /// Least sample.
     pub min: f64,
+    /// Median: half of the samples are no larger.
     pub p50: f64,
+    /// 95% are no larger.
     pub p95: f64,
+    /// 99% are no larger.
     pub p99: f64,
+    /// Largest sample.
     pub max: f64,
+    /// How many there are.
     pub samples: usize,
 }
 
@@ -249,13 +257,9 @@ impl Report {
 }
 
 impl Level {
-    /// `4 clients`, `2.5 requests/s`.
     fn load(&self) -> String {
-        match (self.clients, self.rate) {
-            (Some(1), _) => "1 client".into(),
-            (Some(clients), _) => format!("{clients} clients"),
-            (None, rate) => format!("{} arrivals/s", rate.unwrap_or(0.0)),
-        }
+        let load = self.clients.map(Load::Clients).or(self.rate.map(Load::Rate));
+        load.map_or(String::new(), |load| load.to_string())
     }
 }
 

@@ -77,11 +77,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let options = args.into_options()?;
     let status = Status::new();
     let report = serve::run(&options, &|Progress { load, done, total }| {
-        let what = match load {
-            Load::Clients(clients) => format!("{clients} clients"),
-            Load::Rate(rate) => format!("{rate} requests/s"),
-        };
-        status.report(&what, done, total, false);
+        status.report(&load.to_string(), done, total, false);
     })?;
     drop(status);
     if json {
