@@ -1,10 +1,12 @@
 //! The HTTP server: OpenAI-compatible routes over one [`TextModel`].
 //!
-//! `error` is the shape of every refusal, `fields` reads request bodies and leaves nothing unread, `completions` answers.
+//! `error` is the shape of every refusal, `fields` reads request bodies and leaves nothing unread, `completions` answers, `web` is the page
+//! for people.
 
 mod completions;
 mod error;
 mod fields;
+mod web;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,6 +20,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 
+use crate::engine::SamplingParams;
 use crate::text_model::TextModel;
 use crate::{Error, Result};
 use error::ApiError;
@@ -124,6 +127,7 @@ impl App {
             "created": self.created,
             "owned_by": "moebius",
             "max_model_len": info.max_context,
+            "sampling": sampling(self.model.sampling()),
             "architecture": info.architecture,
             "experts": info.experts,
             "dense": info.dense,
@@ -135,6 +139,17 @@ impl App {
     }
 }
 
+/// What a request that sets nothing is sampled with.
+fn sampling(defaults: &SamplingParams) -> Value {
+    json!({
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
+        "repetition_penalty": defaults.repetition_penalty,
+    })
+}
+
 /// All routes, over a running model.
 pub fn router(model: TextModel) -> Router {
     Router::new()
@@ -143,6 +158,7 @@ pub fn router(model: TextModel) -> Router {
         .route("/v1/models/{*name}", get(model_by_name))
         .route("/v1/chat/completions", post(completions::chat))
         .route("/v1/completions", post(completions::text))
+        .merge(web::router())
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
