@@ -12,9 +12,19 @@ export const answers = new EventTarget();
 
 export const answering = (id) => running.get(id);
 
-/** Everything that is being written is saved now: the page may be going away. */
-export function saveAll() {
-  for (const answer of running.values()) answer.save();
+/** The page is going away, too soon for the database: what is being written is kept where keeping takes no time. */
+export function keepRunning() {
+  if (running.size) store.keepSetting("running", [...running.values()].filter((answer) => !answer.dropped).map((answer) => answer.message));
+}
+
+/** Moves to the database what the last page kept on its way out. */
+export async function restoreRunning() {
+  for (const message of store.setting("running", [])) {
+    const found = await store.load(message.conversation);
+    const known = found?.messages.find((m) => m.id === message.id);
+    if (known?.state === "live") await store.save(found.record, [message]);
+  }
+  store.keepSetting("running", undefined);
 }
 
 class Answer {

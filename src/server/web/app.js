@@ -1,6 +1,6 @@
 // The page: one conversation is shown, others may be answered behind it.
 
-import { answering, answers, requestOf, saveAll, write } from "./answers.js";
+import { answering, answers, keepRunning, requestOf, restoreRunning, write } from "./answers.js";
 import { model as fetchModel, setApiKey } from "./api.js";
 import { Composer } from "./composer.js";
 import { check, connection } from "./connection.js";
@@ -132,7 +132,6 @@ function drawModel() {
   const line = model ? [model.id, deviceOf(model)].filter(Boolean).join(" · ") : "Not connected";
   byId("model").textContent = line;
   byId("model").title = line;
-  byId("empty-model").textContent = line;
   // The demo model knows only a few things; it would be unkind to let people guess which.
   const examples = model?.id === "demo" ? ["What is 2+2?", "Count from 1 to 5.", "What is the capital of France?"] : [];
   byId("examples").replaceChildren(...examples.map((text) => el("button", { type: "button", text, onclick: () => send(text) })));
@@ -311,13 +310,14 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 addEventListener("hashchange", route);
-addEventListener("pagehide", saveAll);
+addEventListener("pagehide", keepRunning);
 
 store.onProblem("full", () => banner("storage", "This browser has no room left: what is new is not kept. Export conversations, then delete some.", [["Settings", () => settings("#export")]]));
 store.onProblem("failed", () => banner("storage", "This browser did not keep the last change. Export conversations before closing the page.", [["Settings", () => settings("#export")]]));
 store.onProblem("fine", () => clearBanner("storage"));
 
 await store.open();
+await restoreRunning();
 if (!store.kept) banner("storage", "This browser keeps nothing for this page: conversations are gone when it is closed.", [["Understood", () => clearBanner("storage")]]);
 await route();
 await learnModel();

@@ -211,7 +211,7 @@ function stats({ rate, tokens, wait }) {
   const parts = [];
   if (rate) parts.push(`${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`);
   if (tokens) parts.push(`${tokens.toLocaleString("en")} tokens`);
-  if (wait) parts.push(`first after ${duration(wait)}`);
+  if (wait >= 0.1) parts.push(`first after ${duration(wait)}`);
   return parts.join(" · ");
 }
 
@@ -228,7 +228,7 @@ function advice({ status, code }) {
 }
 
 function keyForm(use) {
-  const input = el("input", { type: "password", "aria-label": "API key", placeholder: "API key", autocomplete: "off", required: true });
+  const input = el("input", { class: "secret", "aria-label": "API key", placeholder: "API key", autocomplete: "off", spellcheck: "false", required: true });
   const submit = (event) => {
     event.preventDefault();
     use(input.value);

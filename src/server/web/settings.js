@@ -33,7 +33,7 @@ export function openSettings({ record, model }, actions, focus = null) {
   dialog.replaceChildren(el("header", {}, el("h2", { id: "settings-title", text: "Settings" }), iconButton("close", "Close", close)), body);
   dialog.onclick = (event) => event.target === dialog && close();
   dialog.showModal();
-  dialog.querySelector(focus ?? "textarea")?.focus();
+  if (focus || !matchMedia("(pointer: coarse)").matches) dialog.querySelector(focus ?? "textarea")?.focus();
 }
 
 function section(title, ...children) {
@@ -113,7 +113,7 @@ function lookSection() {
 }
 
 function keySection(actions) {
-  const input = el("input", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", placeholder: "None", onchange: () => {
+  const input = el("input", { id: "key", class: "secret", autocomplete: "off", spellcheck: "false", placeholder: "None", onchange: () => {
     setApiKey(input.value);
     actions.key();
   } });
