@@ -49,6 +49,7 @@ impl Browser {
         let mut options = json!({"args": [
             "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
             "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,860", data,
+            "--force-prefers-reduced-motion", // what slides in is hard to click
         ]});
         if screen == Screen::Phone {
             options["mobileEmulation"] = json!({"deviceMetrics": {"width": 390, "height": 800, "pixelRatio": 2, "touch": true}});

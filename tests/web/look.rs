@@ -51,20 +51,24 @@ fn text_can_be_read_in_light_and_dark() {
     let server = Server::saying(|_| Reply::text(RICH));
     let browser = open!(server);
     ask_and_wait(&browser, "hello");
-    let background = || browser.js("return getComputedStyle(document.body).backgroundColor");
-    let light = background();
+    let background = "getComputedStyle(document.body).backgroundColor";
+    let light = browser.js(&format!("return {background}"));
+    let becomes_light = format!("{background} === {light}");
+    let becomes_dark = format!("{background} !== {light}");
     assert_readable(&browser);
     // The system's wish, then the reader's own.
     browser.devtools("Emulation.setEmulatedMedia", json!({"features": [{"name": "prefers-color-scheme", "value": "dark"}]}));
-    assert_ne!(background(), light);
+    browser.wait(&becomes_dark);
     assert_readable(&browser);
     browser.click("#open-settings");
     browser.click("label[for=theme-light]");
-    assert_eq!(background(), light);
-    browser.click("label[for=theme-dark]");
+    browser.wait(&becomes_light);
     browser.devtools("Emulation.setEmulatedMedia", json!({"features": []}));
+    browser.wait(&becomes_light);
+    browser.click("label[for=theme-dark]");
+    browser.wait(&becomes_dark);
     browser.reload();
-    assert_ne!(background(), light);
+    browser.wait(&becomes_dark);
     browser.finish(&[]);
 }
 

@@ -6,15 +6,17 @@ import * as store from "./store.js";
 const SAVE_MS = 300; // what a crash of the browser may cost
 
 const running = new Map(); // conversation id -> Answer
+const unsaved = new Set(); // those and the ones whose last words are on their way to the database
 
-/** Answers being written; dispatches `change` and `end`, with the answer as `detail`. */
+/** Answers being written; dispatches `change`, `end` and `saved`, with the answer as `detail`. */
 export const answers = new EventTarget();
 
 export const answering = (id) => running.get(id);
 
 /** The page is going away, too soon for the database: what is being written is kept where keeping takes no time. */
 export function keepRunning() {
-  if (running.size) store.keepSetting("running", [...running.values()].filter((answer) => !answer.dropped).map((answer) => answer.message));
+  const messages = [...unsaved].filter((answer) => !answer.dropped).map((answer) => answer.message);
+  if (messages.length) store.keepSetting("running", messages);
 }
 
 /** Moves to the database what the last page kept on its way out. */
@@ -94,6 +96,7 @@ export async function write(conversation, message, body) {
   const answer = new Answer(conversation, message);
   Object.assign(message, { state: "live", error: null });
   running.set(conversation.id, answer);
+  unsaved.add(answer);
   answer.tell("change");
   answer.save();
   try {
@@ -111,8 +114,10 @@ export async function write(conversation, message, body) {
   if (message.state === "stopped" && answer.rate()) message.rate = answer.rate();
   // One that was stopped for another to begin has been replaced already.
   if (running.get(conversation.id) === answer) running.delete(conversation.id);
-  await answer.save();
   answer.tell("end");
+  await answer.save();
+  unsaved.delete(answer);
+  answer.tell("saved");
   return answer;
 }
 

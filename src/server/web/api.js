@@ -95,13 +95,15 @@ export async function chat(body, signal, onDelta) {
 
 /** The payloads of a stream of server-sent events. */
 async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  // Not through a TextDecoderStream: when the connection breaks, that one drops what it holds.
+  const reader = body.getReader();
+  const decoder = new TextDecoder();
   let rest = "";
   let data = [];
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
-    const lines = (rest + value).split(/\r?\n/);
+    const lines = (rest + decoder.decode(value, { stream: true })).split(/\r?\n/);
     rest = lines.pop();
     for (const line of lines) {
       if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));

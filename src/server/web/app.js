@@ -18,6 +18,7 @@ const ASK_TABS_MS = 200; // other tabs of this browser answer faster
 let shown = Conversation.start(); // the conversation on the page; not kept before its first message
 let model = null; // what the server serves
 let continues = true; // until the server refuses to
+let ready = false; // until then nobody knows which conversation is shown
 
 const messages = new Messages({
   siblings: (message) => shown.siblings(message),
@@ -49,7 +50,8 @@ const save = (changed = []) => store.save(shown.record, changed);
 // Asking and answering
 
 function send(text) {
-  if (answering(shown.id)) return false;
+  if (!ready) booted.then(() => composer.send());
+  if (!ready || answering(shown.id)) return false;
   const message = shown.add("user", text, shown.record.leaf);
   if (location.hash.slice(1) !== shown.id) history.replaceState(null, "", `#${shown.id}`);
   composer.open(shown.id);
@@ -101,8 +103,8 @@ answers.addEventListener("change", ({ detail }) => {
   drawStatus();
 });
 
+answers.addEventListener("saved", list);
 answers.addEventListener("end", ({ detail: { conversation, message, error } }) => {
-  list();
   if (error && error.name !== "AbortError" && !error.status) check();
   if (conversation !== shown) return;
   draw();
@@ -124,7 +126,7 @@ function draw(jump = false) {
 function drawStatus() {
   const running = answering(shown.id);
   composer.setBusy(Boolean(running));
-  const last = shown.path().findLast((m) => m.role === "assistant" && (m.total || m.rate));
+  const last = shown.path().findLast((m) => m.total);
   composer.meter(running ? running.rate() : 0, last?.total, model?.max_model_len);
 }
 
@@ -316,9 +318,15 @@ store.onProblem("full", () => banner("storage", "This browser has no room left: 
 store.onProblem("failed", () => banner("storage", "This browser did not keep the last change. Export conversations before closing the page.", [["Settings", () => settings("#export")]]));
 store.onProblem("fine", () => clearBanner("storage"));
 
-await store.open();
-await restoreRunning();
-if (!store.kept) banner("storage", "This browser keeps nothing for this page: conversations are gone when it is closed.", [["Understood", () => clearBanner("storage")]]);
-await route();
-await learnModel();
+async function boot() {
+  await restoreRunning();
+  await route();
+  ready = true;
+}
+
+const booted = boot();
+learnModel();
 check();
+store.kept().then((kept) => {
+  if (!kept) banner("storage", "This browser keeps nothing for this page: conversations are gone when it is closed.", [["Understood", () => clearBanner("storage")]]);
+});

@@ -59,11 +59,13 @@ export class Composer {
 
   /** Belongs to another conversation from now on. */
   open(id) {
-    this.draft = null;
-    try {
-      area.value = sessionStorage.getItem(`moebius.draft.${id}`) ?? "";
-    } catch {
-      area.value = "";
+    // What was typed before the page knew whose it is stays.
+    if (this.draft || !area.value) {
+      try {
+        area.value = sessionStorage.getItem(`moebius.draft.${id}`) ?? "";
+      } catch {
+        area.value = "";
+      }
     }
     this.draft = `moebius.draft.${id}`;
     this.changed();

@@ -103,7 +103,7 @@ const ALIASES = {
   scss: "css", less: "css", xml: "html", svg: "html", vue: "html", svelte: "html", patch: "diff",
 };
 
-const CLASSES = ["comment", "added", "removed", "string", "attribute", "type", "keyword", "number"];
+const CLASSES = ["comment", "added", "removed", "attribute", "string", "type", "keyword", "number"];
 const patterns = new Map();
 
 function patternOf(name) {

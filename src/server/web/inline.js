@@ -200,7 +200,11 @@ class Inline {
     const found = /^https?:\/\/[^\s<>`*"]+/i.exec(this.text.slice(this.at, this.at + 4000));
     let words = found?.[0].replace(/[.,:;!?'_~]+$/, "") ?? "";
     // A closing bracket belongs to the sentence unless the address opened it.
-    while (/[)\]]$/.test(words) && !(words.endsWith(")") && words.split("(").length >= words.split(")").length)) words = words.slice(0, -1);
+    let open = words.split("(").length - words.split(")").length;
+    while (words.endsWith("]") || (words.endsWith(")") && open < 0)) {
+      if (words.endsWith(")")) open++;
+      words = words.slice(0, -1);
+    }
     const address = safe(words);
     return Boolean(address) && this.link(address, words, this.at + words.length);
   }

@@ -31,7 +31,10 @@ export function openSettings({ record, model }, actions, focus = null) {
     dataSection(actions),
     serverSection(model));
   dialog.replaceChildren(el("header", {}, el("h2", { id: "settings-title", text: "Settings" }), iconButton("close", "Close", close)), body);
-  dialog.onclick = (event) => event.target === dialog && close();
+  // Not the value of an expression: false would keep labels and checkboxes from being clicked.
+  dialog.onclick = (event) => {
+    if (event.target === dialog) close();
+  };
   dialog.showModal();
   if (focus || !matchMedia("(pointer: coarse)").matches) dialog.querySelector(focus ?? "textarea")?.focus();
 }

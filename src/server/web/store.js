@@ -6,12 +6,17 @@ const channel = "BroadcastChannel" in window ? new BroadcastChannel("moebius") :
 
 let database = null;
 /** Whether conversations outlive this page. */
-export let kept = false;
+export const kept = async () => {
+  await opened;
+  return database !== null;
+};
 
 const memory = { conversations: new Map(), messages: new Map() };
 
-/** Opens the database; never fails. */
-export async function open() {
+/** Opens the database; never fails. Everything below waits for it. */
+const opened = open();
+
+async function open() {
   try {
     database = await new Promise((resolve, reject) => {
       const request = indexedDB.open("moebius", 1);
@@ -25,7 +30,6 @@ export async function open() {
     });
     // A newer page in another tab may need to change the database.
     database.onversionchange = () => database.close();
-    kept = true;
     navigator.storage?.persist?.().catch(() => {}); // asks not to be cleared when space runs short; the answer changes nothing
   } catch {
     database = null;
@@ -53,6 +57,7 @@ function wait(request) {
 
 /** Runs `work` on both stores in one transaction; resolves when it is written. */
 async function write(work) {
+  await opened;
   if (!database) {
     work({
       put: (store, value) => memory[store].set(value.id, structuredClone(value)),
@@ -78,12 +83,14 @@ async function write(work) {
 
 /** Records of all conversations, latest first. */
 export async function list() {
+  await opened;
   const all = database ? await wait(database.transaction("conversations").objectStore("conversations").getAll()) : [...memory.conversations.values()];
   return all.sort((a, b) => b.updated - a.updated);
 }
 
 /** `{ record, messages }` of one conversation, or null. */
 export async function load(id) {
+  await opened;
   if (!database) {
     const record = memory.conversations.get(id);
     return record ? structuredClone({ record, messages: [...memory.messages.values()].filter((m) => m.conversation === id) }) : null;
