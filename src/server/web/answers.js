@@ -32,7 +32,7 @@ export async function restoreRunning() {
 class Answer {
   constructor(conversation, message) {
     Object.assign(this, { conversation, message, abort: new AbortController(), started: performance.now(), first: 0, deltas: 0, timer: 0 });
-    this.given = message.content; // what a continued answer already had
+    this.given = message.content || message.reasoning; // what a continued answer already had
   }
 
   stop() {

@@ -78,8 +78,8 @@ async function answer(conversation, parent, unsaved = []) {
 async function carryOn(message) {
   const conversation = shown;
   const was = message.state;
-  const path = pathTo(conversation, message.id);
-  const body = { ...requestOf(conversation, path, model?.id), continue_final_message: true, add_generation_prompt: false };
+  const body = { ...requestOf(conversation, pathTo(conversation, message.parent), model?.id), continue_final_message: true, add_generation_prompt: false };
+  body.messages.push({ role: "assistant", content: message.content, ...(message.reasoning && { reasoning_content: message.reasoning }) });
   const done = write(conversation, message, body);
   draw();
   const { error, deltas } = await done;
@@ -265,9 +265,14 @@ async function learnModel() {
   try {
     model = await fetchModel();
     clearBanner("key");
+    clearBanner("loading");
   } catch (error) {
     model = null;
-    if (error.status === 401) banner("key", "This server asks for an API key.", [["Enter key", () => settings("#key")]]);
+    if (error.status === 503) {
+      // While a model is being loaded the server says so here.
+      banner("loading", error.message);
+      setTimeout(learnModel, 2000);
+    } else if (error.status === 401) banner("key", "This server asks for an API key.", [["Enter key", () => settings("#key")]]);
     else if (!error.status) check();
   }
   drawModel();

@@ -98,7 +98,7 @@ class View {
     this.note.replaceChildren();
     this.note.classList.toggle("failed", message.state === "failed");
     const button = (label, name, act) => el("button", { type: "button", class: "plain", onclick: () => act(message) }, icon(name), label);
-    const goOn = () => (message.content && actions.canContinue() ? button("Continue", "play", actions.continue) : button("Write again", "again", actions.regenerate));
+    const goOn = () => ((message.content || message.reasoning) && actions.canContinue() ? button("Continue", "play", actions.continue) : button("Write again", "again", actions.regenerate));
     switch (message.state) {
       case "live":
         this.note.append(el("span", { class: "waiting", role: "img", "aria-label": "Waiting for the first words" }, el("i"), el("i"), el("i")));
