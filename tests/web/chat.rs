@@ -310,14 +310,17 @@ fn conversations_leave_and_come_back_as_a_file() {
         (
             "{\"format\": \"moebius-conversations\", \"conversations\": [{\"title\": \"circle\", \"leaf\": 1, \"messages\": \
              [{\"id\": 1, \"parent\": 2, \"role\": \"user\", \"content\": \"a\"}, {\"id\": 2, \"parent\": 1, \"role\": \"user\", \"content\": \"b\"}]}]}",
-            "Imported 1 of 1",
+            "Imported 0 of 1",
         ),
     ] {
         browser.js_with(import, &json!(text));
         wait_for_text(&browser, "#toasts", said);
     }
     browser.type_into("#system", ESCAPE);
-    browser.click("#conversations li[data-id]:last-child a");
-    browser.wait("document.querySelectorAll('.message').length === 2");
+    browser.wait("!document.querySelector('dialog[open]')");
+    // The copy has both branches.
+    browser.js("[...document.querySelectorAll('#conversations a')].find((a) => !a.ariaCurrent).click()");
+    wait_for_text(&browser, ".message:nth-child(1) .branches", "2/2");
+    assert_eq!((browser.count("#conversations li"), last_answer(&browser).as_str()), (2, "answer to first again"));
     browser.finish(&[]);
 }

@@ -66,7 +66,7 @@ function stop() {
 /** Has the message `parent` answered, beside answers it may have. */
 async function answer(conversation, parent, unsaved = []) {
   answering(conversation.id)?.stop();
-  const path = pathTo(conversation, parent);
+  const path = conversation.path(parent);
   const reply = conversation.add("assistant", "", parent, { reasoning: "" });
   store.save(conversation.record, [...unsaved, reply]).then(list);
   const done = write(conversation, reply, requestOf(conversation, path, model?.id));
@@ -78,7 +78,7 @@ async function answer(conversation, parent, unsaved = []) {
 async function carryOn(message) {
   const conversation = shown;
   const was = message.state;
-  const body = { ...requestOf(conversation, pathTo(conversation, message.parent), model?.id), continue_final_message: true, add_generation_prompt: false };
+  const body = { ...requestOf(conversation, conversation.path(message.parent), model?.id), continue_final_message: true, add_generation_prompt: false };
   body.messages.push({ role: "assistant", content: message.content, ...(message.reasoning && { reasoning_content: message.reasoning }) });
   const done = write(conversation, message, body);
   draw();
@@ -89,12 +89,6 @@ async function carryOn(message) {
   toast("This server cannot continue an answer, so it is written again.");
   store.save(conversation.record, [message]);
   answer(conversation, message.parent);
-}
-
-function pathTo(conversation, id) {
-  const path = [];
-  for (let m = conversation.messages.get(id); m; m = conversation.messages.get(m.parent)) path.push(m);
-  return path.reverse();
 }
 
 answers.addEventListener("change", ({ detail }) => {

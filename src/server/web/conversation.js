@@ -36,22 +36,11 @@ export class Conversation {
     return this.record.id;
   }
 
-  /** Messages from the first to the leaf. */
-  path() {
+  /** Messages from the first to the one with this id; the leaf, unless another is asked for. */
+  path(id = this.record.leaf) {
     const out = [];
-    const seen = new Set(); // a file that was imported may be a circle
-    for (let m = this.messages.get(this.record.leaf); m && !seen.has(m.id); m = this.messages.get(m.parent)) {
-      seen.add(m.id);
-      out.push(m);
-    }
+    for (let m = this.messages.get(id); m; m = this.messages.get(m.parent)) out.push(m);
     return out.reverse();
-  }
-
-  /** Messages up to and without `message`. */
-  before(message) {
-    const path = this.path();
-    const at = path.indexOf(message);
-    return at < 0 ? path : path.slice(0, at);
   }
 
   /** The alternatives at the place of `message`, oldest first. */
@@ -61,7 +50,7 @@ export class Conversation {
 
   /** Adds a message under `parent` and shows it. */
   add(role, content, parent, more = {}) {
-    const created = Math.max(Date.now(), ...[...this.messages.values()].map((m) => m.created + 1));
+    const created = [...this.messages.values()].reduce((time, m) => Math.max(time, m.created + 1), Date.now());
     const message = { id: newId(), conversation: this.id, parent, role, content, created, ...more };
     this.messages.set(message.id, message);
     this.record.leaf = message.id;
@@ -111,7 +100,23 @@ export function readConversation(value) {
     }
     messages.push(message);
   }
-  return { record, messages };
+  return isForest(messages) ? { record, messages } : null;
+}
+
+/** Whether nothing is its own ancestor: everything else walks up and down without looking. */
+function isForest(messages) {
+  const parents = new Map(messages.map((m) => [m.id, m.parent]));
+  const good = new Set([null]);
+  for (const { id } of messages) {
+    const walked = new Set();
+    let at = id;
+    for (; !good.has(at); at = parents.get(at)) {
+      if (walked.has(at)) return false;
+      walked.add(at);
+    }
+    for (const seen of walked) good.add(seen);
+  }
+  return true;
 }
 
 /** Fields that a request may carry, and their ranges. `step`: for the arrows of an input. */

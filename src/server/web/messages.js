@@ -237,6 +237,13 @@ function keyForm(use) {
     el("span", { class: "quiet", text: "It stays in this browser." }));
 }
 
+/** Whoever pressed a button that `work` takes away goes on at the message field, not at the top of the page. */
+function keepingFocus(work) {
+  const inside = list.contains(document.activeElement);
+  work();
+  if (inside && !list.contains(document.activeElement) && !matchMedia("(pointer: coarse)").matches) byId("composer-text").focus();
+}
+
 export class Messages {
   constructor(actions) {
     this.actions = actions;
@@ -247,6 +254,12 @@ export class Messages {
 
   /** Shows the path of `conversation`. */
   show(conversation, jump) {
+    keepingFocus(() => this.draw(conversation));
+    if (jump) follow.toEnd();
+    else follow.keep();
+  }
+
+  draw(conversation) {
     const path = conversation.path();
     const old = this.views;
     this.views = new Map(path.map((m) => [m.id, old.get(m.id)?.message === m ? old.get(m.id) : new View(m, this.actions)]));
@@ -255,8 +268,6 @@ export class Messages {
     for (const view of old.values()) if (!nodes.includes(view.node)) view.node.remove();
     nodes.forEach((node, i) => list.children[i] !== node && list.insertBefore(node, list.children[i] ?? null));
     for (const view of this.views.values()) view.update();
-    if (jump) follow.toEnd();
-    else follow.keep();
   }
 
   /** Draws a message again, soon. */
@@ -266,7 +277,7 @@ export class Messages {
     const draw = () => {
       this.frame = 0;
       const start = performance.now();
-      for (const id of this.waiting) this.views.get(id)?.update();
+      keepingFocus(() => this.waiting.forEach((id) => this.views.get(id)?.update()));
       this.waiting.clear();
       follow.keep();
       // Long answers get a quarter of the time, so that the page stays quick.
