@@ -12,7 +12,7 @@ use crate::batch::Batch;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
 use crate::forward::Tap;
-use crate::kv_cache::BlockPool;
+use crate::kv_cache::{BlockPool, BlockTable};
 use crate::load::{self, Budget, LoadProgress, Loaded};
 use crate::memory::{Pages, read_bandwidth};
 use crate::model::ModelConfig;
@@ -209,7 +209,7 @@ impl Bench<'_> {
     }
 
     fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Row> {
-        let mut blocks = Vec::new();
+        let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
         for run in 0..=runs {
@@ -236,7 +236,7 @@ impl Bench<'_> {
 
     fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Row> {
         let mut pool = BlockPool::new(self.loaded.kv_blocks);
-        let mut tables = vec![Vec::new(); sequences];
+        let mut tables: Vec<BlockTable> = std::iter::repeat_with(BlockTable::default).take(sequences).collect();
         for table in &mut tables {
             if !pool.grow(table, CONTEXT + tokens) {
                 return Err(Error::Resources(format!("memory does not hold {sequences} sequences: lower --batch or --max-context")));
@@ -318,7 +318,7 @@ impl Bench<'_> {
     /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its cache.
     fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
-        let mut blocks = Vec::new();
+        let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (prompt, mut spread) = (self.tokens(tokens), Spread::default());
         self.read(&prompt, &blocks, Some(&mut spread))?;

@@ -192,8 +192,8 @@ impl SamplingArgs {
             top_p: self.top_p.unwrap_or(defaults.top_p),
             top_k: self.top_k.unwrap_or(defaults.top_k),
             min_p: self.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: defaults.repetition_penalty,
             seed: self.seed.or(defaults.seed),
+            ..defaults.clone()
         }
     }
 }

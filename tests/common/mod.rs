@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::forward::Forward;
-use moebius::kv_cache::BlockPool;
+use moebius::kv_cache::{BlockPool, BlockTable};
 use moebius::load::{self, Loaded};
 use moebius::sampler::argmax;
 use safetensors::SafeTensors;
@@ -74,13 +74,13 @@ impl Fixture {
 
 /// One sequence run by hand: its blocks and how far it is.
 pub struct Run {
-    pub blocks: Vec<u32>,
+    pub blocks: BlockTable,
     pub position: usize,
 }
 
 impl Run {
     pub fn new(pool: &mut BlockPool, tokens: usize) -> Self {
-        let mut blocks = Vec::new();
+        let mut blocks = BlockTable::default();
         assert!(pool.grow(&mut blocks, tokens));
         Self { blocks, position: 0 }
     }

@@ -36,7 +36,11 @@ impl Browser {
         let Ok(mut driver) = spawned else {
             let thread = std::thread::current();
             // Straight to stderr: the test harness shows no other output of a test that passes.
-            let _ = writeln!(std::io::stderr(), "{}: skipped: no chromedriver; apt-get install chromium chromium-driver", thread.name().unwrap());
+            let _ = writeln!(
+                std::io::stderr(),
+                "{}: skipped: no chromedriver; apt-get install chromium chromium-driver",
+                thread.name().unwrap()
+            );
             return None;
         };
         let port = BufReader::new(driver.stdout.take().unwrap())

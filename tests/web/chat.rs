@@ -8,7 +8,6 @@ use crate::open;
 
 const FIELD: &str = "#composer-text";
 const IDLE: &str = "document.querySelector('#send').ariaLabel === 'Send'";
-const BUSY: &str = "document.querySelector('#send').ariaLabel === 'Stop'";
 
 fn ask(browser: &Browser, text: &str) {
     browser.type_into(FIELD, &format!("{text}{ENTER}"));
@@ -290,7 +289,8 @@ fn conversations_leave_and_come_back_as_a_file() {
     browser.type_into(".edit textarea", &format!(" again{ENTER}"));
     wait_for_text(&browser, ".message:last-child .prose", "answer to first again");
     // The file goes to a blob instead of a folder.
-    browser.js("URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return '#' + location.hash.slice(1); }");
+    browser
+        .js("URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return '#' + location.hash.slice(1); }");
     browser.click("#open-settings");
     browser.click("#export");
     browser.wait("window.saved");

@@ -5,11 +5,12 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
 use moebius::config::EngineConfig;
+use moebius::server::{Running, ServerOptions};
 use moebius::text_model::TextModel;
 use serde_json::{Value, json};
 use tokio_stream::{StreamExt, iter, pending};
@@ -103,9 +104,10 @@ type Say = dyn Fn(&Value) -> Reply + Send + Sync;
 
 pub struct Server {
     pub address: SocketAddr,
-    router: Router,
     requests: Arc<Mutex<Vec<Value>>>,
+    fake: Option<Router>,
     runtime: Option<tokio::runtime::Runtime>,
+    _real: Running,
 }
 
 /// The demo model; one for all tests.
@@ -121,25 +123,27 @@ fn demo() -> TextModel {
 impl Server {
     /// The real server over the demo model.
     pub fn real() -> Self {
-        Self::serve(moebius::server::router(demo()), Arc::default())
+        let server = moebius::server::Server::bind(SocketAddr::from(([127, 0, 0, 1], 0)), ServerOptions::default()).unwrap();
+        let address = server.address();
+        let running = server.start().unwrap();
+        running.set_model(demo());
+        Self { address, requests: Arc::default(), fake: None, runtime: None, _real: running }
     }
 
     /// The real server, but `say` answers chats.
     pub fn saying(say: impl Fn(&Value) -> Reply + Send + Sync + 'static) -> Self {
-        let requests = Arc::<Mutex<Vec<Value>>>::default();
-        let (seen, say): (_, Arc<Say>) = (requests.clone(), Arc::new(say));
+        let mut server = Self::real();
+        let (seen, say): (_, Arc<Say>) = (server.requests.clone(), Arc::new(say));
         let chat = async move |headers: HeaderMap, Json(mut body): Json<Value>| {
             body["key"] = headers.get("authorization").and_then(|value| value.to_str().ok()).into();
             let reply = say(&body);
             seen.lock().unwrap().push(body);
             reply.into_response()
         };
-        let router = Router::new().route("/v1/chat/completions", post(chat)).fallback_service(moebius::server::router(demo()));
-        Self::serve(router, requests)
-    }
-
-    fn serve(router: Router, requests: Arc<Mutex<Vec<Value>>>) -> Self {
-        let mut server = Self { address: SocketAddr::from(([127, 0, 0, 1], 0)), router, requests, runtime: None };
+        let real = server.address;
+        let pass_on = async move |uri: Uri| tokio::task::spawn_blocking(move || get(real, &uri)).await.unwrap();
+        server.fake = Some(Router::new().route("/v1/chat/completions", post(chat)).fallback(pass_on));
+        server.address.set_port(0);
         server.come_back();
         server
     }
@@ -149,7 +153,7 @@ impl Server {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind(self.address)).unwrap();
         self.address = listener.local_addr().unwrap();
-        let router = self.router.clone();
+        let router = self.fake.clone().expect("only a fake comes and goes");
         runtime.spawn(async move { axum::serve(listener, router).await });
         self.runtime = Some(runtime);
     }
@@ -167,6 +171,20 @@ impl Server {
     pub fn requests(&self) -> Vec<Value> {
         self.requests.lock().unwrap().clone()
     }
+}
+
+/// What the real server gives.
+fn get(real: SocketAddr, uri: &Uri) -> Response {
+    let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
+    let mut got = agent.get(format!("http://{real}{uri}")).call().unwrap();
+    let mut response = Response::new(Body::from(got.body_mut().read_to_vec().unwrap()));
+    *response.status_mut() = got.status();
+    for name in ["content-type", "content-security-policy", "x-content-type-options", "cache-control"] {
+        if let Some(value) = got.headers().get(name) {
+            response.headers_mut().insert(name, value.clone());
+        }
+    }
+    response
 }
 
 /// The last thing the user said in a request.

@@ -38,8 +38,25 @@ fn ask_and_wait(browser: &Browser, text: &str) {
 
 fn assert_readable(browser: &Browser) {
     for css in [
-        ".bubble", ".prose p", ".prose a", ".prose p code", "blockquote p", ".hl-comment", ".hl-keyword", ".hl-string", ".hl-number", ".hl-call",
-        ".hl-type", "figcaption span", ".stats", "#meter", "#model", "#title", "#conversations h2", "#conversations a", ".new span",
+        ".bubble",
+        ".prose p",
+        ".prose a",
+        ".prose p code",
+        "blockquote p",
+        ".hl-comment",
+        ".hl-keyword",
+        ".hl-string",
+        ".hl-number",
+        ".hl-call",
+        ".hl-type",
+        "figcaption span",
+        ".stats",
+        "#meter",
+        "#model",
+        "#title",
+        "#conversations h2",
+        "#conversations a",
+        ".new span",
     ] {
         let ratio = browser.js_with(CONTRAST, &json!(css)).as_f64().unwrap();
         assert!(ratio >= 4.5, "{css} has contrast {ratio:.2}");

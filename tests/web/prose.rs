@@ -31,13 +31,25 @@ fn markdown_becomes_what_it_means() {
         ("- a\n- b\n  - c\n\n- d", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ul>"),
         ("3. a\n4. b\n   ```\n   x\n   ```", "<ol start=\"3\"><li><p>a</p></li><li><p>b</p><figure class=\"code\">"),
         ("1. a\n  - b\n2. c", "<ol><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ol>"),
-        ("- [x] a\n- [ ] b", "<ul><li class=\"task\"><input type=\"checkbox\" disabled=\"\" aria-label=\"done\" checked=\"\"><p>a</p></li>"),
+        (
+            "- [x] a\n- [ ] b",
+            "<ul><li class=\"task\"><input type=\"checkbox\" disabled=\"\" aria-label=\"done\" checked=\"\"><p>a</p></li>",
+        ),
         ("> a\n> > b\n\nc", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>"),
-        ("[a *b*](https://x.org/y \"t\") <https://z.org>", "<p><a href=\"https://x.org/y\">a <em>b</em></a> <a href=\"https://z.org/\">https://z.org</a></p>"),
-        ("see https://x.org/a_(b)_c. (http://y.org/)", "<p>see <a href=\"https://x.org/a_(b)_c\">https://x.org/a_(b)_c</a>. (<a href=\"http://y.org/\">http://y.org/</a>)</p>"),
+        (
+            "[a *b*](https://x.org/y \"t\") <https://z.org>",
+            "<p><a href=\"https://x.org/y\">a <em>b</em></a> <a href=\"https://z.org/\">https://z.org</a></p>",
+        ),
+        (
+            "see https://x.org/a_(b)_c. (http://y.org/)",
+            "<p>see <a href=\"https://x.org/a_(b)_c\">https://x.org/a_(b)_c</a>. (<a href=\"http://y.org/\">http://y.org/</a>)</p>",
+        ),
         ("![alt](https://x.org/i.png)", "<p><a href=\"https://x.org/i.png\" class=\"image\">alt</a></p>"),
         ("$x_1 + y_1$ costs $5 and $6", "<p><span class=\"math\">x_1 + y_1</span> costs $5 and $6</p>"),
-        ("\\(a_b\\) and\n\n$$\n\\sum_i x_i\n$$\n\n\\[ y \\]", "<p><span class=\"math\">a_b</span> and</p><div class=\"math\">\\sum_i x_i</div><div class=\"math\">y</div>"),
+        (
+            "\\(a_b\\) and\n\n$$\n\\sum_i x_i\n$$\n\n\\[ y \\]",
+            "<p><span class=\"math\">a_b</span> and</p><div class=\"math\">\\sum_i x_i</div><div class=\"math\">y</div>",
+        ),
         (
             "| a | b |\n|:-:|--:|\n| `x|y` | 1\\|2 |\n\nz",
             "<div class=\"table\" tabindex=\"0\"><table><thead><tr><th class=\"center\" scope=\"col\">a</th><th class=\"right\" scope=\"col\">b</th></tr></thead>\
@@ -48,7 +60,10 @@ fn markdown_becomes_what_it_means() {
     ];
     let texts: Vec<_> = cases.iter().map(|(text, _)| *text).collect();
     for ((text, want), got) in cases.iter().zip(render(&browser, &texts)) {
-        assert!(got.starts_with(want) && (want.ends_with("code\">") || want.contains("checked") || got == *want), "{text:?} became\n{got}, not\n{want}");
+        assert!(
+            got.starts_with(want) && (want.ends_with("code\">") || want.contains("checked") || got == *want),
+            "{text:?} became\n{got}, not\n{want}"
+        );
     }
     browser.finish(&[]);
 }
@@ -67,7 +82,9 @@ fn hostile_text_stays_text() {
         "| <svg onload=x> |\n|---|\n| <iframe src=javascript:x> |",
     ];
     for (text, markup) in texts.iter().zip(render(&browser, &texts)) {
-        for word in ["<script", "<img", "<svg", "<iframe", "<i>", "href=\"javascript", "href=\"data", "href=\"vbscript", "href=\"file", "href=\"//"] {
+        for word in
+            ["<script", "<img", "<svg", "<iframe", "<i>", "href=\"javascript", "href=\"data", "href=\"vbscript", "href=\"file", "href=\"//"]
+        {
             assert!(!markup.to_lowercase().contains(word), "{text} became {markup}");
         }
     }
@@ -82,7 +99,8 @@ fn hostile_text_stays_text() {
     assert_eq!(browser.js("return window.hacked ?? null"), Value::Null);
     assert!(browser.console().is_empty());
     // And were there a hole, the policy would stop it and say so: this is what the other tests listen for.
-    let blocked = browser.js("try { document.body.innerHTML = '<b>x</b>'; return false } catch (error) { return error.name === 'TypeError' }");
+    let blocked =
+        browser.js("try { document.body.innerHTML = '<b>x</b>'; return false } catch (error) { return error.name === 'TypeError' }");
     assert_eq!(blocked, true);
     browser.js("const s = document.createElement('style'); s.textContent = 'body{display:none}'; document.head.append(s)");
     assert!(browser.console().iter().any(|line| line.contains("Content Security Policy")));
@@ -223,9 +241,17 @@ fn code_is_highlighted_and_copied_as_it_is() {
         return [...root.children].map((e) => e.className.slice(3) + ' ' + e.textContent).join('; ');
     }))";
     let cases = [
-        ("fn f(x: &'a str) -> Vec<u8> { 'c'; 0xFFu8 } // end", "rs", "keyword fn; call f; keyword str; type Vec; keyword u8; string 'c'; number 0xFFu8; comment // end"),
+        (
+            "fn f(x: &'a str) -> Vec<u8> { 'c'; 0xFFu8 } // end",
+            "rs",
+            "keyword fn; call f; keyword str; type Vec; keyword u8; string 'c'; number 0xFFu8; comment // end",
+        ),
         ("/* a\n b */ const x = `t ${y}`;", "ts", "comment /* a\n b */; keyword const; string `t ${y}`"),
-        ("def f():\n  '''a\n  b'''\n  return 1.5e3 # c", "python", "keyword def; call f; string '''a\n  b'''; keyword return; number 1.5e3; comment # c"),
+        (
+            "def f():\n  '''a\n  b'''\n  return 1.5e3 # c",
+            "python",
+            "keyword def; call f; string '''a\n  b'''; keyword return; number 1.5e3; comment # c",
+        ),
         ("{\"a\": [true, \"b\"]}", "json", "attribute \"a\"; keyword true; string \"b\""),
         ("SELECT a FROM t -- c", "sql", "keyword SELECT; keyword FROM; comment -- c"),
         ("+a\n-b", "diff", "added +a; removed -b"),
