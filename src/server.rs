@@ -6,6 +6,7 @@
 //! fields        reads a body and leaves nothing unread
 //! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
 //! ask, answer   what to ask the engine; what it says, as parts
+//! web           the page for people
 //! ```
 
 mod answer;
@@ -21,6 +22,7 @@ mod messages;
 mod metrics;
 mod responses;
 mod tokens;
+mod web;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -34,6 +36,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 
+use crate::engine::SamplingParams;
 use crate::text_model::TextModel;
 use crate::{Error, Result};
 use error::ApiError;
@@ -255,6 +258,7 @@ impl App {
             "created": self.created,
             "owned_by": "moebius",
             "max_model_len": info.max_context,
+            "sampling": sampling(self.model()?.sampling()),
             "architecture": info.architecture,
             "experts": info.experts,
             "dense": info.dense,
@@ -264,6 +268,17 @@ impl App {
             "threads": info.threads,
         }))
     }
+}
+
+/// What a request that sets nothing is sampled with.
+fn sampling(defaults: &SamplingParams) -> Value {
+    json!({
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
+        "repetition_penalty": defaults.repetition_penalty,
+    })
 }
 
 fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
@@ -281,6 +296,7 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
         .route("/v1/responses", post(responses::answer))
         .route("/v1/messages", post(messages::answer))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .merge(web::router())
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
         .layer(axum::extract::DefaultBodyLimit::disable()) // `ask::read_body` has its own
