@@ -36,16 +36,15 @@ fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit
             return Some(String::from_utf8(bytes).expect("whole characters"));
         }
         let mut logits: Vec<f32> = (0..tokenizer.vocab_size() as u32).map(|_| 4.0 * random.uniform() as f32).collect();
+        let rests: Vec<&[u8]> = CLOSERS.iter().map(|closer| rest(&bytes, closer)).collect();
         // A tired model: the longer the answer, the better it likes to close what is open.
         for id in 0..tokenizer.vocab_size() as u32 {
             let closes = tokenizer.eos_ids().contains(&id) || tokenizer.token_bytes(id).iter().any(|byte| b"\"}]".contains(byte));
             let blank = tokenizer.token_bytes(id).iter().all(u8::is_ascii_whitespace);
             logits[id as usize] += if closes { step as f32 / 20.0 } else { 0.0 } + if blank { 2.0 } else { 0.0 };
             // It remembers how to end what has no quotes.
-            let ends = step > 10
-                && CLOSERS
-                    .iter()
-                    .any(|closer| !tokenizer.token_bytes(id).is_empty() && rest(&bytes, closer).starts_with(tokenizer.token_bytes(id)));
+            let token = tokenizer.token_bytes(id);
+            let ends = step > 10 && !token.is_empty() && rests.iter().any(|rest| rest.starts_with(token));
             logits[id as usize] += if ends { 6.0 } else { 0.0 };
         }
         constraint.mask(&mut logits).unwrap();
@@ -297,7 +296,7 @@ fn hostile_formats_are_refused_or_cheap() {
     grammars_to_try.push(Grammar::Lark(format!("start: {}", "(".repeat(100_000))));
     grammars_to_try.push(Grammar::Regex("(".repeat(200_000)));
     grammars_to_try.push(Grammar::Choice(Vec::new()));
-    grammars_to_try.push(Grammar::Choice((0..20_000).map(|i| i.to_string()).collect()));
+    grammars_to_try.push(Grammar::Choice((0..4000).map(|i| i.to_string()).collect()));
     for grammar in &grammars_to_try {
         let shown: String = format!("{grammar:?}").chars().take(120).collect();
         let start = Instant::now();
@@ -359,12 +358,12 @@ fn with_specials(specials: &[&str]) -> Tokenizer {
     let added = file["added_tokens"].as_array_mut().unwrap();
     let taken: Vec<String> = added.iter().map(|token| token["content"].as_str().unwrap().to_string()).collect();
     for (i, special) in specials.iter().filter(|special| !taken.iter().any(|taken| taken == *special)).enumerate() {
-        added.push(json!({"id": 5000 + i, "content": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}));
+        added.push(json!({"id": 1050 + i, "content": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}));
     }
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
     std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": "<|eos|>"}"#).unwrap();
-    std::fs::write(dir.path().join("config.json"), r#"{"vocab_size": 5100}"#).unwrap();
+    std::fs::write(dir.path().join("config.json"), r#"{"vocab_size": 1100}"#).unwrap();
     Tokenizer::load(dir.path()).unwrap()
 }
 
