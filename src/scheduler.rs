@@ -19,12 +19,13 @@ pub struct Sequence<T> {
     /// Whatever the owner keeps with it.
     pub state: T,
     blocks: Vec<u32>,
+    slot: usize, // while it runs: of recurrent state
 }
 
 impl<T> Sequence<T> {
     /// A sequence of which nothing is cached.
     pub fn new(prompt: Vec<u32>, state: T) -> Self {
-        Self { prompt_tokens: prompt.len(), tokens: prompt, cached: 0, state, blocks: Vec::new() }
+        Self { prompt_tokens: prompt.len(), tokens: prompt, cached: 0, state, blocks: Vec::new(), slot: 0 }
     }
 }
 
@@ -45,6 +46,7 @@ pub struct Scheduler<T> {
     waiting: VecDeque<Sequence<T>>,
     running: Vec<Sequence<T>>, // oldest first
     pool: BlockPool,
+    free_slots: Vec<usize>, // below max_sequences, that no running sequence has
     max_sequences: usize,
     max_tokens: usize,
     plan: Vec<Scheduled>,
@@ -53,7 +55,8 @@ pub struct Scheduler<T> {
 impl<T> Scheduler<T> {
     /// At most `max_sequences` run at once, in batches of at most `max_tokens` tokens.
     pub fn new(pool: BlockPool, max_sequences: usize, max_tokens: usize) -> Self {
-        Self { waiting: VecDeque::new(), running: Vec::new(), pool, max_sequences, max_tokens, plan: Vec::new() }
+        let free_slots = (0..max_sequences).rev().collect();
+        Self { waiting: VecDeque::new(), running: Vec::new(), pool, free_slots, max_sequences, max_tokens, plan: Vec::new() }
     }
 
     /// Queues a sequence. Its final length must fit the pool: the owner has checked it against the context.
@@ -84,8 +87,9 @@ impl<T> Scheduler<T> {
         batch.clear();
         self.plan.clear();
         while self.running.len() < self.max_sequences
-            && let Some(sequence) = self.waiting.pop_front()
+            && let Some(mut sequence) = self.waiting.pop_front()
         {
+            sequence.slot = self.free_slots.pop().expect("as many slots as sequences run at most");
             self.running.push(sequence);
         }
         // Answers before prompts, so that a long prompt does not hold them up.
@@ -122,6 +126,7 @@ impl<T> Scheduler<T> {
             }
             let mut victim = self.running.remove(youngest);
             self.pool.release(&mut victim.blocks);
+            self.free_slots.push(victim.slot);
             victim.cached = 0;
             self.waiting.push_front(victim);
         }
@@ -130,7 +135,7 @@ impl<T> Scheduler<T> {
     fn push(&mut self, index: usize, tokens: usize, batch: &mut Batch) {
         let sequence = &self.running[index];
         let end = sequence.cached + tokens;
-        batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.blocks);
+        batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.blocks).slot = sequence.slot;
         let last_row = (end == sequence.tokens.len()).then(|| batch.len() - 1);
         self.plan.push(Scheduled { index, tokens, last_row });
     }
@@ -154,6 +159,7 @@ impl<T> Scheduler<T> {
             if ended(&self.running[index]) {
                 let mut sequence = self.running.remove(index);
                 self.pool.release(&mut sequence.blocks);
+                self.free_slots.push(sequence.slot);
                 with(sequence);
             } else {
                 index += 1;

@@ -76,18 +76,24 @@ impl Fixture {
 pub struct Run {
     pub blocks: Vec<u32>,
     pub position: usize,
+    pub slot: usize,
 }
 
 impl Run {
     pub fn new(pool: &mut BlockPool, tokens: usize) -> Self {
         let mut blocks = Vec::new();
         assert!(pool.grow(&mut blocks, tokens));
-        Self { blocks, position: 0 }
+        Self { blocks, position: 0, slot: 0 }
+    }
+
+    /// The same with its recurrent state, if the model has any, in this slot.
+    pub fn in_slot(self, slot: usize) -> Self {
+        Self { slot, ..self }
     }
 
     /// Adds `tokens` of this sequence to a batch; returns the row of the last one.
     pub fn push(&mut self, batch: &mut Batch, tokens: &[u32]) -> usize {
-        batch.push(tokens, self.position, &self.blocks);
+        batch.push(tokens, self.position, &self.blocks).slot = self.slot;
         self.position += tokens.len();
         batch.len() - 1
     }
