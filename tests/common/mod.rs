@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod engine;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod small;
 
 use std::env::var_os;
 use std::path::PathBuf;
@@ -43,9 +44,16 @@ pub fn cache_dir() -> PathBuf {
 
 /// Loads a checkpoint with small limits.
 pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
-    let config =
-        EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() };
-    load::load("test", dir, &config, &|_| {}).unwrap()
+    load::load("test", dir, &limited(config), &|_| {}).unwrap()
+}
+
+/// A demo model or one of [`small`], with the same limits.
+pub fn load_model(name: &str, config: &EngineConfig) -> Loaded {
+    small::model(name, &limited(config))
+}
+
+fn limited(config: &EngineConfig) -> EngineConfig {
+    EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() }
 }
 
 impl Fixture {
