@@ -149,3 +149,13 @@ fn minimax_m2() {
 fn qwen3_next() {
     check("qwen3_next");
 }
+
+#[test]
+fn llama() {
+    check("llama");
+}
+
+#[test]
+fn qwen3_5_moe() {
+    check("qwen3_5_moe");
+}
