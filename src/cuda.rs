@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 mod bandwidth;
+pub(crate) mod cublas_lt;
 mod graph;
 pub(crate) mod kernels;
 mod memory;
@@ -268,9 +269,12 @@ impl Cuda {
     /// Keeps the first failure of what returns no `Result`.
     fn note(&self, what: &str, result: CUresult) {
         if result != CUresult::CUDA_SUCCESS {
-            let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-            failed.get_or_insert_with(|| format!("{what} failed: {}", name_of(result)));
+            self.fail(|| format!("{what} failed: {}", name_of(result)));
         }
+    }
+
+    fn fail(&self, text: impl FnOnce() -> String) {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(text);
     }
 
     /// The first failure since the device was opened: after it, nothing on the device can be trusted.

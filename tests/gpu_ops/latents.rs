@@ -7,7 +7,7 @@ use moebius::model::Mla;
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
 
-fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (usize, usize, usize)) -> Mla {
+pub(crate) fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (usize, usize, usize)) -> Mla {
     // Scores spread by about 1.5.
     let scale = 4.5 / ((nope + rope) as f32).sqrt();
     Mla { num_heads, q_lora_rank: None, kv_lora_rank, qk_nope_head_dim: nope, qk_rope_head_dim: rope, v_head_dim: v, bias: false, scale }
@@ -36,7 +36,7 @@ const BATCHES: [&[(usize, usize)]; 5] = [
 /// 0.42 (1.5^2 + 3)^(1/2) of a rounding in the mean.
 const LATENT: Within = Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
-fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, usize)], bits: KvBits) {
+pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, usize)], bits: KvBits) {
     let (last, all, pool) = ragged(sequences);
     let Mla { num_heads: heads, kv_lora_rank: rank, v_head_dim: v, .. } = *config;
     let (cols, cache) = (heads * config.qk_head_dim(), config.cache_dim());

@@ -16,8 +16,8 @@ use crate::{Error, Result};
 /// Tokens up to which weights are multiplied as they are read.
 pub(super) const FEW_TOKENS: usize = 8;
 
-/// Tokens from which on Hopper's own instructions are faster.
-const WGMMA_TOKENS: usize = 128;
+/// Tokens from which on Hopper's own instructions are faster, and a library may be.
+pub(super) const MANY_TOKENS: usize = 128;
 
 /// Tokens times experts up to which the router's f32 weights are multiplied as they are.
 const FEW_LOGITS: usize = 8192;
@@ -44,9 +44,9 @@ pub(super) enum Write {
     Add,
 }
 
-/// What products that are cut along k leave and count.
+/// What products that are cut along k leave and count. A library's products leave what they like in `partial`.
 pub(super) struct Workspace {
-    partial: DeviceBuffer<f32>,
+    pub(super) partial: DeviceBuffer<f32>,
     counters: DeviceBuffer<u32>,
 }
 
@@ -350,8 +350,13 @@ impl CudaBackend {
     }
 
     fn gemm(&self, p: &Product) {
-        if p.tokens >= WGMMA_TOKENS && self.cuda.info.has_wgmma() {
-            return self.gemm_wgmma(p);
+        if p.tokens >= MANY_TOKENS {
+            if self.by_library(p) {
+                return;
+            }
+            if self.cuda.info.has_wgmma() {
+                return self.gemm_wgmma(p);
+            }
         }
         // Measured on an H200.
         let tiles = |m: usize, n: usize| p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch;
