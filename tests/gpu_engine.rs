@@ -227,3 +227,32 @@ fn a_prompt_longer_than_a_pass_gets_the_same_answer() {
         }
     }
 }
+
+/// To give memory back, the driver waits for all that runs, also for a kernel that waits for another engine's CPU.
+#[test]
+fn an_engine_answers_while_others_come_and_go() {
+    need_gpu!();
+    let (others, tokens) = if is_real() { (8, 60) } else { (3, 4) };
+    for model in models() {
+        let engine = start(model, &EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..config() });
+        let want = answer(&engine, greedy(prompt(20, 1), tokens));
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| {
+                let mut answers = 0;
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert_eq!(answer(&engine, greedy(prompt(20, 1), tokens)), want, "{model}: answer {answers}");
+                    answers += 1;
+                }
+                answers
+            });
+            for i in 0..others {
+                let other = start(model, &config());
+                answer(&other, greedy(prompt(9, i), 2));
+                drop(other);
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(asking.join().unwrap() > 0, "{model}: no answer meanwhile");
+        });
+    }
+}

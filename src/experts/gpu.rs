@@ -210,6 +210,10 @@ fn handoff_blocks(numbers: usize) -> usize {
     (numbers >> 14).clamp(1, 16)
 }
 
+/// How long the device may take to publish before it is asked whether it has failed, in which case it never will. Nothing is asked of the driver sooner: while
+/// another thread gives memory back, it may answer nobody before all kernels have ended, and those wait for this thread.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Words of a cache line.
 const LINE: usize = 16;
 
@@ -666,13 +670,15 @@ impl Handoff {
     /// Waits until the device has published `layer`. Errors: the device failed.
     fn wait(&self, cuda: &Cuda, layer: usize, expected: u32) -> Result<()> {
         let down = self.flag(&self.down, layer);
-        let mut spins = 0u32;
+        let (mut spins, mut since) = (0u32, None);
         while down.load(Ordering::Acquire) != expected {
             std::hint::spin_loop();
             spins = spins.wrapping_add(1);
             if spins.is_multiple_of(1 << 16) {
-                // A device that failed will never publish.
-                cuda.poll()?;
+                cuda.check()?;
+                if since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                    cuda.poll()?;
+                }
                 std::thread::yield_now();
             }
         }
