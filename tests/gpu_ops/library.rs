@@ -19,6 +19,9 @@ fn with_library(test: &str) -> Option<Sides> {
     }
 }
 
+/// Tensor cores cut off where f32 rounds, and the library's sums are as long as k is: 2^-24 of what they have come to at each of k / 16 steps.
+const LONG_SUMS: Within = Within { each: 6e-6, of_rms: 2e-5, rms: 6e-6 };
+
 #[test]
 fn library_products() {
     need_gpu!(real);
@@ -39,9 +42,9 @@ fn library_products() {
                     [&narrow, &wide, &added].map(|t| b.numbers(t))
                 });
                 let what = format!("{tokens} tokens, {n} x {k}, bias {}", bias.is_some());
-                check(&what, &got[0], &want[0], Within::BF16);
-                check(&format!("{what}, f32"), &got[1], &want[1], Within::F32);
-                check(&format!("{what}, added"), &got[2], &want[2], Within::F32);
+                check(&what, &got[0], &want[0], Within { of_rms: LONG_SUMS.of_rms, ..Within::BF16 });
+                check(&format!("{what}, f32"), &got[1], &want[1], LONG_SUMS);
+                check(&format!("{what}, added"), &got[2], &want[2], LONG_SUMS);
             }
         }
     }
