@@ -5,6 +5,7 @@
 //! a recorded pass can be launched again.
 
 mod attention;
+mod attention_wgmma;
 mod batch;
 mod library;
 mod linear;

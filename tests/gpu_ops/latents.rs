@@ -74,10 +74,16 @@ fn latent_attention_over_bf16_and_fp8() {
 fn latent_attention_over_several_segments() {
     need_gpu!(real);
     let sides = Sides::new();
-    // 64 KiB of keys and values to a position: segments of 4,096.
-    let config = config(128, 64, (128, 16, 128));
-    for bits in [KvBits::Bf16, KvBits::Fp8] {
-        check_latents(&sides, &config, &[(8192, 1), (4500, 70), (8192, 20), (4096, 5), (100, 30)], bits);
+    // 64 KiB of keys and values to a position: segments of 4,096. With DeepSeek's dimensions, and with others, which have kernels of their own.
+    for rope in [64, 16] {
+        for bits in [KvBits::Bf16, KvBits::Fp8] {
+            check_latents(
+                &sides,
+                &config(128, 64, (128, rope, 128)),
+                &[(8192, 1), (4500, 70), (8192, 20), (4096, 5), (100, 30), (5000, 300)],
+                bits,
+            );
+        }
     }
 }
 
