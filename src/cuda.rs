@@ -72,6 +72,7 @@ pub struct Cuda {
     pub kernels: Kernels,
     allocated: AtomicU64,
     recording: AtomicBool,
+    rehearsing: AtomicBool,
     independent: AtomicBool,
     marks: Mutex<Option<Vec<(&'static str, Event)>>>,
     /// Nothing is done, only counted: there need be no device.
@@ -216,6 +217,7 @@ impl Cuda {
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
             marks: Mutex::new(None),
             planned: false,
@@ -233,6 +235,7 @@ impl Cuda {
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
             marks: Mutex::new(None),
             planned: true,
@@ -288,6 +291,19 @@ impl Cuda {
     /// Whether ops are being recorded instead of run.
     pub fn is_recording(&self) -> bool {
         self.recording.load(Relaxed)
+    }
+
+    /// Runs a pass whose like will be recorded: what it decides must be what a recording decides, or its results would be others.
+    pub(crate) fn rehearse<T>(&self, pass: impl FnOnce() -> T) -> T {
+        self.rehearsing.store(true, Relaxed);
+        let done = pass();
+        self.rehearsing.store(false, Relaxed);
+        done
+    }
+
+    /// Whether ops are being recorded, or will be.
+    pub(crate) fn is_rehearsing(&self) -> bool {
+        self.is_recording() || self.rehearsing.load(Relaxed)
     }
 
     /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the same time.

@@ -256,3 +256,21 @@ fn an_engine_answers_while_others_come_and_go() {
         });
     }
 }
+
+/// Ten tokens are a prompt, which streams experts, unless they are of ten sequences: the first such pass, before there is a recording, must not stream either.
+#[test]
+fn a_recorded_pass_gives_the_bits_of_the_first() {
+    need_gpu!();
+    for model in models() {
+        let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Gpu, ..config() };
+        let mut loaded = load::load(model, &demo_dir(model), &config, &|_| {}).unwrap();
+        let (mut pool, mut batch) = (BlockPool::new(loaded.kv_blocks), Batch::default());
+        for i in 0..10 {
+            Run::new(&mut pool, 1).push(&mut batch, &[7 + 31 * i]);
+        }
+        let first = step(&mut *loaded.model, &batch, &[0, 9]);
+        for pass in 1..4 {
+            assert!(step(&mut *loaded.model, &batch, &[0, 9]) == first, "{model}: pass {pass} has other bits");
+        }
+    }
+}

@@ -380,7 +380,7 @@ impl Backend for CudaBackend {
         let mut graphs = self.graphs.borrow_mut();
         match graphs.get(&tokens) {
             None => {
-                record()?;
+                self.cuda.rehearse(record)?;
                 graphs.insert(tokens, Recorded::Warm);
                 return Ok(false);
             }

@@ -263,7 +263,8 @@ impl GpuExperts {
         match self.forced {
             // There is no room for two experts.
             _ if self.sizes.ring < 2 => 0,
-            _ if self.cuda.is_recording() => 0,
+            // Nothing can be copied by hand in a recording.
+            _ if self.cuda.is_rehearsing() => 0,
             Some(Prefill::Cpu) if !must => 0,
             Some(Prefill::Gpu) if tokens > NO_PROMPT => others,
             _ if must => others,
