@@ -219,7 +219,7 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         Router { top_k: shape.top_k, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: true, scaling: 1.0 };
     let mut state = 7;
     let mut weight = || (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
-    let routers = (0..16).map(|_| backend.load_router(weight(), None)).collect::<moebius::Result<Vec<_>>>()?;
+    let routers = (0..16).map(|_| backend.load_router(weight(), None, None)).collect::<moebius::Result<Vec<_>>>()?;
     let mut x = Tensor::new(1, shape.hidden);
     x.data_mut().fill_with(|| uniform(&mut state));
     let mut out = vec![0.0; shape.hidden];
