@@ -17,7 +17,7 @@ use half::bf16;
 use moebius::backend::cuda::{CudaBackend, Limits};
 use moebius::config::{DenseBits, Device, EngineConfig};
 use moebius::cuda::{Cuda, DeviceInfo};
-use moebius::engine::{self, Event, Request, SamplingParams};
+use moebius::engine::{self, Event, Request};
 use moebius::load::{self, LoadProgress};
 use moebius::model::ModelConfig;
 use moebius::models::{self, shapes};
@@ -151,8 +151,9 @@ fn tensors(model: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>> {
     for (layer, moe) in model.moe_layers() {
         let (wide, narrow) = (model.hidden_size, moe.intermediate_size);
         for e in 0..moe.num_experts {
-            let name = |which| format!("{}model.layers.{layer}.mlp.experts.{e}.{which}_proj.weight", model.prefix);
-            all.extend([(name("gate"), vec![narrow, wide]), (name("up"), vec![narrow, wide]), (name("down"), vec![wide, narrow])]);
+            let name = |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
+            let [gate, up, down] = model.names.experts.map(name);
+            all.extend([(gate, vec![narrow, wide]), (up, vec![narrow, wide]), (down, vec![wide, narrow])]);
         }
     }
     let layer = |name: &str| name.split(".layers.").nth(1)?.split('.').next()?.parse::<usize>().ok();
@@ -183,7 +184,7 @@ fn write(dir: &Path, model: &ModelConfig, config: &str) -> Result<Value> {
     for (i, shard) in shards.iter().enumerate() {
         let file = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
         map.extend(shard.iter().map(|(name, _)| (name.clone(), file.clone())));
-        all += write_shard(&dir.join(&file), shard)?;
+        all += write_shard(&dir.join(&file), shard, &Synthetic::of(model))?;
     }
     let put = |name: &str, text: String| std::fs::write(dir.join(name), text).map_err(Error::io(&dir.join(name)));
     put("model.safetensors.index.json", json!({ "metadata": { "total_size": all }, "weight_map": map }).to_string())?;
@@ -195,7 +196,7 @@ fn write(dir: &Path, model: &ModelConfig, config: &str) -> Result<Value> {
 }
 
 /// Returns the bytes of its tensors.
-fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)]) -> Result<usize> {
+fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Synthetic) -> Result<usize> {
     let (mut header, mut at, mut places) = (serde_json::Map::new(), 0, Vec::new());
     for (name, shape) in tensors {
         let end = at + bytes_of(shape);
@@ -209,11 +210,11 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)]) -> Result<usize> {
     file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).and_then(|()| file.write_all_at(&header, 8)).map_err(Error::io(path))?;
     tensors.par_iter().zip(places).try_for_each(|((name, shape), place)| {
         let numbers: Vec<bf16> = match shape[..] {
-            [rows, cols] => match Synthetic.matrix(name, rows, cols)? {
+            [rows, cols] => match weights.matrix(name, rows, cols)? {
                 HostTensor::Bf16 { data, .. } => data.into_owned(),
                 HostTensor::F32 { data, .. } => data.iter().map(|&w| bf16::from_f32(w)).collect(),
             },
-            _ => Synthetic.vector(name, shape[0])?.into_iter().map(bf16::from_f32).collect(),
+            _ => weights.vector(name, shape[0])?.into_iter().map(bf16::from_f32).collect(),
         };
         file.write_all_at(bytemuck::cast_slice(&numbers), (8 + header.len() + place) as u64).map_err(Error::io(path))
     })?;
@@ -265,7 +266,7 @@ fn load(dir: &Path, how: &str) -> Result<Value> {
         }
     })?;
     let (ready, peak) = (started.elapsed().as_secs_f64(), topology::peak_bytes());
-    let request = Request { prompt: (1..=PROMPT).collect(), max_tokens: Some(1), sampling: SamplingParams::default(), ignore_eos: true };
+    let request = Request { prompt: (1..=PROMPT).collect(), max_tokens: Some(1), ignore_eos: true, ..Request::default() };
     let mut events = engine.submit(request)?;
     let first = events.blocking_recv();
     let first_token = started.elapsed().as_secs_f64();

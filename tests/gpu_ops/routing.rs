@@ -105,7 +105,7 @@ fn a_token_goes_to_the_same_experts_in_any_batch() {
         for (experts, router) in routers() {
             let unit = 3.0 / (hidden as f32).sqrt();
             let weight: Vec<f32> = random(experts * hidden, 57).iter().map(|w| unit * w).collect();
-            let w = b.load_router(weight, bias(experts, &router)).unwrap();
+            let w = b.load_router(weight, None, bias(experts, &router)).unwrap();
             let norm = b.load_norm(random(hidden, 58).iter().map(|w| 1.0 + 0.5 * w).collect()).unwrap();
             let x = random(40 * hidden, 59);
             let route = |tokens: usize| {
