@@ -39,10 +39,10 @@ struct LatentWgmma {
     float scale;
 };
 
-constexpr int QUERIES = 128, STEP = 128, WARPGROUP = 128, CONSUMERS = 2, THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = (CONSUMERS + 1) * WARPGROUP;
 
 #ifdef HAS_WGMMA
-constexpr int STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128, COLUMNS_BYTES = 2 * BOX_BYTES; // 64 columns of 128 rows
+constexpr int QUERIES = 128, STEP = 128, STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128, COLUMNS_BYTES = 2 * BOX_BYTES; // 64 columns of 128 rows
 
 // Pages of the cache. What lies in a page after the last position is somebody else's.
 template <int KEY_BOXES, int VALUE_BOXES> struct Pages {
