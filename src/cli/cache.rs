@@ -66,6 +66,7 @@ fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path) -> Result<()>) -> Res
     let dir = hub::resolve(&args.model, &cache_dir)?;
     let model = models::read(&dir)?;
     let checkpoint = Checkpoint::open(&dir)?;
+    let config = load::for_checkpoint(&config, &model, &checkpoint)?;
     match load::precision(&model, &config)? {
         Some(precision) => act(&load::cache_job(&args.model, &checkpoint, &model, precision), &cache_dir),
         None => Err(Error::Invalid(format!("{} has no routed experts: there is nothing to convert", args.model))),

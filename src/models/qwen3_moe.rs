@@ -9,7 +9,6 @@ use crate::{Error, Result};
 /// `qwen3_moe`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     if f.bool_or("use_sliding_window", false)? {
         return Err(Error::Model("use_sliding_window is not supported for qwen3_moe".into()));
     }
