@@ -9,7 +9,7 @@
 //! experts, kv_cache, attention, forward           one pass
 //! load, plan, capture, bench, doctor              a model in memory, foretold, looked into and measured
 //! sampler, generation_config, scheduler, engine   one owner thread, `EngineHandle`
-//! demo, hub                                       from a model's name to its directory
+//! demo, gguf, hub                                 from a model's name to its directory
 //! tokenizer, chat_template                        a checkpoint's text side
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
@@ -48,6 +48,7 @@ pub mod error;
 pub mod experts;
 pub mod forward;
 pub mod generation_config;
+pub mod gguf;
 pub mod hub;
 pub mod kernel;
 pub mod kv_cache;

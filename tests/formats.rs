@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Fixture, cosine, greedy};
+use common::{Fixture, cosine};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius_cache::Precision;
@@ -30,10 +30,6 @@ fn error_of(fixture: &Fixture, config: &EngineConfig) -> (f64, Option<Precision>
         let want = fixture.floats(name);
         worst = worst.max(relative_error(&got[from * vocab..], &want));
         assert!(cosine(&got[from * vocab..], &want) > 0.99);
-        eprintln!("  {prompt}: {worst:.5}");
-        let (want, margins) = (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
-        let sure = margins.iter().position(|&margin| margin < 0.6).unwrap_or(want.len());
-        assert_eq!(greedy(&mut loaded, &tokens, want.len())[..sure], want[..sure], "{prompt}: greedy tokens");
     }
     (worst, loaded.precision)
 }
@@ -43,10 +39,8 @@ fn check(name: &str, bf16: f64, auto: f64, precision: Precision) {
     let fixture = Fixture::open(name);
     let exact = EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, kv: KvBits::Bf16x2, ..Default::default() };
     let (error, _) = error_of(&fixture, &exact);
-    println!("{name} bf16: {error:.5}");
     assert!(error < bf16, "{name}, experts as bf16: logits off by {error}");
     let (error, kept) = error_of(&fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact });
-    println!("{name} auto: {error:.5}");
     assert!(error < auto, "{name}, experts as they are: logits off by {error}");
     assert_eq!(kept, Some(precision), "{name}");
 }
@@ -72,9 +66,4 @@ fn gptq() {
 #[test]
 fn awq() {
     check("qwen3_moe_awq", 0.01, 0.03, Precision::Int8 { group_size: 64 });
-}
-#[test]
-fn tmp_shared() {
-    check("/work/shared/fixtures/qwen3_moe_ct_int4", 0.01, 0.03, INT4_G32);
-    check("/work/shared/fixtures/kimi_k2_ct_int4", 0.01, 0.03, INT4_G32);
 }
