@@ -1,5 +1,6 @@
 //! From a checkpoint directory to a model ready to run: what fits, what precision, where the experts are.
 
+pub mod components;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod speed;

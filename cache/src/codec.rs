@@ -17,6 +17,7 @@ mod fp8;
 mod gguf;
 mod gptq;
 mod latent;
+mod list;
 mod mxfp4;
 mod quantization;
 mod scales;

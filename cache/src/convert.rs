@@ -13,7 +13,7 @@ mod expert;
 mod identity;
 
 pub use disk::free_bytes;
-pub use expert::Tiles;
+pub use expert::{Tiles, rounding};
 
 use std::path::{Path, PathBuf};
 

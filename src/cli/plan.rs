@@ -10,7 +10,7 @@ use super::print_line;
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true)))]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B, of which only config.json is downloaded.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B, of which only config.json is downloaded.
     #[arg(group = "what")]
     model: Option<String>,
     /// The dimensions of a known model.

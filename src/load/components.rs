@@ -1,0 +1,98 @@
+//! What each part of a checkpoint is stored as, what it becomes in memory, and what that costs in exactness.
+
+use std::collections::BTreeMap;
+
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::convert::rounding;
+
+use crate::config::EngineConfig;
+use crate::model::ModelConfig;
+use crate::{Error, Result, load};
+
+/// Matrices of one role in one format.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Component {
+    /// Its name without the layer: `self_attn.q_proj`, `experts.gate_proj`.
+    pub role: String,
+    /// How it is stored.
+    pub format: String,
+    /// Layers that have it so.
+    pub layers: usize,
+    /// What it becomes; `None`: f32, as it is.
+    pub precision: Option<Precision>,
+    /// What packing adds, as a share of the weights: root mean squares, measured on some of the rows of one of them.
+    pub rounding: f64,
+}
+
+impl Component {
+    /// Whether it is routed experts.
+    pub fn is_experts(&self) -> bool {
+        self.role.contains("experts.") && !self.role.contains("shared_experts.")
+    }
+}
+
+impl std::fmt::Display for Component {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let precision = self.precision.map_or("f32".to_string(), |precision| precision.to_string());
+        let layers = if self.layers == 1 { String::new() } else { format!(" ({} layers)", self.layers) };
+        write!(f, "{}{layers}: {} -> {precision}, ", self.role, self.format)?;
+        match self.rounding {
+            0.0 => write!(f, "exact"),
+            share => write!(f, "rounding adds {:.2}%", 100.0 * share),
+        }
+    }
+}
+
+/// Every role and format among the matrices that `model` uses. `config` is that of the run, `auto` decided.
+///
+/// Errors: a tensor of an unknown type, or holding NaN.
+pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineConfig) -> Result<Vec<Component>> {
+    let experts = load::precision(model, config)?;
+    let mut found: BTreeMap<(String, String), Component> = BTreeMap::new();
+    for (name, shape) in checkpoint.matrices() {
+        let Some(role) = role(&name, model) else { continue };
+        // A stacked tensor says the shape of a matrix only up to its order: experts have theirs from the model.
+        let shape = match (role.rsplit_once("experts."), model.moe()) {
+            (Some((before, part)), Some(moe)) if !before.ends_with("shared_") => match part {
+                "down_proj" | "w2" => [model.hidden_size, moe.intermediate_size],
+                _ => [moe.intermediate_size, model.hidden_size],
+            },
+            _ => shape,
+        };
+        let source = checkpoint.source(&name, shape)?;
+        let key = (role.clone(), source.format().to_string());
+        if let Some(component) = found.get_mut(&key) {
+            component.layers += 1;
+            continue;
+        }
+        let mut component = Component { role, format: key.1.clone(), layers: 1, precision: None, rounding: 0.0 };
+        let is_router = ["gate", "router", "block_sparse_moe.gate"].contains(&component.role.as_str());
+        if !is_router {
+            let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);
+            let precision = match (component.is_experts(), experts) {
+                (true, Some(precision)) => precision,
+                _ if component.role == "embed_tokens" => Precision::Bf16,
+                _ => dense(),
+            };
+            component.rounding = rounding(&source, precision).map_err(Error::from)?;
+            component.precision = Some(precision);
+        }
+        found.insert(key, component);
+    }
+    Ok(found.into_values().collect())
+}
+
+/// What a matrix is in the model, without layer and expert; `None`: it is not in it.
+fn role(name: &str, model: &ModelConfig) -> Option<String> {
+    let name = name.strip_prefix(&model.prefix)?.strip_suffix(".weight")?;
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    match name.strip_prefix("layers.") {
+        None => ["embed_tokens", "lm_head"].contains(&name).then(|| name.to_string()),
+        Some(rest) => {
+            let (layer, part) = rest.split_once('.')?;
+            let part = part.replace(".experts.0.", ".experts.");
+            (layer.parse::<usize>().ok()? < model.layers.len()).then(|| part.strip_prefix("mlp.").map(String::from).unwrap_or(part))
+        }
+    }
+}
