@@ -21,6 +21,8 @@ pub struct Component {
     pub layers: usize,
     /// What it becomes; `None`: f32, as it is.
     pub precision: Option<Precision>,
+    /// Whether its integers stay as they are, and at most their scales are rounded.
+    pub keeps_codes: bool,
     /// What packing adds, as a share of the weights: root mean squares, measured on some of the rows of one of them.
     pub rounding: f64,
 }
@@ -39,6 +41,7 @@ impl std::fmt::Display for Component {
         write!(f, "{}{layers}: {} -> {precision}, ", self.role, self.format)?;
         match self.rounding {
             0.0 => write!(f, "exact"),
+            share if self.keeps_codes => write!(f, "codes as they are, scales rounded to bf16: {:.2}%", 100.0 * share),
             share => write!(f, "rounding adds {:.2}%", 100.0 * share),
         }
     }
@@ -66,7 +69,7 @@ pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineC
             component.layers += 1;
             continue;
         }
-        let mut component = Component { role, format: key.1.clone(), layers: 1, precision: None, rounding: 0.0 };
+        let mut component = Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
         let is_router = ["gate", "router", "block_sparse_moe.gate"].contains(&component.role.as_str());
         if !is_router {
             let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);
@@ -76,6 +79,7 @@ pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineC
                 _ => dense(),
             };
             component.rounding = rounding(&source, precision).map_err(Error::from)?;
+            component.keeps_codes = source.integers().is_some_and(|integers| integers.fit(precision));
             component.precision = Some(precision);
         }
         found.insert(key, component);

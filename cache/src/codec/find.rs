@@ -9,7 +9,7 @@ use super::latent::LatentUp;
 use super::mxfp4::Mxfp4;
 use super::scales::{Scales, Words, group_index};
 use super::{Codec, Quantization, Rows, Source, gguf};
-use crate::Result;
+use crate::{Error, Result};
 use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 
 const ALL: Rows = Rows::From { first: 0, step: 1 };
@@ -24,6 +24,9 @@ struct Found<'a> {
 }
 
 pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2]) -> Result<Source<'a>> {
+    if n == 0 || k == 0 {
+        return Err(Error::Invalid(format!("tensor {name} of {n} x {k} has no weights: config.json is not that of a model")));
+    }
     let stem = name.strip_suffix(".weight").unwrap_or(name);
     let found = if let Some(view) = checkpoint.get(name) {
         let rows = match checkpoint.permuted_head(name) {
@@ -63,7 +66,11 @@ fn matrix<'a>(checkpoint: &'a Checkpoint, view: TensorView<'a>, part: Option<usi
             let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)) else {
                 return Err(view.error(format!("is FP8 and {} is missing: the download is incomplete", names[0])));
             };
-            let scales = part.filter(|_| scales.shape.len() > 2).map_or(scales, |i| scales.part(i));
+            let scales = match part.filter(|_| scales.shape.len() > 2) {
+                Some(i) if i < scales.shape[0] => scales.part(i),
+                Some(i) => return Err(scales.error(format!("has no scales of expert {i}: the download is incomplete"))),
+                None => scales,
+            };
             let block = match checkpoint.quantization() {
                 Quantization::Fp8 { block } | Quantization::CompressedTensors { block, .. } => *block,
                 _ => [128, 128],
@@ -128,7 +135,9 @@ fn integers<'a>(
         return Err(parts[0].error("has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete"));
     }
     let mut index = None;
-    if let Some(view) = checkpoint.get(&format!("{stem}.weight_g_idx")) {
+    // Inputs in order are all in group -1.
+    let ordered = |view: &TensorView<'_>| view.data.iter().all(|&byte| byte == 0xff);
+    if let Some(view) = checkpoint.get(&format!("{stem}.weight_g_idx")).filter(|view| !ordered(view)) {
         index = Some(group_index(view, k, groups)?);
         parts.push(view);
     }
@@ -209,9 +218,11 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
     // Of a square matrix the shape does not say which way it lies; its neighbour's then does.
     let (hidden, width) = if role == "down" { (n, k) } else { (k, n) };
     let turned = |view: &TensorView<'_>, shape: [usize; 2]| {
-        let decisive = shape[0] != shape[1];
-        match (&gate_up, decisive) {
-            (_, true) => view.shape[1..] == [shape[1], shape[0]],
+        if view.shape[1..] != [shape[1], shape[0]] {
+            return false;
+        }
+        match (&gate_up, shape[0] != shape[1]) {
+            (_, true) => true,
             (Some(pair), false) if pair.name != view.name => pair.shape.get(1..) == Some(&[hidden, 2 * width]),
             (None, false) => false,
             (Some(_), false) => get("down_proj").is_some_and(|down| down.shape.get(1..) == Some(&[width, hidden])),

@@ -27,7 +27,7 @@ impl Checkpoint {
                 // The last word of a row may not be full.
                 let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
                 let bytes = |dtype| if dtype == Dtype::I64 { 8 } else { 4 };
-                let k = shape.map(|s| u32::from_le_bytes(*s.data[bytes(s.dtype)..].first_chunk().unwrap_or(&[0; 4])) as usize);
+                let k = shape.map(|s| s.data.get(bytes(s.dtype)..).and_then(<[u8]>::first_chunk).map_or(0, |&word| u32::from_le_bytes(word)) as usize);
                 matrix(n, k.filter(|&k| k != 0 && k <= words * 32 / bits).unwrap_or(words * 32 / bits))
             }
             ("qweight", &[rows, cols]) => match self.quantization() {
