@@ -73,7 +73,11 @@ pub fn materialize(path: &Path, cache_dir: &Path) -> Result<PathBuf> {
     texts.push(("generation_config.json", json!({"eos_token_id": tokenizer::end_tokens(&metadata)}).to_string()));
     texts.push(("config.json", config.to_string()));
     write(&dir, &files, &texts).map_err(|e| {
-        Error::Resources(format!("cannot write what {} says of itself to {}: {e}; name another directory with --cache-dir", files[0].display(), dir.display()))
+        Error::Resources(format!(
+            "cannot write what {} says of itself to {}: {e}; name another directory with --cache-dir",
+            files[0].display(),
+            dir.display()
+        ))
     })?;
     Ok(dir)
 }

@@ -38,7 +38,9 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     if path.exists() {
         return match path.extension().is_some_and(|e| e == "gguf") {
             true => gguf::materialize(path, cache_dir),
-            false => Err(Error::Invalid(format!("{model} is a file: give a GGUF file, or the directory of a checkpoint, with its config.json"))),
+            false => {
+                Err(Error::Invalid(format!("{model} is a file: give a GGUF file, or the directory of a checkpoint, with its config.json")))
+            }
         };
     }
     if !is_hub_id(model) {
@@ -137,7 +139,8 @@ impl Hub {
         // A repository of GGUF files: any of them leads to the folder.
         let snapshots = self.cache.join(format!("models--{}", id.replace('/', "--"))).join("snapshots");
         let dirs = std::fs::read_dir(snapshots).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-        dirs.into_iter().find(|dir| find_gguf(dir).is_ok_and(|file| file.is_some_and(|file| moebius_cache::checkpoint::gguf::files_of(&file).is_ok())))
+        dirs.into_iter()
+            .find(|dir| find_gguf(dir).is_ok_and(|file| file.is_some_and(|file| moebius_cache::checkpoint::gguf::files_of(&file).is_ok())))
     }
 
     fn download(&self, id: &str) -> Result<PathBuf> {
@@ -160,7 +163,10 @@ impl Hub {
             files.clear(); // it says all about itself
         }
         if weights.is_empty() {
-            return Err(Error::Model(format!("{id} has no safetensors or GGUF weights on {}: choose a repository that has them", self.endpoint)));
+            return Err(Error::Model(format!(
+                "{id} has no safetensors or GGUF weights on {}: choose a repository that has them",
+                self.endpoint
+            )));
         }
         files.extend(weights);
 
@@ -270,7 +276,8 @@ fn is_gguf(name: &str) -> bool {
 /// The GGUF files of a repository that has one model in them. Errors: it has several, in several precisions.
 fn gguf_files<'a>(listed: &[&'a str], id: &str) -> Result<Vec<&'a str>> {
     let files: Vec<&str> = listed.iter().copied().filter(|name| is_gguf(name)).collect();
-    let mut models: Vec<&str> = files.iter().map(|name| name.split("-00").next().filter(|_| name.contains("-of-")).unwrap_or(name)).collect();
+    let mut models: Vec<&str> =
+        files.iter().map(|name| name.split("-00").next().filter(|_| name.contains("-of-")).unwrap_or(name)).collect();
     models.sort_unstable();
     models.dedup();
     match models.len() {

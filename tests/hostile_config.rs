@@ -14,8 +14,15 @@ use moebius::workers::Team;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-const FIXTURES: [&str; 7] =
-    ["deepseek_v2_full", "deepseek_v2_lite", "deepseek_v3", "kimi_k2_fp8", "kimi_k25_ct_int4_sharded", "qwen3_moe", "qwen3_moe_dense_layer_sharded"];
+const FIXTURES: [&str; 7] = [
+    "deepseek_v2_full",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "kimi_k2_fp8",
+    "kimi_k25_ct_int4_sharded",
+    "qwen3_moe",
+    "qwen3_moe_dense_layer_sharded",
+];
 
 fn configs() -> Vec<Value> {
     let dirs = FIXTURES.iter().map(|name| fixture_dir(name)).chain(["moe-gqa", "moe-mla"].map(demo_dir));

@@ -87,7 +87,7 @@ impl TensorView<'_> {
 pub struct Checkpoint {
     dir: PathBuf,
     shards: Vec<Shard>,
-    tensors: BTreeMap<String, usize>, // name -> shard
+    tensors: BTreeMap<String, usize>,  // name -> shard
     permuted: BTreeMap<String, usize>, // name -> width of the heads whose rows GGUF has reordered
     quantization: Quantization,
     larger_than_memory: bool,

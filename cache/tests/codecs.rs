@@ -1,6 +1,8 @@
 //! Every quantized safetensors format, written out by its definition: decoded to the same numbers, and packed with codes and scales unchanged.
 #![allow(clippy::unwrap_used)] // a test
 
+#[path = "../../fuzz/fuzz_targets/any_tensors.rs"]
+mod any_tensors;
 mod common;
 
 use std::path::Path;
@@ -11,6 +13,7 @@ use moebius_cache::codec::Integers;
 use moebius_cache::convert::Tiles;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS, unpack_matrix};
 use moebius_cache::{Checkpoint, Precision};
+use proptest::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -131,7 +134,6 @@ fn pack_down(fields: &[u32], cols: usize, bits: usize) -> Vec<u32> {
     words
 }
 
-
 #[test]
 fn fp8_in_blocks_rows_and_whole() {
     let bytes: Vec<u8> = numbers(N * K, 256, 1).iter().map(|&b| if b & 0x7f == 0x7f { 0 } else { b as u8 }).collect();
@@ -144,7 +146,9 @@ fn fp8_in_blocks_rows_and_whole() {
     let (rows, cols) = (N.div_ceil(24), K.div_ceil(96));
     let scales = noise(rows * cols, 2);
     let of = |scale: &dyn Fn(usize, usize) -> f32| -> Vec<f32> { (0..N * K).map(|i| value(bytes[i]) * scale(i / K, i % K)).collect() };
-    let fp8 = |block: Value| Written::new(json!({"quant_method": "fp8", "weight_block_size": block})).add("a.weight", Dtype::F8_E4M3, &[N, K], bytes.clone());
+    let fp8 = |block: Value| {
+        Written::new(json!({"quant_method": "fp8", "weight_block_size": block})).add("a.weight", Dtype::F8_E4M3, &[N, K], bytes.clone())
+    };
     let f32s = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
     let blocks = fp8(json!([24, 96])).add("a.weight_scale_inv", Dtype::F32, &[rows, cols], f32s(&scales));
     blocks.check("a.weight", &of(&|row, input| scales[row / 24 * cols + input / 96]), None);
@@ -174,7 +178,11 @@ fn compressed_tensors_of_4_and_8_bits() {
         let rows: Vec<u32> = fields.chunks(K).flat_map(|row| pack(row, bits)).collect();
         let integers = Integers { low: -half, high: half - 1, group, exact_scales: true };
         let whole = |scales: &[f32]| {
-            ct(bits as u32, true).words("a.weight_packed", &[N, K * bits / 32], rows.clone()).bf16s("a.weight_scale", &[N, K / group], scales)
+            ct(bits as u32, true).words("a.weight_packed", &[N, K * bits / 32], rows.clone()).bf16s(
+                "a.weight_scale",
+                &[N, K / group],
+                scales,
+            )
         };
         whole(&scales).check("a.weight", &want, Some(integers));
         let mut infinite = scales.clone();
@@ -185,9 +193,11 @@ fn compressed_tensors_of_4_and_8_bits() {
     let (fields, zeros, scales) = (numbers(N * K, 16, 6), numbers(N * 8, 16, 7), bf16_scales(N * 8));
     let want: Vec<f32> =
         (0..N * K).map(|i| (fields[i] as i32 - zeros[i / K * 8 + i % K / 32] as i32) as f32 * scales[i / K * 8 + i % K / 32]).collect();
-    let asymmetric = ct(4, false)
-        .words("a.weight_packed", &[N, K / 8], fields.chunks(K).flat_map(|row| pack(row, 4)).collect())
-        .bf16s("a.weight_scale", &[N, 8], &scales);
+    let asymmetric = ct(4, false).words("a.weight_packed", &[N, K / 8], fields.chunks(K).flat_map(|row| pack(row, 4)).collect()).bf16s(
+        "a.weight_scale",
+        &[N, 8],
+        &scales,
+    );
     assert!(asymmetric.error("a.weight").contains("no weight_zero_point"));
     let asymmetric = asymmetric.words("a.weight_zero_point", &[N / 8, 8], pack_down(&zeros, 8, 4));
     asymmetric.check("a.weight", &want, Some(Integers { low: -15, high: 15, group: 32, exact_scales: true }));
@@ -202,10 +212,11 @@ fn compressed_tensors_of_4_and_8_bits() {
     let want: Vec<f32> = (0..N * K).map(|i| bytes[i] as u8 as i8 as f32 * scales[i / K]).collect();
     let plain = Written::new(json!({"quant_method": "compressed-tensors",
         "config_groups": {"g": {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"}}}}));
-    plain
-        .add("a.weight", Dtype::I8, &[N, K], bytes.iter().map(|&b| b as u8).collect())
-        .bf16s("a.weight_scale", &[N, 1], &scales)
-        .check("a.weight", &want, Some(Integers { low: -128, high: 127, group: K, exact_scales: true }));
+    plain.add("a.weight", Dtype::I8, &[N, K], bytes.iter().map(|&b| b as u8).collect()).bf16s("a.weight_scale", &[N, 1], &scales).check(
+        "a.weight",
+        &want,
+        Some(Integers { low: -128, high: 127, group: K, exact_scales: true }),
+    );
 }
 
 #[test]
@@ -328,7 +339,8 @@ fn mxfp4_of_stacked_experts_whose_gate_and_up_alternate() {
 
 #[test]
 fn stacked_floats_in_every_order() {
-    let (experts, values) = (2, |count: usize, seed: u64| -> Vec<f32> { noise(count, seed).iter().map(|&v| bf16::from_f32(v).to_f32()).collect() });
+    let (experts, values) =
+        (2, |count: usize, seed: u64| -> Vec<f32> { noise(count, seed).iter().map(|&v| bf16::from_f32(v).to_f32()).collect() });
     let down = values(experts * N * K, 51); // [experts, hidden N, width K]
     let pair = values(experts * 2 * K * N, 52); // [experts, 2 width, hidden]
     let turned = |all: &[f32], rows: usize, cols: usize| -> Vec<f32> {
@@ -350,10 +362,14 @@ fn stacked_floats_in_every_order() {
     for (transposed, bias) in [(false, false), (true, false), (true, true)] {
         let mut written = Written { config: json!({}), ..Written::default() };
         written = match transposed {
-            false => written.bf16s("m.experts.down_proj", &[experts, N, K], &down).bf16s("m.experts.gate_up_proj", &[experts, 2 * K, N], &pair),
-            true => written
-                .bf16s("m.experts.down_proj", &[experts, K, N], &turned(&down, N, K))
-                .bf16s("m.experts.gate_up_proj", &[experts, N, 2 * K], &turned(&pair, 2 * K, N)),
+            false => {
+                written.bf16s("m.experts.down_proj", &[experts, N, K], &down).bf16s("m.experts.gate_up_proj", &[experts, 2 * K, N], &pair)
+            }
+            true => written.bf16s("m.experts.down_proj", &[experts, K, N], &turned(&down, N, K)).bf16s(
+                "m.experts.gate_up_proj",
+                &[experts, N, 2 * K],
+                &turned(&pair, 2 * K, N),
+            ),
         };
         if bias {
             written = written.bf16s("m.experts.gate_up_proj_bias", &[experts, 2 * K], &vec![0.0; experts * 2 * K]);
@@ -371,10 +387,14 @@ fn stacked_floats_in_every_order() {
     for transposed in [false, true] {
         let written = Written { config: json!({}), ..Written::default() };
         let written = match transposed {
-            false => written.bf16s("m.experts.down_proj", &[experts, N, N], &square).bf16s("m.experts.gate_up_proj", &[experts, 2 * N, N], &pair),
-            true => written
-                .bf16s("m.experts.down_proj", &[experts, N, N], &turned(&square, N, N))
-                .bf16s("m.experts.gate_up_proj", &[experts, N, 2 * N], &turned(&pair, 2 * N, N)),
+            false => {
+                written.bf16s("m.experts.down_proj", &[experts, N, N], &square).bf16s("m.experts.gate_up_proj", &[experts, 2 * N, N], &pair)
+            }
+            true => written.bf16s("m.experts.down_proj", &[experts, N, N], &turned(&square, N, N)).bf16s(
+                "m.experts.gate_up_proj",
+                &[experts, N, 2 * N],
+                &turned(&pair, 2 * N, N),
+            ),
         };
         let (checkpoint, _dir) = open(&written);
         assert_eq!(decoded(&checkpoint, "m.experts.1.down_proj.weight", [N, N]), square[N * N..], "transposed: {transposed}");
@@ -385,7 +405,8 @@ fn stacked_floats_in_every_order() {
 #[test]
 fn a_shape_that_does_not_fit_is_named() {
     let (n, k) = (N, K);
-    let written = ct(4, true).words("a.weight_packed", &[n, k / 8 - 1], vec![0; n * (k / 8 - 1)]).bf16s("a.weight_scale", &[n, 8], &vec![1.0; n * 8]);
+    let written =
+        ct(4, true).words("a.weight_packed", &[n, k / 8 - 1], vec![0; n * (k / 8 - 1)]).bf16s("a.weight_scale", &[n, 8], &vec![1.0; n * 8]);
     assert!(written.error("a.weight").contains("tensor a.weight_packed has shape [40, 31]"));
     let written = ct(4, true).words("a.weight_packed", &[n, k / 8], vec![0; n * k / 8]).bf16s("a.weight_scale", &[n, 7], &vec![1.0; n * 7]);
     assert!(written.error("a.weight").contains("7 groups for rows of 256"));
@@ -393,6 +414,20 @@ fn a_shape_that_does_not_fit_is_named() {
     assert!(written.error("a.weight").contains("tensor a.weight_scale is missing"));
     assert!(ct(4, true).bf16s("b.weight", &[1, 1], &[0.0]).error("a.weight").contains("tensor a.weight is missing"));
     let gptq = Written::new(json!({"quant_method": "gptq", "bits": 4, "sym": true}));
-    let written = gptq.words("a.qweight", &[k / 8, n + 8], vec![0; k / 8 * (n + 8)]).words("a.qzeros", &[2, n / 8], vec![0; n / 4]).f16s("a.scales", &[2, n], &vec![1.0; 2 * n]);
+    let written = gptq.words("a.qweight", &[k / 8, n + 8], vec![0; k / 8 * (n + 8)]).words("a.qzeros", &[2, n / 8], vec![0; n / 4]).f16s(
+        "a.scales",
+        &[2, n],
+        &vec![1.0; 2 * n],
+    );
     assert!(written.error("a.weight").contains("tensor a.qweight is I32 of shape [32, 48] where 32 x 40 words"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// As the fuzz target `codecs`, for a moment.
+    #[test]
+    fn any_tensors_are_refused_or_decoded(bytes in proptest::collection::vec(any::<u8>(), 3..600)) {
+        any_tensors::check(&bytes);
+    }
 }

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 /// A file in the making.
 #[derive(Clone, Default)]
 struct File {
-    pairs: Vec<(String, Vec<u8>)>,            // key; type and value
+    pairs: Vec<(String, Vec<u8>)>,              // key; type and value
     tensors: Vec<(String, Vec<u64>, u32, u64)>, // name, dimensions as the file has them, type, offset
     data: Vec<u8>,
 }
@@ -177,7 +177,12 @@ fn every_lie_is_refused_with_a_remedy() {
     let path = dir.path().join("a.gguf");
     let twice = good().floats("blk.0.ffn_norm.weight", &[1], &[1.0]).floats("blk.0.post_attention_norm.weight", &[1], &[1.0]);
     std::fs::write(&path, twice.bytes()).unwrap();
-    assert!(Checkpoint::open(&path).unwrap_err().to_string().contains("two tensors that are both model.layers.0.post_attention_layernorm.weight"));
+    assert!(
+        Checkpoint::open(&path)
+            .unwrap_err()
+            .to_string()
+            .contains("two tensors that are both model.layers.0.post_attention_layernorm.weight")
+    );
     std::fs::write(&path, "").unwrap();
     assert!(Checkpoint::open(&path).unwrap_err().to_string().contains("is empty"));
     assert!(gguf::metadata(&path).unwrap_err().to_string().contains("is empty"));
@@ -218,9 +223,8 @@ fn rows_that_llama_reordered_are_put_back() {
 fn splits_are_found_by_name_and_checked() {
     let dir = TempDir::new().unwrap();
     let name = |i: usize, of: usize| dir.path().join(format!("m-{i:05}-of-{of:05}.gguf"));
-    let part = |no: u16, count: u16, file: File| {
-        file.pair("split.no", 2, &no.to_le_bytes()).pair("split.count", 2, &count.to_le_bytes()).bytes()
-    };
+    let part =
+        |no: u16, count: u16, file: File| file.pair("split.no", 2, &no.to_le_bytes()).pair("split.count", 2, &count.to_le_bytes()).bytes();
     std::fs::write(name(1, 2), part(0, 2, good())).unwrap();
     assert!(files_of(&name(1, 2)).unwrap_err().to_string().contains("m-00002-of-00002.gguf: this one of 2 files is missing"));
     std::fs::write(name(2, 2), part(1, 2, File::default().floats("output.weight", &[1, 1], &[1.0]))).unwrap();

@@ -61,7 +61,10 @@ pub(crate) fn run(command: Command) -> Result<()> {
         }),
         Command::Info(args) => with_job(&args, |job, cache_dir, components| {
             describe(&built(job, cache_dir)?)?;
-            components()?.iter().enumerate().try_for_each(|(i, component)| print_line(&format!("{:10} {component}", if i == 0 { "components" } else { "" })))
+            components()?
+                .iter()
+                .enumerate()
+                .try_for_each(|(i, component)| print_line(&format!("{:10} {component}", if i == 0 { "components" } else { "" })))
         }),
     }
 }

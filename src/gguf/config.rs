@@ -53,9 +53,8 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
     let experts = number("expert_count").unwrap_or(0);
     let normalized = |default: bool| metadata.own("expert_weights_norm").and_then(Value::as_bool).unwrap_or(default);
     let key_length = number("attention.key_length");
-    let dense_layers = || -> Vec<u64> {
-        (0..layers.min(1 << 12)).filter(|layer| !has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect()
-    };
+    let dense_layers =
+        || -> Vec<u64> { (0..layers.min(1 << 12)).filter(|layer| !has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect() };
     let own = match metadata.architecture.as_str() {
         "qwen3moe" => json!({"model_type": "qwen3_moe", "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
             "mlp_only_layers": dense_layers()}),
@@ -102,10 +101,12 @@ fn deepseek(metadata: &Metadata, experts: u64, normalized: bool) -> Result<Value
         2 => ("deepseek_v3", "noaux_tc", "sigmoid"),
         other => return Err(Error::Model(format!("deepseek2.expert_gating_func is {other}, which is not supported; 1 and 2 are"))),
     };
-    Ok(json!({"model_type": model_type, "topk_method": method, "scoring_func": scoring, "n_routed_experts": experts, "norm_topk_prob": normalized,
+    Ok(
+        json!({"model_type": model_type, "topk_method": method, "scoring_func": scoring, "n_routed_experts": experts, "norm_topk_prob": normalized,
         "n_shared_experts": number("expert_shared_count"), "first_k_dense_replace": number("leading_dense_block_count"),
         "q_lora_rank": number("attention.q_lora_rank"), "kv_lora_rank": need("attention.kv_lora_rank")?,
-        "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}))
+        "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}),
+    )
 }
 
 /// A number that a converter may have written for each layer. Errors: they differ.

@@ -13,10 +13,8 @@ const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-const QWEN2: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const LLAMA3: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const KIMI_K2: &str = r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const DEEPSEEK_V3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
@@ -67,7 +65,9 @@ pub(super) fn files(metadata: &Metadata) -> Result<Vec<(&'static str, String)>> 
         Some("llama") => sentence_pieces(metadata, &tokens)?,
         other => {
             let name = other.unwrap_or("none");
-            return Err(Error::Model(format!("the tokenizer `{name}` of GGUF files is not supported; gpt2 and llama are: use the model's safetensors checkpoint")));
+            return Err(Error::Model(format!(
+                "the tokenizer `{name}` of GGUF files is not supported; gpt2 and llama are: use the model's safetensors checkpoint"
+            )));
         }
     };
     let added: Vec<Value> = (tokens.iter().zip(&kinds).enumerate())
@@ -117,11 +117,8 @@ fn byte_pairs(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>
             known.join(", ")
         )));
     };
-    let mut steps: Vec<Value> = cut
-        .cuts
-        .iter()
-        .map(|cut| json!({"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": false}))
-        .collect();
+    let mut steps: Vec<Value> =
+        cut.cuts.iter().map(|cut| json!({"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": false})).collect();
     steps.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}));
     let merges: Option<Vec<_>> = metadata.strings("tokenizer.ggml.merges")?.into_iter().map(|pair| pair.split_once(' ')).collect();
     let Some(merges) = merges else { return Err(Error::Model("it has a merge that is no pair: convert the model again".into())) };
@@ -138,7 +135,8 @@ fn byte_pairs(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>
 
 /// SentencePiece's BPE: pieces merge in the order of the scores of what they make.
 fn sentence_pieces(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>> {
-    let scores: Option<Vec<f64>> = metadata.get("tokenizer.ggml.scores").and_then(|value| value.as_array()?.iter().map(Value::as_f64).collect());
+    let scores: Option<Vec<f64>> =
+        metadata.get("tokenizer.ggml.scores").and_then(|value| value.as_array()?.iter().map(Value::as_f64).collect());
     let Some(scores) = scores.filter(|scores| scores.len() == tokens.len()) else {
         return Err(Error::Model("its metadata lack a score of each token: convert the model again".into()));
     };
@@ -158,7 +156,11 @@ fn sentence_pieces(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, V
     let unknown = metadata.get("tokenizer.ggml.unknown_token_id").and_then(Value::as_u64).unwrap_or(0) as usize;
     let prefix = metadata.get("tokenizer.ggml.add_space_prefix").and_then(Value::as_bool).unwrap_or(true);
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-    let mut back = vec![json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}), json!({"type": "ByteFallback"}), json!({"type": "Fuse"})];
+    let mut back = vec![
+        json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+        json!({"type": "ByteFallback"}),
+        json!({"type": "Fuse"}),
+    ];
     let normalizer = match prefix {
         true => {
             back.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));

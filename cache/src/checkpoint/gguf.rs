@@ -113,7 +113,9 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
     match reader.u32()? {
         2 | 3 => {}
         1 => return Err("is GGUF version 1, which nothing writes any more: convert the model again".into()),
-        v if (2..=3).contains(&v.swap_bytes()) => return Err("is a big-endian GGUF file: convert the model for little-endian machines".into()),
+        v if (2..=3).contains(&v.swap_bytes()) => {
+            return Err("is a big-endian GGUF file: convert the model for little-endian machines".into());
+        }
         v => return Err(format!("is GGUF version {v}, and this program reads 2 and 3: update it, or convert the model again")),
     }
     let (tensors, pairs) = (reader.u64()?, reader.u64()?);
@@ -254,10 +256,13 @@ pub(super) fn check_split(metadata: &BTreeMap<String, Value>, i: usize, count: u
     }
 }
 
-/// Tensors under the names that Hugging Face gives them, and the widths of heads whose rows the converter has reordered.
+/// Tensors by name, and the widths of the heads of those whose rows the converter has reordered.
+pub(super) type Translated = (HashMap<String, Entry>, Vec<(String, usize)>);
+
+/// Tensors under the names that Hugging Face gives them.
 ///
 /// Errors: one clause.
-pub(super) fn translate(gguf: Gguf, architecture: &Value, heads: &BTreeMap<String, Value>) -> Parsed<(HashMap<String, Entry>, Vec<(String, usize)>)> {
+pub(super) fn translate(gguf: Gguf, architecture: &Value, heads: &BTreeMap<String, Value>) -> Parsed<Translated> {
     let architecture = architecture.as_str().unwrap_or_default();
     let (mut entries, mut permuted) = (HashMap::new(), Vec::new());
     for (name, entry) in gguf.tensors {

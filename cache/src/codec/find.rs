@@ -9,8 +9,8 @@ use super::latent::LatentUp;
 use super::mxfp4::Mxfp4;
 use super::scales::{Scales, Words, group_index};
 use super::{Codec, Quantization, Rows, Source, gguf};
-use crate::{Error, Result};
 use crate::checkpoint::{Checkpoint, Dtype, TensorView};
+use crate::{Error, Result};
 
 const ALL: Rows = Rows::From { first: 0, step: 1 };
 
@@ -46,7 +46,16 @@ pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2
         return Err(checkpoint.tensor(name).err().unwrap_or_else(|| unreachable!("it was looked up before")));
     };
     let lossless = found.parts.iter().all(|part| float::element_bytes(part.dtype).is_some());
-    Ok(Source { name: name.to_string(), shape: [n, k], format: found.format, parts: found.parts, codec: found.codec, rows: found.rows, transposed: found.transposed, lossless })
+    Ok(Source {
+        name: name.to_string(),
+        shape: [n, k],
+        format: found.format,
+        parts: found.parts,
+        codec: found.codec,
+        rows: found.rows,
+        transposed: found.transposed,
+        lossless,
+    })
 }
 
 /// A whole matrix `[n, k]`, or number `part` of stacked ones, by the type of its elements.
@@ -85,7 +94,9 @@ fn matrix<'a>(checkpoint: &'a Checkpoint, view: TensorView<'a>, part: Option<usi
             found(format, parts, Codec::Values(Box::new(Fp8 { view: whole, k, scales, block })))
         }
         Dtype::I8 => {
-            let Some(scales) = checkpoint.get(&format!("{}_scale", view.name)) else { return Err(view.error(float::unsupported(Dtype::I8))) };
+            let Some(scales) = checkpoint.get(&format!("{}_scale", view.name)) else {
+                return Err(view.error(float::unsupported(Dtype::I8)));
+            };
             let stem = view.name.strip_suffix(".weight").unwrap_or(view.name);
             integers(checkpoint, Stored::Bytes(whole.data), vec![whole, scales], stem, [n, k], 8)
         }
@@ -95,11 +106,14 @@ fn matrix<'a>(checkpoint: &'a Checkpoint, view: TensorView<'a>, part: Option<usi
 }
 
 fn compressed<'a>(checkpoint: &'a Checkpoint, packed: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
-    let bits = match packed.shape {
-        [_, cols] if *cols == k.div_ceil(8) => 4,
-        [_, cols] if *cols == k.div_ceil(4) => 8,
-        other => return Err(packed.error(format!("has shape {other:?}, which does not hold {n} x {k} weights of 4 or 8 bits: config.json and weights do not belong together"))),
-    };
+    let bits =
+        match packed.shape {
+            [_, cols] if *cols == k.div_ceil(8) => 4,
+            [_, cols] if *cols == k.div_ceil(4) => 8,
+            other => return Err(packed.error(format!(
+                "has shape {other:?}, which does not hold {n} x {k} weights of 4 or 8 bits: config.json and weights do not belong together"
+            ))),
+        };
     let words = Words::new(packed, n, k.div_ceil(32 / bits))?;
     let scales = checkpoint.tensor(&format!("{stem}.weight_scale"))?;
     integers(checkpoint, Stored::Words(words), vec![packed, scales], stem, [n, k], bits)
@@ -117,9 +131,15 @@ fn integers<'a>(
     let scales = parts[1];
     let groups = scales.shape.get(1).copied().unwrap_or(1);
     let (group, scales) = match scales.shape.iter().product::<usize>() {
-        1 if n > 1 => return Err(scales.error("is one scale for a whole matrix of integers, which is not supported: use another checkpoint of this model")),
+        1 if n > 1 => {
+            return Err(
+                scales.error("is one scale for a whole matrix of integers, which is not supported: use another checkpoint of this model")
+            );
+        }
         _ if groups == 0 || !k.is_multiple_of(groups) => {
-            return Err(scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together")));
+            return Err(
+                scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together"))
+            );
         }
         _ => (k / groups, Scales::new(scales, n, groups)?),
     };
@@ -132,7 +152,9 @@ fn integers<'a>(
         });
         parts.push(view);
     } else if matches!(checkpoint.quantization(), Quantization::CompressedTensors { symmetric: false, .. }) {
-        return Err(parts[0].error("has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete"));
+        return Err(
+            parts[0].error("has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete")
+        );
     }
     let mut index = None;
     // Inputs in order are all in group -1.
@@ -163,7 +185,9 @@ fn words<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem: &str, [n, 
         &Quantization::Gptq { bits, symmetric, zeros_less_one, act_order, .. } => {
             let bits = bits as usize;
             if !k.is_multiple_of(32 / bits) || !n.is_multiple_of(32 / bits) {
-                return Err(codes.error(format!("has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together")));
+                return Err(codes.error(format!(
+                    "has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together"
+                )));
             }
             let mut index = None;
             if let Some(view) = checkpoint.get(&format!("{stem}.g_idx")).filter(|_| act_order) {
@@ -188,13 +212,18 @@ fn words<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem: &str, [n, 
         }
         Quantization::Awq { .. } => {
             if !n.is_multiple_of(8) {
-                return Err(codes.error(format!("has {n} outputs, which words of eight do not hold: config.json and weights do not belong together")));
+                return Err(codes
+                    .error(format!("has {n} outputs, which words of eight do not hold: config.json and weights do not belong together")));
             }
             let (codes, zeros) = (Words::new(codes, k, n / 8)?, Words::new(zeros, groups, n / 8)?);
             let all = Awq { codes, zeros, scales: Scales::new(scales, groups, n)?, k, group };
             (format!("INT4, groups of {group} with zero points, AWQ"), Codec::Codes(Box::new(all)))
         }
-        _ => return Err(codes.error("is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: download it again")),
+        _ => {
+            return Err(
+                codes.error("is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: download it again")
+            );
+        }
     };
     Ok(Found { format, parts, codec, rows: ALL, transposed: false })
 }
@@ -206,7 +235,9 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
     let get = |name: &str| ["", ".weight"].iter().find_map(|suffix| checkpoint.get(&format!("{head}.experts.{name}{suffix}")));
     let there = |view: &TensorView<'_>| match view.shape.first() {
         Some(&experts) if e < experts && view.shape.len() > 2 => Ok(()),
-        _ => Err(view.error(format!("has shape {:?}, which has no expert {e}: config.json and weights do not belong together", view.shape))),
+        _ => {
+            Err(view.error(format!("has shape {:?}, which has no expert {e}: config.json and weights do not belong together", view.shape)))
+        }
     };
     let (role, other_role) = match part {
         "gate_proj" | "w1" => ("gate", Some(0)),
@@ -234,7 +265,13 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
         if float(&view) && turned(&view, [n, k]) {
             let whole = view.part(e);
             let codec = Codec::Values(Box::new(Transposed { view: whole, n, k }));
-            return Ok(Some(Found { format: format!("{:?}, stacked, transposed", view.dtype), parts: vec![whole], codec, rows: ALL, transposed: true }));
+            return Ok(Some(Found {
+                format: format!("{:?}, stacked, transposed", view.dtype),
+                parts: vec![whole],
+                codec,
+                rows: ALL,
+                transposed: true,
+            }));
         }
         let found = matrix(checkpoint, view, Some(e), [n, k])?;
         return Ok(Some(Found { format: format!("{}, stacked", found.format), ..found }));
@@ -251,7 +288,13 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
         if float(&view) && turned(&view, shape) {
             let whole = view.part(e);
             let codec = Codec::Values(Box::new(Transposed { view: whole, n: 2 * n, k }));
-            return Ok(Some(Found { format: format!("{:?}, gate and up stacked, transposed", view.dtype), parts: vec![whole], codec, rows, transposed: true }));
+            return Ok(Some(Found {
+                format: format!("{:?}, gate and up stacked, transposed", view.dtype),
+                parts: vec![whole],
+                codec,
+                rows,
+                transposed: true,
+            }));
         }
         let found = matrix(checkpoint, view, Some(e), shape)?;
         return Ok(Some(Found { format: format!("{}, gate and up stacked", found.format), rows, ..found }));
@@ -282,7 +325,9 @@ fn latent<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, lora]: [usize; 2]) -> 
         return Err(keys.error("and its values are not one matrix for each head: convert the model again"));
     };
     if (heads, key_lora, value_lora) != (value_heads, &lora, &lora) || heads * (nope + v) != n {
-        return Err(keys.error(format!("of shape {:?} does not belong to values of shape {:?} and a latent of {lora}", keys.shape, values.shape)));
+        return Err(
+            keys.error(format!("of shape {:?} does not belong to values of shape {:?} and a latent of {lora}", keys.shape, values.shape))
+        );
     }
     let of = |view: TensorView<'a>, shape: [usize; 2]| -> Result<Source<'a>> {
         let (format, codec) = match view.dtype {

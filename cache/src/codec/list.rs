@@ -6,7 +6,9 @@ use crate::checkpoint::{Checkpoint, Dtype};
 impl Checkpoint {
     /// Name and shape `[n, k]` of every matrix, sorted by name; of experts, stacked or not, those of number 0 stand for all.
     pub fn matrices(&self) -> Vec<(String, [usize; 2])> {
-        let names = self.names().filter(|name| name.split_once(".experts.").is_none_or(|(_, rest)| !rest.starts_with(|c: char| c.is_ascii_digit()) || rest.starts_with("0.")));
+        let names = self.names().filter(|name| {
+            name.split_once(".experts.").is_none_or(|(_, rest)| !rest.starts_with(|c: char| c.is_ascii_digit()) || rest.starts_with("0."))
+        });
         let mut found: Vec<_> = names.flat_map(|name| self.matrices_of(name)).collect();
         found.sort();
         found
@@ -27,7 +29,9 @@ impl Checkpoint {
                 // The last word of a row may not be full.
                 let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
                 let bytes = |dtype| if dtype == Dtype::I64 { 8 } else { 4 };
-                let k = shape.map(|s| s.data.get(bytes(s.dtype)..).and_then(<[u8]>::first_chunk).map_or(0, |&word| u32::from_le_bytes(word)) as usize);
+                let k = shape.map(|s| {
+                    s.data.get(bytes(s.dtype)..).and_then(<[u8]>::first_chunk).map_or(0, |&word| u32::from_le_bytes(word)) as usize
+                });
                 matrix(n, k.filter(|&k| k != 0 && k <= words * 32 / bits).unwrap_or(words * 32 / bits))
             }
             ("qweight", &[rows, cols]) => match self.quantization() {

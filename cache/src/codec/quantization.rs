@@ -81,7 +81,8 @@ impl Quantization {
         match *self {
             Self::None => None,
             Self::Fp8 { .. } => int8(None),
-            Self::CompressedTensors { bits: 4, symmetric: true, group, .. } | Self::Gptq { bits: 4, symmetric: true, act_order: false, group, .. } => int4(group),
+            Self::CompressedTensors { bits: 4, symmetric: true, group, .. }
+            | Self::Gptq { bits: 4, symmetric: true, act_order: false, group, .. } => int4(group),
             Self::CompressedTensors { group, .. } | Self::Gptq { group, .. } | Self::Awq { group } => int8(group),
             Self::Mxfp4 => int8(Some(32)),
         }
@@ -96,7 +97,8 @@ impl Quantization {
         let text = |name: &str| q.get(name).and_then(Value::as_str);
         let flag = |name: &str, default| q.get(name).and_then(Value::as_bool).unwrap_or(default);
         let bits = || q.get("bits").or(q.get("w_bit")).and_then(Value::as_u64).unwrap_or(4) as u32;
-        let refuse = |what: String| Err(format!("the checkpoint is quantized with {what}, which is not supported: use another one of this model"));
+        let refuse =
+            |what: String| Err(format!("the checkpoint is quantized with {what}, which is not supported: use another one of this model"));
         match text("quant_method").unwrap_or("unknown") {
             "fp8" | "fbgemm_fp8" => match text("fmt").unwrap_or("e4m3") {
                 "e4m3" | "float8_e4m3fn" => Ok(Self::Fp8 { block: block(&q["weight_block_size"])? }),
@@ -143,8 +145,9 @@ fn block(value: &Value) -> std::result::Result<[usize; 2], String> {
 }
 
 fn compressed_tensors(q: &Value) -> std::result::Result<Quantization, String> {
-    let refuse =
-        |what: String| Err(format!("the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one of this model"));
+    let refuse = |what: String| {
+        Err(format!("the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one of this model"))
+    };
     let groups = q.get("config_groups").and_then(Value::as_object);
     let mut found = None;
     for group in groups.into_iter().flat_map(|groups| groups.values()) {
@@ -199,7 +202,10 @@ mod tests {
             (json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), "`marlin`"),
             (json!({"quant_method": "awq", "bits": 4, "version": "gemv"}), "`gemv`"),
             (json!({"quant_method": "fp8", "fmt": "e5m2"}), "`e5m2`"),
-            (json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}}}), "nvfp4"),
+            (
+                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}}}),
+                "nvfp4",
+            ),
             (json!({"quant_method": "compressed-tensors"}), "without a group"),
         ] {
             let error = parse(q).unwrap_err();

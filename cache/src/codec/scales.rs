@@ -19,7 +19,9 @@ impl<'a> Scales<'a> {
         }
         match view.dtype {
             Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8E8M0 => Ok(Self { view, cols }),
-            other => Err(view.error(format!("holds scales of type {other:?}, which is not supported: download the model again, or its BF16 checkpoint"))),
+            other => Err(view.error(format!(
+                "holds scales of type {other:?}, which is not supported: download the model again, or its BF16 checkpoint"
+            ))),
         }
     }
 
@@ -59,13 +61,19 @@ impl<'a> Words<'a> {
     pub(super) fn new(view: TensorView<'a>, rows: usize, cols: usize) -> Result<Self> {
         match (view.dtype, view.shape) {
             (Dtype::I32 | Dtype::U32, shape) if *shape == [rows, cols] => Ok(Self { view, cols }),
-            (dtype, shape) => Err(view.error(format!("is {dtype:?} of shape {shape:?} where {rows} x {cols} words of 32 bits are expected"))),
+            (dtype, shape) => {
+                Err(view.error(format!("is {dtype:?} of shape {shape:?} where {rows} x {cols} words of 32 bits are expected")))
+            }
         }
     }
 
     /// A row's words from `col` on.
     pub(super) fn row(&self, row: usize, col: usize) -> impl Iterator<Item = u32> + '_ {
-        self.view.data[(row * self.cols + col) * 4..(row + 1) * self.cols * 4].as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word))
+        self.view.data[(row * self.cols + col) * 4..(row + 1) * self.cols * 4]
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|&word| u32::from_le_bytes(word))
     }
 
     pub(super) fn get(&self, row: usize, col: usize) -> u32 {
@@ -76,7 +84,9 @@ impl<'a> Words<'a> {
 
 /// The group of each input, where a format keeps them out of order. Errors: `Error::Checkpoint` when one is beyond `groups`.
 pub(super) fn group_index(view: TensorView<'_>, k: usize, groups: usize) -> Result<Vec<usize>> {
-    let wrong = |view: &TensorView<'_>| -> Error { view.error(format!("does not name a group below {groups} for each of {k} inputs: download it again")) };
+    let wrong = |view: &TensorView<'_>| -> Error {
+        view.error(format!("does not name a group below {groups} for each of {k} inputs: download it again"))
+    };
     if !matches!(view.dtype, Dtype::I32 | Dtype::U32) || view.shape != [k] {
         return Err(wrong(&view));
     }

@@ -125,12 +125,7 @@ impl Partial<'_> {
     }
 
     /// Converts and writes the experts of layer index `i`, and returns their records. `done(bytes)` is called after each.
-    fn convert_layer(
-        &self,
-        i: usize,
-        workers: &Mutex<Vec<Worker>>,
-        done: &(dyn Fn(u64) + Sync),
-    ) -> Result<Vec<ExpertRecord>> {
+    fn convert_layer(&self, i: usize, workers: &Mutex<Vec<Worker>>, done: &(dyn Fn(u64) + Sync)) -> Result<Vec<ExpertRecord>> {
         let layout = self.header.layout();
         let lock = || workers.lock().expect("nothing panics while holding it");
         let convert = |(number, sources): (usize, &[Source<'_>; 3])| {
