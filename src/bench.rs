@@ -2,6 +2,7 @@
 
 mod limits;
 mod report;
+pub mod serve;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,7 +13,7 @@ use crate::batch::Batch;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
 use crate::forward::Tap;
-use crate::kv_cache::BlockPool;
+use crate::kv_cache::{BlockPool, BlockTable};
 use crate::load::{self, Budget, LoadProgress, Loaded};
 use crate::memory::{Pages, read_bandwidth};
 use crate::model::ModelConfig;
@@ -50,7 +51,7 @@ pub fn load_shape(name: &str, layers: Option<usize>, config: &EngineConfig, repo
     let precision = load::precision(&model, config)?;
     let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = precision.map(|p| synthetic::experts(&model, p)).transpose()?;
-    load::assemble(model, &Synthetic, experts, config, budget, machine, report)
+    load::assemble(model.clone(), &Synthetic::of(&model), experts, config, budget, machine, report)
 }
 
 /// Loads a model or shape and measures it.
@@ -195,13 +196,13 @@ impl Bench<'_> {
         (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
     }
 
-    /// One pass over `tokens` of one sequence after the other, in chunks; seconds.
-    fn read(&mut self, tokens: &[u32], blocks: &[u32], mut tap: Option<&mut dyn Tap>) -> Result<f64> {
+    /// One pass over `tokens` of the sequence in `slot`, in chunks; seconds.
+    fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut dyn Tap>) -> Result<f64> {
         let started = Instant::now();
         let mut batch = Batch::default();
         for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
             batch.clear();
-            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks);
+            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks).slot = slot;
             self.loaded.model.forward(&batch, tap.as_mut().map(|t| &mut **t as &mut dyn Tap))?;
         }
         self.loaded.model.logits(&[batch.len() - 1])?;
@@ -209,13 +210,13 @@ impl Bench<'_> {
     }
 
     fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Row> {
-        let mut blocks = Vec::new();
+        let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
         for run in 0..=runs {
             let prompt = self.tokens(tokens);
             let before = self.loaded.model.traffic();
-            let s = self.read(&prompt, &blocks, None)?;
+            let s = self.read(&prompt, &blocks, 0, None)?;
             moved = self.loaded.model.traffic().since(before);
             // The first run checks checksums and touches memory for the first time.
             if run > 0 {
@@ -236,15 +237,15 @@ impl Bench<'_> {
 
     fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Row> {
         let mut pool = BlockPool::new(self.loaded.kv_blocks);
-        let mut tables = vec![Vec::new(); sequences];
+        let mut tables: Vec<BlockTable> = std::iter::repeat_with(BlockTable::default).take(sequences).collect();
         for table in &mut tables {
             if !pool.grow(table, CONTEXT + tokens) {
                 return Err(Error::Resources(format!("memory does not hold {sequences} sequences: lower --batch or --max-context")));
             }
         }
-        for table in &tables {
+        for (slot, table) in tables.iter().enumerate() {
             let prompt = self.tokens(CONTEXT);
-            self.read(&prompt, table, None)?;
+            self.read(&prompt, table, slot, None)?;
         }
         let rows: Vec<usize> = (0..sequences).collect();
         let (temperatures, mut lists) = (vec![1.0; sequences], Vec::new());
@@ -255,8 +256,8 @@ impl Bench<'_> {
             let (started, before) = (Instant::now(), self.loaded.model.traffic());
             for (i, ids) in ids.chunks(sequences).enumerate() {
                 batch.clear();
-                for (id, table) in ids.iter().zip(&tables) {
-                    batch.push(&[*id], CONTEXT + i, table);
+                for (slot, (id, table)) in ids.iter().zip(&tables).enumerate() {
+                    batch.push(&[*id], CONTEXT + i, table).slot = slot;
                 }
                 self.loaded.model.forward(&batch, None)?;
                 // As the engine asks for tokens.
@@ -318,10 +319,10 @@ impl Bench<'_> {
     /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its cache.
     fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
-        let mut blocks = Vec::new();
+        let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (prompt, mut spread) = (self.tokens(tokens), Spread::default());
-        self.read(&prompt, &blocks, Some(&mut spread))?;
+        self.read(&prompt, &blocks, 0, Some(&mut spread))?;
         let used = spread.0.iter().map(BTreeSet::len).filter(|&n| n > 0);
         Ok(Some(Distinct { least: used.clone().min().unwrap_or(0), most: used.max().unwrap_or(0), of, tokens }))
     }

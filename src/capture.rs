@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::backend::Routing;
 use crate::batch::{BLOCK_SIZE, Batch};
 use crate::forward::{Forward, Tap};
-use crate::kv_cache::BlockPool;
+use crate::kv_cache::{BlockPool, BlockTable};
 use crate::load::Loaded;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
@@ -88,7 +88,7 @@ pub fn capture(loaded: &mut Loaded, tokens: &[u32], wanted: &Wanted, chunk: usiz
     check(loaded.model.config(), loaded.max_context, tokens, wanted)?;
     let Loaded { model, kv_blocks, .. } = loaded;
     let mut pool = BlockPool::new(*kv_blocks);
-    let mut blocks = Vec::new();
+    let mut blocks = BlockTable::default();
     assert!(pool.grow(&mut blocks, tokens.len()), "the pool holds a whole context");
     let mut capture = Capture { tokens: tokens.to_vec(), ..Default::default() };
     let mut batch = Batch::default();

@@ -17,6 +17,7 @@ const FUEL: u64 = 20_000_000;
 /// A compiled chat template with the special tokens it names.
 pub struct ChatTemplate {
     env: Environment<'static>,
+    source: String,
     special_tokens: Map<String, serde_json::Value>,
 }
 
@@ -67,7 +68,12 @@ impl ChatTemplate {
         env.add_function("strftime_now", strftime_now);
         env.add_template_owned("chat_template", without_generation_tags(source))
             .map_err(|e| Error::Model(format!("the model's chat template cannot be used: {}", one_line(&e))))?;
-        Ok(Self { env, special_tokens })
+        Ok(Self { env, source: source.into(), special_tokens })
+    }
+
+    /// Its text.
+    pub fn source(&self) -> &str {
+        &self.source
     }
 
     /// The prompt for `messages`, special tokens spelled out.

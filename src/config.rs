@@ -1,6 +1,7 @@
 //! `EngineConfig`: every choice a user can make, with its default, unit and validation.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use moebius_cache::Precision;
 use moebius_cache::pack::largest_group_size;
@@ -177,6 +178,12 @@ pub struct EngineConfig {
     pub max_context: Option<usize>,
     /// Sequences that run at the same time.
     pub max_sequences: usize,
+    /// Requests that may wait beside them.
+    pub max_queue: usize,
+    /// Between two tokens of a running answer, while prompts are read: they are read in parts that take no longer, down to 32 tokens.
+    pub max_gap: Duration,
+    /// Keep the KV blocks of what was read, for requests that begin alike.
+    pub prefix_cache: bool,
     /// Tokens of one forward pass: the size of a prefill chunk; `None`: [`CPU_BATCH_TOKENS`], or what the GPU's memory allows.
     pub max_batch_tokens: Option<usize>,
     /// Worker threads; `None`: one per physical core this process may use.
@@ -213,7 +220,10 @@ impl Default for EngineConfig {
             group_size: None,
             dense: DenseBits::default(),
             max_context: None,
-            max_sequences: 8,
+            max_sequences: 16,
+            max_queue: 256,
+            max_gap: Duration::from_millis(500),
+            prefix_cache: true,
             max_batch_tokens: None,
             threads: None,
             kv: KvBits::default(),

@@ -1,28 +1,26 @@
 //! The engine: one thread owns model, KV cache and sequences; everyone else holds an [`EngineHandle`].
 
-use std::any::Any;
+mod run;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use crate::batch::Batch;
 use crate::config::EngineConfig;
-use crate::forward::Forward;
 use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
-use crate::kv_cache::BlockPool;
-use crate::load::{self, LEAST_BYTES, LoadProgress, Loaded};
-use crate::sampler::Sampler;
-pub use crate::sampler::SamplingParams;
-use crate::scheduler::{Scheduler, Sequence};
-use crate::tensor::Shortlist;
+use crate::load::{self, LoadProgress, Loaded};
+use crate::metrics::Metrics;
+pub use crate::sampler::{Constraint, Logprobs, SamplingParams};
 use crate::{Error, Result};
+use run::Engine;
 
 /// One prompt to be continued.
-#[derive(Clone, Debug)]
+#[derive(Debug, Default)]
 pub struct Request {
     /// Token ids of the prompt, special tokens included.
     pub prompt: Vec<u32>,
@@ -32,6 +30,12 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Go on after an end token.
     pub ignore_eos: bool,
+    /// What the answer may say; `None`: anything.
+    pub constraint: Option<Box<dyn Constraint>>,
+    /// Tell how likely each token was, beside this many of the likeliest.
+    pub logprobs: Option<usize>,
+    /// Whom it is for, any number: when there is more to do than runs at once, clients take turns.
+    pub client: u64,
 }
 
 /// Why an answer ended.
@@ -48,6 +52,8 @@ pub enum FinishReason {
 pub struct RequestStats {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Of these, tokens that were in the cache already.
+    pub cached_tokens: usize,
     /// Tokens generated.
     pub completion_tokens: usize,
     /// From submission to the first forward pass.
@@ -63,12 +69,23 @@ pub struct RequestStats {
 /// What the engine tells the receiver of one request, in order; `Done` or `Failed` is last.
 #[derive(Debug)]
 pub enum Event {
-    /// One more token of the answer, and where the time went up to it: all that a receiver learns if it cancels here.
-    Token(u32, RequestStats),
+    /// One more token of the answer.
+    Token(Token),
     /// The answer is complete.
     Done(FinishReason, RequestStats),
     /// The request could not be served.
     Failed(Error),
+}
+
+/// One token of an answer.
+#[derive(Clone, Debug)]
+pub struct Token {
+    /// Its id.
+    pub id: u32,
+    /// How likely it was, if that was asked for.
+    pub logprobs: Option<Box<Logprobs>>,
+    /// Where the time went up to it: all that a receiver learns if it cancels here.
+    pub stats: RequestStats,
 }
 
 /// The receiving end of one request. Dropping it cancels the request and frees its blocks.
@@ -89,6 +106,8 @@ pub struct EngineInfo {
     pub kv: String,
     /// Tokens of prompt plus answer a sequence may hold.
     pub max_context: usize,
+    /// Requests that may wait.
+    pub max_queue: usize,
     /// Worker threads.
     pub threads: usize,
     /// Instruction set of the CPU kernels.
@@ -106,6 +125,18 @@ pub struct Submission {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
     pub submitted: Instant,
+    pub place: Place,
+}
+
+/// A request's place in the queue, until its first step.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Place(Arc<Metrics>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.requests_waiting.fetch_sub(1, Relaxed);
+    }
 }
 
 /// A cheap, cloneable handle to a running engine. The engine stops when the last one is dropped.
@@ -113,13 +144,19 @@ pub struct Submission {
 pub struct EngineHandle {
     requests: mpsc::UnboundedSender<Submission>,
     info: Arc<EngineInfo>,
+    metrics: Arc<Metrics>,
 }
 
 impl EngineHandle {
     /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
     #[doc(hidden)]
     pub fn from_parts(info: EngineInfo, requests: mpsc::UnboundedSender<Submission>) -> Self {
-        Self { requests, info: Arc::new(info) }
+        Self { requests, info: Arc::new(info), metrics: Arc::default() }
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 
     /// What is running.
@@ -134,7 +171,7 @@ impl EngineHandle {
 
     /// Queues a request; its tokens arrive on the returned receiver.
     ///
-    /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context; `Error::Stopped`.
+    /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context; `Error::Busy` when too many wait; `Error::Stopped`.
     pub fn submit(&self, request: Request) -> Result<Events> {
         let limit = self.info.max_context;
         if request.prompt.is_empty() {
@@ -146,8 +183,15 @@ impl EngineHandle {
                 request.prompt.len()
             )));
         }
+        let waiting = self.metrics.requests_waiting.fetch_add(1, Relaxed);
+        let place = Place(self.metrics.clone());
+        if waiting >= self.info.max_queue as u64 {
+            return Err(Error::Busy(format!(
+                "{waiting} requests wait already, and no more may: try again in a while, or raise --max-queue"
+            )));
+        }
         let (events, receiver) = mpsc::unbounded_channel();
-        let submission = Submission { request, events, submitted: Instant::now() };
+        let submission = Submission { request, events, submitted: Instant::now(), place };
         let stopped = |_| Error::Stopped("a bug ended it, and what it said is on stderr; start moebius again".into());
         self.requests.send(submission).map_err(stopped)?;
         Ok(receiver)
@@ -177,251 +221,23 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         max_context: loaded.max_context,
         threads: loaded.team.threads(),
         simd: loaded.kernel.simd(),
-        device: loaded.device.unwrap_or_else(|| "cpu".into()),
+        max_queue: config.max_queue,
+        device: loaded.device.clone().unwrap_or_else(|| "cpu".into()),
         ready_s: started.elapsed().as_secs_f64(),
     };
-    let mut engine = Engine {
-        resident_bytes: loaded.model.resident_bytes_per_token(),
-        scheduler: Scheduler::new(BlockPool::new(loaded.kv_blocks), config.max_sequences, loaded.max_batch_tokens),
-        end_tokens,
-        max_context: loaded.max_context,
-        available_bytes: loaded.available_bytes,
-        vocab_size: loaded.model.config().vocab_size,
-        model: loaded.model,
-        batch: Batch::default(),
-        sampled: Vec::new(),
-        rows: Vec::new(),
-        inverse_temperatures: Vec::new(),
-        lists: Vec::new(),
-        undecided: Vec::new(),
-    };
+    let metrics = Arc::<Metrics>::default();
+    let team = loaded.team.clone();
+    let mut engine = Engine::new(loaded, config, end_tokens, metrics.clone());
     let (requests, mut queue) = mpsc::unbounded_channel();
-    let team = loaded.team;
     std::thread::Builder::new()
         .name("engine".into())
         .spawn(move || {
             // Not pinned is slower, not wrong.
             let _ = team.pin_caller();
-            let run = || engine.model.enter_thread().map(|()| engine.run(&mut queue));
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run(&mut queue))) {
                 engine.give_up(&mut queue, &*panic);
             }
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
-    Ok(EngineHandle::from_parts(info, requests))
-}
-
-/// What the engine keeps with a sequence.
-struct Answer {
-    events: mpsc::UnboundedSender<Event>,
-    sampler: Sampler,
-    max_tokens: usize,
-    ignore_eos: bool,
-    submitted: Instant,
-    started: Option<Instant>,
-    first: Option<Instant>,
-    last: Option<Instant>,
-    decode_bytes: u64,
-    ended: bool,
-}
-
-/// The owner of everything that runs.
-struct Engine {
-    model: Box<dyn Forward>,
-    scheduler: Scheduler<Answer>,
-    batch: Batch,
-    sampled: Vec<usize>,            // of this step: running sequences at their end
-    rows: Vec<usize>,               // of this step: their rows of the batch, to sample from
-    inverse_temperatures: Vec<f32>, // of this step
-    lists: Vec<Shortlist>,          // of this step
-    undecided: Vec<usize>,          // of `sampled`: their whole rows are needed
-    end_tokens: Vec<u32>,
-    max_context: usize,
-    vocab_size: usize,
-    resident_bytes: u64,
-    available_bytes: fn() -> u64, // RAM of the machine that can be taken
-}
-
-impl Engine {
-    /// Serves until all handles are dropped and all answers complete.
-    fn run(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>) {
-        loop {
-            if self.scheduler.is_idle() {
-                match queue.blocking_recv() {
-                    Some(submission) => self.add(submission),
-                    None => return,
-                }
-            }
-            while let Ok(submission) = queue.try_recv() {
-                self.add(submission);
-            }
-            self.scheduler.retire(|s| s.state.events.is_closed(), drop);
-            if let Err(error) = self.step() {
-                // The step is shared: what went wrong concerns everyone in it, and nobody else.
-                for i in 0..self.scheduler.plan().len() {
-                    let index = self.scheduler.plan()[i].index;
-                    self.scheduler.sequence(index).state.fail(Error::Model(error.to_string()));
-                }
-                self.scheduler.retire(|s| s.state.ended, drop);
-            }
-        }
-    }
-
-    /// After a panic nothing here can be trusted to compute: whoever waits is told, and nobody else is let in.
-    fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, panic: &(dyn Any + Send)) {
-        let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
-        let failed = || Event::Failed(Error::Stopped(format!("a bug: {}", text.unwrap_or("a panic without words"))));
-        queue.close();
-        self.scheduler.retire(|_| true, |s| drop(s.state.events.send(failed())));
-        while let Ok(submission) = queue.try_recv() {
-            let _ = submission.events.send(failed());
-        }
-    }
-
-    fn add(&mut self, Submission { request, events, submitted }: Submission) {
-        if let Some(token) = request.prompt.iter().find(|&&t| t as usize >= self.vocab_size) {
-            let text = format!("token id {token} is not in the vocabulary of {}", self.vocab_size);
-            let _ = events.send(Event::Failed(Error::Invalid(text)));
-            return;
-        }
-        if request.max_tokens == Some(0) {
-            let stats = RequestStats { prompt_tokens: request.prompt.len(), ..RequestStats::default() };
-            let _ = events.send(Event::Done(FinishReason::Length, stats));
-            return;
-        }
-        // What runs has its memory; more could take the machine down.
-        let available = (self.available_bytes)();
-        if available < LEAST_BYTES {
-            let text = format!(
-                "memory is short: {} MiB of this machine's are left and {} are kept free, so no new request is taken; try again later, or close other programs",
-                available >> 20,
-                LEAST_BYTES >> 20
-            );
-            let _ = events.send(Event::Failed(Error::Resources(text)));
-            return;
-        }
-        let room = self.max_context - request.prompt.len();
-        let answer = Answer {
-            events,
-            sampler: Sampler::new(request.sampling),
-            max_tokens: request.max_tokens.unwrap_or(room).min(room),
-            ignore_eos: request.ignore_eos,
-            submitted,
-            started: None,
-            first: None,
-            last: None,
-            decode_bytes: 0,
-            ended: false,
-        };
-        self.scheduler.add(Sequence::new(request.prompt, answer));
-    }
-
-    /// One forward pass for all, one token for each sequence that is at its end.
-    fn step(&mut self) -> Result<()> {
-        let now = Instant::now();
-        self.scheduler.next(&mut self.batch);
-        self.sampled.clear();
-        self.rows.clear();
-        for i in 0..self.scheduler.plan().len() {
-            let part = self.scheduler.plan()[i];
-            self.scheduler.sequence(part.index).state.started.get_or_insert(now);
-            if let Some(row) = part.last_row {
-                self.sampled.push(part.index);
-                self.rows.push(row);
-            }
-        }
-        if self.batch.is_empty() {
-            return Ok(());
-        }
-        let before = self.model.traffic();
-        self.model.forward(&self.batch, None)?;
-        let read = self.model.traffic().since(before).total() + self.resident_bytes;
-        self.scheduler.commit();
-
-        // At most one row per sequence, and no more sequences than rows of logits.
-        if self.rows.is_empty() {
-            return Ok(());
-        }
-        self.sample(read)?;
-        self.scheduler.retire(|s| s.state.ended, drop);
-        Ok(())
-    }
-
-    /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the whole row.
-    fn sample(&mut self, read: u64) -> Result<()> {
-        let Self { model, scheduler, sampled, rows, inverse_temperatures, lists, undecided, end_tokens, max_context, vocab_size, .. } =
-            self;
-        let tell = |sequence: &mut Sequence<Answer>, token: Result<u32>| match token {
-            Ok(token) => tell(sequence, token, end_tokens, *max_context, read),
-            Err(error) => sequence.state.fail(error),
-        };
-        inverse_temperatures.clear();
-        inverse_temperatures.extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
-        let listed = inverse_temperatures.len() == rows.len() && model.shortlists(rows, inverse_temperatures, lists)?;
-        undecided.clear();
-        for (i, &index) in sampled.iter().enumerate() {
-            let sequence = scheduler.sequence(index);
-            let token = if listed { sequence.state.sampler.sample_shortlist(&lists[i], &sequence.tokens) } else { Ok(None) };
-            match token.transpose() {
-                Some(token) => tell(sequence, token),
-                None => undecided.push(i),
-            }
-        }
-        if undecided.is_empty() {
-            return Ok(());
-        }
-        let logits = if listed { model.whole_rows()? } else { model.logits(rows)? };
-        for &i in &*undecided {
-            let sequence = scheduler.sequence(sampled[i]);
-            let token = sequence.state.sampler.sample(&mut logits[i * *vocab_size..][..*vocab_size], &sequence.tokens);
-            tell(sequence, token);
-        }
-        Ok(())
-    }
-}
-
-/// Adds the next token to `sequence` and tells its receiver.
-fn tell(sequence: &mut Sequence<Answer>, token: u32, end_tokens: &[u32], max_context: usize, read: u64) {
-    let answer = &mut sequence.state;
-    let finish = |answer: &mut Answer, completion_tokens, reason| {
-        answer.ended = true;
-        let stats = answer.stats(sequence.prompt_tokens, completion_tokens);
-        let _ = answer.events.send(Event::Done(reason, stats));
-    };
-    let now = Instant::now();
-    if answer.first.is_some() {
-        answer.decode_bytes += read;
-    }
-    answer.first.get_or_insert(now);
-    answer.last = Some(now);
-    if !answer.ignore_eos && end_tokens.contains(&token) {
-        finish(answer, sequence.tokens.len() - sequence.prompt_tokens, FinishReason::Stop);
-        return;
-    }
-    sequence.tokens.push(token);
-    let completion_tokens = sequence.tokens.len() - sequence.prompt_tokens;
-    // A receiver that is gone is noticed, and its sequence retired, before the next step.
-    let _ = answer.events.send(Event::Token(token, answer.stats(sequence.prompt_tokens, completion_tokens)));
-    if completion_tokens == answer.max_tokens || sequence.tokens.len() >= max_context {
-        finish(answer, completion_tokens, FinishReason::Length);
-    }
-}
-
-impl Answer {
-    fn fail(&mut self, error: Error) {
-        self.ended = true;
-        let _ = self.events.send(Event::Failed(error));
-    }
-
-    fn stats(&self, prompt_tokens: usize, completion_tokens: usize) -> RequestStats {
-        let between = |a: Option<Instant>, b: Option<Instant>| Option::zip(a, b).map_or(Duration::ZERO, |(a, b)| b - a);
-        RequestStats {
-            prompt_tokens,
-            completion_tokens,
-            queued: between(Some(self.submitted), self.started),
-            prefill: between(self.started, self.first),
-            decode: between(self.first, self.last),
-            decode_bytes: self.decode_bytes,
-        }
-    }
+    Ok(EngineHandle { metrics, ..EngineHandle::from_parts(info, requests) })
 }

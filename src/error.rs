@@ -25,6 +25,9 @@ pub enum Error {
     /// The caller asked for something impossible: a flag, a field of a request, a prompt longer than the context.
     #[error("{0}")]
     Invalid(String),
+    /// More is asked for at the same time than is taken; says when to try again.
+    #[error("{0}")]
+    Busy(String),
     /// Not enough memory or disk; says what is needed, what there is, and which flag helps.
     #[error("{0}")]
     Resources(String),

@@ -40,7 +40,7 @@ fn sampling(generation: &Value) -> SamplingParams {
         top_k: generation["top_k"].as_u64().unwrap_or(0) as usize,
         min_p: number("min_p", 0.0),
         repetition_penalty: number("repetition_penalty", 1.0),
-        seed: None,
+        ..SamplingParams::default()
     }
 }
 

@@ -8,9 +8,11 @@
 //! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
 //! experts, kv_cache, attention, forward           one pass
 //! load, plan, capture, bench, doctor              a model in memory, foretold, looked into and measured
-//! sampler, generation_config, scheduler, engine   one owner thread, `EngineHandle`
+//! sampler, generation_config                      how tokens are chosen, and what a checkpoint says about it
+//! scheduler, pace, metrics, engine                one owner thread, `EngineHandle`
 //! demo, gguf, hub                                 from a model's name to its directory
 //! tokenizer, chat_template                        a checkpoint's text side
+//! grammar, reply                                  what a model may say, and what its text means
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
 //! ```
@@ -24,7 +26,7 @@
 //!
 //! let model = TextModel::open("demo", &EngineConfig::default(), &|_| {})?;
 //! let prompt = model.tokenizer().encode("Once", true)?;
-//! let request = Request { prompt, max_tokens: Some(16), sampling: SamplingParams::default(), ignore_eos: false };
+//! let request = Request { prompt, max_tokens: Some(16), sampling: SamplingParams::default(), ..Request::default() };
 //! let mut answer = model.complete(request, vec![])?;
 //! while let Some(delta) = answer.next_blocking() {
 //!     print!("{:?}", delta?);
@@ -49,15 +51,19 @@ pub mod experts;
 pub mod forward;
 pub mod generation_config;
 pub mod gguf;
+pub mod grammar;
 pub mod hub;
 pub mod kernel;
 pub mod kv_cache;
 pub mod load;
 pub mod memory;
+pub mod metrics;
 pub mod model;
 pub mod models;
+pub mod pace;
 pub mod plan;
 pub mod random;
+pub mod reply;
 pub mod sampler;
 pub mod scheduler;
 pub mod server;

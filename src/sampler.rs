@@ -17,14 +17,49 @@ pub struct SamplingParams {
     pub min_p: f32,
     /// Divides positive logits of tokens already seen (multiplies negative ones); 1 changes nothing.
     pub repetition_penalty: f32,
+    /// Taken off the logits of tokens that the answer has.
+    pub presence_penalty: f32,
+    /// Taken off the logits of tokens for each time that the answer has them.
+    pub frequency_penalty: f32,
+    /// Added to the logits of single tokens.
+    pub logit_bias: Vec<(u32, f32)>,
     /// Same seed, same prompt: same text. `None` draws one.
     pub seed: Option<u64>,
 }
 
 impl Default for SamplingParams {
     fn default() -> Self {
-        Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: None }
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: None,
+        }
     }
+}
+
+/// What an answer may say next: a grammar, say.
+pub trait Constraint: Send + std::fmt::Debug {
+    /// Sets the logits `[vocab]` of tokens that may not come next to -inf.
+    fn mask(&mut self, logits: &mut [f32]) -> Result<()>;
+    /// Takes note of the token that came.
+    fn accept(&mut self, token: u32) -> Result<()>;
+    /// Nothing may follow: the answer is complete.
+    fn is_complete(&mut self) -> bool;
+}
+
+/// How likely the model held a token to be, and which others it held to be likely, before any penalty, bias, temperature or constraint.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Logprobs {
+    /// Natural logarithm of the token's probability.
+    pub logprob: f32,
+    /// The likeliest tokens with theirs, best first.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// Chooses tokens for one sequence.
@@ -32,7 +67,10 @@ impl Default for SamplingParams {
 pub struct Sampler {
     params: SamplingParams,
     seed: u64,
-    order: Vec<u32>, // scratch: token ids, best first as far as needed
+    constraint: Option<Box<dyn Constraint>>,
+    logprobs: Option<usize>, // how many of the likeliest are told
+    order: Vec<u32>,         // scratch: token ids, best first as far as needed
+    raw: Vec<f32>,           // scratch: logits as the model gave them
 }
 
 /// What comes at a place of the ranking.
@@ -47,22 +85,34 @@ enum Rank {
 
 impl Sampler {
     /// Without a seed in `params`, one is drawn from the clock.
-    pub fn new(params: SamplingParams) -> Self {
+    pub fn new(params: SamplingParams, constraint: Option<Box<dyn Constraint>>, logprobs: Option<usize>) -> Self {
         let seed = params.seed.unwrap_or_else(|| {
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
             now.map_or(0, |d| d.as_nanos() as u64)
         });
-        Self { params, seed, order: Vec::new() }
+        Self { params, seed, constraint, logprobs, order: Vec::new(), raw: Vec::new() }
     }
 
     /// At which inverse temperature a [`Shortlist`] helps; `None`: whole rows are needed.
     pub fn shortlists_at(&self) -> Option<f32> {
-        let SamplingParams { temperature, repetition_penalty, .. } = self.params;
-        match repetition_penalty == 1.0 {
-            true if temperature > 0.0 => Some(1.0 / temperature),
-            true => Some(1.0),
-            false => None,
+        if self.penalizes() || self.logprobs.is_some() || self.constraint.is_some() {
+            return None;
         }
+        Some(if self.params.temperature > 0.0 { 1.0 / self.params.temperature } else { 1.0 })
+    }
+
+    fn penalizes(&self) -> bool {
+        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } = self.params;
+        repetition_penalty != 1.0 || presence_penalty != 0.0 || frequency_penalty != 0.0 || !logit_bias.is_empty()
+    }
+
+    /// Takes note of the token that was chosen. Returns whether nothing may follow.
+    ///
+    /// Errors: `Error::Model` when the constraint does not allow it (a bug).
+    pub fn accept(&mut self, token: u32) -> Result<bool> {
+        let Some(constraint) = &mut self.constraint else { return Ok(false) };
+        constraint.accept(token)?;
+        Ok(constraint.is_complete())
     }
 
     /// As [`sample`](Sampler::sample), from a shortlist at the temperature that [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not
@@ -90,17 +140,32 @@ impl Sampler {
         Ok(draw(&self.params, total, Random::at(self.seed, tokens.len() as u64).uniform(), rank))
     }
 
-    /// The next token after `tokens`. `logits` is `[vocab]` and is changed.
+    /// The next token after `tokens`, of which `prompt_tokens` are the prompt's. `logits` is `[vocab]` and is changed.
     ///
     /// Depends on nothing but its arguments and the seed: the same text comes out whatever else runs.
-    /// Errors: `Error::Model` when the logits are not finite.
-    pub fn sample(&mut self, logits: &mut [f32], tokens: &[u32]) -> Result<u32> {
-        if self.params.repetition_penalty != 1.0 {
-            self.penalize(logits, tokens);
+    /// Errors: `Error::Model` when the logits are not finite, or no token is allowed.
+    pub fn sample(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) -> Result<(u32, Option<Box<Logprobs>>)> {
+        if !logits[argmax(logits)].is_finite() {
+            return Err(not_finite());
         }
+        if self.logprobs.is_some() {
+            self.raw.clear();
+            self.raw.extend_from_slice(logits);
+        }
+        if self.penalizes() {
+            self.penalize(logits, tokens, prompt_tokens);
+        }
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits)?;
+        }
+        let token = self.choose(logits, tokens)?;
+        Ok((token, self.logprobs.map(|top| Box::new(logprobs(&self.raw, token, top)))))
+    }
+
+    fn choose(&mut self, logits: &mut [f32], tokens: &[u32]) -> Result<u32> {
         let best = argmax(logits);
         if !logits[best].is_finite() {
-            return Err(not_finite());
+            return Err(Error::Model("nothing that the model can say fits the grammar of this request".into()));
         }
         if self.params.temperature <= 0.0 {
             return Ok(best as u32);
@@ -132,16 +197,44 @@ impl Sampler {
         Ok(draw(params, Some(total), uniform, rank).unwrap_or(best as u32))
     }
 
-    fn penalize(&mut self, logits: &mut [f32], tokens: &[u32]) {
-        self.order.clear();
-        self.order.extend_from_slice(tokens);
-        self.order.sort_unstable();
-        self.order.dedup();
-        for &token in &self.order {
-            let l = &mut logits[token as usize];
-            *l = if *l > 0.0 { *l / self.params.repetition_penalty } else { *l * self.params.repetition_penalty };
+    /// Repetition counts prompt and answer, presence and frequency the answer alone, as other servers have it.
+    fn penalize(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) {
+        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } = self.params;
+        let mut each = |tokens: &[u32], change: &dyn Fn(f32, usize) -> f32| {
+            self.order.clear();
+            self.order.extend_from_slice(tokens);
+            self.order.sort_unstable();
+            for alike in self.order.chunk_by(|a, b| a == b) {
+                let logit = &mut logits[alike[0] as usize];
+                *logit = change(*logit, alike.len());
+            }
+        };
+        if repetition_penalty != 1.0 {
+            each(tokens, &|l, _| if l > 0.0 { l / repetition_penalty } else { l * repetition_penalty });
+        }
+        if presence_penalty != 0.0 || frequency_penalty != 0.0 {
+            each(&tokens[prompt_tokens..], &|l, count| l - presence_penalty - frequency_penalty * count as f32);
+        }
+        for &(token, bias) in logit_bias {
+            logits[token as usize] += bias;
         }
     }
+}
+
+/// `logits` is `[vocab]`, as the model gave them; `top` of the likeliest are told.
+fn logprobs(logits: &[f32], token: u32, top: usize) -> Logprobs {
+    let max = logits[argmax(logits)];
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    let logprob = |token: u32| (f64::from(logits[token as usize] - max) - sum.ln()) as f32;
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let top = top.min(order.len());
+    if top > 0 && top < order.len() {
+        order.select_nth_unstable_by(top - 1, by_logit);
+    }
+    order.truncate(top);
+    order.sort_unstable_by(by_logit);
+    Logprobs { logprob: logprob(token), top: order.into_iter().map(|token| (token, logprob(token))).collect() }
 }
 
 fn not_finite() -> Error {
@@ -213,21 +306,21 @@ mod tests {
     use super::*;
 
     fn sampler(params: SamplingParams) -> Sampler {
-        Sampler::new(SamplingParams { seed: Some(7), ..params })
+        Sampler::new(SamplingParams { seed: Some(7), ..params }, None, None)
     }
 
     fn draw(params: SamplingParams, logits: &[f32], n: usize) -> Vec<usize> {
         let mut counts = vec![0; logits.len()];
         let mut s = sampler(params);
         for i in 0..n {
-            counts[s.sample(&mut logits.to_vec(), &vec![0; i]).unwrap() as usize] += 1;
+            counts[s.sample(&mut logits.to_vec(), &vec![0; i], i).unwrap().0 as usize] += 1;
         }
         counts
     }
 
     #[test]
     fn greedy_takes_the_first_of_equals() {
-        assert_eq!(sampler(SamplingParams::default()).sample(&mut [1.0, 3.0, 3.0], &[]).unwrap(), 1);
+        assert_eq!(sampler(SamplingParams::default()).sample(&mut [1.0, 3.0, 3.0], &[], 0).unwrap().0, 1);
     }
 
     #[test]
@@ -250,7 +343,7 @@ mod tests {
     #[test]
     fn repetition_penalty_pushes_seen_tokens_down() {
         let mut s = sampler(SamplingParams { repetition_penalty: 2.0, ..Default::default() });
-        assert_eq!(s.sample(&mut [1.0, 1.5], &[1, 1]).unwrap(), 0, "seen twice, penalized once");
+        assert_eq!(s.sample(&mut [1.0, 1.5], &[1, 1], 2).unwrap().0, 0, "seen twice, penalized once");
     }
 
     #[test]
@@ -278,7 +371,7 @@ mod tests {
                 let total = logits.iter().map(|&l| (f64::from(l - best[0].1) * at).exp()).sum();
                 best.truncate(64);
                 let short = s.sample_shortlist(&Shortlist { best, total }, &tokens).unwrap();
-                let whole = s.sample(&mut logits.clone(), &tokens).unwrap();
+                let whole = s.sample(&mut logits.clone(), &tokens, round).unwrap().0;
                 assert!(short.is_none_or(|short| short == whole), "{params:?}: {short:?} and {whole}");
                 decided[case] += usize::from(short.is_some());
             }
@@ -295,6 +388,64 @@ mod tests {
 
     #[test]
     fn logits_that_are_not_finite_are_an_error() {
-        assert!(sampler(SamplingParams::default()).sample(&mut [f32::NAN, f32::NAN], &[]).is_err());
+        assert!(sampler(SamplingParams::default()).sample(&mut [f32::NAN, f32::NAN], &[], 0).is_err());
+    }
+
+    #[test]
+    fn presence_and_frequency_count_the_answer_alone() {
+        let logits = [1.0, 1.5, 1.4, 0.0];
+        let pick = |params: SamplingParams, tokens: &[u32]| sampler(params).sample(&mut logits.to_vec(), tokens, 2).unwrap().0;
+        let presence = SamplingParams { presence_penalty: 0.2, ..Default::default() };
+        assert_eq!((pick(presence.clone(), &[1, 1]), pick(presence, &[1, 1, 1])), (1, 2));
+        let frequency = SamplingParams { frequency_penalty: 0.2, ..Default::default() };
+        assert_eq!((pick(frequency.clone(), &[0, 0, 1, 2]), pick(frequency, &[0, 0, 1, 2, 1, 1, 2, 2])), (1, 0));
+        let bias = SamplingParams { logit_bias: vec![(3, 2.0), (1, -100.0)], ..Default::default() };
+        assert_eq!(pick(bias, &[0, 0]), 3);
+    }
+
+    #[test]
+    fn logprobs_are_the_models_own() {
+        let logits = [(0.5f32).ln(), (0.3f32).ln(), (0.15f32).ln(), (0.05f32).ln()];
+        let bias = SamplingParams { logit_bias: vec![(3, 100.0)], ..Default::default() };
+        let (token, told) = Sampler::new(bias, None, Some(2)).sample(&mut logits.to_vec(), &[], 0).unwrap();
+        let Logprobs { logprob, top } = *told.unwrap();
+        assert_eq!((token, top[0].0, top[1].0, top.len()), (3, 0, 1, 2));
+        for (got, want) in [(logprob, 0.05f32), (top[0].1, 0.5), (top[1].1, 0.3)] {
+            assert!((got - want.ln()).abs() < 1e-5, "{got} {want}");
+        }
+        let (_, told) = Sampler::new(SamplingParams::default(), None, Some(9)).sample(&mut logits.to_vec(), &[], 0).unwrap();
+        assert_eq!(told.unwrap().top.len(), 4);
+    }
+
+    /// Allows one token.
+    #[derive(Debug)]
+    struct Only(Option<u32>);
+
+    impl Constraint for Only {
+        fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
+            let only = self.0;
+            logits.iter_mut().enumerate().filter(|(i, _)| Some(*i as u32) != only).for_each(|(_, l)| *l = f32::NEG_INFINITY);
+            Ok(())
+        }
+
+        fn accept(&mut self, _: u32) -> Result<()> {
+            Ok(())
+        }
+
+        fn is_complete(&mut self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn a_constraint_has_the_last_word() {
+        for temperature in [0.0, 1.0] {
+            let params = SamplingParams { temperature, logit_bias: vec![(0, 50.0)], ..Default::default() };
+            let mut s = Sampler::new(params, Some(Box::new(Only(Some(2)))), None);
+            assert_eq!(s.sample(&mut [9.0, 1.0, -5.0], &[], 0).unwrap().0, 2);
+            assert!(s.shortlists_at().is_none() && s.accept(2).unwrap());
+        }
+        let error = Sampler::new(SamplingParams::default(), Some(Box::new(Only(None))), None).sample(&mut [1.0], &[], 0).unwrap_err();
+        assert!(error.to_string().contains("grammar"), "{error}");
     }
 }

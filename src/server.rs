@@ -1,44 +1,105 @@
-//! The HTTP server: OpenAI-compatible routes over one [`TextModel`].
+//! The HTTP server: the APIs of OpenAI and Anthropic over one [`TextModel`].
 //!
-//! `error` is the shape of every refusal, `fields` reads request bodies and leaves nothing unread, `completions` answers.
+//! ```text
+//! connections   sockets, TLS, timeouts
+//! front         who may ask, request ids, the log, panics
+//! fields        reads a body and leaves nothing unread
+//! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
+//! ask, answer   what to ask the engine; what it says, as parts
+//! web           the page for people
+//! ```
 
+mod answer;
+mod ask;
+mod chat;
 mod completions;
+mod connections;
+mod conversation;
 mod error;
 mod fields;
+mod front;
+mod messages;
+mod metrics;
+mod responses;
+mod tokens;
+mod web;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::extract::{DefaultBodyLimit, Path, Request, State};
-use axum::http::header::CONTENT_LENGTH;
-use axum::middleware::Next;
+use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 
+use crate::engine::SamplingParams;
 use crate::text_model::TextModel;
 use crate::{Error, Result};
 use error::ApiError;
+use front::Keys;
+use metrics::HttpMetrics;
 
-/// Bytes of a request body at most: a million tokens of text, and no more than a box can hold many of.
-const MAX_BODY_BYTES: usize = 16 << 20;
+/// What a user can choose about the server.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Who may ask: anyone if empty, else whoever has one of these.
+    pub api_keys: Vec<String>,
+    /// Web pages of these origins may ask, `*` for all; the server's own page always may.
+    pub cors_origins: Vec<String>,
+    /// Certificate chain and private key, in PEM.
+    pub tls: Option<(PathBuf, PathBuf)>,
+    /// Anyone who reaches the port may ask.
+    pub insecure: bool,
+    /// How long running answers may go on after the signal to stop.
+    pub drain: Duration,
+    /// Prompts and answers go into the log.
+    pub log_prompts: bool,
+    /// Sockets open at the same time.
+    pub max_connections: usize,
+    /// How long a client may take to send a request, or to take what it is sent.
+    pub client_timeout: Duration,
+}
 
-/// How long running answers may go on after the signal to stop.
-const DRAIN: Duration = Duration::from_secs(30);
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            api_keys: Vec::new(),
+            cors_origins: Vec::new(),
+            tls: None,
+            insecure: false,
+            drain: Duration::from_secs(30),
+            log_prompts: false,
+            max_connections: 1024,
+            client_timeout: Duration::from_secs(30),
+        }
+    }
+}
 
 /// A server that has its port and waits for a model.
 pub struct Server {
     listener: std::net::TcpListener,
     address: SocketAddr,
+    options: ServerOptions,
+    tls: Option<connections::Tls>,
 }
 
 impl Server {
-    /// Takes the port.
+    /// Takes the port and checks the options.
     ///
-    /// Errors: `Error::Invalid` when it is taken, not allowed, or not an address of this machine.
-    pub fn bind(address: SocketAddr) -> Result<Self> {
+    /// Errors: `Error::Invalid` when the port is taken, not allowed, or not an address of this machine, when others could reach it without a key,
+    /// or when certificate and key are not usable.
+    pub fn bind(address: SocketAddr, options: ServerOptions) -> Result<Self> {
+        if !address.ip().is_loopback() && options.api_keys.is_empty() && !options.insecure {
+            return Err(Error::Invalid(format!(
+                "others could reach {} without a key: give one with --api-key-file or --api-key, or say --insecure",
+                address.ip()
+            )));
+        }
+        let tls = options.tls.as_ref().map(|(chain, key)| connections::Tls::load(chain, key)).transpose()?;
         let refused = |e: std::io::Error| {
             Error::Invalid(match e.kind() {
                 std::io::ErrorKind::AddrInUse => format!("{address} is in use by another program: choose another --port"),
@@ -49,7 +110,7 @@ impl Server {
         let listener = std::net::TcpListener::bind(address).map_err(refused)?;
         listener.set_nonblocking(true).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
-        Ok(Self { listener, address })
+        Ok(Self { listener, address, options, tls })
     }
 
     /// Where it listens, with the real port.
@@ -57,30 +118,77 @@ impl Server {
         self.address
     }
 
-    /// Answers until Ctrl-C or SIGTERM; then running answers may end, until a second signal or half a minute has passed.
-    pub fn run(self, model: TextModel) -> Result<()> {
+    /// What clients put before the paths.
+    pub fn url(&self) -> String {
+        format!("{}://{}", if self.tls.is_some() { "https" } else { "http" }, self.address)
+    }
+
+    /// Begins to answer: until there is a model, that it is being loaded.
+    pub fn start(self) -> Result<Running> {
         let failed = |e: std::io::Error| Error::Resources(format!("the server cannot run: {e}"));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
-        let result = runtime.block_on(async {
-            let listener = tokio::net::TcpListener::from_std(self.listener).map_err(failed)?;
-            let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-            let serve = axum::serve(listener, router(model)).with_graceful_shutdown(async {
-                let _ = stopped.await; // a dropped sender stops it as well
-            });
-            let mut serve = std::pin::pin!(serve.into_future());
+        let app = Arc::new(App::new(&self));
+        let (stop, stopped) = tokio::sync::watch::channel(false);
+        let listener = {
+            let _context = runtime.enter();
+            tokio::net::TcpListener::from_std(self.listener).map_err(failed)?
+        };
+        let router = router(app.clone(), &self.options.cors_origins)?;
+        let serve = connections::serve(listener, self.tls, router, self.options.clone(), stopped);
+        let done = runtime.spawn(serve);
+        Ok(Running { runtime, app, stop, done, drain: self.options.drain })
+    }
+}
+
+/// A server that answers.
+pub struct Running {
+    runtime: tokio::runtime::Runtime,
+    app: Arc<App>,
+    stop: tokio::sync::watch::Sender<bool>,
+    done: tokio::task::JoinHandle<()>,
+    drain: Duration,
+}
+
+impl Running {
+    /// From now on requests are answered with `model`.
+    pub fn set_model(&self, model: TextModel) {
+        let _ = self.app.model.set(model);
+    }
+
+    /// Answers until Ctrl-C or SIGTERM; then running answers may end, until a second signal or the time to drain has passed.
+    pub fn wait(self) {
+        let signals = async {
+            signal().await;
+            tracing::info!("stopping: running answers may end");
+            Some(signal())
+        };
+        self.wait_until(signals);
+    }
+
+    /// As [`wait`](Running::wait), until `stop` ends; what it gives ends the wait for running answers.
+    pub fn wait_until<F: Future<Output = ()>>(self, stop: impl Future<Output = Option<F>>) {
+        let Self { runtime, app, stop: tell, mut done, drain } = self;
+        runtime.block_on(async {
+            let again = tokio::select! {
+                _ = &mut done => return,
+                again = stop => again,
+            };
+            app.draining.store(true, Relaxed);
+            let _ = tell.send(true);
+            let impatient = async {
+                match again {
+                    Some(again) => again.await,
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
-                result = &mut serve => return result.map_err(failed),
-                () = signal() => drop(stop),
-            }
-            tokio::select! {
-                result = &mut serve => result.map_err(failed),
-                () = signal() => Ok(()),
-                () = tokio::time::sleep(DRAIN) => Ok(()),
+                _ = done => {}
+                () = impatient => {}
+                () = tokio::time::sleep(drain) => {}
             }
         });
         // Tokenizing may still run on another thread; nobody waits for it.
         runtime.shutdown_background();
-        result
     }
 }
 
@@ -100,30 +208,57 @@ async fn signal() {
 
 /// What every route sees.
 struct App {
-    model: TextModel,
+    model: OnceLock<TextModel>,
+    keys: Keys,
+    hosts: front::Hosts,
+    http: HttpMetrics,
+    large: ask::LargeBodies,
+    log_prompts: bool,
+    client_timeout: Duration,
+    draining: AtomicBool,
     created: u64, // Unix seconds at which the server started
 }
 
 impl App {
-    /// The name that clients use; a directory goes by its last part too.
-    fn name(&self) -> &str {
-        &self.model.engine().info().model
+    fn new(server: &Server) -> Self {
+        let options = &server.options;
+        Self {
+            model: OnceLock::new(),
+            keys: Keys::new(&options.api_keys),
+            hosts: front::Hosts::new(server.address, options),
+            http: HttpMetrics::default(),
+            large: ask::LargeBodies::default(),
+            log_prompts: options.log_prompts,
+            client_timeout: options.client_timeout,
+            draining: AtomicBool::new(false),
+            created: unix_seconds(),
+        }
     }
 
-    /// Refuses a request for another model.
+    /// The model. Errors: it is still being loaded, or the server stops.
+    fn model(&self) -> std::result::Result<&TextModel, ApiError> {
+        if self.draining.load(Relaxed) {
+            return Err(ApiError::unavailable("The server is stopping and takes no new requests", None));
+        }
+        self.model.get().ok_or_else(|| ApiError::unavailable("The model is still being loaded; ask again in a while", Some(5)))
+    }
+
+    /// Refuses a request for another model. A directory goes by its last part too.
     fn check_model(&self, asked: &str) -> std::result::Result<(), ApiError> {
-        let short = std::path::Path::new(self.name()).file_name().and_then(|name| name.to_str());
-        if asked == self.name() || Some(asked) == short { Ok(()) } else { Err(ApiError::no_such_model(asked, self.name())) }
+        let name = &self.model()?.engine().info().model;
+        let short = std::path::Path::new(name).file_name().and_then(|name| name.to_str());
+        if asked == name || Some(asked) == short { Ok(()) } else { Err(ApiError::no_such_model(asked, name)) }
     }
 
-    fn describe(&self) -> Value {
-        let info = self.model.engine().info();
-        json!({
+    fn describe(&self) -> std::result::Result<Value, ApiError> {
+        let info = self.model()?.engine().info();
+        Ok(json!({
             "id": info.model,
             "object": "model",
             "created": self.created,
             "owned_by": "moebius",
             "max_model_len": info.max_context,
+            "sampling": sampling(self.model()?.sampling()),
             "architecture": info.architecture,
             "experts": info.experts,
             "dense": info.dense,
@@ -131,49 +266,70 @@ impl App {
             "device": info.device,
             "simd": info.simd.to_string(),
             "threads": info.threads,
-        })
+        }))
     }
 }
 
-/// All routes, over a running model.
-pub fn router(model: TextModel) -> Router {
-    Router::new()
+/// What a request that sets nothing is sampled with.
+fn sampling(defaults: &SamplingParams) -> Value {
+    json!({
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
+        "repetition_penalty": defaults.repetition_penalty,
+    })
+}
+
+fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
+    let router = Router::new()
         .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/version", get(async || Json(json!({"version": env!("CARGO_PKG_VERSION")}))))
+        .route("/metrics", get(metrics::show))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model_by_name))
-        .route("/v1/chat/completions", post(completions::chat))
-        .route("/v1/completions", post(completions::text))
+        .route("/v1/chat/completions", post(chat::answer))
+        .route("/v1/completions", post(completions::answer))
+        .route("/v1/responses", post(responses::answer))
+        .route("/v1/messages", post(messages::answer))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .merge(web::router())
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
-        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
-        .layer(axum::middleware::from_fn(refuse_announced_size))
-        .with_state(Arc::new(App { model, created: unix_seconds() }))
+        .layer(axum::extract::DefaultBodyLimit::disable()) // `ask::read_body` has its own
+        .layer(axum::middleware::from_fn_with_state(app.clone(), front::front))
+        .with_state(app);
+    Ok(match front::cors(cors_origins)? {
+        Some(cors) => router.layer(cors),
+        None => router,
+    })
 }
 
-/// Refuses a body that is too large by its own account, instead of reading it until it is.
-async fn refuse_announced_size(request: Request, next: Next) -> Response {
-    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
-    match announced {
-        Some(bytes) if bytes > MAX_BODY_BYTES as u64 => ApiError::body_too_large(bytes, MAX_BODY_BYTES).into_response(),
-        _ => next.run(request).await,
-    }
-}
-
-/// Whether requests would be answered: a load balancer and a supervisor ask here.
+/// Whether the process works: a supervisor asks here, also while a model is being loaded.
 async fn health(State(app): State<Arc<App>>) -> Response {
-    if app.model.engine().is_running() {
-        return Json(json!({"status": "ok"})).into_response();
+    match app.model.get() {
+        None => Json(json!({"status": "loading"})).into_response(),
+        Some(model) if model.engine().is_running() => Json(json!({"status": "ok"})).into_response(),
+        Some(_) => ApiError::from(Error::Stopped("start it again".into())).into_response(),
     }
-    ApiError::from(Error::Stopped("start it again".into())).into_response()
 }
 
-async fn models(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(json!({"object": "list", "data": [app.describe()]}))
+/// Whether requests would be answered: a load balancer asks here.
+async fn ready(State(app): State<Arc<App>>) -> std::result::Result<Response, ApiError> {
+    app.model()?;
+    Ok(health(State(app)).await)
+}
+
+async fn models(State(app): State<Arc<App>>) -> std::result::Result<Json<Value>, ApiError> {
+    Ok(Json(json!({"object": "list", "data": [app.describe()?]})))
 }
 
 async fn model_by_name(State(app): State<Arc<App>>, Path(name): Path<String>) -> std::result::Result<Json<Value>, ApiError> {
     app.check_model(&name)?;
-    Ok(Json(app.describe()))
+    Ok(Json(app.describe()?))
 }
 
 fn unix_seconds() -> u64 {

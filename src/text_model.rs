@@ -1,15 +1,17 @@
 //! An engine with its text side: what `chat`, `generate` and the server talk to.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::Value;
 
 use crate::chat_template::{ChatTemplate, RenderOptions};
 use crate::config::EngineConfig;
-use crate::engine::{self, EngineHandle, Request, SamplingParams};
+use crate::engine::{self, Constraint, EngineHandle, Request, SamplingParams};
 use crate::generation_config::GenerationConfig;
+use crate::grammar::{Grammar, Grammars};
 use crate::load::{self, LoadProgress};
+use crate::reply::Syntax;
 use crate::text_stream::TextStream;
 use crate::tokenizer::Tokenizer;
 use crate::{Error, Result, hub};
@@ -20,6 +22,8 @@ pub struct TextModel {
     engine: EngineHandle,
     tokenizer: Arc<Tokenizer>,
     template: Option<Arc<ChatTemplate>>,
+    syntax: Arc<Syntax>,
+    grammars: Arc<OnceLock<Result<Grammars>>>,
     sampling: SamplingParams,
 }
 
@@ -34,7 +38,15 @@ impl TextModel {
 
     /// Joins a running engine and the text side of its checkpoint.
     pub fn new(engine: EngineHandle, text: TextSide) -> Self {
-        Self { engine, tokenizer: Arc::new(text.tokenizer), template: text.template.map(Arc::new), sampling: text.sampling }
+        let source = text.template.as_ref().map_or("", ChatTemplate::source);
+        Self {
+            engine,
+            syntax: Arc::new(Syntax::of(source)),
+            tokenizer: Arc::new(text.tokenizer),
+            template: text.template.map(Arc::new),
+            grammars: Arc::default(),
+            sampling: text.sampling,
+        }
     }
 
     /// The engine behind it.
@@ -67,6 +79,28 @@ impl TextModel {
                 self.engine.info().model
             ))
         })
+    }
+
+    /// Whether its chat template looks at a variable of this name.
+    pub fn has_template_variable(&self, name: &str) -> bool {
+        let source = self.template.as_deref().map_or("", ChatTemplate::source);
+        let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
+        source.match_indices(name).any(|(at, _)| !source[..at].ends_with(word) && !source[at + name.len()..].starts_with(word))
+    }
+
+    /// How its replies mark thoughts and calls of tools.
+    pub fn syntax(&self) -> &Syntax {
+        &self.syntax
+    }
+
+    /// A constraint that holds an answer to `grammar`. The first one takes a while: the vocabulary is sorted for it.
+    ///
+    /// Errors: `Error::Invalid` when the grammar is not one, or too large.
+    pub fn compile(&self, grammar: &Grammar) -> Result<Box<dyn Constraint>> {
+        match self.grammars.get_or_init(|| Grammars::new(&self.tokenizer)) {
+            Ok(grammars) => grammars.compile(grammar),
+            Err(error) => Err(Error::Model(error.to_string())),
+        }
     }
 
     /// Continues a prompt; dropping the stream cancels it.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use crate::engine::{Event, Events, FinishReason, RequestStats};
+use crate::engine::{Event, Events, FinishReason, Logprobs, RequestStats, Token};
 use crate::tokenizer::{Incremental, Tokenizer};
 use crate::{Error, Result};
 
@@ -23,6 +23,7 @@ pub struct TextStream {
     decoder: Incremental,
     stops: StopStrings,
     tokens: Vec<u32>,
+    logprobs: Vec<(u32, Logprobs)>,                    // of tokens since they were last taken
     stats: RequestStats,                               // up to the last token received
     end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
     ended: bool,
@@ -39,10 +40,26 @@ impl TextStream {
             decoder: Incremental::default(),
             stops: StopStrings::new(stops)?,
             tokens: Vec::new(),
+            logprobs: Vec::new(),
             stats: RequestStats { prompt_tokens, ..Default::default() },
             end: None,
             ended: false,
         })
+    }
+
+    /// Spells special tokens out instead of leaving them away: markers of tool calls may be such.
+    pub fn spell_special_tokens(&mut self) {
+        self.decoder.special = true;
+    }
+
+    /// The tokens received since the last call, with how likely they were, if the request asked for it.
+    pub fn take_logprobs(&mut self) -> Vec<(u32, Logprobs)> {
+        std::mem::take(&mut self.logprobs)
+    }
+
+    /// The stop string that ended the answer, if one did.
+    pub fn stopped_at(&self) -> Option<&str> {
+        self.stops.matched.map(|which| self.stops.stops[which].as_str())
     }
 
     /// The tokens received so far.
@@ -99,9 +116,10 @@ impl TextStream {
     /// Takes in one event, or the engine's silence, and gives the text that it releases.
     fn on_event(&mut self, event: Option<Event>) -> Option<String> {
         let text = match event {
-            Some(Event::Token(id, stats)) => {
+            Some(Event::Token(Token { id, logprobs, stats })) => {
                 self.stats = stats;
                 self.tokens.push(id);
+                self.logprobs.extend(logprobs.map(|logprobs| (id, *logprobs)));
                 match self.decoder.push(&self.tokenizer, id) {
                     Ok(piece) => self.stops.push(&piece),
                     Err(e) => self.fail(e),
@@ -117,7 +135,7 @@ impl TextStream {
             Some(Event::Failed(e)) => self.fail(e),
             None => self.fail(Error::Stopped("it gave no reason".into())),
         };
-        if self.stops.matched {
+        if self.stops.matched.is_some() {
             // Nobody reads what comes after a stop string: closing tells the engine to free the sequence now.
             self.events.close();
             let stats = match &self.end {
@@ -139,7 +157,7 @@ impl TextStream {
 struct StopStrings {
     stops: Vec<String>,
     held: String,
-    matched: bool,
+    matched: Option<usize>, // which
 }
 
 impl StopStrings {
@@ -147,17 +165,18 @@ impl StopStrings {
         if stops.iter().any(String::is_empty) {
             return Err(Error::Invalid("a stop string is empty: it would end every answer before its first word".into()));
         }
-        Ok(Self { stops, held: String::new(), matched: false })
+        Ok(Self { stops, held: String::new(), matched: None })
     }
 
     /// The text that `piece` makes certain. After a match, nothing.
     fn push(&mut self, piece: &str) -> String {
-        if self.matched {
+        if self.matched.is_some() {
             return String::new();
         }
         self.held.push_str(piece);
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            self.matched = true;
+        let found = self.stops.iter().enumerate().filter_map(|(i, stop)| Some((self.held.find(stop.as_str())?, i))).min();
+        if let Some((at, which)) = found {
+            self.matched = Some(which);
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }
@@ -189,7 +208,7 @@ mod tests {
         let mut matcher = StopStrings::new(stops.iter().map(|s| s.to_string()).collect()).unwrap();
         let mut out: Vec<String> = pieces.iter().map(|piece| matcher.push(piece)).collect();
         out.push(matcher.finish());
-        (out, matcher.matched)
+        (out, matcher.matched.is_some())
     }
 
     #[test]
@@ -214,7 +233,7 @@ mod tests {
             match stops.iter().filter_map(|s| text.find(s.as_str())).min() {
                 None => prop_assert_eq!(got, text),
                 Some(_) => {
-                    prop_assert!(text.starts_with(&got) && matcher.matched);
+                    prop_assert!(text.starts_with(&got) && matcher.matched.is_some());
                     prop_assert!(stops.iter().any(|s| text[got.len()..].starts_with(s.as_str())));
                 }
             }
@@ -232,7 +251,7 @@ mod tests {
     fn an_answer_ends_with_what_was_held_back() {
         let (sender, mut answer, tokenizer) = stream(&["zzz"]);
         for id in tokenizer.encode("naïve zz", false).unwrap() {
-            sender.send(Event::Token(id, RequestStats::default())).unwrap();
+            sender.send(Event::Token(Token { id, logprobs: None, stats: RequestStats::default() })).unwrap();
         }
         sender.send(Event::Done(FinishReason::Length, RequestStats { completion_tokens: 99, ..Default::default() })).unwrap();
         let mut text = String::new();
@@ -250,7 +269,8 @@ mod tests {
     fn a_stop_string_ends_the_request_at_once() {
         let (sender, mut answer, tokenizer) = stream(&["lo w"]);
         for (i, id) in tokenizer.encode("Hello world", false).unwrap().into_iter().enumerate() {
-            let _ = sender.send(Event::Token(id, RequestStats { completion_tokens: i + 1, decode_bytes: 7, ..Default::default() }));
+            let stats = RequestStats { completion_tokens: i + 1, decode_bytes: 7, ..Default::default() };
+            let _ = sender.send(Event::Token(Token { id, logprobs: None, stats }));
         }
         let mut text = String::new();
         let (reason, stats) = loop {

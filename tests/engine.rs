@@ -6,7 +6,7 @@ mod common;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::engine::{greedy, prompt, read, seeded};
+use common::engine::{again, greedy, prompt, read, seeded};
 use common::{cache_dir, demo_dir, resident_bytes};
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::chat_template::RenderOptions;
@@ -57,8 +57,8 @@ fn answer(engine: &EngineHandle, request: Request) -> (Vec<u32>, FinishReason) {
 /// Each alone, then all at once.
 fn check_together(engine: &EngineHandle, requests: &[Request]) {
     let name = &engine.info().model;
-    let alone: Vec<_> = requests.iter().map(|r| answer(engine, r.clone()).0).collect();
-    let together: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let alone: Vec<_> = requests.iter().map(|r| answer(engine, again(r)).0).collect();
+    let together: Vec<_> = requests.iter().map(|r| engine.submit(again(r)).unwrap()).collect();
     for (i, (events, alone)) in together.into_iter().zip(&alone).enumerate() {
         let (tokens, end) = read(events);
         assert_eq!(end.unwrap().0, FinishReason::Length);
@@ -139,7 +139,7 @@ fn an_end_token_ends_and_is_not_told() {
     );
     let ends = GenerationConfig::load(&demo_dir("moe-gqa")).unwrap().eos_ids;
     let request = greedy(prompt.unwrap(), 100);
-    let (all, reason) = answer(text.engine(), request.clone());
+    let (all, reason) = answer(text.engine(), again(&request));
     assert_eq!((all.len(), reason), (100, FinishReason::Length));
     let end = all.iter().position(|t| ends.contains(t)).expect("the model ends its answer");
     assert!(end > 0);
@@ -354,4 +354,95 @@ fn memory_stays_after_many_requests() {
     (0..200).for_each(|i| drop(ask(i)));
     let grown = resident_bytes().saturating_sub(before);
     assert!(grown < 4 << 20, "{} KiB more after 200 requests", grown >> 10);
+}
+
+/// The tokens of an answer, and how many of the prompt's were in the cache.
+fn answer_reusing(engine: &EngineHandle, request: Request) -> (Vec<u32>, usize) {
+    let (tokens, end) = read(engine.submit(request).unwrap());
+    (tokens, end.unwrap().1.cached_tokens)
+}
+
+#[test]
+fn what_was_read_before_is_not_read_again_and_no_text_changes() {
+    let _alone = alone();
+    for model in MODELS {
+        let plain = EngineConfig { prefix_cache: false, ..config(512) };
+        let plain = engine::start(model, &demo_dir(model), &plain, &|_| {}).unwrap();
+        let engine = start(model, 512);
+        // Turns of a conversation, each with the one before, a retry, and another that begins alike.
+        let mut text = prompt(150, 1);
+        for turn in 0..4 {
+            let (want, _) = answer_reusing(&plain, seeded(text.clone(), 40, turn));
+            for attempt in 0..2 {
+                let (tokens, cached) = answer_reusing(&engine, seeded(text.clone(), 40, turn));
+                assert_eq!(tokens, want, "{model}, turn {turn}");
+                let known = if turn == 0 && attempt == 0 { 0 } else { (text.len() - 1 - if attempt == 0 { 11 } else { 0 }) / 64 * 64 };
+                assert!(cached >= known, "{model}, turn {turn}: {cached} of {}", text.len());
+            }
+            text.extend(want.into_iter().chain(prompt(10, 50 + turn as u32)));
+        }
+        let branch: Vec<u32> = text[..130].iter().copied().chain(prompt(60, 9)).collect();
+        let (tokens, cached) = answer_reusing(&engine, greedy(branch.clone(), 30));
+        assert_eq!((tokens, cached), (answer_reusing(&plain, greedy(branch, 30)).0, 128));
+        let metrics = |name: &str| engine.metrics().all().find(|m| m.0 == name).unwrap().3;
+        assert!(metrics("prompt_tokens_reused_total") > metrics("prompt_tokens_computed_total"));
+        assert_eq!((metrics("requests_finished_total"), metrics("requests_waiting"), metrics("kv_blocks_used")), (9, 0, 0));
+    }
+}
+
+#[test]
+fn answers_go_on_while_a_long_prompt_is_read() {
+    let _alone = alone();
+    let engine =
+        engine::start("moe-gqa", &demo_dir("moe-gqa"), &EngineConfig { max_gap: Duration::ZERO, ..config(2048) }, &|_| {}).unwrap();
+    let mut running = engine.submit(greedy(prompt(9, 1), 1000)).unwrap();
+    assert!(matches!(running.blocking_recv(), Some(Event::Token(..))));
+    let mut long = engine.submit(greedy(prompt(1900, 2), 1)).unwrap();
+    assert!(matches!(long.blocking_recv(), Some(Event::Token(..))));
+    let mut tokens = 1;
+    while let Ok(Event::Token(..)) = running.try_recv() {
+        tokens += 1;
+    }
+    assert!(tokens >= 1900 / 32, "{tokens} tokens while the prompt was read in parts of at most 32");
+}
+
+#[test]
+fn a_full_queue_is_told() {
+    let _alone = alone();
+    let config = EngineConfig { max_sequences: 1, max_queue: 2, ..config(512) };
+    let engine = engine::start("moe-gqa", &demo_dir("moe-gqa"), &config, &|_| {}).unwrap();
+    let mut running = engine.submit(greedy(prompt(9, 1), 400)).unwrap();
+    assert!(matches!(running.blocking_recv(), Some(Event::Token(..))));
+    let waiting: Vec<_> = (0..2).map(|i| engine.submit(greedy(prompt(9, i), 1)).unwrap()).collect();
+    let error = engine.submit(greedy(prompt(9, 1), 1)).unwrap_err();
+    assert!(matches!(error, Error::Busy(_)) && error.to_string().contains("--max-queue"), "{error}");
+    drop(running);
+    for events in waiting {
+        assert_eq!(read(events).0.len(), 1);
+    }
+    assert_eq!(answer(&engine, greedy(prompt(9, 1), 1)).0.len(), 1);
+}
+
+#[test]
+fn a_panicking_grammar_fails_alone() {
+    #[derive(Debug)]
+    struct Broken;
+    impl moebius::engine::Constraint for Broken {
+        fn mask(&mut self, _: &mut [f32]) -> moebius::Result<()> {
+            panic!("broken on purpose")
+        }
+        fn accept(&mut self, _: u32) -> moebius::Result<()> {
+            Ok(())
+        }
+        fn is_complete(&mut self) -> bool {
+            false
+        }
+    }
+    let _alone = alone();
+    let engine = start("moe-gqa", 512);
+    let alone = answer(&engine, greedy(prompt(9, 1), 30));
+    let running = engine.submit(greedy(prompt(9, 1), 30)).unwrap();
+    let broken = engine.submit(Request { constraint: Some(Box::new(Broken)), ..greedy(prompt(9, 2), 30) }).unwrap();
+    assert!(read(broken).1.unwrap_err().to_string().contains("broken on purpose"));
+    assert_eq!(read(running).0, alone.0);
 }

@@ -59,6 +59,11 @@ fn compressed_tensors_int4() {
 }
 
 #[test]
+fn mxfp4_stacked() {
+    check("gpt_oss_mxfp4", 0.01, 0.03, Precision::Int8 { group_size: 32 });
+}
+
+#[test]
 fn gptq() {
     check("qwen3_moe_gptq", 0.01, 0.03, Precision::Int4 { group_size: 128 });
 }
@@ -66,4 +71,9 @@ fn gptq() {
 #[test]
 fn awq() {
     check("qwen3_moe_awq", 0.01, 0.03, Precision::Int8 { group_size: 64 });
+}
+
+#[test]
+fn tmp_shared() {
+    check("/work/shared/fixtures/gpt_oss_bf16", 0.01, 0.5, INT4_G32);
 }

@@ -69,8 +69,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
         }
         Prompt::Text(text) => model.tokenizer().encode(&text, true)?,
     };
-    let request =
-        Request { prompt, max_tokens: Some(args.max_tokens), sampling: args.sampling.over(model.sampling()), ignore_eos: args.ignore_eos };
+    let request = Request {
+        prompt,
+        max_tokens: Some(args.max_tokens),
+        sampling: args.sampling.over(model.sampling()),
+        ignore_eos: args.ignore_eos,
+        ..Request::default()
+    };
     let mut answer = model.complete(request, args.stop)?;
 
     let mut stdout = std::io::stdout();

@@ -1,12 +1,16 @@
 //! `moebius serve`: the HTTP server.
 
+use std::io::IsTerminal;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use moebius::Result;
-use moebius::server::Server;
+use clap::ValueEnum;
+use moebius::server::{Server, ServerOptions};
 use moebius::text_model::TextModel;
+use moebius::{Error, Result};
 
-use super::args::EngineArgs;
+use super::args::{EngineArgs, read_text};
 use super::print_line;
 use super::terminal::Status;
 
@@ -14,37 +18,140 @@ use super::terminal::Status;
 pub(crate) struct Args {
     /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     model: String,
-    /// Address to listen on.
+    /// Address to listen on; any but this machine's own (127.0.0.1) wants a key.
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
     /// Port to listen on; 0 chooses a free one.
     #[arg(long, default_value_t = 8080)]
     port: u16,
     #[command(flatten)]
+    access: AccessArgs,
+    #[command(flatten)]
+    load: LoadArgs,
+    /// How the log is written, on stderr.
+    #[arg(long, value_enum, default_value_t = Log::Text, value_name = "FORM", help_heading = "Log")]
+    log: Log,
+    /// Write prompts and answers into the log.
+    #[arg(long, help_heading = "Log")]
+    log_prompts: bool,
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum Log {
+    Text,
+    Json,
+    Off,
+}
+
+/// Who may ask.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Access")]
+struct AccessArgs {
+    /// A key that clients must give; may be repeated. Others see the command line: prefer a file.
+    #[arg(long, value_name = "KEY")]
+    api_key: Vec<String>,
+    /// A file with keys, one per line.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Let anyone ask who reaches the port, under any name.
+    #[arg(long)]
+    insecure: bool,
+    /// A web page's origin that may use this server, such as https://chat.example.com, or *; may be repeated.
+    #[arg(long, value_name = "ORIGIN")]
+    cors_origin: Vec<String>,
+    /// Certificate chain in PEM: serve https.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// Its private key in PEM.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+}
+
+/// How much at the same time.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Load")]
+struct LoadArgs {
+    /// Requests that run at the same time.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    max_sequences: u16,
+    /// Requests that may wait; more are told to come back later (429).
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    max_queue: usize,
+    /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read in parts that take no longer.
+    #[arg(long, value_name = "MS", default_value_t = 500)]
+    max_gap: u64,
+    /// Do not keep what was read for requests that begin alike.
+    #[arg(long)]
+    no_prefix_cache: bool,
+    /// Sockets open at the same time.
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    max_connections: usize,
+    /// Seconds that a client may take to send a request, or to take what it is sent.
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    client_timeout: u64,
+    /// Seconds that running answers may go on after the signal to stop.
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    drain: u64,
+}
+
+impl AccessArgs {
+    fn keys(&self) -> Result<Vec<String>> {
+        let mut keys = self.api_key.clone();
+        if let Some(path) = &self.api_key_file {
+            let text = read_text(path)?;
+            keys.extend(text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(String::from));
+            if keys.is_empty() {
+                return Err(Error::Invalid(format!("{} holds no key: write one per line", path.display())));
+            }
+        }
+        match keys.iter().any(|key| key.is_empty() || !key.bytes().all(|b| b.is_ascii_graphic())) {
+            true => Err(Error::Invalid("an API key must be of letters, digits and signs, without spaces".into())),
+            false => Ok(keys),
+        }
+    }
+}
+
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let mut config = args.engine.to_config()?;
+    config.max_sequences = args.load.max_sequences.into();
+    config.max_queue = args.load.max_queue;
+    config.max_gap = Duration::from_millis(args.load.max_gap);
+    config.prefix_cache = !args.load.no_prefix_cache;
+    let options = ServerOptions {
+        api_keys: args.access.keys()?,
+        cors_origins: args.access.cors_origin.clone(),
+        tls: args.access.tls_cert.clone().zip(args.access.tls_key.clone()),
+        insecure: args.access.insecure,
+        drain: Duration::from_secs(args.load.drain),
+        log_prompts: args.log_prompts,
+        max_connections: args.load.max_connections.max(1),
+        client_timeout: Duration::from_secs(args.load.client_timeout.max(1)),
+    };
+    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal()).with_target(false);
+    match args.log {
+        Log::Text => log.init(),
+        Log::Json => log.json().flatten_event(true).init(),
+        Log::Off => {}
+    }
     // The port first: to learn after minutes of loading that it is taken would be unkind.
-    let server = Server::bind(SocketAddr::new(args.host, args.port))?;
+    let server = Server::bind(SocketAddr::new(args.host, args.port), options)?;
+    let url = server.url();
+    let server = server.start()?;
     let status = Status::new();
     let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
     drop(status);
 
     let info = model.engine().info();
     print_line(&format!(
-        "serving {} at http://{}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)",
-        info.model,
-        server.address(),
-        info.experts,
-        info.dense,
-        info.kv,
-        info.max_context,
-        info.ready_s
+        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)",
+        info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
     ))?;
-    if !args.host.is_loopback() {
-        eprintln!("note: there is no access control: whoever reaches {} may use the model", server.address());
+    if args.access.insecure && !args.host.is_loopback() {
+        eprintln!("note: there is no access control: whoever reaches {url} may use the model");
     }
-    server.run(model)
+    server.set_model(model);
+    server.wait();
+    Ok(())
 }

@@ -63,6 +63,15 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
         "qwen3" => json!({"model_type": "qwen3", "head_dim": key_length}),
         "olmoe" => json!({"model_type": "olmoe", "num_experts": experts, "norm_topk_prob": normalized(false)}),
         "llama" if experts > 0 => json!({"model_type": "mixtral", "head_dim": key_length, "num_local_experts": experts}),
+        "llama" => {
+            // Llama 3 stretches its frequencies by a tensor, which the config has no word for.
+            if has("rope_freqs.weight") {
+                return Err(Error::Model(
+                    "its rope_freqs.weight stretches frequencies, which is not supported: use the model's safetensors checkpoint".into(),
+                ));
+            }
+            json!({"model_type": "llama", "head_dim": key_length})
+        }
         "minimax-m2" => json!({"model_type": "minimax_m2", "head_dim": key_length, "num_local_experts": experts,
             "intermediate_size": number("expert_feed_forward_length"), "rotary_dim": number("rope.dimension_count"), "use_qk_norm": true}),
         "gpt-oss" => json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts, "attention_bias": true,
@@ -79,6 +88,9 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
             )));
         }
     };
+    if let (Some(scaling), "gpt-oss") = (config.get_mut("rope_scaling"), metadata.architecture.as_str()) {
+        scaling["truncate"] = false.into();
+    }
     let Value::Object(own) = own else { unreachable!("it was written as an object") };
     config.extend(own.into_iter().filter(|(_, value)| !value.is_null()));
     Ok(Value::Object(config))

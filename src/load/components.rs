@@ -30,7 +30,7 @@ pub struct Component {
 impl Component {
     /// Whether it is routed experts.
     pub fn is_experts(&self) -> bool {
-        self.role.contains("experts.") && !self.role.contains("shared_experts.")
+        self.role.starts_with("experts.")
     }
 }
 
@@ -56,11 +56,9 @@ pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineC
     for (name, shape) in checkpoint.matrices() {
         let Some(role) = role(&name, model) else { continue };
         // A stacked tensor says the shape of a matrix only up to its order: experts have theirs from the model.
-        let shape = match (role.rsplit_once("experts."), model.moe()) {
-            (Some((before, part)), Some(moe)) if !before.ends_with("shared_") => match part {
-                "down_proj" | "w2" => [model.hidden_size, moe.intermediate_size],
-                _ => [moe.intermediate_size, model.hidden_size],
-            },
+        let shape = match (role.strip_prefix("experts."), model.moe()) {
+            (Some(part), Some(moe)) if part == model.names.experts[2] => [model.hidden_size, moe.intermediate_size],
+            (Some(_), Some(moe)) => [moe.intermediate_size, model.hidden_size],
             _ => shape,
         };
         let source = checkpoint.source(&name, shape)?;
@@ -70,7 +68,7 @@ pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineC
             continue;
         }
         let mut component = Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
-        let is_router = ["gate", "router", "block_sparse_moe.gate"].contains(&component.role.as_str());
+        let is_router = component.role == model.names.router;
         if !is_router {
             let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);
             let precision = match (component.is_experts(), experts) {
@@ -89,14 +87,14 @@ pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineC
 
 /// What a matrix is in the model, without layer and expert; `None`: it is not in it.
 fn role(name: &str, model: &ModelConfig) -> Option<String> {
-    let name = name.strip_prefix(&model.prefix)?.strip_suffix(".weight")?;
-    let name = name.strip_prefix("model.").unwrap_or(name);
-    match name.strip_prefix("layers.") {
-        None => ["embed_tokens", "lm_head"].contains(&name).then(|| name.to_string()),
-        Some(rest) => {
-            let (layer, part) = rest.split_once('.')?;
-            let part = part.replace(".experts.0.", ".experts.");
-            (layer.parse::<usize>().ok()? < model.layers.len()).then(|| part.strip_prefix("mlp.").map(String::from).unwrap_or(part))
-        }
+    let name = name.strip_suffix(".weight")?;
+    if name == model.names.head {
+        return Some("lm_head".into());
     }
+    let name = name.strip_prefix(model.names.body)?;
+    let Some(rest) = name.strip_prefix("layers.") else { return (name == "embed_tokens").then(|| name.to_string()) };
+    let (layer, part) = rest.split_once('.')?;
+    let part = part.replace(".experts.0.", ".experts.");
+    let part = part.strip_prefix(model.names.moe).and_then(|part| part.strip_prefix('.')).unwrap_or(&part);
+    (layer.parse::<usize>().ok()? < model.layers.len()).then(|| part.to_string())
 }

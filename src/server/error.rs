@@ -1,24 +1,26 @@
 //! Every refusal in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
 
 use axum::Json;
-use axum::http::{Method, StatusCode};
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use crate::Error;
 
 /// An HTTP status with OpenAI's error object.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct ApiError {
     status: StatusCode,
     message: String,
     param: Option<String>,
     code: Option<&'static str>,
+    retry_after: Option<u64>, // seconds
 }
 
 impl ApiError {
     fn new(status: StatusCode, message: impl Into<String>, param: Option<&str>, code: Option<&'static str>) -> Self {
-        Self { status, message: message.into(), param: param.map(String::from), code }
+        Self { status, message: message.into(), param: param.map(String::from), code, retry_after: None }
     }
 
     /// The request cannot be understood at all.
@@ -32,8 +34,8 @@ impl ApiError {
     }
 
     /// More than anyone may send.
-    pub(super) fn body_too_large(bytes: u64, limit: usize) -> Self {
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("The request body has {bytes} bytes; at most {limit} are taken"), None, None)
+    pub(super) fn body_too_large(limit: usize) -> Self {
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("The request body is too large: at most {limit} bytes are taken"), None, None)
     }
 
     /// A field has the wrong type or a value out of range.
@@ -54,6 +56,33 @@ impl ApiError {
             Some(param),
             Some("unknown_parameter"),
         )
+    }
+
+    /// No key, or one that is not ours.
+    pub(super) fn wrong_key() -> Self {
+        let message = "This server wants an API key, as 'Authorization: Bearer KEY'; none or a wrong one was given";
+        Self::new(StatusCode::UNAUTHORIZED, message, None, Some("invalid_api_key"))
+    }
+
+    /// Somebody who may not ask here.
+    pub(super) fn forbidden(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::FORBIDDEN, message, None, Some("forbidden"))
+    }
+
+    /// Nobody is answered now; `retry_after`: in how many seconds it is worth asking again.
+    pub(super) fn unavailable(message: &str, retry_after: Option<u64>) -> Self {
+        Self { retry_after, ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message, None, Some("unavailable")) }
+    }
+
+    /// More is asked for at the same time than is taken.
+    pub(super) fn too_many(what: impl Into<String>) -> Self {
+        let refused = Self::new(StatusCode::TOO_MANY_REQUESTS, what, None, Some("rate_limit_exceeded"));
+        Self { retry_after: Some(2), ..refused }
+    }
+
+    /// The client took too long to send what it wants.
+    pub(super) fn too_slow() -> Self {
+        Self::new(StatusCode::REQUEST_TIMEOUT, "The request body did not arrive in time", None, Some("timeout"))
     }
 
     pub(super) fn no_such_model(asked: &str, served: &str) -> Self {
@@ -84,12 +113,44 @@ impl ApiError {
         let kind = if self.status.is_client_error() { "invalid_request_error" } else { "server_error" };
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
     }
+
+    /// The same in Anthropic's shape.
+    pub(super) fn to_anthropic_json(&self) -> Value {
+        let kind = match self.status.as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            404 => "not_found_error",
+            413 => "request_too_large",
+            429 => "rate_limit_error",
+            503 => "overloaded_error",
+            status if status < 500 => "invalid_request_error",
+            _ => "api_error",
+        };
+        json!({"type": "error", "error": {"type": kind, "message": self.message}})
+    }
+
+    /// A response in Anthropic's shape.
+    pub(super) fn to_anthropic(&self) -> Response {
+        self.respond(self.to_anthropic_json())
+    }
+
+    fn respond(&self, body: Value) -> Response {
+        let mut response = (self.status, Json(body)).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
 }
 
 impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         let status = match error {
             Error::Invalid(_) => StatusCode::BAD_REQUEST,
+            Error::Busy(what) => return Self::too_many(what),
             Error::Stopped(_) | Error::Resources(_) => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -99,6 +160,9 @@ impl From<Error> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        (self.status, Json(self.to_json())).into_response()
+        let mut response = self.respond(self.to_json());
+        // For whoever has to say it in another shape.
+        response.extensions_mut().insert(self);
+        response
     }
 }

@@ -7,16 +7,8 @@ use super::error::ApiError;
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// Fields that change nothing about the answer: bookkeeping of OpenAI's own service.
-const HARMLESS: [&str; 8] = [
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls", // without tools there is nothing to call in parallel
-];
+const HARMLESS: [&str; 7] =
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"];
 
 /// The members of a JSON object that are still unread. A null is the same as an absent field.
 pub(super) struct Fields(Map<String, Value>);
@@ -80,26 +72,13 @@ impl Fields {
 
     /// Refuses what is left and is not harmless; fields that OpenAI knows are told apart from those that nobody knows.
     pub(super) fn finish(mut self) -> Result<()> {
-        let zero = [json!(0), json!(0.0)];
         for (name, neutral) in [
-            ("n", &[json!(1)][..]),
-            ("best_of", &[json!(1)]),
-            ("presence_penalty", &zero),
-            ("frequency_penalty", &zero),
-            ("logit_bias", &[json!({})]),
-            ("logprobs", &[json!(false)]),
-            ("top_logprobs", &zero),
-            ("echo", &[json!(false)]),
-            ("suffix", &[json!("")]),
-            ("tools", &[json!([])]),
-            ("tool_choice", &[json!("none"), json!("auto")]),
+            ("suffix", &[json!("")][..]),
             ("functions", &[json!([])]),
             ("function_call", &[json!("none"), json!("auto")]),
-            ("response_format", &[json!({"type": "text"})]),
             ("modalities", &[json!(["text"])]),
             ("audio", &[]),
             ("prediction", &[]),
-            ("reasoning_effort", &[]),
             ("verbosity", &[]),
             ("web_search_options", &[]),
         ] {

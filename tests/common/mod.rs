@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod engine;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod small;
 
 use std::env::var_os;
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use std::path::PathBuf;
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::forward::Forward;
-use moebius::kv_cache::BlockPool;
+use moebius::kv_cache::{BlockPool, BlockTable};
 use moebius::load::{self, Loaded};
 use moebius::sampler::argmax;
 use safetensors::SafeTensors;
@@ -43,9 +44,16 @@ pub fn cache_dir() -> PathBuf {
 
 /// Loads a checkpoint with small limits.
 pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
-    let config =
-        EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() };
-    load::load("test", dir, &config, &|_| {}).unwrap()
+    load::load("test", dir, &limited(config), &|_| {}).unwrap()
+}
+
+/// A demo model or one of [`small`], with the same limits.
+pub fn load_model(name: &str, config: &EngineConfig) -> Loaded {
+    small::model(name, &limited(config))
+}
+
+fn limited(config: &EngineConfig) -> EngineConfig {
+    EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() }
 }
 
 impl Fixture {
@@ -74,20 +82,26 @@ impl Fixture {
 
 /// One sequence run by hand: its blocks and how far it is.
 pub struct Run {
-    pub blocks: Vec<u32>,
+    pub blocks: BlockTable,
     pub position: usize,
+    pub slot: usize,
 }
 
 impl Run {
     pub fn new(pool: &mut BlockPool, tokens: usize) -> Self {
-        let mut blocks = Vec::new();
+        let mut blocks = BlockTable::default();
         assert!(pool.grow(&mut blocks, tokens));
-        Self { blocks, position: 0 }
+        Self { blocks, position: 0, slot: 0 }
+    }
+
+    /// The same with its recurrent state, if the model has any, in this slot.
+    pub fn in_slot(self, slot: usize) -> Self {
+        Self { slot, ..self }
     }
 
     /// Adds `tokens` of this sequence to a batch; returns the row of the last one.
     pub fn push(&mut self, batch: &mut Batch, tokens: &[u32]) -> usize {
-        batch.push(tokens, self.position, &self.blocks);
+        batch.push(tokens, self.position, &self.blocks).slot = self.slot;
         self.position += tokens.len();
         batch.len() - 1
     }

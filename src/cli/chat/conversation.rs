@@ -58,7 +58,7 @@ impl Conversation {
             dropped += 1;
         };
         self.turns.drain(..2 * dropped);
-        Ok((Request { prompt, max_tokens: self.max_tokens, sampling: self.sampling.clone(), ignore_eos: false }, dropped))
+        Ok((Request { prompt, max_tokens: self.max_tokens, sampling: self.sampling.clone(), ..Request::default() }, dropped))
     }
 
     fn prompt(&self, model: &TextModel, skip: usize) -> Result<Vec<u32>> {

@@ -1,0 +1,337 @@
+//! The engine's thread: it owns model, KV cache and sequences, and does one step after the other.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+
+use super::{Event, FinishReason, Place, RequestStats, Submission, Token};
+use crate::batch::Batch;
+use crate::config::EngineConfig;
+use crate::forward::Forward;
+use crate::kv_cache::BlockPool;
+use crate::load::{LEAST_BYTES, Loaded};
+use crate::metrics::Metrics;
+use crate::pace::Pace;
+use crate::sampler::{Logprobs, Sampler};
+use crate::scheduler::{Scheduler, Sequence};
+use crate::tensor::Shortlist;
+use crate::{Error, Result};
+
+/// What the engine keeps with a sequence.
+struct Answer {
+    events: mpsc::UnboundedSender<Event>,
+    sampler: Sampler,
+    max_tokens: usize,
+    ignore_eos: bool,
+    place: Option<Place>, // while it waits for its first step
+    submitted: Instant,
+    started: Option<Instant>,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    decode_bytes: u64,
+    ended: bool,
+}
+
+/// The owner of everything that runs.
+pub(super) struct Engine {
+    model: Box<dyn Forward>,
+    scheduler: Scheduler<Answer>,
+    pace: Pace,
+    metrics: Arc<Metrics>,
+    batch: Batch,
+    sampled: Vec<usize>,            // of this step: running sequences at their end
+    rows: Vec<usize>,               // of this step: their rows of the batch, to sample from
+    inverse_temperatures: Vec<f32>, // of this step
+    lists: Vec<Shortlist>,          // of this step
+    undecided: Vec<usize>,          // of `sampled`: their whole rows are needed
+    ends: Ends,
+    vocab_size: usize,
+    resident_bytes: u64,
+    available_bytes: fn() -> u64, // RAM of the machine that can be taken
+}
+
+/// Where every answer ends.
+struct Ends {
+    tokens: Vec<u32>,
+    max_context: usize,
+}
+
+impl Engine {
+    /// Of a model in memory, whose answers end at `end_tokens`.
+    pub(super) fn new(loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, metrics: Arc<Metrics>) -> Self {
+        // Recurrent state is that of a sequence's end: no other can begin with it.
+        let reuse = config.prefix_cache && !loaded.model.config().has_recurrent_state();
+        let pool = BlockPool::new(loaded.kv_blocks).reusing(reuse);
+        Metrics::set(&metrics.kv_blocks_total, loaded.kv_blocks);
+        Self {
+            resident_bytes: loaded.model.resident_bytes_per_token(),
+            scheduler: Scheduler::new(pool, config.max_sequences, loaded.max_batch_tokens),
+            pace: Pace::new(config.max_gap),
+            metrics,
+            ends: Ends { tokens: end_tokens, max_context: loaded.max_context },
+            available_bytes: loaded.available_bytes,
+            vocab_size: loaded.model.config().vocab_size,
+            model: loaded.model,
+            batch: Batch::default(),
+            sampled: Vec::new(),
+            rows: Vec::new(),
+            inverse_temperatures: Vec::new(),
+            lists: Vec::new(),
+            undecided: Vec::new(),
+        }
+    }
+
+    /// Serves until all handles are dropped and all answers complete.
+    pub(super) fn run(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>) {
+        if let Err(error) = self.model.enter_thread() {
+            queue.close();
+            while let Ok(submission) = queue.try_recv() {
+                let _ = submission.events.send(Event::Failed(Error::Stopped(error.to_string())));
+            }
+            return;
+        }
+        loop {
+            if self.scheduler.is_idle() {
+                match queue.blocking_recv() {
+                    Some(submission) => self.add(submission),
+                    None => return,
+                }
+            }
+            while let Ok(submission) = queue.try_recv() {
+                self.add(submission);
+            }
+            let cancelled = &self.metrics.requests_cancelled_total;
+            self.scheduler.retire(|s| s.state.events.is_closed(), |_| Metrics::add(cancelled, 1));
+            if let Err(error) = self.step() {
+                // The step is shared: what went wrong concerns everyone in it, and nobody else.
+                for i in 0..self.scheduler.plan().len() {
+                    let index = self.scheduler.plan()[i].index;
+                    self.scheduler.sequence(index).state.fail(Error::Model(error.to_string()), &self.metrics);
+                }
+                self.scheduler.retire(|s| s.state.ended, drop);
+            }
+            self.publish();
+        }
+    }
+
+    /// After a panic nothing here can be trusted to compute: whoever waits is told, and nobody else is let in.
+    pub(super) fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, panic: &(dyn Any + Send)) {
+        let failed = || Event::Failed(Error::Stopped(format!("a bug: {}", words(panic))));
+        queue.close();
+        self.scheduler.retire(|_| true, |s| drop(s.state.events.send(failed())));
+        while let Ok(submission) = queue.try_recv() {
+            let _ = submission.events.send(failed());
+        }
+    }
+
+    fn publish(&self) {
+        let (metrics, pool) = (&*self.metrics, self.scheduler.pool());
+        Metrics::set(&metrics.requests_running, self.scheduler.running());
+        Metrics::set(&metrics.preemptions_total, self.scheduler.preempted() as usize);
+        Metrics::set(&metrics.kv_blocks_used, pool.total_blocks() - pool.free_blocks());
+        Metrics::set(&metrics.kv_blocks_kept, pool.kept_blocks());
+    }
+
+    fn add(&mut self, Submission { request, events, submitted, place }: Submission) {
+        let refuse = |error: Error| {
+            Metrics::add(&self.metrics.requests_failed_total, 1);
+            let _ = events.send(Event::Failed(error));
+        };
+        let biased = request.sampling.logit_bias.iter().map(|(token, _)| token);
+        if let Some(token) = request.prompt.iter().chain(biased).find(|&&t| t as usize >= self.vocab_size) {
+            return refuse(Error::Invalid(format!("token id {token} is not in the vocabulary of {}", self.vocab_size)));
+        }
+        if request.max_tokens == Some(0) {
+            let stats = RequestStats { prompt_tokens: request.prompt.len(), ..RequestStats::default() };
+            let _ = events.send(Event::Done(FinishReason::Length, stats));
+            return;
+        }
+        // What runs has its memory; more could take the machine down.
+        let available = (self.available_bytes)();
+        if available < LEAST_BYTES {
+            return refuse(Error::Resources(format!(
+                "memory is short: {} MiB of this machine's are left and {} are kept free, so no new request is taken; try again later, or close other programs",
+                available >> 20,
+                LEAST_BYTES >> 20
+            )));
+        }
+        let room = self.ends.max_context - request.prompt.len();
+        let answer = Answer {
+            events,
+            sampler: Sampler::new(request.sampling, request.constraint, request.logprobs),
+            max_tokens: request.max_tokens.unwrap_or(room).min(room),
+            ignore_eos: request.ignore_eos,
+            place: Some(place),
+            submitted,
+            started: None,
+            first: None,
+            last: None,
+            decode_bytes: 0,
+            ended: false,
+        };
+        self.scheduler.add(Sequence::new(request.prompt, request.client, answer));
+    }
+
+    /// One forward pass for all, one token for each sequence that is at its end.
+    fn step(&mut self) -> Result<()> {
+        let now = Instant::now();
+        let prompt_tokens = self.plan(now);
+        if self.batch.is_empty() {
+            return Ok(());
+        }
+        let before = self.model.traffic();
+        self.model.forward(&self.batch, None)?;
+        let read = self.model.traffic().since(before).total() + self.resident_bytes;
+        self.scheduler.commit();
+        Metrics::add(&self.metrics.steps_total, 1);
+
+        // At most one row per sequence, and no more sequences than rows of logits.
+        if !self.rows.is_empty() {
+            self.sample(read)?;
+            self.scheduler.retire(|s| s.state.ended, drop);
+        }
+        if prompt_tokens > 0 {
+            self.pace.record(prompt_tokens, now.elapsed());
+        }
+        Ok(())
+    }
+
+    /// Plans the step that begins `now`. Returns how many tokens of prompts are in it.
+    fn plan(&mut self, now: Instant) -> usize {
+        self.scheduler.next(&mut self.batch, self.pace.prompt_tokens());
+        self.sampled.clear();
+        self.rows.clear();
+        let mut prompt_tokens = 0;
+        for i in 0..self.scheduler.plan().len() {
+            let part = self.scheduler.plan()[i];
+            let sequence = self.scheduler.sequence(part.index);
+            let answer = &mut sequence.state;
+            if answer.started.is_none() {
+                (answer.started, answer.place) = (Some(now), None);
+                Metrics::add(&self.metrics.prompt_tokens_reused_total, sequence.shared);
+            }
+            if answer.first.is_none() {
+                prompt_tokens += part.tokens;
+            }
+            if let Some(row) = part.last_row {
+                self.sampled.push(part.index);
+                self.rows.push(row);
+            }
+        }
+        Metrics::add(&self.metrics.prompt_tokens_computed_total, prompt_tokens);
+        prompt_tokens
+    }
+
+    /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the whole row.
+    fn sample(&mut self, read: u64) -> Result<()> {
+        let Self { model, scheduler, metrics, sampled, rows, inverse_temperatures, lists, undecided, ends, vocab_size, .. } = self;
+        // A bug while one chooses its token, in a grammar say, is nobody else's.
+        let one = |sequence: &mut Sequence<Answer>, choose: &mut dyn FnMut(&mut Sequence<Answer>) -> Result<bool>| {
+            let chosen = catch_unwind(AssertUnwindSafe(|| choose(sequence)));
+            let chosen = chosen.unwrap_or_else(|panic| Err(Error::Model(format!("a bug while choosing a token: {}", words(&*panic)))));
+            chosen.unwrap_or_else(|error| {
+                sequence.state.fail(error, metrics);
+                true
+            })
+        };
+        inverse_temperatures.clear();
+        inverse_temperatures.extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
+        let listed = inverse_temperatures.len() == rows.len() && model.shortlists(rows, inverse_temperatures, lists)?;
+        undecided.clear();
+        for (i, &index) in sampled.iter().enumerate() {
+            let decided = listed
+                && one(scheduler.sequence(index), &mut |sequence| {
+                    let token = sequence.state.sampler.sample_shortlist(&lists[i], &sequence.tokens)?;
+                    token.map_or(Ok(false), |token| say(sequence, token, None, ends, read, metrics).map(|()| true))
+                });
+            if !decided {
+                undecided.push(i);
+            }
+        }
+        if undecided.is_empty() {
+            return Ok(());
+        }
+        let logits = if listed { model.whole_rows()? } else { model.logits(rows)? };
+        for &i in &*undecided {
+            one(scheduler.sequence(sampled[i]), &mut |sequence| {
+                let row = &mut logits[i * *vocab_size..][..*vocab_size];
+                let (token, logprobs) = sequence.state.sampler.sample(row, &sequence.tokens, sequence.prompt_tokens)?;
+                say(sequence, token, logprobs, ends, read, metrics).map(|()| true)
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Adds the next token to `sequence` and tells its receiver.
+fn say(
+    sequence: &mut Sequence<Answer>,
+    token: u32,
+    logprobs: Option<Box<Logprobs>>,
+    ends: &Ends,
+    read: u64,
+    metrics: &Metrics,
+) -> Result<()> {
+    let now = Instant::now();
+    let answer = &mut sequence.state;
+    if answer.first.is_some() {
+        answer.decode_bytes += read;
+    }
+    answer.first.get_or_insert(now);
+    answer.last = Some(now);
+    Metrics::add(&metrics.generated_tokens_total, 1);
+    if !answer.ignore_eos && ends.tokens.contains(&token) {
+        sequence.finish(FinishReason::Stop, metrics);
+        return Ok(());
+    }
+    let complete = answer.sampler.accept(token)?;
+    sequence.tokens.push(token);
+    // A receiver that is gone is noticed, and its sequence retired, before the next step.
+    let _ = sequence.state.events.send(Event::Token(Token { id: token, logprobs, stats: sequence.stats() }));
+    if complete {
+        sequence.finish(FinishReason::Stop, metrics);
+    } else if sequence.tokens.len() - sequence.prompt_tokens == sequence.state.max_tokens || sequence.tokens.len() >= ends.max_context {
+        sequence.finish(FinishReason::Length, metrics);
+    }
+    Ok(())
+}
+
+impl Sequence<Answer> {
+    fn finish(&mut self, reason: FinishReason, metrics: &Metrics) {
+        Metrics::add(&metrics.requests_finished_total, 1);
+        let stats = self.stats();
+        self.state.ended = true;
+        let _ = self.state.events.send(Event::Done(reason, stats));
+    }
+
+    fn stats(&self) -> RequestStats {
+        let between = |a: Option<Instant>, b: Option<Instant>| Option::zip(a, b).map_or(Duration::ZERO, |(a, b)| b - a);
+        let Answer { submitted, started, first, last, decode_bytes, .. } = self.state;
+        RequestStats {
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.shared,
+            completion_tokens: self.tokens.len() - self.prompt_tokens,
+            queued: between(Some(submitted), started),
+            prefill: between(started, first),
+            decode: between(first, last),
+            decode_bytes,
+        }
+    }
+}
+
+impl Answer {
+    fn fail(&mut self, error: Error, metrics: &Metrics) {
+        Metrics::add(&metrics.requests_failed_total, 1);
+        self.ended = true;
+        let _ = self.events.send(Event::Failed(error));
+    }
+}
+
+/// What a panic said.
+fn words(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("a panic without words")
+}

@@ -1,0 +1,62 @@
+//! What an engine counts while it runs, for everyone to read at any time.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Declares the counters with their names for Prometheus, so that none is forgotten there.
+macro_rules! metrics {
+    ($($(#[doc = $doc:literal])* $field:ident $kind:ident,)*) => {
+        /// Counters and levels of one engine. Written by its thread, read by anyone.
+        #[derive(Debug, Default)]
+        pub struct Metrics {
+            $($(#[doc = $doc])* pub $field: AtomicU64,)*
+        }
+
+        impl Metrics {
+            /// Name, description, `counter` or `gauge`, and value of each.
+            pub fn all(&self) -> impl Iterator<Item = (&'static str, &'static str, &'static str, u64)> {
+                [$((stringify!($field), concat!($($doc),*), stringify!($kind), self.$field.load(Relaxed)),)*].into_iter()
+            }
+        }
+    };
+}
+
+metrics! {
+    /// Requests that wait for their first step.
+    requests_waiting gauge,
+    /// Requests that run.
+    requests_running gauge,
+    /// Answers that ended by themselves, at their limit or at a stop string.
+    requests_finished_total counter,
+    /// Requests whose client went away.
+    requests_cancelled_total counter,
+    /// Requests that failed.
+    requests_failed_total counter,
+    /// Tokens of prompts that were computed.
+    prompt_tokens_computed_total counter,
+    /// Tokens of prompts that other requests had computed.
+    prompt_tokens_reused_total counter,
+    /// Tokens of answers.
+    generated_tokens_total counter,
+    /// Forward passes.
+    steps_total counter,
+    /// Times that a request gave its KV blocks back and waited.
+    preemptions_total counter,
+    /// KV blocks of 64 tokens.
+    kv_blocks_total gauge,
+    /// KV blocks that running requests hold.
+    kv_blocks_used gauge,
+    /// KV blocks that nobody holds, kept for requests that begin alike.
+    kv_blocks_kept gauge,
+}
+
+impl Metrics {
+    /// Counts `n` more.
+    pub(crate) fn add(counter: &AtomicU64, n: usize) {
+        counter.fetch_add(n as u64, Relaxed);
+    }
+
+    /// Sets a level.
+    pub(crate) fn set(level: &AtomicU64, n: usize) {
+        level.store(n as u64, Relaxed);
+    }
+}

@@ -1,0 +1,265 @@
+//! What an endpoint asks the engine for, and the fields that several endpoints share.
+
+use std::sync::Arc;
+
+use axum::body::{Body, Bytes, HttpBody};
+use axum::http::StatusCode;
+use serde_json::Value;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::App;
+use super::error::ApiError;
+use super::fields::Fields;
+use crate::engine::{Request, SamplingParams};
+use crate::grammar::Grammar;
+use crate::reply::Parser;
+use crate::text_model::TextModel;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// Bytes of a request body at most: a million tokens of text, and no more than a box can hold many of.
+const MAX_BODY_BYTES: usize = 16 << 20;
+
+/// A body above this is large: few of them are read at a time, and fewer understood, so that their texts and tokens leave memory to the rest.
+const LARGE_BODY_BYTES: u64 = 256 << 10;
+const LARGE_READ: usize = 64;
+const LARGE_UNDERSTOOD: usize = 2;
+
+/// Stop strings of a request at most, and bytes of each: matching costs their product for every token.
+const MAX_STOPS: usize = 16;
+const MAX_STOP_BYTES: usize = 1024;
+
+/// Answers to one request at most.
+const MAX_CHOICES: usize = 16;
+
+/// Tokens with a bias at most.
+const MAX_BIASES: usize = 1024;
+
+/// Places for large bodies.
+pub(super) struct LargeBodies {
+    read: Arc<Semaphore>,
+    understood: Arc<Semaphore>,
+}
+
+impl Default for LargeBodies {
+    fn default() -> Self {
+        Self { read: Arc::new(Semaphore::new(LARGE_READ)), understood: Arc::new(Semaphore::new(LARGE_UNDERSTOOD)) }
+    }
+}
+
+/// A body, whole, and its place if it is large.
+pub(super) struct Whole {
+    bytes: Bytes,
+    large: Option<OwnedSemaphorePermit>,
+}
+
+/// A body, understood: what to ask the engine, and how to answer.
+pub(super) struct Ask {
+    /// One request for each choice, with what tells the parts of its answer apart; `None`: it is all content.
+    pub(super) choices: Vec<(Request, Option<Parser>)>,
+    /// Choices of one prompt, which stand beside each other.
+    pub(super) n: usize,
+    /// Strings that end an answer.
+    pub(super) stops: Vec<String>,
+    /// Markers in the answers may be special tokens.
+    pub(super) special_tokens: bool,
+}
+
+/// How one answer is asked for, whatever the prompt is.
+pub(super) struct Options {
+    pub(super) max_tokens: Option<usize>,
+    pub(super) sampling: SamplingParams,
+    pub(super) ignore_eos: bool,
+    pub(super) stops: Vec<String>,
+    pub(super) n: usize,
+    pub(super) logprobs: Option<usize>,
+}
+
+impl Options {
+    /// Reads the fields that OpenAI's endpoints share.
+    pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Self> {
+        let max_tokens = fields.integer("max_tokens", 1)?;
+        Ok(Self {
+            max_tokens: fields.integer("max_completion_tokens", 1)?.or(max_tokens),
+            sampling: sampling(model, fields)?,
+            ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
+            stops: stops("stop", fields.take("stop"))?,
+            n: match fields.integer("n", 1)? {
+                Some(n) if n > MAX_CHOICES => return Err(ApiError::bad_field("n", format!("'n' must be at most {MAX_CHOICES}"))),
+                n => n.unwrap_or(1),
+            },
+            logprobs: None,
+        })
+    }
+
+    /// What to ask for `prompts`, which `param` gave. Each choice has its own seed, constraint and parser.
+    pub(super) fn ask(
+        self,
+        model: &TextModel,
+        param: &str,
+        prompts: Vec<Vec<u32>>,
+        grammar: Option<&Grammar>,
+        parser: impl Fn() -> Option<Parser>,
+    ) -> Result<Ask> {
+        let limit = model.engine().info().max_context;
+        if let Some(prompt) = prompts.iter().find(|prompt| prompt.len() >= limit) {
+            let message = format!("This model's context holds {limit} tokens, answer included; the prompt has {} tokens", prompt.len());
+            return Err(ApiError::context_length(message, param));
+        }
+        let seed = self.sampling.seed.unwrap_or_else(random_seed);
+        let mut choices = Vec::with_capacity(prompts.len() * self.n);
+        for prompt in prompts {
+            for i in 0..self.n {
+                let request = Request {
+                    prompt: prompt.clone(),
+                    max_tokens: self.max_tokens,
+                    sampling: SamplingParams { seed: Some(seed.wrapping_add(i as u64)), ..self.sampling.clone() },
+                    ignore_eos: self.ignore_eos,
+                    constraint: grammar.map(|grammar| model.compile(grammar)).transpose()?,
+                    logprobs: self.logprobs,
+                    client: 0,
+                };
+                choices.push((request, parser()));
+            }
+        }
+        Ok(Ask { choices, n: self.n, stops: self.stops, special_tokens: false })
+    }
+}
+
+/// A seed that nobody asked for.
+fn random_seed() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(std::time::Instant::now())
+}
+
+/// Reads a body to its end.
+///
+/// Errors: it is larger than anyone may send, cut off, or takes too long.
+async fn read_body(app: &App, body: Body) -> Result<Whole> {
+    // One that is too large by its own account is not read until it is.
+    if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
+        return Err(ApiError::body_too_large(MAX_BODY_BYTES));
+    }
+    let large = match body.size_hint().upper() {
+        Some(..=LARGE_BODY_BYTES) => None,
+        _ => Some(
+            app.large
+                .read
+                .clone()
+                .try_acquire_owned()
+                .map_err(|_| ApiError::too_many(format!("{LARGE_READ} large requests are being read: try again in a while")))?,
+        ),
+    };
+    // A large body may take longer, but not forever.
+    match tokio::time::timeout(4 * app.client_timeout, axum::body::to_bytes(body, MAX_BODY_BYTES)).await {
+        Ok(Ok(bytes)) => Ok(Whole { bytes, large }),
+        Ok(Err(e)) if std::error::Error::source(&e).is_some_and(|e| e.is::<http_body_util::LengthLimitError>()) => {
+            Err(ApiError::body_too_large(MAX_BODY_BYTES))
+        }
+        Ok(Err(_)) => Err(ApiError::body(StatusCode::BAD_REQUEST, "The request body was cut off, or is not encoded as its headers say")),
+        Err(_) => Err(ApiError::too_slow()),
+    }
+}
+
+/// The common beginning of an endpoint: its body as fields, for a model that is there and is the one asked for.
+pub(super) async fn understand<T: Send + 'static>(
+    app: &Arc<App>,
+    body: Body,
+    read: impl FnOnce(&TextModel, &mut Fields) -> Result<T> + Send + 'static,
+) -> Result<T> {
+    app.model()?;
+    let Whole { bytes, large } = read_body(app, body).await?;
+    let understood = match &large {
+        Some(_) => app.large.understood.clone().acquire_owned().await.ok(),
+        None => None,
+    };
+    let app = app.clone();
+    // Tokenizing a long prompt and compiling a grammar take too long for an async thread.
+    let work = move || {
+        let (_large, _understood) = (large, understood);
+        let mut fields = Fields::parse(&bytes)?;
+        if let Some(name) = fields.string("model")? {
+            app.check_model(&name)?;
+        }
+        let read = read(app.model()?, &mut fields)?;
+        fields.finish()?;
+        Ok(read)
+    };
+    tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal())?
+}
+
+fn sampling(model: &TextModel, fields: &mut Fields) -> Result<SamplingParams> {
+    let default = model.sampling();
+    Ok(SamplingParams {
+        temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(default.temperature),
+        top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(default.top_p),
+        top_k: fields.integer("top_k", 0)?.unwrap_or(default.top_k),
+        min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(default.min_p),
+        repetition_penalty: fields.number("repetition_penalty", 0.01..=100.0)?.unwrap_or(default.repetition_penalty),
+        presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(default.presence_penalty),
+        frequency_penalty: fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(default.frequency_penalty),
+        logit_bias: logit_bias(model, fields)?,
+        seed: fields.seed()?,
+    })
+}
+
+/// `{"token id": bias}`, biases from -100 to 100.
+fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Vec<(u32, f32)>> {
+    let wrong = || {
+        let message = format!("'logit_bias' must map token ids of this model to numbers from -100 to 100, at most {MAX_BIASES} of them");
+        ApiError::bad_field("logit_bias", message)
+    };
+    let Some(map) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    if map.len() > MAX_BIASES {
+        return Err(wrong());
+    }
+    let one = |(token, bias): (&String, &Value)| {
+        let token = token.parse::<u32>().ok().filter(|&t| (t as usize) < model.tokenizer().vocab_size())?;
+        Some((token, bias.as_f64().filter(|b| b.abs() <= 100.0)? as f32))
+    };
+    map.iter().map(|entry| one(entry).ok_or_else(wrong)).collect()
+}
+
+/// Stop strings: one, or a list.
+pub(super) fn stops(name: &str, value: Option<Value>) -> Result<Vec<String>> {
+    let wrong = || {
+        let message =
+            format!("'{name}' must be a string, or a list of at most {MAX_STOPS}, none empty or longer than {MAX_STOP_BYTES} bytes");
+        ApiError::bad_field(name, message)
+    };
+    let list = match value {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) => list,
+        Some(single) => vec![single],
+    };
+    if list.len() > MAX_STOPS {
+        return Err(wrong());
+    }
+    let valid = |stop: &Value| stop.as_str().filter(|s| !s.is_empty() && s.len() <= MAX_STOP_BYTES).map(String::from).ok_or_else(wrong);
+    list.iter().map(valid).collect()
+}
+
+/// A list of token ids of the model.
+pub(super) fn token_ids(model: &TextModel, name: &str, value: &Value) -> Result<Vec<u32>> {
+    let wrong = || ApiError::bad_field(name, format!("'{name}' must be a list of token ids"));
+    let list = value.as_array().ok_or_else(wrong)?;
+    let ids = list.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(wrong)).collect::<Result<Vec<_>>>()?;
+    model.tokenizer().check_ids(&ids).map_err(|e| ApiError::bad_field(name, e.to_string()))?;
+    Ok(ids)
+}
+
+/// Whether to stream, and whether usage is told at the end of the stream.
+pub(super) fn streaming(fields: &mut Fields) -> Result<(bool, bool)> {
+    let stream = fields.boolean("stream")?.unwrap_or(false);
+    let Some(options) = fields.object("stream_options")? else { return Ok((stream, false)) };
+    if !stream {
+        return Err(ApiError::bad_field("stream_options", "'stream_options' is only for requests with 'stream': true"));
+    }
+    for (name, value) in &options {
+        match (name.as_str(), value) {
+            ("include_usage", Value::Bool(_) | Value::Null) | ("include_obfuscation", Value::Bool(false)) => {}
+            _ => return Err(ApiError::unsupported(&format!("stream_options.{name}"))),
+        }
+    }
+    Ok((true, options.get("include_usage") == Some(&Value::Bool(true))))
+}

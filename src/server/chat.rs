@@ -1,0 +1,194 @@
+//! `/v1/chat/completions`, whole and as server-sent events.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::sse::Event;
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use serde_json::{Map, Value, json};
+
+use super::answer::{Answer, Finish, Shape, Step, stream};
+use super::ask::{Options, streaming, understand};
+use super::conversation::Conversation;
+use super::error::ApiError;
+use super::front::{Caller, new_id};
+use super::{App, unix_seconds};
+use crate::engine::Logprobs;
+use crate::reply::Part;
+use crate::text_model::TextModel;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// Answers `/v1/chat/completions`.
+pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+    let (ask, streams, include_usage) = understand(&app, body, |model, fields| {
+        let (streams, include_usage) = streaming(fields)?;
+        let mut options = Options::read(model, fields)?;
+        let top = fields.integer("top_logprobs", 0)?;
+        options.logprobs = match (fields.boolean("logprobs")?.unwrap_or(false), top) {
+            (_, Some(top)) if top > 20 => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' must be at most 20")),
+            (true, top) => Some(top.unwrap_or(0)),
+            (false, Some(1..)) => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' wants 'logprobs': true")),
+            (false, _) => None,
+        };
+        Ok((Conversation::read(model, fields)?.ask(model, options)?, streams, include_usage))
+    })
+    .await?;
+    let n = ask.choices.len();
+    let model = app.model()?.clone();
+    let mut answer = Answer::start(&app, caller, ask)?;
+    let name = model.engine().info().model.clone();
+    let shape = Chat { id: new_id("chatcmpl"), created: unix_seconds(), name, include_usage, n, model };
+    if streams {
+        return Ok(stream(answer, shape));
+    }
+    let mut choices: Vec<Whole> = std::iter::repeat_with(Whole::default).take(n).collect();
+    while let Some(step) = answer.next().await {
+        match step? {
+            Step::Part(i, part, logprobs) => choices[i].add(&shape.model, part, logprobs),
+            Step::End(i, finish, logprobs) => choices[i].end(&shape.model, finish, logprobs),
+        }
+    }
+    let choices: Vec<Value> = choices.into_iter().enumerate().map(|(i, choice)| choice.into_json(i)).collect();
+    let mut object = shape.object("chat.completion", choices.into());
+    object.insert("usage".into(), answer.usage().to_json());
+    object.insert("timings".into(), answer.timings());
+    Ok(Json(object).into_response())
+}
+
+/// One choice of an answer that is sent as a whole.
+#[derive(Default)]
+struct Whole {
+    content: String,
+    reasoning: String,
+    calls: Vec<Value>,
+    logprobs: Vec<Value>,
+    finish: Option<Finish>,
+}
+
+impl Whole {
+    fn add(&mut self, model: &TextModel, part: Part, logprobs: Vec<(u32, Logprobs)>) {
+        self.logprobs.extend(logprobs.iter().map(|token| logprob(model, token)));
+        match part {
+            Part::Content(text) => self.content += &text,
+            Part::Reasoning(text) => self.reasoning += &text,
+            Part::Call { id, name, .. } => {
+                self.calls.push(json!({"id": id, "type": "function", "function": {"name": name, "arguments": ""}}));
+            }
+            Part::Arguments { index, json } => {
+                if let Some(Value::String(arguments)) = self.calls.get_mut(index).map(|call| &mut call["function"]["arguments"]) {
+                    arguments.push_str(&json);
+                }
+            }
+        }
+    }
+
+    fn end(&mut self, model: &TextModel, finish: Finish, logprobs: Vec<(u32, Logprobs)>) {
+        self.logprobs.extend(logprobs.iter().map(|token| logprob(model, token)));
+        self.finish = Some(finish);
+    }
+
+    fn into_json(self, index: usize) -> Value {
+        let said_nothing = self.content.is_empty() && !self.calls.is_empty();
+        let mut message = Map::from_iter([
+            ("role".to_string(), json!("assistant")),
+            ("content".to_string(), if said_nothing { Value::Null } else { self.content.into() }),
+        ]);
+        if !self.reasoning.is_empty() {
+            message.insert("reasoning_content".into(), self.reasoning.into());
+        }
+        if !self.calls.is_empty() {
+            message.insert("tool_calls".into(), self.calls.into());
+        }
+        let logprobs = if self.logprobs.is_empty() { Value::Null } else { json!({"content": self.logprobs, "refusal": null}) };
+        json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish.map(Finish::name)})
+    }
+}
+
+/// A token with how likely it was. Its bytes are exact where its text is half a character.
+fn logprob(model: &TextModel, (token, logprobs): &(u32, Logprobs)) -> Value {
+    let one = |token: u32, logprob: f32| {
+        let bytes = model.tokenizer().token_bytes(token);
+        // OpenAI has no infinities: what cannot come is as good as that.
+        json!({"token": String::from_utf8_lossy(bytes), "logprob": logprob.max(-9999.0), "bytes": bytes})
+    };
+    let mut entry = one(*token, logprobs.logprob);
+    entry["top_logprobs"] = logprobs.top.iter().map(|&(token, logprob)| one(token, logprob)).collect();
+    entry
+}
+
+/// The wire form of one answer: what its objects have in common.
+struct Chat {
+    id: String,
+    created: u64,
+    name: String,
+    include_usage: bool,
+    n: usize,
+    model: TextModel,
+}
+
+impl Chat {
+    fn object(&self, object: &str, choices: Value) -> Map<String, Value> {
+        Map::from_iter([
+            ("id".to_string(), json!(self.id)),
+            ("object".to_string(), json!(object)),
+            ("created".to_string(), json!(self.created)),
+            ("model".to_string(), json!(self.name)),
+            ("choices".to_string(), choices),
+        ])
+    }
+
+    fn event(&self, object: Map<String, Value>) -> Event {
+        Event::default().data(Value::Object(object).to_string())
+    }
+
+    /// One chunk of a stream. With usage asked for, every chunk but the last has a null, as OpenAI sends it.
+    fn chunk(&self, i: usize, delta: Value, finish: Option<Finish>, logprobs: &[(u32, Logprobs)]) -> Event {
+        let logprobs = match logprobs {
+            [] => Value::Null,
+            tokens => json!({"content": tokens.iter().map(|token| logprob(&self.model, token)).collect::<Vec<_>>(), "refusal": null}),
+        };
+        let choice = json!({"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish.map(Finish::name)});
+        let mut object = self.object("chat.completion.chunk", json!([choice]));
+        if self.include_usage {
+            object.insert("usage".into(), Value::Null);
+        }
+        self.event(object)
+    }
+}
+
+impl Shape for Chat {
+    fn open(&mut self) -> Vec<Event> {
+        (0..self.n).map(|i| self.chunk(i, json!({"role": "assistant", "content": ""}), None, &[])).collect()
+    }
+
+    fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
+        let (i, delta, logprobs) = match step {
+            Step::End(i, finish, logprobs) => return vec![self.chunk(i, json!({}), Some(finish), &logprobs)],
+            Step::Part(i, Part::Content(text), logprobs) => (i, json!({"content": text}), logprobs),
+            Step::Part(i, Part::Reasoning(text), logprobs) => (i, json!({"reasoning_content": text}), logprobs),
+            Step::Part(i, Part::Call { index, id, name }, logprobs) => {
+                let function = json!({"name": name, "arguments": ""});
+                (i, json!({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}), logprobs)
+            }
+            Step::Part(i, Part::Arguments { index, json }, logprobs) => {
+                (i, json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]}), logprobs)
+            }
+        };
+        vec![self.chunk(i, delta, None, &logprobs)]
+    }
+
+    fn close(&mut self, answer: &Answer) -> Vec<Event> {
+        let mut events = Vec::new();
+        if self.include_usage {
+            let mut object = self.object("chat.completion.chunk", json!([]));
+            object.insert("usage".into(), answer.usage().to_json());
+            object.insert("timings".into(), answer.timings());
+            events.push(self.event(object));
+        }
+        events.push(Event::default().data("[DONE]"));
+        events
+    }
+}

@@ -1,0 +1,189 @@
+//! Before every route: who may ask, a request's id, the log, and a panic that is nobody else's.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::{IpAddr, SocketAddr};
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
+
+use axum::extract::{ConnectInfo, MatchedPath, Request, State};
+use axum::http::header::{AUTHORIZATION, CACHE_CONTROL, HOST, ORIGIN};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use futures_util::FutureExt;
+use subtle::ConstantTimeEq;
+use tower_http::cors::{AllowOrigin, CorsLayer};
+
+use super::error::ApiError;
+use super::{App, ServerOptions, unix_seconds};
+use crate::{Error, Result};
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// Paths that say nothing about anybody's requests: open without a key.
+const OPEN: [&str; 3] = ["/health", "/ready", "/version"];
+
+/// A request's id and whom it is from, for the log and for taking turns.
+#[derive(Clone, Debug)]
+pub(super) struct Caller {
+    /// The client's own id for the request, if it sent a plain one.
+    pub(super) request_id: String,
+    /// The same number for the same key, or without keys the same address.
+    pub(super) client: u64,
+}
+
+/// The keys that open this server.
+pub(super) struct Keys(Vec<String>);
+
+impl Keys {
+    pub(super) fn new(keys: &[String]) -> Self {
+        Self(keys.to_vec())
+    }
+
+    /// The number of the key that `headers` give; `None`: there is none among ours. Takes as long for any key of the same length.
+    fn find(&self, headers: &HeaderMap) -> Option<usize> {
+        let bearer = headers.get(AUTHORIZATION).and_then(|value| {
+            let (scheme, key) = value.as_bytes().split_at_checked(7)?;
+            scheme.eq_ignore_ascii_case(b"bearer ").then_some(key.trim_ascii())
+        });
+        let given = bearer.or_else(|| headers.get(API_KEY).map(HeaderValue::as_bytes))?;
+        let mut found = None;
+        for (i, key) in self.0.iter().enumerate() {
+            if bool::from(key.as_bytes().ct_eq(given)) {
+                found = Some(i);
+            }
+        }
+        found
+    }
+}
+
+/// The names under which this server may be asked. A page of somebody else's that had its own name point here could otherwise use a server without keys.
+pub(super) struct Hosts {
+    local_only: bool,
+    origins: Vec<String>, // of pages that may ask beside our own
+}
+
+impl Hosts {
+    pub(super) fn new(address: SocketAddr, options: &ServerOptions) -> Self {
+        let local_only = address.ip().is_loopback() && options.api_keys.is_empty() && !options.insecure;
+        Self { local_only, origins: options.cors_origins.clone() }
+    }
+
+    fn check(&self, headers: &HeaderMap) -> std::result::Result<(), ApiError> {
+        let host = headers.get(HOST).map_or(Ok(""), HeaderValue::to_str);
+        let host = host.map_err(|_| ApiError::bad_request("The Host header is not text"))?;
+        let name = match host.strip_prefix('[') {
+            Some(rest) => rest.split(']').next().unwrap_or_default(),
+            None => host.split(':').next().unwrap_or_default(),
+        };
+        let local = name.is_empty() || name == "localhost" || name.ends_with(".localhost") || name.parse::<IpAddr>().is_ok();
+        if local || !self.local_only {
+            return Ok(());
+        }
+        Err(ApiError::forbidden(format!(
+            "This server answers to its address only, not to '{name}': start it with --api-key-file, or with --insecure behind a proxy"
+        )))
+    }
+
+    fn check_origin(&self, headers: &HeaderMap) -> std::result::Result<(), ApiError> {
+        let (Some(origin), Some(host)) = (headers.get(ORIGIN), headers.get(HOST)) else { return Ok(()) };
+        let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, name)| host == name);
+        if own || self.origins.iter().any(|allowed| allowed == "*" || origin == allowed.as_str()) {
+            return Ok(());
+        }
+        Err(ApiError::forbidden("Pages of other origins may not use this server: allow this one with --cors-origin"))
+    }
+}
+
+/// Which pages of other origins may read our answers; `None`: none. Errors: `Error::Invalid` for what is no origin.
+pub(super) fn cors(origins: &[String]) -> Result<Option<CorsLayer>> {
+    if origins.is_empty() {
+        return Ok(None);
+    }
+    let origin = |text: &String| {
+        let valid = text.contains("://") && !text.ends_with('/');
+        text.parse::<HeaderValue>().ok().filter(|_| valid).ok_or_else(|| {
+            Error::Invalid(format!(
+                "--cors-origin {text}: give an origin such as https://chat.example.com, without a slash at its end, or *"
+            ))
+        })
+    };
+    let allow = if origins.iter().any(|o| o == "*") {
+        AllowOrigin::any()
+    } else {
+        AllowOrigin::list(origins.iter().map(origin).collect::<Result<Vec<_>>>()?)
+    };
+    let layer = CorsLayer::new().allow_origin(allow).allow_methods([Method::GET, Method::POST]);
+    Ok(Some(layer.allow_headers(tower_http::cors::AllowHeaders::mirror_request()).expose_headers([REQUEST_ID])))
+}
+
+/// Lets a request through to its route, and its answer out.
+pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let started = Instant::now();
+    let (method, path) = (request.method().clone(), request.uri().path().to_string());
+    let route = request.extensions().get::<MatchedPath>().map_or("none".into(), |route| route.as_str().to_string());
+    let request_id = request_id(request.headers());
+    let admitted = admit(&app, &request).map(|client| Caller { request_id: request_id.clone(), client });
+    let mut response = match admitted {
+        Err(refusal) => refusal.into_response(),
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            // A bug in one request is told to whoever made it, and to nobody else.
+            AssertUnwindSafe(next.run(request)).catch_unwind().await.unwrap_or_else(|_| ApiError::internal().into_response())
+        }
+    };
+    if path.starts_with("/v1/messages")
+        && let Some(refusal) = response.extensions().get::<ApiError>()
+    {
+        response = refusal.to_anthropic();
+    }
+    let status = response.status();
+    app.http.count(&route, status.as_u16());
+    let ms = started.elapsed().as_millis() as u64;
+    if OPEN.contains(&path.as_str()) || path == "/metrics" {
+        tracing::debug!(request_id, %method, path, status = status.as_u16(), ms, "answered");
+    } else {
+        tracing::info!(request_id, %method, path, status = status.as_u16(), ms, "answered");
+    }
+    let headers = response.headers_mut();
+    headers.insert(REQUEST_ID, HeaderValue::from_str(&request_id).expect("letters, digits and dashes"));
+    headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+    response
+}
+
+/// Whom a request is from. Errors: it may not ask.
+fn admit(app: &App, request: &Request) -> std::result::Result<u64, ApiError> {
+    let headers = request.headers();
+    app.hosts.check(headers)?;
+    let mut hasher = DefaultHasher::new();
+    let path = request.uri().path();
+    let is_page = request.method() == Method::GET && !path.starts_with("/v1/") && path != "/metrics";
+    if app.keys.0.is_empty() {
+        // A page of another origin can send a request without asking first; only its answer would be kept from it.
+        app.hosts.check_origin(headers)?;
+        if let Some(ConnectInfo(peer)) = request.extensions().get::<ConnectInfo<SocketAddr>>() {
+            peer.ip().hash(&mut hasher);
+        }
+    } else if !is_page {
+        app.keys.find(headers).ok_or_else(ApiError::wrong_key)?.hash(&mut hasher);
+    }
+    Ok(hasher.finish())
+}
+
+fn request_id(headers: &HeaderMap) -> String {
+    let given = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let plain = |id: &&str| (1..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+    match given.filter(plain) {
+        Some(id) => id.to_string(),
+        None => new_id("req"),
+    }
+}
+
+/// An id that no other object of this server has.
+pub(super) fn new_id(prefix: &str) -> String {
+    static IDS: AtomicU64 = AtomicU64::new(0);
+    format!("{prefix}-{:x}{:08x}", unix_seconds(), IDS.fetch_add(1, Relaxed))
+}

@@ -1,0 +1,304 @@
+//! Anthropic's `/v1/messages`, whole and as server-sent events, and `/v1/messages/count_tokens`.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::sse::Event;
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use serde_json::{Map, Value, json};
+
+use super::App;
+use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
+use super::ask::{Options, stops, understand};
+use super::conversation::{Conversation, Tools, check_tools, read_content, read_function};
+use super::error::ApiError;
+use super::fields::Fields;
+use super::front::{Caller, new_id};
+use crate::engine::SamplingParams;
+use crate::reply::{Tool, ToolChoice};
+use crate::text_model::TextModel;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// Answers `/v1/messages`.
+pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+    let (ask, streams) = understand(&app, body, |model, fields| {
+        let max_tokens = fields.integer("max_tokens", 1)?;
+        let options = Options {
+            max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
+            sampling: SamplingParams {
+                temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.sampling().temperature),
+                top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(model.sampling().top_p),
+                top_k: fields.integer("top_k", 0)?.unwrap_or(model.sampling().top_k),
+                ..model.sampling().clone()
+            },
+            ignore_eos: false,
+            stops: stops("stop_sequences", fields.take("stop_sequences"))?,
+            n: 1,
+            logprobs: None,
+        };
+        let streams = fields.boolean("stream")?.unwrap_or(false);
+        Ok((read(model, fields)?.ask(model, options)?, streams))
+    })
+    .await?;
+    let name = app.model()?.engine().info().model.clone();
+    let mut answer = Answer::start(&app, caller, ask)?;
+    let mut shape = Messages { id: new_id("msg"), name, items: Items::default(), finish: Finish::Stop };
+    if streams {
+        let opening = shape.message(answer.usage(), None);
+        return Ok(stream(answer, Streamed { shape, opening, at: None }));
+    }
+    while let Some(step) = answer.next().await {
+        match step? {
+            Step::Part(_, part, _) => drop(shape.items.add(part)),
+            Step::End(_, finish, _) => shape.finish = finish,
+        }
+    }
+    Ok(Json(shape.message(answer.usage(), Some(&answer))).into_response())
+}
+
+/// Answers `/v1/messages/count_tokens`.
+pub(super) async fn count_tokens(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>> {
+    let count = understand(&app, body, |model, fields| Ok(read(model, fields)?.prompt(model)?.ids.len())).await?;
+    Ok(Json(json!({"input_tokens": count})))
+}
+
+/// The conversation of a body: `system`, `messages`, `tools`, `tool_choice`, `thinking`.
+fn read(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
+    let mut messages = Vec::new();
+    if let Some(system) = fields.take("system") {
+        messages.push(json!({"role": "system", "content": read_content("system", Some(&system))?}));
+    }
+    let list = fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
+    let list = list.as_array().filter(|list| !list.is_empty());
+    for (i, message) in list.ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?.iter().enumerate() {
+        read_message(&format!("messages[{i}]"), message, &mut messages)?;
+    }
+    let continues = messages.last().is_some_and(|message| message["role"] == "assistant" && message.get("tool_calls").is_none());
+    let kwargs = thinking(model, fields.object("thinking")?)?;
+    Conversation { messages, tools: read_tools(fields)?, format: None, kwargs, continues }.check("messages")
+}
+
+/// Whether to think, as the variables by which templates have it.
+fn thinking(model: &TextModel, field: Option<Map<String, Value>>) -> Result<Map<String, Value>> {
+    let Some(field) = field else { return Ok(Map::new()) };
+    let on = match field.get("type").and_then(Value::as_str) {
+        Some("enabled" | "adaptive") => true,
+        Some("disabled") => false,
+        _ => return Err(ApiError::bad_field("thinking", "'thinking' must be of type \"enabled\" or \"disabled\"")),
+    };
+    let switches: Vec<&str> = ["enable_thinking", "thinking"].into_iter().filter(|name| model.has_template_variable(name)).collect();
+    match (model.syntax().thinks(), on) {
+        (true, false) if switches.is_empty() => Err(ApiError::bad_field("thinking", "This model always thinks: leave 'thinking' away")),
+        (false, true) => Err(ApiError::bad_field("thinking", "This model does not think before it answers: leave 'thinking' away")),
+        _ => Ok(switches.into_iter().map(|name| (name.to_string(), json!(on))).collect()),
+    }
+}
+
+fn read_tools(fields: &mut Fields) -> Result<Tools> {
+    let list = match fields.take("tools") {
+        None => Vec::new(),
+        Some(Value::Array(list)) => list,
+        Some(_) => return Err(ApiError::bad_field("tools", "'tools' must be a list")),
+    };
+    let list = list.iter().enumerate().map(|(i, tool)| read_tool(&format!("tools[{i}]"), tool));
+    let mut tools = Tools { list: check_tools(list.collect::<Result<_>>()?)?, ..Tools::default() };
+    if let Some(choice) = fields.object("tool_choice")? {
+        tools.parallel = choice.get("disable_parallel_tool_use") != Some(&Value::Bool(true));
+        tools.choice = match (choice.get("type").and_then(Value::as_str), choice.get("name").and_then(Value::as_str)) {
+            (Some("auto"), _) => ToolChoice::Auto,
+            (Some("any"), _) => ToolChoice::Required,
+            (Some("none"), _) => ToolChoice::None,
+            (Some("tool"), Some(name)) => ToolChoice::Named(name.into()),
+            _ => return Err(ApiError::bad_field("tool_choice", "'tool_choice' must be of type auto, any, none, or tool with a name")),
+        };
+    }
+    tools.check()
+}
+
+/// A tool of the client; those that Anthropic runs itself are refused.
+fn read_tool(place: &str, tool: &Value) -> Result<Tool> {
+    if tool.get("type").is_some_and(|kind| !kind.is_null() && kind != "custom") {
+        return Err(ApiError::unsupported(&format!("{place}.type")));
+    }
+    let mut function = tool.as_object().cloned().unwrap_or_default();
+    function.remove("type");
+    function.remove("cache_control"); // prefixes are kept without being asked
+    if let Some(schema) = function.remove("input_schema") {
+        function.insert("parameters".into(), schema);
+    }
+    read_function(place, &Value::Object(function))
+}
+
+/// A message of the user or the assistant, as one or more that templates know: what came of calls is a message of its own there.
+fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()> {
+    let role = match message["role"].as_str() {
+        Some(role @ ("user" | "assistant" | "system")) => role,
+        _ => return Err(ApiError::bad_field(&format!("{place}.role"), format!("{place}.role must be user or assistant"))),
+    };
+    let blocks = match &message["content"] {
+        Value::String(text) => vec![json!({"type": "text", "text": text})],
+        Value::Array(blocks) => blocks.clone(),
+        _ => return Err(ApiError::bad_field(&format!("{place}.content"), format!("{place}.content must be a string or a list of blocks"))),
+    };
+    let (mut text, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
+    for (k, block) in blocks.iter().enumerate() {
+        let place = format!("{place}.content[{k}]");
+        let string = |name: &str| block[name].as_str().ok_or_else(|| ApiError::bad_field(&place, format!("{place} has no '{name}'")));
+        match (block["type"].as_str(), role) {
+            (Some("text"), _) => text += string("text")?,
+            (Some("thinking"), "assistant") => reasoning += string("thinking")?,
+            (Some("redacted_thinking"), "assistant") => {}
+            (Some("tool_use"), "assistant") => {
+                let function = json!({"name": string("name")?, "arguments": block["input"].to_string()});
+                calls.push(json!({"id": string("id")?, "type": "function", "function": function}));
+            }
+            (Some("tool_result"), "user") => {
+                let content = match &block["content"] {
+                    Value::Null => String::new(),
+                    content => read_content(&format!("{place}.content"), Some(content))?,
+                };
+                out.push(json!({"role": "tool", "tool_call_id": string("tool_use_id")?, "content": content}));
+            }
+            (Some(_), _) => return Err(ApiError::unsupported(&place)),
+            (None, _) => return Err(ApiError::bad_field(&place, format!("{place} must be a block with a type"))),
+        }
+    }
+    // A message of results alone says nothing of its own.
+    if text.is_empty() && calls.is_empty() && out.last().is_some_and(|last| last["role"] == "tool") && role == "user" {
+        return Ok(());
+    }
+    let mut own = json!({"role": role, "content": text});
+    if !reasoning.is_empty() {
+        own["reasoning_content"] = reasoning.into();
+    }
+    if !calls.is_empty() {
+        own["tool_calls"] = calls.into();
+    }
+    out.push(own);
+    Ok(())
+}
+
+/// One answer in Anthropic's form.
+struct Messages {
+    id: String,
+    name: String,
+    items: Items,
+    finish: Finish,
+}
+
+impl Messages {
+    /// The message object: as it begins, or with all that `answer` said.
+    fn message(&self, used: Usage, answer: Option<&Answer>) -> Value {
+        let content: Vec<Value> = if answer.is_some() { self.items.0.iter().map(block).collect() } else { Vec::new() };
+        json!({
+            "id": self.id, "type": "message", "role": "assistant", "model": self.name, "content": content,
+            "stop_reason": answer.map(|answer| self.stop_reason(answer)),
+            "stop_sequence": answer.and_then(Answer::stopped_at),
+            "usage": usage(used),
+        })
+    }
+
+    fn stop_reason(&self, answer: &Answer) -> &'static str {
+        match self.finish {
+            Finish::Length => "max_tokens",
+            Finish::ToolCalls => "tool_use",
+            Finish::Stop if answer.stopped_at().is_some() => "stop_sequence",
+            Finish::Stop => "end_turn",
+        }
+    }
+}
+
+/// Tokens as Anthropic counts them: what was in the cache is not input.
+fn usage(usage: Usage) -> Value {
+    json!({
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    })
+}
+
+fn block(item: &Item) -> Value {
+    match item {
+        Item::Reasoning(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
+        Item::Content(text) => json!({"type": "text", "text": text}),
+        Item::Call { id, name, arguments } => {
+            // The model may have been cut off in the middle of them.
+            let input = serde_json::from_str::<Value>(arguments).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
+            json!({"type": "tool_use", "id": id, "name": name, "input": input})
+        }
+    }
+}
+
+/// A message as it comes, block by block.
+struct Streamed {
+    shape: Messages,
+    opening: Value,
+    at: Option<usize>, // the block that is open
+}
+
+fn event(kind: &str, mut data: Value) -> Event {
+    data["type"] = kind.into();
+    Event::default().event(kind).data(data.to_string())
+}
+
+impl Streamed {
+    fn end_block(&mut self) -> Option<Event> {
+        self.at.take().map(|index| event("content_block_stop", json!({ "index": index })))
+    }
+}
+
+impl Shape for Streamed {
+    fn open(&mut self) -> Vec<Event> {
+        vec![event("message_start", json!({"message": self.opening})), event("ping", json!({}))]
+    }
+
+    fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
+        let part = match step {
+            Step::Part(_, part, _) => part,
+            Step::End(_, finish, _) => {
+                self.shape.finish = finish;
+                return Vec::new();
+            }
+        };
+        let begins = self.shape.items.begins(&part);
+        let added = self.shape.items.add(part);
+        let index = self.shape.items.0.len() - 1;
+        let item = &self.shape.items.0[index];
+        let (empty, delta) = match item {
+            Item::Reasoning(_) => {
+                (json!({"type": "thinking", "thinking": "", "signature": ""}), json!({"type": "thinking_delta", "thinking": added}))
+            }
+            Item::Content(_) => (json!({"type": "text", "text": ""}), json!({"type": "text_delta", "text": added})),
+            Item::Call { id, name, .. } => (
+                json!({"type": "tool_use", "id": id, "name": name, "input": {}}),
+                json!({"type": "input_json_delta", "partial_json": added}),
+            ),
+        };
+        let mut events = Vec::new();
+        if begins {
+            events.extend(self.end_block());
+            self.at = Some(index);
+            events.push(event("content_block_start", json!({"index": index, "content_block": empty})));
+        }
+        if !added.is_empty() {
+            events.push(event("content_block_delta", json!({"index": index, "delta": delta})));
+        }
+        events
+    }
+
+    fn close(&mut self, answer: &Answer) -> Vec<Event> {
+        let delta = json!({"stop_reason": self.shape.stop_reason(answer), "stop_sequence": answer.stopped_at()});
+        let mut events: Vec<Event> = self.end_block().into_iter().collect();
+        events.push(event("message_delta", json!({"delta": delta, "usage": usage(answer.usage())})));
+        events.push(event("message_stop", json!({})));
+        events
+    }
+
+    fn fail(&mut self, error: ApiError) -> Event {
+        Event::default().event("error").data(error.to_anthropic_json().to_string())
+    }
+}

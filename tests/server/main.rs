@@ -1,0 +1,9 @@
+//! The server over a real socket: bytes in, bytes out, with an engine that says what the test tells it to.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod chat;
+mod engine;
+mod fixture;
+mod messages;
+mod refusals;
+mod trust;
