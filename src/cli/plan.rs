@@ -21,9 +21,14 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let mut config = args.engine.to_config()?;
     let (name, model) = match (&args.subject.model, &args.subject.shape) {
-        (Some(model), _) => (model, models::read(&hub::resolve_config(model, &load::cache_dir(&config)?)?)?),
+        (Some(name), _) => {
+            let dir = hub::resolve_config(name, &load::cache_dir(&config)?)?;
+            let model = models::read(&dir)?;
+            config = load::for_folder(&config, &model, &dir)?;
+            (name, model)
+        }
         (None, shape) => {
             let shape = shape.as_ref().expect("clap demands a model or a shape");
             (shape, shapes::shape(shape, args.subject.layers)?)
