@@ -60,23 +60,22 @@ impl Harmony {
     }
 
     fn header(&mut self, end: bool, output: &mut Output, parts: &mut Vec<Part>) -> bool {
-        match self.text.find(MESSAGE) {
-            Some(at) if at <= MAX_HEADER => {
+        match self.text.find(MESSAGE).filter(|&at| at <= MAX_HEADER) {
+            Some(at) if begins_header(&self.text) => {
                 let header = self.text[..at].to_string();
                 self.text.drain(..at + MESSAGE.len());
                 self.state = State::Body(self.kind(&header, output, parts));
-                true
+                return true;
             }
-            None if !end && self.text.len() < MAX_HEADER + MESSAGE.len() && begins_header(&self.text) => false,
-            // A reply without channels.
-            _ => {
-                if end && is_header(&self.text) {
-                    self.text.clear();
-                }
-                self.state = State::Body(Kind::Content);
-                !self.text.is_empty()
-            }
+            None if !end && self.text.len() < MAX_HEADER + MESSAGE.len() && begins_header(&self.text) => return false,
+            _ => {}
         }
+        // A reply without channels, or one that ends within a header.
+        if end && ["<|start|>", "<|channel|>"].iter().any(|start| self.text.starts_with(start)) {
+            self.text.clear();
+        }
+        self.state = State::Body(Kind::Content);
+        !self.text.is_empty()
     }
 
     fn kind(&self, header: &str, output: &mut Output, parts: &mut Vec<Part>) -> Kind {
@@ -128,12 +127,6 @@ impl Harmony {
 /// Whether `text` may become a header: between messages, the next one's role, recipient or channel.
 fn begins_header(text: &str) -> bool {
     let text = text.trim_start();
-    let starts = ["<|start|>", "<|channel|>", "<|constrain|>", "assistant", "to="];
+    let starts = ["<|start|>", "<|channel|>", "<|constrain|>", MESSAGE, "assistant", "to="];
     starts.iter().any(|start| start.starts_with(text) || text.starts_with(start))
-}
-
-/// Whether `text` is all or part of a header, rather than a reply's words.
-fn is_header(text: &str) -> bool {
-    let text = text.trim_start();
-    ["<|start|>", "<|channel|>", "assistant<|"].iter().any(|start| start.starts_with(text) || text.starts_with(start))
 }

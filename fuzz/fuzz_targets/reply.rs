@@ -1,0 +1,48 @@
+//! Any text, cut in two: the same parts as uncut, for every syntax.
+#![no_main]
+
+use moebius::reply::{Part, Syntax, Tool};
+
+const TEMPLATES: [&str; 8] = [
+    "<tool_call> <think>",
+    "<tool_call> <function= </think>",
+    "<｜tool▁calls▁begin｜> ```json <think>",
+    "<｜tool▁calls▁begin｜> <think>",
+    "<|tool_calls_section_begin|> <think>",
+    "<tool_call> <arg_key> <think>",
+    "<minimax:tool_call> <think>",
+    "<|channel|> <|message|>",
+];
+
+/// Parts, those that belong together joined, without ids.
+fn read(template: &str, pieces: &[&str]) -> Vec<(u8, usize, String)> {
+    let parameters = serde_json::json!({"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}});
+    let tools = [Tool { name: "f".into(), description: None, parameters, strict: false }];
+    let mut parser = Syntax::of(template).parser(&tools, false);
+    let mut parts = Vec::new();
+    pieces.iter().for_each(|piece| parser.push(piece, &mut parts));
+    parser.finish(&mut parts);
+    let mut joined: Vec<(u8, usize, String)> = Vec::new();
+    for part in parts {
+        let (kind, index, text) = match part {
+            Part::Reasoning(text) => (0, 0, text),
+            Part::Content(text) => (1, 0, text),
+            Part::Call { index, name, .. } => (2, index, name),
+            Part::Arguments { index, json } => (3, index, json),
+        };
+        match joined.last_mut() {
+            Some(last) if last.0 == kind && last.1 == index => last.2 += &text,
+            _ => joined.push((kind, index, text)),
+        }
+    }
+    joined
+}
+
+libfuzzer_sys::fuzz_target!(|input: (u8, u16, &str)| {
+    let (which, cut, text) = input;
+    let template = TEMPLATES[which as usize % TEMPLATES.len()];
+    let cut = (cut as usize).min(text.len());
+    if text.is_char_boundary(cut) {
+        assert_eq!(read(template, &[text]), read(template, &[&text[..cut], &text[cut..]]));
+    }
+});
