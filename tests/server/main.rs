@@ -4,4 +4,6 @@
 mod chat;
 mod engine;
 mod fixture;
+mod messages;
 mod refusals;
+mod trust;
