@@ -2,6 +2,7 @@
 
 mod limits;
 mod report;
+pub mod serve;
 
 use std::collections::BTreeSet;
 use std::path::Path;

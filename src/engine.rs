@@ -187,7 +187,7 @@ impl EngineHandle {
         let place = Place(self.metrics.clone());
         if waiting >= self.info.max_queue as u64 {
             return Err(Error::Busy(format!(
-                "{waiting} requests wait already: try again in a while, or start the server with a larger --max-queue"
+                "{waiting} requests wait already, and no more may: try again in a while, or raise --max-queue"
             )));
         }
         let (events, receiver) = mpsc::unbounded_channel();

@@ -6,6 +6,7 @@
 //! fields        reads a body and leaves nothing unread
 //! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
 //! ask, answer   what to ask the engine; what it says, as parts
+//! web           the page for people
 //! ```
 
 mod answer;
@@ -21,6 +22,7 @@ mod messages;
 mod metrics;
 mod responses;
 mod tokens;
+mod web;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -34,6 +36,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 
+use crate::engine::SamplingParams;
 use crate::text_model::TextModel;
 use crate::{Error, Result};
 use error::ApiError;
@@ -209,6 +212,7 @@ struct App {
     keys: Keys,
     hosts: front::Hosts,
     http: HttpMetrics,
+    large: ask::LargeBodies,
     log_prompts: bool,
     client_timeout: Duration,
     draining: AtomicBool,
@@ -223,6 +227,7 @@ impl App {
             keys: Keys::new(&options.api_keys),
             hosts: front::Hosts::new(server.address, options),
             http: HttpMetrics::default(),
+            large: ask::LargeBodies::default(),
             log_prompts: options.log_prompts,
             client_timeout: options.client_timeout,
             draining: AtomicBool::new(false),
@@ -252,7 +257,14 @@ impl App {
             "object": "model",
             "created": self.created,
             "owned_by": "moebius",
+            // What Anthropic's clients look for; its API has the epoch for a release nobody knows.
+            "type": "model",
+            "display_name": info.model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+            "max_input_tokens": info.max_context,
             "max_model_len": info.max_context,
+            "sampling": sampling(self.model()?.sampling()),
             "architecture": info.architecture,
             "experts": info.experts,
             "dense": info.dense,
@@ -262,6 +274,17 @@ impl App {
             "threads": info.threads,
         }))
     }
+}
+
+/// What a request that sets nothing is sampled with.
+fn sampling(defaults: &SamplingParams) -> Value {
+    json!({
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
+        "repetition_penalty": defaults.repetition_penalty,
+    })
 }
 
 fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
@@ -279,6 +302,7 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
         .route("/v1/responses", post(responses::answer))
         .route("/v1/messages", post(messages::answer))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .merge(web::router())
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
         .layer(axum::extract::DefaultBodyLimit::disable()) // `ask::read_body` has its own
@@ -306,7 +330,9 @@ async fn ready(State(app): State<Arc<App>>) -> std::result::Result<Response, Api
 }
 
 async fn models(State(app): State<Arc<App>>) -> std::result::Result<Json<Value>, ApiError> {
-    Ok(Json(json!({"object": "list", "data": [app.describe()?]})))
+    let model = app.describe()?;
+    let id = model["id"].clone();
+    Ok(Json(json!({"object": "list", "data": [model], "has_more": false, "first_id": id, "last_id": id})))
 }
 
 async fn model_by_name(State(app): State<Arc<App>>, Path(name): Path<String>) -> std::result::Result<Json<Value>, ApiError> {

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -116,6 +117,21 @@ pub(crate) fn parse_bytes(s: &str) -> std::result::Result<u64, String> {
     Ok((number * (1u64 << unit) as f64) as u64)
 }
 
+/// `90s`, `5m`, `1.5h`, `200ms`; seconds without a unit.
+pub(crate) fn parse_duration(s: &str) -> std::result::Result<Duration, String> {
+    let wrong = || "give a time such as 90s, 5m or 200ms".to_string();
+    let digits = s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len());
+    let unit = match &s[digits..] {
+        "ms" => 1e-3,
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err(wrong()),
+    };
+    let number: f64 = s[..digits].parse().map_err(|_| wrong())?;
+    Duration::try_from_secs_f64(number * unit).map_err(|_| wrong())
+}
+
 impl EngineArgs {
     /// The choices as the engine takes them, the cache directory decided.
     pub(crate) fn to_config(&self) -> Result<EngineConfig> {
@@ -153,7 +169,7 @@ impl EngineArgs {
 }
 
 /// One of `all`, by its name.
-fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
+pub(crate) fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
     let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");
     PossibleValuesParser::new(all.iter().map(ToString::to_string)).map(named)
 }

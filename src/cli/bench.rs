@@ -1,5 +1,7 @@
 //! `moebius bench`: prefill and decode speed of a model, or of a real model's dimensions with random weights.
 
+mod serve;
+
 use clap::builder::PossibleValuesParser;
 use moebius::bench::{self, Plan, Source};
 use moebius::models::shapes;
@@ -11,7 +13,10 @@ use super::terminal::Status;
 
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true)))]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
     #[arg(group = "what")]
     model: Option<String>,
@@ -43,7 +48,15 @@ pub(crate) struct Args {
     engine: EngineArgs,
 }
 
+#[derive(clap::Subcommand)]
+enum Command {
+    Serve(Box<serve::Args>),
+}
+
 pub(crate) fn run(args: Args) -> Result<()> {
+    if let Some(Command::Serve(args)) = args.command {
+        return serve::run(*args);
+    }
     let config = args.engine.to_config()?;
     if args.prompt_tokens.contains(&0) {
         return Err(Error::Invalid("a prompt of 0 tokens cannot be measured: give at least 1".into()));

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::http::StatusCode;
 use serde_json::Value;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::App;
 use super::error::ApiError;
@@ -19,6 +20,11 @@ type Result<T> = std::result::Result<T, ApiError>;
 /// Bytes of a request body at most: a million tokens of text, and no more than a box can hold many of.
 const MAX_BODY_BYTES: usize = 16 << 20;
 
+/// A body above this is large: few of them are read at a time, and fewer understood, so that their texts and tokens leave memory to the rest.
+const LARGE_BODY_BYTES: u64 = 256 << 10;
+const LARGE_READ: usize = 64;
+const LARGE_UNDERSTOOD: usize = 2;
+
 /// Stop strings of a request at most, and bytes of each: matching costs their product for every token.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
@@ -28,6 +34,24 @@ const MAX_CHOICES: usize = 16;
 
 /// Tokens with a bias at most.
 const MAX_BIASES: usize = 1024;
+
+/// Places for large bodies.
+pub(super) struct LargeBodies {
+    read: Arc<Semaphore>,
+    understood: Arc<Semaphore>,
+}
+
+impl Default for LargeBodies {
+    fn default() -> Self {
+        Self { read: Arc::new(Semaphore::new(LARGE_READ)), understood: Arc::new(Semaphore::new(LARGE_UNDERSTOOD)) }
+    }
+}
+
+/// A body, whole, and its place if it is large.
+pub(super) struct Whole {
+    bytes: Bytes,
+    large: Option<OwnedSemaphorePermit>,
+}
 
 /// A body, understood: what to ask the engine, and how to answer.
 pub(super) struct Ask {
@@ -68,13 +92,13 @@ impl Options {
         })
     }
 
-    /// What to ask for `prompts`, which `param` gave. Each choice has its own seed, constraint and parser.
+    /// What to ask for `prompts`, which `param` gave, in a form that a field of its own gave. Each choice has its own seed, constraint and parser.
     pub(super) fn ask(
         self,
         model: &TextModel,
         param: &str,
         prompts: Vec<Vec<u32>>,
-        grammar: Option<&Grammar>,
+        form: Option<(&str, &Grammar)>,
         parser: impl Fn() -> Option<Parser>,
     ) -> Result<Ask> {
         let limit = model.engine().info().max_context;
@@ -82,6 +106,7 @@ impl Options {
             let message = format!("This model's context holds {limit} tokens, answer included; the prompt has {} tokens", prompt.len());
             return Err(ApiError::context_length(message, param));
         }
+        let compile = |(param, grammar)| model.compile(grammar).map_err(|e| ApiError::of_field(param, e));
         let seed = self.sampling.seed.unwrap_or_else(random_seed);
         let mut choices = Vec::with_capacity(prompts.len() * self.n);
         for prompt in prompts {
@@ -91,7 +116,7 @@ impl Options {
                     max_tokens: self.max_tokens,
                     sampling: SamplingParams { seed: Some(seed.wrapping_add(i as u64)), ..self.sampling.clone() },
                     ignore_eos: self.ignore_eos,
-                    constraint: grammar.map(|grammar| model.compile(grammar)).transpose()?,
+                    constraint: form.map(compile).transpose()?,
                     logprobs: self.logprobs,
                     client: 0,
                 };
@@ -111,25 +136,30 @@ fn random_seed() -> u64 {
 /// Reads a body to its end.
 ///
 /// Errors: it is larger than anyone may send, cut off, or takes too long.
-pub(super) async fn read_body(app: &App, body: Body) -> Result<Bytes> {
+async fn read_body(app: &App, body: Body) -> Result<Whole> {
     // One that is too large by its own account is not read until it is.
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         return Err(ApiError::body_too_large(MAX_BODY_BYTES));
     }
+    let large = match body.size_hint().upper() {
+        Some(..=LARGE_BODY_BYTES) => None,
+        _ => Some(
+            app.large
+                .read
+                .clone()
+                .try_acquire_owned()
+                .map_err(|_| ApiError::too_many(format!("{LARGE_READ} large requests are being read: try again in a while")))?,
+        ),
+    };
     // A large body may take longer, but not forever.
     match tokio::time::timeout(4 * app.client_timeout, axum::body::to_bytes(body, MAX_BODY_BYTES)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Ok(bytes)) => Ok(Whole { bytes, large }),
         Ok(Err(e)) if std::error::Error::source(&e).is_some_and(|e| e.is::<http_body_util::LengthLimitError>()) => {
             Err(ApiError::body_too_large(MAX_BODY_BYTES))
         }
         Ok(Err(_)) => Err(ApiError::body(StatusCode::BAD_REQUEST, "The request body was cut off, or is not encoded as its headers say")),
         Err(_) => Err(ApiError::too_slow()),
     }
-}
-
-/// Runs what takes too long for an async thread: tokenizing a long prompt, compiling a grammar.
-pub(super) async fn off_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal())?
 }
 
 /// The common beginning of an endpoint: its body as fields, for a model that is there and is the one asked for.
@@ -139,18 +169,24 @@ pub(super) async fn understand<T: Send + 'static>(
     read: impl FnOnce(&TextModel, &mut Fields) -> Result<T> + Send + 'static,
 ) -> Result<T> {
     app.model()?;
-    let body = read_body(app, body).await?;
+    let Whole { bytes, large } = read_body(app, body).await?;
+    let understood = match &large {
+        Some(_) => app.large.understood.clone().acquire_owned().await.ok(),
+        None => None,
+    };
     let app = app.clone();
-    off_thread(move || {
-        let mut fields = Fields::parse(&body)?;
+    // Tokenizing a long prompt and compiling a grammar take too long for an async thread.
+    let work = move || {
+        let (_large, _understood) = (large, understood);
+        let mut fields = Fields::parse(&bytes)?;
         if let Some(name) = fields.string("model")? {
             app.check_model(&name)?;
         }
         let read = read(app.model()?, &mut fields)?;
         fields.finish()?;
         Ok(read)
-    })
-    .await
+    };
+    tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal())?
 }
 
 fn sampling(model: &TextModel, fields: &mut Fields) -> Result<SamplingParams> {

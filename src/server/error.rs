@@ -43,6 +43,14 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, message, Some(param), Some("invalid_value"))
     }
 
+    /// What came of a field: its own fault where the request is wrong.
+    pub(super) fn of_field(param: &str, error: Error) -> Self {
+        match error {
+            Error::Invalid(message) => Self::bad_field(param, message),
+            error => error.into(),
+        }
+    }
+
     /// A field that is known and would change the answer, which we cannot do.
     pub(super) fn unsupported(param: &str) -> Self {
         Self::new(StatusCode::BAD_REQUEST, format!("'{param}' is not supported by this server"), Some(param), Some("unsupported_parameter"))
@@ -72,6 +80,12 @@ impl ApiError {
     /// Nobody is answered now; `retry_after`: in how many seconds it is worth asking again.
     pub(super) fn unavailable(message: &str, retry_after: Option<u64>) -> Self {
         Self { retry_after, ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message, None, Some("unavailable")) }
+    }
+
+    /// More is asked for at the same time than is taken.
+    pub(super) fn too_many(what: impl Into<String>) -> Self {
+        let refused = Self::new(StatusCode::TOO_MANY_REQUESTS, what, None, Some("rate_limit_exceeded"));
+        Self { retry_after: Some(2), ..refused }
     }
 
     /// The client took too long to send what it wants.
@@ -108,8 +122,8 @@ impl ApiError {
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
     }
 
-    /// The same in Anthropic's shape.
-    pub(super) fn to_anthropic_json(&self) -> Value {
+    /// The same in Anthropic's shape, for the request of this id.
+    pub(super) fn to_anthropic_json(&self, request_id: &str) -> Value {
         let kind = match self.status.as_u16() {
             401 => "authentication_error",
             403 => "permission_error",
@@ -120,12 +134,12 @@ impl ApiError {
             status if status < 500 => "invalid_request_error",
             _ => "api_error",
         };
-        json!({"type": "error", "error": {"type": kind, "message": self.message}})
+        json!({"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id})
     }
 
     /// A response in Anthropic's shape.
-    pub(super) fn to_anthropic(&self) -> Response {
-        self.respond(self.to_anthropic_json())
+    pub(super) fn to_anthropic(&self, request_id: &str) -> Response {
+        self.respond(self.to_anthropic_json(request_id))
     }
 
     fn respond(&self, body: Value) -> Response {
@@ -144,10 +158,7 @@ impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         let status = match error {
             Error::Invalid(_) => StatusCode::BAD_REQUEST,
-            Error::Busy(_) => {
-                let refused = Self::new(StatusCode::TOO_MANY_REQUESTS, error.to_string(), None, Some("rate_limit_exceeded"));
-                return Self { retry_after: Some(2), ..refused };
-            }
+            Error::Busy(what) => return Self::too_many(what),
             Error::Stopped(_) | Error::Resources(_) => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };

@@ -1,6 +1,7 @@
 """Anthropic's package on /v1/messages; its client validates every answer and every event strictly."""
 
 import asyncio
+import json
 
 import anthropic
 from anthropic import Anthropic, AsyncAnthropic
@@ -57,7 +58,7 @@ def test_raw_events():
 
 
 def test_a_stream_that_is_closed_frees_its_request():
-    stream = create(stream=True, messages=[{"role": "user", "content": "Tell me everything."}], temperature=1.0, max_tokens=3500)
+    stream = create(stream=True, messages=[{"role": "user", "content": "Tell me everything."}], max_tokens=3500, extra_body={"temperature": 1.0})
     next(iter(stream))
     stream.close()
     wait_for(lambda: metric(URL, "requests_running") == 0)
@@ -85,7 +86,8 @@ def test_stops():
 
 
 def test_sampling():
-    assert create(temperature=1.0, top_p=0.9, top_k=5).content
+    # Servers take them, though this version of the package has no arguments for them.
+    assert create(extra_body={"temperature": 1.0, "top_p": 0.9, "top_k": 5}).content
 
 
 def test_prefill():
@@ -102,8 +104,10 @@ def test_turns():
 
 
 def test_consecutive_turns_are_one():
-    two = [{"role": "user", "content": "What is "}, {"role": "user", "content": "2+2?"}]
-    assert create(messages=two).content[0].text == ANSWER
+    count = lambda *turns: client.messages.count_tokens(model="demo", messages=[{"role": role, "content": text} for role, text in turns]).input_tokens
+    assert count(("user", "What is"), ("user", "2+2?")) == count(("user", "What is\n\n2+2?"))
+    end = ("user", QUESTION)
+    assert count(end, ("assistant", "4"), ("assistant", "Four."), end) == count(end, ("assistant", "4\n\nFour."), end)
 
 
 def test_tools():
@@ -149,20 +153,18 @@ def test_count_tokens():
 
 def test_structured_output():
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
-    import json
-
     assert is_weather(json.loads(create(output_config=form).content[0].text))
 
 
 def test_models():
     [model] = client.models.list().data
-    assert (model.id, model.type) == ("demo", "model") and model.display_name and model.created_at.year > 2000
+    assert (model.id, model.type) == ("demo", "model") and model.display_name and model.created_at.year == 1970
     assert client.models.retrieve("demo").id == "demo"
 
 
 def test_errors():
     for fields in [
-        {"temperature": 9},
+        {"extra_body": {"temperature": 9}},
         {"max_tokens": -1},
         {"messages": []},
         {"messages": [{"role": "oracle", "content": "x"}]},
@@ -188,7 +190,7 @@ def test_errors():
 
 
 def test_a_full_queue():
-    long = {**ask, "messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 4000, "stream": True, "temperature": 1.0}
+    long = {**ask, "messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 4000, "stream": True, "extra_body": {"temperature": 1.0}}
     stop = []
     try:
         seen = 0

@@ -3,7 +3,9 @@
 Its client validates strictly here: a field that its types do not allow, in an answer or in any event, is an error.
 """
 
+import asyncio
 import json
+import urllib.request
 from typing import Literal
 
 import openai
@@ -118,8 +120,6 @@ def test_logprobs():
 
 def test_logit_bias_and_penalties():
     first = chat.create(model="demo", messages=ask, logprobs=True, max_tokens=1).choices[0].logprobs.content[0].token
-    import urllib.request
-
     request = urllib.request.Request(URL + "/tokenize", data=json.dumps({"prompt": first, "add_special_tokens": False}).encode())
     body = json.load(urllib.request.urlopen(request))
     [token] = body["tokens"]
@@ -298,7 +298,7 @@ def test_completions():
     assert echoed.text.startswith("2 + 2")
     several = create(model="demo", prompt=["a", "b"], n=2, max_tokens=3)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    [logged] = create(model="demo", prompt="2 + 2", max_tokens=4, logprobs=2).choices
+    [logged] = create(model="demo", prompt=prompt, max_tokens=4, logprobs=2).choices
     assert len(logged.logprobs.tokens) == len(logged.logprobs.token_logprobs) == len(logged.logprobs.top_logprobs) == 4
     assert "".join(logged.logprobs.tokens) == logged.text and logged.finish_reason == "length"
     assert create(model="demo", prompt=[5, 6, 7], max_tokens=1).choices
@@ -315,8 +315,6 @@ def test_models():
 
 
 async def test_async():
-    import asyncio
-
     async with AsyncOpenAI(base_url=URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True) as aclient:
         create = aclient.chat.completions.create
         answers = await asyncio.gather(*(create(model="demo", messages=ask) for _ in range(16)))

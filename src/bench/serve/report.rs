@@ -1,0 +1,352 @@
+//! What a server was measured to do, as JSON and as tables.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+use super::Load;
+
+/// One run, as `--json` prints it. Times are in milliseconds unless a name says otherwise.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The server.
+    pub url: String,
+    /// The model that was asked.
+    pub model: String,
+    /// `chat` or `completions`.
+    pub endpoint: &'static str,
+    /// Asked for; `None` where the prompts came from a file.
+    pub prompt_tokens: Option<usize>,
+    /// Of the prompt's tokens, those that all prompts begin with.
+    pub shared_prefix_tokens: usize,
+    /// Asked for.
+    pub output_tokens: usize,
+    /// Of prompts and arrivals.
+    pub seed: u64,
+    /// What the numbers rest on and a reader should know.
+    pub notes: Vec<String>,
+    /// Whether somebody stopped it: the last level holds what was finished until then.
+    pub interrupted: bool,
+    /// Results, a level of load each.
+    pub levels: Vec<Level>,
+}
+
+impl Report {
+    /// Requests that were answered, all levels together.
+    pub fn completed(&self) -> usize {
+        self.levels.iter().map(|level| level.completed).sum()
+    }
+
+    /// The failures of all levels, the most frequent kind first.
+    pub fn failures(&self) -> Vec<Failed> {
+        let mut all = Failures::default();
+        for failed in self.levels.iter().flat_map(|level| &level.failures) {
+            all.add(failed.kind, failed.count, &failed.example);
+        }
+        all.list()
+    }
+}
+
+/// What one load did.
+#[derive(Debug, Serialize)]
+pub struct Level {
+    /// Of a closed loop: clients that each sent one request after the other.
+    pub clients: Option<usize>,
+    /// Of an open loop: requests per second that arrived on average, whatever became of those before.
+    pub rate: Option<f64>,
+    /// From the first request to the end of the last answer.
+    pub seconds: f64,
+    /// Requests that were answered to the end, with text.
+    pub completed: usize,
+    /// Requests that were not; no other number has them.
+    pub failed: usize,
+    /// Answers per second.
+    pub requests_per_s: f64,
+    /// Tokens of answers per second.
+    pub output_tok_per_s: f64,
+    /// Tokens of prompts and answers per second; `None` where the server does not count prompts.
+    pub total_tok_per_s: Option<f64>,
+    /// Of a request, by the server's count.
+    pub prompt_tokens: Option<Spread>,
+    /// Of those, all requests together, tokens that came from the server's prefix cache; `None` where it does not say.
+    pub cached_prompt_tokens: Option<u64>,
+    /// Of a request.
+    pub output_tokens: Option<Spread>,
+    /// Answers whose tokens the server did not count: there each chunk with text counts as one.
+    pub counted_as_chunks: usize,
+    /// From the request, or its planned arrival, to the first chunk with text.
+    pub first_token_ms: Option<Spread>,
+    /// Of a request: from the first chunk with text to the last, divided by its tokens less one.
+    pub inter_token_ms: Option<Spread>,
+    /// Between two chunks with text, of all requests.
+    pub gap_ms: Option<Spread>,
+    /// From the request, or its planned arrival, to the end of the answer.
+    pub latency_ms: Option<Spread>,
+    /// At a rate: how long after its planned arrival a request was sent. It is a part of the times above, and this side's doing.
+    pub sent_late_ms: Option<Spread>,
+    /// What went wrong, the most frequent kind first.
+    pub failures: Vec<Failed>,
+}
+
+/// A distribution; percentiles are samples (nearest rank), so that of few ones the 99th is the largest.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// Sum over number.
+    pub mean: f64,
+    /// Least sample.
+    pub min: f64,
+    /// Median: half of the samples are no larger.
+    pub p50: f64,
+    /// 95% are no larger.
+    pub p95: f64,
+    /// 99% are no larger.
+    pub p99: f64,
+    /// Largest sample.
+    pub max: f64,
+    /// How many there are.
+    pub samples: usize,
+}
+
+/// Of fewer samples the 99th percentile is the largest one.
+const FEW: usize = 100;
+
+impl Spread {
+    /// `None` of nothing.
+    pub fn of(mut samples: Vec<f64>) -> Option<Self> {
+        samples.sort_unstable_by(f64::total_cmp);
+        let (min, max) = (*samples.first()?, *samples.last()?);
+        let n = samples.len();
+        let percentile = |p: usize| samples[(p * n).div_ceil(100) - 1];
+        let (p50, p95, p99) = (percentile(50), percentile(95), percentile(99));
+        Some(Self { mean: samples.iter().sum::<f64>() / n as f64, min, p50, p95, p99, max, samples: n })
+    }
+}
+
+/// Failures of one kind.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Failed {
+    /// Which.
+    pub kind: FailureKind,
+    /// How many.
+    pub count: usize,
+    /// What the first one said.
+    pub example: String,
+}
+
+/// Why a request has no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FailureKind {
+    /// No connection.
+    Connect,
+    /// A status other than 200.
+    Http(u16),
+    /// Not done in the time that a request has.
+    Timeout,
+    /// The connection, or the stream on it, ended before the answer did.
+    Broken,
+    /// Not a stream of events with JSON.
+    Malformed,
+    /// The server said within the stream that it failed.
+    Told,
+    /// An answer without any text.
+    Empty,
+}
+
+impl fmt::Display for FailureKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Connect => f.write_str("no connection"),
+            Self::Http(status) => write!(f, "HTTP {status}"),
+            Self::Timeout => f.write_str("timeout"),
+            Self::Broken => f.write_str("broken stream"),
+            Self::Malformed => f.write_str("malformed stream"),
+            Self::Told => f.write_str("error in the stream"),
+            Self::Empty => f.write_str("empty answer"),
+        }
+    }
+}
+
+impl Serialize for FailureKind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// One request without an answer.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub(super) kind: FailureKind,
+    pub(super) message: String,
+}
+
+impl Failure {
+    pub(super) fn new(kind: FailureKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+}
+
+/// Failures by kind.
+#[derive(Default)]
+pub(super) struct Failures(BTreeMap<FailureKind, (usize, String)>);
+
+impl Failures {
+    pub(super) fn add(&mut self, kind: FailureKind, count: usize, message: &str) {
+        self.0.entry(kind).or_insert_with(|| (0, one_line(message))).0 += count;
+    }
+
+    pub(super) fn list(self) -> Vec<Failed> {
+        let mut list: Vec<Failed> = self.0.into_iter().map(|(kind, (count, example))| Failed { kind, count, example }).collect();
+        list.sort_by_key(|failed| std::cmp::Reverse(failed.count));
+        list
+    }
+}
+
+/// The beginning of what a server wrote, with nothing for a terminal to obey.
+pub(super) fn one_line(text: &str) -> String {
+    const CHARS: usize = 200;
+    let mut chars = text.trim().chars().map(|c| if c.is_control() { ' ' } else { c });
+    let line: String = chars.by_ref().take(CHARS).collect();
+    if chars.next().is_some() { line + "…" } else { line }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let prompts = match (self.prompt_tokens, self.shared_prefix_tokens) {
+            (None, _) => "prompts of a file".to_string(),
+            (Some(n), 0) => format!("prompts of {n} tokens"),
+            (Some(n), shared) => format!("prompts of {n} tokens, the first {shared} the same"),
+        };
+        let Self { url, model, endpoint, output_tokens, seed, .. } = self;
+        writeln!(f, "{} at {}, {endpoint}: {prompts}, answers of {output_tokens}, seed {seed}", one_line(model), one_line(url))?;
+        for note in &self.notes {
+            writeln!(f, "note: {note}")?;
+        }
+        for level in &self.levels {
+            write!(f, "\n{level}")?;
+        }
+        if self.levels.len() > 1 {
+            self.summary(f)?;
+        }
+        if self.interrupted {
+            writeln!(f, "\nstopped early: the last load has what was finished until then")?;
+        }
+        Ok(())
+    }
+}
+
+impl Report {
+    /// All levels beside each other.
+    fn summary(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let heads = ("load", "req/s", "output tok/s", "total tok/s", "first token p50", "p99 ms", "inter-token p50", "p99 ms", "failed");
+        let (load, requests, output, total, first, first99, inter, inter99, failed) = heads;
+        writeln!(f, "\n{load:14} {requests:>8} {output:>13} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} {failed:>7}")?;
+        for level in &self.levels {
+            let of = |spread: &Option<Spread>, pick: fn(&Spread) -> f64| number(spread.as_ref().map(pick));
+            let (first, first99) = (of(&level.first_token_ms, |s| s.p50), of(&level.first_token_ms, |s| s.p99));
+            let (inter, inter99) = (of(&level.inter_token_ms, |s| s.p50), of(&level.inter_token_ms, |s| s.p99));
+            let (load, requests, output) = (level.load(), level.requests_per_s, level.output_tok_per_s);
+            let (total, failed) = (number(level.total_tok_per_s), level.failed);
+            writeln!(
+                f,
+                "{load:14} {requests:>8.2} {output:>13.1} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} {failed:>7}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Level {
+    fn load(&self) -> String {
+        let load = self.clients.map(Load::Clients).or(self.rate.map(Load::Rate));
+        load.map_or(String::new(), |load| load.to_string())
+    }
+}
+
+fn number(value: Option<f64>) -> String {
+    value.map_or("-".into(), |value| format!("{value:.1}"))
+}
+
+/// `512`, or `498 to 519`.
+fn range(spread: &Spread) -> String {
+    if spread.min == spread.max { spread.min.to_string() } else { format!("{} to {}", spread.min, spread.max) }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}: {} answers in {:.1} s, {} failed", self.load(), self.completed, self.seconds, self.failed)?;
+        for Failed { kind, count, example } in &self.failures {
+            writeln!(f, "  {count} x {kind}: {example}")?;
+        }
+        let Some(output) = &self.output_tokens else { return Ok(()) };
+        let total = self.total_tok_per_s.map_or(String::new(), |total| format!(", {total:.1} total tok/s"));
+        writeln!(f, "  {:.2} requests/s, {:.1} output tok/s{total}", self.requests_per_s, self.output_tok_per_s)?;
+        let prompt = self.prompt_tokens.as_ref().map_or("an unknown number of".into(), range);
+        let cached = match (self.cached_prompt_tokens, &self.prompt_tokens) {
+            (Some(cached), Some(prompt)) => format!(" ({:.1}% cached)", 100.0 * cached as f64 / (prompt.mean * prompt.samples as f64)),
+            _ => String::new(),
+        };
+        writeln!(f, "  prompts of {prompt} tokens{cached}, answers of {}", range(output))?;
+
+        writeln!(f, "  {:20} {:>9} {:>9} {:>9} {:>9} {:>9} {:>8}", "ms", "mean", "p50", "p95", "p99", "max", "samples")?;
+        let rows = [
+            ("time to first token", &self.first_token_ms),
+            ("inter-token latency", &self.inter_token_ms),
+            ("gap between chunks", &self.gap_ms),
+            ("request latency", &self.latency_ms),
+            ("sent late", &self.sent_late_ms),
+        ];
+        for (name, spread) in rows {
+            let Some(Spread { mean, p50, p95, p99, max, samples, .. }) = spread else { continue };
+            writeln!(f, "  {name:20} {mean:>9.1} {p50:>9.1} {p95:>9.1} {p99:>9.1} {max:>9.1} {samples:>8}")?;
+        }
+        if self.completed < FEW {
+            writeln!(f, "  few samples: of fewer than {FEW} answers p99 is the slowest")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn percentiles_are_samples() {
+        let hundred = Spread::of((1..=100).rev().map(f64::from).collect()).unwrap();
+        assert_eq!((hundred.min, hundred.p50, hundred.p95, hundred.p99, hundred.max), (1.0, 50.0, 95.0, 99.0, 100.0));
+        assert_eq!((hundred.mean, hundred.samples), (50.5, 100));
+        let one = Spread::of(vec![7.0]).unwrap();
+        assert_eq!((one.p50, one.p99, one.max, one.samples), (7.0, 7.0, 7.0, 1));
+        let three = Spread::of(vec![3.0, 1.0, 2.0]).unwrap();
+        assert_eq!((three.p50, three.p95, three.p99), (2.0, 3.0, 3.0));
+        assert_eq!(Spread::of(vec![]), None);
+    }
+
+    proptest! {
+        /// Nearest rank, by its definition: the least sample that so many percent do not pass.
+        #[test]
+        fn percentiles_by_definition(samples in prop::collection::vec(0.0..1e6f64, 1..300)) {
+            let spread = Spread::of(samples.clone()).unwrap();
+            for (p, value) in [(50.0, spread.p50), (95.0, spread.p95), (99.0, spread.p99)] {
+                let enough = |x: f64| samples.iter().filter(|&&s| s <= x).count() as f64 * 100.0 >= p * samples.len() as f64;
+                let least = samples.iter().copied().filter(|&s| enough(s)).fold(f64::INFINITY, f64::min);
+                prop_assert_eq!(value, least);
+            }
+        }
+    }
+
+    #[test]
+    fn failures_are_counted_by_kind() {
+        let mut failures = Failures::default();
+        failures.add(FailureKind::Timeout, 1, "slow");
+        failures.add(FailureKind::Http(503), 2, "bu\x1b[2Jsy");
+        failures.add(FailureKind::Http(503), 1, "other");
+        let list = failures.list();
+        assert_eq!((list[0].kind, list[0].count, list[0].example.as_str()), (FailureKind::Http(503), 3, "bu [2Jsy"));
+        assert_eq!((list[1].kind, list[1].count), (FailureKind::Timeout, 1));
+        assert_eq!(serde_json::to_value(&list[0]).unwrap()["kind"], "HTTP 503");
+        assert_eq!(one_line(&"x".repeat(500)).chars().count(), 201);
+    }
+}

@@ -1,0 +1,128 @@
+//! `moebius bench serve`: a server under load, ours or another.
+
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use moebius::bench::serve::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
+use moebius::{Error, Result};
+
+use crate::cli::args::{one_of, parse_duration, read_text};
+use crate::cli::print_line;
+use crate::cli::terminal::Status;
+
+const LOADS: &str = "\
+Each load is measured by itself. With --concurrency, clients wait for their answers; with --rate, requests arrive at random times \
+whatever became of those before, and their times count from when they were to arrive. Ctrl-C prints what was measured until then. \
+Certificates are checked against the system's authorities, or the PEM file that SSL_CERT_FILE names.";
+
+/// Measure a server: throughput, time to first token and inter-token latency of any OpenAI-compatible URL.
+#[derive(clap::Args)]
+#[command(after_help = LOADS)]
+pub(crate) struct Args {
+    /// The API.
+    #[arg(long, default_value = "http://127.0.0.1:8080/v1")]
+    url: String,
+    /// The model to ask [default: the one that the server has].
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// A file with the server's key.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// The server's key; others on this machine can read it here.
+    #[arg(long, value_name = "KEY", conflicts_with = "api_key_file")]
+    api_key: Option<String>,
+    /// Clients, each with one request at a time.
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1,2,4,8,16")]
+    concurrency: Vec<usize>,
+    /// Requests that arrive per second, on average.
+    #[arg(long, value_name = "R,R", allow_negative_numbers = true, value_delimiter = ',', conflicts_with = "concurrency")]
+    rate: Vec<f64>,
+    /// Requests of each load [default: 8 per client].
+    #[arg(long, value_name = "N", conflicts_with = "duration")]
+    requests: Option<usize>,
+    /// How long each load sends requests, as in 90s or 5m [default with --rate: 60s].
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    duration: Option<Duration>,
+    /// Tokens of a prompt, about, by the server's own count; no two prompts begin alike.
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    prompt_tokens: usize,
+    /// Of those, how many all prompts have in common.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    shared_prefix_tokens: usize,
+    /// Prompts of your own, one a line: text, a JSON string, or a JSON object with `prompt` or `messages`.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_tokens", "shared_prefix_tokens"])]
+    prompts: Option<PathBuf>,
+    /// Tokens of an answer, where the server knows `ignore_eos`; else at most.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    output_tokens: usize,
+    /// Which of the API's two to ask.
+    #[arg(long, default_value = "chat", value_parser = one_of(&Endpoint::ALL))]
+    endpoint: Endpoint,
+    /// Of prompts and arrivals [default: another in each run, lest the server know its prompts].
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Requests before each load that do not count.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    warmup: usize,
+    /// How long one request may take.
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_duration)]
+    timeout: Duration,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let json = args.json;
+    let options = args.into_options()?;
+    let status = Status::new();
+    let report = serve::run(&options, &|Progress { load, done, total }| {
+        status.report(&load.to_string(), done, total, false);
+    })?;
+    drop(status);
+    if json {
+        print_line(&serde_json::to_string(&report).expect("a report of numbers and strings is JSON"))?;
+    } else {
+        print_line(report.to_string().trim_end())?;
+    }
+    match report.failures().first() {
+        _ if report.completed() > 0 => Ok(()),
+        Some(failed) => Err(Error::Invalid(format!(
+            "no request was answered; most had: {} ({}): look into the server's log, or lower the load",
+            failed.kind, failed.example
+        ))),
+        None => Err(Error::Invalid("stopped before a request was answered: let it run longer".into())),
+    }
+}
+
+impl Args {
+    fn into_options(self) -> Result<Options> {
+        let api_key = match &self.api_key_file {
+            Some(path) => Some(read_text(path)?.trim().to_string()),
+            None => self.api_key,
+        };
+        let loads = match self.rate.is_empty() {
+            true => self.concurrency.into_iter().map(Load::Clients).collect(),
+            false => self.rate.into_iter().map(Load::Rate).collect(),
+        };
+        let prompts = match &self.prompts {
+            Some(path) => PromptSource::Lines(read_text(path)?),
+            None => PromptSource::Random { tokens: self.prompt_tokens, shared: self.shared_prefix_tokens },
+        };
+        let amount = self.requests.map(Amount::Requests).or(self.duration.map(Amount::Duration));
+        let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64 & 0xffff_ffff);
+        Ok(Options {
+            url: self.url,
+            api_key,
+            model: self.model,
+            endpoint: self.endpoint,
+            loads,
+            amount,
+            prompts,
+            output_tokens: self.output_tokens,
+            seed: self.seed.unwrap_or_else(now),
+            warmup: self.warmup,
+            timeout: self.timeout,
+        })
+    }
+}
