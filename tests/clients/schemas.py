@@ -24,7 +24,7 @@ def tokens(text):
 
 
 # The demo has never seen JSON and would fill a string for ever: what closes one, or ends the answer, is made likelier.
-ENDS = {str(token): bias for bias, ends in ((6, ":Z0"), (14, ('"', "}", "]", "<|end|>"))) for end in ends for token in tokens(end)}
+ENDS = {str(token): bias for bias, ends in ((8, ":Z0"), (14, ('"', "}", "]", "<|end|>"))) for end in ends for token in tokens(end)}
 
 
 def answer(case, seed):
