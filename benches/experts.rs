@@ -126,11 +126,18 @@ struct LayerRouter {
 impl LayerRouter {
     fn new(backend: Cpu, shape: &Shape) -> Self {
         let mut state = 7;
-        let config =
-            Router { top_k: shape.top_k, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: true, scaling: 1.0 };
+        let config = Router {
+            top_k: shape.top_k,
+            scoring: Scoring::Softmax,
+            correction_bias: false,
+            bias: false,
+            groups: None,
+            normalize: true,
+            scaling: 1.0,
+        };
         let weight = |_| (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
         let weights: Vec<Vec<f32>> = (0..16).map(weight).collect();
-        let weights = weights.into_iter().map(|weight| backend.load_router(weight, None).expect("host memory")).collect();
+        let weights = weights.into_iter().map(|weight| backend.load_router(weight, None, None).expect("host memory")).collect();
         Self { backend, config, weights }
     }
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 use moebius::backend::cpu::Cpu;
 use moebius::backend::{Backend, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Pace};
-use moebius::kernel::{self, ActivationRows, Ahead, Kernel, Rows, Simd, Start, Tiles};
+use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
 use moebius::memory::{self, Pages, read_bandwidth};
 use moebius::model::{Router, Scoring};
 use moebius::tensor::Tensor;
@@ -119,6 +119,15 @@ impl Kernel for Reader {
     }
     fn split(&self, x: &[f32], out: &mut [f32]) {
         self.inner.split(x, out);
+    }
+    fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]) {
+        self.inner.clamped_swiglu(gate, up, limit, alpha, out);
+    }
+    fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]) {
+        self.inner.sigmoid_mul(gate, x);
+    }
+    fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) {
+        self.inner.delta_step(state, token, out);
     }
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
         self.inner.dot_f32(w, x, out);
@@ -253,11 +262,18 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     add("16 barriers over one counter".into(), Way::Counter);
 
     let backend = Cpu::new(team.clone(), best);
-    let config =
-        Router { top_k: shape.top_k, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: true, scaling: 1.0 };
+    let config = Router {
+        top_k: shape.top_k,
+        scoring: Scoring::Softmax,
+        correction_bias: false,
+        bias: false,
+        groups: None,
+        normalize: true,
+        scaling: 1.0,
+    };
     let mut state = 7;
     let mut weight = || (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
-    let routers = (0..16).map(|_| backend.load_router(weight(), None)).collect::<moebius::Result<Vec<_>>>()?;
+    let routers = (0..16).map(|_| backend.load_router(weight(), None, None)).collect::<moebius::Result<Vec<_>>>()?;
     let mut x = Tensor::new(1, shape.hidden);
     x.data_mut().fill_with(|| uniform(&mut state));
     let mut out = vec![0.0; shape.hidden];

@@ -7,11 +7,11 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-use crate::Result;
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
-use crate::model::{Mla, Router};
+use crate::model::{DeltaNet, Mla, ModelConfig, Router};
 use crate::tensor::{HostTensor, Shortlist};
+use crate::{Error, Result};
 
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]
@@ -50,6 +50,8 @@ pub struct OpTime {
     pub seconds: f64,
 }
 
+const NOT_HERE: &str = "an op that this device does not have, although `lacks` named nothing";
+
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Backend> {
     /// `[T, heads * dim]`
@@ -62,6 +64,20 @@ pub struct Heads<'a, B: Backend> {
     pub norm: Option<(&'a B::Norm, usize, f32)>,
     /// Where in a head the rotated numbers begin.
     pub rope_at: usize,
+}
+
+/// What gated DeltaNet has beside its projections, on its way to a backend.
+pub struct DeltaRule {
+    /// `[conv_dim, conv_width]`, the last one for the token itself.
+    pub conv: Vec<f32>,
+    /// Rows that make `b`, then those that make `a`, of every value head: `[2 * num_value_heads, hidden]`.
+    pub gates: Vec<f32>,
+    /// `[num_value_heads]`
+    pub a_log: Vec<f32>,
+    /// `[num_value_heads]`
+    pub dt_bias: Vec<f32>,
+    /// `[value_head_dim]`
+    pub norm: Vec<f32>,
 }
 
 /// A device that runs the model. `T` below is the number of tokens in the batch.
@@ -78,6 +94,8 @@ pub trait Backend: Sized + Send + 'static {
     type LatentUp: Send;
     /// Activations of latent attention.
     type LatentScratch: Send;
+    /// Gated DeltaNet between its projections.
+    type DeltaNet: Send;
     /// Norm weights `[n]`, f32.
     type Norm: Send;
     /// Router weights, f32, and its correction bias.
@@ -86,12 +104,20 @@ pub trait Backend: Sized + Send + 'static {
     type Embedding: Send;
     /// KV storage of one layer, in blocks of [`crate::batch::BLOCK_SIZE`] positions.
     type Kv: Send;
+    /// Recurrent state of one layer, in slots of a sequence each.
+    type State: Send;
     /// Experts and weights of every token.
     type Routing: Send;
     /// What finds the largest logits of rows.
     type Shortlister: Send;
     /// Numbers on the host that the device copies to fast.
     type Host: std::ops::DerefMut<Target = [f32]> + Send;
+
+    /// What this model needs and the device does not have, as in "needs ..."; `None`: it runs here. Asked before anything is loaded.
+    fn lacks(model: &ModelConfig) -> Option<&'static str> {
+        let _ = model;
+        None
+    }
 
     /// Room for batches of at most `max_tokens` tokens.
     fn batch(&self, max_tokens: usize) -> Result<Self::Batch>;
@@ -135,8 +161,18 @@ pub trait Backend: Sized + Send + 'static {
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
     /// Takes over norm weights.
     fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
-    /// Takes over router weights `[experts, hidden]` and the bias for choosing, `[experts]`.
-    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Result<Self::Router>;
+    /// Takes over router weights `[experts, hidden]`, the bias of the logits and the bias for choosing, `[experts]` each.
+    fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<Self::Router>;
+    /// Takes over what gated DeltaNet has beside its projections.
+    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet> {
+        let _ = (config, rule);
+        Err(Error::Model(NOT_HERE.into()))
+    }
+    /// Recurrent state of `slots` sequences.
+    fn state(&self, slots: usize, config: &DeltaNet) -> Result<Self::State> {
+        let _ = (slots, config);
+        Err(Error::Model(NOT_HERE.into()))
+    }
     /// Takes over embedding rows `[vocab, hidden]`.
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Self::Embedding>;
     /// KV storage for keys of `key_dim` and values of `value_dim` numbers for each of `heads`.
@@ -194,6 +230,44 @@ pub trait Backend: Sized + Send + 'static {
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
     /// included; `out` is `[T, num_heads * value_dim]`.
     fn attention(&self, kv: &Self::Kv, batch: &Self::Batch, num_heads: usize, scale: f32, q: &Self::Tensor, out: &mut Self::Tensor);
+    /// The same with what gpt-oss adds: a token sees itself and the `window - 1` before it, and of each head's softmax a part goes to a
+    /// learned score, `sinks` `[num_heads]`.
+    #[allow(clippy::too_many_arguments)] // what attention takes, and what else it sees
+    fn windowed_attention(
+        &self,
+        _kv: &Self::Kv,
+        _batch: &Self::Batch,
+        _num_heads: usize,
+        _scale: f32,
+        (_window, _sinks): (Option<usize>, Option<&Self::Norm>),
+        _q: &Self::Tensor,
+        _out: &mut Self::Tensor,
+    ) {
+        panic!("{NOT_HERE}")
+    }
+    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, `z` and `out` `[T, value_dim]`. Each sequence goes on from
+    /// the state in its span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
+    #[allow(clippy::too_many_arguments)] // what it is, what it has, what it reads, what it changes
+    fn delta_net(
+        &self,
+        _state: &mut Self::State,
+        _batch: &Self::Batch,
+        (_config, _eps): (&DeltaNet, f32),
+        _w: &Self::DeltaNet,
+        _h: &Self::Tensor,
+        (_qkv, _z): (&Self::Tensor, &Self::Tensor),
+        _out: &mut Self::Tensor,
+    ) {
+        panic!("{NOT_HERE}")
+    }
+    /// `x = x * sigmoid(gate)`.
+    fn sigmoid_mul(&self, _gate: &Self::Tensor, _x: &mut Self::Tensor) {
+        panic!("{NOT_HERE}")
+    }
+    /// `x[t] *= sigmoid(w . h[t])`, `w` `[hidden]`.
+    fn gate_rows(&self, _w: &Self::Norm, _h: &Self::Tensor, _x: &mut Self::Tensor) {
+        panic!("{NOT_HERE}")
+    }
     /// Activations for [`Backend::latent_attention`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
     /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads * v]`.

@@ -25,6 +25,8 @@ pub struct Span {
     pub rows: Range<usize>,
     /// Position of its first token here; everything before is in the cache.
     pub start: usize,
+    /// Where the layers keep the sequence's recurrent state, if they have any: alone there while it runs.
+    pub slot: usize,
     /// Where in the batch's block table the sequence's blocks stand, from its position 0 on.
     pub blocks: Range<usize>,
 }
@@ -51,19 +53,21 @@ impl Batch {
         to.clear();
         for span in self.spans.iter().filter(|span| span.rows.start < rows.end && rows.start < span.rows.end) {
             let (first, end) = (span.rows.start.max(rows.start), span.rows.end.min(rows.end));
-            to.push(&self.tokens[first..end], span.start + first - span.rows.start, &self.block_table[span.blocks.clone()]);
+            let part = to.push(&self.tokens[first..end], span.start + first - span.rows.start, &self.block_table[span.blocks.clone()]);
+            part.slot = span.slot;
         }
     }
 
-    /// Appends tokens of a sequence that stands at position `start`.
-    pub fn push(&mut self, tokens: &[u32], start: usize, blocks: &[u32]) {
+    /// Appends tokens of a sequence that stands at position `start`. A model with recurrent state needs the sequence's slot set, too.
+    pub fn push(&mut self, tokens: &[u32], start: usize, blocks: &[u32]) -> &mut Span {
         assert!(!tokens.is_empty() && blocks.len() * BLOCK_SIZE >= start + tokens.len(), "blocks for every token of the span");
         let first = self.tokens.len();
         self.tokens.extend_from_slice(tokens);
         self.positions.extend((start..start + tokens.len()).map(|p| p as u32));
         let table = self.block_table.len();
         self.block_table.extend_from_slice(blocks);
-        self.spans.push(Span { rows: first..first + tokens.len(), start, blocks: table..table + blocks.len() });
+        self.spans.push(Span { rows: first..first + tokens.len(), start, slot: 0, blocks: table..table + blocks.len() });
+        self.spans.last_mut().expect("just pushed")
     }
 
     /// Empties the batch, keeping its memory.

@@ -51,7 +51,7 @@ pub fn load_shape(name: &str, layers: Option<usize>, config: &EngineConfig, repo
     let precision = load::precision(&model, config)?;
     let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = precision.map(|p| synthetic::experts(&model, p)).transpose()?;
-    load::assemble(model, &Synthetic, experts, config, budget, machine, report)
+    load::assemble(model.clone(), &Synthetic::of(&model), experts, config, budget, machine, report)
 }
 
 /// Loads a model or shape and measures it.
@@ -196,13 +196,13 @@ impl Bench<'_> {
         (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
     }
 
-    /// One pass over `tokens` of one sequence after the other, in chunks; seconds.
-    fn read(&mut self, tokens: &[u32], blocks: &[u32], mut tap: Option<&mut dyn Tap>) -> Result<f64> {
+    /// One pass over `tokens` of the sequence in `slot`, in chunks; seconds.
+    fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut dyn Tap>) -> Result<f64> {
         let started = Instant::now();
         let mut batch = Batch::default();
         for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
             batch.clear();
-            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks);
+            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks).slot = slot;
             self.loaded.model.forward(&batch, tap.as_mut().map(|t| &mut **t as &mut dyn Tap))?;
         }
         self.loaded.model.logits(&[batch.len() - 1])?;
@@ -216,7 +216,7 @@ impl Bench<'_> {
         for run in 0..=runs {
             let prompt = self.tokens(tokens);
             let before = self.loaded.model.traffic();
-            let s = self.read(&prompt, &blocks, None)?;
+            let s = self.read(&prompt, &blocks, 0, None)?;
             moved = self.loaded.model.traffic().since(before);
             // The first run checks checksums and touches memory for the first time.
             if run > 0 {
@@ -243,9 +243,9 @@ impl Bench<'_> {
                 return Err(Error::Resources(format!("memory does not hold {sequences} sequences: lower --batch or --max-context")));
             }
         }
-        for table in &tables {
+        for (slot, table) in tables.iter().enumerate() {
             let prompt = self.tokens(CONTEXT);
-            self.read(&prompt, table, None)?;
+            self.read(&prompt, table, slot, None)?;
         }
         let rows: Vec<usize> = (0..sequences).collect();
         let (temperatures, mut lists) = (vec![1.0; sequences], Vec::new());
@@ -256,8 +256,8 @@ impl Bench<'_> {
             let (started, before) = (Instant::now(), self.loaded.model.traffic());
             for (i, ids) in ids.chunks(sequences).enumerate() {
                 batch.clear();
-                for (id, table) in ids.iter().zip(&tables) {
-                    batch.push(&[*id], CONTEXT + i, table);
+                for (slot, (id, table)) in ids.iter().zip(&tables).enumerate() {
+                    batch.push(&[*id], CONTEXT + i, table).slot = slot;
                 }
                 self.loaded.model.forward(&batch, None)?;
                 // As the engine asks for tokens.
@@ -322,7 +322,7 @@ impl Bench<'_> {
         let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (prompt, mut spread) = (self.tokens(tokens), Spread::default());
-        self.read(&prompt, &blocks, Some(&mut spread))?;
+        self.read(&prompt, &blocks, 0, Some(&mut spread))?;
         let used = spread.0.iter().map(BTreeSet::len).filter(|&n| n > 0);
         Ok(Some(Distinct { least: used.clone().min().unwrap_or(0), most: used.max().unwrap_or(0), of, tokens }))
     }

@@ -1,11 +1,13 @@
 //! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual stream.
 
+pub mod between;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod memory;
 pub mod residency;
 
+pub use between::Between;
 pub use cpu::{CpuExperts, Pace};
 pub use memory::ExpertMemory;
 

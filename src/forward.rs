@@ -15,7 +15,7 @@ use crate::attention::{AttentionBuffers, Step, attention};
 use crate::backend::{Backend, OpTime, Rates, Routing};
 use crate::batch::Batch;
 use crate::experts::{ExpertExecutor, Traffic};
-use crate::kv_cache::KvCache;
+use crate::kv_cache::{KvCache, LayerCache};
 use crate::model::{Ffn, LayerConfig, ModelConfig};
 use crate::tensor::Shortlist;
 use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
@@ -312,7 +312,7 @@ fn run_layer<B: Backend>(
     layer: &LayerConfig,
     w: &LayerWeights<B>,
     experts: Option<(&mut (dyn ExpertExecutor<B> + 'static), usize)>,
-    kv: &mut B::Kv,
+    cache: &mut LayerCache<B>,
     buffers: &mut Buffers<B>,
     part: &mut Part<B>,
 ) -> Result<()> {
@@ -321,7 +321,7 @@ fn run_layer<B: Backend>(
     let Part { batch, x, angles, .. } = part;
 
     let step = Step { backend, batch, angles, norm_eps: config.norm_eps, interleaved: config.rope.interleaved };
-    attention(&step, &layer.attention, &w.attention, &w.attention_norm, kv, attention_buffers, h, x);
+    attention(&step, &layer.attention, &w.attention, &w.attention_norm, cache, attention_buffers, h, x);
     let norm = (&w.ffn_norm, config.norm_eps);
     match (&layer.ffn, &w.ffn, experts, routing) {
         (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => {
@@ -367,11 +367,14 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
-/// `x += down(silu(gate h) * up h)`.
+/// `x += down(silu(gate h) * up h)`, of a gated one its share: what `down` reads is multiplied instead of what it gives.
 fn mlp<B: Backend>(backend: &B, w: &MlpWeights<B>, buffers: &mut [MlpBuffers<B>], width: Option<usize>, h: &B::Tensor, x: &mut B::Tensor) {
     let MlpBuffers { gate, up, product, .. } =
         buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
     backend.gated_linears(h, (&w.gate, &w.up), (gate, up), product);
+    if let Some(gate) = &w.output_gate {
+        backend.gate_rows(gate, h, product);
+    }
     backend.linear_add(&w.down, product, x);
 }
 

@@ -50,6 +50,27 @@ impl Grammar {
         Self::Literal(text.into())
     }
 
+    /// Whether a part of it follows a schema as far as it can be enforced.
+    fn is_loose(&self) -> bool {
+        match self {
+            Self::LooseSchema(_) => true,
+            Self::Sequence(items) | Self::Either(items) => items.iter().any(Self::is_loose),
+            Self::Repeated(item) => item.is_loose(),
+            _ => false,
+        }
+    }
+
+    /// It, with no more than the types of schemas that need not be enforced.
+    fn loosened(&self) -> Self {
+        match self {
+            Self::LooseSchema(schema) => Self::LooseSchema(schema::type_only(schema)),
+            Self::Sequence(items) => Self::Sequence(items.iter().map(Self::loosened).collect()),
+            Self::Either(items) => Self::Either(items.iter().map(Self::loosened).collect()),
+            Self::Repeated(item) => Self::Repeated(Box::new(item.loosened())),
+            other => other.clone(),
+        }
+    }
+
     /// It, or nothing.
     pub fn optional(self) -> Self {
         Self::Either(vec![self, Self::Sequence(Vec::new())])
@@ -98,11 +119,19 @@ impl Grammars {
     ///
     /// Errors: `Error::Invalid` saying what of the grammar is wrong, not supported or too large.
     pub fn compile(&self, grammar: &Grammar) -> Result<Box<dyn Constraint>> {
+        let matcher = match self.matcher(grammar) {
+            Err(_) if grammar.is_loose() => self.matcher(&grammar.loosened())?,
+            matcher => matcher?,
+        };
+        Ok(Box::new(Matching { matcher, eos: self.eos.clone(), vocab_size: self.vocab_size }))
+    }
+
+    fn matcher(&self, grammar: &Grammar) -> Result<Matcher> {
         let source = lark::source(grammar, &self.specials)?;
         let mut matcher = Matcher::new(self.factory.create_parser(source));
         // No token yet: it tells whether anything but the end may come, and what went wrong.
         matcher.consume_tokens(&[]).map_err(|e| Error::Invalid(format!("the output format cannot be enforced: {}", one_line(&e))))?;
-        Ok(Box::new(Matching { matcher, eos: self.eos.clone(), vocab_size: self.vocab_size }))
+        Ok(matcher)
     }
 }
 
@@ -155,9 +184,12 @@ impl Constraint for Matching {
 /// What an error of the grammar engine says, without its dump of states.
 fn one_line(error: &impl std::fmt::Display) -> String {
     let text = error.to_string();
-    let line = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("no reason given");
-    match line.strip_prefix("panic:") {
-        Some(_) => "it cannot be read".into(),
-        None => line.chars().take(300).collect(),
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && *line != "<non-verbose/>");
+    let first = lines.next().unwrap_or("no reason given");
+    if first.starts_with("panic:") {
+        return "it cannot be read".into();
     }
+    // An expression's error names its place in a drawing, and what is wrong after it.
+    let reason = lines.next_back().filter(|_| first.ends_with(':')).map(|last| format!(" {last}")).unwrap_or_default();
+    format!("{first}{reason}").chars().take(300).collect()
 }

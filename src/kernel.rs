@@ -144,6 +144,21 @@ pub enum Start {
     Out,
 }
 
+/// What one token brings to one head of the gated delta rule.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaToken<'a> {
+    /// Query, normalized and scaled.
+    pub q: &'a [f32],
+    /// Key, normalized.
+    pub k: &'a [f32],
+    /// Value.
+    pub v: &'a [f32],
+    /// What stays of the state.
+    pub decay: f32,
+    /// How much of the difference to the value is stored.
+    pub beta: f32,
+}
+
 /// The operations a model is made of, on one thread.
 ///
 /// Every implementation gives the bits of the scalar one. Panics everywhere: shapes disagree (a bug).
@@ -182,6 +197,17 @@ pub trait Kernel: Send + Sync {
 
     /// `out = silu(gate) * up`; all `[n]`.
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
+
+    /// `out = (up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0; all `[n]`.
+    fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]);
+
+    /// `x = x * sigmoid(gate)`; both `[n]`.
+    fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]);
+
+    /// One token of one head of the gated delta rule: `state *= decay; delta = beta * (v - state^T k); state += k delta^T; out = state^T q`.
+    ///
+    /// Shapes: `state` `[k.len(), v.len()]`, `q` and `k` of one length, `out` as `v`. Order: sums over `k` ascending, by fma from zero.
+    fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]);
 
     /// `x = exp(x - max)`; returns the sum, in the order of [`dot_f32`](Kernel::dot_f32).
     ///

@@ -1,4 +1,4 @@
-//! The KV cache: one pool of blocks for all sequences, storage per layer on the backend.
+//! The KV cache: one pool of blocks for all sequences, storage per layer on the backend; and recurrent state, where layers have that instead.
 //!
 //! A block that is full is known by the text up to its end, and kept after its sequence has ended for as long as nobody else needs the
 //! memory: a sequence that begins with the same tokens shares it.
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::batch::BLOCK_SIZE;
 use crate::config::KvBits;
-use crate::model::ModelConfig;
+use crate::model::{Attention, ModelConfig};
 use crate::{Error, Result};
 
 /// The text that a full block ends: the node of the text before it, and its own tokens. Compared whole, so that no two texts are taken for one.
@@ -175,18 +175,29 @@ impl BlockPool {
     }
 }
 
-/// KV storage of all layers.
+/// What one layer keeps of sequences.
+pub enum LayerCache<B: Backend> {
+    /// Keys and values of every position, in blocks.
+    Kv(B::Kv),
+    /// One state for each sequence, in slots.
+    State(B::State),
+}
+
+/// Storage of all layers.
 pub struct KvCache<B: Backend> {
     /// By layer.
-    pub layers: Vec<B::Kv>,
+    pub layers: Vec<LayerCache<B>>,
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Storage for `blocks` blocks in every layer. Memory is taken as blocks are first used.
-    pub fn new(backend: &B, model: &ModelConfig, blocks: usize, bits: KvBits) -> Result<Self> {
-        let layers = model.layers.iter().map(|layer| {
-            let (heads, key_dim, value_dim) = layer.attention.kv_dims();
-            backend.kv(blocks, heads, key_dim, value_dim, bits)
+    /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are first used.
+    pub fn new(backend: &B, model: &ModelConfig, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
+        let layers = model.layers.iter().map(|layer| match &layer.attention {
+            Attention::DeltaNet(a) => backend.state(slots, a).map(LayerCache::State),
+            attention => {
+                let (heads, key_dim, value_dim) = attention.kv_dims();
+                backend.kv(blocks, heads, key_dim, value_dim, bits).map(LayerCache::Kv)
+            }
         });
         Ok(Self { layers: layers.collect::<Result<_>>()? })
     }
@@ -202,7 +213,7 @@ pub fn check_fits(model: &ModelConfig, tokens: usize, bits: KvBits, available: u
         return Ok(());
     }
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    let remedy = match available / per_token as u64 {
+    let remedy = match available / (per_token as u64).max(1) {
         fits if fits < BLOCK_SIZE as u64 => "close other programs, or use --dense int8 and --experts int4".to_string(),
         fits => format!("use --max-context {fits}"),
     };

@@ -17,7 +17,7 @@ use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
 use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
 use crate::experts::cpu::CpuExperts;
-use crate::experts::{ExpertExecutor, ExpertMemory};
+use crate::experts::{Between, ExpertExecutor, ExpertMemory};
 use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
@@ -147,8 +147,9 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
     let moe = model.moe().expect("a model with a precision of experts has experts");
     let layers = model.moe_layers().map(|(layer, moe)| {
         let expert = |e: usize| {
-            let tensor = |which| format!("{}model.layers.{layer}.mlp.experts.{e}.{which}_proj.weight", model.prefix);
-            ExpertSource { gate: tensor("gate"), up: tensor("up"), down: tensor("down") }
+            let tensor = |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
+            let [gate, up, down] = model.names.experts.map(tensor);
+            ExpertSource { gate, up, down }
         };
         LayerSource { layer, experts: (0..moe.num_experts).map(expert).collect() }
     });
@@ -213,11 +214,11 @@ pub fn assemble(
                 config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS),
                 moe.router.top_k,
             );
-            Some(Box::new(experts))
+            Some(Box::new(experts.with(Between::load(source, &model)?)))
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, &model, kv_blocks, config.kv)?;
+    let kv = KvCache::new(&backend, &model, kv_blocks, config.max_sequences, config.kv)?;
     let tokens = config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS);
     if expert_bytes(&model, precision)? >= SMALL_BYTES {
         let rates = CpuRates::measure(&model, config, precision, &machine, tokens)?;
@@ -382,7 +383,8 @@ impl Budget {
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
         let weights = resident_bytes(model, config.dense).saturating_add(expert_bytes(model, precision)?);
         let activations = activation_bytes(model, config, precision, machine)?;
-        let needed = weights.saturating_add(activations);
+        let states = (model.state_bytes_per_sequence() as u64).saturating_mul(config.max_sequences as u64);
+        let needed = weights.saturating_add(activations).saturating_add(states);
         if needed > available {
             let remedy = match activations > weights {
                 true => "lower --max-batch-tokens",
@@ -395,7 +397,7 @@ impl Budget {
             )));
         }
         let free = available - needed;
-        let per_token = model.kv_bytes_per_token(config.kv.parts()) as u64;
+        let per_token = (model.kv_bytes_per_token(config.kv.parts()) as u64).max(1);
         let max_context = match config.max_context {
             Some(n) => {
                 kv_cache::check_fits(model, n, config.kv, free)?;
@@ -473,8 +475,10 @@ pub(crate) fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(u
     let mut matrices = match &layer.attention {
         Attention::Gqa(a) => {
             let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
-            vec![(q, h), (kv, h), (kv, h), (h, q)]
+            let gate = a.output_gate.then_some((q, h));
+            [(q, h), (kv, h), (kv, h), (h, q)].into_iter().chain(gate).collect()
         }
+        Attention::DeltaNet(a) => vec![(a.conv_dim(), h), (a.value_dim(), h), (h, a.value_dim())],
         Attention::Mla(a) => {
             let q = a.num_heads * a.qk_head_dim();
             let query = a.q_lora_rank.map_or(vec![(q, h)], |rank| vec![(rank, h), (q, rank)]);
@@ -502,14 +506,15 @@ pub(crate) fn activation_bytes(model: &ModelConfig, config: &EngineConfig, preci
     let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
 
     // f32 numbers of a token, as `Model::new` allocates them.
-    let attention = model.layers.iter().map(|layer| match &layer.attention {
-        Attention::Gqa(a) => 2 * a.head_dim * (a.num_heads + a.num_kv_heads),
+    let attention = model.attentions().into_iter().map(|attention| match attention {
+        Attention::Gqa(a) => a.head_dim * (2 * (a.num_heads + a.num_kv_heads) + if a.output_gate { a.num_heads } else { 0 }),
+        Attention::DeltaNet(a) => a.conv_dim() + 2 * a.value_dim(),
         Attention::Mla(a) => {
             let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
             2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
         }
     });
-    let attention = attention.max().unwrap_or(0);
+    let attention = attention.sum::<usize>();
     let mut widths: Vec<usize> = model.layers.iter().filter_map(mlp_width).collect();
     widths.sort_unstable();
     widths.dedup();
@@ -546,6 +551,7 @@ pub(crate) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
     let layers = model.layers.iter().map(|layer| {
         let heads = match &layer.attention {
             Attention::Gqa(_) => 0,
+            Attention::DeltaNet(a) => wide(&[4, a.conv_dim(), a.conv_width]) + wide(&[8, a.num_value_heads, h]),
             Attention::Mla(a) => {
                 let head =
                     packed(a.kv_lora_rank, a.qk_nope_head_dim, Precision::Bf16) + packed(a.v_head_dim, a.kv_lora_rank, Precision::Bf16);
@@ -558,7 +564,7 @@ pub(crate) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
         };
         dense_matrices(model, layer).into_iter().map(linear).sum::<u128>() + heads + router
     });
-    saturated(layers.sum::<u128>() + wide(&[2, h, model.vocab_size]) + linear((model.vocab_size, h)))
+    saturated(layers.sum::<u128>() + u128::from(Between::bytes(model)) + wide(&[2, h, model.vocab_size]) + linear((model.vocab_size, h)))
 }
 
 /// Bytes of all packed routed experts.

@@ -2,31 +2,61 @@
 
 mod deepseek;
 mod fields;
-mod qwen3_moe;
+mod glm4_moe;
+mod gpt_oss;
+mod llama;
+mod minimax_m2;
+mod mixtral;
+mod olmoe;
+mod qwen3_next;
+mod qwen_moe;
 pub mod shapes;
 
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Rope};
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names, Rope};
 use crate::{Error, Result};
 use fields::Fields;
 
 type Reader = fn(&Fields<'_>) -> Result<ModelConfig>;
 
-/// Every architecture the engine runs: `model_type` and what reads its config.
-const ARCHITECTURES: &[(&str, Reader)] = &[
-    ("deepseek_v2", deepseek::v2),
-    ("deepseek_v3", deepseek::v3),
-    ("kimi_k2", deepseek::v3),
-    ("kimi_k25", deepseek::kimi_k25),
-    ("qwen3_moe", qwen3_moe::config),
+/// An architecture the engine runs.
+pub struct Architecture {
+    /// `model_type` of its config.
+    pub model_type: &'static str,
+    /// Models of it, for people.
+    pub models: &'static str,
+    reader: Reader,
+}
+
+const fn architecture(model_type: &'static str, models: &'static str, reader: Reader) -> Architecture {
+    Architecture { model_type, models, reader }
+}
+
+/// Every architecture the engine runs.
+pub const ARCHITECTURES: &[Architecture] = &[
+    architecture("deepseek_v2", "DeepSeek-V2, V2-Lite, V2.5", deepseek::v2),
+    architecture("deepseek_v3", "DeepSeek-V3, R1, V3.1", deepseek::v3),
+    architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
+    architecture("kimi_k25", "Kimi K2.5 (text)", deepseek::kimi_k25),
+    architecture("qwen3_moe", "Qwen3-30B-A3B, 235B-A22B, Coder", qwen_moe::qwen3),
+    architecture("qwen2_moe", "Qwen2-57B-A14B, Qwen1.5-MoE-A2.7B", qwen_moe::qwen2),
+    architecture("qwen3_next", "Qwen3-Next-80B-A3B", qwen3_next::qwen3_next),
+    architecture("qwen3_5_moe", "Qwen3.5, Qwen3.6 MoE (text)", qwen3_next::qwen3_5),
+    architecture("glm4_moe", "GLM-4.5, 4.5-Air, 4.6, 4.7", glm4_moe::config),
+    architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
+    architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),
+    architecture("mixtral", "Mixtral-8x7B, 8x22B", mixtral::config),
+    architecture("olmoe", "OLMoE-1B-7B", olmoe::config),
+    architecture("qwen3", "Qwen3 (dense)", llama::qwen3),
+    architecture("llama", "Llama 2, 3 (dense)", llama::llama),
 ];
 
 /// The supported `model_type`s.
 pub fn supported() -> impl Iterator<Item = &'static str> {
-    ARCHITECTURES.iter().map(|(name, _)| *name)
+    ARCHITECTURES.iter().map(|architecture| architecture.model_type)
 }
 
 /// Reads `config.json` of a checkpoint directory.
@@ -44,7 +74,7 @@ pub fn parse(text: &str) -> Result<ModelConfig> {
     let json: Value = serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
     let fields = Fields::new(&json)?;
     let kind = fields.str("model_type")?;
-    let Some((_, reader)) = ARCHITECTURES.iter().find(|(name, _)| *name == kind) else {
+    let Some(Architecture { reader, .. }) = ARCHITECTURES.iter().find(|architecture| architecture.model_type == kind) else {
         let known: Vec<_> = supported().collect();
         return Err(Error::Model(format!("architecture `{kind}` is not supported; supported are {}", known.join(", "))));
     };
@@ -61,25 +91,31 @@ pub fn parse(text: &str) -> Result<ModelConfig> {
 /// Experts of all layers: each has names and checksums, and a lying config must not make us list them without end.
 const MAX_EXPERTS: usize = 1 << 18;
 
-/// A model whose layers have one kind of attention, and are MoE where `is_moe` says so and dense elsewhere.
-fn uniform(f: &Fields<'_>, rope: Rope, attention: Attention, moe: Moe, is_moe: impl Fn(usize) -> bool) -> Result<ModelConfig> {
-    check_router(&moe)?;
-    let layers = (0..f.num_layers()?).map(|layer| {
-        let ffn = if is_moe(layer) { Ffn::Moe(moe.clone()) } else { Ffn::Dense { intermediate_size: f.dim("intermediate_size")? } };
-        Ok(LayerConfig { attention: attention.clone(), ffn })
-    });
-    Ok(ModelConfig {
+/// A model of these layers; what families differ in besides is as in most of them.
+fn model(f: &Fields<'_>, rope: Rope, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
+    let model = ModelConfig {
         // A nested text config may leave it out.
         architecture: f.str_or("model_type", "")?.into(),
         vocab_size: f.dim("vocab_size")?,
         hidden_size: f.dim("hidden_size")?,
         max_context: f.dim("max_position_embeddings")?,
         norm_eps: f.norm_eps()?,
+        norm_offset: 0.0,
         tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
-        prefix: String::new(),
+        names: Names::default(),
         rope,
-        layers: layers.collect::<Result<_>>()?,
-    })
+        layers,
+    };
+    model.moe().map_or(Ok(()), check_router)?;
+    if model.layers.iter().all(|layer| matches!(layer.attention, Attention::DeltaNet(_))) {
+        return Err(Error::Model("no layer has full attention: is this the config of the whole checkpoint?".into()));
+    }
+    Ok(model)
+}
+
+/// As many layers as the config says.
+fn layers(f: &Fields<'_>, attention: impl Fn(usize) -> Attention, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<Vec<LayerConfig>> {
+    (0..f.num_layers()?).map(|layer| Ok(LayerConfig { attention: attention(layer), ffn: ffn(layer)? })).collect()
 }
 
 /// A router must be able to choose as many experts as it says.

@@ -22,7 +22,7 @@ impl Pace {
 
     /// Tokens of prompts that the next step may have.
     ///
-    /// Twice the tokens take at most twice the time, so a size that nobody has tried is tried when half of it took half of the limit.
+    /// A size that nobody has tried is tried when it should keep the limit, by what half of it took.
     pub fn prompt_tokens(&self) -> usize {
         LEAST << self.bucket()
     }
@@ -30,13 +30,21 @@ impl Pace {
     fn bucket(&self) -> usize {
         let mut bucket = 0;
         while bucket + 1 < BUCKETS {
-            let Some(expected) = self.seconds[bucket + 1].or(self.seconds[bucket].map(|s| 2.0 * s)) else { break };
+            let Some(expected) = self.seconds[bucket + 1].or_else(|| self.expected(bucket)) else { break };
             if expected > self.limit {
                 break;
             }
             bucket += 1;
         }
         bucket
+    }
+
+    /// How long twice the tokens of `bucket` should take: at most twice as long, and less where even half of them took nearly as long,
+    /// because all experts have to cross to a GPU once for any number of tokens, say.
+    fn expected(&self, bucket: usize) -> Option<f64> {
+        let seconds = self.seconds[bucket]?;
+        let half = bucket.checked_sub(1).and_then(|half| self.seconds[half]).unwrap_or(0.0);
+        Some(seconds + (2.0 * (seconds - half)).clamp(0.0, seconds))
     }
 
     /// Takes note of a step.
@@ -85,6 +93,9 @@ mod tests {
     fn steps_whose_time_does_not_grow_are_filled() {
         let mut pace = Pace::new(Duration::from_millis(500));
         assert_eq!(*sizes(|_| 0.2, &mut pace).last().unwrap(), LEAST << (BUCKETS - 1));
+        // Also when they take more than half of the limit, if smaller ones nearly do.
+        let mut pace = Pace::new(Duration::from_millis(520));
+        assert_eq!(*sizes(|n| (n as f64 / 1000.0).min(0.3), &mut pace).last().unwrap(), LEAST << (BUCKETS - 1));
     }
 
     #[test]

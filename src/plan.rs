@@ -122,13 +122,16 @@ impl Planner<'_> {
         };
         let tokens = config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS);
         let experts = expert_bytes(model, precision)?;
+        let states = (model.state_bytes_per_sequence() * config.max_sequences) as u64;
         let parts = [
             ("dense weights", resident_bytes(model, config.dense), 0),
             ("experts", experts, 0),
             ("KV cache", (kv_blocks * BLOCK_SIZE) as u64 * model.kv_bytes_per_token(config.kv.parts()) as u64, 0),
+            ("recurrent state", states, 0),
             ("activations", activation_bytes(model, config, precision, machine)?, 0),
             ("expert cache", 0, experts),
         ];
+        let parts = parts.into_iter().filter(|part| part.0 != "recurrent state" || model.has_recurrent_state());
         let rates = CpuRates::measure(model, config, precision, machine, tokens)?;
         let expected = |config: &EngineConfig| speed::on_cpu(model, config, precision, &rates, tokens);
         let now = expected(config)?;
@@ -144,7 +147,7 @@ impl Planner<'_> {
         Ok(Plan {
             device: "CPU".into(),
             is_assumed: false,
-            parts: parts.map(|(name, ram_bytes, disk_bytes)| Part { name, vram_bytes: 0, ram_bytes, disk_bytes }).to_vec(),
+            parts: parts.map(|(name, ram_bytes, disk_bytes)| Part { name, vram_bytes: 0, ram_bytes, disk_bytes }).collect(),
             vram_limit_bytes: 0,
             max_context,
             kv_tokens: kv_blocks * BLOCK_SIZE,

@@ -28,6 +28,7 @@ pub struct Sequence<T> {
     /// Whatever the owner keeps with it.
     pub state: T,
     table: BlockTable,
+    slot: usize, // while it runs: of recurrent state
 }
 
 impl<T> Sequence<T> {
@@ -42,6 +43,7 @@ impl<T> Sequence<T> {
             client,
             state,
             table: BlockTable::default(),
+            slot: 0,
         }
     }
 
@@ -67,6 +69,7 @@ pub struct Scheduler<T> {
     waiting: VecDeque<Sequence<T>>,
     running: Vec<Sequence<T>>, // oldest first
     pool: BlockPool,
+    free_slots: Vec<usize>, // below max_sequences, that no running sequence has
     max_sequences: usize,
     max_tokens: usize,
     plan: Vec<Scheduled>,
@@ -77,8 +80,8 @@ pub struct Scheduler<T> {
 impl<T> Scheduler<T> {
     /// At most `max_sequences` run at once, in batches of at most `max_tokens` tokens.
     pub fn new(pool: BlockPool, max_sequences: usize, max_tokens: usize) -> Self {
-        let (waiting, running) = (VecDeque::new(), Vec::new());
-        Self { waiting, running, pool, max_sequences, max_tokens, plan: Vec::new(), shares: Vec::new(), preempted: 0 }
+        let (waiting, running, free_slots) = (VecDeque::new(), Vec::new(), (0..max_sequences).rev().collect());
+        Self { waiting, running, pool, free_slots, max_sequences, max_tokens, plan: Vec::new(), shares: Vec::new(), preempted: 0 }
     }
 
     /// Queues a sequence. Its final length must fit the pool: the owner has checked it against the context.
@@ -146,8 +149,18 @@ impl<T> Scheduler<T> {
         while self.running.len() < self.max_sequences && !self.waiting.is_empty() {
             let of = |client: u64| self.running.iter().filter(|s| s.client == client).count();
             let next = (0..self.waiting.len()).min_by_key(|&i| of(self.waiting[i].client)).expect("somebody waits");
-            self.running.extend(self.waiting.remove(next));
+            let mut sequence = self.waiting.remove(next).expect("just found");
+            sequence.slot = self.free_slots.pop().expect("as many slots as sequences run at most");
+            self.running.push(sequence);
         }
+    }
+
+    /// Takes a running sequence out, and back what it holds.
+    fn stop(&mut self, index: usize) -> Sequence<T> {
+        let mut sequence = self.running.remove(index);
+        self.pool.release(&mut sequence.table);
+        self.free_slots.push(sequence.slot);
+        sequence
     }
 
     /// Cuts `tokens` into shares of the prompts that run: alike for all, what a short one leaves going to the others, and the oldest never without.
@@ -192,7 +205,7 @@ impl<T> Scheduler<T> {
             let sequence = &mut self.running[index];
             let end = sequence.cached + tokens;
             if self.pool.grow(&mut sequence.table, end) {
-                batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table);
+                batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table).slot = sequence.slot;
                 let last_row = (end == sequence.tokens.len()).then(|| batch.len() - 1);
                 self.plan.push(Scheduled { index, tokens, last_row });
                 return true;
@@ -201,9 +214,8 @@ impl<T> Scheduler<T> {
             if youngest == index || self.plan.iter().any(|s| s.index == youngest) {
                 return false;
             }
-            let mut victim = self.running.remove(youngest);
+            let mut victim = self.stop(youngest);
             if victim.cached > 0 {
-                self.pool.release(&mut victim.table);
                 (victim.cached, victim.gave_way) = (0, true);
                 self.preempted += 1;
             }
@@ -230,9 +242,7 @@ impl<T> Scheduler<T> {
         let mut index = 0;
         while index < self.running.len() {
             if ended(&self.running[index]) {
-                let mut sequence = self.running.remove(index);
-                self.pool.release(&mut sequence.table);
-                with(sequence);
+                with(self.stop(index));
             } else {
                 index += 1;
             }

@@ -20,13 +20,22 @@ use crate::weights::TensorSource;
 const BRANCH: f32 = 0.15;
 
 /// Resident weights that come from nowhere.
-pub struct Synthetic;
+pub struct Synthetic {
+    norm: f32, // what a model stores of a norm that does nothing
+}
+
+impl Synthetic {
+    /// Weights for `model`.
+    pub fn of(model: &ModelConfig) -> Self {
+        Self { norm: 1.0 - model.norm_offset }
+    }
+}
 
 impl TensorSource for Synthetic {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         let rms = match name {
             _ if name.contains("embed_tokens") => 1.0,
-            _ if name.contains("o_proj") || name.contains("down_proj") => BRANCH / (cols as f32).sqrt(),
+            _ if name.contains("o_proj") || name.contains("out_proj") || name.contains("down_proj") => BRANCH / (cols as f32).sqrt(),
             _ => 1.0 / (cols as f32).sqrt(),
         };
         let seed = xxhash_rust::xxh3::xxh3_64(name.as_bytes());
@@ -36,7 +45,13 @@ impl TensorSource for Synthetic {
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        Ok(vec![if name.contains("norm") { 1.0 } else { 0.0 }; len])
+        let value = match name {
+            _ if name.contains("linear_attn.norm") => 1.0,
+            _ if name.contains("norm") => self.norm,
+            _ if name.contains("conv1d") => 0.5,
+            _ => 0.0,
+        };
+        Ok(vec![value; len])
     }
 }
 

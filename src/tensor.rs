@@ -122,6 +122,20 @@ impl HostTensor<'_> {
         }
     }
 
+    /// The rows of several tensors, one after the other; of equal width and kind.
+    pub(crate) fn stacked(parts: &[HostTensor<'_>]) -> HostTensor<'static> {
+        let cols = parts[0].cols();
+        let bf16 = |part: &HostTensor<'_>| match part {
+            HostTensor::Bf16 { data, .. } => Some(data.to_vec()),
+            HostTensor::F32 { .. } => None,
+        };
+        assert!(parts.iter().all(|part| part.cols() == cols), "rows of one width");
+        match parts.iter().map(bf16).collect::<Option<Vec<_>>>() {
+            Some(parts) => HostTensor::Bf16 { data: parts.concat().into(), cols },
+            None => HostTensor::F32 { data: parts.iter().flat_map(|part| part.to_f32().into_owned()).collect::<Vec<_>>().into(), cols },
+        }
+    }
+
     /// Each of `heads` equal parts transposed.
     pub(crate) fn transpose_heads(&self, heads: usize) -> HostTensor<'static> {
         let (rows, cols) = (self.rows() / heads, self.cols());

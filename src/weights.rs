@@ -4,9 +4,9 @@ use half::bf16;
 use moebius_cache::checkpoint::{Checkpoint, Dtype};
 use rayon::prelude::*;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, DeltaRule};
 use crate::config::DenseBits;
-use crate::model::{Attention, Ffn, Gqa, LayerConfig, Mla, ModelConfig, Moe};
+use crate::model::{Attention, Bias, DeltaNet, Ffn, Gqa, LayerConfig, Mla, ModelConfig, Moe, QkNorm};
 use crate::tensor::HostTensor;
 use crate::{Error, Result};
 
@@ -17,6 +17,11 @@ pub trait TensorSource {
 
     /// A vector, decoded.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>>;
+
+    /// All numbers of a tensor of any shape, decoded.
+    fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        self.vector(name, shape.iter().product())
+    }
 }
 
 impl TensorSource for Checkpoint {
@@ -37,9 +42,13 @@ impl TensorSource for Checkpoint {
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        self.numbers(name, &[len])
+    }
+
+    fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let view = self.tensor(name)?;
-        view.expect_shape(&[len])?;
-        let mut data = vec![0.0; len];
+        view.expect_shape(shape)?;
+        let mut data = vec![0.0; shape.iter().product()];
         moebius_cache::codec::decode_f32(&view, &mut data)?;
         Ok(data)
     }
@@ -75,6 +84,8 @@ pub enum AttentionWeights<B: Backend> {
     Gqa(GqaWeights<B>),
     /// Latent attention.
     Mla(MlaWeights<B>),
+    /// Gated delta rule.
+    DeltaNet(DeltaNetWeights<B>),
 }
 
 /// Grouped-query projections.
@@ -87,8 +98,24 @@ pub struct GqaWeights<B: Backend> {
     pub v: B::Linear,
     /// `[hidden, num_heads * head_dim]`
     pub o: B::Linear,
-    /// Norms of query and key heads, `[head_dim]` each.
+    /// Norms of query and key heads, `[head_dim]` each; or of all heads together, `[heads * head_dim]`.
     pub qk_norm: Option<(B::Norm, B::Norm)>,
+    /// `[num_heads]`
+    pub sinks: Option<B::Norm>,
+    /// `[num_heads * head_dim, hidden]`
+    pub output_gate: Option<B::Linear>,
+}
+
+/// Projections and the rule of gated DeltaNet.
+pub struct DeltaNetWeights<B: Backend> {
+    /// Queries, keys and values before the convolution, `[conv_dim, hidden]`.
+    pub qkv: B::Linear,
+    /// Gate of the output, `[value_dim, hidden]`.
+    pub z: B::Linear,
+    /// `[hidden, value_dim]`
+    pub o: B::Linear,
+    /// What is between them.
+    pub rule: B::DeltaNet,
 }
 
 /// Latent-attention projections.
@@ -141,6 +168,8 @@ pub struct MlpWeights<B: Backend> {
     pub up: B::Linear,
     /// `[hidden, intermediate]`
     pub down: B::Linear,
+    /// Of a shared expert: its output is multiplied with the sigmoid of this times `x`, `[hidden]`.
+    pub output_gate: Option<B::Norm>,
 }
 
 /// Reads one model's tensors onto one backend.
@@ -161,18 +190,18 @@ impl<B: Backend> Weights<B> {
         report: &dyn Fn(usize, usize) -> Result<()>,
     ) -> Result<Self> {
         let loader = Loader { backend, source, model, bits };
-        let (prefix, hidden, vocab) = (&model.prefix, model.hidden_size, model.vocab_size);
-        let embedding = format!("{prefix}model.embed_tokens.weight");
-        let head = if model.tied_embeddings { embedding.clone() } else { format!("{prefix}lm_head.weight") };
+        let (body, hidden, vocab) = (model.names.body, model.hidden_size, model.vocab_size);
+        let embedding = format!("{body}embed_tokens.weight");
+        let head = if model.tied_embeddings { embedding.clone() } else { format!("{}.weight", model.names.head) };
         let layers = model.layers.iter().enumerate().map(|(i, layer)| {
-            let weights = loader.layer(&format!("{prefix}model.layers.{i}"), layer)?;
+            let weights = loader.layer(&format!("{body}layers.{i}"), layer)?;
             report(i + 1, model.layers.len())?;
             Ok(weights)
         });
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             embedding: backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?,
-            norm: loader.norm(&format!("{prefix}model.norm.weight"), hidden)?,
+            norm: loader.norm(&format!("{body}norm.weight"), hidden)?,
             lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits)?,
         })
     }
@@ -182,7 +211,11 @@ impl<B: Backend> Weights<B> {
         let mlp = |m: &MlpWeights<B>| [&m.gate, &m.up, &m.down].map(|w| backend.linear_bytes(w)).iter().sum::<usize>();
         let layer = |l: &LayerWeights<B>| {
             let attention = match &l.attention {
-                AttentionWeights::Gqa(a) => [&a.q, &a.k, &a.v, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>(),
+                AttentionWeights::Gqa(a) => {
+                    let all = [&a.q, &a.k, &a.v, &a.o].into_iter().chain(&a.output_gate);
+                    all.map(|w| backend.linear_bytes(w)).sum::<usize>()
+                }
+                AttentionWeights::DeltaNet(a) => [&a.qkv, &a.z, &a.o].map(|w| backend.linear_bytes(w)).iter().sum(),
                 AttentionWeights::Mla(a) => {
                     let query = match &a.q {
                         MlaQuery::Direct(q) => backend.linear_bytes(q),
@@ -210,28 +243,90 @@ impl<B: Backend> Loader<'_, B> {
             attention: match &layer.attention {
                 Attention::Gqa(a) => AttentionWeights::Gqa(self.gqa(&attention, a)?),
                 Attention::Mla(a) => AttentionWeights::Mla(self.mla(&attention, a)?),
+                Attention::DeltaNet(a) => AttentionWeights::DeltaNet(self.delta_net(&format!("{name}.linear_attn"), a)?),
             },
             ffn_norm: self.norm(&format!("{name}.post_attention_layernorm.weight"), hidden)?,
             ffn: match &layer.ffn {
                 Ffn::Dense { intermediate_size } => FfnWeights::Dense(self.mlp(&format!("{name}.mlp"), *intermediate_size)?),
-                Ffn::Moe(moe) => self.moe(&format!("{name}.mlp"), moe)?,
+                Ffn::Moe(moe) => self.moe(&format!("{name}.{}", self.model.names.moe), moe)?,
             },
         })
     }
 
     fn gqa(&self, name: &str, a: &Gqa) -> Result<GqaWeights<B>> {
         let (hidden, q, kv) = (self.model.hidden_size, a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
+        let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
+        let (queries, output_gate) = match a.output_gate {
+            false => (self.linear(&qk, q, hidden, bias)?, None),
+            true => (self.head_part(&qk, a, 0, bias)?, Some(self.head_part(&qk, a, 1, bias)?)),
+        };
+        let norms = |q_len, kv_len| {
+            let norm = |which, len| self.norm(&format!("{name}.{which}_norm.weight"), len);
+            Ok::<_, Error>(Some((norm("q", q_len)?, norm("k", kv_len)?)))
+        };
         Ok(GqaWeights {
-            q: self.linear(&format!("{name}.q_proj"), q, hidden, a.bias)?,
-            k: self.linear(&format!("{name}.k_proj"), kv, hidden, a.bias)?,
-            v: self.linear(&format!("{name}.v_proj"), kv, hidden, a.bias)?,
-            o: self.linear(&format!("{name}.o_proj"), hidden, q, a.bias)?,
-            qk_norm: if a.qk_norm {
-                let norm = |which| self.norm(&format!("{name}.{which}_norm.weight"), a.head_dim);
-                Some((norm("q")?, norm("k")?))
-            } else {
-                None
+            q: queries,
+            k: self.linear(&format!("{name}.k_proj"), kv, hidden, bias)?,
+            v: self.linear(&format!("{name}.v_proj"), kv, hidden, bias)?,
+            o: self.linear(&format!("{name}.o_proj"), hidden, q, a.bias == Bias::All)?,
+            qk_norm: match a.qk_norm {
+                QkNorm::None => None,
+                QkNorm::PerHead => norms(a.head_dim, a.head_dim)?,
+                QkNorm::FullWidth => norms(q, kv)?,
             },
+            sinks: match a.sinks {
+                true => Some(self.backend.load_norm(self.source.vector(&format!("{name}.sinks"), a.num_heads)?)?),
+                false => None,
+            },
+            output_gate,
+        })
+    }
+
+    /// The first or second half of the rows of each head of a projection.
+    fn head_part(&self, name: &str, a: &Gqa, half: usize, bias: bool) -> Result<B::Linear> {
+        let (rows, dim) = (2 * a.num_heads * a.head_dim, a.head_dim);
+        let weight = self.source.matrix(&format!("{name}.weight"), rows, self.model.hidden_size)?;
+        let bias = match bias {
+            true => {
+                let all = self.source.vector(&format!("{name}.bias"), rows)?;
+                Some(all.chunks_exact(dim).skip(half).step_by(2).flatten().copied().collect())
+            }
+            false => None,
+        };
+        self.backend.load_linear(weight.head_rows(a.num_heads, half * dim, (half + 1) * dim), bias, self.bits)
+    }
+
+    fn delta_net(&self, name: &str, a: &DeltaNet) -> Result<DeltaNetWeights<B>> {
+        let (hidden, heads) = (self.model.hidden_size, a.num_value_heads);
+        let matrix = |which: &str, rows| self.source.matrix(&format!("{name}.{which}.weight"), rows, hidden);
+        let (qkv, z, gates) = match a.grouped {
+            false => {
+                let gates = HostTensor::stacked(&[matrix("in_proj_b", heads)?, matrix("in_proj_a", heads)?]);
+                (matrix("in_proj_qkv", a.conv_dim())?, matrix("in_proj_z", a.value_dim())?, gates)
+            }
+            true => {
+                let (groups, dim, values) = (a.num_key_heads, a.key_head_dim, a.value_dim() / a.num_key_heads);
+                let of_group = heads / groups;
+                let (qkvz, ba) = (matrix("in_proj_qkvz", a.conv_dim() + a.value_dim())?, matrix("in_proj_ba", 2 * heads)?);
+                let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
+                let qkv = HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]);
+                let gates = [ba.head_rows(groups, 0, of_group), ba.head_rows(groups, of_group, 2 * of_group)];
+                (qkv, rows(2 * dim + values, values), HostTensor::stacked(&gates))
+            }
+        };
+        let vector = |which: &str, len| self.source.vector(&format!("{name}.{which}"), len);
+        let rule = DeltaRule {
+            conv: self.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?,
+            gates: gates.to_f32().into_owned(),
+            a_log: vector("A_log", heads)?,
+            dt_bias: vector("dt_bias", heads)?,
+            norm: vector("norm.weight", a.value_head_dim)?,
+        };
+        Ok(DeltaNetWeights {
+            qkv: self.backend.load_linear(qkv, None, self.bits)?,
+            z: self.backend.load_linear(z, None, self.bits)?,
+            o: self.linear(&format!("{name}.out_proj"), hidden, a.value_dim(), false)?,
+            rule: self.backend.load_delta_net(a, rule)?,
         })
     }
 
@@ -257,16 +352,22 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn moe(&self, name: &str, moe: &Moe) -> Result<FfnWeights<B>> {
-        let hidden = self.model.hidden_size;
-        let router = self.source.matrix(&format!("{name}.gate.weight"), moe.num_experts, hidden)?.to_f32().into_owned();
-        let bias = match moe.router.correction_bias {
-            true => Some(self.source.vector(&format!("{name}.gate.e_score_correction_bias"), moe.num_experts)?),
-            false => None,
-        };
+        let (hidden, names) = (self.model.hidden_size, &self.model.names);
+        let router = format!("{name}.{}", names.router);
+        let weight = self.source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?.to_f32().into_owned();
+        let vector = |wanted, name: String| if wanted { self.source.vector(&name, moe.num_experts).map(Some) } else { Ok(None) };
+        let bias = vector(moe.router.bias, format!("{router}.bias"))?;
+        let correction_bias = vector(moe.router.correction_bias, format!("{name}.{}", names.correction_bias))?;
+        let shared = format!("{name}.{}", names.shared_expert);
         Ok(FfnWeights::Moe {
-            router: self.backend.load_router(router, bias)?,
+            router: self.backend.load_router(weight, bias, correction_bias)?,
             shared: match moe.shared_intermediate_size {
-                Some(width) => Some(self.mlp(&format!("{name}.shared_experts"), width)?),
+                Some(width) => {
+                    let mlp = self.mlp(&shared, width)?;
+                    let gate = || self.source.matrix(&format!("{shared}_gate.weight"), 1, hidden);
+                    let output_gate = if moe.shared_gate { Some(self.backend.load_norm(gate()?.to_f32().into_owned())?) } else { None };
+                    Some(MlpWeights { output_gate, ..mlp })
+                }
                 None => None,
             },
         })
@@ -278,6 +379,7 @@ impl<B: Backend> Loader<'_, B> {
             gate: self.linear(&format!("{name}.gate_proj"), width, hidden, false)?,
             up: self.linear(&format!("{name}.up_proj"), width, hidden, false)?,
             down: self.linear(&format!("{name}.down_proj"), hidden, width, false)?,
+            output_gate: None,
         })
     }
 
@@ -288,6 +390,8 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn norm(&self, name: &str, len: usize) -> Result<B::Norm> {
-        self.backend.load_norm(self.source.vector(name, len)?)
+        let mut weight = self.source.vector(name, len)?;
+        weight.iter_mut().for_each(|w| *w += self.model.norm_offset);
+        self.backend.load_norm(weight)
     }
 }

@@ -80,7 +80,17 @@ fn files_that_are_missing() {
 
 #[test]
 fn configs_that_cannot_be_run() {
-    let named = ["`mamba9` is not supported", "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen3_moe"];
+    let named = [
+        "`mamba9` is not supported",
+        "deepseek_v2",
+        "deepseek_v3",
+        "kimi_k2",
+        "kimi_k25",
+        "qwen3_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "qwen3_next",
+    ];
     refused(qwen().config(json!({"model_type": "mamba9"})), &named);
     refused(qwen().config(json!({"quantization_config": {"quant_method": "fp8"}})), &["quantized with `fp8`", "BF16"]);
     refused(qwen().config(json!({"num_experts": 0})), &["config.json", "`num_experts`"]);

@@ -7,18 +7,18 @@ mod common;
 mod allocations;
 
 use allocations::allocations;
-use common::{Run, demo_dir, load};
+use common::{Run, load_model};
 use moebius::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::kv_cache::BlockPool;
 
 #[test]
 fn a_decode_step_does_not_allocate() {
-    for model in ["moe-gqa", "moe-mla"] {
+    for model in ["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next"] {
         for (experts, dense) in
             [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16)]
         {
-            let mut loaded = load(&demo_dir(model), &EngineConfig { experts, dense, ..Default::default() });
+            let mut loaded = load_model(model, &EngineConfig { experts, dense, ..Default::default() });
             let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), 200);
             let mut batch = Batch::default();
             run.push(&mut batch, &(7..107).collect::<Vec<u32>>());

@@ -11,8 +11,20 @@ use common::{Fixture, greedy};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
 
-const FIXTURES: [&str; 7] =
-    ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v2_full", "deepseek_v3", "kimi_k2", "kimi_k25"];
+const FIXTURES: [&str; 12] = [
+    "qwen3_dense",
+    "mixtral",
+    "olmoe",
+    "glm4_moe",
+    "minimax_m2",
+    "qwen3_moe",
+    "qwen3_moe_dense_layer_sharded",
+    "deepseek_v2_lite",
+    "deepseek_v2_full",
+    "deepseek_v3",
+    "kimi_k2",
+    "kimi_k25",
+];
 
 /// How far HF's own bf16 run is from the reference.
 struct Noise {

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use moebius::grammar::{Grammar, Grammars};
 use moebius::random::Random;
+use moebius::reply::{Part, Syntax, Tool, ToolChoice};
 use moebius::sampler::Constraint;
 use moebius::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -16,8 +17,27 @@ fn tokenizer(dir: &str) -> Tokenizer {
     Tokenizer::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join(dir)).unwrap()
 }
 
+/// What ends free text in the replies of a template, where there are no quotes to close.
+fn closers(template: &str) -> Vec<&'static str> {
+    let all = [
+        ("<function=", "\n</parameter>"),
+        ("<minimax:tool_call>", "</parameter>"),
+        ("<arg_key>", "</arg_value>"),
+        ("<|channel|>", "<|end|>"),
+    ];
+    let format = all.iter().find(|(marker, _)| template.contains(marker)).map(|(_, closer)| *closer);
+    std::iter::once("</think>").chain(format).collect()
+}
+
+/// What `text` still needs to end with `closer`.
+fn rest<'c>(text: &[u8], closer: &'c str) -> &'c [u8] {
+    let closer = closer.as_bytes();
+    let begun = (1..closer.len()).rev().find(|&n| text.ends_with(&closer[..n])).unwrap_or(0);
+    &closer[begun..]
+}
+
 /// The answer of a model with random logits; `None` when it is not complete after `limit` tokens.
-fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit: usize) -> Option<String> {
+fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit: usize, closers: &[&str]) -> Option<String> {
     let mut random = Random(seed);
     let mut bytes = Vec::new();
     for step in 0..limit {
@@ -25,11 +45,18 @@ fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit
             return Some(String::from_utf8(bytes).expect("whole characters"));
         }
         let mut logits: Vec<f32> = (0..tokenizer.vocab_size() as u32).map(|_| 4.0 * random.uniform() as f32).collect();
+        let thought = String::from_utf8_lossy(&bytes).contains("</think>");
+        let open = closers.iter().filter(|closer| !(thought && **closer == "</think>"));
+        let rests: Vec<&[u8]> = open.map(|closer| rest(&bytes, closer)).collect();
         // A tired model: the longer the answer, the better it likes to close what is open.
         for id in 0..tokenizer.vocab_size() as u32 {
             let closes = tokenizer.eos_ids().contains(&id) || tokenizer.token_bytes(id).iter().any(|byte| b"\"}]".contains(byte));
             let blank = tokenizer.token_bytes(id).iter().all(u8::is_ascii_whitespace);
             logits[id as usize] += if closes { step as f32 / 20.0 } else { 0.0 } + if blank { 2.0 } else { 0.0 };
+            // It remembers how to end what has no quotes.
+            let token = tokenizer.token_bytes(id);
+            let ends = step > 10 && !token.is_empty() && rests.iter().any(|rest| rest.starts_with(token));
+            logits[id as usize] += if ends { 6.0 + step as f32 / 10.0 } else { 0.0 };
         }
         constraint.mask(&mut logits).unwrap();
         let best = moebius::sampler::argmax(&logits);
@@ -62,11 +89,15 @@ fn every_answer_follows_its_schema() {
             for seed in 0..5 {
                 let mut constraint = grammars.compile(&Grammar::JsonSchema(schema.clone())).unwrap_or_else(|e| panic!("{name}: {e}"));
                 walks += 1;
-                let Some(text) = walk(&tokenizer, &mut *constraint, seed, 400) else {
+                let Some(text) = walk(&tokenizer, &mut *constraint, seed, 400, &[]) else {
                     unfinished.push(name);
                     continue;
                 };
-                let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{name}: {e}: {text}"));
+                let value: Value = match serde_json::from_str(&text) {
+                    // JSON, but no number that a computer has.
+                    Err(e) if e.to_string().contains("out of range") => continue,
+                    value => value.unwrap_or_else(|e| panic!("{name}: {e}: {text}")),
+                };
                 // A leap second, which RFC 3339 has, is one at midnight only for the validator.
                 let valid = validator.is_valid(&value) || (name.contains("time") && text.contains(":60"));
                 assert!(valid, "{name}: {text}: {}", validator.iter_errors(&value).next().unwrap());
@@ -104,10 +135,18 @@ fn grammars_take_what_they_say_and_nothing_else() {
         (Grammar::Regex("a|b\\$".into()), vec!["a", "b$"], vec!["", "ab", "b"]),
         (Grammar::Choice(vec!["yes".into(), "no, \"é\"\n".into()]), vec!["yes", "no, \"é\"\n"], vec!["", "ye", "yes no"]),
         (Grammar::Lark("start: A+ B?\nA: \"a\"\nB: \"b\"".into()), vec!["a", "aab"], vec!["b", "abb"]),
-        (Grammar::Json, vec!["{}", "{\"a\": [1, {\"b\": null}]}", "{\n    \"a\": 1\n}"], vec!["[]", "1", "{\"a\"}", "{\"a\": 1,}", " {}", "{  }"]),
+        (
+            Grammar::Json,
+            vec!["{}", "{\"a\": [1, {\"b\": null}]}", "{\n    \"a\": 1\n}"],
+            vec!["[]", "1", "{\"a\"}", "{\"a\": 1,}", " {}", "{  }"],
+        ),
         (Grammar::Until("</t>".into()), vec!["</t>", "a < b </t>"], vec!["a", "</t>b", "a</t>b</t>"]),
         (Grammar::Without("<t>".into()), vec!["", "a <t b"], vec!["a<t>", "<t>b"]),
-        (Grammar::Sequence(vec![Grammar::Until("#".into()), Grammar::Json, text("!")]), vec!["think#{}!", "#{\"a\": 1}!"], vec!["{}", "x#{}", "##{}!"]),
+        (
+            Grammar::Sequence(vec![Grammar::Until("#".into()), Grammar::Json, text("!")]),
+            vec!["think#{}!", "#{\"a\": 1}!"],
+            vec!["{}", "x#{}", "##{}!"],
+        ),
         (
             Grammar::Sequence(vec![
                 Grammar::Repeated(Box::new(Grammar::Sequence(vec![Grammar::Until("<c>".into()), Grammar::Json, text("</c>")]))),
@@ -191,11 +230,13 @@ fn nested(depth: usize, wrap: impl Fn(Value) -> Value) -> Value {
 fn hostile_formats_are_refused_or_cheap() {
     let tokenizer = tokenizer(TOKENIZERS[0]);
     let grammars = Grammars::new(&tokenizer).unwrap();
-    let doubling: serde_json::Map<String, Value> = (0..40)
+    let doubling: serde_json::Map<String, Value> = (0..=40)
         .map(|i| (format!("d{i}"), json!({"allOf": [{"$ref": format!("#/$defs/d{}", i + 1)}, {"$ref": format!("#/$defs/d{}", i + 1)}]})))
+        .chain([("d41".to_string(), json!({"type": "integer"}))])
         .collect();
-    let properties: serde_json::Map<String, Value> = (0..3000).map(|i| (format!("p{i}"), json!({"type": "integer"}))).collect();
-    let either = |n: usize| json!({"anyOf": (0..n).map(|i| json!({"type": "object", "properties": {"a": {"const": i}}})).collect::<Vec<_>>()});
+    let properties: serde_json::Map<String, Value> = (0..1000).map(|i| (format!("p{i}"), json!({"type": "integer"}))).collect();
+    let either =
+        |n: usize| json!({"anyOf": (0..n).map(|i| json!({"type": "object", "properties": {"a": {"const": i}}})).collect::<Vec<_>>()});
     let schemas = [
         nested(500, |inner| json!({"type": "array", "items": inner})),
         nested(30, |inner| json!({"type": "object", "properties": {"a": inner.clone()}, "required": ["a"]})),
@@ -221,6 +262,7 @@ fn hostile_formats_are_refused_or_cheap() {
         json!({"$ref": "#/nowhere"}),
         json!({"$ref": "#/$defs/d0", "$defs": doubling}),
         json!({"type": "object", "properties": properties.clone()}),
+        json!({"enum": [(0..1001).map(|i| (i.to_string(), json!(i))).collect::<serde_json::Map<_, _>>()]}),
         json!({"type": "object", "properties": properties, "minProperties": 2}),
         json!({"enum": (0..20_000).map(|i| format!("value {i}")).collect::<Vec<_>>()}),
         json!({"enum": []}),
@@ -248,13 +290,24 @@ fn hostile_formats_are_refused_or_cheap() {
     for regex in ["(", "[", "a{1000000}", "((a{1,1000}){1,1000}){1,1000}", "(?<=x)y", "\\", "a\nb", "/", "*"] {
         grammars_to_try.push(Grammar::Regex(regex.into()));
     }
-    for lark in ["", "start", "start: start", "start: start start | ", "start: a\na: b\nb: a", "start: /(/", "start: %json {", "start: \"a\"{1,1000000000}", "%import x", "start: <nope>"] {
+    for lark in [
+        "",
+        "start",
+        "start: start",
+        "start: start start | ",
+        "start: a\na: b\nb: a",
+        "start: /(/",
+        "start: %json {",
+        "start: \"a\"{1,1000000000}",
+        "%import x",
+        "start: <nope>",
+    ] {
         grammars_to_try.push(Grammar::Lark(lark.into()));
     }
     grammars_to_try.push(Grammar::Lark(format!("start: {}", "(".repeat(100_000))));
     grammars_to_try.push(Grammar::Regex("(".repeat(200_000)));
     grammars_to_try.push(Grammar::Choice(Vec::new()));
-    grammars_to_try.push(Grammar::Choice((0..20_000).map(|i| i.to_string()).collect()));
+    grammars_to_try.push(Grammar::Choice((0..4000).map(|i| i.to_string()).collect()));
     for grammar in &grammars_to_try {
         let shown: String = format!("{grammar:?}").chars().take(120).collect();
         let start = Instant::now();
@@ -267,13 +320,13 @@ fn hostile_formats_are_refused_or_cheap() {
                 for step in 0..10 {
                     let mut logits: Vec<f32> = (0..tokenizer.vocab_size()).map(|id| ((id * 31 + step * 17) % 97) as f32).collect();
                     let start = Instant::now();
+                    // What is allowed but too complex is an error, never a hang.
                     if constraint.is_complete() || constraint.mask(&mut logits).is_err() {
                         break;
                     }
                     assert!(start.elapsed().as_secs() < 5, "a mask of {shown}");
                     let best = moebius::sampler::argmax(&logits) as u32;
-                    constraint.accept(best).unwrap();
-                    if tokenizer.eos_ids().contains(&best) {
+                    if constraint.accept(best).is_err() || tokenizer.eos_ids().contains(&best) {
                         break;
                     }
                 }
@@ -281,4 +334,213 @@ fn hostile_formats_are_refused_or_cheap() {
         }
         assert!(took.as_secs() < 10, "{shown} took {took:?}");
     }
+}
+
+/// Excerpts of templates, and the special tokens that their models have.
+const SYNTAXES: [(&str, &[&str]); 8] = [
+    ("<tool_call> <think>", &[]),
+    ("<tool_call> <function= <think>", &[]),
+    (
+        "<｜tool▁calls▁begin｜> ```json </think>",
+        &["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"],
+    ),
+    ("<｜tool▁calls▁begin｜> </think>", &[]),
+    (
+        "<|tool_calls_section_begin|> <think>",
+        &[
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+            "<think>",
+            "</think>",
+        ],
+    ),
+    ("<tool_call> <arg_key> <think>", &["<tool_call>", "</tool_call>"]),
+    ("<minimax:tool_call>", &[]),
+    ("<|channel|> <|message|>", &["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"]),
+];
+
+/// The demo's tokenizer with more special tokens.
+fn with_specials(specials: &[&str]) -> Tokenizer {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join(TOKENIZERS[0]);
+    let mut file: Value = serde_json::from_slice(&std::fs::read(from.join("tokenizer.json")).unwrap()).unwrap();
+    let added = file["added_tokens"].as_array_mut().unwrap();
+    let taken: Vec<String> = added.iter().map(|token| token["content"].as_str().unwrap().to_string()).collect();
+    for (i, special) in specials.iter().filter(|special| !taken.iter().any(|taken| taken == *special)).enumerate() {
+        added.push(json!({"id": 1050 + i, "content": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+    std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": "<|eos|>"}"#).unwrap();
+    std::fs::write(dir.path().join("config.json"), r#"{"vocab_size": 1100}"#).unwrap();
+    Tokenizer::load(dir.path()).unwrap()
+}
+
+fn call_tools(strict: bool) -> Vec<Tool> {
+    let tool = |name: &str, parameters: Value| Tool { name: name.into(), description: None, parameters, strict };
+    let place = json!({"type": "object", "properties": {"lat": {"type": "number", "minimum": -90, "maximum": 90}}, "required": ["lat"], "additionalProperties": false});
+    vec![
+        tool("now", json!({"type": "object", "properties": {}, "additionalProperties": false})),
+        tool(
+            "get_weather",
+            json!({"type": "object", "$defs": {"place": place}, "required": ["city", "days", "unit"], "additionalProperties": false, "properties": {
+                "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}, "unit": {"enum": ["c", "f"]},
+                "at": {"$ref": "#/$defs/place"}, "hours": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
+            }}),
+        ),
+    ]
+}
+
+/// Joins a reply's parts: reasoning, content, and calls with their arguments.
+fn parts_of(syntax: &Syntax, tools: &[Tool], in_reasoning: bool, text: &str) -> (String, String, Vec<(String, String)>) {
+    let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
+    let mut parser = syntax.parser(tools, in_reasoning);
+    let mut parts = Vec::new();
+    parser.push(text, &mut parts);
+    parser.finish(&mut parts);
+    for part in parts {
+        match part {
+            Part::Reasoning(text) => reasoning += &text,
+            Part::Content(text) => content += &text,
+            Part::Call { name, .. } => calls.push((name, String::new())),
+            Part::Arguments { index, json } => calls[index].1 += &json,
+        }
+    }
+    (reasoning, content, calls)
+}
+
+#[test]
+fn replies_that_must_call_a_tool_do() {
+    let (mut finished, mut walks, mut kinds) = (0, 0, [0; 2]);
+    for (template, specials) in SYNTAXES {
+        let syntax = Syntax::of(template);
+        let tokenizer = with_specials(specials);
+        let grammars = Grammars::new(&tokenizer).unwrap();
+        for (seed, choice, parallel, in_reasoning, strict) in [
+            (1, ToolChoice::Required, true, false, true),
+            (2, ToolChoice::Required, true, true, false),
+            (3, ToolChoice::Required, false, false, true),
+            (4, ToolChoice::Named("get_weather".into()), true, false, true),
+            (5, ToolChoice::Named("get_weather".into()), true, true, false),
+            (6, ToolChoice::Named("now".into()), false, true, true),
+            (7, ToolChoice::Required, true, false, true),
+            (8, ToolChoice::Required, true, true, true),
+        ] {
+            let tools = call_tools(strict);
+            let grammar = syntax.grammar(&tools, &choice, parallel, in_reasoning && syntax.thinks()).unwrap().unwrap();
+            let mut constraint = grammars.compile(&grammar).unwrap_or_else(|e| panic!("{template}: {e}: {grammar:?}"));
+            walks += 1;
+            let Some(text) = walk(&tokenizer, &mut *constraint, seed, 600, &closers(template)) else { continue };
+            finished += 1;
+            let (_, content, calls) = parts_of(&syntax, &tools, in_reasoning && syntax.thinks(), &text);
+            assert!(!calls.is_empty() && content.is_empty(), "{template} {choice:?}: {text:?} {content:?}");
+            if let ToolChoice::Named(name) = &choice {
+                assert!(calls.len() == 1 && calls[0].0 == *name, "{template}: {text:?}");
+            }
+            for (name, arguments) in &calls {
+                kinds[usize::from(name == "now")] += 1;
+                let schema = &tools.iter().find(|tool| tool.name == *name).unwrap().parameters;
+                let value: Value = serde_json::from_str(arguments).unwrap_or_else(|e| panic!("{template}: {e}: {arguments}: {text:?}"));
+                assert!(jsonschema::is_valid(schema, &value), "{template}: {arguments}: {text:?}");
+            }
+        }
+    }
+    assert!(finished * 3 > walks * 2 && kinds[0] > 10 && kinds[1] > 10, "{finished} of {walks} walks, {kinds:?} calls");
+}
+
+#[test]
+fn free_text_may_call_strict_tools_only_well() {
+    for (template, specials) in SYNTAXES {
+        let syntax = Syntax::of(template);
+        let tokenizer = with_specials(specials);
+        let grammars = Grammars::new(&tokenizer).unwrap();
+        let loose = syntax.grammar(&call_tools(false), &ToolChoice::Auto, true, false).unwrap();
+        assert_eq!((loose, syntax.grammar(&call_tools(true), &ToolChoice::None, true, false).unwrap()), (None, None));
+        let tools = call_tools(true);
+        let grammar = syntax.grammar(&tools, &ToolChoice::Auto, true, false).unwrap().unwrap();
+        let calls = match template {
+            t if t.contains("<|channel|>") => [
+                "<|channel|>final<|message|>Just text {}.",
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+                "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{\"a\": 1}",
+            ],
+            t if t.contains("json") => [
+                "Just text {}.",
+                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>nope\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ],
+            t if t.contains("calls▁begin") => [
+                "Just text {}.",
+                "<think>x</think>Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>[]<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ],
+            t if t.contains("section") => [
+                "Just text {}.",
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.then:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+            ],
+            t if t.contains("minimax") => [
+                "Just text {}.",
+                "Ok\n<minimax:tool_call>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>",
+                "Ok\n<minimax:tool_call>\n<invoke name=\"now\">\n<parameter name=\"x\">1</parameter>\n</invoke>\n</minimax:tool_call>",
+            ],
+            t if t.contains("function") => [
+                "Just text {}.",
+                "Ok <tool_call>\n<function=now>\n</function>\n</tool_call>",
+                "Ok <tool_call>\n<function=get_weather>\n<parameter=city>\nX\n</parameter>\n</function>\n</tool_call>",
+            ],
+            t if t.contains("arg_key") => [
+                "Just text {}.",
+                "Ok <tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>X</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>c</arg_value>\n</tool_call>",
+                "Ok <tool_call>get_weather\n</tool_call>",
+            ],
+            _ => [
+                "Just text {}.",
+                "<think>\nhm\n</think>\n\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>",
+                "<tool_call>\n{\"name\": \"now\", \"arguments\": {\"x\": 1}}\n</tool_call>",
+            ],
+        };
+        assert!(takes(&tokenizer, &grammars, &grammar, calls[0]), "{template}");
+        assert!(takes(&tokenizer, &grammars, &grammar, calls[1]), "{template}");
+        assert!(!takes(&tokenizer, &grammars, &grammar, calls[2]), "{template}");
+    }
+}
+
+#[test]
+fn formats_come_after_the_reasoning() {
+    for (template, in_reasoning, good, bad) in [
+        ("<think>", true, "hm {} \n</think>\n\n{}", "{}"),
+        ("<think>", false, "<think>\nhm</think>{}", "hm</think>{}"),
+        ("<think>", false, "{\"a\": 1}", "x{}"),
+        ("plain", false, "{}", "<think></think>{}"),
+        ("<|channel|> <|message|>", false, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}", "{}"),
+        ("<|channel|> <|message|>", true, "hm<|end|><|start|>assistant<|channel|>final<|message|>{}", "<|channel|>final<|message|>{}"),
+    ] {
+        for specials in [&[][..], &["<|channel|>", "<|message|>", "<|end|>", "<|start|>"][..], &["<think>", "</think>"][..]] {
+            let tokenizer = with_specials(specials);
+            let grammars = Grammars::new(&tokenizer).unwrap();
+            let grammar = Syntax::of(template).after_reasoning(Grammar::Json, in_reasoning).unwrap();
+            assert!(takes(&tokenizer, &grammars, &grammar, good), "{template} {good}");
+            assert!(!takes(&tokenizer, &grammars, &grammar, bad), "{template} {bad}");
+        }
+    }
+}
+
+#[test]
+fn tools_that_cannot_be_called_are_refused_in_words() {
+    let refused = |template: &str, tools: &[Tool], choice: ToolChoice| {
+        Syntax::of(template).grammar(tools, &choice, true, false).unwrap_err().to_string()
+    };
+    assert!(refused("plain", &call_tools(true), ToolChoice::Required).contains("knows no tools"));
+    assert!(refused("<tool_call>", &[], ToolChoice::Required).contains("'tools' is empty"));
+    assert!(refused("<tool_call>", &call_tools(true), ToolChoice::Named("nope".into())).contains("no tool 'nope'"));
+    let tool = Tool {
+        name: "f".into(),
+        description: None,
+        parameters: json!({"properties": {"a": {"type": "string", "pattern": "^x$"}}}),
+        strict: true,
+    };
+    assert!(refused("<tool_call> <function=", &[tool], ToolChoice::Auto).contains("'pattern' of the argument 'a'"));
 }

@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{demo_dir, fixture_dir};
+use common::{demo_dir, fixture_dir, small};
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits};
 use moebius::kernel;
 use moebius::load::{self, Budget, Machine};
@@ -18,8 +18,15 @@ const FIXTURES: [&str; 7] =
     ["deepseek_v2_full", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen3_moe", "qwen3_moe_dense_layer_sharded"];
 
 fn configs() -> Vec<Value> {
-    let dirs = FIXTURES.iter().map(|name| fixture_dir(name)).chain(["moe-gqa", "moe-mla"].map(demo_dir));
-    dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap()).collect()
+    const LATER: [&str; 6] = ["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_dense"];
+    let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
+    let dirs = FIXTURES.iter().map(|name| fixture_dir(name)).chain(["moe-gqa", "moe-mla"].map(demo_dir)).chain(LATER.map(fixture_dir));
+    dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap()).chain(small).collect()
+}
+
+/// The last config of this `model_type`.
+fn named(model_type: &str) -> Value {
+    configs().into_iter().rfind(|config| config["model_type"] == model_type).unwrap()
 }
 
 /// What a field may be turned into.
@@ -50,7 +57,9 @@ fn hostile() -> Vec<Value> {
         json!(""),
         json!("yarn"),
         json!("linear"),
+        json!("llama3"),
         json!("group_limited_greedy"),
+        json!("full_attention"),
         json!("9"),
         json!([]),
         json!([0]),
@@ -58,6 +67,8 @@ fn hostile() -> Vec<Value> {
         json!({}),
         json!({"rope_type": "yarn", "factor": 1e-38, "mscale": -1e30, "mscale_all_dim": 1e30}),
         json!({"type": "yarn", "factor": 4, "beta_fast": 0, "beta_slow": -1, "original_max_position_embeddings": 1}),
+        json!({"rope_type": "llama3", "factor": 1e-38, "low_freq_factor": 4.0, "high_freq_factor": 1e38, "original_max_position_embeddings": 1}),
+        json!(["linear_attention", "linear_attention", "linear_attention", "linear_attention"]),
         json!([[[[[[[[{"a": [null]}]]]]]]]]),
     ]
 }
@@ -94,6 +105,7 @@ fn survives(config: &Value) {
         }
     };
     assert!((1..=4096).contains(&model.layers.len()));
+    assert!(model.kv_bytes_per_token(1) > 0 && model.state_bytes_per_sequence() < 1 << 60);
     assert!(model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() <= 1 << 18);
     assert!(model.rope.attention_factor().is_finite());
     if model.rope.dim <= 1 << 16 {
@@ -149,6 +161,38 @@ fn numbers_beyond_reason_are_named() {
         let text = models::parse(&config.to_string()).unwrap_err().to_string();
         assert!(text.contains(field), "{text}");
     }
+    let (glm, next, oss) = (named("glm4_moe"), named("qwen3_next"), named("gpt_oss"));
+    let (minimax, olmoe, llama) = (named("minimax_m2"), named("olmoe"), named("llama"));
+    for (config, field, value) in [
+        (&glm, "partial_rotary_factor", json!(1.5)),
+        (&glm, "partial_rotary_factor", json!(-0.5)),
+        (&next, "linear_num_key_heads", json!(4097)),
+        (&next, "linear_value_head_dim", json!(1 << 20)),
+        (&next, "linear_conv_kernel_dim", json!(1)),
+        (&next, "linear_conv_kernel_dim", json!(65)),
+        (&next, "layer_types", json!(["linear_attention"])),
+        (&next, "use_sliding_window", json!(true)),
+        (&oss, "layer_types", json!(["sliding_attention", "full_attention", "other"])),
+        (&oss, "sliding_window", json!(0)),
+        (&oss, "swiglu_limit", json!(-7)),
+        (&minimax, "rotary_dim", json!(33)),
+        (&minimax, "attn_type_list", json!([1, 0])),
+        (&minimax, "scoring_func", json!("softmax")),
+        (&minimax, "shared_intermediate_size", json!(64)),
+        (&olmoe, "clip_qkv", json!(8.0)),
+        (&llama, "mlp_bias", json!(true)),
+    ] {
+        let mut config = config.clone();
+        config[field] = value;
+        let text = models::parse(&config.to_string()).unwrap_err().to_string();
+        assert!(text.contains(field), "{text}");
+    }
+    let mut uneven = next.clone();
+    uneven["linear_num_value_heads"] = json!(5);
+    assert!(models::parse(&uneven.to_string()).unwrap_err().to_string().contains("5 value heads"));
+    let mut all_linear = next;
+    all_linear["layer_types"] = json!(vec!["linear_attention"; 4]);
+    assert!(models::parse(&all_linear.to_string()).unwrap_err().to_string().contains("full attention"));
     let mut groups = v3;
     for (field, value) in [("n_group", 128), ("topk_group", 4), ("n_routed_experts", 256)] {
         groups[field] = json!(value);
@@ -170,7 +214,7 @@ proptest! {
 
     #[test]
     fn several_fields_turned_into_anything(
-        of in 0usize..9,
+        of in 0usize..19,
         changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), any::<Option<u64>>()), 1..6),
     ) {
         let mut config = configs().swap_remove(of);
@@ -184,7 +228,7 @@ proptest! {
     }
 
     #[test]
-    fn any_byte_changed(of in 0usize..9, at: prop::sample::Index, byte: u8) {
+    fn any_byte_changed(of in 0usize..19, at: prop::sample::Index, byte: u8) {
         let mut text = configs().swap_remove(of).to_string().into_bytes();
         let at = at.index(text.len());
         text[at] = byte;

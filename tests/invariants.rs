@@ -1,15 +1,16 @@
-//! What must hold whatever the numbers are, on both kinds of attention: a token's bits depend on its own sequence alone.
+//! What must hold whatever the numbers are, on every kind of attention: a token's bits depend on its own sequence alone.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
 
-use common::{Run, demo_dir, load, step};
+use common::{Run, demo_dir, load_model, small, step};
 use moebius::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use moebius::kv_cache::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
-const MODELS: [&str; 2] = ["moe-gqa", "moe-mla"];
+/// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width.
+const MODELS: [&str; 5] = ["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2"];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
@@ -24,7 +25,8 @@ fn for_each_model(test: impl Fn(&str, &mut Loaded)) {
             (ExpertBits::Bf16, DenseBits::Bf16),
             (ExpertBits::Int4, DenseBits::Int4),
         ] {
-            let mut loaded = load(&demo_dir(model), &EngineConfig { experts, dense, ..Default::default() });
+            let config = EngineConfig { experts, dense, ..Default::default() };
+            let mut loaded = load_model(model, &config);
             test(&format!("{model} {experts:?} {dense:?}"), &mut loaded);
         }
     }
@@ -44,8 +46,8 @@ fn a_batch_equals_single_runs() {
         let alone: Vec<_> = prompts.iter().map(|p| whole(loaded, p)).collect();
         let mut pool = BlockPool::new(loaded.kv_blocks);
         let (mut batch, mut rows) = (Batch::default(), Vec::new());
-        for p in &prompts {
-            rows.push(Run::new(&mut pool, p.len()).push(&mut batch, p));
+        for (slot, p) in prompts.iter().enumerate() {
+            rows.push(Run::new(&mut pool, p.len()).in_slot(slot).push(&mut batch, p));
         }
         assert_eq!(step(&mut *loaded.model, &batch, &rows), alone, "{name}");
     });
@@ -74,7 +76,7 @@ fn decode_beside_others_equals_prefill_of_all() {
     for_each_model(|name, loaded| {
         let sequences = [prompt(90, 1), prompt(30, 2), prompt(66, 3)];
         let mut pool = BlockPool::new(loaded.kv_blocks);
-        let mut runs: Vec<_> = sequences.iter().map(|s| Run::new(&mut pool, s.len())).collect();
+        let mut runs: Vec<_> = (0..).zip(&sequences).map(|(slot, s)| Run::new(&mut pool, s.len()).in_slot(slot)).collect();
         let mut last = Vec::new();
         // Prompts without their last ten tokens, then ten steps of one token each; the third joins late.
         for i in 0..=10 {
@@ -102,7 +104,7 @@ fn threads_do_not_change_bits() {
         for threads in [1, 2, 3, 5] {
             let config =
                 EngineConfig { threads: Some(threads), cache_dir: Some(common::cache_dir()), max_context: Some(512), ..Default::default() };
-            let mut loaded = moebius::load::load("test", &demo_dir(model), &config, &|_| {}).unwrap();
+            let mut loaded = small::model(model, &config);
             results.push(whole(&mut loaded, &tokens));
         }
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{model}");
@@ -113,7 +115,7 @@ fn threads_do_not_change_bits() {
 fn instruction_sets_do_not_change_bits() {
     let tokens = prompt(80, 11);
     for model in MODELS {
-        let logits = |simd| whole(&mut load(&demo_dir(model), &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
+        let logits = |simd| whole(&mut load_model(model, &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
         let results: Vec<_> = moebius::kernel::available().into_iter().map(logits).collect();
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{model}");
     }
@@ -122,7 +124,7 @@ fn instruction_sets_do_not_change_bits() {
 #[test]
 fn where_the_experts_lie_does_not_change_bits() {
     let tokens = prompt(80, 12);
-    for model in MODELS {
+    for model in ["moe-gqa", "moe-mla"] {
         let mut results = Vec::new();
         for (experts_memory, numa, lock) in [
             (ExpertsMemory::Map, Numa::Auto, false),
@@ -173,7 +175,7 @@ fn the_same_pass_twice_gives_the_same_bits() {
 #[test]
 fn segments_of_a_long_context_do_not_change_bits() {
     let tokens = prompt(2060, 4);
-    for model in MODELS {
+    for model in ["moe-gqa", "moe-mla", "gpt-oss-wide"] {
         for kv in [KvBits::Bf16, KvBits::Bf16x2] {
             let mut results = Vec::new();
             for (threads, chunks) in [(1, [1000, 2059, 2060]), (5, [2, 2055, 2060]), (3, [1030, 2059, 2060])] {
@@ -185,7 +187,7 @@ fn segments_of_a_long_context_do_not_change_bits() {
                     kv,
                     ..Default::default()
                 };
-                let mut loaded = moebius::load::load("test", &demo_dir(model), &config, &|_| {}).unwrap();
+                let mut loaded = small::model(model, &config);
                 results.push(whole(&mut loaded, &tokens));
                 let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len());
                 let (mut batch, mut from) = (Batch::default(), 0);
@@ -202,4 +204,33 @@ fn segments_of_a_long_context_do_not_change_bits() {
             assert!(results.windows(2).all(|w| w[0] == w[1]), "{model} {kv}");
         }
     }
+}
+
+/// A slot holds what the sequence before left there: a new one begins from nothing.
+#[test]
+fn a_slot_is_fresh_for_every_sequence() {
+    let mut loaded = load_model("qwen3-next", &EngineConfig::default());
+    let (first, second) = (prompt(70, 1), prompt(40, 2));
+    let want = whole(&mut load_model("qwen3-next", &EngineConfig::default()), &second);
+    for slot in [0, 7, 0] {
+        let mut pool = BlockPool::new(loaded.kv_blocks);
+        for (tokens, want) in [(&first, None), (&second, Some(&want)), (&second, Some(&want))] {
+            let mut batch = Batch::default();
+            let row = Run::new(&mut pool, tokens.len()).in_slot(slot).push(&mut batch, tokens);
+            let got = step(&mut *loaded.model, &batch, &[row]).remove(0);
+            assert!(want.is_none_or(|want| *want == got), "slot {slot}");
+        }
+    }
+}
+
+/// Two sequences in one slot would mix: a bug of whoever made the batch, caught where it would do harm.
+#[test]
+#[should_panic(expected = "a slot for each sequence")]
+fn two_sequences_do_not_share_a_slot() {
+    let mut loaded = load_model("qwen3-next", &EngineConfig { threads: Some(1), ..Default::default() });
+    let (mut pool, mut batch) = (BlockPool::new(loaded.kv_blocks), Batch::default());
+    for _ in 0..2 {
+        Run::new(&mut pool, 5).push(&mut batch, &prompt(5, 1));
+    }
+    let _ = loaded.model.forward(&batch, None);
 }

@@ -7,9 +7,12 @@ use serde_json::{Value, json};
 
 /// What tells the templates apart: excerpts of how they write an assistant's calls.
 const HERMES: &str = r#"<think> {{- '<tool_call>\n{"name": "' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}"#;
-const FUNCTION: &str = r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
-const DEEPSEEK_R1: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + tool['function']['arguments'] + '```' </think>";
-const DEEPSEEK_V31: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] + </think>";
+const FUNCTION: &str =
+    r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
+const DEEPSEEK_R1: &str =
+    "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + tool['function']['arguments'] + '```' </think>";
+const DEEPSEEK_V31: &str =
+    "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] + </think>";
 const KIMI: &str = "<|tool_calls_section_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|> <think></think>";
 const GLM: &str = "{{ '\\n<tool_call>' + tc.name }}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key> <think></think>";
 const MINIMAX: &str = "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}{% for k, v in _args.items() %} <think>";
@@ -94,18 +97,62 @@ fn check(template: &str, in_reasoning: bool, text: &str, reasoning: &str, conten
 }
 
 const TRANSCRIPTS: &[(&str, bool, &str)] = &[
-    (HERMES, false, "<think>\nThe user wants weather.\n</think>\n\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"São Paulo\", \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>"),
+    (
+        HERMES,
+        false,
+        "<think>\nThe user wants weather.\n</think>\n\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"São Paulo\", \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>",
+    ),
     (HERMES, true, "Hmm, <tool_call> is a tag.\n</think>\n\nIt is {sunny} <today> 😀.\n"),
-    (HERMES, false, "Let me see.\n\n<tool_call>{\"arguments\": {\"city\": \"a </tool_call> b\"}, \"name\": \"get_weather\"}</tool_call> done <tool_call>\n{\"name\": \"nope\", \"arguments\": {}}\n</tool_call>"),
-    (HERMES, false, "<tool_call>\n{\"name\": \"write_file\", \"arguments\": {\"path\": \"a\", \"content\": \"</tool_call>{}[\\\"\\\\\"}}}\n</tool_call>x"),
-    (FUNCTION, false, "I'll write it.\n<tool_call>\n<function=write_file>\n<parameter=path>\n/tmp/a.rs\n</parameter>\n<parameter=content>\nfn main() {\n    println!(\"<b>é\\n</b>\");\n}\n\n</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n"),
-    (FUNCTION, true, "ok</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\nthree\n</parameter>\n<parameter=metric>\nTrue\n</parameter> stray\n</function>\n</tool_call>\n<function=now>\n</function>\n</tool_call>"),
-    (DEEPSEEK_R1, true, "I should call.\n</think>\n\nSure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Tokyo\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
-    (DEEPSEEK_V31, false, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{\"city\": \"北京\"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜> after"),
-    (KIMI, false, "<think>hm</think>Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{\"city\": \"Beijing\"}<|tool_call_end|><|tool_call_begin|>functions.write_file:1 <|tool_call_argument_begin|>\"{path: a}\"<|tool_call_end|><|tool_calls_section_end|>"),
-    (GLM, false, "\n<think>let me</think>\nChecking.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>New York</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>"),
-    (MINIMAX, true, "thinking\n</think>\n\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Sydney</parameter>\n<parameter name=\"at\">null</parameter>\n</invoke>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>\nbye"),
-    (HARMONY, false, "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{\"city\":\"Oslo\"}<|call|>"),
+    (
+        HERMES,
+        false,
+        "Let me see.\n\n<tool_call>{\"arguments\": {\"city\": \"a </tool_call> b\"}, \"name\": \"get_weather\"}</tool_call> done <tool_call>\n{\"name\": \"nope\", \"arguments\": {}}\n</tool_call>",
+    ),
+    (
+        HERMES,
+        false,
+        "<tool_call>\n{\"name\": \"write_file\", \"arguments\": {\"path\": \"a\", \"content\": \"</tool_call>{}[\\\"\\\\\"}}}\n</tool_call>x",
+    ),
+    (
+        FUNCTION,
+        false,
+        "I'll write it.\n<tool_call>\n<function=write_file>\n<parameter=path>\n/tmp/a.rs\n</parameter>\n<parameter=content>\nfn main() {\n    println!(\"<b>é\\n</b>\");\n}\n\n</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n",
+    ),
+    (
+        FUNCTION,
+        true,
+        "ok</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\nthree\n</parameter>\n<parameter=metric>\nTrue\n</parameter> stray\n</function>\n</tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+    (
+        DEEPSEEK_R1,
+        true,
+        "I should call.\n</think>\n\nSure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Tokyo\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        DEEPSEEK_V31,
+        false,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{\"city\": \"北京\"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜> after",
+    ),
+    (
+        KIMI,
+        false,
+        "<think>hm</think>Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{\"city\": \"Beijing\"}<|tool_call_end|><|tool_call_begin|>functions.write_file:1 <|tool_call_argument_begin|>\"{path: a}\"<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    (
+        GLM,
+        false,
+        "\n<think>let me</think>\nChecking.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>New York</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    ),
+    (
+        MINIMAX,
+        true,
+        "thinking\n</think>\n\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Sydney</parameter>\n<parameter name=\"at\">null</parameter>\n</invoke>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>\nbye",
+    ),
+    (
+        HARMONY,
+        false,
+        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{\"city\":\"Oslo\"}<|call|>",
+    ),
     (HARMONY, false, "<|channel|>analysis<|message|>Easy <|x.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 < 5.<|return|>"),
     (HARMONY, false, " to=functions.nope<|channel|>commentary json<|message|>{}<|call|>"),
 ];
@@ -113,7 +160,11 @@ const TRANSCRIPTS: &[(&str, bool, &str)] = &[
 #[test]
 fn hermes() {
     check(
-        TRANSCRIPTS[0].0, false, TRANSCRIPTS[0].2, "The user wants weather.", "",
+        TRANSCRIPTS[0].0,
+        false,
+        TRANSCRIPTS[0].2,
+        "The user wants weather.",
+        "",
         &[("get_weather", r#"{"city": "São Paulo", "days": 2}"#), ("now", "{}")],
     );
     check(HERMES, true, TRANSCRIPTS[1].2, "Hmm, <tool_call> is a tag.", "It is {sunny} <today> 😀.\n", &[]);
@@ -121,8 +172,22 @@ fn hermes() {
     check(HERMES, false, "\n<think>\n\n</think>\n\nYes.", "", "Yes.", &[]);
     check(HERMES, false, "A tag: <think>.", "", "A tag: <think>.", &[]);
     // The arguments first, or as text; spaces as they come.
-    check(HERMES, false, r#"<tool_call>{"arguments": {"city": "X"}, "name": "get_weather"}</tool_call>"#, "", "", &[("get_weather", r#"{"city":"X"}"#)]);
-    check(HERMES, false, r#"<tool_call>{"name":"get_weather","arguments":"{\"city\":1}"}</tool_call>"#, "", "", &[("get_weather", r#"{"city":1}"#)]);
+    check(
+        HERMES,
+        false,
+        r#"<tool_call>{"arguments": {"city": "X"}, "name": "get_weather"}</tool_call>"#,
+        "",
+        "",
+        &[("get_weather", r#"{"city":"X"}"#)],
+    );
+    check(
+        HERMES,
+        false,
+        r#"<tool_call>{"name":"get_weather","arguments":"{\"city\":1}"}</tool_call>"#,
+        "",
+        "",
+        &[("get_weather", r#"{"city":1}"#)],
+    );
     check(HERMES, false, r#"<tool_call>{"name":"now","parameters":{ }}}</tool_call>"#, "", "", &[("now", "{ }")]);
     check(HERMES, false, r#"a <tool_call>{"name":"now"}</tool_call> b"#, "", "ab", &[("now", "{}")]);
     check(HERMES, false, TRANSCRIPTS[3].2, "", "x", &[("write_file", r#"{"path": "a", "content": "</tool_call>{}[\"\\"}"#)]);
@@ -159,11 +224,19 @@ fn broken_calls_are_not_lost() {
 #[test]
 fn functions_with_parameters() {
     check(
-        FUNCTION, false, TRANSCRIPTS[4].2, "", "I'll write it.",
+        FUNCTION,
+        false,
+        TRANSCRIPTS[4].2,
+        "",
+        "I'll write it.",
         &[("write_file", r#"{"path": "/tmp/a.rs", "content": "fn main() {\n    println!(\"<b>é\\n</b>\");\n}\n", "lines": [1, 2]}"#)],
     );
     check(
-        FUNCTION, true, TRANSCRIPTS[5].2, "ok", "stray",
+        FUNCTION,
+        true,
+        TRANSCRIPTS[5].2,
+        "ok",
+        "stray",
         &[("get_weather", r#"{"city": "Paris", "days": "three", "metric": true}"#), ("now", "{}")],
     );
 }
@@ -209,7 +282,9 @@ fn arguments_stream() {
     let mut parser = Syntax::of(HERMES).parser(&tools(), false);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"ci", &mut parts);
-    assert!(matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0, json }] if name == "get_weather" && json == "{\"ci"));
+    assert!(
+        matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0, json }] if name == "get_weather" && json == "{\"ci")
+    );
     let mut parser = Syntax::of(FUNCTION).parser(&tools(), false);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\nline 1\nli", &mut parts);
@@ -267,12 +342,65 @@ fn prompts_open_reasoning() {
 
 fn pieces() -> impl Strategy<Value = String> {
     let pieces = vec![
-        "<think>", "</think>", "<tool_call>", "</tool_call>", "{\"name\": \"now\", \"arguments\": ", "{\"name\": \"get_weather\", \"arguments\": {", "}", "{}", "\"city\": ",
-        "\"a\\\"b\"", "<function=now>", "<function=write_file>", "<parameter=path>", "<parameter=lines>", "</parameter>", "</function>", "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "now", "\n```json\n", "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>",
-        "<|tool_call_begin|>", "functions.now:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<arg_key>", "city", "</arg_key>",
-        "<arg_value>", "</arg_value>", "<minimax:tool_call>", "<invoke name=\"now\">", "<parameter name=\"a\">", "</invoke>", "</minimax:tool_call>", "<|channel|>",
-        "analysis", "final", "commentary to=functions.now ", "<|message|>", "<|end|>", "<|call|>", "<|start|>", "assistant", " ", "\n", "\n\n", "é😀", "x", "<", "<|", "\"", "[1",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "{\"name\": \"now\", \"arguments\": ",
+        "{\"name\": \"get_weather\", \"arguments\": {",
+        "}",
+        "{}",
+        "\"city\": ",
+        "\"a\\\"b\"",
+        "<function=now>",
+        "<function=write_file>",
+        "<parameter=path>",
+        "<parameter=lines>",
+        "</parameter>",
+        "</function>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "function",
+        "<｜tool▁sep｜>",
+        "now",
+        "\n```json\n",
+        "\n```",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "functions.now:0",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        "<arg_key>",
+        "city",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<minimax:tool_call>",
+        "<invoke name=\"now\">",
+        "<parameter name=\"a\">",
+        "</invoke>",
+        "</minimax:tool_call>",
+        "<|channel|>",
+        "analysis",
+        "final",
+        "commentary to=functions.now ",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "<|start|>",
+        "assistant",
+        " ",
+        "\n",
+        "\n\n",
+        "é😀",
+        "x",
+        "<",
+        "<|",
+        "\"",
+        "[1",
     ];
     prop::collection::vec(prop::sample::select(pieces), 0..24).prop_map(|pieces| pieces.concat())
 }

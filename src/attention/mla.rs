@@ -16,7 +16,7 @@ use crate::model::Mla;
 use crate::weights::{MlaQuery, MlaWeights};
 
 /// Activations of one layer.
-pub struct Buffers<B: Backend> {
+pub(super) struct Buffers<B: Backend> {
     q_latent: Option<B::Tensor>,        // [T, q_lora_rank]
     q_latent_normed: Option<B::Tensor>, // [T, q_lora_rank]
     q: B::Tensor,                       // [T, heads, nope + rope]

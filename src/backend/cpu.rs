@@ -1,6 +1,7 @@
 //! The CPU backend: a product for boxes without a GPU, and the oracle for those with one.
 
 mod attention;
+mod delta_net;
 mod kv;
 mod linear;
 mod route;
@@ -12,15 +13,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::bf16;
 
 use crate::Result;
-use crate::backend::{Backend, Routing};
+use crate::backend::{Backend, DeltaRule, Routing};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
-use crate::kernel::{Activations, Kernel};
+use crate::kernel::{Activations, Kernel, Rows};
 use crate::memory::Buffer;
-use crate::model::{Mla, Router};
+use crate::model::{self, Mla, Router};
 use crate::tensor::{HostTensor, Tensor};
 use crate::workers::{Shared, Team};
 
+pub use delta_net::{DeltaNet, State};
 pub use kv::Kv;
 use linear::Heads;
 pub use linear::Linear;
@@ -38,9 +40,10 @@ pub struct Cpu {
     scratch: Vec<Mutex<Scratch>>,      // one per worker
 }
 
-/// f32 router weights `[experts, hidden]` and the bias for choosing.
+/// f32 router weights `[experts, hidden]`, the bias of its logits and the bias for choosing.
 pub struct RouterWeights {
     weight: Vec<f32>,
+    bias: Option<Vec<f32>>,
     correction_bias: Option<Vec<f32>>,
 }
 
@@ -136,10 +139,12 @@ impl Backend for Cpu {
     type Linear = Linear;
     type LatentUp = LatentUp;
     type LatentScratch = LatentScratch;
+    type DeltaNet = DeltaNet;
     type Norm = Vec<f32>;
     type Router = RouterWeights;
     type Embedding = Embedding;
     type Kv = Kv;
+    type State = State;
     type Shortlister = ();
     type Host = Vec<f32>;
     type Routing = Routing;
@@ -208,8 +213,16 @@ impl Backend for Cpu {
         Ok(weight)
     }
 
-    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
-        Ok(RouterWeights { weight, correction_bias })
+    fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+        Ok(RouterWeights { weight, bias, correction_bias })
+    }
+
+    fn load_delta_net(&self, config: &model::DeltaNet, rule: DeltaRule) -> Result<DeltaNet> {
+        Ok(DeltaNet::new(config, rule))
+    }
+
+    fn state(&self, slots: usize, config: &model::DeltaNet) -> Result<State> {
+        State::new(slots, config)
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {
@@ -299,7 +312,47 @@ impl Backend for Cpu {
     }
 
     fn attention(&self, kv: &Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
-        self.attend(kv, batch, num_heads, scale, q, out);
+        self.attend(kv, batch, num_heads, scale, (None, None), q, out);
+    }
+
+    fn windowed_attention(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        num_heads: usize,
+        scale: f32,
+        (window, sinks): (Option<usize>, Option<&Vec<f32>>),
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        self.attend(kv, batch, num_heads, scale, (window, sinks.map(Vec::as_slice)), q, out);
+    }
+
+    fn delta_net(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        config: (&model::DeltaNet, f32),
+        w: &DeltaNet,
+        h: &Tensor,
+        qkv_z: (&Tensor, &Tensor),
+        out: &mut Tensor,
+    ) {
+        self.run_delta_net(state, batch, config, w, h, qkv_z, out);
+    }
+
+    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| kernel.sigmoid_mul(gate.row(t), x));
+    }
+
+    fn gate_rows(&self, w: &Vec<f32>, h: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| {
+            let mut gate = [0.0];
+            kernel.dot_f32(Rows::new(w, 1, w.len()), Rows::new(h.row(t), 1, w.len()), &mut gate);
+            kernel.scale(x, 1.0 / (1.0 + (-gate[0]).exp()));
+        });
     }
 
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
@@ -324,7 +377,7 @@ impl Backend for Cpu {
         // Absorbed, whatever the number of tokens: one way of computing, hence equal bits.
         self.apply_heads(&up.key, q, 0, query, 0);
         self.copy_heads(config.num_heads, config.qk_rope_head_dim, q, config.qk_nope_head_dim, query, config.kv_lora_rank);
-        self.attend(kv, batch, config.num_heads, config.scale, query, mixed);
+        self.attend(kv, batch, config.num_heads, config.scale, (None, None), query, mixed);
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }
 

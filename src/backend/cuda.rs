@@ -22,7 +22,7 @@ use crate::backend::{Backend, Heads, OpTime, Rates, Routing};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
-use crate::model::{GroupScore, Mla, Router, Scoring};
+use crate::model::{Activation, Attention, GroupScore, Mla, ModelConfig, Router, Scoring};
 use crate::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
@@ -242,14 +242,33 @@ impl Backend for CudaBackend {
     type Linear = Linear;
     type LatentUp = LatentUp;
     type LatentScratch = LatentScratch;
+    type DeltaNet = ();
     type Norm = DeviceBuffer<f32>;
     type Router = RouterWeights;
     type Embedding = DeviceBuffer<bf16>;
     type Kv = Kv;
+    type State = ();
     type Routing = CudaRouting;
     type Shortlister = Shortlister;
     type Host = PinnedBuffer<f32>;
     const SHORTLISTS: bool = true;
+
+    fn lacks(model: &ModelConfig) -> Option<&'static str> {
+        let of_attention = model.layers.iter().find_map(|layer| match &layer.attention {
+            Attention::DeltaNet(_) => Some("gated DeltaNet"),
+            Attention::Gqa(a) if a.sinks => Some("attention sinks"),
+            Attention::Gqa(a) if a.window.is_some() => Some("attention in a sliding window"),
+            Attention::Gqa(a) if a.output_gate => Some("gated attention"),
+            _ => None,
+        });
+        let of_experts = model.moe().and_then(|moe| match moe {
+            _ if moe.shared_gate => Some("a gate of the shared expert"),
+            _ if moe.router.bias => Some("a bias of the router"),
+            _ if moe.expert_bias || moe.activation != Activation::Silu => Some("biases and another activation of experts"),
+            _ => None,
+        });
+        of_attention.or(of_experts)
+    }
 
     fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
         CudaBatch::new(&self.cuda, max_tokens, self.limits.table)
@@ -340,7 +359,8 @@ impl Backend for CudaBackend {
         DeviceBuffer::from_slice(&self.cuda, &weight)
     }
 
-    fn load_router(&self, weight: Vec<f32>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+    fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+        assert!(bias.is_none(), "`lacks` names it");
         let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(256), 1, 1], weight.len() as i32);

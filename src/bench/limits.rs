@@ -49,7 +49,11 @@ pub(super) fn products(model: &ModelConfig, tokens: usize) -> f64 {
     let layer = |layer: &LayerConfig| {
         let hidden = model.hidden_size;
         let (weights, scores) = match &layer.attention {
-            Attention::Gqa(a) => (2 * hidden * (a.num_heads + a.num_kv_heads) * a.head_dim, 2 * a.num_heads * a.head_dim),
+            Attention::Gqa(a) => {
+                let gate = if a.output_gate { a.num_heads } else { 0 };
+                (hidden * (2 * (a.num_heads + a.num_kv_heads) + gate) * a.head_dim, 2 * a.num_heads * a.head_dim)
+            }
+            Attention::DeltaNet(a) => (hidden * (a.conv_dim() + 2 * a.value_dim()) + 4 * a.value_dim() * a.key_head_dim, 0),
             Attention::Mla(a) => {
                 let q = a.num_heads * a.qk_head_dim();
                 let query = a.q_lora_rank.map_or(hidden * q, |rank| rank * (hidden + q));

@@ -62,7 +62,9 @@ struct Ends {
 impl Engine {
     /// Of a model in memory, whose answers end at `end_tokens`.
     pub(super) fn new(loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, metrics: Arc<Metrics>) -> Self {
-        let pool = BlockPool::new(loaded.kv_blocks).reusing(config.prefix_cache);
+        // Recurrent state is that of a sequence's end: no other can begin with it.
+        let reuse = config.prefix_cache && !loaded.model.config().has_recurrent_state();
+        let pool = BlockPool::new(loaded.kv_blocks).reusing(reuse);
         Metrics::set(&metrics.kv_blocks_total, loaded.kv_blocks);
         Self {
             resident_bytes: loaded.model.resident_bytes_per_token(),

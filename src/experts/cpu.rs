@@ -3,7 +3,7 @@
 //! ```text
 //! submit:  sort (token, expert) pairs by expert; quantize x
 //! finish:  one dispatch of the team
-//!          for (expert, tile) of mine:   h[pair] = silu(gate tile . x) * (up tile . x)
+//!          for (expert, tile) of mine:   h[pair] = activation(gate tile . x, up tile . x)
 //!          barrier; quantize my share of h; barrier
 //!          for output tile of mine:      for expert ascending:  out[token] += weight * (down tile . h)
 //! ```
@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
+use super::between::Between;
 use super::memory::ExpertMemory;
 use super::{ExpertExecutor, Traffic};
 use crate::Result;
@@ -98,6 +99,7 @@ impl Active {
 /// All routed experts of a model, computed where they lie.
 pub struct CpuExperts {
     memory: Arc<ExpertMemory>,
+    between: Between,
     claims: Vec<[Claims; 2]>, // [nodes], of each phase
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
@@ -145,12 +147,18 @@ impl CpuExperts {
             pace: Pace::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
             memory,
+            between: Between::default(),
             team,
             kernel,
             layout,
             max_tokens,
             top_k,
         }
+    }
+
+    /// With biases, and another activation than SiLU.
+    pub fn with(self, between: Between) -> Self {
+        Self { between, ..self }
     }
 
     /// Goes on at another pace.
@@ -314,6 +322,7 @@ impl CpuExperts {
             kernel: self.kernel,
             layout: self.layout,
             memory: &self.memory,
+            between: &self.between,
             layer: self.layer,
             active: &self.active,
             pair_tokens: &self.pair_tokens[..pairs],
@@ -339,6 +348,7 @@ struct Step<'a> {
     kernel: &'a dyn Kernel,
     layout: ExpertLayout,
     memory: &'a ExpertMemory,
+    between: &'a Between,
     layer: usize,
     active: &'a [Active],
     pair_tokens: &'a [u32],
@@ -521,7 +531,7 @@ impl<'a> Step<'a> {
                 gate.as_chunks_mut::<TILE_ROWS>().0[i] = *from_gate;
                 up.as_chunks_mut::<TILE_ROWS>().0[i] = *from_up;
             }
-            self.kernel.silu_mul(gate, up, h);
+            self.between.activate(self.kernel, (self.layer, active.expert), &rows, width, (gate, up, h));
             for (pair, h) in pairs.zip(h.chunks_exact(width)) {
                 // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tiles.
                 let to = unsafe { self.hidden.slice_mut(pair * n + rows.start..pair * n + rows.end) };
@@ -541,6 +551,7 @@ impl<'a> Step<'a> {
             // SAFETY: after the second barrier nobody writes these rows.
             let h = unsafe { self.hidden_q.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
+            self.between.finish((self.layer, active.expert), &rows, width, y);
             for (pair, y) in pairs.zip(y.chunks_exact(width)) {
                 let token = self.pair_tokens[pair] as usize;
                 // SAFETY: in phase 2 these columns of `out` belong to whoever claimed the tile.

@@ -71,7 +71,9 @@ impl Writer<'_> {
             Grammar::Lark(text) if text.len() > MAX_BYTES => return Err(too_long("the grammar")),
             Grammar::Lark(text) => self.part(GrammarWithLexer::from_lark(text.clone())),
             Grammar::Choice(texts) if texts.is_empty() => return Err(Error::Invalid("a choice needs at least one text".into())),
-            Grammar::Choice(texts) if texts.iter().map(String::len).sum::<usize>() > MAX_BYTES => return Err(too_long("the choice")),
+            Grammar::Choice(texts) if texts.iter().map(|text| text.len() + 60).sum::<usize>() > MAX_BYTES => {
+                return Err(too_long("the choice"));
+            }
             Grammar::Choice(texts) => format!("({})", texts.iter().map(|text| quoted(text)).collect::<Vec<_>>().join(" | ")),
             Grammar::Literal(text) => self.literal(text),
             Grammar::Until(text) => match self.specials.is(text) {

@@ -5,7 +5,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
+use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Plain Rust.
 pub(super) struct Scalar;
@@ -54,6 +54,18 @@ impl Kernel for Scalar {
 
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
         shared::silu_mul(gate, up, out);
+    }
+
+    fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]) {
+        shared::clamped_swiglu(gate, up, limit, alpha, out);
+    }
+
+    fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]) {
+        shared::sigmoid_mul(gate, x);
+    }
+
+    fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) {
+        shared::delta_step(state, token, out);
     }
 
     fn exp_sub(&self, x: &mut [f32], max: f32) -> f32 {

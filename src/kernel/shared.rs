@@ -107,6 +107,68 @@ pub(super) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
 }
 
+/// [`super::Kernel::clamped_swiglu`]
+#[inline(always)]
+pub(super) fn clamped_swiglu(gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]) {
+    assert!(gate.len() == out.len() && up.len() == out.len());
+    for i in 0..out.len() {
+        // Compared this way round, NaN stays.
+        let gate = if gate[i] > limit { limit } else { gate[i] };
+        let up = if up[i] > limit { limit } else { up[i] };
+        let up = if up < -limit { -limit } else { up };
+        out[i] = (up + 1.0) * (gate / (1.0 + exp(-(alpha * gate))));
+    }
+}
+
+/// [`super::Kernel::sigmoid_mul`]
+#[inline(always)]
+pub(super) fn sigmoid_mul(gate: &[f32], x: &mut [f32]) {
+    assert_eq!(gate.len(), x.len());
+    for i in 0..x.len() {
+        x[i] /= 1.0 + exp(-gate[i]);
+    }
+}
+
+/// [`super::Kernel::delta_step`]
+#[inline(always)]
+pub(super) fn delta_step(state: &mut [f32], token: &super::DeltaToken<'_>, out: &mut [f32]) {
+    // Columns are independent of each other; so many of them stay in L1 and their sums in registers while the rows go by twice.
+    const COLUMNS: usize = 32;
+    let (rows, cols) = (token.k.len(), token.v.len());
+    assert!(state.len() == rows * cols && token.q.len() == rows && out.len() == cols);
+    let whole = cols / COLUMNS * COLUMNS;
+    for at in (0..whole).step_by(COLUMNS) {
+        delta_columns::<COLUMNS>(state, token, out, at);
+    }
+    for at in whole..cols {
+        delta_columns::<1>(state, token, out, at);
+    }
+}
+
+#[inline(always)]
+fn delta_columns<const N: usize>(state: &mut [f32], token: &super::DeltaToken<'_>, out: &mut [f32], at: usize) {
+    let cols = token.v.len();
+    let (mut delta, mut sums) = ([0.0f32; N], [0.0f32; N]);
+    for (row, &k) in state.chunks_exact_mut(cols).zip(token.k) {
+        let row = &mut row[at..at + N];
+        for c in 0..N {
+            row[c] *= token.decay;
+            delta[c] = row[c].mul_add(k, delta[c]);
+        }
+    }
+    for c in 0..N {
+        delta[c] = (token.v[at + c] - delta[c]) * token.beta;
+    }
+    for ((row, &k), &q) in state.chunks_exact_mut(cols).zip(token.k).zip(token.q) {
+        let row = &mut row[at..at + N];
+        for c in 0..N {
+            row[c] = delta[c].mul_add(k, row[c]);
+            sums[c] = row[c].mul_add(q, sums[c]);
+        }
+    }
+    out[at..at + N].copy_from_slice(&sums);
+}
+
 /// [`super::Kernel::exp_sub`]
 #[inline(always)]
 pub(super) fn exp_sub(x: &mut [f32], max: f32) -> f32 {
@@ -190,6 +252,9 @@ macro_rules! elementwise {
         $crate::kernel::shared::elementwise! { $features;
             fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
             fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
+            fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]);
+            fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]);
+            fn delta_step(&self, state: &mut [f32], token: &$crate::kernel::DeltaToken<'_>, out: &mut [f32]);
             fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
             fn scale(&self, x: &mut [f32], scale: f32);
             fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);

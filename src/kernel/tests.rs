@@ -280,3 +280,56 @@ fn exp_is_within_two_ulp() {
         assert!((silu[3] - 0.731_058_6).abs() < 1e-6);
     });
 }
+
+#[test]
+fn gates_and_delta_steps_have_the_bits_of_scalar() {
+    each(|kernel, scalar| {
+        cases(40, (1..70usize, 1..100usize, any::<u64>()), |(rows, cols, seed)| {
+            let mut random = Random(seed);
+            let (gate, up) = (random.normals(cols), random.normals(cols));
+            let (q, k, v) = (random.normals(rows), random.normals(rows), random.normals(cols));
+            let state = random.normals(rows * cols);
+            let run = |kernel: &dyn Kernel| {
+                let (mut glu, mut gated) = (vec![0.0; cols], up.clone());
+                kernel.clamped_swiglu(&gate, &up, 1.5, 1.702, &mut glu);
+                kernel.sigmoid_mul(&gate, &mut gated);
+                let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
+                kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: 0.9, beta: 0.3 }, &mut out);
+                [bits(&glu), bits(&gated), bits(&state), bits(&out)]
+            };
+            assert_eq!(run(kernel), run(scalar));
+        });
+    });
+}
+
+#[test]
+fn gates_and_delta_steps_are_what_they_say() {
+    let kernel = get(Simd::Scalar).unwrap();
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let near = |got: f32, want: f64| assert!((f64::from(got) - want).abs() < 1e-5 * (1.0 + want.abs()), "{got}, exactly {want}");
+    let gate = [-30.0f32, -8.0, -0.5, 0.0, 0.7, 6.9, 7.1, 50.0];
+    for up in [-50.0f32, -7.1, -6.9, 0.0, 3.0, 7.1] {
+        let (mut glu, mut gated) = ([0.0; 8], [up; 8]);
+        kernel.clamped_swiglu(&gate, &[up; 8], 7.0, 1.702, &mut glu);
+        kernel.sigmoid_mul(&gate, &mut gated);
+        for i in 0..gate.len() {
+            let (g, u) = (f64::from(gate[i]).min(7.0), f64::from(up).clamp(-7.0, 7.0));
+            near(glu[i], (u + 1.0) * g * sigmoid(1.702 * g));
+            near(gated[i], f64::from(up) * sigmoid(f64::from(gate[i])));
+        }
+    }
+    let mut random = Random(3);
+    let (rows, cols) = (24, 40);
+    let (q, k, v) = (random.normals(rows), random.normals(rows), random.normals(cols));
+    let before = random.normals(rows * cols);
+    let (mut state, mut out) = (before.clone(), vec![0.0; cols]);
+    kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: 0.9, beta: 0.3 }, &mut out);
+    for c in 0..cols {
+        let decayed = |r: usize| 0.9 * f64::from(before[r * cols + c]);
+        let known: f64 = (0..rows).map(|r| decayed(r) * f64::from(k[r])).sum();
+        let delta = 0.3 * (f64::from(v[c]) - known);
+        let after = |r: usize| decayed(r) + f64::from(k[r]) * delta;
+        (0..rows).for_each(|r| near(state[r * cols + c], after(r)));
+        near(out[c], (0..rows).map(|r| after(r) * f64::from(q[r])).sum());
+    }
+}

@@ -70,7 +70,7 @@ pub(super) fn assemble(
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, &model, plan.kv_blocks, config.kv)?;
+    let kv = KvCache::new(&backend, &model, plan.kv_blocks, config.max_sequences, config.kv)?;
     let rates = GpuRates { vram_bytes, speeds };
     let expected = speed::on_gpu(&plan, &model, config, precision, &rates)?;
     let device = describe(&plan, &model, speeds, &expected);

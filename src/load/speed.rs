@@ -72,6 +72,7 @@ impl Work {
         let attention = |layer: &crate::model::LayerConfig| match &layer.attention {
             Attention::Gqa(a) => 2 * a.num_heads * a.head_dim,
             Attention::Mla(a) => a.num_heads * (a.qk_head_dim() + a.v_head_dim),
+            Attention::DeltaNet(_) => 0,
         };
         let moe = model.moe();
         let layout = match (moe, precision) {
@@ -80,7 +81,8 @@ impl Work {
         };
         Ok(Self {
             layers: model.layers.len(),
-            dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0),
+            // A token's states are read and written.
+            dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0) + 2.0 * model.state_bytes_per_sequence() as f64,
             dense_products: model.layers.iter().map(dense).sum(),
             attention_products: model.layers.iter().map(|layer| attention(layer) as f64).sum(),
             top_k: moe.map_or(0, |moe| moe.router.top_k),
@@ -235,7 +237,7 @@ mod gpu {
         const HANDOFF_S: f64 = 10e-6;
         const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
         let layer_s = |attention: &Attention| match attention {
-            Attention::Gqa(_) => 30e-6,
+            Attention::Gqa(_) | Attention::DeltaNet(_) => 30e-6,
             Attention::Mla(_) => 44e-6,
         };
         let work = Work::of(model, config, precision)?;

@@ -3,7 +3,7 @@
 //! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2 and modeling_deepseek_v3.
 
 use super::fields::Fields;
-use crate::model::{Attention, GroupScore, Groups, Mla, ModelConfig, Moe, Router, Scoring};
+use crate::model::{Activation, Attention, Ffn, GroupScore, Groups, Mla, ModelConfig, Moe, Names, Router, Scoring};
 use crate::{Error, Result};
 
 /// `deepseek_v2`: softmax scores, groups scored by their best expert, weights never renormalized (HF ignores
@@ -16,6 +16,7 @@ pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
     };
     let router = Router {
         top_k: f.top_k()?,
+        bias: false,
         scoring: Scoring::Softmax,
         correction_bias: false,
         groups: if group_limited { groups(f, GroupScore::Max)? } else { None },
@@ -35,9 +36,10 @@ pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
     }
     let router = Router {
         top_k: f.top_k()?,
+        bias: false,
         scoring: Scoring::Sigmoid,
         correction_bias: true,
-        groups: groups(f, GroupScore::TopTwoSum)?,
+        groups: v3_groups(f)?,
         normalize: f.bool_or("norm_topk_prob", true)?,
         scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
     };
@@ -48,7 +50,13 @@ pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
 pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
     let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
     f.refuse_quantized()?;
-    Ok(ModelConfig { architecture: "kimi_k25".into(), prefix: "language_model.".into(), ..v3(&text)? })
+    let names = Names { body: "language_model.model.", head: "language_model.lm_head", ..Names::default() };
+    Ok(ModelConfig { architecture: "kimi_k25".into(), names, ..v3(&text)? })
+}
+
+/// Groups of experts as V3 has them.
+pub(super) fn v3_groups(f: &Fields<'_>) -> Result<Option<Groups>> {
+    groups(f, GroupScore::TopTwoSum)
 }
 
 /// A token's open groups are bits of a word.
@@ -65,7 +73,7 @@ fn groups(f: &Fields<'_>, score: GroupScore) -> Result<Option<Groups>> {
     Ok(Some(Groups { count, top_k, score }))
 }
 
-fn num_experts(f: &Fields<'_>) -> Result<usize> {
+pub(super) fn num_experts(f: &Fields<'_>) -> Result<usize> {
     f.num_experts(&["n_routed_experts", "num_local_experts", "num_experts"])
 }
 
@@ -91,6 +99,9 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         num_experts: num_experts(f)?,
         intermediate_size,
         shared_intermediate_size: (shared > 0).then_some(shared * intermediate_size),
+        shared_gate: false,
+        activation: Activation::Silu,
+        expert_bias: false,
         router,
     };
     let num_layers = f.num_layers()?;
@@ -103,5 +114,6 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         Some(kinds) => kinds[layer] == "sparse",
         None => layer >= first_dense && layer % frequency == 0,
     };
-    super::uniform(f, rope, attention, moe, is_moe)
+    let ffn = |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
+    super::model(f, rope, super::layers(f, |_| attention.clone(), ffn)?)
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::model::{Rope, RopeScaling, Yarn};
+use crate::model::{Bias, Ffn, Gqa, Llama3, QkNorm, Rope, RopeScaling, Yarn};
 use crate::{Error, Result};
 
 /// No dimension of a real model is larger; a lying config must not make us allocate.
@@ -10,6 +10,8 @@ const MAX_DIM: u64 = 1 << 24;
 const MAX_LAYERS: u64 = 1 << 12;
 const MAX_EXPERTS: u64 = 1 << 16;
 const MAX_TOP_K: u64 = 1 << 8;
+/// Heads and their widths, where a product of several is memory.
+const MAX_HEADS: u64 = 1 << 12;
 
 /// A JSON object whose fields are read with an error that names them. `null` counts as absent.
 pub(super) struct Fields<'a>(&'a Map<String, Value>);
@@ -58,6 +60,62 @@ impl<'a> Fields<'a> {
     /// Routed experts of a token.
     pub(super) fn top_k(&self) -> Result<usize> {
         self.up_to(MAX_TOP_K, &["num_experts_per_tok"])
+    }
+
+    /// A number of heads, or their width.
+    pub(super) fn heads(&self, name: &str) -> Result<usize> {
+        self.up_to(MAX_HEADS, &[name])
+    }
+
+    /// Grouped queries with nothing special about them.
+    pub(super) fn gqa(&self) -> Result<Gqa> {
+        let num_heads = self.dim("num_attention_heads")?;
+        let num_kv_heads = self.dim_or("num_key_value_heads", num_heads)?;
+        if num_heads % num_kv_heads != 0 {
+            return Err(Error::Model(format!("{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")));
+        }
+        let head_dim = match self.optional_dim("head_dim")? {
+            Some(dim) => dim,
+            None => (self.dim("hidden_size")? / num_heads).max(1),
+        };
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let (qk_norm, bias) = (QkNorm::None, Bias::None);
+        Ok(Gqa { num_heads, num_kv_heads, head_dim, qk_norm, bias, window: None, sinks: false, output_gate: false, scale })
+    }
+
+    /// A dense MLP.
+    pub(super) fn dense(&self) -> Result<Ffn> {
+        Ok(Ffn::Dense { intermediate_size: self.dim("intermediate_size")? })
+    }
+
+    /// The rotated width of heads of which a part is rotated; `factor`: that part where the config does not say.
+    pub(super) fn rotary_dim(&self, head_dim: usize, factor: f64) -> Result<usize> {
+        if let Some(dim) = self.optional_dim("rotary_dim")? {
+            return if dim <= head_dim { Ok(dim) } else { Err(wrong("rotary_dim", &format!("at most the {head_dim} of a head"))) };
+        }
+        const NAME: &str = "partial_rotary_factor";
+        let parameters = self.object("rope_parameters")?;
+        let factor = match &parameters {
+            Some(p) if p.get(NAME).is_some() => p.f64_or(NAME, factor)?,
+            _ => self.f64_or(NAME, factor)?,
+        };
+        if !(0.0..=1.0).contains(&factor) {
+            return Err(wrong(NAME, "a number from 0 to 1"));
+        }
+        Ok((head_dim as f64 * factor) as usize)
+    }
+
+    /// A field that must have one value, or be absent. Errors: it has another, which is named with what is supported.
+    pub(super) fn expect(&self, name: &str, only: Value) -> Result<()> {
+        match self.get(name) {
+            Some(value) if *value != only => Err(Error::Model(format!("{name} {value} is not supported for this architecture; {only} is"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// A field that must be absent.
+    pub(super) fn refuse(&self, name: &str) -> Result<()> {
+        self.get(name).map_or(Ok(()), |_| Err(Error::Model(format!("{name} is not supported for this architecture"))))
     }
 
     pub(super) fn dim_or(&self, name: &str, default: usize) -> Result<usize> {
@@ -200,7 +258,21 @@ impl<'a> Fields<'a> {
                         truncate: s.bool_or("truncate", true)?,
                     })
                 }
-                other => return Err(Error::Model(format!("rope scaling `{other}` is not supported; default, linear and yarn are"))),
+                "llama3" => {
+                    let (low, high) = (s.positive("low_freq_factor")?, s.positive("high_freq_factor")?);
+                    if high <= low {
+                        return Err(wrong("high_freq_factor", "above `low_freq_factor`"));
+                    }
+                    RopeScaling::Llama3(Llama3 {
+                        factor: s.positive("factor")?,
+                        original_max_position: s.dim("original_max_position_embeddings")? as f64,
+                        low_freq_factor: low,
+                        high_freq_factor: high,
+                    })
+                }
+                other => {
+                    return Err(Error::Model(format!("rope scaling `{other}` is not supported; default, linear, yarn and llama3 are")));
+                }
             },
         };
         Ok((Rope { dim, theta, interleaved, scaling }, softmax_mscale))

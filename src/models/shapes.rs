@@ -41,6 +41,62 @@ const SHAPES: &[(&str, &str)] = &[
         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 1536, "norm_topk_prob": true, "max_position_embeddings": 40960, "rope_theta": 1000000.0}"#,
     ),
+    (
+        "glm-4.5",
+        r#"{"model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 92, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": true, "use_qk_norm": true, "vocab_size": 151552,
+        "n_routed_experts": 160, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1536, "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5, "max_position_embeddings": 131072, "rope_theta": 1000000}"#,
+    ),
+    (
+        "glm-4.5-air",
+        r#"{"model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": true, "use_qk_norm": false, "vocab_size": 151552,
+        "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0, "max_position_embeddings": 131072, "rope_theta": 1000000}"#,
+    ),
+    (
+        "gpt-oss-20b",
+        r#"{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072, "rope_theta": 150000, "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": false}}"#,
+    ),
+    (
+        "gpt-oss-120b",
+        r#"{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "vocab_size": 201088, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072, "rope_theta": 150000, "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": false}}"#,
+    ),
+    (
+        "minimax-m2",
+        r#"{"model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48,
+        "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64, "vocab_size": 200064, "num_local_experts": 256, "num_experts_per_tok": 8,
+        "max_position_embeddings": 196608, "rope_theta": 5000000}"#,
+    ),
+    (
+        "mixtral-8x7b",
+        r#"{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0}"#,
+    ),
+    (
+        "qwen3-next-80b-a3b",
+        r#"{"model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "vocab_size": 151936, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": true, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144, "rope_theta": 10000000}"#,
+    ),
+    (
+        "qwen3.5-35b-a3b",
+        r#"{"model_type": "qwen3_5_moe", "text_config": {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144, "rope_theta": 10000000}}"#,
+    ),
 ];
 
 /// The known names.

@@ -53,7 +53,10 @@ pub(super) fn after_reasoning(format: Option<Format>, thinks: bool, grammar: Gra
     let rest = || Grammar::Sequence(vec![Grammar::Until("</think>".into()), Grammar::Regex(r"\n{0,2}".into())]);
     match (in_reasoning, thinks) {
         (true, _) => sequence([rest(), grammar]),
-        (false, true) => sequence([sequence([Grammar::Regex(r"\n?<think>".into()), rest()]).optional(), grammar]),
+        (false, true) => {
+            let opened = sequence([Grammar::Regex(r"\n?".into()), Grammar::literal("<think>"), rest()]);
+            sequence([opened.optional(), grammar])
+        }
         (false, false) => grammar,
     }
 }

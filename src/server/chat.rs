@@ -40,7 +40,7 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     let model = app.model()?.clone();
     let mut answer = Answer::start(&app, caller, ask)?;
     let name = model.engine().info().model.clone();
-    let shape = Chat { id: new_id("chatcmpl"), created: unix_seconds(), name, include_usage, n, calls: vec![false; n], model };
+    let shape = Chat { id: new_id("chatcmpl"), created: unix_seconds(), name, include_usage, n, model };
     if streams {
         return Ok(stream(answer, shape));
     }
@@ -112,7 +112,7 @@ fn logprob(model: &TextModel, (token, logprobs): &(u32, Logprobs)) -> Value {
     let one = |token: u32, logprob: f32| {
         let bytes = model.tokenizer().token_bytes(token);
         // OpenAI has no infinities: what cannot come is as good as that.
-        json!({"token": String::from_utf8_lossy(&bytes), "logprob": logprob.max(-9999.0), "bytes": &bytes[..]})
+        json!({"token": String::from_utf8_lossy(bytes), "logprob": logprob.max(-9999.0), "bytes": bytes})
     };
     let mut entry = one(*token, logprobs.logprob);
     entry["top_logprobs"] = logprobs.top.iter().map(|&(token, logprob)| one(token, logprob)).collect();
@@ -126,7 +126,6 @@ struct Chat {
     name: String,
     include_usage: bool,
     n: usize,
-    calls: Vec<bool>,
     model: TextModel,
 }
 
@@ -171,7 +170,6 @@ impl Shape for Chat {
             Step::Part(i, Part::Content(text), logprobs) => (i, json!({"content": text}), logprobs),
             Step::Part(i, Part::Reasoning(text), logprobs) => (i, json!({"reasoning_content": text}), logprobs),
             Step::Part(i, Part::Call { index, id, name }, logprobs) => {
-                self.calls[i] = true;
                 let function = json!({"name": name, "arguments": ""});
                 (i, json!({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}), logprobs)
             }

@@ -39,7 +39,7 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     }
     let mut choices: Vec<Value> = (0..n).map(|i| shape.choice(i, shape.echo[i].clone(), None, Value::Null)).collect();
     while let Some(step) = answer.next().await {
-        let (i, text, finish, logprobs) = parts(step?);
+        let Said { choice: i, text, finish, logprobs } = step?.into();
         let logprobs = shape.logprobs(i, &logprobs);
         let choice = &mut choices[i];
         if let (Value::String(all), Some(text)) = (&mut choice["text"], text) {
@@ -100,12 +100,23 @@ fn prompts(model: &TextModel, fields: &mut Fields) -> Result<Vec<Vec<u32>>> {
     }
 }
 
-/// Number of the choice, text, end and tokens of a step; there is nothing but content here.
-fn parts(step: Step) -> (usize, Option<String>, Option<Finish>, Vec<(u32, Logprobs)>) {
-    match step {
-        Step::Part(i, Part::Content(text) | Part::Reasoning(text), logprobs) => (i, Some(text), None, logprobs),
-        Step::Part(i, _, logprobs) => (i, None, None, logprobs),
-        Step::End(i, finish, logprobs) => (i, None, Some(finish), logprobs),
+/// What a step says here, where there is nothing but content.
+struct Said {
+    choice: usize,
+    text: Option<String>,
+    finish: Option<Finish>,
+    logprobs: Vec<(u32, Logprobs)>,
+}
+
+impl From<Step> for Said {
+    fn from(step: Step) -> Self {
+        match step {
+            Step::Part(choice, Part::Content(text) | Part::Reasoning(text), logprobs) => {
+                Self { choice, text: Some(text), finish: None, logprobs }
+            }
+            Step::Part(choice, _, logprobs) => Self { choice, text: None, finish: None, logprobs },
+            Step::End(choice, finish, logprobs) => Self { choice, text: None, finish: Some(finish), logprobs },
+        }
     }
 }
 
@@ -164,7 +175,7 @@ impl Text {
         if tokens.is_empty() {
             return Value::Null;
         }
-        let text = |token: u32| String::from_utf8_lossy(&self.model.tokenizer().token_bytes(token)).into_owned();
+        let text = |token: u32| String::from_utf8_lossy(self.model.tokenizer().token_bytes(token)).into_owned();
         let (mut names, mut likely, mut top, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (token, logprobs) in tokens {
             names.push(text(*token));
@@ -184,7 +195,7 @@ impl Shape for Text {
     }
 
     fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
-        let (i, text, finish, logprobs) = parts(step);
+        let Said { choice: i, text, finish, logprobs } = step.into();
         let logprobs = self.logprobs(i, &logprobs);
         vec![self.event(json!([self.choice(i, text.unwrap_or_default(), finish, logprobs)]), None)]
     }

@@ -6,6 +6,7 @@ pub mod engine;
 pub mod served;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod small;
 
 use std::env::var_os;
 use std::io::Write;
@@ -50,9 +51,16 @@ pub fn say_skipped(test: &str, why: &str) {
 
 /// Loads a checkpoint with small limits.
 pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
-    let config =
-        EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() };
-    load::load("test", dir, &config, &|_| {}).unwrap()
+    load::load("test", dir, &limited(config), &|_| {}).unwrap()
+}
+
+/// A demo model or one of [`small`], with the same limits.
+pub fn load_model(name: &str, config: &EngineConfig) -> Loaded {
+    small::model(name, &limited(config))
+}
+
+fn limited(config: &EngineConfig) -> EngineConfig {
+    EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() }
 }
 
 impl Fixture {
@@ -83,18 +91,24 @@ impl Fixture {
 pub struct Run {
     pub blocks: BlockTable,
     pub position: usize,
+    pub slot: usize,
 }
 
 impl Run {
     pub fn new(pool: &mut BlockPool, tokens: usize) -> Self {
         let mut blocks = BlockTable::default();
         assert!(pool.grow(&mut blocks, tokens));
-        Self { blocks, position: 0 }
+        Self { blocks, position: 0, slot: 0 }
+    }
+
+    /// The same with its recurrent state, if the model has any, in this slot.
+    pub fn in_slot(self, slot: usize) -> Self {
+        Self { slot, ..self }
     }
 
     /// Adds `tokens` of this sequence to a batch; returns the row of the last one.
     pub fn push(&mut self, batch: &mut Batch, tokens: &[u32]) -> usize {
-        batch.push(tokens, self.position, &self.blocks);
+        batch.push(tokens, self.position, &self.blocks).slot = self.slot;
         self.position += tokens.len();
         batch.len() - 1
     }

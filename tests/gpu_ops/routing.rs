@@ -8,7 +8,8 @@ use common::gpu::{Filled, Sides, Within, both, check, need_gpu, random};
 
 /// Experts, and how they are chosen.
 fn routers() -> Vec<(usize, Router)> {
-    let plain = Router { top_k: 2, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: false, scaling: 1.0 };
+    let plain =
+        Router { top_k: 2, bias: false, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: false, scaling: 1.0 };
     let sigmoid = Router { top_k: 8, scoring: Scoring::Sigmoid, correction_bias: true, normalize: true, scaling: 2.5, ..plain };
     let groups = |count, top_k, score| Some(Groups { count, top_k, score });
     vec![
@@ -45,7 +46,7 @@ fn route_among_equals() {
         for tokens in [1, 3, 8, 9, 64, 200] {
             let x: Vec<f32> = random(tokens * hidden, 52).iter().map(|x| (x * 2.0).round() / 2.0).collect();
             let (got, want) = both!(sides, |b| {
-                let w = b.load_router(weight.clone(), bias(experts, &router)).unwrap();
+                let w = b.load_router(weight.clone(), None, bias(experts, &router)).unwrap();
                 let mut routing = b.routing(tokens, router.top_k).unwrap();
                 b.route(&w, &router, &b.filled(hidden, &x), &mut routing);
                 let mut out = Routing::default();
@@ -69,7 +70,7 @@ fn route_after_a_norm() {
             for tokens in [1, 5, 8, 9, 40] {
                 let x: Vec<f32> = random(tokens * hidden, 56).iter().map(|x| 3.0 * x).collect();
                 let (got, want) = both!(sides, |b| {
-                    let w = b.load_router(weight.clone(), bias(experts, &router)).unwrap();
+                    let w = b.load_router(weight.clone(), None, bias(experts, &router)).unwrap();
                     let (mut h, mut routing) = (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
                     let norm = b.load_norm(norm.clone()).unwrap();
                     // Twice: what the first leaves behind must not count.
@@ -92,6 +93,6 @@ fn route_after_a_norm() {
 
 fn routed_on_cpu(sides: &Sides, weight: &[f32], (experts, router): (usize, &Router), h: &[f32], hidden: usize) -> Routing {
     let (b, mut out) = (&sides.cpu, Routing::default());
-    b.route(&b.load_router(weight.to_vec(), bias(experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
+    b.route(&b.load_router(weight.to_vec(), None, bias(experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
     out
 }

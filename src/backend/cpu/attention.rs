@@ -12,7 +12,8 @@
 //! ```
 //!
 //! Blocks and segments start at fixed positions, so a row's arithmetic is the same in any chunk and any batch, whether one worker does
-//! all segments or, when there are few queries and much context, each does some.
+//! all segments or, when there are few queries and much context, each does some. A window leaves out what is before it: what a row skips
+//! or masks changes none of its bits.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -48,6 +49,8 @@ struct Op<'a> {
     batch: &'a Batch,
     num_heads: usize,
     scale: f32,
+    window: usize,            // positions that a token sees, its own included
+    sinks: Option<&'a [f32]>, // [num_heads]
     q: &'a Tensor,
     cut: Cut,
 }
@@ -70,11 +73,6 @@ impl Tile<'_> {
     /// Position of its first token.
     fn position(&self) -> usize {
         self.span.start + self.first_row - self.span.rows.start
-    }
-
-    /// Segments that its last token sees something of.
-    fn segments(&self) -> usize {
-        (self.position() + self.tokens).div_ceil(SEGMENT)
     }
 }
 
@@ -181,7 +179,18 @@ impl<'s> Sums<'s> {
 }
 
 impl Cpu {
-    pub(super) fn attend(&self, kv: &Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
+    /// Attention with a window and sinks, or without either.
+    #[allow(clippy::too_many_arguments)] // as `Backend::windowed_attention`
+    pub(super) fn attend(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        num_heads: usize,
+        scale: f32,
+        (window, sinks): (Option<usize>, Option<&[f32]>),
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
         let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads(), kv.values.n);
         assert!(q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads()) && out.cols() == num_heads * dim);
         let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
@@ -195,7 +204,7 @@ impl Cpu {
             cut = Cut::new(kv.heads(), group, group.min(TILE).min(per_worker).max(1));
         }
         let total = count(&cut);
-        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale, q, cut };
+        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale, window: window.unwrap_or(usize::MAX), sinks, q, cut };
         let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
         let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
         let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);
@@ -216,7 +225,7 @@ impl Cpu {
             let mut scratch = lock(&scratch[worker.index]);
             while let Some(i) = claim(0, total * longest) {
                 let tile = op.cut.find(batch, i / longest);
-                if i % longest < tile.segments() {
+                if op.segments(&tile).contains(&(i % longest)) {
                     // SAFETY: this part belongs to whoever claimed it.
                     #[allow(unsafe_code)]
                     let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
@@ -235,8 +244,9 @@ impl Cpu {
                     let memory = unsafe { partial.slice_mut(at..at + part) };
                     Sums::new(memory, tile.rows(), width)
                 };
-                let mut first = sums(0);
-                for segment in 1..tile.segments() {
+                let segments = op.segments(&tile);
+                let mut first = sums(segments.start);
+                for segment in segments.skip(1) {
                     first.merge(kernel, &sums(segment));
                 }
                 op.write(&tile, &first, &output);
@@ -246,6 +256,16 @@ impl Cpu {
 }
 
 impl Op<'_> {
+    /// The first position that a token at `position` sees.
+    fn first_seen(&self, position: usize) -> usize {
+        (position + 1).saturating_sub(self.window)
+    }
+
+    /// Segments that a tile's tokens see something of.
+    fn segments(&self, tile: &Tile<'_>) -> Range<usize> {
+        self.first_seen(tile.position()) / SEGMENT..(tile.position() + tile.tokens).div_ceil(SEGMENT)
+    }
+
     /// A whole tile, one segment after the other.
     fn all(&self, tile: &Tile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
         self.prepare(tile, scratch);
@@ -254,8 +274,9 @@ impl Op<'_> {
         let mut memory = std::mem::take(&mut scratch.values);
         let (first, later) = take(&mut memory, 2 * len).split_at_mut(len);
         let (mut sums, mut later) = (Sums::new(first, rows, width), Sums::new(later, rows, width));
-        self.segment(tile, 0, scratch, &mut sums);
-        for segment in 1..tile.segments() {
+        let segments = self.segments(tile);
+        self.segment(tile, segments.start, scratch, &mut sums);
+        for segment in segments.skip(1) {
             self.segment(tile, segment, scratch, &mut later);
             sums.merge(self.kernel, &later);
         }
@@ -290,7 +311,8 @@ impl Op<'_> {
         sums.clear();
         let visible = tile.position() + tile.tokens; // by the tile's last token
         let end = visible.min((segment + 1) * SEGMENT);
-        for start in (segment * SEGMENT..end).step_by(STEP) {
+        let begin = (segment * SEGMENT).max(self.first_seen(tile.position()) / STEP * STEP);
+        for start in (begin..end).step_by(STEP) {
             let blocks = (end - start).min(STEP).div_ceil(BLOCK_SIZE);
             let block = |i: usize| self.batch.slot(tile.span, start + i * BLOCK_SIZE) / BLOCK_SIZE;
             for (i, scores) in scores.chunks_exact_mut(rows * BLOCK_SIZE).take(blocks).enumerate() {
@@ -306,8 +328,10 @@ impl Op<'_> {
                 for (to, scores) in row.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().zip(scores.chunks_exact(rows * BLOCK_SIZE)) {
                     *to = scores.as_chunks::<BLOCK_SIZE>().0[r];
                 }
-                let seen = (tile.position() + r / tile.heads + 1).saturating_sub(start).min(row.len());
+                let position = tile.position() + r / tile.heads;
+                let seen = (position + 1).saturating_sub(start).min(row.len());
                 row[seen..].fill(f32::NEG_INFINITY);
+                row[..self.first_seen(position).saturating_sub(start).min(seen)].fill(f32::NEG_INFINITY);
                 let max = largest(row, sums.max[r]);
                 if max == f32::NEG_INFINITY {
                     row.fill(0.0);
@@ -339,7 +363,7 @@ impl Op<'_> {
         }
     }
 
-    /// Divides, and puts each row in its place.
+    /// Divides by the sum, and by what the head's sink adds to it, and puts each row in its place.
     fn write(&self, tile: &Tile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
         let dim = self.kv.values.n;
         for r in 0..tile.rows() {
@@ -348,10 +372,16 @@ impl Op<'_> {
             // SAFETY: a (token, head) belongs to exactly one tile, and a tile to one worker.
             #[allow(unsafe_code)]
             let mut out = unsafe { output.slice_mut(at..at + dim) }.iter_mut();
+            let (mut scale, mut sum) = (1.0, sums.sum[r]);
+            if let Some(sink) = self.sinks.map(|sinks| sinks[h]) {
+                let max = sums.max[r].max(sink);
+                scale = exp(self.kernel, sums.max[r] - max);
+                sum = sum * scale + exp(self.kernel, sink - max);
+            }
             for part in sums.row(r) {
                 // The last part may have more numbers than there are values.
                 for (acc, out) in sums.acc[part].iter().zip(&mut out) {
-                    *out = acc / sums.sum[r];
+                    *out = acc * scale / sum;
                 }
             }
         }

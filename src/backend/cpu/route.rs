@@ -40,6 +40,9 @@ impl Cpu {
                 kernel.dot_f32(Rows::new(&w.weight, experts, k), x, logits);
             }
             for (t, logits) in mine.zip(logits.chunks_exact_mut(experts)) {
+                for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
+                    *logit += bias;
+                }
                 let chosen = t * router.top_k..(t + 1) * router.top_k;
                 // SAFETY: as above.
                 #[allow(unsafe_code)]
@@ -127,7 +130,7 @@ mod tests {
     use super::*;
 
     fn router() -> Router {
-        Router { top_k: 2, scoring: Scoring::Sigmoid, correction_bias: true, groups: None, normalize: true, scaling: 2.5 }
+        Router { top_k: 2, bias: false, scoring: Scoring::Sigmoid, correction_bias: true, groups: None, normalize: true, scaling: 2.5 }
     }
 
     fn choose(router: &Router, logits: &[f32], bias: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {

@@ -216,3 +216,66 @@ fn nothing_routed_adds_nothing() {
     assert_eq!(run(&mut executor, 0, &[], &Routing { top_k: 1, ..Routing::default() }), Vec::<u32>::new());
     assert_eq!(executor.traffic().total(), 0);
 }
+
+/// Biases that depend on name and place, as gpt-oss names them.
+struct Biases;
+
+impl crate::weights::TensorSource for Biases {
+    fn matrix(&self, _: &str, _: usize, _: usize) -> Result<crate::tensor::HostTensor<'_>> {
+        unreachable!("experts have biases only")
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let mut random = Random(name.bytes().map(u64::from).sum());
+        Ok((0..len).map(|_| random.uniform()).collect())
+    }
+}
+
+#[test]
+fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
+    let (hidden, width) = dims(Precision::Bf16);
+    let config = serde_json::json!({"model_type": "gpt_oss", "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 1, "head_dim": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": 8,
+        "max_position_embeddings": 8, "swiglu_limit": 0.5});
+    let model = crate::models::parse(&config.to_string()).unwrap();
+    let between = || Between::load(&Biases, &model).unwrap();
+    assert_eq!(Between::bytes(&model), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
+    let store = store(hidden, width, Precision::Bf16);
+    let (x, routing) = inputs(9, hidden);
+    let own = |part: &str, len: usize| {
+        use crate::weights::TensorSource;
+        Biases.vector(&format!("model.layers.1.mlp.experts.{part}_bias"), EXPERTS * len).unwrap()
+    };
+    let (both, down_bias) = (own("gate_up_proj", 2 * width), own("down_proj", hidden));
+    let mut expected: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
+    for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
+        if !(0..EXPERTS as i32).contains(&id) {
+            continue;
+        }
+        let (token, e) = (i / TOP_K, id as usize);
+        let [gate, up, down] = unpack_expert(&store.layout(), store.expert(1, e));
+        let dot = |w: &[f32], x: &[f32], r: usize| w[r * x.len()..][..x.len()].iter().zip(x).map(|(a, b)| a * b).sum::<f32>();
+        let x = &x[token * hidden..][..hidden];
+        let h: Vec<f32> = (0..width)
+            .map(|r| {
+                let g = (dot(&gate, x, r) + both[e * 2 * width + 2 * r]).min(0.5);
+                let u = (dot(&up, x, r) + both[e * 2 * width + 2 * r + 1]).clamp(-0.5, 0.5);
+                (u + 1.0) * g / (1.0 + (-1.702 * g).exp())
+            })
+            .collect();
+        for r in 0..hidden {
+            expected[token * hidden + r] += weight * (dot(&down, &h, r) + down_bias[e * hidden + r]);
+        }
+    }
+    let run = |threads, simd, x: &[f32], routing: &Routing| run(&mut executor(store.clone(), threads, simd).with(between()), 1, x, routing);
+    let truth = run(1, Simd::Scalar, &x, &routing);
+    for (got, want) in truth.iter().map(|&bits| f32::from_bits(bits)).zip(&expected) {
+        assert!((got - want).abs() < 2e-4 * (1.0 + want.abs()), "{got} instead of {want}");
+    }
+    for simd in kernel::available() {
+        assert_eq!(run(3, simd, &x, &routing), truth, "{simd}");
+    }
+    let last = 8 * TOP_K..9 * TOP_K;
+    let one = Routing { top_k: TOP_K, ids: routing.ids[last.clone()].to_vec(), weights: routing.weights[last].to_vec() };
+    assert_eq!(run(2, kernel::best().simd(), &x[8 * hidden..], &one), truth[8 * hidden..], "alone");
+}

@@ -5,6 +5,7 @@ use memmap2::MmapMut;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
+use crate::backend::Backend;
 use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::batch::BLOCK_SIZE;
 use crate::config::{EngineConfig, KvBits, PrefillOn};
@@ -225,6 +226,9 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
     }
     crate::load::check_context(model, config)?;
     let refuse = |what: String| Err(Error::Model(format!("{what}: use --device cpu")));
+    if let Some(what) = CudaBackend::lacks(model) {
+        return refuse(format!("{} needs {what}, which the GPU side does not have", model.architecture));
+    }
     for layer in &model.layers {
         match &layer.attention {
             Attention::Gqa(a) if a.head_dim > 256 || !a.head_dim.is_multiple_of(8) => {
@@ -303,7 +307,7 @@ impl Counted {
         let own = cuda.allocated();
         let weights = Weights::load(&backend, &Shapes::new(model)?, model, config.dense, &|_, _| Ok(()))?;
         let weights_bytes = cuda.allocated() - own;
-        let kv = KvCache::new(&backend, model, kv_blocks, config.kv)?;
+        let kv = KvCache::new(&backend, model, kv_blocks, config.max_sequences, config.kv)?;
         let kv_bytes = cuda.allocated() - own - weights_bytes;
         let model = Model::new(backend, model.clone(), weights, None, kv, limits)?;
         let all = cuda.allocated();
@@ -324,7 +328,7 @@ impl Shapes {
         let hidden = model.hidden_size;
         let layers = model.layers.iter().flat_map(|layer| {
             let up = match &layer.attention {
-                Attention::Gqa(_) => 0,
+                Attention::Gqa(_) | Attention::DeltaNet(_) => 0,
                 Attention::Mla(a) => a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank,
             };
             dense_matrices(model, layer).into_iter().map(|(n, k)| n.saturating_mul(k)).chain([up])

@@ -1,0 +1,233 @@
+//! Gated DeltaNet between its projections, one token after the other: the order that makes chunking exact.
+//!
+//! ```text
+//! for each (sequence, key head), spread over the workers:
+//!   for each token:
+//!     q, k, v = silu(sum over the last inputs of weight * input)     the head's own columns
+//!     q, k = q / |q| / sqrt(dim), k / |k|
+//!     for each value head of it:  beta = sigmoid(b . h), decay = exp(-exp(A_log) softplus(a . h + dt_bias))
+//!                                 out = norm(delta_step(state, q, k, v, decay, beta)) * silu(z)
+//! ```
+//!
+//! A key head's columns of the convolution and its value heads' states belong to nobody else, so workers meet only at the end.
+
+use std::ops::Range;
+
+use super::{Cpu, Scratch, lock, take};
+use crate::Result;
+use crate::backend::DeltaRule;
+use crate::batch::{Batch, Span};
+use crate::kernel::{DeltaToken, Kernel, Rows};
+use crate::memory::Buffer;
+use crate::model;
+use crate::tensor::Tensor;
+use crate::workers::Shared;
+
+/// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
+const L2_EPS: f32 = 1e-6;
+
+/// Of a layer.
+pub struct DeltaNet {
+    taps: Vec<f32>,     // [conv_width, conv_dim]
+    gates: Vec<f32>,    // [b and a, value heads, hidden]
+    rates: Vec<f32>,    // [value heads], exp(A_log)
+    dt_bias: Vec<f32>,  // [value heads]
+    norm: Vec<f32>,     // [value_head_dim]
+    of_query: Vec<f32>, // [key_head_dim], what makes an L2 norm, scaled, of an RMS norm
+    of_key: Vec<f32>,   // [key_head_dim]
+}
+
+/// Of a layer, by slot.
+pub struct State {
+    inputs: Buffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
+    heads: Buffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
+}
+
+impl DeltaNet {
+    pub(super) fn new(config: &model::DeltaNet, rule: DeltaRule) -> Self {
+        let (width, channels, dim) = (config.conv_width, config.conv_dim(), config.key_head_dim as f32);
+        Self {
+            taps: (0..width).flat_map(|tap| (0..channels).map(move |c| (tap, c))).map(|(tap, c)| rule.conv[c * width + tap]).collect(),
+            gates: rule.gates,
+            rates: rule.a_log.iter().map(|a| a.exp()).collect(),
+            dt_bias: rule.dt_bias,
+            norm: rule.norm,
+            of_query: vec![1.0 / dim; config.key_head_dim],
+            of_key: vec![1.0 / dim.sqrt(); config.key_head_dim],
+        }
+    }
+}
+
+impl State {
+    pub(super) fn new(slots: usize, config: &model::DeltaNet) -> Result<Self> {
+        Ok(Self {
+            inputs: Buffer::zeros(slots * (config.conv_width - 1) * config.conv_dim())?,
+            heads: Buffer::zeros(slots * config.value_dim() * config.key_head_dim)?,
+        })
+    }
+}
+
+/// One op, as all workers see it.
+struct Op<'a> {
+    kernel: &'a dyn Kernel,
+    config: &'a model::DeltaNet,
+    eps: f32,
+    w: &'a DeltaNet,
+    h: &'a Tensor,
+    qkv: &'a Tensor,
+    z: &'a Tensor,
+    inputs: Shared<'a, f32>,
+    heads: Shared<'a, f32>,
+    out: Shared<'a, f32>,
+}
+
+impl Cpu {
+    #[allow(clippy::too_many_arguments)] // as `Backend::delta_net`
+    pub(super) fn run_delta_net(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        (config, eps): (&model::DeltaNet, f32),
+        w: &DeltaNet,
+        h: &Tensor,
+        (qkv, z): (&Tensor, &Tensor),
+        out: &mut Tensor,
+    ) {
+        assert!(qkv.cols() == config.conv_dim() && z.cols() == config.value_dim() && out.cols() == z.cols());
+        for (i, span) in batch.spans.iter().enumerate() {
+            let alone = batch.spans[..i].iter().all(|other| other.slot != span.slot);
+            assert!(alone && (span.slot + 1) * config.value_dim() * config.key_head_dim <= state.heads.len(), "a slot for each sequence");
+        }
+        let op = Op {
+            kernel: self.kernel,
+            config,
+            eps,
+            w,
+            h,
+            qkv,
+            z,
+            inputs: Shared::new(&mut state.inputs),
+            heads: Shared::new(&mut state.heads),
+            out: Shared::new(out.data_mut()),
+        };
+        let (groups, scratch) = (config.num_key_heads, &self.scratch);
+        self.team.run(&|worker| {
+            let mut scratch = lock(&scratch[worker.index]);
+            for unit in worker.share(batch.spans.len() * groups) {
+                op.key_head(&batch.spans[unit / groups], unit % groups, &mut scratch);
+            }
+        });
+    }
+}
+
+impl Op<'_> {
+    /// All tokens of a sequence, for one key head and its value heads.
+    fn key_head(&self, span: &Span, group: usize, scratch: &mut Scratch) {
+        let Self { kernel, config, w, .. } = self;
+        let (dim, width, of_group) = (config.key_head_dim, config.value_head_dim, config.num_value_heads / config.num_key_heads);
+        let (keys, values) = (config.num_key_heads * dim, of_group * width);
+        let columns = [group * dim..(group + 1) * dim, keys + group * dim..keys + (group + 1) * dim, {
+            let first = 2 * keys + group * values;
+            first..first + values
+        }];
+        if span.start == 0 {
+            self.clear(span.slot, group * of_group..(group + 1) * of_group, &columns);
+        }
+        let memory = take(&mut scratch.values, 2 * (2 * dim + values) + 2 * width + 2 * of_group);
+        let (mixed, memory) = memory.split_at_mut(2 * dim + values);
+        let (active, memory) = memory.split_at_mut(2 * dim + values);
+        let (read, memory) = memory.split_at_mut(width);
+        let (normed, gates) = memory.split_at_mut(width);
+        for t in span.rows.clone() {
+            let mut at = 0;
+            for columns in &columns {
+                self.convolve(span, t, columns.clone(), &mut mixed[at..at + columns.len()]);
+                at += columns.len();
+            }
+            active.copy_from_slice(mixed);
+            kernel.sigmoid_mul(mixed, active);
+            let (q, rest) = mixed.split_at_mut(dim);
+            let k = &mut rest[..dim];
+            let eps = L2_EPS / dim as f32;
+            kernel.rms_norm(&active[..dim], &w.of_query, eps, q);
+            kernel.rms_norm(&active[dim..2 * dim], &w.of_key, eps, k);
+            for (kind, gates) in gates.chunks_exact_mut(of_group).enumerate() {
+                let first = (kind * config.num_value_heads + group * of_group) * self.h.cols();
+                let rows = Rows::new(&w.gates[first..first + of_group * self.h.cols()], of_group, self.h.cols());
+                kernel.dot_f32(rows, Rows::new(self.h.row(t), 1, self.h.cols()), gates);
+            }
+            for (i, v) in active[2 * dim..].chunks_exact(width).enumerate() {
+                let head = group * of_group + i;
+                let beta = 1.0 / (1.0 + (-gates[i]).exp());
+                let decay = (-w.rates[head] * softplus(gates[of_group + i] + w.dt_bias[head])).exp();
+                let at = (span.slot * config.num_value_heads + head) * dim * width;
+                // SAFETY: a slot belongs to one sequence, and in it a head to one unit.
+                #[allow(unsafe_code)]
+                let state = unsafe { self.heads.slice_mut(at..at + dim * width) };
+                kernel.delta_step(state, &DeltaToken { q, k, v, decay, beta }, read);
+                kernel.rms_norm(read, &w.norm, self.eps, normed);
+                let at = t * config.value_dim() + head * width;
+                // SAFETY: a row's columns of a head belong to one unit.
+                #[allow(unsafe_code)]
+                let out = unsafe { self.out.slice_mut(at..at + width) };
+                kernel.silu_mul(&self.z.row(t)[head * width..][..width], normed, out);
+            }
+        }
+        columns.into_iter().for_each(|columns| self.keep_inputs(span, columns));
+    }
+
+    /// Nothing was read before.
+    fn clear(&self, slot: usize, heads: Range<usize>, columns: &[Range<usize>]) {
+        let len = self.config.key_head_dim * self.config.value_head_dim;
+        let first = slot * self.config.num_value_heads;
+        // SAFETY: a slot belongs to one sequence, and in it a head to one unit.
+        #[allow(unsafe_code)]
+        unsafe { self.heads.slice_mut((first + heads.start) * len..(first + heads.end) * len) }.fill(0.0);
+        for columns in columns {
+            (0..self.config.conv_width - 1).for_each(|i| self.past_mut(slot, i, columns.clone()).fill(0.0));
+        }
+    }
+
+    /// Columns of kept input `i` of a sequence, the oldest first.
+    #[allow(clippy::mut_from_ref)] // of memory that the caller alone has
+    fn past_mut(&self, slot: usize, i: usize, columns: Range<usize>) -> &mut [f32] {
+        let row = (slot * (self.config.conv_width - 1) + i) * self.config.conv_dim();
+        // SAFETY: a slot belongs to one sequence, and in it a column to one unit.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.inputs.slice_mut(row + columns.start..row + columns.end)
+        }
+    }
+
+    /// `out = sum over taps of tap * input` of row `t`, for some columns.
+    fn convolve(&self, span: &Span, t: usize, columns: Range<usize>, out: &mut [f32]) {
+        let past = self.config.conv_width - 1;
+        for tap in 0..=past {
+            let x = match (t + tap).checked_sub(past).filter(|row| *row >= span.rows.start) {
+                Some(row) => &self.qkv.row(row)[columns.clone()],
+                None => &*self.past_mut(span.slot, t + tap - span.rows.start, columns.clone()),
+            };
+            let weights = &self.w.taps[tap * self.config.conv_dim()..][columns.clone()];
+            for ((out, x), w) in out.iter_mut().zip(x).zip(weights) {
+                *out = if tap == 0 { x * w } else { *out + x * w };
+            }
+        }
+    }
+
+    /// Keeps the last inputs for the sequence's next tokens.
+    fn keep_inputs(&self, span: &Span, columns: Range<usize>) {
+        let (past, tokens) = (self.config.conv_width - 1, span.rows.len());
+        for i in 0..past {
+            let to = self.past_mut(span.slot, i, columns.clone());
+            match (i + tokens).checked_sub(past) {
+                Some(row) => to.copy_from_slice(&self.qkv.row(span.rows.start + row)[columns.clone()]),
+                None => to.copy_from_slice(self.past_mut(span.slot, i + tokens, columns.clone())),
+            }
+        }
+    }
+}
+
+/// `ln(1 + e^x)`, which is `x` where f32 cannot tell.
+fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { x.exp().ln_1p() }
+}

@@ -1,0 +1,105 @@
+//! What routed experts do beside their products: biases, and the activation between the two.
+
+use std::ops::Range;
+
+use crate::Result;
+use crate::kernel::Kernel;
+use crate::model::{Activation, ModelConfig, Moe};
+use crate::weights::TensorSource;
+
+/// Of all layers of a model.
+pub struct Between {
+    activation: Activation,
+    biases: Vec<Biases>, // by MoE layer; empty: there are none
+}
+
+/// Of one layer.
+struct Biases {
+    gate: Bias,
+    up: Bias,
+    down: Bias,
+}
+
+/// One number for each row of each expert's matrix.
+struct Bias {
+    values: Vec<f32>, // [experts, rows]
+    rows: usize,
+}
+
+impl Default for Between {
+    /// SiLU, no biases.
+    fn default() -> Self {
+        Self { activation: Activation::Silu, biases: Vec::new() }
+    }
+}
+
+impl Between {
+    /// As the model has it. Errors: a tensor is missing, misshapen or not finite.
+    pub fn load(source: &dyn TensorSource, model: &ModelConfig) -> Result<Self> {
+        let biased = model.moe_layers().filter(|(_, moe)| moe.expert_bias);
+        let biases = biased.map(|(layer, moe)| {
+            let (width, hidden) = (moe.intermediate_size, model.hidden_size);
+            let bias = |part: &str, rows| {
+                let name = format!("{}layers.{layer}.{}.experts.{part}_bias", model.names.body, model.names.moe);
+                source.numbers(&name, &[moe.num_experts, rows])
+            };
+            // As gpt-oss comes, gates and ups in turn; or each for itself.
+            let (gate, up) = match bias("gate_up_proj", 2 * width) {
+                Ok(both) => {
+                    let every_second = |from: usize| both.iter().skip(from).step_by(2).copied().collect();
+                    (every_second(0), every_second(1))
+                }
+                Err(missing) => match (bias("gate_proj", width), bias("up_proj", width)) {
+                    (Ok(gate), Ok(up)) => (gate, up),
+                    _ => return Err(missing),
+                },
+            };
+            let of = |values, rows| Bias { values, rows };
+            Ok(Biases { gate: of(gate, width), up: of(up, width), down: of(bias("down_proj", hidden)?, hidden) })
+        });
+        let biases = biases.collect::<Result<_>>()?;
+        Ok(Self { activation: model.moe().map_or(Activation::Silu, |moe| moe.activation), biases })
+    }
+
+    /// Bytes that [`load`](Between::load) keeps.
+    pub fn bytes(model: &ModelConfig) -> u64 {
+        let of = |moe: &Moe| 4 * moe.num_experts as u64 * (2 * moe.intermediate_size + model.hidden_size) as u64;
+        model.moe_layers().filter(|(_, moe)| moe.expert_bias).map(|(_, moe)| of(moe)).fold(0, u64::saturating_add)
+    }
+
+    /// `out = activation(gate + bias, up + bias)` for some rows of an expert's `gate` and `up`; all `[tokens, width]`, of which the last columns
+    /// may be of no row.
+    pub(super) fn activate(
+        &self,
+        kernel: &dyn Kernel,
+        (layer, expert): (usize, usize),
+        rows: &Range<usize>,
+        width: usize,
+        (gate, up, out): (&mut [f32], &mut [f32], &mut [f32]),
+    ) {
+        if let Some(biases) = self.biases.get(layer) {
+            biases.gate.add(expert, rows, width, gate);
+            biases.up.add(expert, rows, width, up);
+        }
+        match self.activation {
+            Activation::Silu => kernel.silu_mul(gate, up, out),
+            Activation::ClampedSwiglu { limit, alpha } => kernel.clamped_swiglu(gate, up, limit, alpha, out),
+        }
+    }
+
+    /// Adds the bias to some rows of an expert's `down`, `[tokens, width]`.
+    pub(super) fn finish(&self, (layer, expert): (usize, usize), rows: &Range<usize>, width: usize, y: &mut [f32]) {
+        if let Some(biases) = self.biases.get(layer) {
+            biases.down.add(expert, rows, width, y);
+        }
+    }
+}
+
+impl Bias {
+    fn add(&self, expert: usize, rows: &Range<usize>, width: usize, values: &mut [f32]) {
+        let bias = &self.values[expert * self.rows..][rows.clone()];
+        for token in values.chunks_exact_mut(width) {
+            token.iter_mut().zip(bias).for_each(|(value, bias)| *value += bias);
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! GLM-4 MoE (4.5 to 4.7): grouped queries with biases, half of each head rotated; DeepSeek-V3's experts.
+//!
+//! Source: HF modeling_glm4_moe.
+
+use super::deepseek;
+use super::fields::Fields;
+use crate::Result;
+use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, QkNorm, Router, Scoring};
+
+/// `glm4_moe`.
+pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    let bias = if f.bool_or("attention_bias", false)? { Bias::Qkv } else { Bias::None };
+    let qk_norm = if f.bool_or("use_qk_norm", false)? { QkNorm::PerHead } else { QkNorm::None };
+    let attention = Gqa { bias, qk_norm, ..f.gqa()? };
+    let intermediate_size = f.dim("moe_intermediate_size")?;
+    let shared = f.count_or("n_shared_experts", 1)?;
+    let moe = Moe {
+        num_experts: deepseek::num_experts(f)?,
+        intermediate_size,
+        shared_intermediate_size: (shared > 0).then_some(shared * intermediate_size),
+        shared_gate: false,
+        activation: Activation::Silu,
+        expert_bias: false,
+        router: Router {
+            top_k: f.top_k()?,
+            bias: false,
+            scoring: Scoring::Sigmoid,
+            correction_bias: true,
+            groups: deepseek::v3_groups(f)?,
+            normalize: f.bool_or("norm_topk_prob", true)?,
+            scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
+        },
+    };
+    let (rope, _) = f.rope(f.rotary_dim(attention.head_dim, 0.5)?, false, 10_000.0)?;
+    let first_dense = f.count_or("first_k_dense_replace", 1)?;
+    let ffn = |layer| if layer >= first_dense { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
+    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn)?)
+}

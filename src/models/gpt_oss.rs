@@ -1,0 +1,48 @@
+//! gpt-oss: biases everywhere, attention sinks, a sliding window in every other layer, clamped SwiGLU.
+//!
+//! Top-k before the softmax is the same as a softmax over all, normalized over the chosen. Source: HF modeling_gpt_oss.
+
+use super::fields::Fields;
+use super::mixtral;
+use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, Router, Scoring};
+use crate::{Error, Result};
+
+/// `gpt_oss`.
+pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    let bias = if f.bool_or("attention_bias", true)? { Bias::All } else { Bias::None };
+    let attention = Gqa { bias, sinks: true, ..f.gqa()? };
+    let (num_layers, window) = (f.num_layers()?, f.dim_or("sliding_window", 128)?);
+    let kinds = f.strings("layer_types")?;
+    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["sliding_attention", "full_attention"].contains(kind)))
+    {
+        return Err(Error::Model(format!(
+            "`layer_types` does not say sliding_attention or full_attention for each of {num_layers} layers"
+        )));
+    }
+    let slides = |layer: usize| kinds.as_ref().map_or(layer % 2 == 0, |kinds| kinds[layer] == "sliding_attention");
+    let limit = f.f64_or("swiglu_limit", 7.0)?;
+    if limit <= 0.0 {
+        return Err(Error::Model(format!("swiglu_limit {limit} is not a positive number")));
+    }
+    let router = Router {
+        top_k: f.top_k()?,
+        bias: true,
+        scoring: Scoring::Softmax,
+        correction_bias: false,
+        groups: None,
+        normalize: true,
+        scaling: 1.0,
+    };
+    let activation = Activation::ClampedSwiglu { limit: limit as f32, alpha: f.f64_or("swiglu_alpha", 1.702)? as f32 };
+    let moe = Moe { activation, expert_bias: true, ..mixtral::moe(f, router)? };
+    let (rope, _) = f.rope(attention.head_dim, false, 150_000.0)?;
+    let layers = super::layers(
+        f,
+        |layer| Attention::Gqa(Gqa { window: slides(layer).then_some(window), ..attention.clone() }),
+        |_| Ok(Ffn::Moe(moe.clone())),
+    )?;
+    let names = Names { router: "router", ..Names::default() };
+    Ok(ModelConfig { names, ..super::model(f, rope, layers)? })
+}

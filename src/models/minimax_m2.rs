@@ -1,0 +1,40 @@
+//! MiniMax-M2: QK norm over all heads together, a part of each head rotated, sigmoid routing with a correction bias.
+//!
+//! Source: HF modeling_minimax_m2.
+
+use super::fields::Fields;
+use super::mixtral;
+use crate::model::{Attention, Ffn, Gqa, ModelConfig, QkNorm, Router, Scoring};
+use crate::{Error, Result};
+
+/// `minimax_m2`.
+pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    f.expect("scoring_func", "sigmoid".into())?;
+    f.expect("use_qk_norm", true.into())?;
+    f.expect("qk_norm_type", "per_layer".into())?;
+    f.expect("use_routing_bias", true.into())?;
+    f.expect("shared_intermediate_size", 0.into())?;
+    if f.layers("attn_type_list")?.iter().any(|&kind| kind != 1) {
+        return Err(Error::Model(
+            "attn_type_list names linear attention, which is not supported for minimax_m2; 1 in every layer is".into(),
+        ));
+    }
+    let attention = Gqa { qk_norm: QkNorm::FullWidth, ..f.gqa()? };
+    let moe = mixtral::moe(
+        f,
+        Router {
+            top_k: f.top_k()?,
+            bias: false,
+            scoring: Scoring::Sigmoid,
+            correction_bias: true,
+            groups: None,
+            normalize: true,
+            scaling: 1.0,
+        },
+    )?;
+    let (rope, _) = f.rope(f.rotary_dim(attention.head_dim, 1.0)?, false, 5_000_000.0)?;
+    let layers = super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?;
+    Ok(ModelConfig { names: mixtral::NAMES, ..super::model(f, rope, layers)? })
+}

@@ -1,0 +1,31 @@
+//! OLMoE: QK norm over all heads together, softmax routing.
+//!
+//! Source: HF modeling_olmoe.
+
+use super::fields::Fields;
+use super::mixtral;
+use crate::Result;
+use crate::model::{Attention, Bias, Ffn, Gqa, ModelConfig, QkNorm, Router, Scoring};
+
+/// `olmoe`.
+pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    f.refuse("clip_qkv")?;
+    let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
+    let attention = Gqa { qk_norm: QkNorm::FullWidth, bias, ..f.gqa()? };
+    let moe = mixtral::moe(
+        f,
+        Router {
+            top_k: f.top_k()?,
+            bias: false,
+            scoring: Scoring::Softmax,
+            correction_bias: false,
+            groups: None,
+            normalize: f.bool_or("norm_topk_prob", false)?,
+            scaling: 1.0,
+        },
+    )?;
+    let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
+    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?)
+}

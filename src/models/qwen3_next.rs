@@ -1,0 +1,66 @@
+//! Qwen3-Next and the text part of Qwen3.5 and 3.6 MoE: gated DeltaNet in most layers, gated attention in the others; norms around one.
+//!
+//! Sources: HF modeling_qwen3_next and modeling_qwen3_5_moe.
+
+use super::fields::Fields;
+use super::qwen_moe;
+use crate::model::{Attention, Bias, DeltaNet, Gqa, ModelConfig, Moe, Names, QkNorm};
+use crate::{Error, Result};
+
+/// Inputs of a convolution, at most: what a sequence keeps grows with it.
+const MAX_CONV_WIDTH: usize = 64;
+
+/// `qwen3_next`: projections of the delta rule grouped by key head.
+pub(super) fn qwen3_next(f: &Fields<'_>) -> Result<ModelConfig> {
+    config(f, true, f.bool_or("norm_topk_prob", true)?)
+}
+
+/// `qwen3_5_moe`: the language model is nested, and so are its tensor names; experts are stacked, their weights always normalized.
+pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
+    let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
+    f.refuse_quantized()?;
+    let model = config(&text, false, true)?;
+    let tied_embeddings = model.tied_embeddings || f.bool_or("tie_word_embeddings", false)?;
+    let names = Names { body: "model.language_model.", ..model.names };
+    Ok(ModelConfig { architecture: "qwen3_5_moe".into(), tied_embeddings, names, ..model })
+}
+
+fn config(f: &Fields<'_>, grouped: bool, normalize: bool) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    f.expect("use_sliding_window", false.into())?;
+    let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
+    let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: true, ..f.gqa()? };
+    let linear = DeltaNet {
+        num_key_heads: f.heads("linear_num_key_heads")?,
+        num_value_heads: f.heads("linear_num_value_heads")?,
+        key_head_dim: f.heads("linear_key_head_dim")?,
+        value_head_dim: f.heads("linear_value_head_dim")?,
+        conv_width: f.dim_or("linear_conv_kernel_dim", 4)?,
+        grouped,
+    };
+    if linear.num_value_heads % linear.num_key_heads != 0 {
+        let (keys, values) = (linear.num_key_heads, linear.num_value_heads);
+        return Err(Error::Model(format!("{values} value heads cannot share {keys} key heads evenly")));
+    }
+    if !(2..=MAX_CONV_WIDTH).contains(&linear.conv_width) {
+        return Err(Error::Model(format!("field `linear_conv_kernel_dim` is not an integer from 2 to {MAX_CONV_WIDTH}")));
+    }
+    let moe = Moe {
+        shared_intermediate_size: Some(f.dim("shared_expert_intermediate_size")?),
+        shared_gate: true,
+        ..qwen_moe::moe(f, normalize)?
+    };
+    let (num_layers, interval) = (f.num_layers()?, f.dim_or("full_attention_interval", 4)?);
+    let kinds = f.strings("layer_types")?;
+    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["linear_attention", "full_attention"].contains(kind)))
+    {
+        return Err(Error::Model(format!("`layer_types` does not say linear_attention or full_attention for each of {num_layers} layers")));
+    }
+    let is_full = |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer] == "full_attention");
+    let attention = |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
+    let (rope, _) = f.rope(f.rotary_dim(full.head_dim, 0.25)?, false, 10_000_000.0)?;
+    let layers = super::layers(f, attention, qwen_moe::ffn(f, &moe)?)?;
+    let names = Names { shared_expert: "shared_expert", ..Names::default() };
+    Ok(ModelConfig { norm_offset: 1.0, names, ..super::model(f, rope, layers)? })
+}

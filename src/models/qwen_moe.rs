@@ -1,0 +1,61 @@
+//! Qwen2-MoE and Qwen3-MoE: grouped queries, softmax routing, some layers dense by configuration.
+//!
+//! Sources: HF modeling_qwen2_moe and modeling_qwen3_moe.
+
+use super::fields::Fields;
+use crate::Result;
+use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, QkNorm, Router, Scoring};
+
+/// `qwen2_moe`: biases, and a gated shared expert.
+pub(super) fn qwen2(f: &Fields<'_>) -> Result<ModelConfig> {
+    let bias = if f.bool_or("qkv_bias", true)? { Bias::Qkv } else { Bias::None };
+    let moe = Moe {
+        shared_intermediate_size: Some(f.dim("shared_expert_intermediate_size")?),
+        shared_gate: true,
+        ..moe(f, f.bool_or("norm_topk_prob", false)?)?
+    };
+    let names = Names { shared_expert: "shared_expert", ..Names::default() };
+    Ok(ModelConfig { names, ..config(f, Gqa { bias, ..f.gqa()? }, moe)? })
+}
+
+/// `qwen3_moe`: QK norm.
+pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
+    let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
+    config(f, Gqa { bias, qk_norm: QkNorm::PerHead, ..f.gqa()? }, moe(f, f.bool_or("norm_topk_prob", false)?)?)
+}
+
+fn config(f: &Fields<'_>, attention: Gqa, moe: Moe) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.refuse_quantized()?;
+    f.expect("use_sliding_window", false.into())?;
+    let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
+    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn(f, &moe)?)?)
+}
+
+/// Qwen's experts, weighted by a softmax.
+pub(super) fn moe(f: &Fields<'_>, normalize: bool) -> Result<Moe> {
+    Ok(Moe {
+        num_experts: f.num_experts(&["num_experts", "num_local_experts"])?,
+        intermediate_size: f.dim("moe_intermediate_size")?,
+        shared_intermediate_size: None,
+        shared_gate: false,
+        activation: Activation::Silu,
+        expert_bias: false,
+        router: Router {
+            top_k: f.top_k()?,
+            bias: false,
+            scoring: Scoring::Softmax,
+            correction_bias: false,
+            groups: None,
+            normalize,
+            scaling: 1.0,
+        },
+    })
+}
+
+/// Which layers are dense.
+pub(super) fn ffn<'a>(f: &'a Fields<'_>, moe: &'a Moe) -> Result<impl Fn(usize) -> Result<Ffn> + 'a> {
+    let (dense_layers, step) = (f.layers("mlp_only_layers")?, f.dim_or("decoder_sparse_step", 1)?);
+    let is_moe = move |layer| !dense_layers.contains(&layer) && (layer + 1) % step == 0;
+    Ok(move |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() })
+}

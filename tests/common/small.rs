@@ -1,0 +1,87 @@
+//! Small models of random weights, made on the spot from a config alone: for what must hold whatever the numbers are.
+
+use std::path::Path;
+
+use moebius::Result;
+use moebius::config::EngineConfig;
+use moebius::load::{self, Budget, Loaded};
+use moebius::model::ModelConfig;
+use moebius::models;
+use moebius::synthetic;
+use moebius::tensor::HostTensor;
+use moebius::topology::Topology;
+use moebius::weights::TensorSource;
+use serde_json::{Value, json};
+
+/// What every model here has in common.
+fn base(model_type: &str, other: Value) -> Value {
+    let mut config = json!({"model_type": model_type, "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 3, "max_position_embeddings": 4096,
+        "rope_theta": 10000.0, "rms_norm_eps": 1e-5});
+    config.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
+    config
+}
+
+/// The `config.json` of a small model of each family that has no checkpoint here, or whose blocks others do not have.
+pub fn config(name: &str) -> Value {
+    let gpt_oss = |window: usize| {
+        let yarn = json!({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 128, "truncate": false});
+        base("gpt_oss", json!({"num_hidden_layers": 3, "num_local_experts": 7, "sliding_window": window, "rope_scaling": yarn}))
+    };
+    let qwen = json!({"num_hidden_layers": 4, "full_attention_interval": 2, "num_experts": 8, "shared_expert_intermediate_size": 96,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 48});
+    match name {
+        "gpt-oss" => gpt_oss(24),
+        "gpt-oss-wide" => gpt_oss(300),
+        "qwen3-next" => base("qwen3_next", qwen),
+        "qwen3.5" => json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen), "vision_config": {"depth": 1}}),
+        "minimax-m2" => base("minimax_m2", json!({"num_hidden_layers": 2, "num_local_experts": 8, "rotary_dim": 16})),
+        "llama" => {
+            let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64});
+            base("llama", json!({"num_hidden_layers": 2, "rope_scaling": scaling, "tie_word_embeddings": true}))
+        }
+        other => panic!("no small model is called {other}"),
+    }
+}
+
+/// Weights that depend on name and place. Biases, sinks and taps are not zero: what leaves one out is noticed.
+struct Random;
+
+impl TensorSource for Random {
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
+        let scale = if name.contains("embed_tokens") { 1.0 } else { 1.5 / (cols as f32).sqrt() };
+        Ok(HostTensor::F32 { data: numbers(name, rows * cols, scale).into(), cols })
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let middle = if name.contains("norm") { 1.0 } else { 0.0 };
+        Ok(numbers(name, len, 0.3).into_iter().map(|x| middle + x).collect())
+    }
+}
+
+/// Uniform, of that root mean square.
+fn numbers(name: &str, len: usize, scale: f32) -> Vec<f32> {
+    let mut state = name.bytes().fold(1u64, |hash, b| (hash ^ b as u64).wrapping_mul(0x100_0000_01b3)) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 12f32.sqrt() * scale
+    };
+    (0..len).map(|_| half::bf16::from_f32(next()).to_f32()).collect()
+}
+
+/// A small model by name, ready to run on the CPU.
+pub fn load(name: &str, config: &EngineConfig) -> Loaded {
+    let model: ModelConfig = models::parse(&self::config(name).to_string()).unwrap();
+    let machine = load::machine(config, &Topology::read()).unwrap();
+    let precision = load::precision(&model, config).unwrap();
+    let budget = Budget::new(&model, config, precision, &machine).unwrap();
+    let experts = precision.map(|precision| synthetic::experts(&model, precision).unwrap());
+    load::assemble(model, &Random, experts, config, budget, machine, &|_| {}).unwrap()
+}
+
+/// A demo model or a small one.
+pub fn model(name: &str, config: &EngineConfig) -> Loaded {
+    let dir = super::demo_dir(name);
+    if Path::is_dir(&dir) { load::load("test", &dir, config, &|_| {}).unwrap() } else { load(name, config) }
+}
