@@ -60,11 +60,6 @@ impl Wire {
         timeout(PATIENCE, self.socket.write_all(bytes)).await.map_err(|_| Error::from(ErrorKind::TimedOut))?
     }
 
-    /// Nothing more will be sent.
-    pub(crate) async fn end(&mut self) -> Result<()> {
-        self.socket.shutdown().await
-    }
-
     /// Posts a body and reads the reply.
     pub(crate) async fn ask(&mut self, path: &str, body: &Value) -> Result<Reply> {
         self.send(&post(path, body.to_string().as_bytes())).await?;
