@@ -331,7 +331,7 @@ pub(super) fn read_content(place: &str, content: Option<&Value>) -> Result<Strin
 pub(super) fn read_format(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)>> {
     let mut found: Vec<(&'static str, Grammar)> = Vec::new();
     if let Some(format) = fields.object("response_format")?
-        && let Some(grammar) = response_format(&Value::Object(format))?
+        && let Some(grammar) = response_format("response_format", &Value::Object(format))?
     {
         found.push(("response_format", grammar));
     }
@@ -351,18 +351,18 @@ pub(super) fn read_format(fields: &mut Fields) -> Result<Option<(&'static str, G
     }
 }
 
-/// OpenAI's `response_format`; `None`: free text.
-pub(super) fn response_format(format: &Value) -> Result<Option<Grammar>> {
-    let wrong = |message: &str| ApiError::bad_field("response_format", message);
+/// OpenAI's `response_format`, given by the field `place`; `None`: free text.
+pub(super) fn response_format(place: &str, format: &Value) -> Result<Option<Grammar>> {
+    let wrong = |message: String| ApiError::bad_field(place, message);
     match format["type"].as_str() {
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(Grammar::Json)),
         Some("json_schema") => match &format["json_schema"]["schema"] {
             schema @ (Value::Object(_) | Value::Bool(_)) => Ok(Some(Grammar::JsonSchema(schema.clone()))),
-            _ => Err(wrong("'response_format.json_schema.schema' must be a JSON schema")),
+            _ => Err(wrong(format!("'{place}' must have a JSON schema"))),
         },
-        Some(_) => Err(ApiError::unsupported("response_format.type")),
-        None => Err(wrong("'response_format' must have a type: text, json_object or json_schema")),
+        Some(_) => Err(ApiError::unsupported(&format!("{place}.type"))),
+        None => Err(wrong(format!("'{place}' must have a type: text, json_object or json_schema"))),
     }
 }
 

@@ -105,8 +105,8 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Gramma
     }
     // The schema stands beside its name here, and within an object of its own in chat completions.
     let grammar = match format["type"] == "json_schema" {
-        true => response_format(&json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))?,
-        false => response_format(&format)?,
+        true => response_format("text.format", &json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))?,
+        false => response_format("text.format", &format)?,
     };
     Ok((json!({ "format": format }), grammar.map(|grammar| ("text.format", grammar))))
 }

@@ -69,7 +69,7 @@ impl Wire {
     /// Reads more. Returns whether there was anything.
     async fn more(&mut self) -> Result<bool> {
         let mut bytes = [0; 16 << 10];
-        let size = if self.slow { 48 } else { bytes.len() };
+        let size = if self.slow { 96 } else { bytes.len() };
         if self.slow {
             sleep(Duration::from_millis(100)).await;
         }
