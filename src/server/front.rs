@@ -145,7 +145,7 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
     let status = response.status();
     app.http.count(&route, status.as_u16());
     let ms = started.elapsed().as_millis() as u64;
-    if OPEN.contains(&path.as_str()) || path == "/metrics" {
+    if OPEN.contains(&path.as_str()) || ["/", "/web/{name}", "/favicon.svg", "/metrics"].contains(&route.as_str()) {
         tracing::debug!(request_id, %method, path, status = status.as_u16(), ms, "answered");
     } else {
         tracing::info!(request_id, %method, path, status = status.as_u16(), ms, "answered");
