@@ -257,6 +257,12 @@ impl App {
             "object": "model",
             "created": self.created,
             "owned_by": "moebius",
+            // What Anthropic's clients look for; its API has the epoch for a release nobody knows.
+            "type": "model",
+            "display_name": info.model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+            "max_input_tokens": info.max_context,
             "max_model_len": info.max_context,
             "sampling": sampling(self.model()?.sampling()),
             "architecture": info.architecture,
@@ -324,7 +330,9 @@ async fn ready(State(app): State<Arc<App>>) -> std::result::Result<Response, Api
 }
 
 async fn models(State(app): State<Arc<App>>) -> std::result::Result<Json<Value>, ApiError> {
-    Ok(Json(json!({"object": "list", "data": [app.describe()?]})))
+    let model = app.describe()?;
+    let id = model["id"].clone();
+    Ok(Json(json!({"object": "list", "data": [model], "has_more": false, "first_id": id, "last_id": id})))
 }
 
 async fn model_by_name(State(app): State<Arc<App>>, Path(name): Path<String>) -> std::result::Result<Json<Value>, ApiError> {

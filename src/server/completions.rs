@@ -74,8 +74,8 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<S
         false => vec![String::new(); prompts.len()],
     };
     let echo = echo.into_iter().flat_map(|text| std::iter::repeat_n(text, options.n)).collect();
-    let grammar = read_format(fields)?;
-    Ok((options.ask(model, "prompt", prompts, grammar.as_ref(), || None)?, echo, streams, include_usage))
+    let form = read_format(fields)?;
+    Ok((options.ask(model, "prompt", prompts, form.as_ref().map(|(param, grammar)| (*param, grammar)), || None)?, echo, streams, include_usage))
 }
 
 /// A string or token ids, or a list of either.
