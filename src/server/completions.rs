@@ -54,7 +54,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     Ok(Json(object).into_response())
 }
 
-fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, bool, bool)> {
+/// What to ask for, the prompts to repeat, whether to stream, and whether the stream tells usage.
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
     let prompts = prompts(model, fields)?;
     let mut options = Options::read(model, fields)?;

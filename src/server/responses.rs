@@ -50,7 +50,7 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 }
 
 /// What to ask for, the fields of a request that a response repeats, and whether to stream.
-fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<String, Value>, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<String, Value>, bool)> {
     let streams = fields.boolean("stream")?.unwrap_or(false);
     fields.only("previous_response_id", &[])?;
     fields.only("conversation", &[])?;
