@@ -75,7 +75,12 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<S
     };
     let echo = echo.into_iter().flat_map(|text| std::iter::repeat_n(text, options.n)).collect();
     let form = read_format(fields)?;
-    Ok((options.ask(model, "prompt", prompts, form.as_ref().map(|(param, grammar)| (*param, grammar)), || None)?, echo, streams, include_usage))
+    Ok((
+        options.ask(model, "prompt", prompts, form.as_ref().map(|(param, grammar)| (*param, grammar)), || None)?,
+        echo,
+        streams,
+        include_usage,
+    ))
 }
 
 /// A string or token ids, or a list of either.

@@ -152,7 +152,9 @@ impl Conversation {
         };
         // Text of a model that neither thinks nor calls is content as it is.
         let parses = syntax.thinks() || !tools.is_empty();
-        let mut ask = options.ask(model, "messages", vec![ids], form.as_ref().map(|(param, grammar)| (*param, grammar)), || parses.then(|| syntax.parser(tools, in_reasoning)))?;
+        let mut ask = options.ask(model, "messages", vec![ids], form.as_ref().map(|(param, grammar)| (*param, grammar)), || {
+            parses.then(|| syntax.parser(tools, in_reasoning))
+        })?;
         ask.special_tokens = parses && syntax.needs_special_tokens();
         Ok(ask)
     }

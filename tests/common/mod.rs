@@ -3,9 +3,9 @@
 
 pub mod checkpoint;
 pub mod engine;
-pub mod served;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod served;
 pub mod small;
 
 use std::env::var_os;

@@ -206,7 +206,12 @@ async fn nonsense(world: &World, random: &mut Random) -> Result<()> {
     let reply = wire.reply().await?;
     match reply.status == want {
         true => count(&world.counts.refused),
-        false => world.counts.wrong(format!("{} for {:?}: {}", reply.status, String::from_utf8_lossy(&bytes[..bytes.len().min(200)]), reply.text())),
+        false => world.counts.wrong(format!(
+            "{} for {:?}: {}",
+            reply.status,
+            String::from_utf8_lossy(&bytes[..bytes.len().min(200)]),
+            reply.text()
+        )),
     }
     Ok(())
 }

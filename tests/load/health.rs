@@ -58,7 +58,11 @@ impl Watch {
                 // On a connection that is kept, and every other time on a new one.
                 let one = |address: SocketAddr, kept: &mut BufReader<TcpStream>| {
                     let started = Instant::now();
-                    if i % 2 == 0 { ask(kept) } else { ask(&mut connect(address)) }
+                    if i % 2 == 0 {
+                        ask(kept)
+                    } else {
+                        ask(&mut connect(address))
+                    }
                     started.elapsed()
                 };
                 of_server.push(one(server, &mut kept));

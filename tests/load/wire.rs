@@ -142,7 +142,8 @@ impl Wire {
 
 /// A request's bytes.
 pub(crate) fn post(path: &str, body: &[u8]) -> Vec<u8> {
-    let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head =
+        format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
     [head.as_bytes(), body].concat()
 }
 
