@@ -5,7 +5,8 @@ use moebius::config::{DenseBits, KvBits};
 
 use crate::common;
 use crate::latents::{check_latents, config};
-use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, random, say_skipped};
+use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, random};
+use common::say_skipped;
 
 /// A GPU that multiplies with the library; says so where there is none.
 fn with_library(test: &str) -> Option<Sides> {
