@@ -19,7 +19,10 @@ impl Served {
     /// `moebius serve MODEL` on the CPU with `options`, once it has said where it listens.
     pub fn start(model: &str, options: &[&str]) -> Self {
         let own = ["serve", model, "--port", "0", "--device", "cpu", "--log", "off"];
-        let mut child = moebius(&cache_dir(), &[&own, options].concat()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut command = moebius(&cache_dir(), &[&own, options].concat());
+        // What is freed in an arena of glibc is of no use to the others, and looks like a leak.
+        command.env("MALLOC_ARENA_MAX", "1");
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
         stdout.read_line(&mut line).unwrap();

@@ -113,11 +113,15 @@ async fn ask(world: &World, random: &mut Random, kept: &mut Option<Wire>) -> Res
         *kept = None;
     }
     loop {
-        let mut wire = match kept.take() {
-            Some(wire) => wire,
-            None => Wire::open(world.address).await?,
+        let (mut wire, is_old) = match kept.take() {
+            Some(wire) => (wire, true),
+            None => (Wire::open(world.address).await?, false),
         };
-        let reply = wire.ask(case.path, &with_stream(case, streams)).await?;
+        let reply = match wire.ask(case.path, &with_stream(case, streams)).await {
+            // The server ends a connection that was idle for long, perhaps just as it is used again: clients ask anew.
+            Err(_) if is_old && wire.is_untouched() => continue,
+            reply => reply?,
+        };
         if !reply.closes {
             *kept = Some(wire);
         }
@@ -125,8 +129,6 @@ async fn ask(world: &World, random: &mut Random, kept: &mut Option<Wire>) -> Res
             count(&world.counts.told_to_wait);
             let seconds = reply.retry_after.ok_or_else(|| Error::other("a 429 does not say when to come back"))?;
             sleep(Duration::from_secs(seconds)).await;
-            // An idle connection is closed in the meantime, perhaps just as it is used.
-            *kept = None;
             if Instant::now() < world.until {
                 continue;
             }

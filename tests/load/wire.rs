@@ -17,6 +17,7 @@ pub(crate) struct Wire {
     socket: TcpStream,
     read: Vec<u8>, // and not yet taken
     slow: bool,
+    untouched: bool, // since the last request nothing was read
 }
 
 /// What a server says to a request.
@@ -45,14 +46,14 @@ impl Reply {
 
 impl Wire {
     pub(crate) async fn open(address: SocketAddr) -> Result<Self> {
-        Ok(Self { socket: TcpStream::connect(address).await?, read: Vec::new(), slow: false })
+        Ok(Self { socket: TcpStream::connect(address).await?, read: Vec::new(), slow: false, untouched: true })
     }
 
     /// One that takes a few bytes at a time, and whose system holds few more for it.
     pub(crate) async fn open_slow(address: SocketAddr) -> Result<Self> {
         let socket = TcpSocket::new_v4()?;
         socket.set_recv_buffer_size(4096)?;
-        Ok(Self { socket: socket.connect(address).await?, read: Vec::new(), slow: true })
+        Ok(Self { socket: socket.connect(address).await?, read: Vec::new(), slow: true, untouched: true })
     }
 
     /// Sends bytes as they are.
@@ -60,8 +61,14 @@ impl Wire {
         timeout(PATIENCE, self.socket.write_all(bytes)).await.map_err(|_| Error::from(ErrorKind::TimedOut))?
     }
 
+    /// Whether nothing at all has come since the last request.
+    pub(crate) fn is_untouched(&self) -> bool {
+        self.untouched
+    }
+
     /// Posts a body and reads the reply.
     pub(crate) async fn ask(&mut self, path: &str, body: &Value) -> Result<Reply> {
+        self.untouched = true;
         self.send(&post(path, body.to_string().as_bytes())).await?;
         self.reply().await
     }
@@ -75,6 +82,7 @@ impl Wire {
         }
         let n = timeout(PATIENCE, self.socket.read(&mut bytes[..size])).await.map_err(|_| Error::from(ErrorKind::TimedOut))??;
         self.read.extend_from_slice(&bytes[..n]);
+        self.untouched &= n == 0;
         Ok(n > 0)
     }
 
