@@ -26,7 +26,7 @@ macro_rules! named {
     };
 }
 
-named!(ExpertBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
+named!(ExpertBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(DenseBits: Bf16 "bf16", Int8 "int8", Int4 "int4");
 named!(KvBits: Bf16 "bf16", Bf16x2 "bf16x2", Fp8 "fp8");
 named!(Numa: Auto "auto", Off "off", Interleave "interleave");
@@ -36,12 +36,14 @@ named!(PrefillOn: Auto "auto", Cpu "cpu", Gpu "gpu");
 /// Storage and arithmetic of the routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ExpertBits {
+    /// What keeps a quantized checkpoint as it is, exactly where that can be; INT4 of any other.
+    #[default]
+    Auto,
     /// As most checkpoints come; activations keep 16 bits of mantissa.
     Bf16,
     /// 8-bit codes, group scales, int8 activations.
     Int8,
     /// 4-bit codes, group scales, int8 activations.
-    #[default]
     Int4,
 }
 

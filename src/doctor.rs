@@ -4,13 +4,16 @@ mod gpu;
 
 use std::path::Path;
 
+use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::format::ExpertCache;
 
+use crate::config::EngineConfig;
 use crate::kernel::{self, Simd};
-use crate::load;
+use crate::load::components::components;
 use crate::memory::{self, Buffer, Pages, read_bandwidth};
 use crate::topology::{self, Topology};
 use crate::workers::{SCHEDSTAT, Team};
+use crate::{Result, load, models};
 
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -42,6 +45,16 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
     findings.push(disk(cache_dir));
     findings.extend(gpu::examine());
     findings
+}
+
+/// In which formats the parts of the checkpoint in `dir` are stored and what they become, by default.
+///
+/// Errors: it is not there, or cannot be read.
+pub fn examine_model(dir: &Path) -> Result<Vec<Finding>> {
+    let (model, checkpoint) = (models::read(dir)?, Checkpoint::open(dir)?);
+    let config = load::for_checkpoint(&EngineConfig::default(), &model, &checkpoint)?;
+    let components = components(&checkpoint, &model, &config)?;
+    Ok(components.iter().map(|component| finding("model", component.to_string(), None)).collect())
 }
 
 fn finding(name: &'static str, value: impl Into<String>, cost: Option<&str>) -> Finding {

@@ -6,22 +6,25 @@ use hf_hub::api::Progress;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
+use moebius_cache::checkpoint::gguf::in_folder as find_gguf;
 
 use crate::generation_config::read_json;
-use crate::{Error, Result, demo};
+use crate::{Error, Result, demo, gguf};
 
 /// A connection that breaks in the middle of a file is taken up again this often.
 const ATTEMPTS: usize = 5;
 
 /// A directory with the `config.json` of `model`, named as for [`resolve`]: of a repository that is not here, nothing else is downloaded.
+/// One of GGUF files has no such file, and is downloaded.
 pub fn resolve_config(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     match model != demo::NAME && !Path::new(model).exists() && is_hub_id(model) {
-        true => Hub::from_env()?.config(model),
+        true => Hub::from_env()?.config(model, cache_dir),
         false => resolve(model, cache_dir),
     }
 }
 
-/// The directory of `model`: `demo`, a directory, or a hub id such as `Qwen/Qwen3-30B-A3B`, downloaded if it is not complete.
+/// The directory of `model`: `demo`, a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-30B-A3B`, downloaded if it is not complete.
+/// A GGUF model becomes a directory below `cache_dir`.
 ///
 /// HF_HOME, HF_TOKEN and HF_ENDPOINT mean what they mean everywhere.
 pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
@@ -30,23 +33,40 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     }
     let path = Path::new(model);
     if path.is_dir() {
-        return match path.join("config.json").is_file() {
-            true => Ok(path.to_path_buf()),
+        return directory(path, cache_dir);
+    }
+    if path.exists() {
+        return match path.extension().is_some_and(|e| e == "gguf") {
+            true => gguf::materialize(path, cache_dir),
             false => {
-                Err(Error::Model(format!("{model} has no config.json: give the directory of a checkpoint in the Hugging Face layout")))
+                Err(Error::Invalid(format!("{model} is a file: give a GGUF file, or the directory of a checkpoint, with its config.json")))
             }
         };
     }
-    if path.exists() {
-        return Err(Error::Invalid(format!("{model} is a file: give the directory of the checkpoint, with its config.json")));
-    }
     if !is_hub_id(model) {
         return Err(Error::Invalid(format!(
-            "there is no directory {model}: a model is `{}`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B",
+            "there is no directory {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B",
             demo::NAME
         )));
     }
-    Hub::from_env()?.model(model)
+    Hub::from_env()?.model(model, cache_dir)
+}
+
+/// A checkpoint's directory as it is, or, of one that holds a GGUF model and no config.json, that which stands for it.
+fn directory(path: &Path, cache_dir: &Path) -> Result<PathBuf> {
+    let has = |name: &str| path.join(name).is_file();
+    // Some repositories of GGUF files have a config.json, and no tokenizer to it.
+    if has("config.json") && has("tokenizer.json") {
+        return Ok(path.to_path_buf());
+    }
+    match find_gguf(path)? {
+        Some(file) => gguf::materialize(&file, cache_dir),
+        None if has("config.json") => Ok(path.to_path_buf()),
+        None => Err(Error::Model(format!(
+            "{} has no config.json and no GGUF file: give the directory of a checkpoint in the Hugging Face layout",
+            path.display()
+        ))),
+    }
 }
 
 fn home() -> Option<PathBuf> {
@@ -83,18 +103,26 @@ impl Hub {
     }
 
     /// The directory of a complete local copy, made so if necessary.
-    fn model(&self, id: &str) -> Result<PathBuf> {
-        if let Some(dir) = self.local(id) {
-            return Ok(dir);
-        }
-        self.download(id)
+    fn model(&self, id: &str, cache_dir: &Path) -> Result<PathBuf> {
+        let dir = match self.local(id) {
+            Some(dir) => dir,
+            None => self.download(id)?,
+        };
+        directory(&dir, cache_dir)
     }
 
     /// The directory of a copy that has its config.json, made so if necessary.
-    fn config(&self, id: &str) -> Result<PathBuf> {
+    fn config(&self, id: &str, cache_dir: &Path) -> Result<PathBuf> {
+        if let Some(dir) = self.local(id) {
+            return directory(&dir, cache_dir);
+        }
         let local = Cache::new(self.cache.clone()).repo(Repo::new(id.into(), RepoType::Model));
         if local.get("config.json").is_none() {
             let api = self.api().map_err(|e| self.explain(id, &e))?;
+            let info = api.model(id.into()).info().map_err(|e| self.explain(id, &e))?;
+            if !info.siblings.iter().any(|file| file.rfilename == "config.json") {
+                return self.model(id, cache_dir);
+            }
             self.file(&api, &api.model(id.into()), id, "config.json", "[1/1]")?;
         }
         let path = local.get("config.json").expect("just downloaded");
@@ -103,8 +131,16 @@ impl Hub {
 
     fn local(&self, id: &str) -> Option<PathBuf> {
         let cache = Cache::new(self.cache.clone()).repo(Repo::new(id.into(), RepoType::Model));
-        let dir = cache.get("config.json")?.parent()?.to_path_buf();
-        is_complete(&dir).then_some(dir)
+        if let Some(dir) = cache.get("config.json").and_then(|config| Some(config.parent()?.to_path_buf()))
+            && is_complete(&dir)
+        {
+            return Some(dir);
+        }
+        // A repository of GGUF files: any of them leads to the folder.
+        let snapshots = self.cache.join(format!("models--{}", id.replace('/', "--"))).join("snapshots");
+        let dirs = std::fs::read_dir(snapshots).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+        dirs.into_iter()
+            .find(|dir| find_gguf(dir).is_ok_and(|file| file.is_some_and(|file| moebius_cache::checkpoint::gguf::files_of(&file).is_ok())))
     }
 
     fn download(&self, id: &str) -> Result<PathBuf> {
@@ -112,7 +148,8 @@ impl Hub {
         let remote = api.model(id.into());
         let info = remote.info().map_err(|e| self.explain(id, &e))?;
         let listed: Vec<&str> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
-        if !listed.contains(&"config.json") {
+        let has_config = listed.contains(&"config.json");
+        if !has_config && !listed.iter().any(|name| is_gguf(name)) {
             return Err(Error::Model(format!(
                 "{id} has no config.json on {}: it is not a checkpoint in the Hugging Face layout",
                 self.endpoint
@@ -120,9 +157,16 @@ impl Hub {
         }
         // Small files first: a copy with all its weights has all the rest.
         let mut files: Vec<&str> = listed.iter().copied().filter(|name| is_text_side(name)).collect();
-        let weights: Vec<&str> = listed.iter().copied().filter(|name| is_weights(name)).collect();
+        let mut weights: Vec<&str> = listed.iter().copied().filter(|name| is_weights(name)).collect();
         if weights.is_empty() {
-            return Err(Error::Model(format!("{id} has no safetensors weights on {}: choose a repository that has them", self.endpoint)));
+            weights = gguf_files(&listed, id)?;
+            files.clear(); // it says all about itself
+        }
+        if weights.is_empty() {
+            return Err(Error::Model(format!(
+                "{id} has no safetensors or GGUF weights on {}: choose a repository that has them",
+                self.endpoint
+            )));
         }
         files.extend(weights);
 
@@ -222,6 +266,24 @@ fn is_text_side(name: &str) -> bool {
 /// Weights in the Hugging Face layout; `consolidated*` are the same weights again in their author's own.
 fn is_weights(name: &str) -> bool {
     name.ends_with(".safetensors") && !name.contains('/') && !name.starts_with("consolidated")
+}
+
+/// A language model's GGUF file; a vision tower lies beside it in a file of its own.
+fn is_gguf(name: &str) -> bool {
+    name.ends_with(".gguf") && !name.contains('/') && !name.starts_with("mmproj")
+}
+
+/// The GGUF files of a repository that has one model in them. Errors: it has several, in several precisions.
+fn gguf_files<'a>(listed: &[&'a str], id: &str) -> Result<Vec<&'a str>> {
+    let files: Vec<&str> = listed.iter().copied().filter(|name| is_gguf(name)).collect();
+    let mut models: Vec<&str> =
+        files.iter().map(|name| name.split("-00").next().filter(|_| name.contains("-of-")).unwrap_or(name)).collect();
+    models.sort_unstable();
+    models.dedup();
+    match models.len() {
+        0 | 1 => Ok(files),
+        n => Err(Error::Model(format!("{id} has {n} models in GGUF files: download the one to run, and give that file"))),
+    }
 }
 
 /// Whether every weight file that the checkpoint names is there.
@@ -363,14 +425,14 @@ mod tests {
     fn a_cut_download_resumes_and_then_needs_no_network() {
         let cache = tempfile::tempdir().unwrap();
         let (fake, endpoint) = FakeHub::start(2, 200);
-        let dir = hub(cache.path(), &endpoint).model("org/tiny").unwrap();
+        let dir = hub(cache.path(), &endpoint).model("org/tiny", cache.path()).unwrap();
         assert_eq!(std::fs::read(dir.join("model-1.safetensors")).unwrap(), fake.files["model-1.safetensors"]);
         assert_eq!(*fake.ranges.lock().unwrap(), ["bytes=0-", "bytes=100000-", "bytes=200000-"]);
         assert!(dir.join("tokenizer.json").exists() && !dir.join("original").exists());
 
-        assert_eq!(hub(cache.path(), "http://127.0.0.1:1").model("org/tiny").unwrap(), dir);
+        assert_eq!(hub(cache.path(), "http://127.0.0.1:1").model("org/tiny", cache.path()).unwrap(), dir);
         std::fs::remove_file(dir.join("model-1.safetensors")).unwrap();
-        assert!(hub(cache.path(), "http://127.0.0.1:1").model("org/tiny").is_err());
+        assert!(hub(cache.path(), "http://127.0.0.1:1").model("org/tiny", cache.path()).is_err());
     }
 
     #[test]
@@ -381,7 +443,7 @@ mod tests {
         std::fs::create_dir_all(&blobs).unwrap();
         // hf-hub names a part after the blob's tag; everything behind its last dot gives way to "part".
         std::fs::write(blobs.join("model-1.part"), &fake.files["model-1.safetensors"][..1234]).unwrap();
-        let dir = hub(cache.path(), &endpoint).model("org/tiny").unwrap();
+        let dir = hub(cache.path(), &endpoint).model("org/tiny", cache.path()).unwrap();
         assert_eq!(std::fs::read(dir.join("model-1.safetensors")).unwrap(), fake.files["model-1.safetensors"]);
         assert_eq!(*fake.ranges.lock().unwrap(), ["bytes=1234-"]);
     }
@@ -389,13 +451,13 @@ mod tests {
     #[test]
     fn failures_say_what_to_do() {
         let cache = tempfile::tempdir().unwrap();
-        let unreachable = hub(cache.path(), "http://127.0.0.1:1").model("org/tiny").unwrap_err().to_string();
+        let unreachable = hub(cache.path(), "http://127.0.0.1:1").model("org/tiny", cache.path()).unwrap_err().to_string();
         assert!(unreachable.contains("http://127.0.0.1:1") && unreachable.contains("directory"), "{unreachable}");
         let (_, endpoint) = FakeHub::start(0, 401);
-        let gated = hub(cache.path(), &endpoint).model("org/tiny").unwrap_err().to_string();
+        let gated = hub(cache.path(), &endpoint).model("org/tiny", cache.path()).unwrap_err().to_string();
         assert!(gated.contains("HF_TOKEN"), "{gated}");
         let (_, endpoint) = FakeHub::start(0, 404);
-        let absent = hub(cache.path(), &endpoint).model("org/tiny").unwrap_err().to_string();
+        let absent = hub(cache.path(), &endpoint).model("org/tiny", cache.path()).unwrap_err().to_string();
         assert!(absent.contains("there is no org/tiny"), "{absent}");
     }
 

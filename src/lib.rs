@@ -10,7 +10,7 @@
 //! load, plan, capture, bench, doctor              a model in memory, foretold, looked into and measured
 //! sampler, generation_config                      how tokens are chosen, and what a checkpoint says about it
 //! scheduler, pace, metrics, engine                one owner thread, `EngineHandle`
-//! demo, hub                                       from a model's name to its directory
+//! demo, gguf, hub                                 from a model's name to its directory
 //! tokenizer, chat_template                        a checkpoint's text side
 //! grammar, reply                                  what a model may say, and what its text means
 //! text_stream, text_model                         tokens to text, an engine with its text side
@@ -50,6 +50,7 @@ pub mod error;
 pub mod experts;
 pub mod forward;
 pub mod generation_config;
+pub mod gguf;
 pub mod grammar;
 pub mod hub;
 pub mod kernel;

@@ -1,5 +1,6 @@
 //! From a checkpoint directory to a model ready to run: what fits, what precision, where the experts are.
 
+pub mod components;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod speed;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::codec::{Quantization, kept_by_all};
 use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, MatrixLayout, TILE_ROWS, largest_group_size};
@@ -128,8 +130,49 @@ pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Pr
     Ok(Some(match config.experts {
         ExpertBits::Bf16 => Precision::Bf16,
         ExpertBits::Int8 => Precision::Int8 { group_size: group_size()? },
-        ExpertBits::Int4 => Precision::Int4 { group_size: group_size()? },
+        ExpertBits::Int4 | ExpertBits::Auto => Precision::Int4 { group_size: group_size()? },
     }))
+}
+
+/// What `--experts auto`, and no `--group-size`, mean for the weights in `checkpoint`: what keeps them as they are.
+///
+/// Errors: an expert's tensor is missing or of an unknown type.
+pub fn for_checkpoint(config: &EngineConfig, model: &ModelConfig, checkpoint: &Checkpoint) -> Result<EngineConfig> {
+    if model.moe().is_none() {
+        return Ok(config.clone());
+    }
+    let job = cache_job("", checkpoint, model, Precision::Bf16);
+    let mut each = Vec::new();
+    // Formats change from layer to layer and between gate, up and down, not from expert to expert.
+    for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
+        each.extend(job.sources(expert)?.iter().map(|source| source.kept_by()));
+    }
+    Ok(kept(config, model, kept_by_all(each)))
+}
+
+/// The same from a `config.json` alone, whose weights need not be here.
+pub fn for_folder(config: &EngineConfig, model: &ModelConfig, dir: &Path) -> Result<EngineConfig> {
+    match Checkpoint::open(dir) {
+        Ok(checkpoint) => for_checkpoint(config, model, &checkpoint),
+        Err(_) => {
+            let inputs: Vec<usize> = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
+            Ok(kept(config, model, Quantization::of_folder(dir)?.kept_by(&inputs)))
+        }
+    }
+}
+
+/// `precision` where the user left it to us.
+fn kept(config: &EngineConfig, model: &ModelConfig, precision: Option<Precision>) -> EngineConfig {
+    let (Some(precision), Some(moe)) = (precision, model.moe()) else { return config.clone() };
+    let experts = match (config.experts, precision) {
+        (ExpertBits::Auto, Precision::Int4 { .. }) => ExpertBits::Int4,
+        (ExpertBits::Auto, Precision::Int8 { .. }) => ExpertBits::Int8,
+        (ExpertBits::Auto, Precision::Bf16) => ExpertBits::Bf16,
+        (asked, _) => asked,
+    };
+    let largest = largest_group_size(&[model.hidden_size, moe.intermediate_size]);
+    let own = precision.group_size().into_iter().chain(largest).min();
+    EngineConfig { experts, group_size: config.group_size.or(own), ..config.clone() }
 }
 
 /// Where expert caches are kept.
@@ -171,6 +214,7 @@ pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Load
     let model = models::read(dir)?;
     let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
+    let config = &for_checkpoint(config, &model, &checkpoint)?;
     let precision = precision(&model, config)?;
     let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = match precision {

@@ -26,9 +26,8 @@ pub trait TensorSource {
 
 impl TensorSource for Checkpoint {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
-        let view = self.tensor(name)?;
-        view.expect_shape(&[rows, cols])?;
-        if view.dtype == Dtype::BF16
+        let source = self.source(name, [rows, cols])?;
+        if let Some(view) = source.plain().filter(|view| view.dtype == Dtype::BF16)
             && let Ok(data) = bytemuck::try_cast_slice::<u8, bf16>(view.data)
         {
             if !data.par_chunks(1 << 18).all(|c| c.iter().all(|w| w.to_bits() & 0x7f80 != 0x7f80)) {
@@ -37,7 +36,9 @@ impl TensorSource for Checkpoint {
             return Ok(HostTensor::Bf16 { data: data.into(), cols });
         }
         let mut data = vec![0.0; rows * cols];
-        moebius_cache::codec::decode_f32(&view, &mut data)?;
+        // Whole heads: a latent's keys are turned a head at a time.
+        const ROWS: usize = 256;
+        data.par_chunks_mut(ROWS * cols).enumerate().try_for_each(|(i, rows)| source.decode(i * ROWS, rows))?;
         Ok(HostTensor::F32 { data: data.into(), cols })
     }
 

@@ -92,7 +92,7 @@ fn configs_that_cannot_be_run() {
         "qwen3_next",
     ];
     refused(qwen().config(json!({"model_type": "mamba9"})), &named);
-    refused(qwen().config(json!({"quantization_config": {"quant_method": "fp8"}})), &["quantized with `fp8`", "BF16"]);
+    refused(qwen().config(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), &["quantized with `bitsandbytes`", "another"]);
     refused(qwen().config(json!({"num_experts": 0})), &["config.json", "`num_experts`"]);
     refused(qwen().config(json!({"num_hidden_layers": 16_777_216})), &["config.json", "`num_hidden_layers`"]);
     refused(qwen().bytes("config.json", |bytes| bytes.truncate(100)), &["config.json", "JSON"]);

@@ -202,7 +202,7 @@ fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
 #[test]
 fn a_prompt_of_20000_tokens_in_any_passes() {
     need_gpu!(real);
-    for fixture in ["qwen3_moe", "kimi_k2"] {
+    for fixture in ["qwen3_moe", "kimi_k2_fp8"] {
         check_long_prompt(fixture, 20_000, &[20_000, 4096, 1000]);
     }
 }

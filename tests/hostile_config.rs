@@ -14,8 +14,15 @@ use moebius::workers::Team;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-const FIXTURES: [&str; 7] =
-    ["deepseek_v2_full", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "kimi_k25", "qwen3_moe", "qwen3_moe_dense_layer_sharded"];
+const FIXTURES: [&str; 7] = [
+    "deepseek_v2_full",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "kimi_k2_fp8",
+    "kimi_k25_ct_int4_sharded",
+    "qwen3_moe",
+    "qwen3_moe_dense_layer_sharded",
+];
 
 fn configs() -> Vec<Value> {
     const LATER: [&str; 6] = ["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_dense"];

@@ -96,16 +96,6 @@ fn deepseek_v3() {
 }
 
 #[test]
-fn kimi_k2() {
-    check("kimi_k2");
-}
-
-#[test]
-fn kimi_k25() {
-    check("kimi_k25");
-}
-
-#[test]
 fn qwen3_moe() {
     check("qwen3_moe");
 }
@@ -158,4 +148,9 @@ fn llama() {
 #[test]
 fn qwen3_5_moe() {
     check("qwen3_5_moe");
+}
+
+#[test]
+fn gpt_oss_mxfp4() {
+    check("gpt_oss_mxfp4");
 }

@@ -35,7 +35,7 @@ fn cache_of(dir: &std::path::Path, config: &EngineConfig) -> ExpertCache {
 fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
     let moebius::load::Machine { team, kernel, .. } =
         moebius::load::machine(&EngineConfig { threads: Some(2), ..Default::default() }, &Topology::read()).unwrap();
-    for name in ["qwen3_moe", "kimi_k2", "deepseek_v2_full"] {
+    for name in ["qwen3_moe", "deepseek_v3", "deepseek_v2_full"] {
         // Real hidden states, as the experts of layer 1 see the residual stream.
         let fixture = Fixture::open(name);
         let tokens = fixture.tokens("mid.input_ids");

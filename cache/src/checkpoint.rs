@@ -1,16 +1,23 @@
-//! A checkpoint: a folder of files that hold named tensors, memory-mapped and checked when opened.
+//! A checkpoint: files that hold named tensors, memory-mapped and checked when opened.
 //!
-//! A reader of another container (GGUF) becomes a file beside `safetensors.rs` and fills the same table.
+//! Each container, safetensors and GGUF, has a reader that fills the same table, under Hugging Face's names.
 
+pub mod gguf;
 mod safetensors;
+mod shard;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use self::safetensors::Shard;
-pub use self::safetensors::{Entry, parse as parse_safetensors};
+use serde_json::Value;
+
+pub use self::gguf::GgmlType;
+pub use self::safetensors::parse as parse_safetensors;
+pub use self::shard::Entry;
+use self::shard::Shard;
+use crate::codec::Quantization;
 use crate::{Error, Result};
 
 /// Element types of checkpoint tensors.
@@ -34,6 +41,8 @@ pub enum Dtype {
     U16,
     U8,
     Bool,
+    /// A block type of GGUF files.
+    Ggml(GgmlType),
 }
 
 /// One tensor of a checkpoint, as it lies in its file.
@@ -60,6 +69,13 @@ impl TensorView<'_> {
         Err(self.error(format!("has shape {:?} where {shape:?} is expected: config.json and weights do not belong together", self.shape)))
     }
 
+    /// Number `i` of the first dimension. Panics: there is no such part (a bug).
+    pub(crate) fn part(&self, i: usize) -> Self {
+        let (&count, shape) = self.shape.split_first().expect("a tensor with dimensions");
+        let bytes = self.data.len() / count;
+        Self { shape, data: &self.data[i * bytes..][..bytes], ..*self }
+    }
+
     /// A checkpoint error about this tensor.
     pub fn error(&self, what: impl std::fmt::Display) -> Error {
         Error::Checkpoint { path: self.file.to_path_buf(), what: format!("tensor {} {what}", self.name) }
@@ -71,7 +87,9 @@ impl TensorView<'_> {
 pub struct Checkpoint {
     dir: PathBuf,
     shards: Vec<Shard>,
-    tensors: BTreeMap<String, usize>, // name -> shard
+    tensors: BTreeMap<String, usize>,  // name -> shard
+    permuted: BTreeMap<String, usize>, // name -> width of the heads whose rows GGUF has reordered
+    quantization: Quantization,
     larger_than_memory: bool,
 }
 
@@ -85,10 +103,16 @@ const INDEX: &str = "model.safetensors.index.json";
 const DOWNLOAD: &str = "download the checkpoint again";
 
 impl Checkpoint {
-    /// Opens `model.safetensors.index.json` with its shards, or `model.safetensors`, or else every `*.safetensors` of `dir`.
+    /// Opens what is at `path`: a GGUF file (of a split model any of its files), or a folder with `model.safetensors.index.json` and its
+    /// shards, or `model.safetensors`, or else every `*.safetensors`, or else the GGUF model in it.
     ///
+    /// How weights are quantized is read from the folder's `config.json`, where there is one.
     /// Errors: `Error::Checkpoint` when there is none, a shard is missing or damaged, or shards and index disagree.
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn open(path: &Path) -> Result<Self> {
+        if path.is_file() && path.extension().is_some_and(|e| e == "gguf") {
+            return Self::open_gguf(path.parent().unwrap_or(path), path);
+        }
+        let dir = path;
         if !dir.is_dir() {
             return Err(Error::Checkpoint { path: dir.to_path_buf(), what: "is no folder; give the folder of a checkpoint".into() });
         }
@@ -100,8 +124,50 @@ impl Checkpoint {
             None if single.is_file() => vec![single],
             None => all_files(dir)?,
         };
-        let shards = files.iter().map(|file| Shard::open(file)).collect::<Result<Vec<_>>>()?;
+        if files.is_empty() {
+            return match gguf::in_folder(dir)? {
+                Some(file) => Self::open_gguf(dir, &file),
+                None => {
+                    let what = "holds no *.safetensors and no *.gguf; give the folder of a checkpoint in one of these formats".into();
+                    Err(Error::Checkpoint { path: dir.to_path_buf(), what })
+                }
+            };
+        }
+        let shards = files.iter().map(|file| Shard::open(file, parse_safetensors)).collect::<Result<Vec<_>>>()?;
+        let checkpoint = Self::new(dir, shards, Quantization::of_folder(dir)?)?;
+        for (name, file) in index.iter().flat_map(|index| &index.weight_map) {
+            let holder = checkpoint.tensors.get(name).map(|&i| checkpoint.shards[i].path());
+            if holder != Some(dir.join(file).as_path()) {
+                let what = format!("tensor {name} is missing, although {INDEX} says it is here; {DOWNLOAD}");
+                return Err(Error::Checkpoint { path: dir.join(file), what });
+            }
+        }
+        Ok(checkpoint)
+    }
 
+    fn open_gguf(dir: &Path, file: &Path) -> Result<Self> {
+        let files = gguf::files_of(file)?;
+        let (mut architecture, mut heads, mut permuted) = (Value::Null, BTreeMap::new(), BTreeMap::new());
+        let mut shards = Vec::new();
+        for (i, file) in files.iter().enumerate() {
+            shards.push(Shard::open(file, |bytes| {
+                let mut parsed = gguf::parse(bytes)?;
+                gguf::check_split(&parsed.metadata, i, files.len())?;
+                if i == 0 {
+                    architecture = parsed.metadata.remove("general.architecture").unwrap_or_default();
+                    heads = std::mem::take(&mut parsed.metadata);
+                    heads.retain(|key, _| key.contains(".attention.head_count"));
+                }
+                let (entries, reordered) = gguf::translate(parsed, &architecture, &heads)?;
+                permuted.extend(reordered);
+                Ok(entries)
+            })?);
+        }
+        Ok(Self { permuted, ..Self::new(dir, shards, Quantization::None)? })
+    }
+
+    /// Errors: `Error::Checkpoint` when two shards hold a tensor of one name.
+    fn new(dir: &Path, shards: Vec<Shard>, quantization: Quantization) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (i, shard) in shards.iter().enumerate() {
             for name in shard.names() {
@@ -112,16 +178,9 @@ impl Checkpoint {
                 }
             }
         }
-        for (name, file) in index.iter().flat_map(|index| &index.weight_map) {
-            let holder = tensors.get(name).map(|&i| shards[i].path());
-            if holder != Some(dir.join(file).as_path()) {
-                let what = format!("tensor {name} is missing, although {INDEX} says it is here; {DOWNLOAD}");
-                return Err(Error::Checkpoint { path: dir.join(file), what });
-            }
-        }
         let bytes: u64 = shards.iter().map(|shard| shard.file_bytes()).sum();
         let larger_than_memory = available_memory_bytes().is_some_and(|available| bytes > available / 2);
-        Ok(Self { dir: dir.to_path_buf(), shards, tensors, larger_than_memory })
+        Ok(Self { dir: dir.to_path_buf(), shards, tensors, permuted: BTreeMap::new(), quantization, larger_than_memory })
     }
 
     /// The folder it was opened from.
@@ -152,10 +211,20 @@ impl Checkpoint {
         })
     }
 
+    /// How its config.json says that weights are quantized.
+    pub fn quantization(&self) -> &Quantization {
+        &self.quantization
+    }
+
+    /// The width of the heads of a matrix whose rows GGUF has reordered; `None`: they are as they should be.
+    pub(crate) fn permuted_head(&self, name: &str) -> Option<usize> {
+        self.permuted.get(name).copied()
+    }
+
     /// Asks the system to read ahead the bytes of a tensor that is needed soon.
     pub fn prefetch(&self, view: &TensorView<'_>) {
         if let Some(&shard) = self.tensors.get(view.name) {
-            self.shards[shard].prefetch(view.name);
+            self.shards[shard].prefetch(view.data);
         }
     }
 
@@ -166,7 +235,7 @@ impl Checkpoint {
     /// push out the cache file that is being written, so its pages are dropped from the page cache too.
     pub fn release(&self, view: &TensorView<'_>) {
         if let Some(&shard) = self.tensors.get(view.name) {
-            self.shards[shard].release(view.name, self.larger_than_memory);
+            self.shards[shard].release(view.data, self.larger_than_memory);
         }
     }
 
@@ -220,10 +289,6 @@ fn all_files(dir: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     files.sort();
-    if files.is_empty() {
-        let what = "holds no *.safetensors; give the folder of a checkpoint in that format".into();
-        return Err(Error::Checkpoint { path: dir.to_path_buf(), what });
-    }
     Ok(files)
 }
 

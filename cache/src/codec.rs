@@ -1,44 +1,300 @@
-//! From the bytes of a checkpoint tensor to f32, one file per source format.
+//! From the bytes of a checkpoint to weights, one file per source format.
 //!
-//! Every codec decodes runs of elements, so that a conversion holds a few rows and never a whole tensor.
+//! ```text
+//! name, [n, k] ── find ──▶ Source: the tensors it is made of, and a codec
+//!                            decode  rows as f32, of any format
+//!                            codes   rows as integers with a scale for each group, where that is what the format is
+//! ```
+//!
+//! Weights that are integers with group scales are packed as they are: nothing is rounded twice. Every codec decodes whole rows, so that a
+//! conversion holds a few of them and never a whole tensor.
 
+mod awq;
+mod compressed_tensors;
+mod find;
 mod float;
+mod fp8;
+mod gguf;
+mod gptq;
+mod latent;
+mod list;
+mod mxfp4;
+mod quantization;
+mod scales;
 
-use crate::checkpoint::{Dtype, TensorView};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+pub use self::quantization::Quantization;
+use crate::checkpoint::{Checkpoint, Dtype, TensorView};
+use crate::pack::{GROUP_SIZES, Precision};
 use crate::{Error, Result};
 
-/// Decodes the whole tensor.
+/// Integer codes with a scale for each run of inputs: a weight is its code times its scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Integers {
+    /// The smallest code there can be.
+    pub low: i32,
+    /// The largest.
+    pub high: i32,
+    /// Inputs of a row that share a scale; they divide the row.
+    pub group: usize,
+    /// Whether a packed scale, bf16, holds each of the source's exactly.
+    pub exact_scales: bool,
+}
+
+impl Integers {
+    /// Whether packed weights of this precision hold these codes as they are.
+    pub fn fit(&self, precision: Precision) -> bool {
+        let fits = |low, high| self.low >= low && self.high <= high;
+        match precision {
+            Precision::Bf16 => false,
+            Precision::Int8 { group_size } => self.group % group_size == 0 && fits(-128, 127),
+            Precision::Int4 { group_size } => self.group % group_size == 0 && fits(-8, 7),
+        }
+    }
+}
+
+/// One clause: what is wrong with a tensor.
+type Read = std::result::Result<(), String>;
+
+/// Decodes rows of a matrix to f32.
+trait Values: Send + Sync {
+    /// Rows from `first` on, as many as fill `out`.
+    fn rows(&self, first: usize, out: &mut [f32]) -> Read;
+}
+
+/// Gives rows of a matrix as they are stored.
+trait Codes: Send + Sync {
+    fn integers(&self) -> Integers;
+
+    /// Rows from `first` on, as many as fill `codes` and, one for each group, `scales`.
+    fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read;
+}
+
+enum Codec<'a> {
+    Values(Box<dyn Values + 'a>),
+    Codes(Box<dyn Codes + 'a>),
+}
+
+/// Which rows of what is stored are those of the matrix.
+#[derive(Clone, Copy)]
+enum Rows {
+    /// From one on, each so many after the one before.
+    From { first: usize, step: usize },
+    /// Pairs within heads of this width, where the matrix has halves.
+    Pairs { head: usize },
+}
+
+/// One matrix of a checkpoint, `[n, k]`, wherever and however it lies.
+pub struct Source<'a> {
+    name: String,
+    shape: [usize; 2],
+    format: String,
+    parts: Vec<TensorView<'a>>,
+    codec: Codec<'a>,
+    rows: Rows,
+    lossless: bool,
+    transposed: bool,
+}
+
+impl Checkpoint {
+    /// The matrix `name`, of shape `[n, k]`, in whichever format it is stored: for itself, stacked with others, quantized.
+    ///
+    /// Errors: `Error::Checkpoint` naming the tensor that is missing, misshapen or of a type that is not supported.
+    pub fn source(&self, name: &str, shape: [usize; 2]) -> Result<Source<'_>> {
+        find::find(self, name, shape)
+    }
+}
+
+impl<'a> Source<'a> {
+    /// Its name, the one it was asked for by.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// `[n, k]`.
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// Its format, in words.
+    pub fn format(&self) -> &str {
+        &self.format
+    }
+
+    /// The tensors, or parts of them, that it is made of.
+    pub fn parts(&self) -> &[TensorView<'a>] {
+        &self.parts
+    }
+
+    /// Bytes it takes in the checkpoint.
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().map(|part| part.data.len() as u64).sum()
+    }
+
+    /// What it is as integers, if that is what it is.
+    pub fn integers(&self) -> Option<Integers> {
+        match &self.codec {
+            Codec::Values(_) => None,
+            Codec::Codes(codes) => Some(codes.integers()),
+        }
+    }
+
+    /// The tensor that is this matrix as it lies, row after row of plain numbers.
+    pub fn plain(&self) -> Option<&TensorView<'a>> {
+        let straight = matches!(self.rows, Rows::From { first: 0, step: 1 }) && self.lossless;
+        match &self.parts[..] {
+            [view] if straight && view.shape.iter().product::<usize>() == self.shape[0] * self.shape[1] && !self.transposed => Some(view),
+            _ => None,
+        }
+    }
+
+    /// Whether it is stored as plain BF16, F16 or F32 numbers.
+    pub fn is_lossless(&self) -> bool {
+        self.lossless
+    }
+
+    /// The coarsest precision that keeps what is stored; `None` of plain numbers, of which that is for the user to say.
+    ///
+    /// Integers are kept exactly. What has no packed form of its own becomes INT8: its error is a fraction of the one that was made before.
+    pub fn kept_by(&self) -> Option<Precision> {
+        let largest = |length: usize| GROUP_SIZES.into_iter().rev().find(|group| length % group == 0);
+        match self.integers() {
+            Some(integers) => {
+                let Some(group_size) = largest(integers.group) else { return Some(Precision::Int8 { group_size: GROUP_SIZES[0] }) };
+                let (int4, int8) = (Precision::Int4 { group_size }, Precision::Int8 { group_size });
+                Some(if integers.fit(int4) { int4 } else { int8 })
+            }
+            None if self.lossless => None,
+            // FP8 has no groups; the blocks of GGUF are of 32 inputs and fewer.
+            None if self.parts.iter().any(|part| part.dtype == Dtype::F8E4M3) => {
+                largest(self.shape[1]).map(|group_size| Precision::Int8 { group_size })
+            }
+            None => Some(Precision::Int8 { group_size: GROUP_SIZES[0] }),
+        }
+    }
+
+    /// Rows from `first` on, as many as fill `out`, decoded.
+    ///
+    /// Errors: `Error::Checkpoint` when a value is NaN or too large for BF16. Panics: `out` is not whole rows of the matrix (a bug).
+    pub fn decode(&self, first: usize, out: &mut [f32]) -> Result<()> {
+        let k = self.shape[1];
+        assert!(out.len() % k == 0 && first + out.len() / k <= self.shape[0], "rows");
+        let read = match &self.codec {
+            Codec::Values(values) => self.runs(first, out.len() / k, |at, to, count| values.rows(at, &mut out[to * k..][..count * k])),
+            Codec::Codes(codec) => {
+                let group = codec.integers().group;
+                let (mut codes, mut scales) = (vec![0; out.len()], vec![0.0; out.len() / group]);
+                self.code_rows(codec.as_ref(), first, &mut codes, &mut scales).map(|()| {
+                    for ((out, codes), scale) in out.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales) {
+                        out.iter_mut().zip(codes).for_each(|(out, &code)| *out = code as f32 * scale);
+                    }
+                })
+            }
+        };
+        let read = read.and_then(|()| if float::all_usable(out) { Ok(()) } else { Err(float::UNUSABLE.into()) });
+        read.map_err(|what| self.error(what))
+    }
+
+    /// Rows from `first` on as they are stored: `codes` `[rows, k]`, `scales` `[rows, k / group]`.
+    ///
+    /// Errors: `Error::Checkpoint` when a scale is not finite, or a code is not what the config promised.
+    /// Panics: it has no codes, or the lengths do not fit (bugs).
+    pub fn codes(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Result<()> {
+        let Codec::Codes(codec) = &self.codec else { panic!("{} has no codes", self.name) };
+        assert_eq!(codes.len(), scales.len() * codec.integers().group, "codes, scales");
+        assert!(codes.len() % self.shape[1] == 0 && first + codes.len() / self.shape[1] <= self.shape[0], "rows");
+        self.code_rows(codec.as_ref(), first, codes, scales).map_err(|what| self.error(what))
+    }
+
+    fn code_rows(&self, codec: &dyn Codes, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {
+        let (k, groups) = (self.shape[1], self.shape[1] / codec.integers().group);
+        self.runs(first, codes.len() / k, |at, to, count| {
+            codec.rows(at, &mut codes[to * k..][..count * k], &mut scales[to * groups..][..count * groups])
+        })?;
+        if float::all_usable(scales) { Ok(()) } else { Err(float::UNUSABLE.into()) }
+    }
+
+    /// Calls `read(stored row, row from 0, count)` for runs of rows that lie one after the other.
+    fn runs(&self, first: usize, count: usize, mut read: impl FnMut(usize, usize, usize) -> Read) -> Read {
+        match self.rows {
+            Rows::From { first: start, step: 1 } => read(start + first, 0, count),
+            Rows::From { first: start, step } => (0..count).try_for_each(|i| read(start + (first + i) * step, i, 1)),
+            Rows::Pairs { head } => (0..count).try_for_each(|i| {
+                let (row, half) = (first + i, head / 2);
+                let (base, within) = (row / head * head, row % head);
+                read(base + within % half * 2 + within / half, i, 1)
+            }),
+        }
+    }
+
+    /// XXH3 of its bytes: of a single part's as they lie, of several that of their hashes.
+    pub(crate) fn hash(&self) -> u64 {
+        joined(self.parts.iter().map(|part| xxh3_64(part.data)))
+    }
+
+    /// Hashes that are fed in so many steps, each just before or after the rows it is about are read.
+    pub(crate) fn hasher(&self, steps: usize) -> SourceHasher<'_, 'a> {
+        SourceHasher { source: self, hashers: self.parts.iter().map(|_| Xxh3::new()).collect(), steps }
+    }
+
+    fn error(&self, what: String) -> Error {
+        let file = self.parts.first().map_or_else(Default::default, |part| part.file.to_path_buf());
+        Error::Checkpoint { path: file, what: format!("tensor {} {what}", self.name) }
+    }
+}
+
+impl std::fmt::Debug for Source<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {:?}, {}", self.name, self.shape, self.format)
+    }
+}
+
+/// The hash of one part is that part's; several are hashed together.
+fn joined(mut hashes: impl ExactSizeIterator<Item = u64>) -> u64 {
+    match hashes.len() {
+        1 => hashes.next().unwrap_or_default(),
+        _ => xxh3_64(&hashes.flat_map(u64::to_le_bytes).collect::<Vec<u8>>()),
+    }
+}
+
+/// [`Source::hash`], while the bytes are in the cache of the core anyway.
+pub(crate) struct SourceHasher<'s, 'a> {
+    source: &'s Source<'a>,
+    hashers: Vec<Xxh3>,
+    steps: usize,
+}
+
+impl SourceHasher<'_, '_> {
+    /// Step `i` of all: the same share of every part.
+    pub(crate) fn step(&mut self, i: usize) {
+        for (hasher, part) in self.hashers.iter_mut().zip(&self.source.parts) {
+            let at = |i: usize| (part.data.len() as u128 * i as u128 / self.steps as u128) as usize;
+            hasher.update(&part.data[at(i)..at(i + 1)]);
+        }
+    }
+
+    pub(crate) fn finish(self) -> u64 {
+        joined(self.hashers.iter().map(Xxh3::digest))
+    }
+}
+
+/// The coarsest precision that keeps several matrices, each of which is [`kept_by`](Source::kept_by) one; `None` when all are plain numbers.
+pub fn kept_by_all(each: impl IntoIterator<Item = Option<Precision>>) -> Option<Precision> {
+    each.into_iter().flatten().reduce(|a, b| {
+        let group_size = a.group_size().into_iter().chain(b.group_size()).min();
+        match (a, b, group_size) {
+            (Precision::Int4 { .. }, Precision::Int4 { .. }, Some(group_size)) => Precision::Int4 { group_size },
+            (Precision::Bf16, ..) | (_, Precision::Bf16, _) | (.., None) => Precision::Bf16,
+            (.., Some(group_size)) => Precision::Int8 { group_size },
+        }
+    })
+}
+
+/// Decodes a whole tensor of plain numbers.
 ///
-/// Errors: `Error::Checkpoint` naming the tensor when its type has no codec, or it holds NaN or infinity.
+/// Errors: `Error::Checkpoint` naming the tensor when it is of another type, or holds NaN or infinity.
 /// Panics: `out` has another number of elements (a bug).
 pub fn decode_f32(view: &TensorView<'_>, out: &mut [f32]) -> Result<()> {
-    decode_range_f32(view, 0, out)
-}
-
-/// Decodes the elements from number `start` on, as many as `out` holds. Errors and panics as [`decode_f32`].
-pub fn decode_range_f32(view: &TensorView<'_>, start: usize, out: &mut [f32]) -> Result<()> {
-    let element_bytes = element_bytes(view)?;
-    let bytes = &view.data[start * element_bytes..(start + out.len()) * element_bytes];
-    let finite = match view.dtype {
-        Dtype::F32 => float::f32(bytes, out),
-        Dtype::F16 => float::f16(bytes, out),
-        _ => float::bf16(bytes, out),
-    };
-    match finite {
-        true => Ok(()),
-        false => Err(view.error("holds a NaN, an infinity or a value beyond BF16: the checkpoint is damaged; download it again")),
-    }
-}
-
-/// Bytes of one element of a tensor that this module decodes. Errors: `Error::Checkpoint` when it does not.
-pub(crate) fn element_bytes(view: &TensorView<'_>) -> Result<usize> {
-    match view.dtype {
-        Dtype::F32 => Ok(4),
-        Dtype::F16 | Dtype::BF16 => Ok(2),
-        other => Err(unsupported(view, other)),
-    }
-}
-
-fn unsupported(view: &TensorView<'_>, dtype: Dtype) -> Error {
-    view.error(format!("is of type {dtype:?}, which is not supported here; use a checkpoint in BF16, F16 or F32"))
+    float::decode(view.dtype, view.data, out).map_err(|what| view.error(what))
 }

@@ -13,13 +13,15 @@ mod expert;
 mod identity;
 
 pub use disk::free_bytes;
+pub use expert::{Tiles, rounding};
 
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{Checkpoint, TensorView};
+use crate::checkpoint::Checkpoint;
+use crate::codec::Source;
 use crate::format::ExpertCache;
 use crate::pack::{ExpertLayout, Precision};
-use crate::{Error, Result, codec};
+use crate::{Error, Result};
 
 use self::disk::Lock;
 use self::identity::Identity;
@@ -65,7 +67,7 @@ pub struct ExpertSource {
 
 impl ExpertSource {
     /// Gate, up, down.
-    fn names(&self) -> [&str; 3] {
+    pub fn names(&self) -> [&str; 3] {
         [&self.gate, &self.up, &self.down]
     }
 }
@@ -129,7 +131,7 @@ impl Phase {
 /// can resume it. Errors: `Error::Checkpoint` when a tensor is missing, misshapen or holds NaN, `Error::CacheDir` when the folder
 /// cannot be written or is too small, `Error::Invalid` when the dimensions do not fit the precision.
 pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
-    job.check()?;
+    let job = &Work::new(job)?;
     let identity = Identity::of(job)?;
     let seen = disk::inodes(cache_dir)?;
     if let Some(cache) = find(job, &identity, cache_dir, progress)? {
@@ -147,7 +149,7 @@ pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resu
 
 /// Builds the cache of this job whether or not there is one. Errors: as [`ensure`].
 pub fn build(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
-    job.check()?;
+    let job = &Work::new(job)?;
     let identity = Identity::of(job)?;
     let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(Phase::Waiting.at(0, 0)))?;
     build::build(job, &identity, cache_dir, progress)
@@ -157,8 +159,7 @@ pub fn build(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resul
 ///
 /// Errors: as [`ensure`] for the checkpoint.
 pub fn locate(job: &Job<'_>, cache_dir: &Path) -> Result<Option<PathBuf>> {
-    job.check()?;
-    let identity = Identity::of(job)?;
+    let identity = Identity::of(&Work::new(job)?)?;
     Ok(disk::caches(cache_dir)?.into_iter().find(|path| identity.names(path)))
 }
 
@@ -168,7 +169,7 @@ pub fn list(cache_dir: &Path) -> Result<Vec<ExpertCache>> {
 }
 
 /// A cache of this identity whose content is that of the checkpoint.
-fn find(job: &Job<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<Option<ExpertCache>> {
+fn find(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<Option<ExpertCache>> {
     for path in disk::caches(cache_dir)?.into_iter().filter(|path| identity.names(path)) {
         let replacing = |why: &str| progress(Phase::Replacing(why.into()).at(0, 0));
         match ExpertCache::open(&path) {
@@ -190,15 +191,11 @@ impl Job<'_> {
         ExpertLayout::new(self.hidden, self.intermediate, self.precision)
     }
 
-    /// The tensors of an expert: gate, up, down.
-    fn tensors<'s>(&'s self, expert: &ExpertSource) -> Result<[TensorView<'s>; 3]> {
+    /// Gate, up and down of an expert. Errors: `Error::Checkpoint` naming what is missing, misshapen or of an unknown type.
+    pub fn sources(&self, expert: &ExpertSource) -> Result<[Source<'_>; 3]> {
         let [gate, up, down] = expert.names();
-        Ok([self.checkpoint.tensor(gate)?, self.checkpoint.tensor(up)?, self.checkpoint.tensor(down)?])
-    }
-
-    /// All experts, layer after layer.
-    fn experts(&self) -> Vec<&ExpertSource> {
-        self.layers.iter().flat_map(|layer| &layer.experts).collect()
+        let (wide, tall) = ([self.intermediate, self.hidden], [self.hidden, self.intermediate]);
+        Ok([self.checkpoint.source(gate, wide)?, self.checkpoint.source(up, wide)?, self.checkpoint.source(down, tall)?])
     }
 
     /// Whether a cache has the dimensions and layers of this job.
@@ -208,25 +205,45 @@ impl Job<'_> {
             == (self.hidden, self.intermediate, self.num_experts, self.precision)
             && header.layers.iter().map(|entry| entry.layer).eq(self.layers.iter().map(|layer| layer.layer))
     }
+}
 
-    /// Every tensor is there, with the right shape and a known type.
-    fn check(&self) -> Result<()> {
-        self.layout()?;
-        for layer in &self.layers {
-            if layer.experts.len() != self.num_experts {
+/// A job whose tensors have been found.
+struct Work<'a> {
+    job: &'a Job<'a>,
+    experts: Vec<[Source<'a>; 3]>, // [layers * num_experts]
+}
+
+impl<'a> Work<'a> {
+    /// Every tensor is there, with the right shape and in a known format.
+    fn new(job: &'a Job<'a>) -> Result<Self> {
+        job.layout()?;
+        let mut experts = Vec::with_capacity(job.layers.len() * job.num_experts);
+        for layer in &job.layers {
+            if layer.experts.len() != job.num_experts {
                 let (has, layer) = (layer.experts.len(), layer.layer);
-                return Err(Error::Invalid(format!("layer {layer} has {has} experts where the model has {}", self.num_experts)));
+                return Err(Error::Invalid(format!("layer {layer} has {has} experts where the model has {}", job.num_experts)));
             }
             for expert in &layer.experts {
-                let [gate, up, down] = self.tensors(expert)?;
-                gate.expect_shape(&[self.intermediate, self.hidden])?;
-                up.expect_shape(&[self.intermediate, self.hidden])?;
-                down.expect_shape(&[self.hidden, self.intermediate])?;
-                for view in [gate, up, down] {
-                    codec::element_bytes(&view)?;
-                }
+                experts.push(job.sources(expert)?);
             }
         }
-        Ok(())
+        Ok(Self { job, experts })
+    }
+
+    /// The experts of layer index `i`.
+    fn layer(&self, i: usize) -> &[[Source<'a>; 3]] {
+        &self.experts[i * self.job.num_experts..][..self.job.num_experts]
+    }
+
+    /// Bytes of all tensors that it reads.
+    fn source_bytes(&self) -> u64 {
+        self.experts.iter().flatten().map(Source::bytes).sum()
+    }
+}
+
+impl<'a> std::ops::Deref for Work<'a> {
+    type Target = Job<'a>;
+    fn deref(&self) -> &Job<'a> {
+        self.job
     }
 }

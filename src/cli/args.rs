@@ -19,8 +19,8 @@ const MAX_BATCH_TOKENS: usize = 1 << 16;
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct PackedArgs {
-    /// Precision of the routed experts.
-    #[arg(long, default_value = "int4", value_parser = one_of(&ExpertBits::ALL))]
+    /// Precision of the routed experts: auto keeps what a quantized checkpoint has, and makes int4 of others.
+    #[arg(long, default_value = "auto", value_parser = one_of(&ExpertBits::ALL))]
     experts: ExpertBits,
     /// Inputs that share a scale [default: the checkpoint's own, else the largest that divides].
     #[arg(long, value_parser = one_of(&GROUP_SIZES))]

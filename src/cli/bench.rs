@@ -17,7 +17,7 @@ use super::terminal::Status;
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Option<Command>,
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     #[arg(group = "what")]
     model: Option<String>,
     /// Random weights with the dimensions of a known model.

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use moebius::load::LoadProgress;
+use moebius::load::components::{Component, components};
 use moebius::{Error, Result, hub, load, models};
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Job};
@@ -18,13 +19,13 @@ pub(crate) enum Command {
     Build(BuildArgs),
     /// Compare every byte of a built cache with its checksums.
     Verify(Args),
-    /// Say what a built cache holds: dimensions, precision, source, size.
+    /// Say what a built cache holds: dimensions, precision, source, size; and in which formats the checkpoint is.
     Info(Args),
 }
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     model: String,
     #[command(flatten)]
     packed: PackedArgs,
@@ -41,33 +42,46 @@ pub(crate) struct BuildArgs {
 
 pub(crate) fn run(command: Command) -> Result<()> {
     match command {
-        Command::Build(BuildArgs { args, force }) => with_job(&args, |job, cache_dir| {
+        Command::Build(BuildArgs { args, force }) => with_job(&args, |job, cache_dir, components| {
             let status = Status::new();
             let make = if force { convert::build } else { convert::ensure };
             let cache = make(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
             drop(status);
+            for component in components()?.iter().filter(|component| component.is_experts()) {
+                eprintln!("{component}");
+            }
             print_line(&cache.path().display().to_string())
         }),
-        Command::Verify(args) => with_job(&args, |job, cache_dir| {
+        Command::Verify(args) => with_job(&args, |job, cache_dir, _| {
             let cache = built(job, cache_dir)?;
             let status = Status::new();
             cache.verify(&|done, total| status.report("comparing with checksums", done, total, true))?;
             drop(status);
             print_line(&format!("{} is intact", cache.path().display()))
         }),
-        Command::Info(args) => with_job(&args, |job, cache_dir| describe(&built(job, cache_dir)?)),
+        Command::Info(args) => with_job(&args, |job, cache_dir, components| {
+            describe(&built(job, cache_dir)?)?;
+            components()?
+                .iter()
+                .enumerate()
+                .try_for_each(|(i, component)| print_line(&format!("{:10} {component}", if i == 0 { "components" } else { "" })))
+        }),
     }
 }
 
 /// Finds the model and says what its conversion is.
-fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path) -> Result<()>) -> Result<()> {
+fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>) -> Result<()> {
     let config = args.packed.to_config()?;
     let cache_dir = load::cache_dir(&config)?;
     let dir = hub::resolve(&args.model, &cache_dir)?;
     let model = models::read(&dir)?;
     let checkpoint = Checkpoint::open(&dir)?;
+    let config = load::for_checkpoint(&config, &model, &checkpoint)?;
     match load::precision(&model, &config)? {
-        Some(precision) => act(&load::cache_job(&args.model, &checkpoint, &model, precision), &cache_dir),
+        Some(precision) => {
+            let job = load::cache_job(&args.model, &checkpoint, &model, precision);
+            act(&job, &cache_dir, &|| components(&checkpoint, &model, &config))
+        }
         None => Err(Error::Invalid(format!("{} has no routed experts: there is nothing to convert", args.model))),
     }
 }

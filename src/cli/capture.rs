@@ -12,7 +12,7 @@ use super::terminal::Status;
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("input").required(true)))]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     model: String,
     /// The prompt as text.
     #[arg(long, value_name = "TEXT", group = "input")]

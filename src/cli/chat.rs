@@ -20,7 +20,7 @@ use conversation::Conversation;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     #[arg(default_value = demo::NAME)]
     model: String,
     /// Instructions that hold for the whole conversation.

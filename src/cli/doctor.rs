@@ -6,12 +6,14 @@ use moebius::bench::BANDWIDTH_BYTES;
 use moebius::config::EngineConfig;
 use moebius::doctor::{self, Finding};
 use moebius::topology::Topology;
-use moebius::{Result, load};
+use moebius::{Result, hub, load};
 
 use super::print_line;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
+    /// Also in which formats a model's parts are stored and what they become: `demo`, a directory, a GGUF file, or a hub id.
+    model: Option<String>,
     /// Where packed experts are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
     cache_dir: Option<PathBuf>,
@@ -23,7 +25,10 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> Result<()> {
     let cache_dir = load::cache_dir(&EngineConfig { cache_dir: args.cache_dir, ..EngineConfig::default() })?;
     let topology = Topology::read();
-    let findings = doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
+    let mut findings = doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
+    if let Some(model) = &args.model {
+        findings.extend(doctor::examine_model(&hub::resolve(model, &cache_dir)?)?);
+    }
     if args.json {
         return print_line(&serde_json::to_string(&findings).expect("findings are strings"));
     }

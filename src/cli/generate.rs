@@ -16,7 +16,7 @@ use super::{print_line, stdout_error};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     model: String,
     /// The text to continue; `-`, or nothing when stdin is a pipe, reads stdin.
     #[arg(conflicts_with_all = ["file", "tokens_file"])]

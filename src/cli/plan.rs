@@ -10,7 +10,7 @@ use super::print_line;
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true)))]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B, of which only config.json is downloaded.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B, of which only config.json is downloaded.
     #[arg(group = "what")]
     model: Option<String>,
     /// The dimensions of a known model.
@@ -30,9 +30,14 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let mut config = args.engine.to_config()?;
     let (name, model) = match (&args.model, &args.shape) {
-        (Some(model), _) => (model, models::read(&hub::resolve_config(model, &load::cache_dir(&config)?)?)?),
+        (Some(name), _) => {
+            let dir = hub::resolve_config(name, &load::cache_dir(&config)?)?;
+            let model = models::read(&dir)?;
+            config = load::for_folder(&config, &model, &dir)?;
+            (name, model)
+        }
         (None, shape) => {
             let shape = shape.as_ref().expect("clap demands a model or a shape");
             (shape, shapes::shape(shape, args.layers)?)

@@ -16,7 +16,7 @@ use super::terminal::Status;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
     model: String,
     /// Address to listen on; any but this machine's own (127.0.0.1) wants a key.
     #[arg(long, default_value = "127.0.0.1")]

@@ -49,7 +49,6 @@ pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
 /// `kimi_k25`: the language model is nested, and so are its tensor names.
 pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
     let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
-    f.refuse_quantized()?;
     let names = Names { body: "language_model.model.", head: "language_model.lm_head", ..Names::default() };
     Ok(ModelConfig { architecture: "kimi_k25".into(), names, ..v3(&text)? })
 }
@@ -79,7 +78,6 @@ pub(super) fn num_experts(f: &Fields<'_>) -> Result<usize> {
 
 fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     let rope_dim = f.dim("qk_rope_head_dim")?;
     let (rope, mscale) = f.rope(rope_dim, f.bool_or("rope_interleave", true)?, 10_000.0)?;
     let qk_nope_head_dim = f.dim("qk_nope_head_dim")?;

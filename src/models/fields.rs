@@ -189,19 +189,6 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Checkpoints whose weights are stored quantized are named, not misread.
-    pub(super) fn refuse_quantized(&self) -> Result<()> {
-        match self.object("quantization_config")? {
-            None => Ok(()),
-            Some(q) => {
-                let method = q.str_or("quant_method", "unknown")?;
-                Err(Error::Model(format!(
-                    "the checkpoint is quantized with `{method}`, which cannot be read yet: use the model's BF16 checkpoint"
-                )))
-            }
-        }
-    }
-
     /// The rotary embedding, from `rope_theta` + `rope_scaling` (hub) or `rope_parameters` (transformers 5).
     ///
     /// The second value is the `mscale` that multiplies DeepSeek's softmax scale twice (1 without YaRN).

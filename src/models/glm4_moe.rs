@@ -10,7 +10,6 @@ use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, QkNo
 /// `glm4_moe`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::Qkv } else { Bias::None };
     let qk_norm = if f.bool_or("use_qk_norm", false)? { QkNorm::PerHead } else { QkNorm::None };
     let attention = Gqa { bias, qk_norm, ..f.gqa()? };

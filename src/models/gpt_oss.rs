@@ -10,7 +10,6 @@ use crate::{Error, Result};
 /// `gpt_oss`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     let bias = if f.bool_or("attention_bias", true)? { Bias::All } else { Bias::None };
     let attention = Gqa { bias, sinks: true, ..f.gqa()? };
     let (num_layers, window) = (f.num_layers()?, f.dim_or("sliding_window", 128)?);

@@ -20,7 +20,6 @@ pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
 
 fn config(f: &Fields<'_>, qk_norm: QkNorm) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
     let attention = Gqa { qk_norm, bias, ..f.gqa()? };
     let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;

@@ -10,7 +10,6 @@ use crate::{Error, Result};
 /// `minimax_m2`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     f.expect("scoring_func", "sigmoid".into())?;
     f.expect("use_qk_norm", true.into())?;
     f.expect("qk_norm_type", "per_layer".into())?;

@@ -20,7 +20,6 @@ pub(super) const NAMES: Names = Names {
 /// `mixtral`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     let attention = Gqa { window: f.optional_dim("sliding_window")?, ..f.gqa()? };
     let router = Router {
         top_k: f.top_k()?,

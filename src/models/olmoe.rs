@@ -10,7 +10,6 @@ use crate::model::{Attention, Bias, Ffn, Gqa, ModelConfig, QkNorm, Router, Scori
 /// `olmoe`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     f.refuse("clip_qkv")?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
     let attention = Gqa { qk_norm: QkNorm::FullWidth, bias, ..f.gqa()? };

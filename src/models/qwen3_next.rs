@@ -18,7 +18,6 @@ pub(super) fn qwen3_next(f: &Fields<'_>) -> Result<ModelConfig> {
 /// `qwen3_5_moe`: the language model is nested, and so are its tensor names; experts are stacked, their weights always normalized.
 pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
     let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
-    f.refuse_quantized()?;
     let model = config(&text, false, true)?;
     let tied_embeddings = model.tied_embeddings || f.bool_or("tie_word_embeddings", false)?;
     let names = Names { body: "model.language_model.", ..model.names };
@@ -27,7 +26,6 @@ pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
 
 fn config(f: &Fields<'_>, grouped: bool, normalize: bool) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     f.expect("use_sliding_window", false.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
     let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: true, ..f.gqa()? };

@@ -26,7 +26,6 @@ pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
 
 fn config(f: &Fields<'_>, attention: Gqa, moe: Moe) -> Result<ModelConfig> {
     f.expect_silu()?;
-    f.refuse_quantized()?;
     f.expect("use_sliding_window", false.into())?;
     let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
     super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn(f, &moe)?)?)

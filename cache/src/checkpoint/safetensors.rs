@@ -1,32 +1,14 @@
-//! One safetensors file: its header parsed and checked, its bytes mapped.
+//! The header of a safetensors file, checked.
 //!
 //! The `safetensors` crate checks the header: lengths, JSON, types, sizes without overflow, and that the tensors cover the file exactly,
-//! without holes or overlaps. Here its findings become sentences, and the file a map.
-#![allow(unsafe_code)] // the map
+//! without holes or overlaps. Here its findings become sentences.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::ops::Range;
-use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
 
-use memmap2::{Advice, Mmap, UncheckedAdvice};
 use safetensors::SafeTensors;
 use safetensors::tensor::SafeTensorError;
 
-use super::{Dtype, TensorView};
-use crate::{Error, Result};
-
-/// Where one tensor lies in the bytes it was parsed from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Element type.
-    pub dtype: Dtype,
-    /// Dimensions, the last one contiguous.
-    pub shape: Vec<usize>,
-    /// Its bytes, header included in the count.
-    pub bytes: Range<usize>,
-}
+use super::{Dtype, Entry};
 
 /// Reads the header of `bytes`, a whole safetensors file; every range it returns lies inside of them.
 ///
@@ -82,69 +64,4 @@ fn dtype(dtype: safetensors::Dtype) -> Option<Dtype> {
         S::BOOL => Dtype::Bool,
         _ => return None,
     })
-}
-
-/// One mapped file.
-#[derive(Debug)]
-pub(super) struct Shard {
-    path: PathBuf,
-    file: File,
-    map: Mmap,
-    entries: HashMap<String, Entry>,
-}
-
-impl Shard {
-    /// Errors: `Error::Checkpoint` when the header does not describe the file.
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(Error::io(path))?;
-        let checkpoint = |what| Error::Checkpoint { path: path.to_path_buf(), what };
-        if file.metadata().map_err(Error::io(path))?.len() == 0 {
-            return Err(checkpoint("is empty; download it again".into()));
-        }
-        // SAFETY: the map is shared and read-only. A file that another process changes meanwhile can change what is read, and one that
-        // it cuts off can end this process; both are outside of what a reader of files can prevent. Conversion compares the files'
-        // state before and after.
-        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
-        let entries = parse(&map).map_err(checkpoint)?;
-        Ok(Self { path: path.to_path_buf(), file, map, entries })
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    pub(super) fn file_bytes(&self) -> u64 {
-        self.map.len() as u64
-    }
-
-    pub(super) fn metadata(&self) -> Result<std::fs::Metadata> {
-        self.file.metadata().map_err(Error::io(&self.path))
-    }
-
-    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
-        self.entries.keys().map(String::as_str)
-    }
-
-    pub(super) fn get(&self, name: &str) -> Option<TensorView<'_>> {
-        let (name, entry) = self.entries.get_key_value(name)?;
-        let data = &self.map[entry.bytes.clone()];
-        Some(TensorView { name, file: &self.path, dtype: entry.dtype, shape: &entry.shape, data })
-    }
-
-    pub(super) fn prefetch(&self, name: &str) {
-        if let Some(Entry { bytes, .. }) = self.entries.get(name) {
-            // Advice: a system that ignores it reads the pages when they are touched.
-            let _ = self.map.advise_range(Advice::WillNeed, bytes.start, bytes.len());
-        }
-    }
-
-    pub(super) fn release(&self, name: &str, page_cache_too: bool) {
-        let Some(Entry { bytes, .. }) = self.entries.get(name) else { return };
-        // SAFETY: pages of a shared file map that are dropped are read again from the file, with the same bytes.
-        let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
-        if page_cache_too {
-            // SAFETY: the descriptor is open as long as `self.file`; this call changes no memory of ours.
-            unsafe { libc::posix_fadvise(self.file.as_raw_fd(), bytes.start as i64, bytes.len() as i64, libc::POSIX_FADV_DONTNEED) };
-        }
-    }
 }

@@ -16,14 +16,15 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::disk::{self, Lock, unwritable};
 use super::expert::Worker;
 use super::identity::{self, Identity};
-use super::{Job, LayerSource, OnProgress, Phase};
+use super::{OnProgress, Phase, Work};
+use crate::codec::Source;
 use crate::format::{self, Contents, ExpertCache, ExpertRecord, Header};
 use crate::{Error, Result};
 
 /// Builds, publishes and opens. The caller holds the lock of this identity.
-pub(super) fn build(job: &Job<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
+pub(super) fn build(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
     let layers: Vec<usize> = job.layers.iter().map(|layer| layer.layer).collect();
-    let &Job { hidden, intermediate, num_experts, precision, .. } = job;
+    let &super::Job { hidden, intermediate, num_experts, precision, .. } = job.job;
     let contents = Contents { model: &job.model, hidden, intermediate, num_experts, precision, layers: &layers };
     let header = Header::new(&contents, Some(identity.source.clone()))?;
     let path = cache_dir.join(identity.file_name(&job.model));
@@ -49,7 +50,7 @@ pub(super) fn build(job: &Job<'_>, identity: &Identity, cache_dir: &Path, progre
 }
 
 struct Partial<'a> {
-    job: &'a Job<'a>,
+    job: &'a Work<'a>,
     header: &'a Header,
     file: File,
     path: &'a Path,
@@ -59,7 +60,7 @@ impl Partial<'_> {
     /// Writes all layers that are not there yet, then the header.
     fn fill(&self, progress: OnProgress<'_>) -> Result<()> {
         let mut records = self.resume(progress)?;
-        let total = identity::source_bytes(self.job)?;
+        let total = self.job.source_bytes();
         let layer_bytes = total / self.job.layers.len() as u64;
         let done = AtomicU64::new(layer_bytes * records.iter().flatten().count() as u64);
         let workers = Mutex::new(Vec::new());
@@ -67,11 +68,11 @@ impl Partial<'_> {
             // While one layer goes to disk the next is converted; a third waits, so that memory for written pages stays bounded.
             let (converted, to_record) = mpsc::sync_channel::<(usize, Vec<ExpertRecord>)>(0);
             let recorder = scope.spawn(move || to_record.iter().try_for_each(|(i, records)| self.record(i, &records)));
-            for (i, layer) in self.job.layers.iter().enumerate() {
+            for i in 0..self.job.layers.len() {
                 if records[i].is_some() {
                     continue;
                 }
-                let of_layer = self.convert_layer(i, layer, &workers, &|bytes| {
+                let of_layer = self.convert_layer(i, &workers, &|bytes| {
                     progress(Phase::Converting.at(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total));
                 })?;
                 records[i] = Some(of_layer.clone());
@@ -124,27 +125,21 @@ impl Partial<'_> {
     }
 
     /// Converts and writes the experts of layer index `i`, and returns their records. `done(bytes)` is called after each.
-    fn convert_layer(
-        &self,
-        i: usize,
-        layer: &LayerSource,
-        workers: &Mutex<Vec<Worker>>,
-        done: &(dyn Fn(u64) + Sync),
-    ) -> Result<Vec<ExpertRecord>> {
+    fn convert_layer(&self, i: usize, workers: &Mutex<Vec<Worker>>, done: &(dyn Fn(u64) + Sync)) -> Result<Vec<ExpertRecord>> {
         let layout = self.header.layout();
         let lock = || workers.lock().expect("nothing panics while holding it");
-        let convert = |(number, expert)| {
-            let views = self.job.tensors(expert)?;
-            views.iter().for_each(|view| self.job.checkpoint.prefetch(view));
+        let convert = |(number, sources): (usize, &[Source<'_>; 3])| {
+            let parts = || sources.iter().flat_map(Source::parts);
+            parts().for_each(|part| self.job.checkpoint.prefetch(part));
             let mut worker = lock().pop().unwrap_or_else(|| Worker::new(layout));
-            let (packed, record) = worker.convert(&views)?;
+            let (packed, record) = worker.convert(sources)?;
             self.write(packed, self.header.layers[i].offset + (number * layout.bytes()) as u64)?;
             lock().push(worker);
-            views.iter().for_each(|view| self.job.checkpoint.release(view));
-            done(views.iter().map(|view| view.data.len() as u64).sum());
+            parts().for_each(|part| self.job.checkpoint.release(part));
+            done(sources.iter().map(Source::bytes).sum());
             Ok(record)
         };
-        layer.experts.par_iter().enumerate().map(convert).collect()
+        self.job.layer(i).par_iter().enumerate().map(convert).collect()
     }
 
     /// Notes that a layer is complete, once it is on disk.

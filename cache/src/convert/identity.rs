@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::Xxh3;
 
-use super::{Job, OnProgress, Phase, disk};
+use super::{OnProgress, Phase, Work, disk};
+use crate::codec::Source as Matrix;
 use crate::format::{ExpertCache, FileState, Source, VERSION};
 use crate::pack::Precision;
 use crate::{Error, Result};
@@ -30,7 +31,7 @@ pub(super) struct Identity {
 
 impl Identity {
     /// Errors: `Error::Checkpoint` when a tensor is missing, `Error::Io` when the system hides a file's state.
-    pub(super) fn of(job: &Job<'_>) -> Result<Self> {
+    pub(super) fn of(job: &Work<'_>) -> Result<Self> {
         let dir = job.checkpoint.dir();
         let dir = dir.canonicalize().map_err(Error::io(dir))?.to_string_lossy().into_owned();
         Ok(Self { source: Source { key: key(job)?, dir, files: file_states(job)? }, precision: job.precision })
@@ -58,12 +59,12 @@ impl Identity {
     }
 
     /// Whether the source files are in the state in which they were when this was made.
-    pub(super) fn still_holds(&self, job: &Job<'_>) -> Result<bool> {
+    pub(super) fn still_holds(&self, job: &Work<'_>) -> Result<bool> {
         Ok(file_states(job)? == self.source.files)
     }
 
     /// Whether `cache` was made from the content that the checkpoint has now.
-    pub(super) fn is_source_of(&self, cache: &ExpertCache, job: &Job<'_>, progress: OnProgress<'_>) -> Result<bool> {
+    pub(super) fn is_source_of(&self, cache: &ExpertCache, job: &Work<'_>, progress: OnProgress<'_>) -> Result<bool> {
         let mut known = remembered(cache.path());
         let made_from = cache.header().source.iter();
         if made_from.chain(&known).any(|source| source.files == self.source.files) {
@@ -90,48 +91,29 @@ fn remembered(cache: &Path) -> Vec<Source> {
 }
 
 /// Compares the hashes of all tensors with those of the cache's records.
-fn equal_content(cache: &ExpertCache, job: &Job<'_>, progress: OnProgress<'_>) -> Result<bool> {
-    let total = source_bytes(job)?;
+fn equal_content(cache: &ExpertCache, job: &Work<'_>, progress: OnProgress<'_>) -> Result<bool> {
+    let total = job.source_bytes();
     let done = AtomicU64::new(0);
-    // An error stops the others: `None` stands for a difference found.
-    let compared: std::result::Result<(), Option<Error>> = job.experts().into_par_iter().enumerate().try_for_each(|(i, expert)| {
-        let record = cache.record(i / job.num_experts, i % job.num_experts).ok_or(None)?;
-        for (view, hash) in job.tensors(expert).map_err(Some)?.iter().zip(record.source) {
-            if xxh3_64(view.data) != hash {
-                return Err(None);
-            }
-            job.checkpoint.release(view);
-            let bytes = view.data.len() as u64;
-            progress(Phase::Comparing.at(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total));
-        }
-        Ok(())
+    // A difference found stops the others.
+    let equal = job.experts.par_iter().enumerate().all(|(i, sources)| {
+        let Some(record) = cache.record(i / job.num_experts, i % job.num_experts) else { return false };
+        sources.iter().zip(record.source).all(|(source, hash)| {
+            let equal = source.hash() == hash;
+            source.parts().iter().for_each(|part| job.checkpoint.release(part));
+            progress(Phase::Comparing.at(done.fetch_add(source.bytes(), Ordering::Relaxed) + source.bytes(), total));
+            equal
+        })
     });
-    match compared {
-        Ok(()) => Ok(true),
-        Err(None) => Ok(false),
-        Err(Some(error)) => Err(error),
-    }
+    Ok(equal)
 }
 
-/// Bytes of all tensors that a job reads.
-pub(super) fn source_bytes(job: &Job<'_>) -> Result<u64> {
-    let mut bytes = 0;
-    for expert in job.experts() {
-        bytes += job.tensors(expert)?.iter().map(|view| view.data.len() as u64).sum::<u64>();
-    }
-    Ok(bytes)
-}
-
-fn key(job: &Job<'_>) -> Result<String> {
+fn key(job: &Work<'_>) -> Result<String> {
     let mut hasher = Xxh3::new();
     hasher.update(&VERSION.to_le_bytes());
     for layer in &job.layers {
         hasher.update(&(layer.layer as u64).to_le_bytes());
     }
-    let mut views = Vec::new();
-    for expert in job.experts() {
-        views.extend(job.tensors(expert)?);
-    }
+    let views: Vec<_> = job.experts.iter().flatten().flat_map(Matrix::parts).collect();
     for view in &views {
         hasher.update(format!("{} {:?} {:?}\n", view.name, view.dtype, view.shape).as_bytes());
     }
@@ -144,8 +126,9 @@ fn key(job: &Job<'_>) -> Result<String> {
 }
 
 /// The states of the files that hold the job's tensors, by name.
-fn file_states(job: &Job<'_>) -> Result<Vec<FileState>> {
-    let mut used: Vec<usize> = job.experts().iter().flat_map(|expert| expert.names()).filter_map(|n| job.checkpoint.file_of(n)).collect();
+fn file_states(job: &Work<'_>) -> Result<Vec<FileState>> {
+    let views = job.experts.iter().flatten().flat_map(Matrix::parts);
+    let mut used: Vec<usize> = views.filter_map(|view| job.checkpoint.file_of(view.name)).collect();
     used.sort_unstable();
     used.dedup();
     let files: Vec<&Path> = job.checkpoint.files().collect();

@@ -69,10 +69,13 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
             out.fill(0);
             let (lines, _) = out.as_chunks_mut::<64>();
             for (row, weights) in weights.chunks_exact(layout.k).enumerate() {
-                for (line, pair) in lines.iter_mut().zip(weights.chunks(2)) {
-                    for (j, w) in pair.iter().enumerate() {
-                        line[row * 4 + 2 * j..][..2].copy_from_slice(&w.to_bits().to_le_bytes());
-                    }
+                let (pairs, odd) = weights.as_chunks::<2>();
+                for (line, [first, second]) in lines.iter_mut().zip(pairs) {
+                    let word = first.to_bits() as u32 | (second.to_bits() as u32) << 16;
+                    line[row * 4..][..4].copy_from_slice(&word.to_le_bytes());
+                }
+                for last in odd {
+                    lines[pairs.len()][row * 4..][..2].copy_from_slice(&last.to_bits().to_le_bytes());
                 }
             }
         }
@@ -80,14 +83,14 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
             let lines = pack_scales(layout, scales, group_size, out);
             lines.fill(0x80);
             // Adding 128 to an i8 is flipping its highest bit.
-            pack_codes::<4>(layout.k, codes, lines, |&code| u32::from_le_bytes(code.map(|c| c as u8)) ^ 0x8080_8080);
+            pack_codes::<4>(layout.k, codes, lines, |&code| u32::from_le_bytes(bytemuck::cast(code)) ^ 0x8080_8080);
         }
         (Weights::Int { codes, scales }, Precision::Int4 { group_size }) => {
             let lines = pack_scales(layout, scales, group_size, out);
             lines.fill(0x88);
             // Adding 8 to a code of 4 bits is flipping the highest of them.
             pack_codes::<8>(layout.k, codes, lines, |code| {
-                let word = u64::from_le_bytes(code.map(|c| c as u8)) & 0x0f0f_0f0f_0f0f_0f0f;
+                let word = u64::from_le_bytes(bytemuck::cast(*code)) & 0x0f0f_0f0f_0f0f_0f0f;
                 (word as u32 | (word >> 32 << 4) as u32) ^ 0x8888_8888
             });
         }

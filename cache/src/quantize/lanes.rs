@@ -38,6 +38,14 @@ fn reduce(mut lanes: [f32; 16], merge: impl Fn(f32, f32) -> f32) -> f32 {
     lanes[0]
 }
 
+/// A plain loop: the closure of an array's `map` is a call.
+#[inline(always)]
+fn store_lanes(lanes: &[f32; 16], codes: &mut [i8; 16]) {
+    for i in 0..16 {
+        codes[i] = lanes[i] as i32 as i8;
+    }
+}
+
 /// For any machine.
 #[derive(Clone, Copy)]
 pub(super) struct Plain([f32; 16]);
@@ -80,7 +88,7 @@ impl Lanes for Plain {
     }
     #[inline(always)]
     fn store(self, codes: &mut [i8; 16]) {
-        *codes = self.0.map(|x| x as i8);
+        store_lanes(&self.0, codes);
     }
     #[inline(always)]
     fn lanes(self) -> [f32; 16] {
@@ -177,7 +185,7 @@ mod x86 {
         }
         #[inline(always)]
         fn store(self, codes: &mut [i8; 16]) {
-            *codes = self.lanes().map(|x| x as i8);
+            super::store_lanes(&self.lanes(), codes);
         }
         #[inline(always)]
         fn lanes(self) -> [f32; 16] {

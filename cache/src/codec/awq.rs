@@ -1,0 +1,46 @@
+//! AWQ in the order of its GEMM kernels: `qweight` `[k, n / 8]`, `qzeros` `[groups, n / 8]`, `scales` `[groups, n]`.
+//!
+//! A word holds eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble on. A weight is (code - zero) * scale.
+//! Source: AutoAWQ's packing.
+
+use super::scales::{Scales, Words};
+use super::{Codes, Integers, Read};
+
+/// The nibble of each of the eight outputs.
+const NIBBLE: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+pub(super) struct Awq<'a> {
+    pub(super) codes: Words<'a>,
+    pub(super) zeros: Words<'a>,
+    pub(super) scales: Scales<'a>,
+    pub(super) k: usize,
+    pub(super) group: usize,
+}
+
+impl Codes for Awq<'_> {
+    fn integers(&self) -> Integers {
+        Integers { low: -15, high: 15, group: self.group, exact_scales: self.scales.are_bf16() }
+    }
+
+    fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {
+        let (groups, rows) = (self.k / self.group, codes.len() / self.k);
+        let nibble = |word: u32, row: usize| (word >> (4 * NIBBLE[row % 8]) & 15) as i8;
+        for group in 0..groups {
+            let zeros: Vec<i8> = (first..first + rows).map(|row| nibble(self.zeros.get(group, row / 8), row)).collect();
+            for (i, row) in (first..first + rows).enumerate() {
+                scales[i * groups + group] = self.scales.get(group, row);
+            }
+            for input in group * self.group..(group + 1) * self.group {
+                let words = &mut self.codes.row(input, first / 8);
+                let mut word = words.next().unwrap_or(0);
+                for (i, row) in (first..first + rows).enumerate() {
+                    if i > 0 && row % 8 == 0 {
+                        word = words.next().unwrap_or(0);
+                    }
+                    codes[i * self.k + input] = nibble(word, row) - zeros[i];
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,69 @@
+//! FP8 E4M3 with a scale for the tensor, for each row, or for each block of it, as DeepSeek-V3 has them (128 x 128, edges partial).
+//!
+//! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`, `weight_scale`) it has.
+
+use super::scales::Scales;
+use super::{Read, Values};
+use crate::checkpoint::TensorView;
+use crate::simd::multiversion;
+
+/// A matrix `[n, k]`; `block` rows and inputs share a scale.
+pub(super) struct Fp8<'a> {
+    pub(super) view: TensorView<'a>,
+    pub(super) k: usize,
+    pub(super) scales: Scales<'a>,
+    pub(super) block: [usize; 2],
+}
+
+impl Values for Fp8<'_> {
+    fn rows(&self, first: usize, out: &mut [f32]) -> Read {
+        for (i, out) in out.chunks_exact_mut(self.k).enumerate() {
+            let row = first + i;
+            let stored = &self.view.data[row * self.k..][..self.k];
+            let mut numbers = true;
+            for (j, (out, stored)) in out.chunks_mut(self.block[1]).zip(stored.chunks(self.block[1])).enumerate() {
+                numbers &= scaled(stored, self.scales.get(row / self.block[0], j), out);
+            }
+            if !numbers {
+                return Err(super::float::UNUSABLE.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+multiversion!(
+    /// Values times a scale; whether none is NaN.
+    fn scaled(stored: &[u8], scale: f32, out: &mut [f32]) -> bool = [scaled_body, scaled_body, scaled_body]
+);
+
+/// Exponent and mantissa shifted to where f32 has them; multiplying by 2^120 mends the bias and normalizes subnormals, exactly.
+#[inline(always)]
+fn scaled_body(stored: &[u8], scale: f32, out: &mut [f32]) -> bool {
+    let mut nan = 0u32;
+    for (out, &byte) in out.iter_mut().zip(stored) {
+        let bits = byte as u32;
+        nan |= (bits & 0x7f == 0x7f) as u32;
+        let magnitude = f32::from_bits((bits & 0x7f) << 20) * f32::from_bits((127 + 120) << 23);
+        *out = f32::from_bits(magnitude.to_bits() | (bits & 0x80) << 24) * scale;
+    }
+    nan == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All 256 of them by the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last of each sign is NaN.
+    #[test]
+    fn every_value_is_as_defined() {
+        for byte in 0..=255u8 {
+            let (sign, e, m) = (if byte & 0x80 == 0 { 1.0 } else { -1.0 }, (byte >> 3 & 15) as i32, (byte & 7) as f32);
+            let want = sign * if e == 0 { m / 8.0 * 2f32.powi(-6) } else { (1.0 + m / 8.0) * 2f32.powi(e - 7) };
+            let mut got = [0.0];
+            let number = scaled(&[byte], 0.5, &mut got);
+            assert_eq!(number, byte & 0x7f != 0x7f, "{byte:#x}");
+            assert!(!number || got[0].to_bits() == (want * 0.5).to_bits(), "{byte:#x}: {} instead of {}", got[0], want * 0.5);
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! MXFP4 as gpt-oss has it: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for each block.
+//!
+//! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the scale, exactly.
+//! Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
+
+use super::scales::e8m0;
+use super::{Codes, Integers, Read};
+
+/// Twice the values of E2M1.
+pub(super) const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+pub(super) const INTEGERS: Integers = Integers { low: -12, high: 12, group: 32, exact_scales: true };
+
+/// A matrix of `[n, k / 32]` blocks: `blocks` 16 bytes each, `scales` one.
+pub(super) struct Mxfp4<'a> {
+    pub(super) blocks: &'a [u8],
+    pub(super) scales: &'a [u8],
+    pub(super) k: usize,
+}
+
+impl Codes for Mxfp4<'_> {
+    fn integers(&self) -> Integers {
+        INTEGERS
+    }
+
+    fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {
+        let at = first * self.k / 32;
+        let blocks = self.blocks[at * 16..].as_chunks::<16>().0;
+        for (i, (codes, scale)) in codes.as_chunks_mut::<32>().0.iter_mut().zip(scales).enumerate() {
+            for (pair, byte) in codes.as_chunks_mut::<2>().0.iter_mut().zip(blocks[i]) {
+                *pair = [DOUBLED[byte as usize & 15], DOUBLED[byte as usize >> 4]];
+            }
+            *scale = e8m0(self.scales[at + i], 1);
+        }
+        Ok(())
+    }
+}

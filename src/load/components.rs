@@ -1,0 +1,100 @@
+//! What each part of a checkpoint is stored as, what it becomes in memory, and what that costs in exactness.
+
+use std::collections::BTreeMap;
+
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::convert::rounding;
+
+use crate::config::EngineConfig;
+use crate::model::ModelConfig;
+use crate::{Error, Result, load};
+
+/// Matrices of one role in one format.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Component {
+    /// Its name without the layer: `self_attn.q_proj`, `experts.gate_proj`.
+    pub role: String,
+    /// How it is stored.
+    pub format: String,
+    /// Layers that have it so.
+    pub layers: usize,
+    /// What it becomes; `None`: f32, as it is.
+    pub precision: Option<Precision>,
+    /// Whether its integers stay as they are, and at most their scales are rounded.
+    pub keeps_codes: bool,
+    /// What packing adds, as a share of the weights: root mean squares, measured on some of the rows of one of them.
+    pub rounding: f64,
+}
+
+impl Component {
+    /// Whether it is routed experts.
+    pub fn is_experts(&self) -> bool {
+        self.role.starts_with("experts.")
+    }
+}
+
+impl std::fmt::Display for Component {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let precision = self.precision.map_or("f32".to_string(), |precision| precision.to_string());
+        let layers = if self.layers == 1 { String::new() } else { format!(" ({} layers)", self.layers) };
+        write!(f, "{}{layers}: {} -> {precision}, ", self.role, self.format)?;
+        match self.rounding {
+            0.0 => write!(f, "exact"),
+            share if self.keeps_codes => write!(f, "codes as they are, scales rounded to bf16: {:.2}%", 100.0 * share),
+            share => write!(f, "rounding adds {:.2}%", 100.0 * share),
+        }
+    }
+}
+
+/// Every role and format among the matrices that `model` uses. `config` is that of the run, `auto` decided.
+///
+/// Errors: a tensor of an unknown type, or holding NaN.
+pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineConfig) -> Result<Vec<Component>> {
+    let experts = load::precision(model, config)?;
+    let mut found: BTreeMap<(String, String), Component> = BTreeMap::new();
+    for (name, shape) in checkpoint.matrices() {
+        let Some(role) = role(&name, model) else { continue };
+        // A stacked tensor says the shape of a matrix only up to its order: experts have theirs from the model.
+        let shape = match (role.strip_prefix("experts."), model.moe()) {
+            (Some(part), Some(moe)) if part == model.names.experts[2] => [model.hidden_size, moe.intermediate_size],
+            (Some(_), Some(moe)) => [moe.intermediate_size, model.hidden_size],
+            _ => shape,
+        };
+        let source = checkpoint.source(&name, shape)?;
+        let key = (role.clone(), source.format().to_string());
+        if let Some(component) = found.get_mut(&key) {
+            component.layers += 1;
+            continue;
+        }
+        let mut component = Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
+        let is_router = component.role == model.names.router;
+        if !is_router {
+            let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);
+            let precision = match (component.is_experts(), experts) {
+                (true, Some(precision)) => precision,
+                _ if component.role == "embed_tokens" => Precision::Bf16,
+                _ => dense(),
+            };
+            component.rounding = rounding(&source, precision).map_err(Error::from)?;
+            component.keeps_codes = source.integers().is_some_and(|integers| integers.fit(precision));
+            component.precision = Some(precision);
+        }
+        found.insert(key, component);
+    }
+    Ok(found.into_values().collect())
+}
+
+/// What a matrix is in the model, without layer and expert; `None`: it is not in it.
+fn role(name: &str, model: &ModelConfig) -> Option<String> {
+    let name = name.strip_suffix(".weight")?;
+    if name == model.names.head {
+        return Some("lm_head".into());
+    }
+    let name = name.strip_prefix(model.names.body)?;
+    let Some(rest) = name.strip_prefix("layers.") else { return (name == "embed_tokens").then(|| name.to_string()) };
+    let (layer, part) = rest.split_once('.')?;
+    let part = part.replace(".experts.0.", ".experts.");
+    let part = part.strip_prefix(model.names.moe).and_then(|part| part.strip_prefix('.')).unwrap_or(&part);
+    (layer.parse::<usize>().ok()? < model.layers.len()).then(|| part.to_string())
+}

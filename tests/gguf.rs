@@ -1,0 +1,194 @@
+//! GGUF files that the `gguf` Python package wrote, against the safetensors they were made from.
+//!
+//! Without Python 3 and that package nothing here can run: each test then says so and passes. `.ci/run` has both.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::checkpoint::moebius;
+use common::{Fixture, cache_dir, fixture_dir, load, root};
+use moebius::capture::{Wanted, capture};
+use moebius::chat_template::ChatTemplate;
+use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
+use moebius::hub;
+use moebius::tokenizer::Tokenizer;
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::{Checkpoint, GgmlType};
+use moebius_cache::codec::decode_f32;
+use tempfile::TempDir;
+
+/// A Python that can import the package: the one that `.ci/run` prepared, or the system's.
+fn python() -> Option<PathBuf> {
+    let candidates = [root().join("target/python/bin/python"), PathBuf::from("python3")];
+    let has = |python: &PathBuf| Command::new(python).args(["-c", "import gguf"]).output().is_ok_and(|out| out.status.success());
+    let found = candidates.into_iter().find(has);
+    if found.is_none() {
+        eprintln!("skipped: no Python 3 with the package gguf (python3 -m venv target/python && target/python/bin/pip install gguf)");
+    }
+    found
+}
+
+/// Runs `tests/gguf/make.py`.
+fn make(python: &Path, arguments: &[&str]) {
+    let out = Command::new(python).arg(root().join("tests/gguf/make.py")).args(arguments).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// A fixture's weights in these types: the GGUF file, and the folder with what they stand for.
+fn model(python: &Path, dir: &TempDir, fixture: &str, types: &str, more: &[&str]) -> (PathBuf, PathBuf) {
+    let out = dir.path().join("model");
+    make(python, &[&["model", fixture_dir(fixture).to_str().unwrap(), out.to_str().unwrap(), types], more].concat());
+    (out.with_extension("gguf"), out)
+}
+
+fn exact() -> EngineConfig {
+    EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, kv: KvBits::Bf16x2, ..Default::default() }
+}
+
+/// Logits of a fixture's middle prompt, and the precision of the experts.
+fn logits(dir: &Path, fixture: &Fixture, config: &EngineConfig) -> (Vec<f32>, Option<Precision>) {
+    let mut loaded = load(dir, config);
+    let got = capture(&mut loaded, &fixture.tokens("mid.input_ids"), &Wanted { logits: true, ..Default::default() }, 512).unwrap();
+    (got.logits, loaded.precision)
+}
+
+fn relative_error(got: &[f32], want: &[f32]) -> f64 {
+    let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| (v as f64).powi(2)).sum::<f64>();
+    (square(&mut got.iter().zip(want).map(|(g, w)| g - w)) / square(&mut want.iter().copied())).sqrt()
+}
+
+#[test]
+fn every_type_of_block_is_decoded_as_the_package_does() {
+    let Some(python) = python() else { return };
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("blocks.gguf");
+    make(&python, &["blocks", file.to_str().unwrap()]);
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    for kind in GgmlType::ALL {
+        let expected = checkpoint.tensor(&format!("{kind}.expected")).unwrap();
+        let (n, k) = (expected.shape[0], expected.shape[1]);
+        let mut want = vec![0.0; n * k];
+        decode_f32(&expected, &mut want).unwrap();
+        let source = checkpoint.source(&kind.to_string(), [n, k]).unwrap();
+        let mut got = vec![0.0; n * k];
+        source.decode(0, &mut got).unwrap();
+        let wrong = got.iter().zip(&want).position(|(g, w)| g != w);
+        assert_eq!(wrong.map(|i| (i, got[i], want[i])), None, "{kind}");
+        // Some rows are those rows of the whole.
+        let mut some = vec![0.0; 3 * k];
+        source.decode(5, &mut some).unwrap();
+        assert_eq!(some, got[5 * k..8 * k], "{kind}");
+    }
+}
+
+#[test]
+fn the_same_weights_give_the_same_logits() {
+    let Some(python) = python() else { return };
+    // A latent's keys and values lie apart in the second.
+    for name in ["qwen3_moe", "deepseek_v3"] {
+        let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
+        let (file, _) = model(&python, &dir, name, "BF16", &[]);
+        let of_gguf = logits(&hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap(), &fixture, &exact());
+        assert!(of_gguf == logits(&fixture.dir, &fixture, &exact()), "{name}: logits differ");
+    }
+}
+
+#[test]
+fn quantized_weights_give_the_logits_of_what_they_stand_for() {
+    let Some(python) = python() else { return };
+    let fixture = Fixture::open("qwen3_moe");
+    let want = fixture.floats("mid.logits");
+    let (int4, int8) = (Precision::Int4 { group_size: 32 }, Precision::Int8 { group_size: 32 });
+    // Errors against the weights before they were quantized: 4 bits in groups of 32 leave this random model with 20%.
+    for (types, kept, bound) in [
+        ("F16", None, 0.01),
+        ("Q8_0", Some(int8), 0.03),
+        ("Q4_0", Some(int4), 0.5),
+        ("Q5_0", Some(int8), 0.2),
+        ("MXFP4", Some(int8), 0.6),
+        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(int8), 0.5),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let (file, stands_for) = model(&python, &dir, "qwen3_moe", types, &[]);
+        let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
+        let (got, _) = logits(&resolved, &fixture, &exact());
+        assert!(got == logits(&stands_for, &fixture, &exact()).0, "{types}: logits differ");
+        let error = relative_error(&got, &want);
+        assert!(error < bound, "{types}: logits off by {error}");
+        let (auto, precision) = logits(&resolved, &fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact() });
+        if let Some(kept) = kept {
+            assert_eq!(precision, Some(kept), "{types}");
+            let error = relative_error(&auto, &got);
+            assert!(error < 0.2, "{types}: experts as they are, off by {error}");
+        }
+    }
+}
+
+#[test]
+fn a_split_model_is_one_model() {
+    let Some(python) = python() else { return };
+    let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open("qwen3_moe"));
+    let (_, stands_for) = model(&python, &dir, "qwen3_moe", "Q8_0", &["--split", "12"]);
+    std::fs::rename(&stands_for, dir.path().join("elsewhere")).unwrap();
+    let want = logits(&dir.path().join("elsewhere"), &fixture, &exact());
+    let files: Vec<PathBuf> = (1..=4).map(|i| dir.path().join(format!("model-{i:05}-of-00004.gguf"))).collect();
+    // Any of them, or the folder they are in.
+    for path in [&files[0], &files[2], &dir.path().to_path_buf()] {
+        let resolved = hub::resolve(path.to_str().unwrap(), &cache_dir()).unwrap();
+        assert!(logits(&resolved, &fixture, &exact()) == want, "{}", path.display());
+    }
+    let says = |words: &str| {
+        let error = hub::resolve(files[0].to_str().unwrap(), &dir.path().join("cache")).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    let aside = dir.path().join("aside");
+    std::fs::rename(&files[2], &aside).unwrap();
+    says("model-00003-of-00004.gguf: this one of 4 files is missing");
+    std::fs::copy(&files[1], &files[2]).unwrap();
+    says("but says otherwise of itself");
+    std::fs::rename(&aside, &files[2]).unwrap();
+    let alone = dir.path().join("alone.gguf");
+    std::fs::copy(&files[0], &alone).unwrap();
+    let error = Checkpoint::open(&alone).unwrap_err().to_string();
+    assert!(error.contains("is one of 4 files"), "{error}");
+    let error = hub::resolve(dir.path().to_str().unwrap(), &cache_dir()).unwrap_err().to_string();
+    assert!(error.contains("holds 2 models"), "{error}");
+}
+
+#[test]
+fn a_single_file_has_its_text_side() {
+    let Some(python) = python() else { return };
+    let dir = TempDir::new().unwrap();
+    let (file, stands_for) = model(&python, &dir, "qwen3_moe", "Q8_0", &[]);
+    let resolved = hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap();
+    let (got, want) = (Tokenizer::load(&resolved).unwrap(), Tokenizer::load(&stands_for).unwrap());
+    assert_eq!((got.vocab_size(), got.eos_ids()), (want.vocab_size(), &want.eos_ids()[..1]));
+    let reference = std::fs::read(fixture_dir("_tokenizer").join("tokenizer_reference.json")).unwrap();
+    let reference: serde_json::Value = serde_json::from_slice(&reference).unwrap();
+    for case in reference["encode"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        let ids = want.encode(text, true).unwrap();
+        assert_eq!(got.encode(text, true).unwrap(), ids, "{text:?}");
+        assert_eq!(got.decode(&ids, true).unwrap(), want.decode(&ids, true).unwrap());
+    }
+    let messages = [serde_json::json!({"role": "user", "content": "Hi"})];
+    let render = |dir: &Path| ChatTemplate::load(dir).unwrap().unwrap().render(&messages, &Default::default()).unwrap();
+    assert_eq!(render(&resolved), render(&stands_for));
+    // The same again without a word; another file of the same name is another model.
+    assert_eq!(hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap(), resolved);
+    let bytes = std::fs::read(&file).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    std::fs::write(&file, bytes).unwrap();
+    assert_ne!(hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap(), resolved);
+
+    let run = |model: &Path| {
+        let arguments = ["generate", model.to_str().unwrap(), "Once upon", "--max-tokens", "8", "--experts", "bf16", "--device", "cpu"];
+        let out = moebius(&dir.path().join("cache"), &arguments).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        out.stdout
+    };
+    assert_eq!(run(&file), run(&stands_for));
+}

@@ -1,0 +1,206 @@
+"""GGUF files for tests, made by the `gguf` package: an implementation of the format that is not ours.
+
+    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N]   the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors
+    make.py blocks OUT                                          random blocks of every type, each beside what `gguf` dequantizes them to
+
+Several types are given to the matrices of experts in turn, so that they differ from layer to layer and from gate to up to down.
+"""
+import json
+import pathlib
+import shutil
+import struct
+import sys
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+ARCHITECTURES = {"qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE), "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2)}
+
+
+def read_safetensors(path):
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    for name, entry in json.loads(data[8 : 8 + size]).items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        raw = data[8 + size + start : 8 + size + end]
+        if entry["dtype"] == "BF16":
+            values = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(raw, "<f4")
+        yield name, values.reshape(entry["shape"]).astype(np.float32)
+
+
+def write_safetensors(path, tensors):
+    header, data = {}, []
+    at = 0
+    for name, values in tensors.items():
+        raw = values.astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [at, at + len(raw)]}
+        at += len(raw)
+        data.append(raw)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data))
+
+
+def byte_tokens(tokenizer):
+    vocab = dict(tokenizer["model"]["vocab"])
+    special = {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    by_id = {i: t for t, i in {**vocab, **special}.items()}
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(max(by_id) + 1)]
+    kinds = [3 if t in special else 1 if i in by_id else 5 for i, t in enumerate(tokens)]
+    return tokens, kinds, special
+
+
+def add_metadata(w, arch, c, fixture, experts):
+    tokenizer = json.loads((fixture / "tokenizer.json").read_text())
+    template = json.loads((fixture / "tokenizer_config.json").read_text())["chat_template"]
+    tokens, kinds, special = byte_tokens(tokenizer)
+    w.add_block_count(c["num_hidden_layers"])
+    w.add_embedding_length(c["hidden_size"])
+    w.add_context_length(c["max_position_embeddings"])
+    w.add_feed_forward_length(c["intermediate_size"])
+    w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    w.add_head_count(c["num_attention_heads"])
+    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    w.add_rope_freq_base(c["rope_theta"])
+    w.add_expert_count(experts)
+    w.add_expert_used_count(c["num_experts_per_tok"])
+    w.add_vocab_size(c["vocab_size"])
+    if arch == "qwen3moe":
+        w.add_head_count_kv(c["num_key_value_heads"])
+        w.add_key_length(c["head_dim"])
+        w.add_value_length(c["head_dim"])
+    else:
+        w.add_head_count_kv(1)
+        w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+        w.add_value_length(c["kv_lora_rank"])
+        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        w.add_value_length_mla(c["v_head_dim"])
+        w.add_q_lora_rank(c["q_lora_rank"])
+        w.add_kv_lora_rank(c["kv_lora_rank"])
+        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+        w.add_leading_dense_block_count(c["first_k_dense_replace"])
+        w.add_expert_shared_count(c["n_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        w.add_expert_group_count(c["n_group"])
+        w.add_expert_group_used_count(c["topk_group"])
+        rope = c["rope_scaling"]
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(rope["factor"])
+        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("qwen2")
+    w.add_token_list(tokens)
+    w.add_token_types(kinds)
+    w.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    w.add_bos_token_id(c["bos_token_id"])
+    w.add_eos_token_id(c["eos_token_id"])
+    w.add_add_bos_token(False)
+    w.add_chat_template(template)
+
+
+def model(fixture, out, types, split):
+    fixture, out = pathlib.Path(fixture), pathlib.Path(out)
+    c = json.loads((fixture / "config.json").read_text())
+    arch, model_arch = ARCHITECTURES[c["model_type"]]
+    experts = c.get("num_experts", c.get("n_routed_experts"))
+    tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
+    names = gguf.get_tensor_name_map(model_arch, c["num_hidden_layers"])
+    options = {"split_max_tensors": split} if split else {}
+    w = gguf.GGUFWriter(out.with_suffix(".gguf"), arch, **options)
+    add_metadata(w, arch, c, fixture, experts)
+    stand_for = {}
+
+    def add(name, values, kind):
+        """Quantizes and adds one tensor; what it then stands for comes back."""
+        if values.ndim < 2 or kind == Type.F32:
+            w.add_tensor(name, values.astype(np.float32))
+            return values
+        if kind == Type.F16:
+            w.add_tensor(name, values.astype(np.float16))
+            return values.astype(np.float16).astype(np.float32)
+        codes = gguf.quants.quantize(values, kind)
+        w.add_tensor(name, codes, raw_dtype=kind)
+        return gguf.quants.dequantize(codes, kind)
+
+    types = [Type[t] for t in types.split(",")]
+    turn = 0
+    for layer in range(c["num_hidden_layers"]):
+        for part in ["gate", "up", "down"]:
+            keys = [f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight" for e in range(experts)]
+            if keys[0] in tensors:
+                stacked = np.stack([tensors.pop(k) for k in keys])
+                name = names.get_name(f"model.layers.{layer}.mlp.experts.{part}_proj")
+                values = add(name + ".weight", stacked, types[turn % len(types)])
+                stand_for.update(zip(keys, values))
+                turn += 1
+    for key, values in tensors.items():
+        stem, suffix = key.rsplit(".", 1)
+        if stem.endswith("kv_b_proj") and arch == "deepseek2":
+            heads, v = c["num_attention_heads"], c["v_head_dim"]
+            by_head = values.reshape(heads, -1, c["kv_lora_rank"])
+            k_b, v_b = by_head[:, :-v], by_head[:, -v:]
+            k_b = add(names.get_name(stem.replace("kv_b_proj", "k_b_proj")) + ".weight", np.ascontiguousarray(k_b.transpose(0, 2, 1)), types[0])
+            v_b = add(names.get_name(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
+            stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
+            continue
+        if stem.endswith("gate") and suffix == "e_score_correction_bias":
+            stand_for[key] = add(names.get_name(stem.replace(".gate", ".gate.e_score_correction")) + ".bias", values, Type.F32)
+            continue
+        # llama.cpp keeps the router in F32 whatever the rest is.
+        kind = Type.F32 if key.endswith("mlp.gate.weight") else types[0]
+        stand_for[key] = add(names.get_name(stem) + "." + suffix, values, kind)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    out.mkdir(exist_ok=True)
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]:
+        shutil.copyfile(fixture / name, out / name)
+    write_safetensors(out / "model.safetensors", stand_for)
+
+
+BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+# Where a block has its f16 scales: random bits there would be infinities.
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2],
+          "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
+
+
+def blocks(out):
+    random = np.random.default_rng(5)
+    w = gguf.GGUFWriter(out, "blocks")
+    for kind in BLOCKS:
+        per_block, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+        rows, count = 24, 768 // per_block
+        data = random.integers(0, 256, (rows, count, size), dtype=np.uint8)
+        for at in HALVES[kind]:
+            scale = (random.standard_normal((rows, count)) * 0.01).astype("<f2")
+            data[:, :, at : at + 2] = scale.view(np.uint8).reshape(rows, count, 2)
+        if kind == "MXFP4":
+            data[:, :, 0] = random.integers(100, 140, (rows, count))
+        data = data.reshape(rows, -1)
+        w.add_tensor(kind, data, raw_dtype=Type[kind])
+        w.add_tensor(kind + ".expected", gguf.quants.dequantize(data, Type[kind]).astype(np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    split = 0
+    if "--split" in arguments:
+        at = arguments.index("--split")
+        split = int(arguments[at + 1])
+        del arguments[at : at + 2]
+    if arguments[0] == "model":
+        model(arguments[1], arguments[2], arguments[3], split)
+    else:
+        blocks(arguments[1])
