@@ -182,7 +182,7 @@ pub struct EngineConfig {
     pub max_queue: usize,
     /// Between two tokens of a running answer, while prompts are read: they are read in parts that take no longer, down to 32 tokens.
     pub max_gap: Duration,
-    /// Keep the KV blocks of what was read, for requests that begin alike.
+    /// Keep the KV blocks of what was read, for requests that begin alike; nothing is kept of a model with recurrent state.
     pub prefix_cache: bool,
     /// Tokens of one forward pass: the size of a prefill chunk; `None`: [`CPU_BATCH_TOKENS`], or what the GPU's memory allows.
     pub max_batch_tokens: Option<usize>,

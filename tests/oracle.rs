@@ -149,3 +149,8 @@ fn llama() {
 fn qwen3_5_moe() {
     check("qwen3_5_moe");
 }
+
+#[test]
+fn gpt_oss_mxfp4() {
+    check("gpt_oss_mxfp4");
+}

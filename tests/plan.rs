@@ -173,6 +173,16 @@ mod gpu {
     }
 
     #[test]
+    fn what_the_gpu_lacks_is_named() {
+        let config = EngineConfig { device: Device::Cuda(0), vram: Some(24 << 30), ..EngineConfig::default() };
+        for (name, what) in [("qwen3_next", "gated DeltaNet"), ("qwen2_moe", "a gate of the shared expert")] {
+            let model = models::read(&fixture_dir(name)).unwrap();
+            let refused = plan(name, &model, &config, None).unwrap_err().to_string();
+            assert_eq!(refused, format!("{name} needs {what}, which the GPU side does not have: use --device cpu"));
+        }
+    }
+
+    #[test]
     fn a_gpu_is_planned_for_that_is_not_here() {
         let _alone = alone();
         // The command does not know the emulator, this process might.
