@@ -60,7 +60,7 @@ fn compressed_tensors_int4() {
 
 #[test]
 fn mxfp4_stacked() {
-    check("gpt_oss_mxfp4", 0.01, 0.03, Precision::Int8 { group_size: 32 });
+    check("gpt_oss_mxfp4", 0.05, 0.1, Precision::Int8 { group_size: 32 });
 }
 
 #[test]
@@ -71,9 +71,4 @@ fn gptq() {
 #[test]
 fn awq() {
     check("qwen3_moe_awq", 0.01, 0.03, Precision::Int8 { group_size: 64 });
-}
-
-#[test]
-fn tmp_shared() {
-    check("/work/shared/fixtures/gpt_oss_bf16", 0.01, 0.5, INT4_G32);
 }
