@@ -4,11 +4,13 @@
 //! `qwen3 int4-g128 avx512`; `threads=N` sets the team, `tokens=N,N` the batches; `router=1` times the whole
 //! MoE layer, from the router's logits to the sum (bytes are the experts' alone). Weights are cycled through so that they come from RAM.
 
+mod common;
+
 use std::sync::Arc;
 use std::time::Instant;
 
+use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
-use moebius::backend::{Backend, Routing};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::memory::{Pages, read_bandwidth};
@@ -16,55 +18,10 @@ use moebius::model::{Router, Scoring};
 use moebius::tensor::Tensor;
 use moebius::topology::Topology;
 use moebius::workers::Team;
-use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::{ExpertLayout, Precision};
+use moebius_cache::Precision;
+use moebius_cache::format::ExpertCache;
 
-/// Bytes as experts: every code and a small scale are valid, and arithmetic takes the same time on any numbers.
-fn store(shape: &Shape, precision: Precision) -> moebius::Result<ExpertCache> {
-    let layout = ExpertLayout::new(shape.hidden, shape.intermediate, precision)?;
-    let layers: Vec<usize> = (0..STORE_BYTES.div_ceil(shape.experts * layout.bytes())).collect();
-    let Shape { name: model, hidden, intermediate, experts: num_experts, .. } = *shape;
-    let contents = Contents { model, hidden, intermediate, num_experts, precision, layers: &layers };
-    // 0x3c in both bytes of a bf16 is 0.0115.
-    Ok(ExpertCache::anonymous(&contents, |_, _, bytes| bytes.fill(0x3c))?)
-}
-
-struct Shape {
-    name: &'static str,
-    hidden: usize,
-    intermediate: usize,
-    experts: usize,
-    top_k: usize,
-}
-
-const SHAPES: [Shape; 3] = [
-    Shape { name: "deepseek-v2-lite", hidden: 2048, intermediate: 1408, experts: 64, top_k: 6 },
-    Shape { name: "qwen3-30b-a3b", hidden: 2048, intermediate: 768, experts: 128, top_k: 8 },
-    Shape { name: "kimi-k2/6", hidden: 7168, intermediate: 2048, experts: 64, top_k: 8 },
-];
-
-/// More than any last-level cache by enough that little of a pass is still there on the next.
-const STORE_BYTES: usize = 3 << 29;
-
-fn random(state: &mut u64) -> usize {
-    *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-    (*state >> 33) as usize
-}
-
-/// `top_k` different experts for each token.
-fn routing(tokens: usize, shape: &Shape, state: &mut u64) -> Routing {
-    let mut ids = Vec::new();
-    for token in 0..tokens {
-        while ids.len() < (token + 1) * shape.top_k {
-            let id = (random(state) % shape.experts) as i32;
-            if !ids[token * shape.top_k..].contains(&id) {
-                ids.push(id);
-            }
-        }
-    }
-    let weights = vec![1.0 / shape.top_k as f32; ids.len()];
-    Routing { top_k: shape.top_k, ids, weights }
-}
+use common::{SHAPES, STORE_BYTES, Shape, routing, store, uniform};
 
 fn main() -> moebius::Result<()> {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
@@ -140,11 +97,6 @@ impl LayerRouter {
         let weights = weights.into_iter().map(|weight| backend.load_router(weight, None, None).expect("host memory")).collect();
         Self { backend, config, weights }
     }
-}
-
-/// From -1 to 1.
-fn uniform(state: &mut u64) -> f32 {
-    random(state) as f32 / (1u64 << 30) as f32 - 1.0
 }
 
 fn measure(

@@ -5,6 +5,8 @@
 //! by turn. Beside the executor runs one whose kernel only reads: the same bytes in the same order with the same claims and barriers,
 //! without arithmetic.
 
+mod common;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -18,29 +20,14 @@ use moebius::model::{Router, Scoring};
 use moebius::tensor::Tensor;
 use moebius::topology::Topology;
 use moebius::workers::{Cut, Team};
-use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::MatrixLayout;
 use moebius_cache::{ExpertLayout, Precision};
 
+use common::{SHAPES, STORE_BYTES, Shape, routing, store, uniform};
+
 /// Layers of one setting before it is the next one's turn.
 const TURN: usize = 12;
-/// More than any last-level cache by enough that little of a pass is still there on the next.
-const STORE_BYTES: usize = 3 << 29;
 const PRECISION: Precision = Precision::Int4 { group_size: 128 };
-
-struct Shape {
-    name: &'static str,
-    hidden: usize,
-    intermediate: usize,
-    experts: usize,
-    top_k: usize,
-}
-
-const SHAPES: [Shape; 3] = [
-    Shape { name: "qwen3-30b-a3b", hidden: 2048, intermediate: 768, experts: 128, top_k: 8 },
-    Shape { name: "deepseek-v2-lite", hidden: 2048, intermediate: 1408, experts: 64, top_k: 6 },
-    Shape { name: "kimi-k2/6", hidden: 7168, intermediate: 2048, experts: 64, top_k: 8 },
-];
 
 /// `Pace::ahead`: bytes into L2, bytes into L1.
 const AHEAD: [(usize, usize); 14] = [
@@ -149,28 +136,6 @@ impl Kernel for Reader {
     }
 }
 
-/// `top_k` different experts.
-fn routing(shape: &Shape, state: &mut u64) -> Routing {
-    let mut ids: Vec<i32> = Vec::new();
-    while ids.len() < shape.top_k {
-        let id = (random(state) % shape.experts) as i32;
-        if !ids.contains(&id) {
-            ids.push(id);
-        }
-    }
-    Routing { top_k: shape.top_k, weights: vec![1.0 / shape.top_k as f32; ids.len()], ids }
-}
-
-fn random(state: &mut u64) -> usize {
-    *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-    (*state >> 33) as usize
-}
-
-/// From -1 to 1.
-fn uniform(state: &mut u64) -> f32 {
-    random(state) as f32 / (1u64 << 30) as f32 - 1.0
-}
-
 /// What takes turns.
 enum Way {
     /// An executor (index) at a pace, with the router before it or not.
@@ -219,10 +184,7 @@ fn main() -> moebius::Result<()> {
 
 fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::Result<serde_json::Value> {
     let layout = ExpertLayout::new(shape.hidden, shape.intermediate, PRECISION)?;
-    let layers: Vec<usize> = (0..STORE_BYTES.div_ceil(shape.experts * layout.bytes())).collect();
-    let Shape { name: model, hidden, intermediate, experts: num_experts, .. } = *shape;
-    let contents = Contents { model, hidden, intermediate, num_experts, precision: PRECISION, layers: &layers };
-    let store = Arc::new(ExpertCache::anonymous(&contents, |_, _, bytes| bytes.fill(0x3c))?);
+    let store = Arc::new(store(shape, PRECISION)?);
     let bytes = (shape.top_k * layout.bytes()) as f64;
 
     let best = kernel::best();
@@ -300,7 +262,7 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
             }
             for turn in 0..TURN {
                 layer = (layer + 1) % store.num_layers();
-                let mut routing = routing(shape, &mut state);
+                let mut routing = routing(1, shape, &mut state);
                 let from = Instant::now();
                 match &row.way {
                     Way::Layer(i, _, router) => {

@@ -44,39 +44,6 @@ template <int KD, int VD> struct Segment {
     }
 };
 
-// Reads or writes the state; sums are kept whole, not in shares.
-template <bool LOAD, class Tile> __device__ __forceinline__ void state(Tile& work, float* max, float* sum, float* acc, int heads, int dim, int rows) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int m = 0; m < (int)(sizeof work.max / sizeof work.max[0]); m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float total = LOAD ? 0.0f : quad_sum(work.sum[m][r]);
-            const int row = Tile::row(m, r);
-            if (row >= rows) continue;
-            const size_t at = (size_t)row * heads;
-            if (LOAD) {
-                work.max[m][r] = max[at];
-                work.sum[m][r] = t == 0 ? sum[at] : 0.0f;
-            } else if (t == 0) {
-                max[at] = work.max[m][r];
-                sum[at] = total;
-            }
-#pragma unroll
-            for (int n = 0; n < (int)(sizeof work.o[0] / sizeof work.o[0][0]); n++) {
-                if (n * 8 >= dim) continue;
-                float2* two = reinterpret_cast<float2*>(acc + at * dim + n * 8 + t * 2);
-                if (LOAD) {
-                    const float2 x = *two;
-                    work.o[m][n][2 * r] = x.x;
-                    work.o[m][n][2 * r + 1] = x.y;
-                } else {
-                    *two = make_float2(work.o[m][n][2 * r], work.o[m][n][2 * r + 1]);
-                }
-            }
-        }
-}
-
 template <int KD, int VD, int MT>
 __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded, const bf16* rotated, bf16* out, float* max, float* sum, float* acc, const int* positions,
                                             int row_first, int row_end, int from, int to, int is_first, int is_last, int heads, int nope, int rope, int value_dim, float scale) {
@@ -104,10 +71,10 @@ __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded,
     Tile work;
     work.begin(positions[first] - from, count - 1);
     const size_t at = (size_t)((gridDim.y - 1 - blockIdx.y) * Tile::ROWS) * heads + blockIdx.x;
-    if (!is_first) state<true>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
+    if (!is_first) flash_state<true>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
     work.run(source, queries, scale * LOG2_E);
     if (is_last) work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows);
-    else state<false>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
+    else flash_state<false>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
 }
 
 #define PREFILL_MLA(name, KD, VD, MT)                                                                                                                         \

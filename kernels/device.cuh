@@ -154,6 +154,18 @@ __device__ __forceinline__ float2 unpack_e4m3(uint16_t pair) { return make_float
 // Hopper's own instructions: tensor copies (TMA), barriers in shared memory that count their bytes, products of a warpgroup (four warps).
 // They exist in code for compute capability 9.0 alone.
 
+// Registers of the threads of a warpgroup, all of which must call: given up by one, or taken by another once they are. Multiples of 8.
+template <int N> __device__ __forceinline__ void fewer_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+template <int N> __device__ __forceinline__ void more_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
 // What cuTensorMapEncodeTiled writes.
 struct alignas(64) TensorMap {
     uint64_t opaque[16];
@@ -198,6 +210,10 @@ __device__ __forceinline__ void tensor_copy(void* shared, const TensorMap* map, 
 __device__ __forceinline__ uint64_t wgmma_operand(const void* p) {
     return (uint64_t)(shared_address(p) >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// The same rows, 16 of them, as b of wgmma_columns; the next 64 columns are `step` bytes on.
+__device__ __forceinline__ uint64_t wgmma_operand_columns(const void* p, int step) {
+    return (uint64_t)(shared_address(p) >> 4 & 0x3fffu) | (uint64_t)(step >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -229,6 +245,22 @@ template <int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], uint64_
     if constexpr (C == 8) asm volatile(WGMMA(64, WGMMA_D32, "%32", "%33", "1, 1, 1, 0, 0") : WGMMA_SUMS_8(0) : "l"(a), "l"(b));
     else if constexpr (C == 16) asm volatile(WGMMA(128, WGMMA_D64, "%64", "%65", "1, 1, 1, 0, 0") : WGMMA_SUMS_16(0) : "l"(a), "l"(b));
     else if constexpr (C == 32) asm volatile(WGMMA(256, WGMMA_D128, "%128", "%129", "1, 1, 1, 0, 0") : WGMMA_SUMS_16(0), WGMMA_SUMS_16(16) : "l"(a), "l"(b));
+}
+// d = a b^T: what was in d does not count.
+__device__ __forceinline__ void wgmma_set(float (&d)[16][4], uint64_t a, uint64_t b) {
+    asm volatile(WGMMA(128, WGMMA_D64, "%64", "%65", "0, 1, 1, 0, 0") : WGMMA_SUMS_16(0) : "l"(a), "l"(b));
+}
+// d += a b, b[16, 8 C]: its rows are of k (wgmma_operand_columns).
+template <int C> __device__ __forceinline__ void wgmma_columns(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(C == 8 || C == 16, "columns: 64 or 128");
+    if constexpr (C == 8)
+        asm volatile(WGMMA(64, WGMMA_D32, "{%32, %33, %34, %35}", "%36", "1, 1, 1, 1")
+                     : WGMMA_SUMS_8(0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else
+        asm volatile(WGMMA(128, WGMMA_D64, "{%64, %65, %66, %67}", "%68", "1, 1, 1, 1")
+                     : WGMMA_SUMS_16(0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
     static_assert(N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128), "columns");

@@ -63,11 +63,11 @@ template <int KD, int VD, int MT> struct FlashTile {
         }
     }
 
-    __device__ __forceinline__ void mask(float (&s)[MT][8][4], int first) const {
+    template <int N> __device__ __forceinline__ void mask(float (&s)[MT][N][4], int first) const {
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int n = 0; n < 8; n++)
+            for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     if (first + n * 8 + (int)(threadIdx.x % 4) * 2 + i % 2 > seen_by(row(m, i / 2))) s[m][n][i] = -INFINITY;
@@ -138,3 +138,36 @@ template <int KD, int VD, int MT> struct FlashTile {
             }
     }
 };
+
+// Reads or writes the state of a tile between two segments of its context: max and sum [rows, heads], acc [rows, heads, dim]; sums are kept whole, not in shares.
+template <bool LOAD, class Tile> __device__ __forceinline__ void flash_state(Tile& work, float* max, float* sum, float* acc, int heads, int dim, int rows) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < (int)(sizeof work.max / sizeof work.max[0]); m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float total = LOAD ? 0.0f : quad_sum(work.sum[m][r]);
+            const int row = Tile::row(m, r);
+            if (row >= rows) continue;
+            const size_t at = (size_t)row * heads;
+            if (LOAD) {
+                work.max[m][r] = max[at];
+                work.sum[m][r] = t == 0 ? sum[at] : 0.0f;
+            } else if (t == 0) {
+                max[at] = work.max[m][r];
+                sum[at] = total;
+            }
+#pragma unroll
+            for (int n = 0; n < (int)(sizeof work.o[0] / sizeof work.o[0][0]); n++) {
+                if (n * 8 >= dim) continue;
+                float2* two = reinterpret_cast<float2*>(acc + at * dim + n * 8 + t * 2);
+                if (LOAD) {
+                    const float2 x = *two;
+                    work.o[m][n][2 * r] = x.x;
+                    work.o[m][n][2 * r + 1] = x.y;
+                } else {
+                    *two = make_float2(work.o[m][n][2 * r], work.o[m][n][2 * r + 1]);
+                }
+            }
+        }
+}

@@ -7,7 +7,7 @@
 // Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to 512 experts, top 32.
 //
 //   choose_experts   from logits [tokens, experts]                                                            grid (ceil(tokens / 4)), 128 threads
-//   route_few        up to 8 tokens: h = rmsnorm(x) in bf16; logits = w rmsnorm(x) all in f32, then the same  grid (experts + 1), 256 threads
+//   route_few        up to 8 tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the same               grid (experts + 1), 256 threads
 //                    A block owns an expert, and the last one of these to end chooses; one more writes h. `counter`: one u32, 0 between launches.
 #include "common.cuh"
 
@@ -131,44 +131,46 @@ KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
     begin_kernel();
 
     for (int t = 0; t < tokens; t++) {
+        float sum = 0.0f;
+        for (int i = 8 * tid; i < hidden; i += STEP) {
+            const Eight x = load_8(a.x + (size_t)t * hidden + i);
+            sum += x.low.x * x.low.x + x.low.y * x.low.y + x.low.z * x.low.z + x.low.w * x.low.w;
+            sum += x.high.x * x.high.x + x.high.y * x.high.y + x.high.z * x.high.z + x.high.w * x.high.w;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) squares[t][warp] = sum;
+    }
+    __syncthreads();
+    for (int t = 0; t < tokens; t++) {
         float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < FEW; i++) sum += squares[t][i];
+        const float scale = rsqrtf(sum / (float)hidden + a.eps);
         Eight from = w, by = n;
         for (int i = 8 * tid; i < hidden; i += STEP) {
             if (i >= STEP) from = load_8(row + i), by = load_8(a.norm + i);
             const Eight x = load_8(a.x + (size_t)t * hidden + i);
-            sum += x.low.x * x.low.x + x.low.y * x.low.y + x.low.z * x.low.z + x.low.w * x.low.w;
-            sum += x.high.x * x.high.x + x.high.y * x.high.y + x.high.z * x.high.z + x.high.w * x.high.w;
-            dot += x.low.x * by.low.x * from.low.x + x.low.y * by.low.y * from.low.y + x.low.z * by.low.z * from.low.z + x.low.w * by.low.w * from.low.w;
-            dot += x.high.x * by.high.x * from.high.x + x.high.y * by.high.y * from.high.y + x.high.z * by.high.z * from.high.z + x.high.w * by.high.w * from.high.w;
-        }
-        sum = warp_sum(sum), dot = warp_sum(dot);
-        if (lane == 0) squares[t][warp] = sum, parts[t][warp] = dot;
-    }
-    __syncthreads();
-    auto scale_of = [&](int t) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < FEW; i++) sum += squares[t][i];
-        return rsqrtf(sum / (float)hidden + a.eps);
-    };
-    if (norms) {
-        for (int t = 0; t < tokens; t++) {
-            const float scale = scale_of(t);
-            for (int i = 8 * tid; i < hidden; i += STEP) {
-                const Eight x = load_8(a.x + (size_t)t * hidden + i), by = load_8(a.norm + i);
-                *reinterpret_cast<uint4*>(a.h + (size_t)t * hidden + i) =
-                    make_uint4(pack_bf16(x.low.x * scale * by.low.x, x.low.y * scale * by.low.y), pack_bf16(x.low.z * scale * by.low.z, x.low.w * scale * by.low.w),
-                               pack_bf16(x.high.x * scale * by.high.x, x.high.y * scale * by.high.y),
-                               pack_bf16(x.high.z * scale * by.high.z, x.high.w * scale * by.high.w));
+            // Rounded before it is multiplied, as it is for more tokens: a token's experts do not depend on its batch.
+            const uint4 h = make_uint4(pack_bf16(x.low.x * scale * by.low.x, x.low.y * scale * by.low.y), pack_bf16(x.low.z * scale * by.low.z, x.low.w * scale * by.low.w),
+                                       pack_bf16(x.high.x * scale * by.high.x, x.high.y * scale * by.high.y),
+                                       pack_bf16(x.high.z * scale * by.high.z, x.high.w * scale * by.high.w));
+            if (norms) {
+                *reinterpret_cast<uint4*>(a.h + (size_t)t * hidden + i) = h;
+                continue;
             }
+            dot += low_f32(h.x) * from.low.x + high_f32(h.x) * from.low.y + low_f32(h.y) * from.low.z + high_f32(h.y) * from.low.w;
+            dot += low_f32(h.z) * from.high.x + high_f32(h.z) * from.high.y + low_f32(h.w) * from.high.z + high_f32(h.w) * from.high.w;
         }
-        return;
+        dot = warp_sum(dot);
+        if (lane == 0) parts[t][warp] = dot;
     }
+    if (norms) return;
+    __syncthreads();
     if (tid < tokens) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < FEW; i++) sum += parts[tid][i];
-        a.logits[(size_t)tid * a.shape.experts + blockIdx.x] = sum * scale_of(tid);
+        a.logits[(size_t)tid * a.shape.experts + blockIdx.x] = sum;
         __threadfence();
     }
     __syncthreads();

@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 mod bandwidth;
+pub(crate) mod cublas_lt;
 mod graph;
 pub(crate) mod kernels;
 mod memory;
@@ -71,6 +72,7 @@ pub struct Cuda {
     pub kernels: Kernels,
     allocated: AtomicU64,
     recording: AtomicBool,
+    rehearsing: AtomicBool,
     independent: AtomicBool,
     marks: Mutex<Option<Vec<(&'static str, Event)>>>,
     /// Nothing is done, only counted: there need be no device.
@@ -215,6 +217,7 @@ impl Cuda {
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
             marks: Mutex::new(None),
             planned: false,
@@ -232,6 +235,7 @@ impl Cuda {
             info,
             allocated: AtomicU64::new(0),
             recording: AtomicBool::new(false),
+            rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
             marks: Mutex::new(None),
             planned: true,
@@ -268,9 +272,12 @@ impl Cuda {
     /// Keeps the first failure of what returns no `Result`.
     fn note(&self, what: &str, result: CUresult) {
         if result != CUresult::CUDA_SUCCESS {
-            let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-            failed.get_or_insert_with(|| format!("{what} failed: {}", name_of(result)));
+            self.fail(|| format!("{what} failed: {}", name_of(result)));
         }
+    }
+
+    fn fail(&self, text: impl FnOnce() -> String) {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(text);
     }
 
     /// The first failure since the device was opened: after it, nothing on the device can be trusted.
@@ -284,6 +291,19 @@ impl Cuda {
     /// Whether ops are being recorded instead of run.
     pub fn is_recording(&self) -> bool {
         self.recording.load(Relaxed)
+    }
+
+    /// Runs a pass whose like will be recorded: what it decides must be what a recording decides, or its results would be others.
+    pub(crate) fn rehearse<T>(&self, pass: impl FnOnce() -> T) -> T {
+        self.rehearsing.store(true, Relaxed);
+        let done = pass();
+        self.rehearsing.store(false, Relaxed);
+        done
+    }
+
+    /// Whether ops are being recorded, or will be.
+    pub(crate) fn is_rehearsing(&self) -> bool {
+        self.is_recording() || self.rehearsing.load(Relaxed)
     }
 
     /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the same time.

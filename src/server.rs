@@ -257,6 +257,12 @@ impl App {
             "object": "model",
             "created": self.created,
             "owned_by": "moebius",
+            // What Anthropic's clients look for; its API has the epoch for a release nobody knows.
+            "type": "model",
+            "display_name": info.model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+            "max_input_tokens": info.max_context,
             "max_model_len": info.max_context,
             "sampling": sampling(self.model()?.sampling()),
             "architecture": info.architecture,
@@ -308,6 +314,23 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
     })
 }
 
+/// Reads a body as an endpoint would and asks nobody: the refusal, if there is one. For tests that send anything.
+#[doc(hidden)]
+pub fn read_request(model: &TextModel, path: &str, body: &[u8]) -> std::result::Result<(), String> {
+    let read = |body: &[u8]| -> std::result::Result<(), ApiError> {
+        let mut fields = fields::Fields::parse(body)?;
+        fields.string("model")?;
+        match path {
+            "/v1/chat/completions" => drop(chat::read(model, &mut fields)?),
+            "/v1/completions" => drop(completions::read(model, &mut fields)?),
+            "/v1/responses" => drop(responses::read(model, &mut fields)?),
+            _ => drop(messages::read(model, &mut fields)?),
+        }
+        fields.finish()
+    };
+    read(body).map_err(|refusal| refusal.to_json().to_string())
+}
+
 /// Whether the process works: a supervisor asks here, also while a model is being loaded.
 async fn health(State(app): State<Arc<App>>) -> Response {
     match app.model.get() {
@@ -324,7 +347,9 @@ async fn ready(State(app): State<Arc<App>>) -> std::result::Result<Response, Api
 }
 
 async fn models(State(app): State<Arc<App>>) -> std::result::Result<Json<Value>, ApiError> {
-    Ok(Json(json!({"object": "list", "data": [app.describe()?]})))
+    let model = app.describe()?;
+    let id = model["id"].clone();
+    Ok(Json(json!({"object": "list", "data": [model], "has_more": false, "first_id": id, "last_id": id})))
 }
 
 async fn model_by_name(State(app): State<Arc<App>>, Path(name): Path<String>) -> std::result::Result<Json<Value>, ApiError> {

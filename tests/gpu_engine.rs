@@ -227,3 +227,50 @@ fn a_prompt_longer_than_a_pass_gets_the_same_answer() {
         }
     }
 }
+
+/// To give memory back, the driver waits for all that runs, also for a kernel that waits for another engine's CPU.
+#[test]
+fn an_engine_answers_while_others_come_and_go() {
+    need_gpu!();
+    let (others, tokens) = if is_real() { (8, 60) } else { (3, 4) };
+    for model in models() {
+        let engine = start(model, &EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..config() });
+        let want = answer(&engine, greedy(prompt(20, 1), tokens));
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| {
+                let mut answers = 0;
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert_eq!(answer(&engine, greedy(prompt(20, 1), tokens)), want, "{model}: answer {answers}");
+                    answers += 1;
+                }
+                answers
+            });
+            for i in 0..others {
+                let other = start(model, &config());
+                answer(&other, greedy(prompt(9, i), 2));
+                drop(other);
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(asking.join().unwrap() > 0, "{model}: no answer meanwhile");
+        });
+    }
+}
+
+/// Ten tokens are a prompt, which streams experts, unless they are of ten sequences: the first such pass, before there is a recording, must not stream either.
+#[test]
+fn a_recorded_pass_gives_the_bits_of_the_first() {
+    need_gpu!();
+    for model in models() {
+        let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Gpu, ..config() };
+        let mut loaded = load::load(model, &demo_dir(model), &config, &|_| {}).unwrap();
+        let (mut pool, mut batch) = (BlockPool::new(loaded.kv_blocks), Batch::default());
+        for i in 0..10 {
+            Run::new(&mut pool, 1).push(&mut batch, &[7 + 31 * i]);
+        }
+        let first = step(&mut *loaded.model, &batch, &[0, 9]);
+        for pass in 1..4 {
+            assert!(step(&mut *loaded.model, &batch, &[0, 9]) == first, "{model}: pass {pass} has other bits");
+        }
+    }
+}

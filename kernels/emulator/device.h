@@ -359,3 +359,35 @@ template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[
     };
     emulator::add_wgmma<N / 8>(d, row, b);
 }
+inline void wgmma_set(float (&d)[16][4], uint64_t a, uint64_t b) {
+    float(*sums)[4] = d;
+    emulator::add_product([=] {
+        for (int j = 0; j < 16; j++)
+            for (int e = 0; e < 4; e++) sums[j][e] = 0.0f;
+    });
+    wgmma(d, a, b);
+}
+// Where it is and, in the upper bits, how far the next 64 columns are.
+inline uint64_t wgmma_operand_columns(const void* p, int step) { return (uint64_t)p | (uint64_t)(step >> 4) << 48; }
+template <int C> inline void wgmma_columns(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
+    emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
+    struct { uint32_t word[4][4]; } rows; // of the four lanes that have them
+    for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
+    const int lane = (int)threadIdx.x % 32;
+    const uint64_t base = b << 16 >> 16, step = b >> 48 << 4;
+    float(*sums)[4] = d;
+    emulator::add_product([=] {
+        for (int j = 0; j < C; j++)
+            for (int e = 0; e < 2; e++) {
+                const int column = 8 * j + lane % 4 * 2 + e;
+                for (int k = 0; k < 16; k++) {
+                    // A number of row k of the 64 columns it is in.
+                    const float y = emulator::wgmma_number(base + column / 64 * step, k, column % 64);
+                    for (int half = 0; half < 2; half++)
+                        sums[j][2 * half + e] += bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff) * y;
+                }
+            }
+    });
+}
+template <int N> inline void fewer_registers() {}
+template <int N> inline void more_registers() {}

@@ -157,9 +157,12 @@ Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     memory_used += pages;
     return *pointer = at, SUCCESS;
 }
-// Waits for all that runs, as the driver does.
+// Waits for all that runs, as the driver does, which may answer nobody else meanwhile: who is asked then is who calls ENTER.
+static auto& giving_back = *new std::mutex;
+#define ENTER { std::lock_guard<std::mutex> entered(giving_back); }
 Result cuMemFree_v2(uint64_t pointer) {
     {
+        std::lock_guard<std::mutex> alone(giving_back);
         std::lock_guard<std::mutex> lock(streams_mutex);
         for (Stream* stream : streams) stream->wait();
     }
@@ -209,10 +212,12 @@ Result cuStreamDestroy_v2(Stream* s) {
 }
 Result cuStreamSynchronize(Stream* s) { return of(s).wait(), SUCCESS; }
 Result cuStreamQuery(Stream* s) {
+    ENTER
     std::lock_guard<std::mutex> lock(of(s).mutex);
     return of(s).queue.empty() && !of(s).busy ? SUCCESS : NOT_READY;
 }
 Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* s) {
+    ENTER
     if (is_pinned(from)) return of(s).add([=] { memcpy((void*)to, from, bytes); }), SUCCESS;
     auto* begin = (const unsigned char*)from;
     auto staged = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
@@ -324,6 +329,7 @@ struct LaunchConfig {
     unsigned count;
 };
 Result cuLaunchKernelEx(const LaunchConfig* c, const Kernel* k, void** parameters, void**) {
+    ENTER
     const bool early = c->count == 1 && c->attributes[0].id == 6 && c->attributes[0].number == 1; // programmatic stream serialization
     if (c->count > 1 || (c->count && !early)) return INVALID_VALUE;
     return launch(k, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, parameters, early);
@@ -352,6 +358,7 @@ Result cuGraphDestroy(Graph* graph) { return delete graph, SUCCESS; }
 Result cuGraphExecDestroy(Graph* graph) { return delete graph, SUCCESS; }
 Result cuGraphUpload(Graph*, Stream*) { return SUCCESS; }
 Result cuGraphLaunch(Graph* graph, Stream* s) {
+    ENTER
     for (const Work& work : graph->work) of(s).add(work);
     return SUCCESS;
 }

@@ -5,7 +5,9 @@
 //! a recorded pass can be launched again.
 
 mod attention;
+mod attention_wgmma;
 mod batch;
+mod library;
 mod linear;
 mod measure;
 pub mod packed;
@@ -21,6 +23,7 @@ use half::bf16;
 use crate::backend::{Backend, Heads, OpTime, Rates, Routing};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
+use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
 use crate::model::{Activation, Attention, GroupScore, Mla, ModelConfig, Router, Scoring};
 use crate::tensor::{HostTensor, Shortlist};
@@ -28,6 +31,7 @@ use crate::{Error, Result};
 
 pub use attention::{Kv, LatentScratch, LatentUp};
 pub use batch::CudaBatch;
+pub use library::ProductRates;
 pub use linear::Linear;
 pub use shortlist::Shortlister;
 
@@ -51,6 +55,7 @@ pub struct CudaBackend {
     cuda: Arc<Cuda>,
     limits: Limits,
     workspace: linear::Workspace,
+    library: Option<CublasLt>, // what multiplies many tokens, if not our own kernels
     attention: attention::Workspace,
     graphs: RefCell<HashMap<usize, Recorded>>, // by tokens
     gather_rows: DeviceBuffer<u32>,
@@ -219,15 +224,18 @@ const MAX_EXPERTS: usize = 512;
 impl CudaBackend {
     /// Ops on `cuda`.
     pub fn new(cuda: Arc<Cuda>, limits: Limits) -> Result<Self> {
-        Ok(Self {
+        let mut backend = Self {
             workspace: linear::Workspace::new(&cuda)?,
+            library: None,
             attention: attention::Workspace::new(&cuda)?,
             graphs: RefCell::default(),
             gather_rows: DeviceBuffer::new(&cuda, 1 << 16)?,
             staged_rows: RefCell::default(),
             cuda,
             limits,
-        })
+        };
+        backend.choose_library()?;
+        Ok(backend)
     }
 
     /// The device.
@@ -392,7 +400,7 @@ impl Backend for CudaBackend {
         let mut graphs = self.graphs.borrow_mut();
         match graphs.get(&tokens) {
             None => {
-                record()?;
+                self.cuda.rehearse(record)?;
                 graphs.insert(tokens, Recorded::Warm);
                 return Ok(false);
             }

@@ -8,12 +8,28 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
 use moebius::kernel::Simd;
+use moebius::models::shapes;
 use moebius::{Error, Result};
 use moebius_cache::pack::GROUP_SIZES;
 
 /// More of either takes memory for nothing.
 const MAX_THREADS: usize = 1024;
 const MAX_BATCH_TOKENS: usize = 1 << 16;
+
+/// What is looked at: a model, or the dimensions of one.
+#[derive(Args)]
+#[command(group(clap::ArgGroup::new("what").required(true)))]
+pub(crate) struct SubjectArgs {
+    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    #[arg(group = "what")]
+    pub(crate) model: Option<String>,
+    /// The dimensions of a known model, which needs no download.
+    #[arg(long, value_name = "NAME", group = "what", value_parser = PossibleValuesParser::new(shapes::names()))]
+    pub(crate) shape: Option<String>,
+    /// Only this many layers of the shape.
+    #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]
+    pub(crate) layers: Option<usize>,
+}
 
 /// Which packed experts, and where they are kept.
 #[derive(Args, Clone)]

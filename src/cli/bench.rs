@@ -2,30 +2,20 @@
 
 mod serve;
 
-use clap::builder::PossibleValuesParser;
 use moebius::bench::{self, Plan, Source};
-use moebius::models::shapes;
 use moebius::{Error, Result, hub, load};
 
-use super::args::EngineArgs;
+use super::args::{EngineArgs, SubjectArgs};
 use super::print_line;
 use super::terminal::Status;
 
 #[derive(clap::Args)]
-#[command(group(clap::ArgGroup::new("what").required(true)))]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Option<Command>,
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
-    #[arg(group = "what")]
-    model: Option<String>,
-    /// Random weights with the dimensions of a known model.
-    #[arg(long, value_name = "NAME", group = "what", value_parser = PossibleValuesParser::new(shapes::names()))]
-    shape: Option<String>,
-    /// Only this many layers of the shape.
-    #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]
-    layers: Option<usize>,
+    #[command(flatten)]
+    subject: SubjectArgs,
     /// Print one JSON object: machine, model, precision, rows.
     #[arg(long)]
     json: bool,
@@ -65,14 +55,14 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let plan =
         Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches, runs: args.runs as usize, ops: args.ops };
     let status = Status::new();
-    let report = match (&args.model, &args.shape) {
+    let report = match (&args.subject.model, &args.subject.shape) {
         (Some(model), _) => {
             let dir = hub::resolve(model, &load::cache_dir(&config)?)?;
             bench::run(model, Source::Directory(&dir), &config, &plan, &|p| status.loading(p))?
         }
         (None, shape) => {
             let shape = shape.as_deref().expect("clap demands a model or a shape");
-            bench::run(shape, Source::Shape { layers: args.layers }, &config, &plan, &|p| status.loading(p))?
+            bench::run(shape, Source::Shape { layers: args.subject.layers }, &config, &plan, &|p| status.loading(p))?
         }
     };
     drop(status);

@@ -31,6 +31,11 @@ impl<T> Address<T> {
     /// Nowhere.
     pub const NULL: Self = Self(0, PhantomData);
 
+    /// Whether it is nowhere.
+    pub fn is_null(self) -> bool {
+        self.0 == 0
+    }
+
     /// As a number.
     pub fn to_u64(self) -> u64 {
         self.0

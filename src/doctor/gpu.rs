@@ -3,6 +3,8 @@
 use std::path::Path;
 
 use super::{Finding, finding};
+#[cfg(feature = "cuda")]
+use crate::backend::cuda::{CudaBackend, Limits, ProductRates};
 
 /// A line for each GPU, or one that says why there is none.
 pub(super) fn examine() -> Vec<Finding> {
@@ -62,20 +64,45 @@ fn device(ordinal: usize, info: &crate::cuda::DeviceInfo, driver: Option<&str>) 
     let driver = driver.map_or(String::new(), |driver| format!(", driver {driver}"));
     let what = format!("cuda:{ordinal}: {}, compute capability {major}.{minor}{driver}", info.name);
     let measured = crate::cuda::Cuda::open(ordinal).and_then(|cuda| {
-        let sample = SAMPLE_BYTES.min((cuda.free_bytes() / 4) as usize).max(1);
-        Ok((cuda.free_bytes(), cuda.pcie_bandwidth(sample)? / 1e9, cuda.vram_bandwidth(sample)? / 1e9))
+        let free = cuda.free_bytes();
+        let sample = SAMPLE_BYTES.min((free / 4) as usize).max(1);
+        let (pcie, vram) = (cuda.pcie_bandwidth(sample)? / 1e9, cuda.vram_bandwidth(sample)? / 1e9);
+        let wide = if info.is_emulated() { 64 } else { 4096 };
+        let rates = CudaBackend::new(cuda, Limits { context: 64, table: 1 })?.product_rates(wide)?;
+        Ok((free, pcie, vram, rates))
     });
     match measured {
         Err(error) => finding("GPU", format!("{what}, {} of VRAM, not used", super::gib(info.total_bytes)), Some(&error.to_string())),
-        Ok((free, pcie, vram)) => {
+        Ok((free, pcie, vram, rates)) => {
             let value = format!(
-                "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build has kernels for it",
+                "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build has kernels for it; {}",
                 super::gib(free),
-                super::gib(info.total_bytes)
+                super::gib(info.total_bytes),
+                products(&rates)
             );
-            finding("GPU", value, slow(pcie, free, info.total_bytes).as_deref())
+            let cost = slow(pcie, free, info.total_bytes).or_else(|| no_library(info, &rates));
+            finding("GPU", value, cost.as_deref())
         }
     }
+}
+
+/// How fast dense products are, and whose.
+#[cfg(feature = "cuda")]
+fn products(rates: &ProductRates) -> String {
+    let own = format!("BF16 products {:.0} TFLOP/s with our own GEMM", rates.own / 1e12);
+    match &rates.library {
+        Ok((name, rate)) => {
+            format!("{own}, {:.0} with {name}: {} used", rate / 1e12, if rates.library_used { "that is" } else { "our own is" })
+        }
+        Err(_) => format!("{own}, cuBLASLt is not there"),
+    }
+}
+
+/// Where our own products are not written for the GPU's newest instructions, cuBLASLt may be faster.
+#[cfg(feature = "cuda")]
+fn no_library(info: &crate::cuda::DeviceInfo, rates: &ProductRates) -> Option<String> {
+    let why = rates.library.as_ref().err().filter(|_| !info.has_wgmma() && !info.is_emulated())?;
+    Some(format!("long prompts may be read faster with cuBLASLt: {why}"))
 }
 
 /// What holds a GPU back that can be used.
@@ -121,6 +148,29 @@ mod tests {
         assert!(!has_card(bus.path()) && !has_card(Path::new("/nonexistent")));
         add("0000:00:03.0", "0x10de\n", "0x030200\n");
         assert!(has_card(bus.path()));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn whose_products_are_used_is_said() {
+        let rates = |library, library_used| ProductRates { own: 200e12, library, library_used };
+        let name = || "cuBLASLt 13.1.0 (libcublasLt.so.13)".to_string();
+        let used = products(&rates(Ok((name(), 700e12)), true));
+        assert_eq!(used, "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): that is used");
+        assert!(products(&rates(Ok((name(), 210e12)), false)).ends_with("our own is used"));
+        let missing = || rates(Err(crate::Error::Device("libcublasLt.so.13 is not found".into())), false);
+        assert!(products(&missing()).ends_with("cuBLASLt is not there"));
+        let card = |capability| crate::cuda::DeviceInfo {
+            name: "a card".into(),
+            capability,
+            multiprocessors: 100,
+            shared_bytes: 0,
+            total_bytes: 0,
+            free_bytes: 0,
+        };
+        assert!(no_library(&card((10, 0)), &missing()).unwrap().ends_with("libcublasLt.so.13 is not found"));
+        assert_eq!(no_library(&card((9, 0)), &missing()), None);
+        assert_eq!(no_library(&card((8, 0)), &rates(Ok((name(), 210e12)), false)), None);
     }
 
     #[cfg(feature = "cuda")]

@@ -11,7 +11,7 @@ pub(super) const MAX_BYTES: usize = 256 << 10;
 /// How deep a schema may nest, well below what its compiler's stack holds.
 const MAX_DEPTH: usize = 64;
 
-/// Properties of one object. What optional ones cost grows with their square: 0.3 seconds for as many as these.
+/// Properties of one object. What optional ones cost grows with their square: about a second for as many as these.
 const MAX_PROPERTIES: usize = 1000;
 
 /// What may stand between two tokens of JSON: a space, or a line's end and its indentation. Without a bound a weak model

@@ -73,7 +73,7 @@ pub(super) fn assemble(
     let kv = KvCache::new(&backend, &model, plan.kv_blocks, config.max_sequences, config.kv)?;
     let rates = GpuRates { vram_bytes, speeds };
     let expected = speed::on_gpu(&plan, &model, config, precision, &rates)?;
-    let device = describe(&plan, &model, speeds, &expected);
+    let device = describe(&plan, &model, speeds, backend.library(), &expected);
     report(LoadProgress::Experts(&device));
     let model = Box::new(Model::new(backend, model, weights, executor, kv, plan.limits)?);
     cuda.synchronize()?;
@@ -91,7 +91,7 @@ pub(super) fn assemble(
 }
 
 /// What was decided, in one line.
-fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>, expected: &Expected) -> String {
+fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>, library: Option<String>, expected: &Expected) -> String {
     let mut line = format!(
         "{}: {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
         plan.device.name,
@@ -114,6 +114,9 @@ fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>, expecte
         }
     } else {
         line += ")";
+    }
+    if let Some(library) = library {
+        line += &format!("; products by {library}");
     }
     format!("{line}; expect {expected}")
 }

@@ -104,14 +104,17 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SHAPES.iter().map(|(name, _)| *name)
 }
 
+/// The text of that model's `config.json`, as far as it says its dimensions. Errors: as [`shape`].
+pub fn config(name: &str) -> Result<&'static str> {
+    let found = SHAPES.iter().find(|(n, _)| *n == name).map(|(_, json)| *json);
+    found.ok_or_else(|| Error::Invalid(format!("shape `{name}` is not known; known are {}", names().collect::<Vec<_>>().join(", "))))
+}
+
 /// The model of that name, cut to its first `layers` layers if given.
 ///
 /// Errors: `Error::Invalid` naming the known shapes, or the number of layers there are.
 pub fn shape(name: &str, layers: Option<usize>) -> Result<ModelConfig> {
-    let Some((_, json)) = SHAPES.iter().find(|(n, _)| *n == name) else {
-        return Err(Error::Invalid(format!("shape `{name}` is not known; known are {}", names().collect::<Vec<_>>().join(", "))));
-    };
-    let mut model = super::parse(json)?;
+    let mut model = super::parse(config(name)?)?;
     if let Some(layers) = layers {
         if layers == 0 || layers > model.layers.len() {
             return Err(Error::Invalid(format!("{name} has {} layers: --layers {layers} cannot be taken from it", model.layers.len())));

@@ -92,13 +92,13 @@ impl Options {
         })
     }
 
-    /// What to ask for `prompts`, which `param` gave. Each choice has its own seed, constraint and parser.
+    /// What to ask for `prompts`, which `param` gave, in a form that a field of its own gave. Each choice has its own seed, constraint and parser.
     pub(super) fn ask(
         self,
         model: &TextModel,
         param: &str,
         prompts: Vec<Vec<u32>>,
-        grammar: Option<&Grammar>,
+        form: Option<(&str, &Grammar)>,
         parser: impl Fn() -> Option<Parser>,
     ) -> Result<Ask> {
         let limit = model.engine().info().max_context;
@@ -106,6 +106,7 @@ impl Options {
             let message = format!("This model's context holds {limit} tokens, answer included; the prompt has {} tokens", prompt.len());
             return Err(ApiError::context_length(message, param));
         }
+        let compile = |(param, grammar)| model.compile(grammar).map_err(|e| ApiError::of_field(param, e));
         let seed = self.sampling.seed.unwrap_or_else(random_seed);
         let mut choices = Vec::with_capacity(prompts.len() * self.n);
         for prompt in prompts {
@@ -115,7 +116,7 @@ impl Options {
                     max_tokens: self.max_tokens,
                     sampling: SamplingParams { seed: Some(seed.wrapping_add(i as u64)), ..self.sampling.clone() },
                     ignore_eos: self.ignore_eos,
-                    constraint: grammar.map(|grammar| model.compile(grammar)).transpose()?,
+                    constraint: form.map(compile).transpose()?,
                     logprobs: self.logprobs,
                     client: 0,
                 };

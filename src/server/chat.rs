@@ -10,9 +10,10 @@ use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Finish, Shape, Step, stream};
-use super::ask::{Options, streaming, understand};
+use super::ask::{Ask, Options, streaming, understand};
 use super::conversation::Conversation;
 use super::error::ApiError;
+use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
@@ -23,19 +24,7 @@ type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/chat/completions`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, streams, include_usage) = understand(&app, body, |model, fields| {
-        let (streams, include_usage) = streaming(fields)?;
-        let mut options = Options::read(model, fields)?;
-        let top = fields.integer("top_logprobs", 0)?;
-        options.logprobs = match (fields.boolean("logprobs")?.unwrap_or(false), top) {
-            (_, Some(top)) if top > 20 => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' must be at most 20")),
-            (true, top) => Some(top.unwrap_or(0)),
-            (false, Some(1..)) => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' wants 'logprobs': true")),
-            (false, _) => None,
-        };
-        Ok((Conversation::read(model, fields)?.ask(model, options)?, streams, include_usage))
-    })
-    .await?;
+    let (ask, streams, include_usage) = understand(&app, body, read).await?;
     let n = ask.choices.len();
     let model = app.model()?.clone();
     let mut answer = Answer::start(&app, caller, ask)?;
@@ -56,6 +45,20 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     object.insert("usage".into(), answer.usage().to_json());
     object.insert("timings".into(), answer.timings());
     Ok(Json(object).into_response())
+}
+
+/// What to ask for, whether to stream, and whether the stream tells usage.
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool, bool)> {
+    let (streams, include_usage) = streaming(fields)?;
+    let mut options = Options::read(model, fields)?;
+    let top = fields.integer("top_logprobs", 0)?;
+    options.logprobs = match (fields.boolean("logprobs")?.unwrap_or(false), top) {
+        (_, Some(top)) if top > 20 => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' must be at most 20")),
+        (true, top) => Some(top.unwrap_or(0)),
+        (false, Some(1..)) => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' wants 'logprobs': true")),
+        (false, _) => None,
+    };
+    Ok((Conversation::read(model, fields)?.ask(model, options)?, streams, include_usage))
 }
 
 /// One choice of an answer that is sent as a whole.

@@ -54,7 +54,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     Ok(Json(object).into_response())
 }
 
-fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, bool, bool)> {
+/// What to ask for, the prompts to repeat, whether to stream, and whether the stream tells usage.
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
     let prompts = prompts(model, fields)?;
     let mut options = Options::read(model, fields)?;
@@ -73,8 +74,13 @@ fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, boo
         false => vec![String::new(); prompts.len()],
     };
     let echo = echo.into_iter().flat_map(|text| std::iter::repeat_n(text, options.n)).collect();
-    let grammar = read_format(fields)?;
-    Ok((options.ask(model, "prompt", prompts, grammar.as_ref(), || None)?, echo, streams, include_usage))
+    let form = read_format(fields)?;
+    Ok((
+        options.ask(model, "prompt", prompts, form.as_ref().map(|(param, grammar)| (*param, grammar)), || None)?,
+        echo,
+        streams,
+        include_usage,
+    ))
 }
 
 /// A string or token ids, or a list of either.

@@ -26,8 +26,8 @@ pub(super) struct Conversation {
     pub(super) messages: Vec<Value>,
     /// What the model may call.
     pub(super) tools: Tools,
-    /// What the answer has to look like.
-    pub(super) format: Option<Grammar>,
+    /// What the answer has to look like, and the field that says it.
+    pub(super) format: Option<(&'static str, Grammar)>,
     /// Further variables of the chat template.
     pub(super) kwargs: Map<String, Value>,
     /// The last message is the beginning of the answer.
@@ -135,18 +135,26 @@ impl Conversation {
         let syntax = model.syntax();
         let Tools { list, choice, parallel } = &self.tools;
         let tools: &[Tool] = if matches!(choice, ToolChoice::None) { &[] } else { list };
-        let grammar = match &self.format {
-            Some(_) if !tools.is_empty() => {
-                let message = "'response_format' cannot be had together with tools that may be called: set 'tool_choice' to \"none\"";
-                return Err(ApiError::bad_field("response_format", message));
+        let form = match &self.format {
+            Some((param, _)) if !tools.is_empty() => {
+                let message = format!("'{param}' cannot be had together with tools that may be called: set 'tool_choice' to \"none\"");
+                return Err(ApiError::bad_field(param, message));
             }
-            Some(format) => Some(syntax.after_reasoning(format.clone(), in_reasoning)?),
+            Some((param, format)) => {
+                let grammar = syntax.after_reasoning(format.clone(), in_reasoning).map_err(|e| ApiError::of_field(param, e))?;
+                Some((*param, grammar))
+            }
             None if tools.is_empty() => None,
-            None => syntax.grammar(tools, choice, *parallel, in_reasoning)?,
+            None => {
+                let grammar = syntax.grammar(tools, choice, *parallel, in_reasoning).map_err(|e| ApiError::of_field("tools", e))?;
+                grammar.map(|grammar| ("tools", grammar))
+            }
         };
         // Text of a model that neither thinks nor calls is content as it is.
         let parses = syntax.thinks() || !tools.is_empty();
-        let mut ask = options.ask(model, "messages", vec![ids], grammar.as_ref(), || parses.then(|| syntax.parser(tools, in_reasoning)))?;
+        let mut ask = options.ask(model, "messages", vec![ids], form.as_ref().map(|(param, grammar)| (*param, grammar)), || {
+            parses.then(|| syntax.parser(tools, in_reasoning))
+        })?;
         ask.special_tokens = parses && syntax.needs_special_tokens();
         Ok(ask)
     }
@@ -321,11 +329,11 @@ pub(super) fn read_content(place: &str, content: Option<&Value>) -> Result<Strin
     parts.iter().map(text).collect()
 }
 
-/// `response_format`, or one of the fields by which other servers have grammars.
-pub(super) fn read_format(fields: &mut Fields) -> Result<Option<Grammar>> {
-    let mut found: Vec<(&str, Grammar)> = Vec::new();
+/// `response_format`, or one of the fields by which other servers have grammars, with its name.
+pub(super) fn read_format(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)>> {
+    let mut found: Vec<(&'static str, Grammar)> = Vec::new();
     if let Some(format) = fields.object("response_format")?
-        && let Some(grammar) = response_format(&Value::Object(format))?
+        && let Some(grammar) = response_format("response_format", &Value::Object(format))?
     {
         found.push(("response_format", grammar));
     }
@@ -340,23 +348,23 @@ pub(super) fn read_format(fields: &mut Fields) -> Result<Option<Grammar>> {
         }
     }
     match found.len() {
-        0 | 1 => Ok(found.pop().map(|(_, grammar)| grammar)),
+        0 | 1 => Ok(found.pop()),
         _ => Err(ApiError::bad_field(found[1].0, format!("'{}' and '{}' cannot be had together", found[0].0, found[1].0))),
     }
 }
 
-/// OpenAI's `response_format`; `None`: free text.
-pub(super) fn response_format(format: &Value) -> Result<Option<Grammar>> {
-    let wrong = |message: &str| ApiError::bad_field("response_format", message);
+/// OpenAI's `response_format`, given by the field `place`; `None`: free text.
+pub(super) fn response_format(place: &str, format: &Value) -> Result<Option<Grammar>> {
+    let wrong = |message: String| ApiError::bad_field(place, message);
     match format["type"].as_str() {
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(Grammar::Json)),
         Some("json_schema") => match &format["json_schema"]["schema"] {
             schema @ (Value::Object(_) | Value::Bool(_)) => Ok(Some(Grammar::JsonSchema(schema.clone()))),
-            _ => Err(wrong("'response_format.json_schema.schema' must be a JSON schema")),
+            _ => Err(wrong(format!("'{place}' must have a JSON schema"))),
         },
-        Some(_) => Err(ApiError::unsupported("response_format.type")),
-        None => Err(wrong("'response_format' must have a type: text, json_object or json_schema")),
+        Some(_) => Err(ApiError::unsupported(&format!("{place}.type"))),
+        None => Err(wrong(format!("'{place}' must have a type: text, json_object or json_schema"))),
     }
 }
 

@@ -43,6 +43,14 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, message, Some(param), Some("invalid_value"))
     }
 
+    /// What came of a field: its own fault where the request is wrong.
+    pub(super) fn of_field(param: &str, error: Error) -> Self {
+        match error {
+            Error::Invalid(message) => Self::bad_field(param, message),
+            error => error.into(),
+        }
+    }
+
     /// A field that is known and would change the answer, which we cannot do.
     pub(super) fn unsupported(param: &str) -> Self {
         Self::new(StatusCode::BAD_REQUEST, format!("'{param}' is not supported by this server"), Some(param), Some("unsupported_parameter"))
@@ -114,8 +122,8 @@ impl ApiError {
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
     }
 
-    /// The same in Anthropic's shape.
-    pub(super) fn to_anthropic_json(&self) -> Value {
+    /// The same in Anthropic's shape, for the request of this id.
+    pub(super) fn to_anthropic_json(&self, request_id: &str) -> Value {
         let kind = match self.status.as_u16() {
             401 => "authentication_error",
             403 => "permission_error",
@@ -126,12 +134,12 @@ impl ApiError {
             status if status < 500 => "invalid_request_error",
             _ => "api_error",
         };
-        json!({"type": "error", "error": {"type": kind, "message": self.message}})
+        json!({"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id})
     }
 
     /// A response in Anthropic's shape.
-    pub(super) fn to_anthropic(&self) -> Response {
-        self.respond(self.to_anthropic_json())
+    pub(super) fn to_anthropic(&self, request_id: &str) -> Response {
+        self.respond(self.to_anthropic_json(request_id))
     }
 
     fn respond(&self, body: Value) -> Response {

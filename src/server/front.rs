@@ -21,6 +21,8 @@ use super::{App, ServerOptions, unix_seconds};
 use crate::{Error, Result};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Anthropic's name for the same.
+const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// Paths that say nothing about anybody's requests: open without a key.
@@ -138,18 +140,22 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
     if path.starts_with("/v1/messages")
         && let Some(refusal) = response.extensions().get::<ApiError>()
     {
-        response = refusal.to_anthropic();
+        response = refusal.to_anthropic(&request_id);
     }
     let status = response.status();
     app.http.count(&route, status.as_u16());
     let ms = started.elapsed().as_millis() as u64;
-    if OPEN.contains(&path.as_str()) || path == "/metrics" {
+    if OPEN.contains(&path.as_str()) || ["/", "/web/{name}", "/favicon.svg", "/metrics"].contains(&route.as_str()) {
         tracing::debug!(request_id, %method, path, status = status.as_u16(), ms, "answered");
     } else {
         tracing::info!(request_id, %method, path, status = status.as_u16(), ms, "answered");
     }
     let headers = response.headers_mut();
-    headers.insert(REQUEST_ID, HeaderValue::from_str(&request_id).expect("letters, digits and dashes"));
+    let id = HeaderValue::from_str(&request_id).expect("letters, digits and dashes");
+    if path.starts_with("/v1/messages") {
+        headers.insert(ANTHROPIC_REQUEST_ID, id.clone());
+    }
+    headers.insert(REQUEST_ID, id);
     headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
     response
 }

@@ -11,12 +11,13 @@ use serde_json::{Map, Value, json};
 
 use super::App;
 use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
-use super::ask::{Options, stops, understand};
+use super::ask::{Ask, Options, stops, understand};
 use super::conversation::{Conversation, Tools, check_tools, read_content, read_function};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
 use crate::engine::SamplingParams;
+use crate::grammar::Grammar;
 use crate::reply::{Tool, ToolChoice};
 use crate::text_model::TextModel;
 
@@ -24,31 +25,14 @@ type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/messages`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, streams) = understand(&app, body, |model, fields| {
-        let max_tokens = fields.integer("max_tokens", 1)?;
-        let options = Options {
-            max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
-            sampling: SamplingParams {
-                temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.sampling().temperature),
-                top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(model.sampling().top_p),
-                top_k: fields.integer("top_k", 0)?.unwrap_or(model.sampling().top_k),
-                ..model.sampling().clone()
-            },
-            ignore_eos: false,
-            stops: stops("stop_sequences", fields.take("stop_sequences"))?,
-            n: 1,
-            logprobs: None,
-        };
-        let streams = fields.boolean("stream")?.unwrap_or(false);
-        Ok((read(model, fields)?.ask(model, options)?, streams))
-    })
-    .await?;
+    let (ask, streams) = understand(&app, body, read).await?;
     let name = app.model()?.engine().info().model.clone();
+    let request_id = caller.request_id.clone();
     let mut answer = Answer::start(&app, caller, ask)?;
     let mut shape = Messages { id: new_id("msg"), name, items: Items::default(), finish: Finish::Stop };
     if streams {
         let opening = shape.message(answer.usage(), None);
-        return Ok(stream(answer, Streamed { shape, opening, at: None }));
+        return Ok(stream(answer, Streamed { shape, opening, request_id, at: None }));
     }
     while let Some(step) = answer.next().await {
         match step? {
@@ -61,12 +45,32 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 
 /// Answers `/v1/messages/count_tokens`.
 pub(super) async fn count_tokens(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>> {
-    let count = understand(&app, body, |model, fields| Ok(read(model, fields)?.prompt(model)?.ids.len())).await?;
+    let count = understand(&app, body, |model, fields| Ok(conversation(model, fields)?.prompt(model)?.ids.len())).await?;
     Ok(Json(json!({"input_tokens": count})))
 }
 
+/// What to ask for, and whether to stream.
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)> {
+    let max_tokens = fields.integer("max_tokens", 1)?;
+    let options = Options {
+        max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
+        sampling: SamplingParams {
+            temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.sampling().temperature),
+            top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(model.sampling().top_p),
+            top_k: fields.integer("top_k", 0)?.unwrap_or(model.sampling().top_k),
+            ..model.sampling().clone()
+        },
+        ignore_eos: false,
+        stops: stops("stop_sequences", fields.take("stop_sequences"))?,
+        n: 1,
+        logprobs: None,
+    };
+    let streams = fields.boolean("stream")?.unwrap_or(false);
+    Ok((conversation(model, fields)?.ask(model, options)?, streams))
+}
+
 /// The conversation of a body: `system`, `messages`, `tools`, `tool_choice`, `thinking`.
-fn read(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
+fn conversation(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
     let mut messages = Vec::new();
     if let Some(system) = fields.take("system") {
         messages.push(json!({"role": "system", "content": read_content("system", Some(&system))?}));
@@ -77,8 +81,37 @@ fn read(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
         read_message(&format!("messages[{i}]"), message, &mut messages)?;
     }
     let continues = messages.last().is_some_and(|message| message["role"] == "assistant" && message.get("tool_calls").is_none());
-    let kwargs = thinking(model, fields.object("thinking")?)?;
-    Conversation { messages, tools: read_tools(fields)?, format: None, kwargs, continues }.check("messages")
+    let mut kwargs = thinking(model, fields.object("thinking")?)?;
+    let format = read_output_config(model, fields.object("output_config")?.unwrap_or_default(), &mut kwargs)?;
+    fields.take("cache_control"); // prefixes are kept without being asked
+    Conversation { messages, tools: read_tools(fields)?, format, kwargs, continues }.check("messages")
+}
+
+/// The form of the answer, and how much to think.
+fn read_output_config(
+    model: &TextModel,
+    mut config: Map<String, Value>,
+    kwargs: &mut Map<String, Value>,
+) -> Result<Option<(&'static str, Grammar)>> {
+    const FORMAT: &str = "output_config.format";
+    let mut take = |name: &str| config.remove(name).filter(|value| !value.is_null());
+    let (format, effort) = (take("format"), take("effort"));
+    if let Some(effort) = effort {
+        if !model.has_template_variable("reasoning_effort") {
+            return Err(ApiError::unsupported("output_config.effort"));
+        }
+        kwargs.insert("reasoning_effort".into(), effort);
+    }
+    if let Some(name) = config.keys().next() {
+        return Err(ApiError::unsupported(&format!("output_config.{name}")));
+    }
+    match format {
+        None => Ok(None),
+        Some(mut format) if format["type"] == "json_schema" && format["schema"].is_object() => {
+            Ok(Some((FORMAT, Grammar::JsonSchema(format["schema"].take()))))
+        }
+        Some(_) => Err(ApiError::bad_field(FORMAT, "'output_config.format' must be of type \"json_schema\", with a schema")),
+    }
 }
 
 /// Whether to think, as the variables by which templates have it.
@@ -126,6 +159,12 @@ fn read_tool(place: &str, tool: &Value) -> Result<Tool> {
     let mut function = tool.as_object().cloned().unwrap_or_default();
     function.remove("type");
     function.remove("cache_control"); // prefixes are kept without being asked
+    function.remove("eager_input_streaming"); // arguments are never held back
+    for (name, neutral) in [("defer_loading", json!(false)), ("allowed_callers", json!(["direct"]))] {
+        if function.get(name).is_some_and(|value| value.is_null() || *value == neutral) {
+            function.remove(name);
+        }
+    }
     if let Some(schema) = function.remove("input_schema") {
         function.insert("parameters".into(), schema);
     }
@@ -177,8 +216,25 @@ fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()
     if !calls.is_empty() {
         own["tool_calls"] = calls.into();
     }
-    out.push(own);
+    // Turns of the same role are one; templates would refuse them, or have them apart.
+    match out.last_mut() {
+        Some(last) if last["role"] == role && role != "system" && last.get("tool_calls").is_none() => join(last, own),
+        _ => out.push(own),
+    }
     Ok(())
+}
+
+/// Adds a message to the one before it.
+fn join(last: &mut Value, more: Value) {
+    let Value::Object(more) = more else { return };
+    for (name, value) in more {
+        match (&mut last[&name], value) {
+            (_, _) if name == "role" => {}
+            (Value::String(before), Value::String(more)) if !before.is_empty() && !more.is_empty() => *before += &format!("\n\n{more}"),
+            (_, Value::String(more)) if more.is_empty() => {}
+            (before, value) => *before = value,
+        }
+    }
 }
 
 /// One answer in Anthropic's form.
@@ -218,6 +274,7 @@ fn usage(usage: Usage) -> Value {
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     })
 }
 
@@ -237,6 +294,7 @@ fn block(item: &Item) -> Value {
 struct Streamed {
     shape: Messages,
     opening: Value,
+    request_id: String,
     at: Option<usize>, // the block that is open
 }
 
@@ -299,6 +357,6 @@ impl Shape for Streamed {
     }
 
     fn fail(&mut self, error: ApiError) -> Event {
-        Event::default().event("error").data(error.to_anthropic_json().to_string())
+        Event::default().event("error").data(error.to_anthropic_json(&self.request_id).to_string())
     }
 }

@@ -50,7 +50,7 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 }
 
 /// What to ask for, the fields of a request that a response repeats, and whether to stream.
-fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<String, Value>, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<String, Value>, bool)> {
     let streams = fields.boolean("stream")?.unwrap_or(false);
     fields.only("previous_response_id", &[])?;
     fields.only("conversation", &[])?;
@@ -97,7 +97,7 @@ fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<String, Valu
 }
 
 /// `text`: the form of the answer.
-fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>)> {
+fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Grammar)>)> {
     let mut text = fields.object("text")?.unwrap_or_default();
     let format = text.remove("format").filter(|format| !format.is_null()).unwrap_or_else(|| json!({"type": "text"}));
     if let Some((name, _)) = text.iter().find(|(_, value)| !value.is_null()) {
@@ -105,10 +105,10 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>)> {
     }
     // The schema stands beside its name here, and within an object of its own in chat completions.
     let grammar = match format["type"] == "json_schema" {
-        true => response_format(&json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))?,
-        false => response_format(&format)?,
+        true => response_format("text.format", &json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))?,
+        false => response_format("text.format", &format)?,
     };
-    Ok((json!({ "format": format }), grammar))
+    Ok((json!({ "format": format }), grammar.map(|grammar| ("text.format", grammar))))
 }
 
 /// Tools, and `tools` and `tool_choice` as they came.
@@ -314,7 +314,7 @@ fn text_part(text: &str) -> Value {
 fn usage(usage: Usage) -> Value {
     json!({
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -1,6 +1,5 @@
 //! A GPU to test on: a real one, or kernels/emulator where there is none.
 
-use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -47,7 +46,7 @@ macro_rules! need_gpu {
     ($lacks:expr, $why:literal) => {
         if $lacks {
             fn here() {}
-            return common::gpu::say_skipped(std::any::type_name_of_val(&here).trim_end_matches("::here"), $why);
+            return common::say_skipped(std::any::type_name_of_val(&here).trim_end_matches("::here"), $why);
         }
         let _alone = common::gpu::alone();
     };
@@ -58,11 +57,6 @@ pub(crate) use need_gpu;
 pub fn alone() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Past the test runner, which keeps what a passing test prints.
-pub fn say_skipped(test: &str, why: &str) {
-    let _ = writeln!(std::io::stderr(), "{test}: skipped: {why}");
 }
 
 /// A GPU and, as its twin, the CPU.

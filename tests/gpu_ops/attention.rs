@@ -63,6 +63,18 @@ fn attention_over_fp8() {
     }
 }
 
+/// Many steps of a walk through the context, and the ends of some.
+#[test]
+fn attention_of_long_prompts() {
+    need_gpu!(real);
+    let sides = Sides::new();
+    for heads in HEADS {
+        for bits in [KvBits::Bf16, KvBits::Fp8] {
+            check_attention(&sides, heads, &[(1500, 700), (513, 513), (1024, 128), (640, 5), (1, 1), (333, 333)], bits);
+        }
+    }
+}
+
 /// More sequences than are ever recorded, and more rows than are read one by one.
 #[test]
 fn attention_of_many_sequences() {

@@ -7,7 +7,7 @@ use moebius::model::Mla;
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
 
-fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (usize, usize, usize)) -> Mla {
+pub(crate) fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (usize, usize, usize)) -> Mla {
     // Scores spread by about 1.5.
     let scale = 4.5 / ((nope + rope) as f32).sqrt();
     Mla { num_heads, q_lora_rank: None, kv_lora_rank, qk_nope_head_dim: nope, qk_rope_head_dim: rope, v_head_dim: v, bias: false, scale }
@@ -36,7 +36,7 @@ const BATCHES: [&[(usize, usize)]; 5] = [
 /// 0.42 (1.5^2 + 3)^(1/2) of a rounding in the mean.
 const LATENT: Within = Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
-fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, usize)], bits: KvBits) {
+pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, usize)], bits: KvBits) {
     let (last, all, pool) = ragged(sequences);
     let Mla { num_heads: heads, kv_lora_rank: rank, v_head_dim: v, .. } = *config;
     let (cols, cache) = (heads * config.qk_head_dim(), config.cache_dim());
@@ -74,10 +74,16 @@ fn latent_attention_over_bf16_and_fp8() {
 fn latent_attention_over_several_segments() {
     need_gpu!(real);
     let sides = Sides::new();
-    // 64 KiB of keys and values to a position: segments of 4,096.
-    let config = config(128, 64, (128, 16, 128));
-    for bits in [KvBits::Bf16, KvBits::Fp8] {
-        check_latents(&sides, &config, &[(8192, 1), (4500, 70), (8192, 20), (4096, 5), (100, 30)], bits);
+    // 64 KiB of keys and values to a position: segments of 4,096. With DeepSeek's dimensions, and with others, which have kernels of their own.
+    for rope in [64, 16] {
+        for bits in [KvBits::Bf16, KvBits::Fp8] {
+            check_latents(
+                &sides,
+                &config(128, 64, (128, rope, 128)),
+                &[(8192, 1), (4500, 70), (8192, 20), (4096, 5), (100, 30), (5000, 300)],
+                bits,
+            );
+        }
     }
 }
 

@@ -9,6 +9,7 @@ mod common;
 
 mod attention;
 mod latents;
+mod library;
 mod products;
 mod routing;
 mod rows;

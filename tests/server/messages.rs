@@ -52,13 +52,10 @@ fn a_message_is_answered() {
     assert_eq!((&body["stop_reason"], &body["stop_sequence"]), (&json!("stop_sequence"), &json!("😀")));
     let (_, body) = post(server.address, "/v1/messages", with(message(), json!({"max_tokens": 1})));
     assert_eq!(body["stop_reason"], "max_tokens");
-    assert_eq!(
-        post(server.address, "/v1/messages/count_tokens", message()),
-        (
-            400,
-            json!({"type": "error", "error": {"type": "invalid_request_error", "message": "Unrecognized request argument supplied: max_tokens"}})
-        )
-    );
+    let (status, mut refusal) = post(server.address, "/v1/messages/count_tokens", message());
+    assert!(refusal.as_object_mut().unwrap().remove("request_id").unwrap().as_str().unwrap().starts_with("req-"));
+    let error = json!({"type": "invalid_request_error", "message": "Unrecognized request argument supplied: max_tokens"});
+    assert_eq!((status, refusal), (400, json!({"type": "error", "error": error})));
     let mut counted = message();
     counted.as_object_mut().unwrap().remove("max_tokens");
     assert_eq!(post(server.address, "/v1/messages/count_tokens", counted), (200, json!({"input_tokens": 10})));
@@ -119,6 +116,37 @@ fn a_message_streams_block_by_block() {
 }
 
 #[test]
+fn turns_of_one_role_are_one() {
+    let server = saying("x");
+    let count = |turns: &[(&str, &str)]| {
+        let messages: Vec<Value> = turns.iter().map(|(role, text)| json!({"role": role, "content": text})).collect();
+        post(server.address, "/v1/messages/count_tokens", json!({ "messages": messages })).1["input_tokens"].as_u64().unwrap()
+    };
+    assert_eq!(count(&[("user", "a"), ("user", "b")]), count(&[("user", "a\n\nb")]));
+    let end = ("user", "c");
+    assert_eq!(count(&[end, ("assistant", "a"), ("assistant", "b"), end]), count(&[end, ("assistant", "a\n\nb"), end]));
+}
+
+#[test]
+fn the_form_of_a_message_is_kept_to() {
+    let mut server = start();
+    let form = |schema: Value| with(message(), json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}}));
+    let socket = send(server.address, "POST", "/v1/messages", form(json!({"type": "integer"})).to_string().as_bytes());
+    assert!(server.next().request.constraint.is_some());
+    drop(socket);
+    for (body, word) in [
+        (form(json!({"type": "x"})), "enforced"),
+        (with(message(), json!({"output_config": {"format": {"type": "xml"}}})), "output_config.format"),
+        (with(message(), json!({"output_config": {"effort": "low"}})), "output_config.effort"),
+        (with(message(), json!({"output_config": {"nonsense": 1}})), "output_config.nonsense"),
+    ] {
+        let (status, refusal) = post(server.address, "/v1/messages", body);
+        assert_eq!(status, 400);
+        assert!(refusal["error"]["message"].as_str().unwrap().contains(word), "{refusal}");
+    }
+}
+
+#[test]
 fn messages_are_refused_in_anthropics_shape() {
     let server = saying("x");
     for (fields, word) in [
@@ -159,7 +187,8 @@ fn a_response_is_answered() {
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({"input": 5}), "input"),
-        (json!({"text": {"format": {"type": "xml"}}}), "response_format.type"),
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
+        (json!({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}), "text.format"),
         (json!({"nonsense": 1}), "nonsense"),
     ] {
         let (status, body) = post(server.address, "/v1/responses", with(json!({"input": "x"}), fields));

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// How long anything on the page may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long anything on the page may take, on a machine that is busy with other things.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const ENTER: &str = "\u{e007}";
 pub const TAB: &str = "\u{e004}";

@@ -25,12 +25,12 @@ const EXPANDED_BYTES: usize = 256 << 20;
 
 /// Keys and values of one layer: `[blocks, heads, 64, dim]` each; latent attention's values are the beginning of its keys.
 pub struct Kv {
-    keys: DeviceBuffer<u8>,
+    pub(super) keys: DeviceBuffer<u8>,
     values: Option<DeviceBuffer<u8>>,
-    heads: usize,
-    key_dim: usize,
-    value_dim: usize,
-    fp8: bool,
+    pub(super) heads: usize,
+    pub(super) key_dim: usize,
+    pub(super) value_dim: usize,
+    pub(super) fp8: bool,
 }
 
 impl Kv {
@@ -45,7 +45,7 @@ impl Kv {
         Ok(Self { keys: DeviceBuffer::zeros(cuda, bytes(key_dim))?, values, heads, key_dim, value_dim, fp8 })
     }
 
-    fn values(&self) -> Address<u8> {
+    pub(super) fn values(&self) -> Address<u8> {
         self.values.as_ref().map_or(Address::NULL, DeviceBuffer::address)
     }
 }
@@ -92,15 +92,15 @@ impl LatentUp {
 
 /// Activations of latent attention.
 pub struct LatentScratch {
-    query: DeviceBuffer<bf16>,    // [DECODE_ROWS, heads, rank + rope]: in the latent's space
-    mixed: DeviceBuffer<bf16>,    // [DECODE_ROWS, heads, rank]
-    latents: DeviceBuffer<bf16>,  // [segment, rank]
-    rotated: DeviceBuffer<bf16>,  // [segment, rope]
-    expanded: DeviceBuffer<bf16>, // [segment, heads, nope + v]
+    query: DeviceBuffer<bf16>,               // [DECODE_ROWS, heads, rank + rope]: in the latent's space
+    mixed: DeviceBuffer<bf16>,               // [DECODE_ROWS, heads, rank]
+    latents: DeviceBuffer<bf16>,             // [segment, rank]
+    pub(super) rotated: DeviceBuffer<bf16>,  // [segment, rope]
+    pub(super) expanded: DeviceBuffer<bf16>, // [segment, heads, nope + v]
     segment: usize,
-    max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
-    sum: DeviceBuffer<f32>, // [rows, heads]
-    acc: DeviceBuffer<f32>, // [rows, heads, v]
+    pub(super) max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
+    pub(super) sum: DeviceBuffer<f32>, // [rows, heads]
+    pub(super) acc: DeviceBuffer<f32>, // [rows, heads, v]
 }
 
 impl LatentScratch {
@@ -277,6 +277,9 @@ impl CudaBackend {
                 heads_i, kv_heads, key_dim, value_dim, scale);
             self.combine(batch, splits, heads, kv.value_dim, out.bf16());
         }
+        if self.attend_wgmma(kv, batch, heads, scale, q, out) {
+            return;
+        }
         let which = usize::from(size.key == 256);
         launch!(self.cuda, stream, size.prefill[fp8], [heads, batch.tiles[which], 1], 128, size.prefill_shared(kv.fp8);
             q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(), batch.positions(),
@@ -431,6 +434,9 @@ impl CudaBackend {
             batch: 1,
             out: Out::Bf16,
         });
+        if self.attend_expanded_wgmma(batch, config, scratch, q, out, &rows, &segment, end) {
+            return;
+        }
         let (name, key, value, tile) = match (nope + rope, v) {
             (..=64, ..=64) => ("attention_prefill_mla_64_64", 64, 64, 128),
             (..=192, ..=128) => ("attention_prefill_mla_192_128", 192, 128, 128),

@@ -16,8 +16,8 @@ use crate::{Error, Result};
 /// Tokens up to which weights are multiplied as they are read.
 pub(super) const FEW_TOKENS: usize = 8;
 
-/// Tokens from which on Hopper's own instructions are faster.
-const WGMMA_TOKENS: usize = 128;
+/// Tokens from which on Hopper's own instructions are faster, and a library may be.
+pub(super) const MANY_TOKENS: usize = 128;
 
 /// Tokens times experts up to which the router's f32 weights are multiplied as they are.
 const FEW_LOGITS: usize = 8192;
@@ -44,9 +44,9 @@ pub(super) enum Write {
     Add,
 }
 
-/// What products that are cut along k leave and count.
+/// What products that are cut along k leave and count. A library's products leave what they like in `partial`.
 pub(super) struct Workspace {
-    partial: DeviceBuffer<f32>,
+    pub(super) partial: DeviceBuffer<f32>,
     counters: DeviceBuffer<u32>,
 }
 
@@ -165,6 +165,36 @@ pub(super) enum Out {
     F32,
     F32Add,
 }
+
+/// What a block of a product of many tokens makes.
+struct Tile {
+    m: usize, // tokens
+    n: usize, // outputs
+    /// Bytes of shared memory.
+    shared: usize,
+    /// By what they write, as [`Out`] counts.
+    kernels: [&'static str; 3],
+}
+
+macro_rules! tile {
+    ($m:literal, $n:literal, $shared:literal, $before:literal, $after:literal) => {
+        Tile {
+            m: $m,
+            n: $n,
+            shared: $shared,
+            kernels: [concat!($before, "_bf16_set_", $after), concat!($before, "_f32_set_", $after), concat!($before, "_f32_add_", $after)],
+        }
+    };
+}
+
+// Of kernels/gemm.cu, then of kernels/gemm_wgmma.cu.
+static M32_N128: Tile = tile!(32, 128, 81_920, "gemm", "m32n128");
+static M64_N64: Tile = tile!(64, 64, 65_536, "gemm", "m64n64");
+static M64_N128: Tile = tile!(64, 128, 98_304, "gemm", "m64n128");
+static M128_N128: Tile = tile!(128, 128, 98_304, "gemm", "m128n128");
+static WGMMA_N64: Tile = tile!(128, 64, 99_456, "gemm_wgmma", "n64");
+static WGMMA_N128: Tile = tile!(128, 128, 99_456, "gemm_wgmma", "n128");
+static WGMMA_N256: Tile = tile!(128, 256, 197_760, "gemm_wgmma", "n256");
 
 /// What a product of few tokens does besides.
 #[derive(Clone, Copy)]
@@ -350,21 +380,27 @@ impl CudaBackend {
     }
 
     fn gemm(&self, p: &Product) {
-        if p.tokens >= WGMMA_TOKENS && self.cuda.info.has_wgmma() {
-            return self.gemm_wgmma(p);
+        if p.tokens >= MANY_TOKENS {
+            if self.by_library(p) {
+                return;
+            }
+            if self.cuda.info.has_wgmma() {
+                return self.gemm_wgmma(p);
+            }
         }
         // Measured on an H200.
-        let tiles = |m: usize, n: usize| p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch;
+        let tiles = |tile: &Tile| p.tokens.div_ceil(tile.m) * p.n.div_ceil(tile.n) * p.batch;
         let enough = self.cuda.info.multiprocessors;
-        let (m, n, shared) = match p.tokens {
-            ..=32 => (32, 128, 81_920),
-            33..=256 => (64, 64, 65_536),
-            _ if tiles(128, 128) >= enough => (128, 128, 98_304),
-            _ => (64, 128, 98_304),
+        let tile = match p.tokens {
+            ..=32 => &M32_N128,
+            33..=256 => &M64_N64,
+            _ if tiles(&M128_N128) >= enough => &M128_N128,
+            _ => &M64_N128,
         };
         // Fewer tiles than that are cut along k.
-        let splits = (2 * enough).div_ceil(tiles(m, n).max(1)).min(p.k / 512).clamp(1, 8);
-        let splits = if tiles(m, n) <= MAX_COUNTERS && splits * tiles(m, n) * m * n <= PARTIAL { splits } else { 1 };
+        let all = tiles(tile);
+        let splits = (2 * enough).div_ceil(all.max(1)).min(p.k / 512).clamp(1, 8);
+        let splits = if all <= MAX_COUNTERS && splits * all * tile.m * tile.n <= PARTIAL { splits } else { 1 };
         let argument = Gemm {
             x: p.x,
             w: p.w,
@@ -381,36 +417,22 @@ impl CudaBackend {
             n: p.n as i32,
             k: p.k as i32,
         };
-        let name = match (p.out, m, n) {
-            (Out::Bf16, 32, _) => "gemm_bf16_set_m32n128",
-            (Out::Bf16, 64, 64) => "gemm_bf16_set_m64n64",
-            (Out::Bf16, 64, _) => "gemm_bf16_set_m64n128",
-            (Out::Bf16, ..) => "gemm_bf16_set_m128n128",
-            (Out::F32, 32, _) => "gemm_f32_set_m32n128",
-            (Out::F32, 64, 64) => "gemm_f32_set_m64n64",
-            (Out::F32, 64, _) => "gemm_f32_set_m64n128",
-            (Out::F32, ..) => "gemm_f32_set_m128n128",
-            (Out::F32Add, 32, _) => "gemm_f32_add_m32n128",
-            (Out::F32Add, 64, 64) => "gemm_f32_add_m64n64",
-            (Out::F32Add, 64, _) => "gemm_f32_add_m64n128",
-            (Out::F32Add, ..) => "gemm_f32_add_m128n128",
-        };
-        let grid = [p.tokens.div_ceil(m) * p.n.div_ceil(n), splits, p.batch];
-        launch!(self.cuda, &self.cuda.compute, name, grid, 128, shared; argument);
+        let grid = [all / p.batch, splits, p.batch];
+        launch!(self.cuda, &self.cuda.compute, tile.kernels[p.out as usize], grid, 128, tile.shared; argument);
     }
 
     /// With Hopper's own instructions.
     fn gemm_wgmma(&self, p: &Product) {
         // Measured on an H200: narrow tiles, cut along k, while there would be few; else wide ones.
-        let (tiles, enough) = (|n: usize| p.tokens.div_ceil(128) * p.n.div_ceil(n), self.cuda.info.multiprocessors);
-        let (n, shared) = match () {
-            () if tiles(64) * p.batch <= 2 * enough => (64, 99_456),
-            () if p.n < 1024 => (128, 99_456),
-            () => (256, 197_760),
+        let (tiles, enough) = (|tile: &Tile| p.tokens.div_ceil(tile.m) * p.n.div_ceil(tile.n), self.cuda.info.multiprocessors);
+        let tile = match () {
+            () if tiles(&WGMMA_N64) * p.batch <= 2 * enough => &WGMMA_N64,
+            () if p.n < 1024 => &WGMMA_N128,
+            () => &WGMMA_N256,
         };
-        let all = tiles(n) * p.batch;
-        let splits = if n == 64 { enough.div_ceil(all).min(p.k / 512).clamp(1, 8) } else { 1 };
-        let splits = if all <= MAX_COUNTERS && splits * all * 128 * 64 <= PARTIAL { splits } else { 1 };
+        let all = tiles(tile) * p.batch;
+        let splits = if tile.n == 64 { enough.div_ceil(all).min(p.k / 512).clamp(1, 8) } else { 1 };
+        let splits = if all <= MAX_COUNTERS && splits * all * tile.m * tile.n <= PARTIAL { splits } else { 1 };
         let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
             let step = if p.batch == 1 { 8 } else { step };
             self.cuda.tensor_map(address, [p.k, rows, p.batch], [pitch, step])
@@ -428,20 +450,9 @@ impl CudaBackend {
             n: p.n as i32,
             k: p.k as i32,
         };
-        let name = match (p.out, n) {
-            (Out::Bf16, 64) => "gemm_wgmma_bf16_set_n64",
-            (Out::Bf16, 128) => "gemm_wgmma_bf16_set_n128",
-            (Out::Bf16, _) => "gemm_wgmma_bf16_set_n256",
-            (Out::F32, 64) => "gemm_wgmma_f32_set_n64",
-            (Out::F32, 128) => "gemm_wgmma_f32_set_n128",
-            (Out::F32, _) => "gemm_wgmma_f32_set_n256",
-            (Out::F32Add, 64) => "gemm_wgmma_f32_add_n64",
-            (Out::F32Add, 128) => "gemm_wgmma_f32_add_n128",
-            (Out::F32Add, _) => "gemm_wgmma_f32_add_n256",
-        };
         // A block takes every so many-th tile, so that copies for its next one begin early.
-        let blocks = tiles(n).min((enough * if n == 256 { 1 } else { 2 } / (splits * p.batch)).max(1));
-        launch!(self.cuda, &self.cuda.compute, name, [blocks, splits, p.batch], 288, shared; argument);
+        let blocks = tiles(tile).min((enough * if tile.n == 256 { 1 } else { 2 } / (splits * p.batch)).max(1));
+        launch!(self.cuda, &self.cuda.compute, tile.kernels[p.out as usize], [blocks, splits, p.batch], 288, tile.shared; argument);
     }
 
     /// Router logits `[T, experts]`, as exact as f32 weights allow.

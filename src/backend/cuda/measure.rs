@@ -23,6 +23,12 @@ impl CudaBackend {
         // An emulated device takes minutes for what a real one does in a millisecond.
         let (bytes, wide) = if cuda.info.is_emulated() { (1 << 20, 64) } else { (COPY_BYTES, WIDE) };
         let (memory, link) = (cuda.vram_bandwidth(2 * bytes)?, cuda.pcie_bandwidth(bytes)?);
+        Ok(Rates { device: cuda.info.name.clone(), memory, link, products: self.large_product(wide)?, taken })
+    }
+
+    /// Operations a second of a product of `wide` tokens, outputs and inputs.
+    pub(super) fn large_product(&self, wide: usize) -> Result<f64> {
+        let cuda = &self.cuda;
         // Zeros would be multiplied at a clock that no model sees.
         let mut random = Random(7);
         let some: Vec<bf16> = (0..wide * 64).map(|_| bf16::from_f32(random.uniform() as f32 - 0.5)).collect();
@@ -48,7 +54,6 @@ impl CudaBackend {
             batch: 1,
             out: Out::Bf16,
         };
-        let products = 2.0 * (wide as f64).powi(3) / cuda.fastest(|| self.product(&product))?;
-        Ok(Rates { device: cuda.info.name.clone(), memory, link, products, taken })
+        Ok(2.0 * (wide as f64).powi(3) / cuda.fastest(|| self.product(&product))?)
     }
 }

@@ -1,0 +1,95 @@
+//! Which experts are chosen: counts on their way from the device, and what follows from them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Sizes;
+use crate::Result;
+use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer};
+use crate::experts::residency::{Move, Use};
+
+/// Counts of chosen experts on their way from the device, and what follows from them.
+pub(super) struct Learning {
+    used: Use,
+    path: Option<PathBuf>,
+    counts: DeviceBuffer<u32>,   // [layers, experts], since the start
+    snapshot: PinnedBuffer<u32>, // the same, as they were some passes ago
+    taken: Event,                // when `snapshot` had come
+    before: Vec<u32>,            // the snapshot before
+    passes: u32,
+    moves: Vec<Move>, // still to be made
+    saved: Instant,
+}
+
+/// Passes from one look at the counts to the next.
+const LOOK: u32 = 64;
+
+/// Experts that change places before one pass.
+const MOVES: usize = 2;
+
+/// Counts are saved so often, and at the end.
+const SAVE: Duration = Duration::from_secs(60);
+
+impl Learning {
+    /// Goes on from what is known of the use of `all` experts. Counts are saved in `path`, if there is one.
+    pub(super) fn new(cuda: &Arc<Cuda>, used: Use, path: Option<PathBuf>, all: usize) -> Result<Self> {
+        Ok(Self {
+            used,
+            path,
+            counts: DeviceBuffer::zeros(cuda, all)?,
+            snapshot: PinnedBuffer::new(cuda, all)?,
+            taken: Event::new(cuda)?,
+            before: vec![0; all],
+            passes: 0,
+            moves: Vec::new(),
+            saved: Instant::now(),
+        })
+    }
+
+    /// Where choices are counted, from expert `first` of all layers on.
+    pub(super) fn counts(&self, first: usize) -> Address<u32> {
+        self.counts.address().add(first)
+    }
+
+    /// What to move before the next pass.
+    pub(super) fn next_moves(&mut self, cuda: &Cuda, order: &[Vec<u16>], sizes: Sizes) -> Result<Vec<Move>> {
+        self.passes += 1;
+        if self.passes.is_multiple_of(LOOK) {
+            self.look(cuda, order, sizes)?;
+        }
+        let now = self.moves.len().min(MOVES);
+        Ok(self.moves.drain(..now).collect())
+    }
+
+    /// Takes in the last snapshot, asks for the next, and decides what to move.
+    fn look(&mut self, cuda: &Cuda, order: &[Vec<u16>], sizes: Sizes) -> Result<()> {
+        if self.passes > LOOK {
+            cuda.wait_host(&self.taken)?; // long ago
+            let new: Vec<u32> = self.snapshot.iter().zip(&self.before).map(|(now, before)| now.wrapping_sub(*before)).collect();
+            self.before.copy_from_slice(&self.snapshot);
+            self.used.add(&new, sizes.top_k);
+            self.moves = self.used.moves(order, sizes.resident, LOOK as usize * MOVES);
+        }
+        cuda.download(&cuda.compute, self.counts.address(), &mut self.snapshot);
+        cuda.record(&self.taken, &cuda.compute);
+        if self.saved.elapsed() > SAVE {
+            self.save();
+        }
+        Ok(())
+    }
+
+    /// Not saved is forgotten, not wrong.
+    fn save(&mut self) {
+        self.saved = Instant::now();
+        if let Some(path) = &self.path {
+            let _ = self.used.save(path);
+        }
+    }
+}
+
+impl Drop for Learning {
+    fn drop(&mut self) {
+        self.save();
+    }
+}
