@@ -60,7 +60,7 @@ fn compressed_tensors_int4() {
 
 #[test]
 fn mxfp4_stacked() {
-    check("gpt_oss_mxfp4", 0.01, 0.03, Precision::Int8 { group_size: 32 });
+    check("gpt_oss_mxfp4", 0.05, 0.1, Precision::Int8 { group_size: 32 });
 }
 
 #[test]

@@ -7,6 +7,7 @@ Several types are given to the matrices of experts in turn, so that they differ 
 """
 import json
 import pathlib
+import re
 import shutil
 import struct
 import sys
@@ -15,7 +16,18 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-ARCHITECTURES = {"qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE), "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2)}
+ARCHITECTURES = {
+    "qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
+    "deepseek_v2": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "qwen2_moe": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
+    "mixtral": ("llama", gguf.MODEL_ARCH.LLAMA),
+    "qwen3": ("qwen3", gguf.MODEL_ARCH.QWEN3),
+    "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
+    "glm4_moe": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
+    "minimax_m2": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
+}
+PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
 def read_safetensors(path):
@@ -45,6 +57,11 @@ def write_safetensors(path, tensors):
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data))
 
 
+def text_side(fixture, name):
+    """The fixture's own file, or that of the one whose tokenizer all have."""
+    return fixture / name if (fixture / name).exists() else fixture.parent / "qwen3_moe" / name
+
+
 def byte_tokens(tokenizer):
     vocab = dict(tokenizer["model"]["vocab"])
     special = {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
@@ -55,33 +72,31 @@ def byte_tokens(tokenizer):
 
 
 def add_metadata(w, arch, c, fixture, experts):
-    tokenizer = json.loads((fixture / "tokenizer.json").read_text())
-    template = json.loads((fixture / "tokenizer_config.json").read_text())["chat_template"]
+    tokenizer = json.loads(text_side(fixture, "tokenizer.json").read_text())
+    template = json.loads(text_side(fixture, "tokenizer_config.json").read_text())["chat_template"]
     tokens, kinds, special = byte_tokens(tokenizer)
     w.add_block_count(c["num_hidden_layers"])
     w.add_embedding_length(c["hidden_size"])
     w.add_context_length(c["max_position_embeddings"])
     w.add_feed_forward_length(c["intermediate_size"])
-    w.add_expert_feed_forward_length(c["moe_intermediate_size"])
     w.add_head_count(c["num_attention_heads"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
     w.add_rope_freq_base(c["rope_theta"])
-    w.add_expert_count(experts)
-    w.add_expert_used_count(c["num_experts_per_tok"])
     w.add_vocab_size(c["vocab_size"])
-    if arch == "qwen3moe":
-        w.add_head_count_kv(c["num_key_value_heads"])
-        w.add_key_length(c["head_dim"])
-        w.add_value_length(c["head_dim"])
-    else:
-        w.add_head_count_kv(1)
-        w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
-        w.add_value_length(c["kv_lora_rank"])
-        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-        w.add_value_length_mla(c["v_head_dim"])
-        w.add_q_lora_rank(c["q_lora_rank"])
-        w.add_kv_lora_rank(c["kv_lora_rank"])
-        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+    if experts:
+        w.add_expert_count(experts)
+        w.add_expert_used_count(c["num_experts_per_tok"])
+    if "moe_intermediate_size" in c:
+        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    if arch == "minimax-m2":
+        w.add_expert_feed_forward_length(c["intermediate_size"])
+        w.add_rope_dimension_count(c["rotary_dim"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "qwen2moe":
+        w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+    if arch == "glm4moe":
+        w.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
         w.add_leading_dense_block_count(c["first_k_dense_replace"])
         w.add_expert_shared_count(c["n_shared_experts"])
         w.add_expert_weights_scale(c["routed_scaling_factor"])
@@ -89,6 +104,29 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         w.add_expert_group_count(c["n_group"])
         w.add_expert_group_used_count(c["topk_group"])
+    if arch != "deepseek2":
+        w.add_head_count_kv(c["num_key_value_heads"])
+        w.add_key_length(head_dim)
+        w.add_value_length(head_dim)
+    else:
+        w.add_head_count_kv(1)
+        w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+        w.add_value_length(c["kv_lora_rank"])
+        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        w.add_value_length_mla(c["v_head_dim"])
+        if c["q_lora_rank"]:
+            w.add_q_lora_rank(c["q_lora_rank"])
+        w.add_kv_lora_rank(c["kv_lora_rank"])
+        w.add_rope_dimension_count(c["qk_rope_head_dim"])
+        w.add_leading_dense_block_count(c["first_k_dense_replace"])
+        w.add_expert_shared_count(c["n_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        v3 = c["model_type"] == "deepseek_v3"
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+        if c["n_group"] and c.get("topk_method") != "greedy":
+            w.add_expert_group_count(c["n_group"])
+            w.add_expert_group_used_count(c["topk_group"])
         rope = c["rope_scaling"]
         w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         w.add_rope_scaling_factor(rope["factor"])
@@ -99,8 +137,9 @@ def add_metadata(w, arch, c, fixture, experts):
     w.add_token_list(tokens)
     w.add_token_types(kinds)
     w.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
-    w.add_bos_token_id(c["bos_token_id"])
-    w.add_eos_token_id(c["eos_token_id"])
+    for key, add in [("bos_token_id", w.add_bos_token_id), ("eos_token_id", w.add_eos_token_id)]:
+        if isinstance(c.get(key), int):
+            add(c[key])
     w.add_add_bos_token(False)
     w.add_chat_template(template)
 
@@ -109,8 +148,12 @@ def model(fixture, out, types, split):
     fixture, out = pathlib.Path(fixture), pathlib.Path(out)
     c = json.loads((fixture / "config.json").read_text())
     arch, model_arch = ARCHITECTURES[c["model_type"]]
-    experts = c.get("num_experts", c.get("n_routed_experts"))
+    experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 0)))
+    layers = c["num_hidden_layers"]
     tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
+    # Layers beyond the last draft tokens, and what is computed from the config is not converted.
+    beyond = lambda name: "rotary_emb" in name or (match := re.match(r"model\.layers\.(\d+)\.", name)) and int(match[1]) >= layers
+    tensors = {name: values for name, values in tensors.items() if not beyond(name)}
     names = gguf.get_tensor_name_map(model_arch, c["num_hidden_layers"])
     options = {"split_max_tensors": split} if split else {}
     w = gguf.GGUFWriter(out.with_suffix(".gguf"), arch, **options)
@@ -131,15 +174,15 @@ def model(fixture, out, types, split):
 
     types = [Type[t] for t in types.split(",")]
     turn = 0
-    for layer in range(c["num_hidden_layers"]):
-        for part in ["gate", "up", "down"]:
-            keys = [f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight" for e in range(experts)]
-            if keys[0] in tensors:
-                stacked = np.stack([tensors.pop(k) for k in keys])
-                name = names.get_name(f"model.layers.{layer}.mlp.experts.{part}_proj")
-                values = add(name + ".weight", stacked, types[turn % len(types)])
-                stand_for.update(zip(keys, values))
-                turn += 1
+    for first in [name for name in tensors if ".experts.0." in name]:
+        head, part = re.match(r"(.*\.experts)\.0\.(\w+)\.weight", first).groups()
+        keys = [f"{head}.{e}.{part}.weight" for e in range(experts)]
+        stacked = np.stack([tensors.pop(k) for k in keys])
+        layer = head.split(".")[2]
+        name = names.get_name(f"{head}.{part}") or f"blk.{layer}.ffn_{PARTS[part]}_exps"
+        values = add(name + ".weight", stacked, types[turn % len(types)])
+        stand_for.update(zip(keys, values))
+        turn += 1
     for key, values in tensors.items():
         stem, suffix = key.rsplit(".", 1)
         if stem.endswith("kv_b_proj") and arch == "deepseek2":
@@ -150,19 +193,26 @@ def model(fixture, out, types, split):
             v_b = add(names.get_name(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
-        if stem.endswith("gate") and suffix == "e_score_correction_bias":
-            stand_for[key] = add(names.get_name(stem.replace(".gate", ".gate.e_score_correction")) + ".bias", values, Type.F32)
+        if suffix == "e_score_correction_bias":
+            stand_for[key] = add(f"blk.{key.split('.')[2]}.exp_probs_b.bias", values, Type.F32)
             continue
-        # llama.cpp keeps the router in F32 whatever the rest is.
-        kind = Type.F32 if key.endswith("mlp.gate.weight") else types[0]
-        stand_for[key] = add(names.get_name(stem) + "." + suffix, values, kind)
+        if arch == "llama" and re.search(r"self_attn\.[qk]_proj$", stem):
+            # Halves of a head's rows become pairs.
+            heads = c["num_attention_heads"] if "q_proj" in stem else c["num_key_value_heads"]
+            pairs = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+            back = add(names.get_name(stem) + ".weight", pairs, types[0])
+            stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+            continue
+        # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
+        kind = Type.F32 if key.endswith((".gate.weight", "shared_expert_gate.weight")) else types[0]
+        stand_for[key] = add(names.get_name(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
     out.mkdir(exist_ok=True)
     for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]:
-        shutil.copyfile(fixture / name, out / name)
+        shutil.copyfile(text_side(fixture, name), out / name)
     write_safetensors(out / "model.safetensors", stand_for)
 
 
