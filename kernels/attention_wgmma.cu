@@ -1,8 +1,8 @@
 // Causal attention of many tokens with Hopper's own instructions: what attention_prefill.cu does over bf16 caches with heads of up to 128 numbers, and attention_prefill_mla.cu
 // with keys of 128 + 64 and values of 128. Only on compute capability 9.0 (in code for other cards these kernels are empty).
 //
-// A block owns 128 queries of a head, and walks their context in steps of 128 positions. One warp brings keys and values by tensor copies into two buffers; two warpgroups have
-// 64 queries each. The tensor cores add the values of a step while the softmax of the next one is computed:
+// A block owns 128 queries of a head, and walks their context in steps of 128 positions. One thread of a warpgroup brings keys and values by tensor copies into two buffers; two more
+// warpgroups, to which it leaves its registers, have 64 queries each. The tensor cores add the values of a step while the softmax of the next one is computed:
 //
 //     S = Q K(0)^T;  P = softmax(S)
 //     for j = 1 ..:  S = Q K(j)^T and O += P V(j - 1) begin;  S done: softmax(S);  O done: rescale O;  P = S

@@ -136,24 +136,25 @@ pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Pr
 
 /// What `--experts auto`, and no `--group-size`, mean for the weights in `checkpoint`: what keeps them as they are.
 ///
-/// Errors: an expert's tensor is missing or of an unknown type.
-pub fn for_checkpoint(config: &EngineConfig, model: &ModelConfig, checkpoint: &Checkpoint) -> Result<EngineConfig> {
+/// What is wrong with a tensor is said by whoever reads it, after all that can be refused without reading any.
+pub fn for_checkpoint(config: &EngineConfig, model: &ModelConfig, checkpoint: &Checkpoint) -> EngineConfig {
     if model.moe().is_none() {
-        return Ok(config.clone());
+        return config.clone();
     }
     let job = cache_job("", checkpoint, model, Precision::Bf16);
     let mut each = Vec::new();
     // Formats change from layer to layer and between gate, up and down, not from expert to expert.
     for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
-        each.extend(job.sources(expert)?.iter().map(|source| source.kept_by()));
+        let Ok(sources) = job.sources(expert) else { return config.clone() };
+        each.extend(sources.iter().map(|source| source.kept_by()));
     }
-    Ok(kept(config, model, kept_by_all(each)))
+    kept(config, model, kept_by_all(each))
 }
 
 /// The same from a `config.json` alone, whose weights need not be here.
 pub fn for_folder(config: &EngineConfig, model: &ModelConfig, dir: &Path) -> Result<EngineConfig> {
     match Checkpoint::open(dir) {
-        Ok(checkpoint) => for_checkpoint(config, model, &checkpoint),
+        Ok(checkpoint) => Ok(for_checkpoint(config, model, &checkpoint)),
         Err(_) => {
             let inputs: Vec<usize> = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
             Ok(kept(config, model, Quantization::of_folder(dir)?.kept_by(&inputs)))
@@ -214,7 +215,7 @@ pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Load
     let model = models::read(dir)?;
     let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
-    let config = &for_checkpoint(config, &model, &checkpoint)?;
+    let config = &for_checkpoint(config, &model, &checkpoint);
     let precision = precision(&model, config)?;
     let budget = Budget::new(&model, config, precision, &machine)?;
     let experts = match precision {

@@ -314,6 +314,23 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
     })
 }
 
+/// Reads a body as an endpoint would and asks nobody: the refusal, if there is one. For tests that send anything.
+#[doc(hidden)]
+pub fn read_request(model: &TextModel, path: &str, body: &[u8]) -> std::result::Result<(), String> {
+    let read = |body: &[u8]| -> std::result::Result<(), ApiError> {
+        let mut fields = fields::Fields::parse(body)?;
+        fields.string("model")?;
+        match path {
+            "/v1/chat/completions" => drop(chat::read(model, &mut fields)?),
+            "/v1/completions" => drop(completions::read(model, &mut fields)?),
+            "/v1/responses" => drop(responses::read(model, &mut fields)?),
+            _ => drop(messages::read(model, &mut fields)?),
+        }
+        fields.finish()
+    };
+    read(body).map_err(|refusal| refusal.to_json().to_string())
+}
+
 /// Whether the process works: a supervisor asks here, also while a model is being loaded.
 async fn health(State(app): State<Arc<App>>) -> Response {
     match app.model.get() {

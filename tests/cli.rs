@@ -180,7 +180,11 @@ fn every_fixture_generates_and_captures() {
     std::fs::write(&tokens, "[1, 20, 300]").unwrap();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut models = 0;
-    for fixture in std::fs::read_dir(fixtures).unwrap().map(|entry| entry.unwrap().path()).filter(|dir| dir.join("config.json").exists()) {
+    for fixture in std::fs::read_dir(fixtures)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|dir| dir.join("tokenizer.json").exists() && dir.join("config.json").exists())
+    {
         models += 1;
         let model = fixture.to_str().unwrap();
         let cache = dir.path().join("cache");
@@ -298,7 +302,7 @@ fn the_server_says_where_it_is_and_stops_when_told() {
     std::io::BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap();
     let mut stream = std::net::TcpStream::connect(address).unwrap();
-    stream.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    stream.write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");

@@ -72,8 +72,3 @@ fn gptq() {
 fn awq() {
     check("qwen3_moe_awq", 0.01, 0.03, Precision::Int8 { group_size: 64 });
 }
-
-#[test]
-fn tmp_shared() {
-    check("/work/shared/fixtures/gpt_oss_bf16", 0.01, 0.5, INT4_G32);
-}

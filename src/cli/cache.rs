@@ -76,7 +76,7 @@ fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<V
     let dir = hub::resolve(&args.model, &cache_dir)?;
     let model = models::read(&dir)?;
     let checkpoint = Checkpoint::open(&dir)?;
-    let config = load::for_checkpoint(&config, &model, &checkpoint)?;
+    let config = load::for_checkpoint(&config, &model, &checkpoint);
     match load::precision(&model, &config)? {
         Some(precision) => {
             let job = load::cache_job(&args.model, &checkpoint, &model, precision);

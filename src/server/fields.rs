@@ -101,11 +101,10 @@ mod tests {
 
     #[test]
     fn nothing_is_left_unread() {
-        let neutral =
-            json!({"n": 1, "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}, "user": "me", "stop": null});
+        let neutral = json!({"modalities": ["text"], "functions": [], "suffix": "", "user": "me", "audio": null});
         assert!(Fields::parse(neutral.to_string().as_bytes()).unwrap().finish().is_ok());
-        assert_eq!(refusal(json!({"n": 2})), "\"n\"");
-        assert_eq!(refusal(json!({"tools": [{}]})), "\"tools\"");
+        assert_eq!(refusal(json!({"modalities": ["audio"]})), "\"modalities\"");
+        assert_eq!(refusal(json!({"functions": [{}]})), "\"functions\"");
         assert_eq!(refusal(json!({"temprature": 1})), "\"temprature\"");
     }
 

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::App;
 use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
-use super::ask::{Options, stops, understand};
+use super::ask::{Ask, Options, stops, understand};
 use super::conversation::{Conversation, Tools, check_tools, read_content, read_function};
 use super::error::ApiError;
 use super::fields::Fields;
@@ -25,25 +25,7 @@ type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/messages`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, streams) = understand(&app, body, |model, fields| {
-        let max_tokens = fields.integer("max_tokens", 1)?;
-        let options = Options {
-            max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
-            sampling: SamplingParams {
-                temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.sampling().temperature),
-                top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(model.sampling().top_p),
-                top_k: fields.integer("top_k", 0)?.unwrap_or(model.sampling().top_k),
-                ..model.sampling().clone()
-            },
-            ignore_eos: false,
-            stops: stops("stop_sequences", fields.take("stop_sequences"))?,
-            n: 1,
-            logprobs: None,
-        };
-        let streams = fields.boolean("stream")?.unwrap_or(false);
-        Ok((read(model, fields)?.ask(model, options)?, streams))
-    })
-    .await?;
+    let (ask, streams) = understand(&app, body, read).await?;
     let name = app.model()?.engine().info().model.clone();
     let request_id = caller.request_id.clone();
     let mut answer = Answer::start(&app, caller, ask)?;
@@ -63,12 +45,32 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 
 /// Answers `/v1/messages/count_tokens`.
 pub(super) async fn count_tokens(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>> {
-    let count = understand(&app, body, |model, fields| Ok(read(model, fields)?.prompt(model)?.ids.len())).await?;
+    let count = understand(&app, body, |model, fields| Ok(conversation(model, fields)?.prompt(model)?.ids.len())).await?;
     Ok(Json(json!({"input_tokens": count})))
 }
 
+/// What to ask for, and whether to stream.
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)> {
+    let max_tokens = fields.integer("max_tokens", 1)?;
+    let options = Options {
+        max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
+        sampling: SamplingParams {
+            temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.sampling().temperature),
+            top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(model.sampling().top_p),
+            top_k: fields.integer("top_k", 0)?.unwrap_or(model.sampling().top_k),
+            ..model.sampling().clone()
+        },
+        ignore_eos: false,
+        stops: stops("stop_sequences", fields.take("stop_sequences"))?,
+        n: 1,
+        logprobs: None,
+    };
+    let streams = fields.boolean("stream")?.unwrap_or(false);
+    Ok((conversation(model, fields)?.ask(model, options)?, streams))
+}
+
 /// The conversation of a body: `system`, `messages`, `tools`, `tool_choice`, `thinking`.
-fn read(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
+fn conversation(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
     let mut messages = Vec::new();
     if let Some(system) = fields.take("system") {
         messages.push(json!({"role": "system", "content": read_content("system", Some(&system))?}));

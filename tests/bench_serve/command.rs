@@ -47,15 +47,47 @@ impl Drop for Serving {
     }
 }
 
-#[test]
-fn our_own_server_gives_what_is_asked() {
+/// Our own server with the demo model, and its URL.
+fn serve(args: &[&str]) -> (Serving, String) {
     let cache = tempfile::tempdir().unwrap();
     let mut serve = Command::new(env!("CARGO_BIN_EXE_moebius"));
-    serve.args(["serve", "demo", "--port", "0", "--threads", "1", "--device", "cpu"]).env("XDG_CACHE_HOME", cache.path());
-    let mut server = Serving(serve.stdout(Stdio::piped()).spawn().unwrap());
+    serve.args(["serve", "demo", "--port", "0", "--threads", "1", "--device", "cpu"]).args(args).env("XDG_CACHE_HOME", cache.path());
+    let mut server = Serving(serve.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(server.0.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    let url = line.split_whitespace().find(|word| word.starts_with("http://")).unwrap();
+    let url = line.split_whitespace().find(|word| word.starts_with("http")).unwrap().to_string();
+    (server, url)
+}
+
+#[test]
+fn our_own_server_speaks_https_to_those_who_have_a_key() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls");
+    let (cert, key) = (dir.join("cert.pem"), dir.join("key.pem"));
+    let keys = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(keys.path(), "# ours\nsecret-1\n\nsecret-2\n").unwrap();
+    let args = ["--tls-cert", cert.to_str().unwrap(), "--tls-key", key.to_str().unwrap(), "--api-key-file", keys.path().to_str().unwrap()];
+    let (_server, url) = serve(&args);
+    assert!(url.starts_with("https://127.0.0.1:"), "{url}");
+    let asked = |args: &[&str]| {
+        let all =
+            [&["--url", &url, "--concurrency", "2", "--requests", "4", "--output-tokens", "4", "--prompt-tokens", "20"][..], args].concat();
+        command(&all).env("SSL_CERT_FILE", &cert).output().unwrap()
+    };
+    let answered = asked(&["--api-key", "secret-2", "--json"]);
+    assert!(answered.status.success(), "{}", text(&answered.stderr));
+    assert_eq!(serde_json::from_slice::<Value>(&answered.stdout).unwrap()["levels"][0]["completed"], 4);
+    assert!(text(&asked(&["--api-key", "secret-3"]).stderr).contains("401"));
+    let plain = failure(&["--url", &url.replace("https", "http"), "--requests", "1"]);
+    assert!(!plain.is_empty(), "not without TLS");
+    let swapped = ["serve", "demo", "--port", "0", "--tls-cert", key.to_str().unwrap(), "--tls-key", cert.to_str().unwrap()];
+    let refused = Command::new(env!("CARGO_BIN_EXE_moebius")).args(swapped).output().unwrap();
+    assert!(text(&refused.stderr).contains("not usable for TLS"), "{}", text(&refused.stderr));
+}
+
+#[test]
+fn our_own_server_gives_what_is_asked() {
+    let (_server, url) = serve(&[]);
+    let url = url.as_str();
     for endpoint in ["chat", "completions"] {
         let args = ["--url", url, "--endpoint", endpoint, "--concurrency", "1,2,4", "--requests", "6", "--json"];
         let output = bench(&[&args[..], &["--prompt-tokens", "200", "--output-tokens", "12", "--seed", "5"]].concat());

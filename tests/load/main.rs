@@ -68,8 +68,9 @@ fn load(warm_up: Duration, time: Duration) {
     counts.check();
     let grown = after.private_bytes.saturating_sub(before.private_bytes);
     assert!(grown <= TOLERANCE_BYTES, "the process has grown by {} KiB", grown >> 10);
-    // Where others keep the cores busy, a bare socket is late as well: what it is late by is not ours.
-    let limit = Duration::from_millis(50) + health.bare.p99;
+    // Where others keep the cores busy, a bare socket is late as well, and that is not ours; twice, for the system lets a thread that has
+    // worked wait longer than one that slept.
+    let limit = Duration::from_millis(50) + 2 * health.bare.p99;
     assert!(health.server.p99 < limit, "/health: {}, a bare socket: {}", health.server, health.bare);
 }
 

@@ -41,8 +41,8 @@ pub(crate) fn start_with(options: ServerOptions) -> Fixture {
     start_in(&tokenizer_dir(), options)
 }
 
-/// With the text side of a directory.
-pub(crate) fn start_in(dir: &Path, options: ServerOptions) -> Fixture {
+/// A model with the text side of a directory, and the engine's end of its requests.
+pub(crate) fn model_in(dir: &Path) -> (TextModel, UnboundedReceiver<Submission>) {
     let (sender, requests) = unbounded_channel();
     let info = EngineInfo {
         model: "models/tiny".into(),
@@ -59,6 +59,12 @@ pub(crate) fn start_in(dir: &Path, options: ServerOptions) -> Fixture {
     };
     let text = TextSide::load(dir).unwrap();
     let model = TextModel::new(EngineHandle::from_parts(info, sender), text);
+    (model, requests)
+}
+
+/// With the text side of a directory.
+pub(crate) fn start_in(dir: &Path, options: ServerOptions) -> Fixture {
+    let (model, requests) = model_in(dir);
     let server = Server::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
     let address = server.address();
     let running = server.start().unwrap();
@@ -70,7 +76,7 @@ pub(crate) fn token(id: u32) -> Event {
     Event::Token(Token { id, logprobs: None, stats: RequestStats::default() })
 }
 
-fn tokenizer_dir() -> PathBuf {
+pub(crate) fn tokenizer_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer")
 }
 
@@ -91,7 +97,7 @@ pub(crate) fn start_in_template() -> Fixture {
     start_in(dir.path(), ServerOptions::default())
 }
 
-fn with_template(template: &str) -> tempfile::TempDir {
+pub(crate) fn with_template(template: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
         std::fs::copy(tokenizer_dir().join(name), dir.path().join(name)).unwrap();

@@ -6,4 +6,5 @@ mod engine;
 mod fixture;
 mod messages;
 mod refusals;
+mod requests;
 mod trust;

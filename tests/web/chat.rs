@@ -183,6 +183,16 @@ fn editing_and_regenerating_branch_and_nothing_is_lost() {
 }
 
 #[test]
+fn what_was_just_sent_survives_leaving_at_once() {
+    let server = Server::saying(|_| Reply::text("yes no maybe").every(300));
+    let browser = open!(server);
+    browser.type_into(FIELD, "hello");
+    browser.js("document.querySelector('#send').click(); location.reload();");
+    wait_for_text(&browser, ".bubble", "hello");
+    browser.finish(&[]);
+}
+
+#[test]
 fn settings_reach_the_server_and_wrong_ones_do_not() {
     let server = Server::saying(|_| Reply::text("yes"));
     let browser = open!(server);

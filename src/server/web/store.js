@@ -28,12 +28,30 @@ async function open() {
       request.onerror = () => reject(request.error);
       request.onblocked = () => reject(new Error("blocked"));
     });
+    await rescue().catch(() => keepSetting("unwritten", undefined)); // not ours, then
     // A newer page in another tab may need to change the database.
     database.onversionchange = () => database.close();
     navigator.storage?.persist?.().catch(() => {}); // asks not to be cleared when space runs short; the answer changes nothing
   } catch {
     database = null;
   }
+}
+
+// A page that is left aborts writes that are on their way; what they were to write is kept for the next page.
+const unwritten = new Set();
+addEventListener("pagehide", () => unwritten.size && keepSetting("unwritten", [...unwritten]));
+addEventListener("pageshow", (event) => event.persisted && keepSetting("unwritten", undefined)); // it came back, and goes on writing
+
+/** Writes what an earlier page could not. */
+async function rescue() {
+  const transaction = database.transaction(["conversations", "messages"], "readwrite");
+  for (const { record, messages } of setting("unwritten", [])) {
+    transaction.objectStore("conversations").put(record);
+    for (const message of messages) transaction.objectStore("messages").put(message);
+  }
+  transaction.commit();
+  await new Promise((resolve) => (transaction.oncomplete = transaction.onabort = resolve));
+  keepSetting("unwritten", undefined);
 }
 
 /** Hears of `full` and `failed` writes. */
@@ -105,10 +123,13 @@ export async function load(id) {
 
 /** Writes a conversation's record and some of its messages. */
 export async function save(record, messages = []) {
+  const all = { record, messages };
+  unwritten.add(all);
   await write(({ put }) => {
     put("conversations", record);
     for (const message of messages) put("messages", message);
   });
+  unwritten.delete(all);
   tell({ changed: record.id });
 }
 
