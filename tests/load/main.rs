@@ -26,9 +26,9 @@ const CLIENTS: usize = 200;
 const OPTIONS: [&str; 10] =
     ["--threads", "1", "--max-sequences", "16", "--max-queue", "64", "--max-context", "2048", "--client-timeout", "10"];
 
-/// What the process may grow by between two quiet moments: freed memory stays in the allocator's arenas, of which there is one for each
-/// thread that came and went, and how much depends on who met whom. A leak of one short answer per request would be several times as much.
-const TOLERANCE_BYTES: u64 = 24 << 20;
+/// What the process may grow by between two quiet moments: its heap keeps the size of the busiest moment, which comes by chance, and grew by
+/// 8 MiB in two minutes before it stood still. A leak of 4 KiB per request would be 30.
+const TOLERANCE_BYTES: u64 = 16 << 20;
 
 #[test]
 fn ten_seconds() {
@@ -68,8 +68,9 @@ fn load(warm_up: Duration, time: Duration) {
     counts.check();
     let grown = after.private_bytes.saturating_sub(before.private_bytes);
     assert!(grown <= TOLERANCE_BYTES, "the process has grown by {} KiB", grown >> 10);
-    // Where others keep the cores busy, a bare socket is late as well: what it is late by is not ours.
-    let limit = Duration::from_millis(50) + health.bare.p99;
+    // Where others keep the cores busy, a bare socket is late as well, and that is not ours; twice, for the system lets a thread that has
+    // worked wait longer than one that slept.
+    let limit = Duration::from_millis(50) + 2 * health.bare.p99;
     assert!(health.server.p99 < limit, "/health: {}, a bare socket: {}", health.server, health.bare);
 }
 
