@@ -162,7 +162,7 @@ fn mapped(dir: &Path) -> Finding {
     let largest = files.max().and_then(|(_, path)| ExpertCache::open(&path).ok());
     let Some(cache) = largest else { return finding("mapped experts", "no cache file yet", None) };
     let name = cache.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
-    match memory::huge_share(&load::spots(&cache)) {
+    match memory::huge_share(&load::place::spots(&cache)) {
         None => finding("mapped experts", format!("{name}: the system does not tell in what pages"), None),
         Some(share) if share > 0.5 => finding("mapped experts", format!("{name}: in huge pages"), None),
         Some(_) => {

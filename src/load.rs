@@ -3,6 +3,8 @@
 pub mod components;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub(crate) mod place;
+mod precision;
 pub mod speed;
 
 use std::path::{Path, PathBuf};
@@ -10,25 +12,25 @@ use std::sync::Arc;
 
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::codec::{Quantization, kept_by_all};
 use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
 use moebius_cache::format::ExpertCache;
-use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, MatrixLayout, TILE_ROWS, largest_group_size};
+use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use crate::backend::cpu::Cpu;
 use crate::batch::BLOCK_SIZE;
-use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
+use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, KvBits, Numa, PrefillOn};
 use crate::experts::cpu::CpuExperts;
-use crate::experts::{Between, ExpertExecutor, ExpertMemory};
+use crate::experts::{Between, ExpertExecutor};
 use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
-use crate::memory::{self, Pages, read_bandwidth};
 use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
 use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
 use crate::workers::Team;
 use crate::{Error, Result, models};
+use place::{SMALL_BYTES, place};
+pub use precision::{for_checkpoint, for_folder, precision};
 use speed::CpuRates;
 
 /// Memory that is left to the rest of the machine, in bytes.
@@ -106,74 +108,6 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
     }
     let team = Arc::new(Team::on_nodes(&seats)?);
     Ok(Machine { team, kernel, available_bytes: topology.available_bytes })
-}
-
-/// The precision of the routed experts. Errors: no group size divides, or the one asked for does not.
-pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Precision>> {
-    let Some(moe) = model.moe() else { return Ok(None) };
-    let (hidden, width) = (model.hidden_size, moe.intermediate_size);
-    let largest = largest_group_size(&[hidden, width]);
-    let group_size = || match config.group_size {
-        Some(g) if !GROUP_SIZES.contains(&g) => Err(Error::Invalid(format!("--group-size {g} is not 32, 64 or 128"))),
-        Some(g) if hidden % g != 0 || width % g != 0 => Err(Error::Invalid(format!(
-            "--group-size {g} does not divide this model's rows of {hidden} and {width} weights: {}",
-            match largest {
-                Some(fits) => format!("use --group-size {fits}"),
-                None => "use --experts bf16".into(),
-            }
-        ))),
-        Some(g) => Ok(g),
-        None => largest.ok_or_else(|| {
-            Error::Invalid(format!("rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"))
-        }),
-    };
-    Ok(Some(match config.experts {
-        ExpertBits::Bf16 => Precision::Bf16,
-        ExpertBits::Int8 => Precision::Int8 { group_size: group_size()? },
-        ExpertBits::Int4 | ExpertBits::Auto => Precision::Int4 { group_size: group_size()? },
-    }))
-}
-
-/// What `--experts auto`, and no `--group-size`, mean for the weights in `checkpoint`: what keeps them as they are.
-///
-/// What is wrong with a tensor is said by whoever reads it, after all that can be refused without reading any.
-pub fn for_checkpoint(config: &EngineConfig, model: &ModelConfig, checkpoint: &Checkpoint) -> EngineConfig {
-    if model.moe().is_none() {
-        return config.clone();
-    }
-    let job = cache_job("", checkpoint, model, Precision::Bf16);
-    let mut each = Vec::new();
-    // Formats change from layer to layer and between gate, up and down, not from expert to expert.
-    for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
-        let Ok(sources) = job.sources(expert) else { return config.clone() };
-        each.extend(sources.iter().map(|source| source.kept_by()));
-    }
-    kept(config, model, kept_by_all(each))
-}
-
-/// The same from a `config.json` alone, whose weights need not be here.
-pub fn for_folder(config: &EngineConfig, model: &ModelConfig, dir: &Path) -> Result<EngineConfig> {
-    match Checkpoint::open(dir) {
-        Ok(checkpoint) => Ok(for_checkpoint(config, model, &checkpoint)),
-        Err(_) => {
-            let inputs: Vec<usize> = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
-            Ok(kept(config, model, Quantization::of_folder(dir)?.kept_by(&inputs)))
-        }
-    }
-}
-
-/// `precision` where the user left it to us.
-fn kept(config: &EngineConfig, model: &ModelConfig, precision: Option<Precision>) -> EngineConfig {
-    let (Some(precision), Some(moe)) = (precision, model.moe()) else { return config.clone() };
-    let experts = match (config.experts, precision) {
-        (ExpertBits::Auto, Precision::Int4 { .. }) => ExpertBits::Int4,
-        (ExpertBits::Auto, Precision::Int8 { .. }) => ExpertBits::Int8,
-        (ExpertBits::Auto, Precision::Bf16) => ExpertBits::Bf16,
-        (asked, _) => asked,
-    };
-    let largest = largest_group_size(&[model.hidden_size, moe.intermediate_size]);
-    let own = precision.group_size().into_iter().chain(largest).min();
-    EngineConfig { experts, group_size: config.group_size.or(own), ..config.clone() }
 }
 
 /// Where expert caches are kept.
@@ -275,119 +209,6 @@ pub fn assemble(
     let model = Box::new(Model::new(backend, model, weights, executor, kv, limits)?);
     let available_bytes = topology::available_bytes;
     Ok(Loaded { model, kv_blocks, max_context, max_batch_tokens: tokens, device: None, precision, team, kernel, available_bytes })
-}
-
-/// Experts smaller than this are neither copied for speed nor talked about.
-const SMALL_BYTES: u64 = 1 << 30;
-
-/// A copy must be faster than the mapped file by this factor.
-const COPY_PAYS: f64 = 1.1;
-
-/// Decides where the experts are read from, brings them there and says where that is.
-fn place(cache: ExpertCache, config: &EngineConfig, team: &Team, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<ExpertMemory> {
-    let topology = Topology::read();
-    let mut interleave = if config.numa == Numa::Interleave { topology.memory_nodes() } else { Vec::new() };
-    if interleave.len() == 1 {
-        interleave.clear();
-    }
-    let nodes = team.nodes().len().max(interleave.len());
-    let mapped = ExpertMemory::mapped(Arc::new(cache));
-    let bytes = mapped.bytes();
-    // Random weights are given back layer by layer as they are copied.
-    let needed = if mapped.cache().is_file() { bytes } else { 2 * bytes / mapped.cache().num_layers().max(1) as u64 };
-    let free = topology::available_bytes().saturating_sub(RESERVE_BYTES);
-    let (copy, why) = match config.experts_memory {
-        ExpertsMemory::Map => (false, pages_of(&mapped)),
-        ExpertsMemory::Copy if needed > free => {
-            return Err(Error::Resources(format!(
-                "a copy of the experts needs {:.1} GiB of memory and {:.1} are free: use --experts-memory map",
-                gib(needed),
-                gib(free)
-            )));
-        }
-        ExpertsMemory::Copy => (true, String::new()),
-        ExpertsMemory::Auto => match nodes > 1 || bytes >= SMALL_BYTES {
-            false => (false, String::new()),
-            true if needed > free => (false, format!("; a copy would need {:.1} GiB of memory", gib(needed))),
-            true if nodes > 1 => (true, String::new()),
-            true => copy_pays(pages_of(&mapped), &topology.huge_pages, || {
-                const SAMPLE_BYTES: usize = 256 << 20;
-                let read = |pages| read_bandwidth(team, SAMPLE_BYTES, pages, 2);
-                Ok(read(Pages::Huge)? / read(Pages::Small)?)
-            })?,
-        },
-    };
-    let memory = match copy {
-        false => mapped,
-        true => ExpertMemory::copied(mapped.into_cache(), team, &interleave, &|done, layers| report(LoadProgress::Copy(done, layers)))?,
-    };
-    if config.lock {
-        memory.lock()?;
-    }
-    if copy || bytes >= SMALL_BYTES {
-        let pages = if topology.huge_pages == "never" { "4 KiB pages" } else { "huge pages" };
-        let place = match (copy, nodes) {
-            (false, _) if !memory.cache().is_file() => format!("in anonymous memory, {pages}"),
-            (false, _) => format!("mapped from the cache file{why}"),
-            (true, 1) => format!("copied into {pages}{why}"),
-            (true, _) if !interleave.is_empty() => format!("copied into {pages}, interleaved over {nodes} NUMA nodes"),
-            (true, _) => format!(
-                "copied into {pages}, a slice of each on {nodes} NUMA nodes{}",
-                misplaced(memory.placed(team.nodes()), team.nodes())
-            ),
-        };
-        report(LoadProgress::Experts(&format!("experts: {:.1} GiB {place}", gib(bytes))));
-    }
-    Ok(memory)
-}
-
-/// Whether to copy experts that the page cache holds in `pages`, and what was found, as the end of a sentence.
-///
-/// `gain` measures how many times faster huge pages are read than small ones.
-fn copy_pays(pages: String, huge_pages: &str, gain: impl FnOnce() -> Result<f64>) -> Result<(bool, String)> {
-    if pages != SMALL_PAGES {
-        return Ok((false, pages));
-    }
-    if huge_pages == "never" {
-        let advice = ": `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled` allows huge ones";
-        return Ok((false, pages + advice));
-    }
-    let gain = gain()?;
-    Ok((gain > COPY_PAYS, format!(", huge pages are read {:.0}% faster than the file's small ones", 100.0 * (gain - 1.0).max(0.0))))
-}
-
-const SMALL_PAGES: &str = ", in 4 KiB pages";
-
-/// What the page cache gives, as the end of a sentence; nothing of experts that nobody talks about.
-fn pages_of(mapped: &ExpertMemory) -> String {
-    if mapped.bytes() < SMALL_BYTES || !mapped.cache().is_file() {
-        return String::new();
-    }
-    match memory::huge_share(&spots(mapped.cache())) {
-        Some(share) if share > 0.5 => ", in huge pages".into(),
-        Some(_) => SMALL_PAGES.into(),
-        None => String::new(),
-    }
-}
-
-/// Bytes all over the file.
-pub(crate) fn spots(cache: &ExpertCache) -> Vec<&u8> {
-    let layers = cache.num_layers();
-    let count = layers.min(16);
-    (0..count).map(|i| cache.layer(layers * i / count)).filter_map(|layer| layer.get(layer.len() / 2)).collect()
-}
-
-/// What to say when slices are not on their nodes; `placed` as [`ExpertMemory::placed`].
-fn misplaced(placed: Option<Vec<f64>>, nodes: &[usize]) -> String {
-    let Some(placed) = placed else { return ", where the system does not tell if they are".into() };
-    let worst = placed.iter().zip(nodes).min_by(|a, b| a.0.total_cmp(b.0));
-    match worst {
-        Some((share, node)) if *share < 0.9 => format!(
-            ", but {:.0}% of node {node}'s is elsewhere: free memory there (`numactl --hardware`), or let the container place memory (--cap-add SYS_NICE)",
-            100.0 * (1.0 - share)
-        ),
-        _ => String::new(),
-    }
 }
 
 /// What fits into memory, decided before anything is loaded.
@@ -711,27 +532,5 @@ mod tests {
         // In BF16 4 bytes or more of each.
         let bf16 = of(ExpertBits::Bf16, 4096) - of(ExpertBits::Bf16, 512);
         assert!(bf16 > 3584 * 8 * (4 * (2048 + 768) + 4 * 768), "{bf16}");
-    }
-
-    #[test]
-    fn a_copy_pays_from_a_tenth_on() {
-        let measured = |gain| copy_pays(SMALL_PAGES.into(), "madvise", || Ok(gain)).unwrap();
-        assert_eq!(measured(1.3), (true, ", huge pages are read 30% faster than the file's small ones".into()));
-        assert_eq!(measured(1.05), (false, ", huge pages are read 5% faster than the file's small ones".into()));
-        assert!(!measured(0.9).0 && measured(0.9).1.contains(" 0% faster"));
-        // Where nothing can be gained, nothing is measured.
-        let unmeasured = |pages: &str, setting| copy_pays(pages.into(), setting, || panic!("measured")).unwrap();
-        assert_eq!(unmeasured(", in huge pages", "always"), (false, ", in huge pages".into()));
-        assert_eq!(unmeasured("", "madvise"), (false, String::new()));
-        let (copy, why) = unmeasured(SMALL_PAGES, "never");
-        assert!(!copy && why.starts_with(SMALL_PAGES) && why.contains("madvise"), "{why}");
-    }
-
-    #[test]
-    fn slices_on_other_nodes_are_told_with_the_remedy() {
-        assert_eq!(misplaced(Some(vec![1.0, 0.95]), &[0, 2]), "");
-        let text = misplaced(Some(vec![0.85, 0.4]), &[0, 2]);
-        assert!(text.contains("60% of node 2's") && text.contains("numactl") && text.contains("SYS_NICE"), "{text}");
-        assert!(misplaced(None, &[0, 2]).contains("does not tell"));
     }
 }
