@@ -30,7 +30,7 @@ enum Command {
     Chat(chat::Args),
     /// Complete one prompt.
     Generate(generate::Args),
-    /// Answer OpenAI-compatible HTTP requests.
+    /// A chat page, and the APIs of OpenAI and Anthropic, over HTTP.
     Serve(serve::Args),
     /// Say what would go where, what context fits and how fast it would be, without loading weights.
     Plan(plan::Args),
