@@ -145,10 +145,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
     let info = model.engine().info();
     print_line(&format!(
-        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)",
+        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is at {url}",
         info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
     ))?;
-    print_line(&format!("a page to chat with is at {url}"))?;
     if args.access.insecure && !args.host.is_loopback() {
         eprintln!("note: there is no access control: whoever reaches {url} may use the model");
     }
