@@ -60,6 +60,14 @@ fn relative_error(got: &[f32], want: &[f32]) -> f64 {
     (square(&mut got.iter().zip(want).map(|(g, w)| g - w)) / square(&mut want.iter().copied())).sqrt()
 }
 
+/// The median of the relative errors of the tokens: of some, another expert is chosen, and they are far off.
+fn typical_error(got: &[f32], want: &[f32], tokens: usize) -> f64 {
+    let vocab = want.len() / tokens;
+    let mut errors: Vec<f64> = got.chunks(vocab).zip(want.chunks(vocab)).map(|(got, want)| relative_error(got, want)).collect();
+    errors.sort_unstable_by(f64::total_cmp);
+    errors[tokens / 2]
+}
+
 #[test]
 fn every_type_of_block_is_decoded_as_the_package_does() {
     let Some(python) = python() else { return };
@@ -102,27 +110,28 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
     let fixture = Fixture::open("qwen3_moe");
     let want = fixture.floats("mid.logits");
     let (int4, int8) = (Precision::Int4 { group_size: 32 }, Precision::Int8 { group_size: 32 });
-    // Errors against the weights before they were quantized: 4 bits in groups of 32 leave this random model with 20%.
+    // How far these formats put this random model off, at most twice of what was measured: not ours, but a sign of what was made. Ours is that
+    // logits are those of the weights that the file stands for.
     for (types, kept, bound) in [
         ("F16", None, 0.01),
-        ("Q8_0", Some(int8), 0.03),
-        ("Q4_0", Some(int4), 0.5),
-        ("Q5_0", Some(int8), 0.2),
-        ("MXFP4", Some(int8), 0.6),
-        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(int8), 0.5),
+        ("Q8_0", Some(int8), 0.055),
+        ("Q4_0", Some(int4), 0.86),
+        ("Q5_0", Some(int8), 0.47),
+        ("MXFP4", Some(int8), 1.0),
+        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(int8), 0.29),
     ] {
         let dir = TempDir::new().unwrap();
         let (file, stands_for) = model(&python, &dir, "qwen3_moe", types, &[]);
         let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
         let (got, _) = logits(&resolved, &fixture, &exact());
         assert!(got == logits(&stands_for, &fixture, &exact()).0, "{types}: logits differ");
-        let error = relative_error(&got, &want);
+        let error = typical_error(&got, &want, fixture.tokens("mid.input_ids").len());
         assert!(error < bound, "{types}: logits off by {error}");
         let (auto, precision) = logits(&resolved, &fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact() });
         if let Some(kept) = kept {
             assert_eq!(precision, Some(kept), "{types}");
-            let error = relative_error(&auto, &got);
-            assert!(error < 0.2, "{types}: experts as they are, off by {error}");
+            let error = typical_error(&auto, &got, fixture.tokens("mid.input_ids").len());
+            assert!(error < 0.06, "{types}: experts as they are, off by {error}");
         }
     }
 }
