@@ -29,11 +29,25 @@ pub struct Browser {
     _profile: tempfile::TempDir,
 }
 
+/// A running chromedriver and its port; `None`: there is none on this machine.
+fn start_driver() -> Option<(Child, u16)> {
+    // It takes a port that is free for IPv4 and gives up when it is not for IPv6.
+    for _ in 0..10 {
+        let mut driver = Command::new("chromedriver").arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().ok()?;
+        let mut lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let port = |line: String| line.strip_suffix('.')?.split("successfully on port ").nth(1)?.parse().ok();
+        if let Some(port) = lines.find_map(port) {
+            return Some((driver, port));
+        }
+        let _ = driver.wait();
+    }
+    panic!("chromedriver ends before it says its port")
+}
+
 impl Browser {
     /// Starts one at `address`; without a Chromium says so under the test's name and returns `None`.
     pub fn open(address: &str, screen: Screen) -> Option<Self> {
-        let spawned = Command::new("chromedriver").arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
-        let Ok(mut driver) = spawned else {
+        let Some((driver, port)) = start_driver() else {
             let thread = std::thread::current();
             // Straight to stderr: the test harness shows no other output of a test that passes.
             let _ = writeln!(
@@ -43,11 +57,6 @@ impl Browser {
             );
             return None;
         };
-        let port = BufReader::new(driver.stdout.take().unwrap())
-            .lines()
-            .map_while(Result::ok)
-            .find_map(|line| line.strip_suffix('.')?.split("successfully on port ").nth(1)?.parse::<u16>().ok())
-            .expect("chromedriver says its port");
         let profile = tempfile::tempdir().unwrap();
         let data = format!("--user-data-dir={}", profile.path().display());
         let mut options = json!({"args": [
