@@ -14,7 +14,7 @@ use moebius::backend::cpu::Cpu;
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::memory::{Pages, read_bandwidth};
-use moebius::model::{Router, Scoring};
+use moebius::model::Router;
 use moebius::tensor::Tensor;
 use moebius::topology::Topology;
 use moebius::workers::Team;
@@ -83,15 +83,7 @@ struct LayerRouter {
 impl LayerRouter {
     fn new(backend: Cpu, shape: &Shape) -> Self {
         let mut state = 7;
-        let config = Router {
-            top_k: shape.top_k,
-            scoring: Scoring::Softmax,
-            correction_bias: false,
-            bias: false,
-            groups: None,
-            normalize: true,
-            scaling: 1.0,
-        };
+        let config = shape.router();
         let weight = |_| (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
         let weights: Vec<Vec<f32>> = (0..16).map(weight).collect();
         let weights = weights.into_iter().map(|weight| backend.load_router(weight, None, None).expect("host memory")).collect();

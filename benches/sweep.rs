@@ -16,7 +16,6 @@ use moebius::backend::{Backend, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Pace};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
 use moebius::memory::{self, Pages, read_bandwidth};
-use moebius::model::{Router, Scoring};
 use moebius::tensor::Tensor;
 use moebius::topology::Topology;
 use moebius::workers::{Cut, Team};
@@ -224,15 +223,7 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     add("16 barriers over one counter".into(), Way::Counter);
 
     let backend = Cpu::new(team.clone(), best);
-    let config = Router {
-        top_k: shape.top_k,
-        scoring: Scoring::Softmax,
-        correction_bias: false,
-        bias: false,
-        groups: None,
-        normalize: true,
-        scaling: 1.0,
-    };
+    let config = shape.router();
     let mut state = 7;
     let mut weight = || (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
     let routers = (0..16).map(|_| backend.load_router(weight(), None, None)).collect::<moebius::Result<Vec<_>>>()?;

@@ -235,7 +235,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
             // Not pinned is slower, not wrong.
             let _ = team.pin_caller();
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run(&mut queue))) {
-                engine.give_up(&mut queue, &*panic);
+                engine.give_up(&mut queue, &format!("a bug: {}", run::words(&*panic)));
             }
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;

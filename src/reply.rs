@@ -14,6 +14,7 @@ mod tags;
 mod xml;
 
 pub use parser::Parser;
+pub(crate) use parser::overlap;
 pub use syntax::Syntax;
 
 /// A function that the model may call.

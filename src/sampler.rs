@@ -145,7 +145,8 @@ impl Sampler {
     /// Depends on nothing but its arguments and the seed: the same text comes out whatever else runs.
     /// Errors: `Error::Model` when the logits are not finite, or no token is allowed.
     pub fn sample(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) -> Result<(u32, Option<Box<Logprobs>>)> {
-        if !logits[argmax(logits)].is_finite() {
+        let mut best = argmax(logits);
+        if !logits[best].is_finite() {
             return Err(not_finite());
         }
         if self.logprobs.is_some() {
@@ -158,12 +159,15 @@ impl Sampler {
         if let Some(constraint) = &mut self.constraint {
             constraint.mask(logits)?;
         }
-        let token = self.choose(logits, tokens)?;
+        if self.penalizes() || self.constraint.is_some() {
+            best = argmax(logits);
+        }
+        let token = self.choose(logits, best, tokens)?;
         Ok((token, self.logprobs.map(|top| Box::new(logprobs(&self.raw, token, top)))))
     }
 
-    fn choose(&mut self, logits: &mut [f32], tokens: &[u32]) -> Result<u32> {
-        let best = argmax(logits);
+    /// From logits as they count, of which `best` is the largest.
+    fn choose(&mut self, logits: &mut [f32], best: usize, tokens: &[u32]) -> Result<u32> {
         if !logits[best].is_finite() {
             return Err(Error::Model("nothing that the model can say fits the grammar of this request".into()));
         }

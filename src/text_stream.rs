@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use crate::engine::{Event, Events, FinishReason, Logprobs, RequestStats, Token};
+use crate::reply::overlap;
 use crate::tokenizer::{Incremental, Tokenizer};
 use crate::{Error, Result};
 
@@ -189,12 +190,6 @@ impl StopStrings {
     fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
-}
-
-/// Bytes of the longest end of `text` that begins `stop`. Both are UTF-8, so a match of bytes is a match of characters.
-fn overlap(text: &str, stop: &str) -> usize {
-    let longest = text.len().min(stop.len() - 1);
-    (1..=longest).rev().find(|&n| stop.as_bytes().starts_with(&text.as_bytes()[text.len() - n..])).unwrap_or(0)
 }
 
 #[cfg(test)]

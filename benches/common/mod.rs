@@ -1,6 +1,7 @@
 //! What benches of the CPU's experts share: real models' shapes, stores of anything, random tokens.
 
 use moebius::backend::Routing;
+use moebius::model::{Router, Scoring};
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::{ExpertLayout, Precision};
 
@@ -11,6 +12,21 @@ pub(crate) struct Shape {
     pub(crate) intermediate: usize,
     pub(crate) experts: usize,
     pub(crate) top_k: usize,
+}
+
+impl Shape {
+    /// A softmax over all experts, renormalized.
+    pub(crate) fn router(&self) -> Router {
+        Router {
+            top_k: self.top_k,
+            scoring: Scoring::Softmax,
+            correction_bias: false,
+            bias: false,
+            groups: None,
+            normalize: true,
+            scaling: 1.0,
+        }
+    }
 }
 
 pub(crate) const SHAPES: [Shape; 3] = [

@@ -87,11 +87,7 @@ impl Engine {
     /// Serves until all handles are dropped and all answers complete.
     pub(super) fn run(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>) {
         if let Err(error) = self.model.enter_thread() {
-            queue.close();
-            while let Ok(submission) = queue.try_recv() {
-                let _ = submission.events.send(Event::Failed(Error::Stopped(error.to_string())));
-            }
-            return;
+            return self.give_up(queue, &error.to_string());
         }
         loop {
             if self.scheduler.is_idle() {
@@ -117,9 +113,9 @@ impl Engine {
         }
     }
 
-    /// After a panic nothing here can be trusted to compute: whoever waits is told, and nobody else is let in.
-    pub(super) fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, panic: &(dyn Any + Send)) {
-        let failed = || Event::Failed(Error::Stopped(format!("a bug: {}", words(panic))));
+    /// Nothing here can compute any more, or be trusted to, as after a panic: whoever waits is told why, and nobody else is let in.
+    pub(super) fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, why: &str) {
+        let failed = || Event::Failed(Error::Stopped(why.into()));
         queue.close();
         self.scheduler.retire(|_| true, |s| drop(s.state.events.send(failed())));
         while let Ok(submission) = queue.try_recv() {
@@ -331,7 +327,7 @@ impl Answer {
 }
 
 /// What a panic said.
-fn words(panic: &(dyn Any + Send)) -> &str {
+pub(super) fn words(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("a panic without words")
 }

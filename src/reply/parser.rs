@@ -99,9 +99,8 @@ pub(super) fn reasoning(more: &str, parts: &mut Vec<Part>) {
     }
 }
 
-/// Bytes of the longest end of `text` that begins `marker` without completing it. Markers begin with an ASCII character, so
-/// the end begins between characters.
-pub(super) fn overlap(text: &str, marker: &str) -> usize {
+/// Bytes of the longest end of `text` that begins `marker` without completing it. Both are UTF-8, so a match of bytes is one of characters.
+pub(crate) fn overlap(text: &str, marker: &str) -> usize {
     let longest = text.len().min(marker.len() - 1);
     (1..=longest).rev().find(|&n| marker.as_bytes().starts_with(&text.as_bytes()[text.len() - n..])).unwrap_or(0)
 }
