@@ -58,6 +58,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<S
     fields.only("background", &[json!(false)])?;
     fields.only("truncation", &[json!("disabled")])?;
     fields.only("max_tool_calls", &[])?;
+    fields.only("n", &[json!(1)])?; // a response is one answer
     fields.only("top_logprobs", &[json!(0)])?;
     fields.only("include", &[json!([]), json!(["reasoning.encrypted_content"])])?;
     fields.only("stream_options", &[json!({}), json!({"include_obfuscation": false})])?;

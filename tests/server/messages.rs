@@ -184,6 +184,7 @@ fn a_response_is_answered() {
     for (fields, param) in [
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"background": true}), "background"),
+        (json!({"n": 2}), "n"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({"input": 5}), "input"),
