@@ -125,7 +125,8 @@ fn as_hooks_of_transformers() {
         };
         let tokens: Vec<u32> = ints("input_ids").iter().map(|&t| t as u32).collect();
         let vectors: Vec<Arc<[f32]>> = floats("vectors").chunks(hidden).map(Arc::from).collect();
-        let steers = ints("steers").chunks(4).zip(floats("coefficients")).map(|(at, coefficient)| Steer {
+        let places = ints("steers");
+        let steers = places.chunks(4).zip(floats("coefficients")).map(|(at, coefficient)| Steer {
             layer: at[0],
             vector: vectors[at[1]].clone(),
             coefficient,
