@@ -173,7 +173,7 @@ fn captured_beside_others_as_in_one_pass() {
                 assert_eq!(tokens, read(plain).0);
                 // The last token is never read.
                 let text = [&request.prompt[..], &tokens[..tokens.len() - 1]].concat();
-                let whole = capture(&mut loaded, &text, &wanted, 512).unwrap();
+                let whole = capture(&mut loaded, &text, &wanted, 192).unwrap();
                 let positions: Vec<_> = (0..text.len()).collect();
                 assert_eq!(rows.len(), engine.info().layers + 1);
                 for (what, (at, rows)) in rows {
