@@ -10,7 +10,7 @@ pub mod cuda;
 use crate::Result;
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
-use crate::model::{DeltaNet, Mla, ModelConfig, Router};
+use crate::model::{DeltaNet, Mla, Router};
 use crate::tensor::{HostTensor, Shortlist};
 
 /// Which experts each token goes to, and with what weight.
@@ -122,12 +122,6 @@ pub trait Backend: Sized + Send + 'static {
     type Shortlister: Send;
     /// Numbers on the host that the device copies to fast.
     type Host: std::ops::DerefMut<Target = [f32]> + Send;
-
-    /// What this model needs and the device does not have, as in "needs ..."; `None`: it runs here. Asked before anything is loaded.
-    fn lacks(model: &ModelConfig) -> Option<&'static str> {
-        let _ = model;
-        None
-    }
 
     /// Room for batches of at most `max_tokens` tokens.
     fn batch(&self, max_tokens: usize) -> Result<Self::Batch>;

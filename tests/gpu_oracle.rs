@@ -11,7 +11,8 @@ use common::{Fixture, greedy};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
 
-const FIXTURES: [&str; 13] = [
+const FIXTURES: [&str; 14] = [
+    "gpt_oss_mxfp4",
     "qwen2_moe",
     "qwen3_next",
     "qwen3_5_moe",

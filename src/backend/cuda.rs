@@ -26,7 +26,7 @@ use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
-use crate::model::{Activation, Attention, DeltaNet, GroupScore, Mla, ModelConfig, Router, Scoring};
+use crate::model::{DeltaNet, GroupScore, Mla, Router, Scoring};
 use crate::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
@@ -270,18 +270,6 @@ impl Backend for CudaBackend {
     type Shortlister = Shortlister;
     type Host = PinnedBuffer<f32>;
     const SHORTLISTS: bool = true;
-
-    fn lacks(model: &ModelConfig) -> Option<&'static str> {
-        let of_attention = model.layers.iter().find_map(|layer| match &layer.attention {
-            Attention::DeltaNet(a) => Rule::lacks(a),
-            _ => None,
-        });
-        let of_experts = model.moe().and_then(|moe| match moe {
-            _ if moe.expert_bias || moe.activation != Activation::Silu => Some("biases and another activation of experts"),
-            _ => None,
-        });
-        of_attention.or(of_experts)
-    }
 
     fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
         CudaBatch::new(&self.cuda, max_tokens, self.limits.table)

@@ -9,10 +9,6 @@ use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 use crate::model::DeltaNet;
 
-/// The kernels' limits: numbers of a key, and inputs of the convolution.
-const MAX_KEY: usize = 128;
-const MAX_TAPS: usize = 8;
-
 /// Columns of a state that a block has.
 const COLUMNS: usize = 32;
 
@@ -64,15 +60,6 @@ unsafe impl Argument for DeltaBatch {}
 unsafe impl Argument for DeltaShape {}
 
 impl Rule {
-    /// What of `config` the kernels are not made for.
-    pub(super) fn lacks(config: &DeltaNet) -> Option<&'static str> {
-        let fits = config.key_head_dim <= MAX_KEY
-            && config.key_head_dim.is_multiple_of(4)
-            && config.value_head_dim.is_multiple_of(2)
-            && config.conv_width <= MAX_TAPS;
-        (!fits).then_some("gated DeltaNet with such heads, or such a convolution")
-    }
-
     pub(super) fn new(backend: &CudaBackend, config: &DeltaNet, rule: DeltaRule) -> Result<Self> {
         let (width, channels) = (config.conv_width, config.conv_dim());
         let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&backend.cuda, numbers);
