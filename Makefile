@@ -1,5 +1,5 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
-.PHONY: test lint kernels emulator
+.PHONY: test lint kernels emulator python
 
 test: emulator
 	cargo test --workspace --no-fail-fast
@@ -30,3 +30,15 @@ lint:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+# The Python package: a wheel of the same profile and folder as the tests', installed where target/python is, and its tests.
+PYTHON = target/python/bin
+
+python: $(PYTHON)/maturin
+	PATH="$(CURDIR)/$(PYTHON):$$PATH" $(PYTHON)/maturin build --manifest-path python/Cargo.toml --profile dev --out target/wheels
+	$(PYTHON)/pip install --quiet --force-reinstall --no-deps target/wheels/moebius-*.whl
+	$(PYTHON)/pytest -q python/tests
+
+$(PYTHON)/maturin:
+	python3 -m venv target/python
+	$(PYTHON)/pip install --quiet gguf maturin mypy numpy pytest
