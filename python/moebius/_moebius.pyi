@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+__all__ = ["Busy", "Error", "Model", "Stream", "engine_options", "main"]
+
 class Error(RuntimeError): ...
 class Busy(Error): ...
 

@@ -39,7 +39,7 @@ def test_a_batch_is_its_prompts_one_by_one(llm: LLM) -> None:
     assert [output.text for output in llm.generate(ids, SHORT)] == [output.text for output in alone]
     assert llm.generate(ids[0], SHORT).text == alone[0].text
     assert llm.generate(np.array(ids[0]), SHORT).text == alone[0].text  # type: ignore[call-overload]
-    assert list(llm.generate([], SHORT)) == []
+    assert llm.generate(list[str](), SHORT) == []
     lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4)]
     assert [len(output.token_ids) for output in llm.generate(PROMPTS, lengths)] == [1, 2, 3, 4]
 

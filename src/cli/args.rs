@@ -191,7 +191,7 @@ pub(crate) struct SchedulingArgs {
     /// Requests that run at the same time.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     max_sequences: u16,
-    /// Requests that may wait; more are told to come back later (429).
+    /// Requests that may wait; more are told to come back later.
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_queue: usize,
     /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read in parts that take no longer.
