@@ -145,6 +145,7 @@ impl TextStream {
                     Err(e) => self.fail(e),
                 }
             }
+            Some(Event::Captured(_)) => String::new(),
             Some(Event::Failed(e)) => self.fail(e),
             None => self.fail(Error::Stopped("it gave no reason".into())),
         };

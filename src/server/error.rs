@@ -98,6 +98,10 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, message, Some("model"), Some("model_not_found"))
     }
 
+    pub(super) fn no_such_vector(name: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, format!("There is no vector '{name}'"), None, Some("vector_not_found"))
+    }
+
     pub(super) fn no_such_route(path: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, format!("There is nothing at {path}"), None, Some("unknown_url"))
     }
