@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Wake, Waker, ready};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-use crate::engine::{Event, Events, FinishReason, Logprobs, RequestStats, Token};
+use crate::engine::{Captured, Event, Events, FinishReason, Logprobs, RequestStats, Token};
 use crate::reply::overlap;
 use crate::tokenizer::{Incremental, Tokenizer};
 use crate::{Error, Result};
@@ -27,6 +27,7 @@ pub struct TextStream {
     stops: StopStrings,
     tokens: Vec<u32>,
     logprobs: Vec<(u32, Logprobs)>,                    // of tokens since they were last taken
+    captured: Vec<Captured>,                           // since it was last taken
     stats: RequestStats,                               // up to the last token received
     end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
     ended: bool,
@@ -44,6 +45,7 @@ impl TextStream {
             stops: StopStrings::new(stops)?,
             tokens: Vec::new(),
             logprobs: Vec::new(),
+            captured: Vec::new(),
             stats: RequestStats { prompt_tokens, ..Default::default() },
             end: None,
             ended: false,
@@ -58,6 +60,11 @@ impl TextStream {
     /// The tokens received since the last call, with how likely they were, if the request asked for it.
     pub fn take_logprobs(&mut self) -> Vec<(u32, Logprobs)> {
         std::mem::take(&mut self.logprobs)
+    }
+
+    /// What was captured since the last call, if the request asked for it.
+    pub fn take_captured(&mut self) -> Vec<Captured> {
+        std::mem::take(&mut self.captured)
     }
 
     /// The stop string that ended the answer, if one did.
@@ -145,7 +152,10 @@ impl TextStream {
                     Err(e) => self.fail(e),
                 }
             }
-            Some(Event::Captured(_)) => String::new(),
+            Some(Event::Captured(captured)) => {
+                self.captured.push(captured);
+                String::new()
+            }
             Some(Event::Failed(e)) => self.fail(e),
             None => self.fail(Error::Stopped("it gave no reason".into())),
         };

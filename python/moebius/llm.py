@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from moebius import _moebius, options
+from moebius import _moebius, options, residual
 from moebius.outputs import Output
 from moebius.params import SamplingParams, to_json
 from moebius.stream import Stream
@@ -16,6 +17,8 @@ from moebius.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from moebius.residual import Capture, Floats, Layers, Positions, Steer
 
     Prompt = str | Sequence[int]
     Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[str | list[int]]
@@ -44,12 +47,20 @@ class LLM:
 
     # One prompt to its answer, as a stream.
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> Stream:
         """Continues a prompt, text or token ids, as it comes. For `for` and for `async for`."""
         params = sampling_params or SamplingParams()
+        fields = params._fields() | residual.fields(steer, capture)
         form = params._form()
         tokens = prompt if isinstance(prompt, str) else list(prompt)
-        return self._keep(self._model.generate(tokens, params._fields(), to_json(form) if form else None))
+        return self._keep(self._model.generate(tokens, fields, to_json(form) if form else None))
 
     def stream_chat(
         self,
@@ -61,6 +72,8 @@ class LLM:
         parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
     ) -> Stream:
         """Answers a conversation as it comes. Messages and tools are those of OpenAI's chat completions."""
         params = sampling_params or SamplingParams()
@@ -73,19 +86,40 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
             **params._form(),
         }
-        return self._keep(self._model.chat(to_json(fields), params._fields()))
+        return self._keep(self._model.chat(to_json(fields), params._fields() | residual.fields(steer, capture)))
 
     # Whole answers.
 
     @overload
-    def generate(self, prompts: str | Sequence[int], sampling_params: Params = None) -> Output: ...
+    def generate(
+        self,
+        prompts: str | Sequence[int],
+        sampling_params: Params = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> Output: ...
 
     @overload
-    def generate(self, prompts: Prompts, sampling_params: Params = None) -> list[Output]: ...
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> list[Output]: ...
 
-    def generate(self, prompts: Prompt | Prompts, sampling_params: Params = None) -> Output | list[Output]:
+    def generate(
+        self,
+        prompts: Prompt | Prompts,
+        sampling_params: Params = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> Output | list[Output]:
         """Continues a prompt, text or token ids, or a list of them, which share each step of the model. As many run at once as the engine takes."""
-        starts, one = self._starts(prompts, sampling_params)
+        starts, one = self._starts(prompts, sampling_params, steer, capture)
         streams: list[Stream] = []
         done = 0
         try:
@@ -101,14 +135,35 @@ class LLM:
         return outputs[0] if one else outputs
 
     @overload
-    async def agenerate(self, prompts: str | Sequence[int], sampling_params: Params = None) -> Output: ...
+    async def agenerate(
+        self,
+        prompts: str | Sequence[int],
+        sampling_params: Params = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> Output: ...
 
     @overload
-    async def agenerate(self, prompts: Prompts, sampling_params: Params = None) -> list[Output]: ...
+    async def agenerate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> list[Output]: ...
 
-    async def agenerate(self, prompts: Prompt | Prompts, sampling_params: Params = None) -> Output | list[Output]:
+    async def agenerate(
+        self,
+        prompts: Prompt | Prompts,
+        sampling_params: Params = None,
+        *,
+        steer: Sequence[Steer] = (),
+        capture: Capture | Layers | None = None,
+    ) -> Output | list[Output]:
         """`generate` for async code. Cancelling the task cancels the requests."""
-        starts, one = self._starts(prompts, sampling_params)
+        starts, one = self._starts(prompts, sampling_params, steer, capture)
         streams: list[Stream] = []
         done = 0
         try:
@@ -123,15 +178,48 @@ class LLM:
                 stream.close()
         return outputs[0] if one else outputs
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Any) -> Output:
+    def chat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Unpack[options.ChatOptions]) -> Output:
         """Answers a conversation; the keywords are those of `stream_chat`."""
         with self.stream_chat(messages, sampling_params, **how) as stream:
             return stream.finish()
 
-    async def achat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Any) -> Output:
+    async def achat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Unpack[options.ChatOptions]) -> Output:
         """`chat` for async code. Cancelling the task cancels the request."""
         with self.stream_chat(messages, sampling_params, **how) as stream:
             return await stream.afinish()
+
+    # What it computes on the way.
+
+    @overload
+    def capture(
+        self, prompts: str | Sequence[int], layers: Layers = "all", *, positions: Positions = "all", steer: Sequence[Steer] = ()
+    ) -> dict[int, Floats]: ...
+
+    @overload
+    def capture(
+        self, prompts: Prompts, layers: Layers = "all", *, positions: Positions = "all", steer: Sequence[Steer] = ()
+    ) -> list[dict[int, Floats]]: ...
+
+    def capture(
+        self, prompts: Prompt | Prompts, layers: Layers = "all", *, positions: Positions = "all", steer: Sequence[Steer] = ()
+    ) -> dict[int, Floats] | list[dict[int, Floats]]:
+        """The residual stream of a prompt, or of each of a list: after each of the layers, [positions, hidden_size]. Nothing is generated."""
+        read = self._read(prompts, residual.Capture(layers, positions), steer)
+        return [output.hidden for output in read] if isinstance(read, list) else read.hidden
+
+    @overload
+    def logits(self, prompts: str | Sequence[int], *, positions: Positions = "all", steer: Sequence[Steer] = ()) -> Floats: ...
+
+    @overload
+    def logits(self, prompts: Prompts, *, positions: Positions = "all", steer: Sequence[Steer] = ()) -> list[Floats]: ...
+
+    def logits(
+        self, prompts: Prompt | Prompts, *, positions: Positions = "all", steer: Sequence[Steer] = ()
+    ) -> Floats | list[Floats]:
+        """The logits of a prompt, or of each of a list: [positions, vocab_size], each row for the token that follows."""
+        read = self._read(prompts, residual.Capture([], positions, logits=True), steer)
+        rows = [output.logits for output in (read if isinstance(read, list) else [read]) if output.logits is not None]
+        return rows if isinstance(read, list) else rows[0]
 
     def close(self) -> None:
         """Cancels what runs, stops the engine and gives back its memory."""
@@ -145,19 +233,26 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _read(self, prompts: Prompt | Prompts, capture: Capture, steer: Sequence[Steer]) -> Output | list[Output]:
+        """Outputs without an answer."""
+        read = cast("Callable[..., Output | list[Output]]", self.generate)
+        return read(prompts, SamplingParams(max_tokens=0), steer=steer, capture=capture)
+
     def _keep(self, answer: _moebius.Stream) -> Stream:
         stream = Stream(answer)
         self._streams.add(stream)
         return stream
 
-    def _starts(self, prompts: Prompt | Prompts, params: Params) -> tuple[Iterator[Callable[[], Stream]], bool]:
+    def _starts(
+        self, prompts: Prompt | Prompts, params: Params, steer: Sequence[Steer], capture: Capture | Layers | None
+    ) -> tuple[Iterator[Callable[[], Stream]], bool]:
         """What starts each answer, and whether it is one that was asked for rather than a list."""
         one = isinstance(prompts, str) or len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
         batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
         each: Iterable[SamplingParams | None] = params if isinstance(params, Sequence) else [params] * len(batch)
         if isinstance(params, Sequence) and len(params) != len(batch):
             raise ValueError(f"there are {len(batch)} prompts and {len(params)} sampling_params: give one for all, or one for each")
-        return (lambda p=prompt, s=sampling: self.stream(p, s) for prompt, sampling in zip(batch, each)), one
+        return (partial(self.stream, prompt, one_params, steer=steer, capture=capture) for prompt, one_params in zip(batch, each)), one
 
     @staticmethod
     def _try(start: Callable[[], Stream], others: bool) -> Stream | None:

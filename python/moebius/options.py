@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from moebius import _moebius
+
+if TYPE_CHECKING:
+    from moebius.residual import Capture, Layers, Steer
 
 
 class EngineOptions(TypedDict, total=False):
@@ -32,6 +35,18 @@ class EngineOptions(TypedDict, total=False):
     max_queue: int | None
     max_gap: int | None
     no_prefix_cache: bool | None
+
+
+class ChatOptions(TypedDict, total=False):
+    """Keywords of `LLM.stream_chat`, and of `chat` and `achat`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+    steer: Sequence[Steer]
+    capture: Capture | Layers | None
 
 
 def flags(options: Mapping[str, object]) -> list[str]:

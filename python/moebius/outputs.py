@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from moebius.residual import Floats
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Stats:
     """Weight bytes read while decoding."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Output:
     """An answer."""
 
@@ -72,6 +75,10 @@ class Output:
     """In chats with tools."""
     logprobs: list[TokenLogprob]
     """If `SamplingParams.logprobs` asked for them."""
+    hidden: dict[int, Floats]
+    """If captured: by layer, [positions, hidden_size]. Complete with the answer, and empty before."""
+    logits: Floats | None
+    """If captured: [positions, vocab_size]."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -87,11 +94,13 @@ class Output:
         return message
 
 
-def to_output(fields: dict[str, Any]) -> Output:
+def to_output(fields: dict[str, Any], hidden: dict[int, Floats], logits: Floats | None) -> Output:
     """Makes it of what the extension module gives."""
     return Output(
         **{
             **fields,
+            "hidden": hidden,
+            "logits": logits,
             "stats": Stats(**fields["stats"]),
             "tool_calls": [ToolCall(*call) for call in fields["tool_calls"]],
             "logprobs": [TokenLogprob(token, logprob, dict(top)) for token, logprob, top in fields["logprobs"]],

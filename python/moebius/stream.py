@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from moebius import _moebius
 from moebius.outputs import Chunk, Output, to_output
+
+if TYPE_CHECKING:
+    from moebius.residual import Floats
 
 
 class Stream:
@@ -14,6 +18,7 @@ class Stream:
 
     def __init__(self, answer: _moebius.Stream) -> None:
         self._answer = answer
+        self._captured: tuple[dict[int, Floats], Floats | None] | None = None
 
     def __iter__(self) -> Stream:
         return self
@@ -48,7 +53,11 @@ class Stream:
     @property
     def output(self) -> Output:
         """The answer as far as it has come; whole after the last chunk."""
-        return to_output(self._answer.output())
+        fields = self._answer.output()
+        if fields["finish_reason"] is None:
+            return to_output(fields, {}, None)
+        self._captured = self._captured or self._answer.captured()
+        return to_output(fields, *self._captured)
 
     def finish(self) -> Output:
         """Waits for the end. Returns the whole answer."""

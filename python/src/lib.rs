@@ -3,6 +3,7 @@
 mod error;
 mod model;
 mod owned;
+mod residual;
 mod stream;
 
 use std::ffi::OsString;
@@ -18,6 +19,7 @@ mod _moebius {
         error::{Busy, Error},
         main,
         model::Model,
+        residual::Vector,
         stream::Stream,
     };
 }

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::error::{Error, exception};
 use crate::owned::{Owned, check_start};
+use crate::residual::{self, Rows, SteerBy, Wanted};
 use crate::stream::{PATIENCE, Stream};
 
 /// A running model.
@@ -24,7 +25,7 @@ pub(crate) struct Model {
 /// How an answer is asked for; what is `None` is the model's own.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Params {
+struct Params<'py> {
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<usize>,
@@ -38,11 +39,13 @@ struct Params {
     stop: Vec<String>,
     ignore_eos: bool,
     logprobs: Option<usize>,
+    steer: Vec<SteerBy<'py>>,
+    capture: Option<Wanted>,
 }
 
-impl Params {
+impl Params<'_> {
     /// The request, without prompt and constraint, and the strings that end its answer.
-    fn request(self, default: &SamplingParams) -> (Request, Vec<String>) {
+    fn request(self, default: &SamplingParams) -> PyResult<(Request, Vec<String>)> {
         let sampling = SamplingParams {
             temperature: self.temperature.unwrap_or(default.temperature),
             top_p: self.top_p.unwrap_or(default.top_p),
@@ -54,9 +57,16 @@ impl Params {
             logit_bias: self.logit_bias,
             seed: self.seed.or(default.seed),
         };
-        let request =
-            Request { max_tokens: self.max_tokens, sampling, ignore_eos: self.ignore_eos, logprobs: self.logprobs, ..Request::default() };
-        (request, self.stop)
+        let request = Request {
+            max_tokens: self.max_tokens,
+            sampling,
+            ignore_eos: self.ignore_eos,
+            logprobs: self.logprobs,
+            steer: self.steer.into_iter().map(residual::steer).collect::<PyResult<_>>()?,
+            capture: self.capture.map(residual::wanted).transpose()?,
+            ..Request::default()
+        };
+        Ok((request, self.stop))
     }
 }
 
@@ -75,6 +85,9 @@ struct Info {
     experts: String,
     dense: String,
     kv: String,
+    layers: usize,
+    hidden_size: usize,
+    vocab_size: usize,
     max_context: usize,
     threads: usize,
     simd: String,
@@ -117,6 +130,9 @@ impl Model {
             experts: info.experts.clone(),
             dense: info.dense.clone(),
             kv: info.kv.clone(),
+            layers: info.layers,
+            hidden_size: info.hidden_size,
+            vocab_size: info.vocab_size,
             max_context: info.max_context,
             threads: info.threads,
             simd: info.simd.to_string(),
@@ -126,10 +142,11 @@ impl Model {
     }
 
     /// Continues a prompt; `form` is a JSON object that says what the answer has to look like.
-    fn generate(&self, py: Python<'_>, prompt: Prompt, params: Params, form: Option<String>) -> PyResult<Stream> {
+    fn generate(&self, py: Python<'_>, prompt: Prompt, params: Params<'_>, form: Option<String>) -> PyResult<Stream> {
         let model = self.running()?;
+        let (mut request, stops) = params.request(model.sampling())?;
+        let rows = Rows::new(request.capture.as_ref(), model.engine().info());
         let started = py.detach(|| {
-            let (mut request, stops) = params.request(model.sampling());
             request.prompt = match prompt {
                 Prompt::Text(text) => model.tokenizer().encode(&text, true)?,
                 Prompt::Tokens(tokens) => tokens,
@@ -141,18 +158,17 @@ impl Model {
             Ok((model.complete(request, stops)?, prompt))
         });
         let (text, prompt) = started.map_err(exception)?;
-        Ok(Stream::new(text, None, prompt))
+        Ok(Stream::new(text, None, prompt, rows))
     }
 
     /// Answers a conversation, given as the fields of a chat completion in JSON.
-    fn chat(&self, py: Python<'_>, fields: String, params: Params) -> PyResult<Stream> {
+    fn chat(&self, py: Python<'_>, fields: String, params: Params<'_>) -> PyResult<Stream> {
         let model = self.running()?;
-        let started = py.detach(|| {
-            let (request, stops) = params.request(model.sampling());
-            local::chat(&model, &fields, stops, request)
-        });
+        let (request, stops) = params.request(model.sampling())?;
+        let rows = Rows::new(request.capture.as_ref(), model.engine().info());
+        let started = py.detach(|| local::chat(&model, &fields, stops, request));
         let local::Chat { text, parser, prompt } = started.map_err(exception)?;
-        Ok(Stream::new(text, parser, prompt))
+        Ok(Stream::new(text, parser, prompt, rows))
     }
 
     /// Token ids of a text.

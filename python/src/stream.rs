@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::error::{Error, exception};
 use crate::owned::Owned;
+use crate::residual::{Arrays, Rows};
 
 /// How long a wait goes on before Python is asked for signals.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(50);
@@ -33,6 +34,7 @@ struct Answer {
     told: usize,                                  // tokens that chunks had
     next: Option<moebius::Result<Option<Chunk>>>, // found by `ready`, for `next`
     wake: Option<(UnixStream, Arc<Socket>)>,      // for `ready`
+    rows: Rows,
     output: Output,
 }
 
@@ -108,6 +110,11 @@ impl Stream {
         self.answer.with(|answer| answer.output())
     }
 
+    /// Gives away what was captured, arrays by layer and of logits; what comes later is not kept.
+    fn captured<'py>(&self, py: Python<'py>) -> PyResult<Arrays<'py>> {
+        Ok(self.answer.with(|answer| std::mem::take(&mut answer.rows))?.into_arrays(py))
+    }
+
     /// Cancels the request, if it has not ended.
     fn close(&self) {
         drop(self.answer.take());
@@ -115,9 +122,9 @@ impl Stream {
 }
 
 impl Stream {
-    pub(crate) fn new(text: TextStream, parser: Option<Parser>, prompt: Vec<u32>) -> Self {
+    pub(crate) fn new(text: TextStream, parser: Option<Parser>, prompt: Vec<u32>, rows: Rows) -> Self {
         let output = Output { prompt_token_ids: prompt, ..Default::default() };
-        Self { answer: Owned::new(Answer { text, parser, told: 0, next: None, wake: None, output }) }
+        Self { answer: Owned::new(Answer { text, parser, told: 0, next: None, wake: None, rows, output }) }
     }
 }
 
@@ -161,7 +168,9 @@ impl Answer {
         mut wait: impl FnMut(&mut TextStream) -> Poll<Option<moebius::Result<Delta>>>,
     ) -> Poll<moebius::Result<Option<Chunk>>> {
         loop {
-            let delta = match wait(&mut self.text) {
+            let delta = wait(&mut self.text);
+            self.rows.extend(self.text.take_captured());
+            let delta = match delta {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(None) => return Poll::Ready(Ok(None)),
                 Poll::Ready(Some(delta)) => delta,

@@ -34,6 +34,7 @@ pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Reques
         stops: Vec::new(),
         n: 1,
         logprobs: request.logprobs,
+        steer: Vec::new(),
     };
     let mut ask = conversation.ask(model, options)?;
     let (asked, parser) = ask.choices.pop().expect("one was asked for");
