@@ -125,7 +125,8 @@ fn as_hooks_of_transformers() {
         };
         let tokens: Vec<u32> = ints("input_ids").iter().map(|&t| t as u32).collect();
         let vectors: Vec<Arc<[f32]>> = floats("vectors").chunks(hidden).map(Arc::from).collect();
-        let steers = ints("steers").chunks(4).zip(floats("coefficients")).map(|(at, coefficient)| Steer {
+        let places = ints("steers");
+        let steers = places.chunks(4).zip(floats("coefficients")).map(|(at, coefficient)| Steer {
             layer: at[0],
             vector: vectors[at[1]].clone(),
             coefficient,
@@ -172,7 +173,7 @@ fn captured_beside_others_as_in_one_pass() {
                 assert_eq!(tokens, read(plain).0);
                 // The last token is never read.
                 let text = [&request.prompt[..], &tokens[..tokens.len() - 1]].concat();
-                let whole = capture(&mut loaded, &text, &wanted, 512).unwrap();
+                let whole = capture(&mut loaded, &text, &wanted, 192).unwrap();
                 let positions: Vec<_> = (0..text.len()).collect();
                 assert_eq!(rows.len(), engine.info().layers + 1);
                 for (what, (at, rows)) in rows {

@@ -34,6 +34,6 @@ static MODEL: LazyLock<TextModel> = LazyLock::new(|| {
 
 fuzz_target!(|data: &[u8]| {
     let Some((&which, body)) = data.split_first() else { return };
-    let paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"];
+    let paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/capture"];
     let _ = read_request(&MODEL, paths[usize::from(which) % paths.len()], body);
 });

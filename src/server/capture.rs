@@ -91,7 +91,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Request, V
     };
     let info = model.engine().info();
     capture.check(info.layers).map_err(|e| ApiError::of_field("layers", e))?;
-    let longest = (prompt.len() + max_tokens).min(info.max_context);
+    let longest = prompt.len().saturating_add(max_tokens).min(info.max_context);
     let bytes = capture.bytes(prompt.len(), longest, info.layers, info.hidden_size, info.vocab_size);
     if bytes > MAX_BYTES {
         let message = format!(
