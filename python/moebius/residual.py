@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
     Layers = Literal["all"] | int | Sequence[int]
-    Positions = Literal["all", "prompt", "generated"] | Sequence[tuple[int, int]]
+    Positions = Literal["all", "prompt", "generated"] | Sequence[tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Steer:
     """Of `LLM.info["hidden_size"]` numbers."""
     coefficient: float = 1.0
     positions: Positions = "all"
-    """Or 'prompt', 'generated', or ranges without their ends: [(0, 5), (9, 12)]."""
+    """Or 'prompt', 'generated', or ranges without their ends: [(0, 5), (9, None)]."""
 
     def __post_init__(self) -> None:
         vector = np.ascontiguousarray(self.vector, dtype=np.float32)
@@ -58,7 +58,7 @@ class Capture:
         return (layers, _positions(self.positions), self.logits)
 
 
-def _positions(positions: Positions) -> str | list[tuple[int, ...]]:
+def _positions(positions: Positions) -> str | list[tuple[int | None, ...]]:
     return positions if isinstance(positions, str) else [tuple(span) for span in positions]
 
 

@@ -1,7 +1,6 @@
 //! The residual stream: what is added to it, and what is taken from it.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use moebius::engine::{Activation, CaptureWanted, Captured, EngineInfo, Layers, Positions, Steer};
@@ -22,11 +21,11 @@ impl Vector {
     }
 }
 
-/// Positions of a sequence: a word, or ranges without their ends.
+/// Positions of a sequence: a word, or ranges without their ends, `None` being that of the sequence.
 #[derive(FromPyObject)]
 pub(crate) enum At {
     Word(String),
-    Ranges(Vec<(usize, usize)>),
+    Ranges(Vec<(usize, Option<usize>)>),
 }
 
 impl At {
@@ -40,7 +39,10 @@ impl At {
                     "positions are {word:?}: give 'all', 'prompt', 'generated', or ranges as [(0, 5), (9, 12)]"
                 ))),
             },
-            At::Ranges(ranges) => Ok(Positions::Some(ranges.into_iter().map(|(start, end)| Range { start, end }).collect())),
+            At::Ranges(ranges) => {
+                let range = |(start, end): (usize, Option<usize>)| start..end.unwrap_or(usize::MAX);
+                Ok(Positions::Some(ranges.into_iter().map(range).collect()))
+            }
         }
     }
 }

@@ -22,6 +22,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_millis(50);
 /// More of an answer: text, thoughts, tokens.
 type Chunk = (String, String, Vec<u32>);
 
+/// A token, how likely it was, and the likeliest with theirs.
+type TokenLogprob = (u32, f32, Vec<(u32, f32)>);
+
 /// One answer. Closing it, or dropping it, cancels the request.
 #[pyclass(frozen)]
 pub(crate) struct Stream {
@@ -47,7 +50,7 @@ struct Output {
     token_ids: Vec<u32>,
     tool_calls: Vec<(String, String, String)>, // id, name, arguments
     finish_reason: Option<&'static str>,
-    logprobs: Vec<(u32, f32, Vec<(u32, f32)>)>,
+    logprobs: Vec<TokenLogprob>,
     stats: Stats,
 }
 
@@ -181,7 +184,8 @@ impl Answer {
                 Err(error) => return Poll::Ready(Err(error)),
             };
             let tokens = &self.text.tokens()[self.told..];
-            if text.is_empty() && reasoning.is_empty() && !(ended && !tokens.is_empty()) {
+            let silent = text.is_empty() && reasoning.is_empty();
+            if silent && (!ended || tokens.is_empty()) {
                 continue;
             }
             let chunk = (text, reasoning, tokens.to_vec());

@@ -23,7 +23,7 @@ def run(program: Path, folder: Path) -> str:
     ("name", "said"),
     [
         ("chat", ["Paris", "choice: Paris", "json: {"]),
-        ("capture_and_steer", ["captured [(9, ", "+0 2 + 2 = 4", "layer 0: moved by 0.00"]),
+        ("capture_and_steer", ["captured [(9, ", "0.0 2 + 2 = 4", "layer 0: moved by 0.00"]),
         ("batch", ["40 prompts: 1280 tokens", "tasks say the same: True"]),
     ],
 )
