@@ -7,7 +7,7 @@ use moebius::chat_template::RenderOptions;
 use moebius::engine::{Request, SamplingParams};
 use moebius::server::local;
 use moebius::text_model::TextModel;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use serde_json::Value;
 
@@ -68,13 +68,6 @@ impl Params<'_> {
         };
         Ok((request, self.stop))
     }
-}
-
-/// A prompt.
-#[derive(FromPyObject)]
-enum Prompt {
-    Text(String),
-    Tokens(Vec<u32>),
 }
 
 /// What runs.
@@ -142,15 +135,18 @@ impl Model {
     }
 
     /// Continues a prompt; `form` is a JSON object that says what the answer has to look like.
-    fn generate(&self, py: Python<'_>, prompt: Prompt, params: Params<'_>, form: Option<String>) -> PyResult<Stream> {
+    fn generate(&self, py: Python<'_>, prompt: Bound<'_, PyAny>, params: Params<'_>, form: Option<String>) -> PyResult<Stream> {
         let model = self.running()?;
         let (mut request, stops) = params.request(model.sampling())?;
         let rows = Rows::new(request.capture.as_ref(), model.engine().info());
+        let text = prompt.extract::<String>().ok();
+        if text.is_none() {
+            request.prompt = prompt.extract().map_err(|_| PyTypeError::new_err("a prompt is a text, or a list of token ids"))?;
+        }
         let started = py.detach(|| {
-            request.prompt = match prompt {
-                Prompt::Text(text) => model.tokenizer().encode(&text, true)?,
-                Prompt::Tokens(tokens) => tokens,
-            };
+            if let Some(text) = text {
+                request.prompt = model.tokenizer().encode(&text, true)?;
+            }
             if let Some(form) = form {
                 request.constraint = local::constraint(&model, &form)?;
             }

@@ -174,10 +174,10 @@ def test_wrong_arguments(llm: LLM) -> None:
     for prompt, kind, words in [
         ("", ValueError, "empty"),
         ([1, 10**6], ValueError, "vocabulary"),
-        ([-1], TypeError, "Prompt"),
+        ([-1], TypeError, "token ids"),
         (3.5, TypeError, "float"),
         (None, TypeError, "None"),
-        ([["x"]], TypeError, "Prompt"),
+        ([["x"]], TypeError, "token ids"),
         ([0] * (llm.info["max_context"] + 1), ValueError, "context"),
     ]:
         with pytest.raises(kind, match=words):
