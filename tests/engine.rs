@@ -340,6 +340,7 @@ fn requests_are_refused_while_memory_is_short() {
     while let Some(event) = running.blocking_recv() {
         match event {
             Event::Token(..) => rest += 1,
+            Event::Captured(_) => {}
             Event::Done(..) => break,
             Event::Failed(error) => panic!("{error}"),
         }
