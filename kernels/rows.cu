@@ -1,4 +1,4 @@
-// Ops on single rows: embedding, RMS norm, RoPE, SiLU, gates, gathering.
+// Ops on single rows: embedding, RMS norm, RoPE, SiLU, gates, gathering, steering.
 //
 //   rms_norm      out[c] = x[c] / sqrt(mean(x^2) + eps) * w[c]
 //   rope          (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1)
@@ -147,6 +147,13 @@ KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first
     const float* from = x + (size_t)(rows[blockIdx.x] - first) * cols;
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS)
         *reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols + i) = load4(from + i);
+}
+
+// x[t] += coefficient * vector, f32, rounded twice as the CPU does it
+KERNEL(add_scaled, ROW_THREADS, const float* vector, float coefficient, float* x, int cols) {
+    begin_kernel();
+    float* row = x + (size_t)blockIdx.x * cols;
+    for (int i = threadIdx.x; i < cols; i += ROW_THREADS) row[i] = __fadd_rn(row[i], __fmul_rn(coefficient, vector[i]));
 }
 
 // Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out out_dim.

@@ -24,6 +24,15 @@ pub struct Routing {
     pub weights: Vec<f32>,
 }
 
+impl Routing {
+    /// Puts the tokens of `more` behind its own.
+    pub fn append(&mut self, more: &Self) {
+        self.top_k = more.top_k;
+        self.ids.extend_from_slice(&more.ids);
+        self.weights.extend_from_slice(&more.weights);
+    }
+}
+
 /// What a device was measured to do in a second.
 #[derive(Clone, Debug)]
 pub struct Rates {
@@ -153,8 +162,8 @@ pub trait Backend: Sized + Send + 'static {
     }
     /// Allocates so many numbers on the host.
     fn host(&self, numbers: usize) -> Result<Self::Host>;
-    /// Copies `t`, f32, to the host: `out` is `[rows, cols]`.
-    fn read_to(&self, t: &Self::Tensor, out: &mut [f32]) -> Result<()>;
+    /// Copies rows of `t`, f32, to the host: `out` is `[rows, cols]`.
+    fn read_rows(&self, t: &Self::Tensor, rows: std::ops::Range<usize>, out: &mut [f32]) -> Result<()>;
     /// Copies `t` to the host: `out` becomes `[rows, cols]`.
     fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>) -> Result<()>;
 
@@ -276,6 +285,9 @@ pub trait Backend: Sized + Send + 'static {
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
+
+    /// `x[t] += coefficient * vector` for the rows `rows`, f32; rounded after the product and after the sum.
+    fn add_scaled(&self, vector: &Self::Norm, coefficient: f32, rows: std::ops::Range<usize>, x: &mut Self::Tensor);
 
     // Several of the ops above in a row: what they mean. A device may do them at once.
 

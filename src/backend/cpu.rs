@@ -187,8 +187,8 @@ impl Backend for Cpu {
         Ok(vec![0.0; numbers])
     }
 
-    fn read_to(&self, t: &Tensor, out: &mut [f32]) -> Result<()> {
-        out.copy_from_slice(t.data());
+    fn read_rows(&self, t: &Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        out.copy_from_slice(&t.data()[rows.start * t.cols()..rows.end * t.cols()]);
         Ok(())
     }
 
@@ -387,5 +387,14 @@ impl Backend for Cpu {
         for (i, &row) in rows.iter().enumerate() {
             out.row_mut(at + i).copy_from_slice(x.row(row - first));
         }
+    }
+
+    fn add_scaled(&self, vector: &Vec<f32>, coefficient: f32, rows: Range<usize>, x: &mut Tensor) {
+        assert!(rows.end <= x.rows() && vector.len() == x.cols());
+        self.each_row(x, |t, row, _| {
+            if rows.contains(&t) {
+                row.iter_mut().zip(vector).for_each(|(x, v)| *x += coefficient * v);
+            }
+        });
     }
 }

@@ -327,10 +327,10 @@ impl Backend for CudaBackend {
         PinnedBuffer::new(&self.cuda, numbers)
     }
 
-    fn read_to(&self, t: &Tensor, out: &mut [f32]) -> Result<()> {
-        assert_eq!(out.len(), t.rows * t.cols);
+    fn read_rows(&self, t: &Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        assert!(rows.end <= t.rows && out.len() == rows.len() * t.cols);
         match &t.data {
-            Data::F32(buffer) => buffer.read(out),
+            Data::F32(buffer) => buffer.read_from(rows.start * t.cols, out),
             Data::Bf16(_) => panic!("a tensor of bf16 numbers where f32 is asked for"),
         }
     }
@@ -623,5 +623,11 @@ impl Backend for CudaBackend {
         self.cuda.upload(&self.cuda.compute, to, &staged);
         launch!(self.cuda, &self.cuda.compute, "gather_rows", [rows.len(), 1, 1], ROW_THREADS, 0;
             x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
+    }
+
+    fn add_scaled(&self, vector: &DeviceBuffer<f32>, coefficient: f32, rows: Range<usize>, x: &mut Tensor) {
+        assert!(rows.end <= x.rows && vector.len() == x.cols);
+        launch!(self.cuda, &self.cuda.compute, "add_scaled", [rows.len(), 1, 1], ROW_THREADS, 0;
+            vector.address(), coefficient, x.f32().add(rows.start * x.cols), x.cols as i32);
     }
 }

@@ -1,4 +1,4 @@
-//! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering.
+//! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
 use moebius::backend::Backend;
 
@@ -136,6 +136,31 @@ fn gather_picks_rows_of_a_part() {
         b.numbers(&out)
     });
     assert_eq!(got, want);
+}
+
+#[test]
+fn add_scaled_adds_to_rows_and_to_no_others() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, cols) in [(1, 8), (37, 136), (5, 2056)] {
+        let (x, vector) = (random(rows * cols, 11), random(cols, 12));
+        for part in [0..rows, rows / 2..rows, 0..rows.div_ceil(2)] {
+            let (got, want) = both!(sides, |b| {
+                let mut x = b.filled_f32(cols, &x);
+                b.add_scaled(&b.load_norm(vector.clone()).unwrap(), -3.7, part.clone(), &mut x);
+                b.numbers(&x)
+            });
+            assert_eq!(got, want, "rows {part:?} of {rows} of {cols} columns");
+            let plain = |i: usize| if part.contains(&(i / cols)) { x[i] + -3.7 * vector[i % cols] } else { x[i] };
+            assert!((0..x.len()).all(|i| got[i] == plain(i)));
+        }
+        let (got, want) = both!(sides, |b| {
+            let mut out = vec![0.0; rows.div_ceil(2) * cols];
+            b.read_rows(&b.filled_f32(cols, &x), rows / 2..rows, &mut out).unwrap();
+            out
+        });
+        assert!(got == want && got == x[rows / 2 * cols..]);
+    }
 }
 
 #[test]
