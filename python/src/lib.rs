@@ -1,5 +1,8 @@
 //! The extension module `moebius._moebius`: thin bindings, a file for each class. What people import is in `moebius/`.
 
+mod dlpack;
+mod moe;
+
 use std::ffi::OsString;
 
 use pyo3::prelude::*;
@@ -9,6 +12,8 @@ use pyo3::prelude::*;
 mod _moebius {
     #[pymodule_export]
     use super::main;
+    #[pymodule_export]
+    use super::moe::ExpertLayer;
 }
 
 /// Runs the `moebius` command with `args`, its name first. Returns the status to exit with.
