@@ -182,7 +182,8 @@ impl View {
     pub(crate) fn as_bytes(&self) -> &[u8] {
         assert_eq!(self.place, Place::Cpu);
         match self.bytes() {
-            0 => &[],
+            // Aligned to whatever it is taken for.
+            0 => bytemuck::cast_slice::<u64, u8>(&[]),
             // SAFETY: the array is as long and contiguous, as checked, and lives with its owner. Whoever writes it meanwhile gets what they asked for: all bits are numbers.
             bytes => unsafe { std::slice::from_raw_parts(self.data as *const u8, bytes) },
         }
@@ -195,7 +196,7 @@ impl View {
             return Err(PyValueError::new_err(format!("{} is read-only: give an array that can be written", self.name)));
         }
         Ok(match self.bytes() {
-            0 => &mut [],
+            0 => bytemuck::cast_slice_mut::<u64, u8>(&mut []),
             // SAFETY: as above, and it may be written.
             bytes => unsafe { std::slice::from_raw_parts_mut(self.data as *mut u8, bytes) },
         })
