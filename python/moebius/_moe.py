@@ -91,6 +91,7 @@ class MoE:
         )
         self.layer = layer
         self._computed: list[Any] = []
+        self._ids = self.num_experts
         if gpu_experts_mask is None:
             gpu_experts_mask = np.zeros(self.num_experts, dtype=bool)
             gpu_experts_mask[: num_gpu_experts or 0] = True
@@ -105,8 +106,8 @@ class MoE:
 
     @gpu_experts_mask.setter
     def gpu_experts_mask(self, mask: Any) -> None:
-        if tuple(mask.shape) != (self.num_experts,):
-            raise ValueError(f"gpu_experts_mask has shape {tuple(mask.shape)}: expected ({self.num_experts},)")
+        if tuple(mask.shape) != (self._ids,):
+            raise ValueError(f"gpu_experts_mask has shape {tuple(mask.shape)}: expected ({self._ids},)")
         self._layer.set_mask(mask)
         self._mask = mask
 

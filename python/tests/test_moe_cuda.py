@@ -189,14 +189,23 @@ def test_idle_uses_no_cpu():
     assert time.process_time() - before < 0.05
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
-def test_time_of_a_layer_of_qwen3_30b(tokens):
-    """48 layers in one graph, a small kernel between them; four sets of weights, so that caches do not hold them all."""
-    experts, width, hidden, top_k, layers = 128, 768, 2048, 8, 48
+SHAPE = dict(experts=128, width=768, hidden=2048, top_k=8, layers=48)
+
+
+@pytest.fixture(scope="module")
+def qwen3_layers():
+    """Four layers, more than a cache holds: of eight random experts, over and over."""
     rng = np.random.default_rng(0)
-    weights = random_weights(rng, experts, width, hidden)
-    moes = [moebius.MoE(weights=tuple(np.roll(w, i, axis=0) for w in weights), precision="int4", group_size=128) for i in range(4)]
-    inputs = [batch(tokens, top_k, experts, hidden) for _ in range(layers)]
+    sizes = (SHAPE["width"], SHAPE["hidden"]), (SHAPE["width"], SHAPE["hidden"]), (SHAPE["hidden"], SHAPE["width"])
+    weights = tuple(np.tile(rng.random((8, *size), np.float32) - 0.5, (SHAPE["experts"] // 8, 1, 1)) / 16 for size in sizes)
+    return [moebius.MoE(weights=weights, precision="int4", group_size=128) for _ in range(4)]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_time_of_a_layer_of_qwen3_30b(qwen3_layers, tokens):
+    """48 layers in one graph, a small kernel between them."""
+    moes, layers = qwen3_layers, SHAPE["layers"]
+    inputs = [batch(tokens, SHAPE["top_k"], SHAPE["experts"], SHAPE["hidden"]) for _ in range(layers)]
 
     def run():
         total = torch.zeros_like(inputs[0][0])
@@ -218,12 +227,13 @@ def test_time_of_a_layer_of_qwen3_30b(tokens):
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / layers)
     cpu = []
-    x, ids, w = (t.cpu() for t in inputs[0])
+    on_cpu = [tuple(t.cpu() for t in given) for given in inputs]
     for i in range(100):
         start = time.perf_counter()
-        moes[i % 4].forward(x, inputs[i % layers][1].cpu(), w)
+        moes[i % 4].forward(*on_cpu[i % layers])
         cpu.append(time.perf_counter() - start)
     print(
-        f"Qwen3-30B shape, int4-g128, {moes[0].threads} threads, batch {tokens}: {1e6 * statistics.median(times):.0f} us a layer in a graph, "
+        f"Qwen3-30B shape, int4-g128, {moes[0].threads} threads, batch {tokens}, "
+        f"{len(set(inputs[0][1].flatten().tolist()))} experts of a layer: {1e6 * statistics.median(times):.0f} us a layer in a graph, "
         f"best {1e6 * min(times):.0f}; forward on CPU tensors {1e6 * statistics.median(cpu):.0f}"
     )
