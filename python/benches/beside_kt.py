@@ -101,6 +101,7 @@ def reference(moe, x, ids, weights):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--kt-threads", type=int, help="of kt-kernel, which wants a core for its queue beside them")
     parser.add_argument("--shape", default="128,768,2048,8", help="experts, width, hidden, top_k")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--out")
@@ -111,9 +112,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         packed, scales = checkpoint(Path(folder), experts, width, hidden, rng)
         ours = moebius.MoE(folder, 0, cache_dir=Path(folder) / "cache", threads=arguments.threads)
-        theirs = KtKernel(packed, scales, experts, width, hidden, top_k, arguments.threads, max(batches))
-        print(f"{experts} experts of {hidden} x {width}, top {top_k}, {ours.precision}, {ours.threads} threads; kt {kt.__cpu_variant__}, {arguments.threads}")
-        record = dict(shape=arguments.shape, threads=arguments.threads, precision=ours.precision, kt_variant=kt.__cpu_variant__, batches={})
+        kt_threads = arguments.kt_threads or arguments.threads
+        theirs = KtKernel(packed, scales, experts, width, hidden, top_k, kt_threads, max(batches))
+        print(f"{experts} experts of {hidden} x {width}, top {top_k}, {ours.precision}, {ours.threads} threads; kt {kt.__cpu_variant__}, {kt_threads}")
+        record = dict(shape=arguments.shape, threads=arguments.threads, kt_threads=kt_threads, precision=ours.precision, kt_variant=kt.__cpu_variant__, batches={})
         for tokens in batches:
             x = torch.randn(tokens, hidden).to(torch.bfloat16)
             # Many routings, so that one layer's weights do not stay in caches more than a model's do.

@@ -206,7 +206,9 @@ impl View {
     pub(crate) fn ids(&self) -> PyResult<Vec<i32>> {
         match self.kind {
             Kind::Int(4) => Ok(bytemuck::cast_slice(self.as_bytes()).to_vec()),
-            Kind::Int(8) => Ok(bytemuck::cast_slice::<u8, i64>(self.as_bytes()).iter().map(|&id| i32::try_from(id).unwrap_or(-1)).collect()),
+            Kind::Int(8) => {
+                Ok(bytemuck::cast_slice::<u8, i64>(self.as_bytes()).iter().map(|&id| i32::try_from(id).unwrap_or(-1)).collect())
+            }
             _ => Err(self.wrong_type("int32 or int64")),
         }
     }

@@ -95,7 +95,7 @@ fn store(model: &str, config: &EngineConfig, on_progress: &Option<Py<PyAny>>) ->
 pub(crate) struct ExpertLayer {
     layer: Arc<ServedLayer>,
     index: usize,
-    known: Mutex<HashMap<i32, usize>>,                         // its number at the port of each device
+    known: Mutex<HashMap<i32, usize>>, // its number at the port of each device
     under_way: Mutex<Vec<(usize, [usize; 2], RowType, Option<(i32, Ticket)>)>>, // stream, shape, type
 }
 
@@ -185,7 +185,12 @@ impl ExpertLayer {
         let cache = service.memory().cache();
         let index = cache.layer_index(layer).ok_or_else(|| {
             let layers: Vec<usize> = cache.header().layers.iter().map(|entry| entry.layer).collect();
-            PyValueError::new_err(format!("layer {layer} has no routed experts: {} layers have, {:?} to {:?}", layers.len(), layers.first(), layers.last()))
+            PyValueError::new_err(format!(
+                "layer {layer} has no routed experts: {} layers have, {:?} to {:?}",
+                layers.len(),
+                layers.first(),
+                layers.last()
+            ))
         })?;
         let layer = Arc::new(ServedLayer::new(service.clone(), index));
         Ok(Self { layer, index, known: Mutex::default(), under_way: Mutex::default() })
@@ -296,15 +301,8 @@ impl ExpertLayer {
             return Err(PyValueError::new_err("rows of x do not begin at multiples of 16 bytes: give x.clone()"));
         }
         let Kind::Int(id_bytes) = ids.kind else { return Err(ids.wrong_type("int32 or int64")) };
-        let batch = DeviceTokens {
-            x: x.address(),
-            rows,
-            ids: ids.address(),
-            id_bytes,
-            weights: weights.address(),
-            tokens: shape[0],
-            top_k,
-        };
+        let batch =
+            DeviceTokens { x: x.address(), rows, ids: ids.address(), id_bytes, weights: weights.address(), tokens: shape[0], top_k };
         let ticket = match shape[0] {
             0 => None,
             _ => Some(py.detach(|| self.submit_device(device, &batch, stream)).map_err(raised)?),
@@ -321,7 +319,10 @@ impl ExpertLayer {
             return Err(PyRuntimeError::new_err("nothing was submitted on this stream: call submit_forward before sync_forward"));
         };
         let (_, shape, rows, ticket) = &under_way[at];
-        if out.shape != shape || out.kind != Kind::Float(*rows) || ticket.as_ref().is_some_and(|(device, _)| out.place != Place::Cuda(*device)) {
+        if out.shape != shape
+            || out.kind != Kind::Float(*rows)
+            || ticket.as_ref().is_some_and(|(device, _)| out.place != Place::Cuda(*device))
+        {
             return Err(out.wrong_shape(&format!("{shape:?}, of the type and on the device of what was submitted")));
         }
         if !out.address().is_multiple_of(16) {

@@ -234,7 +234,12 @@ impl ServedLayer {
 }
 
 /// `work(range, x[range], y[range])` for all of `0..numbers`, by the team where that pays.
-fn each_share(team: &Team, numbers: usize, (x, y): (&mut [f32], &mut [f32]), work: impl Fn(std::ops::Range<usize>, &mut [f32], &mut [f32]) + Sync) {
+fn each_share(
+    team: &Team,
+    numbers: usize,
+    (x, y): (&mut [f32], &mut [f32]),
+    work: impl Fn(std::ops::Range<usize>, &mut [f32], &mut [f32]) + Sync,
+) {
     if numbers < PARALLEL_VALUES {
         return work(0..numbers, x, y);
     }

@@ -235,7 +235,9 @@ impl StreamPort {
             return Ok(*index);
         }
         if lane.slots.iter().filter(|(_, busy)| *busy).count() >= SLOTS {
-            return Err(Error::Invalid(format!("{SLOTS} batches of one stream wait for their sync_forward: call it before the next submit_forward")));
+            return Err(Error::Invalid(format!(
+                "{SLOTS} batches of one stream wait for their sync_forward: call it before the next submit_forward"
+            )));
         }
         let (bytes, choices) = (bytes.next_power_of_two().max(1 << 14), choices.next_power_of_two().max(128));
         let cuda = &self.cuda;
@@ -321,7 +323,8 @@ impl Desk {
         let choices = (tokens * top_k) as usize;
         let mut y = lock(&slot.y);
         let out = &mut y[..bytes];
-        let batch = Tokens { x: &slot.x[..bytes], rows, ids: &slot.ids[..choices], weights: &slot.weights[..choices], top_k: top_k as usize };
+        let batch =
+            Tokens { x: &slot.x[..bytes], rows, ids: &slot.ids[..choices], weights: &slot.weights[..choices], top_k: top_k as usize };
         let done = catch_unwind(AssertUnwindSafe(|| layer.forward_pinned(batch, out)));
         let failed = match done {
             Ok(Ok(())) => None,
