@@ -1,5 +1,6 @@
 """A CPU/GPU hybrid inference engine for mixture-of-experts models larger than your GPU."""
 
+from moebius._moe import MoE
 from moebius._moebius import Busy, Error
 from moebius.llm import LLM
 from moebius.options import EngineOptions
@@ -11,6 +12,7 @@ from moebius.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
+    "MoE",
     "Busy",
     "Capture",
     "Chunk",

@@ -1,7 +1,9 @@
 //! The extension module `moebius._moebius`: thin bindings, a file for each class. What people import is in `moebius/`.
 
+mod dlpack;
 mod error;
 mod model;
+mod moe;
 mod owned;
 mod residual;
 mod stream;
@@ -19,6 +21,7 @@ mod _moebius {
         error::{Busy, Error},
         main,
         model::Model,
+        moe::ExpertLayer,
         residual::Vector,
         stream::Stream,
     };
