@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
@@ -161,13 +162,14 @@ pub struct EngineHandle {
     requests: mpsc::UnboundedSender<Submission>,
     info: Arc<EngineInfo>,
     metrics: Arc<Metrics>,
+    thread: Option<Arc<JoinHandle<()>>>,
 }
 
 impl EngineHandle {
     /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
     #[doc(hidden)]
     pub fn from_parts(info: EngineInfo, requests: mpsc::UnboundedSender<Submission>) -> Self {
-        Self { requests, info: Arc::new(info), metrics: Arc::default() }
+        Self { requests, info: Arc::new(info), metrics: Arc::default(), thread: None }
     }
 
     /// What it counts.
@@ -183,6 +185,16 @@ impl EngineHandle {
     /// Whether requests are still answered; a bug can end the engine before its handles are dropped.
     pub fn is_running(&self) -> bool {
         !self.requests.is_closed()
+    }
+
+    /// Drops this handle. If it was the last, waits until running requests are answered and the engine has given back its memory.
+    pub fn stop(self) {
+        let Self { requests, thread, .. } = self;
+        drop(requests);
+        if let Some(thread) = thread.and_then(Arc::into_inner) {
+            // What it said, if it ended by a bug, is on stderr.
+            let _ = thread.join();
+        }
     }
 
     /// Queues a request; its tokens arrive on the returned receiver.
@@ -253,7 +265,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
     let team = loaded.team.clone();
     let mut engine = Engine::new(loaded, config, end_tokens, metrics.clone());
     let (requests, mut queue) = mpsc::unbounded_channel();
-    std::thread::Builder::new()
+    let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(move || {
             // Not pinned is slower, not wrong.
@@ -263,5 +275,5 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
             }
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
-    Ok(EngineHandle { metrics, ..EngineHandle::from_parts(info, requests) })
+    Ok(EngineHandle { metrics, thread: Some(Arc::new(thread)), ..EngineHandle::from_parts(info, requests) })
 }

@@ -20,6 +20,7 @@ mod conversation;
 mod error;
 mod fields;
 mod front;
+pub mod local;
 mod messages;
 mod metrics;
 mod responses;

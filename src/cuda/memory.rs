@@ -47,6 +47,11 @@ impl<T> Address<T> {
         Self(self.0 + (n * size_of::<T>()) as u64, PhantomData)
     }
 
+    /// What another engine in this process says is there.
+    pub fn of_another(address: u64) -> Self {
+        Self(address, PhantomData)
+    }
+
     /// The same place, of another type.
     pub fn cast<U>(self) -> Address<U> {
         Address(self.0, PhantomData)

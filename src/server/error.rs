@@ -170,6 +170,16 @@ impl From<Error> for ApiError {
     }
 }
 
+/// What it is without HTTP.
+impl From<ApiError> for Error {
+    fn from(error: ApiError) -> Self {
+        match error.status.is_client_error() {
+            true => Error::Invalid(error.message),
+            false => Error::Model(error.message),
+        }
+    }
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = self.respond(self.to_json());

@@ -1,4 +1,4 @@
-//! Ops on single rows: embedding, norms, rotation, SiLU, gathering, steering.
+//! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
 use moebius::backend::Backend;
 
@@ -187,5 +187,26 @@ fn shortlists_have_the_largest_and_weigh_all() {
             assert_eq!(list.best, want, "row {row} of {rows} rows of {cols}");
             assert!((list.total / total - 1.0).abs() < 1e-5, "row {row} of {rows} rows of {cols}: {} and {total}", list.total);
         }
+    }
+}
+
+#[test]
+fn gates_of_numbers_and_of_rows() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, hidden, cols) in [(1, 8, 16), (3, 136, 72), (40, 2056, 1032)] {
+        let [x, gate, w, h] = [(rows * cols, 61), (rows * cols, 62), (hidden, 63), (rows * hidden, 64)].map(|(n, seed)| random(n, seed));
+        let (got, want) = both!(sides, |b| {
+            let mut x = b.filled(cols, &x);
+            b.sigmoid_mul(&b.filled(cols, &gate), &mut x);
+            b.numbers(&x)
+        });
+        check(&format!("{rows} rows of {cols}, each number"), &got, &want, Within::BF16);
+        let (got, want) = both!(sides, |b| {
+            let mut x = b.filled(cols, &x);
+            b.gate_rows(&b.load_norm(w.clone()).unwrap(), &b.filled(hidden, &h), &mut x);
+            b.numbers(&x)
+        });
+        check(&format!("{rows} rows of {cols}, of {hidden}"), &got, &want, Within::BF16);
     }
 }
