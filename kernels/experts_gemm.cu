@@ -12,13 +12,14 @@
 //
 //   experts_gate_up_FORMAT_tTOKENS   grid (ceil(ceil(intermediate / 16) / 4), pairs / TOKENS + num_experts), block 128
 //       (tiles: *const int4, pair_slot: *const i32, experts: *const u64, x: *const bf16 [tokens, hidden], h: *mut bf16, hidden: i32, intermediate: i32,
-//        group: i32, top_k: i32)
+//        group: i32, f16: i32 (scales are, not bf16), top_k: i32)
 //   experts_down_FORMAT_tTOKENS      grid (ceil(ceil(hidden / 16) / 8), pairs / TOKENS + num_experts), block 128
-//       (tiles, pair_slot, experts, h: *const bf16, y: *mut bf16, hidden: i32, intermediate: i32, group: i32, top_k: i32)
+//       (tiles, pair_slot, experts, h: *const bf16, y: *mut bf16, hidden: i32, intermediate: i32, group: i32, f16: i32, top_k: i32)
 //   Dynamic shared bytes of both (GemmShape::SHARED; above 48 KB the function's limit must be raised first):
 //       TOKENS         16      32      64     128     on Hopper      64     128
 //       int4_g64    51200   67584   50176   82944                 75264  103680
 //       int4_g32    53248   69632   51200   83968                 76800  104960
+//       mxfp4       the same as int4_g32
 //       int8_g64    83968   75264   49920   74496                 the same
 //       int8_g32    86016   76800   50688   75264                 the same
 //       bf16        73728   61440   73728   98304                 the same
@@ -29,7 +30,7 @@
 
 template <class S>
 __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
-                                        int intermediate, int group, int top_k) {
+                                        int intermediate, int group, bool f16, int top_k) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
@@ -53,12 +54,12 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
                 }
         }
     };
-    packed_gemm<S>(weights, count, hidden, group, x, hidden, tokens, row_of, finish);
+    packed_gemm<S>(weights, count, hidden, group, f16, x, hidden, tokens, row_of, finish);
 }
 
 template <class S>
 __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h, bf16* y, int hidden,
-                                     int intermediate, int group) {
+                                     int intermediate, int group, bool f16) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
@@ -83,21 +84,22 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
                 }
             }
     };
-    packed_gemm<S>(weights, count, intermediate, group, h, intermediate, tokens, row_of, finish);
+    packed_gemm<S>(weights, count, intermediate, group, f16, h, intermediate, tokens, row_of, finish);
 }
 
 #define GROUPED(format, F, SPAN, TOKENS)                                                                                                               \
     KERNEL_BLOCKS(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles, const int* pair_slot,                    \
-                  const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate, int group, int top_k) {                               \
-        gate_up<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, x, h, hidden, intermediate, group, top_k);                                      \
+                  const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate, int group, int f16, int top_k) {                      \
+        gate_up<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, top_k);                   \
     }                                                                                                                                                  \
     KERNEL_BLOCKS(experts_down_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles, const int* pair_slot,                       \
-                  const uint64_t* experts, const bf16* h, bf16* y, int hidden, int intermediate, int group, int) {                                     \
-        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, h, y, hidden, intermediate, group);                                                \
+                  const uint64_t* experts, const bf16* h, bf16* y, int hidden, int intermediate, int group, int f16, int) {                            \
+        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, h, y, hidden, intermediate, group, F != MXFP4 && f16);                             \
     }
 #define GROUPED_ALL(format, F, SPAN) GROUPED(format, F, SPAN, 16) GROUPED(format, F, SPAN, 32) GROUPED(format, F, SPAN, 64) GROUPED(format, F, SPAN, 128)
 GROUPED_ALL(int4_g64, INT4, 64)
 GROUPED_ALL(int4_g32, INT4, 32)
+GROUPED_ALL(mxfp4, MXFP4, 32)
 GROUPED_ALL(int8_g64, INT8, 64)
 GROUPED_ALL(int8_g32, INT8, 32)
 GROUPED_ALL(bf16, BF16, 64)

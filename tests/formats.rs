@@ -6,10 +6,10 @@
 
 mod common;
 
-use common::{Fixture, cosine};
+use common::{Fixture, cosine, experts_rounding};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
-use moebius_cache::Precision;
+use moebius_cache::{Precision, ScaleType};
 
 /// Root mean square of the error of all logits over that of the logits.
 fn relative_error(got: &[f32], want: &[f32]) -> f64 {
@@ -43,14 +43,17 @@ fn check(name: &str, bf16: f64, auto: f64, precision: Precision) {
     let (error, kept) = error_of(&fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact });
     assert!(error < auto, "{name}, experts as they are: logits off by {error}");
     assert_eq!(kept, Some(precision), "{name}");
+    // Integers pass with their scales; FP8 has none.
+    let rounding = experts_rounding(&fixture.dir);
+    assert_eq!(rounding == 0.0, !name.contains("_fp8"), "{name}: packing adds {rounding}");
 }
 
-const INT4_G32: Precision = Precision::Int4 { group_size: 32 };
+const INT4_G32: Precision = Precision::int4(32);
 
 #[test]
 fn fp8_in_blocks() {
-    check("qwen3_moe_fp8", 0.01, 0.03, Precision::Int8 { group_size: 32 });
-    check("kimi_k2_fp8", 0.01, 0.03, Precision::Int8 { group_size: 128 });
+    check("qwen3_moe_fp8", 0.01, 0.03, Precision::int8(32));
+    check("kimi_k2_fp8", 0.01, 0.03, Precision::int8(128));
 }
 
 #[test]
@@ -60,15 +63,15 @@ fn compressed_tensors_int4() {
 
 #[test]
 fn mxfp4_stacked() {
-    check("gpt_oss_mxfp4", 0.05, 0.1, Precision::Int8 { group_size: 32 });
+    check("gpt_oss_mxfp4", 0.05, 0.1, Precision::Mxfp4);
 }
 
 #[test]
 fn gptq() {
-    check("qwen3_moe_gptq", 0.01, 0.03, Precision::Int4 { group_size: 128 });
+    check("qwen3_moe_gptq", 0.01, 0.03, Precision::int4(128).with_scales(ScaleType::F16));
 }
 
 #[test]
 fn awq() {
-    check("qwen3_moe_awq", 0.01, 0.03, Precision::Int8 { group_size: 64 });
+    check("qwen3_moe_awq", 0.01, 0.03, Precision::int8(64).with_scales(ScaleType::F16));
 }

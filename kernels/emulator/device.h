@@ -188,6 +188,11 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (float)((double)bf16_value(a) * bf16_value(b) + bf16_value(c)); };
     return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
 }
+inline float f16_value(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, rest = bits & 0x3ff;
+    const float size = exponent == 31 ? (rest ? NAN : INFINITY) : ldexpf((float)(exponent ? rest + 1024 : rest), (exponent ? exponent : 1) - 25);
+    return bits >> 15 ? -size : size;
+}
 inline float fast_exp2(float x) { return exp2f(x); }
 
 template <int N, bool TRANS> inline void ldmatrix(uint32_t* r, const void* row) {

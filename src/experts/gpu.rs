@@ -311,10 +311,10 @@ impl GpuExperts {
         let rows = pairs / tile + experts;
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(16).div_ceil(4), rows, 1], 128, shared;
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32, intermediate as i32, self.format.group,
-            top_k as i32);
+            self.format.f16, top_k as i32);
         launch!(cuda, stream, down, [hidden.div_ceil(16).div_ceil(8), rows, 1], 128, shared;
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32, intermediate as i32,
-            self.format.group, top_k as i32);
+            self.format.group, self.format.f16, top_k as i32);
     }
 }
 
@@ -342,7 +342,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         } else if tokens <= FEW_TOKENS {
             let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
             launch!(self.cuda, &self.cuda.compute, self.format.few().0, [self.layout.down.k.div_ceil(16), tokens * top_k, 1], 256, 0;
-                routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.experts as i32, top_k as i32);
+                routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.format.f16, self.experts as i32,
+                top_k as i32);
             Some(Gpu::Few { table })
         } else {
             self.grouped(table, x, routing, Address::NULL);
@@ -366,8 +367,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             None => {}
             Some(Gpu::Few { table }) => {
                 launch!(self.cuda, stream, self.format.few().1, [hidden.div_ceil(16), tokens, 1], 512, 0;
-                    ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.experts as i32,
-                    top_k as i32);
+                    ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.format.f16,
+                    self.experts as i32, top_k as i32);
             }
             Some(Gpu::Many { table }) => {
                 launch!(self.cuda, stream, "experts_combine", [tokens, hidden.div_ceil(2048), 1], 256, 0;
