@@ -120,5 +120,3 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scal
     scale_rows(a[0], scales, f16);
     scale_rows(a[1], scales, f16);
 }
-
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }

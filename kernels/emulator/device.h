@@ -154,6 +154,9 @@ inline float __expf(float x) { return expf(x); }
 inline float __cosf(float x) { return cosf(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+// volatile: compilers make one rounding of a product and a sum.
+inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
