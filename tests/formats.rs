@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Fixture, cosine};
+use common::{Fixture, cosine, experts_rounding};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius_cache::{Precision, ScaleType};
@@ -43,6 +43,9 @@ fn check(name: &str, bf16: f64, auto: f64, precision: Precision) {
     let (error, kept) = error_of(&fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact });
     assert!(error < auto, "{name}, experts as they are: logits off by {error}");
     assert_eq!(kept, Some(precision), "{name}");
+    // Integers pass with their scales; FP8 has none.
+    let rounding = experts_rounding(&fixture.dir);
+    assert_eq!(rounding == 0.0, !name.contains("_fp8"), "{name}: packing adds {rounding}");
 }
 
 const INT4_G32: Precision = Precision::int4(32);
