@@ -1,4 +1,4 @@
-//! The README's table of architectures is what the registry says.
+//! The README's table of architectures is what the registries say; its table of formats is tested in cache/tests/codecs.rs.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
@@ -6,6 +6,7 @@ mod common;
 use common::{fixture_dir, root, small};
 use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
+use moebius::gguf;
 use moebius::model::ModelConfig;
 use moebius::models::{self, ARCHITECTURES};
 
@@ -21,14 +22,15 @@ fn example(model_type: &str) -> ModelConfig {
 fn row(model_type: &str, models: &str, gpu: impl Fn(&ModelConfig) -> Option<&'static str>) -> String {
     let model = example(model_type);
     let on = |lacks: Option<&str>| lacks.map_or("yes".to_string(), |what| format!("lacks {what}"));
-    format!("| {models} | `{model_type}` | {} | {} |\n", on(Cpu::lacks(&model)), on(gpu(&model)))
+    let gguf = gguf::ARCHITECTURES.iter().find(|(_, of)| of.contains(&model_type)).map_or("", |(name, _)| name);
+    format!("| {models} | `{model_type}` | {gguf} | {} | {} |\n", on(Cpu::lacks(&model)), on(gpu(&model)))
 }
 
 #[cfg(feature = "cuda")]
 #[test]
 fn supported_architectures() {
     use moebius::backend::cuda::CudaBackend;
-    let mut table = String::from("| models | `model_type` | CPU | GPU |\n|---|---|---|---|\n");
+    let mut table = String::from("| models | `model_type` | in GGUF | CPU | GPU |\n|---|---|---|---|---|\n");
     for architecture in ARCHITECTURES {
         table += &row(architecture.model_type, architecture.models, CudaBackend::lacks);
     }
