@@ -196,6 +196,36 @@ fn a_split_model_is_one_model() {
     assert!(error.contains("holds 2 models"), "{error}");
 }
 
+/// Vocabularies of models with hostile texts and what the models' own tokenizers make of them, which llama.cpp has for its tests.
+#[test]
+fn text_is_cut_as_the_models_own_tokenizers_do() {
+    let Some(python) = python() else { return };
+    let folder = root().join("target/vocabularies");
+    if !folder.join("ggml-vocab-gpt-2.gguf").is_file() {
+        eprintln!("skipped: no target/vocabularies (models/ggml-vocab-*.gguf* of llama.cpp's sources; .ci/run gets them)");
+        return;
+    }
+    let mut wrong = Vec::new();
+    for name in ["deepseek-llm", "deepseek-coder", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "gpt-2"] {
+        let (dir, from) = (TempDir::new().unwrap(), folder.join(format!("ggml-vocab-{name}.gguf")));
+        let file = dir.path().join("vocabulary.gguf");
+        make(&python, &["vocabulary", from.to_str().unwrap(), file.to_str().unwrap()]);
+        let tokenizer = Tokenizer::load(&hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap()).unwrap();
+        let beside = |end: &str| std::fs::read_to_string(from.with_extension(format!("gguf.{end}"))).unwrap();
+        let (texts, ids) = (beside("inp"), beside("out"));
+        let texts: Vec<&str> = texts.split("\n__ggml_vocab_test__\n").collect();
+        assert!(texts.len() > 40, "{name}");
+        for (text, ids) in texts.iter().zip(ids.lines()) {
+            let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+            let got = tokenizer.encode(text, false).unwrap();
+            if got != want {
+                wrong.push(format!("{name}, {text:?}: {got:?} instead of {want:?}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn a_single_file_has_its_text_side() {
     let Some(python) = python() else { return };

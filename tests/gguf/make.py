@@ -2,6 +2,7 @@
 
     make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--config JSON]
                               the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors; fields of its config replaced
+    make.py vocabulary IN OUT the tokenizer of a GGUF file that has nothing else, in a file that looks like a model
     make.py blocks OUT        random blocks of every type, each beside what `gguf` dequantizes them to
 
 Several types are given to the matrices of experts in turn, so that they differ from layer to layer and from gate to up to down.
@@ -282,14 +283,29 @@ def blocks(out):
     w.close()
 
 
+def vocabulary(source, out):
+    fields = {name: field for name, field in gguf.GGUFReader(source).fields.items() if name.startswith("tokenizer.")}
+    w = gguf.GGUFWriter(out, "qwen3")
+    w.add_block_count(1)
+    for name, field in fields.items():
+        w.add_key_value(name, field.contents(), *field.types[:2])
+    w.add_tensor("token_embd.weight", np.zeros((len(fields["tokenizer.ggml.tokens"].data), 1), np.float16))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["model", "blocks"])
+    parser.add_argument("what", choices=["model", "vocabulary", "blocks"])
     parser.add_argument("paths", nargs="+")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--config", type=json.loads, default={})
     given = parser.parse_args()
     if given.what == "model":
         model(*given.paths, given.split, given.config)
+    elif given.what == "vocabulary":
+        vocabulary(*given.paths)
     else:
         blocks(*given.paths)
