@@ -11,10 +11,11 @@ mod plan;
 mod serve;
 mod terminal;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
+use crate::{Error, Result};
 use clap::{Parser, Subcommand};
-use moebius::{Error, Result};
 
 /// Mixture-of-experts language models larger than your GPU, on one box.
 #[derive(Parser)]
@@ -45,12 +46,12 @@ enum Command {
     Doctor(doctor::Args),
 }
 
-/// Parses the command line, runs it, and turns an error into one sentence on stderr.
-pub(crate) fn main() -> ExitCode {
+/// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong flag, and `--help`, end the process.
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     std::panic::set_hook(Box::new(|panic| {
         eprintln!("error: internal error, please report it: {panic}");
     }));
-    let result = match Cli::parse().command {
+    let result = match Cli::parse_from(args).command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Serve(args) => serve::run(args),

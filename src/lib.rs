@@ -15,6 +15,7 @@
 //! grammar, reply                                  what a model may say, and what its text means
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
+//! cli                                             the `moebius` command, which the Python package has too
 //! ```
 //!
 //! As a library:
@@ -40,6 +41,7 @@ pub mod batch;
 pub mod bench;
 pub mod capture;
 pub mod chat_template;
+pub mod cli;
 pub mod config;
 #[cfg(feature = "cuda")]
 pub mod cuda;

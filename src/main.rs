@@ -1,7 +1,5 @@
 //! The `moebius` command.
 
-mod cli;
-
 fn main() -> std::process::ExitCode {
-    cli::main()
+    moebius::cli::main(std::env::args_os())
 }

@@ -4,12 +4,12 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
+use crate::kernel::Simd;
+use crate::models::shapes;
+use crate::{Error, Result};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
-use moebius::kernel::Simd;
-use moebius::models::shapes;
-use moebius::{Error, Result};
 use moebius_cache::pack::GROUP_SIZES;
 
 /// More of either takes memory for nothing.
@@ -55,7 +55,7 @@ impl PackedArgs {
             cache_dir: self.cache_dir.clone(),
             ..EngineConfig::default()
         };
-        config.cache_dir = Some(moebius::load::cache_dir(&config)?);
+        config.cache_dir = Some(crate::load::cache_dir(&config)?);
         Ok(config)
     }
 }
@@ -214,12 +214,12 @@ pub(crate) struct SamplingArgs {
 impl SamplingArgs {
     /// Refuses what is out of range, before a model is loaded for it.
     pub(crate) fn check(&self) -> Result<()> {
-        moebius::text_model::check_sampling(&self.over(&Default::default()))
+        crate::text_model::check_sampling(&self.over(&Default::default()))
     }
 
     /// The model's defaults with what was given on the command line.
-    pub(crate) fn over(&self, defaults: &moebius::engine::SamplingParams) -> moebius::engine::SamplingParams {
-        moebius::engine::SamplingParams {
+    pub(crate) fn over(&self, defaults: &crate::engine::SamplingParams) -> crate::engine::SamplingParams {
+        crate::engine::SamplingParams {
             temperature: self.temperature.unwrap_or(defaults.temperature),
             top_p: self.top_p.unwrap_or(defaults.top_p),
             top_k: self.top_k.unwrap_or(defaults.top_k),

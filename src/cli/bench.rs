@@ -2,8 +2,8 @@
 
 mod serve;
 
-use moebius::bench::{self, Plan, Source};
-use moebius::{Error, Result, hub, load};
+use crate::bench::{self, Plan, Source};
+use crate::{Error, Result, hub, load};
 
 use super::args::{EngineArgs, SubjectArgs};
 use super::print_line;

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use moebius::load::LoadProgress;
-use moebius::load::components::{Component, components};
-use moebius::{Error, Result, hub, load, models};
+use crate::load::LoadProgress;
+use crate::load::components::{Component, components};
+use crate::{Error, Result, hub, load, models};
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Job};
 use moebius_cache::format::ExpertCache;

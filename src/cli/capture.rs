@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use moebius::capture::{self, Layers, Wanted};
-use moebius::tokenizer::Tokenizer;
-use moebius::{Result, hub, load};
+use crate::capture::{self, Layers, Wanted};
+use crate::tokenizer::Tokenizer;
+use crate::{Result, hub, load};
 
 use super::args::{EngineArgs, read_tokens};
 use super::terminal::Status;

@@ -6,10 +6,10 @@ mod conversation;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use moebius::engine::{FinishReason, RequestStats};
-use moebius::text_model::TextModel;
-use moebius::text_stream::Delta;
-use moebius::{Error, Result, demo};
+use crate::engine::{FinishReason, RequestStats};
+use crate::text_model::TextModel;
+use crate::text_stream::Delta;
+use crate::{Error, Result, demo};
 use rustyline::error::ReadlineError;
 
 use super::args::{EngineArgs, SamplingArgs};

@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use moebius::bench::BANDWIDTH_BYTES;
-use moebius::config::EngineConfig;
-use moebius::doctor::{self, Finding};
-use moebius::topology::Topology;
-use moebius::{Result, hub, load};
+use crate::bench::BANDWIDTH_BYTES;
+use crate::config::EngineConfig;
+use crate::doctor::{self, Finding};
+use crate::topology::Topology;
+use crate::{Result, hub, load};
 
 use super::print_line;
 

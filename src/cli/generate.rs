@@ -3,11 +3,11 @@
 use std::io::{IsTerminal, Read, Write};
 use std::path::PathBuf;
 
-use moebius::chat_template::RenderOptions;
-use moebius::engine::{FinishReason, Request, RequestStats};
-use moebius::text_model::TextModel;
-use moebius::text_stream::Delta;
-use moebius::{Error, Result};
+use crate::chat_template::RenderOptions;
+use crate::engine::{FinishReason, Request, RequestStats};
+use crate::text_model::TextModel;
+use crate::text_stream::Delta;
+use crate::{Error, Result};
 use serde_json::json;
 
 use super::args::{EngineArgs, SamplingArgs, read_text, read_tokens};

@@ -1,7 +1,7 @@
 //! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only config.json is downloaded.
 
-use moebius::models::{self, shapes};
-use moebius::{Result, hub, load, plan};
+use crate::models::{self, shapes};
+use crate::{Result, hub, load, plan};
 
 use super::args::{EngineArgs, SubjectArgs, parse_bytes};
 use super::print_line;

@@ -5,10 +5,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::server::{Server, ServerOptions};
+use crate::text_model::TextModel;
+use crate::{Error, Result};
 use clap::ValueEnum;
-use moebius::server::{Server, ServerOptions};
-use moebius::text_model::TextModel;
-use moebius::{Error, Result};
 
 use super::args::{EngineArgs, read_text};
 use super::print_line;

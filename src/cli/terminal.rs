@@ -4,9 +4,9 @@ use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::engine::RequestStats;
+use crate::load::LoadProgress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use moebius::engine::RequestStats;
-use moebius::load::LoadProgress;
 use moebius_cache::convert::Phase;
 
 /// What is being done, on stderr: a bar in a terminal; elsewhere a line now and then, for work that takes long.

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use moebius::bench::serve::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
-use moebius::{Error, Result};
+use crate::bench::serve::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
+use crate::{Error, Result};
 
 use crate::cli::args::{one_of, parse_duration, read_text};
 use crate::cli::print_line;

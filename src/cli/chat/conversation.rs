@@ -1,9 +1,9 @@
 //! The turns of a chat, and how they fit the model's context.
 
-use moebius::chat_template::RenderOptions;
-use moebius::engine::{Request, SamplingParams};
-use moebius::text_model::TextModel;
-use moebius::{Error, Result};
+use crate::chat_template::RenderOptions;
+use crate::engine::{Request, SamplingParams};
+use crate::text_model::TextModel;
+use crate::{Error, Result};
 use serde_json::{Value, json};
 
 /// Context kept free for an answer, where the context is large enough.
