@@ -133,7 +133,12 @@ fn stack_experts(header: &mut Value, data: &mut Vec<u8>) {
         let width = 2 * up[0].as_u64().unwrap();
         let gate_up = of.iter().flat_map(|[gate, up, _]| [gate.clone(), up.clone()].concat()).collect();
         keep(format!("{head}.experts.gate_up_proj"), &bf16, json!([of.len(), width, up[1]]), gate_up);
-        keep(format!("{head}.experts.down_proj"), &bf16, json!([of.len(), down[0], down[1]]), of.iter().flat_map(|parts| parts[2].clone()).collect());
+        keep(
+            format!("{head}.experts.down_proj"),
+            &bf16,
+            json!([of.len(), down[0], down[1]]),
+            of.iter().flat_map(|parts| parts[2].clone()).collect(),
+        );
     }
     (*header, *data) = (Value::Object(stacked), kept);
 }

@@ -104,8 +104,14 @@ fn the_same_weights_give_the_same_logits() {
         // A latent's keys and values lie apart.
         ("deepseek_v2_lite", &[]),
         // The converter keeps one factor of YaRN's two, which are equal in every published model and not in the fixture.
-        ("deepseek_v2_full", &["--config", r#"{"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-            "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}}"#]),
+        (
+            "deepseek_v2_full",
+            &[
+                "--config",
+                r#"{"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}}"#,
+            ],
+        ),
         ("deepseek_v3", &[]),
         ("qwen2_moe", &[]),
         // Rows of queries and keys are reordered.

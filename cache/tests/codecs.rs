@@ -10,7 +10,7 @@ use common::written::{
     Example, K, N, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp8, gptq, mxfp4, numbers, pack_down,
 };
 use half::bf16;
-use moebius_cache::codec::{Format, Integers, Source};
+use moebius_cache::codec::{Format, Integers, Library, Quantization, Source};
 use moebius_cache::convert::{Tiles, rounding};
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS, unpack_matrix};
 use moebius_cache::{Checkpoint, Precision};
@@ -43,7 +43,14 @@ fn check(example: &Example) {
 fn every_format_is_what_its_definition_says() {
     for format in Format::all() {
         let example = example(format);
-        example.open(|source| assert_eq!(source.kind(), format));
+        example.open(|source| {
+            assert_eq!(source.kind(), format);
+            // Before weights are there the config says the same; of compressed-tensors not whether inputs are in order.
+            let foretold = Quantization::parse(&example.written.config).unwrap().kept_by(&[K]);
+            if !matches!(format, Format::Gguf(_) | Format::OutOfOrder(Library::CompressedTensors)) {
+                assert_eq!(foretold, source.kept_by(), "{format}");
+            }
+        });
         check(&example);
     }
 }
@@ -116,6 +123,22 @@ fn fp8_in_rows_and_whole() {
 }
 
 #[test]
+fn fp8_of_stacked_experts_has_scales_of_each() {
+    let bytes: Vec<u8> = numbers(2 * 2 * N * K, 256, 1).iter().map(|&b| if b & 0x7f == 0x7f { 0 } else { b as u8 }).collect();
+    let (rows, cols) = ((2 * N).div_ceil(24), K.div_ceil(96));
+    let scales = noise(2 * rows * cols, 2);
+    let written = Written::new(json!({"quant_method": "fp8", "weight_block_size": [24, 96]}))
+        .add("m.experts.gate_up_proj", Dtype::F8_E4M3, &[2, 2 * N, K], bytes.clone())
+        .f32s("m.experts.gate_up_proj_scale_inv", &[2, rows, cols], &scales);
+    for (name, e, first) in [("m.experts.0.up_proj.weight", 0, N), ("m.experts.1.gate_proj.weight", 1, 0)] {
+        let weight =
+            |row: usize, input: usize| e4m3(bytes[(e * 2 * N + row) * K + input]) * scales[(e * rows + row / 24) * cols + input / 96];
+        let want = (0..N * K).map(|i| weight(first + i / K, i % K)).collect();
+        check(&Example { name, ..Example::new(written.clone(), want, None) });
+    }
+}
+
+#[test]
 fn compressed_tensors_of_4_and_8_bits() {
     for (bits, group) in [(4, 32), (4, 128), (4, K), (8, 64)] {
         let example = compressed_tensors(bits, group, false, false);
@@ -130,6 +153,16 @@ fn compressed_tensors_of_4_and_8_bits() {
     // Of 8 bits, and out of order without zero points.
     check(&compressed_tensors(8, 32, true, true));
     check(&compressed_tensors(8, 128, false, true));
+    // Zero points one to a byte, with a sign and without.
+    for (dtype, sign) in [(Dtype::I8, true), (Dtype::U8, false)] {
+        let (fields, points, scales) = (numbers(N * K, 256, 5), numbers(N * 4, 256, 7), bf16_scales(N * 4));
+        let point = |i: usize| if sign { points[i] as u8 as i8 as i32 } else { points[i] as i32 };
+        let of = |i: usize| i / K * 4 + i % K / 64;
+        let want = (0..N * K).map(|i| (fields[i] as u8 as i8 as i32 - point(of(i))) as f32 * scales[of(i)]).collect();
+        let bytes = |values: &[u32]| values.iter().map(|&v| v as u8).collect();
+        let written = ct(8, false).add("a.weight", Dtype::I8, &[N, K], bytes(&fields)).bf16s("a.weight_scale", &[N, 4], &scales);
+        check(&Example::new(written.add("a.weight_zero_point", dtype, &[N, 4], bytes(&points)), want, None));
+    }
     // 8 bits, one to a byte, a scale for each row.
     let (bytes, scales) = (numbers(N * K, 256, 9), bf16_scales(N));
     let want: Vec<f32> = (0..N * K).map(|i| bytes[i] as u8 as i8 as f32 * scales[i / K]).collect();
@@ -265,6 +298,14 @@ fn stacked_floats_in_every_order() {
         let (checkpoint, _dir) = open(&written);
         assert_eq!(decoded(&checkpoint, "m.experts.1.down_proj.weight", [N, N]), square[N * N..], "transposed: {transposed}");
         assert_eq!(decoded(&checkpoint, "m.experts.1.up_proj.weight", [N, N]), pair[3 * N * N..]);
+        // Gate and up together are square when experts are half as wide as the model.
+        let (half, down) = (N / 2, &values(experts * N * N / 2, 55));
+        let (shape, down) = if transposed { ([experts, half, N], turned(down, N, half)) } else { ([experts, N, half], down.clone()) };
+        let both = if transposed { turned(&square, N, N) } else { square.clone() };
+        let written = Written { config: json!({}), ..Written::default() };
+        let written = written.bf16s("m.experts.down_proj", &shape, &down).bf16s("m.experts.gate_up_proj", &[experts, N, N], &both);
+        let (checkpoint, _dir) = open(&written);
+        assert_eq!(decoded(&checkpoint, "m.experts.1.up_proj.weight", [half, N]), square[3 * half * N..], "transposed: {transposed}");
     }
 }
 

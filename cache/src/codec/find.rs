@@ -20,9 +20,8 @@ pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2
             Quantization::Gptq { .. } => gptq::found(checkpoint, codes, stem, [n, k])?,
             Quantization::Awq { .. } => awq::found(checkpoint, codes, stem, [n, k])?,
             _ => {
-                return Err(codes.error(
-                    "is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: download it again",
-                ));
+                return Err(codes
+                    .error("is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: download it again"));
             }
         }
     } else if let Some(found) = stacked(checkpoint, stem, [n, k])? {
@@ -67,9 +66,10 @@ impl<'a> Stack<'a, '_> {
     fn part(&self, view: TensorView<'a>) -> Result<TensorView<'a>> {
         match (view.shape.first(), self.expert) {
             (Some(&experts), e) if e < experts && view.shape.len() > 2 => Ok(view.part(e)),
-            (_, e) => Err(
-                view.error(format!("has shape {:?}, which has no expert {e}: config.json and weights do not belong together", view.shape))
-            ),
+            (_, e) => {
+                Err(view
+                    .error(format!("has shape {:?}, which has no expert {e}: config.json and weights do not belong together", view.shape)))
+            }
         }
     }
 
@@ -129,7 +129,9 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
         return Ok(Some(Found { rows, ..found }));
     }
     let name = if role == "down" { "down_proj" } else { "gate_up_proj" };
-    let (Some(blocks), Some(scales)) = (stack.get(&format!("{name}_blocks")), stack.get(&format!("{name}_scales"))) else { return Ok(None) };
+    let (Some(blocks), Some(scales)) = (stack.get(&format!("{name}_blocks")), stack.get(&format!("{name}_scales"))) else {
+        return Ok(None);
+    };
     let found = mxfp4::found(stack.part(blocks)?, stack.part(scales)?, [all_rows, k])?;
     Ok(Some(Found { rows, ..found }))
 }

@@ -31,9 +31,8 @@ pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem:
     let (zeros, scales) = (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
     let (groups, bits) = (groups_of(&scales, k)?, bits as usize);
     if !k.is_multiple_of(32 / bits) || !n.is_multiple_of(32 / bits) {
-        return Err(codes.error(format!(
-            "has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together"
-        )));
+        return Err(codes
+            .error(format!("has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together")));
     }
     let mut parts = vec![codes, zeros, scales];
     let mut index = None;
@@ -64,9 +63,7 @@ pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem:
 pub(super) fn groups_of(scales: &TensorView<'_>, k: usize) -> Result<usize> {
     match scales.shape.first().copied().unwrap_or(0) {
         groups if groups != 0 && k.is_multiple_of(groups) => Ok(groups),
-        groups => {
-            Err(scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together")))
-        }
+        groups => Err(scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together"))),
     }
 }
 

@@ -83,6 +83,10 @@ impl Quantization {
             Self::Fp8 { .. } => int8(None),
             Self::CompressedTensors { bits: 4, symmetric: true, group, .. }
             | Self::Gptq { bits: 4, symmetric: true, act_order: false, group, .. } => int4(group),
+            // No codes of 8 bits are left of these: they are rounded.
+            Self::CompressedTensors { bits: 8, symmetric: false, .. }
+            | Self::Gptq { bits: 8, symmetric: false, .. }
+            | Self::Gptq { act_order: true, .. } => int8(Some(32)),
             Self::CompressedTensors { group, .. } | Self::Gptq { group, .. } | Self::Awq { group } => int8(group),
             Self::Mxfp4 => int8(Some(32)),
         }

@@ -9,14 +9,14 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::noise;
 use super::gguf_file::File;
+use super::noise;
 
 pub const N: usize = 40; // two tiles and a half
 pub const K: usize = 256;
 
 /// A checkpoint of tensors and a quantization_config.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Written {
     pub tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
     pub config: Value,
@@ -99,7 +99,6 @@ pub fn pack_down(fields: &[u32], cols: usize, bits: usize) -> Vec<u32> {
     words
 }
 
-
 /// A matrix `[N, K]` in one format.
 pub struct Example {
     pub written: Written,
@@ -107,7 +106,7 @@ pub struct Example {
     /// What it is; `None` of GGUF's blocks, which the main crate compares with another implementation.
     pub want: Option<Vec<f32>>,
     pub integers: Option<Integers>,
-    gguf: Option<File>,
+    pub gguf: Option<File>,
 }
 
 impl Example {
@@ -183,7 +182,7 @@ fn fp8_in_blocks() -> Example {
 
 pub fn ct(bits: usize, symmetric: bool) -> Written {
     Written::new(json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}}}}))
+        "config_groups": {"group_0": {"weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 64}}}}))
 }
 
 /// Rows packed into words; zero points, if there are any, packed down the rows.
@@ -195,8 +194,7 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     let of = |i: usize| i / K * groups + if out_of_order { index[i % K] as usize } else { i % K / group };
     let want = (0..N * K).map(|i| (fields[i] as i32 - points[of(i)] as i32) as f32 * scales[of(i)]).collect();
     let rows = fields.chunks(K).flat_map(|row| pack(row, bits)).collect();
-    let mut written =
-        ct(bits, !zeros).words("a.weight_packed", &[N, K * bits / 32], rows).bf16s("a.weight_scale", &[N, groups], &scales);
+    let mut written = ct(bits, !zeros).words("a.weight_packed", &[N, K * bits / 32], rows).bf16s("a.weight_scale", &[N, groups], &scales);
     if zeros {
         written = written.words("a.weight_zero_point", &[N * bits / 32, groups], pack_down(&points, groups, bits));
     }
