@@ -109,7 +109,7 @@ fn the_same_weights_give_the_same_logits() {
             &[
                 "--config",
                 r#"{"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-            "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}}"#,
+            "beta_fast": 24, "beta_slow": 2, "original_max_position_embeddings": 64}}"#,
             ],
         ),
         ("deepseek_v3", &[]),

@@ -171,6 +171,7 @@ fn what_a_config_leaves_out() {
         ("qwen3_next", "norm_topk_prob", json!(true), json!(false)),
         ("qwen3_next", "full_attention_interval", json!(4), json!(2)),
         ("qwen3_next", "partial_rotary_factor", json!(0.25), json!(0.5)),
+        ("qwen3_5_moe", "tie_word_embeddings", json!(false), json!(true)),
         ("olmoe", "norm_topk_prob", json!(false), json!(true)),
         ("mixtral", "sliding_window", json!(null), json!(8)),
         ("deepseek_v3", "norm_topk_prob", json!(true), json!(false)),

@@ -146,6 +146,8 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         w.add_rope_scaling_factor(rope["factor"])
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        w.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        w.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
         if "mscale_all_dim" in rope:
             w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     w.add_tokenizer_model("gpt2")
