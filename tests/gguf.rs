@@ -212,7 +212,7 @@ fn text_is_cut_as_the_models_own_tokenizers_do() {
         return;
     }
     let mut wrong = Vec::new();
-    for name in ["deepseek-llm", "deepseek-coder", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "gpt-2"] {
+    for name in ["deepseek-llm", "deepseek-coder", "llama-bpe", "llama-spm", "qwen2", "qwen35", "gpt-2"] {
         let (dir, from) = (TempDir::new().unwrap(), folder.join(format!("ggml-vocab-{name}.gguf")));
         let file = dir.path().join("vocabulary.gguf");
         make(&python, &["vocabulary", from.to_str().unwrap(), file.to_str().unwrap()]);
