@@ -6,10 +6,14 @@ pub mod cpu;
 pub mod gpu;
 pub mod memory;
 pub mod residency;
+pub mod service;
+#[cfg(feature = "cuda")]
+pub mod stream;
 
 pub use between::Between;
 pub use cpu::{CpuExperts, Pace};
 pub use memory::ExpertMemory;
+pub use service::{ExpertService, RowType, ServedLayer};
 
 use crate::Result;
 use crate::backend::Backend;

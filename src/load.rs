@@ -1,6 +1,7 @@
 //! From a checkpoint directory to a model ready to run: what fits, what precision, where the experts are.
 
 pub mod components;
+pub mod experts;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub(crate) mod place;

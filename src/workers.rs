@@ -44,25 +44,25 @@ const RESTING: u32 = u32::MAX;
 type Work = dyn Fn(&Worker<'_>) + Sync;
 
 /// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are not there.
-struct Gate {
+pub(crate) struct Gate {
     value: AtomicU32,
     asleep: AtomicU32,
     spin_us: AtomicU32, // before a thread that waits here sleeps
 }
 
 impl Gate {
-    const fn new(value: u32) -> Self {
+    pub(crate) const fn new(value: u32) -> Self {
         Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
     }
 
     /// The value; what its writer wrote before is visible.
-    fn get(&self) -> u32 {
+    pub(crate) fn get(&self) -> u32 {
         self.value.load(Acquire)
     }
 
     /// Returns when `ready(value)`.
     #[inline]
-    fn wait(&self, ready: impl Fn(u32) -> bool) {
+    pub(crate) fn wait(&self, ready: impl Fn(u32) -> bool) {
         self.wait_doing(ready, || false);
     }
 
@@ -117,6 +117,17 @@ impl Gate {
     /// Changes the value and wakes the sleepers.
     fn set(&self, value: u32) {
         self.value.swap(value, SeqCst);
+        self.wake();
+    }
+
+    /// Adds one, as one of several writers, and wakes the sleepers.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn add(&self) {
+        self.value.fetch_add(1, SeqCst);
+        self.wake();
+    }
+
+    fn wake(&self) {
         if self.asleep.load(SeqCst) > 0 {
             // SAFETY: the word outlives the call; waking touches no memory of ours.
             unsafe {
@@ -351,6 +362,22 @@ impl Team {
         pin(self.seats[0].cpu)?;
         self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller(&self.state);
         Ok(())
+    }
+
+    /// Runs `work` with the calling thread on the team's first CPU, and puts it back where it may run after: for callers that only pass by. Where
+    /// the system refuses, it stays where it is.
+    pub fn with_caller<T>(&self, work: impl FnOnce() -> T) -> T {
+        // SAFETY: an all-zero cpu_set_t is the empty set.
+        let mut before: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the set is as large as said.
+        let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut before) } == 0;
+        let moved = known && pin(self.seats[0].cpu).is_ok();
+        let done = work();
+        if moved {
+            // SAFETY: as above; these CPUs were this thread's a moment ago.
+            let _ = unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &before) };
+        }
+        done
     }
 
     /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another device's turn.

@@ -14,8 +14,8 @@ use common::{Fixture, cosine, load};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::models;
-use moebius_cache::Precision;
 use moebius_cache::codec::{Format, Library};
+use moebius_cache::{Precision, ScaleType};
 use serde_json::{Value, json};
 
 /// Root mean square of the error of all logits over that of the logits.
@@ -65,12 +65,12 @@ fn check(name: &str, format: Format, bf16: f64, auto: f64, precision: Precision)
     assert_eq!(kept, Some(precision), "{name}");
 }
 
-const INT4_G32: Precision = Precision::Int4 { group_size: 32 };
+const INT4_G32: Precision = Precision::int4(32);
 
 #[test]
 fn fp8_in_blocks() {
-    check("qwen3_moe_fp8", Format::Fp8, 0.01, 0.03, Precision::Int8 { group_size: 32 });
-    check("kimi_k2_fp8", Format::Fp8, 0.01, 0.03, Precision::Int8 { group_size: 128 });
+    check("qwen3_moe_fp8", Format::Fp8, 0.01, 0.03, Precision::int8(32));
+    check("kimi_k2_fp8", Format::Fp8, 0.01, 0.03, Precision::int8(128));
 }
 
 #[test]
@@ -82,19 +82,19 @@ fn compressed_tensors_int4() {
 #[test]
 fn mxfp4_stacked() {
     // Its values are bf16's: noise of f32 is left, 1.6e-5.
-    check("gpt_oss_mxfp4", Format::Mxfp4, 1e-4, 0.03, Precision::Int8 { group_size: 32 });
+    check("gpt_oss_mxfp4", Format::Mxfp4, 1e-4, 0.03, Precision::Mxfp4);
 }
 
 #[test]
 fn gptq() {
     let format = Format::Integers { by: Library::Gptq, bits: 4, zeros: false };
-    check("qwen3_moe_gptq", format, 0.01, 0.03, Precision::Int4 { group_size: 128 });
+    check("qwen3_moe_gptq", format, 0.01, 0.03, Precision::int4(128).with_scales(ScaleType::F16));
 }
 
 #[test]
 fn awq() {
     let format = Format::Integers { by: Library::Awq, bits: 4, zeros: true };
-    check("qwen3_moe_awq", format, 0.01, 0.03, Precision::Int8 { group_size: 64 });
+    check("qwen3_moe_awq", format, 0.01, 0.03, Precision::int8(64).with_scales(ScaleType::F16));
 }
 
 /// Experts of each layer in two tensors, gate above up, as Qwen3.5's checkpoints have them and what transformers 5 saves of others.

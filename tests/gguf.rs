@@ -18,9 +18,9 @@ use moebius::gguf;
 use moebius::hub;
 use moebius::models;
 use moebius::tokenizer::Tokenizer;
-use moebius_cache::Precision;
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
 use moebius_cache::codec::decode_f32;
+use moebius_cache::{Precision, ScaleType};
 use tempfile::TempDir;
 
 /// A Python that can import the package: the one that `.ci/run` prepared, or the system's.
@@ -144,7 +144,7 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
     let Some(python) = python() else { return };
     let fixture = Fixture::open("qwen3_moe");
     let want = fixture.floats("mid.logits");
-    let (int4, int8) = (Precision::Int4 { group_size: 32 }, Precision::Int8 { group_size: 32 });
+    let [int4, int8] = [Precision::int4(32), Precision::int8(32)].map(|precision| precision.with_scales(ScaleType::F16));
     // How far these formats put this random model off, at most twice of what was measured: not ours, but a sign of what was made. Ours is that
     // logits are those of the weights that the file stands for.
     for (types, kept, bound) in [
@@ -152,8 +152,8 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
         ("Q8_0", Some(int8), 0.055),
         ("Q4_0", Some(int4), 0.86),
         ("Q5_0", Some(int8), 0.47),
-        ("MXFP4", Some(int8), 1.0),
-        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(int8), 0.29),
+        ("MXFP4", Some(Precision::Mxfp4), 1.0),
+        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(Precision::int8(32)), 0.29),
     ] {
         let dir = TempDir::new().unwrap();
         let (file, stands_for) = model(&python, &dir, "qwen3_moe", types, &[]);

@@ -138,6 +138,7 @@ Result cuDeviceGetAttribute(int* value, int attribute, int) {
 Result cuDevicePrimaryCtxRetain(void** context, int) { return *context = (void*)1, SUCCESS; }
 Result cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 Result cuCtxSetCurrent(void*) { return SUCCESS; }
+Result cuCtxGetCurrent(void** context) { return *context = (void*)1, SUCCESS; }
 Result cuCtxSynchronize() { return SUCCESS; }
 Result cuMemGetInfo_v2(size_t* free, size_t* total) {
     std::lock_guard<std::mutex> lock(memory_mutex);
@@ -226,6 +227,8 @@ Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream*
 Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memcpy(to, (void*)from, bytes); }), SUCCESS; }
 Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memmove((void*)to, (void*)from, bytes); }), SUCCESS; }
 Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Stream* s) { return of(s).add([=] { memset((void*)to, value, bytes); }), SUCCESS; }
+
+Result cuLaunchHostFunc(Stream* s, void (*function)(void*), void* data) { return of(s).add([=] { function(data); }), SUCCESS; }
 
 Result cuEventCreate(Event** e, unsigned) { return *e = new Event, SUCCESS; }
 Result cuEventDestroy_v2(Event* e) { return delete e, SUCCESS; }
@@ -347,6 +350,8 @@ Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* bas
 }
 
 Result cuStreamBeginCapture_v2(Stream* s, int) { return of(s).capture = std::make_shared<Graph>(), SUCCESS; }
+// A capture forbids nothing here.
+Result cuThreadExchangeStreamCaptureMode(int*) { return SUCCESS; }
 Result cuStreamIsCapturing(Stream* s, int* status) { return *status = of(s).capturing() ? 1 : 0, SUCCESS; }
 Result cuStreamEndCapture(Stream* s, Graph** graph) {
     *graph = new Graph(*of(s).capture);

@@ -132,7 +132,7 @@ impl Cuda {
             sharedMemBytes: shared_bytes as u32,
             hStream: stream.0,
             attrs: &mut early,
-            numAttrs: u32::from(self.info.capability >= (9, 0)),
+            numAttrs: u32::from(stream.is_ours() && self.info.capability >= (9, 0)),
         };
         // SAFETY: the caller's promise.
         let result = unsafe { sys::cuLaunchKernelEx(&config, function, arguments.as_mut_ptr(), ptr::null_mut()) };

@@ -1,6 +1,7 @@
 //! Queues of work on the device, and marks in them.
 #![allow(unsafe_code)]
 
+use std::ffi::c_void;
 use std::ptr;
 
 use cudarc::driver::sys::{self, CUresult};
@@ -9,7 +10,14 @@ use super::{Cuda, succeed};
 use crate::Result;
 
 /// Work on the device that runs in order.
-pub struct Stream(pub(super) sys::CUstream);
+pub struct Stream(pub(super) sys::CUstream, Owner);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    Us,
+    /// Somebody else, who knows nothing of kernels that begin before the one in front of them has ended.
+    Another,
+}
 
 // SAFETY: the driver lets any thread use a stream.
 unsafe impl Send for Stream {}
@@ -22,11 +30,34 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one pointer.
         succeed("creating a stream", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
-        Ok(Self(stream))
+        Ok(Self(stream, Owner::Us))
     }
 
     pub(super) fn none() -> Self {
-        Self(ptr::null_mut())
+        Self(ptr::null_mut(), Owner::Us)
+    }
+
+    /// One more, of the current thread's device.
+    pub(crate) fn beside() -> Result<Self> {
+        Self::new()
+    }
+
+    /// The stream that another engine in this process calls `handle`, 0 the default one. It must live as long as this.
+    pub fn of_another(handle: usize) -> Self {
+        Self(handle as sys::CUstream, Owner::Another)
+    }
+
+    /// Whether kernels may be launched on it before those in front of them have ended.
+    pub(super) fn is_ours(&self) -> bool {
+        self.1 == Owner::Us
+    }
+
+    /// Whether what is enqueued is recorded into a graph. Errors: there is no such stream, or its recording has failed.
+    pub fn is_capturing(&self) -> Result<bool> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: writes one number.
+        succeed("asking a stream", unsafe { sys::cuStreamIsCapturing(self.0, &mut status) })?;
+        Ok(status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE)
     }
 
     pub(super) fn query(&self) -> CUresult {
@@ -42,7 +73,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if !self.0.is_null() {
+        if !self.0.is_null() && self.is_ours() {
             // SAFETY: nobody uses it any more.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
         }
@@ -115,5 +146,36 @@ impl Cuda {
         // SAFETY: it lives.
         self.note("an op on the device", unsafe { sys::cuEventSynchronize(event.0) });
         self.check()
+    }
+
+    /// Calls `function` on a thread of the driver's when `stream` comes there; it may not call the driver.
+    ///
+    /// # Safety
+    /// `data` is what `function` takes, for as long as it may be called: of a recorded graph, for ever.
+    pub(crate) unsafe fn call_host(&self, stream: &Stream, function: unsafe extern "C" fn(*mut c_void), data: *mut c_void) {
+        // SAFETY: the caller's promise.
+        self.note("calling the host", unsafe { sys::cuLaunchHostFunc(stream.0, Some(function), data) });
+    }
+
+    /// Runs `work` as a guest of another engine's thread: this device is the thread's meanwhile, and memory may be taken though a stream is being recorded.
+    /// Errors: what `work` says, or the driver.
+    pub(crate) fn as_guest<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let mut before = ptr::null_mut();
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: each writes one value.
+        unsafe {
+            succeed("asking for the device", sys::cuCtxGetCurrent(&mut before))?;
+            self.enter_thread()?;
+            succeed("beside a recording", sys::cuThreadExchangeStreamCaptureMode(&mut mode))?;
+        }
+        let done = work();
+        // SAFETY: what was there is put back.
+        unsafe {
+            let _ = sys::cuThreadExchangeStreamCaptureMode(&mut mode);
+            if !before.is_null() {
+                let _ = sys::cuCtxSetCurrent(before);
+            }
+        }
+        done
     }
 }

@@ -104,8 +104,6 @@ pub struct CpuExperts {
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     layout: ExpertLayout,
-    max_tokens: usize,
-    top_k: usize,
     checked: Vec<bool>, // [layers, experts]: the checksum held
     bytes_read: u64,
 
@@ -125,7 +123,7 @@ pub struct CpuExperts {
 }
 
 impl CpuExperts {
-    /// Allocates for batches of up to `max_tokens` with `top_k` experts each; nothing is allocated later.
+    /// Allocates for batches of up to `max_tokens` with `top_k` experts each, or as many pairs; nothing is allocated later.
     pub fn new(memory: Arc<ExpertMemory>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
         let store = memory.cache();
         let layout = store.layout();
@@ -151,14 +149,18 @@ impl CpuExperts {
             team,
             kernel,
             layout,
-            max_tokens,
-            top_k,
         }
     }
 
     /// With biases, and another activation than SiLU.
     pub fn with(self, between: Between) -> Self {
         Self { between, ..self }
+    }
+
+    /// What is between products.
+    #[cfg(feature = "cuda")]
+    pub(super) fn between(&self) -> &Between {
+        &self.between
     }
 
     /// Goes on at another pace.
@@ -295,7 +297,7 @@ impl CpuExperts {
         let k = self.layout.gate.k;
         self.tokens = x.len() / k;
         assert_eq!(x.len(), self.tokens * k, "rows of {k}");
-        assert!(self.tokens <= self.max_tokens && routing.top_k <= self.top_k, "a batch larger than was allocated for");
+        assert!(routing.ids.len() <= self.pair_of.len(), "a batch larger than was allocated for");
         assert!(routing.ids.len() == self.tokens * routing.top_k && routing.weights.len() == routing.ids.len());
         assert!(layer < self.memory.cache().num_layers());
         self.layer = layer;

@@ -38,7 +38,7 @@ pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem:
 
 impl Codes for Awq<'_> {
     fn integers(&self) -> Integers {
-        Integers { low: -15, high: 15, group: self.group, exact_scales: self.scales.are_bf16() }
+        Integers { low: -15, high: 15, group: self.group, scales: self.scales.packed_type(), e2m1: false }
     }
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

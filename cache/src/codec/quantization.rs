@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::pack::{Precision, largest_group_size};
+use crate::pack::{Precision, ScaleType, largest_group_size};
 use crate::{Error, Result};
 
 /// What the tensors' own names, types and shapes do not tell.
@@ -76,9 +76,9 @@ impl Quantization {
             Some(group) => largest_group_size(&[group]),
             None => largest_group_size(inputs),
         };
-        let int4 = |group| group_size(group).map(|group_size| Precision::Int4 { group_size });
-        let int8 = |group| group_size(group).map(|group_size| Precision::Int8 { group_size });
-        match *self {
+        let int4 = |group| group_size(group).map(Precision::int4);
+        let int8 = |group| group_size(group).map(Precision::int8);
+        let kept = match *self {
             Self::None => None,
             Self::Fp8 { .. } => int8(None),
             Self::CompressedTensors { bits: 4, symmetric: true, group, .. }
@@ -88,8 +88,14 @@ impl Quantization {
             | Self::Gptq { bits: 8, symmetric: false, .. }
             | Self::Gptq { act_order: true, .. } => int8(Some(32)),
             Self::CompressedTensors { group, .. } | Self::Gptq { group, .. } | Self::Awq { group } => int8(group),
-            Self::Mxfp4 => int8(Some(32)),
-        }
+            Self::Mxfp4 => Some(Precision::Mxfp4),
+        };
+        // What these two write, unless told otherwise; of what is rounded nothing is kept.
+        let f16 = match self {
+            Self::Gptq { bits, symmetric, act_order, .. } => !act_order && (*bits == 4 || *symmetric),
+            other => matches!(other, Self::Awq { .. }),
+        };
+        kept.map(|kept| if f16 { kept.with_scales(ScaleType::F16) } else { kept })
     }
 
     /// Reads `quantization_config` of a whole config, or of its `text_config`.

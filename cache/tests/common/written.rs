@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use moebius_cache::checkpoint::GgmlType;
 use moebius_cache::codec::{Format, Integers, Library, Source};
-use moebius_cache::{Checkpoint, Dtype as Stored};
+use moebius_cache::{Checkpoint, Dtype as Stored, ScaleType};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -203,7 +203,7 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     }
     let (low, high) = if zeros { (-2 * half + 1, 2 * half - 1) } else { (-half, half - 1) };
     let values = out_of_order || bits == 8 && zeros;
-    Example::new(written, want, (!values).then_some(Integers { low, high, group, exact_scales: true }))
+    Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::Bf16, e2m1: false }))
 }
 
 pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Example {
@@ -232,7 +232,7 @@ pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Exa
         .words("a.g_idx", &[K], if act_order { index.clone() } else { plain });
     let (low, high) = if symmetric { (-(half as i32), half as i32 - 1) } else { (-2 * half as i32, 2 * half as i32 - 1) };
     let values = act_order || bits == 8 && !symmetric;
-    Example::new(written, want, (!values).then_some(Integers { low, high, group, exact_scales: false }))
+    Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::F16, e2m1: false }))
 }
 
 pub fn awq() -> Example {
@@ -251,7 +251,7 @@ pub fn awq() -> Example {
         .words("a.qweight", &[K, N / 8], words(&fields))
         .words("a.qzeros", &[groups, N / 8], words(&zeros))
         .f16s("a.scales", &[groups, N], &scales);
-    Example::new(written, want, Some(Integers { low: -15, high: 15, group, exact_scales: false }))
+    Example::new(written, want, Some(Integers { low: -15, high: 15, group, scales: ScaleType::F16, e2m1: false }))
 }
 
 /// Gate (`second` 0) or up (1) of an expert among `experts`, whose rows alternate.
@@ -272,7 +272,7 @@ pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
         .bf16s("m.experts.gate_up_proj_bias", &[experts, 2 * N], &vec![0.0; experts * 2 * N]);
     let name: &'static str = ["m.experts.0", "m.experts.1", "m.experts.2"][expert];
     let name = format!("{name}.{}_proj.weight", ["gate", "up"][second]).leak();
-    Example { name, ..Example::new(written, want, Some(Integers { low: -12, high: 12, group: 32, exact_scales: true })) }
+    Example { name, ..Example::new(written, want, Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true })) }
 }
 
 /// Random codes, with scales and offsets as they are in models.
@@ -302,11 +302,11 @@ fn gguf(kind: GgmlType) -> Example {
     }
     let number = [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39][GgmlType::ALL.iter().position(|&k| k == kind).unwrap()];
     let file = File::default().text("general.architecture", "none").tensor("a.weight", &[K as u64, N as u64], number, &bytes);
-    let of = |low, high| Some(Integers { low, high, group: 32, exact_scales: false });
+    let of = |low, high| Some(Integers { low, high, group: 32, scales: ScaleType::F16, e2m1: false });
     let integers = match kind {
         Q4_0 => of(-8, 7),
         Q5_0 => of(-16, 15),
-        MXFP4 => Some(Integers { low: -12, high: 12, group: 32, exact_scales: true }),
+        MXFP4 => Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true }),
         Q8_0 | IQ4_NL | IQ4_XS => of(-128, 127),
         _ => None,
     };

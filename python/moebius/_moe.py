@@ -1,0 +1,186 @@
+"""The routed experts of one layer, computed on the CPU for whichever engine runs the rest of the model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+
+from moebius import _moebius
+
+log = logging.getLogger("moebius")
+
+
+def _empty_like(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.empty(x.shape, x.dtype)
+    if hasattr(x, "new_empty"):  # torch
+        return x.new_empty(tuple(x.shape))
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__().empty_like(x)
+    raise TypeError("no array like x can be made: give out=")
+
+
+def _on_cpu(x: Any) -> bool:
+    try:
+        return x.__dlpack_device__()[0] in (1, 3)
+    except AttributeError:
+        raise TypeError("x is no array: expected one with __dlpack__, as numpy's and torch's have") from None
+
+
+class MoE:
+    """The routed experts of one layer: ``out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](x[t])``.
+
+    An expert is ``down @ (silu(gate @ x) * (up @ x))``, or what its model has in that place. Shared experts and
+    ``routed_scaling_factor`` are the caller's. All layers of a process share one copy of a model's experts, in the page cache where
+    they are mapped from a file, and one team of threads.
+
+    Arrays are numpy's, torch's or anyone's with ``__dlpack__``, contiguous: ``x`` ``[tokens, hidden]`` in float32, float16 or bfloat16,
+    ``topk_ids`` ``[tokens, top_k]`` in int32 or int64, ``topk_weights`` ``[tokens, top_k]`` in float32. An id that is negative, past
+    the end or masked is skipped. torch is never imported.
+
+    On CUDA, :meth:`submit_forward` and :meth:`sync_forward` only enqueue work on the given stream; both may be recorded into a CUDA
+    graph, and what was given to ``submit_forward`` may be overwritten by later work on that stream. Graphs that were recorded on the
+    same stream must not run at the same time.
+
+    Args:
+        model: a folder in the Hugging Face layout, a GGUF file, a hub id, or a Moebius cache file. The first use converts the experts.
+        layer: the layer's number in the model.
+        weights: instead of a model, ``(gate, up, down)``: ``[experts, intermediate, hidden]`` twice and ``[experts, hidden,
+            intermediate]``, of any float type, on the CPU; ``layer`` is 0.
+        num_gpu_experts: the first so many experts are computed by the caller, and skipped here.
+        gpu_experts_mask: the same by a bool array of all experts on the CPU, which is read again at every call: write it in place.
+        precision: ``auto`` (as the checkpoint has it, int4 of one that is not quantized), ``bf16``, ``int8`` or ``int4``.
+        group_size: weights that share a scale.
+        cache_dir: where converted experts are kept; ``~/.cache/moebius`` by default.
+        threads: workers, for the whole process and as the first to ask says; at most, and by default, the physical cores.
+        load: read the layer and compare its checksums now. Otherwise :meth:`load_weights` does, or each expert's first use.
+
+    Raises:
+        ValueError: something does not fit, with what would.
+        RuntimeError: a file is damaged or missing, or memory is short.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        layer: int = 0,
+        *,
+        weights: tuple[Any, Any, Any] | None = None,
+        num_gpu_experts: int | None = None,
+        gpu_experts_mask: Any = None,
+        precision: str | None = None,
+        group_size: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        threads: int | None = None,
+        load: bool = True,
+    ) -> None:
+        if num_gpu_experts is not None and gpu_experts_mask is not None:
+            raise TypeError("give num_gpu_experts or gpu_experts_mask, not both")
+        self._layer = _moebius.ExpertLayer(
+            None if model is None else os.fspath(model),
+            layer,
+            weights=weights,
+            precision=precision,
+            group_size=group_size,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+            threads=threads,
+            report=log.info,
+        )
+        self.layer = layer
+        self._computed: list[Any] = []
+        self._ids = self.num_experts
+        if gpu_experts_mask is None:
+            gpu_experts_mask = np.zeros(self.num_experts, dtype=bool)
+            gpu_experts_mask[: num_gpu_experts or 0] = True
+        self.gpu_experts_mask = gpu_experts_mask
+        if load:
+            self.load_weights()
+
+    @property
+    def gpu_experts_mask(self) -> Any:
+        """The experts that the caller computes, as it was given. Writing into it takes effect at the next call."""
+        return self._mask
+
+    @gpu_experts_mask.setter
+    def gpu_experts_mask(self, mask: Any) -> None:
+        if tuple(mask.shape) != (self._ids,):
+            raise ValueError(f"gpu_experts_mask has shape {tuple(mask.shape)}: expected ({self._ids},)")
+        self._layer.set_mask(mask)
+        self._mask = mask
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer."""
+        return self._layer.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self._layer.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of an expert."""
+        return self._layer.intermediate_size
+
+    @property
+    def precision(self) -> str:
+        """How the weights are stored, ``int4-g32`` for example."""
+        return self._layer.precision
+
+    @property
+    def threads(self) -> int:
+        """Workers that compute it."""
+        return self._layer.threads
+
+    def load_weights(self, physical_to_logical_map: Any = None) -> None:
+        """Reads the layer and compares its checksums.
+
+        ``physical_to_logical_map``: integers ``[ids]`` on the CPU, the expert that each id stands for; by default its own number.
+        """
+        self._layer.load(physical_to_logical_map)
+        at, layers = self._layer.place
+        log.info("layer %d of %d (%s, %d threads)", at + 1, layers, self.precision, self.threads)
+
+    def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None) -> Any:
+        """The sum for arrays on the CPU, in ``out`` or a new array like ``x``."""
+        if out is None:
+            out = _empty_like(x)
+        self._layer.forward(x, topk_ids, topk_weights, out)
+        return out
+
+    def submit_forward(self, x: Any, topk_ids: Any, topk_weights: Any, stream: int = 0) -> None:
+        """Starts a batch: on CUDA by enqueuing it on ``stream``, the integer that CUDA knows it by. Arrays on the CPU are computed at once."""
+        if _on_cpu(x):
+            self._computed.append(self.forward(x, topk_ids, topk_weights))
+        else:
+            self._layer.submit(x, topk_ids, topk_weights, stream)
+
+    def sync_forward(self, x: Any, stream: int = 0, *, out: Any = None) -> Any:
+        """The sum of the oldest batch that was submitted on ``stream`` and not asked for; on CUDA it is there in the order of the stream.
+
+        ``x`` says the shape, the type and the device. Returns ``out`` or a new array like ``x``.
+        """
+        if _on_cpu(x):
+            if not self._computed:
+                raise RuntimeError("nothing was submitted: call submit_forward before sync_forward")
+            result = self._computed.pop(0)
+            if out is None:
+                return result
+            out[...] = result
+            return out
+        if out is None:
+            out = _empty_like(x)
+        self._layer.sync(out, stream)
+        return out
+
+    def expert_weights(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``gate``, ``up`` and ``down`` of an expert as they are computed with, in float32."""
+        return self._layer.expert_weights(expert)
+
+    @staticmethod
+    def set_capture_batch_sizes(sizes: list[int]) -> None:
+        """Nothing needs to be prepared: buffers are made at the first use of a size and never move."""

@@ -1,0 +1,375 @@
+//! The routed experts of one layer, for other engines: what `moebius.MoE` is made of.
+//!
+//! One store for each model and one team serve all layers of a process.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use moebius::config::{Device, EngineConfig, ExpertBits};
+use moebius::experts::service::Tokens;
+use moebius::experts::stream::{DeviceTokens, StreamPort, Ticket};
+use moebius::experts::{ExpertService, RowType, ServedLayer};
+use moebius::load::experts::{ExpertArrays, is_cache_file, open_experts, pack_experts};
+use moebius::load::{self, LoadProgress, Machine};
+use moebius::topology::Topology;
+use moebius::{Error, hub};
+use moebius_cache::pack::unpack_expert;
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Kind, Place, View};
+
+type Key = (String, String, Option<usize>, Option<PathBuf>);
+
+static STORES: Mutex<BTreeMap<Key, Weak<ExpertService>>> = Mutex::new(BTreeMap::new());
+static PORTS: Mutex<BTreeMap<i32, Arc<StreamPort>>> = Mutex::new(BTreeMap::new());
+static MACHINE: OnceLock<Machine> = OnceLock::new();
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn raised(error: Error) -> PyErr {
+    match error {
+        Error::Invalid(text) => PyValueError::new_err(text),
+        other => PyRuntimeError::new_err(other.to_string()),
+    }
+}
+
+/// The workers, as many as the first caller asked for.
+fn machine(config: &EngineConfig) -> moebius::Result<&'static Machine> {
+    static STARTING: Mutex<()> = Mutex::new(());
+    let _one = lock(&STARTING);
+    if let Some(machine) = MACHINE.get() {
+        return Ok(machine);
+    }
+    let topology = Topology::read();
+    let threads = config.threads.map(|n| n.clamp(1, topology.default_threads()));
+    let machine = load::machine(&EngineConfig { threads, ..config.clone() }, &topology)?;
+    Ok(MACHINE.get_or_init(|| machine))
+}
+
+/// Says what takes long, at most every tenth of it.
+fn report(to: &Option<Py<PyAny>>) -> impl Fn(LoadProgress<'_>) + Sync {
+    let said = AtomicUsize::new(usize::MAX);
+    let to = to.as_ref().map(|to| Python::attach(|py| to.clone_ref(py)));
+    move |progress| {
+        let (text, part) = match progress {
+            LoadProgress::Convert(p) if p.bytes_total > 0 => {
+                let percent = 100 * p.bytes_done / p.bytes_total;
+                (format!("{}: {percent}%", p.phase), percent as usize / 10)
+            }
+            LoadProgress::Convert(p) => (p.phase.to_string(), 100),
+            LoadProgress::Weights(done, layers) | LoadProgress::Copy(done, layers) => {
+                (format!("experts: layer {done} of {layers}"), 200 + 10 * done / layers.max(1))
+            }
+            LoadProgress::Experts(text) => (text.to_string(), 300),
+        };
+        if let (Some(to), true) = (&to, said.swap(part, Ordering::Relaxed) != part) {
+            // A report that fails is nobody's loss.
+            Python::attach(|py| drop(to.call1(py, (text,))));
+        }
+    }
+}
+
+/// The experts of `model`, opened once in this process.
+fn store(model: &str, config: &EngineConfig, on_progress: &Option<Py<PyAny>>) -> moebius::Result<Arc<ExpertService>> {
+    let key = (model.to_string(), format!("{:?}", config.experts), config.group_size, config.cache_dir.clone());
+    let mut stores = lock(&STORES);
+    if let Some(store) = stores.get(&key).and_then(Weak::upgrade) {
+        return Ok(store);
+    }
+    let machine = machine(config)?;
+    let path = Path::new(model);
+    let dir = if is_cache_file(path) { path.to_path_buf() } else { hub::resolve(model, &load::cache_dir(config)?)? };
+    let store = Arc::new(open_experts(model, &dir, config, machine, &report(on_progress))?);
+    stores.insert(key, Arc::downgrade(&store));
+    Ok(store)
+}
+
+/// One layer's routed experts. `moebius.MoE` is the class that people use.
+#[pyclass(frozen, module = "moebius._moebius")]
+pub(crate) struct ExpertLayer {
+    layer: Arc<ServedLayer>,
+    index: usize,
+    known: Mutex<HashMap<i32, usize>>, // its number at the port of each device
+    under_way: Mutex<Vec<(usize, [usize; 2], RowType, Option<(i32, Ticket)>)>>, // stream, shape, type
+}
+
+fn bits(precision: Option<&str>) -> PyResult<ExpertBits> {
+    Ok(match precision {
+        None | Some("auto") => ExpertBits::Auto,
+        Some("bf16") => ExpertBits::Bf16,
+        Some("int8") => ExpertBits::Int8,
+        Some("int4") => ExpertBits::Int4,
+        Some(other) => return Err(PyValueError::new_err(format!("precision {other:?} is unknown: use auto, bf16, int8 or int4"))),
+    })
+}
+
+impl ExpertLayer {
+    fn cache(&self) -> &moebius_cache::ExpertCache {
+        self.layer.service().memory().cache()
+    }
+
+    /// Shape and type of a batch. Errors: it does not fit the layer.
+    fn batch(&self, x: &View, ids: &View, weights: &View) -> PyResult<([usize; 2], RowType, usize)> {
+        let hidden = self.cache().header().hidden;
+        let &[tokens, cols] = &x.shape[..] else { return Err(x.wrong_shape(&format!("[tokens, {hidden}]"))) };
+        if cols != hidden {
+            return Err(x.wrong_shape(&format!("[tokens, {hidden}]")));
+        }
+        let Kind::Float(rows) = x.kind else { return Err(x.wrong_type("float32, float16 or bfloat16")) };
+        let &[n, top_k] = &ids.shape[..] else { return Err(ids.wrong_shape("[tokens, top_k]")) };
+        if n != tokens || top_k > 1024 {
+            return Err(ids.wrong_shape(&format!("[{tokens}, top_k], top_k at most 1024")));
+        }
+        if !matches!(ids.kind, Kind::Int(_)) {
+            return Err(ids.wrong_type("int32 or int64"));
+        }
+        if weights.shape != ids.shape {
+            return Err(weights.wrong_shape(&format!("[{tokens}, {top_k}], as topk_ids")));
+        }
+        if weights.kind != Kind::Float(RowType::F32) {
+            return Err(weights.wrong_type("float32"));
+        }
+        if ids.place != x.place || weights.place != x.place {
+            return Err(PyTypeError::new_err("x, topk_ids and topk_weights are on different devices: bring them to one"));
+        }
+        Ok(([tokens, hidden], rows, top_k))
+    }
+}
+
+#[pymethods]
+impl ExpertLayer {
+    /// A layer of `model`: a folder, GGUF file, hub id or cache file; or of `weights`, three arrays.
+    #[new]
+    #[pyo3(signature = (model, layer, *, weights=None, precision=None, group_size=None, cache_dir=None, threads=None, report=None))]
+    #[allow(clippy::too_many_arguments)] // keywords
+    fn new(
+        py: Python<'_>,
+        model: Option<String>,
+        layer: usize,
+        weights: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+        precision: Option<&str>,
+        group_size: Option<usize>,
+        cache_dir: Option<PathBuf>,
+        threads: Option<usize>,
+        report: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        let config = EngineConfig { experts: bits(precision)?, group_size, cache_dir, threads, device: Device::Cpu, ..Default::default() };
+        let service = match (model, weights) {
+            (Some(model), None) => py.detach(|| store(&model, &config, &report)).map_err(raised)?,
+            (None, Some((gate, up, down))) => {
+                let views = [View::of(&gate, "gate")?, View::of(&up, "up")?, View::of(&down, "down")?];
+                if let Some(view) = views.iter().find(|view| view.place != Place::Cpu) {
+                    return Err(view.wrong_type("a CPU array"));
+                }
+                let &[experts, intermediate, hidden] = &views[0].shape[..] else {
+                    return Err(views[0].wrong_shape("[experts, intermediate, hidden]"));
+                };
+                if views[1].shape != views[0].shape {
+                    return Err(views[1].wrong_shape(&format!("[{experts}, {intermediate}, {hidden}], as gate")));
+                }
+                if views[2].shape != [experts, hidden, intermediate] {
+                    return Err(views[2].wrong_shape(&format!("[{experts}, {hidden}, {intermediate}]")));
+                }
+                let [gate, up, down] = [views[0].floats()?, views[1].floats()?, views[2].floats()?];
+                let arrays = ExpertArrays { shape: [experts, intermediate, hidden], gate: &gate, up: &up, down: &down };
+                Arc::new(py.detach(|| machine(&config).and_then(|machine| pack_experts(arrays, &config, machine))).map_err(raised)?)
+            }
+            _ => return Err(PyTypeError::new_err("give a model or weights=(gate, up, down), and not both")),
+        };
+        let cache = service.memory().cache();
+        let index = cache.layer_index(layer).ok_or_else(|| {
+            let layers: Vec<usize> = cache.header().layers.iter().map(|entry| entry.layer).collect();
+            PyValueError::new_err(format!(
+                "layer {layer} has no routed experts: {} layers have, {:?} to {:?}",
+                layers.len(),
+                layers.first(),
+                layers.last()
+            ))
+        })?;
+        let layer = Arc::new(ServedLayer::new(service.clone(), index));
+        Ok(Self { layer, index, known: Mutex::default(), under_way: Mutex::default() })
+    }
+
+    /// Width of the residual stream.
+    #[getter]
+    fn hidden_size(&self) -> usize {
+        self.cache().header().hidden
+    }
+
+    /// Width of an expert.
+    #[getter]
+    fn intermediate_size(&self) -> usize {
+        self.cache().header().intermediate
+    }
+
+    /// Experts of the layer.
+    #[getter]
+    fn num_experts(&self) -> usize {
+        self.cache().num_experts()
+    }
+
+    /// Its place among the layers with experts, and how many those are.
+    #[getter]
+    fn place(&self) -> (usize, usize) {
+        (self.index, self.cache().num_layers())
+    }
+
+    /// How the weights are stored.
+    #[getter]
+    fn precision(&self) -> String {
+        self.cache().header().precision.to_string()
+    }
+
+    /// Workers that compute it.
+    #[getter]
+    fn threads(&self) -> usize {
+        self.layer.service().team().threads()
+    }
+
+    /// Reads the layer and compares its checksums; ids mean the experts that `logical` says.
+    fn load(&self, py: Python<'_>, logical: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        if let Some(logical) = logical {
+            let view = View::of(logical, "physical_to_logical_map")?;
+            if view.place != Place::Cpu || view.shape.len() != 1 {
+                return Err(view.wrong_shape("one row of ids, on the CPU"));
+            }
+            self.layer.set_logical(view.ids()?).map_err(raised)?;
+        }
+        py.detach(|| self.layer.load()).map_err(raised)
+    }
+
+    /// Ids whose flag is set are skipped; the flags are read at every call.
+    fn set_mask(&self, mask: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let Some(mask) = mask else {
+            self.layer.set_skip(None);
+            return Ok(());
+        };
+        let view = View::of(mask, "gpu_experts_mask")?;
+        if view.kind != Kind::Bool || view.place != Place::Cpu {
+            return Err(view.wrong_type("bool, on the CPU"));
+        }
+        if view.shape.len() != 1 {
+            return Err(view.wrong_shape("one flag for each expert"));
+        }
+        self.layer.set_skip(Some(Box::new(move |id| view.flag(id))));
+        Ok(())
+    }
+
+    /// `out[t] = sum over a token's experts of weight * expert(x_t)`, on the CPU.
+    fn forward(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        topk_ids: &Bound<'_, PyAny>,
+        topk_weights: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (x, ids, weights) = (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
+        let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
+        let mut out = View::of(out, "out")?;
+        if x.place != Place::Cpu || out.place != Place::Cpu {
+            return Err(PyTypeError::new_err("forward is for CPU arrays: use submit_forward and sync_forward for CUDA"));
+        }
+        if out.shape != shape || out.kind != x.kind {
+            return Err(out.wrong_shape(&format!("{shape:?} of x's type")));
+        }
+        let (ids, weights) = (ids.ids()?, weights.floats()?);
+        let batch = Tokens { x: x.as_bytes(), rows, ids: &ids, weights: &weights, top_k };
+        let out = out.as_bytes_mut()?;
+        py.detach(|| self.layer.forward(batch, out)).map_err(raised)
+    }
+
+    /// Enqueues a batch of CUDA arrays on a stream.
+    fn submit(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        topk_ids: &Bound<'_, PyAny>,
+        topk_weights: &Bound<'_, PyAny>,
+        stream: usize,
+    ) -> PyResult<()> {
+        let (x, ids, weights) = (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
+        let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
+        let Place::Cuda(device) = x.place else { return Err(PyTypeError::new_err("x is on the CPU: use forward")) };
+        if !x.address().is_multiple_of(16) || !(shape[1] * rows.bytes()).is_multiple_of(16) {
+            return Err(PyValueError::new_err("rows of x do not begin at multiples of 16 bytes: give x.clone()"));
+        }
+        let Kind::Int(id_bytes) = ids.kind else { return Err(ids.wrong_type("int32 or int64")) };
+        let batch =
+            DeviceTokens { x: x.address(), rows, ids: ids.address(), id_bytes, weights: weights.address(), tokens: shape[0], top_k };
+        let ticket = match shape[0] {
+            0 => None,
+            _ => Some(py.detach(|| self.submit_device(device, &batch, stream)).map_err(raised)?),
+        };
+        lock(&self.under_way).push((stream, shape, rows, ticket.map(|ticket| (device, ticket))));
+        Ok(())
+    }
+
+    /// Enqueues on the same stream what brings the sum of the oldest batch there to `out`.
+    fn sync(&self, py: Python<'_>, out: &Bound<'_, PyAny>, stream: usize) -> PyResult<()> {
+        let out = View::of(out, "out")?;
+        let mut under_way = lock(&self.under_way);
+        let Some(at) = under_way.iter().position(|batch| batch.0 == stream) else {
+            return Err(PyRuntimeError::new_err("nothing was submitted on this stream: call submit_forward before sync_forward"));
+        };
+        let (_, shape, rows, ticket) = &under_way[at];
+        if out.shape != shape
+            || out.kind != Kind::Float(*rows)
+            || ticket.as_ref().is_some_and(|(device, _)| out.place != Place::Cuda(*device))
+        {
+            return Err(out.wrong_shape(&format!("{shape:?}, of the type and on the device of what was submitted")));
+        }
+        if !out.address().is_multiple_of(16) {
+            return Err(PyValueError::new_err("out does not begin at a multiple of 16 bytes: give another one"));
+        }
+        let Some((device, ticket)) = under_way.remove(at).3 else { return Ok(()) };
+        drop(under_way);
+        let address = out.address();
+        py.detach(|| port(device, self.layer.service())?.sync(ticket, address)).map_err(raised)
+    }
+
+    /// Gate, up and down of an expert as they are computed with, f32.
+    #[allow(clippy::type_complexity)] // three arrays
+    fn expert_weights<'py>(
+        &self,
+        py: Python<'py>,
+        expert: usize,
+    ) -> PyResult<(Bound<'py, PyArray2<f32>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray2<f32>>)> {
+        let experts = self.cache().num_experts();
+        if expert >= experts {
+            return Err(PyValueError::new_err(format!("expert {expert} of {experts}: expected 0 to {}", experts - 1)));
+        }
+        let (memory, layout) = (self.layer.service().memory(), self.cache().layout());
+        let mut bytes = vec![0; memory.stride()];
+        memory.each_run(self.index, expert..expert + 1, |at, run| bytes[at..at + run.len()].copy_from_slice(run));
+        let [gate, up, down] = unpack_expert(&layout, &bytes[..layout.bytes()]);
+        let array = |values: Vec<f32>, n: usize, k: usize| PyArray1::from_vec(py, values).reshape([n, k]);
+        let (hidden, intermediate) = (layout.gate.k, layout.gate.n);
+        Ok((array(gate, intermediate, hidden)?, array(up, intermediate, hidden)?, array(down, hidden, intermediate)?))
+    }
+}
+
+impl ExpertLayer {
+    fn submit_device(&self, device: i32, batch: &DeviceTokens, stream: usize) -> moebius::Result<Ticket> {
+        let port = port(device, self.layer.service())?;
+        let layer = *lock(&self.known).entry(device).or_insert_with(|| port.add_layer(self.layer.clone()));
+        port.submit(layer, batch, stream)
+    }
+}
+
+/// The experts' side of a device, opened at its first use.
+fn port(device: i32, service: &ExpertService) -> moebius::Result<Arc<StreamPort>> {
+    let mut ports = lock(&PORTS);
+    if let Some(port) = ports.get(&device) {
+        return Ok(port.clone());
+    }
+    let port = Arc::new(StreamPort::open(device as usize, service.team())?);
+    ports.insert(device, port.clone());
+    Ok(port)
+}

@@ -1,0 +1,253 @@
+//! Routed experts for engines other than ours: a layer's tokens as that engine has them, whichever threads they come from.
+//!
+//! All layers share one team and one set of buffers, so calls go one after the other. Batches of any size are cut into parts.
+#![allow(unsafe_code)]
+
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::cpu::{CpuExperts, PARALLEL_VALUES};
+use super::{Between, ExpertMemory};
+use crate::backend::Routing;
+use crate::kernel::Kernel;
+use crate::workers::{Shared, Team};
+use crate::{Error, Result};
+
+/// Tokens that are computed together, and pairs of a token and an expert.
+const PART_TOKENS: usize = 2048;
+const PART_PAIRS: usize = 8 * PART_TOKENS;
+
+/// Of what numbers the rows of another engine are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowType {
+    /// 32 bits.
+    F32,
+    /// IEEE's 16 bits.
+    F16,
+    /// The upper 16 bits of an f32.
+    Bf16,
+}
+
+impl RowType {
+    /// Bytes of a number.
+    pub fn bytes(self) -> usize {
+        match self {
+            RowType::F32 => 4,
+            RowType::F16 | RowType::Bf16 => 2,
+        }
+    }
+
+    fn read(self, bytes: &[u8], out: &mut [f32]) {
+        match self {
+            RowType::F32 => out.copy_from_slice(bytemuck::cast_slice(bytes)),
+            RowType::F16 => bytemuck::cast_slice::<u8, u16>(bytes).iter().zip(out).for_each(|(x, y)| *y = f16::from_bits(*x).to_f32()),
+            RowType::Bf16 => bytemuck::cast_slice::<u8, u16>(bytes).iter().zip(out).for_each(|(x, y)| *y = bf16::from_bits(*x).to_f32()),
+        }
+    }
+
+    fn write(self, numbers: &[f32], out: &mut [u8]) {
+        match self {
+            RowType::F32 => out.copy_from_slice(bytemuck::cast_slice(numbers)),
+            RowType::F16 => {
+                for (x, y) in numbers.chunks(256).zip(bytemuck::cast_slice_mut::<u8, u16>(out).chunks_mut(256)) {
+                    let mut rounded = [f16::ZERO; 256];
+                    rounded[..x.len()].convert_from_f32_slice(x);
+                    y.iter_mut().zip(&rounded).for_each(|(y, x)| *y = x.to_bits());
+                }
+            }
+            RowType::Bf16 => {
+                bytemuck::cast_slice_mut::<u8, u16>(out).iter_mut().zip(numbers).for_each(|(y, x)| *y = bf16::from_f32(*x).to_bits());
+            }
+        }
+    }
+}
+
+/// One layer's tokens.
+#[derive(Clone, Copy)]
+pub struct Tokens<'a> {
+    /// `[tokens, hidden]`, aligned to its numbers.
+    pub x: &'a [u8],
+    /// Of what numbers it is.
+    pub rows: RowType,
+    /// `[tokens, top_k]`
+    pub ids: &'a [i32],
+    /// `[tokens, top_k]`
+    pub weights: &'a [f32],
+    /// Experts per token.
+    pub top_k: usize,
+}
+
+/// The routed experts of a model, for whoever asks.
+pub struct ExpertService {
+    memory: Arc<ExpertMemory>,
+    team: Arc<Team>,
+    compute: Mutex<Compute>,
+}
+
+/// Who computes, one call after the other.
+struct Compute {
+    cpu: CpuExperts,
+    x: Vec<f32>,
+    y: Vec<f32>,
+    routing: Routing,
+}
+
+impl ExpertService {
+    /// Computes with the team; of buffers, only those of a part are taken.
+    pub fn new(memory: Arc<ExpertMemory>, between: Between, team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
+        let cpu = CpuExperts::new(memory.clone(), team.clone(), kernel, PART_PAIRS, 1).with(between);
+        let compute = Mutex::new(Compute { cpu, x: Vec::new(), y: Vec::new(), routing: Routing::default() });
+        Self { memory, team, compute }
+    }
+
+    /// Where the experts are, and their shapes.
+    pub fn memory(&self) -> &ExpertMemory {
+        &self.memory
+    }
+
+    /// Who computes them.
+    pub fn team(&self) -> &Arc<Team> {
+        &self.team
+    }
+
+    fn compute(&self) -> std::sync::MutexGuard<'_, Compute> {
+        self.compute.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether the engine itself computes an expert, by its id.
+pub type Skip = dyn Fn(usize) -> bool + Send + Sync;
+
+/// One layer of an [`ExpertService`], as another engine sees it.
+pub struct ServedLayer {
+    service: Arc<ExpertService>,
+    index: usize, // among the layers with experts
+    view: RwLock<View>,
+}
+
+/// How the engine's ids are meant.
+struct View {
+    skip: Option<Box<Skip>>,
+    logical: Vec<i32>, // [ids]: the expert that an id stands for
+}
+
+impl ServedLayer {
+    /// Layer `index` among the service's; ids are the experts' own. Panics: there is no such layer (a bug).
+    pub fn new(service: Arc<ExpertService>, index: usize) -> Self {
+        assert!(index < service.memory.cache().num_layers());
+        let logical = (0..service.memory.cache().num_experts() as i32).collect();
+        Self { service, index, view: RwLock::new(View { skip: None, logical }) }
+    }
+
+    /// The service it is of.
+    pub fn service(&self) -> &Arc<ExpertService> {
+        &self.service
+    }
+
+    /// Ids that the engine computes itself, asked at every call; `None`: none.
+    pub fn set_skip(&self, skip: Option<Box<Skip>>) {
+        self.view.write().unwrap_or_else(PoisonError::into_inner).skip = skip;
+    }
+
+    /// The expert that each id stands for; ids beyond are skipped. Errors: there is no such expert.
+    pub fn set_logical(&self, logical: Vec<i32>) -> Result<()> {
+        let experts = self.service.memory.cache().num_experts();
+        if let Some(wrong) = logical.iter().find(|&&e| usize::try_from(e).map_or(true, |e| e >= experts)) {
+            return Err(Error::Invalid(format!("the map names expert {wrong} of {experts}: expected 0 to {}", experts - 1)));
+        }
+        self.view.write().unwrap_or_else(PoisonError::into_inner).logical = logical;
+        Ok(())
+    }
+
+    /// Reads all of the layer and compares its checksums. Errors: `Error::Cache` for a damaged expert.
+    pub fn load(&self) -> Result<()> {
+        let mut compute = self.service.compute();
+        self.service.team.with_caller(|| compute.cpu.check_layer(self.index))
+    }
+
+    /// `out[t] = sum_e weight[t, e] * expert_e(x_t)` in the type of `x`, over the ids that are an expert and not skipped; `out` [tokens, hidden].
+    ///
+    /// Errors: `Error::Cache` for a damaged expert. Panics: lengths do not fit (a bug).
+    pub fn forward(&self, tokens: Tokens<'_>, out: &mut [u8]) -> Result<()> {
+        let mut compute = self.service.compute();
+        self.service.team.with_caller(|| self.run(&mut compute, tokens, out))
+    }
+
+    /// As [`forward`](ServedLayer::forward), called by the thread that the team is pinned with.
+    #[cfg(feature = "cuda")]
+    pub(super) fn forward_pinned(&self, tokens: Tokens<'_>, out: &mut [u8]) -> Result<()> {
+        self.run(&mut self.service.compute(), tokens, out)
+    }
+
+    fn run(&self, compute: &mut Compute, all: Tokens<'_>, out: &mut [u8]) -> Result<()> {
+        let hidden = self.service.memory.cache().header().hidden;
+        let row_bytes = hidden * all.rows.bytes();
+        let tokens = all.x.len() / row_bytes;
+        assert!(all.x.len() == tokens * row_bytes && out.len() == all.x.len());
+        assert!(all.ids.len() == tokens * all.top_k && all.weights.len() == all.ids.len() && all.top_k <= PART_PAIRS);
+        let most = PART_TOKENS.min(PART_PAIRS / all.top_k.max(1));
+        for first in (0..tokens).step_by(most) {
+            let last = tokens.min(first + most);
+            let (rows, choices) = (first * row_bytes..last * row_bytes, first * all.top_k..last * all.top_k);
+            let part = Tokens { x: &all.x[rows.clone()], ids: &all.ids[choices.clone()], weights: &all.weights[choices], ..all };
+            self.part(compute, part, last - first, &mut out[rows])?;
+        }
+        Ok(())
+    }
+
+    fn part(&self, compute: &mut Compute, part: Tokens<'_>, tokens: usize, out: &mut [u8]) -> Result<()> {
+        let Compute { cpu, x, y, routing } = compute;
+        let numbers = tokens * self.service.memory.cache().header().hidden;
+        if x.len() < numbers {
+            x.resize(numbers, 0.0);
+            y.resize(numbers, 0.0);
+        }
+        let (x, y) = (&mut x[..numbers], &mut y[..numbers]);
+        {
+            let view = self.view.read().unwrap_or_else(PoisonError::into_inner);
+            let expert_of = |id: &i32| match usize::try_from(*id) {
+                Ok(id) if view.skip.as_ref().is_none_or(|skip| !skip(id)) => view.logical.get(id).copied().unwrap_or(-1),
+                _ => -1,
+            };
+            routing.top_k = part.top_k;
+            routing.ids.clear();
+            routing.ids.extend(part.ids.iter().map(expert_of));
+            routing.weights.clear();
+            routing.weights.extend_from_slice(part.weights);
+        }
+        let size = part.rows.bytes();
+        each_share(cpu.team(), numbers, (&mut *x, &mut *y), |range, x, y| {
+            part.rows.read(&part.x[range.start * size..range.end * size], x);
+            y.fill(0.0);
+        });
+        cpu.submit_rows(self.index, x, routing)?;
+        cpu.finish_rows(y)?;
+        let out = Shared::new(out);
+        each_share(cpu.team(), numbers, (&mut *x, &mut *y), |range, _, y| {
+            // SAFETY: shares are disjoint.
+            part.rows.write(y, unsafe { out.slice_mut(range.start * size..range.end * size) });
+        });
+        Ok(())
+    }
+}
+
+/// `work(range, x[range], y[range])` for all of `0..numbers`, by the team where that pays.
+fn each_share(
+    team: &Team,
+    numbers: usize,
+    (x, y): (&mut [f32], &mut [f32]),
+    work: impl Fn(std::ops::Range<usize>, &mut [f32], &mut [f32]) + Sync,
+) {
+    if numbers < PARALLEL_VALUES {
+        return work(0..numbers, x, y);
+    }
+    let (x, y) = (Shared::new(x), Shared::new(y));
+    team.run(&|worker| {
+        let range = worker.share(numbers);
+        // SAFETY: workers' shares are disjoint.
+        let (x, y) = unsafe { (x.slice_mut(range.clone()), y.slice_mut(range.clone())) };
+        work(range, x, y);
+    });
+}

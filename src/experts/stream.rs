@@ -1,0 +1,341 @@
+//! Routed experts in the order of another engine's CUDA streams, recorded into its graphs or not.
+//!
+//! ```text
+//! submit   publish_rows on the engine's stream: tokens and routing to pinned memory, a record into the ring (kernels/stream.cu)
+//!          and somebody wakes the owner: this thread, or, while a graph is recorded, a host function on a branch beside it
+//! owner    worker 0 of the team: reads records in order, computes, counts the slot's `up`; polls a little, then sleeps
+//! sync     the branch joins; fetch_rows waits for `up` and copies the sum to the engine's memory
+//! ```
+//!
+//! Nobody on the host knows when a recorded graph runs, hence the branch: every submit wakes once and makes one record, so the owner may sleep when it has served
+//! as many records as there were wakes. What waits for the host is the flag alone; the host function, 20 microseconds, runs beside it.
+//! What is handed over lies in a slot that is used again when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use super::service::{RowType, ServedLayer, Tokens};
+use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Stream, launch};
+use crate::workers::{Gate, Team};
+use crate::{Error, Result};
+
+/// Records that may wait, far more than slots.
+const RECORDS: usize = 4096;
+/// Words of a record.
+const RECORD: usize = 8;
+/// Slots of a stream: batches in flight.
+const SLOTS: usize = 8;
+/// How long the owner polls after it has served: longer than what is between two layers.
+const POLL: Duration = Duration::from_millis(2);
+/// How long workers spin between two layers.
+const SPIN: Duration = Duration::from_micros(400);
+
+/// The experts' side of a device.
+pub struct StreamPort {
+    cuda: Arc<Cuda>,
+    desk: &'static Desk,
+    lanes: Mutex<HashMap<(usize, bool), Lane>>, // by stream, and whether it is being recorded
+}
+
+/// What the owner and the streams share. Graphs may run as long as the process does, so it lives as long.
+struct Desk {
+    ring: PinnedBuffer<u32>, // [RECORDS, RECORD]
+    head: DeviceBuffer<u32>,
+    wakes: Gate,
+    slots: RwLock<Vec<&'static Slot>>,
+    layers: RwLock<Vec<Arc<ServedLayer>>>,
+    failed: Mutex<Option<String>>,
+}
+
+/// Room for one batch in flight.
+struct Slot {
+    x: PinnedBuffer<u8>,
+    ids: PinnedBuffer<i32>,
+    weights: PinnedBuffer<f32>,
+    y: Mutex<PinnedBuffer<u8>>,
+    y_address: Address<u8>,
+    up: PinnedBuffer<u32>,
+    count: DeviceBuffer<u32>,
+    arrived: DeviceBuffer<u32>,
+    forked: Event,
+    woken: Event,
+}
+
+// SAFETY: device buffers are addresses here, which nobody reads on the host.
+#[allow(unsafe_code)]
+unsafe impl Sync for Slot {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Desk {}
+
+/// The slots of a stream.
+struct Lane {
+    side: Stream,
+    slots: Vec<(usize, bool)>, // index, and whether a batch is in it
+}
+
+/// A batch on the device.
+pub struct DeviceTokens {
+    /// `[tokens, hidden]`, aligned to 16 bytes.
+    pub x: u64,
+    /// Of what numbers it is.
+    pub rows: RowType,
+    /// `[tokens, top_k]`, of 32 or 64 bits.
+    pub ids: u64,
+    /// Bytes of an id.
+    pub id_bytes: usize,
+    /// `[tokens, top_k]`, f32
+    pub weights: u64,
+    /// Rows.
+    pub tokens: usize,
+    /// Experts per token.
+    pub top_k: usize,
+}
+
+/// A batch that was submitted.
+#[derive(Debug)]
+pub struct Ticket {
+    slot: usize,
+    lane: (usize, bool),
+    bytes: usize,
+}
+
+impl Ticket {
+    /// Bytes of its sum.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Blocks for so many bytes: enough to fill PCIe, few for few tokens.
+fn blocks(bytes: usize) -> usize {
+    (bytes >> 15).clamp(1, 16)
+}
+
+impl StreamPort {
+    /// Opens device `ordinal` for experts that `team` computes, and starts the thread that owns the team from now on. Errors: `Error::Device`.
+    pub fn open(ordinal: usize, team: &Arc<Team>) -> Result<Self> {
+        let cuda = Cuda::open(ordinal)?;
+        let desk = cuda.as_guest(|| {
+            cuda.kernels.get("publish_rows");
+            cuda.kernels.get("fetch_rows");
+            let desk = Desk {
+                ring: PinnedBuffer::new(&cuda, RECORDS * RECORD)?,
+                head: DeviceBuffer::zeros(&cuda, 1)?,
+                wakes: Gate::new(0),
+                slots: RwLock::default(),
+                layers: RwLock::default(),
+                failed: Mutex::default(),
+            };
+            cuda.synchronize()?;
+            Ok(&*Box::leak(Box::new(desk)))
+        })?;
+        team.spin_for(SPIN);
+        let team = team.clone();
+        std::thread::Builder::new()
+            .name("moebius-experts".into())
+            .spawn(move || {
+                // Where it is refused, the owner goes wherever the system puts it.
+                let _ = team.pin_caller();
+                desk.own();
+            })
+            .map_err(|e| Error::Resources(format!("cannot start the experts' thread: {e}; raise `ulimit -u`")))?;
+        Ok(Self { cuda, desk, lanes: Mutex::default() })
+    }
+
+    /// Makes a layer known. It is kept as long as the process lives: recorded graphs may ask for it.
+    pub fn add_layer(&self, layer: Arc<ServedLayer>) -> usize {
+        let mut layers = self.desk.layers.write().unwrap_or_else(PoisonError::into_inner);
+        layers.push(layer);
+        layers.len() - 1
+    }
+
+    /// Errors: what went wrong since the last call; the sums of that were NaN.
+    pub fn check(&self) -> Result<()> {
+        match lock(&self.desk.failed).take() {
+            Some(text) => Err(Error::Device(text)),
+            None => self.cuda.check(),
+        }
+    }
+
+    /// Enqueues on the stream that its engine calls `stream` what brings a batch to a layer of [`add_layer`](StreamPort::add_layer).
+    ///
+    /// Errors: too many batches of this stream wait for their [`sync`](StreamPort::sync), memory, the device.
+    pub fn submit(&self, layer: usize, batch: &DeviceTokens, stream: usize) -> Result<Ticket> {
+        self.check()?;
+        self.cuda.as_guest(|| {
+            let handle = stream;
+            let stream = Stream::of_another(handle);
+            let capturing = stream.is_capturing()?;
+            let hidden = self.desk.layers.read().unwrap_or_else(PoisonError::into_inner)[layer].service().memory().cache().header().hidden;
+            let (bytes, choices) = (batch.tokens * hidden * batch.rows.bytes(), batch.tokens * batch.top_k);
+            let mut lanes = lock(&self.lanes);
+            let lane = match lanes.entry((handle, capturing)) {
+                std::collections::hash_map::Entry::Occupied(lane) => lane.into_mut(),
+                std::collections::hash_map::Entry::Vacant(none) => none.insert(Lane { side: Stream::beside()?, slots: Vec::new() }),
+            };
+            let index = self.slot(lane, bytes, choices)?;
+            let slot = self.desk.slot(index);
+            if capturing {
+                self.cuda.record(&slot.forked, &stream);
+                self.cuda.wait(&lane.side, &slot.forked);
+                // SAFETY: the desk lives as long as the process.
+                #[allow(unsafe_code)]
+                unsafe {
+                    self.cuda.call_host(&lane.side, wake, std::ptr::from_ref(&self.desk.wakes).cast_mut().cast())
+                };
+                self.cuda.record(&slot.woken, &lane.side);
+            } else {
+                self.desk.wakes.add();
+            }
+            launch!(self.cuda, &stream, "publish_rows", [blocks(bytes), 1, 1], 1024, 0;
+                Address::<u8>::of_another(batch.x), Address::<u8>::of_another(batch.ids), Address::<u8>::of_another(batch.weights), (bytes / 16) as i32,
+                choices as i32, (batch.id_bytes / 4) as i32, slot.x.address(), slot.ids.address(), slot.weights.address(), slot.arrived.address(),
+                slot.count.address(), self.desk.head.address(), self.desk.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
+                batch.top_k as i32, batch.rows as i32);
+            self.cuda.check()?;
+            Ok(Ticket { slot: index, lane: (handle, capturing), bytes })
+        })
+    }
+
+    /// Enqueues on the same stream what waits for the sum and copies it to `out`, of the batch's shape and type and aligned to 16 bytes.
+    pub fn sync(&self, ticket: Ticket, out: u64) -> Result<()> {
+        self.cuda.as_guest(|| {
+            let slot = self.desk.slot(ticket.slot);
+            let (handle, capturing) = ticket.lane;
+            let stream = Stream::of_another(handle);
+            if capturing {
+                self.cuda.wait(&stream, &slot.woken);
+            }
+            launch!(self.cuda, &stream, "fetch_rows", [blocks(ticket.bytes), 1, 1], 1024, 0;
+                slot.count.address(), slot.up.address(), slot.y_address, Address::<u8>::of_another(out), (ticket.bytes / 16) as i32);
+            if let Some(lane) = lock(&self.lanes).get_mut(&ticket.lane) {
+                lane.slots.iter_mut().filter(|(index, _)| *index == ticket.slot).for_each(|(_, busy)| *busy = false);
+            }
+            self.cuda.check()
+        })
+    }
+
+    /// A slot of the lane that nobody is in and that is large enough; made if there is none.
+    fn slot(&self, lane: &mut Lane, bytes: usize, choices: usize) -> Result<usize> {
+        let fits = |index: usize| {
+            let slot = self.desk.slot(index);
+            slot.x.len() >= bytes && slot.ids.len() >= choices
+        };
+        if let Some((index, busy)) = lane.slots.iter_mut().find(|(index, busy)| !busy && fits(*index)) {
+            *busy = true;
+            return Ok(*index);
+        }
+        if lane.slots.iter().filter(|(_, busy)| *busy).count() >= SLOTS {
+            return Err(Error::Invalid(format!(
+                "{SLOTS} batches of one stream wait for their sync_forward: call it before the next submit_forward"
+            )));
+        }
+        let (bytes, choices) = (bytes.next_power_of_two().max(1 << 14), choices.next_power_of_two().max(128));
+        let cuda = &self.cuda;
+        let y = PinnedBuffer::new(cuda, bytes)?;
+        let slot = Slot {
+            x: PinnedBuffer::new(cuda, bytes)?,
+            ids: PinnedBuffer::new(cuda, choices)?,
+            weights: PinnedBuffer::new(cuda, choices)?,
+            y_address: y.address(),
+            y: Mutex::new(y),
+            up: PinnedBuffer::new(cuda, 1)?,
+            count: DeviceBuffer::zeros(cuda, 1)?,
+            arrived: DeviceBuffer::zeros(cuda, 1)?,
+            forked: Event::new(cuda)?,
+            woken: Event::new(cuda)?,
+        };
+        cuda.synchronize()?;
+        let mut slots = self.desk.slots.write().unwrap_or_else(PoisonError::into_inner);
+        if slots.len() == RECORDS {
+            return Err(Error::Resources(format!("{RECORDS} batches of all streams have a place: use fewer streams")));
+        }
+        slots.push(Box::leak(Box::new(slot)));
+        lane.slots.push((slots.len() - 1, true));
+        Ok(slots.len() - 1)
+    }
+}
+
+/// What the driver calls when a recorded graph comes to a submit.
+///
+/// # Safety
+/// `gate` is a [`Gate`].
+#[allow(unsafe_code)]
+unsafe extern "C" fn wake(gate: *mut c_void) {
+    // SAFETY: the caller's promise.
+    unsafe { &*gate.cast::<Gate>() }.add();
+}
+
+impl Desk {
+    fn slot(&self, index: usize) -> &'static Slot {
+        self.slots.read().unwrap_or_else(PoisonError::into_inner)[index]
+    }
+
+    /// The owner's thread.
+    fn own(&self) {
+        let (mut served, mut last) = (0u32, Instant::now());
+        loop {
+            if let Some(record) = self.record(served) {
+                served = served.wrapping_add(1);
+                self.serve(record);
+                last = Instant::now();
+                continue;
+            }
+            // Records may come before their wakes, never without.
+            let expected = |wakes: u32| wakes.wrapping_sub(served) as i32 > 0;
+            let waited = last.elapsed();
+            if waited < POLL {
+                (0..32).for_each(|_| std::hint::spin_loop());
+            } else if expected(self.wakes.get()) {
+                // The device is busy with what is in front of it.
+                std::thread::sleep((waited / 32).clamp(Duration::from_micros(20), Duration::from_millis(1)));
+            } else {
+                self.wakes.wait(expected);
+                last = Instant::now();
+            }
+        }
+    }
+
+    /// The record at a place of the ring, once it is there.
+    fn record(&self, place: u32) -> Option<[u32; RECORD]> {
+        let at = (place as usize % RECORDS) * RECORD;
+        if self.ring.atomic(at).load(Ordering::Acquire) != place.wrapping_add(1) {
+            return None;
+        }
+        Some(std::array::from_fn(|i| self.ring.atomic(at + i).load(Ordering::Relaxed)))
+    }
+
+    /// Computes a batch. Whatever happens, the stream gets an answer: it waits for it.
+    fn serve(&self, [_, slot, count, layer, tokens, top_k, rows, _]: [u32; RECORD]) {
+        let slot = self.slot(slot as usize);
+        let layer = self.layers.read().unwrap_or_else(PoisonError::into_inner)[layer as usize].clone();
+        let rows = [RowType::F32, RowType::F16, RowType::Bf16][rows as usize];
+        let bytes = tokens as usize * layer.service().memory().cache().header().hidden * rows.bytes();
+        let choices = (tokens * top_k) as usize;
+        let mut y = lock(&slot.y);
+        let out = &mut y[..bytes];
+        let batch =
+            Tokens { x: &slot.x[..bytes], rows, ids: &slot.ids[..choices], weights: &slot.weights[..choices], top_k: top_k as usize };
+        let done = catch_unwind(AssertUnwindSafe(|| layer.forward_pinned(batch, out)));
+        let failed = match done {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some("the experts' thread panicked: see its message above".into()),
+        };
+        if let Some(text) = failed {
+            // NaN in all three types.
+            out.fill(0xff);
+            lock(&self.failed).get_or_insert(text);
+        }
+        slot.up.atomic(0).store(count, Ordering::Release);
+    }
+}

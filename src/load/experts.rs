@@ -1,0 +1,94 @@
+//! The routed experts of a model alone, for engines that compute everything else.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::convert;
+use moebius_cache::format::{Contents, ExpertCache, MAGIC};
+use moebius_cache::pack::{ExpertLayout, largest_group_size};
+use moebius_cache::quantize::quantize_expert;
+
+use super::{LoadProgress, Machine, cache_dir, cache_job, for_checkpoint, place::place, precision};
+use crate::config::{EngineConfig, ExpertBits};
+use crate::experts::{Between, ExpertMemory, ExpertService};
+use crate::{Error, Result, models};
+
+/// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file itself, whose experts then have
+/// SiLU and no biases, since it does not say.
+///
+/// Errors: everything that can be wrong with a checkpoint; the model has no experts.
+pub fn open_experts(
+    name: &str,
+    dir: &Path,
+    config: &EngineConfig,
+    machine: &Machine,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<ExpertService> {
+    let (cache, between) = if is_cache_file(dir) {
+        (ExpertCache::open(dir)?, Between::default())
+    } else {
+        let model = models::read(dir)?;
+        let checkpoint = Checkpoint::open(dir)?;
+        let config = &for_checkpoint(config, &model, &checkpoint);
+        let precision = precision(&model, config)?
+            .ok_or_else(|| Error::Invalid(format!("{name} is a dense model: give a model with routed experts")))?;
+        let job = cache_job(name, &checkpoint, &model, precision);
+        let cache = convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?;
+        (cache, Between::load(&checkpoint, &model)?)
+    };
+    let memory = place(cache, config, &machine.team, report)?;
+    Ok(ExpertService::new(Arc::new(memory), between, machine.team.clone(), machine.kernel))
+}
+
+/// Whether it is a file that begins as our caches do.
+pub fn is_cache_file(path: &Path) -> bool {
+    let mut begin = [0; MAGIC.len()];
+    path.is_file() && File::open(path).and_then(|mut file| file.read_exact(&mut begin)).is_ok() && begin == MAGIC
+}
+
+/// Matrices of one layer of experts, one expert after the other: `gate` and `up` `[experts, intermediate, hidden]`, `down` `[experts, hidden, intermediate]`.
+#[derive(Clone, Copy)]
+pub struct ExpertArrays<'a> {
+    /// Experts, intermediate, hidden.
+    pub shape: [usize; 3],
+    /// Gates.
+    pub gate: &'a [f32],
+    /// Ups.
+    pub up: &'a [f32],
+    /// Downs.
+    pub down: &'a [f32],
+}
+
+/// One layer of experts from arrays, packed in memory. Errors: the shapes cannot be packed so, or there is not enough memory.
+pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &Machine) -> Result<ExpertService> {
+    let [num_experts, intermediate, hidden] = arrays.shape;
+    let size = intermediate * hidden;
+    if [arrays.gate, arrays.up, arrays.down].iter().any(|all| !all.iter().all(|w| w.is_finite())) {
+        return Err(Error::Invalid("the weights hold NaN or infinity: give finite ones".into()));
+    }
+    assert!([arrays.gate, arrays.up, arrays.down].iter().all(|a| a.len() == num_experts * size));
+    let group_size = || {
+        config
+            .group_size
+            .or_else(|| largest_group_size(&[hidden, intermediate]))
+            .ok_or_else(|| Error::Invalid(format!("rows of {hidden} and {intermediate} weights cannot be cut into groups of 32: use bf16")))
+    };
+    let precision = match config.experts {
+        ExpertBits::Bf16 => Precision::Bf16,
+        ExpertBits::Int8 => Precision::Int8 { group_size: group_size()? },
+        ExpertBits::Int4 | ExpertBits::Auto => Precision::Int4 { group_size: group_size()? },
+    };
+    let contents = Contents { model: "arrays", hidden, intermediate, num_experts, precision, layers: &[0] };
+    let layout = ExpertLayout::new(hidden, intermediate, precision)?;
+    let of = |e: usize| e * size..(e + 1) * size;
+    let cache = ExpertCache::anonymous(&contents, |_, e, bytes| {
+        let packed = quantize_expert(&layout, &arrays.gate[of(e)], &arrays.up[of(e)], &arrays.down[of(e)]);
+        bytes[..packed.len()].copy_from_slice(&packed);
+    })?;
+    let memory = ExpertMemory::mapped(Arc::new(cache));
+    Ok(ExpertService::new(Arc::new(memory), Between::default(), machine.team.clone(), machine.kernel))
+}
