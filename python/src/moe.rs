@@ -90,13 +90,21 @@ fn store(model: &str, config: &EngineConfig, on_progress: &Option<Py<PyAny>>) ->
     Ok(store)
 }
 
+/// A batch between submit and sync.
+struct UnderWay {
+    stream: usize,
+    shape: [usize; 2],
+    rows: RowType,
+    ticket: Option<(i32, Ticket)>, // and its device; None: of no tokens
+}
+
 /// One layer's routed experts. `moebius.MoE` is the class that people use.
 #[pyclass(frozen, module = "moebius._moebius")]
 pub(crate) struct ExpertLayer {
     layer: Arc<ServedLayer>,
     index: usize,
     known: Mutex<HashMap<i32, usize>>, // its number at the port of each device
-    under_way: Mutex<Vec<(usize, [usize; 2], RowType, Option<(i32, Ticket)>)>>, // stream, shape, type
+    under_way: Mutex<Vec<UnderWay>>,
 }
 
 fn bits(precision: Option<&str>) -> PyResult<ExpertBits> {
@@ -307,7 +315,7 @@ impl ExpertLayer {
             0 => None,
             _ => Some(py.detach(|| self.submit_device(device, &batch, stream)).map_err(raised)?),
         };
-        lock(&self.under_way).push((stream, shape, rows, ticket.map(|ticket| (device, ticket))));
+        lock(&self.under_way).push(UnderWay { stream, shape, rows, ticket: ticket.map(|ticket| (device, ticket)) });
         Ok(())
     }
 
@@ -315,10 +323,10 @@ impl ExpertLayer {
     fn sync(&self, py: Python<'_>, out: &Bound<'_, PyAny>, stream: usize) -> PyResult<()> {
         let out = View::of(out, "out")?;
         let mut under_way = lock(&self.under_way);
-        let Some(at) = under_way.iter().position(|batch| batch.0 == stream) else {
+        let Some(at) = under_way.iter().position(|batch| batch.stream == stream) else {
             return Err(PyRuntimeError::new_err("nothing was submitted on this stream: call submit_forward before sync_forward"));
         };
-        let (_, shape, rows, ticket) = &under_way[at];
+        let UnderWay { shape, rows, ticket, .. } = &under_way[at];
         if out.shape != shape
             || out.kind != Kind::Float(*rows)
             || ticket.as_ref().is_some_and(|(device, _)| out.place != Place::Cuda(*device))
@@ -328,7 +336,7 @@ impl ExpertLayer {
         if !out.address().is_multiple_of(16) {
             return Err(PyValueError::new_err("out does not begin at a multiple of 16 bytes: give another one"));
         }
-        let Some((device, ticket)) = under_way.remove(at).3 else { return Ok(()) };
+        let Some((device, ticket)) = under_way.remove(at).ticket else { return Ok(()) };
         drop(under_way);
         let address = out.address();
         py.detach(|| port(device, self.layer.service())?.sync(ticket, address)).map_err(raised)
