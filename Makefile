@@ -1,8 +1,13 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
-.PHONY: test lint kernels emulator
+.PHONY: test lint kernels emulator python
+
+# Of the Python package, and of what writes GGUF files for tests/gguf.rs.
+PYTHON = target/python/bin
 
 test: emulator
+	$(MAKE) $(PYTHON)/maturin || echo "no PyPI: what Python runs is skipped"
 	cargo test --workspace --no-fail-fast
+	[ ! -x $(PYTHON)/maturin ] || $(MAKE) python
 
 # The kernels compiled for the CPU behind the CUDA driver's interface: what tests of the GPU side use where there is no GPU.
 EMULATOR = target/emulator
@@ -30,3 +35,14 @@ lint:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+# The Python package: a wheel of the same profile and folder as the tests', installed where target/python is, and its tests.
+python: $(PYTHON)/maturin
+	rm -rf target/wheels
+	PATH="$(CURDIR)/$(PYTHON):$$PATH" $(PYTHON)/maturin build --manifest-path python/Cargo.toml --profile dev --out target/wheels
+	$(PYTHON)/pip install --quiet --force-reinstall --no-deps target/wheels/moebius-*.whl
+	$(PYTHON)/pytest -q python/tests
+
+$(PYTHON)/maturin:
+	python3 -m venv target/python
+	$(PYTHON)/pip install --quiet gguf maturin mypy numpy pytest

@@ -45,8 +45,7 @@ fn main() -> moebius::Result<()> {
     );
 
     let (g32, g128) = (32, 128);
-    let precisions =
-        [Precision::Int4 { group_size: g128 }, Precision::Int4 { group_size: g32 }, Precision::Int8 { group_size: g128 }, Precision::Bf16];
+    let precisions = [Precision::int4(g128), Precision::int4(g32), Precision::Mxfp4, Precision::int8(g128), Precision::Bf16];
     for shape in &SHAPES {
         for precision in precisions {
             let wanted = |simd: Simd| {

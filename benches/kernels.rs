@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use moebius::kernel::{self, Activations, Kernel, Rows, Simd, Start};
 use moebius::memory::Buffer;
-use moebius_cache::{MatrixLayout, Precision};
+use moebius_cache::{MatrixLayout, Precision, ScaleType};
 
 fn best(mut f: impl FnMut()) -> f64 {
     let mut best = Duration::MAX;
@@ -36,10 +36,12 @@ fn main() {
     for simd in kernel::available().into_iter().filter(|&s| s != Simd::Scalar && s.to_string().contains(&filter)) {
         let kernel = kernel::get(simd).expect("listed as available");
         for precision in [
-            Precision::Int4 { group_size: 128 },
-            Precision::Int4 { group_size: 32 },
-            Precision::Int8 { group_size: 128 },
-            Precision::Int8 { group_size: 32 },
+            Precision::int4(128),
+            Precision::int4(32),
+            Precision::int4(32).with_scales(ScaleType::F16),
+            Precision::Mxfp4,
+            Precision::int8(128),
+            Precision::int8(32),
             Precision::Bf16,
         ] {
             packed(kernel, precision);

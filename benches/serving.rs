@@ -23,7 +23,7 @@ fn ask(engine: &EngineHandle, prompt: Vec<u32>, max_tokens: usize) -> Events {
 fn next(events: &mut Events) -> Option<(Instant, RequestStats)> {
     match events.blocking_recv().unwrap() {
         Event::Token(token) => Some((Instant::now(), token.stats)),
-        Event::Done(..) => None,
+        Event::Done(..) | Event::Captured(_) => None,
         Event::Failed(error) => panic!("{error}"),
     }
 }

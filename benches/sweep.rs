@@ -26,7 +26,7 @@ use common::{SHAPES, STORE_BYTES, Shape, routing, store, uniform};
 
 /// Layers of one setting before it is the next one's turn.
 const TURN: usize = 12;
-const PRECISION: Precision = Precision::Int4 { group_size: 128 };
+const PRECISION: Precision = Precision::int4(128);
 
 /// `Pace::ahead`: bytes into L2, bytes into L1.
 const AHEAD: [(usize, usize); 14] = [

@@ -13,6 +13,12 @@
 constexpr int PAGE = 64;
 constexpr float LOG2_E = 1.4426950408889634f;
 
+// What a window is that hides nothing.
+constexpr int NO_WINDOW = 1 << 30;
+
+// The score that takes part in the softmax of `head` and brings no value, as a power of two; without `sinks` none does.
+__device__ __forceinline__ float sink_of(const float* sinks, int head) { return sinks ? sinks[head] * LOG2_E : -INFINITY; }
+
 struct e4m3 {
     uint8_t bits;
 };

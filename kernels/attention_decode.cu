@@ -1,10 +1,11 @@
 // Attention of single query rows over the paged cache (attention.cuh), the context split among blocks: flash-decoding for grouped queries. attention_decode_mla.cu serves MLA.
 //
 // For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group]) values[...], group = heads / kv_heads.
+// Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in each head's softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
 // attention_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds both of 64_64, 96_96, 128_128, 192_128, 256_256.
 //
-// A block takes one of `splits` equal shares of a row's pages, for up to 16 heads of a group: they are the 16 rows of the products, so that keys and values are read once.
+// A block takes one of `splits` equal shares of the pages that a row sees, for up to 16 heads of a group: they are the 16 rows of the products, so that keys and values are read once.
 // Each of the 4 warps streams its own quarter of every page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
 //   grid (splits, kv_heads * ceil(group / 16), n), 128 threads
 //   dynamic shared bytes: max(STAGES * 64 * ((KD + VD) * B + 32), 256 * (VD + 8)) + 512; bf16: B = 2, STAGES = 3 for 64, 2 for 96, 128 and 192_128, 1 for 256;
@@ -18,15 +19,15 @@
 template <int KD, int VD, int STAGES, class Cache>
 __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions,
                                        const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim,
-                                       float scale) {
+                                       float scale, int window, const float* sinks) {
     constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD), STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
     DYNAMIC_SHARED(unsigned char, shared);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x, row = rows[blockIdx.z];
     if (row < 0) return;
     const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
     const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
-    const int last = positions[row], total = last / PAGE + 1;
-    const int begin = share(total, split, splits), count = share(total, split + 1, splits) - begin;
+    const int last = positions[row], first = max(last - window + 1, 0), skipped = first / PAGE, total = last / PAGE + 1 - skipped;
+    const int begin = skipped + share(total, split, splits), count = skipped + share(total, split + 1, splits) - begin;
     const uint32_t state_at = (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
         if ((int)threadIdx.x < num_heads) states[state_at + threadIdx.x * splits] = make_float2(-INFINITY, 0.0f);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const uint32_t* table = block_table + seq_blocks[token_seq[row]] + begin;
     Cache* tiles = reinterpret_cast<Cache*>(shared) + warp * STAGES * STAGE; // for each stage 16 keys, then 16 values
     uint32_t ids = 0;
-    const int left = last + 1 - begin * PAGE - warp * 16;
+    const int left = last + 1 - begin * PAGE - warp * 16, hidden = first - begin * PAGE - warp * 16;
     auto rows_of = [&](int j) { return left - j * PAGE; };
     auto copy_keys = [&](int j, int stage) {
         if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
@@ -85,6 +86,11 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
             for (int i = 0; i < 8; i++)
                 if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= valid) s[i / 4][i % 4] = -INFINITY;
         }
+        if (j * PAGE < hidden) {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (i / 4 * 8 + lane % 4 * 2 + i % 2 < hidden - j * PAGE) s[i / 4][i % 4] = -INFINITY;
+        }
         const float2 correction = online_softmax(s, max, sum, scale_log2);
         uint32_t p[4];
         scores_as_a(p, s[0], s[1]);
@@ -121,9 +127,11 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     __syncthreads();
     for (int i = threadIdx.x; i < num_heads * value_dim / 4; i += 128) {
         const int h = i / (value_dim / 4), col = i % (value_dim / 4) * 4;
-        float top = -INFINITY, s = 0.0f;
+        const float sink = splits == 1 ? sink_of(sinks, first_head + h) : -INFINITY;
+        float top = sink;
 #pragma unroll
         for (int w = 0; w < 4; w++) top = fmaxf(top, all_states[w * 16 + h].x);
+        float s = fast_exp2(sink - top);
         float4 x = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int w = 0; w < 4; w++) {
@@ -147,10 +155,11 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
 
 #define DECODE(name, KD, VD, STAGES, Cache)                                                                                                                     \
     KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions, \
-           const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale) {       \
+           const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale,        \
+           int window, const float* sinks) {                                                                                                                   \
         begin_kernel();                                                                                                                                         \
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks, block_table, heads, kv_heads, key_dim,    \
-                                      value_dim, scale);                                                                                                      \
+                                      value_dim, scale, window, sinks);                                                                                       \
     }
 DECODE(attention_decode_64_64_bf16, 64, 64, 3, bf16)
 DECODE(attention_decode_96_96_bf16, 96, 96, 2, bf16)
@@ -164,7 +173,7 @@ DECODE(attention_decode_192_128_e4m3, 192, 128, 3, e4m3)
 DECODE(attention_decode_256_256_e4m3, 256, 256, 2, e4m3)
 
 // Adds up the shares of a row's head, 64 columns to a block.
-KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits, int heads, int value_dim) {
+KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits, int heads, int value_dim, const float* sinks) {
     begin_kernel();
     __shared__ float weights[256], maxima[4], sums[4];
     __shared__ float4 columns[8][16];
@@ -177,7 +186,7 @@ KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16*
     const float top = warp_max(fmaxf(state[0].x, state[1].x));
     if (lane == 0) maxima[warp] = top;
     __syncthreads();
-    const float max = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+    const float sink = sink_of(sinks, item % heads), max = fmaxf(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])), sink);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -207,7 +216,7 @@ KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16*
         const float4 y = columns[i][threadIdx.x];
         x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
     }
-    const float inverse = 1.0f / (sums[0] + sums[1] + sums[2] + sums[3]);
+    const float inverse = 1.0f / (sums[0] + sums[1] + sums[2] + sums[3] + fast_exp2(sink - max));
     *reinterpret_cast<uint2*>(out + ((size_t)row * heads + item % heads) * value_dim + col) =
         make_uint2(pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse));
 }

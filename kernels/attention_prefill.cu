@@ -2,6 +2,7 @@
 //
 // q [T, heads * key_dim], out [T, heads * value_dim] bf16; cache: attention.cuh. The positions of a sequence's tokens are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already.
 //   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / (heads / kv_heads)]) values[...]
+// Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in each head's softmax and bring no value.
 // attention_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, both multiples of 8: choose the first that holds both of
 //   64_64, 96_96, 128_128, 192_128 with ROWS = 128 query rows to a tile, 256_256 with ROWS = 64.
 // tiles[n]: {sequence, first row in the batch}; a tile ends after ROWS rows or at seq_first[sequence + 1]. Best order: tiles with the most positions first (9% faster than last at 8192 tokens).
@@ -20,9 +21,9 @@ template <class Cache> struct Paged {
     uint32_t id, next;
 
     __device__ __forceinline__ uint32_t block(int j) const { return PAGE * j < count ? table[j] : 0; }
-    __device__ __forceinline__ void begin() {
-        id = block(0);
-        next = block(1);
+    __device__ __forceinline__ void begin(int j) {
+        id = block(j);
+        next = block(j + 1);
     }
     // To the next page's id, asked for long before.
     __device__ __forceinline__ void advance(int j) {
@@ -39,10 +40,10 @@ template <int KD, int VD> struct PagedTiles<KD, VD, bf16> {
     Paged<bf16> cache;
     bf16 *key_tile, *value_tile;
 
-    __device__ __forceinline__ PagedTiles(const Paged<bf16>& from, unsigned char* shared)
+    __device__ __forceinline__ PagedTiles(const Paged<bf16>& from, int first, unsigned char* shared)
         : cache(from), key_tile(reinterpret_cast<bf16*>(shared)), value_tile(key_tile + PAGE * KEY_PITCH) {
-        cache.begin();
-        copy_keys(0);
+        cache.begin(first);
+        copy_keys(first);
     }
     __device__ __forceinline__ void copy_keys(int j) {
         if (PAGE * j < cache.count)
@@ -73,14 +74,14 @@ template <int KD, int VD> struct PagedTiles<KD, VD, e4m3> {
     uint8_t *raw_keys, *raw_values;
     uint32_t key_inverse, value_inverse;
 
-    __device__ __forceinline__ PagedTiles(const Paged<e4m3>& from, unsigned char* shared)
+    __device__ __forceinline__ PagedTiles(const Paged<e4m3>& from, int first, unsigned char* shared)
         : cache(from), tile(reinterpret_cast<bf16*>(shared)), raw_keys(shared + PAGE * KEY_PITCH * 2), raw_values(raw_keys + PAGE * KD) {
         key_inverse = reciprocal(cache.key_dim);
         value_inverse = reciprocal(cache.value_dim);
         clear_shared<TILE_THREADS>(tile, PAGE * KEY_PITCH * 2, threadIdx.x); // columns past the head stay zero, or at least finite
-        cache.begin();
-        copy_keys(0);
-        copy_values(0);
+        cache.begin(first);
+        copy_keys(first);
+        copy_values(first);
     }
     __device__ __forceinline__ void copy_keys(int j) {
         if (PAGE * j < cache.count)
@@ -113,7 +114,8 @@ template <int KD, int VD> struct PagedTiles<KD, VD, e4m3> {
 
 template <int KD, int VD, int MT, class Cache>
 __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const Cache* values, bf16* out, int2 tile, const int* seq_first, const int* positions,
-                                        const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale) {
+                                        const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale,
+                                        int window, const float* sinks) {
     using Tile = FlashTile<KD, VD, MT>;
     DYNAMIC_SHARED(unsigned char, shared);
     if (tile.x < 0) return;
@@ -132,20 +134,20 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
     cache.key_dim = key_dim;
     cache.value_dim = value_dim;
     cache.count = count;
-    PagedTiles<KD, VD, Cache> source(cache, shared + Tile::QUERY_BYTES);
-
     Tile work;
-    work.begin(positions[first], count - 1);
+    work.begin(positions[first], count - 1, window);
+    PagedTiles<KD, VD, Cache> source(cache, work.first_page(), shared + Tile::QUERY_BYTES);
     work.run(source, queries, scale * LOG2_E);
-    work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows);
+    work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows, sink_of(sinks, head));
 }
 
 #define PREFILL(name, KD, VD, MT, Cache)                                                                                                                 \
     KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, const int2* tiles, const int* seq_first, const int* positions,   \
-           const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale) {                       \
+           const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,             \
+           const float* sinks) {                                                                                                                         \
         begin_kernel();                                                                                                                                  \
         prefill<KD, VD, MT, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks, block_table, heads, kv_heads, key_dim,     \
-                                   value_dim, scale);                                                                                                    \
+                                   value_dim, scale, window, sinks);                                                                                     \
     }
 PREFILL(attention_prefill_64_64_bf16, 64, 64, 2, bf16)
 PREFILL(attention_prefill_96_96_bf16, 96, 96, 2, bf16)

@@ -28,6 +28,7 @@ struct AttentionWgmma {
     const uint32_t* block_table;
     int heads, kv_heads, value_dim;
     float scale;
+    const float* sinks;
 };
 
 struct LatentWgmma {
@@ -237,7 +238,7 @@ template <int BOXES> __device__ __forceinline__ void attention_wgmma(const Atten
     Tile work;
     work.begin(seen, count - 1);
     attend<Pages<BOXES, BOXES>>(work, shared, count, steps, a.scale * LOG2_E);
-    work.finish(a.out + ((size_t)first * a.heads + head) * a.value_dim, (size_t)a.heads * a.value_dim, a.value_dim, rows);
+    work.finish(a.out + ((size_t)first * a.heads + head) * a.value_dim, (size_t)a.heads * a.value_dim, a.value_dim, rows, sink_of(a.sinks, head));
 }
 
 __device__ __forceinline__ void latent_wgmma(const LatentWgmma& a) {

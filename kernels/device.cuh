@@ -23,6 +23,13 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
     return d;
 }
 
+// An f16 number, of its bits; subnormal ones, too.
+__device__ __forceinline__ float f16_value(uint16_t bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
 // 2^x, to about 2 units in the last place.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;

@@ -25,7 +25,7 @@ constexpr bool use_wgmma(int) { return false; }
 
 // With more, fewer blocks have room; on cards other than Hopper a block has 99 KB at most.
 constexpr int gemm_stages(Format format, int tokens) {
-    if (format == INT4) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
+    if (has_4_bits(format)) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
     return tokens == 16 ? 4 : 3;
 }
 
@@ -55,7 +55,7 @@ template <class S> using Sums = float[S::WARP_TILES][S::COLUMNS][4];
 // Where byte `at` of a tile's lines lies in shared memory: its 16-byte chunk moves within 128 bytes.
 template <Format F> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at) {
     const uint32_t line = at / LINE_BYTES;
-    return at ^ (F == INT4 ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
+    return at ^ (Lines<F>::FOUR_BITS ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
 // Of 8 inputs of a row, and where they lie in it.
 template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) { return (chunk ^ (S::WGMMA ? row & 7 : (row & 1) * 4)) * 16; }
@@ -81,7 +81,7 @@ template <class S> __device__ __forceinline__ uint32_t stage_scales(const typena
 }
 
 // Columns past `columns` have no tokens.
-template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, int columns) {
+template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, int columns, bool f16) {
     const int warp_m = threadIdx.x / WARP / S::WARPS_N, warp_n = threadIdx.x / WARP % S::WARPS_N, tile = warp_m * S::WARP_TILES;
 #pragma unroll
     for (int b = 0; b < S::K / K_BLOCK; b++) {
@@ -89,7 +89,7 @@ template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const 
 #pragma unroll
         for (int i = 0; i < S::WARP_TILES; i++) {
             stage_weights<S, true>(stage, tile + i, b, a[i]);
-            if constexpr (S::F != BF16) scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN));
+            if constexpr (S::F != BF16) scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN), f16);
         }
 #pragma unroll
         for (int j = 0; j < S::COLUMNS; j++) {
@@ -104,7 +104,7 @@ template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const 
     }
 }
 
-template <class S> __device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typename S::Stage& stage) {
+template <class S> __device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
     constexpr int BLOCKS = S::SPAN / K_BLOCK;
     const int tile = threadIdx.x / WARP * S::WARP_TILES;
 #pragma unroll
@@ -142,24 +142,24 @@ template <class S> __device__ __forceinline__ void multiply_scaling_sums(Sums<S>
                     mma_bf16(sum[j], a[1], second);
                 }
             }
-            const uint32_t scales = stage_scales<S>(stage, tile + i, span);
+            const float2 scales = scales_f32(stage_scales<S>(stage, tile + i, span), f16);
 #pragma unroll
             for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
-                for (int c = 0; c < 4; c++) acc[i][j][c] += (c < 2 ? low_f32(scales) : high_f32(scales)) * sum[j][c];
+                for (int c = 0; c < 4; c++) acc[i][j][c] += (c < 2 ? scales.x : scales.y) * sum[j][c];
         }
     }
 }
 
 #ifdef HAS_WGMMA
 // The first N tokens. When it returns, the last product is under way and still reads the stage's rows.
-template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage) {
+template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     constexpr int HALF = Lines<S::F>::PER_BLOCK / 4, STEPS = S::K / 16; // lines of 8 inputs; products of 16
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
     // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a product: rows in shared memory are read in the instruction's own order.
     const unsigned char* lines = stage.lines + tile * S::TILE_BYTES;
-    const uint32_t own = (S::F == INT4 ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
+    const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
     uint2 raw[2][2]; // of the tiles: rows 2g and 2g + 1, in both halves of the inputs
     auto load = [&](int step) {
 #pragma unroll
@@ -184,7 +184,7 @@ template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>
             }
             if constexpr (S::F != BF16) {
                 if (step * 16 % S::SPAN == 0) scales[i] = stage_scales<S>(stage, tile + i, step * 16 / S::SPAN);
-                scale_rows(a[i], scales[i]);
+                scale_rows(a[i], scales[i], f16);
             }
         }
         if (step + 1 < STEPS) load(step + 1);
@@ -201,7 +201,7 @@ template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>
 // `weights`: the first tile of the band, of which `tiles` exist. `row_of(i)`: row of x for token i, or -1. Calls finish(acc, tile, token, row) in every warp with
 // its sums: fragments of tiles x columns, from `tile` and `token` of the block on; of a tile, a lane has `row` and `row` + 1 where the instruction says g and g + 8.
 template <class S, class RowOf, class Finish>
-__device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, int group, const bf16* x, int x_pitch, int tokens, RowOf row_of,
+__device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, int group, bool f16, const bf16* x, int x_pitch, int tokens, RowOf row_of,
                                             Finish finish) {
     DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #ifdef HAS_WGMMA
     if constexpr (S::WGMMA) {
         auto all = [&](auto n) {
-            each_stage([&](const typename S::Stage& stage) { multiply_wgmma<S, decltype(n)::value>(acc, stage); });
+            each_stage([&](const typename S::Stage& stage) { multiply_wgmma<S, decltype(n)::value>(acc, stage, f16); });
             wgmma_wait<0>(); // here: where the three meet, sums may move to other registers
             wgmma_landed(acc[0]);
             wgmma_landed(acc[1]);
@@ -293,12 +293,12 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     } else
 #endif
     if constexpr (S::SCALE_SUMS) {
-        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage); });
+        each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, f16); });
     } else {
         const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
         each_stage([&](const typename S::Stage& stage) {
-            if (S::TOKENS == 16 || columns == S::COLUMNS) multiply<S>(acc, stage, S::COLUMNS);
-            else multiply<S>(acc, stage, columns);
+            if (S::TOKENS == 16 || columns == S::COLUMNS) multiply<S>(acc, stage, S::COLUMNS, f16);
+            else multiply<S>(acc, stage, columns, f16);
         });
     }
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);

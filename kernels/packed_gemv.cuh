@@ -1,6 +1,6 @@
 // One tile of 16 rows times a few vectors, straight from global memory: what a warp does in experts_gemv.cu and packed_linear.cu.
 //
-// A unit is 64 inputs of the tile: 1024 (bf16: 2048, int4: 512) bytes, 16 bytes of each line to a lane. Lane (g, t) reads rows 4q .. 4q + 3 (q = g % 4) of
+// A unit is 64 inputs of the tile: 1024 (bf16: 2048, int4 and mxfp4: 512) bytes, 16 bytes of each line to a lane. Lane (g, t) reads rows 4q .. 4q + 3 (q = g % 4) of
 // its lines in block g / 4 of the unit's two. As left operands these are rows g and g + 8 of two instructions, and as the two blocks meet in one
 // instruction, the right operand has two columns for each vector: block 0 and block 1 of its inputs. Of the sums, lanes g < 4 take those of the
 // first, the others of the second: four vectors to an instruction, and lane (g, t) ends with rows 4q .. 4q + 3 of vector t over its blocks.
@@ -13,7 +13,7 @@ constexpr int UNIT = 64;
 template <Format F> struct Unit {
     static constexpr int LOADS = Lines<F>::PER_LANE;
     uint4 lines[LOADS];
-    uint2 scales; // bf16 of the four rows
+    uint2 scales; // of the four rows
     bool there;
 };
 
@@ -39,12 +39,12 @@ __device__ __forceinline__ uint4 load_inputs(const bf16* x, int u, int k) {
 
 // sum[set][r] += weight * (row 4q + r of the unit) . inputs[set]
 template <Format F, int SETS>
-__device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (&inputs)[SETS], float weight, float (&sum)[SETS][4]) {
+__device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (&inputs)[SETS], float weight, bool f16, float (&sum)[SETS][4]) {
     const bool second_block = threadIdx.x % WARP >= WARP / 2;
     float scale[4] = {weight, weight, weight, weight};
     if constexpr (F != BF16) {
-        scale[0] *= low_f32(unit.scales.x), scale[1] *= high_f32(unit.scales.x);
-        scale[2] *= low_f32(unit.scales.y), scale[3] *= high_f32(unit.scales.y);
+        const float2 first = scales_f32(unit.scales.x, f16), second = scales_f32(unit.scales.y, f16);
+        scale[0] *= first.x, scale[1] *= first.y, scale[2] *= second.x, scale[3] *= second.y;
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_unit(const Unit<F>& unit, const uint4 (
 // A warp's part of sums over units: units first, first + step, ... below `units`, DEPTH of them on their way at a time.
 // locate(i) gives .tile, .u, .x(set) and .weight of unit i. ready() is called once, when the first weights are on their way and before any x is read.
 template <Format F, int SETS, int DEPTH, class Locate, class Ready>
-__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, int group, Locate locate, Ready ready, float (&sum)[SETS][4]) {
+__device__ __forceinline__ void gemv_units(int first, int step, int units, int k, int group, bool f16, Locate locate, Ready ready, float (&sum)[SETS][4]) {
     if (first >= units) ready();
     const int group_shift = F == BF16 ? 0 : 31 - __clz(group);
     const uint32_t codes = scale_bytes<F>(k, group);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void gemv_units(int first, int step, int units, int k
             uint4 inputs[SETS];
 #pragma unroll
             for (int s = 0; s < SETS; s++) inputs[s] = load_inputs(at.x[s], at.u, k);
-            multiply_unit<F, SETS>(unit[d], inputs, at.weight, sum);
+            multiply_unit<F, SETS>(unit[d], inputs, at.weight, f16, sum);
         }
     }
     // Both blocks' lanes.

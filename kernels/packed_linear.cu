@@ -1,4 +1,4 @@
-// One dense matrix [n, k] in packed INT8 or INT4 tiles (packed_tile.cuh): y[token, n] = w x[token] + bias, or added to y.
+// One dense matrix [n, k] in packed INT8 or INT4 tiles (packed_tile.cuh) with scales in bf16: y[token, n] = w x[token] + bias, or added to y.
 //
 // `y` is f32 or bf16, `bias` f32 [n] or null. flags: 1 = y is bf16, 2 = add to y. k is a multiple of 32 and of the group (32, 64, 128), n of 2; pitches are in elements,
 // x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
@@ -44,7 +44,7 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
                 }
         }
     };
-    packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k, group, x, x_pitch, count, row_of, finish);
+    packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k, group, false, x, x_pitch, count, row_of, finish);
 }
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
         here.u = i;
         return here;
     };
-    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, locate, begin_kernel, sum);
+    gemv_units<F, SETS, DEPTH>(warp, GEMV_WARPS, div_ceil(k, UNIT), k, group, false, locate, begin_kernel, sum);
     if (lane < 16) {
 #pragma unroll
         for (int s = 0; s < SETS; s++)

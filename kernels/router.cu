@@ -1,6 +1,6 @@
 // Choosing experts: logits -> scores -> (groups) -> top k -> weights. All f32; of equal scores the lower id wins.
 //
-//   softmax:  s = exp(l - max) / sum          sigmoid:  s = 1 / (1 + exp(-l))
+//   l = logit + offset;   softmax:  s = exp(l - max) / sum          sigmoid:  s = 1 / (1 + exp(-l))
 //   chosen:   the largest s + bias, among the experts of the best groups
 //   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`
 //
@@ -28,10 +28,11 @@ __device__ __forceinline__ void warp_best(float& value, int& index) {
     }
 }
 
-// Of one token, by one warp; logit(e) reads, s and rank [experts] are scratch in shared memory.
-template <class Logit>
-__device__ __forceinline__ void choose(Logit logit, const float* bias, const RouterShape& shape, float* s, float* rank, int* ids, float* weights) {
+// Of one token, by one warp; s and rank [experts] are scratch in shared memory. offsets, bias: null, or [experts].
+__device__ __forceinline__ void choose(const float* logits, const float* offsets, const float* bias, const RouterShape& shape, float* s, float* rank, int* ids,
+                                       float* weights) {
     const int lane = threadIdx.x % WARP, experts = shape.experts;
+    auto logit = [&](int e) { return __ldcg(logits + e) + (offsets ? offsets[e] : 0.0f); };
     if (shape.sigmoid) {
         for (int e = lane; e < experts; e += WARP) s[e] = 1.0f / (1.0f + expf(-logit(e)));
     } else {
@@ -91,19 +92,19 @@ __device__ __forceinline__ void choose(Logit logit, const float* bias, const Rou
     }
 }
 
-KERNEL(choose_experts, TOKENS * WARP, const float* logits, const float* bias, RouterShape shape, int tokens, int* ids, float* weights) {
+KERNEL(choose_experts, TOKENS * WARP, const float* logits, const float* offsets, const float* bias, RouterShape shape, int tokens, int* ids, float* weights) {
     __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
     begin_kernel();
     const int warp = threadIdx.x / WARP, token = blockIdx.x * TOKENS + warp;
     if (token >= tokens) return;
-    const float* l = logits + (size_t)token * shape.experts;
-    choose([&](int e) { return l[e]; }, bias, shape, scores[warp], ranks[warp], ids + (size_t)token * shape.top_k, weights + (size_t)token * shape.top_k);
+    const size_t at = (size_t)token * shape.top_k;
+    choose(logits + (size_t)token * shape.experts, offsets, bias, shape, scores[warp], ranks[warp], ids + at, weights + at);
 }
 
 struct RouteFew {
     const float *x, *norm; // [tokens, hidden], [hidden]
     bf16* h;               // [tokens, hidden]
-    const float *w, *bias; // [experts, hidden], [experts] or null
+    const float *w, *offsets, *bias; // [experts, hidden], [experts] or null
     float* logits;         // [tokens, experts]
     uint32_t* counter;
     int* ids;       // [tokens, top_k]
@@ -181,7 +182,6 @@ KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
     __syncthreads();
     if (!last || warp >= tokens) return;
     __threadfence();
-    const float* l = a.logits + (size_t)warp * a.shape.experts;
-    choose([&](int e) { return __ldcg(l + e); }, a.bias, a.shape, scores[warp], ranks[warp], a.ids + (size_t)warp * a.shape.top_k,
-           a.weights + (size_t)warp * a.shape.top_k);
+    const size_t at = (size_t)warp * a.shape.top_k;
+    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.shape, scores[warp], ranks[warp], a.ids + at, a.weights + at);
 }

@@ -1,8 +1,10 @@
-// Ops on single rows: embedding, RMS norm, RoPE, SiLU, gathering.
+// Ops on single rows: embedding, RMS norm, RoPE, SiLU, gates, gathering, steering.
 //
-//   rms_norm   out[c] = x[c] / sqrt(mean(x^2) + eps) * w[c]
-//   rope       (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1)
-//   silu_mul   out = gate / (1 + exp(-gate)) * up
+//   rms_norm      out[c] = x[c] / sqrt(mean(x^2) + eps) * w[c]
+//   rope          (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1)
+//   silu_mul      out = gate / (1 + exp(-gate)) * up
+//   sigmoid_mul   x = x / (1 + exp(-gate))
+//   gate_rows     x[t] = x[t] / (1 + exp(-(w . h[t])))
 //
 // Activations are bf16, the residual stream f32; sums are f32. Widths are multiples of 8 unless said.
 //
@@ -113,12 +115,45 @@ KERNEL(silu_mul, ROW_THREADS, const bf16* gate, const bf16* up, bf16* out, long 
     store4(out + i, one(g.x, u.x), one(g.y, u.y), one(g.z, u.z), one(g.w, u.w));
 }
 
+// grid and numbers as for silu_mul
+KERNEL(sigmoid_mul, ROW_THREADS, const bf16* gate, bf16* x, long long numbers) {
+    begin_kernel();
+    const long long i = 4 * ((long long)blockIdx.x * ROW_THREADS + threadIdx.x);
+    if (i >= numbers) return;
+    const float4 g = load4(gate + i), v = load4(x + i);
+    auto one = [](float g, float v) { return v / (1.0f + __expf(-g)); };
+    store4(x + i, one(g.x, v.x), one(g.y, v.y), one(g.z, v.z), one(g.w, v.w));
+}
+
+KERNEL(gate_rows, ROW_THREADS, const float* w, const bf16* h, bf16* x, int hidden, int cols) {
+    begin_kernel();
+    __shared__ float scratch[33];
+    float dot = 0.0f;
+    for (int i = 4 * threadIdx.x; i < hidden; i += 4 * ROW_THREADS) {
+        const float4 v = load4(h + (size_t)blockIdx.x * hidden + i), g = load4(w + i);
+        dot += v.x * g.x + v.y * g.y + v.z * g.z + v.w * g.w;
+    }
+    const float share = 1.0f / (1.0f + __expf(-block_sum(dot, scratch)));
+    bf16* row = x + (size_t)blockIdx.x * cols;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(row + i);
+        store4(row + i, v.x * share, v.y * share, v.z * share, v.w * share);
+    }
+}
+
 // out[i] = x[rows[i] - first], f32
 KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first, float* out, int cols) {
     begin_kernel();
     const float* from = x + (size_t)(rows[blockIdx.x] - first) * cols;
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS)
         *reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols + i) = load4(from + i);
+}
+
+// x[t] += coefficient * vector, f32, rounded twice as the CPU does it
+KERNEL(add_scaled, ROW_THREADS, const float* vector, float coefficient, float* x, int cols) {
+    begin_kernel();
+    float* row = x + (size_t)blockIdx.x * cols;
+    for (int i = threadIdx.x; i < cols; i += ROW_THREADS) row[i] = __fadd_rn(row[i], __fmul_rn(coefficient, vector[i]));
 }
 
 // Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out out_dim.

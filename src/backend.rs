@@ -7,11 +7,11 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
+use crate::Result;
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
-use crate::model::{DeltaNet, Mla, ModelConfig, Router};
+use crate::model::{DeltaNet, Mla, Router};
 use crate::tensor::{HostTensor, Shortlist};
-use crate::{Error, Result};
 
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]
@@ -22,6 +22,15 @@ pub struct Routing {
     pub ids: Vec<i32>,
     /// [tokens, top_k]
     pub weights: Vec<f32>,
+}
+
+impl Routing {
+    /// Puts the tokens of `more` behind its own.
+    pub fn append(&mut self, more: &Self) {
+        self.top_k = more.top_k;
+        self.ids.extend_from_slice(&more.ids);
+        self.weights.extend_from_slice(&more.weights);
+    }
 }
 
 /// What a device was measured to do in a second.
@@ -50,8 +59,6 @@ pub struct OpTime {
     pub seconds: f64,
 }
 
-const NOT_HERE: &str = "an op that this device does not have, although `lacks` named nothing";
-
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Backend> {
     /// `[T, heads * dim]`
@@ -64,6 +71,16 @@ pub struct Heads<'a, B: Backend> {
     pub norm: Option<(&'a B::Norm, usize, f32)>,
     /// Where in a head the rotated numbers begin.
     pub rope_at: usize,
+}
+
+/// How scores become shares of the values that a head of grouped-query attention reads.
+pub struct Softmax<'a, B: Backend> {
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// A token sees itself and the `window - 1` before it; `None`: all before it.
+    pub window: Option<usize>,
+    /// A score for each head, which takes part and brings no value.
+    pub sinks: Option<&'a B::Norm>, // [num_heads]
 }
 
 /// What gated DeltaNet has beside its projections, on its way to a backend.
@@ -96,6 +113,8 @@ pub trait Backend: Sized + Send + 'static {
     type LatentScratch: Send;
     /// Gated DeltaNet between its projections.
     type DeltaNet: Send;
+    /// Activations of gated DeltaNet.
+    type DeltaScratch: Send;
     /// Norm weights `[n]`, f32.
     type Norm: Send;
     /// Router weights, f32, and its correction bias.
@@ -112,12 +131,6 @@ pub trait Backend: Sized + Send + 'static {
     type Shortlister: Send;
     /// Numbers on the host that the device copies to fast.
     type Host: std::ops::DerefMut<Target = [f32]> + Send;
-
-    /// What this model needs and the device does not have, as in "needs ..."; `None`: it runs here. Asked before anything is loaded.
-    fn lacks(model: &ModelConfig) -> Option<&'static str> {
-        let _ = model;
-        None
-    }
 
     /// Room for batches of at most `max_tokens` tokens.
     fn batch(&self, max_tokens: usize) -> Result<Self::Batch>;
@@ -149,8 +162,8 @@ pub trait Backend: Sized + Send + 'static {
     }
     /// Allocates so many numbers on the host.
     fn host(&self, numbers: usize) -> Result<Self::Host>;
-    /// Copies `t`, f32, to the host: `out` is `[rows, cols]`.
-    fn read_to(&self, t: &Self::Tensor, out: &mut [f32]) -> Result<()>;
+    /// Copies rows of `t`, f32, to the host: `out` is `[rows, cols]`.
+    fn read_rows(&self, t: &Self::Tensor, rows: std::ops::Range<usize>, out: &mut [f32]) -> Result<()>;
     /// Copies `t` to the host: `out` becomes `[rows, cols]`.
     fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>) -> Result<()>;
 
@@ -164,15 +177,9 @@ pub trait Backend: Sized + Send + 'static {
     /// Takes over router weights `[experts, hidden]`, the bias of the logits and the bias for choosing, `[experts]` each.
     fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<Self::Router>;
     /// Takes over what gated DeltaNet has beside its projections.
-    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet> {
-        let _ = (config, rule);
-        Err(Error::Model(NOT_HERE.into()))
-    }
+    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet>;
     /// Recurrent state of `slots` sequences.
-    fn state(&self, slots: usize, config: &DeltaNet) -> Result<Self::State> {
-        let _ = (slots, config);
-        Err(Error::Model(NOT_HERE.into()))
-    }
+    fn state(&self, slots: usize, config: &DeltaNet) -> Result<Self::State>;
     /// Takes over embedding rows `[vocab, hidden]`.
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Self::Embedding>;
     /// KV storage for keys of `key_dim` and values of `value_dim` numbers for each of `heads`.
@@ -229,45 +236,35 @@ pub trait Backend: Sized + Send + 'static {
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
     /// included; `out` is `[T, num_heads * value_dim]`.
-    fn attention(&self, kv: &Self::Kv, batch: &Self::Batch, num_heads: usize, scale: f32, q: &Self::Tensor, out: &mut Self::Tensor);
-    /// The same with what gpt-oss adds: a token sees itself and the `window - 1` before it, and of each head's softmax a part goes to a
-    /// learned score, `sinks` `[num_heads]`.
-    #[allow(clippy::too_many_arguments)] // what attention takes, and what else it sees
-    fn windowed_attention(
+    fn attention(
         &self,
-        _kv: &Self::Kv,
-        _batch: &Self::Batch,
-        _num_heads: usize,
-        _scale: f32,
-        (_window, _sinks): (Option<usize>, Option<&Self::Norm>),
-        _q: &Self::Tensor,
-        _out: &mut Self::Tensor,
-    ) {
-        panic!("{NOT_HERE}")
-    }
-    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, `z` and `out` `[T, value_dim]`. Each sequence goes on from
-    /// the state in its span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
+        kv: &Self::Kv,
+        batch: &Self::Batch,
+        num_heads: usize,
+        softmax: &Softmax<'_, Self>,
+        q: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
+    /// Activations for [`Backend::delta_net`] on at most `max_tokens` tokens.
+    fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
+    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, not to be used any more, `z` and `out` `[T, value_dim]`. Each sequence
+    /// goes on from the state in its span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
     #[allow(clippy::too_many_arguments)] // what it is, what it has, what it reads, what it changes
     fn delta_net(
         &self,
-        _state: &mut Self::State,
-        _batch: &Self::Batch,
-        (_config, _eps): (&DeltaNet, f32),
-        _w: &Self::DeltaNet,
-        _h: &Self::Tensor,
-        (_qkv, _z): (&Self::Tensor, &Self::Tensor),
-        _out: &mut Self::Tensor,
-    ) {
-        panic!("{NOT_HERE}")
-    }
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        config: (&DeltaNet, f32),
+        w: &Self::DeltaNet,
+        scratch: &mut Self::DeltaScratch,
+        h: &Self::Tensor,
+        qkv_z: (&mut Self::Tensor, &Self::Tensor),
+        out: &mut Self::Tensor,
+    );
     /// `x = x * sigmoid(gate)`.
-    fn sigmoid_mul(&self, _gate: &Self::Tensor, _x: &mut Self::Tensor) {
-        panic!("{NOT_HERE}")
-    }
+    fn sigmoid_mul(&self, gate: &Self::Tensor, x: &mut Self::Tensor);
     /// `x[t] *= sigmoid(w . h[t])`, `w` `[hidden]`.
-    fn gate_rows(&self, _w: &Self::Norm, _h: &Self::Tensor, _x: &mut Self::Tensor) {
-        panic!("{NOT_HERE}")
-    }
+    fn gate_rows(&self, w: &Self::Norm, h: &Self::Tensor, x: &mut Self::Tensor);
     /// Activations for [`Backend::latent_attention`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
     /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads * v]`.
@@ -288,6 +285,9 @@ pub trait Backend: Sized + Send + 'static {
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
+
+    /// `x[t] += coefficient * vector` for the rows `rows`, f32; rounded after the product and after the sum.
+    fn add_scaled(&self, vector: &Self::Norm, coefficient: f32, rows: std::ops::Range<usize>, x: &mut Self::Tensor);
 
     // Several of the ops above in a row: what they mean. A device may do them at once.
 

@@ -8,11 +8,10 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
-use crate::backend::{Rates, Routing};
+use crate::backend::Rates;
 use crate::batch::Batch;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
-use crate::forward::Tap;
 use crate::kv_cache::{BlockPool, BlockTable};
 use crate::load::{self, Budget, LoadProgress, Loaded};
 use crate::memory::{Pages, read_bandwidth};
@@ -20,6 +19,7 @@ use crate::model::ModelConfig;
 use crate::models::shapes;
 use crate::random::Random;
 use crate::synthetic::{self, Synthetic};
+use crate::tap::Tap;
 use crate::topology::{self, Topology};
 use crate::{Error, Result};
 
@@ -173,23 +173,6 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / (1u64 << 30) as f64
 }
 
-/// Distinct experts of each layer.
-#[derive(Default)]
-struct Spread(Vec<BTreeSet<i32>>);
-
-impl Tap for Spread {
-    fn wants_hidden(&self, _: usize) -> bool {
-        false
-    }
-
-    fn hidden(&mut self, _: usize, _: &[f32]) {}
-
-    fn routing(&mut self, layer: usize, routing: &Routing) {
-        self.0.resize_with(self.0.len().max(layer + 1), BTreeSet::new);
-        self.0[layer].extend(&routing.ids);
-    }
-}
-
 impl Bench<'_> {
     fn tokens(&mut self, n: usize) -> Vec<u32> {
         let vocab = self.loaded.model.config().vocab_size as u64;
@@ -197,13 +180,13 @@ impl Bench<'_> {
     }
 
     /// One pass over `tokens` of the sequence in `slot`, in chunks; seconds.
-    fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut dyn Tap>) -> Result<f64> {
+    fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut Tap>) -> Result<f64> {
         let started = Instant::now();
         let mut batch = Batch::default();
         for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
             batch.clear();
             batch.push(chunk, i * self.loaded.max_batch_tokens, blocks).slot = slot;
-            self.loaded.model.forward(&batch, tap.as_mut().map(|t| &mut **t as &mut dyn Tap))?;
+            self.loaded.model.forward(&batch, tap.as_deref_mut())?;
         }
         self.loaded.model.logits(&[batch.len() - 1])?;
         Ok(started.elapsed().as_secs_f64())
@@ -321,9 +304,9 @@ impl Bench<'_> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
         let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
-        let (prompt, mut spread) = (self.tokens(tokens), Spread::default());
-        self.read(&prompt, &blocks, 0, Some(&mut spread))?;
-        let used = spread.0.iter().map(BTreeSet::len).filter(|&n| n > 0);
+        let (prompt, mut tap) = (self.tokens(tokens), Tap { routing: true, ..Tap::default() });
+        self.read(&prompt, &blocks, 0, Some(&mut tap))?;
+        let used = tap.routed.values().map(|routing| routing.ids.iter().collect::<BTreeSet<_>>().len());
         Ok(Some(Distinct { least: used.clone().min().unwrap_or(0), most: used.max().unwrap_or(0), of, tokens }))
     }
 }

@@ -1,37 +1,81 @@
-//! One forward pass with everything it computed on the way written down: logits, residual stream, routing.
+//! What passes compute on the way, written down: logits, residual stream, routing.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::backend::Routing;
 use crate::batch::{BLOCK_SIZE, Batch};
-use crate::forward::{Forward, Tap};
+use crate::forward::Forward;
 use crate::kv_cache::{BlockPool, BlockTable};
 use crate::load::Loaded;
 use crate::model::ModelConfig;
+pub use crate::tap::{Layers, Positions};
+use crate::tap::{Take, Tap};
 use crate::{Error, Result};
 
-/// Which layers' residual streams are wanted.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Layers {
-    /// Every layer's.
-    All,
-    /// Of these layers.
-    Some(Vec<usize>),
+/// What a request wants to be told of its tokens.
+#[derive(Clone, Debug)]
+pub struct CaptureWanted {
+    /// The residual stream after these layers.
+    pub layers: Layers,
+    /// At these positions.
+    pub positions: Positions,
+    /// Logits at these positions, too, as the model gives them.
+    pub logits: bool,
 }
 
-impl std::str::FromStr for Layers {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        if s == "all" {
-            return Ok(Layers::All);
+impl CaptureWanted {
+    /// Refuses what a model of `layers` layers cannot tell, and wanting nothing. Errors: `Error::Invalid`.
+    pub fn check(&self, layers: usize) -> Result<()> {
+        if self.layers == Layers::NONE && !self.logits {
+            return Err(Error::Invalid("nothing is to be captured: name layers, or ask for logits".into()));
         }
-        let layers: std::result::Result<_, _> = s.split(',').map(|n| n.trim().parse()).collect();
-        layers.map(Layers::Some).map_err(|_| Error::Invalid(format!("`{s}` is neither `all` nor a list of layer numbers like 0,5,9")))
+        self.layers.check(layers)?;
+        self.positions.check()
     }
+
+    /// Bytes of all that is told of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last generated is never read.
+    pub fn bytes(&self, prompt_tokens: usize, tokens: usize, layers: usize, hidden_size: usize, vocab_size: usize) -> usize {
+        let read = tokens.saturating_sub(1).max(prompt_tokens);
+        let positions: usize = self.positions.within(prompt_tokens, 0..read).map(|range| range.len()).sum();
+        let row = self.layers.count(layers) * hidden_size + usize::from(self.logits) * vocab_size;
+        positions.saturating_mul(row * size_of::<f32>())
+    }
+}
+
+/// What was captured of consecutive positions of a sequence.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Captured {
+    /// What it is.
+    pub what: Activation,
+    /// The first position; the prompt begins at 0.
+    pub position: usize,
+    /// How many positions.
+    pub count: usize,
+    /// A row for each: `[count, hidden]`, or `[count, vocab]`.
+    pub rows: Vec<f32>,
+}
+
+/// What can be captured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Activation {
+    /// The residual stream after this layer, whatever was added to it there; before the final norm.
+    Hidden(usize),
+    /// Logits, before sampling changes them.
+    Logits,
+}
+
+/// Logits of `rows` of the last batch, so many at a time as the model gives: `tell(row, logits)`, `[n, vocab]` from that row on.
+pub fn each_logits(model: &mut dyn Forward, rows: Range<usize>, mut tell: impl FnMut(usize, &[f32])) -> Result<()> {
+    let most = model.max_logit_rows();
+    for first in rows.clone().step_by(most) {
+        let some: Vec<usize> = (first..rows.end.min(first + most)).collect();
+        tell(first, model.logits(&some)?);
+    }
+    Ok(())
 }
 
 /// What to write down.
@@ -58,29 +102,6 @@ pub struct Capture {
     pub router: HashMap<usize, Routing>,
 }
 
-impl Tap for (&Wanted, &mut Capture) {
-    fn wants_hidden(&self, layer: usize) -> bool {
-        match &self.0.hidden {
-            None => false,
-            Some(Layers::All) => true,
-            Some(Layers::Some(layers)) => layers.contains(&layer),
-        }
-    }
-
-    fn hidden(&mut self, layer: usize, x: &[f32]) {
-        self.1.hidden.entry(layer).or_default().extend_from_slice(x);
-    }
-
-    fn routing(&mut self, layer: usize, routing: &Routing) {
-        if self.0.router {
-            let all = self.1.router.entry(layer).or_default();
-            all.top_k = routing.top_k;
-            all.ids.extend_from_slice(&routing.ids);
-            all.weights.extend_from_slice(&routing.weights);
-        }
-    }
-}
-
 /// Reads `tokens` in chunks of at most `chunk` tokens.
 ///
 /// Errors: `Error::Invalid` when the prompt is empty, too long, or has a token or layer the model does not have.
@@ -96,20 +117,20 @@ pub fn capture(loaded: &mut Loaded, tokens: &[u32], wanted: &Wanted, chunk: usiz
         batch.clear();
         let end = i * chunk + part.len();
         batch.push(part, i * chunk, &blocks[..end.div_ceil(BLOCK_SIZE)]);
-        run(&mut **model, &batch, wanted, &mut capture)?;
-    }
-    Ok(capture)
-}
-
-fn run(model: &mut dyn Forward, batch: &Batch, wanted: &Wanted, capture: &mut Capture) -> Result<()> {
-    model.forward(batch, Some(&mut (wanted, &mut *capture)))?;
-    if wanted.logits {
-        let rows: Vec<usize> = (0..batch.len()).collect();
-        for rows in rows.chunks(model.max_logit_rows()) {
-            capture.logits.extend_from_slice(model.logits(rows)?);
+        let takes = wanted.hidden.iter().map(|layers| Take { layers: layers.clone(), rows: 0..part.len() });
+        let mut tap = Tap { takes: takes.collect(), routing: wanted.router, ..Tap::default() };
+        model.forward(&batch, Some(&mut tap))?;
+        for ((_, layer), rows) in tap.taken {
+            capture.hidden.entry(layer).or_default().extend(rows);
+        }
+        for (layer, routing) in &tap.routed {
+            capture.router.entry(*layer).or_default().append(routing);
+        }
+        if wanted.logits {
+            each_logits(&mut **model, 0..part.len(), |_, logits| capture.logits.extend_from_slice(logits))?;
         }
     }
-    Ok(())
+    Ok(capture)
 }
 
 fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wanted) -> Result<()> {
@@ -125,13 +146,7 @@ fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wante
     if let Some(token) = tokens.iter().find(|&&t| t as usize >= model.vocab_size) {
         return Err(Error::Invalid(format!("token id {token} is not in the vocabulary of {}", model.vocab_size)));
     }
-    let layers = model.layers.len();
-    if let Some(Layers::Some(list)) = &wanted.hidden
-        && let Some(layer) = list.iter().find(|&&l| l >= layers)
-    {
-        return Err(Error::Invalid(format!("--hidden {layer}: the model has layers 0 to {}", layers - 1)));
-    }
-    Ok(())
+    wanted.hidden.as_ref().map_or(Ok(()), |layers| layers.check(model.layers.len()))
 }
 
 /// Refuses a place that cannot be written to, before a model is loaded for it. Errors: `Error::Invalid`.

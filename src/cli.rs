@@ -7,6 +7,7 @@ mod capture;
 mod chat;
 mod doctor;
 mod generate;
+mod open;
 mod plan;
 mod serve;
 mod terminal;
@@ -16,6 +17,7 @@ use std::process::ExitCode;
 
 use crate::{Error, Result};
 use clap::{Parser, Subcommand};
+pub use open::{open, options};
 
 /// Mixture-of-experts language models larger than your GPU, on one box.
 #[derive(Parser)]

@@ -6,16 +6,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
+pub use crate::capture::{Activation, CaptureWanted, Captured};
 use crate::config::EngineConfig;
 use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
 use crate::load::{self, LoadProgress, Loaded};
 use crate::metrics::Metrics;
 pub use crate::sampler::{Constraint, Logprobs, SamplingParams};
+use crate::tap::MAX_STEERS;
+pub use crate::tap::{Layers, Positions, Steer};
 use crate::{Error, Result};
 use run::Engine;
 
@@ -34,6 +38,10 @@ pub struct Request {
     pub constraint: Option<Box<dyn Constraint>>,
     /// Tell how likely each token was, beside this many of the likeliest.
     pub logprobs: Option<usize>,
+    /// What is added to its residual stream.
+    pub steer: Vec<Steer>,
+    /// What it wants to be told of its tokens; with `max_tokens` 0 the prompt is read, and that is all.
+    pub capture: Option<CaptureWanted>,
     /// Whom it is for, any number: when there is more to do than runs at once, clients take turns.
     pub client: u64,
 }
@@ -71,6 +79,9 @@ pub struct RequestStats {
 pub enum Event {
     /// One more token of the answer.
     Token(Token),
+    /// What the request wants to be told of tokens that were read just now: in the order of positions for each layer and for logits, and before
+    /// the token that follows. The last token of an answer is not read, so there is nothing to tell of it.
+    Captured(Captured),
     /// The answer is complete.
     Done(FinishReason, RequestStats),
     /// The request could not be served.
@@ -104,6 +115,12 @@ pub struct EngineInfo {
     pub dense: String,
     /// Precision of keys and values.
     pub kv: String,
+    /// Layers.
+    pub layers: usize,
+    /// Numbers of a row of the residual stream.
+    pub hidden_size: usize,
+    /// Logits of a token.
+    pub vocab_size: usize,
     /// Tokens of prompt plus answer a sequence may hold.
     pub max_context: usize,
     /// Requests that may wait.
@@ -145,13 +162,14 @@ pub struct EngineHandle {
     requests: mpsc::UnboundedSender<Submission>,
     info: Arc<EngineInfo>,
     metrics: Arc<Metrics>,
+    thread: Option<Arc<JoinHandle<()>>>,
 }
 
 impl EngineHandle {
     /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
     #[doc(hidden)]
     pub fn from_parts(info: EngineInfo, requests: mpsc::UnboundedSender<Submission>) -> Self {
-        Self { requests, info: Arc::new(info), metrics: Arc::default() }
+        Self { requests, info: Arc::new(info), metrics: Arc::default(), thread: None }
     }
 
     /// What it counts.
@@ -169,9 +187,19 @@ impl EngineHandle {
         !self.requests.is_closed()
     }
 
+    /// Drops this handle. If it was the last, waits until running requests are answered and the engine has given back its memory.
+    pub fn stop(self) {
+        let Self { requests, thread, .. } = self;
+        drop(requests);
+        if let Some(thread) = thread.and_then(Arc::into_inner) {
+            // What it said, if it ended by a bug, is on stderr.
+            let _ = thread.join();
+        }
+    }
+
     /// Queues a request; its tokens arrive on the returned receiver.
     ///
-    /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context; `Error::Busy` when too many wait; `Error::Stopped`.
+    /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context, or steering or capture do not fit the model; `Error::Busy` when too many wait; `Error::Stopped`.
     pub fn submit(&self, request: Request) -> Result<Events> {
         let limit = self.info.max_context;
         if request.prompt.is_empty() {
@@ -183,6 +211,11 @@ impl EngineHandle {
                 request.prompt.len()
             )));
         }
+        if request.steer.len() > MAX_STEERS {
+            return Err(Error::Invalid(format!("{} steering vectors are too many: give at most {MAX_STEERS}", request.steer.len())));
+        }
+        request.steer.iter().try_for_each(|steer| steer.check(self.info.layers, self.info.hidden_size))?;
+        request.capture.iter().try_for_each(|wanted| wanted.check(self.info.layers))?;
         let waiting = self.metrics.requests_waiting.fetch_add(1, Relaxed);
         let place = Place(self.metrics.clone());
         if waiting >= self.info.max_queue as u64 {
@@ -218,6 +251,9 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
         experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
         dense: config.dense.to_string(),
         kv: config.kv.to_string(),
+        layers: loaded.model.config().layers.len(),
+        hidden_size: loaded.model.config().hidden_size,
+        vocab_size: loaded.model.config().vocab_size,
         max_context: loaded.max_context,
         threads: loaded.team.threads(),
         simd: loaded.kernel.simd(),
@@ -229,7 +265,7 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
     let team = loaded.team.clone();
     let mut engine = Engine::new(loaded, config, end_tokens, metrics.clone());
     let (requests, mut queue) = mpsc::unbounded_channel();
-    std::thread::Builder::new()
+    let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(move || {
             // Not pinned is slower, not wrong.
@@ -239,5 +275,5 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
             }
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
-    Ok(EngineHandle { metrics, ..EngineHandle::from_parts(info, requests) })
+    Ok(EngineHandle { metrics, thread: Some(Arc::new(thread)), ..EngineHandle::from_parts(info, requests) })
 }

@@ -9,26 +9,34 @@
 //! ```
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::Result;
 use crate::attention::{AttentionBuffers, Step, attention};
 use crate::backend::{Backend, OpTime, Rates, Routing};
 use crate::batch::Batch;
 use crate::experts::{ExpertExecutor, Traffic};
 use crate::kv_cache::{KvCache, LayerCache};
 use crate::model::{Ffn, LayerConfig, ModelConfig};
+use crate::tap::{Tap, intersection};
 use crate::tensor::Shortlist;
 use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
+use crate::{Error, Result};
 
 /// A model that reads batches, whatever it runs on.
 pub trait Forward: Send {
     /// What it is.
     fn config(&self) -> &ModelConfig;
 
-    /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`].
+    /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`]. `tap` must not be empty, and its
+    /// vectors must be [held](Forward::hold).
     ///
     /// Errors: `Error::Cache` when an expert's bytes are not what was written, found at its first use; `Error::Device`.
-    fn forward(&mut self, batch: &Batch, tap: Option<&mut dyn Tap>) -> Result<()>;
+    fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()>;
+
+    /// Brings vectors `[hidden]` to the device, to be added by a [`Tap`] for as long as somebody else has them too.
+    ///
+    /// Errors: `Error::Busy` when those of all requests take too much; `Error::Resources` when the device has no memory for them.
+    fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()>;
 
     /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Forward::max_logit_rows`] rows at a time.
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]>;
@@ -62,15 +70,8 @@ pub trait Forward: Send {
     fn enter_thread(&self) -> Result<()>;
 }
 
-/// Sees what passes between layers, as `capture` does.
-pub trait Tap {
-    /// Whether [`Tap::hidden`] wants to see this layer.
-    fn wants_hidden(&self, layer: usize) -> bool;
-    /// The residual stream `[T, hidden]` after layer `layer`, of a part of the batch; parts come in the order of its tokens.
-    fn hidden(&mut self, layer: usize, x: &[f32]);
-    /// The experts that layer `layer` chose, of a part of the batch.
-    fn routing(&mut self, layer: usize, routing: &Routing);
-}
+/// Bytes of vectors that are on the device to be added, of all requests together.
+const MAX_VECTOR_BYTES: usize = 32 << 20;
 
 /// What a pass may hold.
 #[derive(Clone, Copy, Debug)]
@@ -94,12 +95,12 @@ pub struct Model<B: Backend> {
     parts: Vec<Part<B>>,
     inv_freq: B::Norm, // [rope.dim / 2]
     limits: Limits,
-    cut: Batch, // a part of the batch on its way to the device
-    tapped: (Vec<f32>, Routing),
-    last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
-    last_normed: B::Tensor, // [R, hidden]
-    logits: B::Tensor,      // [R, vocab]
-    host_logits: B::Host,   // [R, vocab]
+    cut: Batch,                          // a part of the batch on its way to the device
+    vectors: Vec<(Arc<[f32]>, B::Norm)>, // to be added to the residual stream
+    last: B::Tensor,                     // [R, hidden], rows of x of which logits are wanted
+    last_normed: B::Tensor,              // [R, hidden]
+    logits: B::Tensor,                   // [R, vocab]
+    host_logits: B::Host,                // [R, vocab]
     shortlister: B::Shortlister,
     logit_rows: usize, // of the last call
 }
@@ -153,7 +154,7 @@ impl<B: Backend> Model<B> {
             parts: (0..tokens.div_ceil(chunk_tokens)).map(part).collect::<Result<_>>()?,
             inv_freq: backend.load_norm(config.rope.inv_freq())?,
             cut: Batch::default(),
-            tapped: Default::default(),
+            vectors: Vec::new(),
             last: backend.tensor_f32(logit_rows, hidden)?,
             last_normed: backend.tensor(logit_rows, hidden)?,
             logits: backend.tensor_f32(logit_rows, config.vocab_size)?,
@@ -193,8 +194,8 @@ impl<B: Backend> Forward for Model<B> {
         &self.config
     }
 
-    fn forward(&mut self, batch: &Batch, mut tap: Option<&mut dyn Tap>) -> Result<()> {
-        let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, tapped, .. } = self;
+    fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
+        let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, vectors, .. } = self;
         assert!(batch.len() <= limits.tokens, "a batch larger than was allocated for");
         if let Some(experts) = experts {
             experts.between_passes()?;
@@ -226,15 +227,12 @@ impl<B: Backend> Forward for Model<B> {
                     let moe = experts.as_deref_mut().map(|experts| (experts, moe_index));
                     run_layer(backend, config, layer, w, moe, &mut kv.layers[i], buffers, part)?;
                     let Some(tap) = &mut tap else { continue };
-                    let (hidden, routing) = &mut *tapped;
-                    if let (Ffn::Moe(_), Some(device)) = (&layer.ffn, &buffers.routing) {
-                        backend.read_routing(device, routing)?;
-                        tap.routing(i, routing);
+                    if let (true, Ffn::Moe(_), Some(device)) = (tap.routing, &layer.ffn, &buffers.routing) {
+                        let mut routing = Routing::default();
+                        backend.read_routing(device, &mut routing)?;
+                        tap.routed.entry(i).or_default().append(&routing);
                     }
-                    if tap.wants_hidden(i) {
-                        backend.read(&part.x, hidden)?;
-                        tap.hidden(i, hidden);
-                    }
+                    tap_residual(backend, vectors, config.hidden_size, i, part, tap)?;
                 }
                 moe_index += usize::from(matches!(layer.ffn, Ffn::Moe(_)));
             }
@@ -245,6 +243,24 @@ impl<B: Backend> Forward for Model<B> {
             Some(experts) if replayed => experts.replayed(batch.len()),
             _ => Ok(()),
         }
+    }
+
+    fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
+        self.vectors.retain(|(vector, _)| Arc::strong_count(vector) > 1);
+        let each = self.config.hidden_size * size_of::<f32>();
+        for vector in vectors {
+            if self.vectors.iter().any(|(held, _)| Arc::ptr_eq(held, vector)) {
+                continue;
+            }
+            if (self.vectors.len() + 1) * each > MAX_VECTOR_BYTES {
+                return Err(Error::Busy(format!(
+                    "the steering vectors of all requests take more than {} MiB: try again in a while, or use fewer",
+                    MAX_VECTOR_BYTES >> 20
+                )));
+            }
+            self.vectors.push((vector.clone(), self.backend.load_norm(vector.to_vec())?));
+        }
+        Ok(())
     }
 
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]> {
@@ -262,7 +278,7 @@ impl<B: Backend> Forward for Model<B> {
 
     fn whole_rows(&mut self) -> Result<&mut [f32]> {
         let host = &mut self.host_logits[..self.logit_rows * self.config.vocab_size];
-        self.backend.read_to(&self.logits, host)?;
+        self.backend.read_rows(&self.logits, 0..self.logit_rows, host)?;
         Ok(host)
     }
 
@@ -337,6 +353,36 @@ fn run_layer<B: Backend>(
             experts.finish(x)?;
         }
         _ => panic!("configuration, weights and experts of one layer are of one kind"),
+    }
+    Ok(())
+}
+
+/// Adds to the residual stream of one part after layer `layer`, and takes from it.
+fn tap_residual<B: Backend>(
+    backend: &B,
+    vectors: &[(Arc<[f32]>, B::Norm)],
+    hidden_size: usize,
+    layer: usize,
+    part: &mut Part<B>,
+    tap: &mut Tap,
+) -> Result<()> {
+    let first = part.rows.start;
+    let here = |rows: &Range<usize>| {
+        let rows = intersection(rows, &part.rows);
+        (!rows.is_empty()).then(|| rows.start - first..rows.end - first)
+    };
+    for add in tap.adds.iter().filter(|add| add.layer == layer) {
+        let Some(rows) = here(&add.rows) else { continue };
+        let held = vectors.iter().find(|(vector, _)| Arc::ptr_eq(vector, &add.vector));
+        let (_, vector) = held.expect("vectors are held before they are added");
+        backend.add_scaled(vector, add.coefficient, rows, &mut part.x);
+    }
+    for (number, take) in tap.takes.iter().enumerate().filter(|(_, take)| take.layers.contains(layer)) {
+        let Some(rows) = here(&take.rows) else { continue };
+        let taken = tap.taken.entry((number, layer)).or_default();
+        let before = taken.len();
+        taken.resize(before + rows.len() * hidden_size, 0.0);
+        backend.read_rows(&part.x, rows, &mut taken[before..])?;
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use crate::model::{Attention, ModelConfig};
 use crate::{Error, Result};
 
 /// The text that a full block ends: the node of the text before it, and its own tokens. Compared whole, so that no two texts are taken for one.
-type Text = (u64, [u32; BLOCK_SIZE]);
+pub type Text = (u64, [u32; BLOCK_SIZE]);
 
 /// The node of no text at all.
 const ROOT: u64 = 0;

@@ -6,7 +6,7 @@
 //! error, topology, batch, model, tensor, random   what can fail, what there is, what a model and its data are
 //! workers, memory, kernel, cuda, config           threads, huge pages, arithmetic, a GPU; what a user can choose
 //! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
-//! experts, kv_cache, attention, forward           one pass
+//! experts, kv_cache, attention, tap, forward      one pass, and what it adds to the residual stream or tells of it
 //! load, plan, capture, bench, doctor              a model in memory, foretold, looked into and measured
 //! sampler, generation_config                      how tokens are chosen, and what a checkpoint says about it
 //! scheduler, pace, metrics, engine                one owner thread, `EngineHandle`
@@ -70,6 +70,7 @@ pub mod sampler;
 pub mod scheduler;
 pub mod server;
 pub mod synthetic;
+pub mod tap;
 pub mod tensor;
 pub mod text_model;
 pub mod text_stream;

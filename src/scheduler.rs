@@ -5,7 +5,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use crate::batch::{BLOCK_SIZE, Batch};
-use crate::kv_cache::{BlockPool, BlockTable};
+use crate::kv_cache::{BlockPool, BlockTable, Text};
 
 /// Tokens that a prompt gets at least when it gets any, unless it ends before: smaller shares cost more than they help.
 const LEAST_SHARE: usize = 32;
@@ -23,6 +23,10 @@ pub struct Sequence<T> {
     pub shared: usize,
     /// It had to give its blocks back, and finds again what was its own.
     gave_way: bool,
+    /// Of its tokens from the first on, so many whose keys and values may be what others computed.
+    pub reuses: usize,
+    /// So many whose keys and values are those of the text alone, for others to use; no fewer than it reuses.
+    pub offers: usize,
     /// Whom it is for: clients take turns.
     pub client: u64,
     /// Whatever the owner keeps with it.
@@ -40,6 +44,8 @@ impl<T> Sequence<T> {
             cached: 0,
             shared: 0,
             gave_way: false,
+            reuses: usize::MAX,
+            offers: usize::MAX,
             client,
             state,
             table: BlockTable::default(),
@@ -49,6 +55,14 @@ impl<T> Sequence<T> {
 
     fn missing(&self) -> usize {
         self.tokens.len() - self.cached
+    }
+
+    /// Takes what others have computed of it from `pool`, and says how many tokens that were; and the text that it has to compute next, if others
+    /// could use that.
+    fn share(&mut self, pool: &mut BlockPool) -> (usize, Option<Text>) {
+        let tokens = &self.tokens[..self.tokens.len().min(self.reuses)];
+        let shared = pool.share(&mut self.table, tokens);
+        (shared, pool.next_text(&self.table, tokens))
     }
 }
 
@@ -170,12 +184,12 @@ impl<T> Scheduler<T> {
         self.shares.clear();
         let mut computing = HashSet::new();
         for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, s)| s.missing() > 1) {
-            let shared = self.pool.share(&mut sequence.table, &sequence.tokens);
+            let (shared, next) = sequence.share(&mut self.pool);
             sequence.cached += shared;
             if !sequence.gave_way {
                 sequence.shared += shared;
             }
-            if self.pool.next_text(&sequence.table, &sequence.tokens).is_none_or(|text| computing.insert(text)) {
+            if next.is_none_or(|text| computing.insert(text)) {
                 self.shares.push((index, sequence.missing()));
             }
         }
@@ -233,7 +247,7 @@ impl<T> Scheduler<T> {
         for s in &self.plan {
             let sequence = &mut self.running[s.index];
             sequence.cached += s.tokens;
-            self.pool.fill(&mut sequence.table, &sequence.tokens[..sequence.cached]);
+            self.pool.fill(&mut sequence.table, &sequence.tokens[..sequence.cached.min(sequence.offers)]);
         }
     }
 

@@ -6,11 +6,13 @@
 //! fields        reads a body and leaves nothing unread
 //! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
 //! ask, answer   what to ask the engine; what it says, as parts
+//! steer         what is added to the residual stream, and vectors by name
 //! web           the page for people
 //! ```
 
 mod answer;
 mod ask;
+mod capture;
 mod chat;
 mod completions;
 mod connections;
@@ -18,9 +20,11 @@ mod conversation;
 mod error;
 mod fields;
 mod front;
+pub mod local;
 mod messages;
 mod metrics;
 mod responses;
+mod steer;
 mod tokens;
 mod web;
 
@@ -213,6 +217,8 @@ struct App {
     hosts: front::Hosts,
     http: HttpMetrics,
     large: ask::LargeBodies,
+    vectors: steer::Vectors,
+    captures: capture::Places,
     log_prompts: bool,
     client_timeout: Duration,
     draining: AtomicBool,
@@ -228,6 +234,8 @@ impl App {
             hosts: front::Hosts::new(server.address, options),
             http: HttpMetrics::default(),
             large: ask::LargeBodies::default(),
+            vectors: steer::Vectors::default(),
+            captures: capture::Places::default(),
             log_prompts: options.log_prompts,
             client_timeout: options.client_timeout,
             draining: AtomicBool::new(false),
@@ -264,6 +272,8 @@ impl App {
             "lifecycle": "active",
             "max_input_tokens": info.max_context,
             "max_model_len": info.max_context,
+            "num_hidden_layers": info.layers,
+            "hidden_size": info.hidden_size,
             "sampling": sampling(self.model()?.sampling()),
             "architecture": info.architecture,
             "experts": info.experts,
@@ -302,6 +312,9 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
         .route("/v1/responses", post(responses::answer))
         .route("/v1/messages", post(messages::answer))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/capture", post(capture::answer))
+        .route("/v1/vectors", get(steer::list))
+        .route("/v1/vectors/{name}", get(steer::get).put(steer::put).delete(steer::delete))
         .merge(web::router())
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
         .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
@@ -324,6 +337,7 @@ pub fn read_request(model: &TextModel, path: &str, body: &[u8]) -> std::result::
             "/v1/chat/completions" => drop(chat::read(model, &mut fields)?),
             "/v1/completions" => drop(completions::read(model, &mut fields)?),
             "/v1/responses" => drop(responses::read(model, &mut fields)?),
+            "/v1/capture" => drop(capture::read(model, &mut fields)?),
             _ => drop(messages::read(model, &mut fields)?),
         }
         fields.finish()

@@ -79,25 +79,26 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
 }
 
 fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Random) {
-    // Codes are uniform and symmetric: -7..7 have a root mean square of 4.32, -127..127 of 73.3.
+    // Codes are uniform and symmetric: -7..7 have a root mean square of 4.32, -127..127 of 73.3, those of MXFP4 of 5.85.
     let (zero, code_rms) = match layout.precision {
         Precision::Bf16 => return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits()),
         Precision::Int8 { .. } => (0x80, 73.3),
         Precision::Int4 { .. } => (0x88, 4.32),
+        Precision::Mxfp4 => (0x00, 5.85),
     };
     let (scales, codes) = tile.split_at_mut(layout.scale_bytes());
-    let groups = layout.k / layout.precision.group_size().expect("an integer precision has groups");
-    let scale = bf16::from_f32(rms / code_rms).to_le_bytes();
+    let groups = layout.k / layout.precision.group_size().expect("all but BF16 have groups");
+    let scale = layout.precision.scales().to_bits(rms / code_rms).to_le_bytes();
     scales[..groups * TILE_ROWS * 2].chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&scale));
     for word in codes.chunks_exact_mut(8) {
         word.copy_from_slice(&random.bits().to_le_bytes());
         for byte in word {
-            // The lowest code has no opposite: it becomes zero.
+            // The lowest code of integers has no opposite: it becomes zero.
             if zero == 0x80 {
                 *byte = if *byte == 0 { 0x80 } else { *byte };
             } else {
-                *byte |= if *byte & 0x0f == 0 { 0x08 } else { 0 };
-                *byte |= if *byte & 0xf0 == 0 { 0x80 } else { 0 };
+                *byte |= if *byte & 0x0f == 0 { zero & 0x0f } else { 0 };
+                *byte |= if *byte & 0xf0 == 0 { zero & 0xf0 } else { 0 };
             }
         }
     }

@@ -1,9 +1,11 @@
 //! One answer as text: the engine's tokens decoded as they come, cut at stop strings.
 
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Wake, Waker, ready};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
 
-use crate::engine::{Event, Events, FinishReason, Logprobs, RequestStats, Token};
+use crate::engine::{Captured, Event, Events, FinishReason, Logprobs, RequestStats, Token};
 use crate::reply::overlap;
 use crate::tokenizer::{Incremental, Tokenizer};
 use crate::{Error, Result};
@@ -25,6 +27,7 @@ pub struct TextStream {
     stops: StopStrings,
     tokens: Vec<u32>,
     logprobs: Vec<(u32, Logprobs)>,                    // of tokens since they were last taken
+    captured: Vec<Captured>,                           // since it was last taken
     stats: RequestStats,                               // up to the last token received
     end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
     ended: bool,
@@ -42,6 +45,7 @@ impl TextStream {
             stops: StopStrings::new(stops)?,
             tokens: Vec::new(),
             logprobs: Vec::new(),
+            captured: Vec::new(),
             stats: RequestStats { prompt_tokens, ..Default::default() },
             end: None,
             ended: false,
@@ -56,6 +60,11 @@ impl TextStream {
     /// The tokens received since the last call, with how likely they were, if the request asked for it.
     pub fn take_logprobs(&mut self) -> Vec<(u32, Logprobs)> {
         std::mem::take(&mut self.logprobs)
+    }
+
+    /// What was captured since the last call, if the request asked for it.
+    pub fn take_captured(&mut self) -> Vec<Captured> {
+        std::mem::take(&mut self.captured)
     }
 
     /// The stop string that ended the answer, if one did.
@@ -76,13 +85,23 @@ impl TextStream {
     /// Waits for the next step; `None` after the last. Not for async code.
     pub fn next_blocking(&mut self) -> Option<Result<Delta>> {
         loop {
-            if let Some(step) = self.pending() {
+            if let Poll::Ready(step) = self.next_within(Duration::from_secs(3600)) {
                 return step;
             }
-            let event = self.events.blocking_recv();
-            if let Some(text) = self.on_event(event) {
-                return Some(Ok(Delta::Text(text)));
+        }
+    }
+
+    /// Waits for the next step as long as `timeout`; pending: it takes longer. Not for async code.
+    pub fn next_within(&mut self, timeout: Duration) -> Poll<Option<Result<Delta>>> {
+        let until = Instant::now() + timeout;
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        loop {
+            let step = self.poll_next(&mut Context::from_waker(&waker));
+            let left = until.saturating_duration_since(Instant::now());
+            if step.is_ready() || left.is_zero() {
+                return step;
             }
+            thread::park_timeout(left);
         }
     }
 
@@ -133,6 +152,10 @@ impl TextStream {
                     Err(e) => self.fail(e),
                 }
             }
+            Some(Event::Captured(captured)) => {
+                self.captured.push(captured);
+                String::new()
+            }
             Some(Event::Failed(e)) => self.fail(e),
             None => self.fail(Error::Stopped("it gave no reason".into())),
         };
@@ -151,6 +174,15 @@ impl TextStream {
     fn fail(&mut self, error: Error) -> String {
         self.end = Some(Err(error));
         String::new()
+    }
+}
+
+/// Wakes a thread that waits for an event.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 
@@ -279,6 +311,23 @@ mod tests {
         assert_eq!(text, "Hel");
         assert!(sender.is_closed());
         assert!(answer.next_blocking().is_none());
+    }
+
+    #[test]
+    fn waiting_ends_with_the_time_or_with_an_event() {
+        let (sender, mut answer, tokenizer) = stream(&[]);
+        let begun = Instant::now();
+        assert!(answer.next_within(Duration::from_millis(20)).is_pending());
+        assert!(begun.elapsed() >= Duration::from_millis(20));
+        let id = tokenizer.encode("x", false).unwrap()[0];
+        let late = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            sender.send(Event::Token(Token { id, logprobs: None, stats: RequestStats::default() })).unwrap();
+            sender
+        });
+        let step = answer.next_within(Duration::from_secs(3600));
+        assert!(matches!(step, Poll::Ready(Some(Ok(Delta::Text(text)))) if text == "x"));
+        drop(late.join());
     }
 
     #[test]

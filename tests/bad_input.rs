@@ -209,7 +209,7 @@ fn prompts_that_are_no_prompts() {
     }
     fails(&model, &["generate", "MODEL", ""], &["prompt is empty"]);
     fails(&model, &[&capture[..4], &["--prompt", ""]].concat(), &["prompt is empty"]);
-    fails(&model, &[&capture[..4], &["--tokens", "1", "--hidden", "3"]].concat(), &["--hidden 3", "0 to 2"]);
+    fails(&model, &[&capture[..4], &["--tokens", "1", "--hidden", "3"]].concat(), &["layer 3", "0 to 2"]);
     assert!(!out.exists());
 }
 

@@ -12,10 +12,11 @@ use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
 use moebius::engine::{self, EngineHandle, Event, FinishReason, Request};
-use moebius::forward::{Forward, Tap};
+use moebius::forward::Forward;
 use moebius::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
 use moebius::model::ModelConfig;
+use moebius::tap::Tap;
 use moebius::text_model::TextModel;
 use moebius::{Error, Result};
 use moebius_cache::format::ExpertCache;
@@ -160,12 +161,16 @@ fn a_token_outside_the_vocabulary_fails_alone() {
 struct Broken(Box<dyn Forward>, Option<&'static str>);
 
 impl Forward for Broken {
-    fn forward(&mut self, batch: &Batch, tap: Option<&mut dyn Tap>) -> Result<()> {
+    fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()> {
         match self.1 {
             Some(bug) => panic!("{bug}"),
             None if batch.len() > 1 => Err(Error::Model("an expert is damaged".into())),
             None => self.0.forward(batch, tap),
         }
+    }
+
+    fn hold(&mut self, vectors: &mut dyn Iterator<Item = &std::sync::Arc<[f32]>>) -> Result<()> {
+        self.0.hold(vectors)
     }
 
     fn config(&self) -> &ModelConfig {
@@ -335,6 +340,7 @@ fn requests_are_refused_while_memory_is_short() {
     while let Some(event) = running.blocking_recv() {
         match event {
             Event::Token(..) => rest += 1,
+            Event::Captured(_) => {}
             Event::Done(..) => break,
             Event::Failed(error) => panic!("{error}"),
         }

@@ -9,7 +9,7 @@ mod common;
 use common::{Fixture, cosine};
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
-use moebius_cache::Precision;
+use moebius_cache::{Precision, ScaleType};
 
 /// Root mean square of the error of all logits over that of the logits.
 fn relative_error(got: &[f32], want: &[f32]) -> f64 {
@@ -45,12 +45,12 @@ fn check(name: &str, bf16: f64, auto: f64, precision: Precision) {
     assert_eq!(kept, Some(precision), "{name}");
 }
 
-const INT4_G32: Precision = Precision::Int4 { group_size: 32 };
+const INT4_G32: Precision = Precision::int4(32);
 
 #[test]
 fn fp8_in_blocks() {
-    check("qwen3_moe_fp8", 0.01, 0.03, Precision::Int8 { group_size: 32 });
-    check("kimi_k2_fp8", 0.01, 0.03, Precision::Int8 { group_size: 128 });
+    check("qwen3_moe_fp8", 0.01, 0.03, Precision::int8(32));
+    check("kimi_k2_fp8", 0.01, 0.03, Precision::int8(128));
 }
 
 #[test]
@@ -60,15 +60,15 @@ fn compressed_tensors_int4() {
 
 #[test]
 fn mxfp4_stacked() {
-    check("gpt_oss_mxfp4", 0.05, 0.1, Precision::Int8 { group_size: 32 });
+    check("gpt_oss_mxfp4", 0.05, 0.1, Precision::Mxfp4);
 }
 
 #[test]
 fn gptq() {
-    check("qwen3_moe_gptq", 0.01, 0.03, Precision::Int4 { group_size: 128 });
+    check("qwen3_moe_gptq", 0.01, 0.03, Precision::int4(128).with_scales(ScaleType::F16));
 }
 
 #[test]
 fn awq() {
-    check("qwen3_moe_awq", 0.01, 0.03, Precision::Int8 { group_size: 64 });
+    check("qwen3_moe_awq", 0.01, 0.03, Precision::int8(64).with_scales(ScaleType::F16));
 }

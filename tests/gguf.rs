@@ -15,7 +15,7 @@ use moebius::chat_template::ChatTemplate;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::hub;
 use moebius::tokenizer::Tokenizer;
-use moebius_cache::Precision;
+use moebius_cache::{Precision, ScaleType};
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
 use moebius_cache::codec::decode_f32;
 use tempfile::TempDir;
@@ -109,7 +109,7 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
     let Some(python) = python() else { return };
     let fixture = Fixture::open("qwen3_moe");
     let want = fixture.floats("mid.logits");
-    let (int4, int8) = (Precision::Int4 { group_size: 32 }, Precision::Int8 { group_size: 32 });
+    let [int4, int8] = [Precision::int4(32), Precision::int8(32)].map(|precision| precision.with_scales(ScaleType::F16));
     // How far these formats put this random model off, at most twice of what was measured: not ours, but a sign of what was made. Ours is that
     // logits are those of the weights that the file stands for.
     for (types, kept, bound) in [
@@ -117,8 +117,8 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
         ("Q8_0", Some(int8), 0.055),
         ("Q4_0", Some(int4), 0.86),
         ("Q5_0", Some(int8), 0.47),
-        ("MXFP4", Some(int8), 1.0),
-        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(int8), 0.29),
+        ("MXFP4", Some(Precision::Mxfp4), 1.0),
+        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(Precision::int8(32)), 0.29),
     ] {
         let dir = TempDir::new().unwrap();
         let (file, stands_for) = model(&python, &dir, "qwen3_moe", types, &[]);

@@ -12,7 +12,7 @@ use common::{Fixture, Run, cache_dir, cosine, demo_dir, step};
 use moebius::batch::Batch;
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
 use moebius::cuda::Cuda;
-use moebius::engine::{self, EngineHandle, Event, Request};
+use moebius::engine::{self, Activation, CaptureWanted, EngineHandle, Event, Layers, Positions, Request, Steer};
 use moebius::kv_cache::BlockPool;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
 use moebius::load::{self, Loaded};
@@ -273,5 +273,54 @@ fn a_recorded_pass_gives_the_bits_of_the_first() {
         for pass in 1..4 {
             assert!(step(&mut *loaded.model, &batch, &[0, 9]) == first, "{model}: pass {pass} has other bits");
         }
+    }
+}
+
+/// Everything of a prompt: rows by kind.
+fn captured(engine: &EngineHandle, request: Request) -> std::collections::BTreeMap<Activation, Vec<f32>> {
+    let capture = Some(CaptureWanted { layers: Layers::All, positions: Positions::All, logits: true });
+    let mut events = engine.submit(Request { capture, max_tokens: Some(0), ..request }).unwrap();
+    let mut rows = std::collections::BTreeMap::<_, Vec<f32>>::new();
+    loop {
+        match events.blocking_recv().unwrap() {
+            Event::Captured(captured) => rows.entry(captured.what).or_default().extend(captured.rows),
+            Event::Done(..) => return rows,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn steering_adds_what_it_says_and_goes_with_its_request() {
+    need_gpu!();
+    for model in models() {
+        let (engine, cpu) = (start(model, &config()), start(model, &EngineConfig { device: Device::Cpu, ..config() }));
+        let (hidden, last) = (engine.info().hidden_size, engine.info().layers - 1);
+        let vector: std::sync::Arc<[f32]> = (0..hidden).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+        let at = |layer, positions, request: Request| Request {
+            steer: vec![Steer { layer, vector: vector.clone(), coefficient: 2.5, positions }],
+            ..request
+        };
+        let before = answer(&engine, greedy(prompt(40, 1), 6));
+        let plain = captured(&engine, greedy(prompt(40, 1), 0));
+        let some = captured(&engine, at(last, Positions::Some(vec![3..7, 39..40]), greedy(prompt(40, 1), 0)));
+        let (plain, some) = (&plain[&Activation::Hidden(last)], &some[&Activation::Hidden(last)]);
+        for (i, (got, plain)) in some.iter().zip(plain).enumerate() {
+            let position = i / hidden;
+            let added = if (3..7).contains(&position) || position == 39 { 2.5 * vector[i % hidden] } else { 0.0 };
+            assert_eq!(*got, plain + added, "position {position}");
+        }
+        let steered = || at(0, Positions::All, greedy(prompt(40, 1), 0));
+        let want = captured(&cpu, steered());
+        for (what, rows) in captured(&engine, steered()) {
+            let cosine = cosine(&rows, &want[&what]);
+            // INT4 with activations of 8 bits there, of bf16 here: 0.998.
+            assert!(cosine > 0.99, "{model} {what:?}: {cosine}");
+        }
+        // Beside a steered answer, and after it.
+        let beside = engine.submit(at(0, Positions::Generated, greedy(prompt(40, 2), 6))).unwrap();
+        assert_eq!(answer(&engine, greedy(prompt(40, 1), 6)).len(), 6);
+        assert_eq!(read(beside).0.len(), 6);
+        assert_eq!(answer(&engine, greedy(prompt(40, 1), 6))[..1], before[..1]);
     }
 }

@@ -13,10 +13,10 @@ use moebius::backend::{Backend, Routing};
 use moebius::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::model::{Router, Scoring};
-use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{ExpertLayout, unpack_expert};
 use moebius_cache::quantize::quantize_expert;
+use moebius_cache::{Precision, ScaleType};
 
 const EXPERTS: usize = 7;
 const LAYERS: usize = 2;
@@ -24,13 +24,17 @@ const TOP_K: usize = 3;
 const MAX_TOKENS: usize = 300;
 
 /// Precisions, with widths that do not fill their last tile where groups allow it.
-const FORMATS: [(Precision, usize, usize); 7] = [
-    (Precision::Int4 { group_size: 32 }, 160, 96),
-    (Precision::Int4 { group_size: 64 }, 192, 64),
-    (Precision::Int4 { group_size: 128 }, 256, 128),
-    (Precision::Int8 { group_size: 32 }, 96, 160),
-    (Precision::Int8 { group_size: 64 }, 192, 64),
-    (Precision::Int8 { group_size: 128 }, 128, 256),
+const FORMATS: [(Precision, usize, usize); 11] = [
+    (Precision::int4(32), 160, 96),
+    (Precision::int4(64), 192, 64),
+    (Precision::int4(128), 256, 128),
+    (Precision::Int4 { group_size: 32, scales: ScaleType::F16 }, 160, 96),
+    (Precision::Int4 { group_size: 64, scales: ScaleType::F16 }, 192, 64),
+    (Precision::Int8 { group_size: 32, scales: ScaleType::F16 }, 96, 160),
+    (Precision::Mxfp4, 160, 96),
+    (Precision::int8(32), 96, 160),
+    (Precision::int8(64), 192, 64),
+    (Precision::int8(128), 128, 256),
     (Precision::Bf16, 136, 72),
 ];
 

@@ -120,6 +120,7 @@ mod gpu {
     use moebius::cuda::Cuda;
     use moebius::load::Budget;
     use moebius::load::gpu::CONTEXT_BYTES;
+    use moebius::model::{Attention, Ffn};
     use moebius::topology::Topology;
     use moebius_cache::checkpoint::Checkpoint as Source;
 
@@ -175,10 +176,23 @@ mod gpu {
     #[test]
     fn what_the_gpu_lacks_is_named() {
         let config = EngineConfig { device: Device::Cuda(0), vram: Some(24 << 30), ..EngineConfig::default() };
-        for (name, what) in [("qwen3_next", "gated DeltaNet"), ("qwen2_moe", "a gate of the shared expert")] {
-            let model = models::read(&fixture_dir(name)).unwrap();
-            let refused = plan(name, &model, &config, None).unwrap_err().to_string();
-            assert_eq!(refused, format!("{name} needs {what}, which the GPU side does not have: use --device cpu"));
+        let of = |name: &str| models::read(&fixture_dir(name)).unwrap();
+        let (mut attention, mut delta_net, mut experts) = (of("qwen3_moe"), of("qwen3_next"), of("qwen3_moe"));
+        attention.layers.iter_mut().for_each(|layer| {
+            let Attention::Gqa(a) = &mut layer.attention else { panic!("grouped queries") };
+            a.head_dim = 20;
+        });
+        delta_net.layers.iter_mut().for_each(|layer| match &mut layer.attention {
+            Attention::DeltaNet(a) => a.key_head_dim = 192,
+            _ => {}
+        });
+        experts.layers.iter_mut().for_each(|layer| {
+            let Ffn::Moe(moe) = &mut layer.ffn else { panic!("experts") };
+            moe.num_experts = 513;
+        });
+        for (model, what) in [(attention, "heads of 20 numbers"), (delta_net, "keys of up to 128"), (experts, "at most 512 experts")] {
+            let refused = plan("a model", &model, &config, None).unwrap_err().to_string();
+            assert!(refused.contains(what) && refused.ends_with(": use --device cpu"), "{refused}");
         }
     }
 

@@ -40,12 +40,7 @@ impl Format {
 
     fn precisions(self) -> Vec<Precision> {
         match self {
-            Format::Bf16 => vec![
-                Precision::Int4 { group_size: 128 },
-                Precision::Int4 { group_size: 32 },
-                Precision::Int8 { group_size: 128 },
-                Precision::Bf16,
-            ],
+            Format::Bf16 => vec![Precision::int4(128), Precision::int4(32), Precision::int8(128), Precision::Bf16],
             _ => vec![],
         }
     }

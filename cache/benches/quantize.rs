@@ -13,10 +13,10 @@ use moebius_cache::{Checkpoint, Precision};
 
 fn main() {
     let weights = noise(1 << 22);
-    let precisions = |group_size| [Precision::Int8 { group_size }, Precision::Int4 { group_size }];
+    let precisions = |group_size| [Precision::int8(group_size), Precision::int4(group_size)];
     for precision in [32, 64, 128].map(precisions).as_flattened() {
         let group = precision.group_size().expect("an integer");
-        let (mut codes, mut scales) = (vec![0; weights.len()], vec![bf16::ZERO; weights.len() / group]);
+        let (mut codes, mut scales) = (vec![0; weights.len()], vec![0.0; weights.len() / group]);
         // The best of several runs: one thread's work has no other noise than its neighbours.
         let seconds = (0..9).map(|_| {
             let start = Instant::now();
@@ -56,11 +56,11 @@ fn gain(precision: Precision, tensors: &[Vec<f32>]) -> f64 {
     let top = if matches!(precision, Precision::Int4 { .. }) { 7.0 } else { 127.0 };
     let (mut searched, mut plain) = (0.0, 0.0);
     for weights in tensors {
-        let (mut codes, mut scales) = (vec![0; weights.len()], vec![bf16::ZERO; weights.len() / group]);
+        let (mut codes, mut scales) = (vec![0; weights.len()], vec![0.0; weights.len() / group]);
         quantize_rows(precision, weights, &mut codes, &mut scales);
         for (i, w) in weights.chunks(group).enumerate() {
             let square = |e: f32| (e as f64).powi(2);
-            let scale = scales[i].to_f32();
+            let scale = scales[i];
             searched += w.iter().zip(&codes[i * group..]).map(|(w, &q)| square(w - scale * q as f32)).sum::<f64>();
             let largest = w.iter().fold(0f32, |a, x| a.max(x.abs()));
             let scale = bf16::from_f32(largest / top).to_f32();

@@ -26,7 +26,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 pub use self::quantization::Quantization;
 use crate::checkpoint::{Checkpoint, Dtype, TensorView};
-use crate::pack::{GROUP_SIZES, Precision};
+use crate::pack::{GROUP_SIZES, Precision, ScaleType};
 use crate::{Error, Result};
 
 /// Integer codes with a scale for each run of inputs: a weight is its code times its scale.
@@ -38,8 +38,10 @@ pub struct Integers {
     pub high: i32,
     /// Inputs of a row that share a scale; they divide the row.
     pub group: usize,
-    /// Whether a packed scale, bf16, holds each of the source's exactly.
-    pub exact_scales: bool,
+    /// The packed type that is nearest to the source's scales; of the same type they pass exactly.
+    pub scales: ScaleType,
+    /// Whether they are twice the numbers of E2M1.
+    pub e2m1: bool,
 }
 
 impl Integers {
@@ -48,8 +50,9 @@ impl Integers {
         let fits = |low, high| self.low >= low && self.high <= high;
         match precision {
             Precision::Bf16 => false,
-            Precision::Int8 { group_size } => self.group % group_size == 0 && fits(-128, 127),
-            Precision::Int4 { group_size } => self.group % group_size == 0 && fits(-8, 7),
+            Precision::Int8 { group_size, .. } => self.group % group_size == 0 && fits(-128, 127),
+            Precision::Int4 { group_size, .. } => self.group % group_size == 0 && fits(-8, 7),
+            Precision::Mxfp4 => self.group % 32 == 0 && self.e2m1,
         }
     }
 }
@@ -161,16 +164,15 @@ impl<'a> Source<'a> {
         let largest = |length: usize| GROUP_SIZES.into_iter().rev().find(|group| length % group == 0);
         match self.integers() {
             Some(integers) => {
-                let Some(group_size) = largest(integers.group) else { return Some(Precision::Int8 { group_size: GROUP_SIZES[0] }) };
-                let (int4, int8) = (Precision::Int4 { group_size }, Precision::Int8 { group_size });
-                Some(if integers.fit(int4) { int4 } else { int8 })
+                let Some(group_size) = largest(integers.group) else { return Some(Precision::int8(GROUP_SIZES[0])) };
+                let (scales, int8) = (integers.scales, Precision::int8(group_size));
+                let kept = [Precision::Mxfp4, Precision::int4(group_size)].into_iter().find(|&precision| integers.fit(precision));
+                Some(kept.unwrap_or(int8).with_scales(scales))
             }
             None if self.lossless => None,
             // FP8 has no groups; the blocks of GGUF are of 32 inputs and fewer.
-            None if self.parts.iter().any(|part| part.dtype == Dtype::F8E4M3) => {
-                largest(self.shape[1]).map(|group_size| Precision::Int8 { group_size })
-            }
-            None => Some(Precision::Int8 { group_size: GROUP_SIZES[0] }),
+            None if self.parts.iter().any(|part| part.dtype == Dtype::F8E4M3) => largest(self.shape[1]).map(Precision::int8),
+            None => Some(Precision::int8(GROUP_SIZES[0])),
         }
     }
 
@@ -279,16 +281,22 @@ impl SourceHasher<'_, '_> {
     }
 }
 
-/// The coarsest precision that keeps several matrices, each of which is [`kept_by`](Source::kept_by) one; `None` when all are plain numbers.
-pub fn kept_by_all(each: impl IntoIterator<Item = Option<Precision>>) -> Option<Precision> {
-    each.into_iter().flatten().reduce(|a, b| {
+/// The coarsest precision that keeps several matrices; `None` when all are plain numbers.
+///
+/// Scales are F16 where those of all integers are; of a mixture they are BF16, which has the range of both.
+pub fn kept_by_all(sources: &[Source<'_>]) -> Option<Precision> {
+    let coarsest = sources.iter().filter_map(Source::kept_by).reduce(|a, b| {
         let group_size = a.group_size().into_iter().chain(b.group_size()).min();
         match (a, b, group_size) {
-            (Precision::Int4 { .. }, Precision::Int4 { .. }, Some(group_size)) => Precision::Int4 { group_size },
+            (Precision::Mxfp4, Precision::Mxfp4, _) => Precision::Mxfp4,
+            (Precision::Int4 { .. }, Precision::Int4 { .. }, Some(group_size)) => Precision::int4(group_size),
             (Precision::Bf16, ..) | (_, Precision::Bf16, _) | (.., None) => Precision::Bf16,
-            (.., Some(group_size)) => Precision::Int8 { group_size },
+            (.., Some(group_size)) => Precision::int8(group_size),
         }
-    })
+    })?;
+    let mut scales = sources.iter().filter_map(Source::integers).map(|integers| integers.scales);
+    let first = scales.next().unwrap_or_default();
+    Some(coarsest.with_scales(if scales.all(|other| other == first) { first } else { ScaleType::Bf16 }))
 }
 
 /// Decodes a whole tensor of plain numbers.

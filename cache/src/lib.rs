@@ -4,7 +4,7 @@
 //!
 //! - [`checkpoint`]: named tensors of a folder of safetensors, memory-mapped.
 //! - [`codec`]: their bytes to f32.
-//! - [`quantize`]: rows of f32 to integer codes and bf16 scales.
+//! - [`quantize`]: rows of f32 to codes and scales.
 //! - [`pack`]: codes and scales to the order in which the kernels read them.
 //! - [`mod@format`]: the cache file, opened and checked.
 //! - [`convert`]: all of it, streaming, from a checkpoint to a cache file.
@@ -23,4 +23,4 @@ mod simd;
 pub use checkpoint::{Checkpoint, Dtype, TensorView};
 pub use error::{Error, Result};
 pub use format::{Contents, ExpertCache, Header};
-pub use pack::{ExpertLayout, MatrixLayout, Precision};
+pub use pack::{ExpertLayout, MatrixLayout, Precision, ScaleType};

@@ -1,13 +1,13 @@
-//! Rows of f32 to integer codes with one bf16 scale per group.
+//! Rows of f32 to integer codes with one scale per group.
 //!
 //! ```text
 //! for each group:  for each candidate scale:  q = round(w / s), keep the s whose best refit leaves the least squared error
-//!                  s = sum(w q) / sum(q q), rounded to bf16;  q = round(w / s)
+//!                  s = sum(w q) / sum(q q), rounded to its type;  q = round(w / s)
 //! ```
 //!
 //! With the codes fixed, the best scale is `sum(w q) / sum(q q)` and leaves `sum(w w) - sum(w q)^2 / sum(q q)`: candidates
 //! are compared by the last term alone. The largest-value scale is always among the results compared at the end, so the search
-//! never loses to it.
+//! never loses to it. MXFP4, which is kept and not chosen, takes that scale as it is.
 
 mod lanes;
 
@@ -17,14 +17,14 @@ use half::bf16;
 use self::lanes::{Avx2, Avx512};
 use self::lanes::{Lanes, Plain};
 
-use crate::pack::{ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pack_tile};
+use crate::pack::{DOUBLED_E2M1, ExpertLayout, MatrixLayout, Precision, ScaleType, TILE_ROWS, Weights, pack_tile};
 use crate::simd::multiversion;
 
 /// Room for one tile of codes and scales, reused from tile to tile.
 #[derive(Default)]
 pub struct Scratch {
     codes: Vec<i8>,
-    scales: Vec<bf16>,
+    scales: Vec<f32>,
     weights: Vec<bf16>,
 }
 
@@ -38,7 +38,7 @@ pub fn quantize_tile(layout: &MatrixLayout, rows: &[f32], scratch: &mut Scratch,
         return pack_tile(layout, Weights::Bf16(&scratch.weights), out);
     };
     scratch.codes.resize(rows.len(), 0);
-    scratch.scales.resize(rows.len() / group_size, bf16::ZERO);
+    scratch.scales.resize(rows.len() / group_size, 0.0);
     quantize_rows(layout.precision, rows, &mut scratch.codes, &mut scratch.scales);
     pack_tile(layout, Weights::Int { codes: &scratch.codes, scales: &scratch.scales }, out);
 }
@@ -70,11 +70,11 @@ pub fn quantize_expert(layout: &ExpertLayout, gate: &[f32], up: &[f32], down: &[
 }
 
 multiversion!(
-    /// Quantizes whole rows, group after group: `weights` [n, k] finite, `codes` [n, k], `scales` [n, k / group_size].
+    /// Quantizes whole rows, group after group: `weights` [n, k] finite, `codes` [n, k], `scales` [n, k / group_size], rounded to their type.
     ///
-    /// A group whose largest magnitude is below 2^-100 gets scale 0.
+    /// A group whose largest magnitude is below 2^-100, or whose scale is below its type's, gets scale 0.
     /// Panics: a length does not fit, or `precision` has no groups (a bug).
-    pub fn quantize_rows(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [bf16]) = [rows::<Avx512>, rows::<Avx2>, rows::<Plain>]
+    pub fn quantize_rows(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [f32]) = [rows::<Avx512>, rows::<Avx2>, rows::<Plain>]
 );
 
 multiversion!(
@@ -96,9 +96,18 @@ fn round_bf16(w: f32) -> bf16 {
     bf16::from_bits(((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16)
 }
 
+/// The nearest scale of this type to a finite one.
 #[inline(always)]
-fn rows<L: Lanes>(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [bf16]) {
-    let group_size = precision.group_size().expect("an integer precision");
+fn round_scale(scales: ScaleType, scale: f32) -> f32 {
+    match scales {
+        ScaleType::Bf16 => round_bf16(scale).to_f32(),
+        ScaleType::F16 => scales.from_bits(scales.to_bits(scale)),
+    }
+}
+
+#[inline(always)]
+fn rows<L: Lanes>(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [f32]) {
+    let group_size = precision.group_size().expect("a precision with groups");
     assert_eq!((weights.len(), weights.len()), (codes.len(), scales.len() * group_size), "codes, scales");
     // The number of registers in a group is known to the compiler: it keeps the group there.
     match group_size {
@@ -110,13 +119,14 @@ fn rows<L: Lanes>(precision: Precision, weights: &[f32], codes: &mut [i8], scale
 }
 
 #[inline(always)]
-fn groups<L: Lanes, const N: usize>(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [bf16]) {
+fn groups<L: Lanes, const N: usize>(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [f32]) {
     let weights = weights.as_chunks::<16>().0.as_chunks::<N>().0;
     let codes = codes.as_chunks_mut::<16>().0.as_chunks_mut::<N>().0;
     for ((w, codes), scale) in weights.iter().zip(codes).zip(scales) {
         *scale = match precision {
-            Precision::Int4 { .. } => group::<L, N, 8, -8, 7>(w, codes, &INT4_CANDIDATES),
-            _ => group::<L, N, 1, -127, 127>(w, codes, &INT8_CANDIDATES),
+            Precision::Int4 { scales, .. } => group::<L, N, 8, -8, 7>(w, codes, &INT4_CANDIDATES, scales),
+            Precision::Mxfp4 => e2m1_group(w.as_flattened(), codes.as_flattened_mut()),
+            _ => group::<L, N, 1, -127, 127>(w, codes, &INT8_CANDIDATES, precision.scales()),
         };
     }
 }
@@ -136,13 +146,14 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
     w: &[[f32; 16]; N],
     codes: &mut [[i8; 16]; N],
     candidates: &[f32; C],
-) -> bf16 {
+    scales: ScaleType,
+) -> f32 {
     let largest = largest_magnitude::<L, N>(w);
-    if largest < SMALLEST {
+    let plain = round_scale(scales, largest / MAX as f32);
+    if largest < SMALLEST || plain == 0.0 {
         codes.as_flattened_mut().fill(0);
-        return bf16::ZERO;
+        return 0.0;
     }
-    let plain = round_bf16(largest / MAX as f32);
     let mut scale = plain;
     if SEARCHED.contains(&largest) {
         let unit = 1.0 / largest;
@@ -152,24 +163,38 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
         for i in 0..C {
             (wq[i], qq[i]) = fit::<L, N, MIN, MAX>(w, candidates[i] * unit);
         }
-        let (mut scales, mut explained) = ([0.0; C], [0.0; C]);
+        let (mut best_scales, mut explained) = ([0.0; C], [0.0; C]);
         for i in 0..C {
-            scales[i] = wq[i] / qq[i];
-            explained[i] = wq[i] * scales[i];
+            best_scales[i] = wq[i] / qq[i];
+            explained[i] = wq[i] * best_scales[i];
         }
         let mut best = 0;
         for i in 1..C {
             best = if explained[i] > explained[best] { i } else { best };
         }
-        let best_scale = scales[best];
-        let refit = round_bf16(best_scale);
-        if squared_error::<L, N, MIN, MAX>(w, refit.to_f32()) < squared_error::<L, N, MIN, MAX>(w, plain.to_f32()) {
+        let refit = round_scale(scales, best_scales[best]);
+        if squared_error::<L, N, MIN, MAX>(w, refit) < squared_error::<L, N, MIN, MAX>(w, plain) {
             scale = refit;
         }
     }
-    let inverse = L::splat(1.0 / scale.to_f32());
+    let inverse = L::splat(1.0 / scale);
     for (x, codes) in w.iter().zip(codes) {
         code::<L, MIN, MAX>(L::load(x).mul(inverse)).store(codes);
+    }
+    scale
+}
+
+/// Twice the nearest numbers of E2M1 for the scale that maps the largest magnitude to 6.
+fn e2m1_group(w: &[f32], codes: &mut [i8]) -> f32 {
+    let largest = w.iter().fold(0f32, |largest, w| largest.max(w.abs()));
+    codes.fill(0);
+    if largest < SMALLEST {
+        return 0.0;
+    }
+    let scale = round_bf16(largest / 12.0).to_f32();
+    for (&w, code) in w.iter().zip(codes) {
+        let distance = |&code: &i8| (w / scale - f32::from(code)).abs();
+        *code = DOUBLED_E2M1.into_iter().min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0);
     }
     scale
 }
@@ -224,12 +249,18 @@ mod tests {
     #[test]
     fn every_instruction_set_gives_the_same_bits() {
         let weights: Vec<f32> = (0..128 * 512u32).map(|i| (i.wrapping_mul(2_654_435_761) as i32 >> 8) as f32 * 1e-9).collect();
-        for precision in [Precision::Int4 { group_size: 32 }, Precision::Int4 { group_size: 128 }, Precision::Int8 { group_size: 64 }] {
+        for precision in [
+            Precision::int4(32),
+            Precision::int4(128),
+            Precision::int8(64),
+            Precision::int4(32).with_scales(ScaleType::F16),
+            Precision::Mxfp4,
+        ] {
             let mut results = Vec::new();
-            multiversion!(fn only_avx2(p: Precision, w: &[f32], c: &mut [i8], s: &mut [bf16]) = [rows::<Avx2>, rows::<Avx2>, rows::<Plain>]);
+            multiversion!(fn only_avx2(p: Precision, w: &[f32], c: &mut [i8], s: &mut [f32]) = [rows::<Avx2>, rows::<Avx2>, rows::<Plain>]);
             for run in [quantize_rows, only_avx2, rows::<Plain>] {
-                let groups = weights.len() / precision.group_size().expect("an integer");
-                let (mut codes, mut scales) = (vec![0; weights.len()], vec![bf16::ZERO; groups]);
+                let groups = weights.len() / precision.group_size().expect("groups");
+                let (mut codes, mut scales) = (vec![0; weights.len()], vec![0.0; groups]);
                 run(precision, &weights, &mut codes, &mut scales);
                 results.push((codes, scales));
             }

@@ -9,10 +9,10 @@ use std::path::Path;
 
 use common::noise;
 use half::{bf16, f16};
-use moebius_cache::codec::Integers;
-use moebius_cache::convert::Tiles;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS, unpack_matrix};
-use moebius_cache::{Checkpoint, Precision};
+use moebius_cache::codec::{Integers, kept_by_all};
+use moebius_cache::convert::{Tiles, rounding};
+use moebius_cache::pack::{DOUBLED_E2M1, MatrixLayout, TILE_ROWS, unpack_matrix};
+use moebius_cache::{Checkpoint, Precision, ScaleType};
 use proptest::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -72,7 +72,7 @@ impl Written {
         let mut some = vec![0.0; 7 * k];
         source.decode(19, &mut some).unwrap();
         assert_eq!(some, got[19 * k..26 * k], "{source:?}");
-        if let Some(Integers { exact_scales: true, .. }) = integers {
+        if integers.is_some() {
             assert_eq!(packed(&source, source.kept_by().unwrap()), want, "{source:?}: packed exactly");
         }
     }
@@ -176,7 +176,7 @@ fn compressed_tensors_of_4_and_8_bits() {
         let scales = bf16_scales(N * K / group);
         let want: Vec<f32> = (0..N * K).map(|i| (fields[i] as i32 - half) as f32 * scales[i / K * (K / group) + i % K / group]).collect();
         let rows: Vec<u32> = fields.chunks(K).flat_map(|row| pack(row, bits)).collect();
-        let integers = Integers { low: -half, high: half - 1, group, exact_scales: true };
+        let integers = Integers { low: -half, high: half - 1, group, scales: ScaleType::Bf16, e2m1: false };
         let whole = |scales: &[f32]| {
             ct(bits as u32, true).words("a.weight_packed", &[N, K * bits / 32], rows.clone()).bf16s(
                 "a.weight_scale",
@@ -200,7 +200,7 @@ fn compressed_tensors_of_4_and_8_bits() {
     );
     assert!(asymmetric.error("a.weight").contains("no weight_zero_point"));
     let asymmetric = asymmetric.words("a.weight_zero_point", &[N / 8, 8], pack_down(&zeros, 8, 4));
-    asymmetric.check("a.weight", &want, Some(Integers { low: -15, high: 15, group: 32, exact_scales: true }));
+    asymmetric.check("a.weight", &want, Some(Integers { low: -15, high: 15, group: 32, scales: ScaleType::Bf16, e2m1: false }));
     // Inputs grouped out of order.
     let index = numbers(K, 8, 8);
     let want: Vec<f32> = (0..N * K)
@@ -215,7 +215,7 @@ fn compressed_tensors_of_4_and_8_bits() {
     plain.add("a.weight", Dtype::I8, &[N, K], bytes.iter().map(|&b| b as u8).collect()).bf16s("a.weight_scale", &[N, 1], &scales).check(
         "a.weight",
         &want,
-        Some(Integers { low: -128, high: 127, group: K, exact_scales: true }),
+        Some(Integers { low: -128, high: 127, group: K, scales: ScaleType::Bf16, e2m1: false }),
     );
 }
 
@@ -252,7 +252,7 @@ fn gptq_of_both_versions_with_zero_points_and_act_order() {
             .words("a.g_idx", &[K], if order { index.clone() } else { plain });
         let (low, high) = if symmetric { (-(half as i32), half as i32 - 1) } else { (-2 * half as i32, 2 * half as i32 - 1) };
         let values = order || bits == 8 && !symmetric;
-        written.check("a.weight", &want, (!values).then_some(Integers { low, high, group, exact_scales: false }));
+        written.check("a.weight", &want, (!values).then_some(Integers { low, high, group, scales: ScaleType::F16, e2m1: false }));
         if symmetric {
             let mut lying = written;
             lying.tensors[1].3[5] ^= 1;
@@ -282,15 +282,18 @@ fn awq_in_the_order_of_its_kernels() {
         .words("a.qweight", &[K, N / 8], words(&fields))
         .words("a.qzeros", &[groups, N / 8], words(&zeros))
         .f16s("a.scales", &[groups, N], &scales);
-    written.check("a.weight", &want, Some(Integers { low: -15, high: 15, group, exact_scales: false }));
+    written.check("a.weight", &want, Some(Integers { low: -15, high: 15, group, scales: ScaleType::F16, e2m1: false }));
     let unsaid = Written { config: json!({}), ..written };
     assert!(unsaid.error("a.weight").contains("no quantization_config that says which"));
 }
 
 #[test]
-fn scales_of_16_bit_floats_lose_what_bf16_lacks_and_no_more() {
+fn scales_of_16_bit_floats_pass_exactly_unless_they_are_to_be_bf16() {
     let (group, groups) = (128, K / 128);
-    let (fields, scales) = (numbers(K * N, 16, 31), f16_scales(groups * N));
+    // Some of them subnormal.
+    let scales: Vec<f32> =
+        f16_scales(groups * N).iter().enumerate().map(|(i, &s)| if i % 3 == 0 { f16::from_f32(s * 1e-3).to_f32() } else { s }).collect();
+    let fields = numbers(K * N, 16, 31);
     let written = Written::new(json!({"quant_method": "gptq", "bits": 4, "group_size": group, "sym": true}))
         .words("a.qweight", &[K / 8, N], pack_down(&fields, N, 4))
         .words("a.qzeros", &[groups, N / 8], vec![0x7777_7777; groups * N / 8])
@@ -298,14 +301,47 @@ fn scales_of_16_bit_floats_lose_what_bf16_lacks_and_no_more() {
     let dir = TempDir::new().unwrap();
     let checkpoint = written.write(dir.path());
     let source = checkpoint.source("a.weight", [N, K]).unwrap();
-    assert_eq!(source.kept_by(), Some(Precision::Int4 { group_size: 128 }));
-    let want: Vec<f32> = (0..N * K)
-        .map(|i| (fields[i % K * N + i / K] as i32 - 8) as f32 * bf16::from_f32(scales[i % K / group * N + i / K]).to_f32())
-        .collect();
-    assert_eq!(packed(&source, Precision::Int4 { group_size: 128 }), want);
+    let f16 = |precision: Precision| precision.with_scales(ScaleType::F16);
+    assert_eq!(source.kept_by(), Some(f16(Precision::int4(128))));
+    let want = |round: fn(f32) -> f32| -> Vec<f32> {
+        (0..N * K).map(|i| (fields[i % K * N + i / K] as i32 - 8) as f32 * round(scales[i % K / group * N + i / K])).collect()
+    };
     // In smaller groups scales repeat.
-    assert_eq!(packed(&source, Precision::Int4 { group_size: 32 }), want);
-    assert_eq!(packed(&source, Precision::Int8 { group_size: 64 }), want);
+    for precision in [Precision::int4(128), Precision::int4(32), Precision::int8(64)] {
+        assert_eq!(packed(&source, f16(precision)), want(|scale| scale), "{precision}");
+        assert_eq!(rounding(&source, f16(precision)).unwrap(), 0.0, "{precision}");
+        assert_eq!(packed(&source, precision), want(|scale| bf16::from_f32(scale).to_f32()), "{precision}");
+    }
+}
+
+#[test]
+fn matrices_are_kept_together_by_the_coarsest_precision_that_keeps_each() {
+    let gptq = |group: usize, bf16: bool| {
+        let groups = K / group;
+        let scales = vec![0.5; groups * N];
+        let written = Written::new(json!({"quant_method": "gptq", "bits": 4, "group_size": group, "sym": true}))
+            .words("a.qweight", &[K / 8, N], vec![0; K / 8 * N])
+            .words("a.qzeros", &[groups, N / 8], vec![0x7777_7777; groups * N / 8]);
+        if bf16 { written.bf16s("a.scales", &[groups, N], &scales) } else { written.f16s("a.scales", &[groups, N], &scales) }
+    };
+    let mxfp4 = Written::new(json!({"quant_method": "mxfp4"}))
+        .add("a.experts.down_proj_blocks", Dtype::U8, &[1, N, K / 32, 16], vec![0; N * K / 2])
+        .add("a.experts.down_proj_scales", Dtype::U8, &[1, N, K / 32], vec![127; N * K / 32]);
+    let plain = Written { config: json!({}), ..Written::default() }.bf16s("a.weight", &[N, K], &vec![1.0; N * K]);
+    let dirs: Vec<TempDir> = (0..5).map(|_| TempDir::new().unwrap()).collect();
+    let written = [gptq(128, false), gptq(64, false), gptq(128, true), mxfp4, plain];
+    let checkpoints: Vec<Checkpoint> = written.iter().zip(&dirs).map(|(written, dir)| written.write(dir.path())).collect();
+    let kept = |which: &[usize]| {
+        let name = |i: usize| if i == 3 { "a.experts.0.down_proj.weight" } else { "a.weight" };
+        kept_by_all(&which.iter().map(|&i| checkpoints[i].source(name(i), [N, K]).unwrap()).collect::<Vec<_>>())
+    };
+    let f16 = |precision: Precision| Some(precision.with_scales(ScaleType::F16));
+    assert_eq!(kept(&[0, 0]), f16(Precision::int4(128)));
+    assert_eq!(kept(&[0, 1, 4]), f16(Precision::int4(64)));
+    assert_eq!(kept(&[0, 2]), Some(Precision::int4(128)));
+    assert_eq!(kept(&[3, 3]), Some(Precision::Mxfp4));
+    assert_eq!(kept(&[3, 0]), Some(Precision::int8(32)));
+    assert_eq!(kept(&[4, 4]), None);
 }
 
 #[test]
@@ -324,7 +360,8 @@ fn mxfp4_of_stacked_experts_whose_gate_and_up_alternate() {
         .add("m.experts.gate_up_proj_blocks", Dtype::U8, &[experts, 2 * N, K / 32, 16], bytes.clone())
         .add("m.experts.gate_up_proj_scales", Dtype::U8, &[experts, 2 * N, K / 32], scales.clone())
         .bf16s("m.experts.gate_up_proj_bias", &[experts, 2 * N], &vec![0.0; experts * 2 * N]);
-    let integers = Some(Integers { low: -12, high: 12, group: 32, exact_scales: true });
+    assert_eq!(DOUBLED_E2M1.map(f32::from), VALUES.map(|value| 2.0 * value));
+    let integers = Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true });
     for e in 0..experts {
         for (second, part) in ["gate", "up"].into_iter().enumerate() {
             let want: Vec<f32> = (0..N * K).map(|i| weight(e, 2 * (i / K) + second, i % K)).collect();

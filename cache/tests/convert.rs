@@ -145,7 +145,7 @@ fn wrong_shapes_and_missing_tensors_are_named_before_work_starts() {
     assert!(error.to_string().contains("has shape [64, 96] where [64, 128] is expected"), "{error}");
     let error = ensure(&Model { layers: 5, ..SMALL }.job(&checkpoint, INT4), &cache_dir, &|_| ()).unwrap_err();
     assert!(error.to_string().contains("tensor model.layers.5.mlp.experts.0.gate_proj.weight is missing"), "{error}");
-    let error = ensure(&SMALL.job(&checkpoint, Precision::Int8 { group_size: 128 }), &cache_dir, &|_| ()).unwrap_err();
+    let error = ensure(&SMALL.job(&checkpoint, Precision::int8(128)), &cache_dir, &|_| ()).unwrap_err();
     assert!(error.to_string().contains("group size 128 does not divide"), "{error}");
     assert!(!cache_dir.exists());
 }

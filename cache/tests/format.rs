@@ -5,7 +5,7 @@ mod common;
 
 use common::{INT4, SMALL};
 use moebius_cache::format::{parse, reseal};
-use moebius_cache::{Contents, ExpertCache, Precision};
+use moebius_cache::{Contents, ExpertCache, Precision, ScaleType};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -44,11 +44,40 @@ fn wrong_magic_version_and_length_are_told_apart() {
         parse(&bytes).unwrap_err()
     };
     assert!(error(&|b| b[0] = b'X').contains("no Moebius cache, or one whose build was not finished"));
-    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads version 2"));
+    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads versions 2 to 3"));
     assert!(error(&|b| b.truncate(9000)).contains("cut off"));
     assert!(error(&|b| b[12..16].fill(0xff)).contains("a description of"));
     assert!(error(&|b| b[70] ^= 1).contains("damaged header"));
     assert!(error(&|b| b.truncate(3)).contains("3 bytes, too few"));
+}
+
+/// Version 2 has the same layout; it knows neither MXFP4 nor scales in F16.
+#[test]
+fn files_of_version_2_are_read() {
+    let mut bytes = cache_bytes();
+    assert_eq!(bytes[8], 3);
+    let (header, _) = parse(&bytes).unwrap();
+    bytes[8] = 2;
+    reseal(&mut bytes);
+    assert_eq!(parse(&bytes).unwrap().0, header);
+    bytes[8] = 1;
+    reseal(&mut bytes);
+    assert!(parse(&bytes).unwrap_err().contains("format version 1, and this program reads versions 2 to 3"));
+}
+
+/// Precisions are written as they always were, and the type of scales only where it is not bf16.
+#[test]
+fn precisions_have_names() {
+    let f16 = ScaleType::F16;
+    for (precision, json, name) in [
+        (Precision::Bf16, r#"{"bits":"bf16"}"#, "bf16"),
+        (Precision::int4(32), r#"{"bits":"int4","group_size":32}"#, "int4-g32"),
+        (Precision::Int8 { group_size: 128, scales: f16 }, r#"{"bits":"int8","group_size":128,"scales":"f16"}"#, "int8-g128-f16"),
+        (Precision::Mxfp4, r#"{"bits":"mxfp4"}"#, "mxfp4"),
+    ] {
+        assert_eq!((serde_json::to_string(&precision).unwrap().as_str(), precision.to_string().as_str()), (json, name));
+        assert_eq!(serde_json::from_str::<Precision>(json).unwrap(), precision);
+    }
 }
 
 /// A header whose checksum is right although its description was changed is held to its word.
@@ -81,7 +110,7 @@ proptest! {
     #[test]
     fn random_bytes_behind_the_magic_are_refused(tail in proptest::collection::vec(any::<u8>(), 0..9000), digits in 1usize..19) {
         let json = format!(r#"{{"model":"m","hidden":{0},"intermediate":{0},"num_experts":{0},"num_layers":{0},"precision":{{"bits":"bf16"}},"source":null}}"#, "9".repeat(digits));
-        let mut bytes = b"MOEBIUS\0\x01\0\0\0".to_vec();
+        let mut bytes = b"MOEBIUS\0\x03\0\0\0".to_vec();
         bytes.extend((json.len() as u32).to_le_bytes());
         bytes.resize(64, 0);
         bytes.extend(json.as_bytes());
@@ -106,7 +135,7 @@ fn random_experts_need_no_file() {
     let too_large = Contents { hidden: 1 << 17, intermediate: 1 << 17, num_experts: 1 << 10, ..contents };
     let error = ExpertCache::anonymous(&too_large, |_, _, _| ()).unwrap_err().to_string();
     assert!(error.contains("do not fit into") && error.contains("use fewer layers"), "{error}");
-    let uneven = Contents { precision: Precision::Int8 { group_size: 128 }, ..contents };
+    let uneven = Contents { precision: Precision::int8(128), ..contents };
     assert!(ExpertCache::anonymous(&uneven, |_, _, _| ()).unwrap_err().to_string().contains("group size 128"));
 }
 

@@ -5,36 +5,45 @@ mod common;
 
 use common::noise;
 use half::bf16;
+use moebius_cache::pack::DOUBLED_E2M1;
 use moebius_cache::pack::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
 use moebius_cache::quantize::{quantize_expert, quantize_matrix, quantize_rows};
-use moebius_cache::{ExpertLayout, MatrixLayout, Precision};
+use moebius_cache::{ExpertLayout, MatrixLayout, Precision, ScaleType};
 use proptest::prelude::*;
 
 fn precision() -> impl Strategy<Value = Precision> {
     let group = prop_oneof![Just(32usize), Just(64), Just(128)];
+    let scales = prop_oneof![Just(ScaleType::Bf16), Just(ScaleType::F16)];
     prop_oneof![
         Just(Precision::Bf16),
-        group.clone().prop_map(|group_size| Precision::Int8 { group_size }),
-        group.prop_map(|group_size| Precision::Int4 { group_size }),
+        (group.clone(), scales.clone()).prop_map(|(group_size, scales)| Precision::Int8 { group_size, scales }),
+        (group, scales).prop_map(|(group_size, scales)| Precision::Int4 { group_size, scales }),
+        Just(Precision::Mxfp4),
     ]
 }
 
 /// Codes, scales and the weights they stand for.
-fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> (Vec<i8>, Vec<bf16>, Vec<bf16>, Vec<f32>) {
+fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> (Vec<i8>, Vec<f32>, Vec<bf16>, Vec<f32>) {
     let noise = noise(n * k, seed);
     let Some(group) = precision.group_size() else {
         let weights: Vec<bf16> = noise.iter().map(|&x| bf16::from_f32(x)).collect();
         let truth = weights.iter().map(|w| w.to_f32()).collect();
         return (vec![], vec![], weights, truth);
     };
-    let (low, high) = if matches!(precision, Precision::Int4 { .. }) { (-8.0, 7.0) } else { (-128.0, 127.0) };
-    let codes: Vec<i8> = noise.iter().map(|x| (x * 2.0 * high).round().clamp(low, high) as i8).collect();
-    let scales: Vec<bf16> = noise.iter().step_by(group).map(|&x| bf16::from_f32(x)).collect();
-    let truth = codes.iter().enumerate().map(|(i, &c)| c as f32 * scales[i / group].to_f32()).collect();
+    let code = |x: &f32| match precision {
+        Precision::Int4 { .. } => (x * 14.0).round().clamp(-8.0, 7.0) as i8,
+        Precision::Mxfp4 => DOUBLED_E2M1[(x.to_bits() >> 8) as usize % 16],
+        _ => (x * 254.0).round().clamp(-128.0, 127.0) as i8,
+    };
+    let codes: Vec<i8> = noise.iter().map(code).collect();
+    // Not all in the normal range of F16.
+    let round = |x: f32| precision.scales().from_bits(precision.scales().to_bits(x));
+    let scales: Vec<f32> = noise.iter().step_by(group).map(|&x| round(x * [1.0, 1e-5][n % 2])).collect();
+    let truth = codes.iter().enumerate().map(|(i, &c)| c as f32 * scales[i / group]).collect();
     (codes, scales, vec![], truth)
 }
 
-fn weights<'a>(codes: &'a [i8], scales: &'a [bf16], plain: &'a [bf16]) -> Weights<'a> {
+fn weights<'a>(codes: &'a [i8], scales: &'a [f32], plain: &'a [bf16]) -> Weights<'a> {
     if plain.is_empty() { Weights::Int { codes, scales } } else { Weights::Bf16(plain) }
 }
 
@@ -73,6 +82,7 @@ proptest! {
     fn quantized_weights_are_near_their_source(n in 1usize..20, groups in 1usize..4, precision in precision(), seed: u64, exponent in -40i32..40) {
         let k = groups * precision.group_size().unwrap_or(32);
         let layout = MatrixLayout::new(n, k, precision).unwrap();
+        let exponent = if precision.scales() == ScaleType::F16 { exponent.min(15) } else { exponent };
         let source: Vec<f32> = noise(n * k, seed).iter().map(|x| x * 2f32.powi(exponent)).collect();
         let mut bytes = vec![0; layout.bytes()];
         quantize_matrix(&layout, &source, &mut bytes);
@@ -81,7 +91,10 @@ proptest! {
         for (w, q) in source.chunks(group).zip(back.chunks(group)) {
             let largest = w.iter().fold(0f32, |a, x| a.max(x.abs()));
             // Half a step of the largest-value scale bounds the root mean square of its error; the search never does worse.
-            let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0, Precision::Int4 { .. } => largest / 6.9 };
+            // F16 ends at 6e-8, and is coarse before.
+            let least = if precision.scales() == ScaleType::F16 { 127.0 * 6e-8 } else { 0.0 };
+            let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0, Precision::Int4 { .. } => largest / 6.9, Precision::Mxfp4 => largest / 2.9 };
+            let step = step.max(least);
             let squares: f32 = w.iter().zip(q).map(|(w, q)| ((w - q) / step).powi(2)).sum();
             prop_assert!(squares <= 0.25 * group as f32, "{squares} of {group}");
         }
@@ -96,13 +109,13 @@ fn largest_value_error(w: &[f32], top: f32) -> f64 {
 
 #[test]
 fn searched_scales_beat_the_largest_value() {
-    for (precision, top, gain) in [(Precision::Int4 { group_size: 128 }, 7.0, 0.85), (Precision::Int8 { group_size: 128 }, 127.0, 1.0)] {
+    for (precision, top, gain) in [(Precision::int4(128), 7.0, 0.85), (Precision::int8(128), 127.0, 1.0)] {
         let source = noise(128 * 512, 7);
-        let (mut codes, mut scales) = (vec![0; source.len()], vec![bf16::ZERO; source.len() / 128]);
+        let (mut codes, mut scales) = (vec![0; source.len()], vec![0.0; source.len() / 128]);
         quantize_rows(precision, &source, &mut codes, &mut scales);
         let (mut searched, mut plain) = (0.0, 0.0);
         for (i, w) in source.chunks(128).enumerate() {
-            let scale = scales[i].to_f32();
+            let scale = scales[i];
             let error: f64 = w.iter().zip(&codes[i * 128..]).map(|(w, &c)| (w - scale * c as f32) as f64).map(|e| e * e).sum();
             let bound = largest_value_error(w, top);
             assert!(error <= bound * 1.000_01, "group {i}: {error} against {bound}");
@@ -115,23 +128,23 @@ fn searched_scales_beat_the_largest_value() {
 
 #[test]
 fn groups_of_zeros_and_of_vanishing_weights_get_scale_zero() {
-    for precision in [Precision::Int4 { group_size: 32 }, Precision::Int8 { group_size: 32 }] {
+    for precision in [Precision::int4(32), Precision::int8(32)] {
         let mut source = vec![0f32; 96];
         source[40] = 1e-38;
         source[70] = 3.0e38;
         source[71] = -1.0;
-        let (mut codes, mut scales) = (vec![9; 96], vec![bf16::ONE; 3]);
+        let (mut codes, mut scales) = (vec![9; 96], vec![1.0; 3]);
         quantize_rows(precision, &source, &mut codes, &mut scales);
-        assert_eq!((scales[0], scales[1]), (bf16::ZERO, bf16::ZERO));
+        assert_eq!((scales[0], scales[1]), (0.0, 0.0));
         assert!(codes[..64].iter().all(|&c| c == 0));
-        let back = codes[70] as f32 * scales[2].to_f32();
+        let back = codes[70] as f32 * scales[2];
         assert!((back / 3.0e38 - 1.0).abs() < 0.01, "{back}");
     }
 }
 
 #[test]
 fn an_expert_of_real_numbers_comes_back() {
-    let layout = ExpertLayout::new(64, 96, Precision::Int8 { group_size: 32 }).unwrap();
+    let layout = ExpertLayout::new(64, 96, Precision::int8(32)).unwrap();
     let [gate, up, down] = [1, 2, 3].map(|seed| noise(64 * 96, seed));
     let back = unpack_expert(&layout, &quantize_expert(&layout, &gate, &up, &down));
     for (w, q) in [gate, up, down].iter().zip(&back) {

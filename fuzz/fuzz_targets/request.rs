@@ -19,6 +19,9 @@ static MODEL: LazyLock<TextModel> = LazyLock::new(|| {
         experts: "int4".into(),
         dense: "bf16".into(),
         kv: "bf16".into(),
+        layers: 4,
+        hidden_size: 8,
+        vocab_size: 512,
         max_context: 4096,
         max_queue: 1,
         threads: 1,
@@ -31,6 +34,6 @@ static MODEL: LazyLock<TextModel> = LazyLock::new(|| {
 
 fuzz_target!(|data: &[u8]| {
     let Some((&which, body)) = data.split_first() else { return };
-    let paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"];
+    let paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/capture"];
     let _ = read_request(&MODEL, paths[usize::from(which) % paths.len()], body);
 });

@@ -154,6 +154,9 @@ inline float __expf(float x) { return expf(x); }
 inline float __cosf(float x) { return cosf(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+// volatile: compilers make one rounding of a product and a sum.
+inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -187,6 +190,11 @@ inline uint32_t pack_bf16(float low, float high) { return (uint32_t)bf16_bits(hi
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (float)((double)bf16_value(a) * bf16_value(b) + bf16_value(c)); };
     return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
+}
+inline float f16_value(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, rest = bits & 0x3ff;
+    const float size = exponent == 31 ? (rest ? NAN : INFINITY) : ldexpf((float)(exponent ? rest + 1024 : rest), (exponent ? exponent : 1) - 25);
+    return bits >> 15 ? -size : size;
 }
 inline float fast_exp2(float x) { return exp2f(x); }
 

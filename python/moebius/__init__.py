@@ -1,5 +1,29 @@
 """A CPU/GPU hybrid inference engine for mixture-of-experts models larger than your GPU."""
 
 from moebius._moe import MoE
+from moebius._moebius import Busy, Error
+from moebius.llm import LLM
+from moebius.options import EngineOptions
+from moebius.outputs import Chunk, Output, Stats, TokenLogprob, ToolCall
+from moebius.params import SamplingParams
+from moebius.residual import Capture, Steer
+from moebius.stream import Stream
+from moebius.tokenizer import Tokenizer
 
-__all__ = ["MoE"]
+__all__ = [
+    "LLM",
+    "MoE",
+    "Busy",
+    "Capture",
+    "Chunk",
+    "EngineOptions",
+    "Error",
+    "Output",
+    "SamplingParams",
+    "Stats",
+    "Steer",
+    "Stream",
+    "TokenLogprob",
+    "Tokenizer",
+    "ToolCall",
+]

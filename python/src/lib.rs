@@ -1,7 +1,12 @@
 //! The extension module `moebius._moebius`: thin bindings, a file for each class. What people import is in `moebius/`.
 
 mod dlpack;
+mod error;
+mod model;
 mod moe;
+mod owned;
+mod residual;
+mod stream;
 
 use std::ffi::OsString;
 
@@ -11,9 +16,15 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _moebius {
     #[pymodule_export]
-    use super::main;
-    #[pymodule_export]
-    use super::moe::ExpertLayer;
+    use super::{
+        engine_options,
+        error::{Busy, Error},
+        main,
+        model::Model,
+        moe::ExpertLayer,
+        residual::Vector,
+        stream::Stream,
+    };
 }
 
 /// Runs the `moebius` command with `args`, its name first. Returns the status to exit with.
@@ -22,4 +33,10 @@ fn main(py: Python<'_>, args: Vec<OsString>) -> u8 {
     let code = py.detach(|| moebius::cli::main(args));
     // What an `ExitCode` holds cannot be read, only compared.
     u8::from(code != std::process::ExitCode::SUCCESS)
+}
+
+/// Name, whether it takes a value, and words of every option of an engine.
+#[pyfunction]
+fn engine_options() -> Vec<(String, bool, String)> {
+    moebius::cli::options().into_iter().map(|option| (option.name, option.takes_value, option.help)).collect()
 }

@@ -11,12 +11,14 @@ pub(super) struct Buffers<B: Backend> {
     qkv: B::Tensor, // [T, conv_dim]
     z: B::Tensor,   // [T, value_dim]
     out: B::Tensor, // [T, value_dim]
+    scratch: B::DeltaScratch,
 }
 
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, a: &DeltaNet, max_tokens: usize) -> Result<Self> {
         let tensor = |cols| backend.tensor(max_tokens, cols);
-        Ok(Self { qkv: tensor(a.conv_dim())?, z: tensor(a.value_dim())?, out: tensor(a.value_dim())? })
+        let (qkv, z, out) = (tensor(a.conv_dim())?, tensor(a.value_dim())?, tensor(a.value_dim())?);
+        Ok(Self { qkv, z, out, scratch: backend.delta_scratch(a, max_tokens)? })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
@@ -33,12 +35,14 @@ pub(super) fn attention<B: Backend>(
     weights: &DeltaNetWeights<B>,
     norm: &B::Norm,
     state: &mut B::State,
-    Buffers { qkv, z, out }: &mut Buffers<B>,
+    Buffers { qkv, z, out, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) {
     let (backend, eps) = (step.backend, step.norm_eps);
-    backend.norm_linears(x, (norm, eps), h, [(&weights.qkv, qkv), (&weights.z, z)]);
-    backend.delta_net(state, step.batch, (config, eps), &weights.rule, h, (qkv, z), out);
+    // Its gates read `h` as well, which `norm_linears` may leave out.
+    backend.rms_norm(x, norm, eps, h);
+    backend.linears(h, [(&weights.qkv, &mut *qkv), (&weights.z, &mut *z)]);
+    backend.delta_net(state, step.batch, (config, eps), &weights.rule, scratch, h, (qkv, z), out);
     backend.linear_add(&weights.o, out, x);
 }

@@ -2,7 +2,7 @@
 
 use super::Step;
 use crate::Result;
-use crate::backend::{Backend, Heads};
+use crate::backend::{Backend, Heads, Softmax};
 use crate::model::{Gqa, QkNorm};
 use crate::weights::GqaWeights;
 
@@ -58,12 +58,8 @@ pub(super) fn attention<B: Backend>(
     let queries = Heads { x: &mut *q, heads: config.num_heads, dim, norm: q_norm, rope_at: 0 };
     let keys = Heads { x: k, heads: config.num_kv_heads, dim, norm: k_norm, rope_at: 0 };
     backend.heads(kv, step.batch, step.angles, step.interleaved, queries, keys, Some(v));
-    match (config.window, &weights.sinks) {
-        (None, None) => backend.attention(kv, step.batch, config.num_heads, config.scale, q, out),
-        (window, sinks) => {
-            backend.windowed_attention(kv, step.batch, config.num_heads, config.scale, (window, sinks.as_ref()), q, out);
-        }
-    }
+    let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref() };
+    backend.attention(kv, step.batch, config.num_heads, &softmax, q, out);
     if let Some(gate) = gate {
         backend.sigmoid_mul(gate, out);
     }

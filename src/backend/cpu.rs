@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::bf16;
 
 use crate::Result;
-use crate::backend::{Backend, DeltaRule, Routing};
+use crate::backend::{Backend, DeltaRule, Routing, Softmax};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel, Rows};
@@ -140,6 +140,7 @@ impl Backend for Cpu {
     type LatentUp = LatentUp;
     type LatentScratch = LatentScratch;
     type DeltaNet = DeltaNet;
+    type DeltaScratch = ();
     type Norm = Vec<f32>;
     type Router = RouterWeights;
     type Embedding = Embedding;
@@ -186,8 +187,8 @@ impl Backend for Cpu {
         Ok(vec![0.0; numbers])
     }
 
-    fn read_to(&self, t: &Tensor, out: &mut [f32]) -> Result<()> {
-        out.copy_from_slice(t.data());
+    fn read_rows(&self, t: &Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        out.copy_from_slice(&t.data()[rows.start * t.cols()..rows.end * t.cols()]);
         Ok(())
     }
 
@@ -311,21 +312,12 @@ impl Backend for Cpu {
         self.store(kv, batch, key, value);
     }
 
-    fn attention(&self, kv: &Kv, batch: &Batch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
-        self.attend(kv, batch, num_heads, scale, (None, None), q, out);
+    fn attention(&self, kv: &Kv, batch: &Batch, num_heads: usize, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
+        self.attend(kv, batch, num_heads, softmax, q, out);
     }
 
-    fn windowed_attention(
-        &self,
-        kv: &Kv,
-        batch: &Batch,
-        num_heads: usize,
-        scale: f32,
-        (window, sinks): (Option<usize>, Option<&Vec<f32>>),
-        q: &Tensor,
-        out: &mut Tensor,
-    ) {
-        self.attend(kv, batch, num_heads, scale, (window, sinks.map(Vec::as_slice)), q, out);
+    fn delta_scratch(&self, _: &model::DeltaNet, _: usize) -> Result<()> {
+        Ok(())
     }
 
     fn delta_net(
@@ -334,11 +326,12 @@ impl Backend for Cpu {
         batch: &Batch,
         config: (&model::DeltaNet, f32),
         w: &DeltaNet,
+        (): &mut (),
         h: &Tensor,
-        qkv_z: (&Tensor, &Tensor),
+        (qkv, z): (&mut Tensor, &Tensor),
         out: &mut Tensor,
     ) {
-        self.run_delta_net(state, batch, config, w, h, qkv_z, out);
+        self.run_delta_net(state, batch, config, w, h, (qkv, z), out);
     }
 
     fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
@@ -377,7 +370,7 @@ impl Backend for Cpu {
         // Absorbed, whatever the number of tokens: one way of computing, hence equal bits.
         self.apply_heads(&up.key, q, 0, query, 0);
         self.copy_heads(config.num_heads, config.qk_rope_head_dim, q, config.qk_nope_head_dim, query, config.kv_lora_rank);
-        self.attend(kv, batch, config.num_heads, config.scale, (None, None), query, mixed);
+        self.attend(kv, batch, config.num_heads, &Softmax { scale: config.scale, window: None, sinks: None }, query, mixed);
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }
 
@@ -394,5 +387,14 @@ impl Backend for Cpu {
         for (i, &row) in rows.iter().enumerate() {
             out.row_mut(at + i).copy_from_slice(x.row(row - first));
         }
+    }
+
+    fn add_scaled(&self, vector: &Vec<f32>, coefficient: f32, rows: Range<usize>, x: &mut Tensor) {
+        assert!(rows.end <= x.rows() && vector.len() == x.cols());
+        self.each_row(x, |t, row, _| {
+            if rows.contains(&t) {
+                row.iter_mut().zip(vector).for_each(|(x, v)| *x += coefficient * v);
+            }
+        });
     }
 }

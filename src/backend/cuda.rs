@@ -7,6 +7,7 @@
 mod attention;
 mod attention_wgmma;
 mod batch;
+mod delta_net;
 mod library;
 mod linear;
 mod measure;
@@ -20,17 +21,18 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use crate::backend::{Backend, Heads, OpTime, Rates, Routing};
+use crate::backend::{Backend, DeltaRule, Heads, OpTime, Rates, Routing, Softmax};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
-use crate::model::{Activation, Attention, GroupScore, Mla, ModelConfig, Router, Scoring};
+use crate::model::{DeltaNet, GroupScore, Mla, Router, Scoring};
 use crate::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
 pub use attention::{Kv, LatentScratch, LatentUp};
 pub use batch::CudaBatch;
+pub use delta_net::{DeltaScratch, Rule, State};
 pub use library::ProductRates;
 pub use linear::Linear;
 pub use shortlist::Shortlister;
@@ -155,11 +157,17 @@ impl CudaRouting {
     }
 }
 
-/// Router weights and the bias for choosing.
+/// Router weights, the bias of the logits and the bias for choosing.
 pub struct RouterWeights {
     weight: DeviceBuffer<f32>, // [experts, hidden]
     parts: DeviceBuffer<bf16>, // [3, experts, hidden]: their sum is `weight`
+    bias: Option<DeviceBuffer<f32>>,
     correction_bias: Option<DeviceBuffer<f32>>,
+}
+
+/// Where a bias lies, if there is one.
+fn address_of(bias: &Option<DeviceBuffer<f32>>) -> Address<f32> {
+    bias.as_ref().map_or(Address::NULL, DeviceBuffer::address)
 }
 
 /// Of the kernel `choose_experts`.
@@ -203,6 +211,7 @@ struct RouteFew {
     norm: Address<f32>,
     h: Address<bf16>,
     w: Address<f32>,
+    offsets: Address<f32>,
     bias: Address<f32>,
     logits: Address<f32>,
     counter: Address<u32>,
@@ -250,33 +259,17 @@ impl Backend for CudaBackend {
     type Linear = Linear;
     type LatentUp = LatentUp;
     type LatentScratch = LatentScratch;
-    type DeltaNet = ();
+    type DeltaNet = Rule;
+    type DeltaScratch = DeltaScratch;
     type Norm = DeviceBuffer<f32>;
     type Router = RouterWeights;
     type Embedding = DeviceBuffer<bf16>;
     type Kv = Kv;
-    type State = ();
+    type State = State;
     type Routing = CudaRouting;
     type Shortlister = Shortlister;
     type Host = PinnedBuffer<f32>;
     const SHORTLISTS: bool = true;
-
-    fn lacks(model: &ModelConfig) -> Option<&'static str> {
-        let of_attention = model.layers.iter().find_map(|layer| match &layer.attention {
-            Attention::DeltaNet(_) => Some("gated DeltaNet"),
-            Attention::Gqa(a) if a.sinks => Some("attention sinks"),
-            Attention::Gqa(a) if a.window.is_some() => Some("attention in a sliding window"),
-            Attention::Gqa(a) if a.output_gate => Some("gated attention"),
-            _ => None,
-        });
-        let of_experts = model.moe().and_then(|moe| match moe {
-            _ if moe.shared_gate => Some("a gate of the shared expert"),
-            _ if moe.router.bias => Some("a bias of the router"),
-            _ if moe.expert_bias || moe.activation != Activation::Silu => Some("biases and another activation of experts"),
-            _ => None,
-        });
-        of_attention.or(of_experts)
-    }
 
     fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
         CudaBatch::new(&self.cuda, max_tokens, self.limits.table)
@@ -334,10 +327,10 @@ impl Backend for CudaBackend {
         PinnedBuffer::new(&self.cuda, numbers)
     }
 
-    fn read_to(&self, t: &Tensor, out: &mut [f32]) -> Result<()> {
-        assert_eq!(out.len(), t.rows * t.cols);
+    fn read_rows(&self, t: &Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        assert!(rows.end <= t.rows && out.len() == rows.len() * t.cols);
         match &t.data {
-            Data::F32(buffer) => buffer.read(out),
+            Data::F32(buffer) => buffer.read_from(rows.start * t.cols, out),
             Data::Bf16(_) => panic!("a tensor of bf16 numbers where f32 is asked for"),
         }
     }
@@ -368,13 +361,20 @@ impl Backend for CudaBackend {
     }
 
     fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
-        assert!(bias.is_none(), "`lacks` names it");
         let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(256), 1, 1], weight.len() as i32);
         launch!(self.cuda, &self.cuda.compute, "split_f32", grid, 256, 0; weight.address(), parts.address(), count);
-        let correction_bias = correction_bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose()?;
-        Ok(RouterWeights { weight, parts, correction_bias })
+        let upload = |bias: Option<Vec<f32>>| bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose();
+        Ok(RouterWeights { weight, parts, bias: upload(bias)?, correction_bias: upload(correction_bias)? })
+    }
+
+    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Rule> {
+        Rule::new(self, config, rule)
+    }
+
+    fn state(&self, slots: usize, config: &DeltaNet) -> Result<State> {
+        State::new(&self.cuda, slots, config)
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
@@ -479,8 +479,38 @@ impl Backend for CudaBackend {
         self.store(kv, batch, key, value);
     }
 
-    fn attention(&self, kv: &Kv, batch: &CudaBatch, num_heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
-        self.attend(kv, batch, num_heads, scale, q, out);
+    fn attention(&self, kv: &Kv, batch: &CudaBatch, num_heads: usize, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
+        self.attend(kv, batch, num_heads, softmax, q, out);
+    }
+
+    fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<DeltaScratch> {
+        DeltaScratch::new(&self.cuda, config, max_tokens)
+    }
+
+    fn delta_net(
+        &self,
+        state: &mut State,
+        batch: &CudaBatch,
+        config: (&DeltaNet, f32),
+        w: &Rule,
+        scratch: &mut DeltaScratch,
+        h: &Tensor,
+        (qkv, z): (&mut Tensor, &Tensor),
+        out: &mut Tensor,
+    ) {
+        self.apply_rule(state, batch, config, w, scratch, h, (qkv, z), out);
+    }
+
+    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
+        let numbers = x.rows * x.cols;
+        launch!(self.cuda, &self.cuda.compute, "sigmoid_mul", [numbers.div_ceil(4 * 256), 1, 1], ROW_THREADS, 0;
+            gate.bf16(), x.bf16(), numbers as i64);
+    }
+
+    fn gate_rows(&self, w: &DeviceBuffer<f32>, h: &Tensor, x: &mut Tensor) {
+        assert!((x.rows, w.len()) == (h.rows, h.cols));
+        launch!(self.cuda, &self.cuda.compute, "gate_rows", [x.rows, 1, 1], ROW_THREADS, 0;
+            w.address(), h.bf16(), x.bf16(), h.cols as i32, x.cols as i32);
     }
 
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
@@ -512,9 +542,8 @@ impl Backend for CudaBackend {
         out.tokens = x.rows;
         self.router_logits(w, x, experts, out.logits.address());
         let shape = RouterShape::new(experts, router);
-        let bias = w.correction_bias.as_ref().map_or(Address::NULL, DeviceBuffer::address);
         launch!(self.cuda, &self.cuda.compute, "choose_experts", [x.rows.div_ceil(4), 1, 1], 128, 0;
-            out.logits.address(), bias, shape, x.rows as i32, out.ids.address(), out.weights.address());
+            out.logits.address(), address_of(&w.bias), address_of(&w.correction_bias), shape, x.rows as i32, out.ids.address(), out.weights.address());
     }
 
     fn norm_linears<const N: usize>(
@@ -551,7 +580,8 @@ impl Backend for CudaBackend {
             norm: norm.address(),
             h: h.bf16(),
             w: w.weight.address(),
-            bias: w.correction_bias.as_ref().map_or(Address::NULL, DeviceBuffer::address),
+            offsets: address_of(&w.bias),
+            bias: address_of(&w.correction_bias),
             logits: out.logits.address(),
             counter: out.counter.address(),
             ids: out.ids.address(),
@@ -593,5 +623,11 @@ impl Backend for CudaBackend {
         self.cuda.upload(&self.cuda.compute, to, &staged);
         launch!(self.cuda, &self.cuda.compute, "gather_rows", [rows.len(), 1, 1], ROW_THREADS, 0;
             x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
+    }
+
+    fn add_scaled(&self, vector: &DeviceBuffer<f32>, coefficient: f32, rows: Range<usize>, x: &mut Tensor) {
+        assert!(rows.end <= x.rows && vector.len() == x.cols);
+        launch!(self.cuda, &self.cuda.compute, "add_scaled", [rows.len(), 1, 1], ROW_THREADS, 0;
+            vector.address(), coefficient, x.f32().add(rows.start * x.cols), x.cols as i32);
     }
 }

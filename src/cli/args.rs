@@ -184,6 +184,37 @@ impl EngineArgs {
     }
 }
 
+/// How much at the same time.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Load")]
+pub(crate) struct SchedulingArgs {
+    /// Requests that run at the same time.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    max_sequences: u16,
+    /// Requests that may wait; more are told to come back later.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    max_queue: usize,
+    /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read in parts that take no longer.
+    #[arg(long, value_name = "MS", default_value_t = 500)]
+    max_gap: u64,
+    /// Do not keep what was read for requests that begin alike.
+    #[arg(long)]
+    no_prefix_cache: bool,
+}
+
+impl SchedulingArgs {
+    /// `config` with these choices.
+    pub(crate) fn over(&self, config: EngineConfig) -> EngineConfig {
+        EngineConfig {
+            max_sequences: self.max_sequences.into(),
+            max_queue: self.max_queue,
+            max_gap: Duration::from_millis(self.max_gap),
+            prefix_cache: !self.no_prefix_cache,
+            ..config
+        }
+    }
+}
+
 /// One of `all`, by its name.
 pub(crate) fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
     let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");

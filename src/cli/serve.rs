@@ -10,7 +10,7 @@ use crate::text_model::TextModel;
 use crate::{Error, Result};
 use clap::ValueEnum;
 
-use super::args::{EngineArgs, read_text};
+use super::args::{EngineArgs, SchedulingArgs, read_text};
 use super::print_line;
 use super::terminal::Status;
 
@@ -27,7 +27,9 @@ pub(crate) struct Args {
     #[command(flatten)]
     access: AccessArgs,
     #[command(flatten)]
-    load: LoadArgs,
+    scheduling: SchedulingArgs,
+    #[command(flatten)]
+    clients: ClientArgs,
     /// How the log is written, on stderr.
     #[arg(long, value_enum, default_value_t = Log::Text, value_name = "FORM", help_heading = "Log")]
     log: Log,
@@ -69,22 +71,10 @@ struct AccessArgs {
     tls_key: Option<PathBuf>,
 }
 
-/// How much at the same time.
+/// What clients may take.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Load")]
-struct LoadArgs {
-    /// Requests that run at the same time.
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    max_sequences: u16,
-    /// Requests that may wait; more are told to come back later (429).
-    #[arg(long, value_name = "N", default_value_t = 256)]
-    max_queue: usize,
-    /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read in parts that take no longer.
-    #[arg(long, value_name = "MS", default_value_t = 500)]
-    max_gap: u64,
-    /// Do not keep what was read for requests that begin alike.
-    #[arg(long)]
-    no_prefix_cache: bool,
+struct ClientArgs {
     /// Sockets open at the same time.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_connections: usize,
@@ -114,20 +104,16 @@ impl AccessArgs {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let mut config = args.engine.to_config()?;
-    config.max_sequences = args.load.max_sequences.into();
-    config.max_queue = args.load.max_queue;
-    config.max_gap = Duration::from_millis(args.load.max_gap);
-    config.prefix_cache = !args.load.no_prefix_cache;
+    let config = args.scheduling.over(args.engine.to_config()?);
     let options = ServerOptions {
         api_keys: args.access.keys()?,
         cors_origins: args.access.cors_origin.clone(),
         tls: args.access.tls_cert.clone().zip(args.access.tls_key.clone()),
         insecure: args.access.insecure,
-        drain: Duration::from_secs(args.load.drain),
+        drain: Duration::from_secs(args.clients.drain),
         log_prompts: args.log_prompts,
-        max_connections: args.load.max_connections.max(1),
-        client_timeout: Duration::from_secs(args.load.client_timeout.max(1)),
+        max_connections: args.clients.max_connections.max(1),
+        client_timeout: Duration::from_secs(args.clients.client_timeout.max(1)),
     };
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal()).with_target(false);
     match args.log {

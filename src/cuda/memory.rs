@@ -136,8 +136,13 @@ impl<T: Pod> DeviceBuffer<T> {
 
     /// The first `out.len()` numbers; waits for all ops before. Errors: one of them failed.
     pub fn read(&self, out: &mut [T]) -> Result<()> {
-        assert!(out.len() <= self.len);
-        self.cuda.download(&self.cuda.compute, self.address, out);
+        self.read_from(0, out)
+    }
+
+    /// The same from number `first` on.
+    pub fn read_from(&self, first: usize, out: &mut [T]) -> Result<()> {
+        assert!(first + out.len() <= self.len);
+        self.cuda.download(&self.cuda.compute, self.address.add(first), out);
         self.cuda.note("an op on the device", self.cuda.compute.synchronize());
         self.cuda.check()
     }

@@ -1,14 +1,16 @@
 //! The engine's thread: it owns model, KV cache and sequences, and does one step after the other.
 
 use std::any::Any;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use super::{Event, FinishReason, Place, RequestStats, Submission, Token};
-use crate::batch::Batch;
+use super::{Activation, CaptureWanted, Captured, Event, FinishReason, Place, Request, RequestStats, Steer, Submission, Token};
+use crate::batch::{Batch, Span};
+use crate::capture::each_logits;
 use crate::config::EngineConfig;
 use crate::forward::Forward;
 use crate::kv_cache::BlockPool;
@@ -17,6 +19,7 @@ use crate::metrics::Metrics;
 use crate::pace::Pace;
 use crate::sampler::{Logprobs, Sampler};
 use crate::scheduler::{Scheduler, Sequence};
+use crate::tap::{Add, Positions, Take, Tap};
 use crate::tensor::Shortlist;
 use crate::{Error, Result};
 
@@ -26,6 +29,9 @@ struct Answer {
     sampler: Sampler,
     max_tokens: usize,
     ignore_eos: bool,
+    steer: Vec<Steer>,
+    capture: Option<CaptureWanted>,
+    captured: usize,      // positions whose rows were told, and are not again when the sequence is computed again
     place: Option<Place>, // while it waits for its first step
     submitted: Instant,
     started: Option<Instant>,
@@ -47,10 +53,19 @@ pub(super) struct Engine {
     inverse_temperatures: Vec<f32>, // of this step
     lists: Vec<Shortlist>,          // of this step
     undecided: Vec<usize>,          // of `sampled`: their whole rows are needed
+    tap: Tap,                       // of this step
+    takers: Vec<Taker>,             // of `tap.takes`
     ends: Ends,
     vocab_size: usize,
     resident_bytes: u64,
     available_bytes: fn() -> u64, // RAM of the machine that can be taken
+}
+
+/// Who wants what a tap takes.
+struct Taker {
+    index: usize,    // of the running sequence
+    position: usize, // of the first row
+    logits: bool,
 }
 
 /// Where every answer ends.
@@ -81,6 +96,8 @@ impl Engine {
             inverse_temperatures: Vec::new(),
             lists: Vec::new(),
             undecided: Vec::new(),
+            tap: Tap::default(),
+            takers: Vec::new(),
         }
     }
 
@@ -140,7 +157,7 @@ impl Engine {
         if let Some(token) = request.prompt.iter().chain(biased).find(|&&t| t as usize >= self.vocab_size) {
             return refuse(Error::Invalid(format!("token id {token} is not in the vocabulary of {}", self.vocab_size)));
         }
-        if request.max_tokens == Some(0) {
+        if request.max_tokens == Some(0) && request.capture.is_none() {
             let stats = RequestStats { prompt_tokens: request.prompt.len(), ..RequestStats::default() };
             let _ = events.send(Event::Done(FinishReason::Length, stats));
             return;
@@ -155,11 +172,30 @@ impl Engine {
             )));
         }
         let room = self.ends.max_context - request.prompt.len();
+        let max_tokens = request.max_tokens.unwrap_or(room).min(room);
+        if let Some(wanted) = &request.capture {
+            let (model, prompt) = (self.model.config(), request.prompt.len());
+            let bytes = wanted.bytes(prompt, prompt + max_tokens, model.layers.len(), model.hidden_size, model.vocab_size);
+            if bytes as u64 > available - LEAST_BYTES {
+                return refuse(Error::Resources(format!(
+                    "what is to be captured takes {} MiB and {} are free: ask for fewer layers or positions, or for no logits",
+                    bytes >> 20,
+                    (available - LEAST_BYTES) >> 20
+                )));
+            }
+        }
+        if let Err(error) = self.model.hold(&mut request.steer.iter().map(|steer| &steer.vector)) {
+            return refuse(error);
+        }
+        let (reuses, offers) = untouched(&request);
         let answer = Answer {
             events,
             sampler: Sampler::new(request.sampling, request.constraint, request.logprobs),
-            max_tokens: request.max_tokens.unwrap_or(room).min(room),
+            max_tokens,
             ignore_eos: request.ignore_eos,
+            steer: request.steer,
+            capture: request.capture,
+            captured: 0,
             place: Some(place),
             submitted,
             started: None,
@@ -168,7 +204,9 @@ impl Engine {
             decode_bytes: 0,
             ended: false,
         };
-        self.scheduler.add(Sequence::new(request.prompt, request.client, answer));
+        let mut sequence = Sequence::new(request.prompt, request.client, answer);
+        (sequence.reuses, sequence.offers) = (reuses, offers);
+        self.scheduler.add(sequence);
     }
 
     /// One forward pass for all, one token for each sequence that is at its end.
@@ -179,16 +217,19 @@ impl Engine {
             return Ok(());
         }
         let before = self.model.traffic();
-        self.model.forward(&self.batch, None)?;
+        let tap = Some(&mut self.tap).filter(|tap| !tap.is_empty());
+        self.model.forward(&self.batch, tap)?;
+        self.tell_captured()?;
         let read = self.model.traffic().since(before).total() + self.resident_bytes;
         self.scheduler.commit();
         Metrics::add(&self.metrics.steps_total, 1);
+        self.end_readers();
 
         // At most one row per sequence, and no more sequences than rows of logits.
         if !self.rows.is_empty() {
             self.sample(read)?;
-            self.scheduler.retire(|s| s.state.ended, drop);
         }
+        self.scheduler.retire(|s| s.state.ended, drop);
         if prompt_tokens > 0 {
             self.pace.record(prompt_tokens, now.elapsed());
         }
@@ -200,6 +241,8 @@ impl Engine {
         self.scheduler.next(&mut self.batch, self.pace.prompt_tokens());
         self.sampled.clear();
         self.rows.clear();
+        self.tap.clear();
+        self.takers.clear();
         let mut prompt_tokens = 0;
         for i in 0..self.scheduler.plan().len() {
             let part = self.scheduler.plan()[i];
@@ -212,13 +255,53 @@ impl Engine {
             if answer.first.is_none() {
                 prompt_tokens += part.tokens;
             }
-            if let Some(row) = part.last_row {
+            if !answer.steer.is_empty() || answer.capture.is_some() {
+                let span = &self.batch.spans[i];
+                answer.tap(part.index, sequence.prompt_tokens, span, &mut self.tap, &mut self.takers);
+            }
+            if let Some(row) = part.last_row.filter(|_| answer.max_tokens > 0) {
                 self.sampled.push(part.index);
                 self.rows.push(row);
             }
         }
         Metrics::add(&self.metrics.prompt_tokens_computed_total, prompt_tokens);
         prompt_tokens
+    }
+
+    /// Sends what the pass was asked to take.
+    fn tell_captured(&mut self) -> Result<()> {
+        let Self { model, scheduler, tap, takers, vocab_size, .. } = self;
+        let mut tell = |taker: &Taker, captured: Captured| {
+            let _ = scheduler.sequence(taker.index).state.events.send(Event::Captured(captured));
+        };
+        for ((number, layer), rows) in std::mem::take(&mut tap.taken) {
+            let taker = &takers[number];
+            let count = tap.takes[number].rows.len();
+            tell(taker, Captured { what: Activation::Hidden(layer), position: taker.position, count, rows });
+        }
+        for (taker, take) in takers.iter().zip(&tap.takes).filter(|(taker, _)| taker.logits) {
+            each_logits(&mut **model, take.rows.clone(), |row, logits| {
+                let position = taker.position + row - take.rows.start;
+                let (count, rows) = (logits.len() / *vocab_size, logits.to_vec());
+                tell(taker, Captured { what: Activation::Logits, position, count, rows });
+            })?;
+        }
+        for (taker, take) in takers.iter().zip(&tap.takes) {
+            scheduler.sequence(taker.index).state.captured = taker.position + take.rows.len();
+        }
+        Ok(())
+    }
+
+    /// Ends sequences that were only to be read, and have been.
+    fn end_readers(&mut self) {
+        for i in 0..self.scheduler.plan().len() {
+            let part = self.scheduler.plan()[i];
+            let sequence = self.scheduler.sequence(part.index);
+            if part.last_row.is_some() && sequence.state.max_tokens == 0 {
+                sequence.state.first = Some(Instant::now());
+                sequence.finish(FinishReason::Length, &self.metrics);
+            }
+        }
     }
 
     /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the whole row.
@@ -318,7 +401,32 @@ impl Sequence<Answer> {
     }
 }
 
+/// Of how many of a request's first tokens the keys and values may be those of other requests, and those of other requests may be these.
+///
+/// Steering changes them from the first position on where it adds something; what is captured has to be computed.
+fn untouched(request: &Request) -> (usize, usize) {
+    let first = |positions: &Positions| positions.first(request.prompt.len()).unwrap_or(usize::MAX);
+    let offers = request.steer.iter().map(|steer| first(&steer.positions)).min().unwrap_or(usize::MAX);
+    let captured = request.capture.as_ref().map_or(usize::MAX, |wanted| first(&wanted.positions));
+    (offers.min(captured), offers)
+}
+
 impl Answer {
+    /// Puts into `tap` what happens to its part `span` of the batch.
+    fn tap(&self, index: usize, prompt_tokens: usize, span: &Span, tap: &mut Tap, takers: &mut Vec<Taker>) {
+        let positions = span.start..span.start + span.rows.len();
+        let rows = |run: &Range<usize>| span.rows.start + run.start - span.start..span.rows.start + run.end - span.start;
+        for Steer { layer, vector, coefficient, positions: at } in &self.steer {
+            let runs = at.within(prompt_tokens, positions.clone());
+            tap.adds.extend(runs.map(|run| Add { layer: *layer, rows: rows(&run), vector: vector.clone(), coefficient: *coefficient }));
+        }
+        let Some(wanted) = &self.capture else { return };
+        for run in wanted.positions.within(prompt_tokens, positions.start.max(self.captured)..positions.end.max(self.captured)) {
+            tap.takes.push(Take { layers: wanted.layers.clone(), rows: rows(&run) });
+            takers.push(Taker { index, position: run.start, logits: wanted.logits });
+        }
+    }
+
     fn fail(&mut self, error: Error, metrics: &Metrics) {
         Metrics::add(&metrics.requests_failed_total, 1);
         self.ended = true;

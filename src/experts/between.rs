@@ -67,6 +67,18 @@ impl Between {
         model.moe_layers().filter(|(_, moe)| moe.expert_bias).map(|(_, moe)| of(moe)).fold(0, u64::saturating_add)
     }
 
+    /// Of `gate`, `up` and `down` of a MoE layer, `[experts, rows]` each. `None`: there are none.
+    #[cfg(feature = "cuda")]
+    pub(super) fn biases(&self, layer: usize) -> Option<[&[f32]; 3]> {
+        self.biases.get(layer).map(|Biases { gate, up, down }| [gate, up, down].map(|bias| bias.values.as_slice()))
+    }
+
+    /// What follows the biases of `gate` and `up`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn activation(&self) -> Activation {
+        self.activation
+    }
+
     /// `out = activation(gate + bias, up + bias)` for some rows of an expert's `gate` and `up`; all `[tokens, width]`, of which the last columns
     /// may be of no row.
     pub(super) fn activate(

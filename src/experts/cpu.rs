@@ -157,6 +157,12 @@ impl CpuExperts {
         Self { between, ..self }
     }
 
+    /// What is between products.
+    #[cfg(feature = "cuda")]
+    pub(super) fn between(&self) -> &Between {
+        &self.between
+    }
+
     /// Goes on at another pace.
     pub fn set_pace(&mut self, pace: Pace) {
         self.results.resize(self.team.threads() * pace.results(), 0.0);

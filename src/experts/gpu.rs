@@ -10,6 +10,7 @@
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
+mod between;
 mod handoff;
 mod learning;
 mod ring;
@@ -25,6 +26,7 @@ use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
 use crate::Result;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor, packed};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Registered, launch};
+use between::DeviceBetween;
 use handoff::Handoff;
 use learning::Learning;
 use ring::Ring;
@@ -108,6 +110,7 @@ pub struct GpuExperts {
     memory: Arc<ExpertMemory>,
     layout: ExpertLayout,
     format: packed::Format,
+    between: DeviceBetween,
     layers: usize,
     experts: usize,
     sizes: Sizes,
@@ -213,6 +216,7 @@ impl GpuExperts {
         let half = (sizes.ring / 2).min(experts - sizes.resident);
         Ok(Self {
             format: precision.into(),
+            between: DeviceBetween::new(&cuda, cpu.between(), layers)?,
             layers,
             experts,
             speeds,
@@ -300,7 +304,7 @@ impl GpuExperts {
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
-    fn grouped(&self, table: Address<u64>, x: &Tensor, routing: &CudaRouting, used: Address<u32>) {
+    fn grouped(&self, layer: usize, table: Address<u64>, x: &Tensor, routing: &CudaRouting, used: Address<u32>) {
         let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
         let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
         let pairs = tokens * top_k;
@@ -311,10 +315,10 @@ impl GpuExperts {
         let rows = pairs / tile + experts;
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(16).div_ceil(4), rows, 1], 128, shared;
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32, intermediate as i32, self.format.group,
-            top_k as i32);
+            self.format.f16, top_k as i32, self.between.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(16).div_ceil(8), rows, 1], 128, shared;
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32, intermediate as i32,
-            self.format.group, top_k as i32);
+            self.format.group, self.format.f16, top_k as i32, self.between.of(layer));
     }
 }
 
@@ -342,10 +346,11 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         } else if tokens <= FEW_TOKENS {
             let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
             launch!(self.cuda, &self.cuda.compute, self.format.few().0, [self.layout.down.k.div_ceil(16), tokens * top_k, 1], 256, 0;
-                routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.experts as i32, top_k as i32);
+                routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.format.f16, self.experts as i32,
+                top_k as i32, self.between.of(layer));
             Some(Gpu::Few { table })
         } else {
-            self.grouped(table, x, routing, Address::NULL);
+            self.grouped(layer, table, x, routing, Address::NULL);
             Some(Gpu::Many { table })
         };
         if streamed == 0 && tokens <= FEW_TOKENS {
@@ -366,8 +371,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             None => {}
             Some(Gpu::Few { table }) => {
                 launch!(self.cuda, stream, self.format.few().1, [hidden.div_ceil(16), tokens, 1], 512, 0;
-                    ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.experts as i32,
-                    top_k as i32);
+                    ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.format.f16,
+                    self.experts as i32, top_k as i32, self.between.of(layer));
             }
             Some(Gpu::Many { table }) => {
                 launch!(self.cuda, stream, "experts_combine", [tokens, hidden.div_ceil(2048), 1], 256, 0;

@@ -18,9 +18,10 @@ use std::sync::OnceLock;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::widen16;
+use super::avx512::{e2m1_lookup, scales16};
 use super::shared::{self, PREFETCH_TOKENS};
-use super::tiles::Stream;
+use super::tiles::codes::{INT4, INT8, MXFP4};
+use super::tiles::{Scales, Stream, e2m1_table};
 use super::{ActivationRows, Start, Tiles};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
@@ -327,12 +328,12 @@ const UNPACKED: usize = 1024;
 #[repr(C, align(64))]
 struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
 
-/// Integer tiles times quantized activations: for some inputs at a time all tiles, for each tile all tokens.
+/// Tiles of codes times quantized activations: for some inputs at a time all tiles, for each tile all tokens.
 ///
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn packed_tiles<const INT4: bool>(
+pub(super) unsafe fn packed_tiles<const KIND: u8>(
     layout: &MatrixLayout,
     tiles: &Tiles<'_>,
     x: &ActivationRows<'_>,
@@ -350,9 +351,9 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(
     let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
     for from in (0..x.k).step_by(chunk) {
         let to = x.k.min(from + chunk);
-        let bytes = |inputs: usize| inputs * TILE_ROWS / if INT4 { 2 } else { 1 };
+        let bytes = |inputs: usize| inputs * TILE_ROWS / if KIND == INT8 { 1 } else { 2 };
         for i in 0..count {
-            let (scales, codes) = tiles[i * tile_bytes..][..tile_bytes].split_at(scale_bytes);
+            let (scales, codes) = Scales::split(layout, &tiles[i * tile_bytes..][..tile_bytes]);
             let codes = &codes[bytes(from)..bytes(to)];
             // While a part is worked on, the one after it comes into L2: the next tile's, the first one's next, or what is read after all.
             let next = match () {
@@ -363,16 +364,16 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(
             let part = Part { scales, next, onto: from > 0 || start == Start::Out, groups: (from / x.group, to / x.group), stride };
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
             unsafe {
-                unpack::<INT4>(codes, &mut unpacked);
+                unpack::<KIND>(codes, &mut unpacked);
                 for block in 0..blocks {
                     let first = block * height;
                     let rows = height.min(x.len() - first);
                     let out = &mut out[first * stride + i * TILE_ROWS..];
                     match rows.div_ceil(4) {
-                        1 => sum_groups::<INT4, 4>(&unpacked, &part, x, first, rows, out),
-                        2 => sum_groups::<INT4, 8>(&unpacked, &part, x, first, rows, out),
-                        3 => sum_groups::<INT4, 12>(&unpacked, &part, x, first, rows, out),
-                        _ => sum_groups::<INT4, 16>(&unpacked, &part, x, first, rows, out),
+                        1 => sum_groups::<KIND, 4>(&unpacked, &part, x, first, rows, out),
+                        2 => sum_groups::<KIND, 8>(&unpacked, &part, x, first, rows, out),
+                        3 => sum_groups::<KIND, 12>(&unpacked, &part, x, first, rows, out),
+                        _ => sum_groups::<KIND, 16>(&unpacked, &part, x, first, rows, out),
                     }
                 }
             }
@@ -384,9 +385,9 @@ pub(super) unsafe fn packed_tiles<const INT4: bool>(
 
 /// Some groups of one tile.
 struct Part<'a> {
-    scales: &'a [u8], // of the whole tile
-    next: *const u8,  // the codes that are wanted after these
-    onto: bool,       // the results so far are in the output
+    scales: Scales<'a>, // of the whole tile
+    next: *const u8,    // the codes that are wanted after these
+    onto: bool,         // the results so far are in the output
     groups: (usize, usize),
     stride: usize, // of the results
 }
@@ -397,13 +398,18 @@ struct Part<'a> {
 /// AVX-512; `codes` are whole lines.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Codes) {
-    let (upper, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(-128));
+unsafe fn unpack<const KIND: u8>(codes: &[u8], to: &mut Codes) {
+    let (upper, lower, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(15), _mm512_set1_epi8(-128));
+    let table = e2m1_lookup(e2m1_table(0));
     for (i, line) in codes.as_chunks::<64>().0.iter().enumerate() {
         // SAFETY: lines of 64 bytes, one or two for 4 inputs each.
         unsafe {
             let w = _mm512_loadu_si512(line.as_ptr().cast());
-            if INT4 {
+            if KIND == MXFP4 {
+                let (low, high) = (_mm512_and_si512(w, lower), _mm512_and_si512(_mm512_srli_epi16(w, 4), lower));
+                _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, low));
+                _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, high));
+            } else if KIND == INT4 {
                 // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest bit flipped.
                 let low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(w, 4), upper, flip, 0x6a);
                 let high = _mm512_ternarylogic_epi32(w, upper, flip, 0x6a);
@@ -424,7 +430,7 @@ unsafe fn unpack<const INT4: bool>(codes: &[u8], to: &mut Codes) {
 /// AMX, configured, and AVX-512; a tile's scales; the block's tokens can be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn sum_groups<const INT4: bool, const R: usize>(
+unsafe fn sum_groups<const KIND: u8, const R: usize>(
     codes: &Codes,
     part: &Part<'_>,
     x: &ActivationRows<'_>,
@@ -433,8 +439,8 @@ unsafe fn sum_groups<const INT4: bool, const R: usize>(
     out: &mut [f32],
 ) {
     let Part { scales, next, onto, groups, stride } = *part;
-    let group_bytes = x.group * TILE_ROWS / if INT4 { 2 } else { 1 };
-    let unit = _mm512_set1_ps(if INT4 { 1.0 / 16.0 } else { 1.0 });
+    let group_bytes = x.group * TILE_ROWS / if KIND == INT8 { 1 } else { 2 };
+    let unit = _mm512_set1_ps(if KIND == INT4 { 1.0 / 16.0 } else { 1.0 });
     let mut dots = MaybeUninit::<Results<i32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];
     if onto {
@@ -466,7 +472,7 @@ unsafe fn sum_groups<const INT4: bool, const R: usize>(
                 }
             }
             if g > groups.0 {
-                let w_scale = _mm512_mul_ps(widen16(scales[(g - 1) * 2 * TILE_ROWS..][..2 * TILE_ROWS].as_ptr()), unit);
+                let w_scale = _mm512_mul_ps(scales16(scales, (g - 1) * 2 * TILE_ROWS), unit);
                 let x_scales = x.scales(g - 1, first);
                 for t in 0..R {
                     let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.as_ptr().cast::<__m512i>().add(t)));

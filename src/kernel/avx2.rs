@@ -1,4 +1,4 @@
-//! AVX2 and FMA: the 16 rows of a tile are two registers.
+//! AVX2, FMA and F16C: the 16 rows of a tile are two registers.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
@@ -6,8 +6,9 @@ use std::arch::x86_64::*;
 use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::activations::CODES;
-use super::tiles::To;
+use super::activations::CODES as BLOCK;
+use super::tiles::codes::{INT4, INT8, MXFP4};
+use super::tiles::{Scales, To, bias, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, avx_vnni, check_dot, shared};
 
 /// Exists only where [`Avx2::detect`] found the features: that is what every call below relies on.
@@ -17,7 +18,8 @@ pub(super) struct Avx2 {
 
 impl Avx2 {
     pub(super) fn detect() -> Option<&'static Self> {
-        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&Self { vnni: false })
+        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        found.then_some(&Self { vnni: false })
     }
 
     pub(super) fn detect_vnni() -> Option<&'static Self> {
@@ -36,10 +38,9 @@ impl Kernel for Avx2 {
 
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
-        let scale_bytes = layout.scale_bytes();
         let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
         for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
-            let (scales, lines) = tile.split_at(scale_bytes);
+            let (scales, lines) = Scales::split(layout, tile);
             let mut t = 0;
             while t < x.len() {
                 let take = if x.len() - t >= 2 { 2 } else { 1 };
@@ -49,14 +50,18 @@ impl Kernel for Avx2 {
                     match (layout.precision, self.vnni, take) {
                         (Precision::Bf16, _, 2) => split_block::<2>(lines, &now, out, to),
                         (Precision::Bf16, ..) => split_block::<1>(lines, &now, out, to),
-                        (Precision::Int4 { .. }, true, 2) => avx_vnni::block::<true, 2>(scales, lines, &now, out, to),
-                        (Precision::Int4 { .. }, true, _) => avx_vnni::block::<true, 1>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, true, 2) => avx_vnni::block::<false, 2>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, true, _) => avx_vnni::block::<false, 1>(scales, lines, &now, out, to),
-                        (Precision::Int4 { .. }, false, 2) => block::<true, 2>(scales, lines, &now, out, to),
-                        (Precision::Int4 { .. }, false, _) => block::<true, 1>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, false, 2) => block::<false, 2>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, false, _) => block::<false, 1>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, true, 2) => avx_vnni::block::<INT4, 2>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, true, _) => avx_vnni::block::<INT4, 1>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, true, 2) => avx_vnni::block::<INT8, 2>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, true, _) => avx_vnni::block::<INT8, 1>(scales, lines, &now, out, to),
+                        (Precision::Mxfp4, true, 2) => avx_vnni::block::<MXFP4, 2>(scales, lines, &now, out, to),
+                        (Precision::Mxfp4, true, _) => avx_vnni::block::<MXFP4, 1>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, false, 2) => block::<INT4, 2>(scales, lines, &now, out, to),
+                        (Precision::Int4 { .. }, false, _) => block::<INT4, 1>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, false, 2) => block::<INT8, 2>(scales, lines, &now, out, to),
+                        (Precision::Int8 { .. }, false, _) => block::<INT8, 1>(scales, lines, &now, out, to),
+                        (Precision::Mxfp4, false, 2) => block::<MXFP4, 2>(scales, lines, &now, out, to),
+                        (Precision::Mxfp4, false, _) => block::<MXFP4, 1>(scales, lines, &now, out, to),
                     }
                 }
                 t += take;
@@ -95,44 +100,52 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
 /// `T` tokens through one tile.
 ///
 /// INT4: products of an unsigned nibble and a signed byte, in pairs, are at most 2 * 15 * 127: eight of them fit in 16 bits.
+/// MXFP4: the same, of codes up to 24: four of them fit.
 /// INT8: vpmaddubsw would saturate on unsigned weights; |w| (at most 128) times x carrying w's sign stays below 2^15.
-#[target_feature(enable = "avx2,fma")]
-unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn block<const CODES: u8, const T: usize>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let groups = x.k / x.group;
     let (nibble, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let flip = _mm256_set1_epi8(-128);
+    let table = e2m1_lookup(e2m1_table(bias(MXFP4) as i8));
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
-    let first = weights.wrapping_sub(scales.len());
-    to.stream.from(first).prefetch(first, scales.len() / 64);
+    let first = weights.wrapping_sub(scales.bytes.len());
+    to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
     // SAFETY: as promised to this function.
     let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
         let ahead = to.stream.from(weights);
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
-        if INT4 {
+        if CODES != INT8 {
             for t in 0..T {
-                dot[t] = [_mm256_set1_epi32(-8 * x.sum(g, t)); 2];
+                dot[t] = [_mm256_set1_epi32(-bias(CODES) * x.sum(g, t)); 2];
             }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(32) {
-            // 32 inputs: 4 lines of INT4, 8 of INT8.
-            ahead.prefetch(weights, if INT4 { 4 } else { 8 });
-            let at = k / CODES * x.stride * CODES + k % CODES;
+            // 32 inputs: 8 lines of INT8, 4 of the others.
+            ahead.prefetch(weights, if CODES == INT8 { 8 } else { 4 });
+            let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
             let mut pairs = [[_mm256_setzero_si256(); 2]; T];
-            for line in 0..if INT4 { 4 } else { 8 } {
+            for line in 0..if CODES == INT8 { 8 } else { 4 } {
                 for half in 0..2 {
                     // SAFETY: 32 inputs of 16 rows are 4 or 8 lines of 64 bytes, inside the tile whose length was checked.
                     let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
-                    if INT4 {
-                        let low = _mm256_and_si256(w, nibble);
-                        let high = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
+                    if CODES != INT8 {
+                        let (mut low, mut high) = (_mm256_and_si256(w, nibble), _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble));
+                        if CODES == MXFP4 {
+                            (low, high) = (_mm256_shuffle_epi8(table, low), _mm256_shuffle_epi8(table, high));
+                        }
                         for t in 0..T {
                             // SAFETY: 8 codes of the 32 inputs from k on.
                             let (a, b) = unsafe { (four(codes[t].add(at + 8 * line)), four(codes[t].add(at + 8 * line + 4))) };
                             pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(low, a));
                             pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(high, b));
+                            if line == 3 || CODES == MXFP4 && line == 1 {
+                                dot[t][half] = _mm256_add_epi32(dot[t][half], _mm256_madd_epi16(pairs[t][half], ones));
+                                pairs[t][half] = _mm256_setzero_si256();
+                            }
                         }
                     } else {
                         let w = _mm256_xor_si256(w, flip);
@@ -146,18 +159,11 @@ unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x
                     }
                 }
             }
-            weights = weights.wrapping_add(if INT4 { 256 } else { 512 });
-            if INT4 {
-                for t in 0..T {
-                    for half in 0..2 {
-                        dot[t][half] = _mm256_add_epi32(dot[t][half], _mm256_madd_epi16(pairs[t][half], ones));
-                    }
-                }
-            }
+            weights = weights.wrapping_add(if CODES == INT8 { 512 } else { 256 });
         }
         for half in 0..2 {
             // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-            let w_scale = unsafe { widen8(scales.as_ptr().add(g * 32 + half * 16)) };
+            let w_scale = unsafe { scales8(scales, g * 32 + half * 16) };
             for t in 0..T {
                 let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scale(g, t)));
                 acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[t][half]), scale, acc[t][half]);
@@ -185,16 +191,24 @@ pub(super) unsafe fn four(codes: *const i8) -> __m256i {
     _mm256_set1_epi32(unsafe { codes.cast::<i32>().read_unaligned() })
 }
 
-/// Eight bf16 as f32.
+/// Eight scales from byte `at` on as f32.
 ///
 /// # Safety
-/// 16 bytes to read; AVX2.
+/// 16 bytes to read; AVX2 and F16C.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn scales8(scales: Scales<'_>, at: usize) -> __m256 {
+    // SAFETY: as promised by the caller.
+    let bits = unsafe { _mm_loadu_si128(scales.bytes.as_ptr().add(at).cast()) };
+    if scales.f16 { _mm256_cvtph_ps(bits) } else { _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)) }
+}
+
+/// A table of 16 bytes for `vpshufb`, in both halves.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn widen8(p: *const u8) -> __m256 {
-    // SAFETY: as promised by the caller.
-    let bits = unsafe { _mm_loadu_si128(p.cast()) };
-    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
+pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m256i {
+    // SAFETY: 16 bytes of an array.
+    _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }
 
 /// `T` tokens through one BF16 tile; of a block of 32 inputs first the lower 8 rows, then the upper, so that all sums are in registers.

@@ -6,9 +6,10 @@ use std::arch::x86_64::*;
 use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::activations::CODES;
+use super::activations::CODES as BLOCK;
 use super::shared::PREFETCH_TOKENS;
-use super::tiles::To;
+use super::tiles::codes::{INT4, INT8, MXFP4};
+use super::tiles::{Scales, To, bias, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, amx, check_dot, shared};
 
 /// Exists only where [`Avx512::detect`] found the features: that is what every call below relies on.
@@ -57,10 +58,13 @@ impl Kernel for Avx512 {
             match layout.precision {
                 Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, start, out, count),
                 Precision::Int4 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<true>(layout, tiles, x, start, out, count)
+                    amx::packed_tiles::<INT4>(layout, tiles, x, start, out, count)
                 }
                 Precision::Int8 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<false>(layout, tiles, x, start, out, count)
+                    amx::packed_tiles::<INT8>(layout, tiles, x, start, out, count)
+                }
+                Precision::Mxfp4 if self.amx && x.len() >= amx::least_tokens(x) => {
+                    amx::packed_tiles::<MXFP4>(layout, tiles, x, start, out, count)
                 }
                 _ => {
                     let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
@@ -81,7 +85,7 @@ impl Kernel for Avx512 {
     shared::elementwise!("avx512f,avx512bw,avx512vl,avx2,fma");
 }
 
-/// Tokens that share one pass over an integer tile: two accumulators each, and the weights, in 32 registers.
+/// Tokens that share one pass over a tile of codes: two accumulators each, and the weights, in 32 registers.
 const MAX_TOKENS: usize = 12;
 /// The same for a BF16 tile: four sums and an accumulator each.
 const MAX_SPLIT_TOKENS: usize = 5;
@@ -106,7 +110,7 @@ unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [__m512; T] {
 /// One tile.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
-    let (scales, lines) = tile.split_at(layout.scale_bytes());
+    let (scales, lines) = Scales::split(layout, tile);
     let most = if layout.precision == Precision::Bf16 { MAX_SPLIT_TOKENS } else { MAX_TOKENS };
     let mut t = 0;
     while t < x.len() {
@@ -118,8 +122,9 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
         unsafe {
             match layout.precision {
                 Precision::Bf16 => split_tokens(lines, &now, out, to),
-                Precision::Int4 { .. } => tokens::<true>(scales, lines, &now, out, to),
-                Precision::Int8 { .. } => tokens::<false>(scales, lines, &now, out, to),
+                Precision::Int4 { .. } => tokens::<INT4>(scales, lines, &now, out, to),
+                Precision::Int8 { .. } => tokens::<INT8>(scales, lines, &now, out, to),
+                Precision::Mxfp4 => tokens::<MXFP4>(scales, lines, &now, out, to),
             }
         }
         t += take;
@@ -127,12 +132,12 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn tokens<const INT4: bool>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+unsafe fn tokens<const CODES: u8>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     macro_rules! by_count {
         ($($n:literal $chains:literal),*) => {
             match x.len() {
                 // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
-                $($n => unsafe { block::<INT4, $n, $chains>(scales, lines, x, out, to) },)*
+                $($n => unsafe { block::<CODES, $n, $chains>(scales, lines, x, out, to) },)*
                 n => unreachable!("{n} tokens in a block"),
             }
         };
@@ -197,8 +202,8 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
 
 /// `T` tokens through one tile: per group, the line of weights is loaded and unpacked once for all of them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
-    scales: &[u8],
+unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
+    scales: Scales<'_>,
     lines: &[u8],
     x: &ActivationRows<'_>,
     out: &mut [f32],
@@ -206,14 +211,14 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
 ) {
     let groups = x.k / x.group;
     let nibble = _mm512_set1_epi8(15);
-    let bias = if INT4 { 8 } else { 128 };
+    let table = e2m1_lookup(e2m1_table(bias(MXFP4) as i8));
     // Loops, not `array::from_fn`, around intrinsics: a library function has no target features to inline them into.
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     if T <= PREFETCH_TOKENS {
         // The lines that prefetching from the first code on would step over.
-        let first = weights.wrapping_sub(scales.len());
-        to.stream.from(first).prefetch(first, scales.len() / 64);
+        let first = weights.wrapping_sub(scales.bytes.len());
+        to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
     }
     // SAFETY: as promised to this function.
     let mut acc = unsafe { sums::<T>(to, out) };
@@ -221,29 +226,34 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
         let ahead = to.stream.from(weights);
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
         for t in 0..T {
-            dot[t][0] = _mm512_set1_epi32(-bias * x.sum(g, t));
+            dot[t][0] = _mm512_set1_epi32(-bias(CODES) * x.sum(g, t));
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
             if T <= PREFETCH_TOKENS {
-                ahead.prefetch(weights, if INT4 { 2 } else { 4 });
+                ahead.prefetch(weights, if CODES == INT8 { 4 } else { 2 });
             }
-            let at = k / CODES * x.stride * CODES + k % CODES;
-            // SAFETY: 16 inputs of 16 rows are 2 lines of INT4 or 4 of INT8, inside the tile whose length was checked.
+            let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
+            // SAFETY: 16 inputs of 16 rows are 4 lines of INT8 or 2 of the others, inside the tile whose length was checked.
             let line = |i: usize| unsafe { _mm512_loadu_si512(weights.add(64 * i).cast()) };
-            let w = if INT4 {
+            let mut w;
+            if CODES == INT8 {
+                w = [line(0), line(1), line(2), line(3)];
+                weights = weights.wrapping_add(256);
+            } else {
                 let (a, b) = (line(0), line(1));
                 weights = weights.wrapping_add(128);
-                [
+                w = [
                     _mm512_and_si512(a, nibble),
                     _mm512_and_si512(_mm512_srli_epi16(a, 4), nibble),
                     _mm512_and_si512(b, nibble),
                     _mm512_and_si512(_mm512_srli_epi16(b, 4), nibble),
-                ]
-            } else {
-                let w = [line(0), line(1), line(2), line(3)];
-                weights = weights.wrapping_add(256);
-                w
-            };
+                ];
+            }
+            if CODES == MXFP4 {
+                for j in 0..4 {
+                    w[j] = _mm512_shuffle_epi8(table, w[j]);
+                }
+            }
             for j in 0..4 {
                 for t in 0..T {
                     // SAFETY: 4 codes of the 16 inputs from k on.
@@ -254,7 +264,7 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
             }
         }
         // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-        let w_scale = unsafe { widen16(scales.as_ptr().add(g * 32)) };
+        let w_scale = unsafe { scales16(scales, g * 32) };
         for t in 0..T {
             let mut sum = dot[t][0];
             for c in 1..CHAINS {
@@ -271,16 +281,24 @@ unsafe fn block<const INT4: bool, const T: usize, const CHAINS: usize>(
     }
 }
 
-/// 16 bf16 as f32.
+/// 16 scales from byte `at` on as f32.
 ///
 /// # Safety
 /// 32 bytes to read; AVX-512 F, BW and VL.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn widen16(p: *const u8) -> __m512 {
+pub(super) unsafe fn scales16(scales: Scales<'_>, at: usize) -> __m512 {
     // SAFETY: as promised by the caller.
-    let bits = unsafe { _mm256_loadu_si256(p.cast()) };
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
+    let bits = unsafe { _mm256_loadu_si256(scales.bytes.as_ptr().add(at).cast()) };
+    if scales.f16 { _mm512_cvtph_ps(bits) } else { _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)) }
+}
+
+/// A table of 16 bytes for `vpshufb`, four times.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m512i {
+    // SAFETY: 16 bytes of an array.
+    _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]

@@ -1,4 +1,4 @@
-//! Integer tiles with VNNI in 256 bits, for processors that have it without AVX-512; the rest is AVX2's.
+//! Tiles of codes with VNNI in 256 bits, for processors that have it without AVX-512; the rest is AVX2's.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
@@ -6,24 +6,31 @@ use std::arch::x86_64::*;
 use moebius_cache::pack::TILE_ROWS;
 
 use super::ActivationRows;
-use super::activations::CODES;
-use super::avx2::{four, sums, widen8};
-use super::tiles::To;
+use super::activations::CODES as BLOCK;
+use super::avx2::{e2m1_lookup, four, scales8, sums};
+use super::tiles::codes::{INT8, MXFP4};
+use super::tiles::{Scales, To, bias, e2m1_table};
 
 /// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the codes' sum.
 ///
 /// # Safety
-/// AVX2, FMA and AVX-VNNI; what `ActivationRows::check` promises.
-#[target_feature(enable = "avx2,fma,avxvnni")]
-pub(super) unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+/// AVX2, FMA, F16C and AVX-VNNI; what `ActivationRows::check` promises.
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+pub(super) unsafe fn block<const CODES: u8, const T: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
     let groups = x.k / x.group;
     let nibble = _mm256_set1_epi8(15);
-    let bias = if INT4 { 8 } else { 128 };
+    let table = e2m1_lookup(e2m1_table(bias(MXFP4) as i8));
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
-    let first = weights.wrapping_sub(scales.len());
-    to.stream.from(first).prefetch(first, scales.len() / 64);
+    let first = weights.wrapping_sub(scales.bytes.len());
+    to.stream.from(first).prefetch(first, scales.bytes.len() / 64);
     // SAFETY: as promised to this function.
     let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
@@ -31,23 +38,24 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], line
         let mut dot = [[[_mm256_setzero_si256(); 2]; 2]; T]; // [token][half][chain]
         for t in 0..T {
             for half in 0..2 {
-                dot[t][half][0] = _mm256_set1_epi32(-bias * x.sum(g, t));
+                dot[t][half][0] = _mm256_set1_epi32(-bias(CODES) * x.sum(g, t));
             }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
-            let at = k / CODES * x.stride * CODES + k % CODES;
-            // 16 inputs: 2 lines of INT4, 4 of INT8.
-            ahead.prefetch(weights, if INT4 { 2 } else { 4 });
+            let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
+            // 16 inputs: 4 lines of INT8, 2 of the others.
+            ahead.prefetch(weights, if CODES == INT8 { 4 } else { 2 });
             for j in 0..4 {
                 for half in 0..2 {
-                    let line = if INT4 { j / 2 } else { j };
+                    let line = if CODES == INT8 { j } else { j / 2 };
                     // SAFETY: 16 inputs of 16 rows are 2 or 4 lines of 64 bytes, inside the tile whose length was checked.
                     let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
-                    let w = match (INT4, j % 2) {
-                        (false, _) => w,
-                        (true, 0) => _mm256_and_si256(w, nibble),
-                        (true, _) => _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble),
+                    let w = match (CODES, j % 2) {
+                        (INT8, _) => w,
+                        (_, 0) => _mm256_and_si256(w, nibble),
+                        _ => _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble),
                     };
+                    let w = if CODES == MXFP4 { _mm256_shuffle_epi8(table, w) } else { w };
                     for t in 0..T {
                         // SAFETY: 4 codes of the 16 inputs from k on.
                         let a = unsafe { four(codes[t].add(at + 4 * j)) };
@@ -55,11 +63,11 @@ pub(super) unsafe fn block<const INT4: bool, const T: usize>(scales: &[u8], line
                     }
                 }
             }
-            weights = weights.wrapping_add(if INT4 { 128 } else { 256 });
+            weights = weights.wrapping_add(if CODES == INT8 { 256 } else { 128 });
         }
         for half in 0..2 {
             // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-            let w_scale = unsafe { widen8(scales.as_ptr().add(g * 32 + half * 16)) };
+            let w_scale = unsafe { scales8(scales, g * 32 + half * 16) };
             for t in 0..T {
                 let sum = _mm256_add_epi32(dot[t][half][0], dot[t][half][1]);
                 let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scale(g, t)));

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moebius_cache::Precision;
-use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{BF16_INPUTS, DOUBLED_E2M1, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
 use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
@@ -36,8 +36,7 @@ impl Kernel for Scalar {
                     let acc = if start == Start::Out { *out } else { 0.0 };
                     *out = match layout.precision {
                         Precision::Bf16 => split_dot(tile, x, r, t, acc),
-                        Precision::Int4 { .. } => packed_dot(layout, tile, x, r, t, acc, true),
-                        Precision::Int8 { .. } => packed_dot(layout, tile, x, r, t, acc, false),
+                        _ => packed_dot(layout, tile, x, r, t, acc),
                     };
                 }
             }
@@ -81,16 +80,17 @@ impl Kernel for Scalar {
     }
 }
 
-/// Row `r` of an integer tile times row `t` of the activations.
-fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, mut acc: f32, int4: bool) -> f32 {
+/// Row `r` of a tile of codes times row `t` of the activations.
+fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, mut acc: f32) -> f32 {
     let (w_scales, lines) = tile.split_at(layout.scale_bytes());
-    let weight = |k: usize| -> i32 {
-        if int4 {
-            let byte = lines[k / 8 * 64 + r * 4 + k % 4];
-            i32::from(if k % 8 < 4 { byte & 15 } else { byte >> 4 }) - 8
-        } else {
-            i32::from(lines[k / 4 * 64 + r * 4 + k % 4]) - 128
-        }
+    let nibble = |k: usize| {
+        let byte = lines[k / 8 * 64 + r * 4 + k % 4];
+        if k % 8 < 4 { byte & 15 } else { byte >> 4 }
+    };
+    let weight = |k: usize| match layout.precision {
+        Precision::Int4 { .. } => i32::from(nibble(k)) - 8,
+        Precision::Mxfp4 => i32::from(DOUBLED_E2M1[usize::from(nibble(k))]),
+        _ => i32::from(lines[k / 4 * 64 + r * 4 + k % 4]) - 128,
     };
     // SAFETY: `check` has seen that all inputs of the row can be read.
     #[allow(unsafe_code)]
@@ -98,7 +98,7 @@ fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usi
     for g in 0..x.k / x.group {
         let dot: i32 = (g * x.group..(g + 1) * x.group).map(|k| weight(k) * code(k)).sum();
         let s = (g * TILE_ROWS + r) * 2;
-        let w_scale = bf16::from_le_bytes([w_scales[s], w_scales[s + 1]]).to_f32();
+        let w_scale = layout.precision.scales().from_bits(u16::from_le_bytes([w_scales[s], w_scales[s + 1]]));
         acc = (dot as f32).mul_add(w_scale * x.scale(g, t), acc);
     }
     acc

@@ -2,8 +2,8 @@
 #![allow(unsafe_code)]
 
 use half::bf16;
-use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
+use moebius_cache::{Precision, ScaleType};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -94,10 +94,12 @@ fn quantize_edges() {
 
 fn precision() -> impl Strategy<Value = Precision> {
     let group = prop::sample::select(vec![32usize, 64, 128]);
+    let scales = prop::sample::select(vec![ScaleType::Bf16, ScaleType::F16]);
     prop_oneof![
         Just(Precision::Bf16),
-        group.clone().prop_map(|group_size| Precision::Int8 { group_size }),
-        group.prop_map(|group_size| Precision::Int4 { group_size }),
+        (group.clone(), scales.clone()).prop_map(|(group_size, scales)| Precision::Int8 { group_size, scales }),
+        (group, scales).prop_map(|(group_size, scales)| Precision::Int4 { group_size, scales }),
+        Just(Precision::Mxfp4),
     ]
 }
 
@@ -113,8 +115,10 @@ fn tiles(layout: &MatrixLayout, random: &mut Random) -> Vec<u8> {
             continue;
         }
         let (scales, codes) = tile.split_at_mut(layout.scale_bytes());
+        // Of F16 subnormal ones, too: they begin at 6e-5.
+        let size = if random.next() % 4 == 0 { 1e-5 } else { 0.01 };
         for scale in scales.chunks_exact_mut(2) {
-            scale.copy_from_slice(&bf16::from_f32(0.01 + 0.01 * random.normal()).to_le_bytes());
+            scale.copy_from_slice(&layout.precision.scales().to_bits(size + size * random.normal()).to_le_bytes());
         }
         if extreme > 0 {
             codes.fill(if extreme == 1 { 0xff } else { 0 });

@@ -2,6 +2,11 @@
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
+use moebius_cache::ScaleType;
+#[cfg(target_arch = "x86_64")]
+use moebius_cache::pack::{DOUBLED_E2M1, MatrixLayout};
+
+#[cfg(target_arch = "x86_64")]
 use super::Start;
 
 /// How many bytes ahead of its use a weight is asked for, where a few tokens wait for its arrival; 0 is no help.
@@ -127,6 +132,53 @@ impl Distances {
     pub(super) fn prefetch(self, at: *const u8, lines: usize) {
         fetch(at.wrapping_add(self.l2), lines);
         fetch_l1(at.wrapping_add(self.l1), lines);
+    }
+}
+
+/// What the codes of a tile are, a constant of the functions that are compiled for each.
+#[cfg(target_arch = "x86_64")]
+pub(super) mod codes {
+    pub(crate) const INT8: u8 = 0;
+    pub(crate) const INT4: u8 = 1;
+    pub(crate) const MXFP4: u8 = 2;
+}
+
+/// What makes codes unsigned, for instructions that want them so: stored with integers, looked up with MXFP4.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn bias(codes: u8) -> i32 {
+    match codes {
+        codes::INT8 => 128,
+        codes::INT4 => 8,
+        _ => 12,
+    }
+}
+
+/// What four bits of E2M1 become, `add` added.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn e2m1_table(add: i8) -> [i8; 16] {
+    let mut table = DOUBLED_E2M1;
+    let mut i = 0;
+    while i < 16 {
+        table[i] += add;
+        i += 1;
+    }
+    table
+}
+
+/// The scales at the beginning of a tile: 16 rows' for each group, two bytes each.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Scales<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) f16: bool, // not bf16
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Scales<'a> {
+    /// Those of a tile, and what follows.
+    pub(super) fn split(layout: &MatrixLayout, tile: &'a [u8]) -> (Self, &'a [u8]) {
+        let (bytes, lines) = tile.split_at(layout.scale_bytes());
+        (Self { bytes, f16: layout.precision.scales() == ScaleType::F16 }, lines)
     }
 }
 

@@ -41,7 +41,7 @@ impl std::fmt::Display for Component {
         write!(f, "{}{layers}: {} -> {precision}, ", self.role, self.format)?;
         match self.rounding {
             0.0 => write!(f, "exact"),
-            share if self.keeps_codes => write!(f, "codes as they are, scales rounded to bf16: {:.2}%", 100.0 * share),
+            share if self.keeps_codes => write!(f, "codes as they are, scales rounded: {:.2}%", 100.0 * share),
             share => write!(f, "rounding adds {:.2}%", 100.0 * share),
         }
     }

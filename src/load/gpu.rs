@@ -15,7 +15,7 @@ use crate::backend::cuda::CudaBackend;
 use crate::config::{DenseBits, EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::Cuda;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
-use crate::experts::{CpuExperts, ExpertExecutor};
+use crate::experts::{Between, CpuExperts, ExpertExecutor};
 use crate::forward::Model;
 use crate::kv_cache::KvCache;
 use crate::memory::{Pages, read_bandwidth};
@@ -55,7 +55,8 @@ pub(super) fn assemble(
                 false => config.clone(),
             };
             let memory = Arc::new(place(cache, &place_config, &team, report)?);
-            let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k);
+            let between = Between::load(source, &model)?;
+            let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(between);
             let measured =
                 if all { Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 } } else { measure(&cuda, &team, &mut cpu, &sizes)? };
             speeds = (!all).then_some(measured);

@@ -27,15 +27,19 @@ pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Pr
             }
         ))),
         Some(g) => Ok(g),
-        None => largest.ok_or_else(|| {
+        None => config.kept.and_then(Precision::group_size).into_iter().chain(largest).min().ok_or_else(|| {
             Error::Invalid(format!("rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"))
         }),
     };
-    Ok(Some(match config.experts {
-        ExpertBits::Bf16 => Precision::Bf16,
-        ExpertBits::Int8 => Precision::Int8 { group_size: group_size()? },
-        ExpertBits::Int4 | ExpertBits::Auto => Precision::Int4 { group_size: group_size()? },
-    }))
+    let int8 = || group_size().map(Precision::int8);
+    let int4 = || group_size().map(Precision::int4);
+    let precision = match (config.experts, config.kept) {
+        (ExpertBits::Bf16, _) | (ExpertBits::Auto, Some(Precision::Bf16)) => Precision::Bf16,
+        (ExpertBits::Auto, Some(Precision::Mxfp4)) if config.group_size.is_none_or(|group_size| group_size == 32) => Precision::Mxfp4,
+        (ExpertBits::Int8, _) | (ExpertBits::Auto, Some(Precision::Int8 { .. } | Precision::Mxfp4)) => int8()?,
+        (ExpertBits::Int4, _) | (ExpertBits::Auto, Some(Precision::Int4 { .. }) | None) => int4()?,
+    };
+    Ok(Some(precision.with_scales(config.kept.unwrap_or(Precision::Bf16).scales())))
 }
 
 /// What `--experts auto`, and no `--group-size`, mean for the weights in `checkpoint`: what keeps them as they are.
@@ -46,13 +50,13 @@ pub fn for_checkpoint(config: &EngineConfig, model: &ModelConfig, checkpoint: &C
         return config.clone();
     }
     let job = cache_job("", checkpoint, model, Precision::Bf16);
-    let mut each = Vec::new();
+    let mut all = Vec::new();
     // Formats change from layer to layer and between gate, up and down, not from expert to expert.
     for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
         let Ok(sources) = job.sources(expert) else { return config.clone() };
-        each.extend(sources.iter().map(|source| source.kept_by()));
+        all.extend(sources);
     }
-    kept(config, model, kept_by_all(each))
+    EngineConfig { kept: kept_by_all(&all), ..config.clone() }
 }
 
 /// The same from a `config.json` alone, whose weights need not be here.
@@ -61,21 +65,7 @@ pub fn for_folder(config: &EngineConfig, model: &ModelConfig, dir: &Path) -> Res
         Ok(checkpoint) => Ok(for_checkpoint(config, model, &checkpoint)),
         Err(_) => {
             let inputs: Vec<usize> = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
-            Ok(kept(config, model, Quantization::of_folder(dir)?.kept_by(&inputs)))
+            Ok(EngineConfig { kept: Quantization::of_folder(dir)?.kept_by(&inputs), ..config.clone() })
         }
     }
-}
-
-/// `precision` where the user left it to us.
-fn kept(config: &EngineConfig, model: &ModelConfig, precision: Option<Precision>) -> EngineConfig {
-    let (Some(precision), Some(moe)) = (precision, model.moe()) else { return config.clone() };
-    let experts = match (config.experts, precision) {
-        (ExpertBits::Auto, Precision::Int4 { .. }) => ExpertBits::Int4,
-        (ExpertBits::Auto, Precision::Int8 { .. }) => ExpertBits::Int8,
-        (ExpertBits::Auto, Precision::Bf16) => ExpertBits::Bf16,
-        (asked, _) => asked,
-    };
-    let largest = largest_group_size(&[model.hidden_size, moe.intermediate_size]);
-    let own = precision.group_size().into_iter().chain(largest).min();
-    EngineConfig { experts, group_size: config.group_size.or(own), ..config.clone() }
 }

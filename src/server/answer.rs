@@ -102,8 +102,10 @@ impl Answer {
         let model = app.model()?;
         let mut choices = Vec::with_capacity(ask.choices.len());
         let mut said = None;
+        let steer = app.vectors.resolve(&ask.steer)?;
         for (mut request, parser) in ask.choices {
             request.client = caller.client;
+            request.steer.clone_from(&steer);
             if app.log_prompts {
                 said = Some(String::new());
                 let prompt = model.tokenizer().decode(&request.prompt, false)?;

@@ -10,6 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::App;
 use super::error::ApiError;
 use super::fields::Fields;
+use super::steer::{Steering, read_steer};
 use crate::engine::{Request, SamplingParams};
 use crate::grammar::Grammar;
 use crate::reply::Parser;
@@ -63,6 +64,8 @@ pub(super) struct Ask {
     pub(super) stops: Vec<String>,
     /// Markers in the answers may be special tokens.
     pub(super) special_tokens: bool,
+    /// What is added to the residual stream of all choices.
+    pub(super) steer: Vec<Steering>,
 }
 
 /// How one answer is asked for, whatever the prompt is.
@@ -73,6 +76,7 @@ pub(super) struct Options {
     pub(super) stops: Vec<String>,
     pub(super) n: usize,
     pub(super) logprobs: Option<usize>,
+    pub(super) steer: Vec<Steering>,
 }
 
 impl Options {
@@ -89,6 +93,7 @@ impl Options {
                 n => n.unwrap_or(1),
             },
             logprobs: None,
+            steer: read_steer(model, fields)?,
         })
     }
 
@@ -118,12 +123,12 @@ impl Options {
                     ignore_eos: self.ignore_eos,
                     constraint: form.map(compile).transpose()?,
                     logprobs: self.logprobs,
-                    client: 0,
+                    ..Request::default()
                 };
                 choices.push((request, parser()));
             }
         }
-        Ok(Ask { choices, n: self.n, stops: self.stops, special_tokens: false })
+        Ok(Ask { choices, n: self.n, stops: self.stops, special_tokens: false, steer: self.steer })
     }
 }
 

@@ -88,21 +88,25 @@ fn prompts(model: &TextModel, fields: &mut Fields) -> Result<Vec<Vec<u32>>> {
     let wrong =
         || ApiError::bad_field("prompt", format!("'prompt' must be a string or token ids, or a list of at most {MAX_PROMPTS} of either"));
     let prompt = fields.take("prompt").ok_or_else(|| ApiError::bad_field("prompt", "'prompt' is missing"))?;
-    let one = |prompt: &Value| match prompt {
-        Value::String(text) => Ok(model.tokenizer().encode(text, true)?),
-        Value::Array(ids) if !ids.is_empty() => token_ids(model, "prompt", prompt),
-        _ => Err(wrong()),
-    };
-    let prompts = match &prompt {
+    match &prompt {
         Value::Array(list) if list.iter().any(|entry| !entry.is_number()) => match list.len() {
-            1..=MAX_PROMPTS => list.iter().map(one).collect::<Result<Vec<_>>>()?,
-            _ => return Err(wrong()),
+            1..=MAX_PROMPTS => list.iter().map(|entry| one_prompt(model, entry, wrong)).collect(),
+            _ => Err(wrong()),
         },
-        single => vec![one(single)?],
+        single => Ok(vec![one_prompt(model, single, wrong)?]),
+    }
+}
+
+/// A string or token ids.
+pub(super) fn one_prompt(model: &TextModel, prompt: &Value, wrong: impl Fn() -> ApiError) -> Result<Vec<u32>> {
+    let ids = match prompt {
+        Value::String(text) => model.tokenizer().encode(text, true)?,
+        Value::Array(ids) if !ids.is_empty() => token_ids(model, "prompt", prompt)?,
+        _ => return Err(wrong()),
     };
-    match prompts.iter().any(Vec::is_empty) {
+    match ids.is_empty() {
         true => Err(ApiError::bad_field("prompt", "'prompt' is empty: give it some text, or token ids")),
-        false => Ok(prompts),
+        false => Ok(ids),
     }
 }
 

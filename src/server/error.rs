@@ -98,6 +98,10 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, message, Some("model"), Some("model_not_found"))
     }
 
+    pub(super) fn no_such_vector(name: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, format!("There is no vector '{name}'"), None, Some("vector_not_found"))
+    }
+
     pub(super) fn no_such_route(path: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, format!("There is nothing at {path}"), None, Some("unknown_url"))
     }
@@ -163,6 +167,16 @@ impl From<Error> for ApiError {
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         Self::new(status, error.to_string(), None, None)
+    }
+}
+
+/// What it is without HTTP.
+impl From<ApiError> for Error {
+    fn from(error: ApiError) -> Self {
+        match error.status.is_client_error() {
+            true => Error::Invalid(error.message),
+            false => Error::Model(error.message),
+        }
     }
 }
 

@@ -23,6 +23,11 @@ impl Fields {
         }
     }
 
+    /// The members of an object within a body.
+    pub(super) fn from(map: Map<String, Value>) -> Self {
+        Self(map)
+    }
+
     /// Takes a field of any type.
     pub(super) fn take(&mut self, name: &str) -> Option<Value> {
         self.0.remove(name).filter(|value| !value.is_null())

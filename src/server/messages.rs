@@ -16,6 +16,7 @@ use super::conversation::{Conversation, Tools, check_tools, read_content, read_f
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
+use super::steer::read_steer;
 use crate::engine::SamplingParams;
 use crate::grammar::Grammar;
 use crate::reply::{Tool, ToolChoice};
@@ -64,6 +65,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)
         stops: stops("stop_sequences", fields.take("stop_sequences"))?,
         n: 1,
         logprobs: None,
+        steer: read_steer(model, fields)?,
     };
     let streams = fields.boolean("stream")?.unwrap_or(false);
     Ok((conversation(model, fields)?.ask(model, options)?, streams))

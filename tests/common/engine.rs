@@ -41,6 +41,7 @@ pub fn read(mut events: Events) -> (Vec<u32>, Result<(FinishReason, RequestStats
                     tokens.push(token);
                     assert_eq!(stats.completion_tokens, tokens.len());
                 }
+                Event::Captured(_) => {}
                 Event::Done(reason, stats) => break (tokens, Ok((reason, stats))),
                 Event::Failed(error) => break (tokens, Err(error)),
             }

@@ -1,6 +1,6 @@
 //! Grouped-query attention over the paged cache, and what queries, keys and values go through before it.
 
-use moebius::backend::{Backend, Heads};
+use moebius::backend::{Backend, Heads, Softmax};
 use moebius::config::KvBits;
 
 use crate::common;
@@ -29,6 +29,11 @@ fn scale(dim: usize) -> f32 {
     6.0 / (dim as f32).sqrt()
 }
 
+/// Everything before a token is seen, and nothing else.
+fn all_of<B: Backend>(scale: f32) -> Softmax<'static, B> {
+    Softmax { scale, window: None, sinks: None }
+}
+
 fn check_attention(sides: &Sides, (heads, kv_heads, dim): (usize, usize, usize), sequences: &[(usize, usize)], bits: KvBits) {
     let (last, all, pool) = ragged(sequences);
     let (cols, kv_cols) = (heads * dim, kv_heads * dim);
@@ -39,7 +44,7 @@ fn check_attention(sides: &Sides, (heads, kv_heads, dim): (usize, usize, usize),
         let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
         let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
-        b.attention(&kv, &b.on_device(&last), heads, scale(dim), &b.filled(cols, &q), &mut out);
+        b.attention(&kv, &b.on_device(&last), heads, &all_of(scale(dim)), &b.filled(cols, &q), &mut out);
         b.numbers(&out)
     });
     check(&format!("{heads} heads on {kv_heads} of {dim}, {bits}, {sequences:?}"), &got, &want, ATTENTION);
@@ -86,6 +91,43 @@ fn attention_of_many_sequences() {
     }
 }
 
+/// Windows of less than a page, of some and of everything, where they begin and end in pages; sinks that weigh little and that leave little to others.
+#[test]
+fn attention_in_windows_and_with_sinks() {
+    need_gpu!();
+    let sides = Sides::new();
+    let sequences = [(300, 1), (64, 1), (65, 1), (1, 1), (200, 2), (330, 170), (17, 17), (130, 129)];
+    let (last, all, pool) = ragged(&sequences);
+    for (heads, kv_heads, dim) in [(4, 2, 64), (18, 1, 96), (2, 1, 128), (2, 1, 256)] {
+        let (cols, kv_cols) = (heads * dim, kv_heads * dim);
+        let q = random(last.len() * cols, 34);
+        let [k, v] = [35, 36].map(|seed| random(all.len() * kv_cols, seed));
+        let scores: Vec<f32> = (0..heads).map(|head| [-2.0, 7.0, 1.0][head % 3]).collect();
+        for (window, with_sinks) in
+            [(Some(1), false), (Some(50), true), (Some(64), false), (Some(128), true), (Some(1000), false), (None, true)]
+        {
+            for bits in [KvBits::Bf16, KvBits::Fp8] {
+                let (got, want) = both!(sides, |b| {
+                    let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
+                    let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
+                    b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
+                    let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
+                    let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
+                    let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
+                    b.attention(&kv, &b.on_device(&last), heads, &softmax, &b.filled(cols, &q), &mut out);
+                    b.numbers(&out)
+                });
+                check(
+                    &format!("{heads} heads on {kv_heads} of {dim}, {bits}, window {window:?}, sinks {with_sinks}"),
+                    &got,
+                    &want,
+                    ATTENTION,
+                );
+            }
+        }
+    }
+}
+
 /// A value alone is its own attention: what the cache holds of every number that FP8 tells apart, and of some that it does not.
 #[test]
 fn fp8_rounds_to_even_and_saturates() {
@@ -102,7 +144,7 @@ fn fp8_rounds_to_even_and_saturates() {
         let (batch, none) = (b.on_device(&batch), b.filled(64, &vec![0.0; rows * 64]));
         b.kv_write(&mut kv, &batch, &none, Some(&b.filled(64, &v)));
         let mut out = b.tensor(rows, 64).unwrap();
-        b.attention(&kv, &batch, 1, 1.0, &none, &mut out);
+        b.attention(&kv, &batch, 1, &all_of(1.0), &none, &mut out);
         b.numbers(&out)
     });
     assert_eq!(got, want);
@@ -137,7 +179,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             let prepared = $b.numbers(&q);
             let queries: Vec<f32> = last_rows(&all, &last, &prepared, cols);
             let mut out = $b.tensor(last.len(), cols).unwrap();
-            $b.attention(&kv, &$b.on_device(&last), heads, scale, &$b.filled(cols, &queries), &mut out);
+            $b.attention(&kv, &$b.on_device(&last), heads, &all_of(scale), &$b.filled(cols, &queries), &mut out);
             (prepared, $b.numbers(&out))
         }};
     }

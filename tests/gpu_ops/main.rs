@@ -8,6 +8,7 @@
 mod common;
 
 mod attention;
+mod delta_net;
 mod latents;
 mod library;
 mod products;

@@ -15,6 +15,7 @@ fn routers() -> Vec<(usize, Router)> {
     vec![
         (8, plain.clone()),
         (60, Router { top_k: 4, normalize: true, ..plain }),
+        (32, Router { top_k: 4, bias: true, normalize: true, ..plain }),
         (128, Router { top_k: 8, normalize: true, scaling: 0.5, ..plain }),
         (160, Router { top_k: 6, groups: groups(8, 3, GroupScore::Max), scaling: 16.0, ..plain }),
         (12, Router { top_k: 1, ..plain }),
@@ -27,6 +28,11 @@ fn routers() -> Vec<(usize, Router)> {
 
 fn bias(experts: usize, router: &Router) -> Option<Vec<f32>> {
     router.correction_bias.then(|| random(experts, 53).iter().map(|b| 0.3 * b).collect())
+}
+
+/// Of the logits, in quarters.
+fn offsets(experts: usize, router: &Router) -> Option<Vec<f32>> {
+    router.bias.then(|| random(experts, 54).iter().map(|b| (b * 8.0).round() / 4.0).collect())
 }
 
 /// Ids equal, weights up to f32's exponential functions.
@@ -46,7 +52,7 @@ fn route_among_equals() {
         for tokens in [1, 3, 8, 9, 64, 200] {
             let x: Vec<f32> = random(tokens * hidden, 52).iter().map(|x| (x * 2.0).round() / 2.0).collect();
             let (got, want) = both!(sides, |b| {
-                let w = b.load_router(weight.clone(), None, bias(experts, &router)).unwrap();
+                let w = b.load_router(weight.clone(), offsets(experts, &router), bias(experts, &router)).unwrap();
                 let mut routing = b.routing(tokens, router.top_k).unwrap();
                 b.route(&w, &router, &b.filled(hidden, &x), &mut routing);
                 let mut out = Routing::default();
@@ -70,7 +76,7 @@ fn route_after_a_norm() {
             for tokens in [1, 5, 8, 9, 40] {
                 let x: Vec<f32> = random(tokens * hidden, 56).iter().map(|x| 3.0 * x).collect();
                 let (got, want) = both!(sides, |b| {
-                    let w = b.load_router(weight.clone(), None, bias(experts, &router)).unwrap();
+                    let w = b.load_router(weight.clone(), offsets(experts, &router), bias(experts, &router)).unwrap();
                     let (mut h, mut routing) = (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
                     let norm = b.load_norm(norm.clone()).unwrap();
                     // Twice: what the first leaves behind must not count.
@@ -92,7 +98,7 @@ fn route_after_a_norm() {
 
 fn routed_on_cpu(sides: &Sides, weight: &[f32], (experts, router): (usize, &Router), h: &[f32], hidden: usize) -> Routing {
     let (b, mut out) = (&sides.cpu, Routing::default());
-    b.route(&b.load_router(weight.to_vec(), None, bias(experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
+    b.route(&b.load_router(weight.to_vec(), offsets(experts, router), bias(experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
     out
 }
 
@@ -105,7 +111,7 @@ fn a_token_goes_to_the_same_experts_in_any_batch() {
         for (experts, router) in routers() {
             let unit = 3.0 / (hidden as f32).sqrt();
             let weight: Vec<f32> = random(experts * hidden, 57).iter().map(|w| unit * w).collect();
-            let w = b.load_router(weight, None, bias(experts, &router)).unwrap();
+            let w = b.load_router(weight, offsets(experts, &router), bias(experts, &router)).unwrap();
             let norm = b.load_norm(random(hidden, 58).iter().map(|w| 1.0 + 0.5 * w).collect()).unwrap();
             let x = random(40 * hidden, 59);
             let route = |tokens: usize| {

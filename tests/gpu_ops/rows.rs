@@ -1,4 +1,4 @@
-//! Ops on single rows: embedding, norms, rotation, SiLU, gathering.
+//! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
 use moebius::backend::Backend;
 
@@ -139,6 +139,31 @@ fn gather_picks_rows_of_a_part() {
 }
 
 #[test]
+fn add_scaled_adds_to_rows_and_to_no_others() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, cols) in [(1, 8), (37, 136), (5, 2056)] {
+        let (x, vector) = (random(rows * cols, 11), random(cols, 12));
+        for part in [0..rows, rows / 2..rows, 0..rows.div_ceil(2)] {
+            let (got, want) = both!(sides, |b| {
+                let mut x = b.filled_f32(cols, &x);
+                b.add_scaled(&b.load_norm(vector.clone()).unwrap(), -3.7, part.clone(), &mut x);
+                b.numbers(&x)
+            });
+            assert_eq!(got, want, "rows {part:?} of {rows} of {cols} columns");
+            let plain = |i: usize| if part.contains(&(i / cols)) { x[i] + -3.7 * vector[i % cols] } else { x[i] };
+            assert!((0..x.len()).all(|i| got[i] == plain(i)));
+        }
+        let (got, want) = both!(sides, |b| {
+            let mut out = vec![0.0; rows.div_ceil(2) * cols];
+            b.read_rows(&b.filled_f32(cols, &x), rows / 2..rows, &mut out).unwrap();
+            out
+        });
+        assert!(got == want && got == x[rows / 2 * cols..]);
+    }
+}
+
+#[test]
 fn shortlists_have_the_largest_and_weigh_all() {
     need_gpu!();
     let sides = Sides::new();
@@ -162,5 +187,26 @@ fn shortlists_have_the_largest_and_weigh_all() {
             assert_eq!(list.best, want, "row {row} of {rows} rows of {cols}");
             assert!((list.total / total - 1.0).abs() < 1e-5, "row {row} of {rows} rows of {cols}: {} and {total}", list.total);
         }
+    }
+}
+
+#[test]
+fn gates_of_numbers_and_of_rows() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, hidden, cols) in [(1, 8, 16), (3, 136, 72), (40, 2056, 1032)] {
+        let [x, gate, w, h] = [(rows * cols, 61), (rows * cols, 62), (hidden, 63), (rows * hidden, 64)].map(|(n, seed)| random(n, seed));
+        let (got, want) = both!(sides, |b| {
+            let mut x = b.filled(cols, &x);
+            b.sigmoid_mul(&b.filled(cols, &gate), &mut x);
+            b.numbers(&x)
+        });
+        check(&format!("{rows} rows of {cols}, each number"), &got, &want, Within::BF16);
+        let (got, want) = both!(sides, |b| {
+            let mut x = b.filled(cols, &x);
+            b.gate_rows(&b.load_norm(w.clone()).unwrap(), &b.filled(hidden, &h), &mut x);
+            b.numbers(&x)
+        });
+        check(&format!("{rows} rows of {cols}, of {hidden}"), &got, &want, Within::BF16);
     }
 }

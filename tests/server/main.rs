@@ -7,4 +7,5 @@ mod fixture;
 mod messages;
 mod refusals;
 mod requests;
+mod steer;
 mod trust;

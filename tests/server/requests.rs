@@ -27,7 +27,7 @@ fn fields() -> Vec<(&'static str, Vec<Value>)> {
             ],
         ),
         ("prompt", vec![json!("x"), json!([1, 2]), json!(["a", [3]])]),
-        ("max_tokens", vec![json!(5), json!(1u64 << 40)]),
+        ("max_tokens", vec![json!(5), json!(u64::MAX)]),
         (
             "tools",
             vec![
@@ -56,6 +56,17 @@ fn fields() -> Vec<(&'static str, Vec<Value>)> {
         ("guided_regex", vec![json!("[ab]+")]),
         ("system", vec![json!("s"), json!([{"type": "text", "text": "s"}])]),
         ("echo", vec![json!(true)]),
+        (
+            "steer",
+            vec![
+                json!([{"layer": 1, "vector": "name", "coefficient": -1e30, "positions": [[0, 5], [7, null]]}]),
+                json!([{"layer": 0, "vector": [1, 2, 3, 4, 5, 6, 7, 8], "positions": "generated"}]),
+            ],
+        ),
+        ("layers", vec![json!("all"), json!([0, 3]), json!([u64::MAX])]),
+        ("positions", vec![json!("prompt"), json!([[0, u64::MAX]]), json!([[3, 1]])]),
+        ("logits", vec![json!(true)]),
+        ("encoding_format", vec![json!("float"), json!("safetensors")]),
     ]
 }
 
@@ -83,11 +94,12 @@ fn body() -> impl Strategy<Value = Value> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
     #[test]
-    fn any_fields_are_read_or_refused(bodies in proptest::collection::vec(body(), 4), cut in 0usize..400) {
+    fn any_fields_are_read_or_refused(bodies in proptest::collection::vec(body(), 5), cut in 0usize..400) {
         let dir = with_template(TEMPLATE);
         for text_side in [dir.path().to_path_buf(), tokenizer_dir()] {
             let (model, _requests) = model_in(&text_side);
-            for (body, path) in bodies.iter().zip(["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]) {
+            let paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/capture"];
+            for (body, path) in bodies.iter().zip(paths) {
                 let text = body.to_string();
                 for bytes in [text.as_bytes(), &text.as_bytes()[..cut.min(text.len())]] {
                     if let Err(refusal) = read_request(&model, path, bytes) {

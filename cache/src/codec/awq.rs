@@ -19,7 +19,7 @@ pub(super) struct Awq<'a> {
 
 impl Codes for Awq<'_> {
     fn integers(&self) -> Integers {
-        Integers { low: -15, high: 15, group: self.group, exact_scales: self.scales.are_bf16() }
+        Integers { low: -15, high: 15, group: self.group, scales: self.scales.packed_type(), e2m1: false }
     }
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

@@ -71,10 +71,10 @@ impl CompressedTensors<'_> {
 
 impl Codes for CompressedTensors<'_> {
     fn integers(&self) -> Integers {
-        let (half, exact_scales) = (1 << (self.bits - 1), self.scales.are_bf16());
+        let (half, scales) = (1 << (self.bits - 1), self.scales.packed_type());
         match self.zeros {
-            None => Integers { low: -half, high: half - 1, group: self.group, exact_scales },
-            Some(_) => Integers { low: -2 * half + 1, high: 2 * half - 1, group: self.group, exact_scales },
+            None => Integers { low: -half, high: half - 1, group: self.group, scales, e2m1: false },
+            Some(_) => Integers { low: -2 * half + 1, high: 2 * half - 1, group: self.group, scales, e2m1: false },
         }
     }
 

@@ -7,10 +7,11 @@ mod super_blocks;
 
 use half::f16;
 
-use super::mxfp4::{self, DOUBLED};
+use super::mxfp4;
 use super::scales::e8m0;
 use super::{Codec, Codes, Integers, Read, Values};
 use crate::checkpoint::GgmlType;
+use crate::pack::{DOUBLED_E2M1, ScaleType};
 
 /// The 16 values of IQ4_NL and IQ4_XS.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
@@ -41,7 +42,7 @@ impl Blocks<'_> {
 
 impl Codes for Blocks<'_> {
     fn integers(&self) -> Integers {
-        let of = |low, high| Integers { low, high, group: 32, exact_scales: false };
+        let of = |low, high| Integers { low, high, group: 32, scales: ScaleType::F16, e2m1: false };
         match self.kind {
             GgmlType::Q4_0 => of(-8, 7),
             GgmlType::Q5_0 => of(-16, 15),
@@ -76,7 +77,7 @@ impl Codes for Blocks<'_> {
             }),
             GgmlType::MXFP4 => each::<17, 1>(bytes, codes, scales, |block, [codes], [scale]| {
                 *scale = e8m0(block[0], 1);
-                halves(&block[1..], codes, |nibble| DOUBLED[nibble as usize]);
+                halves(&block[1..], codes, |nibble| DOUBLED_E2M1[nibble as usize]);
             }),
             GgmlType::IQ4_XS => each::<136, 8>(bytes, codes, scales, |block, codes, scales| {
                 let (d, high) = (half_at(block, 0), u16::from_le_bytes([block[2], block[3]]));

@@ -48,10 +48,10 @@ impl Gptq<'_> {
 
 impl Codes for Gptq<'_> {
     fn integers(&self) -> Integers {
-        let (half, exact_scales) = (1 << (self.bits - 1), self.scales.are_bf16());
+        let (half, scales) = (1 << (self.bits - 1), self.scales.packed_type());
         match self.symmetric {
-            true => Integers { low: -half, high: half - 1, group: self.group, exact_scales },
-            false => Integers { low: -2 * half, high: 2 * half - 1, group: self.group, exact_scales },
+            true => Integers { low: -half, high: half - 1, group: self.group, scales, e2m1: false },
+            false => Integers { low: -2 * half, high: 2 * half - 1, group: self.group, scales, e2m1: false },
         }
     }
 

@@ -5,11 +5,9 @@
 
 use super::scales::e8m0;
 use super::{Codes, Integers, Read};
+use crate::pack::{DOUBLED_E2M1, ScaleType};
 
-/// Twice the values of E2M1.
-pub(super) const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
-
-pub(super) const INTEGERS: Integers = Integers { low: -12, high: 12, group: 32, exact_scales: true };
+pub(super) const INTEGERS: Integers = Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true };
 
 /// A matrix of `[n, k / 32]` blocks: `blocks` 16 bytes each, `scales` one.
 pub(super) struct Mxfp4<'a> {
@@ -28,7 +26,7 @@ impl Codes for Mxfp4<'_> {
         let blocks = self.blocks[at * 16..].as_chunks::<16>().0;
         for (i, (codes, scale)) in codes.as_chunks_mut::<32>().0.iter_mut().zip(scales).enumerate() {
             for (pair, byte) in codes.as_chunks_mut::<2>().0.iter_mut().zip(blocks[i]) {
-                *pair = [DOUBLED[byte as usize & 15], DOUBLED[byte as usize >> 4]];
+                *pair = [DOUBLED_E2M1[byte as usize & 15], DOUBLED_E2M1[byte as usize >> 4]];
             }
             *scale = e8m0(self.scales[at + i], 1);
         }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::pack::{Precision, largest_group_size};
+use crate::pack::{Precision, ScaleType, largest_group_size};
 use crate::{Error, Result};
 
 /// What the tensors' own names, types and shapes do not tell.
@@ -76,16 +76,19 @@ impl Quantization {
             Some(group) => largest_group_size(&[group]),
             None => largest_group_size(inputs),
         };
-        let int4 = |group| group_size(group).map(|group_size| Precision::Int4 { group_size });
-        let int8 = |group| group_size(group).map(|group_size| Precision::Int8 { group_size });
-        match *self {
+        let int4 = |group| group_size(group).map(Precision::int4);
+        let int8 = |group| group_size(group).map(Precision::int8);
+        let kept = match *self {
             Self::None => None,
             Self::Fp8 { .. } => int8(None),
             Self::CompressedTensors { bits: 4, symmetric: true, group, .. }
             | Self::Gptq { bits: 4, symmetric: true, act_order: false, group, .. } => int4(group),
             Self::CompressedTensors { group, .. } | Self::Gptq { group, .. } | Self::Awq { group } => int8(group),
-            Self::Mxfp4 => int8(Some(32)),
-        }
+            Self::Mxfp4 => Some(Precision::Mxfp4),
+        };
+        // What these two write, unless told otherwise; out of order nothing is kept.
+        let f16 = matches!(self, Self::Gptq { act_order: false, .. } | Self::Awq { .. });
+        kept.map(|kept| if f16 { kept.with_scales(ScaleType::F16) } else { kept })
     }
 
     /// Reads `quantization_config` of a whole config, or of its `text_config`.

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use crate::checkpoint::{Dtype, TensorView};
+use crate::pack::ScaleType;
 use crate::{Error, Result};
 
 /// Scales of a matrix, `[rows, cols]`, in any type that a format keeps them in.
@@ -35,9 +36,9 @@ impl<'a> Scales<'a> {
         }
     }
 
-    /// Whether bf16 holds each of them.
-    pub(super) fn are_bf16(&self) -> bool {
-        matches!(self.view.dtype, Dtype::BF16 | Dtype::F8E8M0)
+    /// The type they are packed in: F16 as it is, of anything else what has its range.
+    pub(super) fn packed_type(&self) -> ScaleType {
+        if self.view.dtype == Dtype::F16 { ScaleType::F16 } else { ScaleType::Bf16 }
     }
 }
 

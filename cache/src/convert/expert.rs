@@ -1,6 +1,5 @@
 //! One expert: read, hashed, packed or quantized and packed, sixteen rows at a time, so that each row is in the cache of the core throughout.
 
-use half::bf16;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::Result;
@@ -49,7 +48,7 @@ pub struct Tiles {
     rows: Vec<f32>, // [16, k]
     codes: Vec<i8>, // [16, k]
     scales: Vec<f32>,
-    packed_scales: Vec<bf16>,
+    packed_scales: Vec<f32>,
     scratch: Scratch,
 }
 
@@ -64,7 +63,7 @@ impl Tiles {
             self.codes.resize(weights, 0);
             self.scales.resize(weights / integers.group, 0.0);
             source.codes(first, &mut self.codes, &mut self.scales)?;
-            let repeated = self.scales.iter().flat_map(|&scale| std::iter::repeat_n(bf16::from_f32(scale), integers.group / group_size));
+            let repeated = self.scales.iter().flat_map(|&scale| std::iter::repeat_n(scale, integers.group / group_size));
             self.packed_scales.clear();
             self.packed_scales.extend(repeated);
             pack_tile(layout, Weights::Int { codes: &self.codes, scales: &self.packed_scales }, out);

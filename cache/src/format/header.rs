@@ -15,7 +15,9 @@ pub const MAGIC: [u8; 8] = *b"MOEBIUS\0";
 /// First bytes of a cache file that is not complete.
 const MAGIC_PARTIAL: [u8; 8] = *b"MOEBPART";
 /// Version of the header and of the packed layout.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
+/// The oldest one that is read; it lacks MXFP4 and scales in F16.
+const OLDEST_VERSION: u32 = 2;
 /// Layers begin at multiples of this.
 pub const PAGE_BYTES: u64 = 4096;
 
@@ -306,8 +308,8 @@ pub fn parse(bytes: &[u8]) -> std::result::Result<(Header, Vec<ExpertRecord>), S
         return Err("is no Moebius cache, or one whose build was not finished".into());
     }
     let (version, json_bytes, file_bytes) = (u32_at(8), u32_at(12) as usize, u64_at(16));
-    if version != VERSION {
-        return Err(format!("is of format version {version}, and this program reads version {VERSION}"));
+    if !(OLDEST_VERSION..=VERSION).contains(&version) {
+        return Err(format!("is of format version {version}, and this program reads versions {OLDEST_VERSION} to {VERSION}"));
     }
     if file_bytes != bytes.len() as u64 {
         return Err(format!("has {} bytes where its header says {file_bytes}: it was cut off or damaged", bytes.len()));

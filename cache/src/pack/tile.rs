@@ -4,19 +4,19 @@
 
 use half::bf16;
 
-use super::{ExpertLayout, MatrixLayout, Precision, TILE_ROWS};
+use super::{DOUBLED_E2M1, ExpertLayout, MatrixLayout, Precision, TILE_ROWS};
 
 /// Row-major weights of a matrix `[n, k]`, or of some of its rows.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
     /// For `Precision::Bf16`: `[n, k]`.
     Bf16(&'a [bf16]),
-    /// For the integer precisions.
+    /// For the others.
     Int {
-        /// `[n, k]`, -128..=127 for INT8 and -8..=7 for INT4.
+        /// `[n, k]`, -128..=127 for INT8, -8..=7 for INT4, of [`DOUBLED_E2M1`] for MXFP4.
         codes: &'a [i8],
-        /// `[n, k / group_size]`.
-        scales: &'a [bf16],
+        /// `[n, k / group_size]`, rounded to the precision's type.
+        scales: &'a [f32],
     },
 }
 
@@ -79,14 +79,14 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
                 }
             }
         }
-        (Weights::Int { codes, scales }, Precision::Int8 { group_size }) => {
-            let lines = pack_scales(layout, scales, group_size, out);
+        (Weights::Int { codes, scales }, Precision::Int8 { .. }) => {
+            let lines = pack_scales(layout, scales, out);
             lines.fill(0x80);
             // Adding 128 to an i8 is flipping its highest bit.
             pack_codes::<4>(layout.k, codes, lines, |&code| u32::from_le_bytes(bytemuck::cast(code)) ^ 0x8080_8080);
         }
-        (Weights::Int { codes, scales }, Precision::Int4 { group_size }) => {
-            let lines = pack_scales(layout, scales, group_size, out);
+        (Weights::Int { codes, scales }, Precision::Int4 { .. }) => {
+            let lines = pack_scales(layout, scales, out);
             lines.fill(0x88);
             // Adding 8 to a code of 4 bits is flipping the highest of them.
             pack_codes::<8>(layout.k, codes, lines, |code| {
@@ -94,18 +94,34 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
                 (word as u32 | (word >> 32 << 4) as u32) ^ 0x8888_8888
             });
         }
+        (Weights::Int { codes, scales }, Precision::Mxfp4) => {
+            let lines = pack_scales(layout, scales, out);
+            lines.fill(0);
+            pack_codes::<8>(layout.k, codes, lines, |codes| {
+                (0..4).fold(0, |word, j| word | (e2m1(codes[j]) | e2m1(codes[j + 4]) << 4) << (8 * j))
+            });
+        }
         _ => panic!("weights of another kind than {}", layout.precision),
     }
 }
 
+/// The four bits of E2M1 that stand for half of a code. Panics: there are none (a bug).
+fn e2m1(code: i8) -> u32 {
+    /// By magnitude; 16 is none.
+    const BITS: [u8; 13] = [0, 1, 2, 3, 4, 16, 5, 16, 6, 16, 16, 16, 7];
+    let bits = BITS.get(code.unsigned_abs() as usize).copied().unwrap_or(16);
+    assert!(bits < 16, "{code} is not twice a number of E2M1");
+    u32::from(bits) | u32::from(code < 0) << 3
+}
+
 /// Writes the scales of a tile and returns the place of its codes.
-fn pack_scales<'o>(layout: &MatrixLayout, scales: &[bf16], group_size: usize, out: &'o mut [u8]) -> &'o mut [u8] {
+fn pack_scales<'o>(layout: &MatrixLayout, scales: &[f32], out: &'o mut [u8]) -> &'o mut [u8] {
     let (bytes, codes) = out.split_at_mut(layout.scale_bytes());
     bytes.fill(0);
-    let groups = layout.k / group_size;
+    let (scale_type, groups) = (layout.precision.scales(), layout.k / layout.precision.group_size().unwrap_or(layout.k));
     for (row, scales) in scales.chunks_exact(groups).enumerate() {
-        for (group, scale) in scales.iter().enumerate() {
-            bytes[(group * TILE_ROWS + row) * 2..][..2].copy_from_slice(&scale.to_bits().to_le_bytes());
+        for (group, &scale) in scales.iter().enumerate() {
+            bytes[(group * TILE_ROWS + row) * 2..][..2].copy_from_slice(&scale_type.to_bits(scale).to_le_bytes());
         }
     }
     codes
@@ -150,20 +166,18 @@ fn unpack_tiles<'a>(layout: &MatrixLayout, tile: impl Fn(usize) -> &'a [u8]) -> 
 
 /// The weight of one row and input of a tile, by the definition of the layout.
 fn unpack_weight(layout: &MatrixLayout, tile: &[u8], row: usize, input: usize) -> f32 {
-    let bf16_at = |at: usize| bf16::from_le_bytes([tile[at], tile[at + 1]]).to_f32();
+    let bits_at = |at: usize| u16::from_le_bytes([tile[at], tile[at + 1]]);
     let codes = &tile[layout.scale_bytes()..];
-    let (group_size, code) = match layout.precision {
-        Precision::Bf16 => return bf16_at(input / 2 * 64 + row * 4 + input % 2 * 2),
-        Precision::Int8 { group_size } => {
-            let (c, j) = (input / 4, input % 4);
-            (group_size, codes[(c * TILE_ROWS + row) * 4 + j] as i32 - 128)
-        }
-        Precision::Int4 { group_size } => {
-            let (c, j) = (input / 8, input % 8);
-            let byte = codes[(c * TILE_ROWS + row) * 4 + j % 4];
-            let nibble = if j < 4 { byte & 15 } else { byte >> 4 };
-            (group_size, nibble as i32 - 8)
-        }
+    let nibble = || {
+        let (c, j) = (input / 8, input % 8);
+        let byte = codes[(c * TILE_ROWS + row) * 4 + j % 4];
+        if j < 4 { byte & 15 } else { byte >> 4 }
     };
-    bf16_at((input / group_size * TILE_ROWS + row) * 2) * code as f32
+    let (group_size, code) = match layout.precision {
+        Precision::Bf16 => return bf16::from_bits(bits_at(input / 2 * 64 + row * 4 + input % 2 * 2)).to_f32(),
+        Precision::Int8 { group_size, .. } => (group_size, codes[(input / 4 * TILE_ROWS + row) * 4 + input % 4] as i32 - 128),
+        Precision::Int4 { group_size, .. } => (group_size, nibble() as i32 - 8),
+        Precision::Mxfp4 => (32, DOUBLED_E2M1[nibble() as usize] as i32),
+    };
+    layout.precision.scales().from_bits(bits_at((input / group_size * TILE_ROWS + row) * 2)) * code as f32
 }

@@ -33,7 +33,7 @@ pub struct Model {
 }
 
 pub const SMALL: Model = Model { layers: 4, experts: 6, hidden: 96, intermediate: 64, seed: 5 };
-pub const INT4: Precision = Precision::Int4 { group_size: 32 };
+pub const INT4: Precision = Precision::int4(32);
 
 impl Model {
     pub fn source(&self, layer: usize) -> LayerSource {

@@ -22,6 +22,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::TILE_ROWS;
 
 use super::{Cpu, Kv, Scratch, lock, take};
+use crate::backend::Softmax;
 use crate::batch::{BLOCK_SIZE, Batch, Span};
 use crate::kernel::{Kernel, Start};
 use crate::tensor::Tensor;
@@ -179,18 +180,8 @@ impl<'s> Sums<'s> {
 }
 
 impl Cpu {
-    /// Attention with a window and sinks, or without either.
-    #[allow(clippy::too_many_arguments)] // as `Backend::windowed_attention`
-    pub(super) fn attend(
-        &self,
-        kv: &Kv,
-        batch: &Batch,
-        num_heads: usize,
-        scale: f32,
-        (window, sinks): (Option<usize>, Option<&[f32]>),
-        q: &Tensor,
-        out: &mut Tensor,
-    ) {
+    pub(super) fn attend(&self, kv: &Kv, batch: &Batch, num_heads: usize, softmax: &Softmax<'_, Cpu>, q: &Tensor, out: &mut Tensor) {
+        let (window, sinks) = (softmax.window.unwrap_or(usize::MAX), softmax.sinks.map(Vec::as_slice));
         let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads(), kv.values.n);
         assert!(q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads()) && out.cols() == num_heads * dim);
         let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
@@ -204,7 +195,7 @@ impl Cpu {
             cut = Cut::new(kv.heads(), group, group.min(TILE).min(per_worker).max(1));
         }
         let total = count(&cut);
-        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale, window: window.unwrap_or(usize::MAX), sinks, q, cut };
+        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
         let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
         let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
         let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);

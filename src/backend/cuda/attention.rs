@@ -9,7 +9,7 @@ use half::bf16;
 use super::batch::{DECODE_ROWS, TILE_ROWS, blocks};
 use super::linear::{self, Out, Product};
 use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
-use crate::backend::Heads;
+use crate::backend::{Heads, Softmax};
 use crate::batch::BLOCK_SIZE;
 use crate::config::KvBits;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
@@ -19,6 +19,9 @@ use crate::{Error, Result};
 
 /// Query heads that one block of single-row attention serves.
 const HEADS: usize = 16;
+
+/// What a window is that hides nothing, as kernels/attention.cuh has it.
+const NO_WINDOW: usize = 1 << 30;
 
 /// Bytes that the keys and values of a segment of context may take, expanded from latents.
 const EXPANDED_BYTES: usize = 256 << 20;
@@ -264,34 +267,38 @@ impl CudaBackend {
             batch.rows() as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
     }
 
-    pub(super) fn attend(&self, kv: &Kv, batch: &CudaBatch, heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) {
+    pub(super) fn attend(&self, kv: &Kv, batch: &CudaBatch, heads: usize, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
         let size = Size::of(kv.key_dim, kv.value_dim);
+        let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
+        let (scale, window) = (softmax.scale, softmax.window.unwrap_or(usize::MAX).min(NO_WINDOW));
         let (fp8, stream) = (usize::from(kv.fp8), &self.cuda.compute);
         let (heads_i, kv_heads, key_dim, value_dim) = (heads as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
         if batch.decode > 0 {
             let parts = kv.heads * (heads / kv.heads).div_ceil(HEADS);
-            let splits = (BLOCKS * self.cuda.info.multiprocessors / (batch.decode * parts)).clamp(1, blocks(self.limits.context).min(128));
+            // A window may begin and end within pages.
+            let pages = blocks(self.limits.context).min(blocks(window) + 1);
+            let splits = (BLOCKS * self.cuda.info.multiprocessors / (batch.decode * parts)).clamp(1, pages.min(128));
             launch!(self.cuda, stream, size.decode[fp8], [splits, parts, batch.decode], 128, size.decode_shared(kv.fp8);
                 q.bf16(), kv.keys.address(), kv.values(), out.bf16(), self.attention.partial.address(), self.attention.states.address(),
                 batch.decode_rows(), batch.positions(), batch.token_seq(), batch.seq_blocks(), batch.block_table(),
-                heads_i, kv_heads, key_dim, value_dim, scale);
-            self.combine(batch, splits, heads, kv.value_dim, out.bf16());
+                heads_i, kv_heads, key_dim, value_dim, scale, window as i32, sinks);
+            self.combine(batch, splits, heads, kv.value_dim, sinks, out.bf16());
         }
-        if self.attend_wgmma(kv, batch, heads, scale, q, out) {
+        if self.attend_wgmma(kv, batch, heads, softmax, q, out) {
             return;
         }
         let which = usize::from(size.key == 256);
         launch!(self.cuda, stream, size.prefill[fp8], [heads, batch.tiles[which], 1], 128, size.prefill_shared(kv.fp8);
             q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(), batch.positions(),
-            batch.seq_blocks(), batch.block_table(), heads_i, kv_heads, key_dim, value_dim, scale);
+            batch.seq_blocks(), batch.block_table(), heads_i, kv_heads, key_dim, value_dim, scale, window as i32, sinks);
     }
 
     /// Puts the parts of a split context together.
-    fn combine(&self, batch: &CudaBatch, splits: usize, heads: usize, value_dim: usize, out: Address<bf16>) {
+    fn combine(&self, batch: &CudaBatch, splits: usize, heads: usize, value_dim: usize, sinks: Address<f32>, out: Address<bf16>) {
         if splits > 1 {
             launch!(self.cuda, &self.cuda.compute, "attention_combine", [batch.decode * heads, value_dim.div_ceil(64), 1], 128, 0;
                 self.attention.partial.address(), self.attention.states.address(), out, batch.decode_rows(), splits as i32, heads as i32,
-                value_dim as i32);
+                value_dim as i32, sinks);
         }
     }
 
@@ -379,7 +386,7 @@ impl CudaBackend {
             scratch.query.address(), kv.keys.address(), scratch.mixed.address(), self.attention.partial.address(), self.attention.states.address(),
             batch.decode_rows(), batch.positions(), batch.token_seq(), batch.seq_blocks(), batch.block_table(),
             heads as i32, key_dim as i32, rank as i32, config.scale);
-        self.combine(batch, splits, heads, rank, scratch.mixed.address());
+        self.combine(batch, splits, heads, rank, Address::NULL, scratch.mixed.address());
 
         self.product(&Product {
             x: scratch.mixed.address(),

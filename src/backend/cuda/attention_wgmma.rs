@@ -6,8 +6,9 @@ use half::bf16;
 
 use super::attention::{Kv, LatentScratch};
 use super::{CudaBackend, CudaBatch, Tensor};
+use crate::backend::Softmax;
 use crate::cuda::kernels::Argument;
-use crate::cuda::{Address, TensorMap, launch};
+use crate::cuda::{Address, DeviceBuffer, TensorMap, launch};
 use crate::model::Mla;
 
 /// Queries of a block, positions of a step.
@@ -38,6 +39,7 @@ struct AttentionWgmma {
     kv_heads: i32,
     value_dim: i32,
     scale: f32,
+    sinks: Address<f32>,
 }
 
 /// Of kernels/attention_wgmma.cu.
@@ -76,9 +78,18 @@ impl CudaBackend {
     }
 
     /// Attention of the rows that are read in tiles, if there is a kernel for such heads.
-    pub(super) fn attend_wgmma(&self, kv: &Kv, batch: &CudaBatch, heads: usize, scale: f32, q: &Tensor, out: &mut Tensor) -> bool {
+    pub(super) fn attend_wgmma(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        heads: usize,
+        softmax: &Softmax<'_, Self>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) -> bool {
         let (dim, wide) = (kv.key_dim, kv.key_dim > 64);
-        if !self.cuda.info.has_wgmma() || kv.fp8 || dim != kv.value_dim || dim > 128 {
+        // A window leaves little to do, and these kernels begin at position 0.
+        if !self.cuda.info.has_wgmma() || kv.fp8 || dim != kv.value_dim || dim > 128 || softmax.window.is_some() {
             return false;
         }
         let pages = |of: Address<u8>| self.cuda.tensor_map(of.cast(), [dim, 64, kv.keys.len() / (2 * 64 * dim)], [dim, 64 * dim]);
@@ -95,7 +106,8 @@ impl CudaBackend {
             heads: heads as i32,
             kv_heads: kv.heads as i32,
             value_dim: dim as i32,
-            scale,
+            scale: softmax.scale,
+            sinks: softmax.sinks.map_or(Address::NULL, DeviceBuffer::address),
         };
         let (name, shared) =
             if wide { ("attention_prefill_wgmma_128_128", shared(2, 2)) } else { ("attention_prefill_wgmma_64_64", shared(1, 1)) };

@@ -32,6 +32,7 @@ pub struct CudaBatch {
     /// The sequences that are read in tiles: number, rows, and position of the first.
     pub(super) long: Vec<(usize, Range<usize>, usize)>,
     rows: usize,
+    sequences: usize,
 }
 
 /// Where the parts lie, in words.
@@ -41,6 +42,7 @@ struct Places {
     token_seq: usize,
     seq_first: usize,
     seq_blocks: usize,
+    seq_slots: usize,
     decode_rows: usize,
     tiles: [usize; 2],
     table: usize,
@@ -58,6 +60,7 @@ impl CudaBatch {
             tiles: [0; 2],
             long: Vec::new(),
             rows: max_tokens,
+            sequences: 0,
         };
         batch.data = DeviceBuffer::zeros(cuda, batch.places().end)?;
         Ok(batch)
@@ -78,6 +81,7 @@ impl CudaBatch {
             token_seq: take(t),
             seq_first: take(t + 1),
             seq_blocks: take(t),
+            seq_slots: take(t),
             decode_rows: take(DECODE_ROWS),
             tiles: TILE_ROWS.map(|rows| take(2 * tiles(rows))),
             table: take(self.table),
@@ -86,7 +90,7 @@ impl CudaBatch {
     }
 
     pub(super) fn set(&mut self, cuda: &Cuda, batch: &Batch) {
-        self.rows = batch.len();
+        (self.rows, self.sequences) = (batch.len(), batch.spans.len());
         let places = self.places();
         assert!(batch.len() <= self.max_tokens && batch.block_table.len() <= self.table, "a batch larger than was allocated for");
         let mut staged = std::mem::take(&mut self.staged);
@@ -102,6 +106,7 @@ impl CudaBatch {
             put(places.seq_first, s, span.rows.start);
             put(places.seq_first, s + 1, span.rows.end);
             put(places.seq_blocks, s, span.blocks.start);
+            put(places.seq_slots, s, span.slot);
             span.rows.clone().for_each(|t| put(places.token_seq, t, s));
             if self.long.is_empty() && span.rows.len() <= FEW_ROWS && span.rows.end <= DECODE_ROWS {
                 span.rows.clone().for_each(|t| put(places.decode_rows, t, t));
@@ -153,6 +158,16 @@ impl CudaBatch {
 
     pub(super) fn seq_blocks(&self) -> Address<i32> {
         self.at(self.places().seq_blocks)
+    }
+
+    /// Where each sequence's recurrent state is.
+    pub(super) fn seq_slots(&self) -> Address<i32> {
+        self.at(self.places().seq_slots)
+    }
+
+    /// Sequences in the batch.
+    pub(super) fn sequences(&self) -> usize {
+        self.sequences
     }
 
     pub(super) fn decode_rows(&self) -> Address<i32> {

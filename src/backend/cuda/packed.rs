@@ -1,6 +1,6 @@
-//! Names and sizes of the kernels over packed tiles: routed experts, and dense weights in INT8 or INT4.
+//! Names and sizes of the kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16.
 
-use moebius_cache::Precision;
+use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
 use super::linear::{FEW_TOKENS, Out, Product};
@@ -15,6 +15,8 @@ pub struct Format {
     names: &'static Names,
     /// Inputs that share a scale; 0 for BF16.
     pub group: i32,
+    /// 1 where scales are F16, not BF16.
+    pub f16: i32,
 }
 
 /// Kernels of one format.
@@ -62,18 +64,20 @@ static INT4_G32: Names = names!("int4_g32", "int4", Some(tokens!("packed_linear_
 static INT4_G64: Names = names!("int4_g64", "int4", Some(tokens!("packed_linear_", "int4_g64")), INT4_FEW, 8, 64);
 static INT8_G32: Names = names!("int8_g32", "int8", Some(tokens!("packed_linear_", "int8_g32")), INT8_FEW, 4, 32);
 static INT8_G64: Names = names!("int8_g64", "int8", Some(tokens!("packed_linear_", "int8_g64")), INT8_FEW, 4, 64);
+static MXFP4: Names = names!("mxfp4", "mxfp4", None, None, 8, 32);
 static BF16: Names = names!("bf16", "bf16", None, None, 2, 0);
 
 impl From<Precision> for Format {
     fn from(precision: Precision) -> Self {
         let (names, group) = match precision {
             Precision::Bf16 => (&BF16, 0),
-            Precision::Int8 { group_size: 32 } => (&INT8_G32, 32),
-            Precision::Int8 { group_size } => (&INT8_G64, group_size),
-            Precision::Int4 { group_size: 32 } => (&INT4_G32, 32),
-            Precision::Int4 { group_size } => (&INT4_G64, group_size),
+            Precision::Int8 { group_size: 32, .. } => (&INT8_G32, 32),
+            Precision::Int8 { group_size, .. } => (&INT8_G64, group_size),
+            Precision::Int4 { group_size: 32, .. } => (&INT4_G32, 32),
+            Precision::Int4 { group_size, .. } => (&INT4_G64, group_size),
+            Precision::Mxfp4 => (&MXFP4, 32),
         };
-        Self { names, group: group as i32 }
+        Self { names, group: group as i32, f16: i32::from(precision.scales() == ScaleType::F16) }
     }
 }
 
@@ -99,13 +103,13 @@ impl Format {
     /// As `GemmShape::SHARED` in kernels/packed_gemm.cuh.
     fn shared(&self, i: usize, wgmma: bool) -> usize {
         let Names { line_inputs, span, .. } = *self.names;
-        let (int4, bf16) = (line_inputs == 8, span == 0);
+        let (four_bits, bf16) = (line_inputs == 8, span == 0);
         let inputs = if i < 2 && !bf16 { 128 } else { 64 };
         let stages = match TOKENS[i] {
-            64 if int4 && wgmma => 6,
-            128 if int4 && wgmma => 5,
+            64 if four_bits && wgmma => 6,
+            128 if four_bits && wgmma => 5,
             16 => 4,
-            _ if int4 => 4,
+            _ if four_bits => 4,
             _ => 3,
         };
         let scales = if bf16 { 0 } else { inputs / span * 32 };
@@ -116,6 +120,7 @@ impl Format {
 impl CudaBackend {
     /// A product with packed INT8 or INT4 weights; `p.w` is not used.
     pub(super) fn packed_product(&self, precision: Precision, weights: Address<u8>, p: Product) {
+        assert_eq!(precision.scales(), ScaleType::Bf16, "dense weights");
         let format = Format::from(precision);
         let flags = match p.out {
             Out::Bf16 => 1,
@@ -126,7 +131,7 @@ impl CudaBackend {
         let wgmma = self.cuda.info.has_wgmma();
         let i = suited(p.tokens / 2, wgmma);
         let names = (format.names.linear_few, format.names.linear);
-        let (Some(linear_few), Some(linear)) = names else { panic!("BF16 weights are not packed on the GPU") };
+        let (Some(linear_few), Some(linear)) = names else { panic!("dense weights are not packed as {precision} on the GPU") };
         let (name, grid, threads, shared) = match few {
             true => (linear_few[usize::from(p.tokens > 4)], [p.n.div_ceil(16), 1, 1], 256, 0),
             false => (linear[i], [p.n.div_ceil(16).div_ceil(8), p.tokens.div_ceil(TOKENS[i]), 1], 128, format.shared(i, wgmma)),

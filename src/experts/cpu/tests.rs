@@ -1,9 +1,9 @@
 //! The executor against plain f32 arithmetic on the dequantized weights, and against itself: batches, threads, kernels.
 
 use half::bf16;
-use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{MatrixLayout, Weights, pack_matrix, unpack_expert};
+use moebius_cache::{Precision, ScaleType};
 
 use super::*;
 use crate::kernel::{self, Simd};
@@ -53,21 +53,23 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
         return;
     }
     let (scales, codes) = bytes.split_at_mut(layout.scale_bytes());
-    let unit = if matches!(layout.precision, Precision::Int4 { .. }) { 0.1 / 8.0 } else { 0.1 / 128.0 };
+    let unit = if matches!(layout.precision, Precision::Int8 { .. }) { 0.1 / 128.0 } else { 0.1 / 8.0 };
     let groups = layout.k / layout.precision.group_size().unwrap();
     for (i, scale) in scales[..groups * 32].chunks_exact_mut(2).enumerate() {
         let scale_value = if i % TILE_ROWS < rows { unit * (1.5 + random.uniform()) } else { 0.0 };
-        scale.copy_from_slice(&bf16::from_f32(scale_value).to_le_bytes());
+        scale.copy_from_slice(&layout.precision.scales().to_bits(scale_value).to_le_bytes());
     }
     codes.fill_with(|| random.next() as u8);
 }
 
-const PRECISIONS: [Precision; 5] = [
+const PRECISIONS: [Precision; 7] = [
     Precision::Bf16,
-    Precision::Int8 { group_size: 32 },
-    Precision::Int8 { group_size: 128 },
-    Precision::Int4 { group_size: 32 },
-    Precision::Int4 { group_size: 64 },
+    Precision::int8(32),
+    Precision::int8(128),
+    Precision::int4(32),
+    Precision::int4(64),
+    Precision::Int4 { group_size: 32, scales: ScaleType::F16 },
+    Precision::Mxfp4,
 ];
 
 fn dims(precision: Precision) -> (usize, usize) {

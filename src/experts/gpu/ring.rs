@@ -156,7 +156,7 @@ impl GpuExperts {
     fn multiply(&self, slot: usize, layer: usize, x: &Tensor, routing: &CudaRouting, counted: bool) {
         self.cuda.wait(&self.cuda.compute, &self.ring.filled[slot]);
         let used = if counted { Address::NULL } else { self.counts(layer) };
-        self.grouped(self.ring.tables.address().add(slot * self.experts), x, routing, used);
+        self.grouped(layer, self.ring.tables.address().add(slot * self.experts), x, routing, used);
         self.cuda.record(&self.ring.used[slot], &self.cuda.compute);
     }
 }

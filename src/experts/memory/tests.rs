@@ -6,7 +6,7 @@ use moebius_cache::format::Contents;
 use super::*;
 use crate::topology::{Seat, Topology};
 
-const PRECISION: Precision = Precision::Int4 { group_size: 32 };
+const PRECISION: Precision = Precision::int4(32);
 
 fn store() -> Arc<ExpertCache> {
     let contents = Contents { model: "random", hidden: 224, intermediate: 160, num_experts: 5, precision: PRECISION, layers: &[0, 1, 2] };

@@ -5,12 +5,11 @@ use memmap2::MmapMut;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use crate::backend::Backend;
 use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::batch::BLOCK_SIZE;
 use crate::config::{EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
-use crate::experts::CpuExperts;
+use crate::experts::{Between, CpuExperts};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::forward::{Limits, Model};
 use crate::kv_cache::KvCache;
@@ -135,7 +134,7 @@ impl GpuPlan {
         let (experts, stride) = (moe.num_experts, layout.bytes().next_multiple_of(64) as u64);
         let cpu_tokens = if config.prefill == PrefillOn::Cpu { chunk } else { chunk.min(CPU_TOKENS) };
         let none_resident = Sizes { tokens: chunk, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
-        let work = GpuExperts::device_bytes(&layout, layers, experts, &none_resident);
+        let work = GpuExperts::device_bytes(&layout, layers, experts, &none_resident) + Between::bytes(model);
         // The context first, as asked for, or a quarter of what is left; then the experts.
         let mut plan = match Self::settle(model, config, device, vram, budget, limits, &none, block, Some(none_resident), work) {
             Ok(plan) => plan,
@@ -226,9 +225,6 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
     }
     crate::load::check_context(model, config)?;
     let refuse = |what: String| Err(Error::Model(format!("{what}: use --device cpu")));
-    if let Some(what) = CudaBackend::lacks(model) {
-        return refuse(format!("{} needs {what}, which the GPU side does not have", model.architecture));
-    }
     for layer in &model.layers {
         match &layer.attention {
             Attention::Gqa(a) if a.head_dim > 256 || !a.head_dim.is_multiple_of(8) => {
@@ -241,6 +237,14 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
                     || [a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim].iter().any(|n| !n.is_multiple_of(8)) =>
             {
                 return refuse(format!("the GPU has no latent attention of rank {}", a.kv_lora_rank));
+            }
+            Attention::DeltaNet(a)
+                if a.key_head_dim > 128 || !a.key_head_dim.is_multiple_of(4) || !a.value_head_dim.is_multiple_of(2) || a.conv_width > 8 =>
+            {
+                return refuse(format!(
+                    "the GPU has gated DeltaNet for keys of up to 128 numbers and convolutions of up to 8, not {} and {}",
+                    a.key_head_dim, a.conv_width
+                ));
             }
             _ => {}
         }

@@ -1,0 +1,217 @@
+//! `Model`: a running engine with its tokenizer and chat template.
+
+use std::ffi::OsString;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+
+use moebius::chat_template::RenderOptions;
+use moebius::engine::{Request, SamplingParams};
+use moebius::server::local;
+use moebius::text_model::TextModel;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use serde_json::Value;
+
+use crate::error::{Error, exception};
+use crate::owned::{Owned, check_start};
+use crate::residual::{self, Rows, SteerBy, Wanted};
+use crate::stream::{PATIENCE, Stream};
+
+/// A running model.
+#[pyclass(frozen)]
+pub(crate) struct Model {
+    model: Owned<TextModel>,
+}
+
+/// How an answer is asked for; what is `None` is the model's own.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Params<'py> {
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<usize>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+    logit_bias: Vec<(u32, f32)>,
+    seed: Option<u64>,
+    max_tokens: Option<usize>,
+    stop: Vec<String>,
+    ignore_eos: bool,
+    logprobs: Option<usize>,
+    steer: Vec<SteerBy<'py>>,
+    capture: Option<Wanted>,
+}
+
+impl Params<'_> {
+    /// The request, without prompt and constraint, and the strings that end its answer.
+    fn request(self, default: &SamplingParams) -> PyResult<(Request, Vec<String>)> {
+        let sampling = SamplingParams {
+            temperature: self.temperature.unwrap_or(default.temperature),
+            top_p: self.top_p.unwrap_or(default.top_p),
+            top_k: self.top_k.unwrap_or(default.top_k),
+            min_p: self.min_p.unwrap_or(default.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(default.repetition_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(default.presence_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(default.frequency_penalty),
+            logit_bias: self.logit_bias,
+            seed: self.seed.or(default.seed),
+        };
+        let request = Request {
+            max_tokens: self.max_tokens,
+            sampling,
+            ignore_eos: self.ignore_eos,
+            logprobs: self.logprobs,
+            steer: self.steer.into_iter().map(residual::steer).collect::<PyResult<_>>()?,
+            capture: self.capture.map(residual::wanted).transpose()?,
+            ..Request::default()
+        };
+        Ok((request, self.stop))
+    }
+}
+
+/// What runs.
+#[derive(IntoPyObject)]
+struct Info {
+    model: String,
+    architecture: String,
+    experts: String,
+    dense: String,
+    kv: String,
+    layers: usize,
+    hidden_size: usize,
+    vocab_size: usize,
+    max_context: usize,
+    threads: usize,
+    simd: String,
+    device: String,
+    ready_s: f64,
+}
+
+#[pymethods]
+impl Model {
+    /// Opens `model` with the command's flags.
+    #[new]
+    fn new(py: Python<'_>, model: String, flags: Vec<OsString>, quiet: bool) -> PyResult<Self> {
+        check_start()?;
+        let (sender, mut opened) = channel();
+        let open = move || drop(sender.send(moebius::cli::open(&model, &flags, quiet)));
+        let thread = std::thread::Builder::new().name("open".into()).spawn(open);
+        thread.map_err(|e| Error::new_err(format!("no thread can be started: {e}")))?;
+        loop {
+            // Whoever interrupts leaves the thread behind, which frees what it has loaded when it is done.
+            match py.detach({
+                let opened = &mut opened;
+                move || opened.recv_timeout(PATIENCE)
+            }) {
+                Ok(model) => return Ok(Self { model: Owned::new(model.map_err(exception)?) }),
+                Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::new_err("a bug ended the loading, and what it said is on stderr"));
+                }
+            }
+        }
+    }
+
+    /// What is running.
+    fn info(&self) -> PyResult<Info> {
+        let model = self.running()?;
+        let info = model.engine().info();
+        Ok(Info {
+            model: info.model.clone(),
+            architecture: info.architecture.clone(),
+            experts: info.experts.clone(),
+            dense: info.dense.clone(),
+            kv: info.kv.clone(),
+            layers: info.layers,
+            hidden_size: info.hidden_size,
+            vocab_size: info.vocab_size,
+            max_context: info.max_context,
+            threads: info.threads,
+            simd: info.simd.to_string(),
+            device: info.device.clone(),
+            ready_s: info.ready_s,
+        })
+    }
+
+    /// Continues a prompt; `form` is a JSON object that says what the answer has to look like.
+    fn generate(&self, py: Python<'_>, prompt: Bound<'_, PyAny>, params: Params<'_>, form: Option<String>) -> PyResult<Stream> {
+        let model = self.running()?;
+        let (mut request, stops) = params.request(model.sampling())?;
+        let rows = Rows::new(request.capture.as_ref(), model.engine().info());
+        let text = prompt.extract::<String>().ok();
+        if text.is_none() {
+            request.prompt = prompt.extract().map_err(|_| PyTypeError::new_err("a prompt is a text, or a list of token ids"))?;
+        }
+        let started = py.detach(|| {
+            if let Some(text) = text {
+                request.prompt = model.tokenizer().encode(&text, true)?;
+            }
+            if let Some(form) = form {
+                request.constraint = local::constraint(&model, &form)?;
+            }
+            let prompt = request.prompt.clone();
+            Ok((model.complete(request, stops)?, prompt))
+        });
+        let (text, prompt) = started.map_err(exception)?;
+        Ok(Stream::new(text, None, prompt, rows))
+    }
+
+    /// Answers a conversation, given as the fields of a chat completion in JSON.
+    fn chat(&self, py: Python<'_>, fields: String, params: Params<'_>) -> PyResult<Stream> {
+        let model = self.running()?;
+        let (request, stops) = params.request(model.sampling())?;
+        let rows = Rows::new(request.capture.as_ref(), model.engine().info());
+        let started = py.detach(|| local::chat(&model, &fields, stops, request));
+        let local::Chat { text, parser, prompt } = started.map_err(exception)?;
+        Ok(Stream::new(text, parser, prompt, rows))
+    }
+
+    /// Token ids of a text.
+    fn encode(&self, py: Python<'_>, text: String, add_special_tokens: bool) -> PyResult<Vec<u32>> {
+        let model = self.running()?;
+        py.detach(|| model.tokenizer().encode(&text, add_special_tokens)).map_err(exception)
+    }
+
+    /// Text of token ids.
+    fn decode(&self, ids: Vec<u32>, skip_special_tokens: bool) -> PyResult<String> {
+        self.running()?.tokenizer().decode(&ids, skip_special_tokens).map_err(exception)
+    }
+
+    /// Text of a conversation, by the model's chat template: messages, tools or null, and further variables, as JSON.
+    fn render(&self, messages: &str, tools: &str, variables: &str, add_generation_prompt: bool) -> PyResult<String> {
+        let model = self.running()?;
+        let wrong = |what: &str| PyValueError::new_err(format!("{what}: this is not what a chat template takes"));
+        let Ok(messages) = serde_json::from_str::<Vec<Value>>(messages) else { return Err(wrong("messages")) };
+        let Ok(tools) = serde_json::from_str(tools) else { return Err(wrong("tools")) };
+        let Ok(kwargs) = serde_json::from_str(variables) else { return Err(wrong("variables")) };
+        let options = RenderOptions { add_generation_prompt, tools, kwargs };
+        model.template().and_then(|template| template.render(&messages, &options)).map_err(exception)
+    }
+
+    /// Tokens that end an answer.
+    #[getter]
+    fn eos_token_ids(&self) -> PyResult<Vec<u32>> {
+        Ok(self.running()?.tokenizer().eos_ids().to_vec())
+    }
+
+    /// Rows of the embedding.
+    #[getter]
+    fn vocab_size(&self) -> PyResult<usize> {
+        Ok(self.running()?.tokenizer().vocab_size())
+    }
+
+    /// Stops the engine and gives back its memory, once running answers have ended or are closed.
+    fn close(&self, py: Python<'_>) {
+        let Some(model) = self.model.take() else { return };
+        let engine = model.engine().clone();
+        drop(model);
+        py.detach(|| engine.stop());
+    }
+}
+
+impl Model {
+    fn running(&self) -> PyResult<TextModel> {
+        self.model.with(|model| model.clone())
+    }
+}

@@ -1,0 +1,106 @@
+//! The residual stream: what is added to it, and what is taken from it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use moebius::engine::{Activation, CaptureWanted, Captured, EngineInfo, Layers, Positions, Steer};
+use numpy::ndarray::Array2;
+use numpy::{PyArray2, PyReadonlyArray1};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// A vector that requests share, and of which a GPU holds one copy.
+#[pyclass(frozen)]
+pub(crate) struct Vector(Arc<[f32]>);
+
+#[pymethods]
+impl Vector {
+    #[new]
+    fn new(values: PyReadonlyArray1<'_, f32>) -> PyResult<Self> {
+        Ok(Self(values.as_slice()?.into()))
+    }
+}
+
+/// Positions of a sequence: a word, or ranges without their ends, `None` being that of the sequence.
+#[derive(FromPyObject)]
+pub(crate) enum At {
+    Word(String),
+    Ranges(Vec<(usize, Option<usize>)>),
+}
+
+impl At {
+    fn positions(self) -> PyResult<Positions> {
+        match self {
+            At::Word(word) => match word.as_str() {
+                "all" => Ok(Positions::All),
+                "prompt" => Ok(Positions::Prompt),
+                "generated" => Ok(Positions::Generated),
+                _ => Err(PyValueError::new_err(format!(
+                    "positions are {word:?}: give 'all', 'prompt', 'generated', or ranges as [(0, 5), (9, 12)]"
+                ))),
+            },
+            At::Ranges(ranges) => {
+                let range = |(start, end): (usize, Option<usize>)| start..end.unwrap_or(usize::MAX);
+                Ok(Positions::Some(ranges.into_iter().map(range).collect()))
+            }
+        }
+    }
+}
+
+/// Layer, vector, coefficient, positions.
+pub(crate) type SteerBy<'py> = (usize, Bound<'py, Vector>, f32, At);
+
+pub(crate) fn steer((layer, vector, coefficient, at): SteerBy<'_>) -> PyResult<Steer> {
+    Ok(Steer { layer, vector: vector.get().0.clone(), coefficient, positions: at.positions()? })
+}
+
+/// Layers, `None` for all; positions; whether logits are wanted.
+pub(crate) type Wanted = (Option<Vec<usize>>, At, bool);
+
+pub(crate) fn wanted((layers, at, logits): Wanted) -> PyResult<CaptureWanted> {
+    Ok(CaptureWanted { layers: layers.map_or(Layers::All, Layers::Some), positions: at.positions()?, logits })
+}
+
+/// What was captured of one sequence, as it comes.
+#[derive(Default)]
+pub(crate) struct Rows(BTreeMap<Activation, (usize, Vec<f32>)>); // columns, and rows one after the other
+
+/// Arrays of one sequence, by layer, and of its logits.
+pub(crate) type Arrays<'py> = (BTreeMap<usize, Bound<'py, PyArray2<f32>>>, Option<Bound<'py, PyArray2<f32>>>);
+
+impl Rows {
+    /// None yet of what is wanted of a model.
+    pub(crate) fn new(wanted: Option<&CaptureWanted>, model: &EngineInfo) -> Self {
+        let Some(wanted) = wanted else { return Self::default() };
+        let hidden =
+            (0..model.layers).filter(|&layer| wanted.layers.contains(layer)).map(|layer| (Activation::Hidden(layer), model.hidden_size));
+        let logits = wanted.logits.then_some((Activation::Logits, model.vocab_size));
+        Self(hidden.chain(logits).map(|(what, columns)| (what, (columns, Vec::new()))).collect())
+    }
+
+    /// Takes in more.
+    pub(crate) fn extend(&mut self, captured: Vec<Captured>) {
+        for Captured { what, rows: more, .. } in captured {
+            if let Some((_, rows)) = self.0.get_mut(&what) {
+                match rows.is_empty() {
+                    true => *rows = more,
+                    false => rows.extend_from_slice(&more),
+                }
+            }
+        }
+    }
+
+    /// Gives all to Python, without a copy.
+    pub(crate) fn into_arrays(self, py: Python<'_>) -> Arrays<'_> {
+        let (mut hidden, mut logits) = (BTreeMap::new(), None);
+        for (what, (columns, rows)) in self.0 {
+            let array = Array2::from_shape_vec((rows.len() / columns, columns), rows).expect("rows of the model's width");
+            let array = PyArray2::from_owned_array(py, array);
+            match what {
+                Activation::Hidden(layer) => drop(hidden.insert(layer, array)),
+                Activation::Logits => logits = Some(array),
+            }
+        }
+        (hidden, logits)
+    }
+}

@@ -1,0 +1,125 @@
+//! Gated DeltaNet on the device (kernels/delta_net.cu).
+
+use std::sync::Arc;
+
+use super::{CudaBackend, CudaBatch, RouterWeights, Tensor};
+use crate::Result;
+use crate::backend::{Backend, DeltaRule};
+use crate::cuda::kernels::Argument;
+use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::model::DeltaNet;
+
+/// Columns of a state that a block has.
+const COLUMNS: usize = 32;
+
+/// What a layer has beside its projections.
+pub struct Rule {
+    taps: DeviceBuffer<f32>,    // [conv_width, conv_dim]
+    gates: RouterWeights,       // [b and a, value heads, hidden]
+    rates: DeviceBuffer<f32>,   // [value heads], exp(A_log)
+    dt_bias: DeviceBuffer<f32>, // [value heads]
+    norm: DeviceBuffer<f32>,    // [value_head_dim]
+}
+
+/// Of a layer, by slot.
+pub struct State {
+    inputs: DeviceBuffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
+    heads: DeviceBuffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
+}
+
+/// Activations.
+pub struct DeltaScratch {
+    gates: DeviceBuffer<f32>, // [T, b and a, value heads]
+}
+
+/// `DeltaBatch` of the kernel's file.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DeltaBatch {
+    seq_first: Address<i32>,
+    seq_slots: Address<i32>,
+    positions: Address<i32>,
+}
+
+/// `DeltaShape` of the kernel's file.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DeltaShape {
+    key_heads: i32,
+    value_heads: i32,
+    key_dim: i32,
+    value_dim: i32,
+    eps: f32,
+}
+
+// SAFETY: the struct of the same name in the kernel's file has the same fields.
+#[allow(unsafe_code)]
+unsafe impl Argument for DeltaBatch {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Argument for DeltaShape {}
+
+impl Rule {
+    pub(super) fn new(backend: &CudaBackend, config: &DeltaNet, rule: DeltaRule) -> Result<Self> {
+        let (width, channels) = (config.conv_width, config.conv_dim());
+        let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&backend.cuda, numbers);
+        let taps: Vec<f32> =
+            (0..width).flat_map(|tap| (0..channels).map(move |c| (tap, c))).map(|(tap, c)| rule.conv[c * width + tap]).collect();
+        let rates: Vec<f32> = rule.a_log.iter().map(|a| a.exp()).collect();
+        Ok(Self {
+            taps: upload(&taps)?,
+            gates: backend.load_router(rule.gates, None, None)?,
+            rates: upload(&rates)?,
+            dt_bias: upload(&rule.dt_bias)?,
+            norm: upload(&rule.norm)?,
+        })
+    }
+}
+
+impl State {
+    pub(super) fn new(cuda: &Arc<Cuda>, slots: usize, config: &DeltaNet) -> Result<Self> {
+        Ok(Self {
+            inputs: DeviceBuffer::zeros(cuda, slots * (config.conv_width - 1) * config.conv_dim())?,
+            heads: DeviceBuffer::zeros(cuda, slots * config.value_dim() * config.key_head_dim)?,
+        })
+    }
+}
+
+impl DeltaScratch {
+    pub(super) fn new(cuda: &Arc<Cuda>, config: &DeltaNet, max_tokens: usize) -> Result<Self> {
+        Ok(Self { gates: DeviceBuffer::new(cuda, max_tokens * 2 * config.num_value_heads)? })
+    }
+}
+
+impl CudaBackend {
+    #[allow(clippy::too_many_arguments)] // as `Backend::delta_net`
+    pub(super) fn apply_rule(
+        &self,
+        state: &mut State,
+        batch: &CudaBatch,
+        (config, eps): (&DeltaNet, f32),
+        w: &Rule,
+        scratch: &mut DeltaScratch,
+        h: &Tensor,
+        (qkv, z): (&mut Tensor, &Tensor),
+        out: &mut Tensor,
+    ) {
+        let (stream, channels, heads) = (&self.cuda.compute, config.conv_dim(), config.num_value_heads);
+        assert!(qkv.cols() == channels && z.cols() == config.value_dim() && out.cols() == z.cols());
+        let sequences = DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
+        let shape = DeltaShape {
+            key_heads: config.num_key_heads as i32,
+            value_heads: heads as i32,
+            key_dim: config.key_head_dim as i32,
+            value_dim: config.value_head_dim as i32,
+            eps,
+        };
+        self.router_logits(&w.gates, h, 2 * heads, scratch.gates.address());
+        launch!(self.cuda, stream, "delta_conv", [channels.div_ceil(128), batch.sequences(), 1], 128, 0;
+            qkv.bf16(), state.inputs.address(), w.taps.address(), sequences, channels as i32, config.conv_width as i32);
+        launch!(self.cuda, stream, "delta_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 128, 0;
+            qkv.bf16(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(), state.heads.address(), out.bf16(), sequences, shape);
+        launch!(self.cuda, stream, "delta_norm", [batch.rows(), heads.div_ceil(8), 1], 256, 0;
+            out.bf16(), z.bf16(), w.norm.address(), shape);
+    }
+}

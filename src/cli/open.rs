@@ -1,0 +1,85 @@
+//! A model opened as the commands open one, for the Python package: by their flags, with their words on stderr.
+
+use std::ffi::OsString;
+
+use clap::{CommandFactory, Parser};
+
+use crate::text_model::TextModel;
+use crate::{Error, Result};
+
+use super::args::{EngineArgs, SchedulingArgs};
+use super::terminal::Status;
+
+#[derive(Parser)]
+#[command(no_binary_name = true, disable_help_flag = true)]
+struct Options {
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    scheduling: SchedulingArgs,
+}
+
+/// An option of an engine, as the commands have it.
+pub struct EngineOption {
+    /// Its flag without dashes: `max_context` of `--max-context`.
+    pub name: String,
+    /// Whether it takes a value, or is there or not.
+    pub takes_value: bool,
+    /// What it does, and its default.
+    pub help: String,
+}
+
+/// Every option of [`open`].
+pub fn options() -> Vec<EngineOption> {
+    let of = |arg: &clap::Arg| {
+        let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+        let takes_value = arg.get_action().takes_values();
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let default = if takes_value && !defaults.is_empty() { format!(" [default: {}]", defaults.join(",")) } else { String::new() };
+        EngineOption { name: arg.get_id().to_string(), takes_value, help: help + &default }
+    };
+    Options::command().get_arguments().map(of).collect()
+}
+
+/// Finds or downloads `model` and starts its engine with the choices of `flags`, as `--max-context=4096`. Says on stderr how far loading is, unless `quiet`.
+///
+/// Errors: `Error::Invalid` for a flag that is none, or has a wrong value; else as [`TextModel::open`].
+pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {
+    let options = Options::try_parse_from(flags).map_err(|e| {
+        let text = e.to_string();
+        let said = text.trim_start_matches("error: ").lines().take_while(|line| !line.is_empty()).map(str::trim);
+        Error::Invalid(said.collect::<Vec<_>>().join(" "))
+    })?;
+    let config = options.scheduling.over(options.engine.to_config()?);
+    let status = (!quiet).then(Status::new);
+    TextModel::open(model, &config, &|progress| {
+        if let Some(status) = &status {
+            status.loading(progress);
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_option_is_one_sentence() {
+        for (flag, said) in [
+            ("--experts=int3", "invalid value 'int3' for '--experts <EXPERTS>' [possible values: auto, bf16, int8, int4]"),
+            ("--threads=0", "--threads is 0: give at least 1"),
+            ("--max-contxt=1", "unexpected argument '--max-contxt' found"),
+        ] {
+            let error = open("demo", &[flag.into()], true).err().expect("it is wrong");
+            assert_eq!(error.to_string(), said);
+        }
+    }
+
+    #[test]
+    fn options_have_names_and_words() {
+        let options = options();
+        assert!(options.iter().all(|option| !option.help.is_empty()));
+        let of = |name| options.iter().find(|option| option.name == name).expect("it is an option");
+        assert!(of("max_sequences").help.ends_with("[default: 16]") && of("max_sequences").takes_value && !of("lock").takes_value);
+    }
+}

@@ -1,0 +1,52 @@
+//! What stands between an expert's products, on the device (kernels/between.cuh).
+
+use std::sync::Arc;
+
+use crate::Result;
+use crate::cuda::kernels::Argument;
+use crate::cuda::{Address, Cuda, DeviceBuffer};
+use crate::experts::Between;
+use crate::model::Activation;
+
+/// Biases and activation of all layers.
+pub(super) struct DeviceBetween {
+    activation: Activation,
+    biases: Vec<[DeviceBuffer<f32>; 3]>, // by MoE layer: of gate, up and down, [experts, rows]; empty: there are none
+}
+
+/// `Between` of the kernels' file.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct OfLayer {
+    gate: Address<f32>,
+    up: Address<f32>,
+    down: Address<f32>,
+    limit: f32,
+    alpha: f32,
+}
+
+// SAFETY: the struct in the kernels' file has the same fields.
+#[allow(unsafe_code)]
+unsafe impl Argument for OfLayer {}
+
+impl DeviceBetween {
+    /// Copies the biases of `layers` layers to the device.
+    pub(super) fn new(cuda: &Arc<Cuda>, host: &Between, layers: usize) -> Result<Self> {
+        let upload = |[gate, up, down]: [&[f32]; 3]| {
+            let upload = |bias| DeviceBuffer::from_slice(cuda, bias);
+            Ok([upload(gate)?, upload(up)?, upload(down)?])
+        };
+        let biases = (0..layers).map_while(|layer| host.biases(layer)).map(upload).collect::<Result<_>>()?;
+        Ok(Self { activation: host.activation(), biases })
+    }
+
+    /// What kernels are told of a MoE layer.
+    pub(super) fn of(&self, layer: usize) -> OfLayer {
+        let (limit, alpha) = match self.activation {
+            Activation::Silu => (0.0, 0.0),
+            Activation::ClampedSwiglu { limit, alpha } => (limit, alpha),
+        };
+        let [gate, up, down] = self.biases.get(layer).map_or([Address::NULL; 3], |biases| biases.each_ref().map(DeviceBuffer::address));
+        OfLayer { gate, up, down, limit, alpha }
+    }
+}

@@ -1,0 +1,218 @@
+//! Steering: the field `steer`, layers and positions as bodies say them, and vectors that have a name, at `/v1/vectors`.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use serde_json::{Map, Value, json};
+
+use super::App;
+use super::ask::understand;
+use super::error::ApiError;
+use super::fields::Fields;
+use crate::engine::{EngineInfo, Layers, Positions, Steer};
+use crate::tap::{MAX_STEERS, check_vector};
+use crate::text_model::TextModel;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// Vectors that have a name, at most, and bytes of a name.
+const MAX_VECTORS: usize = 256;
+const MAX_NAME_BYTES: usize = 64;
+
+/// Vectors by name, for all clients alike.
+#[derive(Default)]
+pub(super) struct Vectors(Mutex<BTreeMap<String, Arc<[f32]>>>);
+
+impl Vectors {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<[f32]>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn get(&self, name: &str) -> Option<Arc<[f32]>> {
+        self.lock().get(name).cloned()
+    }
+
+    /// What a body asks for, its names looked up. Errors: there is no vector of a name.
+    pub(super) fn resolve(&self, steering: &[Steering]) -> Result<Vec<Steer>> {
+        let one = |Steering { layer, vector, coefficient, positions }: &Steering| {
+            let vector = match vector {
+                Vector::Given(vector) => vector.clone(),
+                Vector::Named(name) => self.get(name).ok_or_else(|| {
+                    ApiError::bad_field("steer", format!("There is no vector '{name}': put one at /v1/vectors/{name} first"))
+                })?,
+            };
+            Ok(Steer { layer: *layer, vector, coefficient: *coefficient, positions: positions.clone() })
+        };
+        steering.iter().map(one).collect()
+    }
+}
+
+/// One entry of the field `steer`.
+#[derive(Clone)]
+pub(super) struct Steering {
+    layer: usize,
+    vector: Vector,
+    coefficient: f32,
+    positions: Positions,
+}
+
+#[derive(Clone)]
+enum Vector {
+    Given(Arc<[f32]>),
+    Named(String),
+}
+
+/// Reads `steer`: `[{"layer": 12, "vector": [..] or "name", "coefficient": 4.0, "positions": "all"}]`.
+pub(super) fn read_steer(model: &TextModel, fields: &mut Fields) -> Result<Vec<Steering>> {
+    let wrong = |message: String| ApiError::bad_field("steer", message);
+    let list = match fields.take("steer") {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) if list.len() <= MAX_STEERS => list,
+        Some(_) => return Err(wrong(format!("'steer' must be a list of at most {MAX_STEERS} objects"))),
+    };
+    let info = model.engine().info();
+    let one = |entry: Value| {
+        let Value::Object(entry) = entry else { return Err(wrong("An entry of 'steer' must be an object".into())) };
+        let mut entry = Fields::from(entry);
+        let missing = |name: &str| wrong(format!("An entry of 'steer' has no '{name}'"));
+        let layer = entry.integer("layer", 0)?.ok_or_else(|| missing("layer"))?;
+        let vector = match entry.take("vector").ok_or_else(|| missing("vector"))? {
+            Value::String(name) => Vector::Named(name),
+            list => Vector::Given(numbers("vector", &list)?),
+        };
+        let coefficient = entry.number("coefficient", f64::from(f32::MIN)..=f64::from(f32::MAX))?.unwrap_or(1.0);
+        let positions = read_positions(&mut entry)?;
+        entry.finish()?;
+        let steering = Steering { layer, vector, coefficient, positions };
+        steering.check(info).map_err(|e| ApiError::of_field("steer", e))?;
+        Ok(steering)
+    };
+    list.into_iter().map(one).collect()
+}
+
+impl Steering {
+    /// What can be told before a name is looked up.
+    fn check(&self, info: &EngineInfo) -> crate::Result<()> {
+        let vector = match &self.vector {
+            Vector::Given(vector) => vector.clone(),
+            Vector::Named(_) => vec![0.0; info.hidden_size].into(),
+        };
+        Steer { layer: self.layer, vector, coefficient: self.coefficient, positions: self.positions.clone() }
+            .check(info.layers, info.hidden_size)
+    }
+}
+
+/// Reads `positions`: `"all"`, `"prompt"`, `"generated"`, or ranges `[[0, 5], [9, null]]` whose ends are not included.
+pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
+    let wrong = || {
+        let message =
+            "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end not included, null: none)";
+        ApiError::bad_field("positions", message)
+    };
+    let range = |range: &Value| -> Option<Range<usize>> {
+        let [start, end] = range.as_array()?.as_slice() else { return None };
+        let end = if end.is_null() { Some(usize::MAX) } else { end.as_u64().map(|end| end as usize) };
+        Some(start.as_u64()? as usize..end?)
+    };
+    let positions = match fields.take("positions") {
+        None => Positions::All,
+        Some(Value::Array(list)) => Positions::Some(list.iter().map(range).collect::<Option<_>>().ok_or_else(wrong)?),
+        Some(word) => match word.as_str() {
+            Some("all") => Positions::All,
+            Some("prompt") => Positions::Prompt,
+            Some("generated") => Positions::Generated,
+            _ => return Err(wrong()),
+        },
+    };
+    positions.check().map_err(|e| ApiError::of_field("positions", e))?;
+    Ok(positions)
+}
+
+/// Reads `layers`: `"all"`, or a list of numbers; none if it is absent.
+pub(super) fn read_layers(model: &TextModel, fields: &mut Fields) -> Result<Layers> {
+    let wrong = || ApiError::bad_field("layers", "'layers' must be \"all\" or a list of layer numbers");
+    let layers = match fields.take("layers") {
+        None => Layers::NONE,
+        Some(Value::Array(list)) => {
+            Layers::Some(list.iter().map(|n| n.as_u64().map(|n| n as usize)).collect::<Option<_>>().ok_or_else(wrong)?)
+        }
+        Some(word) if word == "all" => Layers::All,
+        Some(_) => return Err(wrong()),
+    };
+    layers.check(model.engine().info().layers).map_err(|e| ApiError::of_field("layers", e))?;
+    Ok(layers)
+}
+
+/// A vector as a list of numbers, or as base64 of little-endian f32.
+fn numbers(name: &str, value: &Value) -> Result<Arc<[f32]>> {
+    let wrong = || {
+        ApiError::bad_field(
+            name,
+            format!("'{name}' must be a list of numbers, or base64 of little-endian 32-bit floats where no name can stand"),
+        )
+    };
+    match value {
+        Value::Array(list) => list.iter().map(|x| x.as_f64().map(|x| x as f32)).collect::<Option<_>>().ok_or_else(wrong),
+        Value::String(text) => {
+            let bytes = BASE64_STANDARD.decode(text).map_err(|_| wrong())?;
+            let (floats, []) = bytes.as_chunks::<4>() else { return Err(wrong()) };
+            Ok(floats.iter().map(|&float| f32::from_le_bytes(float)).collect())
+        }
+        _ => Err(wrong()),
+    }
+}
+
+/// `PUT /v1/vectors/{name}`: `{"vector": [..] or base64}` becomes the vector of that name.
+pub(super) async fn put(State(app): State<Arc<App>>, Path(name): Path<String>, body: Body) -> Result<Json<Value>> {
+    let usable = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if name.len() > MAX_NAME_BYTES || !name.chars().all(usable) {
+        let message = format!("A vector's name has at most {MAX_NAME_BYTES} letters, digits, '.', '_' and '-'");
+        return Err(ApiError::bad_request(message));
+    }
+    let read = |model: &TextModel, fields: &mut Fields| {
+        let vector = fields.take("vector").ok_or_else(|| ApiError::bad_field("vector", "'vector' is missing"))?;
+        let vector = numbers("vector", &vector)?;
+        check_vector(&vector, model.engine().info().hidden_size).map_err(|e| ApiError::of_field("vector", e))?;
+        Ok(vector)
+    };
+    let vector = understand(&app, body, read).await?;
+    let told = describe(&name, &vector);
+    let mut vectors = app.vectors.lock();
+    if vectors.len() >= MAX_VECTORS && !vectors.contains_key(&name) {
+        return Err(ApiError::too_many(format!("There are {MAX_VECTORS} vectors, and no more may be: delete one first")));
+    }
+    vectors.insert(name, vector);
+    Ok(Json(told.into()))
+}
+
+/// `GET /v1/vectors`: what there is.
+pub(super) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
+    let data: Vec<Value> = app.vectors.lock().iter().map(|(name, vector)| describe(name, vector).into()).collect();
+    Json(json!({"object": "list", "data": data}))
+}
+
+/// `GET /v1/vectors/{name}`: it, with its numbers.
+pub(super) async fn get(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>> {
+    let vector = app.vectors.get(&name).ok_or_else(|| ApiError::no_such_vector(&name))?;
+    let mut told = describe(&name, &vector);
+    told.insert("vector".into(), json!(&vector[..]));
+    Ok(Json(told.into()))
+}
+
+/// `DELETE /v1/vectors/{name}`. Requests that run keep it.
+pub(super) async fn delete(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>> {
+    app.vectors.lock().remove(&name).ok_or_else(|| ApiError::no_such_vector(&name))?;
+    Ok(Json(json!({"id": name, "object": "vector", "deleted": true})))
+}
+
+fn describe(name: &str, vector: &[f32]) -> Map<String, Value> {
+    let norm = vector.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let told = json!({"id": name, "object": "vector", "size": vector.len(), "norm": norm});
+    told.as_object().cloned().expect("just written as an object")
+}

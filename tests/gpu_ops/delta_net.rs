@@ -1,0 +1,60 @@
+//! Gated DeltaNet: ragged batches from zeros and from a kept state, in parts and at once.
+
+use moebius::backend::{Backend, DeltaRule};
+use moebius::batch::Batch;
+use moebius::model::DeltaNet;
+
+use crate::common;
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random};
+
+const HIDDEN: usize = 72;
+
+/// Inputs of the rule are rounded once more than on the CPU, and so is what is normed; through the state an error is handed on.
+const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 16.0 * ROUNDING, rms: 1.2 * ROUNDING };
+
+/// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from the last down.
+const STEPS: [&[usize]; 4] = [&[5, 1, 33, 16], &[1, 1, 1, 1], &[3, 40, 1, 17], &[1, 2, 3, 4]];
+
+fn check_rule(sides: &Sides, config: &DeltaNet) {
+    let (channels, values, heads) = (config.conv_dim(), config.value_dim(), config.num_value_heads);
+    let some = |n: usize, seed: u64, by: f32| -> Vec<f32> { random(n, seed).iter().map(|x| x * by).collect() };
+    let rule = || DeltaRule {
+        conv: some(channels * config.conv_width, 71, 1.0),
+        gates: some(2 * heads * HIDDEN, 72, 0.2),
+        a_log: some(heads, 73, 1.5),
+        dt_bias: some(heads, 74, 2.0),
+        norm: some(config.value_head_dim, 75, 1.0),
+    };
+    let (got, want) = both!(sides, |b| {
+        let w = b.load_delta_net(config, rule()).unwrap();
+        let mut state = b.state(4, config).unwrap();
+        let mut scratch = b.delta_scratch(config, 256).unwrap();
+        let mut starts = [0; 4];
+        let mut all = Vec::new();
+        for (i, step) in STEPS.iter().enumerate() {
+            let mut batch = Batch::default();
+            for (s, &tokens) in step.iter().enumerate() {
+                batch.push(&vec![1; tokens], starts[s], &[0, 0]).slot = 3 - s;
+                starts[s] += tokens;
+            }
+            let (rows, seed) = (batch.len(), 80 + 10 * i as u64);
+            let (h, z) = (b.filled(HIDDEN, &random(rows * HIDDEN, seed)), b.filled(values, &random(rows * values, seed + 1)));
+            let mut qkv = b.filled(channels, &random(rows * channels, seed + 2));
+            let mut out = b.filled(values, &vec![9.0; rows * values]);
+            b.delta_net(&mut state, &b.on_device(&batch), (config, 1e-6), &w, &mut scratch, &h, (&mut qkv, &z), &mut out);
+            all.extend(b.numbers(&out));
+        }
+        all
+    });
+    check(&format!("{config:?}"), &got, &want, RULE);
+}
+
+#[test]
+fn delta_rule_from_zeros_and_from_a_state() {
+    need_gpu!();
+    let sides = Sides::new();
+    let plain = DeltaNet { num_key_heads: 2, num_value_heads: 4, key_head_dim: 128, value_head_dim: 128, conv_width: 4, grouped: false };
+    check_rule(&sides, &plain);
+    check_rule(&sides, &DeltaNet { num_key_heads: 1, num_value_heads: 1, key_head_dim: 16, value_head_dim: 40, ..plain });
+    check_rule(&sides, &DeltaNet { num_key_heads: 4, num_value_heads: 12, key_head_dim: 36, value_head_dim: 16, conv_width: 2, ..plain });
+}
