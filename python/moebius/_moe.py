@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moebius import _moebius
 
@@ -177,7 +178,7 @@ class MoE:
         self._layer.sync(out, stream)
         return out
 
-    def expert_weights(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def expert_weights(self, expert: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """``gate``, ``up`` and ``down`` of an expert as they are computed with, in float32."""
         return self._layer.expert_weights(expert)
 

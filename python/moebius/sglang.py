@@ -129,7 +129,7 @@ def method_class(kt_ep_wrapper: Any) -> type:
     scaled as the GPU's is, and models treat the method as they do any other.
     """
 
-    class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
+    class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):  # type: ignore[misc]
         def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
             super().create_moe_runner(layer, moe_runner_config)
             self._scaled_layer = layer
@@ -148,8 +148,8 @@ def method_class(kt_ep_wrapper: Any) -> type:
 
 def plugin() -> None:
     """SGLang calls this in each of its processes."""
-    from sglang.srt.layers.moe import kt_ep_wrapper
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.layers.moe import kt_ep_wrapper  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found,unused-ignore]
 
     kt_ep_wrapper.KTMoEWrapper = KTMoEWrapper
     kt_ep_wrapper.KTRANSFORMERS_AVAILABLE = True

@@ -11,16 +11,17 @@ use moebius::config::{Device, EngineConfig, ExpertBits};
 use moebius::experts::service::Tokens;
 use moebius::experts::stream::{DeviceTokens, StreamPort, Ticket};
 use moebius::experts::{ExpertService, RowType, ServedLayer};
+use moebius::hub;
 use moebius::load::experts::{ExpertArrays, is_cache_file, open_experts, pack_experts};
 use moebius::load::{self, LoadProgress, Machine};
 use moebius::topology::Topology;
-use moebius::{Error, hub};
 use moebius_cache::pack::unpack_expert;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::dlpack::{Kind, Place, View};
+use crate::error::exception;
 
 type Key = (String, String, Option<usize>, Option<PathBuf>);
 
@@ -30,13 +31,6 @@ static MACHINE: OnceLock<Machine> = OnceLock::new();
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn raised(error: Error) -> PyErr {
-    match error {
-        Error::Invalid(text) => PyValueError::new_err(text),
-        other => PyRuntimeError::new_err(other.to_string()),
-    }
 }
 
 /// The workers, as many as the first caller asked for.
@@ -90,13 +84,21 @@ fn store(model: &str, config: &EngineConfig, on_progress: &Option<Py<PyAny>>) ->
     Ok(store)
 }
 
+/// A batch between submit and sync.
+struct UnderWay {
+    stream: usize,
+    shape: [usize; 2],
+    rows: RowType,
+    ticket: Option<(i32, Ticket)>, // and its device; None: of no tokens
+}
+
 /// One layer's routed experts. `moebius.MoE` is the class that people use.
 #[pyclass(frozen, module = "moebius._moebius")]
 pub(crate) struct ExpertLayer {
     layer: Arc<ServedLayer>,
     index: usize,
     known: Mutex<HashMap<i32, usize>>, // its number at the port of each device
-    under_way: Mutex<Vec<(usize, [usize; 2], RowType, Option<(i32, Ticket)>)>>, // stream, shape, type
+    under_way: Mutex<Vec<UnderWay>>,
 }
 
 fn bits(precision: Option<&str>) -> PyResult<ExpertBits> {
@@ -161,7 +163,7 @@ impl ExpertLayer {
     ) -> PyResult<Self> {
         let config = EngineConfig { experts: bits(precision)?, group_size, cache_dir, threads, device: Device::Cpu, ..Default::default() };
         let service = match (model, weights) {
-            (Some(model), None) => py.detach(|| store(&model, &config, &report)).map_err(raised)?,
+            (Some(model), None) => py.detach(|| store(&model, &config, &report)).map_err(exception)?,
             (None, Some((gate, up, down))) => {
                 let views = [View::of(&gate, "gate")?, View::of(&up, "up")?, View::of(&down, "down")?];
                 if let Some(view) = views.iter().find(|view| view.place != Place::Cpu) {
@@ -178,7 +180,7 @@ impl ExpertLayer {
                 }
                 let [gate, up, down] = [views[0].floats()?, views[1].floats()?, views[2].floats()?];
                 let arrays = ExpertArrays { shape: [experts, intermediate, hidden], gate: &gate, up: &up, down: &down };
-                Arc::new(py.detach(|| machine(&config).and_then(|machine| pack_experts(arrays, &config, machine))).map_err(raised)?)
+                Arc::new(py.detach(|| machine(&config).and_then(|machine| pack_experts(arrays, &config, machine))).map_err(exception)?)
             }
             _ => return Err(PyTypeError::new_err("give a model or weights=(gate, up, down), and not both")),
         };
@@ -239,9 +241,9 @@ impl ExpertLayer {
             if view.place != Place::Cpu || view.shape.len() != 1 {
                 return Err(view.wrong_shape("one row of ids, on the CPU"));
             }
-            self.layer.set_logical(view.ids()?).map_err(raised)?;
+            self.layer.set_logical(view.ids()?).map_err(exception)?;
         }
-        py.detach(|| self.layer.load()).map_err(raised)
+        py.detach(|| self.layer.load()).map_err(exception)
     }
 
     /// Ids whose flag is set are skipped; the flags are read at every call.
@@ -282,7 +284,7 @@ impl ExpertLayer {
         let (ids, weights) = (ids.ids()?, weights.floats()?);
         let batch = Tokens { x: x.as_bytes(), rows, ids: &ids, weights: &weights, top_k };
         let out = out.as_bytes_mut()?;
-        py.detach(|| self.layer.forward(batch, out)).map_err(raised)
+        py.detach(|| self.layer.forward(batch, out)).map_err(exception)
     }
 
     /// Enqueues a batch of CUDA arrays on a stream.
@@ -305,9 +307,9 @@ impl ExpertLayer {
             DeviceTokens { x: x.address(), rows, ids: ids.address(), id_bytes, weights: weights.address(), tokens: shape[0], top_k };
         let ticket = match shape[0] {
             0 => None,
-            _ => Some(py.detach(|| self.submit_device(device, &batch, stream)).map_err(raised)?),
+            _ => Some(py.detach(|| self.submit_device(device, &batch, stream)).map_err(exception)?),
         };
-        lock(&self.under_way).push((stream, shape, rows, ticket.map(|ticket| (device, ticket))));
+        lock(&self.under_way).push(UnderWay { stream, shape, rows, ticket: ticket.map(|ticket| (device, ticket)) });
         Ok(())
     }
 
@@ -315,10 +317,10 @@ impl ExpertLayer {
     fn sync(&self, py: Python<'_>, out: &Bound<'_, PyAny>, stream: usize) -> PyResult<()> {
         let out = View::of(out, "out")?;
         let mut under_way = lock(&self.under_way);
-        let Some(at) = under_way.iter().position(|batch| batch.0 == stream) else {
+        let Some(at) = under_way.iter().position(|batch| batch.stream == stream) else {
             return Err(PyRuntimeError::new_err("nothing was submitted on this stream: call submit_forward before sync_forward"));
         };
-        let (_, shape, rows, ticket) = &under_way[at];
+        let UnderWay { shape, rows, ticket, .. } = &under_way[at];
         if out.shape != shape
             || out.kind != Kind::Float(*rows)
             || ticket.as_ref().is_some_and(|(device, _)| out.place != Place::Cuda(*device))
@@ -328,10 +330,10 @@ impl ExpertLayer {
         if !out.address().is_multiple_of(16) {
             return Err(PyValueError::new_err("out does not begin at a multiple of 16 bytes: give another one"));
         }
-        let Some((device, ticket)) = under_way.remove(at).3 else { return Ok(()) };
+        let Some((device, ticket)) = under_way.remove(at).ticket else { return Ok(()) };
         drop(under_way);
         let address = out.address();
-        py.detach(|| port(device, self.layer.service())?.sync(ticket, address)).map_err(raised)
+        py.detach(|| port(device, self.layer.service())?.sync(ticket, address)).map_err(exception)
     }
 
     /// Gate, up and down of an expert as they are computed with, f32.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Arrays on a CUDA device without torch: enough of the driver for tests, on a GPU or on kernels/emulator."""
 
 import ctypes

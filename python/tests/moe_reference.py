@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The naive twin of `moebius.MoE`."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """`MoE` on CPU arrays against its naive twin."""
 
 import gc

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """`MoE` on a real GPU with torch: inside CUDA graphs, on several streams, from two processes. Skipped by name where there is no GPU."""
 
 import multiprocessing

@@ -2,7 +2,7 @@
 
 import logging
 
-from sglang.srt.layers.moe import kt_ep_wrapper
+from sglang.srt.layers.moe import kt_ep_wrapper  # type: ignore[import-not-found,unused-ignore]
 
 from moebius.sglang import KTMoEWrapper
 
