@@ -45,7 +45,8 @@ fn main() -> moebius::Result<()> {
     );
 
     let (g32, g128) = (32, 128);
-    let precisions = [Precision::int4(g128), Precision::int4(g32), Precision::Mxfp4, Precision::int8(g128), Precision::Bf16];
+    let precisions =
+        [Precision::int4(g128), Precision::int4(g32), Precision::Mxfp4, Precision::int8(g128), Precision::int8(g32), Precision::Bf16];
     for shape in &SHAPES {
         for precision in precisions {
             let wanted = |simd: Simd| {

@@ -14,6 +14,7 @@ use moebius_cache::checkpoint::{Checkpoint, gguf};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::Xxh3;
 
+pub use self::config::ARCHITECTURES;
 use crate::{Error, Result};
 
 /// Goes up when the same metadata give other files.

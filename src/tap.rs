@@ -10,8 +10,12 @@ use crate::{Error, Result};
 /// Additions of one request at most.
 pub const MAX_STEERS: usize = 256;
 
+/// What is added to a number at most: far more than models have there, and so little that all stays finite. What is not would spread from the KV
+/// blocks that others get after the sequence.
+const MAX_ADDED: f32 = 1e6;
+
 /// Ranges of one list of positions at most.
-const MAX_RANGES: usize = 1024;
+const MAX_RANGES: usize = 256;
 
 /// Some layers of a model, the first being 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +46,9 @@ impl Layers {
     /// Refuses layers that a model of `layers` layers does not have. Errors: `Error::Invalid`.
     pub fn check(&self, layers: usize) -> Result<()> {
         match self {
+            Self::Some(list) if list.len() > layers => {
+                Err(Error::Invalid(format!("{} layers are named and the model has {layers}: name each once", list.len())))
+            }
             Self::Some(list) => list.iter().try_for_each(|&layer| check_layer(layer, layers)),
             Self::All => Ok(()),
         }
@@ -143,8 +150,12 @@ impl Steer {
     pub fn check(&self, layers: usize, hidden_size: usize) -> Result<()> {
         check_layer(self.layer, layers)?;
         check_vector(&self.vector, hidden_size)?;
-        if !self.coefficient.is_finite() {
-            return Err(Error::Invalid(format!("the coefficient of a steering vector is {}: give a finite number", self.coefficient)));
+        let largest = self.vector.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+        if !self.coefficient.is_finite() || largest * self.coefficient.abs() > MAX_ADDED {
+            return Err(Error::Invalid(format!(
+                "the coefficient of a steering vector is {} and the vector's largest number {largest}: their product may be {MAX_ADDED} at most",
+                self.coefficient
+            )));
         }
         self.positions.check()
     }
@@ -240,7 +251,13 @@ mod tests {
     fn ranges_ascend_and_do_not_overlap() {
         let check = |ranges: Vec<Range<usize>>| Positions::Some(ranges).check();
         assert!(check(vec![0..1, 1..4, 7..usize::MAX]).is_ok());
-        for wrong in [vec![3..3], vec![0..2, 1..4], vec![5..6, 0..2], vec![0..1; MAX_RANGES + 1], vec![Range { start: 4, end: 1 }]] {
+        for wrong in [
+            vec![Range { start: 3, end: 3 }],
+            vec![0..2, 1..4],
+            vec![5..6, 0..2],
+            vec![0..1; MAX_RANGES + 1],
+            vec![Range { start: 4, end: 1 }],
+        ] {
             assert!(check(wrong).is_err());
         }
     }
@@ -253,6 +270,8 @@ mod tests {
         assert!(refused(Steer { layer: 2, ..good.clone() }).contains("layers 0 to 1"));
         assert!(refused(Steer { vector: vec![1.0; 5].into(), ..good.clone() }).contains("takes 4"));
         assert!(refused(Steer { vector: vec![1.0, f32::NAN, 0.0, 0.0].into(), ..good.clone() }).contains("number 1"));
-        assert!(refused(Steer { coefficient: f32::INFINITY, ..good.clone() }).contains("coefficient"));
+        for coefficient in [f32::INFINITY, f32::NAN, -1.1e6, 1e38] {
+            assert!(refused(Steer { coefficient, ..good.clone() }).contains("at most"));
+        }
     }
 }

@@ -8,6 +8,9 @@ mod common;
 use common::{Fixture, greedy};
 use moebius::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
+use moebius::model::Attention;
+use moebius::models;
+use serde_json::{Value, json};
 
 /// Largest error of a logit or hidden state, relative to the largest magnitude of its row: f32 noise is below 2e-5.
 const TOLERANCE: f32 = 1e-4;
@@ -153,4 +156,66 @@ fn qwen3_5_moe() {
 #[test]
 fn gpt_oss_mxfp4() {
     check("gpt_oss_mxfp4");
+}
+
+/// The defaults of transformers' config classes: a field that is left out means what one with that value does, and not another.
+#[test]
+fn what_a_config_leaves_out() {
+    let layers =
+        |kinds: &str| json!(kinds.chars().map(|kind| if kind == 's' { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>());
+    for (fixture, field, default, other) in [
+        ("qwen3_moe", "norm_topk_prob", json!(false), json!(true)),
+        ("qwen3_moe", "decoder_sparse_step", json!(1), json!(2)),
+        ("qwen2_moe", "norm_topk_prob", json!(false), json!(true)),
+        ("qwen2_moe", "qkv_bias", json!(true), json!(false)),
+        ("qwen3_next", "norm_topk_prob", json!(true), json!(false)),
+        ("qwen3_next", "full_attention_interval", json!(4), json!(2)),
+        ("qwen3_next", "partial_rotary_factor", json!(0.25), json!(0.5)),
+        ("qwen3_5_moe", "tie_word_embeddings", json!(false), json!(true)),
+        ("olmoe", "norm_topk_prob", json!(false), json!(true)),
+        ("mixtral", "sliding_window", json!(null), json!(8)),
+        ("deepseek_v3", "norm_topk_prob", json!(true), json!(false)),
+        ("glm4_moe", "norm_topk_prob", json!(true), json!(false)),
+        ("glm4_moe", "partial_rotary_factor", json!(0.5), json!(1.0)),
+        ("glm4_moe", "first_k_dense_replace", json!(1), json!(0)),
+        ("glm4_moe", "n_shared_experts", json!(1), json!(2)),
+        ("glm4_moe", "use_qk_norm", json!(false), json!(true)),
+        ("glm4_moe", "attention_bias", json!(false), json!(true)),
+        ("glm4_moe", "routed_scaling_factor", json!(1.0), json!(2.5)),
+        ("gpt_oss_mxfp4", "layer_types", layers("sfs"), layers("fsf")),
+        ("gpt_oss_mxfp4", "sliding_window", json!(128), json!(129)),
+        ("gpt_oss_mxfp4", "swiglu_limit", json!(7.0), json!(70.0)),
+        ("gpt_oss_mxfp4", "swiglu_alpha", json!(1.702), json!(1.0)),
+        ("gpt_oss_mxfp4", "attention_bias", json!(true), json!(false)),
+    ] {
+        let text = std::fs::read_to_string(common::fixture_dir(fixture).join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        let with = |value: &Value| {
+            let mut config = config.clone();
+            config[field] = value.clone();
+            models::parse(&config.to_string()).unwrap()
+        };
+        let (same, different) = (with(&default), with(&other));
+        config.as_object_mut().unwrap().remove(field);
+        let without = models::parse(&config.to_string()).unwrap();
+        assert_eq!(without, same, "{fixture}: {field}");
+        assert_ne!(without, different, "{fixture}: {field}");
+    }
+}
+
+#[test]
+fn which_layers_are_what() {
+    let parse = |fixture: &str, field: &str, value: Value| {
+        let text = std::fs::read_to_string(common::fixture_dir(fixture).join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        config[field] = value;
+        models::parse(&config.to_string()).unwrap()
+    };
+    // Every second layer has experts, the last of each pair.
+    let sparse: Vec<usize> = parse("qwen3_moe", "decoder_sparse_step", json!(2)).moe_layers().map(|(layer, _)| layer).collect();
+    assert!(!sparse.is_empty() && sparse.iter().all(|layer| layer % 2 == 1), "{sparse:?}");
+    let kinds = json!(["full_attention", "linear_attention", "linear_attention", "linear_attention"]);
+    let model = parse("qwen3_next", "layer_types", kinds);
+    let full: Vec<bool> = model.layers.iter().map(|layer| matches!(layer.attention, Attention::Gqa(_))).collect();
+    assert_eq!(full, [true, false, false, false]);
 }

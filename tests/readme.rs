@@ -1,10 +1,11 @@
-//! The README's table of architectures is what the registry says.
+//! The README's table of architectures is what the registries say; its table of formats is tested in cache/tests/codecs.rs.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
 
 use common::{fixture_dir, root, small};
 use moebius::config::{Device, EngineConfig};
+use moebius::gguf;
 use moebius::model::ModelConfig;
 use moebius::models::{self, ARCHITECTURES, Architecture};
 use moebius::plan::plan;
@@ -29,9 +30,10 @@ fn on_gpu(model: &ModelConfig) -> String {
 #[cfg(feature = "cuda")]
 #[test]
 fn supported_architectures() {
-    let mut table = String::from("| models | `model_type` | CPU | GPU |\n|---|---|---|---|\n");
+    let mut table = String::from("| models | `model_type` | in GGUF | CPU | GPU |\n|---|---|---|---|---|\n");
     for Architecture { model_type, models, .. } in ARCHITECTURES {
-        table += &format!("| {models} | `{model_type}` | yes | {} |\n", on_gpu(&example(model_type)));
+        let gguf = gguf::ARCHITECTURES.iter().find(|(_, of)| of.contains(model_type)).map_or("", |(name, _)| name);
+        table += &format!("| {models} | `{model_type}` | {gguf} | yes | {} |\n", on_gpu(&example(model_type)));
     }
     let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
     assert!(readme.contains(&table), "README.md, under Models, should have:\n\n{table}");

@@ -51,6 +51,10 @@ fn vector(engine: &EngineHandle, seed: u32) -> Arc<[f32]> {
     (0..engine.info().hidden_size as u32).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.5 - 1.0).collect()
 }
 
+fn from_to(start: usize, end: usize) -> Positions {
+    Positions::Some(vec![Range { start, end }])
+}
+
 fn steer(engine: &EngineHandle, layer: usize, seed: u32, coefficient: f32, positions: Positions) -> Steer {
     Steer { layer, vector: vector(engine, seed), coefficient, positions }
 }
@@ -130,7 +134,7 @@ fn as_hooks_of_transformers() {
             layer: at[0],
             vector: vectors[at[1]].clone(),
             coefficient,
-            positions: Positions::Some(vec![Range { start: at[2], end: at[3] }]),
+            positions: from_to(at[2], at[3]),
         });
         let (n, request) = (tokens.len(), everything(steered(greedy(tokens, 0), steers.collect())));
         let (said, rows, _) = ask(&engine, request);
@@ -199,7 +203,7 @@ fn captured_are_the_positions_and_layers_that_were_asked_for() {
         (Positions::Prompt, (0..100).collect::<Vec<_>>()),
         (Positions::Generated, (100..107).collect()),
         (Positions::Some(vec![3..5, 63..66, 98..1000]), [3, 4, 63, 64, 65].into_iter().chain(98..107).collect()),
-        (Positions::Some(vec![500..501]), vec![]),
+        (from_to(500, 501), vec![]),
     ] {
         let wanted = CaptureWanted { layers: Layers::Some(vec![1]), positions, logits: true };
         let (_, rows, end) = ask(&engine, Request { capture: Some(wanted.clone()), ..greedy(prompt(100, 1), 8) });
@@ -278,9 +282,9 @@ fn the_prefix_cache_knows_steered_text() {
     assert_eq!(cached(request()).1, 256);
     assert_eq!(cached(steered(request(), steer(Positions::All))), first, "not from the plain prompt");
     // Where only what comes later is steered, the beginning is plain text.
-    let later = |engine: &EngineHandle, from: usize| answer(engine, steered(request(), steer(Positions::Some(vec![from..usize::MAX]))));
+    let later = |engine: &EngineHandle, from: usize| answer(engine, steered(request(), steer(from_to(from, usize::MAX))));
     let want = later(&fresh, 130);
-    assert_eq!(cached(steered(request(), steer(Positions::Some(vec![130..usize::MAX])))), (want, 128));
+    assert_eq!(cached(steered(request(), steer(from_to(130, usize::MAX)))), (want, 128));
     assert_eq!(cached(steered(request(), steer(Positions::Generated))).1, 256);
     assert_eq!(cached(request()), (plain.0, 256), "and is offered as such");
 }
@@ -316,7 +320,7 @@ fn recurrent_models() {
     let tokens = |seed: u32| -> Vec<u32> { (0..200).map(|i| 7 + (i * 37 + seed * 101) % 490).collect() };
     let requests = || {
         let plain = everything(greedy(tokens(1), 10));
-        let changed = everything(steered(greedy(tokens(1), 10), vec![steer(&engine, 0, 1, 1.0, Positions::Some(vec![70..72]))]));
+        let changed = everything(steered(greedy(tokens(1), 10), vec![steer(&engine, 0, 1, 1.0, from_to(70, 72))]));
         [plain, changed]
     };
     let apart = requests().map(|request| ask(&engine, request));
@@ -328,6 +332,20 @@ fn recurrent_models() {
     let logits = |i: usize| &apart[i].1[&Activation::Logits].1;
     assert_eq!(logits(0)[..70 * vocab], logits(1)[..70 * vocab]);
     assert_ne!(logits(0)[70 * vocab..], logits(1)[70 * vocab..]);
+}
+
+/// The most that may be added stays finite, and what it leaves in freed blocks is nothing to others.
+#[test]
+fn the_largest_addition_harms_nobody() {
+    let _alone = alone();
+    for model in ["moe-gqa", "moe-mla"] {
+        let engine = started(&demo_dir(model), &config(), |loaded| loaded.kv_blocks = 1024 / BLOCK_SIZE);
+        let wall: Arc<[f32]> = vec![-1.0; engine.info().hidden_size].into();
+        let most = Steer { layer: 0, vector: wall, coefficient: 1e6, positions: Positions::All };
+        let (_, rows, _) = ask(&engine, everything(steered(greedy(prompt(700, 1), 5), vec![most; 256])));
+        assert!(rows.values().all(|(_, rows)| rows.iter().all(|x| x.is_finite())));
+        assert_eq!(answer(&engine, greedy(prompt(500, 2), 10)), answer(&start(model), greedy(prompt(500, 2), 10)));
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! From the bytes of a checkpoint to weights, one file per source format.
 //!
 //! ```text
-//! name, [n, k] ── find ──▶ Source: the tensors it is made of, and a codec
+//! name, [n, k] ── find ──▶ Source: the tensors it is made of, its Format, and a codec
 //!                            decode  rows as f32, of any format
 //!                            codes   rows as integers with a scale for each group, where that is what the format is
 //! ```
@@ -13,6 +13,7 @@ mod awq;
 mod compressed_tensors;
 mod find;
 mod float;
+mod formats;
 mod fp8;
 mod gguf;
 mod gptq;
@@ -24,8 +25,9 @@ mod scales;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+pub use self::formats::{Format, Library};
 pub use self::quantization::Quantization;
-use crate::checkpoint::{Checkpoint, Dtype, TensorView};
+use crate::checkpoint::{Checkpoint, TensorView};
 use crate::pack::{GROUP_SIZES, Precision, ScaleType};
 use crate::{Error, Result};
 
@@ -64,6 +66,11 @@ type Read = std::result::Result<(), String>;
 trait Values: Send + Sync {
     /// Rows from `first` on, as many as fill `out`.
     fn rows(&self, first: usize, out: &mut [f32]) -> Read;
+
+    /// Whether the bytes are the rows, one after the other.
+    fn as_they_lie(&self) -> bool {
+        false
+    }
 }
 
 /// Gives rows of a matrix as they are stored.
@@ -88,16 +95,40 @@ enum Rows {
     Pairs { head: usize },
 }
 
+impl Rows {
+    const ALL: Self = Self::From { first: 0, step: 1 };
+}
+
+/// What a format's file makes of tensors, before it has a name.
+struct Found<'a> {
+    kind: Format,
+    words: String,
+    parts: Vec<TensorView<'a>>,
+    codec: Codec<'a>,
+    rows: Rows,
+}
+
+impl<'a> Found<'a> {
+    /// All rows; `details` follow the format's name.
+    fn new(kind: Format, details: &str, parts: Vec<TensorView<'a>>, codec: Codec<'a>) -> Self {
+        Self { kind, words: format!("{kind}{details}"), parts, codec, rows: Rows::ALL }
+    }
+
+    fn named(self, name: &str, shape: [usize; 2]) -> Source<'a> {
+        let Self { kind, words, parts, codec, rows } = self;
+        Source { name: name.to_string(), shape, kind, words, parts, codec, rows }
+    }
+}
+
 /// One matrix of a checkpoint, `[n, k]`, wherever and however it lies.
 pub struct Source<'a> {
     name: String,
     shape: [usize; 2],
-    format: String,
+    kind: Format,
+    words: String,
     parts: Vec<TensorView<'a>>,
     codec: Codec<'a>,
     rows: Rows,
-    lossless: bool,
-    transposed: bool,
 }
 
 impl Checkpoint {
@@ -120,9 +151,14 @@ impl<'a> Source<'a> {
         self.shape
     }
 
-    /// Its format, in words.
+    /// Its format.
+    pub fn kind(&self) -> Format {
+        self.kind
+    }
+
+    /// Its format, groups and place, in words.
     pub fn format(&self) -> &str {
-        &self.format
+        &self.words
     }
 
     /// The tensors, or parts of them, that it is made of.
@@ -145,16 +181,13 @@ impl<'a> Source<'a> {
 
     /// The tensor that is this matrix as it lies, row after row of plain numbers.
     pub fn plain(&self) -> Option<&TensorView<'a>> {
-        let straight = matches!(self.rows, Rows::From { first: 0, step: 1 }) && self.lossless;
-        match &self.parts[..] {
-            [view] if straight && view.shape.iter().product::<usize>() == self.shape[0] * self.shape[1] && !self.transposed => Some(view),
+        let whole = matches!(self.rows, Rows::From { first: 0, step: 1 });
+        match (&self.parts[..], &self.codec) {
+            ([view], Codec::Values(values)) if whole && values.as_they_lie() => {
+                Some(view).filter(|view| view.shape.iter().product::<usize>() == self.shape[0] * self.shape[1])
+            }
             _ => None,
         }
-    }
-
-    /// Whether it is stored as plain BF16, F16 or F32 numbers.
-    pub fn is_lossless(&self) -> bool {
-        self.lossless
     }
 
     /// The coarsest precision that keeps what is stored; `None` of plain numbers, of which that is for the user to say.
@@ -169,9 +202,9 @@ impl<'a> Source<'a> {
                 let kept = [Precision::Mxfp4, Precision::int4(group_size)].into_iter().find(|&precision| integers.fit(precision));
                 Some(kept.unwrap_or(int8).with_scales(scales))
             }
-            None if self.lossless => None,
+            None if matches!(self.kind, Format::Float(_)) => None,
             // FP8 has no groups; the blocks of GGUF are of 32 inputs and fewer.
-            None if self.parts.iter().any(|part| part.dtype == Dtype::F8E4M3) => largest(self.shape[1]).map(Precision::int8),
+            None if self.kind == Format::Fp8 => largest(self.shape[1]).map(Precision::int8),
             None => Some(Precision::int8(GROUP_SIZES[0])),
         }
     }
@@ -248,7 +281,7 @@ impl<'a> Source<'a> {
 
 impl std::fmt::Debug for Source<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {:?}, {}", self.name, self.shape, self.format)
+        write!(f, "{} {:?}, {}", self.name, self.shape, self.words)
     }
 }
 

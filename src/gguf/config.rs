@@ -6,6 +6,19 @@ use serde_json::{Map, Value, json};
 use super::Metadata;
 use crate::{Error, Result};
 
+/// What GGUF files call architectures, and the `model_type`s of the models they hold.
+pub const ARCHITECTURES: &[(&str, &[&str])] = &[
+    ("deepseek2", &["deepseek_v2", "deepseek_v3", "kimi_k2"]),
+    ("qwen3moe", &["qwen3_moe"]),
+    ("qwen2moe", &["qwen2_moe"]),
+    ("glm4moe", &["glm4_moe"]),
+    ("minimax-m2", &["minimax_m2"]),
+    ("gpt-oss", &["gpt_oss"]),
+    ("llama", &["mixtral", "llama"]),
+    ("olmoe", &["olmoe"]),
+    ("qwen3", &["qwen3"]),
+];
+
 /// Fields that all architectures have: `config.json`'s name, the key after the architecture's name.
 const COMMON: &[(&str, &str)] = &[
     ("hidden_size", "embedding_length"),
@@ -83,8 +96,10 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
             "partial_rotary_factor": number("rope.dimension_count").zip(key_length).map(|(part, all)| part as f64 / all as f64)}),
         "deepseek2" => deepseek(metadata, experts, normalized(false))?,
         other => {
+            let known: Vec<&str> = ARCHITECTURES.iter().map(|(name, _)| *name).collect();
             return Err(Error::Model(format!(
-                "the architecture `{other}` of GGUF files is not supported: use a qwen3moe or deepseek2 model, or the model's safetensors checkpoint"
+                "the architecture `{other}` of GGUF files is not supported; {} are: use the model's safetensors checkpoint",
+                known.join(", ")
             )));
         }
     };

@@ -79,8 +79,8 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
     };
     let precision = match config.experts {
         ExpertBits::Bf16 => Precision::Bf16,
-        ExpertBits::Int8 => Precision::Int8 { group_size: group_size()? },
-        ExpertBits::Int4 | ExpertBits::Auto => Precision::Int4 { group_size: group_size()? },
+        ExpertBits::Int8 => Precision::int8(group_size()?),
+        ExpertBits::Int4 | ExpertBits::Auto => Precision::int4(group_size()?),
     };
     let contents = Contents { model: "arrays", hidden, intermediate, num_experts, precision, layers: &[0] };
     let layout = ExpertLayout::new(hidden, intermediate, precision)?;

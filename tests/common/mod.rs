@@ -54,6 +54,14 @@ pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
     load::load("test", dir, &limited(config), &|_| {}).unwrap()
 }
 
+/// What packing as `--experts auto` does it adds to the experts of a checkpoint, where it adds most; 0: nothing.
+pub fn experts_rounding(dir: &std::path::Path) -> f64 {
+    let (model, checkpoint) = (moebius::models::read(dir).unwrap(), moebius_cache::Checkpoint::open(dir).unwrap());
+    let config = load::for_checkpoint(&EngineConfig::default(), &model, &checkpoint);
+    let components = load::components::components(&checkpoint, &model, &config).unwrap();
+    components.iter().filter(|component| component.is_experts()).map(|component| component.rounding).fold(0.0, f64::max)
+}
+
 /// A demo model or one of [`small`], with the same limits.
 pub fn load_model(name: &str, config: &EngineConfig) -> Loaded {
     small::model(name, &limited(config))

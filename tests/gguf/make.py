@@ -1,10 +1,13 @@
 """GGUF files for tests, made by the `gguf` package: an implementation of the format that is not ours.
 
-    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N]   the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors
-    make.py blocks OUT                                          random blocks of every type, each beside what `gguf` dequantizes them to
+    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--config JSON]
+                              the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors; fields of its config replaced
+    make.py vocabulary IN OUT the tokenizer of a GGUF file that has nothing else, in a file that looks like a model
+    make.py blocks OUT        random blocks of every type, each beside what `gguf` dequantizes them to
 
 Several types are given to the matrices of experts in turn, so that they differ from layer to layer and from gate to up to down.
 """
+import argparse
 import json
 import pathlib
 import re
@@ -26,6 +29,8 @@ ARCHITECTURES = {
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
     "glm4_moe": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
     "minimax_m2": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
+    "llama": ("llama", gguf.MODEL_ARCH.LLAMA),
+    "gpt_oss": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
 }
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -38,6 +43,9 @@ def read_safetensors(path):
             continue
         start, end = entry["data_offsets"]
         raw = data[8 + size + start : 8 + size + end]
+        if entry["dtype"] == "U8":
+            yield name, np.frombuffer(raw, np.uint8).reshape(entry["shape"])
+            continue
         if entry["dtype"] == "BF16":
             values = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
         else:
@@ -49,8 +57,8 @@ def write_safetensors(path, tensors):
     header, data = {}, []
     at = 0
     for name, values in tensors.items():
-        raw = values.astype("<f4").tobytes()
-        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [at, at + len(raw)]}
+        dtype, raw = ("U8", values.tobytes()) if values.dtype == np.uint8 else ("F32", values.astype("<f4").tobytes())
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + len(raw)]}
         at += len(raw)
         data.append(raw)
     text = json.dumps(header).encode()
@@ -75,7 +83,10 @@ def add_metadata(w, arch, c, fixture, experts):
     tokenizer = json.loads(text_side(fixture, "tokenizer.json").read_text())
     template = json.loads(text_side(fixture, "tokenizer_config.json").read_text())["chat_template"]
     tokens, kinds, special = byte_tokens(tokenizer)
-    w.add_block_count(c["num_hidden_layers"])
+    drafts = c.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0
+    w.add_block_count(c["num_hidden_layers"] + drafts)
+    if drafts:
+        w.add_nextn_predict_layers(drafts)
     w.add_embedding_length(c["hidden_size"])
     w.add_context_length(c["max_position_embeddings"])
     w.add_feed_forward_length(c["intermediate_size"])
@@ -93,6 +104,9 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_rope_dimension_count(c["rotary_dim"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "gpt-oss":
+        w.add_expert_feed_forward_length(c["intermediate_size"])
+        w.add_sliding_window(c["sliding_window"])
     if arch == "qwen2moe":
         w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if arch == "glm4moe":
@@ -127,11 +141,15 @@ def add_metadata(w, arch, c, fixture, experts):
         if c["n_group"] and c.get("topk_method") != "greedy":
             w.add_expert_group_count(c["n_group"])
             w.add_expert_group_used_count(c["topk_group"])
-        rope = c["rope_scaling"]
+    rope = c.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "yarn":
         w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         w.add_rope_scaling_factor(rope["factor"])
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        w.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        w.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        if "mscale_all_dim" in rope:
+            w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("qwen2")
     w.add_token_list(tokens)
@@ -144,17 +162,25 @@ def add_metadata(w, arch, c, fixture, experts):
     w.add_chat_template(template)
 
 
-def model(fixture, out, types, split):
+def mxfp4_blocks(blocks, scales):
+    """From pairs side by side to halves 16 apart, each block behind its scale."""
+    codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
+    data = np.concatenate([scales[..., None], codes[..., :16] | codes[..., 16:] << 4], -1)
+    return data.reshape(*blocks.shape[:2], -1)
+
+
+def model(fixture, out, types, split, changes):
     fixture, out = pathlib.Path(fixture), pathlib.Path(out)
-    c = json.loads((fixture / "config.json").read_text())
+    c = json.loads((fixture / "config.json").read_text()) | changes
     arch, model_arch = ARCHITECTURES[c["model_type"]]
     experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 0)))
     layers = c["num_hidden_layers"]
     tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
-    # Layers beyond the last draft tokens, and what is computed from the config is not converted.
-    beyond = lambda name: "rotary_emb" in name or (match := re.match(r"model\.layers\.(\d+)\.", name)) and int(match[1]) >= layers
+    # Layers beyond the last draft tokens, which only GLM's converter keeps; what is computed from the config is not converted.
+    keep = layers + (c.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0)
+    beyond = lambda name: "rotary_emb" in name or (match := re.match(r"model\.layers\.(\d+)\.", name)) and int(match[1]) >= keep
     tensors = {name: values for name, values in tensors.items() if not beyond(name)}
-    names = gguf.get_tensor_name_map(model_arch, c["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(model_arch, keep)
     options = {"split_max_tensors": split} if split else {}
     w = gguf.GGUFWriter(out.with_suffix(".gguf"), arch, **options)
     add_metadata(w, arch, c, fixture, experts)
@@ -176,7 +202,7 @@ def model(fixture, out, types, split):
     turn = 0
     for first in [name for name in tensors if ".experts.0." in name]:
         head, part = re.match(r"(.*\.experts)\.0\.(\w+)\.weight", first).groups()
-        keys = [f"{head}.{e}.{part}.weight" for e in range(experts)]
+        keys = [key for e in range(experts) if (key := f"{head}.{e}.{part}.weight") in tensors]
         stacked = np.stack([tensors.pop(k) for k in keys])
         layer = head.split(".")[2]
         name = names.get_name(f"{head}.{part}") or f"blk.{layer}.ffn_{PARTS[part]}_exps"
@@ -185,6 +211,21 @@ def model(fixture, out, types, split):
         turn += 1
     for key, values in tensors.items():
         stem, suffix = key.rsplit(".", 1)
+        block = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
+        if suffix == "sinks":
+            stand_for[key] = add(f"{block}.attn_sinks.weight", values, Type.F32)
+            continue
+        if stem.endswith(".experts"):  # gpt-oss stacks them, gate and up alternating
+            part, kind = re.match(r"(down|gate_up)_proj_(blocks|scales|bias)", suffix).groups()
+            stand_for[key] = values
+            for i, part in enumerate(part.split("_")):
+                of = (lambda v: v) if part == "down" else (lambda v: v[:, i::2])
+                if kind == "bias":
+                    add(f"{block}.ffn_{part}_exps.bias", of(values), Type.F32)
+                elif kind == "blocks":
+                    data = mxfp4_blocks(of(values), of(tensors[key.replace("_blocks", "_scales")]))
+                    w.add_tensor(f"{block}.ffn_{part}_exps.weight", data, raw_dtype=Type.MXFP4)
+            continue
         if stem.endswith("kv_b_proj") and arch == "deepseek2":
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
@@ -194,7 +235,7 @@ def model(fixture, out, types, split):
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
         if suffix == "e_score_correction_bias":
-            stand_for[key] = add(f"blk.{key.split('.')[2]}.exp_probs_b.bias", values, Type.F32)
+            stand_for[key] = add(f"{block}.exp_probs_b.bias", values, Type.F32)
             continue
         if arch == "llama" and re.search(r"self_attn\.[qk]_proj$", stem):
             # Halves of a head's rows become pairs.
@@ -204,14 +245,15 @@ def model(fixture, out, types, split):
             stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             continue
         # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
-        kind = Type.F32 if key.endswith((".gate.weight", "shared_expert_gate.weight")) else types[0]
+        kind = Type.F32 if key.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight")) else types[0]
         stand_for[key] = add(names.get_name(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
     out.mkdir(exist_ok=True)
-    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]:
+    (out / "config.json").write_text(json.dumps(c))
+    for name in ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]:
         shutil.copyfile(text_side(fixture, name), out / name)
     write_safetensors(out / "model.safetensors", stand_for)
 
@@ -243,14 +285,29 @@ def blocks(out):
     w.close()
 
 
+def vocabulary(source, out):
+    fields = {name: field for name, field in gguf.GGUFReader(source).fields.items() if name.startswith("tokenizer.")}
+    w = gguf.GGUFWriter(out, "qwen3")
+    w.add_block_count(1)
+    for name, field in fields.items():
+        w.add_key_value(name, field.contents(), *field.types[:2])
+    w.add_tensor("token_embd.weight", np.zeros((len(fields["tokenizer.ggml.tokens"].data), 1), np.float16))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    split = 0
-    if "--split" in arguments:
-        at = arguments.index("--split")
-        split = int(arguments[at + 1])
-        del arguments[at : at + 2]
-    if arguments[0] == "model":
-        model(arguments[1], arguments[2], arguments[3], split)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["model", "vocabulary", "blocks"])
+    parser.add_argument("paths", nargs="+")
+    parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--config", type=json.loads, default={})
+    given = parser.parse_args()
+    if given.what == "model":
+        model(*given.paths, given.split, given.config)
+    elif given.what == "vocabulary":
+        vocabulary(*given.paths)
     else:
-        blocks(arguments[1])
+        blocks(*given.paths)

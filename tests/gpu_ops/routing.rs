@@ -98,7 +98,12 @@ fn route_after_a_norm() {
 
 fn routed_on_cpu(sides: &Sides, weight: &[f32], (experts, router): (usize, &Router), h: &[f32], hidden: usize) -> Routing {
     let (b, mut out) = (&sides.cpu, Routing::default());
-    b.route(&b.load_router(weight.to_vec(), offsets(experts, router), bias(experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
+    b.route(
+        &b.load_router(weight.to_vec(), offsets(experts, router), bias(experts, router)).unwrap(),
+        router,
+        &b.filled(hidden, h),
+        &mut out,
+    );
     out
 }
 

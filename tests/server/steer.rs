@@ -134,7 +134,7 @@ fn what_cannot_be_steered_or_captured_is_refused_by_name() {
 fn capture(submission: &Submission) {
     let n = submission.request.prompt.len();
     let number = |kind: usize, position: usize, column: usize| (kind * 1000 + position * 10 + column) as f32;
-    let mut tell = |what: Activation, kind: usize, positions: std::ops::Range<usize>| {
+    let tell = |what: Activation, kind: usize, positions: std::ops::Range<usize>| {
         let rows = positions.clone().flat_map(|p| (0..3).map(move |c| number(kind, p, c))).collect();
         submission.events.send(Event::Captured(Captured { what, position: positions.start, count: positions.len(), rows })).unwrap();
     };
@@ -190,8 +190,9 @@ fn captures_have_places() {
     drop(held);
     for _ in 0..500 {
         let socket = send(server.address, "POST", "/v1/capture", body.to_string().as_bytes());
-        if let Ok(submission) = server.requests.try_recv() {
-            return done(&submission);
+        // It may be of a socket that is gone by now.
+        if server.requests.try_recv().is_ok() {
+            return;
         }
         drop(socket);
         std::thread::sleep(std::time::Duration::from_millis(20));

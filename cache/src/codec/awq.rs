@@ -3,18 +3,37 @@
 //! A word holds eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble on. A weight is (code - zero) * scale.
 //! Source: AutoAWQ's packing.
 
+use super::gptq::groups_of;
 use super::scales::{Scales, Words};
-use super::{Codes, Integers, Read};
+use super::{Codec, Codes, Format, Found, Integers, Library, Read};
+use crate::Result;
+use crate::checkpoint::{Checkpoint, TensorView};
 
 /// The nibble of each of the eight outputs.
 const NIBBLE: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-pub(super) struct Awq<'a> {
-    pub(super) codes: Words<'a>,
-    pub(super) zeros: Words<'a>,
-    pub(super) scales: Scales<'a>,
-    pub(super) k: usize,
-    pub(super) group: usize,
+struct Awq<'a> {
+    codes: Words<'a>,
+    zeros: Words<'a>,
+    scales: Scales<'a>,
+    k: usize,
+    group: usize,
+}
+
+/// The matrix `[n, k]` whose codes, `NAME.qweight`, are these.
+pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+    let (zeros, scales) = (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
+    let groups = groups_of(&scales, k)?;
+    if !n.is_multiple_of(8) {
+        return Err(
+            codes.error(format!("has {n} outputs, which words of eight do not hold: config.json and weights do not belong together"))
+        );
+    }
+    let (parts, group) = (vec![codes, zeros, scales], k / groups);
+    let (codes, zeros) = (Words::new(codes, k, n / 8)?, Words::new(zeros, groups, n / 8)?);
+    let all = Awq { codes, zeros, scales: Scales::new(scales, groups, n)?, k, group };
+    let format = Format::Integers { by: Library::Awq, bits: 4, zeros: true };
+    Ok(Found::new(format, &format!(", groups of {group}"), parts, Codec::Codes(Box::new(all))))
 }
 
 impl Codes for Awq<'_> {

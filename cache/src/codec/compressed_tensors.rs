@@ -4,29 +4,106 @@
 //! `[n, groups]`; `weight_zero_point`, where there is one, `[n, groups]` with rows packed into words in the same way.
 //! Source: the compressed-tensors library.
 
-use super::scales::{Scales, Words};
-use super::{Codes, Integers, Read, Values};
-use crate::checkpoint::{Dtype, TensorView};
+use super::scales::{Scales, Words, group_index};
+use super::{Codec, Codes, Format, Found, Integers, Library, Quantization, Read, Values, float};
+use crate::Result;
+use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 
-pub(super) struct CompressedTensors<'a> {
-    pub(super) codes: Stored<'a>,
-    pub(super) zeros: Option<Zeros<'a>>,
-    pub(super) scales: Scales<'a>,
-    pub(super) k: usize,
-    pub(super) group: usize,
-    pub(super) bits: usize,
+/// Codes packed into words, `NAME.weight_packed`.
+pub(super) fn packed<'a>(checkpoint: &'a Checkpoint, packed: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+    let bits =
+        match packed.shape {
+            [_, cols] if *cols == k.div_ceil(8) => 4,
+            [_, cols] if *cols == k.div_ceil(4) => 8,
+            other => return Err(packed.error(format!(
+                "has shape {other:?}, which does not hold {n} x {k} weights of 4 or 8 bits: config.json and weights do not belong together"
+            ))),
+        };
+    let words = Words::new(packed, n, k.div_ceil(32 / bits))?;
+    let scales = checkpoint.tensor(&format!("{stem}.weight_scale"))?;
+    integers(checkpoint, Stored::Words(words), vec![packed, scales], stem, [n, k], bits)
+}
+
+/// Codes one to a byte, `NAME.weight`.
+pub(super) fn bytes<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, shape: [usize; 2]) -> Result<Found<'a>> {
+    let Some(scales) = checkpoint.get(&format!("{}_scale", codes.name)) else {
+        return Err(codes.error(float::unsupported(codes.dtype)));
+    };
+    let stem = codes.name.strip_suffix(".weight").unwrap_or(codes.name);
+    integers(checkpoint, Stored::Bytes(codes.data), vec![codes, scales], stem, shape, 8)
+}
+
+/// Either; `parts` are codes and scales.
+fn integers<'a>(
+    checkpoint: &'a Checkpoint,
+    codes: Stored<'a>,
+    mut parts: Vec<TensorView<'a>>,
+    stem: &str,
+    [n, k]: [usize; 2],
+    bits: usize,
+) -> Result<Found<'a>> {
+    let scales = parts[1];
+    let groups = scales.shape.get(1).copied().unwrap_or(1);
+    let (group, scales) = match scales.shape.iter().product::<usize>() {
+        1 if n > 1 => {
+            return Err(
+                scales.error("is one scale for a whole matrix of integers, which is not supported: use another checkpoint of this model")
+            );
+        }
+        _ if groups == 0 || !k.is_multiple_of(groups) => {
+            return Err(
+                scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together"))
+            );
+        }
+        _ => (k / groups, Scales::new(scales, n, groups)?),
+    };
+    let mut zeros = None;
+    if let Some(view) = checkpoint.get(&format!("{stem}.weight_zero_point")) {
+        zeros = Some(match view.dtype {
+            Dtype::I32 => Zeros::Packed(Words::new(view, n.div_ceil(32 / bits), groups)?),
+            Dtype::I8 | Dtype::U8 if view.data.len() == n * groups => Zeros::Bytes(view),
+            other => return Err(view.error(format!("holds zero points as {other:?} of shape {:?}, which is not supported", view.shape))),
+        });
+        parts.push(view);
+    } else if matches!(checkpoint.quantization(), Quantization::CompressedTensors { symmetric: false, .. }) {
+        return Err(
+            parts[0].error("has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete")
+        );
+    }
+    let mut index = None;
+    // Inputs in order are all in group -1.
+    let ordered = |view: &TensorView<'_>| view.data.iter().all(|&byte| byte == 0xff);
+    if let Some(view) = checkpoint.get(&format!("{stem}.weight_g_idx")).filter(|view| !ordered(view)) {
+        index = Some(group_index(view, k, groups)?);
+        parts.push(view);
+    }
+    let (by, zero_points, ordered) = (Library::CompressedTensors, zeros.is_some(), index.is_none());
+    let format = if ordered { Format::Integers { by, bits, zeros: zero_points } } else { Format::OutOfOrder(by) };
+    let all = CompressedTensors { codes, zeros, scales, k, group, bits, group_index: index };
+    let fits = ordered && !(zero_points && bits == 8);
+    let codec = if fits { Codec::Codes(Box::new(all)) } else { Codec::Values(Box::new(all)) };
+    Ok(Found::new(format, &format!(", groups of {group}"), parts, codec))
+}
+
+struct CompressedTensors<'a> {
+    codes: Stored<'a>,
+    zeros: Option<Zeros<'a>>,
+    scales: Scales<'a>,
+    k: usize,
+    group: usize,
+    bits: usize,
     /// Where inputs are grouped out of order.
-    pub(super) group_index: Option<Vec<usize>>,
+    group_index: Option<Vec<usize>>,
 }
 
 /// Codes packed into words, or one to a byte.
-pub(super) enum Stored<'a> {
+enum Stored<'a> {
     Words(Words<'a>),
     Bytes(&'a [u8]),
 }
 
 /// Zero points `[n, groups]`.
-pub(super) enum Zeros<'a> {
+enum Zeros<'a> {
     /// `[ceil(n * bits / 32), groups]`
     Packed(Words<'a>),
     /// One byte each.

@@ -1,6 +1,7 @@
 //! F32, F16 and BF16, row after row or column after column; also where quantized formats keep their scales.
 
-use super::{Read, Values};
+use super::{Codec, Format, Found, Read, Values};
+use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
 use crate::simd::multiversion;
 
@@ -32,16 +33,28 @@ pub(super) fn unsupported(dtype: Dtype) -> String {
     )
 }
 
+/// Rows of `k` weights as they lie. Errors: they are no plain numbers.
+pub(super) fn found(view: TensorView<'_>, k: usize) -> Result<Found<'_>> {
+    match element_bytes(view.dtype) {
+        Some(_) => Ok(Found::new(Format::Float(view.dtype), "", vec![view], Codec::Values(Box::new(Plain { view, k })))),
+        None => Err(view.error(unsupported(view.dtype))),
+    }
+}
+
 /// A matrix of plain numbers, row after row.
-pub(super) struct Plain<'a> {
-    pub(super) view: TensorView<'a>,
-    pub(super) k: usize,
+struct Plain<'a> {
+    view: TensorView<'a>,
+    k: usize,
 }
 
 impl Values for Plain<'_> {
     fn rows(&self, first: usize, out: &mut [f32]) -> Read {
         let bytes = element_bytes(self.view.dtype).ok_or_else(|| unsupported(self.view.dtype))?;
         decode(self.view.dtype, &self.view.data[first * self.k * bytes..][..out.len() * bytes], out)
+    }
+
+    fn as_they_lie(&self) -> bool {
+        true
     }
 }
 

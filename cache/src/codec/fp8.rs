@@ -3,16 +3,42 @@
 //! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`, `weight_scale`) it has.
 
 use super::scales::Scales;
-use super::{Read, Values};
-use crate::checkpoint::TensorView;
+use super::{Codec, Format, Found, Quantization, Read, Values};
+use crate::Result;
+use crate::checkpoint::{Checkpoint, TensorView};
 use crate::simd::multiversion;
 
 /// A matrix `[n, k]`; `block` rows and inputs share a scale.
-pub(super) struct Fp8<'a> {
-    pub(super) view: TensorView<'a>,
-    pub(super) k: usize,
-    pub(super) scales: Scales<'a>,
-    pub(super) block: [usize; 2],
+struct Fp8<'a> {
+    view: TensorView<'a>,
+    k: usize,
+    scales: Scales<'a>,
+    block: [usize; 2],
+}
+
+/// The matrix `[n, k]`, number `part` of stacked ones or one for itself, with the scales that its name leads to.
+pub(super) fn found<'a>(checkpoint: &'a Checkpoint, view: TensorView<'a>, part: Option<usize>, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+    let names = ["_scale_inv", "_scale"].map(|suffix| format!("{}{suffix}", view.name));
+    let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)) else {
+        return Err(view.error(format!("is FP8 and {} is missing: the download is incomplete", names[0])));
+    };
+    let scales = match part.filter(|_| scales.shape.len() > 2) {
+        Some(i) if i < scales.shape[0] => scales.part(i),
+        Some(i) => return Err(scales.error(format!("has no scales of expert {i}: the download is incomplete"))),
+        None => scales,
+    };
+    let block = match checkpoint.quantization() {
+        Quantization::Fp8 { block } | Quantization::CompressedTensors { block, .. } => *block,
+        _ => [128, 128],
+    };
+    let (block, words) = match (scales.shape, scales.shape.iter().product::<usize>()) {
+        (_, 1) => ([n, k], ", one scale".to_string()),
+        ([rows] | [rows, 1], _) if *rows == n => ([1, k], ", a scale for each row".to_string()),
+        _ => (block, format!(", blocks of {} x {}", block[0], block[1])),
+    };
+    let parts = vec![view, scales];
+    let scales = Scales::new(scales, n.div_ceil(block[0]), k.div_ceil(block[1]))?;
+    Ok(Found::new(Format::Fp8, &words, parts, Codec::Values(Box::new(Fp8 { view, k, scales, block }))))
 }
 
 impl Values for Fp8<'_> {

@@ -9,21 +9,22 @@ use half::f16;
 
 use super::mxfp4;
 use super::scales::e8m0;
-use super::{Codec, Codes, Integers, Read, Values};
-use crate::checkpoint::GgmlType;
+use super::{Codec, Codes, Format, Found, Integers, Read, Values};
+use crate::checkpoint::{GgmlType, TensorView};
 use crate::pack::{DOUBLED_E2M1, ScaleType};
 
 /// The 16 values of IQ4_NL and IQ4_XS.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// Rows of `k` weights in `data`; the reader has checked that blocks fill them.
-pub(super) fn codec<'a>(kind: GgmlType, data: &'a [u8], k: usize) -> Codec<'a> {
+/// Rows of `k` weights; the reader has checked that blocks fill them.
+pub(super) fn found(kind: GgmlType, view: TensorView<'_>, k: usize) -> Found<'_> {
     use GgmlType::*;
-    let blocks = Blocks { kind, data, k };
-    match kind {
+    let blocks = Blocks { kind, data: view.data, k };
+    let codec = match kind {
         Q4_0 | Q5_0 | Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => Codec::Codes(Box::new(blocks)),
         Q4_1 | Q5_1 | Q2_K | Q3_K | Q4_K | Q5_K | Q6_K => Codec::Values(Box::new(blocks)),
-    }
+    };
+    Found::new(Format::Gguf(kind), "", vec![view], codec)
 }
 
 struct Blocks<'a> {

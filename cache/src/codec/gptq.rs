@@ -3,22 +3,68 @@
 //! A word of `qweight` holds inputs one after the other, the lowest bits first; a word of `qzeros` outputs. A weight is (code - zero) * scale,
 //! where the first version of the format stores zero - 1. Source: AutoGPTQ and GPTQModel.
 
-use super::scales::{Scales, Words};
-use super::{Codes, Integers, Read, Values};
+use super::scales::{Scales, Words, group_index};
+use super::{Codec, Codes, Format, Found, Integers, Library, Quantization, Read, Values};
+use crate::checkpoint::{Checkpoint, TensorView};
+use crate::{Error, Result};
 
-pub(super) struct Gptq<'a> {
-    pub(super) codes: Words<'a>,
-    pub(super) zeros: Words<'a>,
-    pub(super) scales: Scales<'a>,
-    pub(super) k: usize,
-    pub(super) group: usize,
-    pub(super) bits: usize,
+struct Gptq<'a> {
+    codes: Words<'a>,
+    zeros: Words<'a>,
+    scales: Scales<'a>,
+    k: usize,
+    group: usize,
+    bits: usize,
     /// What is to be added to a stored zero: 1 in the first version.
-    pub(super) zero_offset: i32,
+    zero_offset: i32,
     /// Whether all zeros are the middle of the codes, as the config says.
-    pub(super) symmetric: bool,
+    symmetric: bool,
     /// Whether inputs are grouped out of order, and how.
-    pub(super) group_index: Option<Vec<usize>>,
+    group_index: Option<Vec<usize>>,
+}
+
+/// The matrix `[n, k]` whose codes, `NAME.qweight`, are these; the config says how they are meant.
+pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+    let &Quantization::Gptq { bits, symmetric, zeros_less_one, act_order, .. } = checkpoint.quantization() else {
+        return Err(Error::Invalid(format!("{stem} is not of a GPTQ checkpoint")));
+    };
+    let (zeros, scales) = (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
+    let (groups, bits) = (groups_of(&scales, k)?, bits as usize);
+    if !k.is_multiple_of(32 / bits) || !n.is_multiple_of(32 / bits) {
+        return Err(codes
+            .error(format!("has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together")));
+    }
+    let mut parts = vec![codes, zeros, scales];
+    let mut index = None;
+    if let Some(view) = checkpoint.get(&format!("{stem}.g_idx")).filter(|_| act_order) {
+        index = Some(group_index(view, k, groups)?);
+        parts.push(view);
+    }
+    let group = k / groups;
+    let all = Gptq {
+        codes: Words::new(codes, k * bits / 32, n)?,
+        zeros: Words::new(zeros, groups, n * bits / 32)?,
+        scales: Scales::new(scales, groups, n)?,
+        k,
+        group,
+        bits,
+        zero_offset: zeros_less_one as i32,
+        symmetric,
+        group_index: index,
+    };
+    let by = Library::Gptq;
+    let format = if act_order { Format::OutOfOrder(by) } else { Format::Integers { by, bits, zeros: !symmetric } };
+    let fits = !act_order && (bits == 4 || symmetric);
+    let codec = if fits { Codec::Codes(Box::new(all)) } else { Codec::Values(Box::new(all)) };
+    Ok(Found::new(format, &format!(", groups of {group}"), parts, codec))
+}
+
+/// Groups in a row of `k` inputs with these scales, `[groups, n]`. Errors: the row is not that many groups.
+pub(super) fn groups_of(scales: &TensorView<'_>, k: usize) -> Result<usize> {
+    match scales.shape.first().copied().unwrap_or(0) {
+        groups if groups != 0 && k.is_multiple_of(groups) => Ok(groups),
+        groups => Err(scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together"))),
+    }
 }
 
 impl Gptq<'_> {

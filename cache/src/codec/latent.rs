@@ -2,12 +2,42 @@
 //!
 //! The matrix is `[heads * (nope + v), lora]`. Source: llama.cpp's converter of DeepSeek models.
 
-use super::{Read, Source, Values};
+use super::{Codec, Format, Found, Read, Source, Values, float, gguf};
+use crate::Result;
+use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 
-pub(super) struct LatentUp<'a> {
-    pub(super) keys: Source<'a>,   // [heads * lora, nope]
-    pub(super) values: Source<'a>, // [heads * v, lora]
-    pub(super) heads: usize,
+struct LatentUp<'a> {
+    keys: Source<'a>,   // [heads * lora, nope]
+    values: Source<'a>, // [heads * v, lora]
+    heads: usize,
+}
+
+/// `HEAD.kv_b_proj` of shape `[n, lora]`, where its two parts are there.
+pub(super) fn found<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, lora]: [usize; 2]) -> Result<Option<Found<'a>>> {
+    let Some(head) = stem.strip_suffix(".kv_b_proj") else { return Ok(None) };
+    let [keys, values] = ["k_b_proj", "v_b_proj"].map(|part| checkpoint.get(&format!("{head}.{part}.weight")));
+    let (Some(keys), Some(values)) = (keys, values) else { return Ok(None) };
+    let ([heads, key_lora, nope], [value_heads, v, value_lora]) = (keys.shape, values.shape) else {
+        return Err(keys.error("and its values are not one matrix for each head: convert the model again"));
+    };
+    if (heads, key_lora, value_lora) != (value_heads, &lora, &lora) || heads * (nope + v) != n {
+        return Err(
+            keys.error(format!("of shape {:?} does not belong to values of shape {:?} and a latent of {lora}", keys.shape, values.shape))
+        );
+    }
+    let of = |view: TensorView<'a>, shape: [usize; 2]| -> Result<Source<'a>> {
+        let found = match view.dtype {
+            Dtype::Ggml(kind) => gguf::found(kind, view, shape[1]),
+            _ => float::found(view, shape[1])?,
+        };
+        Ok(found.named(view.name, shape))
+    };
+    let (keys, values) = (of(keys, [heads * lora, *nope])?, of(values, [heads * v, lora])?);
+    // What is quantized is so, in whichever part.
+    let kind = [keys.kind, values.kind].into_iter().find(|kind| !matches!(kind, Format::Float(_))).unwrap_or(keys.kind);
+    let parts = [keys.parts.clone(), values.parts.clone()].concat();
+    let codec = Codec::Values(Box::new(LatentUp { keys, values, heads: *heads }));
+    Ok(Some(Found::new(kind, ", keys and values apart", parts, codec)))
 }
 
 impl Values for LatentUp<'_> {

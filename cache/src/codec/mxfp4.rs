@@ -4,16 +4,31 @@
 //! Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
 
 use super::scales::e8m0;
-use super::{Codes, Integers, Read};
+use super::{Codec, Codes, Format, Found, Integers, Read};
+use crate::Result;
+use crate::checkpoint::{Dtype, TensorView};
 use crate::pack::{DOUBLED_E2M1, ScaleType};
 
 pub(super) const INTEGERS: Integers = Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true };
 
 /// A matrix of `[n, k / 32]` blocks: `blocks` 16 bytes each, `scales` one.
-pub(super) struct Mxfp4<'a> {
-    pub(super) blocks: &'a [u8],
-    pub(super) scales: &'a [u8],
-    pub(super) k: usize,
+struct Mxfp4<'a> {
+    blocks: &'a [u8],
+    scales: &'a [u8],
+    k: usize,
+}
+
+/// The matrix `[n, k]` of these blocks.
+pub(super) fn found<'a>(blocks: TensorView<'a>, scales: TensorView<'a>, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+    if !k.is_multiple_of(32) || (blocks.dtype, scales.dtype) != (Dtype::U8, Dtype::U8) {
+        return Err(blocks.error(format!("holds no blocks of 32 for rows of {k} weights: config.json and weights do not belong together")));
+    }
+    if blocks.data.len() != n * k / 2 {
+        blocks.expect_shape(&[n, k / 32, 16])?;
+    }
+    scales.expect_shape(&[n, k / 32])?;
+    let codec = Codec::Codes(Box::new(Mxfp4 { blocks: blocks.data, scales: scales.data, k }));
+    Ok(Found::new(Format::Mxfp4, ", stacked", vec![blocks, scales], codec))
 }
 
 impl Codes for Mxfp4<'_> {

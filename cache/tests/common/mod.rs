@@ -1,6 +1,9 @@
 //! Small models made on the spot.
 #![allow(dead_code, unreachable_pub)] // each test binary uses its own part
 
+pub mod gguf_file;
+pub mod written;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
