@@ -78,24 +78,21 @@ impl Quantization {
         };
         let int4 = |group| group_size(group).map(Precision::int4);
         let int8 = |group| group_size(group).map(Precision::int8);
-        let kept = match *self {
+        // What these two write, unless told otherwise.
+        let f16 = |precision: Option<Precision>| precision.map(|precision| precision.with_scales(ScaleType::F16));
+        match *self {
             Self::None => None,
             Self::Fp8 { .. } => int8(None),
-            Self::CompressedTensors { bits: 4, symmetric: true, group, .. }
-            | Self::Gptq { bits: 4, symmetric: true, act_order: false, group, .. } => int4(group),
             // No codes of 8 bits are left of these: they are rounded.
             Self::CompressedTensors { bits: 8, symmetric: false, .. }
             | Self::Gptq { bits: 8, symmetric: false, .. }
             | Self::Gptq { act_order: true, .. } => int8(Some(32)),
-            Self::CompressedTensors { group, .. } | Self::Gptq { group, .. } | Self::Awq { group } => int8(group),
+            Self::CompressedTensors { bits: 4, symmetric: true, group, .. } => int4(group),
+            Self::CompressedTensors { group, .. } => int8(group),
+            Self::Gptq { bits: 4, symmetric: true, group, .. } => f16(int4(group)),
+            Self::Gptq { group, .. } | Self::Awq { group } => f16(int8(group)),
             Self::Mxfp4 => Some(Precision::Mxfp4),
-        };
-        // What these two write, unless told otherwise; of what is rounded nothing is kept.
-        let f16 = match self {
-            Self::Gptq { bits, symmetric, act_order, .. } => !act_order && (*bits == 4 || *symmetric),
-            other => matches!(other, Self::Awq { .. }),
-        };
-        kept.map(|kept| if f16 { kept.with_scales(ScaleType::F16) } else { kept })
+        }
     }
 
     /// Reads `quantization_config` of a whole config, or of its `text_config`.
