@@ -119,7 +119,7 @@ fn as_hooks_of_transformers() {
     for name in ["qwen3_moe", "deepseek_v2_lite"] {
         let engine = started(&fixture_dir(name), &exact, |_| {});
         let hidden = engine.info().hidden_size;
-        let file = std::fs::read(fixture_dir(name).join("steered.safetensors")).unwrap();
+        let file = std::fs::read(fixture_dir(name).join("reference_steered.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&file).unwrap();
         let ints = |name: &str| -> Vec<usize> {
             file.tensor(name).unwrap().data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as usize).collect()

@@ -58,7 +58,7 @@ def test_what_is_captured_is_transformers(model: tuple[str, LLM]) -> None:
 
 def test_what_steering_does_is_transformers(model: tuple[str, LLM]) -> None:
     name, llm = model
-    steered = tensors(name, "steered.safetensors")
+    steered = tensors(name, "reference_steered.safetensors")
     ids, vectors = steered["input_ids"].tolist(), steered["vectors"]
     steer = [
         Steer(layer, vectors[vector], float(coefficient), [(start, end)])

@@ -127,7 +127,7 @@ fn conversations_are_kept_apart_found_renamed_deleted_and_brought_back() {
     ask_and_wait(&browser, "pears");
     // What one says is not sent with the other.
     assert_eq!(server.requests()[1]["messages"], json!([{"role": "user", "content": "pears"}]));
-    assert_eq!(browser.count("#conversations li"), 2);
+    browser.wait("document.querySelectorAll('#conversations li').length === 2");
     browser.click("#conversations li:nth-child(2) a");
     wait_for_text(&browser, ".bubble", "apples");
     browser.js("history.back()");
