@@ -182,9 +182,10 @@ mod gpu {
             let Attention::Gqa(a) = &mut layer.attention else { panic!("grouped queries") };
             a.head_dim = 20;
         });
-        delta_net.layers.iter_mut().for_each(|layer| match &mut layer.attention {
-            Attention::DeltaNet(a) => a.key_head_dim = 192,
-            _ => {}
+        delta_net.layers.iter_mut().for_each(|layer| {
+            if let Attention::DeltaNet(a) = &mut layer.attention {
+                a.key_head_dim = 192;
+            }
         });
         experts.layers.iter_mut().for_each(|layer| {
             let Ffn::Moe(moe) = &mut layer.ffn else { panic!("experts") };
