@@ -135,7 +135,7 @@ def method_class(kt_ep_wrapper: Any) -> type:
             self._scaled_layer = layer
             for name, module in list(sys.modules.items()):
                 if name.startswith("sglang.srt.models.") and "KTEPWrapperMethod" in vars(module):
-                    module.KTEPWrapperMethod = _OfNoMethod
+                    setattr(module, "KTEPWrapperMethod", _OfNoMethod)
 
         def sync(self, x: Any) -> Any:
             out = super().sync(x)

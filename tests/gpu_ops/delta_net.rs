@@ -28,6 +28,7 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
     let (got, want) = both!(sides, |b| {
         let w = b.load_delta_net(config, rule()).unwrap();
         let mut state = b.state(4, config).unwrap();
+        #[allow(clippy::let_unit_value)] // on the CPU it is nothing
         let mut scratch = b.delta_scratch(config, 256).unwrap();
         let mut starts = [0; 4];
         let mut all = Vec::new();
