@@ -247,7 +247,7 @@ pub trait Backend: Sized + Send + 'static {
     );
     /// Activations for [`Backend::delta_net`] on at most `max_tokens` tokens.
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
-    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, not to be used any more, `z` and `out` `[T, value_dim]`. Each sequence
+    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, `z` and `out` `[T, value_dim]`. Each sequence
     /// goes on from the state in its span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
     #[allow(clippy::too_many_arguments)] // what it is, what it has, what it reads, what it changes
     fn delta_net(
@@ -258,7 +258,7 @@ pub trait Backend: Sized + Send + 'static {
         w: &Self::DeltaNet,
         scratch: &mut Self::DeltaScratch,
         h: &Self::Tensor,
-        qkv_z: (&mut Self::Tensor, &Self::Tensor),
+        qkv_z: (&Self::Tensor, &Self::Tensor),
         out: &mut Self::Tensor,
     );
     /// `x = x * sigmoid(gate)`.

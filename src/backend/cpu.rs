@@ -328,7 +328,7 @@ impl Backend for Cpu {
         w: &DeltaNet,
         (): &mut (),
         h: &Tensor,
-        (qkv, z): (&mut Tensor, &Tensor),
+        (qkv, z): (&Tensor, &Tensor),
         out: &mut Tensor,
     ) {
         self.run_delta_net(state, batch, config, w, h, (qkv, z), out);

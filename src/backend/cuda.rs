@@ -495,7 +495,7 @@ impl Backend for CudaBackend {
         w: &Rule,
         scratch: &mut DeltaScratch,
         h: &Tensor,
-        (qkv, z): (&mut Tensor, &Tensor),
+        (qkv, z): (&Tensor, &Tensor),
         out: &mut Tensor,
     ) {
         self.apply_rule(state, batch, config, w, scratch, h, (qkv, z), out);

@@ -33,6 +33,7 @@ pub struct CudaBatch {
     pub(super) long: Vec<(usize, Range<usize>, usize)>,
     rows: usize,
     sequences: usize,
+    longest: usize,
 }
 
 /// Where the parts lie, in words.
@@ -61,6 +62,7 @@ impl CudaBatch {
             long: Vec::new(),
             rows: max_tokens,
             sequences: 0,
+            longest: 0,
         };
         batch.data = DeviceBuffer::zeros(cuda, batch.places().end)?;
         Ok(batch)
@@ -91,6 +93,7 @@ impl CudaBatch {
 
     pub(super) fn set(&mut self, cuda: &Cuda, batch: &Batch) {
         (self.rows, self.sequences) = (batch.len(), batch.spans.len());
+        self.longest = batch.spans.iter().map(|span| span.rows.len()).max().unwrap_or(0);
         let places = self.places();
         assert!(batch.len() <= self.max_tokens && batch.block_table.len() <= self.table, "a batch larger than was allocated for");
         let mut staged = std::mem::take(&mut self.staged);
@@ -168,6 +171,11 @@ impl CudaBatch {
     /// Sequences in the batch.
     pub(super) fn sequences(&self) -> usize {
         self.sequences
+    }
+
+    /// Rows of the sequence that has the most.
+    pub(super) fn longest(&self) -> usize {
+        self.longest
     }
 
     pub(super) fn decode_rows(&self) -> Address<i32> {

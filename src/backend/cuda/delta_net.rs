@@ -2,12 +2,17 @@
 
 use std::sync::Arc;
 
+use half::bf16;
+
 use super::{CudaBackend, CudaBatch, RouterWeights, Tensor};
 use crate::Result;
 use crate::backend::{Backend, DeltaRule};
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 use crate::model::DeltaNet;
+
+/// Tokens that a block of the convolution takes.
+const CONV_TOKENS: usize = 64;
 
 /// Columns of a state that a block has.
 const COLUMNS: usize = 32;
@@ -29,7 +34,8 @@ pub struct State {
 
 /// Activations.
 pub struct DeltaScratch {
-    gates: DeviceBuffer<f32>, // [T, b and a, value heads]
+    gates: DeviceBuffer<f32>,  // [T, b and a, value heads]
+    mixed: DeviceBuffer<bf16>, // [T, conv_dim]: queries, keys and values after the convolution
 }
 
 /// `DeltaBatch` of the kernel's file.
@@ -49,6 +55,7 @@ struct DeltaShape {
     value_heads: i32,
     key_dim: i32,
     value_dim: i32,
+    taps: i32,
     eps: f32,
 }
 
@@ -87,7 +94,10 @@ impl State {
 
 impl DeltaScratch {
     pub(super) fn new(cuda: &Arc<Cuda>, config: &DeltaNet, max_tokens: usize) -> Result<Self> {
-        Ok(Self { gates: DeviceBuffer::new(cuda, max_tokens * 2 * config.num_value_heads)? })
+        Ok(Self {
+            gates: DeviceBuffer::new(cuda, max_tokens * 2 * config.num_value_heads)?,
+            mixed: DeviceBuffer::new(cuda, max_tokens * config.conv_dim())?,
+        })
     }
 }
 
@@ -101,7 +111,7 @@ impl CudaBackend {
         w: &Rule,
         scratch: &mut DeltaScratch,
         h: &Tensor,
-        (qkv, z): (&mut Tensor, &Tensor),
+        (qkv, z): (&Tensor, &Tensor),
         out: &mut Tensor,
     ) {
         let (stream, channels, heads) = (&self.cuda.compute, config.conv_dim(), config.num_value_heads);
@@ -112,13 +122,15 @@ impl CudaBackend {
             value_heads: heads as i32,
             key_dim: config.key_head_dim as i32,
             value_dim: config.value_head_dim as i32,
+            taps: config.conv_width as i32,
             eps,
         };
         self.router_logits(&w.gates, h, 2 * heads, scratch.gates.address());
-        launch!(self.cuda, stream, "delta_conv", [channels.div_ceil(128), batch.sequences(), 1], 128, 0;
-            qkv.bf16(), state.inputs.address(), w.taps.address(), sequences, channels as i32, config.conv_width as i32);
-        launch!(self.cuda, stream, "delta_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 128, 0;
-            qkv.bf16(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(), state.heads.address(), out.bf16(), sequences, shape);
+        launch!(self.cuda, stream, "delta_conv", [channels.div_ceil(128), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)], 128, 0;
+            qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32, config.conv_width as i32);
+        launch!(self.cuda, stream, "delta_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 256, 0;
+            qkv.bf16(), scratch.mixed.address(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(), state.inputs.address(),
+            state.heads.address(), out.bf16(), sequences, shape);
         launch!(self.cuda, stream, "delta_norm", [batch.rows(), heads.div_ceil(8), 1], 256, 0;
             out.bf16(), z.bf16(), w.norm.address(), shape);
     }
