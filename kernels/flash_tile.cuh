@@ -136,8 +136,9 @@ template <int KD, int VD, int MT> struct FlashTile {
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float top = fmaxf(max[m][r], sink), weight = fast_exp2(max[m][r] - top);
-                const float total = quad_sum(sum[m][r]) * weight + fast_exp2(sink - top), inverse = weight / total;
+                float total = quad_sum(sum[m][r]);
+                if (sink != -INFINITY) total += fast_exp2(sink - max[m][r]); // of a sink so large that this is infinite nothing is left for others
+                const float inverse = 1.0f / total;
                 if (row(m, r) >= rows) continue;
                 bf16* to = out + row(m, r) * pitch + threadIdx.x % 4 * 2;
 #pragma unroll
