@@ -116,7 +116,7 @@ template <int KD, int VD, int MT, class Cache>
 __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const Cache* values, bf16* out, int2 tile, const int* seq_first, const int* positions,
                                         const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale,
                                         int window, const float* sinks) {
-    using Tile = FlashTile<KD, VD, MT>;
+    using Tile = FlashTile<KD, VD, MT, true>;
     DYNAMIC_SHARED(unsigned char, shared);
     if (tile.x < 0) return;
     const int head = blockIdx.x, kv_head = head / (heads / kv_heads), first = tile.y;

@@ -10,12 +10,13 @@
 
 constexpr int TILE_THREADS = 128;
 
-template <int KD, int VD, int MT> struct FlashTile {
+// With WINDOWS a row sees the last `window` of its positions, otherwise all.
+template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
     static constexpr int ROWS = 64 * MT, QUERY_PITCH = KD + 8, QUERY_BYTES = ROWS * QUERY_PITCH * 2;
 
     float o[MT][VD / 8][4], max[MT][2], sum[MT][2];
-    int seen, last; // row i of the tile sees the source's positions up to min(seen + i, last), which may be negative,
-    int window;     // and of those that end at seen + i the last `window`
+    int seen, last; // row i of the tile sees the source's positions up to min(seen + i, last), which may be negative
+    int window;
 
     // Row of the tile of this lane's r-th row of part m.
     static __device__ __forceinline__ int row(int m, int r) { return (threadIdx.x / WARP * MT + m) * 16 + threadIdx.x % WARP / 4 + 8 * r; }
@@ -25,7 +26,7 @@ template <int KD, int VD, int MT> struct FlashTile {
     __device__ __forceinline__ int hidden_from(int i) const { return seen + i - window; }
 
     // The page that the first row begins with.
-    __device__ __forceinline__ int first_page() const { return hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / PAGE; }
+    __device__ __forceinline__ int first_page() const { return !WINDOWS || hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / PAGE; }
 
     __device__ __forceinline__ void begin(int first_seen, int last_position, int width = NO_WINDOW) {
         seen = first_seen;
@@ -78,7 +79,7 @@ template <int KD, int VD, int MT> struct FlashTile {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int position = first + n * 8 + (int)(threadIdx.x % 4) * 2 + i % 2;
-                    if (position > seen_by(row(m, i / 2)) || position <= hidden_from(row(m, i / 2))) s[m][n][i] = -INFINITY;
+                    if (position > seen_by(row(m, i / 2)) || (WINDOWS && position <= hidden_from(row(m, i / 2)))) s[m][n][i] = -INFINITY;
                 }
     }
 
@@ -111,13 +112,13 @@ template <int KD, int VD, int MT> struct FlashTile {
     template <class Source> __device__ __forceinline__ void run(Source& source, const bf16* queries, float scale_log2) {
         for (int j = first_page(); PAGE * j <= last; j++) {
             const int warp_row = threadIdx.x / WARP * 16 * MT, last_row = warp_row + 16 * MT - 1;
-            const bool sees = PAGE * j <= seen_by(last_row) && PAGE * j + PAGE - 1 > hidden_from(warp_row); // the same for the warp
+            const bool sees = PAGE * j <= seen_by(last_row) && (!WINDOWS || PAGE * j + PAGE - 1 > hidden_from(warp_row)); // the same for the warp
             uint32_t p[4][MT][4];
             const bf16* keys = source.keys(j);
             if (sees) {
                 float s[MT][8][4];
                 scores(s, queries, keys, Source::KEY_PITCH);
-                if (PAGE * j + PAGE - 1 > seen_by(warp_row) || PAGE * j <= hidden_from(last_row)) mask(s, PAGE * j);
+                if (PAGE * j + PAGE - 1 > seen_by(warp_row) || (WINDOWS && PAGE * j <= hidden_from(last_row))) mask(s, PAGE * j);
 #pragma unroll
                 for (int m = 0; m < MT; m++) rescale(m, online_softmax(s[m], max[m], sum[m], scale_log2));
 #pragma unroll
