@@ -144,7 +144,7 @@ def test_the_plugin_is_found_and_announced_in_one_line(sglang):
 
 
 class GpuMethod:
-    """What SGLang's methods for the GPU do, on the CPU: experts that are not masked, times `routed_scaling_factor` unless the weights have it."""
+    """What SGLang's methods for the GPU do: experts that are not masked, times `routed_scaling_factor` unless the weights have it."""
 
     def create_weights(self, layer, num_experts, **_):
         layer.gpu_experts = num_experts
@@ -157,21 +157,27 @@ class GpuMethod:
 
     def apply(self, layer, dispatch):
         weights, ids, _ = dispatch.topk_output
-        assert ids.max() < layer.gpu_experts
-        x = dispatch.hidden_states
-        out = reference(layer.experts, x.float().numpy(), ids.numpy(), weights.numpy())
+        x = dispatch.hidden_states.float()
+        out = 0 * x
+        for e, (gate, up, down) in enumerate(layer.experts[: layer.gpu_experts]):
+            h = layer.torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+            out += (weights * (ids == e)).sum(-1, keepdim=True) * (h @ down.T)
         factor = 1 if layer.should_fuse_routed_scaling_factor_in_topk else self.config.routed_scaling_factor or 1
-        return types.SimpleNamespace(hidden_states=layer.torch.from_numpy(factor * out).to(x.dtype))
+        return types.SimpleNamespace(hidden_states=(factor * out).to(dispatch.hidden_states.dtype))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda graph"])
 @pytest.mark.parametrize("fused", [False, True], ids=["factor on the sum", "factor in the weights"])
 @pytest.mark.parametrize("factor", [None, 2.5])
-def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor, fused):
+def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor, fused, device):
     torch, kt = sglang.torch, sglang.kt
+    if device != "cpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU: SGLang's calls of it are stood in for")
     experts, gpu_experts = shape["num_experts"], 3
     monkeypatch.setattr(kt, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0))
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0))
     from sglang.srt.eplb import expert_location_dispatch
 
     identity = torch.arange(experts).repeat(2, 1)
@@ -196,20 +202,32 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
     runner = types.SimpleNamespace(activation="silu", routed_scaling_factor=factor, num_local_experts=experts)
     method.create_moe_runner(layer, runner)
     method.process_weights_after_loading(layer)
-    layer.experts = [method.wrapper.expert_weights(e) for e in range(experts)]
+    numbers = [method.wrapper.expert_weights(e) for e in range(experts)]
+    on = device.split()[0]
+    layer.experts = [tuple(torch.from_numpy(np.array(w)).to(on) for w in expert) for expert in numbers]
     rng = np.random.default_rng(1)
     for tokens in (1, 7):
         x, ids, weights = random_batch(rng, tokens, TOP_K, experts, shape["hidden_size"])
-        x, given, weights = torch.from_numpy(x).to(torch.bfloat16), torch.from_numpy(ids.copy()), torch.from_numpy(weights)
+        x, given, weights = torch.from_numpy(x).to(on, torch.bfloat16), torch.from_numpy(ids.copy()).to(on), torch.from_numpy(weights).to(on)
         if fused:
             weights = weights * (factor or 1)
-        topk = topk_output(weights, given)
-        out = method.apply(layer, dispatch_output(x, topk)).hidden_states
-        if isinstance(method, model.KTEPWrapperMethod):
-            out = out * factor
-        expected = reference(layer.experts, x.float().numpy(), ids, weights.numpy()) * (1 if fused else factor or 1)
-        assert error(out.float().numpy(), expected) < 0.01
-    assert (given < gpu_experts).all(), "SGLang overwrites the ids that it gave"
+
+        def run():
+            chosen = given.clone()
+            out = method.apply(layer, dispatch_output(x, topk_output(weights, chosen))).hidden_states
+            return chosen, out * factor if isinstance(method, model.KTEPWrapperMethod) else out
+
+        chosen, out = run()
+        if device == "cuda graph":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                chosen, out = run()
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+        expected = reference(numbers, x.float().cpu().numpy(), ids, weights.cpu().numpy()) * (1 if fused else factor or 1)
+        assert error(out.float().cpu().numpy(), expected) < 0.01
+        assert (chosen < gpu_experts).all(), "SGLang overwrites the ids that it gave"
 
 
 def topk_output(weights, ids):
