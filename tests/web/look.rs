@@ -161,7 +161,11 @@ fn the_end_is_followed_until_the_reader_scrolls_up() {
     browser.type_into("#composer-text", &format!("go{ENTER}"));
     let gap = "(s => s.scrollHeight - s.scrollTop - s.clientHeight)(document.querySelector('#scroller'))";
     browser.wait(&format!("document.querySelector('#scroller').scrollTop > 300 && {gap} < 40"));
-    browser.js("document.querySelector('#scroller').scrollBy(0, -200)");
+    // Scrolled just before a drawing: the event that tells of it comes only with the next frame.
+    browser.js(
+        "Object.defineProperty(document, 'hidden', { value: true }); const later = setTimeout; let once = true; \
+         window.setTimeout = (work, ms) => later(() => { if (once) document.querySelector('#scroller').scrollBy(0, -200); once = false; work(); }, ms)",
+    );
     browser.wait("!document.querySelector('#latest').hidden");
     let top = browser.js("return document.querySelector('#scroller').scrollTop");
     let height = browser.js("return document.querySelector('#scroller').scrollHeight").as_f64().unwrap();

@@ -25,18 +25,29 @@ const follow = {
     scroller.scrollTop = scroller.scrollHeight;
     this.note();
   },
-  /** After something grew. */
+  /** After the window changed. */
   keep() {
     if (this.on) scroller.scrollTop = scroller.scrollHeight;
     this.note();
+  },
+  /** Does `work`, after which the messages may be taller. */
+  during(work) {
+    this.look();
+    work();
+    this.keep();
   },
   note() {
     this.top = scroller.scrollTop;
     latest.hidden = this.on || this.gap() < NEAR_END;
   },
+  /** Where the reader went. Asked before every change too: the event that tells of scrolling comes only with the next frame. */
+  look() {
+    const moved = scroller.scrollTop - this.top;
+    if (moved < -2 && this.gap() > 2) this.on = false;
+    else if (moved !== 0 && this.gap() < NEAR_END) this.on = true;
+  },
   scrolled() {
-    if (scroller.scrollTop < this.top - 2 && this.gap() > 2) this.on = false;
-    else if (this.gap() < NEAR_END) this.on = true;
+    this.look();
     this.note();
   },
 };
@@ -254,9 +265,8 @@ export class Messages {
 
   /** Shows the path of `conversation`. */
   show(conversation, jump) {
-    keepingFocus(() => this.draw(conversation));
+    follow.during(() => keepingFocus(() => this.draw(conversation)));
     if (jump) follow.toEnd();
-    else follow.keep();
   }
 
   draw(conversation) {
@@ -277,9 +287,8 @@ export class Messages {
     const draw = () => {
       this.frame = 0;
       const start = performance.now();
-      keepingFocus(() => this.waiting.forEach((id) => this.views.get(id)?.update()));
+      follow.during(() => keepingFocus(() => this.waiting.forEach((id) => this.views.get(id)?.update())));
       this.waiting.clear();
-      follow.keep();
       // Long answers get a quarter of the time, so that the page stays quick.
       this.due = performance.now() + 3 * (performance.now() - start);
     };
