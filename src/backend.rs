@@ -97,6 +97,19 @@ pub struct DeltaRule {
     pub norm: Vec<f32>,
 }
 
+impl DeltaRule {
+    /// The convolution as kernels read it: `[conv_width, conv_dim]`.
+    pub(crate) fn taps(&self, config: &DeltaNet) -> Vec<f32> {
+        let (width, channels) = (config.conv_width, config.conv_dim());
+        (0..width).flat_map(|tap| (0..channels).map(move |c| self.conv[c * width + tap])).collect()
+    }
+
+    /// `exp(A_log)`, `[num_value_heads]`.
+    pub(crate) fn rates(&self) -> Vec<f32> {
+        self.a_log.iter().map(|a| a.exp()).collect()
+    }
+}
+
 /// A device that runs the model. `T` below is the number of tokens in the batch.
 ///
 /// Ops may be asynchronous: what one fails at is told by the next call that returns a `Result`.

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Fixture, greedy};
+use common::{Fixture, greedy, worst_row};
 use moebius::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::model::Attention;
@@ -17,16 +17,6 @@ const TOLERANCE: f32 = 1e-4;
 
 fn exact() -> EngineConfig {
     EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, kv: KvBits::Bf16x2, ..Default::default() }
-}
-
-/// Largest relative error over the rows of two matrices.
-fn worst_row(got: &[f32], want: &[f32], cols: usize) -> f32 {
-    assert_eq!(got.len(), want.len());
-    let row = |(g, w): (&[f32], &[f32])| {
-        let largest = w.iter().fold(0f32, |m, v| m.max(v.abs()));
-        g.iter().zip(w).fold(0f32, |m, (g, w)| m.max((g - w).abs())) / largest
-    };
-    got.chunks(cols).zip(want.chunks(cols)).map(row).fold(0.0, f32::max)
 }
 
 fn check(name: &str) {

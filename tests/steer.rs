@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::engine::{again, greedy, prompt, read, seeded};
-use common::{cache_dir, demo_dir, fixture_dir};
+use common::{cache_dir, demo_dir, fixture_dir, worst_row};
 use moebius::batch::BLOCK_SIZE;
 use moebius::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
@@ -99,16 +99,6 @@ fn ask(engine: &EngineHandle, request: Request) -> Told {
 
 fn answer(engine: &EngineHandle, request: Request) -> Vec<u32> {
     ask(engine, request).0
-}
-
-/// Largest error of a number, relative to the largest of its row.
-fn worst_row(got: &[f32], want: &[f32], cols: usize) -> f32 {
-    assert_eq!(got.len(), want.len());
-    let row = |(g, w): (&[f32], &[f32])| {
-        let largest = w.iter().fold(0f32, |m, v| m.max(v.abs()));
-        g.iter().zip(w).fold(0f32, |m, (g, w)| m.max((g - w).abs())) / largest
-    };
-    got.chunks(cols).zip(want.chunks(cols)).map(row).fold(0.0, f32::max)
 }
 
 /// What `tests/fixtures/steer.py` wrote: several vectors, layers and positions at once.

@@ -146,6 +146,16 @@ pub fn greedy(loaded: &mut Loaded, prompt: &[u32], tokens: usize) -> Vec<u32> {
     answer
 }
 
+/// Largest error of a number, relative to the largest of its row.
+pub fn worst_row(got: &[f32], want: &[f32], cols: usize) -> f32 {
+    assert_eq!(got.len(), want.len());
+    let row = |(g, w): (&[f32], &[f32])| {
+        let largest = w.iter().fold(0f32, |m, v| m.max(v.abs()));
+        g.iter().zip(w).fold(0f32, |m, (g, w)| m.max((g - w).abs())) / largest
+    };
+    got.chunks(cols).zip(want.chunks(cols)).map(row).fold(0.0, f32::max)
+}
+
 /// Cosine of the angle between two vectors.
 pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| *a as f64 * *b as f64).sum::<f64>();

@@ -45,11 +45,11 @@ pub struct State {
 
 impl DeltaNet {
     pub(super) fn new(config: &model::DeltaNet, rule: DeltaRule) -> Self {
-        let (width, channels, dim) = (config.conv_width, config.conv_dim(), config.key_head_dim as f32);
+        let dim = config.key_head_dim as f32;
         Self {
-            taps: (0..width).flat_map(|tap| (0..channels).map(move |c| (tap, c))).map(|(tap, c)| rule.conv[c * width + tap]).collect(),
+            taps: rule.taps(config),
+            rates: rule.rates(),
             gates: rule.gates,
-            rates: rule.a_log.iter().map(|a| a.exp()).collect(),
             dt_bias: rule.dt_bias,
             norm: rule.norm,
             of_query: vec![1.0 / dim; config.key_head_dim],

@@ -68,11 +68,8 @@ unsafe impl Argument for DeltaShape {}
 
 impl Rule {
     pub(super) fn new(backend: &CudaBackend, config: &DeltaNet, rule: DeltaRule) -> Result<Self> {
-        let (width, channels) = (config.conv_width, config.conv_dim());
         let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&backend.cuda, numbers);
-        let taps: Vec<f32> =
-            (0..width).flat_map(|tap| (0..channels).map(move |c| (tap, c))).map(|(tap, c)| rule.conv[c * width + tap]).collect();
-        let rates: Vec<f32> = rule.a_log.iter().map(|a| a.exp()).collect();
+        let (taps, rates) = (rule.taps(config), rule.rates());
         Ok(Self {
             taps: upload(&taps)?,
             gates: backend.load_router(rule.gates, None, None)?,
