@@ -121,13 +121,9 @@ class LLM:
         """Continues a prompt, text or token ids, or a list of them, which share each step of the model. As many run at once as the engine takes."""
         starts, one = self._starts(prompts, sampling_params, steer, capture)
         streams: list[Stream] = []
-        done = 0
         try:
-            for start in starts:
-                while (stream := self._try(start, done < len(streams))) is None:
-                    streams[done].finish()
-                    done += 1
-                streams.append(stream)
+            for first in self._fill(streams, starts):
+                first.finish()
             outputs = [stream.finish() for stream in streams]
         finally:
             for stream in streams:
@@ -165,13 +161,9 @@ class LLM:
         """`generate` for async code. Cancelling the task cancels the requests."""
         starts, one = self._starts(prompts, sampling_params, steer, capture)
         streams: list[Stream] = []
-        done = 0
         try:
-            for start in starts:
-                while (stream := self._try(start, done < len(streams))) is None:
-                    await streams[done].afinish()
-                    done += 1
-                streams.append(stream)
+            for first in self._fill(streams, starts):
+                await first.afinish()
             outputs = [await stream.afinish() for stream in streams]
         finally:
             for stream in streams:
@@ -255,11 +247,16 @@ class LLM:
         return (partial(self.stream, prompt, one_params, steer=steer, capture=capture) for prompt, one_params in zip(batch, each)), one
 
     @staticmethod
-    def _try(start: Callable[[], Stream], others: bool) -> Stream | None:
-        """A started answer; None: the engine takes no more, and others of ours run that can be waited for."""
-        try:
-            return start()
-        except _moebius.Busy:
-            if not others:
-                raise
-            return None
+    def _fill(streams: list[Stream], starts: Iterable[Callable[[], Stream]]) -> Iterator[Stream]:
+        """Starts answers, into `streams`. Yields the first of them that is not finished whenever the engine takes no more: the caller finishes it."""
+        finished = 0
+        for start in starts:
+            while True:
+                try:
+                    streams.append(start())
+                    break
+                except _moebius.Busy:
+                    if finished == len(streams):
+                        raise
+                yield streams[finished]
+                finished += 1

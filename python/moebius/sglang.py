@@ -1,6 +1,6 @@
 """Moebius computes the CPU's experts of an unmodified SGLang.
 
-``pip install moebius sglang``, then::
+Installed beside SGLang (``pip install ./python sglang`` in a clone), it needs no more than::
 
     python -m sglang.launch_server --model-path MODEL --kt-weight-path MODEL --kt-num-gpu-experts 16
 
