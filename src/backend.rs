@@ -89,8 +89,8 @@ pub struct DeltaRule {
     pub conv: Vec<f32>,
     /// Rows that make `b`, then those that make `a`, of every value head: `[2 * num_value_heads, hidden]`.
     pub gates: Vec<f32>,
-    /// `[num_value_heads]`
-    pub a_log: Vec<f32>,
+    /// `exp(A_log)`, `[num_value_heads]`.
+    pub rates: Vec<f32>,
     /// `[num_value_heads]`
     pub dt_bias: Vec<f32>,
     /// `[value_head_dim]`
@@ -102,11 +102,6 @@ impl DeltaRule {
     pub(crate) fn taps(&self, config: &DeltaNet) -> Vec<f32> {
         let (width, channels) = (config.conv_width, config.conv_dim());
         (0..width).flat_map(|tap| (0..channels).map(move |c| self.conv[c * width + tap])).collect()
-    }
-
-    /// `exp(A_log)`, `[num_value_heads]`.
-    pub(crate) fn rates(&self) -> Vec<f32> {
-        self.a_log.iter().map(|a| a.exp()).collect()
     }
 }
 

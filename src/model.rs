@@ -142,8 +142,8 @@ pub struct DeltaNet {
     pub value_head_dim: usize,
     /// Inputs that a number of q, k or v is made of, its own included.
     pub conv_width: usize,
-    /// `in_proj_qkvz` and `in_proj_ba` hold rows by key head, instead of `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
-    pub grouped: bool,
+    /// The checkpoint has the first value head of each key head, then the second of each, and so on; they are put beside each other when loaded.
+    pub tiled: bool,
 }
 
 impl DeltaNet {
@@ -319,6 +319,8 @@ pub enum RopeScaling {
     Yarn(Yarn),
     /// The same by wavelength.
     Llama3(Llama3),
+    /// Each frequency divided by a factor of its own, `[dim / 2]`: what GGUF files keep of Llama 3's.
+    Factors(Vec<f32>),
 }
 
 /// Llama 3's stretching. Source: HF modeling_rope_utils.
@@ -367,6 +369,7 @@ impl Rope {
         match &self.scaling {
             RopeScaling::None => (0..half).map(plain).collect(),
             RopeScaling::Linear { factor } => (0..half).map(|i| plain(i) / *factor as f32).collect(),
+            RopeScaling::Factors(factors) => factors.iter().enumerate().map(|(i, factor)| plain(i) / factor).collect(),
             RopeScaling::Llama3(l) => (0..half)
                 .map(|i| {
                     let turns = l.original_max_position * f64::from(plain(i)) / std::f64::consts::TAU;

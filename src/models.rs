@@ -45,6 +45,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("qwen2_moe", "Qwen2-57B-A14B, Qwen1.5-MoE-A2.7B", qwen_moe::qwen2),
     architecture("qwen3_next", "Qwen3-Next-80B-A3B", qwen3_next::qwen3_next),
     architecture("qwen3_5_moe", "Qwen3.5, Qwen3.6 MoE (text)", qwen3_next::qwen3_5),
+    architecture("qwen3_5_moe_text", "the same without vision", qwen3_next::qwen3_5_text),
     architecture("glm4_moe", "GLM-4.5, 4.5-Air, 4.6, 4.7", glm4_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
     architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),
@@ -161,5 +162,23 @@ mod tests {
         let (hub, five) = (parse(&hub.to_string()).unwrap(), parse(&five.to_string()).unwrap());
         assert!(hub.rope.scaling != crate::model::RopeScaling::None && hub.moe_layers().count() == 2);
         assert_eq!(hub, five);
+    }
+
+    #[test]
+    fn factors_of_frequencies_are_as_many_as_there_are() {
+        let llama = |factors: Value| {
+            let config = serde_json::json!({
+                "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8,
+                "vocab_size": 100, "max_position_embeddings": 4096, "rope_scaling": { "type": "factors", "factors": factors },
+            });
+            parse(&config.to_string())
+        };
+        let plain = llama(serde_json::json!([1, 1, 1, 1])).unwrap().rope.inv_freq();
+        let stretched = llama(serde_json::json!([1, 2.5, 8, 8])).unwrap().rope.inv_freq();
+        assert_eq!(stretched, [plain[0], plain[1] / 2.5, plain[2] / 8.0, plain[3] / 8.0]);
+        for wrong in [serde_json::json!([1, 1, 1]), serde_json::json!([1, 1, 0, 1]), serde_json::json!("8"), Value::Null] {
+            let error = llama(wrong).unwrap_err().to_string();
+            assert!(error.contains("factors") && error.contains("4 positive numbers"), "{error}");
+        }
     }
 }

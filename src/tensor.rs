@@ -122,6 +122,25 @@ impl HostTensor<'_> {
         }
     }
 
+    /// These rows, in this order.
+    pub(crate) fn rows_by(&self, order: &[usize]) -> HostTensor<'static> {
+        match self {
+            HostTensor::Bf16 { data, cols } => HostTensor::Bf16 { data: rows_by(data, *cols, order).into(), cols: *cols },
+            HostTensor::F32 { data, cols } => HostTensor::F32 { data: rows_by(data, *cols, order).into(), cols: *cols },
+        }
+    }
+
+    /// These columns, in this order.
+    pub(crate) fn cols_by(&self, order: &[usize]) -> HostTensor<'static> {
+        fn pick<T: Copy>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
+            data.chunks_exact(cols).flat_map(|row| order.iter().map(|&c| row[c])).collect()
+        }
+        match self {
+            HostTensor::Bf16 { data, cols } => HostTensor::Bf16 { data: pick(data, *cols, order).into(), cols: order.len() },
+            HostTensor::F32 { data, cols } => HostTensor::F32 { data: pick(data, *cols, order).into(), cols: order.len() },
+        }
+    }
+
     /// The rows of several tensors, one after the other; of equal width and kind.
     pub(crate) fn stacked(parts: &[HostTensor<'_>]) -> HostTensor<'static> {
         let cols = parts[0].cols();
@@ -149,6 +168,11 @@ impl HostTensor<'_> {
             HostTensor::F32 { data, .. } => HostTensor::F32 { data: turn(data, rows, cols).into(), cols: rows },
         }
     }
+}
+
+/// These rows of `[rows, cols]`, in this order.
+pub(crate) fn rows_by<T: Copy>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
+    order.iter().flat_map(|&row| &data[row * cols..][..cols]).copied().collect()
 }
 
 /// The largest logits of a row, and what the others weigh: most tokens can be chosen from that.

@@ -1,12 +1,14 @@
 //! Resident weights: from named tensors of a checkpoint onto a backend, checked for shape and finite values.
 
+mod delta_net;
+
 use half::bf16;
 use moebius_cache::checkpoint::{Checkpoint, Dtype};
 use rayon::prelude::*;
 
-use crate::backend::{Backend, DeltaRule};
+use crate::backend::Backend;
 use crate::config::DenseBits;
-use crate::model::{Attention, Bias, DeltaNet, Ffn, Gqa, LayerConfig, Mla, ModelConfig, Moe, QkNorm};
+use crate::model::{Attention, Bias, Ffn, Gqa, LayerConfig, Mla, ModelConfig, Moe, QkNorm};
 use crate::tensor::HostTensor;
 use crate::{Error, Result};
 
@@ -21,6 +23,11 @@ pub trait TensorSource {
     /// All numbers of a tensor of any shape, decoded.
     fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         self.vector(name, shape.iter().product())
+    }
+
+    /// Whether there is a tensor of this name; what is made up as it is asked for has no preference.
+    fn has(&self, _name: &str) -> bool {
+        false
     }
 }
 
@@ -48,10 +55,17 @@ impl TensorSource for Checkpoint {
 
     fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let view = self.tensor(name)?;
-        view.expect_shape(shape)?;
+        // GGUF keeps no dimension of one.
+        if !view.shape.iter().eq(shape.iter().filter(|&&n| n != 1)) {
+            view.expect_shape(shape)?;
+        }
         let mut data = vec![0.0; shape.iter().product()];
         moebius_cache::codec::decode_f32(&view, &mut data)?;
         Ok(data)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
     }
 }
 
@@ -295,40 +309,6 @@ impl<B: Backend> Loader<'_, B> {
             false => None,
         };
         self.backend.load_linear(weight.head_rows(a.num_heads, half * dim, (half + 1) * dim), bias, self.bits)
-    }
-
-    fn delta_net(&self, name: &str, a: &DeltaNet) -> Result<DeltaNetWeights<B>> {
-        let (hidden, heads) = (self.model.hidden_size, a.num_value_heads);
-        let matrix = |which: &str, rows| self.source.matrix(&format!("{name}.{which}.weight"), rows, hidden);
-        let (qkv, z, gates) = match a.grouped {
-            false => {
-                let gates = HostTensor::stacked(&[matrix("in_proj_b", heads)?, matrix("in_proj_a", heads)?]);
-                (matrix("in_proj_qkv", a.conv_dim())?, matrix("in_proj_z", a.value_dim())?, gates)
-            }
-            true => {
-                let (groups, dim, values) = (a.num_key_heads, a.key_head_dim, a.value_dim() / a.num_key_heads);
-                let of_group = heads / groups;
-                let (qkvz, ba) = (matrix("in_proj_qkvz", a.conv_dim() + a.value_dim())?, matrix("in_proj_ba", 2 * heads)?);
-                let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
-                let qkv = HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]);
-                let gates = [ba.head_rows(groups, 0, of_group), ba.head_rows(groups, of_group, 2 * of_group)];
-                (qkv, rows(2 * dim + values, values), HostTensor::stacked(&gates))
-            }
-        };
-        let vector = |which: &str, len| self.source.vector(&format!("{name}.{which}"), len);
-        let rule = DeltaRule {
-            conv: self.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?,
-            gates: gates.to_f32().into_owned(),
-            a_log: vector("A_log", heads)?,
-            dt_bias: vector("dt_bias", heads)?,
-            norm: vector("norm.weight", a.value_head_dim)?,
-        };
-        Ok(DeltaNetWeights {
-            qkv: self.backend.load_linear(qkv, None, self.bits)?,
-            z: self.backend.load_linear(z, None, self.bits)?,
-            o: self.linear(&format!("{name}.out_proj"), hidden, a.value_dim(), false)?,
-            rule: self.backend.load_delta_net(a, rule)?,
-        })
     }
 
     fn mla(&self, name: &str, a: &Mla) -> Result<MlaWeights<B>> {

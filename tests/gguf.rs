@@ -116,8 +116,8 @@ fn the_same_weights_give_the_same_logits() {
         ("qwen2_moe", &[]),
         // Rows of queries and keys are reordered.
         ("mixtral", &[]),
-        // Of llama3's frequencies, which the fixture has, a file holds numbers only; they are refused below.
-        ("llama", &["--config", r#"{"rope_scaling": null}"#]),
+        // Frequencies stretched by numbers of their own.
+        ("llama", &[]),
         ("qwen3_dense", &[]),
         ("olmoe", &[]),
         // The layer that drafts further tokens is a block of the file.
@@ -125,6 +125,10 @@ fn the_same_weights_give_the_same_logits() {
         ("minimax_m2", &[]),
         // Experts in MXFP4, gate and up apart, as llama.cpp repacks them.
         ("gpt_oss_mxfp4", &[]),
+        // Projections in other parts, norms with their one, decays as they are used.
+        ("qwen3_next", &[]),
+        // Value heads tiled.
+        ("qwen3_5_moe", &[]),
     ] {
         let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
         let (file, stands_for) = model(&python, &dir, name, "BF16", more);
@@ -169,6 +173,17 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
             assert!(error < 0.06, "{types}: experts as they are, off by {error}");
             assert!(types.contains(',') || experts_rounding(&resolved) == 0.0, "{types}: codes or scales were rounded");
         }
+    }
+}
+
+#[test]
+fn experts_with_gate_and_up_in_one_tensor_beside_delta_rules() {
+    let Some(python) = python() else { return };
+    for (name, types) in [("qwen3_next", "Q8_0"), ("qwen3_5_moe", "F16")] {
+        let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
+        let (file, stands_for) = model(&python, &dir, name, types, &["--fuse"]);
+        let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
+        assert!(logits(&resolved, &fixture, &exact()) == logits(&stands_for, &fixture, &exact()), "{name}: logits differ");
     }
 }
 

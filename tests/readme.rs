@@ -13,7 +13,9 @@ use moebius::plan::plan;
 /// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
 fn example(model_type: &str) -> ModelConfig {
     let fixtures = std::fs::read_dir(fixture_dir("")).unwrap().filter_map(|entry| models::read(&entry.unwrap().path()).ok());
-    let small = ["qwen3.5", "gpt-oss", "llama"].map(|name| models::parse(&small::config(name).to_string()).unwrap());
+    let nested = small::config("qwen3.5");
+    let alone = nested["text_config"].clone();
+    let small = [nested, alone, small::config("gpt-oss"), small::config("llama")].map(|config| models::parse(&config.to_string()).unwrap());
     let shapes = models::shapes::names().map(|name| models::shapes::shape(name, None).unwrap());
     let mut all = fixtures.chain(small).chain(shapes);
     all.find(|model| model.architecture == model_type).unwrap_or_else(|| panic!("the tests have no {model_type}"))

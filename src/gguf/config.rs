@@ -1,6 +1,7 @@
 //! The `config.json` that a GGUF file's metadata amount to. Whether the model can be run is for `models` to say.
 
 use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::codec::decode_f32;
 use serde_json::{Map, Value, json};
 
 use super::Metadata;
@@ -16,6 +17,8 @@ pub const ARCHITECTURES: &[(&str, &[&str])] = &[
     ("gpt-oss", &["gpt_oss"]),
     ("llama", &["mixtral", "llama"]),
     ("olmoe", &["olmoe"]),
+    ("qwen3next", &["qwen3_next"]),
+    ("qwen35moe", &["qwen3_5_moe_text"]),
     ("qwen3", &["qwen3"]),
 ];
 
@@ -60,7 +63,7 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
             config.insert(name.into(), id.clone());
         }
     }
-    if let Some(scaling) = rope_scaling(metadata) {
+    if let Some(scaling) = rope_scaling(metadata, checkpoint)? {
         config.insert("rope_scaling".into(), scaling);
     }
     let experts = number("expert_count").unwrap_or(0);
@@ -76,15 +79,7 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
         "qwen3" => json!({"model_type": "qwen3", "head_dim": key_length}),
         "olmoe" => json!({"model_type": "olmoe", "num_experts": experts, "norm_topk_prob": normalized(false)}),
         "llama" if experts > 0 => json!({"model_type": "mixtral", "head_dim": key_length, "num_local_experts": experts}),
-        "llama" => {
-            // Llama 3 stretches its frequencies by a tensor, which the config has no word for.
-            if has("rope_freqs.weight") {
-                return Err(Error::Model(
-                    "its rope_freqs.weight stretches frequencies, which is not supported: use the model's safetensors checkpoint".into(),
-                ));
-            }
-            json!({"model_type": "llama", "head_dim": key_length})
-        }
+        "llama" => json!({"model_type": "llama", "head_dim": key_length}),
         "minimax-m2" => json!({"model_type": "minimax_m2", "head_dim": key_length, "num_local_experts": experts,
             "intermediate_size": number("expert_feed_forward_length"), "rotary_dim": number("rope.dimension_count"), "use_qk_norm": true}),
         "gpt-oss" => json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts, "attention_bias": true,
@@ -93,7 +88,22 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
         "glm4moe" => json!({"model_type": "glm4_moe", "head_dim": key_length, "n_routed_experts": experts,
             "n_shared_experts": number("expert_shared_count"), "first_k_dense_replace": number("leading_dense_block_count"),
             "norm_topk_prob": normalized(true), "use_qk_norm": of_layer("self_attn.q_norm.weight"), "attention_bias": of_layer("self_attn.q_proj.bias"),
-            "partial_rotary_factor": number("rope.dimension_count").zip(key_length).map(|(part, all)| part as f64 / all as f64)}),
+            "rotary_dim": number("rope.dimension_count")}),
+        "qwen3next" | "qwen35moe" => {
+            let (values, heads) = (number("ssm.inner_size").unwrap_or(0), number("ssm.time_step_rank").unwrap_or(0));
+            let is_linear = |layer: u64| has(&format!("model.layers.{layer}.linear_attn.A"));
+            let kind = |layer| if is_linear(layer) { "linear_attention" } else { "full_attention" };
+            let tiled = metadata.architecture == "qwen35moe";
+            // The converter adds one to norms.
+            json!({"model_type": if tiled { "qwen3_5_moe_text" } else { "qwen3_next" }, "norm_offset": 0, "linear_value_heads_tiled": tiled,
+                "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
+                "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"), "mlp_only_layers": dense_layers(),
+                "layer_types": (0..layers.min(1 << 12)).map(kind).collect::<Vec<_>>(),
+                "linear_conv_kernel_dim": number("ssm.conv_kernel"), "linear_key_head_dim": number("ssm.state_size"),
+                "linear_num_key_heads": number("ssm.group_count"), "linear_num_value_heads": heads,
+                "linear_value_head_dim": values.checked_div(heads),
+                "rotary_dim": number("rope.dimension_count")})
+        }
         "deepseek2" => deepseek(metadata, experts, normalized(false))?,
         other => {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|(name, _)| *name).collect();
@@ -145,9 +155,15 @@ fn uniform(key: &str, value: &Value) -> Result<Value> {
     }
 }
 
-fn rope_scaling(metadata: &Metadata) -> Option<Value> {
+fn rope_scaling(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Option<Value>> {
+    // Llama 3's: a tensor, where metadata have no word for it.
+    if let Some(view) = checkpoint.get("rope_freqs.weight") {
+        let mut factors = vec![0.0; view.shape.iter().product()];
+        decode_f32(&view, &mut factors)?;
+        return Ok(Some(json!({"type": "factors", "factors": factors})));
+    }
     let own = |key: &str| metadata.own(&format!("rope.scaling.{key}")).cloned().unwrap_or_default();
-    match own("type").as_str()? {
+    Ok(match own("type").as_str().unwrap_or("none") {
         "none" => None,
         "yarn" => {
             let mut scaling = Map::new();
@@ -173,5 +189,5 @@ fn rope_scaling(metadata: &Metadata) -> Option<Value> {
             Some(Value::Object(scaling))
         }
         other => Some(json!({"type": other, "factor": own("factor")})),
-    }
+    })
 }

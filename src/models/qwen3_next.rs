@@ -10,21 +10,26 @@ use crate::{Error, Result};
 /// Inputs of a convolution, at most: what a sequence keeps grows with it.
 const MAX_CONV_WIDTH: usize = 64;
 
-/// `qwen3_next`: projections of the delta rule grouped by key head.
+/// `qwen3_next`
 pub(super) fn qwen3_next(f: &Fields<'_>) -> Result<ModelConfig> {
-    config(f, true, f.bool_or("norm_topk_prob", true)?)
+    config(f, f.bool_or("norm_topk_prob", true)?)
 }
 
-/// `qwen3_5_moe`: the language model is nested, and so are its tensor names; experts are stacked, their weights always normalized.
+/// `qwen3_5_moe_text`: the language model alone. Experts are stacked, their weights always normalized.
+pub(super) fn qwen3_5_text(f: &Fields<'_>) -> Result<ModelConfig> {
+    config(f, true)
+}
+
+/// `qwen3_5_moe`: the language model is nested, and so are its tensor names.
 pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
     let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
-    let model = config(&text, false, true)?;
+    let model = qwen3_5_text(&text)?;
     let tied_embeddings = model.tied_embeddings || f.bool_or("tie_word_embeddings", false)?;
     let names = Names { body: "model.language_model.", ..model.names };
     Ok(ModelConfig { architecture: "qwen3_5_moe".into(), tied_embeddings, names, ..model })
 }
 
-fn config(f: &Fields<'_>, grouped: bool, normalize: bool) -> Result<ModelConfig> {
+fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("use_sliding_window", false.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
@@ -35,7 +40,8 @@ fn config(f: &Fields<'_>, grouped: bool, normalize: bool) -> Result<ModelConfig>
         key_head_dim: f.heads("linear_key_head_dim")?,
         value_head_dim: f.heads("linear_value_head_dim")?,
         conv_width: f.dim_or("linear_conv_kernel_dim", 4)?,
-        grouped,
+        // GGUF files of Qwen3.5 say so.
+        tiled: f.bool_or("linear_value_heads_tiled", false)?,
     };
     if linear.num_value_heads % linear.num_key_heads != 0 {
         let (keys, values) = (linear.num_key_heads, linear.num_value_heads);
@@ -60,5 +66,7 @@ fn config(f: &Fields<'_>, grouped: bool, normalize: bool) -> Result<ModelConfig>
     let (rope, _) = f.rope(f.rotary_dim(full.head_dim, 0.25)?, false, 10_000_000.0)?;
     let layers = super::layers(f, attention, qwen_moe::ffn(f, &moe)?)?;
     let names = Names { shared_expert: "shared_expert", ..Names::default() };
-    Ok(ModelConfig { norm_offset: 1.0, names, ..super::model(f, rope, layers)? })
+    // In GGUF files the one is part of the weights.
+    let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
+    Ok(ModelConfig { norm_offset, names, ..super::model(f, rope, layers)? })
 }

@@ -1,7 +1,8 @@
 """GGUF files for tests, made by the `gguf` package: an implementation of the format that is not ours.
 
-    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--config JSON]
-                              the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors; fields of its config replaced
+    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--fuse] [--config JSON]
+                              the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors; fields of its config replaced;
+                              gate and up of experts in one tensor
     make.py vocabulary IN OUT the tokenizer of a GGUF file that has nothing else, in a file that looks like a model
     make.py blocks OUT        random blocks of every type, each beside what `gguf` dequantizes them to
 
@@ -31,6 +32,8 @@ ARCHITECTURES = {
     "minimax_m2": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
     "llama": ("llama", gguf.MODEL_ARCH.LLAMA),
     "gpt_oss": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
+    "qwen3_next": ("qwen3next", gguf.MODEL_ARCH.QWEN3NEXT),
+    "qwen3_5_moe_text": ("qwen35moe", gguf.MODEL_ARCH.QWEN35MOE),
 }
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -89,10 +92,11 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_nextn_predict_layers(drafts)
     w.add_embedding_length(c["hidden_size"])
     w.add_context_length(c["max_position_embeddings"])
-    w.add_feed_forward_length(c["intermediate_size"])
+    if "intermediate_size" in c:
+        w.add_feed_forward_length(c["intermediate_size"])
     w.add_head_count(c["num_attention_heads"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_rope_freq_base(c["rope_theta"])
+    w.add_rope_freq_base((c.get("rope_parameters") or c)["rope_theta"])
     w.add_vocab_size(c["vocab_size"])
     if experts:
         w.add_expert_count(experts)
@@ -107,7 +111,15 @@ def add_metadata(w, arch, c, fixture, experts):
     if arch == "gpt-oss":
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_sliding_window(c["sliding_window"])
-    if arch == "qwen2moe":
+    if arch in ("qwen3next", "qwen35moe"):
+        w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+        w.add_ssm_state_size(c["linear_key_head_dim"])
+        w.add_ssm_group_count(c["linear_num_key_heads"])
+        w.add_ssm_time_step_rank(c["linear_num_value_heads"])
+        w.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
+        w.add_full_attention_interval(c["full_attention_interval"])
+        w.add_rope_dimension_count(int(head_dim * (c.get("rope_parameters") or c)["partial_rotary_factor"]))
+    if arch in ("qwen2moe", "qwen3next", "qwen35moe"):
         w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if arch == "glm4moe":
         w.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
@@ -169,18 +181,41 @@ def mxfp4_blocks(blocks, scales):
     return data.reshape(*blocks.shape[:2], -1)
 
 
-def model(fixture, out, types, split, changes):
+def llama3_factors(rope, dim):
+    """What llama.cpp's converter makes of the frequencies that Llama 3 stretches by their wavelength."""
+    frequencies = 1.0 / rope["theta"] ** (np.arange(0, dim, 2) / dim)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    kept = np.clip((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"]), 0, 1)
+    return 1 / ((1 - kept) / rope["factor"] + kept)
+
+
+def delta_orders(c, tiled):
+    """Where the rows of the delta rule's projections and its heads go: what the file has at i is the checkpoint's order[i]."""
+    keys, heads, key_dim, dim = (c["linear_" + name] for name in ["num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"])
+    each = heads // keys
+    if not tiled:
+        groups = np.arange(2 * keys * key_dim + 2 * heads * dim).reshape(keys, -1)
+        q, k, v, z = np.split(groups, np.cumsum([key_dim, key_dim, each * dim]), axis=1)
+        return {"qkv": np.concatenate([part.ravel() for part in (q, k, v)]), "z": z.ravel()}
+    tile = lambda width: np.arange(heads * width).reshape(keys, each, width).swapaxes(0, 1).ravel()
+    before = 2 * keys * key_dim
+    return {"heads": tile(1), "values": tile(dim), "channels": np.concatenate([np.arange(before), before + tile(dim)])}
+
+
+def model(fixture, out, types, split, fuse, changes):
     fixture, out = pathlib.Path(fixture), pathlib.Path(out)
-    c = json.loads((fixture / "config.json").read_text()) | changes
+    config = json.loads((fixture / "config.json").read_text()) | changes
+    c = config | config.get("text_config", {})
     arch, model_arch = ARCHITECTURES[c["model_type"]]
     experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 0)))
     layers = c["num_hidden_layers"]
     tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
     # Layers beyond the last draft tokens, which only GLM's converter keeps; what is computed from the config is not converted.
     keep = layers + (c.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0)
-    beyond = lambda name: "rotary_emb" in name or (match := re.match(r"model\.layers\.(\d+)\.", name)) and int(match[1]) >= keep
+    beyond = lambda name: "rotary_emb" in name or name.startswith(("mtp.", "model.visual.")) or (match := re.match(r"model\.layers\.(\d+)\.", name)) and int(match[1]) >= keep
     tensors = {name: values for name, values in tensors.items() if not beyond(name)}
-    names = gguf.get_tensor_name_map(model_arch, keep)
+    table = gguf.get_tensor_name_map(model_arch, keep)
+    name_of = lambda stem: table.get_name(stem.replace("language_model.", ""))
     options = {"split_max_tensors": split} if split else {}
     w = gguf.GGUFWriter(out.with_suffix(".gguf"), arch, **options)
     add_metadata(w, arch, c, fixture, experts)
@@ -198,20 +233,38 @@ def model(fixture, out, types, split, changes):
         w.add_tensor(name, codes, raw_dtype=kind)
         return gguf.quants.dequantize(codes, kind)
 
+    def reorder(name, key, values, kind, order, axis=0):
+        back = add(name, np.ascontiguousarray(values.take(order, axis).squeeze()), kind).reshape(values.shape)
+        stand_for[key] = back.take(np.argsort(order), axis)
+
     types = [Type[t] for t in types.split(",")]
+    rope = c.get("rope_scaling") or {}
+    if rope.get("rope_type") == "llama3":
+        w.add_tensor("rope_freqs.weight", llama3_factors(rope | {"theta": c["rope_theta"]}, c["head_dim"]).astype(np.float32))
+    orders = delta_orders(c, arch == "qwen35moe") if arch in ("qwen3next", "qwen35moe") else {}
     turn = 0
+    fused = {}
     for first in [name for name in tensors if ".experts.0." in name]:
         head, part = re.match(r"(.*\.experts)\.0\.(\w+)\.weight", first).groups()
         keys = [key for e in range(experts) if (key := f"{head}.{e}.{part}.weight") in tensors]
         stacked = np.stack([tensors.pop(k) for k in keys])
-        layer = head.split(".")[2]
-        name = names.get_name(f"{head}.{part}") or f"blk.{layer}.ffn_{PARTS[part]}_exps"
+        layer = re.search(r"layers\.(\d+)", head)[1]
+        if fuse and part in ("gate_proj", "up_proj"):
+            fused[head, part] = keys, stacked
+            if (head, "gate_proj") in fused and (head, "up_proj") in fused:
+                both = [fused[head, part] for part in ("gate_proj", "up_proj")]
+                values = add(f"blk.{layer}.ffn_gate_up_exps.weight", np.concatenate([stacked for _, stacked in both], 1), types[0])
+                for (keys, _), half in zip(both, np.split(values, 2, 1)):
+                    stand_for.update(zip(keys, half))
+            continue
+        name = name_of(f"{head}.{part}") or f"blk.{layer}.ffn_{PARTS[part]}_exps"
         values = add(name + ".weight", stacked, types[turn % len(types)])
         stand_for.update(zip(keys, values))
         turn += 1
     for key, values in tensors.items():
         stem, suffix = key.rsplit(".", 1)
-        block = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
+        layer = re.search(r"layers\.(\d+)", key)
+        block = f"blk.{layer[1]}" if layer else ""
         if suffix == "sinks":
             stand_for[key] = add(f"{block}.attn_sinks.weight", values, Type.F32)
             continue
@@ -230,29 +283,52 @@ def model(fixture, out, types, split, changes):
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
             k_b, v_b = by_head[:, :-v], by_head[:, -v:]
-            k_b = add(names.get_name(stem.replace("kv_b_proj", "k_b_proj")) + ".weight", np.ascontiguousarray(k_b.transpose(0, 2, 1)), types[0])
-            v_b = add(names.get_name(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
+            k_b = add(name_of(stem.replace("kv_b_proj", "k_b_proj")) + ".weight", np.ascontiguousarray(k_b.transpose(0, 2, 1)), types[0])
+            v_b = add(name_of(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
         if suffix == "e_score_correction_bias":
             stand_for[key] = add(f"{block}.exp_probs_b.bias", values, Type.F32)
             continue
+        if orders and key.endswith("norm.weight") and "linear_attn" not in key:
+            add(name_of(stem) + ".weight", values + np.float32(1), Type.F32)
+            stand_for[key] = values
+            continue
+        if key.endswith(".A_log"):
+            order = orders.get("heads", np.arange(len(values)))
+            add(f"{block}.ssm_a", -np.exp(values.astype(np.float64)).astype(np.float32)[order], Type.F32)
+            stand_for[key] = values
+            continue
+        if key.endswith(".dt_bias"):
+            reorder(f"{block}.ssm_dt.bias", key, values, Type.F32, orders.get("heads", np.arange(len(values))))
+            continue
+        if stem.endswith(".in_proj_qkvz"):
+            stand_for[key] = np.empty_like(values)
+            for part, name in [("qkv", "attn_qkv"), ("z", "attn_gate")]:
+                stand_for[key][orders[part]] = add(f"{block}.{name}.weight", values[orders[part]], types[0])
+            continue
+        if ".linear_attn." in key and "heads" in orders and not stem.endswith(".norm"):
+            part = stem.rsplit(".", 1)[1]
+            order = orders[{"in_proj_qkv": "channels", "conv1d": "channels", "in_proj_a": "heads", "in_proj_b": "heads"}.get(part, "values")]
+            kind = Type.F32 if part == "conv1d" else types[0]
+            reorder(name_of(stem) + ".weight", key, values, kind, order, axis=1 if part == "out_proj" else 0)
+            continue
         if arch == "llama" and re.search(r"self_attn\.[qk]_proj$", stem):
             # Halves of a head's rows become pairs.
             heads = c["num_attention_heads"] if "q_proj" in stem else c["num_key_value_heads"]
             pairs = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
-            back = add(names.get_name(stem) + ".weight", pairs, types[0])
+            back = add(name_of(stem) + ".weight", pairs, types[0])
             stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             continue
         # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
-        kind = Type.F32 if key.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight")) else types[0]
-        stand_for[key] = add(names.get_name(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
+        kind = Type.F32 if key.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight", "conv1d.weight")) else types[0]
+        stand_for[key] = add(name_of(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
     out.mkdir(exist_ok=True)
-    (out / "config.json").write_text(json.dumps(c))
+    (out / "config.json").write_text(json.dumps(config))
     for name in ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]:
         shutil.copyfile(text_side(fixture, name), out / name)
     write_safetensors(out / "model.safetensors", stand_for)
@@ -303,10 +379,11 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["model", "vocabulary", "blocks"])
     parser.add_argument("paths", nargs="+")
     parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--config", type=json.loads, default={})
     given = parser.parse_args()
     if given.what == "model":
-        model(*given.paths, given.split, given.config)
+        model(*given.paths, given.split, given.fuse, given.config)
     elif given.what == "vocabulary":
         vocabulary(*given.paths)
     else:

@@ -21,7 +21,7 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
     let rule = || DeltaRule {
         conv: some(channels * config.conv_width, 71, 1.0),
         gates: some(2 * heads * HIDDEN, 72, 0.2),
-        a_log: some(heads, 73, 1.5),
+        rates: some(heads, 73, 1.5).iter().map(|a| a.exp()).collect(),
         dt_bias: some(heads, 74, 2.0),
         norm: some(config.value_head_dim, 75, 1.0),
     };
@@ -54,7 +54,7 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
 fn delta_rule_from_zeros_and_from_a_state() {
     need_gpu!();
     let sides = Sides::new();
-    let plain = DeltaNet { num_key_heads: 2, num_value_heads: 4, key_head_dim: 128, value_head_dim: 128, conv_width: 4, grouped: false };
+    let plain = DeltaNet { num_key_heads: 2, num_value_heads: 4, key_head_dim: 128, value_head_dim: 128, conv_width: 4, tiled: false };
     check_rule(&sides, &plain);
     check_rule(&sides, &DeltaNet { num_key_heads: 1, num_value_heads: 1, key_head_dim: 16, value_head_dim: 40, ..plain });
     check_rule(&sides, &DeltaNet { num_key_heads: 4, num_value_heads: 12, key_head_dim: 36, value_head_dim: 16, conv_width: 2, ..plain });

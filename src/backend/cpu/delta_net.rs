@@ -48,7 +48,7 @@ impl DeltaNet {
         let dim = config.key_head_dim as f32;
         Self {
             taps: rule.taps(config),
-            rates: rule.rates(),
+            rates: rule.rates,
             gates: rule.gates,
             dt_bias: rule.dt_bias,
             norm: rule.norm,

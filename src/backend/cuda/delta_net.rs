@@ -69,7 +69,7 @@ unsafe impl Argument for DeltaShape {}
 impl Rule {
     pub(super) fn new(backend: &CudaBackend, config: &DeltaNet, rule: DeltaRule) -> Result<Self> {
         let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&backend.cuda, numbers);
-        let (taps, rates) = (rule.taps(config), rule.rates());
+        let (taps, rates) = (rule.taps(config), rule.rates);
         Ok(Self {
             taps: upload(&taps)?,
             gates: backend.load_router(rule.gates, None, None)?,

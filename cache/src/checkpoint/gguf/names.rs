@@ -30,34 +30,51 @@ const LAYER: &[(&str, &str)] = &[
     ("ffn_gate_exps", "mlp.experts.gate_proj"),
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
+    ("ffn_gate_up_exps", "mlp.experts.gate_up_proj"),
     ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
     ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+    ("attn_qkv", "linear_attn.in_proj_qkv"),
+    ("attn_gate", "linear_attn.in_proj_z"),
+    ("ssm_in", "linear_attn.in_proj_qkvz"),
+    ("ssm_ba", "linear_attn.in_proj_ba"),
+    ("ssm_beta", "linear_attn.in_proj_b"),
+    ("ssm_alpha", "linear_attn.in_proj_a"),
+    ("ssm_conv1d", "linear_attn.conv1d"),
+    ("ssm_norm", "linear_attn.norm"),
+    ("ssm_out", "linear_attn.out_proj"),
 ];
 
-/// Where an architecture's names differ from the table: (architecture, GGUF name, Hugging Face name), the suffix included where it differs too.
-const SPECIAL: &[(&str, &str, &str)] = &[
-    ("", "attn_sinks.weight", "self_attn.sinks"),
-    ("", "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
-    ("", "exp_probs_b", "mlp.gate.e_score_correction_bias"),
-    ("qwen2moe", "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
-    ("qwen2moe", "ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
-    ("qwen2moe", "ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
-    ("qwen2moe", "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
-    ("gpt-oss", "ffn_gate_inp.weight", "mlp.router.weight"),
-    ("gpt-oss", "ffn_gate_inp.bias", "mlp.router.bias"),
-    ("gpt-oss", "ffn_gate_exps.bias", "mlp.experts.gate_proj_bias"),
-    ("gpt-oss", "ffn_up_exps.bias", "mlp.experts.up_proj_bias"),
-    ("gpt-oss", "ffn_down_exps.bias", "mlp.experts.down_proj_bias"),
-    ("minimax-m2", "ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
-    ("minimax-m2", "exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"),
-    ("minimax-m2", "ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
-    ("minimax-m2", "ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
-    ("minimax-m2", "ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
-    ("llama", "ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
-    ("llama", "ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
-    ("llama", "ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
-    ("llama", "ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
+const ANY: &[&str] = &[];
+/// Architectures whose shared expert is one, with a gate.
+const GATED: &[&str] = &["qwen2moe", "qwen3next", "qwen35moe"];
+
+/// Where names differ from the table, the suffix included: (architectures, GGUF name, Hugging Face name). The first that fits is taken.
+const SPECIAL: &[(&[&str], &str, &str)] = &[
+    (GATED, "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
+    (GATED, "ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
+    (GATED, "ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
+    (GATED, "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
+    (&["gpt-oss"], "ffn_gate_inp.weight", "mlp.router.weight"),
+    (&["gpt-oss"], "ffn_gate_inp.bias", "mlp.router.bias"),
+    (&["gpt-oss"], "ffn_gate_exps.bias", "mlp.experts.gate_proj_bias"),
+    (&["gpt-oss"], "ffn_up_exps.bias", "mlp.experts.up_proj_bias"),
+    (&["gpt-oss"], "ffn_down_exps.bias", "mlp.experts.down_proj_bias"),
+    (&["minimax-m2"], "ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
+    (&["minimax-m2"], "exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"),
+    (&["minimax-m2"], "ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
+    (&["minimax-m2"], "ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
+    (&["minimax-m2"], "ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
+    (&["llama"], "ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
+    (&["llama"], "ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
+    (&["llama"], "ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
+    (&["llama"], "ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
+    (ANY, "attn_sinks.weight", "self_attn.sinks"),
+    (ANY, "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+    (ANY, "exp_probs_b", "mlp.gate.e_score_correction_bias"),
+    (ANY, "ssm_dt.bias", "linear_attn.dt_bias"),
+    // Minus the exponential of Hugging Face's A_log.
+    (ANY, "ssm_a", "linear_attn.A"),
 ];
 
 /// What Hugging Face calls the tensor `name` of a GGUF file; a name that is in no table stays.
@@ -67,10 +84,9 @@ pub fn hf_name(architecture: &str, name: &str) -> String {
         let found = GLOBAL.iter().find(|(theirs, _)| *theirs == stem);
         return found.map_or_else(|| name.to_string(), |(_, ours)| format!("{ours}.{suffix}"));
     };
-    if let Some((.., ours)) = SPECIAL.iter().find(|(of, theirs, _)| (of.is_empty() || *of == architecture) && *theirs == part) {
-        // What an architecture has to say goes before what is said of all.
-        let own = SPECIAL.iter().find(|(of, theirs, _)| *of == architecture && *theirs == part);
-        return format!("model.layers.{layer}.{}", own.map_or(*ours, |(.., ours)| ours));
+    let special = SPECIAL.iter().find(|(of, theirs, _)| (of.is_empty() || of.contains(&architecture)) && *theirs == part);
+    if let Some((.., ours)) = special {
+        return format!("model.layers.{layer}.{ours}");
     }
     let stem = part.rsplit_once('.').map_or(part, |(stem, _)| stem);
     match LAYER.iter().find(|(theirs, _)| *theirs == stem) {
