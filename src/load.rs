@@ -25,7 +25,7 @@ use crate::experts::{Between, ExpertExecutor};
 use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::kv_cache::{self, KvCache};
-use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
+use crate::model::{Activation, Attention, Ffn, LayerConfig, ModelConfig};
 use crate::topology::{self, Topology};
 use crate::weights::{TensorSource, Weights};
 use crate::workers::Team;
@@ -139,6 +139,7 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
         intermediate: moe.intermediate_size,
         num_experts: moe.num_experts,
         precision,
+        plain: !moe.expert_bias && moe.activation == Activation::Silu,
         layers: layers.collect(),
     }
 }

@@ -68,6 +68,7 @@ fn measure(format: Format, layers: usize, parent: &Path) {
     }
     let checkpoint = Checkpoint::open(dir.path()).expect("the checkpoint just written");
     let mut job = Job {
+        plain: true,
         checkpoint: &checkpoint,
         model: "synthetic".into(),
         hidden: HIDDEN,

@@ -47,7 +47,8 @@ class MoE:
     same stream must not run at the same time.
 
     Args:
-        model: a folder in the Hugging Face layout, a GGUF file, a hub id, or a Moebius cache file. The first use converts the experts.
+        model: a folder in the Hugging Face layout, a GGUF file, a hub id, or a Moebius cache file, of experts that have no biases. The first
+            use converts the experts.
         layer: the layer's number in the model.
         weights: instead of a model, ``(gate, up, down)``: ``[experts, intermediate, hidden]`` twice and ``[experts, hidden,
             intermediate]``, of any float type, on the CPU; ``layer`` is 0.

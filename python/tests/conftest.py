@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,11 +28,17 @@ def llm(cache: str) -> Iterator[moebius.LLM]:
 
 @pytest.fixture(scope="session")
 def python(cache: str) -> Callable[..., subprocess.Popen[str]]:
-    """Starts a Python program, whose first argument is the cache."""
+    """Starts a Python program, whose first argument is the cache. One that hangs is killed."""
+
+    def prepare() -> None:
+        signal.alarm(120)
+        # Whatever runs in a shell's background begins with it ignored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def start(program: str | Path, *args: str) -> subprocess.Popen[str]:
         how = [str(program)] if isinstance(program, Path) else ["-c", program]
         command = [sys.executable, *how, cache, *args]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=prepare)
 
     return start

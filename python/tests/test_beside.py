@@ -133,7 +133,7 @@ def test_ctrl_c_interrupts_and_cancels(python: Start) -> None:
         took = time.monotonic() - start
         assert process.stdout.readline() == "alone\n"
         assert process.wait(20) == 0
-        assert took < 0.5, f"it took {took:.3f} s"
+        assert took < 1, f"it took {took:.3f} s"
 
 
 FORKED = """

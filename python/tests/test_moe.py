@@ -179,13 +179,25 @@ def test_what_cannot_be_made_is_told(tmp_path):
             moebius.MoE(**arguments)
 
 
+def cache_file(folder):
+    """The one in there."""
+    (path,) = [p for p in Path(folder).rglob("*") if p.is_file() and p.open("rb").read(8) == b"MOEBIUS\0"]
+    return path
+
+
 def test_a_model_and_its_cache_file(tmp_path):
     moe = moebius.MoE("demo", 0, cache_dir=tmp_path, precision="int8")
     batch = random_batch(np.random.default_rng(8), 6, 2, moe.num_experts, moe.hidden_size)
     out = moe.forward(*batch)
     assert error(out, reference(unpacked(moe), *batch)) < TOLERANCE["int8"]
-    (path,) = [p for p in Path(tmp_path).rglob("*") if p.is_file() and p.open("rb").read(8) == b"MOEBIUS\0"]
-    assert np.array_equal(moebius.MoE(path, 0).forward(*batch), out)
+    assert np.array_equal(moebius.MoE(cache_file(tmp_path), 0).forward(*batch), out)
+
+
+def test_a_cache_file_without_its_biases_is_refused(tmp_path):
+    folder = Path(__file__).parents[2] / "tests/fixtures/gpt_oss_mxfp4"
+    moebius.MoE(folder, 0, cache_dir=tmp_path)
+    with pytest.raises(ValueError, match=f"biases or an activation of their own.*{folder.name}"):
+        moebius.MoE(cache_file(tmp_path), 0)
 
 
 def test_10000_calls_do_not_grow(moe):

@@ -17,10 +17,9 @@ use crate::config::{EngineConfig, ExpertBits};
 use crate::experts::{Between, ExpertMemory, ExpertService};
 use crate::{Error, Result, models};
 
-/// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file itself, whose experts then have
-/// SiLU and no biases, since it does not say.
+/// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file itself.
 ///
-/// Errors: everything that can be wrong with a checkpoint; the model has no experts.
+/// Errors: everything that can be wrong with a checkpoint; the model has no experts; a cache file of experts that need more than their weights.
 pub fn open_experts(
     name: &str,
     dir: &Path,
@@ -29,7 +28,15 @@ pub fn open_experts(
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<ExpertService> {
     let (cache, between) = if is_cache_file(dir) {
-        (ExpertCache::open(dir)?, Between::default())
+        let cache = ExpertCache::open(dir)?;
+        if let Some(source) = cache.header().source.as_ref().filter(|source| !source.plain) {
+            return Err(Error::Invalid(format!(
+                "{} holds weights only, and these experts have biases or an activation of their own besides: give their checkpoint, {}",
+                dir.display(),
+                source.dir
+            )));
+        }
+        (cache, Between::default())
     } else {
         let model = models::read(dir)?;
         let checkpoint = Checkpoint::open(dir)?;

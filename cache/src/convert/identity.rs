@@ -34,7 +34,7 @@ impl Identity {
     pub(super) fn of(job: &Work<'_>) -> Result<Self> {
         let dir = job.checkpoint.dir();
         let dir = dir.canonicalize().map_err(Error::io(dir))?.to_string_lossy().into_owned();
-        Ok(Self { source: Source { key: key(job)?, dir, files: file_states(job)? }, precision: job.precision })
+        Ok(Self { source: Source { key: key(job)?, dir, files: file_states(job)?, plain: job.plain }, precision: job.precision })
     }
 
     /// End of the names of all files that belong to this content and precision, without their extension.

@@ -87,6 +87,13 @@ pub struct Source {
     pub dir: String,
     /// State of its files as they were read.
     pub files: Vec<FileState>,
+    /// [`Job::plain`](crate::convert::Job::plain); where a file does not say, it is.
+    #[serde(default = "yes")]
+    pub plain: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// What the file system says of a file; equal states are taken for equal content.
