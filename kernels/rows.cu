@@ -149,11 +149,24 @@ KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first
         *reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols + i) = load4(from + i);
 }
 
-// x[t] += coefficient * vector, f32, rounded twice as the CPU does it
-KERNEL(add_scaled, ROW_THREADS, const float* vector, float coefficient, float* x, int cols) {
+// A multiple of a vector, for the rows [from, to) of the batch.
+struct Addition {
+    const float* vector;
+    float coefficient;
+    int from, to, padding;
+};
+
+// x[t] += coefficient * vector for the additions [range[0], range[1]), in their order, f32, rounded twice as the CPU does it.
+// Row 0 of x is row `first` of the batch.
+KERNEL(add_vectors, ROW_THREADS, const uint32_t* range, const Addition* additions, int first, float* x, int cols) {
     begin_kernel();
+    const int t = first + blockIdx.x;
     float* row = x + (size_t)blockIdx.x * cols;
-    for (int i = threadIdx.x; i < cols; i += ROW_THREADS) row[i] = __fadd_rn(row[i], __fmul_rn(coefficient, vector[i]));
+    for (uint32_t n = range[0]; n < range[1]; n++) {
+        const Addition a = additions[n];
+        if (t < a.from || t >= a.to) continue;
+        for (int i = threadIdx.x; i < cols; i += ROW_THREADS) row[i] = __fadd_rn(row[i], __fmul_rn(a.coefficient, a.vector[i]));
+    }
 }
 
 // Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out out_dim.

@@ -7,6 +7,9 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use crate::Result;
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
@@ -105,6 +108,27 @@ impl DeltaRule {
     }
 }
 
+/// A multiple of a vector, for rows of the residual stream.
+pub struct Addition<N> {
+    /// After this layer.
+    pub layer: usize,
+    /// Of the batch.
+    pub rows: Range<usize>,
+    /// `[hidden]`
+    pub vector: Arc<N>,
+    /// What it is multiplied with.
+    pub coefficient: f32,
+}
+
+/// What passes have in common that run the same ops: one token for each of so many sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Form {
+    /// Tokens.
+    pub tokens: usize,
+    /// Whether something may be added to the residual stream.
+    pub steered: bool,
+}
+
 /// A device that runs the model. `T` below is the number of tokens in the batch.
 ///
 /// Ops may be asynchronous: what one fails at is told by the next call that returns a `Result`.
@@ -124,7 +148,7 @@ pub trait Backend: Sized + Send + 'static {
     /// Activations of gated DeltaNet.
     type DeltaScratch: Send;
     /// Norm weights `[n]`, f32.
-    type Norm: Send;
+    type Norm: Send + Sync;
     /// Router weights, f32, and its correction bias.
     type Router: Send;
     /// Embedding rows.
@@ -135,6 +159,8 @@ pub trait Backend: Sized + Send + 'static {
     type State: Send;
     /// Experts and weights of every token.
     type Routing: Send;
+    /// What a pass adds to the residual stream.
+    type Additions: Send;
     /// What finds the largest logits of rows.
     type Shortlister: Send;
     /// Numbers on the host that the device copies to fast.
@@ -150,6 +176,10 @@ pub trait Backend: Sized + Send + 'static {
     fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Self::Tensor>;
     /// Allocates a routing of at most `max_tokens` tokens.
     fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Self::Routing>;
+    /// A list of additions after any of so many layers, empty.
+    fn additions(&self, layers: usize) -> Result<Self::Additions>;
+    /// Brings a list to the device, in place of the one before.
+    fn set_additions(&self, to: &mut Self::Additions, additions: Vec<Addition<Self::Norm>>) -> Result<()>;
     /// Copies a routing to the host.
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Takes `rows` rows of `t` into use.
@@ -171,7 +201,7 @@ pub trait Backend: Sized + Send + 'static {
     /// Allocates so many numbers on the host.
     fn host(&self, numbers: usize) -> Result<Self::Host>;
     /// Copies rows of `t`, f32, to the host: `out` is `[rows, cols]`.
-    fn read_rows(&self, t: &Self::Tensor, rows: std::ops::Range<usize>, out: &mut [f32]) -> Result<()>;
+    fn read_rows(&self, t: &Self::Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
     /// Copies `t` to the host: `out` becomes `[rows, cols]`.
     fn read(&self, t: &Self::Tensor, out: &mut Vec<f32>) -> Result<()>;
 
@@ -199,9 +229,9 @@ pub trait Backend: Sized + Send + 'static {
     fn latent_up_bytes(&self, w: &Self::LatentUp) -> usize;
 
     /// Runs a pass that `record` computes op by op, or, where the device has recorded one of the same form before, that one again.
-    /// `tokens`: one for each of so many sequences. Returns whether the pass ran as a recording.
-    fn replay(&self, tokens: usize, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
-        let _ = tokens;
+    /// Returns whether the pass ran as a recording.
+    fn replay(&self, form: Form, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        let _ = form;
         record().map(|()| false)
     }
     /// Measures the device; `None`: it is the CPU.
@@ -226,7 +256,7 @@ pub trait Backend: Sized + Send + 'static {
     /// `out[t] = norm(x[t])`.
     fn rms_norm(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, out: &mut Self::Tensor);
     /// RMS norm, in place, of every run of `w.len()` numbers in the columns `cols` of each row.
-    fn rms_norm_heads(&self, x: &mut Self::Tensor, w: &Self::Norm, eps: f32, cols: std::ops::Range<usize>);
+    fn rms_norm_heads(&self, x: &mut Self::Tensor, w: &Self::Norm, eps: f32, cols: Range<usize>);
     /// `out[t] = W x[t] + b`.
     fn linear(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor) {
         self.linears(x, [(w, out)]);
@@ -294,8 +324,9 @@ pub trait Backend: Sized + Send + 'static {
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
 
-    /// `x[t] += coefficient * vector` for the rows `rows`, f32; rounded after the product and after the sum.
-    fn add_scaled(&self, vector: &Self::Norm, coefficient: f32, rows: std::ops::Range<usize>, x: &mut Self::Tensor);
+    /// `x[t] += coefficient * vector` for all additions after `layer`, in their order, f32; rounded after the product and after the sum.
+    /// Row 0 of `x` is row `first` of the batch.
+    fn add(&self, additions: &Self::Additions, layer: usize, first: usize, x: &mut Self::Tensor);
 
     // Several of the ops above in a row: what they mean. A device may do them at once.
 

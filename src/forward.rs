@@ -12,12 +12,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::attention::{AttentionBuffers, Step, attention};
-use crate::backend::{Backend, OpTime, Rates, Routing};
+use crate::backend::{Addition, Backend, Form, OpTime, Rates, Routing};
 use crate::batch::Batch;
 use crate::experts::{ExpertExecutor, Traffic};
 use crate::kv_cache::{KvCache, LayerCache};
 use crate::model::{Ffn, LayerConfig, ModelConfig};
-use crate::tap::{Tap, intersection};
+use crate::tap::{Add, Tap, intersection};
 use crate::tensor::Shortlist;
 use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
 use crate::{Error, Result};
@@ -95,14 +95,21 @@ pub struct Model<B: Backend> {
     parts: Vec<Part<B>>,
     inv_freq: B::Norm, // [rope.dim / 2]
     limits: Limits,
-    cut: Batch,                          // a part of the batch on its way to the device
-    vectors: Vec<(Arc<[f32]>, B::Norm)>, // to be added to the residual stream
-    last: B::Tensor,                     // [R, hidden], rows of x of which logits are wanted
-    last_normed: B::Tensor,              // [R, hidden]
-    logits: B::Tensor,                   // [R, vocab]
-    host_logits: B::Host,                // [R, vocab]
+    cut: Batch,                  // a part of the batch on its way to the device
+    vectors: Vec<Held<B::Norm>>, // to be added to the residual stream
+    additions: B::Additions,     // of a pass
+    last: B::Tensor,             // [R, hidden], rows of x of which logits are wanted
+    last_normed: B::Tensor,      // [R, hidden]
+    logits: B::Tensor,           // [R, vocab]
+    host_logits: B::Host,        // [R, vocab]
     shortlister: B::Shortlister,
     logit_rows: usize, // of the last call
+}
+
+/// A vector of requests, `[hidden]`.
+struct Held<N> {
+    given: Arc<[f32]>,
+    on_device: Arc<N>,
 }
 
 /// What lasts through all layers, of `chunk_tokens` tokens.
@@ -155,6 +162,7 @@ impl<B: Backend> Model<B> {
             inv_freq: backend.load_norm(config.rope.inv_freq())?,
             cut: Batch::default(),
             vectors: Vec::new(),
+            additions: backend.additions(config.layers.len())?,
             last: backend.tensor_f32(logit_rows, hidden)?,
             last_normed: backend.tensor(logit_rows, hidden)?,
             logits: backend.tensor_f32(logit_rows, config.vocab_size)?,
@@ -195,7 +203,7 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
-        let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, vectors, .. } = self;
+        let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, vectors, additions, .. } = self;
         assert!(batch.len() <= limits.tokens, "a batch larger than was allocated for");
         if let Some(experts) = experts {
             experts.between_passes()?;
@@ -215,7 +223,16 @@ impl<B: Backend> Forward for Model<B> {
             }
         }
 
-        let one_each = batch.spans.len() == batch.len() && count == 1 && tap.is_none();
+        let steered = tap.as_ref().is_some_and(|tap| !tap.adds.is_empty());
+        if let Some(tap) = tap.as_ref().filter(|_| steered) {
+            let addition = |Add { layer, rows, vector, coefficient }: &Add| {
+                let held = vectors.iter().find(|held| Arc::ptr_eq(&held.given, vector)).expect("vectors are held before they are added");
+                Addition { layer: *layer, rows: rows.clone(), vector: held.on_device.clone(), coefficient: *coefficient }
+            };
+            backend.set_additions(additions, tap.adds.iter().map(addition).collect())?;
+        }
+
+        let one_each = batch.spans.len() == batch.len() && count == 1 && tap.as_ref().is_none_or(|tap| !tap.takes_any());
         let mut pass = || {
             for part in parts.iter_mut() {
                 backend.embed(&weights.embedding, &part.batch, &mut part.x);
@@ -227,18 +244,21 @@ impl<B: Backend> Forward for Model<B> {
                     let moe = experts.as_deref_mut().map(|experts| (experts, moe_index));
                     run_layer(backend, config, layer, w, moe, &mut kv.layers[i], buffers, part)?;
                     let Some(tap) = &mut tap else { continue };
+                    if steered {
+                        backend.add(additions, i, part.rows.start, &mut part.x);
+                    }
                     if let (true, Ffn::Moe(_), Some(device)) = (tap.routing, &layer.ffn, &buffers.routing) {
                         let mut routing = Routing::default();
                         backend.read_routing(device, &mut routing)?;
                         tap.routed.entry(i).or_default().append(&routing);
                     }
-                    tap_residual(backend, vectors, config.hidden_size, i, part, tap)?;
+                    take_residual(backend, config.hidden_size, i, part, tap)?;
                 }
                 moe_index += usize::from(matches!(layer.ffn, Ffn::Moe(_)));
             }
             Ok(())
         };
-        let replayed = if one_each { backend.replay(batch.len(), &mut pass)? } else { pass().map(|()| false)? };
+        let replayed = if one_each { backend.replay(Form { tokens: batch.len(), steered }, &mut pass)? } else { pass().map(|()| false)? };
         match experts {
             Some(experts) if replayed => experts.replayed(batch.len()),
             _ => Ok(()),
@@ -246,10 +266,10 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
-        self.vectors.retain(|(vector, _)| Arc::strong_count(vector) > 1);
+        self.vectors.retain(|held| Arc::strong_count(&held.given) > 1);
         let each = self.config.hidden_size * size_of::<f32>();
         for vector in vectors {
-            if self.vectors.iter().any(|(held, _)| Arc::ptr_eq(held, vector)) {
+            if self.vectors.iter().any(|held| Arc::ptr_eq(&held.given, vector)) {
                 continue;
             }
             if (self.vectors.len() + 1) * each > MAX_VECTOR_BYTES {
@@ -258,7 +278,8 @@ impl<B: Backend> Forward for Model<B> {
                     MAX_VECTOR_BYTES >> 20
                 )));
             }
-            self.vectors.push((vector.clone(), self.backend.load_norm(vector.to_vec())?));
+            let on_device = Arc::new(self.backend.load_norm(vector.to_vec())?);
+            self.vectors.push(Held { given: vector.clone(), on_device });
         }
         Ok(())
     }
@@ -357,28 +378,14 @@ fn run_layer<B: Backend>(
     Ok(())
 }
 
-/// Adds to the residual stream of one part after layer `layer`, and takes from it.
-fn tap_residual<B: Backend>(
-    backend: &B,
-    vectors: &[(Arc<[f32]>, B::Norm)],
-    hidden_size: usize,
-    layer: usize,
-    part: &mut Part<B>,
-    tap: &mut Tap,
-) -> Result<()> {
-    let first = part.rows.start;
-    let here = |rows: &Range<usize>| {
-        let rows = intersection(rows, &part.rows);
-        (!rows.is_empty()).then(|| rows.start - first..rows.end - first)
-    };
-    for add in tap.adds.iter().filter(|add| add.layer == layer) {
-        let Some(rows) = here(&add.rows) else { continue };
-        let held = vectors.iter().find(|(vector, _)| Arc::ptr_eq(vector, &add.vector));
-        let (_, vector) = held.expect("vectors are held before they are added");
-        backend.add_scaled(vector, add.coefficient, rows, &mut part.x);
-    }
+/// Takes from the residual stream of one part after layer `layer`.
+fn take_residual<B: Backend>(backend: &B, hidden_size: usize, layer: usize, part: &Part<B>, tap: &mut Tap) -> Result<()> {
     for (number, take) in tap.takes.iter().enumerate().filter(|(_, take)| take.layers.contains(layer)) {
-        let Some(rows) = here(&take.rows) else { continue };
+        let rows = intersection(&take.rows, &part.rows);
+        if rows.is_empty() {
+            continue;
+        }
+        let rows = rows.start - part.rows.start..rows.end - part.rows.start;
         let taken = tap.taken.entry((number, layer)).or_default();
         let before = taken.len();
         taken.resize(before + rows.len() * hidden_size, 0.0);

@@ -218,6 +218,11 @@ impl Tap {
         self.adds.is_empty() && self.takes.is_empty() && !self.routing
     }
 
+    /// Whether something is wanted of the layers; logits are not theirs.
+    pub fn takes_any(&self) -> bool {
+        self.routing || self.takes.iter().any(|take| take.layers != Layers::NONE)
+    }
+
     /// Forgets everything but `routing`.
     pub fn clear(&mut self) {
         self.adds.clear();

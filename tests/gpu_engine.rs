@@ -317,6 +317,20 @@ fn steering_adds_what_it_says_and_goes_with_its_request() {
             // INT4 with activations of 8 bits there, of bf16 here: 0.998.
             assert!(cosine > 0.99, "{model} {what:?}: {cosine}");
         }
+        // Passes that are recorded add what those add that run op by op, as they do where something is captured; and what the list of their own
+        // request says, of which there may be more than there was room for.
+        let tokens = |coefficient, entries, layers| {
+            let steer = Steer { layer: 0, vector: vector.clone(), coefficient, positions: Positions::All };
+            let capture = Some(CaptureWanted { layers, positions: Positions::Generated, logits: true });
+            answer(&engine, Request { steer: vec![steer; entries], capture, ..greedy(prompt(40, 1), 12) })
+        };
+        let mut all = Vec::new();
+        for (coefficient, entries) in [(2.5, 1), (-2.5, 1), (0.1, 100), (2.5, 1)] {
+            let recorded = tokens(coefficient, entries, Layers::NONE);
+            assert_eq!(recorded, tokens(coefficient, entries, Layers::Some(vec![last])), "{model}, {entries} times {coefficient}");
+            all.push(recorded);
+        }
+        assert!(all[0] == all[3] && all[0] != all[1] && all[1] != all[2], "{all:?}");
         // Beside a steered answer, and after it.
         let beside = engine.submit(at(0, Positions::Generated, greedy(prompt(40, 2), 6))).unwrap();
         assert_eq!(answer(&engine, greedy(prompt(40, 1), 6)).len(), 6);

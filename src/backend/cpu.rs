@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::bf16;
 
 use crate::Result;
-use crate::backend::{Backend, DeltaRule, Routing, Softmax};
+use crate::backend::{Addition, Backend, DeltaRule, Routing, Softmax};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel, Rows};
@@ -142,6 +142,7 @@ impl Backend for Cpu {
     type DeltaNet = DeltaNet;
     type DeltaScratch = ();
     type Norm = Vec<f32>;
+    type Additions = Vec<Addition<Vec<f32>>>;
     type Router = RouterWeights;
     type Embedding = Embedding;
     type Kv = Kv;
@@ -164,6 +165,15 @@ impl Backend for Cpu {
 
     fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
         self.tensor(max_rows, cols)
+    }
+
+    fn additions(&self, _layers: usize) -> Result<Vec<Addition<Vec<f32>>>> {
+        Ok(Vec::new())
+    }
+
+    fn set_additions(&self, to: &mut Vec<Addition<Vec<f32>>>, additions: Vec<Addition<Vec<f32>>>) -> Result<()> {
+        *to = additions;
+        Ok(())
     }
 
     fn routing(&self, _max_tokens: usize, _top_k: usize) -> Result<Routing> {
@@ -389,11 +399,13 @@ impl Backend for Cpu {
         }
     }
 
-    fn add_scaled(&self, vector: &Vec<f32>, coefficient: f32, rows: Range<usize>, x: &mut Tensor) {
-        assert!(rows.end <= x.rows() && vector.len() == x.cols());
+    fn add(&self, additions: &Vec<Addition<Vec<f32>>>, layer: usize, first: usize, x: &mut Tensor) {
+        if additions.iter().all(|addition| addition.layer != layer) {
+            return;
+        }
         self.each_row(x, |t, row, _| {
-            if rows.contains(&t) {
-                row.iter_mut().zip(vector).for_each(|(x, v)| *x += coefficient * v);
+            for Addition { vector, coefficient, .. } in additions.iter().filter(|a| a.layer == layer && a.rows.contains(&(first + t))) {
+                row.iter_mut().zip(&**vector).for_each(|(x, v)| *x += coefficient * v);
             }
         });
     }

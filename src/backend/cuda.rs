@@ -4,6 +4,7 @@
 //! What changes from step to step of decode (tokens, positions, block tables) is read from device memory at fixed addresses, so that
 //! a recorded pass can be launched again.
 
+mod additions;
 mod attention;
 mod attention_wgmma;
 mod batch;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use crate::backend::{Backend, DeltaRule, Heads, OpTime, Rates, Routing, Softmax};
+use crate::backend::{Addition, Backend, DeltaRule, Form, Heads, OpTime, Rates, Routing, Softmax};
 use crate::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::cublas_lt::CublasLt;
@@ -30,6 +31,7 @@ use crate::model::{DeltaNet, GroupScore, Mla, Router, Scoring};
 use crate::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
+pub use additions::Additions;
 pub use attention::{Kv, LatentScratch, LatentUp};
 pub use batch::CudaBatch;
 pub use delta_net::{DeltaScratch, Rule, State};
@@ -59,12 +61,12 @@ pub struct CudaBackend {
     workspace: linear::Workspace,
     library: Option<CublasLt>, // what multiplies many tokens, if not our own kernels
     attention: attention::Workspace,
-    graphs: RefCell<HashMap<usize, Recorded>>, // by tokens
+    graphs: RefCell<HashMap<Form, Recorded>>,
     gather_rows: DeviceBuffer<u32>,
     staged_rows: RefCell<Vec<u32>>, // what goes there
 }
 
-/// Where a pass of so many tokens is on its way to being recorded.
+/// Where a form of pass is on its way to being recorded.
 enum Recorded {
     /// It has run once op by op, which allocated and loaded whatever it needs.
     Warm,
@@ -262,6 +264,7 @@ impl Backend for CudaBackend {
     type DeltaNet = Rule;
     type DeltaScratch = DeltaScratch;
     type Norm = DeviceBuffer<f32>;
+    type Additions = Additions;
     type Router = RouterWeights;
     type Embedding = DeviceBuffer<bf16>;
     type Kv = Kv;
@@ -288,6 +291,18 @@ impl Backend for CudaBackend {
 
     fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
         Ok(Tensor { data: Data::F32(DeviceBuffer::zeros(&self.cuda, max_rows * cols)?), rows: max_rows, cols })
+    }
+
+    fn additions(&self, layers: usize) -> Result<Additions> {
+        Additions::new(&self.cuda, layers)
+    }
+
+    fn set_additions(&self, to: &mut Additions, additions: Vec<Addition<DeviceBuffer<f32>>>) -> Result<()> {
+        if to.grow(&self.cuda, additions.len())? {
+            self.graphs.borrow_mut().retain(|form, _| !form.steered); // they have the old address
+        }
+        to.set(&self.cuda, additions);
+        Ok(())
     }
 
     fn routing(&self, max_tokens: usize, top_k: usize) -> Result<CudaRouting> {
@@ -393,24 +408,24 @@ impl Backend for CudaBackend {
         w.bytes()
     }
 
-    fn replay(&self, tokens: usize, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
-        if tokens > RECORDED_TOKENS {
+    fn replay(&self, form: Form, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        if form.tokens > RECORDED_TOKENS {
             return record().map(|()| false);
         }
         let mut graphs = self.graphs.borrow_mut();
-        match graphs.get(&tokens) {
+        match graphs.get(&form) {
             None => {
                 self.cuda.rehearse(record)?;
-                graphs.insert(tokens, Recorded::Warm);
+                graphs.insert(form, Recorded::Warm);
                 return Ok(false);
             }
             Some(Recorded::Warm) => {
                 let graph = Graph::record(&self.cuda, record)?;
-                graphs.insert(tokens, Recorded::Graph(graph));
+                graphs.insert(form, Recorded::Graph(graph));
             }
             Some(Recorded::Graph(_)) => {}
         }
-        if let Some(Recorded::Graph(graph)) = graphs.get(&tokens) {
+        if let Some(Recorded::Graph(graph)) = graphs.get(&form) {
             graph.launch();
         }
         Ok(true)
@@ -625,9 +640,8 @@ impl Backend for CudaBackend {
             x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
     }
 
-    fn add_scaled(&self, vector: &DeviceBuffer<f32>, coefficient: f32, rows: Range<usize>, x: &mut Tensor) {
-        assert!(rows.end <= x.rows && vector.len() == x.cols);
-        launch!(self.cuda, &self.cuda.compute, "add_scaled", [rows.len(), 1, 1], ROW_THREADS, 0;
-            vector.address(), coefficient, x.f32().add(rows.start * x.cols), x.cols as i32);
+    fn add(&self, additions: &Additions, layer: usize, first: usize, x: &mut Tensor) {
+        launch!(self.cuda, &self.cuda.compute, "add_vectors", [x.rows, 1, 1], ROW_THREADS, 0;
+            additions.of_layer(layer), additions.entries(), first as i32, x.f32(), x.cols as i32);
     }
 }

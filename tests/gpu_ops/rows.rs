@@ -1,6 +1,6 @@
 //! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
-use moebius::backend::Backend;
+use moebius::backend::{Addition, Backend};
 
 use crate::common;
 use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, ragged, random};
@@ -139,20 +139,49 @@ fn gather_picks_rows_of_a_part() {
 }
 
 #[test]
-fn add_scaled_adds_to_rows_and_to_no_others() {
+fn additions_go_to_their_rows_after_their_layer() {
     need_gpu!();
     let sides = Sides::new();
-    for (rows, cols) in [(1, 8), (37, 136), (5, 2056)] {
-        let (x, vector) = (random(rows * cols, 11), random(cols, 12));
-        for part in [0..rows, rows / 2..rows, 0..rows.div_ceil(2)] {
+    for (rows, cols, first) in [(1, 8, 0), (37, 136, 0), (5, 2056, 7)] {
+        let (x, vectors) = (random(rows * cols, 11), [random(cols, 12), random(cols, 13)]);
+        // The rows are those from `first` on of the batch; of some additions a part lies elsewhere.
+        let some = [
+            (2, first..first + rows, 0, -3.7),
+            (0, first..first + 1, 1, 0.3),
+            (2, first + rows / 2..first + rows + 9, 1, 1.1),
+            (2, 0..first + rows.div_ceil(2), 0, 5e3),
+            (3, 0..first, 0, 2.0),
+        ];
+        // More than there is room for at first, and few again.
+        for repeats in [1, 40, 1] {
+            let list: Vec<_> = (0..repeats).flat_map(|_| some.clone()).collect();
             let (got, want) = both!(sides, |b| {
-                let mut x = b.filled_f32(cols, &x);
-                b.add_scaled(&b.load_norm(vector.clone()).unwrap(), -3.7, part.clone(), &mut x);
-                b.numbers(&x)
+                let held = vectors.clone().map(|vector| std::sync::Arc::new(b.load_norm(vector).unwrap()));
+                let addition = |&(layer, ref rows, vector, coefficient): &(usize, std::ops::Range<usize>, usize, f32)| Addition {
+                    layer,
+                    rows: rows.clone(),
+                    vector: held[vector].clone(),
+                    coefficient,
+                };
+                let mut additions = b.additions(4).unwrap();
+                b.set_additions(&mut additions, vec![]).unwrap();
+                b.set_additions(&mut additions, list.iter().map(addition).collect()).unwrap();
+                let after = |layer| {
+                    let mut x = b.filled_f32(cols, &x);
+                    b.add(&additions, layer, first, &mut x);
+                    b.numbers(&x)
+                };
+                [after(0), after(1), after(2), after(3)]
             });
-            assert_eq!(got, want, "rows {part:?} of {rows} of {cols} columns");
-            let plain = |i: usize| if part.contains(&(i / cols)) { x[i] + -3.7 * vector[i % cols] } else { x[i] };
-            assert!((0..x.len()).all(|i| got[i] == plain(i)));
+            for (layer, got) in got.iter().enumerate() {
+                assert_eq!(got, &want[layer], "layer {layer}, rows from {first} on, {rows} of {cols} columns");
+                let mut plain = x.clone();
+                for (_, rows, vector, coefficient) in list.iter().filter(|(of, ..)| *of == layer) {
+                    let here = plain.iter_mut().enumerate().filter(|(i, _)| rows.contains(&(first + i / cols)));
+                    here.for_each(|(i, x)| *x += coefficient * vectors[*vector][i % cols]);
+                }
+                assert_eq!(got, &plain, "layer {layer}");
+            }
         }
         let (got, want) = both!(sides, |b| {
             let mut out = vec![0.0; rows.div_ceil(2) * cols];
