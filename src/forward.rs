@@ -266,9 +266,14 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
+        let before = self.vectors.len();
         self.vectors.retain(|held| Arc::strong_count(&held.given) > 1);
+        if self.vectors.len() < before {
+            self.backend.set_additions(&mut self.additions, Vec::new())?; // it holds them too
+        }
         let each = self.config.hidden_size * size_of::<f32>();
         for vector in vectors {
+            assert_eq!(vector.len(), self.config.hidden_size, "a vector of the residual stream");
             if self.vectors.iter().any(|held| Arc::ptr_eq(&held.given, vector)) {
                 continue;
             }

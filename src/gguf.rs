@@ -18,7 +18,7 @@ pub use self::config::ARCHITECTURES;
 use crate::{Error, Result};
 
 /// Goes up when the same metadata give other files.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// What the header of a GGUF file says, with errors that name the key.
 struct Metadata {

@@ -139,7 +139,7 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
         intermediate: moe.intermediate_size,
         num_experts: moe.num_experts,
         precision,
-        plain: !moe.expert_bias && moe.activation == Activation::Silu,
+        weights_suffice: !moe.expert_bias && moe.activation == Activation::Silu,
         layers: layers.collect(),
     }
 }

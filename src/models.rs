@@ -45,7 +45,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("qwen2_moe", "Qwen2-57B-A14B, Qwen1.5-MoE-A2.7B", qwen_moe::qwen2),
     architecture("qwen3_next", "Qwen3-Next-80B-A3B", qwen3_next::qwen3_next),
     architecture("qwen3_5_moe", "Qwen3.5, Qwen3.6 MoE (text)", qwen3_next::qwen3_5),
-    architecture("qwen3_5_moe_text", "the same without vision", qwen3_next::qwen3_5_text),
+    architecture("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 MoE without vision", qwen3_next::qwen3_5_text),
     architecture("glm4_moe", "GLM-4.5, 4.5-Air, 4.6, 4.7", glm4_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
     architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),

@@ -132,8 +132,12 @@ impl HostTensor<'_> {
 
     /// These columns, in this order.
     pub(crate) fn cols_by(&self, order: &[usize]) -> HostTensor<'static> {
-        fn pick<T: Copy>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
-            data.chunks_exact(cols).flat_map(|row| order.iter().map(|&c| row[c])).collect()
+        fn pick<T: Copy + Default + Send + Sync>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
+            let mut picked = vec![T::default(); data.len() / cols * order.len()];
+            picked.par_chunks_mut(order.len()).zip(data.par_chunks(cols)).for_each(|(picked, row)| {
+                picked.iter_mut().zip(order).for_each(|(to, &col)| *to = row[col]);
+            });
+            picked
         }
         match self {
             HostTensor::Bf16 { data, cols } => HostTensor::Bf16 { data: pick(data, *cols, order).into(), cols: order.len() },
@@ -171,8 +175,10 @@ impl HostTensor<'_> {
 }
 
 /// These rows of `[rows, cols]`, in this order.
-pub(crate) fn rows_by<T: Copy>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
-    order.iter().flat_map(|&row| &data[row * cols..][..cols]).copied().collect()
+pub(crate) fn rows_by<T: Copy + Default + Send + Sync>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
+    let mut picked = vec![T::default(); order.len() * cols];
+    picked.par_chunks_mut(cols).zip(order).for_each(|(picked, &row)| picked.copy_from_slice(&data[row * cols..][..cols]));
+    picked
 }
 
 /// The largest logits of a row, and what the others weigh: most tokens can be chosen from that.

@@ -25,7 +25,7 @@ pub trait TensorSource {
         self.vector(name, shape.iter().product())
     }
 
-    /// Whether there is a tensor of this name; what is made up as it is asked for has no preference.
+    /// Whether there is a tensor of this name, however it is stored. Synthetic weights have none that there is a choice about.
     fn has(&self, _name: &str) -> bool {
         false
     }
@@ -65,7 +65,8 @@ impl TensorSource for Checkpoint {
     }
 
     fn has(&self, name: &str) -> bool {
-        self.get(name).is_some()
+        let stem = name.strip_suffix(".weight").unwrap_or(name);
+        self.get(name).is_some() || ["weight_packed", "qweight"].iter().any(|suffix| self.get(&format!("{stem}.{suffix}")).is_some())
     }
 }
 
@@ -374,5 +375,22 @@ impl<B: Backend> Loader<'_, B> {
         let mut weight = self.source.vector(name, len)?;
         weight.iter_mut().for_each(|w| *w += self.model.norm_offset);
         self.backend.load_norm(weight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_is_there_in_whichever_format() {
+        let dir = tempfile::tempdir().unwrap();
+        let bytes = [0u8; 16];
+        let view = || safetensors::tensor::TensorView::new(safetensors::Dtype::I32, vec![2, 2], &bytes).unwrap();
+        let names = ["a.weight", "b.weight_packed", "c.qweight", "d"];
+        safetensors::serialize_to_file(names.map(|name| (name, view())), None, &dir.path().join("model.safetensors")).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let has = ["a.weight", "b.weight", "c.weight", "d", "e.weight", "a"].map(|name| checkpoint.has(name));
+        assert_eq!(has, [true, true, true, true, false, false]);
     }
 }

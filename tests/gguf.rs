@@ -179,9 +179,11 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
 #[test]
 fn experts_with_gate_and_up_in_one_tensor_beside_delta_rules() {
     let Some(python) = python() else { return };
-    for (name, types) in [("qwen3_next", "Q8_0"), ("qwen3_5_moe", "F16")] {
+    for (name, types, how) in
+        [("qwen3_next", "Q8_0", ["--fuse"].as_slice()), ("qwen3_next", "Q8_0", &["--old"]), ("qwen3_5_moe", "F16", &["--fuse"])]
+    {
         let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
-        let (file, stands_for) = model(&python, &dir, name, types, &["--fuse"]);
+        let (file, stands_for) = model(&python, &dir, name, types, how);
         let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
         assert!(logits(&resolved, &fixture, &exact()) == logits(&stands_for, &fixture, &exact()), "{name}: logits differ");
     }

@@ -68,7 +68,7 @@ fn measure(format: Format, layers: usize, parent: &Path) {
     }
     let checkpoint = Checkpoint::open(dir.path()).expect("the checkpoint just written");
     let mut job = Job {
-        plain: true,
+        weights_suffice: true,
         checkpoint: &checkpoint,
         model: "synthetic".into(),
         hidden: HIDDEN,

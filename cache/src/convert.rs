@@ -41,8 +41,8 @@ pub struct Job<'a> {
     pub num_experts: usize,
     /// How to store the weights.
     pub precision: Precision,
-    /// Between the products is SiLU and no bias. What else there can be is in the checkpoint alone.
-    pub plain: bool,
+    /// Between the products is SiLU and no bias: what else there can be is in the checkpoint alone.
+    pub weights_suffice: bool,
     /// The layers with experts, in the model's order.
     pub layers: Vec<LayerSource>,
 }

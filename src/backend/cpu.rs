@@ -171,7 +171,8 @@ impl Backend for Cpu {
         Ok(Vec::new())
     }
 
-    fn set_additions(&self, to: &mut Vec<Addition<Vec<f32>>>, additions: Vec<Addition<Vec<f32>>>) -> Result<()> {
+    fn set_additions(&self, to: &mut Vec<Addition<Vec<f32>>>, mut additions: Vec<Addition<Vec<f32>>>) -> Result<()> {
+        additions.sort_by_key(|addition| addition.layer); // stable: of a layer they stay in order
         *to = additions;
         Ok(())
     }
@@ -400,11 +401,13 @@ impl Backend for Cpu {
     }
 
     fn add(&self, additions: &Vec<Addition<Vec<f32>>>, layer: usize, first: usize, x: &mut Tensor) {
-        if additions.iter().all(|addition| addition.layer != layer) {
+        let from = additions.partition_point(|addition| addition.layer < layer);
+        let additions = &additions[from..additions.partition_point(|addition| addition.layer <= layer)];
+        if additions.is_empty() {
             return;
         }
         self.each_row(x, |t, row, _| {
-            for Addition { vector, coefficient, .. } in additions.iter().filter(|a| a.layer == layer && a.rows.contains(&(first + t))) {
+            for Addition { vector, coefficient, .. } in additions.iter().filter(|addition| addition.rows.contains(&(first + t))) {
                 row.iter_mut().zip(&**vector).for_each(|(x, v)| *x += coefficient * v);
             }
         });

@@ -22,6 +22,9 @@ pub const ARCHITECTURES: &[(&str, &[&str])] = &[
     ("qwen3", &["qwen3"]),
 ];
 
+/// Of a head, at most.
+const MAX_FREQUENCIES: usize = 1 << 16;
+
 /// Fields that all architectures have: `config.json`'s name, the key after the architecture's name.
 const COMMON: &[(&str, &str)] = &[
     ("hidden_size", "embedding_length"),
@@ -157,13 +160,24 @@ fn uniform(key: &str, value: &Value) -> Result<Value> {
 
 fn rope_scaling(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Option<Value>> {
     // Llama 3's: a tensor, where metadata have no word for it.
+    let own = |key: &str| metadata.own(&format!("rope.scaling.{key}")).cloned().unwrap_or_default();
+    let kind = own("type");
+    let kind = kind.as_str().unwrap_or("none");
     if let Some(view) = checkpoint.get("rope_freqs.weight") {
-        let mut factors = vec![0.0; view.shape.iter().product()];
+        if kind != "none" {
+            return Err(Error::Model(format!(
+                "it has rope_freqs.weight and `{kind}` as rope.scaling.type, of which one can be: convert the model again"
+            )));
+        }
+        let count = view.shape.iter().product();
+        if count > MAX_FREQUENCIES {
+            return Err(Error::Model(format!("its rope_freqs.weight has {count} numbers, more than a head: convert the model again")));
+        }
+        let mut factors = vec![0.0; count];
         decode_f32(&view, &mut factors)?;
         return Ok(Some(json!({"type": "factors", "factors": factors})));
     }
-    let own = |key: &str| metadata.own(&format!("rope.scaling.{key}")).cloned().unwrap_or_default();
-    Ok(match own("type").as_str().unwrap_or("none") {
+    Ok(match kind {
         "none" => None,
         "yarn" => {
             let mut scaling = Map::new();

@@ -94,6 +94,10 @@ fn role(name: &str, model: &ModelConfig) -> Option<String> {
     let name = name.strip_prefix(model.names.body)?;
     let Some(rest) = name.strip_prefix("layers.") else { return (name == "embed_tokens").then(|| name.to_string()) };
     let (layer, part) = rest.split_once('.')?;
+    // Kept in f32; a matrix only where GGUF leaves out its dimension of one.
+    if part == "linear_attn.conv1d" {
+        return None;
+    }
     let part = part.replace(".experts.0.", ".experts.");
     let part = part.strip_prefix(model.names.moe).and_then(|part| part.strip_prefix('.')).unwrap_or(&part);
     (layer.parse::<usize>().ok()? < model.layers.len()).then(|| part.to_string())

@@ -29,7 +29,7 @@ pub fn open_experts(
 ) -> Result<ExpertService> {
     let (cache, between) = if is_cache_file(dir) {
         let cache = ExpertCache::open(dir)?;
-        if let Some(source) = cache.header().source.as_ref().filter(|source| !source.plain) {
+        if let Some(source) = cache.header().source.as_ref().filter(|source| !source.weights_suffice) {
             return Err(Error::Invalid(format!(
                 "{} holds weights only, and these experts have biases or an activation of their own besides: give their checkpoint, {}",
                 dir.display(),

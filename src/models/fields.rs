@@ -260,7 +260,7 @@ impl<'a> Fields<'a> {
                 "factors" => {
                     let list = s.get("factors").and_then(Value::as_array);
                     let factors: Option<Vec<f32>> = list.and_then(|list| list.iter().map(|f| Some(f.as_f64()? as f32)).collect());
-                    match factors.filter(|f| f.len() == dim / 2 && f.iter().all(|f| *f > 0.0 && f.is_finite())) {
+                    match factors.filter(|f| f.len() == dim / 2 && f.iter().all(|f| usable(f64::from(*f)))) {
                         Some(factors) => RopeScaling::Factors(factors),
                         None => return Err(wrong("factors", &format!("{} positive numbers", dim / 2))),
                     }

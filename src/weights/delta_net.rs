@@ -3,16 +3,16 @@
 //! ```text
 //! in_proj_qkvz, in_proj_ba                       rows by key head: Qwen3-Next
 //! in_proj_qkv, in_proj_z, in_proj_b, in_proj_a   Qwen3.5
-//! in_proj_qkv, in_proj_z, in_proj_ba             GGUF of Qwen3-Next
+//! in_proj_qkv, in_proj_z, in_proj_ba             GGUF of Qwen3-Next; the oldest have in_proj_qkvz
 //! A = -exp(A_log)                                GGUF
 //! value heads tiled                              GGUF of Qwen3.5
 //! ```
 
 use super::{DeltaNetWeights, Loader};
-use crate::Result;
 use crate::backend::{Backend, DeltaRule};
 use crate::model::DeltaNet;
 use crate::tensor::{HostTensor, rows_by};
+use crate::{Error, Result};
 
 impl<B: Backend> Loader<'_, B> {
     pub(super) fn delta_net(&self, name: &str, a: &DeltaNet) -> Result<DeltaNetWeights<B>> {
@@ -36,7 +36,15 @@ impl<B: Backend> Loader<'_, B> {
         };
         let gates = HostTensor::stacked(&[beta, alpha]).to_f32().into_owned();
         let rates = match has("A") {
-            true => vector("A", heads)?.iter().map(|a| -a).collect(),
+            true => {
+                let a = vector("A", heads)?;
+                if a.iter().any(|a| *a > 0.0) {
+                    return Err(Error::Model(format!(
+                        "tensor `{name}.A` holds positive numbers, which are no decay: convert the model again"
+                    )));
+                }
+                a.iter().map(|a| -a).collect()
+            }
             false => vector("A_log", heads)?.iter().map(|a| a.exp()).collect(),
         };
         let conv = self.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;

@@ -1,8 +1,8 @@
 """GGUF files for tests, made by the `gguf` package: an implementation of the format that is not ours.
 
-    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--fuse] [--config JSON]
+    make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--fuse] [--old] [--config JSON]
                               the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors; fields of its config replaced;
-                              gate and up of experts in one tensor
+                              gate and up of experts in one tensor; the delta rule's projections in one, as the oldest files of Qwen3-Next
     make.py vocabulary IN OUT the tokenizer of a GGUF file that has nothing else, in a file that looks like a model
     make.py blocks OUT        random blocks of every type, each beside what `gguf` dequantizes them to
 
@@ -202,7 +202,7 @@ def delta_orders(c, tiled):
     return {"heads": tile(1), "values": tile(dim), "channels": np.concatenate([np.arange(before), before + tile(dim)])}
 
 
-def model(fixture, out, types, split, fuse, changes):
+def model(fixture, out, types, split, fuse, old, changes):
     fixture, out = pathlib.Path(fixture), pathlib.Path(out)
     config = json.loads((fixture / "config.json").read_text()) | changes
     c = config | config.get("text_config", {})
@@ -302,6 +302,9 @@ def model(fixture, out, types, split, fuse, changes):
         if key.endswith(".dt_bias"):
             reorder(f"{block}.ssm_dt.bias", key, values, Type.F32, orders.get("heads", np.arange(len(values))))
             continue
+        if stem.endswith(".in_proj_qkvz") and old:
+            stand_for[key] = add(f"{block}.ssm_in.weight", values, types[0])
+            continue
         if stem.endswith(".in_proj_qkvz"):
             stand_for[key] = np.empty_like(values)
             for part, name in [("qkv", "attn_qkv"), ("z", "attn_gate")]:
@@ -380,10 +383,11 @@ if __name__ == "__main__":
     parser.add_argument("paths", nargs="+")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--fuse", action="store_true")
+    parser.add_argument("--old", action="store_true")
     parser.add_argument("--config", type=json.loads, default={})
     given = parser.parse_args()
     if given.what == "model":
-        model(*given.paths, given.split, given.fuse, given.config)
+        model(*given.paths, given.split, given.fuse, given.old, given.config)
     elif given.what == "vocabulary":
         vocabulary(*given.paths)
     else:

@@ -34,7 +34,10 @@ impl Identity {
     pub(super) fn of(job: &Work<'_>) -> Result<Self> {
         let dir = job.checkpoint.dir();
         let dir = dir.canonicalize().map_err(Error::io(dir))?.to_string_lossy().into_owned();
-        Ok(Self { source: Source { key: key(job)?, dir, files: file_states(job)?, plain: job.plain }, precision: job.precision })
+        Ok(Self {
+            source: Source { key: key(job)?, dir, files: file_states(job)?, weights_suffice: job.weights_suffice },
+            precision: job.precision,
+        })
     }
 
     /// End of the names of all files that belong to this content and precision, without their extension.
@@ -110,6 +113,9 @@ fn equal_content(cache: &ExpertCache, job: &Work<'_>, progress: OnProgress<'_>) 
 fn key(job: &Work<'_>) -> Result<String> {
     let mut hasher = Xxh3::new();
     hasher.update(&VERSION.to_le_bytes());
+    if !job.weights_suffice {
+        hasher.update(b"more"); // caches from before files said so are not used again
+    }
     for layer in &job.layers {
         hasher.update(&(layer.layer as u64).to_le_bytes());
     }

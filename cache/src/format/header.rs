@@ -87,9 +87,9 @@ pub struct Source {
     pub dir: String,
     /// State of its files as they were read.
     pub files: Vec<FileState>,
-    /// [`Job::plain`](crate::convert::Job::plain); where a file does not say, it is.
+    /// As [`Job::weights_suffice`](crate::convert::Job::weights_suffice); where a file does not say, they do.
     #[serde(default = "yes")]
-    pub plain: bool,
+    pub weights_suffice: bool,
 }
 
 fn yes() -> bool {

@@ -48,7 +48,7 @@ impl Model {
     pub fn job<'a>(&self, checkpoint: &'a Checkpoint, precision: Precision) -> Job<'a> {
         let layers = (1..=self.layers).map(|layer| self.source(layer)).collect();
         let &Model { experts: num_experts, hidden, intermediate, .. } = self;
-        Job { checkpoint, model: "a/small model".into(), hidden, intermediate, num_experts, precision, plain: true, layers }
+        Job { checkpoint, model: "a/small model".into(), hidden, intermediate, num_experts, precision, weights_suffice: true, layers }
     }
 
     /// BF16 bytes of the weights of one tensor: `part` 0 is gate, 1 is up, 2 is down.
