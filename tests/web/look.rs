@@ -179,6 +179,28 @@ fn the_end_is_followed_until_the_reader_scrolls_up() {
 }
 
 #[test]
+fn a_conversation_is_shown_once_another_tab_has_written_it() {
+    let server = Server::saying(|_| Reply::text("done"));
+    let browser = open!(server);
+    browser.js("window.other = open(location.origin + '/#soon')");
+    browser.wait("window.other.document.querySelector('#empty')?.hidden === false && window.other.location.hash === ''");
+    browser.js(
+        "const request = indexedDB.open('moebius', 1); \
+         request.onsuccess = () => { \
+           const transaction = request.result.transaction(['conversations', 'messages'], 'readwrite'); \
+           const now = Date.now(); \
+           transaction.objectStore('conversations').put({ id: 'soon', title: 'Soon', named: false, created: now, updated: now, system: '', sampling: {}, leaf: 'm' }); \
+           transaction.objectStore('messages').put({ id: 'm', conversation: 'soon', parent: null, role: 'user', content: 'written late', created: now }); \
+           transaction.oncomplete = () => new BroadcastChannel('moebius').postMessage({ changed: 'soon' }); \
+         }",
+    );
+    browser.wait(
+        "window.other.document.querySelector('.user')?.textContent.includes('written late') && window.other.location.hash === '#soon'",
+    );
+    browser.finish(&[]);
+}
+
+#[test]
 fn two_tabs_show_the_same() {
     let server = Server::saying(|_| Reply::text(&"word ".repeat(200)).every(10));
     let browser = open!(server);

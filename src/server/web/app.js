@@ -140,13 +140,23 @@ async function list() {
 
 // Which conversation
 
+let opening = 0; // counts, so that what was opened last is shown, and not what was read last
+let awaited = null; // a conversation that is not there, or not yet: another tab may be writing it
+
 async function open(id) {
+  const turn = ++opening;
+  awaited = id;
   const running = answering(id);
   const found = running ? null : await store.load(id);
+  if (turn !== opening) return;
   if (!running && !found) {
     if (location.hash.slice(1) === id) history.replaceState(null, "", location.pathname);
-    return fresh();
+    fresh();
+    awaited = id;
+    return;
   }
+  awaited = null;
+  if (location.hash.slice(1) !== id) history.replaceState(null, "", `#${id}`);
   shown = running ? running.conversation : new Conversation(found.record, found.messages);
   composer.open(id);
   draw(true);
@@ -156,6 +166,8 @@ async function open(id) {
 }
 
 function fresh() {
+  opening++;
+  awaited = null;
   shown = Conversation.start(defaults());
   composer.open("new");
   draw(true);
@@ -179,8 +191,14 @@ async function settleLive(conversation) {
   store.tell({ who: conversation.id });
   await new Promise((resolve) => setTimeout(resolve, ASK_TABS_MS));
   if (elsewhere.has(conversation.id) || answering(conversation.id)) return;
-  for (const message of live) message.state = "lost";
-  store.save(conversation.record, live);
+  // It may have ended meanwhile: what is kept is newer than what is shown.
+  const kept = await store.load(conversation.id);
+  const lost = kept?.messages.filter((m) => m.state === "live") ?? [];
+  for (const message of lost) {
+    message.state = "lost";
+    Object.assign(conversation.messages.get(message.id) ?? {}, message);
+  }
+  if (lost.length) store.save(conversation.record, lost);
   if (conversation === shown) draw();
 }
 
@@ -195,6 +213,7 @@ store.onOtherTab(async ({ changed, who, mine }) => {
     listing = 0;
     list();
   }, 500);
+  if (changed === awaited && !shown.messages.size) return open(changed);
   if (changed !== shown.id || answering(shown.id)) return;
   const found = await store.load(changed);
   if (!found || changed !== shown.id || answering(shown.id)) return;
