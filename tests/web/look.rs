@@ -58,6 +58,7 @@ fn assert_readable(browser: &Browser) {
         "#conversations a",
         ".new span",
     ] {
+        browser.wait(&format!("document.querySelector({})", json!(css))); // the list of conversations comes last
         let ratio = browser.js_with(CONTRAST, &json!(css)).as_f64().unwrap();
         assert!(ratio >= 4.5, "{css} has contrast {ratio:.2}");
     }
