@@ -153,7 +153,7 @@ fn conversations_are_kept_apart_found_renamed_deleted_and_brought_back() {
     wait_for_text(&browser, "#title", "fruit");
     browser.reload();
     wait_for_text(&browser, ".bubble", "pears");
-    assert_eq!(browser.count("#conversations li"), 2);
+    browser.wait("document.querySelectorAll('#conversations li').length === 2");
     browser.finish(&[]);
 }
 
@@ -251,6 +251,7 @@ fn refusals_come_with_advice_and_a_key_can_be_given() {
     browser.type_into(".key input", &format!("sesame{ENTER}"));
     wait_for_text(&browser, ".message:last-child .prose", "Bearer sesame");
     browser.reload();
+    wait_for_text(&browser, ".message:last-child .prose", "Bearer sesame");
     ask_and_wait(&browser, "too long");
     wait_for_text(&browser, ".note.failed", "no longer fits");
     wait_for_text(&browser, ".note.failed", "the prompt has 70 tokens");
