@@ -24,6 +24,8 @@ pub const ARCHITECTURES: &[(&str, &[&str])] = &[
 
 /// Of a head, at most.
 const MAX_FREQUENCIES: usize = 1 << 16;
+/// Of a model, at most, as `models` takes it.
+const MAX_LAYERS: u64 = 1 << 12;
 
 /// Fields that all architectures have: `config.json`'s name, the key after the architecture's name.
 const COMMON: &[(&str, &str)] = &[
@@ -72,8 +74,9 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
     let experts = number("expert_count").unwrap_or(0);
     let normalized = |default: bool| metadata.own("expert_weights_norm").and_then(Value::as_bool).unwrap_or(default);
     let key_length = number("attention.key_length");
+    let each_layer = 0..layers.min(MAX_LAYERS);
     let dense_layers =
-        || -> Vec<u64> { (0..layers.min(1 << 12)).filter(|layer| !has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect() };
+        || -> Vec<u64> { each_layer.clone().filter(|layer| !has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect() };
     let own = match metadata.architecture.as_str() {
         "qwen3moe" => json!({"model_type": "qwen3_moe", "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
             "mlp_only_layers": dense_layers()}),
@@ -87,7 +90,7 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
             "intermediate_size": number("expert_feed_forward_length"), "rotary_dim": number("rope.dimension_count"), "use_qk_norm": true}),
         "gpt-oss" => json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts, "attention_bias": true,
             "intermediate_size": number("expert_feed_forward_length"),
-            "layer_types": (0..layers.min(1 << 12)).map(|i| if i % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>()}),
+            "layer_types": each_layer.map(|i| if i % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>()}),
         "glm4moe" => json!({"model_type": "glm4_moe", "head_dim": key_length, "n_routed_experts": experts,
             "n_shared_experts": number("expert_shared_count"), "first_k_dense_replace": number("leading_dense_block_count"),
             "norm_topk_prob": normalized(true), "use_qk_norm": of_layer("self_attn.q_norm.weight"), "attention_bias": of_layer("self_attn.q_proj.bias"),
@@ -101,7 +104,7 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
             json!({"model_type": if tiled { "qwen3_5_moe_text" } else { "qwen3_next" }, "norm_offset": 0, "linear_value_heads_tiled": tiled,
                 "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
                 "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"), "mlp_only_layers": dense_layers(),
-                "layer_types": (0..layers.min(1 << 12)).map(kind).collect::<Vec<_>>(),
+                "layer_types": each_layer.clone().map(kind).collect::<Vec<_>>(),
                 "linear_conv_kernel_dim": number("ssm.conv_kernel"), "linear_key_head_dim": number("ssm.state_size"),
                 "linear_num_key_heads": number("ssm.group_count"), "linear_num_value_heads": heads,
                 "linear_value_head_dim": values.checked_div(heads),
