@@ -48,7 +48,7 @@ fn the_demo_model_answers() {
     assert_eq!(browser.js("return document.title"), "Count from 1 to 5. · Moebius");
     // The server says what it samples with, and the settings show it.
     browser.click("#open-settings");
-    assert_eq!(browser.js("return document.querySelector('#temperature').placeholder"), "0");
+    browser.wait("document.querySelector('#temperature').placeholder === '0'");
     browser.finish(&[]);
 }
 
