@@ -15,6 +15,7 @@ pub use crate::capture::{Activation, CaptureWanted, Captured};
 use crate::config::EngineConfig;
 use crate::generation_config::GenerationConfig;
 use crate::kernel::Simd;
+pub use crate::kv_cache::Tenant;
 use crate::load::{self, LoadProgress, Loaded};
 use crate::metrics::Metrics;
 pub use crate::sampler::{Constraint, Logprobs, SamplingParams};
@@ -44,6 +45,8 @@ pub struct Request {
     pub capture: Option<CaptureWanted>,
     /// Whom it is for, any number: when there is more to do than runs at once, clients take turns.
     pub client: u64,
+    /// With whom it shares the prefixes that were read; by default with all who say nothing.
+    pub tenant: Tenant,
 }
 
 /// Why an answer ended.

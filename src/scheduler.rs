@@ -5,7 +5,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use crate::batch::{BLOCK_SIZE, Batch};
-use crate::kv_cache::{BlockPool, BlockTable, Text};
+use crate::kv_cache::{BlockPool, BlockTable, Tenant, Text};
 
 /// Tokens that a prompt gets at least when it gets any, unless it ends before: smaller shares cost more than they help.
 const LEAST_SHARE: usize = 32;
@@ -51,6 +51,11 @@ impl<T> Sequence<T> {
             table: BlockTable::default(),
             slot: 0,
         }
+    }
+
+    /// The same, but it shares blocks with sequences of `tenant`.
+    pub fn of(self, tenant: Tenant) -> Self {
+        Self { table: BlockTable::new(tenant), ..self }
     }
 
     fn missing(&self) -> usize {
@@ -343,6 +348,17 @@ mod tests {
         s.retire(|_| true, |_| {});
         s.add(Sequence::new(prompt(193, 9), 0, 3));
         assert_eq!(step(&mut s, 512), [(3, 1)], "kept after all have ended");
+    }
+
+    #[test]
+    fn tenants_do_not_wait_for_each_others_beginnings() {
+        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        for (state, tenant) in [(0, 1), (1, 2), (2, 1)] {
+            s.add(Sequence::new(prompt(193, 9), 0, state).of(Tenant(tenant)));
+        }
+        assert_eq!(step(&mut s, 512), [(0, 193), (1, 193)], "each tenant's first");
+        assert_eq!(step(&mut s, 512), [(2, 1)]);
+        assert_eq!((s.sequence(1).shared, s.sequence(2).shared), (0, 192));
     }
 
     #[test]

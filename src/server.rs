@@ -52,6 +52,8 @@ use metrics::HttpMetrics;
 pub struct ServerOptions {
     /// Who may ask: anyone if empty, else whoever has one of these.
     pub api_keys: Vec<String>,
+    /// Requests share the prefixes that were read, whoever asks; otherwise those of one key do.
+    pub share_prefixes: bool,
     /// Web pages of these origins may ask, `*` for all; the server's own page always may.
     pub cors_origins: Vec<String>,
     /// Certificate chain and private key, in PEM.
@@ -72,6 +74,7 @@ impl Default for ServerOptions {
     fn default() -> Self {
         Self {
             api_keys: Vec::new(),
+            share_prefixes: false,
             cors_origins: Vec::new(),
             tls: None,
             insecure: false,
@@ -214,6 +217,7 @@ async fn signal() {
 struct App {
     model: OnceLock<TextModel>,
     keys: Keys,
+    share_prefixes: bool,
     hosts: front::Hosts,
     http: HttpMetrics,
     large: ask::LargeBodies,
@@ -231,10 +235,11 @@ impl App {
         Self {
             model: OnceLock::new(),
             keys: Keys::new(&options.api_keys),
+            share_prefixes: options.share_prefixes,
             hosts: front::Hosts::new(server.address, options),
             http: HttpMetrics::default(),
             large: ask::LargeBodies::default(),
-            vectors: steer::Vectors::default(),
+            vectors: steer::Vectors::of(options.api_keys.len()),
             captures: capture::Places::default(),
             log_prompts: options.log_prompts,
             client_timeout: options.client_timeout,

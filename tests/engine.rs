@@ -11,7 +11,7 @@ use common::{cache_dir, demo_dir, resident_bytes};
 use moebius::batch::{BLOCK_SIZE, Batch};
 use moebius::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
-use moebius::engine::{self, EngineHandle, Event, FinishReason, Request};
+use moebius::engine::{self, EngineHandle, Event, FinishReason, Request, Tenant};
 use moebius::forward::Forward;
 use moebius::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
@@ -394,6 +394,25 @@ fn what_was_read_before_is_not_read_again_and_no_text_changes() {
         assert!(metrics("prompt_tokens_reused_total") > metrics("prompt_tokens_computed_total"));
         assert_eq!((metrics("requests_finished_total"), metrics("requests_waiting"), metrics("kv_blocks_used")), (9, 0, 0));
     }
+}
+
+#[test]
+fn tenants_find_only_what_they_read_themselves() {
+    let _alone = alone();
+    // Too few blocks for all: whoever gives way must not come back to the blocks of another.
+    let engine = start_changed("moe-gqa", 512, |loaded| loaded.kv_blocks = 12);
+    let of = |tenant: u32| Request { tenant: Tenant(tenant), ..greedy(prompt(200, 1), 30) };
+    let (want, cached) = answer_reusing(&engine, of(1));
+    assert_eq!(cached, 0);
+    assert_eq!(answer_reusing(&engine, of(1)), (want.clone(), 192), "her own");
+    assert_eq!(answer_reusing(&engine, of(2)), (want.clone(), 0), "as if nobody had asked before");
+    assert_eq!(answer_reusing(&engine, of(0)), (want.clone(), 0));
+    assert_eq!(answer_reusing(&engine, of(2)).1, 192);
+
+    let together: Vec<_> = [3, 4, 3, 4].map(|tenant| engine.submit(of(tenant)).unwrap()).into_iter().map(read).collect();
+    let cached: Vec<usize> = together.iter().map(|(_, end)| end.as_ref().unwrap().1.cached_tokens).collect();
+    assert!(together.iter().all(|(tokens, _)| *tokens == want));
+    assert_eq!(&cached[..2], [0, 0], "the first of each tenant computes, also beside the other's");
 }
 
 #[test]

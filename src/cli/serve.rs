@@ -57,6 +57,9 @@ struct AccessArgs {
     /// A file with keys, one per line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+    /// Let all keys share what was read of prompts: saves memory and time, and lets one key find out what another asked.
+    #[arg(long)]
+    share_prefixes: bool,
     /// Let anyone ask who reaches the port, under any name.
     #[arg(long)]
     insecure: bool,
@@ -107,6 +110,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.scheduling.over(args.engine.to_config()?);
     let options = ServerOptions {
         api_keys: args.access.keys()?,
+        share_prefixes: args.access.share_prefixes,
         cors_origins: args.access.cors_origin.clone(),
         tls: args.access.tls_cert.clone().zip(args.access.tls_key.clone()),
         insecure: args.access.insecure,
@@ -121,6 +125,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Log::Json => log.json().flatten_event(true).init(),
         Log::Off => {}
     }
+    let keys = match (options.api_keys.len(), options.share_prefixes) {
+        (0 | 1, _) => String::new(),
+        (n, true) => format!("\n{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked (--share-prefixes)"),
+        (n, false) => format!("\n{n} keys have a prefix cache each (--share-prefixes joins them)"),
+    };
     // The port first: to learn after minutes of loading that it is taken would be unkind.
     let server = Server::bind(SocketAddr::new(args.host, args.port), options)?;
     let url = server.url();
@@ -131,7 +140,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
     let info = model.engine().info();
     print_line(&format!(
-        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is at {url}",
+        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is at {url}{keys}",
         info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
     ))?;
     if args.access.insecure && !args.host.is_loopback() {

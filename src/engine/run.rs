@@ -204,7 +204,7 @@ impl Engine {
             decode_bytes: 0,
             ended: false,
         };
-        let mut sequence = Sequence::new(request.prompt, request.client, answer);
+        let mut sequence = Sequence::new(request.prompt, request.client, answer).of(request.tenant);
         (sequence.reuses, sequence.offers) = (reuses, offers);
         self.scheduler.add(sequence);
     }

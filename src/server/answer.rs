@@ -102,9 +102,9 @@ impl Answer {
         let model = app.model()?;
         let mut choices = Vec::with_capacity(ask.choices.len());
         let mut said = None;
-        let steer = app.vectors.resolve(&ask.steer)?;
+        let steer = app.vectors.resolve(caller.tenant, &ask.steer)?;
         for (mut request, parser) in ask.choices {
-            request.client = caller.client;
+            caller.sign(&mut request);
             request.steer.clone_from(&steer);
             if app.log_prompts {
                 said = Some(String::new());

@@ -58,8 +58,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     let too_many = |_| ApiError::too_many(format!("{MAX_ANSWERS} captures are being answered: try again in a while"));
     let place = app.captures.0.clone().try_acquire_owned().map_err(too_many)?;
     let model = app.model()?.clone();
-    request.client = caller.client;
-    request.steer = app.vectors.resolve(&steering)?;
+    caller.sign(&mut request);
+    request.steer = app.vectors.resolve(caller.tenant, &steering)?;
     let prompt = request.prompt.clone();
     let found = Found::collect(prompt, model.engine().submit(request)?).await?;
     app.http.observe(&found.stats);

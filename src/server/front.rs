@@ -18,6 +18,7 @@ use tower_http::cors::{AllowOrigin, CorsLayer};
 
 use super::error::ApiError;
 use super::{App, ServerOptions, unix_seconds};
+use crate::engine::{self, Tenant};
 use crate::{Error, Result};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -28,13 +29,24 @@ const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// Paths that say nothing about anybody's requests: open without a key.
 const OPEN: [&str; 3] = ["/health", "/ready", "/version"];
 
-/// A request's id and whom it is from, for the log and for taking turns.
+/// A request's id and whom it is from, for the log, for taking turns and for keeping clients apart.
 #[derive(Clone, Debug)]
 pub(super) struct Caller {
     /// The client's own id for the request, if it sent a plain one.
     pub(super) request_id: String,
     /// The same number for the same key, or without keys the same address.
     pub(super) client: u64,
+    /// Whose vectors it may use: its key's, or without keys everybody's.
+    pub(super) tenant: Tenant,
+    /// Whose prefixes it shares.
+    pub(super) prefixes: Tenant,
+}
+
+impl Caller {
+    /// Says in a request whom it is for.
+    pub(super) fn sign(&self, request: &mut engine::Request) {
+        (request.client, request.tenant) = (self.client, self.prefixes);
+    }
 }
 
 /// The keys that open this server.
@@ -128,7 +140,10 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
     let route = request.extensions().get::<MatchedPath>().map_or("none".into(), |route| route.as_str().to_string());
     let request_id = request_id(request.headers());
-    let admitted = admit(&app, &request).map(|client| Caller { request_id: request_id.clone(), client });
+    let admitted = admit(&app, &request).map(|(client, tenant)| {
+        let prefixes = if app.share_prefixes { Tenant::default() } else { tenant };
+        Caller { request_id: request_id.clone(), client, tenant, prefixes }
+    });
     let mut response = match admitted {
         Err(refusal) => refusal.into_response(),
         Ok(caller) => {
@@ -160,11 +175,11 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
     response
 }
 
-/// Whom a request is from. Errors: it may not ask.
-fn admit(app: &App, request: &Request) -> std::result::Result<u64, ApiError> {
+/// Whom a request is from: who takes turns with others, and who has a place of its own. Errors: it may not ask.
+fn admit(app: &App, request: &Request) -> std::result::Result<(u64, Tenant), ApiError> {
     let headers = request.headers();
     app.hosts.check(headers)?;
-    let mut hasher = DefaultHasher::new();
+    let (mut hasher, mut tenant) = (DefaultHasher::new(), Tenant::default());
     let path = request.uri().path();
     let is_page = request.method() == Method::GET && !path.starts_with("/v1/") && path != "/metrics";
     if app.keys.0.is_empty() {
@@ -174,9 +189,11 @@ fn admit(app: &App, request: &Request) -> std::result::Result<u64, ApiError> {
             peer.ip().hash(&mut hasher);
         }
     } else if !is_page {
-        app.keys.find(headers).ok_or_else(ApiError::wrong_key)?.hash(&mut hasher);
+        let key = app.keys.find(headers).ok_or_else(ApiError::wrong_key)?;
+        key.hash(&mut hasher);
+        tenant = Tenant(key as u32 + 1);
     }
-    Ok(hasher.finish())
+    Ok((hasher.finish(), tenant))
 }
 
 fn request_id(headers: &HeaderMap) -> String {

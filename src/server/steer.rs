@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, State};
+use axum::{Extension, Json};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::{Map, Value, json};
@@ -15,35 +15,61 @@ use super::App;
 use super::ask::understand;
 use super::error::ApiError;
 use super::fields::Fields;
-use crate::engine::{EngineInfo, Layers, Positions, Steer};
+use super::front::Caller;
+use crate::engine::{EngineInfo, Layers, Positions, Steer, Tenant};
 use crate::tap::{MAX_STEERS, check_vector};
 use crate::text_model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Vectors that have a name, at most, and bytes of a name.
+/// Vectors with a name that a key has at most, and bytes of a name.
 const MAX_VECTORS: usize = 256;
 const MAX_NAME_BYTES: usize = 64;
+/// Numbers of all keys' vectors together: where keys are many, each has fewer.
+const MAX_NUMBERS: usize = 64 << 20;
 
-/// Vectors by name, for all clients alike.
-#[derive(Default)]
-pub(super) struct Vectors(Mutex<BTreeMap<String, Arc<[f32]>>>);
+/// Vectors of one tenant, by name.
+type Names = BTreeMap<String, Arc<[f32]>>;
+
+/// Vectors that have a name, of each key its own.
+pub(super) struct Vectors {
+    tenants: usize,
+    names: Mutex<BTreeMap<Tenant, Names>>,
+}
 
 impl Vectors {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<[f32]>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// For the clients of so many keys; of none: they have them together.
+    pub(super) fn of(keys: usize) -> Self {
+        Self { tenants: keys.max(1), names: Mutex::default() }
     }
 
-    fn get(&self, name: &str) -> Option<Arc<[f32]>> {
-        self.lock().get(name).cloned()
+    /// Does something with the vectors of `tenant`.
+    fn with<T>(&self, tenant: Tenant, what: impl FnOnce(&mut Names) -> T) -> T {
+        what(self.names.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant).or_default())
+    }
+
+    fn get(&self, tenant: Tenant, name: &str) -> Option<Arc<[f32]>> {
+        self.with(tenant, |names| names.get(name).cloned())
+    }
+
+    /// Gives `vector` a name of `tenant`'s. Errors: `tenant` has as many names as it may.
+    fn put(&self, tenant: Tenant, name: String, vector: Arc<[f32]>) -> Result<()> {
+        let share = (MAX_NUMBERS / vector.len().max(1) / self.tenants).clamp(1, MAX_VECTORS);
+        self.with(tenant, |names| {
+            if names.len() >= share && !names.contains_key(&name) {
+                return Err(ApiError::too_many(format!("There are {share} vectors, and no more may be: delete one first")));
+            }
+            names.insert(name, vector);
+            Ok(())
+        })
     }
 
     /// What a body asks for, its names looked up. Errors: there is no vector of a name.
-    pub(super) fn resolve(&self, steering: &[Steering]) -> Result<Vec<Steer>> {
+    pub(super) fn resolve(&self, tenant: Tenant, steering: &[Steering]) -> Result<Vec<Steer>> {
         let one = |Steering { layer, vector, coefficient, positions }: &Steering| {
             let vector = match vector {
                 Vector::Given(vector) => vector.clone(),
-                Vector::Named(name) => self.get(name).ok_or_else(|| {
+                Vector::Named(name) => self.get(tenant, name).ok_or_else(|| {
                     ApiError::bad_field("steer", format!("There is no vector '{name}': put one at /v1/vectors/{name} first"))
                 })?,
             };
@@ -169,7 +195,12 @@ fn numbers(name: &str, value: &Value) -> Result<Arc<[f32]>> {
 }
 
 /// `PUT /v1/vectors/{name}`: `{"vector": [..] or base64}` becomes the vector of that name.
-pub(super) async fn put(State(app): State<Arc<App>>, Path(name): Path<String>, body: Body) -> Result<Json<Value>> {
+pub(super) async fn put(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+    body: Body,
+) -> Result<Json<Value>> {
     let usable = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if name.len() > MAX_NAME_BYTES || !name.chars().all(usable) {
         let message = format!("A vector's name has at most {MAX_NAME_BYTES} letters, digits, '.', '_' and '-'");
@@ -183,31 +214,35 @@ pub(super) async fn put(State(app): State<Arc<App>>, Path(name): Path<String>, b
     };
     let vector = understand(&app, body, read).await?;
     let told = describe(&name, &vector);
-    let mut vectors = app.vectors.lock();
-    if vectors.len() >= MAX_VECTORS && !vectors.contains_key(&name) {
-        return Err(ApiError::too_many(format!("There are {MAX_VECTORS} vectors, and no more may be: delete one first")));
-    }
-    vectors.insert(name, vector);
+    app.vectors.put(caller.tenant, name, vector)?;
     Ok(Json(told.into()))
 }
 
 /// `GET /v1/vectors`: what there is.
-pub(super) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
-    let data: Vec<Value> = app.vectors.lock().iter().map(|(name, vector)| describe(name, vector).into()).collect();
-    Json(json!({"object": "list", "data": data}))
+pub(super) async fn list(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Json<Value> {
+    let all = |names: &mut Names| names.iter().map(|(name, vector)| describe(name, vector).into()).collect::<Vec<Value>>();
+    Json(json!({"object": "list", "data": app.vectors.with(caller.tenant, all)}))
 }
 
 /// `GET /v1/vectors/{name}`: it, with its numbers.
-pub(super) async fn get(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>> {
-    let vector = app.vectors.get(&name).ok_or_else(|| ApiError::no_such_vector(&name))?;
+pub(super) async fn get(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>> {
+    let vector = app.vectors.get(caller.tenant, &name).ok_or_else(|| ApiError::no_such_vector(&name))?;
     let mut told = describe(&name, &vector);
     told.insert("vector".into(), json!(&vector[..]));
     Ok(Json(told.into()))
 }
 
 /// `DELETE /v1/vectors/{name}`. Requests that run keep it.
-pub(super) async fn delete(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>> {
-    app.vectors.lock().remove(&name).ok_or_else(|| ApiError::no_such_vector(&name))?;
+pub(super) async fn delete(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>> {
+    app.vectors.with(caller.tenant, |names| names.remove(&name)).ok_or_else(|| ApiError::no_such_vector(&name))?;
     Ok(Json(json!({"id": name, "object": "vector", "deleted": true})))
 }
 
