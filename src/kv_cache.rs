@@ -146,7 +146,8 @@ impl BlockPool {
     /// Frees a block that is kept: of the tenant that holds the most blocks, so that nobody pushes out those who hold less, the least recently used.
     fn forget(&mut self) -> Option<u32> {
         let keepers = self.tenants.values_mut().filter(|holding| !holding.kept.is_empty());
-        let holding = keepers.max_by_key(|holding| (holding.blocks(), holding.kept.first_key_value().map(|(&released, _)| Reverse(released))))?;
+        let holding =
+            keepers.max_by_key(|holding| (holding.blocks(), holding.kept.first_key_value().map(|(&released, _)| Reverse(released))))?;
         let (_, block) = holding.kept.pop_first()?;
         self.kept -= 1;
         let text = self.blocks[block as usize].text.take().expect("a block is kept for its text");

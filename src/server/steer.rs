@@ -251,3 +251,20 @@ fn describe(name: &str, vector: &[f32]) -> Map<String, Value> {
     let told = json!({"id": name, "object": "vector", "size": vector.len(), "norm": norm});
     told.as_object().cloned().expect("just written as an object")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_keys_are_many_each_has_fewer_names_and_all_have_some() {
+        let vector: Arc<[f32]> = vec![1.0; 8192].into();
+        for (keys, share) in [(0, 256), (1, 256), (32, 256), (64, 128), (8192, 1), (100_000, 1)] {
+            let vectors = Vectors::of(keys);
+            for tenant in [Tenant(1), Tenant(2)] {
+                let taken = (0..300).filter(|i| vectors.put(tenant, format!("v{i}"), vector.clone()).is_ok()).count();
+                assert_eq!(taken, share, "of {keys} keys");
+            }
+        }
+    }
+}

@@ -1,6 +1,7 @@
 //! The server over a real socket: bytes in, bytes out, with an engine that says what the test tells it to.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
+mod apart;
 mod chat;
 mod engine;
 mod fixture;
