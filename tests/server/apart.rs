@@ -110,8 +110,9 @@ fn vectors_belong_to_the_key_that_put_them() {
     let steered = with(hello(), json!({"steer": [{"layer": 1, "vector": "calm"}]}));
     let (status, told) = ask(address, BERT, "POST", "/v1/chat/completions", &steered);
     assert!(status == 400 && told["error"]["message"].as_str().unwrap().contains("no vector 'calm'"), "{told}");
-    assert_eq!(put(BERT, "calm", &[9.0; 8]), 200, "a name of his own");
-    assert_eq!((get(ANNA).1["vector"].clone(), get(BERT).1["vector"].clone()), (json!(VECTOR), json!([9.0; 8])));
+    let nines = [9.0; 8];
+    assert_eq!(put(BERT, "calm", &nines), 200, "a name of his own");
+    assert_eq!((get(ANNA).1["vector"].clone(), get(BERT).1["vector"].clone()), (json!(VECTOR), json!(nines)));
     let asking = std::thread::spawn(move || ask(address, ANNA, "POST", "/v1/chat/completions", &steered));
     assert_eq!(server.next().request.steer[0].vector[..], VECTOR);
     let _ = asking.join();
