@@ -89,10 +89,7 @@ impl Hosts {
     fn check(&self, headers: &HeaderMap) -> std::result::Result<(), ApiError> {
         let host = headers.get(HOST).map_or(Ok(""), HeaderValue::to_str);
         let host = host.map_err(|_| ApiError::bad_request("The Host header is not text"))?;
-        let name = match host.strip_prefix('[') {
-            Some(rest) => rest.split(']').next().unwrap_or_default(),
-            None => host.split(':').next().unwrap_or_default(),
-        };
+        let (name, _) = name_and_port(host);
         let local = name.is_empty() || name == "localhost" || name.ends_with(".localhost") || name.parse::<IpAddr>().is_ok();
         if local || !self.local_only {
             return Ok(());
@@ -104,12 +101,22 @@ impl Hosts {
 
     fn check_origin(&self, headers: &HeaderMap) -> std::result::Result<(), ApiError> {
         let (Some(origin), Some(host)) = (headers.get(ORIGIN), headers.get(HOST)) else { return Ok(()) };
-        let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, name)| host == name);
-        if own || self.origins.iter().any(|allowed| allowed == "*" || origin == allowed.as_str()) {
+        let (origin, host) = (origin.to_str().unwrap_or_default(), host.to_str().unwrap_or_default());
+        let own = origin.split_once("://").is_some_and(|(_, name)| name_and_port(name) == name_and_port(host));
+        if own || self.origins.iter().any(|allowed| allowed == "*" || origin.eq_ignore_ascii_case(allowed)) {
             return Ok(());
         }
         Err(ApiError::forbidden("Pages of other origins may not use this server: allow this one with --cors-origin"))
     }
+}
+
+/// The two parts of `name:port`. Names are the same in any case, and with the dot that ends a full one.
+fn name_and_port(host: &str) -> (String, &str) {
+    let (name, port) = match host.strip_prefix('[') {
+        Some(rest) => rest.split_once(']').unwrap_or((rest, "")),
+        None => host.split_once(':').unwrap_or((host, "")),
+    };
+    (name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase(), port.trim_start_matches(':'))
 }
 
 /// Which pages of other origins may read our answers; `None`: none. Errors: `Error::Invalid` for what is no origin.
@@ -119,7 +126,7 @@ pub(super) fn cors(origins: &[String]) -> Result<Option<CorsLayer>> {
     }
     let origin = |text: &String| {
         let valid = text.contains("://") && !text.ends_with('/');
-        text.parse::<HeaderValue>().ok().filter(|_| valid).ok_or_else(|| {
+        text.to_ascii_lowercase().parse::<HeaderValue>().ok().filter(|_| valid).ok_or_else(|| {
             Error::Invalid(format!(
                 "--cors-origin {text}: give an origin such as https://chat.example.com, without a slash at its end, or *"
             ))

@@ -81,12 +81,24 @@ fn pages_of_others_may_not_ask() {
     };
     let own = format!("Origin: http://{}\r\n", server.address);
     assert_eq!(ask(server.address, &server.address.to_string(), &own), 200);
-    assert_eq!(ask(server.address, "localhost:80", ""), 200);
+    for name in ["localhost:80", "LOCALHOST", "localhost.", "Localhost.:8080", "a.LocalHost", "127.0.0.1.", "[::1]:80", "[::1]"] {
+        assert_eq!(ask(server.address, name, ""), 200, "{name}");
+    }
+    for (name, origin) in [("LOCALHOST:80", "http://localhost:80"), ("localhost", "http://localhost."), ("[::1]:8080", "http://[::1]:8080")]
+    {
+        assert_eq!(ask(server.address, name, &format!("Origin: {origin}\r\n")), 200, "{name} {origin}");
+    }
+    for name in ["localhost..", "localhost.evil.example", "evil-localhost", "localhost.com.:80", "[evil.example]", "[localhost.evil"] {
+        assert_eq!(ask(server.address, name, ""), 403, "{name}");
+    }
+    for origin in ["http://localhost:81", "http://localhost.evil.example", "null", "http://localhost..", "localhost"] {
+        assert_eq!(ask(server.address, "localhost", &format!("Origin: {origin}\r\n")), 403, "{origin}");
+    }
     assert_eq!(ask(server.address, "localhost", "Origin: https://evil.example\r\n"), 403);
     assert_eq!(ask(server.address, "evil.example", ""), 403, "a name that somebody made point here");
     assert_eq!(ask(server.address, "evil.example", "Origin: http://evil.example\r\n"), 403);
 
-    let origins = vec!["https://chat.example".to_string()];
+    let origins = vec!["https://Chat.Example".to_string()];
     let server = start_with(ServerOptions { cors_origins: origins, ..keyed() });
     let preflight = "OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nOrigin: https://chat.example\r\n\
                      Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization,content-type\r\n\r\n";
