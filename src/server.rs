@@ -1,7 +1,7 @@
 //! The HTTP server: the APIs of OpenAI and Anthropic over one [`TextModel`].
 //!
 //! ```text
-//! connections   sockets, TLS, timeouts
+//! connections   sockets, who has a place, TLS, timeouts
 //! front         who may ask, request ids, the log, panics
 //! fields        reads a body and leaves nothing unread
 //! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
@@ -64,7 +64,7 @@ pub struct ServerOptions {
     pub drain: Duration,
     /// Prompts and answers go into the log.
     pub log_prompts: bool,
-    /// Sockets open at the same time.
+    /// Connections at the same time, as far as the system's limit of open files goes.
     pub max_connections: usize,
     /// How long a client may take to send a request, or to take what it is sent.
     pub client_timeout: Duration,
@@ -114,8 +114,7 @@ impl Server {
                 _ => format!("cannot listen on {address} ({e}): check --host and --port"),
             })
         };
-        let listener = std::net::TcpListener::bind(address).map_err(refused)?;
-        listener.set_nonblocking(true).map_err(refused)?;
+        let listener = connections::listen(address).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
         Ok(Self { listener, address, options, tls })
     }
@@ -140,9 +139,14 @@ impl Server {
             let _context = runtime.enter();
             tokio::net::TcpListener::from_std(self.listener).map_err(failed)?
         };
-        let router = router(app.clone(), &self.options.cors_origins)?;
-        let serve = connections::serve(listener, self.tls, router, self.options.clone(), stopped);
-        let done = runtime.spawn(serve);
+        let connections = connections::Server {
+            tls: self.tls,
+            router: router(app.clone(), &self.options.cors_origins)?,
+            places: app.places.clone(),
+            patience: self.options.client_timeout,
+            stop: stopped,
+        };
+        let done = runtime.spawn(connections.serve(listener));
         Ok(Running { runtime, app, stop, done, drain: self.options.drain })
     }
 }
@@ -220,6 +224,7 @@ struct App {
     share_prefixes: bool,
     hosts: front::Hosts,
     http: HttpMetrics,
+    places: Arc<connections::Places>,
     large: ask::LargeBodies,
     vectors: steer::Vectors,
     captures: capture::Places,
@@ -238,6 +243,7 @@ impl App {
             share_prefixes: options.share_prefixes,
             hosts: front::Hosts::new(server.address, options),
             http: HttpMetrics::default(),
+            places: Arc::new(connections::Places::new(connections::fit(options.max_connections))),
             large: ask::LargeBodies::default(),
             vectors: steer::Vectors::of(options.api_keys.len()),
             captures: capture::Places::default(),

@@ -78,7 +78,7 @@ struct AccessArgs {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Load")]
 struct ClientArgs {
-    /// Sockets open at the same time.
+    /// Connections at the same time; a newcomer beyond them ends the one that has been idle longest.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_connections: usize,
     /// Seconds that a client may take to send a request, or to take what it is sent.

@@ -1,168 +1,175 @@
-//! Sockets: how many, how patient, and TLS.
+//! Sockets: who has a place, how patient we are, and TLS.
+//!
+//! ```text
+//! places       how many connections there are, and who leaves when all places are taken
+//! line         a socket and its bodies, which tell what the connection is busy with
+//! tls          certificate and key
+//! open_files   the system's limit of sockets
+//! ```
 
-use std::future::Future;
+mod line;
+mod open_files;
+mod places;
+mod tls;
+
+use std::convert::Infallible;
+use std::future::pending;
 use std::io;
-use std::path::Path;
-use std::pin::Pin;
+use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
 use axum::extract::ConnectInfo;
+use axum::http::header::{CONNECTION, HeaderValue};
+use hyper::body::{Body, Incoming};
+use hyper::service::{Service, service_fn};
+use hyper::{Request, Response};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
-use tokio::time::{Instant, Sleep, sleep, timeout};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::ServerConfig;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{sleep, timeout};
 
-use super::ServerOptions;
-use crate::{Error, Result};
+use line::{Arriving, Leaving, Line};
+pub(super) use open_files::fit;
+pub(super) use places::Places;
+use places::{Activity, Place};
+pub(super) use tls::Tls;
 
 /// Headers of a request at most, and bytes of its first line and headers together.
 const MAX_HEADERS: usize = 100;
 const MAX_HEAD_BYTES: usize = 64 << 10;
 
-/// Certificate and key, ready for handshakes.
-pub(super) struct Tls(TlsAcceptor);
+/// Newcomers that the system holds for us; when they are more, it lets them wait for a second and try again.
+const BACKLOG: i32 = 4096;
 
-impl Tls {
-    /// Errors: `Error::Invalid` naming the file that cannot be used.
-    pub(super) fn load(chain: &Path, key: &Path) -> Result<Self> {
-        let unusable = |path: &Path, e: &dyn std::fmt::Display| Error::Invalid(format!("{}: not usable for TLS: {e}", path.display()));
-        let certificates = CertificateDer::pem_file_iter(chain)
-            .and_then(|all| all.collect::<std::result::Result<Vec<_>, _>>())
-            .map_err(|e| unusable(chain, &e))?;
-        let private = PrivateKeyDer::from_pem_file(key).map_err(|e| unusable(key, &e))?;
-        let mut config = ServerConfig::builder_with_provider(Arc::new(tokio_rustls::rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .map_err(|e| unusable(chain, &e))?
-            .with_no_client_auth()
-            .with_single_cert(certificates, private)
-            .map_err(|e| unusable(chain, &e))?;
-        config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        Ok(Self(TlsAcceptor::from(Arc::new(config))))
-    }
+/// While all places are taken, so many newcomers come in at once, and then none for a moment: those who come again as soon as they are put
+/// out shall take neither the processor, nor the places of others before their heads have come.
+const AT_ONCE: usize = 4;
+const MOMENT: Duration = Duration::from_millis(1);
+
+/// How long we wait when the system has no socket for us.
+const NO_SOCKET: Duration = Duration::from_millis(10);
+
+/// What a body that is on its way may take when the server stops.
+const LAST_BODIES: Duration = Duration::from_secs(1);
+
+/// In a request's extensions: it came over the reserve, where not everything is answered.
+#[derive(Clone)]
+pub(super) struct OfReserve;
+
+/// Listens on an address.
+pub(super) fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
+    let listener = std::net::TcpListener::bind(address)?;
+    socket2::SockRef::from(&listener).listen(BACKLOG)?; // the library's own backlog is 128
+    listener.set_nonblocking(true)?;
+    Ok(listener)
 }
 
-/// Answers on `listener` until `stop` says so; then requests that run may end.
-pub(super) async fn serve(
-    listener: TcpListener,
-    tls: Option<Tls>,
-    router: Router,
-    options: ServerOptions,
-    mut stop: watch::Receiver<bool>,
-) {
-    let places = Arc::new(Semaphore::new(options.max_connections));
-    let graceful = GracefulShutdown::new();
-    let tls = tls.map(|tls| tls.0);
-    loop {
-        let place = tokio::select! {
-            place = places.clone().acquire_owned() => place.expect("nobody closes it"),
-            () = told(&mut stop) => break,
-        };
-        let (socket, peer) = tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok(accepted) => accepted,
-                // Out of file handles, or a client that is gone already: others may end meanwhile.
+/// What all connections have in common.
+pub(super) struct Server {
+    pub(super) tls: Option<Tls>,
+    pub(super) router: Router,
+    pub(super) places: Arc<Places>,
+    pub(super) patience: Duration,
+    pub(super) stop: watch::Receiver<bool>,
+}
+
+impl Server {
+    /// Answers on `listener` until it is told to stop; then what is being answered may end.
+    pub(super) async fn serve(self, listener: TcpListener) {
+        let server = Arc::new(self);
+        let (alive, mut all_gone) = mpsc::channel::<()>(1);
+        let mut stop = server.stop.clone();
+        for i in 0usize.. {
+            if i.is_multiple_of(AT_ONCE) && server.places.are_taken() {
+                sleep(MOMENT).await;
+            }
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                () = told(&mut stop) => break,
+            };
+            match accepted {
+                Ok((socket, peer)) => server.welcome(socket, peer, alive.clone()),
+                Err(e) if e.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(_) => {
-                    sleep(Duration::from_millis(50)).await;
-                    continue;
+                    server.places.make_room();
+                    sleep(NO_SOCKET).await;
                 }
-            },
-            () = told(&mut stop) => break,
-        };
+            }
+        }
+        drop((listener, alive));
+        server.places.end(&[Activity::Idle, Activity::Head]);
+        if timeout(LAST_BODIES, all_gone.recv()).await.is_err() {
+            server.places.end(&[Activity::Idle, Activity::Head, Activity::Body]);
+            all_gone.recv().await;
+        }
+    }
+
+    /// Gives a newcomer a place, and answers it until the place goes to others.
+    fn welcome(self: &Arc<Self>, socket: TcpStream, peer: SocketAddr, alive: mpsc::Sender<()>) {
+        let Some((place, ended)) = self.places.enter(peer.ip()) else { return };
         let _ = socket.set_nodelay(true); // each event of a stream is a packet
-        let router = router.clone().layer(axum::Extension(ConnectInfo(peer)));
-        let (tls, watcher, patience) = (tls.clone(), graceful.watcher(), options.client_timeout);
+        let server = self.clone();
         tokio::spawn(async move {
-            let _place = place;
-            match tls {
-                None => talk(Patient::new(socket, patience), router, patience, watcher).await,
-                Some(tls) => {
-                    if let Ok(Ok(socket)) = timeout(patience, tls.accept(socket)).await {
-                        talk(Patient::new(socket, patience), router, patience, watcher).await;
-                    }
-                }
+            let _alive = alive;
+            tokio::select! {
+                () = server.talk(socket, peer, Arc::new(place)) => {}
+                _ = ended => {}
             }
         });
     }
-    drop(listener);
-    graceful.shutdown().await;
+
+    async fn talk(&self, socket: TcpStream, peer: SocketAddr, place: Arc<Place>) {
+        match &self.tls {
+            None => self.answer_all(socket, peer, place).await,
+            Some(tls) => {
+                if let Ok(Ok(socket)) = timeout(self.patience, tls.0.accept(socket)).await {
+                    self.answer_all(socket, peer, place).await;
+                }
+            }
+        }
+    }
+
+    /// Requests of one connection, one after the other.
+    async fn answer_all(&self, socket: impl AsyncRead + AsyncWrite + Unpin, peer: SocketAddr, place: Arc<Place>) {
+        let line = Line::new(socket, place.clone(), self.patience);
+        let connection = hyper::server::conn::http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.patience) // idle connections end by it too
+            .max_headers(MAX_HEADERS)
+            .max_buf_size(MAX_HEAD_BYTES)
+            .serve_connection(TokioIo::new(line), service_fn(|request| self.answer(request, peer, place.clone())));
+        let mut connection = pin!(connection);
+        let mut stop = self.stop.clone();
+        // What goes wrong on a connection concerns its client, who is told by status or by the end of it.
+        tokio::select! {
+            _ = connection.as_mut() => return,
+            () = told(&mut stop) => connection.as_mut().graceful_shutdown(),
+        }
+        let _ = connection.await;
+    }
+
+    async fn answer(&self, mut request: Request<Incoming>, peer: SocketAddr, place: Arc<Place>) -> Result<Response<Leaving>, Infallible> {
+        if !place.begins(!request.body().is_end_stream()) {
+            return pending().await; // the connection is about to end
+        }
+        request.extensions_mut().insert(ConnectInfo(peer));
+        if place.is_reserve() {
+            request.extensions_mut().insert(OfReserve);
+        }
+        let request = request.map(|body| Arriving::new(body, place.clone()));
+        let mut response = TowerToHyperService::new(self.router.clone()).call(request).await?;
+        if place.is_wanted() {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        Ok(response.map(|body| Leaving::new(body, place)))
+    }
 }
 
 async fn told(stop: &mut watch::Receiver<bool>) {
     drop(stop.wait_for(|&stop| stop).await);
-}
-
-/// Requests of one connection, one after the other.
-async fn talk(
-    socket: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    router: Router,
-    patience: Duration,
-    watcher: hyper_util::server::graceful::Watcher,
-) {
-    let connection = hyper::server::conn::http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(patience) // idle connections end by it too
-        .max_headers(MAX_HEADERS)
-        .max_buf_size(MAX_HEAD_BYTES)
-        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(router));
-    // What goes wrong on a connection concerns its client, who is told by status or by the end of it.
-    let _ = watcher.watch(connection).await;
-}
-
-/// A socket that fails when the other side does not take what it is sent for too long.
-struct Patient<S> {
-    socket: S,
-    patience: Duration,
-    stalled: Option<Pin<Box<Sleep>>>, // since a write could not go on
-}
-
-impl<S> Patient<S> {
-    fn new(socket: S, patience: Duration) -> Self {
-        Self { socket, patience, stalled: None }
-    }
-
-    fn watch<T>(&mut self, context: &mut Context<'_>, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if poll.is_ready() {
-            self.stalled = None;
-            return poll;
-        }
-        let patience = self.patience;
-        let timer = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + patience)));
-        match timer.as_mut().poll(context) {
-            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
-            Poll::Pending => Poll::Pending,
-        }
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
-    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_read(context, into)
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let poll = Pin::new(&mut self.socket).poll_write(context, bytes);
-        self.watch(context, poll)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let poll = Pin::new(&mut self.socket).poll_flush(context);
-        self.watch(context, poll)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let poll = Pin::new(&mut self.socket).poll_shutdown(context);
-        self.watch(context, poll)
-    }
 }

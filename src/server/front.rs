@@ -16,6 +16,7 @@ use futures_util::FutureExt;
 use subtle::ConstantTimeEq;
 use tower_http::cors::{AllowOrigin, CorsLayer};
 
+use super::connections::OfReserve;
 use super::error::ApiError;
 use super::{App, ServerOptions, unix_seconds};
 use crate::engine::{self, Tenant};
@@ -28,6 +29,9 @@ const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// Paths that say nothing about anybody's requests: open without a key.
 const OPEN: [&str; 3] = ["/health", "/ready", "/version"];
+
+/// Paths that are answered even where all places are taken.
+const ALWAYS: [&str; 3] = ["/health", "/ready", "/metrics"];
 
 /// A request's id and whom it is from, for the log, for taking turns and for keeping clients apart.
 #[derive(Clone, Debug)]
@@ -188,6 +192,12 @@ fn admit(app: &App, request: &Request) -> std::result::Result<(u64, Tenant), Api
     app.hosts.check(headers)?;
     let (mut hasher, mut tenant) = (DefaultHasher::new(), Tenant::default());
     let path = request.uri().path();
+    if request.extensions().get::<OfReserve>().is_some() && !ALWAYS.contains(&path) {
+        return Err(ApiError::unavailable(
+            "The server answers as many connections as it may (--max-connections); ask again in a while",
+            Some(2),
+        ));
+    }
     let is_page = request.method() == Method::GET && !path.starts_with("/v1/") && path != "/metrics";
     if app.keys.0.is_empty() {
         // A page of another origin can send a request without asking first; only its answer would be kept from it.

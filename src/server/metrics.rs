@@ -88,6 +88,11 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
             let _ = writeln!(out, "# HELP moebius_{name}{help}\n# TYPE moebius_{name} {kind}\nmoebius_{name} {value}");
         }
     }
+    let (connections, ended) = app.places.count();
+    let _ =
+        writeln!(out, "# HELP moebius_connections Open connections.\n# TYPE moebius_connections gauge\nmoebius_connections {connections}");
+    let _ = writeln!(out, "# HELP moebius_connections_ended_total Connections that ended because others wanted their place.");
+    let _ = writeln!(out, "# TYPE moebius_connections_ended_total counter\nmoebius_connections_ended_total {ended}");
     let http = &app.http;
     http.first_token.write("time_to_first_token_seconds", "From submission to the first token.", &mut out);
     http.per_token.write("time_per_output_token_seconds", "Between two tokens of an answer, its mean.", &mut out);

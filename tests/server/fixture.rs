@@ -85,7 +85,12 @@ pub(crate) fn tokenizer_dir() -> PathBuf {
 
 /// An engine that answers every request with `text`, a token at a time.
 pub(crate) fn saying(text: &'static str) -> Fixture {
-    answering(start(), text)
+    saying_with(ServerOptions::default(), text)
+}
+
+/// The same, with the options that are given.
+pub(crate) fn saying_with(options: ServerOptions, text: &'static str) -> Fixture {
+    answering(start_with(options), text)
 }
 
 /// The same for a model whose chat template is `template`.

@@ -1,10 +1,9 @@
 //! Who may ask, and what clients that mean ill or are slow can do.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use moebius::engine::{Event, FinishReason, RequestStats};
 use moebius::server::{Server, ServerOptions};
 use serde_json::{Value, json};
 
@@ -228,22 +227,6 @@ fn slow_clients_are_given_up() {
 }
 
 #[test]
-fn no_more_sockets_than_allowed_are_served() {
-    let server = start_with(ServerOptions { max_connections: 2, ..ServerOptions::default() });
-    let held: Vec<TcpStream> = (0..2).map(|_| connect(server.address)).collect();
-    std::thread::sleep(Duration::from_millis(100));
-    let mut third = connect(server.address);
-    third.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
-    write!(third, "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
-    let mut text = String::new();
-    assert!(third.read_to_string(&mut text).is_err(), "waits for its turn");
-    drop(held);
-    third.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-    third.read_to_string(&mut text).unwrap();
-    assert_eq!(status(&text), Some(200));
-}
-
-#[test]
 fn a_full_queue_says_when_to_come_back() {
     let server = start();
     let body = hello().to_string();
@@ -259,46 +242,6 @@ fn a_full_queue_says_when_to_come_back() {
     );
     assert!(text.is_empty() || !text.contains("200 OK"), "{text}");
     drop(waiting);
-}
-
-#[test]
-fn while_loading_and_stopping_the_server_says_so() {
-    let server = Server::bind("127.0.0.1:0".parse().unwrap(), ServerOptions::default()).unwrap();
-    let address = server.address();
-    let running = server.start().unwrap();
-    assert_eq!(raw(address, "GET", "/health", b""), (200, r#"{"status":"loading"}"#.into()));
-    let (status, text) = raw(address, "GET", "/ready", b"");
-    assert!(status == 503 && text.contains("still being loaded"), "{text}");
-    assert_eq!(post(address, "/v1/chat/completions", hello()).0, 503);
-    drop(running);
-
-    // Told to stop, it lets running answers end and takes nothing new.
-    let mut server = start();
-    let stream = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"stream": true})).to_string().as_bytes());
-    let submission = server.next();
-    submission.events.send(token(39)).unwrap();
-    let mut second = connect(server.address); // a connection from before
-    std::thread::sleep(Duration::from_millis(100));
-    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let address = server.address;
-    let waiting = std::thread::spawn(move || {
-        server.running.wait_until(async {
-            let _ = stopped.await;
-            None::<std::future::Pending<()>>
-        });
-    });
-    stop.send(()).unwrap();
-    std::thread::sleep(Duration::from_millis(200));
-    assert!(TcpStream::connect(address).is_err(), "nobody new");
-    let _ = write!(second, "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}");
-    let mut text = String::new();
-    let _ = second.read_to_string(&mut text);
-    assert!(text.is_empty() || text.contains("503"), "{text}");
-    assert!(!waiting.is_finished());
-    submission.events.send(Event::Done(FinishReason::Stop, RequestStats::default())).unwrap();
-    let lines: Vec<String> = BufReader::new(stream).lines().map_while(Result::ok).collect();
-    assert!(lines.iter().any(|line| line == "data: [DONE]"), "{lines:?}");
-    waiting.join().unwrap();
 }
 
 #[test]

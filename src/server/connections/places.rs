@@ -1,0 +1,253 @@
+//! Places for connections, and who leaves when all are taken.
+//!
+//! ```text
+//! a newcomer:  a place is free         it is theirs
+//!              `victim` names one      that connection ends, and its place is theirs
+//!              all are being answered  a place of the reserve, where only /health, /ready and /metrics are answered
+//! the victim:  never whom we work for, only who lets us wait
+//!              of the network that has more than half of the places, if there is one; its newcomers take nobody else's
+//!              first who has been idle longest between two requests
+//!              then whom we have waited for longest: to send a head or a body, to take an answer
+//! ```
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+/// Bytes a second that a client sends of a body, or takes of an answer, without letting us wait.
+pub(super) const LEAST_RATE: u32 = 1 << 10;
+
+/// Places beside the regular ones.
+pub(super) const RESERVE: usize = 64;
+
+/// What a handshake and a head take on a long line. Without it whoever just came would lose to bodies that trickle at `LEAST_RATE`.
+const HEAD_TIME: Duration = Duration::from_millis(250);
+
+/// What a connection is busy with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Activity {
+    /// Nothing, between two requests.
+    Idle,
+    /// A handshake, or the head of a request.
+    Head,
+    /// A request's body.
+    Body,
+    /// An answer.
+    Answer,
+    /// An answer's last bytes.
+    LastBytes,
+}
+
+/// A connection, as far as its place is concerned.
+#[derive(Clone, Copy, Debug)]
+struct Connection {
+    network: IpAddr,
+    activity: Activity,
+    since: Option<Instant>, // the client lets us wait; what it moves at `LEAST_RATE` is no wait
+}
+
+/// Connections by number, and what ends each when it is dropped.
+type Pool = BTreeMap<u64, (Connection, oneshot::Sender<()>)>;
+
+/// All places of a server.
+pub(in crate::server) struct Places {
+    size: usize,
+    table: Mutex<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    next: u64,
+    pools: [Pool; 2], // regular, reserve
+    ended: u64,       // connections whose place went to others
+}
+
+/// The place of one connection; free when it is dropped.
+pub(super) struct Place {
+    places: Arc<Places>,
+    pool: usize,
+    id: u64,
+}
+
+impl Places {
+    /// `size` regular ones.
+    pub(in crate::server) fn new(size: usize) -> Self {
+        Self { size, table: Mutex::default() }
+    }
+
+    /// Connections that have places, and how many have ended because others wanted theirs.
+    pub(in crate::server) fn count(&self) -> (usize, u64) {
+        let table = self.lock();
+        (table.pools.iter().map(Pool::len).sum(), table.ended)
+    }
+
+    /// Whether the next newcomer needs somebody else's place.
+    pub(super) fn are_taken(&self) -> bool {
+        self.lock().pools[0].len() >= self.size
+    }
+
+    /// A place for a client of this address, and what ends when the place goes to others; `None`: even the reserve is being answered.
+    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<(Place, oneshot::Receiver<()>)> {
+        let network = network(address);
+        let mut table = self.lock();
+        let sizes = [self.size, RESERVE];
+        let pool = (0..2).find(|&pool| table.pools[pool].len() < sizes[pool] || table.end_one(pool, network))?;
+        let (end, ended) = oneshot::channel();
+        let id = table.next;
+        table.next += 1;
+        let since = Some(Instant::now() + HEAD_TIME);
+        table.pools[pool].insert(id, (Connection { network, activity: Activity::Head, since }, end));
+        Some((Place { places: self.clone(), pool, id }, ended))
+    }
+
+    /// Ends a connection that lets us wait, whoever's it is: file handles have run out.
+    pub(super) fn make_room(&self) {
+        let nobody = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+        self.lock().end_one(0, nobody);
+    }
+
+    /// Ends all connections that are busy with one of these.
+    pub(super) fn end(&self, activities: &[Activity]) {
+        for pool in &mut self.lock().pools {
+            pool.retain(|_, (connection, _)| !activities.contains(&connection.activity));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Table {
+    /// Ends one connection for a newcomer of `network`. Returns whether there was one that could.
+    fn end_one(&mut self, pool: usize, network: IpAddr) -> bool {
+        let connections = self.pools[pool].iter().map(|(&id, (connection, _))| (id, *connection));
+        let victim = victim(connections, network);
+        self.ended += u64::from(victim.is_some());
+        victim.is_some_and(|id| self.pools[pool].remove(&id).is_some())
+    }
+}
+
+impl Place {
+    /// Whether others want it as soon as it is idle.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.pool == 1 || self.places.are_taken()
+    }
+
+    pub(super) fn is_reserve(&self) -> bool {
+        self.pool == 1
+    }
+
+    /// A request's head is there. Returns false if the place is somebody else's already.
+    pub(super) fn begins(&self, has_body: bool) -> bool {
+        self.update(|connection| {
+            connection.activity = if has_body { Activity::Body } else { Activity::Answer };
+            connection.since = has_body.then(Instant::now);
+        })
+    }
+
+    /// Bytes have come.
+    pub(super) fn hears(&self) {
+        self.update_if(&[Activity::Idle], Activity::Head, Some(Instant::now() + HEAD_TIME));
+    }
+
+    /// So many bytes of the body have come.
+    pub(super) fn reads(&self, bytes: usize) {
+        self.update(|connection| {
+            if connection.activity == Activity::Body {
+                connection.since = connection.since.map(|since| Instant::now().min(since + worth(bytes)));
+            }
+        });
+    }
+
+    /// The body is there, or nobody wants it.
+    pub(super) fn has_read(&self) {
+        self.update_if(&[Activity::Body], Activity::Answer, None);
+    }
+
+    /// The answer is complete; its last bytes are not sent yet.
+    pub(super) fn has_answered(&self) {
+        self.update_if(&[Activity::Body, Activity::Answer], Activity::LastBytes, None);
+    }
+
+    /// All that there was to send is sent.
+    pub(super) fn has_sent(&self) {
+        self.update_if(&[Activity::LastBytes], Activity::Idle, Some(Instant::now()));
+    }
+
+    /// The client takes nothing of its answer since then, or takes it again.
+    pub(super) fn stalls(&self, since: Option<Instant>) {
+        self.update(|connection| {
+            if matches!(connection.activity, Activity::Answer | Activity::LastBytes) {
+                connection.since = since;
+            }
+        });
+    }
+
+    fn update_if(&self, before: &[Activity], activity: Activity, since: Option<Instant>) {
+        self.update(|connection| {
+            if before.contains(&connection.activity) {
+                (connection.activity, connection.since) = (activity, since);
+            }
+        });
+    }
+
+    fn update(&self, change: impl FnOnce(&mut Connection)) -> bool {
+        let mut table = self.places.lock();
+        table.pools[self.pool].get_mut(&self.id).map(|(connection, _)| change(connection)).is_some()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.places.lock().pools[self.pool].remove(&self.id);
+    }
+}
+
+/// How long so many bytes take at the least rate.
+pub(super) fn worth(bytes: usize) -> Duration {
+    Duration::from_secs(bytes as u64) / LEAST_RATE
+}
+
+/// What one subscriber has: an IPv4 address, or 64 bits of an IPv6 address.
+fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from(u128::from(address) >> 64 << 64)),
+        address => address,
+    }
+}
+
+/// Whose place a newcomer takes.
+fn victim(connections: impl Iterator<Item = (u64, Connection)> + Clone, newcomer: IpAddr) -> Option<u64> {
+    let longest = |network: Option<IpAddr>| {
+        let candidates = connections.clone().filter(|(_, c)| network.is_none_or(|network| c.network == network));
+        let waits = candidates.filter_map(|(id, c)| Some((c.activity != Activity::Idle, c.since?, id)));
+        waits.min().map(|(_, _, id)| id)
+    };
+    match majority(connections.clone().map(|(_, c)| c.network)) {
+        None => longest(None),
+        Some(crowd) if crowd == newcomer => longest(Some(crowd)),
+        Some(crowd) => longest(Some(crowd)).or_else(|| longest(None)),
+    }
+}
+
+/// What is more than half of all, if anything is.
+fn majority<T: PartialEq + Copy>(all: impl Iterator<Item = T> + Clone) -> Option<T> {
+    // Boyer and Moore: pairs of different ones are taken away; only what is left can be more than half.
+    let (mut left, mut more) = (None, 0);
+    for one in all.clone() {
+        match more {
+            0 => (left, more) = (Some(one), 1),
+            _ if left == Some(one) => more += 1,
+            _ => more -= 1,
+        }
+    }
+    left.filter(|&left| 2 * all.clone().filter(|&one| one == left).count() > all.count())
+}
+
+#[cfg(test)]
+mod tests;
