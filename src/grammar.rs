@@ -179,6 +179,11 @@ impl Constraint for Matching {
     fn is_complete(&mut self) -> bool {
         self.matcher.is_stopped() && !self.matcher.is_error()
     }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        // A shallow clone shares the lexer, and with it a lock.
+        Box::new(Self { matcher: self.matcher.deep_clone(), eos: self.eos.clone(), vocab_size: self.vocab_size })
+    }
 }
 
 /// What an error of the grammar engine says, without its dump of states.

@@ -1,4 +1,4 @@
-//! Anonymous memory in huge pages, and how fast a team can read it.
+//! Anonymous memory in huge pages, how fast a team can read it, and what the allocator keeps.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -12,6 +12,27 @@ use memmap2::{Advice, MmapMut};
 
 use crate::workers::{Shared, Team, Worker};
 use crate::{Error, Result};
+
+/// Arenas of the allocator at most: what is freed in one is of no use to the others.
+const ARENAS: libc::c_int = 2;
+
+/// Keeps the heaps of a process few. To be called before it has threads.
+pub fn few_arenas() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: sets a number of the allocator's; any value is allowed at any time.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, ARENAS);
+    }
+}
+
+/// Gives freed memory back to the system: the allocator keeps what lies below something that is still used.
+pub fn trim() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: touches free memory only, under the allocator's own locks.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
 
 /// The size of the pages that the kernel maps a memory with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

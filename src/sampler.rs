@@ -51,6 +51,8 @@ pub trait Constraint: Send + std::fmt::Debug {
     fn accept(&mut self, token: u32) -> Result<()>;
     /// Nothing may follow: the answer is complete.
     fn is_complete(&mut self) -> bool;
+    /// The same for another answer that has said as much.
+    fn fork(&self) -> Box<dyn Constraint>;
 }
 
 /// How likely the model held a token to be, and which others it held to be likely, before any penalty, bias, temperature or constraint.
@@ -438,6 +440,10 @@ mod tests {
 
         fn is_complete(&mut self) -> bool {
             true
+        }
+
+        fn fork(&self) -> Box<dyn Constraint> {
+            Box::new(Self(self.0))
         }
     }
 

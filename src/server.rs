@@ -3,6 +3,7 @@
 //! ```text
 //! connections   sockets, who has a place, TLS, timeouts
 //! front         who may ask, request ids, the log, panics
+//! memory        what requests may take together; structure, text: what a body and its text take
 //! fields        reads a body and leaves nothing unread
 //! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
 //! ask, answer   what to ask the engine; what it says, as parts
@@ -14,6 +15,7 @@ mod answer;
 mod ask;
 mod capture;
 mod chat;
+mod chunked;
 mod completions;
 mod connections;
 mod conversation;
@@ -21,10 +23,13 @@ mod error;
 mod fields;
 mod front;
 pub mod local;
+mod memory;
 mod messages;
 mod metrics;
 mod responses;
 mod steer;
+mod structure;
+mod text;
 mod tokens;
 mod web;
 
@@ -225,9 +230,8 @@ struct App {
     hosts: front::Hosts,
     http: HttpMetrics,
     places: Arc<connections::Places>,
-    large: ask::LargeBodies,
+    memory: memory::Memory,
     vectors: steer::Vectors,
-    captures: capture::Places,
     log_prompts: bool,
     client_timeout: Duration,
     draining: AtomicBool,
@@ -244,9 +248,8 @@ impl App {
             hosts: front::Hosts::new(server.address, options),
             http: HttpMetrics::default(),
             places: Arc::new(connections::Places::new(connections::fit(options.max_connections))),
-            large: ask::LargeBodies::default(),
+            memory: memory::Memory::default(),
             vectors: steer::Vectors::of(options.api_keys.len()),
-            captures: capture::Places::default(),
             log_prompts: options.log_prompts,
             client_timeout: options.client_timeout,
             draining: AtomicBool::new(false),

@@ -1,7 +1,7 @@
 //! An engine with its text side: what `chat`, `generate` and the server talk to.
 
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use serde_json::Value;
 
@@ -24,6 +24,7 @@ pub struct TextModel {
     template: Option<Arc<ChatTemplate>>,
     syntax: Arc<Syntax>,
     grammars: Arc<OnceLock<Result<Grammars>>>,
+    long_text: Arc<Mutex<()>>,
     sampling: SamplingParams,
 }
 
@@ -45,6 +46,7 @@ impl TextModel {
             tokenizer: Arc::new(text.tokenizer),
             template: text.template.map(Arc::new),
             grammars: Arc::default(),
+            long_text: Arc::default(),
             sampling: text.sampling,
         }
     }
@@ -57,6 +59,11 @@ impl TextModel {
     /// The checkpoint's tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// To be held while a long text is tokenized, which takes more than a hundred times its size.
+    pub(crate) fn long_text(&self) -> &Mutex<()> {
+        &self.long_text
     }
 
     /// How the model's authors sample; greedy unless they say otherwise.

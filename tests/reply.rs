@@ -70,7 +70,7 @@ impl Answer {
 
 /// Reads `text` cut at these places, of which those inside a character are passed over.
 fn read(template: &str, in_reasoning: bool, text: &str, cuts: &[usize]) -> Answer {
-    let mut parser = Syntax::of(template).parser(&tools(), in_reasoning);
+    let mut parser = Syntax::of(template).parser(tools(), in_reasoning);
     let mut parts = Vec::new();
     let mut start = 0;
     for &cut in cuts {
@@ -279,17 +279,17 @@ fn harmony() {
 
 #[test]
 fn arguments_stream() {
-    let mut parser = Syntax::of(HERMES).parser(&tools(), false);
+    let mut parser = Syntax::of(HERMES).parser(tools(), false);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"ci", &mut parts);
     assert!(
         matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0, json }] if name == "get_weather" && json == "{\"ci")
     );
-    let mut parser = Syntax::of(FUNCTION).parser(&tools(), false);
+    let mut parser = Syntax::of(FUNCTION).parser(tools(), false);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\nline 1\nli", &mut parts);
     assert_eq!(Answer::of(&parts).calls[0].1, "{\"content\": \"line 1\\nli");
-    let mut parser = Syntax::of(HERMES).parser(&tools(), false);
+    let mut parser = Syntax::of(HERMES).parser(tools(), false);
     let mut parts = Vec::new();
     parser.push("Hello <", &mut parts);
     assert_eq!(parts, [Part::Content("Hello".into())], "a space and `<` may belong to a call");
@@ -313,7 +313,7 @@ fn without_tools_or_markers_text_is_content() {
     for template in ["plain", HERMES, KIMI] {
         let syntax = Syntax::of(template);
         let tools = if template == "plain" { tools() } else { Vec::new() };
-        let mut parser = syntax.parser(&tools, false);
+        let mut parser = syntax.parser(&tools[..], false);
         let mut parts = Vec::new();
         for c in text.chars() {
             parser.push(&c.to_string(), &mut parts);

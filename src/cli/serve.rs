@@ -107,6 +107,7 @@ impl AccessArgs {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
+    crate::memory::few_arenas();
     let config = args.scheduling.over(args.engine.to_config()?);
     let options = ServerOptions {
         api_keys: args.access.keys()?,

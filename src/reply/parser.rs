@@ -1,5 +1,7 @@
 //! Text to parts as it comes. What may be the beginning of a marker waits, everything else goes out at once.
 
+use std::sync::Arc;
+
 use super::harmony::Harmony;
 use super::id::call_id;
 use super::syntax::Format;
@@ -21,14 +23,14 @@ enum Machine {
 }
 
 impl Parser {
-    pub(super) fn new(format: Option<Format>, thinks: bool, tools: &[Tool], in_reasoning: bool) -> Self {
+    pub(super) fn new(format: Option<Format>, thinks: bool, tools: Arc<[Tool]>, in_reasoning: bool) -> Self {
         let machine = match format {
             Some(Format::Harmony) => Machine::Harmony(Box::new(Harmony::new(in_reasoning))),
             None if !thinks => Machine::Plain,
             _ if !thinks && tools.is_empty() => Machine::Plain,
             _ => Machine::Tags(Box::new(Tags::new(format, thinks, !tools.is_empty(), in_reasoning))),
         };
-        Self { machine, output: Output { tools: tools.to_vec(), calls: 0 } }
+        Self { machine, output: Output { tools, calls: 0 } }
     }
 
     /// Takes in more text and adds what it makes certain to `parts`. All parts joined do not depend on how the text was cut.
@@ -58,7 +60,7 @@ impl Parser {
 /// The calls made, and those that may be made.
 #[derive(Debug)]
 pub(super) struct Output {
-    tools: Vec<Tool>,
+    tools: Arc<[Tool]>, // of all choices of a request
     calls: usize,
 }
 

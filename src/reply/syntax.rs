@@ -1,5 +1,7 @@
 //! Which syntax of thinking and of calls a chat template speaks, told by the markers it writes.
 
+use std::sync::Arc;
+
 use super::history::{self, History};
 use super::{Parser, Tool, ToolChoice, calls};
 use crate::Result;
@@ -84,8 +86,8 @@ impl Syntax {
     }
 
     /// What reads a reply. Without `tools`, nothing is a call.
-    pub fn parser(&self, tools: &[Tool], in_reasoning: bool) -> Parser {
-        Parser::new(self.format, self.thinks, tools, in_reasoning)
+    pub fn parser(&self, tools: impl Into<Arc<[Tool]>>, in_reasoning: bool) -> Parser {
+        Parser::new(self.format, self.thinks, tools.into(), in_reasoning)
     }
 
     /// The grammar of a whole reply that calls tools as `choice` demands; `None`: anything goes.

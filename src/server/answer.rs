@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::io::{self, Write};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -9,13 +10,15 @@ use std::time::Duration;
 
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
 use tokio_stream::Stream;
 
 use super::App;
 use super::ask::Ask;
 use super::error::ApiError;
 use super::front::Caller;
+use super::memory::Held;
 use crate::engine::{FinishReason, Logprobs, RequestStats};
 use crate::reply::{Parser, Part};
 use crate::text_stream::{Delta, TextStream};
@@ -64,6 +67,8 @@ pub(super) struct Answer {
     steps: VecDeque<Step>,
     turn: usize,
     said: Option<String>, // for the log
+    #[allow(dead_code)] // held until it is dropped
+    logprobs: Option<Held>,
 }
 
 struct Choice {
@@ -97,9 +102,13 @@ impl Usage {
 }
 
 impl Answer {
-    /// Asks the engine.
-    pub(super) fn start(app: &Arc<App>, caller: Caller, ask: Ask) -> Result<Self> {
+    /// Asks the engine, once there is memory for what it will tell.
+    pub(super) async fn start(app: &Arc<App>, caller: Caller, ask: Ask) -> Result<Self> {
         let model = app.model()?;
+        let logprobs = match ask.logprobs_bytes(model.engine().info().max_context) {
+            0 => None,
+            bytes => Some(app.memory.told.admit(caller.client, bytes).await?),
+        };
         let mut choices = Vec::with_capacity(ask.choices.len());
         let mut said = None;
         let steer = app.vectors.resolve(caller.tenant, &ask.steer)?;
@@ -117,7 +126,7 @@ impl Answer {
             }
             choices.push(Choice { stats: text.stats(), text, parser, reasoning_tokens: 0, finish: None });
         }
-        Ok(Self { app: app.clone(), caller, choices, n: ask.n, steps: VecDeque::new(), turn: 0, said })
+        Ok(Self { app: app.clone(), caller, choices, n: ask.n, steps: VecDeque::new(), turn: 0, said, logprobs })
     }
 
     /// Tokens so far; of choices that share a prompt it counts once.
@@ -253,6 +262,42 @@ impl Drop for Answer {
             tracing::info!(request_id = self.caller.request_id, answer, "said");
         }
     }
+}
+
+/// Writes an answer as a whole, with the lists of logprobs that `logprobs` writes for each choice: as values they would take ten times as much.
+pub(super) fn write_whole(
+    out: &mut dyn Write,
+    mut object: Map<String, Value>,
+    logprobs: impl Fn(usize, &mut dyn Write) -> io::Result<()>,
+) -> io::Result<()> {
+    let Some(Value::Array(choices)) = object.remove("choices") else { return Err(io::ErrorKind::InvalidData.into()) };
+    open_object(out, Value::Object(object))?;
+    out.write_all(b",\"choices\":[")?;
+    for (i, mut choice) in choices.into_iter().enumerate() {
+        choice.as_object_mut().map(|choice| choice.remove("logprobs"));
+        out.write_all(if i > 0 { b"," } else { b"" })?;
+        open_object(out, choice)?;
+        out.write_all(b",\"logprobs\":")?;
+        logprobs(i, out)?;
+        out.write_all(b"}")?;
+    }
+    out.write_all(b"]}")
+}
+
+/// Writes an object that has members, so that more can follow.
+pub(super) fn open_object(out: &mut dyn Write, object: Value) -> io::Result<()> {
+    let text = object.to_string();
+    out.write_all(text.strip_suffix('}').unwrap_or(&text).as_bytes())
+}
+
+/// Writes a list entry by entry.
+pub(super) fn write_list<T: Serialize>(out: &mut dyn Write, entries: impl Iterator<Item = T>) -> io::Result<()> {
+    out.write_all(b"[")?;
+    for (i, entry) in entries.enumerate() {
+        out.write_all(if i > 0 { b"," } else { b"" })?;
+        serde_json::to_writer(&mut *out, &entry)?;
+    }
+    out.write_all(b"]")
 }
 
 /// How an endpoint says an answer in events.

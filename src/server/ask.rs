@@ -1,16 +1,22 @@
 //! What an endpoint asks the engine for, and the fields that several endpoints share.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::http::StatusCode;
+use http_body_util::BodyExt;
 use serde_json::Value;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout_at};
 
 use super::App;
 use super::error::ApiError;
 use super::fields::Fields;
+use super::memory::{Held, give_back};
 use super::steer::{Steering, read_steer};
+use super::structure::Structure;
+use super::text::{ENCODED_AT_ONCE, encoding_bytes};
 use crate::engine::{Request, SamplingParams};
 use crate::grammar::Grammar;
 use crate::reply::Parser;
@@ -21,14 +27,23 @@ type Result<T> = std::result::Result<T, ApiError>;
 /// Bytes of a request body at most: a million tokens of text, and no more than a box can hold many of.
 const MAX_BODY_BYTES: usize = 16 << 20;
 
-/// A body above this is large: few of them are read at a time, and fewer understood, so that their texts and tokens leave memory to the rest.
-const LARGE_BODY_BYTES: u64 = 256 << 10;
-const LARGE_READ: usize = 64;
-const LARGE_UNDERSTOOD: usize = 2;
+/// Bytes a second that a body brings at least, after as long as a client may take for a request without one.
+const SLOWEST: u64 = 64 << 10;
+
+/// What is read of a refused body and dropped, so that its client gets to read why; most write all before they read.
+const MAX_DROPPED_BYTES: usize = 4 * MAX_BODY_BYTES;
+const DROPPED_WITHIN: Duration = Duration::from_secs(5);
+const DROPPED_SILENCE: Duration = Duration::from_millis(300);
+
+/// What a body takes beside itself while it is understood, for each of its bytes: its strings, messages made of them, and the prompt made of those.
+const COPIES: u64 = 8;
 
 /// Stop strings of a request at most, and bytes of each: matching costs their product for every token.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
+
+/// Bytes that a token takes with how likely it was, on its way to the client.
+const LOGPROBS: usize = 256;
 
 /// Answers to one request at most.
 const MAX_CHOICES: usize = 16;
@@ -36,22 +51,11 @@ const MAX_CHOICES: usize = 16;
 /// Tokens with a bias at most.
 const MAX_BIASES: usize = 1024;
 
-/// Places for large bodies.
-pub(super) struct LargeBodies {
-    read: Arc<Semaphore>,
-    understood: Arc<Semaphore>,
-}
-
-impl Default for LargeBodies {
-    fn default() -> Self {
-        Self { read: Arc::new(Semaphore::new(LARGE_READ)), understood: Arc::new(Semaphore::new(LARGE_UNDERSTOOD)) }
-    }
-}
-
-/// A body, whole, and its place if it is large.
-pub(super) struct Whole {
-    bytes: Bytes,
-    large: Option<OwnedSemaphorePermit>,
+/// A body, whole.
+struct Whole {
+    bytes: Vec<u8>,
+    structure: Structure,
+    held: Held,
 }
 
 /// A body, understood: what to ask the engine, and how to answer.
@@ -66,6 +70,17 @@ pub(super) struct Ask {
     pub(super) special_tokens: bool,
     /// What is added to the residual stream of all choices.
     pub(super) steer: Vec<Steering>,
+}
+
+impl Ask {
+    /// Bytes that the logprobs of all its tokens take at most, in a context of `limit` tokens.
+    pub(super) fn logprobs_bytes(&self, limit: usize) -> u64 {
+        let one = |(request, _): &(Request, Option<Parser>)| {
+            let tokens = limit.saturating_sub(request.prompt.len()).min(request.max_tokens.unwrap_or(limit));
+            request.logprobs.map_or(0, |top| (tokens * (LOGPROBS + top * size_of::<(u32, f32)>())) as u64)
+        };
+        self.choices.iter().map(one).sum()
+    }
 }
 
 /// How one answer is asked for, whatever the prompt is.
@@ -111,7 +126,8 @@ impl Options {
             let message = format!("This model's context holds {limit} tokens, answer included; the prompt has {} tokens", prompt.len());
             return Err(ApiError::context_length(message, param));
         }
-        let compile = |(param, grammar)| model.compile(grammar).map_err(|e| ApiError::of_field(param, e));
+        check_choices(model, prompts.len() * self.n)?;
+        let constraint = form.map(|(param, grammar)| model.compile(grammar).map_err(|e| ApiError::of_field(param, e))).transpose()?;
         let seed = self.sampling.seed.unwrap_or_else(random_seed);
         let mut choices = Vec::with_capacity(prompts.len() * self.n);
         for prompt in prompts {
@@ -121,7 +137,7 @@ impl Options {
                     max_tokens: self.max_tokens,
                     sampling: SamplingParams { seed: Some(seed.wrapping_add(i as u64)), ..self.sampling.clone() },
                     ignore_eos: self.ignore_eos,
-                    constraint: form.map(compile).transpose()?,
+                    constraint: constraint.as_ref().map(|constraint| constraint.fork()),
                     logprobs: self.logprobs,
                     ..Request::default()
                 };
@@ -132,64 +148,117 @@ impl Options {
     }
 }
 
+/// Refuses more choices than may wait, before anything is done for them.
+fn check_choices(model: &TextModel, choices: usize) -> Result<()> {
+    let most = model.engine().info().max_queue;
+    if choices > most {
+        let message = format!("'n' asks for {choices} answers together and {most} may wait: ask for fewer, or raise --max-queue");
+        return Err(ApiError::bad_field("n", message));
+    }
+    let waiting = model.engine().metrics().requests_waiting.load(Relaxed) as usize;
+    match waiting + choices <= most {
+        true => Ok(()),
+        false => {
+            Err(ApiError::too_many(format!("{waiting} requests wait already and {most} may: try again in a while, or raise --max-queue")))
+        }
+    }
+}
+
 /// A seed that nobody asked for.
 fn random_seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::time::Instant::now())
 }
 
-/// Reads a body to its end.
+/// Reads a body to its end, once there is memory for it.
 ///
 /// Errors: it is larger than anyone may send, cut off, or takes too long.
-async fn read_body(app: &App, body: Body) -> Result<Whole> {
+async fn read_body(app: &App, client: u64, body: &mut Body) -> Result<Whole> {
     // One that is too large by its own account is not read until it is.
-    if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
+    let length = body.size_hint();
+    if length.lower() > MAX_BODY_BYTES as u64 {
         return Err(ApiError::body_too_large(MAX_BODY_BYTES));
     }
-    let large = match body.size_hint().upper() {
-        Some(..=LARGE_BODY_BYTES) => None,
-        _ => Some(
-            app.large
-                .read
-                .clone()
-                .try_acquire_owned()
-                .map_err(|_| ApiError::too_many(format!("{LARGE_READ} large requests are being read: try again in a while")))?,
-        ),
-    };
-    // A large body may take longer, but not forever.
-    match tokio::time::timeout(4 * app.client_timeout, axum::body::to_bytes(body, MAX_BODY_BYTES)).await {
-        Ok(Ok(bytes)) => Ok(Whole { bytes, large }),
-        Ok(Err(e)) if std::error::Error::source(&e).is_some_and(|e| e.is::<http_body_util::LengthLimitError>()) => {
-            Err(ApiError::body_too_large(MAX_BODY_BYTES))
+    // Without a length it takes what has come, step by step.
+    let mut held = app.memory.bodies.admit(client, length.exact().unwrap_or(SLOWEST)).await?;
+    let mut bytes = Vec::with_capacity(length.exact().unwrap_or(0) as usize);
+    let mut structure = Structure::default();
+    let started = Instant::now();
+    loop {
+        // A large body may take longer, but neither forever nor while it brings nothing.
+        let patience = app.client_timeout + Duration::from_secs(bytes.len() as u64 / SLOWEST);
+        let frame = match timeout_at(started + patience.min(4 * app.client_timeout), body.frame()).await {
+            Ok(None) => return Ok(Whole { bytes, structure, held }),
+            Ok(Some(Ok(frame))) => frame,
+            Ok(Some(Err(_))) => {
+                let message = "The request body was cut off, or is not encoded as its headers say";
+                return Err(ApiError::body(StatusCode::BAD_REQUEST, message));
+            }
+            Err(_) => return Err(ApiError::too_slow()),
+        };
+        let Ok(data) = frame.into_data() else { continue }; // trailers
+        let all = bytes.len() + data.len();
+        if all > MAX_BODY_BYTES {
+            return Err(ApiError::body_too_large(MAX_BODY_BYTES));
         }
-        Ok(Err(_)) => Err(ApiError::body(StatusCode::BAD_REQUEST, "The request body was cut off, or is not encoded as its headers say")),
-        Err(_) => Err(ApiError::too_slow()),
+        if all > bytes.capacity() {
+            // Both are there while it is copied.
+            let larger = (2 * all).min(MAX_BODY_BYTES);
+            held.grow(((bytes.capacity() + larger) as u64).saturating_sub(held.bytes())).await?;
+            bytes.reserve_exact(larger - bytes.len());
+        }
+        structure.read(&data)?;
+        bytes.extend_from_slice(&data);
+    }
+}
+
+/// Reads on what nobody wants, for a moment.
+async fn drop_body(mut body: Body) {
+    let until = Instant::now() + DROPPED_WITHIN;
+    let mut dropped = 0;
+    while dropped < MAX_DROPPED_BYTES
+        && let Ok(Some(Ok(frame))) = timeout_at(until.min(Instant::now() + DROPPED_SILENCE), body.frame()).await
+    {
+        dropped += frame.data_ref().map_or(0, Bytes::len);
     }
 }
 
 /// The common beginning of an endpoint: its body as fields, for a model that is there and is the one asked for.
 pub(super) async fn understand<T: Send + 'static>(
     app: &Arc<App>,
-    body: Body,
+    client: u64,
+    mut body: Body,
     read: impl FnOnce(&TextModel, &mut Fields) -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    app.model()?;
-    let Whole { bytes, large } = read_body(app, body).await?;
-    let understood = match &large {
-        Some(_) => app.large.understood.clone().acquire_owned().await.ok(),
-        None => None,
+    let whole = match app.model() {
+        Ok(_) => read_body(app, client, &mut body).await,
+        Err(refusal) => Err(refusal),
     };
+    let Whole { bytes, structure, held } = match whole {
+        Ok(whole) => whole,
+        Err(refusal) => {
+            drop_body(body).await;
+            return Err(refusal);
+        }
+    };
+    let text = bytes.len() as u64;
+    let takes = structure.bytes() + COPIES * text + encoding_bytes(text.min(ENCODED_AT_ONCE));
+    let understanding = app.memory.understood.admit(client, takes).await?;
     let app = app.clone();
     // Tokenizing a long prompt and compiling a grammar take too long for an async thread.
     let work = move || {
-        let (_large, _understood) = (large, understood);
-        let mut fields = Fields::parse(&bytes)?;
-        if let Some(name) = fields.string("model")? {
-            app.check_model(&name)?;
-        }
-        let read = read(app.model()?, &mut fields)?;
-        fields.finish()?;
-        Ok(read)
+        let fields = Fields::parse(&bytes);
+        drop((bytes, held));
+        let result = fields.and_then(|mut fields| {
+            if let Some(name) = fields.string("model")? {
+                app.check_model(&name)?;
+            }
+            let read = read(app.model()?, &mut fields)?;
+            fields.finish()?;
+            Ok(read)
+        });
+        give_back(understanding);
+        result
     };
     tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal())?
 }

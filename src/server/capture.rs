@@ -1,26 +1,28 @@
 //! `/v1/capture`: the residual stream and logits of a prompt and of what is generated after it.
 
 use std::collections::BTreeMap;
+use std::io::{self, Write};
 use std::ops::Range;
 use std::sync::Arc;
 
 use axum::Extension;
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
-use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use safetensors::tensor::{Dtype, TensorView};
+use base64::write::EncoderWriter;
 use serde_json::{Map, Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::answer::{open_object, write_list};
 use super::ask::{Options, understand};
+use super::chunked::chunked;
 use super::completions::one_prompt;
 use super::conversation::Conversation;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
+use super::memory::give_back;
 use super::steer::{Steering, read_layers, read_positions};
 use super::{App, unix_seconds};
 use crate::engine::{Activation, CaptureWanted, Captured, Event, Events, FinishReason, Request, RequestStats};
@@ -28,18 +30,8 @@ use crate::text_model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Bytes of numbers of one answer at most, and answers that are held at a time: what a box has for them beside its model.
+/// Bytes of numbers of one answer at most.
 const MAX_BYTES: usize = 256 << 20;
-const MAX_ANSWERS: usize = 4;
-
-/// Places for answers.
-pub(super) struct Places(Arc<Semaphore>);
-
-impl Default for Places {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(MAX_ANSWERS)))
-    }
-}
 
 /// How numbers are written.
 #[derive(Clone, Copy)]
@@ -54,22 +46,38 @@ pub(super) enum Encoding {
 
 /// Answers `/v1/capture`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (mut request, steering, encoding) = understand(&app, body, read).await?;
-    let too_many = |_| ApiError::too_many(format!("{MAX_ANSWERS} captures are being answered: try again in a while"));
-    let place = app.captures.0.clone().try_acquire_owned().map_err(too_many)?;
+    let asked = understand(&app, caller.client, body, read).await?;
+    let Asked { mut request, steering, encoding, bytes } = asked;
+    let held = app.memory.told.admit(caller.client, bytes as u64).await?;
     let model = app.model()?.clone();
     caller.sign(&mut request);
     request.steer = app.vectors.resolve(caller.tenant, &steering)?;
     let prompt = request.prompt.clone();
     let found = Found::collect(prompt, model.engine().submit(request)?).await?;
     app.http.observe(&found.stats);
-    // Writing millions of numbers takes too long for an async thread.
-    let write = move || found.write(&model, encoding, place);
-    tokio::task::spawn_blocking(write).await.map_err(|_| ApiError::internal())?
+    let kind = match encoding {
+        Encoding::Safetensors => "application/octet-stream",
+        _ => "application/json",
+    };
+    let body = chunked(app.client_timeout, move |out| {
+        let written = found.write(&model, encoding, out);
+        drop(found);
+        give_back(held);
+        written
+    });
+    Ok(([(CONTENT_TYPE, kind)], body).into_response())
+}
+
+/// What a body asks for.
+pub(super) struct Asked {
+    request: Request,
+    steering: Vec<Steering>,
+    encoding: Encoding,
+    bytes: usize, // of all numbers
 }
 
 /// What to ask for, and how to write what comes.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Request, Vec<Steering>, Encoding)> {
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
     let prompt = match fields.take("prompt") {
         Some(prompt) => one_prompt(model, &prompt, || ApiError::bad_field("prompt", "'prompt' must be a string or token ids"))?,
         None => Conversation::read(model, fields)?.prompt(model)?.ids,
@@ -108,7 +116,8 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Request, V
     }
     let mut ask = options.ask(model, "prompt", vec![prompt], None, || None)?;
     let (request, _) = ask.choices.pop().expect("one prompt, one choice");
-    Ok((Request { max_tokens: Some(max_tokens), capture: Some(capture), ..request }, ask.steer, encoding))
+    let request = Request { max_tokens: Some(max_tokens), capture: Some(capture), ..request };
+    Ok(Asked { request, steering: ask.steer, encoding, bytes })
 }
 
 /// What came of a request.
@@ -123,7 +132,37 @@ struct Found {
 #[derive(Default)]
 struct Rows {
     positions: Vec<Range<usize>>,
-    numbers: Vec<f32>,
+    parts: Vec<Vec<f32>>, // as the engine gave them: joining them would need them twice
+}
+
+impl Rows {
+    /// Numbers of a row, where there are so many rows.
+    fn width(&self, rows: usize) -> usize {
+        self.parts.iter().map(Vec::len).sum::<usize>() / rows.max(1)
+    }
+
+    /// As little-endian bytes, which every machine has that this runs on.
+    fn bytes(&self) -> impl Iterator<Item = &[u8]> {
+        self.parts.iter().map(|part| bytemuck::cast_slice(part))
+    }
+
+    fn write(&self, rows: usize, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "{{\"shape\":[{rows},{}],\"data\":", self.width(rows))?;
+        match encoding {
+            Encoding::Float => {
+                write_list(out, self.parts.iter().flatten())?;
+                out.write_all(b"}")
+            }
+            _ => {
+                out.write_all(b"\"")?;
+                let mut base64 = EncoderWriter::new(&mut *out, &BASE64_STANDARD);
+                self.bytes().try_for_each(|bytes| base64.write_all(bytes))?;
+                base64.finish()?;
+                drop(base64);
+                out.write_all(b"\"}")
+            }
+        }
+    }
 }
 
 impl Found {
@@ -138,7 +177,7 @@ impl Found {
                         Some(last) if last.end == position => last.end += count,
                         _ => all.positions.push(position..position + count),
                     }
-                    all.numbers.extend(numbers);
+                    all.parts.push(numbers);
                 }
                 Some(Event::Done(reason, stats)) => return Ok(Self { tokens, rows, reason, stats }),
                 Some(Event::Failed(error)) => return Err(error.into()),
@@ -152,85 +191,77 @@ impl Found {
         self.rows.values().next().map_or(Vec::new(), |rows| rows.positions.iter().cloned().flatten().collect())
     }
 
-    fn write(self, model: &TextModel, encoding: Encoding, place: OwnedSemaphorePermit) -> Result<Response> {
-        let (kind, bytes) = match encoding {
-            Encoding::Safetensors => ("application/octet-stream", self.safetensors()),
-            _ => ("application/json", self.json(model, encoding)?.to_string().into_bytes()),
-        };
-        // The place is free when the last byte is with the client.
-        let body = Bytes::from_owner(Held(bytes, place));
-        Ok(([(CONTENT_TYPE, kind)], body).into_response())
+    fn write(&self, model: &TextModel, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
+        match encoding {
+            Encoding::Safetensors => self.write_safetensors(out),
+            _ => self.write_json(model, encoding, out),
+        }
     }
 
-    fn json(&self, model: &TextModel, encoding: Encoding) -> Result<Value> {
-        let info = model.engine().info();
+    fn write_json(&self, model: &TextModel, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
         let positions = self.positions();
-        let one = |rows: &Rows| {
-            let data = match encoding {
-                Encoding::Float => json!(rows.numbers),
-                _ => BASE64_STANDARD.encode(bytes_of(&rows.numbers)).into(),
-            };
-            json!({"shape": [positions.len(), rows.numbers.len() / positions.len().max(1)], "data": data})
-        };
-        let mut hidden = Map::new();
-        let mut logits = Value::Null;
-        for (what, rows) in &self.rows {
-            match what {
-                Activation::Hidden(layer) => _ = hidden.insert(layer.to_string(), one(rows)),
-                Activation::Logits => logits = one(rows),
-            }
-        }
         let generated = &self.tokens[self.stats.prompt_tokens..];
-        Ok(json!({
+        let told = json!({
             "id": new_id("capture"),
             "object": "capture",
             "created": unix_seconds(),
-            "model": info.model,
-            "tokens": self.tokens,
-            "text": model.tokenizer().decode(generated, true)?,
+            "model": model.engine().info().model,
+            "text": model.tokenizer().decode(generated, true).map_err(io::Error::other)?,
             "finish_reason": match self.reason { FinishReason::Stop => "stop", FinishReason::Length => "length" },
-            "positions": positions,
-            "hidden": hidden,
-            "logits": logits,
             "usage": {
                 "prompt_tokens": self.stats.prompt_tokens,
                 "completion_tokens": generated.len(),
                 "total_tokens": self.tokens.len(),
             },
-        }))
+        });
+        open_object(out, told)?;
+        out.write_all(b",\"tokens\":")?;
+        serde_json::to_writer(&mut *out, &self.tokens)?;
+        out.write_all(b",\"positions\":")?;
+        serde_json::to_writer(&mut *out, &positions)?;
+        out.write_all(b",\"hidden\":{")?;
+        let mut first = true;
+        for (what, rows) in &self.rows {
+            let Activation::Hidden(layer) = what else { continue };
+            write!(out, "{}\"{layer}\":", if first { "" } else { "," })?;
+            rows.write(positions.len(), encoding, out)?;
+            first = false;
+        }
+        out.write_all(b"},\"logits\":")?;
+        match self.rows.get(&Activation::Logits) {
+            Some(rows) => rows.write(positions.len(), encoding, out)?,
+            None => out.write_all(b"null")?,
+        }
+        out.write_all(b"}")
     }
 
     /// `tokens` [T] and `positions` [n], I64; `hidden.{i}` [n, hidden] and `logits` [n, vocab], F32: the names of `moebius capture`.
-    fn safetensors(&self) -> Vec<u8> {
+    fn write_safetensors(&self, out: &mut dyn Write) -> io::Result<()> {
         let tokens: Vec<i64> = self.tokens.iter().map(|&t| i64::from(t)).collect();
         let positions: Vec<i64> = self.positions().iter().map(|&p| p as i64).collect();
-        let n = positions.len();
-        let view = |dtype, shape, data| TensorView::new(dtype, shape, data).expect("a tensor's bytes are its shape's");
-        let mut tensors = vec![
-            ("tokens".to_string(), view(Dtype::I64, vec![tokens.len()], bytemuck::cast_slice(&tokens))),
-            ("positions".to_string(), view(Dtype::I64, vec![n], bytemuck::cast_slice(&positions))),
-        ];
+        let mut header = Map::new();
+        let mut end = 0;
+        let mut tensor = |name: String, dtype: &str, shape: Vec<usize>, size: usize| {
+            let start = end;
+            end += shape.iter().product::<usize>() * size;
+            header.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
+        };
+        tensor("tokens".into(), "I64", vec![tokens.len()], 8);
+        tensor("positions".into(), "I64", vec![positions.len()], 8);
         for (what, rows) in &self.rows {
             let name = match what {
                 Activation::Hidden(layer) => format!("hidden.{layer}"),
                 Activation::Logits => "logits".into(),
             };
-            tensors.push((name, view(Dtype::F32, vec![n, rows.numbers.len() / n.max(1)], bytes_of(&rows.numbers))));
+            tensor(name, "F32", vec![positions.len(), rows.width(positions.len())], 4);
         }
-        safetensors::serialize(tensors, None).expect("tensors with distinct names serialize")
-    }
-}
-
-/// Little-endian, as every machine is that this runs on.
-fn bytes_of(numbers: &[f32]) -> &[u8] {
-    bytemuck::cast_slice(numbers)
-}
-
-/// A body, and the place it takes.
-struct Held(Vec<u8>, #[allow(dead_code)] OwnedSemaphorePermit); // held until it is dropped
-
-impl AsRef<[u8]> for Held {
-    fn as_ref(&self) -> &[u8] {
-        &self.0
+        // The format wants tensors to begin at multiples of 8.
+        let header = Value::Object(header).to_string();
+        let padded = header.len().next_multiple_of(8);
+        out.write_all(&(padded as u64).to_le_bytes())?;
+        write!(out, "{header:padded$}")?;
+        out.write_all(bytemuck::cast_slice(&tokens))?;
+        out.write_all(bytemuck::cast_slice(&positions))?;
+        self.rows.values().flat_map(Rows::bytes).try_for_each(|bytes| out.write_all(bytes))
     }
 }

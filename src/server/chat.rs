@@ -9,8 +9,9 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Shape, Step, stream};
+use super::answer::{Answer, Finish, Shape, Step, stream, write_list, write_whole};
 use super::ask::{Ask, Options, streaming, understand};
+use super::chunked::chunked_json;
 use super::conversation::Conversation;
 use super::error::ApiError;
 use super::fields::Fields;
@@ -24,10 +25,10 @@ type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/chat/completions`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, streams, include_usage) = understand(&app, body, read).await?;
+    let (ask, streams, include_usage) = understand(&app, caller.client, body, read).await?;
     let n = ask.choices.len();
     let model = app.model()?.clone();
-    let mut answer = Answer::start(&app, caller, ask)?;
+    let mut answer = Answer::start(&app, caller, ask).await?;
     let name = model.engine().info().model.clone();
     let shape = Chat { id: new_id("chatcmpl"), created: unix_seconds(), name, include_usage, n, model };
     if streams {
@@ -36,15 +37,26 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
     let mut choices: Vec<Whole> = std::iter::repeat_with(Whole::default).take(n).collect();
     while let Some(step) = answer.next().await {
         match step? {
-            Step::Part(i, part, logprobs) => choices[i].add(&shape.model, part, logprobs),
-            Step::End(i, finish, logprobs) => choices[i].end(&shape.model, finish, logprobs),
+            Step::Part(i, part, logprobs) => choices[i].add(part, logprobs),
+            Step::End(i, finish, logprobs) => choices[i].end(finish, logprobs),
         }
     }
+    let logprobs: Vec<Vec<(u32, Logprobs)>> = choices.iter_mut().map(|choice| std::mem::take(&mut choice.logprobs)).collect();
     let choices: Vec<Value> = choices.into_iter().enumerate().map(|(i, choice)| choice.into_json(i)).collect();
     let mut object = shape.object("chat.completion", choices.into());
     object.insert("usage".into(), answer.usage().to_json());
     object.insert("timings".into(), answer.timings());
-    Ok(Json(object).into_response())
+    if logprobs.iter().all(Vec::is_empty) {
+        return Ok(Json(object).into_response());
+    }
+    Ok(chunked_json(app.client_timeout, move |out| {
+        let _held = answer;
+        write_whole(out, object, |i, out| {
+            out.write_all(b"{\"refusal\":null,\"content\":")?;
+            write_list(out, logprobs[i].iter().map(|token| logprob(&shape.model, token)))?;
+            out.write_all(b"}")
+        })
+    }))
 }
 
 /// What to ask for, whether to stream, and whether the stream tells usage.
@@ -67,13 +79,13 @@ struct Whole {
     content: String,
     reasoning: String,
     calls: Vec<Value>,
-    logprobs: Vec<Value>,
+    logprobs: Vec<(u32, Logprobs)>,
     finish: Option<Finish>,
 }
 
 impl Whole {
-    fn add(&mut self, model: &TextModel, part: Part, logprobs: Vec<(u32, Logprobs)>) {
-        self.logprobs.extend(logprobs.iter().map(|token| logprob(model, token)));
+    fn add(&mut self, part: Part, logprobs: Vec<(u32, Logprobs)>) {
+        self.logprobs.extend(logprobs);
         match part {
             Part::Content(text) => self.content += &text,
             Part::Reasoning(text) => self.reasoning += &text,
@@ -88,8 +100,8 @@ impl Whole {
         }
     }
 
-    fn end(&mut self, model: &TextModel, finish: Finish, logprobs: Vec<(u32, Logprobs)>) {
-        self.logprobs.extend(logprobs.iter().map(|token| logprob(model, token)));
+    fn end(&mut self, finish: Finish, logprobs: Vec<(u32, Logprobs)>) {
+        self.logprobs.extend(logprobs);
         self.finish = Some(finish);
     }
 
@@ -105,8 +117,7 @@ impl Whole {
         if !self.calls.is_empty() {
             message.insert("tool_calls".into(), self.calls.into());
         }
-        let logprobs = if self.logprobs.is_empty() { Value::Null } else { json!({"content": self.logprobs, "refusal": null}) };
-        json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish.map(Finish::name)})
+        json!({"index": index, "message": message, "logprobs": null, "finish_reason": self.finish.map(Finish::name)})
     }
 }
 

@@ -1,5 +1,6 @@
 //! `/v1/completions`: plain text continued, whole and as server-sent events.
 
+use std::io::{self, Write};
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -9,12 +10,14 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Shape, Step, stream};
+use super::answer::{Answer, Finish, Shape, Step, stream, write_list, write_whole};
 use super::ask::{Ask, Options, streaming, token_ids, understand};
+use super::chunked::chunked_json;
 use super::conversation::read_format;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
+use super::text::encode_prompt;
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
 use crate::reply::Part;
@@ -27,35 +30,41 @@ const MAX_PROMPTS: usize = 64;
 
 /// Answers `/v1/completions`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, echo, streams, include_usage) = understand(&app, body, read).await?;
+    let (ask, echo, streams, include_usage) = understand(&app, caller.client, body, read).await?;
     let model = app.model()?.clone();
     let n = ask.choices.len();
     let name = model.engine().info().model.clone();
-    let mut answer = Answer::start(&app, caller, ask)?;
-    let offsets = echo.iter().map(String::len).collect();
-    let mut shape = Text { id: new_id("cmpl"), created: unix_seconds(), name, include_usage, echo, offsets, model };
+    let mut answer = Answer::start(&app, caller, ask).await?;
+    let offsets = echo.iter().map(|text| text.len()).collect();
+    let shape = Text { id: new_id("cmpl"), created: unix_seconds(), name, include_usage, echo, offsets, model };
     if streams {
         return Ok(stream(answer, shape));
     }
-    let mut choices: Vec<Value> = (0..n).map(|i| shape.choice(i, shape.echo[i].clone(), None, Value::Null)).collect();
+    let mut tokens: Vec<Vec<(u32, Logprobs)>> = vec![Vec::new(); n];
+    let mut choices: Vec<Value> = (0..n).map(|i| shape.choice(i, shape.echo[i].to_string(), None, Value::Null)).collect();
     while let Some(step) = answer.next().await {
         let Said { choice: i, text, finish, logprobs } = step?.into();
-        let logprobs = shape.logprobs(i, &logprobs);
+        tokens[i].extend(logprobs);
         let choice = &mut choices[i];
         if let (Value::String(all), Some(text)) = (&mut choice["text"], text) {
             all.push_str(&text);
         }
         choice["finish_reason"] = finish.map(Finish::name).into();
-        append(&mut choice["logprobs"], logprobs);
     }
     let mut object = shape.object(choices.into());
     object.insert("usage".into(), answer.usage().to_json());
     object.insert("timings".into(), answer.timings());
-    Ok(Json(object).into_response())
+    if tokens.iter().all(Vec::is_empty) {
+        return Ok(Json(object).into_response());
+    }
+    Ok(chunked_json(app.client_timeout, move |out| {
+        let _held = answer;
+        write_whole(out, object, |i, out| shape.write_logprobs(i, &tokens[i], out))
+    }))
 }
 
 /// What to ask for, the prompts to repeat, whether to stream, and whether the stream tells usage.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<String>, bool, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<Arc<str>>, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
     let prompts = prompts(model, fields)?;
     let mut options = Options::read(model, fields)?;
@@ -73,7 +82,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<S
         true => prompts.iter().map(|ids| model.tokenizer().decode(ids, true)).collect::<crate::Result<Vec<_>>>()?,
         false => vec![String::new(); prompts.len()],
     };
-    let echo = echo.into_iter().flat_map(|text| std::iter::repeat_n(text, options.n)).collect();
+    let echo = echo.into_iter().flat_map(|text| std::iter::repeat_n(Arc::from(text), options.n)).collect();
     let form = read_format(fields)?;
     Ok((
         options.ask(model, "prompt", prompts, form.as_ref().map(|(param, grammar)| (*param, grammar)), || None)?,
@@ -100,7 +109,7 @@ fn prompts(model: &TextModel, fields: &mut Fields) -> Result<Vec<Vec<u32>>> {
 /// A string or token ids.
 pub(super) fn one_prompt(model: &TextModel, prompt: &Value, wrong: impl Fn() -> ApiError) -> Result<Vec<u32>> {
     let ids = match prompt {
-        Value::String(text) => model.tokenizer().encode(text, true)?,
+        Value::String(text) => encode_prompt(model, "prompt", text, true)?,
         Value::Array(ids) if !ids.is_empty() => token_ids(model, "prompt", prompt)?,
         _ => return Err(wrong()),
     };
@@ -130,28 +139,13 @@ impl From<Step> for Said {
     }
 }
 
-/// Appends lists of tokens to those that are there.
-fn append(all: &mut Value, more: Value) {
-    match (all, more) {
-        (_, Value::Null) => {}
-        (Value::Object(all), Value::Object(more)) => {
-            for (name, list) in more {
-                if let (Some(Value::Array(all)), Value::Array(list)) = (all.get_mut(&name), list) {
-                    all.extend(list);
-                }
-            }
-        }
-        (all, more) => *all = more,
-    }
-}
-
 /// The wire form of one answer: what its objects have in common.
 struct Text {
     id: String,
     created: u64,
     name: String,
     include_usage: bool,
-    echo: Vec<String>,   // by choice
+    echo: Vec<Arc<str>>, // by choice
     offsets: Vec<usize>, // by choice: bytes of the tokens told so far
     model: TextModel,
 }
@@ -180,28 +174,47 @@ impl Text {
         Event::default().data(Value::Object(object).to_string())
     }
 
-    /// The lists of this API: tokens, how likely they were, the likeliest, and where in the text they begin.
+    /// The lists of this API for some tokens of a stream.
     fn logprobs(&mut self, i: usize, tokens: &[(u32, Logprobs)]) -> Value {
-        if tokens.is_empty() {
+        let mut text = Vec::new();
+        if self.write_logprobs(i, tokens, &mut text).is_err() {
             return Value::Null;
         }
-        let text = |token: u32| String::from_utf8_lossy(self.model.tokenizer().token_bytes(token)).into_owned();
-        let (mut names, mut likely, mut top, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for (token, logprobs) in tokens {
-            names.push(text(*token));
-            likely.push(logprobs.logprob.max(-9999.0));
-            top.push(Map::from_iter(logprobs.top.iter().map(|&(token, logprob)| (text(token), json!(logprob.max(-9999.0))))));
-            offsets.push(self.offsets[i]);
-            self.offsets[i] += self.model.tokenizer().token_bytes(*token).len();
+        self.offsets[i] += tokens.iter().map(|(token, _)| self.model.tokenizer().token_bytes(*token).len()).sum::<usize>();
+        serde_json::from_slice(&text).unwrap_or_default()
+    }
+
+    /// The lists of this API: tokens, how likely they were, the likeliest, and where in the text they begin.
+    fn write_logprobs(&self, i: usize, tokens: &[(u32, Logprobs)], out: &mut dyn Write) -> io::Result<()> {
+        if tokens.is_empty() {
+            return out.write_all(b"null");
         }
-        json!({"tokens": names, "token_logprobs": likely, "top_logprobs": top, "text_offset": offsets})
+        let bytes = |token: u32| self.model.tokenizer().token_bytes(token);
+        let text = |token: u32| String::from_utf8_lossy(bytes(token)).into_owned();
+        let top = |(_, logprobs): &(u32, Logprobs)| {
+            Map::from_iter(logprobs.top.iter().map(|&(token, logprob)| (text(token), json!(logprob.max(-9999.0)))))
+        };
+        let mut offset = self.offsets[i];
+        let offsets = tokens.iter().map(|(token, _)| {
+            offset += bytes(*token).len();
+            offset - bytes(*token).len()
+        });
+        out.write_all(b"{\"tokens\":")?;
+        write_list(out, tokens.iter().map(|(token, _)| text(*token)))?;
+        out.write_all(b",\"token_logprobs\":")?;
+        write_list(out, tokens.iter().map(|(_, logprobs)| logprobs.logprob.max(-9999.0)))?;
+        out.write_all(b",\"top_logprobs\":")?;
+        write_list(out, tokens.iter().map(top))?;
+        out.write_all(b",\"text_offset\":")?;
+        write_list(out, offsets)?;
+        out.write_all(b"}")
     }
 }
 
 impl Shape for Text {
     fn open(&mut self) -> Vec<Event> {
         let echoed = self.echo.iter().enumerate().filter(|(_, text)| !text.is_empty());
-        echoed.map(|(i, text)| self.event(json!([self.choice(i, text.clone(), None, Value::Null)]), None)).collect()
+        echoed.map(|(i, text)| self.event(json!([self.choice(i, text.to_string(), None, Value::Null)]), None)).collect()
     }
 
     fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {

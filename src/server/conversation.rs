@@ -1,10 +1,13 @@
 //! What the chat APIs have in common: messages, tools and the form of the answer, from a body to a prompt.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 
 use super::ask::{Ask, Options};
 use super::error::ApiError;
 use super::fields::Fields;
+use super::text::encode_prompt;
 use crate::chat_template::RenderOptions;
 use crate::grammar::Grammar;
 use crate::reply::{Tool, ToolChoice};
@@ -61,6 +64,7 @@ impl Conversation {
     pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Self> {
         let messages = fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
         let list = messages.as_array().ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
+        check_count("messages", list.len())?;
         let messages = list.iter().enumerate().map(|(i, message)| read_message(i, message)).collect::<Result<Vec<_>>>()?;
         let mut kwargs = fields.object("chat_template_kwargs")?.unwrap_or_default();
         if let Some(name) = kwargs.keys().find(|name| ["messages", "add_generation_prompt", "tools"].contains(&name.as_str())) {
@@ -72,6 +76,7 @@ impl Conversation {
             }
             kwargs.insert("reasoning_effort".into(), effort.into());
         }
+        check_variables(&kwargs)?;
         let continues = fields.boolean("continue_final_message")?.unwrap_or(false);
         let ends_open = messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && !ends_open {
@@ -87,11 +92,7 @@ impl Conversation {
 
     /// Refuses a conversation, given by the field `param`, of no messages or too many.
     pub(super) fn check(self, param: &str) -> Result<Self> {
-        match self.messages.len() {
-            1..=MAX_MESSAGES => Ok(self),
-            0 => Err(ApiError::bad_field(param, format!("'{param}' has no message"))),
-            _ => Err(ApiError::bad_field(param, format!("'{param}' has more than {MAX_MESSAGES} messages"))),
-        }
+        check_count(param, self.messages.len()).map(|()| self)
     }
 
     /// The conversation as token ids.
@@ -126,7 +127,7 @@ impl Conversation {
             }
             text += content;
         }
-        Ok(Prompt { ids: model.tokenizer().encode(&text, false)?, in_reasoning })
+        Ok(Prompt { ids: encode_prompt(model, "messages", &text, false)?, in_reasoning })
     }
 
     /// What to ask the engine for it.
@@ -152,11 +153,33 @@ impl Conversation {
         };
         // Text of a model that neither thinks nor calls is content as it is.
         let parses = syntax.thinks() || !tools.is_empty();
+        let shared: Arc<[Tool]> = tools.into();
         let mut ask = options.ask(model, "messages", vec![ids], form.as_ref().map(|(param, grammar)| (*param, grammar)), || {
-            parses.then(|| syntax.parser(tools, in_reasoning))
+            parses.then(|| syntax.parser(shared.clone(), in_reasoning))
         })?;
         ask.special_tokens = parses && syntax.needs_special_tokens();
         Ok(ask)
+    }
+}
+
+/// Refuses no messages or too many, before they are looked at.
+pub(super) fn check_count(param: &str, messages: usize) -> Result<()> {
+    match messages {
+        1..=MAX_MESSAGES => Ok(()),
+        0 => Err(ApiError::bad_field(param, format!("'{param}' has no message"))),
+        _ => Err(ApiError::bad_field(param, format!("'{param}' has more than {MAX_MESSAGES} messages"))),
+    }
+}
+
+/// Refuses variables of the template that are larger than tools may be.
+fn check_variables(kwargs: &Map<String, Value>) -> Result<()> {
+    let bytes: usize = kwargs.iter().map(|(name, value)| name.len() + value.to_string().len()).sum();
+    match bytes <= MAX_TOOL_BYTES {
+        true => Ok(()),
+        false => {
+            let message = format!("'chat_template_kwargs' may have {MAX_TOOL_BYTES} bytes at most");
+            Err(ApiError::bad_field("chat_template_kwargs", message))
+        }
     }
 }
 
@@ -277,6 +300,7 @@ fn read_message(i: usize, message: &Value) -> Result<Value> {
     let calls = match message.get("tool_calls") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::Array(calls)) if role == "assistant" => {
+            check_count(&place("tool_calls"), calls.len().max(1))?;
             calls.iter().enumerate().map(|(k, call)| read_call(&place(&format!("tool_calls[{k}]")), call)).collect::<Result<_>>()?
         }
         Some(_) => return Err(ApiError::bad_field(&place("tool_calls"), "'tool_calls' must be a list, in a message of the assistant")),

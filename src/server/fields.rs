@@ -33,21 +33,27 @@ impl Fields {
         self.0.remove(name).filter(|value| !value.is_null())
     }
 
-    fn take_as<T>(&mut self, name: &str, what: &str, convert: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+    fn take_as<T>(&mut self, name: &str, what: &str, convert: impl Fn(Value) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        convert(&value).map(Some).ok_or_else(|| ApiError::bad_field(name, format!("'{name}' must be {what}")))
+        convert(value).map(Some).ok_or_else(|| ApiError::bad_field(name, format!("'{name}' must be {what}")))
     }
 
     pub(super) fn string(&mut self, name: &str) -> Result<Option<String>> {
-        self.take_as(name, "a string", |value| value.as_str().map(String::from))
+        self.take_as(name, "a string", |value| match value {
+            Value::String(text) => Some(text),
+            _ => None,
+        })
     }
 
     pub(super) fn boolean(&mut self, name: &str) -> Result<Option<bool>> {
-        self.take_as(name, "true or false", Value::as_bool)
+        self.take_as(name, "true or false", |value| value.as_bool())
     }
 
     pub(super) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>> {
-        self.take_as(name, "an object", |value| value.as_object().cloned())
+        self.take_as(name, "an object", |value| match value {
+            Value::Object(map) => Some(map),
+            _ => None,
+        })
     }
 
     /// A number in `range`.

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::App;
 use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
 use super::ask::{Ask, Options, stops, understand};
-use super::conversation::{Conversation, Tools, check_tools, read_content, read_function};
+use super::conversation::{Conversation, Tools, check_count, check_tools, read_content, read_function};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
@@ -26,10 +26,10 @@ type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/messages`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, streams) = understand(&app, body, read).await?;
+    let (ask, streams) = understand(&app, caller.client, body, read).await?;
     let name = app.model()?.engine().info().model.clone();
     let request_id = caller.request_id.clone();
-    let mut answer = Answer::start(&app, caller, ask)?;
+    let mut answer = Answer::start(&app, caller, ask).await?;
     let mut shape = Messages { id: new_id("msg"), name, items: Items::default(), finish: Finish::Stop };
     if streams {
         let opening = shape.message(answer.usage(), None);
@@ -45,8 +45,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 }
 
 /// Answers `/v1/messages/count_tokens`.
-pub(super) async fn count_tokens(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>> {
-    let count = understand(&app, body, |model, fields| Ok(conversation(model, fields)?.prompt(model)?.ids.len())).await?;
+pub(super) async fn count_tokens(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Json<Value>> {
+    let count = understand(&app, caller.client, body, |model, fields| Ok(conversation(model, fields)?.prompt(model)?.ids.len())).await?;
     Ok(Json(json!({"input_tokens": count})))
 }
 
@@ -78,8 +78,9 @@ fn conversation(model: &TextModel, fields: &mut Fields) -> Result<Conversation> 
         messages.push(json!({"role": "system", "content": read_content("system", Some(&system))?}));
     }
     let list = fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
-    let list = list.as_array().filter(|list| !list.is_empty());
-    for (i, message) in list.ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?.iter().enumerate() {
+    let list = list.as_array().ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
+    check_count("messages", list.len())?;
+    for (i, message) in list.iter().enumerate() {
         read_message(&format!("messages[{i}]"), message, &mut messages)?;
     }
     let continues = messages.last().is_some_and(|message| message["role"] == "assistant" && message.get("tool_calls").is_none());

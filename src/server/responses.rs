@@ -11,7 +11,9 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
 use super::ask::{Ask, Options, understand};
-use super::conversation::{Conversation, Tools, check_tools, choice_by_word, read_content, read_function, response_format, wrong_choice};
+use super::conversation::{
+    Conversation, Tools, check_count, check_tools, choice_by_word, read_content, read_function, response_format, wrong_choice,
+};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
@@ -22,11 +24,14 @@ use crate::text_model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
+/// Bytes at most of what nobody but the client reads, and of which it gets a copy.
+const MAX_KEPT_BYTES: usize = 64 << 10;
+
 /// Answers `/v1/responses`.
 pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
-    let (ask, echo, streams) = understand(&app, body, read).await?;
+    let (ask, echo, streams) = understand(&app, caller.client, body, read).await?;
     let name = app.model()?.engine().info().model.clone();
-    let mut answer = Answer::start(&app, caller, ask)?;
+    let mut answer = Answer::start(&app, caller, ask).await?;
     let mut shape = Responses {
         id: new_id("resp"),
         created: unix_seconds(),
@@ -50,7 +55,7 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 }
 
 /// What to ask for, the fields of a request that a response repeats, and whether to stream.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<String, Value>, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, String, bool)> {
     let streams = fields.boolean("stream")?.unwrap_or(false);
     fields.only("previous_response_id", &[])?;
     fields.only("conversation", &[])?;
@@ -80,6 +85,12 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<S
         kwargs.insert("reasoning_effort".into(), effort.clone());
     }
     let (tools, raw_tools, raw_choice) = read_tools(fields)?;
+    let (metadata, user) = (fields.take("metadata").unwrap_or_else(|| json!({})), fields.take("user").unwrap_or_default());
+    for (name, value) in [("metadata", &metadata), ("user", &user)] {
+        if value.to_string().len() > MAX_KEPT_BYTES {
+            return Err(ApiError::bad_field(name, format!("'{name}' may have {MAX_KEPT_BYTES} bytes at most")));
+        }
+    }
     let echo = Map::from_iter([
         ("instructions".to_string(), json!(instructions)),
         ("max_output_tokens".to_string(), json!(max_output_tokens)),
@@ -90,11 +101,11 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Map<S
         ("tool_choice".to_string(), raw_choice),
         ("text".to_string(), text),
         ("reasoning".to_string(), json!({"effort": reasoning.get("effort"), "summary": null})),
-        ("metadata".to_string(), fields.take("metadata").unwrap_or_else(|| json!({}))),
-        ("user".to_string(), fields.take("user").unwrap_or_default()),
+        ("metadata".to_string(), metadata),
+        ("user".to_string(), user),
     ]);
     let conversation = Conversation { messages, tools, format, kwargs, continues: false }.check("input")?;
-    Ok((conversation.ask(model, options)?, echo, streams))
+    Ok((conversation.ask(model, options)?, Value::Object(echo).to_string(), streams))
 }
 
 /// `text`: the form of the answer.
@@ -141,6 +152,7 @@ fn read_input(fields: &mut Fields, messages: &mut Vec<Value>) -> Result<()> {
         Some(Value::Array(items)) => items,
         _ => return Err(ApiError::bad_field("input", "'input' must be a text or a list of items")),
     };
+    check_count("input", items.len())?;
     for (i, item) in items.iter().enumerate() {
         let place = format!("input[{i}]");
         let string = |name: &str| item[name].as_str().ok_or_else(|| ApiError::bad_field(&place, format!("{place} has no '{name}'")));
@@ -195,7 +207,7 @@ struct Responses {
     id: String,
     created: u64,
     name: String,
-    echo: Map<String, Value>,
+    echo: String, // as JSON: its values would take many times as much until the answer ends
     items: Items,
     ids: Vec<String>, // of the items
     finish: Option<Finish>,
@@ -239,7 +251,7 @@ impl Responses {
             ("truncation".to_string(), json!("disabled")),
             ("usage".to_string(), used.map_or(Value::Null, usage)),
         ]);
-        object.extend(self.echo.clone());
+        object.extend(serde_json::from_str::<Map<String, Value>>(&self.echo).unwrap_or_default());
         Value::Object(object)
     }
 

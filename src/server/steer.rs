@@ -212,7 +212,7 @@ pub(super) async fn put(
         check_vector(&vector, model.engine().info().hidden_size).map_err(|e| ApiError::of_field("vector", e))?;
         Ok(vector)
     };
-    let vector = understand(&app, body, read).await?;
+    let vector = understand(&app, caller.client, body, read).await?;
     let told = describe(&name, &vector);
     app.vectors.put(caller.tenant, name, vector)?;
     Ok(Json(told.into()))

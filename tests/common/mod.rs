@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod engine;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod group;
 pub mod served;
 pub mod small;
 

@@ -6,6 +6,7 @@ use std::process::{Child, ChildStdout, Stdio};
 
 use super::cache_dir;
 use super::checkpoint::moebius;
+use super::group::Group;
 
 /// A server that runs until it is dropped.
 pub struct Served {
@@ -18,10 +19,17 @@ pub struct Served {
 impl Served {
     /// `moebius serve MODEL` on the CPU with `options`, once it has said where it listens.
     pub fn start(model: &str, options: &[&str]) -> Self {
+        Self::start_in(None, model, options)
+    }
+
+    /// The same in a control group.
+    pub fn start_in(group: Option<&Group>, model: &str, options: &[&str]) -> Self {
         let own = ["serve", model, "--port", "0", "--device", "cpu", "--log", "off"];
         let mut command = moebius(&cache_dir(), &[&own, options].concat());
-        // What is freed in an arena of glibc is of no use to the others, and looks like a leak.
-        command.env("MALLOC_ARENA_MAX", "1");
+        if let Some(group) = group {
+            command = group.within(&command);
+            command.stdin(Stdio::null());
+        }
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();

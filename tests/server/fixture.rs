@@ -159,7 +159,25 @@ pub(crate) fn raw(address: SocketAddr, method: &str, path: &str, body: &[u8]) ->
     let mut text = String::new();
     send(address, method, path, body).read_to_string(&mut text).unwrap();
     let status = text.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, text.split_once("\r\n\r\n").unwrap().1.to_string())
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    match head.contains("transfer-encoding: chunked") {
+        true => (status, String::from_utf8(joined(body.as_bytes())).unwrap()),
+        false => (status, body.to_string()),
+    }
+}
+
+/// A body that came in chunks, as a whole.
+pub(crate) fn joined(mut chunks: &[u8]) -> Vec<u8> {
+    let mut whole = Vec::new();
+    loop {
+        let end = chunks.windows(2).position(|pair| pair == b"\r\n").unwrap();
+        let length = usize::from_str_radix(std::str::from_utf8(&chunks[..end]).unwrap(), 16).unwrap();
+        if length == 0 {
+            return whole;
+        }
+        whole.extend_from_slice(&chunks[end + 2..end + 2 + length]);
+        chunks = &chunks[end + 2 + length + 2..];
+    }
 }
 
 pub(crate) fn post(address: SocketAddr, path: &str, body: Value) -> (u16, Value) {

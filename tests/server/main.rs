@@ -3,8 +3,12 @@
 
 mod apart;
 mod chat;
+#[path = "../common/mod.rs"]
+mod common;
 mod engine;
 mod fixture;
+mod group;
+mod memory;
 mod messages;
 mod places;
 mod refusals;
