@@ -251,8 +251,8 @@ impl Checkpoint {
 }
 
 fn read_index(path: &Path) -> Result<Index> {
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
-    serde_json::from_str(&text)
+    let text = crate::file::read(path).map_err(Error::io(path))?;
+    serde_json::from_slice(&text)
         .map_err(|e| Error::Checkpoint { path: path.to_path_buf(), what: format!("is not an index of shards ({e}); {DOWNLOAD}") })
 }
 

@@ -21,7 +21,7 @@ use crate::checkpoint::Checkpoint;
 use crate::codec::Source;
 use crate::format::ExpertCache;
 use crate::pack::{ExpertLayout, Precision};
-use crate::{Error, Result};
+use crate::{Error, Result, threads};
 
 use self::disk::Lock;
 use self::identity::Identity;
@@ -133,6 +133,7 @@ impl Phase {
 /// can resume it. Errors: `Error::Checkpoint` when a tensor is missing, misshapen or holds NaN, `Error::CacheDir` when the folder
 /// cannot be written or is too small, `Error::Invalid` when the dimensions do not fit the precision.
 pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
+    threads::start()?;
     let job = &Work::new(job)?;
     let identity = Identity::of(job)?;
     let seen = disk::inodes(cache_dir)?;
@@ -151,6 +152,7 @@ pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resu
 
 /// Builds the cache of this job whether or not there is one. Errors: as [`ensure`].
 pub fn build(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
+    threads::start()?;
     let job = &Work::new(job)?;
     let identity = Identity::of(job)?;
     let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(Phase::Waiting.at(0, 0)))?;

@@ -2,7 +2,7 @@
 //!
 //! Opening reads the header only, so it takes no time whatever the size; each expert has a checksum, to be compared when it is used
 //! first. The same type holds experts that never were in a file, for benches on random weights.
-#![allow(unsafe_code)] // the map
+#![allow(unsafe_code)] // giving pages of the map back
 
 mod header;
 
@@ -11,15 +11,16 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memmap2::{Advice, Mmap, MmapMut, MmapOptions, UncheckedAdvice};
+use memmap2::{Advice, MmapMut, MmapOptions, UncheckedAdvice};
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use self::header::{Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse, reseal};
 pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes, peek};
 use crate::error::readable_bytes;
+use crate::file::MappedFile;
 use crate::pack::ExpertLayout;
-use crate::{Error, Result};
+use crate::{Error, Result, threads};
 
 /// The packed experts of one model in one precision, in memory.
 #[derive(Debug)]
@@ -33,7 +34,7 @@ pub struct ExpertCache {
 
 #[derive(Debug)]
 enum Memory {
-    File(Mmap),
+    File(MappedFile),
     Anonymous(MmapMut),
 }
 
@@ -53,13 +54,10 @@ impl ExpertCache {
     /// Errors: `Error::Io` when it cannot be read, `Error::Cache` when it is damaged, unfinished or of another version.
     pub fn open(path: &Path) -> Result<Self> {
         let cache = |what| Error::Cache { path: path.to_path_buf(), what };
-        let file = File::open(path).map_err(Error::io(path))?;
-        if file.metadata().map_err(Error::io(path))?.len() == 0 {
+        let (_, map) = MappedFile::open(path, "start again, which makes a new one")?;
+        if map.is_empty() {
             return Err(cache("is empty".into()));
         }
-        // SAFETY: the map is shared and read-only, and this program replaces cache files only by renaming complete ones over them,
-        // so the bytes behind a map do not change.
-        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
         let (header, experts) = parse(&map).map_err(cache)?;
         // Advice: file systems without huge pages refuse it, and then the map has small ones.
         let _ = map.advise(Advice::HugePage);
@@ -71,6 +69,7 @@ impl ExpertCache {
     /// There are no checksums: [`check_expert`](Self::check_expert) finds nothing wrong.
     /// Errors: `Error::Invalid` when the dimensions make no expert, or there is not enough memory.
     pub fn anonymous(contents: &Contents<'_>, fill: impl Fn(usize, usize, &mut [u8]) + Sync) -> Result<Self> {
+        threads::start()?;
         let header = Header::new(contents, None)?;
         let layout = header.layout();
         let bytes = header.file_bytes();
@@ -153,6 +152,7 @@ impl ExpertCache {
     ///
     /// Errors: `Error::Cache` naming the first damaged expert found.
     pub fn verify(&self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<()> {
+        threads::start()?;
         let (layers, experts) = (self.num_layers(), self.num_experts());
         let bytes = self.layout.bytes() as u64;
         let total = bytes * (layers * experts) as u64;

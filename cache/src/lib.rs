@@ -8,17 +8,22 @@
 //! - [`pack`]: codes and scales to the order in which the kernels read them.
 //! - [`mod@format`]: the cache file, opened and checked.
 //! - [`convert`]: all of it, streaming, from a checkpoint to a cache file.
+//! - [`mod@file`], [`cut`]: plain files, mapped; what becomes of a process when one of them is cut off.
 //!
 #![doc = include_str!("../FORMAT.md")]
 
 pub mod checkpoint;
 pub mod codec;
 pub mod convert;
+pub mod cut;
 mod error;
+pub mod file;
 pub mod format;
+pub mod limits;
 pub mod pack;
 pub mod quantize;
 mod simd;
+pub mod threads;
 
 pub use checkpoint::{Checkpoint, Dtype, TensorView};
 pub use error::{Error, Result};

@@ -6,7 +6,6 @@ mod names;
 mod types;
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -14,6 +13,7 @@ use serde_json::Value;
 pub use self::names::hf_name;
 pub use self::types::GgmlType;
 use super::{Dtype, Entry};
+use crate::file::MappedFile;
 use crate::{Error, Result};
 
 /// Elements of all arrays of a header together: a vocabulary and its merges take a tenth of that.
@@ -183,15 +183,12 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
 /// The metadata of a GGUF file, of the first where a model is split.
 ///
 /// Errors: `Error::Io`; `Error::Checkpoint` when it is none.
-#[allow(unsafe_code)] // the map
 pub fn metadata(path: &Path) -> Result<BTreeMap<String, Value>> {
-    let file = File::open(path).map_err(Error::io(path))?;
+    let (_, map) = MappedFile::open(path, AGAIN)?;
     let checkpoint = |what| Error::Checkpoint { path: path.to_path_buf(), what };
-    if file.metadata().map_err(Error::io(path))?.len() == 0 {
+    if map.is_empty() {
         return Err(checkpoint(format!("is empty; {AGAIN}")));
     }
-    // SAFETY: as in `Shard::open`.
-    let map = unsafe { memmap2::Mmap::map(&file) }.map_err(Error::io(path))?;
     Ok(parse(&map).map_err(checkpoint)?.metadata)
 }
 

@@ -1,5 +1,5 @@
 //! One mapped file of a checkpoint, whatever its container.
-#![allow(unsafe_code)] // the map
+#![allow(unsafe_code)] // giving pages of the map back
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -7,9 +7,10 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use memmap2::{Advice, Mmap, UncheckedAdvice};
+use memmap2::{Advice, UncheckedAdvice};
 
-use super::{Dtype, TensorView};
+use super::{DOWNLOAD, Dtype, TensorView};
+use crate::file::MappedFile;
 use crate::{Error, Result};
 
 /// Where one tensor lies in the bytes it was parsed from.
@@ -28,7 +29,7 @@ pub struct Entry {
 pub(super) struct Shard {
     path: PathBuf,
     file: File,
-    map: Mmap,
+    map: MappedFile,
     entries: HashMap<String, Entry>,
 }
 
@@ -37,15 +38,11 @@ impl Shard {
     ///
     /// Errors: `Error::Checkpoint` with that clause.
     pub(super) fn open(path: &Path, parse: impl FnOnce(&[u8]) -> std::result::Result<HashMap<String, Entry>, String>) -> Result<Self> {
-        let file = File::open(path).map_err(Error::io(path))?;
+        let (file, map) = MappedFile::open(path, DOWNLOAD)?;
         let checkpoint = |what| Error::Checkpoint { path: path.to_path_buf(), what };
-        if file.metadata().map_err(Error::io(path))?.len() == 0 {
+        if map.is_empty() {
             return Err(checkpoint("is empty; download it again".into()));
         }
-        // SAFETY: the map is shared and read-only. A file that another process changes meanwhile can change what is read, and one that
-        // it cuts off can end this process; both are outside of what a reader of files can prevent. Conversion compares the files'
-        // state before and after.
-        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
         let entries = parse(&map).map_err(checkpoint)?;
         Ok(Self { path: path.to_path_buf(), file, map, entries })
     }

@@ -60,7 +60,7 @@ impl Quantization {
     pub fn of_folder(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         let checkpoint = |what: String| Error::Checkpoint { path: path.clone(), what };
-        match std::fs::read(&path) {
+        match crate::file::read(&path) {
             Ok(bytes) => {
                 let config = serde_json::from_slice(&bytes).map_err(|e| checkpoint(format!("not valid JSON ({e}): download it again")))?;
                 Self::parse(&config).map_err(checkpoint)

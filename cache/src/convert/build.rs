@@ -18,8 +18,9 @@ use super::expert::Worker;
 use super::identity::{self, Identity};
 use super::{OnProgress, Phase, Work};
 use crate::codec::Source;
+use crate::cut::Listed;
 use crate::format::{self, Contents, ExpertCache, ExpertRecord, Header};
-use crate::{Error, Result};
+use crate::{Error, Result, threads};
 
 /// Builds, publishes and opens. The caller holds the lock of this identity.
 pub(super) fn build(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
@@ -30,7 +31,11 @@ pub(super) fn build(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progr
     let path = cache_dir.join(identity.file_name(&job.model));
     let partial_path = cache_dir.join(format!("{}.partial", identity.suffix()));
 
+    if path.is_dir() {
+        return Err(unwritable(&path)(std::io::Error::other("a folder is where the cache belongs: remove it")));
+    }
     let partial = Partial { job, header: &header, file: disk::reserve(&partial_path, header.file_bytes())?, path: &partial_path };
+    let _listed = Listed::unfinished(&partial_path);
     let written = partial.fill(progress).and_then(|()| match identity.still_holds(job)? {
         true => Ok(()),
         false => {
@@ -67,7 +72,8 @@ impl Partial<'_> {
         std::thread::scope(|scope| {
             // While one layer goes to disk the next is converted; a third waits, so that memory for written pages stays bounded.
             let (converted, to_record) = mpsc::sync_channel::<(usize, Vec<ExpertRecord>)>(0);
-            let recorder = scope.spawn(move || to_record.iter().try_for_each(|(i, records)| self.record(i, &records)));
+            let record_all = move || to_record.iter().try_for_each(|(i, records)| self.record(i, &records));
+            let recorder = std::thread::Builder::new().spawn_scoped(scope, record_all).map_err(threads::refused)?;
             for i in 0..self.job.layers.len() {
                 if records[i].is_some() {
                     continue;
@@ -157,6 +163,7 @@ impl Partial<'_> {
 fn remove_stale(identity: &Identity, cache_dir: &Path, fresh: &Path, progress: OnProgress<'_>) -> Result<()> {
     let stale = |path: &PathBuf| {
         path != fresh
+            && !path.is_dir()
             && (identity.names(path) || format::peek(path).is_some_and(|(precision, source)| identity.replaces(precision, &source)))
     };
     let mut files = disk::caches(cache_dir)?;

@@ -2,15 +2,16 @@
 #![allow(unsafe_code)] // fallocate, fadvise and statvfs
 
 use std::ffi::CString;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::cut::Listed;
 use crate::error::readable_bytes;
-use crate::{Error, Result};
+use crate::{Error, Result, file};
 
 /// `.map_err(unwritable(path))`: an error of a file in the cache folder.
 pub(super) fn unwritable(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
@@ -51,6 +52,7 @@ pub(super) fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
 pub(super) struct Lock {
     path: PathBuf,
     _file: File,
+    _listed: Option<Listed>,
 }
 
 impl Lock {
@@ -62,7 +64,7 @@ impl Lock {
         let mut told = false;
         loop {
             let path = dir.join(format!("{name}.lock"));
-            let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path).map_err(unwritable(dir))?;
+            let file = file::create(&path).map_err(unwritable(&path))?;
             match file.try_lock() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => {
@@ -77,14 +79,14 @@ impl Lock {
             // The holder before us removed the file at the end: a lock on a file without a name keeps nobody out.
             let inode = |stat: std::fs::Metadata| (stat.dev(), stat.ino());
             if std::fs::metadata(&path).ok().map(inode) == file.metadata().ok().map(inode) {
-                return Ok(Self { path, _file: file });
+                return Ok(Self { _listed: Listed::unfinished(&path), path, _file: file });
             }
         }
     }
 
     /// Whether a process holds the lock called `name` right now.
     pub(super) fn is_taken(dir: &Path, name: &str) -> bool {
-        File::open(dir.join(format!("{name}.lock"))).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+        file::open(&dir.join(format!("{name}.lock"))).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 }
 
@@ -99,14 +101,20 @@ impl Drop for Lock {
 ///
 /// Errors: `Error::CacheDir` when the disk has not that much space, or the file cannot be written. A file made in vain is removed.
 pub(super) fn reserve(path: &Path, bytes: u64) -> Result<File> {
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(unwritable(path))?;
+    let file = file::create(path).map_err(unwritable(path))?;
     let dir = path.parent().unwrap_or(path);
     let taken = file.metadata().map_err(unwritable(path))?.blocks() * 512; // by an unfinished build
     let free = free_bytes(dir).map(|free| free + taken);
     grow(&file, bytes, free).map_err(|e| {
         let _ = std::fs::remove_file(path); // the error that counts is the one returned
         match e.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            ErrorKind::FileTooLarge => {
+                let needs = readable_bytes(bytes);
+                let what =
+                    format!("the cache needs a file of {needs}, more than `ulimit -f` or this disk's file system allow: raise that limit");
+                Error::CacheDir { path: dir.to_path_buf(), what }
+            }
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
                 let free = free.map_or("too few".into(), readable_bytes);
                 let what = format!("the cache needs {} of disk, {free} are free", readable_bytes(bytes));
                 Error::CacheDir { path: dir.to_path_buf(), what }

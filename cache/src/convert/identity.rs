@@ -90,7 +90,7 @@ pub(super) fn memory_path(cache: &Path) -> PathBuf {
 }
 
 fn remembered(cache: &Path) -> Vec<Source> {
-    std::fs::read(memory_path(cache)).ok().and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
+    crate::file::read(&memory_path(cache)).ok().and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
 }
 
 /// Compares the hashes of all tensors with those of the cache's records.

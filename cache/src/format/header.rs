@@ -1,6 +1,5 @@
 //! The header of a cache file: written, and read from bytes that may be hostile.
 
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -230,7 +229,7 @@ impl Header {
 
 /// Precision and source of a cache file, complete or not, without any check; `None` where there is nothing of the kind.
 pub(crate) fn peek(path: &Path) -> Option<(Precision, Source)> {
-    let file = File::open(path).ok()?;
+    let file = crate::file::open(path).ok()?;
     let mut prefix = [0; PREFIX_BYTES];
     file.read_exact_at(&mut prefix, 0).ok()?;
     if ![MAGIC, MAGIC_PARTIAL].contains(prefix[..8].as_array()?) {
