@@ -37,7 +37,7 @@ impl ChatTemplate {
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let path = dir.join("chat_template.jinja");
-        let source = match std::fs::read_to_string(&path) {
+        let source = match moebius_cache::file::read_text(&path) {
             Ok(source) => Some(source),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => default_template(&config["chat_template"]),
             Err(e) => return Err(Error::io(&path)(e)),

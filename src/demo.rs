@@ -26,7 +26,7 @@ pub fn materialize(cache_dir: &Path) -> Result<PathBuf> {
     let dir = cache_dir.join(format!("{NAME}-{:016x}", content_hash()));
     for (name, bytes) in FILES {
         let path = dir.join(name);
-        if std::fs::read(&path).is_ok_and(|present| present == bytes) {
+        if moebius_cache::file::read(&path).is_ok_and(|present| present == bytes) {
             continue;
         }
         replace(&dir, &path, bytes).map_err(|e| {

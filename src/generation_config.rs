@@ -59,7 +59,7 @@ fn collect_ids(value: &Value, ids: &mut Vec<u32>) {
 
 /// A JSON file of a checkpoint, or `None` when it is not there.
 pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match moebius_cache::file::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io(path)(e)),

@@ -65,7 +65,7 @@ pub fn supported() -> impl Iterator<Item = &'static str> {
 /// Errors: `Error::Io`; `Error::Model` naming the field, or the architecture and the supported ones.
 pub fn read(dir: &Path) -> Result<ModelConfig> {
     let path = dir.join("config.json");
-    let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+    let bytes = moebius_cache::file::read(&path).map_err(Error::io(&path))?;
     let text = std::str::from_utf8(&bytes).map_err(|_| Error::Model(format!("{}: not UTF-8 text: download it again", path.display())))?;
     parse(text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
 }

@@ -23,7 +23,7 @@ impl Tokenizer {
                 dir.display()
             )));
         }
-        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+        let bytes = moebius_cache::file::read(&path).map_err(Error::io(&path))?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| Error::Model(format!("{}: not a usable tokenizer: {e}", path.display())))?;
         // Settings of a training run that some files carry: a prompt must arrive whole and unpadded.

@@ -91,7 +91,7 @@ impl Use {
 
     /// Reads what was saved for a model of so many layers and experts; `None` if there is nothing that fits.
     pub fn load(path: &Path, layers: usize, experts: usize) -> Option<Self> {
-        let text = std::fs::read_to_string(path).ok()?;
+        let text = moebius_cache::file::read_text(path).ok()?;
         let mut lines = text.lines();
         if lines.next()? != HEADER {
             return None;

@@ -1,6 +1,5 @@
 //! The routed experts of a model alone, for engines that compute everything else.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
@@ -54,7 +53,7 @@ pub fn open_experts(
 /// Whether it is a file that begins as our caches do.
 pub fn is_cache_file(path: &Path) -> bool {
     let mut begin = [0; MAGIC.len()];
-    path.is_file() && File::open(path).and_then(|mut file| file.read_exact(&mut begin)).is_ok() && begin == MAGIC
+    moebius_cache::file::open(path).and_then(|mut file| file.read_exact(&mut begin)).is_ok() && begin == MAGIC
 }
 
 /// Matrices of one layer of experts, one expert after the other: `gate` and `up` `[experts, intermediate, hidden]`, `down` `[experts, hidden, intermediate]`.
