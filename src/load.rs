@@ -89,8 +89,9 @@ pub struct Machine {
 pub(crate) const AMX_REFUSED: &str = "the CPU has AMX, but the system does not let programs use it: that takes Linux 5.16 or later, \
                                       and a hypervisor and a container that allow it";
 
-/// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used.
+/// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used; the system gives no more threads.
 pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
+    moebius_cache::threads::start()?;
     let kernel = match config.simd {
         None => kernel::best(),
         Some(simd) => kernel::get(simd).ok_or_else(|| {
@@ -108,7 +109,8 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
         seats.iter_mut().for_each(|seat| seat.node = 0);
     }
     let team = Arc::new(Team::on_nodes(&seats)?);
-    Ok(Machine { team, kernel, available_bytes: topology.available_bytes })
+    let limit = moebius_cache::limits::address_space_bytes().unwrap_or(u64::MAX);
+    Ok(Machine { team, kernel, available_bytes: topology.available_bytes.min(limit) })
 }
 
 /// Where expert caches are kept.

@@ -47,8 +47,8 @@ const HUGE_PAGE: usize = 2 << 20;
 
 /// Zeroed numbers outside the heap, from a 2 MiB boundary on; pages are taken when first written.
 pub struct Buffer<T> {
-    map: MmapMut,
-    first: usize, // byte of the map that is on the boundary
+    map: Option<MmapMut>, // none: no numbers
+    first: usize,         // byte of the map that is on the boundary
     len: usize,
     element: PhantomData<T>,
 }
@@ -64,15 +64,15 @@ impl<T: Pod> Buffer<T> {
         let bytes = len.saturating_mul(size_of::<T>());
         let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|e| {
             Error::Resources(format!(
-                "{:.1} GiB of memory could not be had ({e}): lower --max-context or choose a smaller model",
-                bytes as f64 / (1u64 << 30) as f64
+                "{} MiB of memory could not be had ({e}): lower --max-context, choose a smaller model or raise `ulimit -v`",
+                bytes.div_ceil(1 << 20)
             ))
         })?;
         let first = map.as_ptr().addr().next_multiple_of(HUGE_PAGE) - map.as_ptr().addr();
         let advice = if pages == Pages::Huge { Advice::HugePage } else { Advice::NoHugePage };
         // Advice: where the system refuses it, the same memory is a little slower.
         let _ = map.advise_range(advice, first, bytes);
-        Ok(Self { map, first, len, element: PhantomData })
+        Ok(Self { map: Some(map), first, len, element: PhantomData })
     }
 
     /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.
@@ -89,6 +89,7 @@ impl<T: Pod> Buffer<T> {
 
     fn place(&self, elements: Range<usize>, policy: libc::c_int, nodes: &[usize]) -> io::Result<()> {
         const MAX_NODES: usize = 1024; // of any kernel
+        let Some(map) = &self.map else { return Ok(()) };
         let mut mask = [0u64; MAX_NODES / 64];
         for &node in nodes.iter().filter(|&&node| node < MAX_NODES - 1) {
             mask[node / 64] |= 1 << (node % 64);
@@ -96,9 +97,9 @@ impl<T: Pod> Buffer<T> {
         // A page on the border of two parts belongs to the second.
         let page = |element: usize| (self.first + element * size_of::<T>()) / 4096 * 4096;
         let (from, to) = (page(elements.start), page(elements.end).max(page(elements.start)));
-        let to = if elements.end == self.len { self.map.len() } else { to };
+        let to = if elements.end == self.len { map.len() } else { to };
         // SAFETY: the range is inside the map, and where pages lie changes nothing about what is in them.
-        match unsafe { libc::syscall(libc::SYS_mbind, self.map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0) } {
+        match unsafe { libc::syscall(libc::SYS_mbind, map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
@@ -106,8 +107,9 @@ impl<T: Pod> Buffer<T> {
 
     /// Keeps it in memory, taking all pages now. Errors: the limit of locked memory is too low.
     pub fn lock(&self) -> io::Result<()> {
+        let Some(map) = &self.map else { return Ok(()) };
         // SAFETY: the range is inside the map; locking changes nothing about what is in it.
-        match unsafe { libc::mlock(self.map.as_ptr().add(self.first).cast(), self.len * size_of::<T>()) } {
+        match unsafe { libc::mlock(map.as_ptr().add(self.first).cast(), self.len * size_of::<T>()) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
@@ -152,7 +154,7 @@ pub fn nodes_of(bytes: &[u8], samples: usize) -> Option<Vec<i32>> {
 impl<T: Pod> Default for Buffer<T> {
     /// Nothing.
     fn default() -> Self {
-        Self::zeros(0).expect("an empty map needs next to no address space")
+        Self { map: None, first: 0, len: 0, element: PhantomData }
     }
 }
 
@@ -160,13 +162,19 @@ impl<T: Pod> Deref for Buffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        bytemuck::cast_slice(&self.map[self.first..][..self.len * size_of::<T>()])
+        match &self.map {
+            Some(map) => bytemuck::cast_slice(&map[self.first..][..self.len * size_of::<T>()]),
+            None => &[],
+        }
     }
 }
 
 impl<T: Pod> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        bytemuck::cast_slice_mut(&mut self.map[self.first..][..self.len * size_of::<T>()])
+        match &mut self.map {
+            Some(map) => bytemuck::cast_slice_mut(&mut map[self.first..][..self.len * size_of::<T>()]),
+            None => &mut [],
+        }
     }
 }
 

@@ -216,11 +216,11 @@ pub fn cpu_has_amx() -> bool {
     false
 }
 
-/// RAM that can be taken right now, as [`Topology::available_bytes`], without reading all the rest.
+/// RAM that can be taken right now, as [`Topology::available_bytes`], and within `ulimit -v`, without reading all the rest.
 pub fn available_bytes() -> u64 {
     let text = |path: &str| std::fs::read_to_string(Path::new("/").join(path)).unwrap_or_default().trim().to_string();
     let (limit, used, _) = cgroup(&text);
-    available(&text("proc/meminfo"), limit, used)
+    available(&text("proc/meminfo"), limit, used).min(moebius_cache::limits::address_space_bytes().unwrap_or(u64::MAX))
 }
 
 /// The most RAM that this process ever had, mapped files included.
