@@ -9,13 +9,14 @@ mod doctor;
 mod generate;
 mod open;
 mod plan;
+mod process;
 mod serve;
 mod terminal;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use crate::{Error, Result};
+use crate::{Error, Result, log};
 use clap::{Parser, Subcommand};
 pub use open::{open, options};
 
@@ -50,9 +51,9 @@ enum Command {
 
 /// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong flag, and `--help`, end the process.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    std::panic::set_hook(Box::new(|panic| {
-        eprintln!("error: internal error, please report it: {panic}");
-    }));
+    std::panic::set_hook(Box::new(|panic| log::say(&format!("error: internal error, please report it: {panic}"))));
+    process::prepare();
+    let _end = End;
     let result = match Cli::parse_from(args).command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
@@ -67,21 +68,31 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            // One line, and nothing for the terminal to obey: a template or a server may have written a part of it.
-            eprintln!("error: {}", terminal::printable(&e.to_string()).replace('\n', " "));
+            log::say(&format!("error: {}", terminal::sentence(&e.to_string())));
             ExitCode::FAILURE
         }
     }
 }
 
+/// The end of the command, after a panic too: what was said reaches its reader.
+struct End;
+
+impl Drop for End {
+    fn drop(&mut self) {
+        log::finish();
+    }
+}
+
+const STDOUT: &str = "stdout";
+
 /// The reader of our output has seen enough, as in `moebius generate ... | head`.
 fn is_broken_pipe(error: &Error) -> bool {
-    matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe)
+    matches!(error, Error::Io { path, source } if source.kind() == std::io::ErrorKind::BrokenPipe && path.as_os_str() == STDOUT)
 }
 
 /// Maps a failure to write to stdout.
 fn stdout_error(source: std::io::Error) -> Error {
-    Error::Io { path: "stdout".into(), source }
+    Error::Io { path: STDOUT.into(), source }
 }
 
 /// Writes one line to stdout.

@@ -3,7 +3,8 @@
 //! The crate's map, from the bottom up; a file imports only from modules that stand before its own.
 //!
 //! ```text
-//! error, topology, batch, model, tensor, random   what can fail, what there is, what a model and its data are
+//! error, log                                      what can fail, what is said
+//! topology, batch, model, tensor, random          what there is, what a model and its data are
 //! workers, memory, kernel, cuda, config           threads, huge pages, arithmetic, a GPU; what a user can choose
 //! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
 //! experts, kv_cache, attention, tap, forward      one pass, and what it adds to the residual stream or tells of it
@@ -58,6 +59,7 @@ pub mod hub;
 pub mod kernel;
 pub mod kv_cache;
 pub mod load;
+pub mod log;
 pub mod memory;
 pub mod metrics;
 pub mod model;

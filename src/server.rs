@@ -171,6 +171,19 @@ impl Running {
         let _ = self.app.model.set(model);
     }
 
+    /// Does `act` at each SIGHUP, which does not end the process any more. Errors: `Error::Resources`.
+    pub fn on_hangup(&self, mut act: impl FnMut() + Send + 'static) -> Result<()> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let _context = self.runtime.enter();
+        let mut hangups = signal(SignalKind::hangup()).map_err(|e| Error::Resources(format!("cannot watch for SIGHUP: {e}")))?;
+        self.runtime.spawn(async move {
+            while hangups.recv().await.is_some() {
+                act();
+            }
+        });
+        Ok(())
+    }
+
     /// Answers until Ctrl-C or SIGTERM; then running answers may end, until a second signal or the time to drain has passed.
     pub fn wait(self) {
         let signals = async {

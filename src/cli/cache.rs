@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::load::LoadProgress;
 use crate::load::components::{Component, components};
-use crate::{Error, Result, hub, load, models};
+use crate::{Error, Result, hub, load, log, models};
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Job};
 use moebius_cache::format::ExpertCache;
@@ -48,7 +48,7 @@ pub(crate) fn run(command: Command) -> Result<()> {
             let cache = make(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
             drop(status);
             for component in components()?.iter().filter(|component| component.is_experts()) {
-                eprintln!("{component}");
+                log::say(&component.to_string());
             }
             print_line(&cache.path().display().to_string())
         }),

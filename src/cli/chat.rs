@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::engine::{FinishReason, RequestStats};
 use crate::text_model::TextModel;
 use crate::text_stream::Delta;
-use crate::{Error, Result, demo};
+use crate::{Error, Result, demo, log};
 use rustyline::error::ReadlineError;
 
 use super::args::{EngineArgs, SamplingArgs};
@@ -69,7 +69,7 @@ fn answer_lines(model: &TextModel, conversation: &mut Conversation, runtime: &to
             Outcome::Question => {}
             Outcome::Quit => break,
             Outcome::Say(text) => {
-                eprintln!("{text}");
+                log::say(&text);
                 continue;
             }
         }
@@ -219,7 +219,7 @@ impl Screen {
 
     /// A dim line of ours that must not mix with piped answers.
     fn aside(&self, text: &str) {
-        eprintln!("{}", terminal::dim(text, self.colours));
+        log::say(&terminal::dim(text, self.colours));
     }
 }
 
@@ -235,7 +235,7 @@ impl Editor {
         let mut inner =
             rustyline::DefaultEditor::with_config(config).map_err(|e| Error::Invalid(format!("cannot use this terminal: {e}")))?;
         if let Some(path) = history
-            && path.exists()
+            && path.is_file()
         {
             // A history that cannot be read is no reason not to talk.
             let _ = inner.load_history(path);
@@ -267,7 +267,8 @@ impl Editor {
     }
 
     fn save(&mut self) {
-        if let Some(path) = &self.history {
+        // A pipe of that name would keep us until somebody reads it.
+        if let Some(path) = self.history.as_ref().filter(|path| path.is_file() || !path.exists()) {
             // Losing history, say in a read-only directory, is no reason to stop talking.
             let _ = self.inner.save_history(path);
         }

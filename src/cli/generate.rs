@@ -7,7 +7,7 @@ use crate::chat_template::RenderOptions;
 use crate::engine::{FinishReason, Request, RequestStats};
 use crate::text_model::TextModel;
 use crate::text_stream::Delta;
-use crate::{Error, Result};
+use crate::{Error, Result, log};
 use serde_json::json;
 
 use super::args::{EngineArgs, SamplingArgs, read_text, read_tokens};
@@ -102,7 +102,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     print_line("")?;
     if std::io::stderr().is_terminal() {
-        eprintln!("{}", terminal::dim(&terminal::summary(&stats), terminal::colours(&std::io::stderr())));
+        log::say(&terminal::dim(&terminal::summary(&stats), terminal::colours(&std::io::stderr())));
     }
     Ok(())
 }

@@ -2,16 +2,19 @@
 
 use std::io::IsTerminal;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use crate::log::{self, LogFile, Queue};
 use crate::server::{Server, ServerOptions};
 use crate::text_model::TextModel;
 use crate::{Error, Result};
 use clap::ValueEnum;
 
 use super::args::{EngineArgs, SchedulingArgs, read_text};
-use super::print_line;
+use super::process;
 use super::terminal::Status;
 
 #[derive(clap::Args)]
@@ -30,9 +33,12 @@ pub(crate) struct Args {
     scheduling: SchedulingArgs,
     #[command(flatten)]
     clients: ClientArgs,
-    /// How the log is written, on stderr.
+    /// How the log is written.
     #[arg(long, value_enum, default_value_t = Log::Text, value_name = "FORM", help_heading = "Log")]
     log: Log,
+    /// Append the log to a file, which SIGHUP opens again [default: stderr].
+    #[arg(long, value_name = "FILE", help_heading = "Log")]
+    log_file: Option<PathBuf>,
     /// Write prompts and answers into the log.
     #[arg(long, help_heading = "Log")]
     log_prompts: bool,
@@ -120,34 +126,67 @@ pub(crate) fn run(args: Args) -> Result<()> {
         max_connections: args.clients.max_connections.max(1),
         client_timeout: Duration::from_secs(args.clients.client_timeout.max(1)),
     };
-    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal()).with_target(false);
-    match args.log {
-        Log::Text => log.init(),
-        Log::Json => log.json().flatten_event(true).init(),
-        Log::Off => {}
-    }
+    let on_hangup = begin_log(args.log, args.log_file.as_deref())?;
     let keys = match (options.api_keys.len(), options.share_prefixes) {
         (0 | 1, _) => String::new(),
-        (n, true) => format!("\n{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked (--share-prefixes)"),
-        (n, false) => format!("\n{n} keys have a prefix cache each (--share-prefixes joins them)"),
+        (n, true) => format!("{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked (--share-prefixes)\n"),
+        (n, false) => format!("{n} keys have a prefix cache each (--share-prefixes joins them)\n"),
     };
     // The port first: to learn after minutes of loading that it is taken would be unkind.
     let server = Server::bind(SocketAddr::new(args.host, args.port), options)?;
     let url = server.url();
     let server = server.start()?;
+    server.on_hangup(on_hangup)?;
     let status = Status::new();
     let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;
     drop(status);
 
     let info = model.engine().info();
-    print_line(&format!(
-        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is at {url}{keys}",
+    let announcement = format!(
+        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is at {url}\n{keys}",
         info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
-    ))?;
-    if args.access.insecure && !args.host.is_loopback() {
-        eprintln!("note: there is no access control: whoever reaches {url} may use the model");
-    }
+    );
     server.set_model(model);
+    // Whoever started us may not read it, and is served all the same.
+    Queue::start(std::io::stdout())?.push(announcement.as_bytes());
+    if args.access.insecure && !args.host.is_loopback() {
+        log::say(&format!("note: there is no access control: whoever reaches {url} may use the model"));
+    }
     server.wait();
     Ok(())
+}
+
+/// Opens the log, and gives what SIGHUP does: end with the terminal, or open the file again.
+fn begin_log(form: Log, file: Option<&Path>) -> Result<Box<dyn FnMut() + Send>> {
+    let stderr = log::queue_stderr()?;
+    let (queue, moved) = match file {
+        None => (stderr, None),
+        Some(path) => {
+            let file = LogFile::open(path)?;
+            let moved = file.moved();
+            (Arc::new(Queue::to(file)?), Some(moved))
+        }
+    };
+    let colours = file.is_none() && std::io::stderr().is_terminal();
+    let log = tracing_subscriber::fmt().with_writer(queue).with_ansi(colours).with_target(false);
+    match form {
+        Log::Text => log.init(),
+        Log::Json => log.json().flatten_event(true).init(),
+        Log::Off => {}
+    }
+    if process::ends_with_terminal() {
+        // Only once: the shell and the system both send it, and a second SIGTERM would end at once.
+        let mut told = false;
+        return Ok(Box::new(move || {
+            if !std::mem::replace(&mut told, true) {
+                process::terminate();
+            }
+        }));
+    }
+    Ok(Box::new(move || {
+        if let Some(moved) = &moved {
+            moved.store(true, Relaxed);
+            tracing::info!("SIGHUP: the log file is opened again");
+        }
+    }))
 }

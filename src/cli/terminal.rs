@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::engine::RequestStats;
 use crate::load::LoadProgress;
+use crate::log;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moebius_cache::convert::Phase;
 
@@ -38,7 +39,7 @@ impl Status {
     fn note(&self, line: &str) {
         match &self.bar {
             Some(bar) if !bar.is_hidden() => bar.println(line),
-            _ => eprintln!("{line}"),
+            _ => log::say(line),
         }
     }
 
@@ -50,7 +51,7 @@ impl Status {
             if last_told.elapsed() >= PATIENCE {
                 *last_told = Instant::now();
                 let share = (done * 100).checked_div(total).map_or(String::new(), |percent| format!(": {percent} %"));
-                eprintln!("{what}{share}");
+                log::say(&format!("{what}{share}"));
             }
             return;
         };
@@ -95,6 +96,26 @@ pub(crate) fn dim(text: &str, colours: bool) -> String {
 /// Text of a model without control characters, which a terminal would obey.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
+}
+
+/// Text of an error as one line of bounded length, with nothing for the terminal to obey: a file or a server may have written a part of it.
+pub(crate) fn sentence(text: &str) -> String {
+    const WORD: usize = 200;
+    const LINE: usize = 2000; // words of many spaces
+    let line = printable(text).replace('\n', " ");
+    let words: Vec<String> = line.split(' ').map(|word| shortened(word, WORD)).collect();
+    shortened(&words.join(" "), LINE)
+}
+
+/// The beginning and the end of a text of more than `max` characters.
+fn shortened(text: &str, max: usize) -> String {
+    let chars = text.chars().count();
+    if chars <= max {
+        return text.into();
+    }
+    let end = max / 4;
+    let beginning: String = text.chars().take(max - end - 1).collect();
+    beginning + "…" + &text.chars().skip(chars - end).collect::<String>()
 }
 
 /// Rates of one answer; `None` where nothing was measured.
@@ -145,6 +166,16 @@ mod tests {
         stats.decode = Duration::from_secs(1);
         stats.decode_bytes = 1_500_000_000;
         assert_eq!(summary(&stats), "11 tokens · prefill 200 tok/s · decode 10.0 tok/s · 1.5 GB/s read");
+    }
+
+    #[test]
+    fn a_long_word_keeps_its_ends() {
+        assert_eq!(sentence("a.json: no\nsuch \x1b[2Jthing"), "a.json: no such [2Jthing");
+        let long = sentence(&format!("model `{}` is unknown", "x".repeat(100_000)));
+        assert!(long.starts_with("model `xxx") && long.contains("xx…xx") && long.ends_with("xxx` is unknown"), "{long}");
+        assert_eq!(long.chars().count(), "model  is unknown".len() + 200);
+        let many = sentence(&format!("model `{}` is unknown", "é ".repeat(50_000)));
+        assert!(many.chars().count() == 2000 && many.ends_with("é ` is unknown"), "{many}");
     }
 
     #[test]

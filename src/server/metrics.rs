@@ -102,5 +102,11 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
     for ((route, status), n) in &*http.responses.lock().unwrap_or_else(PoisonError::into_inner) {
         let _ = writeln!(out, "moebius_http_responses_total{{route=\"{route}\",status=\"{status}\"}} {n}");
     }
+    let _ = writeln!(
+        out,
+        "# HELP moebius_log_lines_dropped_total Lines on stderr and in the log that could not be written, or nobody read.\n\
+         # TYPE moebius_log_lines_dropped_total counter\nmoebius_log_lines_dropped_total {}",
+        crate::log::dropped_lines()
+    );
     ([(CONTENT_TYPE, "text/plain; version=0.0.4")], out).into_response()
 }

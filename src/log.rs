@@ -1,0 +1,217 @@
+//! What is said on stderr and in the log. A reader that is gone or stuck neither ends nor slows who writes: lines that do not fit into a
+//! queue are dropped, counted, and the next line that is read says how many they were.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::{Error, Result};
+
+/// Bytes of a queue; a longer line is taken when it is empty.
+const QUEUE_BYTES: usize = 1 << 20;
+/// How long the end of the process waits for readers.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+// Of the process, as stderr is.
+static STDERR: OnceLock<Arc<Queue>> = OnceLock::new();
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+static TOLD: AtomicU64 = AtomicU64::new(0);
+
+/// Says a line on stderr, as far as anybody reads it.
+pub fn say(line: &str) {
+    let line = format!("{line}\n");
+    match STDERR.get() {
+        Some(queue) => queue.push(line.as_bytes()),
+        None => drop(io::stderr().write_all(line.as_bytes())),
+    }
+}
+
+/// From now on nobody waits for who reads stderr. Errors: `Error::Resources`.
+pub fn queue_stderr() -> Result<Arc<Queue>> {
+    let queue = Arc::new(Queue::start(io::stderr())?);
+    Ok(STDERR.get_or_init(|| queue).clone())
+}
+
+/// Waits a moment for who reads stderr: before the process ends.
+pub fn finish() {
+    if let Some(queue) = STDERR.get() {
+        queue.finish(PATIENCE);
+    }
+}
+
+/// Lines that nobody read, and that could not be written.
+pub fn dropped_lines() -> u64 {
+    DROPPED.load(Relaxed)
+}
+
+/// Lines that wait for a reader, and the thread that waits with them. When it is dropped, the thread ends after the last line.
+pub struct Queue(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: Vec<u8>, // whole lines
+    writing: bool,
+    closed: bool,
+}
+
+impl Queue {
+    /// Lines for `out`. Errors: `Error::Resources` when there is no descriptor or thread for it.
+    pub fn start(out: impl AsFd) -> Result<Self> {
+        let out = out.as_fd().try_clone_to_owned().map_err(refused)?;
+        Self::to(File::from(out))
+    }
+
+    /// Lines for a log file.
+    pub fn to(mut out: impl Write + Send + 'static) -> Result<Self> {
+        let shared = Arc::<Shared>::default();
+        let lines = shared.clone();
+        std::thread::Builder::new().name("log".into()).spawn(move || while lines.write_next(&mut out) {}).map_err(refused)?;
+        Ok(Self(shared))
+    }
+
+    /// Takes whole lines, or drops them.
+    pub fn push(&self, lines: &[u8]) {
+        let mut state = self.0.lock();
+        if !state.waiting.is_empty() && state.waiting.len() + lines.len() > QUEUE_BYTES {
+            count_dropped(lines);
+            return;
+        }
+        state.waiting.extend_from_slice(lines);
+        self.0.changed.notify_all();
+    }
+
+    /// Waits until all that was pushed is written, but no longer than `patience`.
+    pub fn finish(&self, patience: Duration) {
+        let busy = |state: &mut State| state.writing || !state.waiting.is_empty();
+        drop(self.0.changed.wait_timeout_while(self.0.lock(), patience, busy));
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.0.lock().closed = true;
+        self.0.changed.notify_all();
+    }
+}
+
+/// For `tracing`.
+impl Write for &Queue {
+    fn write(&mut self, lines: &[u8]) -> io::Result<usize> {
+        self.push(lines);
+        Ok(lines.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for lines and writes them; false at the end.
+    fn write_next(&self, out: &mut impl Write) -> bool {
+        let idle = |state: &mut State| state.waiting.is_empty() && !state.closed;
+        let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+        let lines = std::mem::take(&mut state.waiting);
+        if lines.is_empty() {
+            return false;
+        }
+        state.writing = true;
+        drop(state);
+        match write_patiently(out, &lines) {
+            Ok(()) => tell_dropped(),
+            Err(_) => count_dropped(&lines),
+        }
+        self.lock().writing = false;
+        self.changed.notify_all();
+        true
+    }
+}
+
+/// As `write_all`; a descriptor that does not block, because somebody shares it, is asked again.
+fn write_patiently(out: &mut impl Write, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match out.write(bytes) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(n) => bytes = &bytes[n..],
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == ErrorKind::WouldBlock => std::thread::sleep(Duration::from_millis(10)),
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+fn count_dropped(lines: &[u8]) {
+    DROPPED.fetch_add(lines.iter().filter(|&&byte| byte == b'\n').count() as u64, Relaxed);
+}
+
+/// Lines are read again: says once how many were not.
+fn tell_dropped() {
+    let dropped = dropped_lines();
+    if TOLD.fetch_max(dropped, Relaxed) < dropped {
+        tracing::warn!(dropped, "lines were dropped since the start, because nobody read them or they could not be written");
+    }
+}
+
+fn refused(e: io::Error) -> Error {
+    Error::Resources(format!("the log cannot be written ({e}): raise the limits on threads (`ulimit -u`) and open files (`ulimit -n`)"))
+}
+
+/// A file that is appended to, and opened again when it was moved away.
+pub struct LogFile {
+    path: PathBuf,
+    file: File,
+    moved: Arc<AtomicBool>,
+}
+
+impl LogFile {
+    /// Errors: `Error::Invalid` when the file cannot be opened.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = append(path)
+            .map_err(|e| Error::Invalid(format!("the log cannot be written to {} ({e}): choose another --log-file", path.display())))?;
+        Ok(Self { path: path.into(), file, moved: Arc::default() })
+    }
+
+    /// Set it, and the next line goes to a file opened anew.
+    pub fn moved(&self) -> Arc<AtomicBool> {
+        self.moved.clone()
+    }
+}
+
+/// A pipe is one that somebody reads: without, this is an error, and later nobody waits for the reader.
+fn append(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(libc::O_NONBLOCK).open(path)
+}
+
+impl Write for LogFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.moved.swap(false, Relaxed) {
+            match append(&self.path) {
+                Ok(file) => self.file = file,
+                Err(e) => {
+                    tracing::error!("{} cannot be opened again ({e}): the log goes on in the file that was open", self.path.display())
+                }
+            }
+        }
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
