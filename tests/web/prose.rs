@@ -45,6 +45,11 @@ fn markdown_becomes_what_it_means() {
             "<p>see <a href=\"https://x.org/a_(b)_c\">https://x.org/a_(b)_c</a>. (<a href=\"http://y.org/\">http://y.org/</a>)</p>",
         ),
         ("![alt](https://x.org/i.png)", "<p><a href=\"https://x.org/i.png\" class=\"image\">alt</a></p>"),
+        (
+            "[a [b](https://x.org) c](https://y.org) ![d [e](https://x.org)](https://y.org)",
+            "<p>[a <a href=\"https://x.org/\">b</a> c](<a href=\"https://y.org/\">https://y.org</a>) <a href=\"https://y.org/\" class=\"image\">d <a href=\"https://x.org/\">e</a></a></p>",
+        ),
+        ("` a ` and `  ` and ` a`", "<p><code>a</code> and <code>  </code> and <code> a</code></p>"),
         ("$x_1 + y_1$ costs $5 and $6", "<p><span class=\"math\">x_1 + y_1</span> costs $5 and $6</p>"),
         (
             "\\(a_b\\) and\n\n$$\n\\sum_i x_i\n$$\n\n\\[ y \\]",
@@ -142,6 +147,8 @@ fn large_and_adverse_text_is_drawn_quickly() {
         format!("```rust\n{}", "r#\"".repeat(30_000)),
         format!("```css\n{}", "a".repeat(90_000)),
         "$$\n".repeat(30_000),
+        format!("{}{}", "![".repeat(7_000), "](https://b)".repeat(7_000)),
+        format!("{}{}", "![*a ".repeat(5_000), "*](https://b)".repeat(5_000)),
     ];
     let code = "return import('/web/markdown.js').then(({ Prose }) => arguments[0].map((text) => {
         const root = document.createElement('div');
@@ -155,6 +162,87 @@ fn large_and_adverse_text_is_drawn_quickly() {
         let start: String = text.chars().take(30).collect();
         assert!(ms < 3000.0 && depth < 60, "{start:?} took {ms:.0} ms and is {depth} deep");
     }
+    browser.finish(&[]);
+}
+
+/// Eight times the text takes about eight times as long: with the square of its length it would be 64 times. Each of these was so once.
+#[test]
+fn time_grows_with_the_text_and_not_with_its_square() {
+    let server = Server::real();
+    let browser = open!(server);
+    // What a text begins with, what is repeated, what is repeated after that, and its end.
+    let cases = [
+        ("", "*a ", " a*", ""),
+        ("", "*a _b ", "b_ a* ", ""),
+        ("\\[\n", "x\n", "", ""),
+        ("$$\n", "x\n", "", ""),
+        ("", "\\[\nx\n\n", "", ""),
+        ("", "$$", "", "x"),
+        ("", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", "[a](https://b)", ""),
+        ("", "[a ", "](https://b)", ""),
+        ("", "![", "](https://b)", ""),
+        ("", "![[a](https://b) ", "](https://b)", ""),
+        ("[](", " ", "", "x"),
+        ("[](a", " ", "", "x"),
+        ("x` ", "a", "", "`"),
+        ("", "~", "", "`"),
+        ("", "http://%/", "", ""),
+        ("", "http:///", "", ""),
+        ("", "https://b)](", "", ""),
+        ("http://x", ".", "", "y"),
+        ("# ", "#", " #", "x"),
+        ("a|b\n", "- | ", "", "x"),
+        ("```rust\n", "r#\"", "", ""),
+        ("```css\na", " ", "", "x"),
+        ("```html\n", "a=\"", "", ""),
+    ];
+    let code = "const [begin, piece, after, end, live] = arguments[0];
+        return import('/web/markdown.js').then(({ Prose }) => {
+            const times = 12_500 / (piece.length + after.length);
+            const drawing = (size) => {
+                const text = begin + piece.repeat(times * size) + after.repeat(after && times * size) + end;
+                const prose = new Prose(document.createElement('div'));
+                const start = performance.now();
+                prose.update(text, live);
+                return performance.now() - start;
+            };
+            const fastest = (size) => Math.min(...[1, 2, 3, 4].map(() => drawing(size)));
+            return [Math.max(20, fastest(1)), fastest(8)]; // below that other work on the machine counts
+        })";
+    for (begin, piece, after, end) in cases {
+        for live in [false, true] {
+            let times = browser.js_with(code, &json!([begin, piece, after, end, live]));
+            let (small, large) = (times[0].as_f64().unwrap(), times[1].as_f64().unwrap());
+            assert!(large < 24.0 * small, "{begin:?} {piece:?} {after:?} {end:?}: {small:.0} ms, and eight times as much {large:.0} ms");
+        }
+    }
+    browser.finish(&[]);
+}
+
+/// A block that grows is drawn again and again, but never takes more than its share of the time.
+#[test]
+fn a_long_block_that_grows_leaves_the_page_its_time() {
+    let items: String = (0..8_000).map(|i| format!("- item *{i}*\n")).collect();
+    let server = Server::saying(move |_| Reply::text(&items));
+    let browser = open!(server);
+    browser.js("return import('/web/markdown.js').then(({ Prose }) => {
+            const update = Prose.prototype.update;
+            Object.assign(window, { spent: 0, draws: 0, first: 0, last: 0 });
+            Prose.prototype.update = function (...all) {
+                const start = performance.now();
+                window.first ||= start;
+                update.apply(this, all);
+                window.last = performance.now();
+                window.spent += window.last - start;
+                window.draws += 1;
+            };
+        })");
+    browser.type_into("#composer-text", "go\u{e007}");
+    browser.wait("document.querySelector('.assistant .foot')?.hasChildNodes()");
+    let numbers = browser.js("return [spent, last - first, draws, document.querySelectorAll('.prose li').length]");
+    let [spent, all, draws, shown] = std::array::from_fn(|i| numbers[i].as_f64().unwrap());
+    assert_eq!(shown, 8_000.0);
+    assert!(draws > 2.0 && spent < 0.5 * all, "{draws} drawings took {spent:.0} of {all:.0} ms");
     browser.finish(&[]);
 }
 

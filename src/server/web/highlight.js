@@ -31,7 +31,7 @@ const LANGUAGES = {
   },
   rust: {
     comment: SLASHES,
-    string: [String.raw`b?r(?<hashes>#{0,9})"[^]{0,2000}?"\k<hashes>|b?${DOUBLE}|b?'(?:[^'\\\n]|\\[^']{1,9})'`],
+    string: [String.raw`b?r(?<hashes>#{0,9})"[^]*?(?:"\k<hashes>|${END})|b?${DOUBLE}|b?'(?:[^'\\\n]|\\[^']{1,9})'`],
     keywords: words("as async await bool break char const continue crate dyn else enum extern f32 f64 false fn for i128 i16 i32 i64 i8 if impl in isize let loop match mod move mut pub ref return self Self static str struct super trait true type u128 u16 u32 u64 u8 union unsafe use usize where while"),
   },
   c: { comment: `${SLASHES}|^[ \\t]*#\\w+`, string: [DOUBLE, SINGLE], keywords: words(C) },

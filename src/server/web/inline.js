@@ -1,7 +1,8 @@
 // Inline Markdown as DOM nodes: code, emphasis, links, math. Text only ever becomes text nodes.
 //
 // Delimiters of emphasis are first written as text nodes; when a closer finds its opener, what lies between them moves into an
-// element (the way CommonMark's reference describes it). Work is linear in the text, and nesting is bounded.
+// element (the way CommonMark's reference describes it). Work is linear in the text, and nesting is bounded: what would go deeper
+// stays text, and so does all that begins outside of it, so that nothing is walked over again and again.
 
 import { anchor, safe } from "./link.js";
 
@@ -9,8 +10,9 @@ const MAX_NESTING = 16;
 const SPECIAL = /[\\`*_~$[\]!<&\n]|https?:\/\//gi;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", hellip: "…", mdash: "—", ndash: "–", times: "×" };
+// `(?!\s)`: blanks belong to one place only, so that a failure costs no more than their number.
 const TARGET =
-  /\(\s*(?:<([^<>\n]{0,4000})>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.){0,1000}\)){0,4000}))(?:\s+(?:"[^"]{0,1000}"|'[^']{0,1000}'))?\s*\)/y;
+  /\(\s*(?!\s)(?:<([^<>\n]{0,4000})>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.){0,1000}\)){0,4000}))(?:\s+(?:"[^"]{0,1000}"|'[^']{0,1000}'))?\s*\)/y;
 
 /** Appends `text` to `parent`. `live`: more may follow, so what is still open at the end is shown as if it were closed. */
 export function inline(parent, text, live = false) {
@@ -23,6 +25,7 @@ class Inline {
     Object.assign(this, { parent, text, live, at: 0, plain: "" });
     this.delimiters = []; // { node, char, count, opens, closes }
     this.brackets = []; // { node, image, from: index into delimiters }
+    this.linked = 0; // brackets below this index have a link in them, so that they cannot become one
     this.missing = new Set(); // marks that nothing closes, so that nobody looks twice
   }
 
@@ -92,14 +95,13 @@ class Inline {
     return true;
   }
 
-  /** The index of a run of exactly `length` of `char` at or after `from`, or -1. */
-  runAt(char, length, from) {
-    for (let i = this.text.indexOf(char, from); i >= 0; i = this.text.indexOf(char, i)) {
-      const n = this.runLength(char, i);
-      if (n === length) return i;
-      i += n;
-    }
-    return -1;
+  /** The index of the next run of exactly `length` backticks at or after `from`, or -1. */
+  backticks(length, from) {
+    this.lastRun ??= new Map(Array.from(this.text.matchAll(/`+/g), (run) => [run[0].length, run.index]));
+    if (!(this.lastRun.get(length) >= from)) return -1; // nobody looks through all of the text in vain
+    let i = this.text.indexOf("`", from);
+    for (let n; (n = this.runLength("`", i)) !== length; ) i = this.text.indexOf("`", i + n);
+    return i;
   }
 
   runLength(char, from) {
@@ -111,23 +113,22 @@ class Inline {
   code() {
     const n = this.runLength("`", this.at);
     const start = this.at + n;
-    const end = this.missing.has(n) ? -1 : this.runAt("`", n, start);
+    const end = this.backticks(n, start);
     if (end < 0) {
-      this.missing.add(n);
       if (this.live && n === 1 && start < this.text.length) return this.element("code", this.text.slice(start), this.text.length);
       this.plain += "`".repeat(n);
       this.at = start;
       return true;
     }
     const inside = this.text.slice(start, end).replaceAll("\n", " ");
-    const padded = /^ .*[^ ].* $/.test(inside);
+    const padded = inside.startsWith(" ") && inside.endsWith(" ") && /[^ ]/.test(inside);
     return this.element("code", padded ? inside.slice(1, -1) : inside, end + n);
   }
 
   /** `$x$` and `$$x$$`; a price is not math. */
   dollar() {
-    const n = Math.min(2, this.runLength("$", this.at));
-    const mark = "$".repeat(n);
+    const mark = this.text.startsWith("$$", this.at) ? "$$" : "$";
+    const n = mark.length;
     const start = this.at + n;
     if (this.missing.has(mark) || (n === 1 && !/[^\s\d$]|\d+[^\s\d.,]/y.test(this.text.slice(start, start + 8)))) return false;
     const end = this.text.indexOf(mark, start);
@@ -161,7 +162,10 @@ class Inline {
 
   close() {
     const bracket = this.brackets.pop();
-    if (!bracket || bracket.dead) return false;
+    const { length } = this.brackets;
+    const linked = length < this.linked;
+    this.linked = Math.min(this.linked, length);
+    if (!bracket || (linked && !bracket.image)) return false; // no link within a link
     TARGET.lastIndex = this.at + 1;
     const target = TARGET.exec(this.text);
     if (!target) {
@@ -179,10 +183,13 @@ class Inline {
     this.emphasize(bracket.from);
     const a = address ? anchor(address) : document.createElement("span");
     if (bracket.image) a.className = "image";
-    while (bracket.node.nextSibling) a.append(bracket.node.nextSibling);
+    if (!wrap(bracket.node, null, a)) {
+      this.brackets.length = this.linked = 0;
+      return false;
+    }
     if (!a.hasChildNodes()) a.append(bracket.image ? "image" : address);
-    bracket.node.replaceWith(a);
-    if (!bracket.image) for (const outer of this.brackets) outer.dead ||= !outer.image; // no link within a link
+    bracket.node.remove();
+    if (!bracket.image) this.linked = length;
     this.at = TARGET.lastIndex;
     return true;
   }
@@ -197,8 +204,12 @@ class Inline {
   }
 
   bare() {
-    const found = /^https?:\/\/[^\s<>`*"]+/i.exec(this.text.slice(this.at, this.at + 4000));
-    let words = found?.[0].replace(/[.,:;!?'_~]+$/, "") ?? "";
+    const rest = this.text.slice(this.at, this.at + 4000);
+    // A host that is none makes no address, however long it goes on: a text full of them is read once.
+    const host = /^https?:\/\/[^\s<>`*"/#]+(?=[/#])/i.exec(rest);
+    if (host && !safe(host[0])) return false;
+    let words = /^[^\s<>`*"]*/.exec(rest)[0];
+    while (".,:;!?'_~".includes(words.at(-1))) words = words.slice(0, -1);
     // A closing bracket belongs to the sentence unless the address opened it.
     let open = words.split("(").length - words.split(")").length;
     while (words.endsWith("]") || (words.endsWith(")") && open < 0)) {
@@ -261,8 +272,11 @@ class Inline {
         }
         const opener = list[stack[at]];
         const n = Math.min(2, opener.count, closer.count);
+        if (!wrap(opener.node, closer.node, document.createElement(closer.char === "~" ? "del" : n === 2 ? "strong" : "em"))) {
+          stack.length = 0;
+          break;
+        }
         stack.length = at + 1;
-        wrap(opener.node, closer.node, closer.char === "~" ? "del" : n === 2 ? "strong" : "em");
         for (const d of [opener, closer]) {
           d.count -= n;
           d.node.data = d.char.repeat(d.count);
@@ -283,13 +297,13 @@ function matches(opener, closer) {
 
 const depths = new WeakMap();
 
-/** Moves what lies between two siblings into a new element, unless that would nest too deep. */
-function wrap(start, end, name) {
+/** Moves what lies between two siblings (to the last, if `end` is null) into `node`, which follows `start`; false if too deep. */
+function wrap(start, end, node) {
   let depth = 0;
-  for (let node = start.nextSibling; node !== end; node = node.nextSibling) depth = Math.max(depth, depths.get(node) ?? 0);
-  if (depth >= MAX_NESTING) return;
-  const node = document.createElement(name);
+  for (let inner = start.nextSibling; inner !== end; inner = inner.nextSibling) depth = Math.max(depth, depths.get(inner) ?? 0);
+  if (depth >= MAX_NESTING) return false;
   while (start.nextSibling !== end) node.append(start.nextSibling);
   depths.set(node, depth + 1);
   start.after(node);
+  return true;
 }

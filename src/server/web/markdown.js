@@ -8,7 +8,7 @@ import { inline } from "./inline.js";
 
 const MAX_NESTING = 12;
 // No pattern has two neighbours that match the same characters: a hostile line costs no more than its length.
-const FENCE = /^\s*(`{3,}|~{3,})([^`]*)$/;
+const FENCE = /^\s*(`{3,}|~{3,}(?!~))([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s(.*))?$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -74,13 +74,10 @@ function readFence(lines, i, [line, mark, info]) {
 
 function readMath(lines, i, mark) {
   const close = mark === "$$" ? "$$" : "\\]";
-  let text = lines[i].trim().slice(mark.length);
+  const inside = [lines[i].trim().slice(mark.length)];
   let end = i + 1;
-  while (!text.trimEnd().endsWith(close) && end < lines.length) {
-    const at = text.lastIndexOf(close);
-    if (at >= 0) break;
-    text += `\n${lines[end++]}`;
-  }
+  while (!inside.at(-1).includes(close) && end < lines.length) inside.push(lines[end++]);
+  const text = inside.join("\n");
   const at = text.lastIndexOf(close);
   // Math that goes on in a sentence is not a block.
   if (at >= 0 && text.slice(at + close.length).trim()) return [{ type: "paragraph", text: lines.slice(i, end).join("\n") }, end];
