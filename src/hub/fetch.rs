@@ -1,5 +1,6 @@
 //! Downloads one file: goes on where an earlier attempt was cut off, and keeps only what is, byte for byte, what was announced.
 
+use std::cmp::Ordering;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
@@ -49,12 +50,11 @@ impl Download<'_> {
         std::fs::create_dir_all(blob.parent().expect("a blob is in a folder")).map_err(unwritable(&blob))?;
         let _lock = lock(blob.with_extension("lock"))?;
         // Another commit may have the same content, or another process has just brought it.
-        if std::fs::metadata(&blob).is_ok_and(|blob| blob.len() == announced.size) {
-            return folder.link(self.commit, self.name, &announced.tag).map_err(unwritable(&blob));
+        if std::fs::metadata(&blob).map_or(true, |blob| blob.len() != announced.size) {
+            let part = blob.with_extension("part");
+            self.complete(&part, &announced)?;
+            std::fs::rename(&part, &blob).map_err(unwritable(&blob))?;
         }
-        let part = blob.with_extension("part");
-        self.complete(&part, &announced)?;
-        std::fs::rename(&part, &blob).map_err(unwritable(&blob))?;
         folder.link(self.commit, self.name, &announced.tag).map_err(unwritable(&blob))
     }
 
@@ -73,13 +73,13 @@ impl Download<'_> {
             part.append(&mut content, size, &self.bar)?;
         }
         let wrong = match part.len.cmp(&size) {
-            std::cmp::Ordering::Less => return Err(Failure::Broken(format!("{} of {size} bytes of {} came", part.len, self.name))),
-            std::cmp::Ordering::Greater => format!("{} is longer than the {size} bytes that were announced", self.name),
-            std::cmp::Ordering::Equal if part.digest.take().is_none_or(|digest| announced.tag.is_of(digest)) => {
+            Ordering::Less => return Err(Failure::Broken(format!("{} of {size} bytes of {} came", part.len, self.name))),
+            Ordering::Greater => format!("{} is longer than the {size} bytes that were announced", self.name),
+            Ordering::Equal if part.digest.take().is_none_or(|digest| announced.tag.is_of(digest)) => {
                 self.bar.finish_and_clear();
                 return Ok(());
             }
-            std::cmp::Ordering::Equal => format!("the hash of {} is not the one that was announced", self.name),
+            Ordering::Equal => format!("the hash of {} is not the one that was announced", self.name),
         };
         std::fs::remove_file(path).map_err(unwritable(path))?;
         Err(Failure::Refused(format!("{wrong}, and it was removed")))
