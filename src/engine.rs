@@ -1,11 +1,11 @@
 //! The engine: one thread owns model, KV cache and sequences; everyone else holds an [`EngineHandle`].
 
+mod queue;
 mod run;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -22,6 +22,9 @@ pub use crate::sampler::{Constraint, Logprobs, SamplingParams};
 use crate::tap::MAX_STEERS;
 pub use crate::tap::{Layers, Positions, Steer};
 use crate::{Error, Result};
+use queue::Queue;
+#[doc(hidden)]
+pub use queue::Place;
 use run::Engine;
 
 /// One prompt to be continued.
@@ -148,23 +151,13 @@ pub struct Submission {
     pub place: Place,
 }
 
-/// A request's place in the queue, until its first step.
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct Place(Arc<Metrics>);
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.requests_waiting.fetch_sub(1, Relaxed);
-    }
-}
-
 /// A cheap, cloneable handle to a running engine. The engine stops when the last one is dropped.
 #[derive(Clone)]
 pub struct EngineHandle {
     requests: mpsc::UnboundedSender<Submission>,
     info: Arc<EngineInfo>,
     metrics: Arc<Metrics>,
+    queue: Arc<Queue>,
     thread: Option<Arc<JoinHandle<()>>>,
 }
 
@@ -172,7 +165,17 @@ impl EngineHandle {
     /// A handle to whatever answers on the other end of `requests`: the engine's own constructor, and a test's.
     #[doc(hidden)]
     pub fn from_parts(info: EngineInfo, requests: mpsc::UnboundedSender<Submission>) -> Self {
-        Self { requests, info: Arc::new(info), metrics: Arc::default(), thread: None }
+        Self::new(info, requests, Arc::default(), None)
+    }
+
+    fn new(
+        info: EngineInfo,
+        requests: mpsc::UnboundedSender<Submission>,
+        metrics: Arc<Metrics>,
+        thread: Option<Arc<JoinHandle<()>>>,
+    ) -> Self {
+        let queue = Arc::new(Queue::new(info.max_queue, metrics.clone()));
+        Self { requests, info: Arc::new(info), metrics, queue, thread }
     }
 
     /// What it counts.
@@ -219,13 +222,7 @@ impl EngineHandle {
         }
         request.steer.iter().try_for_each(|steer| steer.check(self.info.layers, self.info.hidden_size))?;
         request.capture.iter().try_for_each(|wanted| wanted.check(self.info.layers))?;
-        let waiting = self.metrics.requests_waiting.fetch_add(1, Relaxed);
-        let place = Place(self.metrics.clone());
-        if waiting >= self.info.max_queue as u64 {
-            return Err(Error::Busy(format!(
-                "{waiting} requests wait already, and no more may: try again in a while, or raise --max-queue"
-            )));
-        }
+        let place = self.queue.place(request.tenant)?;
         let (events, receiver) = mpsc::unbounded_channel();
         let submission = Submission { request, events, submitted: Instant::now(), place };
         let stopped = |_| Error::Stopped("a bug ended it, and what it said is on stderr; start moebius again".into());
@@ -278,5 +275,5 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
             }
         })
         .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
-    Ok(EngineHandle { metrics, thread: Some(Arc::new(thread)), ..EngineHandle::from_parts(info, requests) })
+    Ok(EngineHandle::new(info, requests, metrics, Some(Arc::new(thread))))
 }
