@@ -182,3 +182,32 @@ impl Drop for Leaving {
         self.place.has_answered();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    /// Whether patience of 400 ms ends within a second in which `bytes` move every 20 ms.
+    async fn ends(bytes: usize) -> bool {
+        let mut patience = Patience::new(Duration::from_millis(400));
+        let started = Instant::now();
+        while started.elapsed() < Duration::from_secs(1) {
+            if timeout(Duration::from_millis(20), poll_fn(|context| patience.poll_end(context))).await.is_ok() {
+                return true;
+            }
+            patience.moved(bytes);
+        }
+        false
+    }
+
+    #[tokio::test]
+    async fn a_byte_now_and_then_ends_patience_and_the_least_rate_does_not() {
+        assert!(ends(0).await, "as long as nothing moves, breaks do not count");
+        assert!(ends(1).await);
+        assert!(!ends(200).await, "10 KiB a second");
+    }
+}
