@@ -462,6 +462,9 @@ fn a_panicking_grammar_fails_alone() {
         fn is_complete(&mut self) -> bool {
             false
         }
+        fn fork(&self) -> Box<dyn moebius::engine::Constraint> {
+            Box::new(Self)
+        }
     }
     let _alone = alone();
     let engine = start("moe-gqa", 512);
