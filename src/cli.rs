@@ -52,9 +52,9 @@ enum Command {
 /// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong flag, and `--help`, end the process.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     std::panic::set_hook(Box::new(|panic| log::say(&format!("error: internal error, please report it: {panic}"))));
-    process::prepare();
     let _end = End;
-    let result = match Cli::parse_from(args).command {
+    let command = Cli::parse_from(args).command;
+    let result = process::prepare().and_then(|()| match command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Serve(args) => serve::run(args),
@@ -63,7 +63,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Capture(args) => capture::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
-    };
+    });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,

@@ -274,6 +274,6 @@ pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_toke
                 engine.give_up(&mut queue, &format!("a bug: {}", run::words(&*panic)));
             }
         })
-        .map_err(|e| Error::Resources(format!("the engine thread cannot start: {e}")))?;
+        .map_err(|e| Error::Resources(format!("the engine thread cannot start ({e}): raise `ulimit -u`")))?;
     Ok(EngineHandle::new(info, requests, metrics, Some(Arc::new(thread))))
 }

@@ -260,8 +260,9 @@ impl Budget {
                 true => "lower --max-batch-tokens",
                 false => remedy(model, config, precision, available - activations.min(available)),
             };
+            let limit = moebius_cache::limits::address_space_bytes().map_or("", |_| ", or raise `ulimit -v`");
             return Err(Error::Resources(format!(
-                "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}",
+                "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}{limit}",
                 gib(needed),
                 gib(available)
             )));

@@ -137,6 +137,7 @@ impl Server {
     /// Begins to answer: until there is a model, that it is being loaded.
     pub fn start(self) -> Result<Running> {
         let failed = |e: std::io::Error| Error::Resources(format!("the server cannot run: {e}"));
+        moebius_cache::threads::probe(4)?; // tokio panics where its two do not start
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
         let app = Arc::new(App::new(&self));
         let (stop, stopped) = tokio::sync::watch::channel(false);

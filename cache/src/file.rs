@@ -62,8 +62,8 @@ fn other_than_plain(kind: FileType) -> Option<&'static str> {
 /// A file mapped as it lies, shared and read-only. Where the command runs, one that is cut off meanwhile ends it in words.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
+    _listed: Option<Listed>, // gone before the map is
     map: Mmap,
-    _listed: Option<Listed>,
 }
 
 impl MappedFile {

@@ -151,6 +151,7 @@ pub struct Progress {
 pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
     check(options)?;
     let failed = |e: std::io::Error| Error::Resources(format!("the measurement cannot run: {e}"));
+    moebius_cache::threads::probe(4)?; // tokio panics where its two do not start
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
     let report = runtime.block_on(async {
         let mut stop = pin!(async {
