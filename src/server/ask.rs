@@ -33,7 +33,7 @@ const SLOWEST: u64 = 64 << 10;
 /// What is read of a refused body and dropped, so that its client gets to read why; most write all before they read.
 const MAX_DROPPED_BYTES: usize = 4 * MAX_BODY_BYTES;
 const DROPPED_WITHIN: Duration = Duration::from_secs(5);
-const DROPPED_SILENCE: Duration = Duration::from_millis(300);
+const DROPPED_SILENCE: Duration = Duration::from_secs(1);
 
 /// What a body takes beside itself while it is understood, for each of its bytes: its strings, messages made of them, and the prompt made of those.
 const COPIES: u64 = 8;
