@@ -14,8 +14,8 @@ const UNFINISHED: usize = 8;
 /// A path and what is said about it.
 const TEXT_BYTES: usize = libc::PATH_MAX as usize + 256;
 
-static TABLE: [Slot; MAPS] = [const { Slot::EMPTY }; MAPS];
-static TO_REMOVE: [Slot; UNFINISHED] = [const { Slot::EMPTY }; UNFINISHED];
+static TABLE: [Slot; MAPS] = [const { Slot::free() }; MAPS];
+static TO_REMOVE: [Slot; UNFINISHED] = [const { Slot::free() }; UNFINISHED];
 
 /// An address range and a text that ends with a zero. Pages of slots that were never used take no memory.
 struct Slot {
@@ -28,7 +28,9 @@ const FREE: usize = 0;
 const TAKEN: usize = 1;
 
 impl Slot {
-    const EMPTY: Self = Self { start: AtomicUsize::new(FREE), end: AtomicUsize::new(0), text: [const { AtomicU8::new(0) }; TEXT_BYTES] };
+    const fn free() -> Self {
+        Self { start: AtomicUsize::new(FREE), end: AtomicUsize::new(0), text: [const { AtomicU8::new(0) }; TEXT_BYTES] }
+    }
 
     fn holds(&self, address: usize) -> bool {
         let start = self.start.load(Acquire);
