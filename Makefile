@@ -1,5 +1,5 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
-.PHONY: test lint kernels emulator python
+.PHONY: test lint kernels emulator python attack
 
 # Of the Python package, and of what writes GGUF files for tests/gguf.rs.
 PYTHON = target/python/bin
@@ -46,3 +46,12 @@ python: $(PYTHON)/maturin
 $(PYTHON)/maturin:
 	python3 -m venv target/python
 	$(PYTHON)/pip install --quiet gguf maturin mypy numpy pytest
+
+# What a hostile client, model, hub or disk might do, against a release build; the report is target/attack/report.md.
+MINUTES = 30
+SEED = 1
+ONLY =
+
+attack:
+	cargo build --release
+	python3 tests/attack --minutes $(MINUTES) --seed $(SEED) --only "$(ONLY)"

@@ -67,9 +67,11 @@ def one(name, args, seconds):
 def report(areas, seed):
     lines = ["| area | tried | held | what broke |", "|---|---|---|---|"]
     for area in areas:
-        broken = "<br>".join(f"{what.replace('|', '/')[:160]} ({path.relative_to(common.ROOT)})" for what, path in area.broken[:12])
-        more = f"<br>and {len(area.broken) - 12} more" if len(area.broken) > 12 else ""
-        lines.append(f"| {area.name} | {area.tried} | {area.tried - len(area.broken)} | {broken}{more} |")
+        kinds = {}  # what broke in the same way is one entry
+        for what, path in area.broken:
+            kinds.setdefault(what.replace("|", "/")[:200], []).append(path.name)
+        broken = "<br>".join(what + f" ({names[0]}" + (f" and {len(names) - 1} more)" if names[1:] else ")") for what, names in kinds.items())
+        lines.append(f"| {area.name} | {area.tried} | {area.tried - len(area.broken)} | {broken} |")
     notes = [f"{area.name}: {note}" for area in areas for note in area.notes]
     text = "\n".join([f"seed {seed}", "", *lines, "", *notes])
     print(f"\n{text}")

@@ -1,4 +1,5 @@
 """What all areas share: processes under a memory limit, a server and questions to it, and a record of what was tried and what broke."""
+import ctypes
 import http.client
 import json
 import os
@@ -20,6 +21,9 @@ FIXTURES = ROOT / "tests" / "fixtures"
 DEMO = ROOT / "demo" / "moe-gqa"
 MIB = 1 << 20
 GIB = 1 << 30
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 LIMIT_BYTES = 6 * GIB  # of every process that is attacked, so that the machine outlives what it finds
 
@@ -49,6 +53,7 @@ class Area:
     def check(self, what, problem, reproduction="", keep=None):
         """Counts one thing that was tried. `problem`: what broke, or nothing. `keep`: a file or folder that brings it about."""
         self.tried += 1
+        what = what.replace("\n", "\\n")
         if not problem:
             return True
         number = len(self.broken) + 1
@@ -152,6 +157,7 @@ def _before(group, limits):
     group = group or _shared()
 
     def act():
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing outlives the attack
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if group.made:
             group.enter()
@@ -181,7 +187,8 @@ class Result:
         if self.code < 0:
             return f"ended by {signal.Signals(-self.code).name}"
         if self.code == 101 or "panicked at" in self.err or "please report" in self.err:
-            return "panicked"
+            place = re.search(r"panicked at \S*?([^/]+/[^/\s]+:\d+)", self.err)
+            return "panicked" + (f" at {place[1]}" if place else "")
         if self.code not in codes:
             return f"exit code {self.code}"
         if self.code and not self.err.strip():
@@ -272,8 +279,8 @@ def together(count, work, timeout=300):
 class Server:
     """`moebius serve` on a port of its own."""
 
-    def __init__(self, area, *args, model="demo", env=None, group=None, limits=None, log="off", stderr=None, threads=1, wait=60):
-        command = area.command("serve", model, "--port", "0", "--log", log, "--threads", threads, *args)
+    def __init__(self, area, *args, model="demo", cache=None, env=None, group=None, limits=None, log="off", stderr=None, threads=1, wait=60):
+        command = area.command("serve", model, "--port", "0", "--log", log, "--threads", threads, *args, cache=cache)
         self.line = shlex.join(command)
         self.log = area.dir / f"server-{area.tried}-{time.monotonic_ns()}.log"
         with open(self.log, "wb") as file:
@@ -307,6 +314,11 @@ class Server:
 
     def peak_mb(self):
         return self.status("VmHWM") >> 10
+
+    def cpu_s(self):
+        """Seconds of a core that it has taken so far."""
+        fields = pathlib.Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def descriptors(self):
         return len(os.listdir(f"/proc/{self.pid}/fd"))

@@ -5,7 +5,7 @@ import struct
 
 from common import FIXTURES, model_folder
 
-SOURCES = ["qwen3_moe", "deepseek_v3", "gpt_oss_mxfp4", "qwen3_moe_gptq", "qwen3_moe_dense_layer_sharded", "llama"]
+SOURCES = ["qwen3_moe", "deepseek_v3", "gpt_oss_mxfp4", "qwen3_moe_gptq", "qwen3_moe_dense_layer_sharded"]
 TEXTS = ["config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
          "model.safetensors.index.json"]
 ODD = [None, True, [], {}, "", "x" * 100_000, "\u0000", "../../x", 0, -1, 1, 7, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 1e308, -1e-308,

@@ -21,8 +21,9 @@ def hold(port, way, seconds):
 
     def open_one():
         wire = socket.socket()
-        wire.setblocking(False)
+        wire.settimeout(0.5)
         wire.connect_ex(("127.0.0.1", port))
+        wire.setblocking(False)
         sent[wire] = 0
         return wire
 
@@ -77,7 +78,7 @@ def attack(area):
             seconds = max(12, min(60, area.seconds / len(WAYS)))
             attacker = multiprocessing.Process(target=hold, args=(server.port, way, seconds), daemon=True)
             attacker.start()
-            time.sleep(3)
+            time.sleep(4)
             end = time.monotonic() + seconds - 5
             own, completions = [], []
             while time.monotonic() < end:
