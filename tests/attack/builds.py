@@ -21,7 +21,8 @@ def checkpoint(area):
         head = f"model.layers.{layer}"
         tensors |= {f"{head}.input_layernorm.weight": [HIDDEN], f"{head}.post_attention_layernorm.weight": [HIDDEN],
                     f"{head}.self_attn.q_norm.weight": [64], f"{head}.self_attn.k_norm.weight": [64], f"{head}.mlp.gate.weight": [EXPERTS, HIDDEN],
-                    **{f"{head}.self_attn.{name}_proj.weight": shape for name, shape in (("q", [256, HIDDEN]), ("k", [64, HIDDEN]), ("v", [64, HIDDEN]), ("o", [HIDDEN, 256]))}}
+                    **{f"{head}.self_attn.{name}_proj.weight": shape for name,
+                    shape in (("q", [256, HIDDEN]), ("k", [64, HIDDEN]), ("v", [64, HIDDEN]), ("o", [HIDDEN, 256]))}}
         for e in range(EXPERTS):
             for name, shape in (("gate", [WIDTH, HIDDEN]), ("up", [WIDTH, HIDDEN]), ("down", [HIDDEN, WIDTH])):
                 tensors[f"{head}.mlp.experts.{e}.{name}_proj.weight"] = shape
@@ -32,9 +33,11 @@ def checkpoint(area):
         index |= dict.fromkeys(part, file)
         write(path / file, {name: tensors[name] for name in part}, block, area.random)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS,
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH,
+              "num_experts": EXPERTS,
               "num_experts_per_tok": 2, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 544,
-              "intermediate_size": 1024, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "norm_topk_prob": True, "decoder_sparse_step": 1,
+              "intermediate_size": 1024, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "norm_topk_prob": True,
+              "decoder_sparse_step": 1,
               "mlp_only_layers": [], "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "torch_dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(config))
     return path
@@ -110,7 +113,8 @@ def attack(area):
 def side_by_side(area, model, want):
     cache = area.folder("cache")
     results = []
-    threads = [threading.Thread(target=lambda: results.append(area.run("cache", "build", model, "--experts", "int4", cache=cache, timeout=200))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(area.run("cache", "build", model, "--experts", "int4", cache=cache,
+        timeout=200))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -81,7 +81,8 @@ def lies(rng, good):
     if kind in ("field", "source"):
         place = cache.description if kind == "field" else cache.description["source"]
         name = rng.choice(list(place))
-        place[name] = rng.choice([odd, -odd, str(odd), None, [], {}, True, {"bits": "int8", "group_size": 32}, {"bits": "bf16"}, [place[name]] * 3, "x" * 5000])
+        place[name] = rng.choice([odd, -odd, str(odd), None, [], {}, True, {"bits": "int8", "group_size": 32}, {"bits": "bf16"}, [place[name]] * 3,
+            "x" * 5000])
         text = json.dumps(cache.description).encode()
         size = struct.unpack_from("<I", good, 12)[0]
         if len(text) > cache.table - 64:

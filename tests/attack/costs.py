@@ -56,13 +56,17 @@ def attack(area):
         beside(area, server, "half characters with logprobs", plain, logprobs=5, **halves)
         beside(area, server, "stop strings that nearly come", plain, logit_bias={"97": 100}, stop=["a" * 1000 + "b"] * 16)
         beside(area, server, "penalties", plain, repetition_penalty=1.3, presence_penalty=1, frequency_penalty=1)
-        for name, piece in (("digits", "1234567890"), ("one letter", "a"), ("marks", "e\u0301"), ("blanks", " "), ("quotes", "'\""), ("special", "<|end|>"), ("half special", "<|en")):
+        for name, piece in (("digits", "1234567890"), ("one letter", "a"), ("marks", "e\u0301"), ("blanks", " "), ("quotes", "'\""),
+            ("special", "<|end|>"), ("half special", "<|en")):
             growth(area, server, f"/tokenize of {name}", lambda n, piece=piece: ("/tokenize", {"prompt": piece * (n * 200_000 // len(piece))}))
         growth(area, server, "/detokenize", lambda n: ("/detokenize", {"tokens": [half] * (n * 50_000)}))
         growth(area, server, "/detokenize of noise", lambda n: ("/detokenize", {"tokens": [area.random.randrange(10, 1000) for _ in range(n * 50_000)]}))
-        growth(area, server, "choices under one grammar", lambda n: ("/v1/completions", {"prompt": ["a"] * 4 * n, "n": 4, "max_tokens": 1, "guided_json": {"enum": [f"word {i}" for i in range(2000)]}}))
+        growth(area, server, "choices under one grammar", lambda n: ("/v1/completions", {"prompt": ["a"] * 4 * n, "n": 4, "max_tokens": 1,
+            "guided_json": {"enum": [f"word {i}" for i in range(2000)]}}))
         growth(area, server, "messages", lambda n: ("/v1/chat/completions", {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}] * (200 * n)}))
-        growth(area, server, "tools", lambda n: ("/v1/chat/completions", {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(60 * n)]}))
-        growth(area, server, "a JSON string under a schema", lambda n: ("/v1/completions", {"prompt": "Hi", "max_tokens": 220 * n, "guided_json": {"type": "string", "minLength": 3000}}))
+        growth(area, server, "tools", lambda n: ("/v1/chat/completions", {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(60 * n)]}))
+        growth(area, server, "a JSON string under a schema", lambda n: ("/v1/completions", {"prompt": "Hi", "max_tokens": 220 * n,
+            "guided_json": {"type": "string", "minLength": 3000}}))
         together(8, lambda i: server.ask(*say(**halves), timeout=120))
         area.check("eight answers of half characters", server.problem(), server.line)

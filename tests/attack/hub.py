@@ -11,7 +11,8 @@ from common import DEMO, environment
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret_token_0123"
 NAMES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
-ODD = ["../../../../../victim", "../../../../../../victim", "..", ".", "", "/", "a/b", "a\\b", "%2e%2e%2fvictim", "x" * 5000, "\t", "a b", "é", "W/../../../../victim", "-rf", "CON", "~/victim", "config.json", "..%00", "blobs/../../victim"]
+ODD = ["../../../../../victim", "../../../../../../victim", "..", ".", "", "/", "a/b", "a\\b", "%2e%2e%2fvictim", "x" * 5000, "\t", "a b", "é",
+    "W/../../../../victim", "-rf", "CON", "~/victim", "config.json", "..%00", "blobs/../../victim"]
 
 
 class Hub:
@@ -55,13 +56,15 @@ def serve(hub):
 
         def reply(self):
             if self.path.startswith("/api/"):
-                listing = hub.listing if hub.listing is not None else json.dumps({"sha": hub.sha, "siblings": [{"rfilename": name} for name in hub.names]}).encode()
+                listing = hub.listing if hub.listing is not None else json.dumps({"sha": hub.sha,
+                    "siblings": [{"rfilename": name} for name in hub.names]}).encode()
                 return self.answer(200, listing, content_type="application/json")
             name = self.path.split("/resolve/main/")[-1] if "/resolve/" in self.path else self.path.split("/", 2)[-1]
             data = hub.files.get(name, b"stolen")
             common = {"x_repo_commit": hub.commit, "etag": f'"{hub.etag(data)}"'}
             if hub.redirect and "/resolve/" in self.path and name.endswith(".safetensors"):
-                return self.answer(302, b"", location=hub.redirect.format(port=server.server_port, name=name), x_linked_size=str(hub.size(data)), x_linked_etag=common["etag"], **common)
+                return self.answer(302, b"", location=hub.redirect.format(port=server.server_port, name=name), x_linked_size=str(hub.size(data)),
+                    x_linked_etag=common["etag"], **common)
             first, _, last = (self.headers.get("range") or "bytes=0-")[6:].partition("-")
             body = hub.body(data)
             part = body[int(first or 0) : int(last) + 1 if last else None]
@@ -93,12 +96,14 @@ def attacks():
     yield "a redirect to an address within", change(redirect="http://localhost:{port}@127.0.0.1:1/{name}"), None
     yield "a redirect to itself", change(redirect="/org/model/resolve/main/{name}"), False
     yield "a redirect to a file", change(redirect="file:///etc/passwd"), False
-    for name, size in (("1 more", lambda d: len(d) + 1), ("1 less", lambda d: len(d) - 1), ("2^62", lambda d: 1 << 62), ("2^64 + 1", lambda d: (1 << 64) + 1), ("-1", lambda d: -1), ("words", lambda d: "many"), ("0", lambda d: 0)):
+    for name, size in (("1 more", lambda d: len(d) + 1), ("1 less", lambda d: len(d) - 1), ("2^62", lambda d: 1 << 62),
+        ("2^64 + 1", lambda d: (1 << 64) + 1), ("-1", lambda d: -1), ("words", lambda d: "many"), ("0", lambda d: 0)):
         yield f"a size of {name}", change(size=size), False
     yield "other bytes than the hash", change(body=lambda d: d[:-1] + bytes([d[-1] ^ 1]) if len(d) > 1_000_000 else d), False
     yield "shorter files", change(body=lambda d: d[: len(d) // 2]), False
     yield "longer files", change(body=lambda d: d + b"x" * 100), False
-    for name, listing in (("nothing", b""), ("a list", b"[]"), ("no names", b"{}"), ("deep", b"[" * 100_000), ("a million names", json.dumps({"sha": COMMIT, "siblings": [{"rfilename": f"model-{i}.safetensors"} for i in range(200_000)]}).encode()),
+    for name, listing in (("nothing", b""), ("a list", b"[]"), ("no names", b"{}"), ("deep", b"[" * 100_000),
+                          ("a million names", json.dumps({"sha": COMMIT, "siblings": [{"rfilename": f"model-{i}.safetensors"} for i in range(200_000)]}).encode()),
                           ("numbers", b'{"sha": 1, "siblings": [1]}'), ("an error page", b"<html>" + b"x" * 1_000_000)):
         yield f"a listing of {name}", change(listing=listing), False
 
@@ -140,7 +145,8 @@ def one(area, name, change, may):
     touched = sorted(set(before) ^ set(after)) + [path for path in before if path in after and before[path] != after[path]]
     touched = [path for path in touched if not path.endswith(".lock")]
     told = [host for host, token in hub.seen if TOKEN in token and host != f"127.0.0.1:{server.server_port}"]
-    problem = touched and f"outside of its folder: {touched}" or strays(home) and f"links lead out: {strays(home)[:2]}" or told and f"the token went to {told[0]}" or result.problem(60)
+    problem = touched and f"outside of its folder: {touched}" or strays(home) and f"links lead out: {strays(home)[:2]}"
+    problem = problem or told and f"the token went to {told[0]}" or result.problem(60)
     if not problem and may is not None:
         problem = may != (result.code == 0) and (f"refused: {result.err[-300:]}" if may else "it was taken for a model")
     area.check(name, problem, str(result))

@@ -61,7 +61,8 @@ class Client:
         self.port, self.cases, self.random, self.counts, self.wrong = port, cases, random.Random(seed), counts, wrong
 
     def run(self, until):
-        acts = [self.whole] * 6 + [self.stream] * 6 + [self.nonsense] * 3 + [self.too_long, self.leave, self.leave, self.unread, self.half, self.huge, self.capture]
+        acts = [self.whole] * 6 + [self.stream] * 6 + [self.nonsense] * 3 + [self.too_long, self.leave, self.leave, self.unread, self.half, self.huge,
+            self.capture]
         while time.monotonic() < until:
             act = self.random.choice(acts)
             try:
@@ -218,7 +219,8 @@ def attack(area):
         area.check("memory", now[2] - rss > GROWTH_MB and f"{rss} MiB before, {now[2]} after, most {server.peak_mb()}", server.line)
         p99, most = times[int(len(times) * 0.99)], times[-1]
         area.check("/health", (p99 > 0.5 or most > 3) and f"99% within {p99:.2f} s, longest {most:.2f} s", server.line)
-        area.note(f"/health: median {1e3 * times[len(times) // 2]:.1f} ms, 99% {1e3 * p99:.0f} ms, longest {1e3 * most:.0f} ms; memory {rss} -> {now[2]} MiB, most {server.peak_mb()}")
+        area.note(f"/health: median {1e3 * times[len(times) // 2]:.1f} ms, 99% {1e3 * p99:.0f} ms, longest {1e3 * most:.0f} ms")
+        area.note(f"memory: {rss} MiB, then {now[2]}, most {server.peak_mb()}")
         area.check("the server", server.problem(), server.line)
     stop_with_clients(area, cases)
 

@@ -24,7 +24,7 @@ def requests(rng):
         "a prompt of 240 KB": ("/v1/completions", {"prompt": words[:240_000], "max_tokens": 1}),
         "/tokenize of 16 MB": ("/tokenize", {"prompt": words, "return_token_strs": True}),
         "/tokenize of digits": ("/tokenize", {"prompt": digits}),
-        "/detokenize of 5 M tokens": ("/detokenize", {"tokens": [100] * 3_000_000}),
+        "/detokenize of 3 M tokens": ("/detokenize", {"tokens": [100] * 3_000_000}),
         "small objects, 16 MB": ("/v1/chat/completions", b'{"messages":[' + nested.encode() + b"]}"),
         "prompts, 16 MB of them": ("/v1/completions", {"prompt": ["a"] * (BODY_BYTES // 6), "max_tokens": 1}),
         "ids, 16 MB of them": ("/v1/completions", b'{"max_tokens":1,"prompt":[' + b"1," * (BODY_BYTES // 2 - 40) + b"1]}"),
@@ -62,7 +62,8 @@ def one(area, name, path, body, count, group):
         for reply in replies:
             kind = "no answer in time" if reply is None else type(reply).__name__ if isinstance(reply, Exception) else str(reply.status)
             seen[kind] = seen.get(kind, 0) + 1
-        how = f"{server.line}\nin a control group of {LIMIT_BYTES >> 20} MiB\n{count} x POST {path} of {len(data)} bytes: {data[:200]!r}...\nanswers: {seen}\npeak: {peak} MiB"
+        how = f"{server.line}\nin a control group of {LIMIT_BYTES >> 20} MiB\n{count} x POST {path} of {len(data)} bytes: {data[:200]!r}...\n"
+        how += f"answers: {seen}\npeak: {peak} MiB"
         what = name if count == 1 else f"{name}, {count} together"
         problem = server.problem(5.0) or any(kind.startswith("5") and kind != "503" for kind in seen) and f"answers: {seen}"
         area.check(what, problem or (max(worst) > 5 and f"/health took {max(worst):.1f} s meanwhile"), how)

@@ -13,7 +13,8 @@ ODD = [None, True, [], {}, "", "x" * 100_000, "\u0000", "../../x", 0, -1, 1, 7, 
 NORMALIZERS = [  # of the first attack: an index out of bounds, a panic, memory
     {"type": "Replace", "pattern": {"String": ""}, "content": "x"}, {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
     {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000}] * 4},
-    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 100_000}] * 100}, {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"},
+    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 100_000}] * 100},
+    {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"},
     {"type": "Replace", "pattern": {"Regex": ""}, "content": "x" * 10_000}, {"type": "Replace", "pattern": {"Regex": "("}, "content": ""},
     {"type": "Precompiled", "precompiled_charsmap": "/////w==" + "A" * 4000}, {"type": "Strip", "strip_left": 3}, {"type": "Sequence", "normalizers": []}]
 PROMPT = "Hello there, the sea e e e e"
@@ -100,7 +101,8 @@ def hostile_tokenizer(area, rng):
     elif kind == 2:
         tokenizer["model"]["merges"] = [["e", rng.choice(["l", "", "zz", "e" * 5000])] for _ in range(rng.choice([1, 1000]))]
     elif kind == 3:
-        tokenizer["added_tokens"] = [{**t, "id": rng.choice([0, 2**31, -1, t["id"]]), "content": rng.choice(["", "e", t["content"], "x" * 9999])} for t in tokenizer["added_tokens"]]
+        tokenizer["added_tokens"] = [{**t, "id": rng.choice([0, 2**31, -1, t["id"]]),
+            "content": rng.choice(["", "e", t["content"], "x" * 9999])} for t in tokenizer["added_tokens"]]
     else:
         tokenizer = change(rng, tokenizer)
     return "a tokenizer", model_folder(area, "hostile", **{"tokenizer.json": json.dumps(tokenizer)})
@@ -127,8 +129,10 @@ def hostile_weights(area, rng):
             entry = header[rng.choice([name for name in header if name != "__metadata__"])]
             field = rng.choice(["dtype", "shape", "data_offsets"])
             a, b = entry["data_offsets"]
-            entry[field] = rng.choice({"dtype": ["F32", "U8", "I64", "F8_E4M3", "BF16", "nothing", 3], "shape": [[], [0], [1], [2**32, 2**32], [-1, 4], entry["shape"][::-1], [*entry["shape"], 1], [2**63]],
-                                       "data_offsets": [[0, 0], [b, a], [a, b + 2], [a + 1, b + 1], [0, 2**63], [a, 2**64 - 1], [-1, b], [a], [0, b]]}[field])
+            entry[field] = rng.choice({"dtype": ["F32", "U8", "I64", "F8_E4M3", "BF16", "nothing", 3],
+                                       "shape": [[], [0], [1], [2**32, 2**32], [-1, 4], entry["shape"][::-1], [*entry["shape"], 1], [2**63]],
+                                       "data_offsets": [[0, 0], [b, a], [a, b + 2], [a + 1, b + 1], [0, 2**63], [a, 2**64 - 1], [-1, b], [a],
+                                       [0, b]]}[field])
         text = json.dumps(header).encode()
         data = struct.pack("<Q", len(text)) + text + data[8 + size :]
     return f"{source.name}/{file.name}", model_folder(area, "hostile", source, **{file.name: data})
@@ -173,19 +177,24 @@ def gguf_parts():
     special = {t["id"] for t in tokenizer["added_tokens"]}
     size, a = max(words) + 1, "qwen3moe."
     metadata = {"general.architecture": "qwen3moe", a + "block_count": config["num_hidden_layers"], a + "embedding_length": config["hidden_size"],
-                a + "context_length": 4096, a + "feed_forward_length": config["intermediate_size"], a + "attention.head_count": config["num_attention_heads"],
-                a + "attention.head_count_kv": config["num_key_value_heads"], a + "attention.key_length": config["head_dim"], a + "attention.value_length": config["head_dim"],
-                a + "attention.layer_norm_rms_epsilon": 1e-6, a + "rope.freq_base": 1e6, a + "vocab_size": config["vocab_size"], a + "expert_count": config["num_experts"],
+                a + "context_length": 4096, a + "feed_forward_length": config["intermediate_size"],
+                a + "attention.head_count": config["num_attention_heads"],
+                a + "attention.head_count_kv": config["num_key_value_heads"], a + "attention.key_length": config["head_dim"],
+                a + "attention.value_length": config["head_dim"],
+                a + "attention.layer_norm_rms_epsilon": 1e-6, a + "rope.freq_base": 1e6, a + "vocab_size": config["vocab_size"],
+                a + "expert_count": config["num_experts"],
                 a + "expert_used_count": config["num_experts_per_tok"], a + "expert_feed_forward_length": config["moe_intermediate_size"],
                 "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": [words.get(i, f"[PAD{i}]") for i in range(size)],
                 "tokenizer.ggml.token_type": [3 if i in special else 1 if i in words else 5 for i in range(size)],
-                "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]], "tokenizer.ggml.bos_token_id": config["bos_token_id"],
+                "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]],
+                "tokenizer.ggml.bos_token_id": config["bos_token_id"],
                 "tokenizer.ggml.eos_token_id": config["eos_token_id"], "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     data = (source / "model.safetensors").read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:start])
     of = lambda name: data[start + header[name]["data_offsets"][0] : start + header[name]["data_offsets"][1]]
-    names = {"embed_tokens": "token_embd", "norm": "output_norm", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
+    names = {"embed_tokens": "token_embd", "norm": "output_norm", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+             "q_proj": "attn_q", "k_proj": "attn_k",
              "v_proj": "attn_v", "o_proj": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "gate": "ffn_gate_inp", "lm_head": "output"}
     tensors = []
     for name, entry in header.items():
@@ -208,11 +217,13 @@ def hostile_gguf(area, rng):
     kind = rng.randrange(4)
     if kind == 0:
         name = rng.choice(list(metadata))
-        metadata[name] = rng.choice([0, 1, 2**31, 2**32 - 1, -1, "", "x" * 100_000, 1e30, float("nan"), [], [0] * 1000, ["x"] * 10, True, "{{ 1" + "+1" * 50_000 + " }}"])
+        metadata[name] = rng.choice([0, 1, 2**31, 2**32 - 1, -1, "", "x" * 100_000, 1e30, float("nan"), [], [0] * 1000, ["x"] * 10, True,
+            "{{ 1" + "+1" * 50_000 + " }}"])
     elif kind == 1:
         i = rng.randrange(len(tensors))
         name, shape, type_, data = tensors[i]
-        tensors[i] = rng.choice([(name, shape[::-1], type_, data), (name, [2**33, 2**33], type_, data), (name, shape, rng.randrange(45), data), (name, [0], type_, data),
+        tensors[i] = rng.choice([(name, shape[::-1], type_, data), (name, [2**33, 2**33], type_, data), (name, shape, rng.randrange(45), data),
+                                 (name, [0], type_, data),
                                  (name, [1] * 9, type_, data), ("x" * 70_000, shape, type_, data), (name, shape, type_, data[:7]), tensors[0]])
     data = gguf_file(metadata, tensors)
     if kind == 2:
@@ -236,7 +247,8 @@ def attack(area):
         tokenizer = {**json.loads((FIXTURES / "_tokenizer/tokenizer.json").read_text()), "normalizer": normalizer}
         try_one(area, f"normalizer {json.dumps(normalizer)[:60]}", model_folder(area, "hostile", **{"tokenizer.json": json.dumps(tokenizer)}))
     config = json.loads((FIXTURES / "qwen3_moe/config.json").read_text())
-    for name, value in (("hidden_act", "x" * 100_000), ("model_type", "x" * 100_000), ("num_experts", 2**40), ("num_hidden_layers", 2**31), ("vocab_size", 2**33)):
+    for name, value in (("hidden_act", "x" * 100_000), ("model_type", "x" * 100_000), ("num_experts", 2**40), ("num_hidden_layers", 2**31),
+        ("vocab_size", 2**33)):
         try_one(area, f"config: {name}", model_folder(area, "hostile", **{"config.json": json.dumps(config | {name: value})}))
     while area.time():
         what, path = area.random.choice([hostile_json, hostile_json, hostile_weights, hostile_weights, hostile_tokenizer, hostile_gguf])(area, area.random)

@@ -29,7 +29,8 @@ def apart(area, server):
 
 def vectors(area, server):
     """So do vectors."""
-    anna, bert = (lambda method, path, body=None: ask(server.port, path, body, method, ANNA)), (lambda method, path, body=None: ask(server.port, path, body, method, BERT))
+    anna, bert = (lambda method, path, body=None: ask(server.port, path, body, method, ANNA)), (lambda method, path,
+        body=None: ask(server.port, path, body, method, BERT))
     path = "/v1/vectors/calm"
     area.check("Anna keeps a vector", anna("PUT", path, {"vector": [0.5] * HIDDEN}).status >= 300 and "refused")
     area.check("Bert lists vectors", b"calm" in bert("GET", "/v1/vectors").body and "he sees Anna's")
@@ -61,9 +62,12 @@ def fetches(area, server):
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
     image = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]}], "max_tokens": 1}
     schema = lambda s: {"prompt": "a", "max_tokens": 1, "guided_json": s}
-    for path, body in [("/v1/chat/completions", image), ("/v1/completions", schema({"$ref": url})), ("/v1/completions", schema({"$id": url, "$schema": url, "type": "string"})),
-                       ("/v1/completions", {"prompt": "a", "model": url}), ("/v1/chat/completions", chat("a", chat_template=url)), ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": url}]}]}),
-                       ("/v1/chat/completions", chat("a", tools=[{"type": "mcp", "server_url": url}])), ("/v1/chat/completions", chat("a", chat_template_kwargs={"messages": url, "documents": [url]}))]:
+    for path, body in [("/v1/chat/completions", image), ("/v1/completions", schema({"$ref": url})),
+                       ("/v1/completions", schema({"$id": url, "$schema": url, "type": "string"})),
+                       ("/v1/completions", {"prompt": "a", "model": url}), ("/v1/chat/completions", chat("a", chat_template=url)),
+                       ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": url}]}]}),
+                       ("/v1/chat/completions", chat("a", tools=[{"type": "mcp", "server_url": url}])),
+                       ("/v1/chat/completions", chat("a", chat_template_kwargs={"messages": url, "documents": [url]}))]:
         try:
             ask(server.port, path, body, headers=ANNA, timeout=20)
         except FAILURES as failure:
@@ -98,7 +102,8 @@ def attack(area):
         area.check("words in the log", SECRET in log and "a prompt is in it", log)
         area.check("keys in the log", "key-of-" in log and "a key is in it", log)
         area.check("keys on the command line", b"key-of-" in pathlib.Path(f"/proc/{server.pid}/cmdline").read_bytes() and "a key is in it")
-        area.check("keys in what is served", any(b"key-of-" in ask(server.port, path, headers=ANNA).body for path in ("/", "/metrics", "/v1/models", "/version")) and "a key is in it")
+        area.check("keys in what is served", any(b"key-of-" in ask(server.port, path, headers=ANNA).body for path in ("/", "/metrics", "/v1/models",
+            "/version")) and "a key is in it")
         while area.time():
             apart(area, server)
     with area.serve() as server:  # no keys: all are one client
