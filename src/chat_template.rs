@@ -1,26 +1,72 @@
 //! A model's own chat template (Jinja), rendered the way Hugging Face's tokenizers render it.
+//!
+//! Its author is a stranger, and neither stack nor memory nor time of an interpreter can be bounded from within. The `moebius` command and the
+//! Python package therefore render in processes of their own ([`render_in`]), whose limits the kernel enforces: `process` is their parent's side,
+//! `child` theirs. A program that embeds the crate renders in its own process unless it says the same; size and steps are bounded there, and no more.
 
+mod child;
+mod frame;
+mod jinja;
+mod process;
 mod strftime;
 
+use std::ffi::OsString;
+use std::io::{ErrorKind, Read};
 use std::path::Path;
+use std::sync::OnceLock;
 
-use minijinja::value::{Kwargs, Value};
-use minijinja::{Environment, ErrorKind};
-use serde_json::Map;
+use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde_json::{Map, Value};
 
-use self::strftime::strftime_now;
+pub use self::child::render_for_parent;
+use self::jinja::Jinja;
+use self::process::Processes;
 use crate::generation_config::read_json;
 use crate::tokenizer::special_token;
 use crate::{Error, Result};
 
-/// Steps a template may take: far above any real conversation, far below a hang.
-const FUEL: u64 = 20_000_000;
+/// Bytes of a template at most: real ones have less than 40 KiB.
+const MAX_SOURCE_BYTES: usize = 256 << 10;
+
+/// Bytes of a JSON file that may hold a template, or its special tokens, at most; real ones have up to 1.2 MiB, and as values they take 25 times that.
+const MAX_FILE_BYTES: u64 = 8 << 20;
+
+/// Bytes of a rendered text at most; less for a small conversation, see [`text_limit`].
+const MAX_TEXT_BYTES: usize = 32 << 20;
+
+/// The command line of processes that render.
+static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// From now on, templates are rendered by processes of `command`, a program that calls [`render_for_parent`] and its arguments, instead of in this process.
+/// The first call counts.
+///
+/// Panics: there is no program.
+pub fn render_in(command: Vec<OsString>) {
+    assert!(!command.is_empty(), "a command begins with its program");
+    let _ = COMMAND.set(command);
+}
 
 /// A compiled chat template with the special tokens it names.
 pub struct ChatTemplate {
-    env: Environment<'static>,
     source: String,
-    special_tokens: Map<String, serde_json::Value>,
+    special_tokens: Map<String, Value>,
+    renderer: Renderer,
+}
+
+/// Who renders.
+enum Renderer {
+    Here(Jinja),
+    Processes(Processes),
+}
+
+/// Why there is no text.
+enum Failure {
+    /// The template refuses the conversation, in these words.
+    Refused(String),
+    /// The template cannot be rendered: what it does.
+    Broken(String),
+    /// It is not the template's fault.
+    Machine(Error),
 }
 
 /// What a template sees beside the messages.
@@ -29,24 +75,21 @@ pub struct RenderOptions {
     /// End with the opening of the assistant's turn.
     pub add_generation_prompt: bool,
     /// Tool definitions, as the client wrote them.
-    pub tools: Option<serde_json::Value>,
+    pub tools: Option<Value>,
     /// Further variables, such as `enable_thinking`.
-    pub kwargs: Map<String, serde_json::Value>,
+    pub kwargs: Map<String, Value>,
 }
 
 impl ChatTemplate {
     /// The template of a checkpoint: `chat_template.jinja`, else the one in `tokenizer_config.json`; `None` without either.
+    ///
+    /// Errors: `Error::Model` when it cannot be compiled within its limits.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
-        let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
-        let path = dir.join("chat_template.jinja");
-        let source = match moebius_cache::file::read_text(&path) {
-            Ok(source) => Some(source),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => default_template(&config["chat_template"]),
-            Err(e) => return Err(Error::io(&path)(e)),
+        let config = read_small_json(&dir.join("tokenizer_config.json"))?;
+        let Some(source) = read_source(&dir.join("chat_template.jinja"))?.or_else(|| default_template(&config["chat_template"])) else {
+            return Ok(None);
         };
-        let Some(source) = source else { return Ok(None) };
-
-        let map = read_json(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
+        let map = read_small_json(&dir.join("special_tokens_map.json"))?;
         let mut special_tokens = Map::new();
         for (name, value) in [&map, &config].into_iter().filter_map(|v| v.as_object()).flatten() {
             if name.ends_with("_token")
@@ -55,22 +98,27 @@ impl ChatTemplate {
                 special_tokens.insert(name.clone(), token.into());
             }
         }
-        Self::compile(&source, special_tokens).map(Some)
+        let remedy = |e| match e {
+            Error::Model(what) => Error::Model(format!("{what}; put another one, called chat_template.jinja, into {}", dir.display())),
+            other => other,
+        };
+        Self::compile(&source, special_tokens).map(Some).map_err(remedy)
     }
 
-    /// The template with this text. Errors: `Error::Model` when it is not one.
-    pub fn compile(source: &str, special_tokens: Map<String, serde_json::Value>) -> Result<Self> {
-        let mut env = Environment::new();
-        env.set_trim_blocks(true);
-        env.set_lstrip_blocks(true);
-        env.set_fuel(Some(FUEL));
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        env.add_filter("tojson", tojson);
-        env.add_function("raise_exception", raise_exception);
-        env.add_function("strftime_now", strftime_now);
-        env.add_template_owned("chat_template", without_generation_tags(source))
-            .map_err(|e| Error::Model(format!("the model's chat template cannot be used: {}", one_line(&e))))?;
-        Ok(Self { env, source: source.into(), special_tokens })
+    /// The template with this text. Errors: `Error::Model` when it is not one, or cannot be compiled within its limits.
+    pub fn compile(source: &str, special_tokens: Map<String, Value>) -> Result<Self> {
+        let compiled = match COMMAND.get() {
+            _ if source.len() > MAX_SOURCE_BYTES => Err(Failure::Broken(format!("it has more than {} KiB", MAX_SOURCE_BYTES >> 10))),
+            Some(command) => Processes::start(command, source).map(Renderer::Processes),
+            None => Jinja::compile(source).map(Renderer::Here),
+        };
+        match compiled {
+            Ok(renderer) => Ok(Self { source: source.into(), special_tokens, renderer }),
+            Err(Failure::Refused(why) | Failure::Broken(why)) => {
+                Err(Error::Model(format!("the model's chat template cannot be used: {why}")))
+            }
+            Err(Failure::Machine(error)) => Err(error),
+        }
     }
 
     /// Its text.
@@ -80,115 +128,80 @@ impl ChatTemplate {
 
     /// The prompt for `messages`, special tokens spelled out.
     ///
-    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation.
-    pub fn render(&self, messages: &[serde_json::Value], options: &RenderOptions) -> Result<String> {
-        let mut variables = self.special_tokens.clone();
-        variables.extend(options.kwargs.clone());
-        variables.insert("messages".into(), messages.into());
-        variables.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
-        if let Some(tools) = &options.tools {
-            variables.insert("tools".into(), tools.clone());
-        }
-        let template = self.env.get_template("chat_template").expect("compile() added it");
-        template.render(Value::from_serialize(&variables)).map_err(|e| match raised(&e) {
-            Some(message) => Error::Invalid(message),
-            None => Error::Invalid(format!("the model's chat template failed on this conversation: {}", one_line(&e))),
+    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation, or when it fails or needs too much;
+    /// `Error::Busy` when too many wait for it; `Error::Resources` when no process can be started.
+    pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<String> {
+        let variables = Variables { special_tokens: &self.special_tokens, messages, options };
+        let rendered = match &self.renderer {
+            Renderer::Here(jinja) => jinja.render(minijinja::Value::from_serialize(&variables), MAX_TEXT_BYTES),
+            Renderer::Processes(processes) => {
+                let variables = serde_json::to_vec(&variables).expect("maps of JSON have texts as keys");
+                processes.render(&self.source, &variables)
+            }
+        };
+        rendered.map_err(|failure| match failure {
+            Failure::Refused(words) => Error::Invalid(words),
+            Failure::Broken(why) => Error::Invalid(format!("the model's chat template failed on this conversation: {why}")),
+            Failure::Machine(error) => error,
         })
     }
 }
 
+/// All variables of a template. Of two with one name the later counts.
+struct Variables<'a> {
+    special_tokens: &'a Map<String, Value>,
+    messages: &'a [Value],
+    options: &'a RenderOptions,
+}
+
+impl Serialize for Variables<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (name, value) in self.special_tokens.iter().chain(&self.options.kwargs) {
+            map.serialize_entry(name, value)?;
+        }
+        map.serialize_entry("messages", self.messages)?;
+        map.serialize_entry("add_generation_prompt", &self.options.add_generation_prompt)?;
+        if let Some(tools) = &self.options.tools {
+            map.serialize_entry("tools", tools)?;
+        }
+        map.end()
+    }
+}
+
+/// Bytes of the text that may be made of so many bytes of variables: many answers may be in memory at the same time, and honest templates
+/// add less to a message than its JSON has.
+fn text_limit(variables_bytes: usize) -> usize {
+    ((1 << 20) + variables_bytes.saturating_mul(8)).min(MAX_TEXT_BYTES)
+}
+
+/// A template's file, if it is there; of one that is too large, no more than it takes to be refused.
+fn read_source(path: &Path) -> Result<Option<String>> {
+    let mut bytes = Vec::new();
+    match moebius_cache::file::open(path).and_then(|file| file.take(MAX_SOURCE_BYTES as u64 + 1).read_to_end(&mut bytes)) {
+        Ok(length) if length > MAX_SOURCE_BYTES => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+        Ok(_) => match String::from_utf8(bytes) {
+            Ok(source) => Ok(Some(source)),
+            Err(_) => Err(Error::Model(format!("{} is not UTF-8: use the model's own file", path.display()))),
+        },
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(path)(e)),
+    }
+}
+
+/// A JSON file; `null` when it is not there.
+fn read_small_json(path: &Path) -> Result<Value> {
+    if std::fs::metadata(path).is_ok_and(|file| file.len() > MAX_FILE_BYTES) {
+        let limit = MAX_FILE_BYTES >> 20;
+        return Err(Error::Model(format!("{} has more than {limit} MiB: use the model's own file", path.display())));
+    }
+    Ok(read_json(path)?.unwrap_or_default())
+}
+
 /// A single template, or the one named `default` of a list.
-fn default_template(value: &serde_json::Value) -> Option<String> {
+fn default_template(value: &Value) -> Option<String> {
     let named = |name: &str| value.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
     value.as_str().or_else(|| named("default")).map(String::from)
-}
-
-/// `{% generation %}` marks the assistant's words for training masks. As a condition that always holds it changes nothing else,
-/// whitespace control included.
-fn without_generation_tags(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let Some(length) = rest[start + 2..].find("%}") else { break };
-        let end = start + 2 + length + 2;
-        let tag = &rest[start..end];
-        let inner = tag[2..tag.len() - 2].trim_matches(['-', '+']).trim();
-        out.push_str(&rest[..start]);
-        match inner {
-            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
-            _ => out.push_str(tag),
-        }
-        rest = &rest[end..];
-    }
-    out + rest
-}
-
-/// What a template says when it refuses a conversation; carried through the renderer as an error's source.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct Raised(String);
-
-fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Error> {
-    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
-}
-
-fn raised(error: &minijinja::Error) -> Option<String> {
-    let mut source = std::error::Error::source(error);
-    while let Some(e) = source {
-        if let Some(Raised(message)) = e.downcast_ref() {
-            return Some(message.clone());
-        }
-        source = e.source();
-    }
-    None
-}
-
-fn one_line(error: &minijinja::Error) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
-}
-
-/// `json.dumps(value, ensure_ascii=False)`: nothing escaped for HTML, a space after each comma and colon.
-fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja::Error> {
-    let indent: Option<usize> = kwargs.get("indent")?;
-    let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
-    for accepted in ["ensure_ascii", "separators"] {
-        kwargs.get::<Option<Value>>(accepted)?;
-    }
-    kwargs.assert_all_used()?;
-    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::InvalidOperation, format!("cannot serialize to JSON: {e}"));
-    let mut value = serde_json::to_value(&value).map_err(failed)?;
-    if sort_keys == Some(true) {
-        value.sort_all_objects();
-    }
-    let mut out = Vec::new();
-    let written = match indent {
-        Some(width) => {
-            let spaces = " ".repeat(width.min(16));
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
-            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, formatter))
-        }
-        None => serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter)),
-    };
-    written.map_err(failed)?;
-    Ok(Value::from_safe_string(String::from_utf8(out).expect("serde_json writes UTF-8")))
-}
-
-/// The separators of Python's `json.dumps`.
-struct PythonFormatter;
-
-impl serde_json::ser::Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]
@@ -287,6 +300,17 @@ mod tests {
             let messages = json!([{"role": "user", "content": "é"}, {"role": "user", "content": null}]);
             let _ = render(&pieces.concat(), messages, RenderOptions::default());
         }
+    }
+
+    #[test]
+    fn size_is_bounded() {
+        let error = ChatTemplate::compile(&"x".repeat(MAX_SOURCE_BYTES + 1), Map::new()).err().unwrap();
+        assert_eq!(error.to_string(), "the model's chat template cannot be used: it has more than 256 KiB");
+        assert!(ChatTemplate::compile(&"x".repeat(MAX_SOURCE_BYTES), Map::new()).is_ok());
+        let endless = render("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", json!([]), RenderOptions::default());
+        assert!(endless.unwrap_err().to_string().contains("writes more than 33554432 bytes"));
+        let wordy = render("{{ raise_exception('a\nb' * 1000) }}", json!([]), RenderOptions::default()).unwrap_err().to_string();
+        assert!(wordy.starts_with("a ba b") && wordy.chars().count() == 201, "{wordy}");
     }
 
     #[test]

@@ -16,9 +16,12 @@ mod terminal;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use crate::{Error, Result, log};
+use crate::{Error, Result, chat_template, log};
 use clap::{Parser, Subcommand};
 pub use open::{open, options};
+
+/// The only argument of a process that renders chat templates for another: nothing for people, so `--help` does not tell of it.
+pub const RENDER_TEMPLATES: &str = "--render-templates";
 
 /// Mixture-of-experts language models larger than your GPU, on one box.
 #[derive(Parser)]
@@ -51,6 +54,10 @@ enum Command {
 
 /// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong flag, and `--help`, end the process.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let args: Vec<OsString> = args.into_iter().collect();
+    if args.get(1).is_some_and(|arg| arg == RENDER_TEMPLATES) {
+        return chat_template::render_for_parent();
+    }
     std::panic::set_hook(Box::new(|panic| log::say(&format!("error: internal error, please report it: {panic}"))));
     let _end = End;
     let command = Cli::parse_from(args).command;

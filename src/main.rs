@@ -1,5 +1,9 @@
 //! The `moebius` command.
 
+use moebius::{chat_template, cli};
+
 fn main() -> std::process::ExitCode {
-    moebius::cli::main(std::env::args_os())
+    // This very file, even when another has taken its name since.
+    chat_template::render_in(vec!["/proc/self/exe".into(), cli::RENDER_TEMPLATES.into()]);
+    cli::main(std::env::args_os())
 }

@@ -132,7 +132,9 @@ pub struct TextSide {
 impl TextSide {
     /// Reads it from a checkpoint's directory.
     pub fn load(dir: &Path) -> Result<Self> {
-        Ok(Self { tokenizer: Tokenizer::load(dir)?, template: ChatTemplate::load(dir)?, sampling: GenerationConfig::load(dir)?.sampling })
+        // The template first: it refuses files that are too large to be read, and the tokenizer reads some of them too.
+        let template = ChatTemplate::load(dir)?;
+        Ok(Self { tokenizer: Tokenizer::load(dir)?, template, sampling: GenerationConfig::load(dir)?.sampling })
     }
 }
 

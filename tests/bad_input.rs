@@ -222,6 +222,7 @@ fn a_chat_without_a_template() {
     fails(&model, &["chat", "MODEL"], &["no chat template", "generate", "chat_template.jinja"]);
     model.json("tokenizer_config.json", |config| config["chat_template"] = json!("{% for m in messages %}"));
     fails(&model, &["chat", "MODEL"], &["template"]);
+    model.json("tokenizer_config.json", |config| config["chat_template"] = json!("{{ messages }}"));
     fails(model.bytes("tokenizer.json", |bytes| bytes.truncate(500)), &["generate", "MODEL", "x"], &["tokenizer.json"]);
 }
 

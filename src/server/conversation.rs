@@ -115,7 +115,7 @@ impl Conversation {
         let begun = if self.continues { messages.pop() } else { None };
         syntax.adapt_history(&mut messages);
         let options = RenderOptions { add_generation_prompt: true, tools, kwargs: self.kwargs.clone() };
-        let mut text = template.render(&messages, &options).map_err(|e| ApiError::bad_field("messages", e.to_string()))?;
+        let mut text = template.render(&messages, &options).map_err(|e| ApiError::of_field("messages", e))?;
         let mut in_reasoning = syntax.opens_reasoning(&text);
         if let Some(begun) = begun {
             let part = |name: &str| begun[name].as_str().unwrap_or_default();

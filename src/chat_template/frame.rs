@@ -1,0 +1,69 @@
+//! What goes between a process that renders templates and its parent: a length, then so many bytes.
+//!
+//! First the template, answered when it is compiled; then the variables of each rendering, as JSON, each answered with its text.
+
+use std::io::{self, Read, Write};
+
+use super::Failure;
+
+/// Bytes of an answer that are not text.
+const ANSWER_HEAD: usize = 2;
+
+/// Bytes of an error at most.
+const MAX_ERROR_BYTES: usize = 4096;
+
+/// What a process says.
+pub(super) struct Answer {
+    pub(super) text: Result<String, Failure>,
+    /// It ends itself now.
+    pub(super) leaves: bool,
+}
+
+/// Sends one frame, whose parts are joined.
+pub(super) fn write(to: &mut impl Write, parts: &[&[u8]]) -> io::Result<()> {
+    let bytes: usize = parts.iter().map(|part| part.len()).sum();
+    to.write_all(&(bytes as u64).to_le_bytes())?;
+    parts.iter().try_for_each(|part| to.write_all(part))
+}
+
+/// The next frame, of at most `limit` bytes; `None` at the end.
+pub(super) fn read(from: &mut impl Read, limit: usize) -> io::Result<Option<Vec<u8>>> {
+    let mut length = Vec::new();
+    from.take(8).read_to_end(&mut length)?;
+    let Ok(length) = <[u8; 8]>::try_from(length.as_slice()) else {
+        return if length.is_empty() { Ok(None) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
+    };
+    let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
+    if length > limit {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut bytes = vec![0; length];
+    from.read_exact(&mut bytes)?;
+    Ok(Some(bytes))
+}
+
+impl Answer {
+    pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
+        let (kind, text) = match &self.text {
+            Ok(text) => (0, text),
+            Err(Failure::Refused(words)) => (1, words),
+            Err(Failure::Broken(why)) => (2, why),
+            Err(Failure::Machine(error)) => return Err(io::Error::other(error.to_string())),
+        };
+        write(to, &[&[kind, u8::from(self.leaves)], text.as_bytes()])
+    }
+
+    /// The next answer, with a text of at most `limit` bytes.
+    pub(super) fn read(from: &mut impl Read, limit: usize) -> io::Result<Self> {
+        let mut bytes = read(from, limit.max(MAX_ERROR_BYTES) + ANSWER_HEAD)?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        let text = bytes.split_off(ANSWER_HEAD.min(bytes.len()));
+        let text = String::from_utf8(text).map_err(|_| io::ErrorKind::InvalidData)?;
+        let (text, leaves) = match bytes[..] {
+            [0, leaves] => (Ok(text), leaves),
+            [1, leaves] => (Err(Failure::Refused(text)), leaves),
+            [2, leaves] => (Err(Failure::Broken(text)), leaves),
+            _ => return Err(io::ErrorKind::InvalidData.into()),
+        };
+        Ok(Self { text, leaves: leaves != 0 })
+    }
+}

@@ -1,0 +1,218 @@
+//! The processes that render a template, seen from their parent: how many there are, how long they may take, what their end means.
+
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::child::{MAX_CPU_SECONDS, MAX_GROWTH_BYTES, MAX_VARIABLES_BYTES};
+use super::frame::{self, Answer};
+use super::{Failure, text_limit};
+use crate::Error;
+
+/// Processes of one template at most: a rendering takes a millisecond, and each may take [`MAX_GROWTH_BYTES`].
+const MAX_PROCESSES: usize = 2;
+
+/// Patience with one rendering, and with waiting for a place: long, as processor time is what is bounded, and the machine may be busy.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+type Result<T> = std::result::Result<T, Failure>;
+
+/// The processes of one template. They are kept, as starting one takes longer than rendering; one that breaks a limit is replaced.
+pub(super) struct Processes {
+    command: &'static [OsString],
+    places: Mutex<Places>,
+    freed: Condvar,
+}
+
+struct Places {
+    free: usize,
+    idle: Vec<Process>,
+}
+
+impl Processes {
+    /// Starts the first one. Errors: the template cannot be compiled.
+    pub(super) fn start(command: &'static [OsString], source: &str) -> Result<Self> {
+        let first = Process::start(command, source)?;
+        Ok(Self { command, places: Mutex::new(Places { free: MAX_PROCESSES, idle: vec![first] }), freed: Condvar::new() })
+    }
+
+    /// The text that the template makes of variables, given as JSON.
+    pub(super) fn render(&self, source: &str, variables: &[u8]) -> Result<String> {
+        if variables.len() > MAX_VARIABLES_BYTES {
+            return Err(Failure::Broken(format!("it has more than {} MiB", MAX_VARIABLES_BYTES >> 20)));
+        }
+        let mut place = self.place()?;
+        let mut process = match place.idle.take() {
+            Some(process) => process,
+            None => Process::start(self.command, source)?,
+        };
+        let answer = process.ask(variables, text_limit(variables.len()))?;
+        if !answer.leaves {
+            place.idle = Some(process);
+        }
+        answer.text
+    }
+
+    /// A place to render, with an idle process if there is one.
+    fn place(&self) -> Result<Place<'_>> {
+        let wait = self.freed.wait_timeout_while(self.lock(), PATIENCE, |places| places.free == 0);
+        let (mut places, waited) = wait.unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() {
+            let message = "the model's chat template is slow, and too many conversations wait for it: try again in a while";
+            return Err(Failure::Machine(Error::Busy(message.into())));
+        }
+        places.free -= 1;
+        // One that somebody has killed is no loss.
+        let idle = std::iter::from_fn(|| places.idle.pop()).find_map(|mut process| process.is_running().then_some(process));
+        Ok(Place { of: self, idle })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One rendering's place among the processes; the one it leaves here is kept.
+struct Place<'a> {
+    of: &'a Processes,
+    idle: Option<Process>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut places = self.of.lock();
+        places.free += 1;
+        places.idle.extend(self.idle.take());
+        self.of.freed.notify_one();
+    }
+}
+
+/// A process with the template, killed and reaped when it is dropped.
+struct Process {
+    child: Child,
+    socket: UnixStream,
+}
+
+impl Process {
+    fn start(command: &[OsString], source: &str) -> Result<Self> {
+        let cannot = |e: io::Error| {
+            let message = format!(
+                "cannot start {}, which renders chat templates: {e}; free memory, or let more processes run (ulimit -u)",
+                command[0].display()
+            );
+            Failure::Machine(Error::Resources(message))
+        };
+        let (socket, theirs) = UnixStream::pair().map_err(cannot)?;
+        let child = Command::new(&command[0])
+            .args(&command[1..])
+            .stdin(OwnedFd::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // Nobody would read one, and making it takes long.
+            .env("RUST_BACKTRACE", "0")
+            // Of a group of its own, so that Ctrl-C in a terminal is not for it. It ends with the socket, however this process ends.
+            .process_group(0)
+            .spawn()
+            .map_err(cannot)?;
+        let mut process = Self { child, socket };
+        process.ask(source.as_bytes(), 0)?.text?;
+        Ok(process)
+    }
+
+    /// Sends one frame and waits for the answer.
+    fn ask(&mut self, frame: &[u8], text_limit: usize) -> Result<Answer> {
+        let mut socket = Timed { socket: &self.socket, until: Instant::now() + PATIENCE };
+        let answer = frame::write(&mut socket, &[frame]).and_then(|()| Answer::read(&mut socket, text_limit));
+        answer.map_err(|e| self.end(&e))
+    }
+
+    /// What became of it, after a failure to talk to it.
+    fn end(&mut self, failure: &io::Error) -> Failure {
+        // One that has closed its socket is past being killed, so its own end is what is told.
+        let _ = self.child.kill();
+        let status = self.child.wait();
+        let closed = matches!(failure.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
+        let late = matches!(failure.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
+        match status.as_ref().ok().and_then(ExitStatusExt::signal) {
+            _ if late => Failure::Broken(format!("it does not end within {} seconds", PATIENCE.as_secs())),
+            Some(libc::SIGPROF) if closed => Failure::Broken(format!("it takes more than {MAX_CPU_SECONDS} seconds")),
+            Some(_) if closed => {
+                Failure::Broken(format!("it nests too deeply, or takes more than {} MiB of memory", MAX_GROWTH_BYTES >> 20))
+            }
+            _ => {
+                let status = status.map_or_else(|e| e.to_string(), |status| status.to_string());
+                let message = format!("the process that renders chat templates does not work ({failure}; {status}): install moebius again");
+                Failure::Machine(Error::Resources(message))
+            }
+        }
+    }
+
+    fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A socket whose every use together ends in time.
+struct Timed<'a> {
+    socket: &'a UnixStream,
+    until: Instant,
+}
+
+impl Timed<'_> {
+    fn left(&self) -> io::Result<Option<Duration>> {
+        match self.until.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => Err(ErrorKind::TimedOut.into()),
+            left => Ok(Some(left)),
+        }
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(self.left()?)?;
+        self.socket.read(bytes)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.socket.set_write_timeout(self.left()?)?;
+        self.socket.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_does_not_render_is_named() {
+        for (program, words) in [
+            ("/nonexistent/moebius", "cannot start /nonexistent/moebius"),
+            ("/bin/true", "does not work"),
+            ("/bin/false", "exit status: 1"),
+        ] {
+            let command = vec![OsString::from(program)].leak();
+            match Processes::start(command, "x").err() {
+                Some(Failure::Machine(Error::Resources(message))) => assert!(message.contains(words), "{message}"),
+                _ => panic!("{program} is taken"),
+            }
+        }
+    }
+}
