@@ -22,6 +22,7 @@ mod _moebius {
         main,
         model::Model,
         moe::ExpertLayer,
+        render_templates, render_templates_in,
         residual::Vector,
         stream::Stream,
     };
@@ -32,6 +33,19 @@ mod _moebius {
 fn main(py: Python<'_>, args: Vec<OsString>) -> u8 {
     let code = py.detach(|| moebius::cli::main(args));
     // What an `ExitCode` holds cannot be read, only compared.
+    u8::from(code != std::process::ExitCode::SUCCESS)
+}
+
+/// Has chat templates rendered by processes of this command line, which calls `render_templates`.
+#[pyfunction]
+fn render_templates_in(command: Vec<OsString>) {
+    moebius::chat_template::render_in(command);
+}
+
+/// Renders chat templates for the process that started this one. Returns the status to exit with.
+#[pyfunction]
+fn render_templates(py: Python<'_>) -> u8 {
+    let code = py.detach(moebius::chat_template::render_for_parent);
     u8::from(code != std::process::ExitCode::SUCCESS)
 }
 

@@ -179,14 +179,14 @@ impl Model {
     }
 
     /// Text of a conversation, by the model's chat template: messages, tools or null, and further variables, as JSON.
-    fn render(&self, messages: &str, tools: &str, variables: &str, add_generation_prompt: bool) -> PyResult<String> {
+    fn render(&self, py: Python<'_>, messages: &str, tools: &str, variables: &str, add_generation_prompt: bool) -> PyResult<String> {
         let model = self.running()?;
         let wrong = |what: &str| PyValueError::new_err(format!("{what}: this is not what a chat template takes"));
         let Ok(messages) = serde_json::from_str::<Vec<Value>>(messages) else { return Err(wrong("messages")) };
         let Ok(tools) = serde_json::from_str(tools) else { return Err(wrong("tools")) };
         let Ok(kwargs) = serde_json::from_str(variables) else { return Err(wrong("variables")) };
         let options = RenderOptions { add_generation_prompt, tools, kwargs };
-        model.template().and_then(|template| template.render(&messages, &options)).map_err(exception)
+        py.detach(|| model.template()?.render(&messages, &options)).map_err(exception)
     }
 
     /// Tokens that end an answer.

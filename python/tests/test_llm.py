@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import moebius
 import numpy as np
 import pytest
+from conftest import ROOT
 from moebius import LLM, SamplingParams
 
 COMMAND = str(Path(sys.executable).with_name("moebius"))
@@ -143,6 +145,20 @@ def test_tokenizer(llm: LLM) -> None:
     assert tokenizer.eos_token_ids and tokenizer.decode(tokenizer.eos_token_ids) != ""
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert "Hi" in text and tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == tokenizer.encode(text, False)
+
+
+def test_hostile_templates(cache: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "demo/moe-gqa", tmp_path, dirs_exist_ok=True)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{% if messages[0].content == 'x' %}{{ [1]|batch(10**10, 'x')|list }}{% endif %}fine")
+    with LLM(str(tmp_path), quiet=True, cache_dir=cache, device="cpu") as llm:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="more than 192 MiB"):
+                llm.chat([{"role": "user", "content": "x"}])
+            assert llm.tokenizer.apply_chat_template([{"role": "user", "content": "y"}], tokenize=False) == "fine"
+    template.write_text("{{ 1" + "+1" * 100_000 + " }}")
+    with pytest.raises(moebius.Error, match="nests too deeply.*chat_template.jinja"):
+        LLM(str(tmp_path), quiet=True, cache_dir=cache, device="cpu")
 
 
 def test_options(llm: LLM, cache: str) -> None:
