@@ -70,6 +70,12 @@ impl Tokenizer {
         self.inner.decode(ids, skip_special).map_err(|e| Error::Model(format!("cannot decode tokens: {e}")))
     }
 
+    /// Whether a text has `id` in it: unknown ids never are, and special tokens only where they are spelled out.
+    pub(crate) fn writes(&self, id: u32, special: bool) -> bool {
+        let token = self.inner.id_to_token(id);
+        token.is_some_and(|token| special || !self.inner.get_added_vocabulary().is_special_token(&token))
+    }
+
     /// The bytes that a token adds to an answer, special tokens spelled out; nothing for ids the tokenizer does not know.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.bytes.get(id)
