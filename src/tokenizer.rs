@@ -1,13 +1,15 @@
 //! Text to token ids and back, with an incremental decoder whose pieces add up to the whole text.
 
 mod bytes;
+mod guard;
 mod incremental;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::generation_config::{GenerationConfig, read_json};
 use crate::{Error, Result};
 use bytes::TokenBytes;
+use guard::{Growth, Stages, guarded};
 pub use incremental::Incremental;
 
 /// A checkpoint's tokenizer and the tokens that end its answers.
@@ -16,7 +18,12 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     vocab_size: usize,
     bytes: TokenBytes,
+    growth: Growth,
+    path: PathBuf,
 }
+
+/// Bytes of a file at most; the largest vocabularies take a tenth.
+const MAX_FILE_BYTES: u64 = 512 << 20;
 
 impl Tokenizer {
     /// Reads `tokenizer.json` and the end tokens that the checkpoint's other files name.
@@ -28,12 +35,10 @@ impl Tokenizer {
                 dir.display()
             )));
         }
-        let bytes = moebius_cache::file::read(&path).map_err(Error::io(&path))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|e| Error::Model(format!("{}: not a usable tokenizer: {e}", path.display())))?;
+        let (mut inner, growth) = read(&path)?;
         // Settings of a training run that some files carry: a prompt must arrive whole and unpadded.
         inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| Error::Model(format!("{}: {e}", path.display())))?;
+        inner.with_truncation(None).map_err(|e| unusable(&path, &e.to_string()))?;
 
         let mut eos_ids = GenerationConfig::load(dir)?.eos_ids;
         let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
@@ -44,7 +49,7 @@ impl Tokenizer {
         let vocab_size = config["vocab_size"].as_u64().or(config["text_config"]["vocab_size"].as_u64());
         let vocab_size = vocab_size.map_or_else(|| inner.get_vocab_size(true), |n| n as usize);
         let bytes = TokenBytes::of(&inner);
-        Ok(Self { inner, eos_ids, vocab_size, bytes })
+        Ok(Self { inner, eos_ids, vocab_size, bytes, growth, path })
     }
 
     /// Tokens that end an answer.
@@ -60,14 +65,27 @@ impl Tokenizer {
     /// Token ids of `text`; `add_special` adds what the tokenizer puts around a prompt, such as BOS.
     ///
     /// Special tokens spelled out in the text become their ids either way, as chat templates need.
+    ///
+    /// Errors: `Error::Invalid` for a text that the tokenizer makes too much of, or does not take; `Error::Model` when its file makes it panic.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, add_special).map_err(|e| Error::Invalid(format!("cannot tokenize the text: {e}")))?;
-        Ok(encoding.get_ids().to_vec())
+        self.encode_with(text, || self.inner.encode_fast(text, add_special))
+    }
+
+    fn encode_with(&self, text: &str, encode: impl FnOnce() -> tokenizers::Result<tokenizers::Encoding>) -> Result<Vec<u32>> {
+        if !self.growth.allows(text.len()) {
+            return Err(Error::Invalid(format!(
+                "this text of {} bytes is too long for the model's tokenizer, which may make a multiple of it: shorten it",
+                text.len()
+            )));
+        }
+        let encoding = guarded(encode).ok_or_else(|| unusable(&self.path, "it fails on this text"))?;
+        Ok(encoding.map_err(|e| Error::Invalid(format!("cannot tokenize the text: {e}")))?.get_ids().to_vec())
     }
 
     /// Text of `ids`; ids the tokenizer does not know give nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner.decode(ids, skip_special).map_err(|e| Error::Model(format!("cannot decode tokens: {e}")))
+        let text = guarded(|| self.inner.decode(ids, skip_special)).ok_or_else(|| unusable(&self.path, "it fails on these tokens"))?;
+        text.map_err(|e| Error::Model(format!("cannot decode tokens: {e}")))
     }
 
     /// Whether a text has `id` in it: unknown ids never are, and special tokens only where they are spelled out.
@@ -104,6 +122,30 @@ impl Tokenizer {
     }
 }
 
+/// Reads a file that others wrote, and how much it may make of a text.
+fn read(path: &Path) -> Result<(tokenizers::Tokenizer, Growth)> {
+    let file = moebius_cache::file::open(path).map_err(Error::io(path))?;
+    let length = file.metadata().map_err(Error::io(path))?.len();
+    if length > MAX_FILE_BYTES {
+        return Err(unusable(path, &format!("it has {} MiB", length >> 20)));
+    }
+    let bytes = moebius_cache::file::read(path).map_err(Error::io(path))?;
+    let not_one = |e: &dyn std::fmt::Display| unusable(path, &e.to_string());
+    let stages: Stages = serde_json::from_slice(&bytes).map_err(|e| not_one(&e))?;
+    // A normalizer is at work while its file is read, on the added tokens: it is looked at before.
+    let read = || {
+        let growth = Growth::of(&stages).map_err(|e| not_one(&e))?;
+        let inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| not_one(&e))?;
+        Ok((inner, growth))
+    };
+    guarded(read).unwrap_or_else(|| Err(unusable(path, "a part of it is broken")))
+}
+
+fn unusable(path: &Path, why: &str) -> Error {
+    let why = why.lines().next().unwrap_or_default();
+    Error::Model(format!("{}: not a usable tokenizer: {why}: download the file again from the model's own page", path.display()))
+}
+
 /// A special token as `tokenizer_config.json` writes it: a string, or an object with `content`.
 pub(crate) fn special_token(value: &serde_json::Value) -> Option<&str> {
     value.as_str().or_else(|| value["content"].as_str())
@@ -112,7 +154,7 @@ pub(crate) fn special_token(value: &serde_json::Value) -> Option<&str> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use serde_json::Value;
+    use serde_json::{Value, json};
 
     pub(crate) fn fixture_dir() -> std::path::PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer")
@@ -157,6 +199,70 @@ pub(crate) mod tests {
             std::fs::write(dir.path().join("tokenizer.json"), bytes).unwrap();
             let error = Tokenizer::load(dir.path()).err().unwrap().to_string();
             assert!(error.contains("tokenizer.json") && !error.contains('\n'), "{error}");
+        }
+    }
+
+    /// The tests' tokenizer with some parts of its file replaced.
+    fn load_with(parts: Value) -> Result<Tokenizer> {
+        let mut file = read_json(&fixture_dir().join("tokenizer.json")).unwrap().unwrap();
+        file.as_object_mut().unwrap().extend(parts.as_object().unwrap().clone());
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        Tokenizer::load(dir.path())
+    }
+
+    #[test]
+    fn hostile_files_are_one_sentence() {
+        let replace = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let many = replace(json!({"String": "e"}), &"e".repeat(1000));
+        for parts in [
+            json!({"normalizer": replace(json!({"String": ""}), "x")}),
+            json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
+            json!({"normalizer": {"type": "Sequence", "normalizers": [many, many, many, many]}}),
+            json!({"decoder": {"type": "Sequence", "decoders": [many, many, many, many]}}),
+            json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(".repeat(100_000)}, "behavior": "Isolated", "invert": false}}),
+            json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "((a{900}){900}){900}"}, "behavior": "Isolated", "invert": false}}),
+            json!({"model": {"type": "BPE", "vocab": {"é": 0, "a": 1}, "merges": [["é", "a"]], "continuing_subword_prefix": "x"}}),
+        ] {
+            let error = load_with(parts).err().unwrap().to_string();
+            assert!(error.contains("tokenizer.json: not a usable tokenizer") && error.contains("own page") && !error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_fails_on_a_text_or_token_is_one_sentence() {
+        // An expression that matches nothing makes the library's replacing run over the text's end.
+        let nothing = json!({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "y"});
+        let tokenizer = load_with(json!({"normalizer": nothing})).unwrap();
+        for text in ["", "a", "ax", "é"] {
+            if let Err(error) = tokenizer.encode(text, true) {
+                assert!(error.to_string().contains("tokenizer.json: not a usable tokenizer: it fails on this text"), "{error}");
+            }
+        }
+        // Backtracking is bounded.
+        let split = json!({"type": "Split", "pattern": {"Regex": "(a+)+(?=b)(?<!c)"}, "behavior": "Isolated", "invert": false});
+        let tokenizer = load_with(json!({"pre_tokenizer": split})).unwrap();
+        let error = tokenizer.encode(&"a".repeat(5000), true).unwrap_err().to_string();
+        assert!(error.starts_with("cannot tokenize the text: ") && error.contains("backtracking"), "{error}");
+        // A text that would become a thousand times as much.
+        let many = json!({"type": "Replace", "pattern": {"String": "e"}, "content": "e".repeat(1000)});
+        let error = load_with(json!({"normalizer": many})).unwrap().encode(&"e".repeat(1 << 20), true).unwrap_err().to_string();
+        assert!(error.contains("too long for the model's tokenizer"), "{error}");
+    }
+
+    /// Words without end, which no pre-tokenizer cuts, and cuts at each character.
+    #[test]
+    fn every_byte_of_a_text_costs_about_the_same() {
+        let tokenizer = Tokenizer::load(&fixture_dir()).unwrap();
+        for unit in ["1", "a", " ", "\n", "!", "e\u{301}", " 1", "<|end|>"] {
+            let seconds = |bytes: usize| {
+                let text = unit.repeat(bytes / unit.len());
+                let begun = std::time::Instant::now();
+                tokenizer.encode(&text, false).unwrap();
+                begun.elapsed().as_secs_f64()
+            };
+            let ratio = (0..3).map(|_| seconds(256_000) / seconds(16_000)).fold(f64::INFINITY, f64::min);
+            assert!(ratio < 80.0, "{unit:?}: sixteen times the text takes {ratio:.0} times as long");
         }
     }
 }

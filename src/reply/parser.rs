@@ -30,7 +30,7 @@ impl Parser {
             _ if !thinks && tools.is_empty() => Machine::Plain,
             _ => Machine::Tags(Box::new(Tags::new(format, thinks, !tools.is_empty(), in_reasoning))),
         };
-        Self { machine, output: Output { tools, calls: 0 } }
+        Self { machine, output: Output::of(tools) }
     }
 
     /// Takes in more text and adds what it makes certain to `parts`. All parts joined do not depend on how the text was cut.
@@ -65,6 +65,10 @@ pub(super) struct Output {
 }
 
 impl Output {
+    pub(super) fn of(tools: Arc<[Tool]>) -> Self {
+        Self { tools, calls: 0 }
+    }
+
     pub(super) fn tool(&self, name: &str) -> Option<&Tool> {
         self.tools.iter().find(|tool| tool.name == name)
     }

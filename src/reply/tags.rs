@@ -13,12 +13,16 @@ use super::parser::{Output, content, first, reasoning, settled};
 use super::syntax::Format;
 use super::xml::{self, Parameters};
 
+/// Text that waits is read with every token up to here: far above any marker, name or white space of a model that means well.
+const EAGER_BYTES: usize = 4096;
+
 #[derive(Debug)]
 pub(super) struct Tags {
     format: Option<Format>,
     thinks: bool,
     calls: bool,  // tools may be called
     text: String, // not yet said
+    again: usize, // bytes of it before which another look would find nothing
     state: State,
     trim: bool,       // white space that follows a marker is dropped
     in_section: bool, // calls of this section may follow
@@ -51,12 +55,17 @@ enum State {
 impl Tags {
     pub(super) fn new(format: Option<Format>, thinks: bool, calls: bool, in_reasoning: bool) -> Self {
         let calls = calls && format.is_some();
-        Self { format, thinks, calls, text: String::new(), state: State::Start { in_reasoning }, trim: false, in_section: false }
+        Self { format, thinks, calls, text: String::new(), again: 0, state: State::Start { in_reasoning }, trim: false, in_section: false }
     }
 
     pub(super) fn push(&mut self, text: &str, output: &mut Output, parts: &mut Vec<Part>) {
         self.text.push_str(text);
+        if self.text.len() < self.again {
+            return;
+        }
         while self.step(false, output, parts) {}
+        // What waits is read from its beginning, so a long text is read again only when it is longer by a part of itself.
+        self.again = if self.text.len() < EAGER_BYTES { 0 } else { self.text.len() + self.text.len() / 8 };
     }
 
     pub(super) fn finish(&mut self, output: &mut Output, parts: &mut Vec<Part>) {
@@ -263,5 +272,45 @@ impl Tags {
         }
         self.trim = true;
         self.go(State::Content)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reply::Tool;
+    use serde_json::json;
+
+    /// Text that can neither be said nor dropped yet.
+    #[test]
+    fn a_long_wait_is_not_read_with_every_token() {
+        let tool = Tool { name: "f".into(), description: None, parameters: json!({}), strict: false };
+        for (format, before, unit) in [
+            (None, "", " "),
+            (Some(Format::Hermes), "a", "\n"),
+            (Some(Format::Hermes), "<tool_call>", " "),
+            (Some(Format::Hermes), "<tool_call>{\"name\": \"", "x"),
+            (Some(Format::Hermes), "<tool_call>{\"arguments\": \"", "x"),
+            (Some(Format::Function), "<tool_call>\n<function=f>\n", "x"),
+            (Some(Format::Function), "<tool_call>\n<function=f>\n<parameter=", "x"),
+            (Some(Format::Function), "<tool_call>\n<function=f>\n<parameter=a>\n", "1"),
+            (Some(Format::Kimi), "<|tool_calls_section_begin|>", " "),
+        ] {
+            let mut output = Output::of(vec![tool.clone()]);
+            let mut tags = Tags::new(format, true, true, false);
+            let mut parts = Vec::new();
+            tags.push(before, &mut output, &mut parts);
+            let mut read = 0;
+            for _ in 0..100_000 {
+                let length = tags.text.len() + unit.len();
+                let reads = length >= tags.again;
+                tags.push(unit, &mut output, &mut parts);
+                read += if reads { length } else { 0 };
+            }
+            assert!(tags.text.len() >= 100_000, "{before:?} waits");
+            assert!(read < 20_000_000, "{before:?}: {read} bytes are read");
+            tags.finish(&mut output, &mut parts);
+            assert!(tags.text.is_empty());
+        }
     }
 }
