@@ -296,7 +296,7 @@ mod tests {
             (Some(Format::Function), "<tool_call>\n<function=f>\n<parameter=a>\n", "1"),
             (Some(Format::Kimi), "<|tool_calls_section_begin|>", " "),
         ] {
-            let mut output = Output::of(vec![tool.clone()]);
+            let mut output = Output::of([tool.clone()].into());
             let mut tags = Tags::new(format, true, true, false);
             let mut parts = Vec::new();
             tags.push(before, &mut output, &mut parts);
