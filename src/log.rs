@@ -19,6 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 // Of the process, as stderr is.
 static STDERR: OnceLock<Arc<Queue>> = OnceLock::new();
+static FILE: OnceLock<Arc<Queue>> = OnceLock::new();
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 static TOLD: AtomicU64 = AtomicU64::new(0);
 
@@ -37,11 +38,19 @@ pub fn queue_stderr() -> Result<Arc<Queue>> {
     Ok(STDERR.get_or_init(|| queue).clone())
 }
 
-/// Waits a moment for who reads stderr: before the process ends.
+/// The log in a file, and what to set when the file was moved away: the next line goes to one opened anew.
+///
+/// Errors: `Error::Invalid` when the file cannot be opened, else as [`queue_stderr`].
+pub fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
+    let file = LogFile::open(path)?;
+    let moved = file.moved.clone();
+    let queue = Arc::new(Queue::to(file)?);
+    Ok((FILE.get_or_init(|| queue).clone(), moved))
+}
+
+/// Waits a moment for the last lines: before the process ends.
 pub fn finish() {
-    if let Some(queue) = STDERR.get() {
-        queue.finish(PATIENCE);
-    }
+    [&STDERR, &FILE].into_iter().filter_map(OnceLock::get).for_each(|queue| queue.finish(PATIENCE));
 }
 
 /// Lines that nobody read, and that could not be written.
@@ -72,8 +81,7 @@ impl Queue {
         Self::to(File::from(out))
     }
 
-    /// Lines for a log file.
-    pub fn to(mut out: impl Write + Send + 'static) -> Result<Self> {
+    fn to(mut out: impl Write + Send + 'static) -> Result<Self> {
         let shared = Arc::<Shared>::default();
         let lines = shared.clone();
         std::thread::Builder::new().name("log".into()).spawn(move || while lines.write_next(&mut out) {}).map_err(refused)?;
@@ -173,23 +181,17 @@ fn refused(e: io::Error) -> Error {
 }
 
 /// A file that is appended to, and opened again when it was moved away.
-pub struct LogFile {
+struct LogFile {
     path: PathBuf,
     file: File,
     moved: Arc<AtomicBool>,
 }
 
 impl LogFile {
-    /// Errors: `Error::Invalid` when the file cannot be opened.
-    pub fn open(path: &Path) -> Result<Self> {
+    fn open(path: &Path) -> Result<Self> {
         let file = append(path)
             .map_err(|e| Error::Invalid(format!("the log cannot be written to {} ({e}): choose another --log-file", path.display())))?;
         Ok(Self { path: path.into(), file, moved: Arc::default() })
-    }
-
-    /// Set it, and the next line goes to a file opened anew.
-    pub fn moved(&self) -> Arc<AtomicBool> {
-        self.moved.clone()
     }
 }
 

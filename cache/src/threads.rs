@@ -8,7 +8,7 @@ use crate::{Error, Result, limits};
 /// Address space below which even their stacks and heaps do not fit.
 const LEAST_BYTES: u64 = 256 << 20;
 
-/// Starts them at the first call; rayon would start as many as `RAYON_NUM_THREADS` says. A program that has started rayon's before keeps them.
+/// Starts them at the first call; rayon would start as many as `RAYON_NUM_THREADS` says. A program that uses rayon itself keeps its own.
 ///
 /// Errors: `Error::Invalid` when the system gives no more threads, or no memory for them.
 pub fn start() -> Result<()> {

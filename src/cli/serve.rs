@@ -3,11 +3,10 @@
 use std::io::IsTerminal;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::log::{self, LogFile, Queue};
+use crate::log::{self, Queue};
 use crate::server::{Server, ServerOptions};
 use crate::text_model::TextModel;
 use crate::{Error, Result};
@@ -162,9 +161,8 @@ fn begin_log(form: Log, file: Option<&Path>) -> Result<Box<dyn FnMut() + Send>> 
     let (queue, moved) = match file {
         None => (stderr, None),
         Some(path) => {
-            let file = LogFile::open(path)?;
-            let moved = file.moved();
-            (Arc::new(Queue::to(file)?), Some(moved))
+            let (queue, moved) = log::queue_file(path)?;
+            (queue, Some(moved))
         }
     };
     let colours = file.is_none() && std::io::stderr().is_terminal();

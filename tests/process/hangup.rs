@@ -55,7 +55,7 @@ fn a_log_that_was_moved_away_is_opened_again_and_answers_go_on() {
     wait_for("the second line", || log_of(&path).contains("/v1/second").then_some(()));
     assert!(!log_of(&old).contains("/v1/second") && !log_of(&path).contains("/v1/first"));
     assert_eq!(server.stop().code(), Some(0));
-    assert!(log_of(&path).contains("stopping"), "the last line is there");
+    assert!(log_of(&path).contains("stopping"), "the last line is there: {}", log_of(&path));
 }
 
 #[test]
