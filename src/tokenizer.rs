@@ -222,10 +222,14 @@ pub(crate) mod tests {
             json!({"decoder": {"type": "Sequence", "decoders": [many, many, many, many]}}),
             json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(".repeat(100_000)}, "behavior": "Isolated", "invert": false}}),
             json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "((a{900}){900}){900}"}, "behavior": "Isolated", "invert": false}}),
-            json!({"model": {"type": "BPE", "vocab": {"é": 0, "a": 1}, "merges": [["é", "a"]], "continuing_subword_prefix": "x"}}),
+            json!({"model": {"type": "BPE", "vocab": {"é": 0, "a": 1}, "merges": [["a", "é"]], "continuing_subword_prefix": "x"}}),
         ] {
-            let error = load_with(parts).err().unwrap().to_string();
-            assert!(error.contains("tokenizer.json: not a usable tokenizer") && error.contains("own page") && !error.contains('\n'), "{error}");
+            let said = parts.to_string().chars().take(100).collect::<String>();
+            let error = load_with(parts).err().expect(&said).to_string();
+            assert!(
+                error.contains("tokenizer.json: not a usable tokenizer") && error.contains("own page") && !error.contains('\n'),
+                "{error}"
+            );
         }
     }
 
@@ -234,16 +238,13 @@ pub(crate) mod tests {
         // An expression that matches nothing makes the library's replacing run over the text's end.
         let nothing = json!({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "y"});
         let tokenizer = load_with(json!({"normalizer": nothing})).unwrap();
-        for text in ["", "a", "ax", "é"] {
-            if let Err(error) = tokenizer.encode(text, true) {
-                assert!(error.to_string().contains("tokenizer.json: not a usable tokenizer: it fails on this text"), "{error}");
-            }
-        }
-        // Backtracking is bounded.
-        let split = json!({"type": "Split", "pattern": {"Regex": "(a+)+(?=b)(?<!c)"}, "behavior": "Isolated", "invert": false});
-        let tokenizer = load_with(json!({"pre_tokenizer": split})).unwrap();
-        let error = tokenizer.encode(&"a".repeat(5000), true).unwrap_err().to_string();
-        assert!(error.starts_with("cannot tokenize the text: ") && error.contains("backtracking"), "{error}");
+        assert!(tokenizer.encode("", true).unwrap().is_empty());
+        let error = tokenizer.encode("a", true).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json: not a usable tokenizer: it fails on this text"), "{error}");
+        // Backtracking is bounded: the rest of such a text is one word.
+        let split = json!({"type": "Split", "pattern": {"Regex": "(?:a(?=a)|a)+b"}, "behavior": "Isolated", "invert": false});
+        let ids = load_with(json!({"pre_tokenizer": split})).unwrap().encode(&"a".repeat(5000), true).unwrap();
+        assert_eq!(ids.len(), 5000);
         // A text that would become a thousand times as much.
         let many = json!({"type": "Replace", "pattern": {"String": "e"}, "content": "e".repeat(1000)});
         let error = load_with(json!({"normalizer": many})).unwrap().encode(&"e".repeat(1 << 20), true).unwrap_err().to_string();

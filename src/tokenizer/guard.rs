@@ -76,17 +76,20 @@ impl Growth {
         let decoder = known::<DecoderWrapper>(&stages.decoder)?;
         let post_processor = known::<PostProcessorWrapper>(&stages.post_processor)?;
         let text = Self(factor(&normalizer) * factor(&pre_tokenizer));
-        for (name, value, growth, limit) in [
-            ("normalizer", &normalizer, text.0, MAX_TEXT_GROWTH),
-            ("pre_tokenizer", &pre_tokenizer, text.0, MAX_TEXT_GROWTH),
-            ("decoder", &decoder, factor(&decoder), MAX_DECODED_GROWTH),
-            ("post_processor", &post_processor, factor(&post_processor), MAX_REPEATS),
+        let longest_row = [&normalizer, &pre_tokenizer, &decoder, &post_processor].map(count).into_iter().max();
+        if longest_row > Some(MAX_STAGES) {
+            return Err(format!("it has more than {MAX_STAGES} stages in a row"));
+        }
+        for (what, growth, limit) in [
+            ("normalizer with its pre_tokenizer", text.0, MAX_TEXT_GROWTH),
+            ("decoder", factor(&decoder), MAX_DECODED_GROWTH),
+            ("post_processor", factor(&post_processor), MAX_REPEATS),
         ] {
-            if count(value) > MAX_STAGES {
-                return Err(format!("its {name} has more than {MAX_STAGES} stages"));
+            if growth == f64::INFINITY {
+                return Err(format!("its {what} replaces an empty text"));
             }
             if growth > limit {
-                return Err(format!("its {name} may make more than {limit} bytes of one byte of text"));
+                return Err(format!("its {what} may make more than {limit} times as much of a text"));
             }
         }
         let longest = stages.added_tokens.iter().map(|token| token.content.len()).max().unwrap_or(0);
@@ -107,8 +110,8 @@ fn known<T: DeserializeOwned + Serialize>(value: &Value) -> Result<Value, String
     if value.is_null() {
         return Ok(Value::Null);
     }
-    let stage: T = serde_json::from_value(value.clone()).map_err(|e| format!("it is not a usable tokenizer: {e}"))?;
-    serde_json::to_value(stage).map_err(|e| format!("it is not a usable tokenizer: {e}"))
+    let stage: T = serde_json::from_value(value.clone()).map_err(|e| e.to_string())?;
+    serde_json::to_value(stage).map_err(|e| e.to_string())
 }
 
 /// The stages of a sequence.
@@ -136,7 +139,7 @@ fn factor(stage: &Value) -> f64 {
         },
         // Each stretch between two added tokens begins anew.
         "Prepend" => 1.0 + bytes("prepend"),
-        "Precompiled" => bytes("precompiled_charsmap").clamp(1.0, longest_replacement(stage)),
+        "Precompiled" => longest_replacement(stage),
         // The most that Unicode's forms make of a character: U+0390 decomposed, U+FDFA spelled out.
         "NFC" | "NFD" => 3.0,
         "NFKC" | "NFKD" => 11.0,
@@ -220,14 +223,20 @@ mod tests {
         let text = json!({"Sequence": {"id": "A", "type_id": 0}});
         let template = json!({"type": "TemplateProcessing", "single": vec![text; 17], "pair": [], "special_tokens": {}});
         for (stages, said) in [
-            (json!({"normalizer": alike(4)}), "its normalizer may make"),
+            (json!({"normalizer": alike(4)}), "its normalizer with its pre_tokenizer may make"),
             (json!({"normalizer": alike(1), "added_tokens": [{"content": "e".repeat(200_000)}]}), "added token"),
-            (json!({"normalizer": untagged}), "its normalizer may make"),
-            (json!({"normalizer": replace(json!({"String": ""}), "x")}), "its normalizer may make"),
-            (json!({"normalizer": {"type": "Prepend", "prepend": "x".repeat(100_000)}}), "its normalizer may make"),
+            (json!({"normalizer": untagged}), "its normalizer with its pre_tokenizer may make"),
+            (json!({"normalizer": replace(json!({"String": ""}), "x")}), "replaces an empty text"),
+            (json!({"normalizer": {"type": "Prepend", "prepend": "x".repeat(100_000)}}), "its normalizer with its pre_tokenizer may make"),
             (json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}), "panics"),
-            (json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": vec![byte_level; 30]}}), "its normalizer may make"),
-            (json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": vec![json!({"type": "BertPreTokenizer"}); 65]}}), "more than 64 stages"),
+            (
+                json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": vec![byte_level; 30]}}),
+                "its normalizer with its pre_tokenizer may make",
+            ),
+            (
+                json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": vec![json!({"type": "BertPreTokenizer"}); 65]}}),
+                "more than 64 stages",
+            ),
             (decoder(json!([many.clone()])), "its decoder may make"),
             (decoder(json!([replace(json!({"Regex": "x*"}), &"e".repeat(300))])), "its decoder may make"),
             (json!({"post_processor": template}), "its post_processor may make"),
