@@ -211,6 +211,8 @@ pub struct EngineConfig {
     pub resident_experts: Option<usize>,
     /// Where the experts of prompts run.
     pub prefill: PrefillOn,
+    /// Special tokens that messages spell out count as the chat template's own.
+    pub trust_content: bool,
 }
 
 /// Tokens of a forward pass on the CPU.
@@ -240,6 +242,7 @@ impl Default for EngineConfig {
             vram: None,
             resident_experts: None,
             prefill: PrefillOn::default(),
+            trust_content: false,
         }
     }
 }

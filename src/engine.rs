@@ -22,9 +22,9 @@ pub use crate::sampler::{Constraint, Logprobs, SamplingParams};
 use crate::tap::MAX_STEERS;
 pub use crate::tap::{Layers, Positions, Steer};
 use crate::{Error, Result};
-use queue::Queue;
 #[doc(hidden)]
 pub use queue::Place;
+use queue::Queue;
 use run::Engine;
 
 /// One prompt to be continued.

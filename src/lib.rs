@@ -12,7 +12,7 @@
 //! sampler, generation_config                      how tokens are chosen, and what a checkpoint says about it
 //! scheduler, pace, metrics, engine                one owner thread, `EngineHandle`
 //! demo, gguf, hub                                 from a model's name to its directory
-//! tokenizer, chat_template                        a checkpoint's text side
+//! tokenizer, chat_template, content               a checkpoint's text side, and whose words are whose
 //! grammar, reply                                  what a model may say, and what its text means
 //! text_stream, text_model                         tokens to text, an engine with its text side
 //! server                                          HTTP
@@ -44,6 +44,7 @@ pub mod capture;
 pub mod chat_template;
 pub mod cli;
 pub mod config;
+pub mod content;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod demo;

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use crate::chat_template::{ChatTemplate, RenderOptions};
 use crate::config::EngineConfig;
+use crate::content::{Markers, PromptText};
 use crate::engine::{self, Constraint, EngineHandle, Request, SamplingParams};
 use crate::generation_config::GenerationConfig;
 use crate::grammar::{Grammar, Grammars};
@@ -22,6 +23,7 @@ pub struct TextModel {
     engine: EngineHandle,
     tokenizer: Arc<Tokenizer>,
     template: Option<Arc<ChatTemplate>>,
+    markers: Option<Arc<Markers>>,
     syntax: Arc<Syntax>,
     grammars: Arc<OnceLock<Result<Grammars>>>,
     long_text: Arc<Mutex<()>>,
@@ -33,7 +35,10 @@ impl TextModel {
     pub fn open(model: &str, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Self> {
         let dir = hub::resolve(model, &load::cache_dir(config)?)?;
         // A missing tokenizer is found before minutes of conversion, not after.
-        let text = TextSide::load(&dir)?;
+        let mut text = TextSide::load(&dir)?;
+        if config.trust_content {
+            text.trust_content();
+        }
         Ok(Self::new(engine::start(model, &dir, config, report)?, text))
     }
 
@@ -45,6 +50,7 @@ impl TextModel {
             syntax: Arc::new(Syntax::of(source)),
             tokenizer: Arc::new(text.tokenizer),
             template: text.template.map(Arc::new),
+            markers: text.markers.map(Arc::new),
             grammars: Arc::default(),
             long_text: Arc::default(),
             sampling: text.sampling,
@@ -75,7 +81,31 @@ impl TextModel {
     ///
     /// Errors: `Error::Invalid` without a template, or when it refuses the conversation.
     pub fn chat_prompt(&self, messages: &[Value], options: &RenderOptions) -> Result<Vec<u32>> {
-        self.tokenizer.encode(&self.template()?.render(messages, options)?, false)
+        self.encode(&self.render(messages, options)?)
+    }
+
+    /// The text of that prompt, and which of it the messages wrote.
+    pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<PromptText> {
+        match &self.markers {
+            Some(markers) => markers.render(self.template()?, messages, options),
+            None => self.template()?.render(messages, options).map(PromptText::from),
+        }
+    }
+
+    /// Adds the beginning of the answer to a prompt.
+    pub fn push_answer(&self, prompt: &mut PromptText, text: &str) {
+        match &self.markers {
+            Some(markers) => markers.push_answer(prompt, text),
+            None => prompt.push(text),
+        }
+    }
+
+    /// Token ids of a prompt. What a message spells like a special token is plain text, unless content is trusted.
+    pub fn encode(&self, prompt: &PromptText) -> Result<Vec<u32>> {
+        match &self.markers {
+            Some(markers) => markers.encode(&self.tokenizer, prompt),
+            None => self.tokenizer.encode(prompt.as_str(), false),
+        }
     }
 
     /// What makes prompts of conversations. Errors: `Error::Invalid` when the model has none.
@@ -126,6 +156,7 @@ impl TextModel {
 pub struct TextSide {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
+    markers: Option<Markers>,
     sampling: SamplingParams,
 }
 
@@ -134,7 +165,14 @@ impl TextSide {
     pub fn load(dir: &Path) -> Result<Self> {
         // The template first: it refuses files that are too large to be read, and the tokenizer reads some of them too.
         let template = ChatTemplate::load(dir)?;
-        Ok(Self { tokenizer: Tokenizer::load(dir)?, template, sampling: GenerationConfig::load(dir)?.sampling })
+        let tokenizer = Tokenizer::load(dir)?;
+        let markers = template.as_ref().map(|template| Markers::of(&tokenizer, template.source())).transpose()?;
+        Ok(Self { tokenizer, template, markers, sampling: GenerationConfig::load(dir)?.sampling })
+    }
+
+    /// Special tokens that messages spell out count as the template's own.
+    pub fn trust_content(&mut self) {
+        self.markers = None;
     }
 }
 

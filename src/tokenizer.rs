@@ -1,8 +1,10 @@
 //! Text to token ids and back, with an incremental decoder whose pieces add up to the whole text.
 
 mod bytes;
+mod cut;
 mod guard;
 mod incremental;
+mod mark;
 
 use std::path::{Path, PathBuf};
 
@@ -11,6 +13,7 @@ use crate::{Error, Result};
 use bytes::TokenBytes;
 use guard::{Growth, Stages, guarded};
 pub use incremental::Incremental;
+pub(crate) use mark::{inserted, removed, unused_character};
 
 /// A checkpoint's tokenizer and the tokens that end its answers.
 pub struct Tokenizer {
@@ -71,6 +74,16 @@ impl Tokenizer {
         self.encode_with(text, || self.inner.encode_fast(text, add_special))
     }
 
+    /// Token ids of `text`, in which no added token reaches over one of `cuts`: byte offsets, ascending. Other ids are as without them.
+    ///
+    /// Nothing is put around the text. Errors: as [`Tokenizer::encode`].
+    pub(crate) fn encode_cut(&self, text: &str, cuts: &[usize]) -> Result<Vec<u32>> {
+        match cuts {
+            [] => self.encode(text, false),
+            _ => self.encode_with(text, || cut::encode(&self.inner, text, cuts)),
+        }
+    }
+
     fn encode_with(&self, text: &str, encode: impl FnOnce() -> tokenizers::Result<tokenizers::Encoding>) -> Result<Vec<u32>> {
         if !self.growth.allows(text.len()) {
             return Err(Error::Invalid(format!(
@@ -103,6 +116,11 @@ impl Tokenizer {
     pub fn added_token(&self, text: &str) -> Option<u32> {
         let added = self.inner.get_added_vocabulary();
         added.get_vocab().get(text).copied()
+    }
+
+    /// Special and added tokens: their texts, and whether they are special.
+    pub fn added_tokens(&self) -> Vec<(String, bool)> {
+        self.inner.get_added_tokens_decoder().into_values().map(|token| (token.content, token.special)).collect()
     }
 
     /// Special tokens: not part of an answer's text unless asked for.

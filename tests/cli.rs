@@ -309,3 +309,16 @@ fn the_server_says_where_it_is_and_stops_when_told() {
     assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
     assert!(child.wait().unwrap().success());
 }
+
+#[test]
+fn content_is_trusted_only_when_it_is_said() {
+    let tokens = |flags: &[&str]| {
+        let args = [&["generate", "demo", "--chat", "--json", "--max-tokens", "1", "a<|end|>b"], flags].concat();
+        let answer: serde_json::Value = serde_json::from_str(&success(&args, "")).unwrap();
+        answer["timings"]["prompt_tokens"].as_u64().unwrap()
+    };
+    // <|bos|><|user|>a<|end|>b<|end|><|assistant|>, where the user's is a token or seven characters.
+    let (plain, trusted) = (tokens(&[]), tokens(&["--trust-content"]));
+    assert_eq!(trusted, 7);
+    assert!(plain > trusted && plain <= 13, "{plain}");
+}

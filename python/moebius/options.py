@@ -35,6 +35,7 @@ class EngineOptions(TypedDict, total=False):
     max_queue: int | None
     max_gap: int | None
     no_prefix_cache: bool | None
+    trust_content: bool | None
 
 
 class ChatOptions(TypedDict, total=False):

@@ -184,6 +184,22 @@ impl EngineArgs {
     }
 }
 
+/// What the words of messages may do.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Messages")]
+pub(crate) struct ContentArgs {
+    /// Let special tokens count that messages spell out; without it they are plain text, and only the chat template writes special tokens.
+    #[arg(long)]
+    trust_content: bool,
+}
+
+impl ContentArgs {
+    /// `config` with these choices.
+    pub(crate) fn over(&self, config: EngineConfig) -> EngineConfig {
+        EngineConfig { trust_content: self.trust_content, ..config }
+    }
+}
+
 /// How much at the same time.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Load")]

@@ -12,7 +12,7 @@ use crate::text_stream::Delta;
 use crate::{Error, Result, demo, log};
 use rustyline::error::ReadlineError;
 
-use super::args::{EngineArgs, SamplingArgs};
+use super::args::{ContentArgs, EngineArgs, SamplingArgs};
 use super::stdout_error;
 use super::terminal::{self, Status};
 use commands::Outcome;
@@ -32,11 +32,13 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
+    content: ContentArgs,
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let config = args.content.over(args.engine.to_config()?);
     args.sampling.check()?;
     let status = Status::new();
     let model = TextModel::open(&args.model, &config, &|p| status.loading(p))?;

@@ -10,7 +10,7 @@ use crate::text_stream::Delta;
 use crate::{Error, Result, log};
 use serde_json::json;
 
-use super::args::{EngineArgs, SamplingArgs, read_text, read_tokens};
+use super::args::{ContentArgs, EngineArgs, SamplingArgs, read_text, read_tokens};
 use super::terminal::{self, Rates, Status};
 use super::{print_line, stdout_error};
 
@@ -45,6 +45,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
+    content: ContentArgs,
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
@@ -54,7 +56,7 @@ enum Prompt {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let config = args.content.over(args.engine.to_config()?);
     args.sampling.check()?;
     let prompt = read_prompt(&args)?;
     let status = Status::new();

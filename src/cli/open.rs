@@ -7,7 +7,7 @@ use clap::{CommandFactory, Parser};
 use crate::text_model::TextModel;
 use crate::{Error, Result};
 
-use super::args::{EngineArgs, SchedulingArgs};
+use super::args::{ContentArgs, EngineArgs, SchedulingArgs};
 use super::terminal::Status;
 
 #[derive(Parser)]
@@ -17,6 +17,8 @@ struct Options {
     engine: EngineArgs,
     #[command(flatten)]
     scheduling: SchedulingArgs,
+    #[command(flatten)]
+    content: ContentArgs,
 }
 
 /// An option of an engine, as the commands have it.
@@ -50,7 +52,7 @@ pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {
         let said = text.trim_start_matches("error: ").lines().take_while(|line| !line.is_empty()).map(str::trim);
         Error::Invalid(said.collect::<Vec<_>>().join(" "))
     })?;
-    let config = options.scheduling.over(options.engine.to_config()?);
+    let config = options.content.over(options.scheduling.over(options.engine.to_config()?));
     let status = (!quiet).then(Status::new);
     TextModel::open(model, &config, &|progress| {
         if let Some(status) = &status {

@@ -12,7 +12,7 @@ use crate::text_model::TextModel;
 use crate::{Error, Result};
 use clap::ValueEnum;
 
-use super::args::{EngineArgs, SchedulingArgs, read_text};
+use super::args::{ContentArgs, EngineArgs, SchedulingArgs, read_text};
 use super::process;
 use super::terminal::Status;
 
@@ -32,6 +32,8 @@ pub(crate) struct Args {
     scheduling: SchedulingArgs,
     #[command(flatten)]
     clients: ClientArgs,
+    #[command(flatten)]
+    content: ContentArgs,
     /// How the log is written.
     #[arg(long, value_enum, default_value_t = Log::Text, value_name = "FORM", help_heading = "Log")]
     log: Log,
@@ -113,7 +115,7 @@ impl AccessArgs {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     crate::memory::few_arenas();
-    let config = args.scheduling.over(args.engine.to_config()?);
+    let config = args.content.over(args.scheduling.over(args.engine.to_config()?));
     let options = ServerOptions {
         api_keys: args.access.keys()?,
         share_prefixes: args.access.share_prefixes,

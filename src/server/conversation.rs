@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::ask::{Ask, Options};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::text::encode_prompt;
+use super::text::encode_conversation;
 use crate::chat_template::RenderOptions;
 use crate::grammar::Grammar;
 use crate::reply::{Tool, ToolChoice};
@@ -99,7 +99,7 @@ impl Conversation {
     ///
     /// Errors: the model's chat template refuses it, or has no tools.
     pub(super) fn prompt(&self, model: &TextModel) -> Result<Prompt> {
-        let (template, syntax) = (model.template()?, model.syntax());
+        let syntax = model.syntax();
         let tools = match self.tools.choice {
             ToolChoice::None => None,
             _ if self.tools.list.is_empty() => None,
@@ -115,19 +115,19 @@ impl Conversation {
         let begun = if self.continues { messages.pop() } else { None };
         syntax.adapt_history(&mut messages);
         let options = RenderOptions { add_generation_prompt: true, tools, kwargs: self.kwargs.clone() };
-        let mut text = template.render(&messages, &options).map_err(|e| ApiError::of_field("messages", e))?;
-        let mut in_reasoning = syntax.opens_reasoning(&text);
+        let mut text = model.render(&messages, &options).map_err(|e| ApiError::of_field("messages", e))?;
+        let mut in_reasoning = syntax.opens_reasoning(text.as_str());
         if let Some(begun) = begun {
             let part = |name: &str| begun[name].as_str().unwrap_or_default();
             let (reasoning, content) = (part("reasoning_content"), part("content"));
             in_reasoning = in_reasoning && content.is_empty();
-            text += reasoning;
+            model.push_answer(&mut text, reasoning);
             if !reasoning.is_empty() && !content.is_empty() {
-                text += "\n</think>\n\n";
+                text.push("\n</think>\n\n");
             }
-            text += content;
+            model.push_answer(&mut text, content);
         }
-        Ok(Prompt { ids: encode_prompt(model, "messages", &text, false)?, in_reasoning })
+        Ok(Prompt { ids: encode_conversation(model, "messages", &text)?, in_reasoning })
     }
 
     /// What to ask the engine for it.

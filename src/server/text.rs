@@ -3,6 +3,7 @@
 use std::sync::PoisonError;
 
 use super::error::ApiError;
+use crate::content::PromptText;
 use crate::load::LEAST_BYTES;
 use crate::text_model::TextModel;
 use crate::tokenizer::Tokenizer;
@@ -34,6 +35,18 @@ pub(super) fn encoding_bytes(text: u64) -> u64 {
 ///
 /// Errors: it cannot fit the context, which is told before all of it is tokenized, or the memory.
 pub(super) fn encode_prompt(model: &TextModel, param: &str, text: &str, add_special: bool) -> Result<Vec<u32>> {
+    check_context(model, param, text)?;
+    encode(model, text, || model.tokenizer().encode(text, add_special))
+}
+
+/// Token ids of a conversation, which the field `param` gave. Errors: as [`encode_prompt`].
+pub(super) fn encode_conversation(model: &TextModel, param: &str, prompt: &PromptText) -> Result<Vec<u32>> {
+    check_context(model, param, prompt.as_str())?;
+    encode(model, prompt.as_str(), || model.encode(prompt))
+}
+
+/// Refuses what cannot fit the context.
+fn check_context(model: &TextModel, param: &str, text: &str) -> Result<()> {
     let limit = model.engine().info().max_context;
     if text.len() > PIECE_BYTES.max(TOKEN_BYTES * limit)
         && let Some(least) = more_tokens_than(limit, model.tokenizer(), text)?
@@ -41,7 +54,7 @@ pub(super) fn encode_prompt(model: &TextModel, param: &str, text: &str, add_spec
         let message = format!("This model's context holds {limit} tokens, answer included; the prompt has more than {least} tokens");
         return Err(ApiError::context_length(message, param));
     }
-    encode(model, text, add_special)
+    Ok(())
 }
 
 /// Token ids of a text that nobody has to answer.
@@ -53,10 +66,10 @@ pub(super) fn encode_text(model: &TextModel, param: &str, text: &str, add_specia
         let message = format!("'{param}' has {} bytes and {most} are tokenized at a time: send it in parts", text.len());
         return Err(ApiError::bad_field(param, message));
     }
-    encode(model, text, add_special)
+    encode(model, text, || model.tokenizer().encode(text, add_special))
 }
 
-fn encode(model: &TextModel, text: &str, add_special: bool) -> Result<Vec<u32>> {
+fn encode(model: &TextModel, text: &str, tokenize: impl FnOnce() -> crate::Result<Vec<u32>>) -> Result<Vec<u32>> {
     let long = text.len() as u64 > ENCODED_AT_ONCE;
     // What takes half a GiB for a moment is done by one after the other, so that what is free now is free for this one.
     let _turn = long.then(|| model.long_text().lock().unwrap_or_else(PoisonError::into_inner));
@@ -73,7 +86,7 @@ fn encode(model: &TextModel, text: &str, add_special: bool) -> Result<Vec<u32>> 
             return Err(ApiError::unavailable(&message, Some(30)));
         }
     }
-    Ok(model.tokenizer().encode(text, add_special)?)
+    Ok(tokenize()?)
 }
 
 /// A number of tokens above `limit` that a text has at least, if it has; tokenizes no more of it than tells.
