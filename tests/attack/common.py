@@ -297,6 +297,20 @@ class Server:
             self.process.wait()
             raise RuntimeError(f"no server: {words!r} {self.log.read_text(errors='replace')[-500:]}")
         self.port = int(found[1])
+        self.wait_ready(wait)
+
+    def wait_ready(self, seconds):
+        """It listens before its model is there."""
+        end = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < end:
+            try:
+                if self.ask("/ready", timeout=5).status == 200:
+                    return
+            except FAILURES:
+                pass
+            time.sleep(0.02)
+        self.stop()
+        raise RuntimeError(f"it is not ready: {self.log.read_text(errors='replace')[-500:]}")
 
     def ask(self, path, body=None, **options):
         return ask(self.port, path, body, **options)

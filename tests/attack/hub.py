@@ -15,13 +15,18 @@ ODD = ["../../../../../victim", "../../../../../../victim", "..", ".", "", "/", 
     "W/../../../../victim", "-rf", "CON", "~/victim", "config.json", "..%00", "blobs/../../victim"]
 
 
+def tag(data):
+    """As a hub has it: the SHA-256 of a large file, git's own hash of a small one."""
+    return hashlib.sha256(data).hexdigest() if len(data) > 1_000_000 else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 class Hub:
     """What a hub answers; each attack changes something of it."""
 
     def __init__(self):
         self.files = {name: (DEMO / name).read_bytes() for name in NAMES}
         self.names = list(NAMES)
-        self.etag = lambda data: hashlib.sha256(data).hexdigest()
+        self.etag = tag
         self.commit, self.sha = COMMIT, COMMIT
         self.redirect = None  # where weights are
         self.size = len  # what the header says of a file
