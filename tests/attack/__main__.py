@@ -12,6 +12,7 @@ import importlib
 import pathlib
 import resource
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -37,6 +38,7 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     shutil.rmtree(common.OUT, ignore_errors=True)
     common.OUT.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the report and the groups are seen to, as with Ctrl-C
     total = sum(AREAS[name] for name in chosen)
     areas = []
     try:

@@ -87,7 +87,7 @@ def attack(area):
                 completions.append(late(server.port, "/v1/completions", {"prompt": "Hi", "max_tokens": 1}, 2.0, OTHER))
                 own.append(late(server.port, "/health", None, 1.0, "127.0.0.1"))
                 time.sleep(0.5)
-            attacker.terminate()
+            attacker.kill()
             attacker.join()
             how = f"{SOCKETS} sockets from 127.0.0.1, {way}\n{server.line}\na normal client from {OTHER}"
             for what, found in (("/health, /ready, /metrics", own), ("a completion", completions)):
