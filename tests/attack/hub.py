@@ -44,13 +44,17 @@ def serve(hub):
         def log_message(self, *_):
             pass
 
-        def answer(self, status, body, **headers):
+        def answer(self, status, body, length=None, **headers):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name.replace("_", "-"), value)
-            self.send_header("content-length", str(len(body)))
+            self.send_header("content-length", str(length if length is not None else len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_HEAD(self):
+            self.do_GET()
 
         def do_GET(self):
             hub.seen.append((self.headers.get("host", ""), self.headers.get("authorization", "")))
@@ -64,14 +68,16 @@ def serve(hub):
                 listing = hub.listing if hub.listing is not None else json.dumps({"sha": hub.sha,
                     "siblings": [{"rfilename": name} for name in hub.names]}).encode()
                 return self.answer(200, listing, content_type="application/json")
-            name = self.path.split("/resolve/main/")[-1] if "/resolve/" in self.path else self.path.split("/", 2)[-1]
+            name = self.path.split("/resolve/")[-1].split("/", 1)[-1] if "/resolve/" in self.path else self.path.split("/", 2)[-1]
             data = hub.files.get(name, b"stolen")
             common = {"x_repo_commit": hub.commit, "etag": f'"{hub.etag(data)}"'}
             if hub.redirect and "/resolve/" in self.path and name.endswith(".safetensors"):
                 return self.answer(302, b"", location=hub.redirect.format(port=server.server_port, name=name), x_linked_size=str(hub.size(data)),
                     x_linked_etag=common["etag"], **common)
-            first, _, last = (self.headers.get("range") or "bytes=0-")[6:].partition("-")
             body = hub.body(data)
+            if not self.headers.get("range"):
+                return self.answer(200, body, length=hub.size(data), **common)
+            first, _, last = self.headers["range"][6:].partition("-")
             part = body[int(first or 0) : int(last) + 1 if last else None]
             self.answer(206, part, content_range=f"bytes {first}-{last or len(body) - 1}/{hub.size(data)}", **common)
 
