@@ -130,6 +130,10 @@ impl Body for Arriving {
         if let Poll::Ready(Some(Ok(frame))) = &poll {
             self.place.reads(frame.data_ref().map_or(0, Bytes::len));
         }
+        // Whoever read it may keep it; from its end on the client waits for us.
+        if matches!(poll, Poll::Ready(None)) || self.body.is_end_stream() {
+            self.place.has_read();
+        }
         poll
     }
 
