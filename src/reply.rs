@@ -13,6 +13,7 @@ mod syntax;
 mod tags;
 mod xml;
 
+pub(crate) use json::Strings;
 pub use parser::Parser;
 pub(crate) use parser::overlap;
 pub use syntax::Syntax;

@@ -6,6 +6,7 @@ mod guard;
 mod incremental;
 mod mark;
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use crate::generation_config::{GenerationConfig, read_json};
@@ -142,12 +143,13 @@ impl Tokenizer {
 
 /// Reads a file that others wrote, and how much it may make of a text.
 fn read(path: &Path) -> Result<(tokenizers::Tokenizer, Growth)> {
-    let file = moebius_cache::file::open(path).map_err(Error::io(path))?;
+    let mut file = moebius_cache::file::open(path).map_err(Error::io(path))?;
     let length = file.metadata().map_err(Error::io(path))?.len();
     if length > MAX_FILE_BYTES {
         return Err(unusable(path, &format!("it has {} MiB", length >> 20)));
     }
-    let bytes = moebius_cache::file::read(path).map_err(Error::io(path))?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).map_err(Error::io(path))?;
     let not_one = |e: &dyn std::fmt::Display| unusable(path, &e.to_string());
     let stages: Stages = serde_json::from_slice(&bytes).map_err(|e| not_one(&e))?;
     // A normalizer is at work while its file is read, on the added tokens: it is looked at before.

@@ -30,7 +30,7 @@ impl Queue {
             return Err(Error::Busy(format!("{all} requests wait already, and no more may: try again in a while, or raise --max-queue")));
         }
         let own = waiting.entry(tenant).or_default();
-        if tenant != Tenant::default() && *own >= self.most.div_ceil(4) * 3 {
+        if tenant != Tenant::default() && *own >= self.most - self.most / 4 {
             return Err(Error::Busy(format!("{own} requests of this key wait already, and no more may: try again in a while")));
         }
         *own += 1;

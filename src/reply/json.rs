@@ -1,11 +1,31 @@
 //! How far a JSON value reaches, found as its text comes.
 
+/// Which bytes of a JSON text belong to strings.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Strings {
+    inside: bool,
+    escaped: bool,
+}
+
+impl Strings {
+    /// Whether the next byte of the text belongs to a string, quotes included.
+    pub(crate) fn have(&mut self, byte: u8) -> bool {
+        let inside = self.inside;
+        match byte {
+            _ if self.escaped => self.escaped = false,
+            b'\\' => self.escaped = inside,
+            b'"' => self.inside = !inside,
+            _ => {}
+        }
+        inside || self.inside
+    }
+}
+
 /// Follows one JSON object through its text.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scanner {
     depth: usize,
-    in_string: bool,
-    escaped: bool,
+    strings: Strings,
 }
 
 /// What a byte does.
@@ -21,17 +41,10 @@ pub(super) enum Scan {
 
 impl Scanner {
     pub(super) fn push(&mut self, byte: u8) -> Scan {
-        if self.in_string {
-            match byte {
-                _ if self.escaped => self.escaped = false,
-                b'\\' => self.escaped = true,
-                b'"' => self.in_string = false,
-                _ => {}
-            }
+        if self.strings.have(byte) {
             return Scan::More;
         }
         match byte {
-            b'"' => self.in_string = true,
             b'{' | b'[' => self.depth += 1,
             b'}' | b']' if self.depth <= 1 => return Scan::End,
             b'}' | b']' => self.depth -= 1,

@@ -10,6 +10,7 @@ use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
 use super::App;
+use super::chunked::SLOWEST;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::memory::{Held, give_back};
@@ -25,9 +26,6 @@ type Result<T> = std::result::Result<T, ApiError>;
 
 /// Bytes of a request body at most: a million tokens of text, and no more than a box can hold many of.
 const MAX_BODY_BYTES: usize = 16 << 20;
-
-/// Bytes a second that a body brings at least, after as long as a client may take for a request without one.
-const SLOWEST: u64 = 64 << 10;
 
 /// What is read of a refused body and dropped, so that its client gets to read why; most write all before they read.
 const MAX_DROPPED_BYTES: usize = 4 * MAX_BODY_BYTES;

@@ -16,8 +16,8 @@ use tokio_stream::Stream;
 /// Bytes that are written before they are sent.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Bytes a second that a client takes at least, after a first wait.
-const SLOWEST: u64 = 64 << 10;
+/// Bytes a second that a client takes of a large answer at least, and brings of a body, after a first wait.
+pub(super) const SLOWEST: u64 = 64 << 10;
 
 /// What `write` writes, on a thread of its own, chunk by chunk as the client takes it.
 ///

@@ -1,6 +1,7 @@
 //! What a JSON text becomes in memory, told from its bytes as they arrive: a list of empty objects grows by a hundred times.
 
 use super::error::ApiError;
+use crate::reply::Strings;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -20,28 +21,17 @@ const VALUE: u64 = 144;
 #[derive(Default)]
 pub(super) struct Structure {
     bytes: u64,
-    in_string: bool,
-    escaped: bool,
+    strings: Strings,
 }
 
 impl Structure {
     /// Reads on. Errors: the values take more than any honest request does.
     pub(super) fn read(&mut self, text: &[u8]) -> Result<()> {
         for &byte in text {
-            if self.in_string {
-                match byte {
-                    _ if self.escaped => self.escaped = false,
-                    b'\\' => self.escaped = true,
-                    b'"' => self.in_string = false,
-                    _ => {}
-                }
+            if self.strings.have(byte) {
                 continue;
             }
             self.bytes += match byte {
-                b'"' => {
-                    self.in_string = true;
-                    0
-                }
                 b'{' => OBJECT,
                 b'[' => LIST,
                 b':' => MEMBER,

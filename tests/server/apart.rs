@@ -65,7 +65,6 @@ fn nobody_learns_what_another_asked() {
 #[test]
 fn every_endpoint_says_for_whom_it_asks() {
     let dir = with_template(TEMPLATE);
-    let hi = json!([{"role": "user", "content": "Hello!"}]);
     for (options, tenants) in [
         (keyed(), [Tenant(1), Tenant(2)]),
         (ServerOptions { share_prefixes: true, ..keyed() }, [Tenant::default(); 2]),
@@ -73,13 +72,7 @@ fn every_endpoint_says_for_whom_it_asks() {
     ] {
         let has_keys = !options.api_keys.is_empty();
         let mut server = start_in(dir.path(), options);
-        for (path, body) in [
-            ("/v1/chat/completions", json!({"messages": hi})),
-            ("/v1/completions", json!({"prompt": "Hello!"})),
-            ("/v1/responses", json!({"input": "Hello!"})),
-            ("/v1/messages", json!({"messages": hi, "max_tokens": 5})),
-            ("/v1/capture", json!({"prompt": "Hello!", "layers": "all"})),
-        ] {
+        for (path, body) in every_endpoint() {
             for (key, tenant) in [ANNA, BERT].into_iter().zip(tenants) {
                 let address = server.address;
                 let body = body.clone();

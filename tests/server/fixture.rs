@@ -189,6 +189,18 @@ pub(crate) fn hello() -> Value {
     json!({"model": "tiny", "messages": [{"role": "user", "content": "Hello!"}]})
 }
 
+/// A body for every endpoint that asks the engine.
+pub(crate) fn every_endpoint() -> [(&'static str, Value); 5] {
+    let hi = json!([{"role": "user", "content": "Hello!"}]);
+    [
+        ("/v1/chat/completions", json!({"messages": hi})),
+        ("/v1/completions", json!({"prompt": "Hello!"})),
+        ("/v1/responses", json!({"input": "Hello!"})),
+        ("/v1/messages", json!({"messages": hi, "max_tokens": 5})),
+        ("/v1/capture", json!({"prompt": "Hello!", "layers": "all"})),
+    ]
+}
+
 pub(crate) fn with(mut body: Value, fields: Value) -> Value {
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     body

@@ -35,14 +35,7 @@ fn every_endpoint_steers() {
     assert_eq!(call(&server, "PUT", "/v1/vectors/calm", json!({"vector": base64(&VECTOR)})).0, 200);
     let steer = json!([{"layer": 3, "vector": "calm", "coefficient": -2.5, "positions": "generated"},
         {"layer": 0, "vector": VECTOR, "positions": [[0, 2], [5, null]]}]);
-    let hi = json!([{"role": "user", "content": "Hello!"}]);
-    for (path, body) in [
-        ("/v1/chat/completions", json!({"messages": hi})),
-        ("/v1/completions", json!({"prompt": "Hello!"})),
-        ("/v1/responses", json!({"input": "Hello!"})),
-        ("/v1/messages", json!({"messages": hi, "max_tokens": 5})),
-        ("/v1/capture", json!({"prompt": "Hello!", "layers": "all"})),
-    ] {
+    for (path, body) in every_endpoint() {
         let body = with(body, json!({"steer": steer})).to_string();
         let _socket = send(server.address, "POST", path, body.as_bytes());
         let submission = server.next();
