@@ -13,11 +13,11 @@ use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
-use moebius::memory::{Pages, read_bandwidth};
+use moebius::machine::memory::{Pages, read_bandwidth};
 use moebius::model::Router;
-use moebius::tensor::Tensor;
-use moebius::topology::Topology;
-use moebius::workers::Team;
+use moebius::backend::tensor::Tensor;
+use moebius::machine::topology::Topology;
+use moebius::machine::workers::Team;
 use moebius_cache::Precision;
 use moebius_cache::format::ExpertCache;
 

@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use moebius::kernel::{self, Activations, Kernel, Rows, Simd, Start};
-use moebius::memory::Buffer;
+use moebius::machine::memory::Buffer;
 use moebius_cache::{MatrixLayout, Precision, ScaleType};
 
 fn best(mut f: impl FnMut()) -> f64 {

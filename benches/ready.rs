@@ -20,11 +20,12 @@ use moebius::cuda::{Cuda, DeviceInfo};
 use moebius::engine::{self, Event, Request};
 use moebius::load::{self, LoadProgress};
 use moebius::model::ModelConfig;
-use moebius::models::{self, shapes};
-use moebius::synthetic::Synthetic;
-use moebius::tensor::HostTensor;
-use moebius::topology::{self, Topology};
-use moebius::weights::{TensorSource, Weights};
+use moebius::model::families::{self, shapes};
+use moebius::load::synthetic::Synthetic;
+use moebius::backend::tensor::HostTensor;
+use moebius::machine::topology::{self, Topology};
+use moebius::backend::source::TensorSource;
+use moebius::forward::weights::Weights;
 use moebius::{Error, Result};
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert;
@@ -225,7 +226,7 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Syntheti
 fn convert(dir: &Path) -> Result<Value> {
     let (source, config) = (checkpoint_in(dir), config_in(dir));
     let started = Instant::now();
-    let (model, checkpoint) = (models::read(&source)?, Checkpoint::open(&source)?);
+    let (model, checkpoint) = (families::read(&source)?, Checkpoint::open(&source)?);
     let precision = load::precision(&model, &config)?.ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
     let job = load::cache_job("ready", &checkpoint, &model, precision);
     convert::ensure(&job, &load::cache_dir(&config)?, &|_| {})?;
@@ -257,7 +258,7 @@ fn load(dir: &Path, how: &str) -> Result<Value> {
     };
     let config = EngineConfig { device, resident_experts, max_context: Some(4096), ..config_in(dir) };
     let source = checkpoint_in(dir);
-    let bytes = size(&dir.join("cache")) + size(&source) - expert_bytes(&models::read(&source)?);
+    let bytes = size(&dir.join("cache")) + size(&source) - expert_bytes(&families::read(&source)?);
     let lines = std::sync::Mutex::new(Vec::new());
     let started = Instant::now();
     let engine = engine::start("ready", &source, &config, &|progress| {

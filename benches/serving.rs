@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moebius::bench::load_shape;
+use moebius::cli::measure::bench::load_shape;
 use moebius::config::{DenseBits, EngineConfig};
 use moebius::engine::{CaptureWanted, EngineHandle, Event, Events, Layers, Positions, Request, RequestStats, Steer, start_loaded};
 use serde_json::{Value, json};

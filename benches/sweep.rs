@@ -15,10 +15,10 @@ use moebius::backend::cpu::Cpu;
 use moebius::backend::{Backend, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Pace};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
-use moebius::memory::{self, Pages, read_bandwidth};
-use moebius::tensor::Tensor;
-use moebius::topology::Topology;
-use moebius::workers::{Cut, Team};
+use moebius::machine::memory::{self, Pages, read_bandwidth};
+use moebius::backend::tensor::Tensor;
+use moebius::machine::topology::Topology;
+use moebius::machine::workers::{Cut, Team};
 use moebius_cache::pack::MatrixLayout;
 use moebius_cache::{ExpertLayout, Precision};
 

@@ -6,8 +6,8 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use moebius::topology::{Seat, Topology};
-use moebius::workers::Team;
+use moebius::machine::topology::{Seat, Topology};
+use moebius::machine::workers::Team;
 
 /// Microseconds: median and 99th percentile.
 fn percentiles(mut times: Vec<Duration>) -> (f64, f64) {

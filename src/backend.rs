@@ -3,18 +3,21 @@
 //! Each op is a function of single rows in a fixed order of arithmetic: a token's bits do not depend on what else is in
 //! the batch.
 
+pub mod batch;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod source;
+pub mod tensor;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::Result;
-use crate::batch::Batch;
+use crate::backend::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::model::{DeltaNet, Mla, Router};
-use crate::tensor::{HostTensor, Shortlist};
+use crate::backend::tensor::{HostTensor, Shortlist};
 
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]
@@ -153,7 +156,7 @@ pub trait Backend: Sized + Send + 'static {
     type Router: Send;
     /// Embedding rows.
     type Embedding: Send;
-    /// KV storage of one layer, in blocks of [`crate::batch::BLOCK_SIZE`] positions.
+    /// KV storage of one layer, in blocks of [`crate::backend::batch::BLOCK_SIZE`] positions.
     type Kv: Send;
     /// Recurrent state of one layer, in slots of a sequence each.
     type State: Send;

@@ -7,6 +7,7 @@ mod capture;
 mod chat;
 mod doctor;
 mod generate;
+pub mod measure;
 mod open;
 mod plan;
 mod process;
@@ -16,7 +17,8 @@ mod terminal;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use crate::{Error, Result, chat_template, log};
+use crate::text::chat_template;
+use crate::{Error, Result, log};
 use clap::{Parser, Subcommand};
 pub use open::{open, options};
 

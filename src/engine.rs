@@ -1,7 +1,13 @@
 //! The engine: one thread owns model, KV cache and sequences; everyone else holds an [`EngineHandle`].
 
+pub mod capture;
+pub mod generation_config;
+pub mod metrics;
+mod pace;
 mod queue;
 mod run;
+pub mod sampler;
+pub mod scheduler;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -11,16 +17,16 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-pub use crate::capture::{Activation, CaptureWanted, Captured};
+pub use crate::engine::capture::{Activation, CaptureWanted, Captured};
 use crate::config::EngineConfig;
-use crate::generation_config::GenerationConfig;
+use crate::engine::generation_config::GenerationConfig;
 use crate::kernel::Simd;
-pub use crate::kv_cache::Tenant;
+pub use crate::forward::kv_cache::Tenant;
 use crate::load::{self, LoadProgress, Loaded};
-use crate::metrics::Metrics;
-pub use crate::sampler::{Constraint, Logprobs, SamplingParams};
-use crate::tap::MAX_STEERS;
-pub use crate::tap::{Layers, Positions, Steer};
+use crate::engine::metrics::Metrics;
+pub use crate::engine::sampler::{Constraint, Logprobs, SamplingParams};
+use crate::forward::tap::MAX_STEERS;
+pub use crate::forward::tap::{Layers, Positions, Steer};
 use crate::{Error, Result};
 #[doc(hidden)]
 pub use queue::Place;

@@ -8,18 +8,23 @@
 //! logits = lm_head(norm(x[last rows]))
 //! ```
 
+pub mod attention;
+pub mod kv_cache;
+pub mod tap;
+pub mod weights;
+
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::attention::{AttentionBuffers, Step, attention};
+use crate::forward::attention::{AttentionBuffers, Step, attention};
 use crate::backend::{Addition, Backend, Form, OpTime, Rates, Routing};
-use crate::batch::Batch;
+use crate::backend::batch::Batch;
 use crate::experts::{ExpertExecutor, Traffic};
-use crate::kv_cache::{KvCache, LayerCache};
+use crate::forward::kv_cache::{KvCache, LayerCache};
 use crate::model::{Ffn, LayerConfig, ModelConfig};
-use crate::tap::{Add, Tap, intersection};
-use crate::tensor::Shortlist;
-use crate::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
+use crate::forward::tap::{Add, Tap, intersection};
+use crate::backend::tensor::Shortlist;
+use crate::forward::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
 use crate::{Error, Result};
 
 /// A model that reads batches, whatever it runs on.

@@ -5,8 +5,10 @@
 
 mod answer;
 mod client;
+pub mod demo;
 mod fetch;
 mod folder;
+pub mod gguf;
 #[cfg(test)]
 mod tests;
 
@@ -14,8 +16,8 @@ use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::gguf::in_folder as find_gguf;
 
-use crate::generation_config::read_json;
-use crate::{Error, Result, demo, gguf};
+use crate::engine::generation_config::read_json;
+use crate::{Error, Result};
 use answer::{Commit, is_plain};
 use client::{Client, Failure};
 use folder::Folder;

@@ -18,6 +18,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx_vnni;
+pub mod random;
 mod scalar;
 mod shared;
 mod tiles;

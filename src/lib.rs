@@ -1,30 +1,33 @@
 //! Moebius: a hybrid inference engine for mixture-of-experts models larger than the GPU.
 //!
-//! The crate's map, from the bottom up; a file imports only from modules that stand before its own.
+//! The crate's rooms, from the bottom up; a file imports only from rooms that stand before its own.
 //!
 //! ```text
-//! error, log                                      what can fail, what is said
-//! topology, batch, model, tensor, random          what there is, what a model and its data are
-//! workers, memory, kernel, cuda, config           threads, huge pages, arithmetic, a GPU; what a user can choose
-//! models, backend, weights, synthetic             config.json to data; every op; what a checkpoint holds
-//! experts, kv_cache, attention, tap, forward      one pass, and what it adds to the residual stream or tells of it
-//! load, plan, capture, bench, doctor              a model in memory, foretold, looked into and measured
-//! sampler, generation_config                      how tokens are chosen, and what a checkpoint says about it
-//! scheduler, pace, metrics, engine                one owner thread, `EngineHandle`
-//! demo, gguf, hub                                 from a model's name to its directory
-//! tokenizer, chat_template, content               a checkpoint's text side, and whose words are whose
-//! grammar, reply                                  what a model may say, and what its text means
-//! text_stream, text_model                         tokens to text, an engine with its text side
-//! server                                          HTTP
-//! cli                                             the `moebius` command, which the Python package has too
+//! error, log    what can fail, what is said
+//! machine       cores, memory, the team of threads
+//! kernel        arithmetic on the CPU, one file per instruction set
+//! cuda          the GPU's driver
+//! config        every choice of a user
+//! model         what a model is, as data; one file per family
+//! backend       every op of the forward pass, on the CPU and on a GPU
+//! experts       the routed experts: who holds one, who computes it
+//! forward       the layers, the KV cache, what is added to the residual stream or taken from it
+//! load          what fits where, in which precision, how fast; then a model in memory
+//! engine        the scheduler, the sampler, the thread that owns a model
+//! hub           from a model's name to its folder
+//! text          tokenizer, chat template, grammar, reply: a conversation in, words out
+//! server        HTTP
+//! cli           the `moebius` command, which the Python package has too
 //! ```
+//!
+//! Each room opens with a page that says what stands in it.
 //!
 //! As a library:
 //!
 //! ```no_run
 //! use moebius::config::EngineConfig;
 //! use moebius::engine::{Request, SamplingParams};
-//! use moebius::text_model::TextModel;
+//! use moebius::text::TextModel;
 //!
 //! let model = TextModel::open("demo", &EngineConfig::default(), &|_| {})?;
 //! let prompt = model.tokenizer().encode("Once", true)?;
@@ -36,50 +39,32 @@
 //! # Ok::<(), moebius::Error>(())
 //! ```
 
-pub mod attention;
+#[doc(hidden)]
 pub mod backend;
-pub mod batch;
-pub mod bench;
-pub mod capture;
-pub mod chat_template;
+#[doc(hidden)]
 pub mod cli;
 pub mod config;
-pub mod content;
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 pub mod cuda;
-pub mod demo;
-pub mod doctor;
 pub mod engine;
-pub mod error;
+mod error;
+#[doc(hidden)]
 pub mod experts;
+#[doc(hidden)]
 pub mod forward;
-pub mod generation_config;
-pub mod gguf;
-pub mod grammar;
+#[doc(hidden)]
 pub mod hub;
+#[doc(hidden)]
 pub mod kernel;
-pub mod kv_cache;
+#[doc(hidden)]
 pub mod load;
-pub mod log;
-pub mod memory;
-pub mod metrics;
+mod log;
+#[doc(hidden)]
+pub mod machine;
+#[doc(hidden)]
 pub mod model;
-pub mod models;
-pub mod pace;
-pub mod plan;
-pub mod random;
-pub mod reply;
-pub mod sampler;
-pub mod scheduler;
 pub mod server;
-pub mod synthetic;
-pub mod tap;
-pub mod tensor;
-pub mod text_model;
-pub mod text_stream;
-pub mod tokenizer;
-pub mod topology;
-pub mod weights;
-pub mod workers;
+pub mod text;
 
 pub use error::{Error, Result};

@@ -5,8 +5,10 @@ pub mod experts;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub(crate) mod place;
+pub mod plan;
 mod precision;
 pub mod speed;
+pub mod synthetic;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,18 +20,20 @@ use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
 use crate::backend::cpu::Cpu;
-use crate::batch::BLOCK_SIZE;
+use crate::backend::batch::BLOCK_SIZE;
 use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, KvBits, Numa, PrefillOn};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{Between, ExpertExecutor};
 use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
-use crate::kv_cache::{self, KvCache};
+use crate::forward::kv_cache::{self, KvCache};
 use crate::model::{Activation, Attention, Ffn, LayerConfig, ModelConfig};
-use crate::topology::{self, Topology};
-use crate::weights::{TensorSource, Weights};
-use crate::workers::Team;
-use crate::{Error, Result, models};
+use crate::machine::topology::{self, Topology};
+use crate::backend::source::TensorSource;
+use crate::forward::weights::Weights;
+use crate::machine::workers::Team;
+use crate::model::families;
+use crate::{Error, Result};
 use place::{SMALL_BYTES, place};
 pub use precision::{for_checkpoint, for_folder, precision};
 use speed::CpuRates;
@@ -150,7 +154,7 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
 ///
 /// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
 pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
-    let model = models::read(dir)?;
+    let model = families::read(dir)?;
     let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
     let config = &for_checkpoint(config, &model, &checkpoint);
@@ -477,7 +481,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_names_the_flag_that_helps() {
-        let model = models::shapes::shape("deepseek-v2-lite", None).unwrap();
+        let model = families::shapes::shape("deepseek-v2-lite", None).unwrap();
         let refusal = |experts, dense, gib: f64| {
             let config = EngineConfig { experts, dense, ..EngineConfig::default() };
             let precision = precision(&model, &config).unwrap();
@@ -508,7 +512,7 @@ mod tests {
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
         for name in ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v3"] {
             let dir = fixtures.join(name);
-            let (model, checkpoint) = (models::read(&dir).unwrap(), Checkpoint::open(&dir).unwrap());
+            let (model, checkpoint) = (families::read(&dir).unwrap(), Checkpoint::open(&dir).unwrap());
             for dense in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
                 let Machine { team, kernel, .. } = one_core();
                 let backend = Cpu::new(team, kernel);
@@ -525,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_batch_costs_what_its_pairs_take() {
-        let model = models::shapes::shape("qwen3-30b-a3b", None).unwrap();
+        let model = families::shapes::shape("qwen3-30b-a3b", None).unwrap();
         let of = |experts, tokens| {
             let config = EngineConfig { experts, max_batch_tokens: Some(tokens), ..EngineConfig::default() };
             let precision = precision(&model, &config).unwrap();

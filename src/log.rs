@@ -24,7 +24,7 @@ static DROPPED: AtomicU64 = AtomicU64::new(0);
 static TOLD: AtomicU64 = AtomicU64::new(0);
 
 /// Says a line on stderr, as far as anybody reads it.
-pub fn say(line: &str) {
+pub(crate) fn say(line: &str) {
     let line = format!("{line}\n");
     match STDERR.get() {
         Some(queue) => queue.push(line.as_bytes()),
@@ -33,7 +33,7 @@ pub fn say(line: &str) {
 }
 
 /// From now on nobody waits for who reads stderr. Errors: `Error::Resources`.
-pub fn queue_stderr() -> Result<Arc<Queue>> {
+pub(crate) fn queue_stderr() -> Result<Arc<Queue>> {
     let queue = Arc::new(Queue::start(io::stderr())?);
     Ok(STDERR.get_or_init(|| queue).clone())
 }
@@ -41,7 +41,7 @@ pub fn queue_stderr() -> Result<Arc<Queue>> {
 /// The log in a file, and what to set when the file was moved away: the next line goes to one opened anew.
 ///
 /// Errors: `Error::Invalid` when the file cannot be opened, else as [`queue_stderr`].
-pub fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
+pub(crate) fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
     let file = LogFile::open(path)?;
     let moved = file.moved.clone();
     let queue = Arc::new(Queue::to(file)?);
@@ -49,12 +49,12 @@ pub fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
 }
 
 /// Waits a moment for the last lines: before the process ends.
-pub fn finish() {
+pub(crate) fn finish() {
     [&STDERR, &FILE].into_iter().filter_map(OnceLock::get).for_each(|queue| queue.finish(PATIENCE));
 }
 
 /// Lines that nobody read, and that could not be written.
-pub fn dropped_lines() -> u64 {
+pub(crate) fn dropped_lines() -> u64 {
     DROPPED.load(Relaxed)
 }
 

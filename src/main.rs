@@ -1,6 +1,7 @@
 //! The `moebius` command.
 
-use moebius::{chat_template, cli};
+use moebius::text::chat_template;
+use moebius::cli;
 
 fn main() -> std::process::ExitCode {
     // This very file, even when another has taken its name since.

@@ -46,7 +46,7 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 
 use crate::engine::SamplingParams;
-use crate::text_model::TextModel;
+use crate::text::model::TextModel;
 use crate::{Error, Result};
 use error::ApiError;
 use front::Keys;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use moebius::kernel::Simd;
-use moebius::topology::Topology;
+use moebius::machine::topology::Topology;
 
 fn moebius(cache: &Path, args: &[&str], stdin: &[u8]) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_moebius"))
@@ -207,7 +207,7 @@ fn every_fixture_generates_and_captures() {
         run(&[&capture[..], &["--logits", "--hidden", "0,2", "--router"]].concat());
         let bytes = std::fs::read(&out).unwrap();
         let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        let config = moebius::models::read(&fixture).unwrap();
+        let config = moebius::model::families::read(&fixture).unwrap();
         let top_k = config.moe().unwrap().router.top_k;
         let mut expected = vec![
             ("hidden.0".to_string(), safetensors::Dtype::F32, vec![3, config.hidden_size]),

@@ -8,9 +8,9 @@ mod allocations;
 
 use allocations::allocations;
 use common::{Run, load_model};
-use moebius::batch::Batch;
+use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
-use moebius::kv_cache::BlockPool;
+use moebius::forward::kv_cache::BlockPool;
 
 #[test]
 fn a_decode_step_does_not_allocate() {

@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use common::engine::{again, greedy, prompt, read, seeded};
 use common::{cache_dir, demo_dir, resident_bytes};
-use moebius::batch::{BLOCK_SIZE, Batch};
-use moebius::chat_template::RenderOptions;
+use moebius::backend::batch::{BLOCK_SIZE, Batch};
+use moebius::text::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
 use moebius::engine::{self, EngineHandle, Event, FinishReason, Request, Tenant};
 use moebius::forward::Forward;
-use moebius::generation_config::GenerationConfig;
+use moebius::engine::generation_config::GenerationConfig;
 use moebius::load::{self, Loaded};
 use moebius::model::ModelConfig;
-use moebius::tap::Tap;
-use moebius::text_model::TextModel;
+use moebius::forward::tap::Tap;
+use moebius::text::model::TextModel;
 use moebius::{Error, Result};
 use moebius_cache::format::ExpertCache;
 
@@ -193,7 +193,7 @@ impl Forward for Broken {
         &mut self,
         rows: &[usize],
         inverse_temperatures: &[f32],
-        out: &mut Vec<moebius::tensor::Shortlist>,
+        out: &mut Vec<moebius::backend::tensor::Shortlist>,
     ) -> moebius::Result<bool> {
         self.0.shortlists(rows, inverse_temperatures, out)
     }

@@ -11,13 +11,13 @@ use std::process::Command;
 
 use common::checkpoint::moebius;
 use common::{Fixture, cache_dir, experts_rounding, fixture_dir, load, root};
-use moebius::capture::{Wanted, capture};
-use moebius::chat_template::ChatTemplate;
+use moebius::engine::capture::{Wanted, capture};
+use moebius::text::chat_template::ChatTemplate;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
-use moebius::gguf;
+use moebius::hub::gguf;
 use moebius::hub;
-use moebius::models;
-use moebius::tokenizer::Tokenizer;
+use moebius::model::families;
+use moebius::text::tokenizer::Tokenizer;
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
 use moebius_cache::codec::decode_f32;
 use moebius_cache::{Precision, ScaleType};
@@ -133,7 +133,7 @@ fn the_same_weights_give_the_same_logits() {
         let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
         let (file, stands_for) = model(&python, &dir, name, "BF16", more);
         let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
-        seen.insert(models::read(&resolved).unwrap().architecture);
+        seen.insert(families::read(&resolved).unwrap().architecture);
         let of_gguf = logits(&resolved, &fixture, &exact());
         let want = if more.is_empty() { &fixture.dir } else { &stands_for };
         assert!(of_gguf == logits(want, &fixture, &exact()), "{name}: logits differ");

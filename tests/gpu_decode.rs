@@ -9,10 +9,10 @@ mod common;
 use allocations::allocations;
 use common::gpu::{device, need_gpu, on_gpu};
 use common::{Run, demo_dir, load, resident_bytes};
-use moebius::batch::Batch;
+use moebius::backend::batch::Batch;
 use moebius::config::{EngineConfig, PrefillOn};
 use moebius::cuda::Cuda;
-use moebius::kv_cache::BlockPool;
+use moebius::forward::kv_cache::BlockPool;
 
 #[test]
 fn decode_steps_take_no_memory() {

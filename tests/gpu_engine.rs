@@ -9,14 +9,14 @@ mod common;
 use common::engine::{greedy, prompt, read};
 use common::gpu::{device, need_gpu, on_gpu};
 use common::{Fixture, Run, cache_dir, cosine, demo_dir, step};
-use moebius::batch::Batch;
+use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
 use moebius::cuda::Cuda;
 use moebius::engine::{self, Activation, CaptureWanted, EngineHandle, Event, Layers, Positions, Request, Steer};
-use moebius::kv_cache::BlockPool;
+use moebius::forward::kv_cache::BlockPool;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
 use moebius::load::{self, Loaded};
-use moebius::tokenizer::Tokenizer;
+use moebius::text::tokenizer::Tokenizer;
 
 fn is_real() -> bool {
     device() == Some("a GPU")
@@ -91,7 +91,7 @@ fn thirty_questions_with_experts_anywhere() {
 
 /// The first VRAM budget, in steps of `step_bytes` from the least that suffices, whose plan is as `wanted`.
 fn budget(dir: &std::path::Path, config: &EngineConfig, step_bytes: u64, wanted: impl Fn(&GpuPlan) -> bool) -> u64 {
-    let model = moebius::models::read(dir).unwrap();
+    let model = moebius::model::families::read(dir).unwrap();
     let precision = load::precision(&model, config).unwrap();
     let info = &Cuda::open(0).unwrap().info;
     let plan = |vram| GpuPlan::new(&model, &EngineConfig { vram: Some(vram), ..config.clone() }, precision, info);

@@ -8,7 +8,7 @@ mod common;
 
 use common::gpu::{need_gpu, on_gpu};
 use common::{Fixture, greedy};
-use moebius::capture::{Wanted, capture};
+use moebius::engine::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
 
 const FIXTURES: [&str; 14] = [

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use common::gpu::{need_gpu, on_gpu};
 use common::{Fixture, greedy};
-use moebius::capture::{Wanted, capture};
+use moebius::engine::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::experts::residency::Use;
 use moebius::load::{self, Loaded};

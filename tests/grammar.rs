@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::time::Instant;
 
-use moebius::grammar::{Grammar, Grammars};
-use moebius::random::Random;
-use moebius::reply::{Part, Syntax, Tool, ToolChoice};
-use moebius::sampler::Constraint;
-use moebius::tokenizer::Tokenizer;
+use moebius::text::grammar::{Grammar, Grammars};
+use moebius::kernel::random::Random;
+use moebius::text::reply::{Part, Syntax, Tool, ToolChoice};
+use moebius::engine::sampler::Constraint;
+use moebius::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 const TOKENIZERS: [&str; 2] = ["demo/moe-gqa", "tests/fixtures/_tokenizer"];
@@ -59,7 +59,7 @@ fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit
             logits[id as usize] += if ends { 6.0 + step as f32 / 10.0 } else { 0.0 };
         }
         constraint.mask(&mut logits).unwrap();
-        let best = moebius::sampler::argmax(&logits);
+        let best = moebius::engine::sampler::argmax(&logits);
         assert!(logits[best].is_finite(), "nothing may follow {:?}", String::from_utf8_lossy(&bytes));
         constraint.accept(best as u32).unwrap();
         if tokenizer.eos_ids().contains(&(best as u32)) {
@@ -325,7 +325,7 @@ fn hostile_formats_are_refused_or_cheap() {
                         break;
                     }
                     assert!(start.elapsed().as_secs() < 5, "a mask of {shown}");
-                    let best = moebius::sampler::argmax(&logits) as u32;
+                    let best = moebius::engine::sampler::argmax(&logits) as u32;
                     if constraint.accept(best).is_err() || tokenizer.eos_ids().contains(&best) {
                         break;
                     }

@@ -9,8 +9,8 @@ use common::{demo_dir, fixture_dir, small};
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits};
 use moebius::kernel;
 use moebius::load::{self, Budget, Machine};
-use moebius::models;
-use moebius::workers::Team;
+use moebius::model::families;
+use moebius::machine::workers::Team;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -103,7 +103,7 @@ fn change(config: &mut Value, path: &[String], to: Option<Value>) {
 
 /// Everything that is done with a config before weights are looked at.
 fn survives(config: &Value) {
-    let model = match models::parse(&config.to_string()) {
+    let model = match families::parse(&config.to_string()) {
         Ok(model) => model,
         Err(error) => {
             let text = error.to_string();
@@ -137,7 +137,7 @@ fn survives(config: &Value) {
 fn every_field_turned_into_anything() {
     for config in configs() {
         survives(&config);
-        assert!(models::parse(&config.to_string()).is_ok());
+        assert!(families::parse(&config.to_string()).is_ok());
         for path in fields(&config) {
             for to in hostile().into_iter().map(Some).chain([None]) {
                 let mut changed = config.clone();
@@ -165,7 +165,7 @@ fn numbers_beyond_reason_are_named() {
     ] {
         let mut config = config.clone();
         config[field] = json!(value);
-        let text = models::parse(&config.to_string()).unwrap_err().to_string();
+        let text = families::parse(&config.to_string()).unwrap_err().to_string();
         assert!(text.contains(field), "{text}");
     }
     let (glm, next, oss) = (named("glm4_moe"), named("qwen3_next"), named("gpt_oss"));
@@ -191,20 +191,20 @@ fn numbers_beyond_reason_are_named() {
     ] {
         let mut config = config.clone();
         config[field] = value;
-        let text = models::parse(&config.to_string()).unwrap_err().to_string();
+        let text = families::parse(&config.to_string()).unwrap_err().to_string();
         assert!(text.contains(field), "{text}");
     }
     let mut uneven = next.clone();
     uneven["linear_num_value_heads"] = json!(5);
-    assert!(models::parse(&uneven.to_string()).unwrap_err().to_string().contains("5 value heads"));
+    assert!(families::parse(&uneven.to_string()).unwrap_err().to_string().contains("5 value heads"));
     let mut all_linear = next;
     all_linear["layer_types"] = json!(vec!["linear_attention"; 4]);
-    assert!(models::parse(&all_linear.to_string()).unwrap_err().to_string().contains("full attention"));
+    assert!(families::parse(&all_linear.to_string()).unwrap_err().to_string().contains("full attention"));
     let mut groups = v3;
     for (field, value) in [("n_group", 128), ("topk_group", 4), ("n_routed_experts", 256)] {
         groups[field] = json!(value);
     }
-    let text = models::parse(&groups.to_string()).unwrap_err().to_string();
+    let text = families::parse(&groups.to_string()).unwrap_err().to_string();
     assert!(text.contains("128 groups"), "{text}");
 }
 
@@ -212,7 +212,7 @@ fn numbers_beyond_reason_are_named() {
 fn text_that_is_no_config() {
     let deep = "[".repeat(100_000);
     for text in ["", "{", "null", "[]", "1", "\"x\"", "{}", "\0", "{\"model_type\": 1}", &deep] {
-        assert!(!models::parse(text).unwrap_err().to_string().contains('\n'));
+        assert!(!families::parse(text).unwrap_err().to_string().contains('\n'));
     }
 }
 
@@ -239,6 +239,6 @@ proptest! {
         let mut text = configs().swap_remove(of).to_string().into_bytes();
         let at = at.index(text.len());
         text[at] = byte;
-        let _ = std::str::from_utf8(&text).map(models::parse);
+        let _ = std::str::from_utf8(&text).map(families::parse);
     }
 }

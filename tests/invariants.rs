@@ -4,9 +4,9 @@
 mod common;
 
 use common::{Run, demo_dir, load_model, small, step};
-use moebius::batch::Batch;
+use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
-use moebius::kv_cache::BlockPool;
+use moebius::forward::kv_cache::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width.

@@ -6,10 +6,10 @@
 mod common;
 
 use common::{Fixture, greedy, worst_row};
-use moebius::capture::{Layers, Wanted, capture};
+use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::model::Attention;
-use moebius::models;
+use moebius::model::families;
 use serde_json::{Value, json};
 
 /// Largest error of a logit or hidden state, relative to the largest magnitude of its row: f32 noise is below 2e-5.
@@ -183,11 +183,11 @@ fn what_a_config_leaves_out() {
         let with = |value: &Value| {
             let mut config = config.clone();
             config[field] = value.clone();
-            models::parse(&config.to_string()).unwrap()
+            families::parse(&config.to_string()).unwrap()
         };
         let (same, different) = (with(&default), with(&other));
         config.as_object_mut().unwrap().remove(field);
-        let without = models::parse(&config.to_string()).unwrap();
+        let without = families::parse(&config.to_string()).unwrap();
         assert_eq!(without, same, "{fixture}: {field}");
         assert_ne!(without, different, "{fixture}: {field}");
     }
@@ -199,7 +199,7 @@ fn which_layers_are_what() {
         let text = std::fs::read_to_string(common::fixture_dir(fixture).join("config.json")).unwrap();
         let mut config: Value = serde_json::from_str(&text).unwrap();
         config[field] = value;
-        models::parse(&config.to_string()).unwrap()
+        families::parse(&config.to_string()).unwrap()
     };
     // Every second layer has experts, the last of each pair.
     let sparse: Vec<usize> = parse("qwen3_moe", "decoder_sparse_step", json!(2)).moe_layers().map(|(layer, _)| layer).collect();

@@ -7,11 +7,11 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::checkpoint::{Checkpoint, moebius};
-use moebius::batch::Batch;
+use moebius::backend::batch::Batch;
 use moebius::config::{Device, EngineConfig, ExpertBits, ExpertsMemory};
 use moebius::load;
-use moebius::models;
-use moebius::plan::{Plan, plan};
+use moebius::model::families;
+use moebius::load::plan::{Plan, plan};
 use serde_json::Value;
 
 /// Tests that look at this process's memory run one after the other.
@@ -44,7 +44,7 @@ fn ram_is_what_loading_takes() {
         cache_dir: Some(checkpoint.cache()),
         ..Default::default()
     };
-    let model = models::read(&checkpoint.dir()).unwrap();
+    let model = families::read(&checkpoint.dir()).unwrap();
     let plan = plan("test", &model, &config, None).unwrap();
     // Converted before it is measured: that takes memory of its own.
     drop(load::load("test", &checkpoint.dir(), &config, &|_| {}).unwrap());
@@ -121,14 +121,14 @@ mod gpu {
     use moebius::load::Budget;
     use moebius::load::gpu::CONTEXT_BYTES;
     use moebius::model::{Attention, Ffn};
-    use moebius::topology::Topology;
+    use moebius::machine::topology::Topology;
     use moebius_cache::checkpoint::Checkpoint as Source;
 
     /// VRAM taken after loading, as planned to within 1 percent, and how many experts of a layer are there.
     #[track_caller]
     fn check(dir: &std::path::Path, what: &str, config: EngineConfig) -> usize {
         let config = on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(256), ..config });
-        let model = models::read(dir).unwrap();
+        let model = families::read(dir).unwrap();
         let planned = plan("test", &model, &config, None).unwrap();
 
         let machine = load::machine(&config, &Topology::read()).unwrap();
@@ -176,7 +176,7 @@ mod gpu {
     #[test]
     fn what_the_gpu_lacks_is_named() {
         let config = EngineConfig { device: Device::Cuda(0), vram: Some(24 << 30), ..EngineConfig::default() };
-        let of = |name: &str| models::read(&fixture_dir(name)).unwrap();
+        let of = |name: &str| families::read(&fixture_dir(name)).unwrap();
         let (mut attention, mut delta_net, mut experts) = (of("qwen3_moe"), of("qwen3_next"), of("qwen3_moe"));
         attention.layers.iter_mut().for_each(|layer| {
             let Attention::Gqa(a) = &mut layer.attention else { panic!("grouped queries") };

@@ -5,10 +5,10 @@ mod common;
 
 use common::{Fixture, cosine, demo_dir, greedy, load};
 use moebius::backend::Routing;
-use moebius::capture::{Layers, Wanted, capture};
+use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::experts::{CpuExperts, ExpertMemory};
-use moebius::topology::Topology;
+use moebius::machine::topology::Topology;
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::unpack_expert;
 
@@ -24,7 +24,7 @@ fn naive_expert(weights: &[Vec<f32>; 3], x: &[f32]) -> Vec<f64> {
 
 /// The cache file that loading this model has made.
 fn cache_of(dir: &std::path::Path, config: &EngineConfig) -> ExpertCache {
-    let model = moebius::models::read(dir).unwrap();
+    let model = moebius::model::families::read(dir).unwrap();
     let precision = moebius::load::precision(&model, config).unwrap().unwrap();
     let checkpoint = moebius_cache::checkpoint::Checkpoint::open(dir).unwrap();
     let job = moebius::load::cache_job("test", &checkpoint, &model, precision);
@@ -73,7 +73,7 @@ fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
 }
 
 /// Chat prompts of the demo models, as their template makes them: <bos> <user> text <end> <assistant>.
-fn ask(loaded: &mut moebius::load::Loaded, tokenizer: &moebius::tokenizer::Tokenizer, question: &str) -> String {
+fn ask(loaded: &mut moebius::load::Loaded, tokenizer: &moebius::text::tokenizer::Tokenizer, question: &str) -> String {
     let text = format!("<|bos|><|user|>{question}<|end|><|assistant|>");
     let prompt = tokenizer.encode(&text, false).unwrap();
     let answer = greedy(loaded, &prompt, 64);
@@ -88,7 +88,7 @@ fn thirty_questions_get_the_same_right_answers_in_every_precision() {
     assert_eq!(questions.len(), 30);
     for model in ["moe-gqa", "moe-mla"] {
         let dir = demo_dir(model);
-        let tokenizer = moebius::tokenizer::Tokenizer::load(&dir).unwrap();
+        let tokenizer = moebius::text::tokenizer::Tokenizer::load(&dir).unwrap();
         for (experts, group_size, dense) in [
             (ExpertBits::Bf16, None, DenseBits::Bf16),
             (ExpertBits::Int8, None, DenseBits::Bf16),

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use common::engine::{again, greedy, read, seeded};
 use common::{cache_dir, fixture_dir};
-use moebius::batch::BLOCK_SIZE;
-use moebius::capture::{Wanted, capture};
+use moebius::backend::batch::BLOCK_SIZE;
+use moebius::engine::capture::{Wanted, capture};
 use moebius::config::EngineConfig;
 use moebius::engine::{self, EngineHandle, Event, Request};
 use moebius::load::{self, Loaded};

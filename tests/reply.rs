@@ -1,7 +1,7 @@
 //! Replies as models write them, read whole, character by character and cut anywhere.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
-use moebius::reply::{Part, Syntax, Tool};
+use moebius::text::reply::{Part, Syntax, Tool};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

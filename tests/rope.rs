@@ -6,9 +6,9 @@
 
 use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
-use moebius::batch::Batch;
+use moebius::backend::batch::Batch;
 use moebius::model::Attention;
-use moebius::workers::Team;
+use moebius::machine::workers::Team;
 use serde_json::Value;
 
 /// Completes a config with dimensions that do not matter here.
@@ -19,7 +19,7 @@ fn model(config: &Value) -> moebius::model::ModelConfig {
         "qk_rope_head_dim": 64, "v_head_dim": 8, "vocab_size": 16, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
     });
     full.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
-    moebius::models::parse(&full.to_string()).unwrap()
+    moebius::model::families::parse(&full.to_string()).unwrap()
 }
 
 fn floats(v: &Value) -> Vec<f32> {

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use common::engine::{again, greedy, prompt, read, seeded};
 use common::{cache_dir, demo_dir, fixture_dir, worst_row};
-use moebius::batch::BLOCK_SIZE;
-use moebius::capture::{Wanted, capture};
+use moebius::backend::batch::BLOCK_SIZE;
+use moebius::engine::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::{
     self, Activation, CaptureWanted, EngineHandle, Event, Events, FinishReason, Layers, Positions, Request, RequestStats, Steer,

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use moebius::experts::ExpertMemory;
-use moebius::topology::{Seat, Topology};
-use moebius::workers::Team;
+use moebius::machine::topology::{Seat, Topology};
+use moebius::machine::workers::Team;
 use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
 

@@ -1,7 +1,7 @@
 //! Any text as a chat template: refused, or rendered, or failing with words; within its fuel.
 #![no_main]
 
-use moebius::chat_template::{ChatTemplate, RenderOptions};
+use moebius::text::chat_template::{ChatTemplate, RenderOptions};
 use serde_json::{Map, json};
 
 libfuzzer_sys::fuzz_target!(|text: &str| {

@@ -4,10 +4,10 @@
 use moebius::config::EngineConfig;
 use moebius::kernel;
 use moebius::load::{self, Budget, Machine};
-use moebius::workers::Team;
+use moebius::machine::workers::Team;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
-    if let Ok(model) = moebius::models::parse(text) {
+    if let Ok(model) = moebius::model::families::parse(text) {
         assert!((1..=4096).contains(&model.layers.len()));
         let config = EngineConfig::default();
         let team = Team::new(&[0]).expect("one worker is the caller");

@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use moebius::grammar::{Grammar, Grammars};
-use moebius::tokenizer::Tokenizer;
+use moebius::text::grammar::{Grammar, Grammars};
+use moebius::text::tokenizer::Tokenizer;
 
 libfuzzer_sys::fuzz_target!(|input: (u8, &str)| {
     static GRAMMARS: OnceLock<(Tokenizer, Grammars)> = OnceLock::new();
@@ -29,7 +29,7 @@ libfuzzer_sys::fuzz_target!(|input: (u8, &str)| {
         if constraint.is_complete() || constraint.mask(&mut logits).is_err() {
             return;
         }
-        let best = moebius::sampler::argmax(&logits);
+        let best = moebius::engine::sampler::argmax(&logits);
         assert!(logits[best].is_finite(), "something may follow, or it is complete");
         constraint.accept(best as u32).expect("what the mask allows is accepted");
         if tokenizer.eos_ids().contains(&(best as u32)) {

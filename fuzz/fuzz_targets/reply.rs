@@ -1,7 +1,7 @@
 //! Any text, cut in two: the same parts as uncut, for every syntax.
 #![no_main]
 
-use moebius::reply::{Part, Syntax, Tool};
+use moebius::text::reply::{Part, Syntax, Tool};
 
 const TEMPLATES: [&str; 8] = [
     "<tool_call> <think>",

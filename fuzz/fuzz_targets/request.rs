@@ -8,7 +8,7 @@ use libfuzzer_sys::fuzz_target;
 use moebius::engine::{EngineHandle, EngineInfo};
 use moebius::kernel::Simd;
 use moebius::server::read_request;
-use moebius::text_model::{TextModel, TextSide};
+use moebius::text::model::{TextModel, TextSide};
 
 static MODEL: LazyLock<TextModel> = LazyLock::new(|| {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/moe-gqa");

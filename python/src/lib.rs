@@ -39,13 +39,13 @@ fn main(py: Python<'_>, args: Vec<OsString>) -> u8 {
 /// Has chat templates rendered by processes of this command line, which calls `render_templates`.
 #[pyfunction]
 fn render_templates_in(command: Vec<OsString>) {
-    moebius::chat_template::render_in(command);
+    moebius::text::chat_template::render_in(command);
 }
 
 /// Renders chat templates for the process that started this one. Returns the status to exit with.
 #[pyfunction]
 fn render_templates(py: Python<'_>) -> u8 {
-    let code = py.detach(moebius::chat_template::render_for_parent);
+    let code = py.detach(moebius::text::chat_template::render_for_parent);
     u8::from(code != std::process::ExitCode::SUCCESS)
 }
 

@@ -3,10 +3,10 @@
 use std::ffi::OsString;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
-use moebius::chat_template::RenderOptions;
+use moebius::text::chat_template::RenderOptions;
 use moebius::engine::{Request, SamplingParams};
 use moebius::server::local;
-use moebius::text_model::TextModel;
+use moebius::text::model::TextModel;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use serde_json::Value;

@@ -14,7 +14,7 @@ use moebius::experts::{ExpertService, RowType, ServedLayer};
 use moebius::hub;
 use moebius::load::experts::{ExpertArrays, is_cache_file, open_experts, pack_experts};
 use moebius::load::{self, LoadProgress, Machine};
-use moebius::topology::Topology;
+use moebius::machine::topology::Topology;
 use moebius_cache::pack::unpack_expert;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};

@@ -8,8 +8,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use moebius::engine::{FinishReason, Logprobs, RequestStats};
-use moebius::reply::{Parser, Part};
-use moebius::text_stream::{Delta, TextStream};
+use moebius::text::reply::{Parser, Part};
+use moebius::text::stream::{Delta, TextStream};
 use pyo3::prelude::*;
 
 use crate::error::{Error, exception};

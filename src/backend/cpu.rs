@@ -14,13 +14,13 @@ use half::bf16;
 
 use crate::Result;
 use crate::backend::{Addition, Backend, DeltaRule, Routing, Softmax};
-use crate::batch::Batch;
+use crate::backend::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel, Rows};
-use crate::memory::Buffer;
+use crate::machine::memory::Buffer;
 use crate::model::{self, Mla, Router};
-use crate::tensor::{HostTensor, Tensor};
-use crate::workers::{Shared, Team};
+use crate::backend::tensor::{HostTensor, Tensor};
+use crate::machine::workers::{Shared, Team};
 
 pub use delta_net::{DeltaNet, State};
 pub use kv::Kv;

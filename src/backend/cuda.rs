@@ -23,12 +23,12 @@ use std::sync::Arc;
 use half::bf16;
 
 use crate::backend::{Addition, Backend, DeltaRule, Form, Heads, OpTime, Rates, Routing, Softmax};
-use crate::batch::Batch;
+use crate::backend::batch::Batch;
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
 use crate::model::{DeltaNet, GroupScore, Mla, Router, Scoring};
-use crate::tensor::{HostTensor, Shortlist};
+use crate::backend::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
 pub use additions::Additions;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
 use crate::kernel::Simd;
-use crate::models::shapes;
+use crate::model::families::shapes;
 use crate::{Error, Result};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -261,7 +261,7 @@ pub(crate) struct SamplingArgs {
 impl SamplingArgs {
     /// Refuses what is out of range, before a model is loaded for it.
     pub(crate) fn check(&self) -> Result<()> {
-        crate::text_model::check_sampling(&self.over(&Default::default()))
+        crate::text::model::check_sampling(&self.over(&Default::default()))
     }
 
     /// The model's defaults with what was given on the command line.

@@ -2,7 +2,7 @@
 
 mod serve;
 
-use crate::bench::{self, Plan, Source};
+use crate::cli::measure::bench::{self, Plan, Source};
 use crate::{Error, Result, hub, load};
 
 use super::args::{EngineArgs, SubjectArgs};

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use crate::load::LoadProgress;
 use crate::load::components::{Component, components};
-use crate::{Error, Result, hub, load, log, models};
+use crate::model::families;
+use crate::{Error, Result, hub, load, log};
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Job};
 use moebius_cache::format::ExpertCache;
@@ -74,7 +75,7 @@ fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<V
     let config = args.packed.to_config()?;
     let cache_dir = load::cache_dir(&config)?;
     let dir = hub::resolve(&args.model, &cache_dir)?;
-    let model = models::read(&dir)?;
+    let model = families::read(&dir)?;
     let checkpoint = Checkpoint::open(&dir)?;
     let config = load::for_checkpoint(&config, &model, &checkpoint);
     match load::precision(&model, &config)? {

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use crate::capture::{self, Layers, Wanted};
-use crate::tokenizer::Tokenizer;
+use crate::engine::capture::{self, Layers, Wanted};
+use crate::text::tokenizer::Tokenizer;
 use crate::{Result, hub, load};
 
 use super::args::{EngineArgs, read_tokens};

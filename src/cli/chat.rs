@@ -7,9 +7,10 @@ use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use crate::engine::{FinishReason, RequestStats};
-use crate::text_model::TextModel;
-use crate::text_stream::Delta;
-use crate::{Error, Result, demo, log};
+use crate::text::model::TextModel;
+use crate::text::stream::Delta;
+use crate::hub::demo;
+use crate::{Error, Result, log};
 use rustyline::error::ReadlineError;
 
 use super::args::{ContentArgs, EngineArgs, SamplingArgs};

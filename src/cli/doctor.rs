@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use crate::bench::BANDWIDTH_BYTES;
+use crate::cli::measure::bench::BANDWIDTH_BYTES;
 use crate::config::EngineConfig;
-use crate::doctor::{self, Finding};
-use crate::topology::Topology;
+use crate::cli::measure::doctor::{self, Finding};
+use crate::machine::topology::Topology;
 use crate::{Result, hub, load};
 
 use super::print_line;

@@ -3,10 +3,10 @@
 use std::io::{IsTerminal, Read, Write};
 use std::path::PathBuf;
 
-use crate::chat_template::RenderOptions;
+use crate::text::chat_template::RenderOptions;
 use crate::engine::{FinishReason, Request, RequestStats};
-use crate::text_model::TextModel;
-use crate::text_stream::Delta;
+use crate::text::model::TextModel;
+use crate::text::stream::Delta;
 use crate::{Error, Result, log};
 use serde_json::json;
 

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 
 use clap::{CommandFactory, Parser};
 
-use crate::text_model::TextModel;
+use crate::text::model::TextModel;
 use crate::{Error, Result};
 
 use super::args::{ContentArgs, EngineArgs, SchedulingArgs};

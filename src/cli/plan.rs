@@ -1,7 +1,8 @@
 //! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only config.json is downloaded.
 
-use crate::models::{self, shapes};
-use crate::{Result, hub, load, plan};
+use crate::model::families::{self, shapes};
+use crate::load::plan;
+use crate::{Result, hub, load};
 
 use super::args::{EngineArgs, SubjectArgs, parse_bytes};
 use super::print_line;
@@ -25,7 +26,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let (name, model) = match (&args.subject.model, &args.subject.shape) {
         (Some(name), _) => {
             let dir = hub::resolve_config(name, &load::cache_dir(&config)?)?;
-            let model = models::read(&dir)?;
+            let model = families::read(&dir)?;
             config = load::for_folder(&config, &model, &dir)?;
             (name, model)
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::log::{self, Queue};
 use crate::server::{Server, ServerOptions};
-use crate::text_model::TextModel;
+use crate::text::model::TextModel;
 use crate::{Error, Result};
 use clap::ValueEnum;
 
@@ -114,7 +114,7 @@ impl AccessArgs {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    crate::memory::few_arenas();
+    crate::machine::memory::few_arenas();
     let config = args.content.over(args.scheduling.over(args.engine.to_config()?));
     let options = ServerOptions {
         api_keys: args.access.keys()?,

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::kv_cache::Tenant;
-use crate::metrics::Metrics;
+use crate::forward::kv_cache::Tenant;
+use crate::engine::metrics::Metrics;
 use crate::{Error, Result};
 
 /// Places for requests that wait for their first step.

@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::{Activation, CaptureWanted, Captured, Event, FinishReason, Place, Request, RequestStats, Steer, Submission, Token};
-use crate::batch::{Batch, Span};
-use crate::capture::each_logits;
+use crate::backend::batch::{Batch, Span};
+use crate::engine::capture::each_logits;
 use crate::config::EngineConfig;
 use crate::forward::Forward;
-use crate::kv_cache::BlockPool;
+use crate::forward::kv_cache::BlockPool;
 use crate::load::{LEAST_BYTES, Loaded};
-use crate::metrics::Metrics;
-use crate::pace::Pace;
-use crate::sampler::{Logprobs, Sampler};
-use crate::scheduler::{Scheduler, Sequence};
-use crate::tap::{Add, Positions, Take, Tap};
-use crate::tensor::Shortlist;
+use crate::engine::metrics::Metrics;
+use crate::engine::pace::Pace;
+use crate::engine::sampler::{Logprobs, Sampler};
+use crate::engine::scheduler::{Scheduler, Sequence};
+use crate::forward::tap::{Add, Positions, Take, Tap};
+use crate::backend::tensor::Shortlist;
 use crate::{Error, Result};
 
 /// What the engine keeps with a sequence.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::Result;
 use crate::kernel::Kernel;
 use crate::model::{Activation, ModelConfig, Moe};
-use crate::weights::TensorSource;
+use crate::backend::source::TensorSource;
 
 /// Of all layers of a model.
 pub struct Between {

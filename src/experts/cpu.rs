@@ -26,8 +26,8 @@ use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::kernel::{Activations, ActivationsMut, Ahead, Kernel, Start, Tiles, fetch};
-use crate::tensor::Tensor;
-use crate::workers::{Claims, Cut, Shared, Team, Worker};
+use crate::backend::tensor::Tensor;
+use crate::machine::workers::{Claims, Cut, Shared, Team, Worker};
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::ExpertLayout;
 
-use crate::memory::{self, Buffer};
-use crate::topology;
-use crate::workers::{Shared, Team, Worker};
+use crate::machine::memory::{self, Buffer};
+use crate::machine::topology;
+use crate::machine::workers::{Shared, Team, Worker};
 use crate::{Error, Result};
 
 /// All packed routed experts of a model.

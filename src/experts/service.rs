@@ -12,7 +12,7 @@ use super::cpu::{CpuExperts, PARALLEL_VALUES};
 use super::{Between, ExpertMemory};
 use crate::backend::Routing;
 use crate::kernel::Kernel;
-use crate::workers::{Shared, Team};
+use crate::machine::workers::{Shared, Team};
 use crate::{Error, Result};
 
 /// Tokens that are computed together, and pairs of a token and an expert.

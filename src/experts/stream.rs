@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::service::{RowType, ServedLayer, Tokens};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Stream, launch};
-use crate::workers::{Gate, Team};
+use crate::machine::workers::{Gate, Team};
 use crate::{Error, Result};
 
 /// Records that may wait, far more than slots.

@@ -15,8 +15,8 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::{Kernel, Tiles};
-use crate::memory::Buffer;
-use crate::workers::Shared;
+use crate::machine::memory::Buffer;
+use crate::machine::workers::Shared;
 
 /// Inputs of one block of codes.
 pub(super) const CODES: usize = 64;

@@ -14,7 +14,8 @@ use moebius_cache::quantize::quantize_expert;
 use super::{LoadProgress, Machine, cache_dir, cache_job, for_checkpoint, place::place, precision};
 use crate::config::{EngineConfig, ExpertBits};
 use crate::experts::{Between, ExpertMemory, ExpertService};
-use crate::{Error, Result, models};
+use crate::model::families;
+use crate::{Error, Result};
 
 /// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file itself.
 ///
@@ -37,7 +38,7 @@ pub fn open_experts(
         }
         (cache, Between::default())
     } else {
-        let model = models::read(dir)?;
+        let model = families::read(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         let config = &for_checkpoint(config, &model, &checkpoint);
         let precision = precision(&model, config)?

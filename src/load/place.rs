@@ -7,9 +7,9 @@ use moebius_cache::format::ExpertCache;
 use super::{LoadProgress, RESERVE_BYTES, gib};
 use crate::config::{EngineConfig, ExpertsMemory, Numa};
 use crate::experts::ExpertMemory;
-use crate::memory::{self, Pages, read_bandwidth};
-use crate::topology::{self, Topology};
-use crate::workers::Team;
+use crate::machine::memory::{self, Pages, read_bandwidth};
+use crate::machine::topology::{self, Topology};
+use crate::machine::workers::Team;
 use crate::{Error, Result};
 
 /// Experts smaller than this are neither copied for speed nor talked about.

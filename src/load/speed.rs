@@ -22,9 +22,9 @@ use crate::Result;
 use crate::backend::Routing;
 use crate::config::EngineConfig;
 use crate::experts::{CpuExperts, ExpertMemory};
-use crate::memory::{Pages, read_bandwidth};
+use crate::machine::memory::{Pages, read_bandwidth};
 use crate::model::{Attention, Ffn, ModelConfig};
-use crate::synthetic;
+use crate::load::synthetic;
 
 /// What a model is expected to do.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
@@ -124,7 +124,7 @@ impl CpuRates {
         machine: &Machine,
         tokens: usize,
     ) -> Result<Self> {
-        let sample = SAMPLE_BYTES.min((crate::topology::available_bytes() / 8) as usize).max(1);
+        let sample = SAMPLE_BYTES.min((crate::machine::topology::available_bytes() / 8) as usize).max(1);
         let read_bytes = 1e9 * read_bandwidth(&machine.team, sample, Pages::Huge, 3)?;
         let dense_precision = config.dense.precision(model.hidden_size).unwrap_or(Precision::Bf16);
         let width = model.moe().map_or(model.hidden_size, |moe| moe.intermediate_size);
@@ -281,7 +281,7 @@ mod gpu {
     mod tests {
         use super::*;
         use crate::config::EngineConfig;
-        use crate::models::shapes;
+        use crate::model::families::shapes;
 
         /// One H200 beside 16 cores, as measured.
         #[test]
@@ -322,7 +322,7 @@ mod gpu {
 mod tests {
     use super::*;
     use crate::config::DenseBits;
-    use crate::models::shapes;
+    use crate::model::families::shapes;
 
     /// Records of 2 and 16 cores.
     #[test]

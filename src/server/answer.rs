@@ -20,8 +20,8 @@ use super::error::ApiError;
 use super::front::Caller;
 use super::memory::Held;
 use crate::engine::{FinishReason, Logprobs, RequestStats};
-use crate::reply::{Parser, Part};
-use crate::text_stream::{Delta, TextStream};
+use crate::text::reply::{Parser, Part};
+use crate::text::stream::{Delta, TextStream};
 
 type Result<T> = std::result::Result<T, ApiError>;
 

@@ -18,9 +18,9 @@ use super::steer::{Steering, read_steer};
 use super::structure::Structure;
 use super::text::{ENCODED_AT_ONCE, encoding_bytes};
 use crate::engine::{Request, SamplingParams};
-use crate::grammar::Grammar;
-use crate::reply::Parser;
-use crate::text_model::TextModel;
+use crate::text::grammar::Grammar;
+use crate::text::reply::Parser;
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

@@ -26,7 +26,7 @@ use super::memory::give_back;
 use super::steer::{Steering, read_layers, read_positions};
 use super::{App, unix_seconds};
 use crate::engine::{Activation, CaptureWanted, Captured, Event, Events, FinishReason, Request, RequestStats};
-use crate::text_model::TextModel;
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

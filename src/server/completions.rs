@@ -20,8 +20,8 @@ use super::front::{Caller, new_id};
 use super::text::encode_prompt;
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
-use crate::reply::Part;
-use crate::text_model::TextModel;
+use crate::text::reply::Part;
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

@@ -8,10 +8,10 @@ use super::ask::{Ask, Options};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::text::encode_conversation;
-use crate::chat_template::RenderOptions;
-use crate::grammar::Grammar;
-use crate::reply::{Tool, ToolChoice};
-use crate::text_model::TextModel;
+use crate::text::chat_template::RenderOptions;
+use crate::text::grammar::Grammar;
+use crate::text::reply::{Tool, ToolChoice};
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

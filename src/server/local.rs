@@ -5,9 +5,9 @@ use super::conversation::{Conversation, read_format};
 use super::fields::Fields;
 use crate::Result;
 use crate::engine::{Constraint, Request};
-use crate::reply::Parser;
-use crate::text_model::TextModel;
-use crate::text_stream::TextStream;
+use crate::text::reply::Parser;
+use crate::text::model::TextModel;
+use crate::text::stream::TextStream;
 
 /// A conversation that is being answered.
 pub struct Chat {

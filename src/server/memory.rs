@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use super::error::ApiError;
 use crate::load::LEAST_BYTES;
-use crate::topology;
+use crate::machine::topology;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -208,7 +208,7 @@ impl Drop for Held {
 /// Gives back what `held` counted, once it is freed: the allocator keeps it otherwise. Takes too long for an async thread.
 pub(super) fn give_back(held: Held) {
     if held.bytes >= LARGE_BYTES {
-        crate::memory::trim();
+        crate::machine::memory::trim();
     }
 }
 

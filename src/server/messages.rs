@@ -18,9 +18,9 @@ use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::steer::read_steer;
 use crate::engine::SamplingParams;
-use crate::grammar::Grammar;
-use crate::reply::{Tool, ToolChoice};
-use crate::text_model::TextModel;
+use crate::text::grammar::Grammar;
+use crate::text::reply::{Tool, ToolChoice};
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

@@ -18,9 +18,9 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::{App, unix_seconds};
-use crate::grammar::Grammar;
-use crate::reply::{Part, ToolChoice};
-use crate::text_model::TextModel;
+use crate::text::grammar::Grammar;
+use crate::text::reply::{Part, ToolChoice};
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

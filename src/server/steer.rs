@@ -17,8 +17,8 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::front::Caller;
 use crate::engine::{EngineInfo, Layers, Positions, Steer, Tenant};
-use crate::tap::{MAX_STEERS, check_vector};
-use crate::text_model::TextModel;
+use crate::forward::tap::{MAX_STEERS, check_vector};
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

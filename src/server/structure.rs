@@ -1,7 +1,7 @@
 //! What a JSON text becomes in memory, told from its bytes as they arrive: a list of empty objects grows by a hundred times.
 
 use super::error::ApiError;
-use crate::reply::Strings;
+use crate::text::reply::Strings;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

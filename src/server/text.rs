@@ -3,11 +3,11 @@
 use std::sync::PoisonError;
 
 use super::error::ApiError;
-use crate::content::PromptText;
+use crate::text::content::PromptText;
 use crate::load::LEAST_BYTES;
-use crate::text_model::TextModel;
-use crate::tokenizer::Tokenizer;
-use crate::topology;
+use crate::text::model::TextModel;
+use crate::text::tokenizer::Tokenizer;
+use crate::machine::topology;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -108,7 +108,7 @@ fn more_tokens_than(limit: usize, tokenizer: &Tokenizer, text: &str) -> Result<O
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tokenizer::tests::fixture_dir;
+    use crate::text::tokenizer::tests::fixture_dir;
 
     #[test]
     fn what_cannot_fit_is_told_from_a_part_and_what_may_is_not_refused() {

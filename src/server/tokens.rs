@@ -15,7 +15,7 @@ use super::conversation::Conversation;
 use super::error::ApiError;
 use super::front::Caller;
 use super::text::encode_text;
-use crate::text_model::TextModel;
+use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 

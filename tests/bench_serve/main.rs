@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fake::{Fake, Reply, chat};
-use moebius::bench::serve::{Amount, Endpoint, FailureKind, Load, Options, PromptSource, Report, run};
+use moebius::cli::measure::bench::serve::{Amount, Endpoint, FailureKind, Load, Options, PromptSource, Report, run};
 use serde_json::json;
 
 fn options(url: String) -> Options {

@@ -7,13 +7,13 @@ use half::bf16;
 use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
 use moebius::backend::cuda::{self, CudaBackend};
-use moebius::batch::{BLOCK_SIZE, Batch};
+use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::{Device, EngineConfig, KvBits};
 use moebius::cuda::Cuda;
-use moebius::random::Random;
-use moebius::tensor::HostTensor;
-use moebius::topology::Topology;
-use moebius::workers::Team;
+use moebius::kernel::random::Random;
+use moebius::backend::tensor::HostTensor;
+use moebius::machine::topology::Topology;
+use moebius::machine::workers::Team;
 
 /// What tests run on: a GPU, or the emulator.
 pub fn device() -> Option<&'static str> {

@@ -6,11 +6,11 @@ use moebius::Result;
 use moebius::config::EngineConfig;
 use moebius::load::{self, Budget, Loaded};
 use moebius::model::ModelConfig;
-use moebius::models;
-use moebius::synthetic;
-use moebius::tensor::HostTensor;
-use moebius::topology::Topology;
-use moebius::weights::TensorSource;
+use moebius::model::families;
+use moebius::load::synthetic;
+use moebius::backend::tensor::HostTensor;
+use moebius::machine::topology::Topology;
+use moebius::backend::source::TensorSource;
 use serde_json::{Value, json};
 
 /// What every model here has in common.
@@ -72,7 +72,7 @@ fn numbers(name: &str, len: usize, scale: f32) -> Vec<f32> {
 
 /// A small model by name, ready to run on the CPU.
 pub fn load(name: &str, config: &EngineConfig) -> Loaded {
-    let model: ModelConfig = models::parse(&self::config(name).to_string()).unwrap();
+    let model: ModelConfig = families::parse(&self::config(name).to_string()).unwrap();
     let machine = load::machine(config, &Topology::read()).unwrap();
     let precision = load::precision(&model, config).unwrap();
     let budget = Budget::new(&model, config, precision, &machine).unwrap();

@@ -6,7 +6,7 @@ mod models;
 use std::collections::HashMap;
 
 use models::{DEEPSEEK, DEEPSEEK_V31, HARMONY, LLAMA, Model, QWEN, QWEN_CODER};
-use moebius::chat_template::RenderOptions;
+use moebius::text::chat_template::RenderOptions;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 

@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use moebius::chat_template::{ChatTemplate, RenderOptions};
-use moebius::content::Markers;
-use moebius::tokenizer::Tokenizer;
+use moebius::text::chat_template::{ChatTemplate, RenderOptions};
+use moebius::text::content::Markers;
+use moebius::text::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
 /// A model's text side, not yet read.

@@ -235,7 +235,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
 }
 
 /// Rows of `x`, of the tokens of `all`, that `last` has.
-fn last_rows(all: &moebius::batch::Batch, last: &moebius::batch::Batch, x: &[f32], cols: usize) -> Vec<f32> {
+fn last_rows(all: &moebius::backend::batch::Batch, last: &moebius::backend::batch::Batch, x: &[f32], cols: usize) -> Vec<f32> {
     let rows = all.spans.iter().zip(&last.spans).map(|(all, last)| all.rows.end - last.rows.len()..all.rows.end);
     rows.flat_map(|rows| x[rows.start * cols..rows.end * cols].to_vec()).collect()
 }

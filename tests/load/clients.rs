@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use moebius::random::Random;
+use moebius::kernel::random::Random;
 use serde_json::{Value, json};
 use tokio::time::sleep;
 

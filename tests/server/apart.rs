@@ -7,7 +7,7 @@ use std::path::Path;
 use moebius::config::EngineConfig;
 use moebius::engine::Tenant;
 use moebius::server::{Server, ServerOptions};
-use moebius::text_model::TextModel;
+use moebius::text::model::TextModel;
 use serde_json::{Value, json};
 
 use crate::fixture::*;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use moebius::engine::{EngineHandle, EngineInfo, Event, FinishReason, Logprobs, RequestStats, Submission, Token};
 use moebius::kernel::Simd;
 use moebius::server::{Running, Server, ServerOptions};
-use moebius::text_model::{TextModel, TextSide};
+use moebius::text::model::{TextModel, TextSide};
 use serde_json::{Value, json};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
@@ -122,7 +122,7 @@ pub(crate) const TEMPLATE: &str = "{% if tools %}TOOLS{% for tool in tools %}{{ 
 fn answering(mut fixture: Fixture, text: &'static str) -> Fixture {
     let (_, replacement) = unbounded_channel();
     let mut requests = std::mem::replace(&mut fixture.requests, replacement);
-    let tokenizer = moebius::tokenizer::Tokenizer::load(&tokenizer_dir()).unwrap();
+    let tokenizer = moebius::text::tokenizer::Tokenizer::load(&tokenizer_dir()).unwrap();
     std::thread::spawn(move || {
         while let Some(Submission { request, events, .. }) = requests.blocking_recv() {
             let ids = tokenizer.encode(text, false).unwrap();

@@ -12,7 +12,7 @@ mod served;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use moebius::chat_template::{self, ChatTemplate, RenderOptions};
+use moebius::text::chat_template::{self, ChatTemplate, RenderOptions};
 use moebius::cli::RENDER_TEMPLATES;
 use serde_json::{Map, Value, json};
 

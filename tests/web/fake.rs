@@ -11,7 +11,7 @@ use axum::routing::post;
 use axum::{Json, Router};
 use moebius::config::EngineConfig;
 use moebius::server::{Running, ServerOptions};
-use moebius::text_model::TextModel;
+use moebius::text::model::TextModel;
 use serde_json::{Value, json};
 use tokio_stream::{StreamExt, iter, pending};
 

@@ -23,10 +23,10 @@ use moebius_cache::pack::TILE_ROWS;
 
 use super::{Cpu, Kv, Scratch, lock, take};
 use crate::backend::Softmax;
-use crate::batch::{BLOCK_SIZE, Batch, Span};
+use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::kernel::{Kernel, Start};
-use crate::tensor::Tensor;
-use crate::workers::Shared;
+use crate::backend::tensor::Tensor;
+use crate::machine::workers::Shared;
 
 /// Query rows (tokens x heads) of one tile.
 const TILE: usize = 64;

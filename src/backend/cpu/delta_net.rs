@@ -16,12 +16,12 @@ use std::ops::Range;
 use super::{Cpu, Scratch, lock, take};
 use crate::Result;
 use crate::backend::DeltaRule;
-use crate::batch::{Batch, Span};
+use crate::backend::batch::{Batch, Span};
 use crate::kernel::{DeltaToken, Kernel, Rows};
-use crate::memory::Buffer;
+use crate::machine::memory::Buffer;
 use crate::model;
-use crate::tensor::Tensor;
-use crate::workers::Shared;
+use crate::backend::tensor::Tensor;
+use crate::machine::workers::Shared;
 
 /// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
 const L2_EPS: f32 = 1e-6;

@@ -17,11 +17,11 @@ use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::Cpu;
 use crate::Result;
-use crate::batch::{BLOCK_SIZE, Batch};
+use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::config::KvBits;
-use crate::memory::Buffer;
-use crate::tensor::Tensor;
-use crate::workers::Shared;
+use crate::machine::memory::Buffer;
+use crate::backend::tensor::Tensor;
+use crate::machine::workers::Shared;
 
 /// Positions of a batch from which on all workers store them.
 const PARALLEL_POSITIONS: usize = 32;

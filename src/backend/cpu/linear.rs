@@ -10,9 +10,9 @@ use rayon::prelude::*;
 use super::{Cpu, PARALLEL, Scratch, lock, take};
 use crate::config::DenseBits;
 use crate::kernel::{ActivationRows, Kernel, Start};
-use crate::memory::Buffer;
-use crate::tensor::{HostTensor, Tensor};
-use crate::workers::{Claims, Cut, Shared};
+use crate::machine::memory::Buffer;
+use crate::backend::tensor::{HostTensor, Tensor};
+use crate::machine::workers::{Claims, Cut, Shared};
 use crate::{Error, Result};
 
 /// Tiles that go through the kernel together.

@@ -7,8 +7,8 @@ use super::{Cpu, RouterWeights, take};
 use crate::backend::Routing;
 use crate::kernel::Rows;
 use crate::model::{GroupScore, Groups, Router, Scoring};
-use crate::tensor::Tensor;
-use crate::workers::Shared;
+use crate::backend::tensor::Tensor;
+use crate::machine::workers::Shared;
 
 impl Cpu {
     pub(super) fn choose(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {

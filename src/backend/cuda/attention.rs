@@ -10,11 +10,11 @@ use super::batch::{DECODE_ROWS, TILE_ROWS, blocks};
 use super::linear::{self, Out, Product};
 use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
 use crate::backend::{Heads, Softmax};
-use crate::batch::BLOCK_SIZE;
+use crate::backend::batch::BLOCK_SIZE;
 use crate::config::KvBits;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 use crate::model::Mla;
-use crate::tensor::HostTensor;
+use crate::backend::tensor::HostTensor;
 use crate::{Error, Result};
 
 /// Query heads that one block of single-row attention serves.

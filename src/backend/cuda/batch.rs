@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::RECORDED_TOKENS;
 use crate::Result;
-use crate::batch::{BLOCK_SIZE, Batch};
+use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::cuda::{Address, Cuda, DeviceBuffer};
 
 /// Rows of a sequence up to which they are read one by one, the context split among blocks; beyond, in tiles.

@@ -10,7 +10,7 @@ use super::{CudaBackend, Data, RouterWeights, Tensor};
 use crate::config::DenseBits;
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, Cuda, DeviceBuffer, TensorMap, launch};
-use crate::tensor::HostTensor;
+use crate::backend::tensor::HostTensor;
 use crate::{Error, Result};
 
 /// Tokens up to which weights are multiplied as they are read.

@@ -7,7 +7,7 @@ use super::linear::{Out, Product};
 use crate::Result;
 use crate::backend::Rates;
 use crate::cuda::{Address, DeviceBuffer};
-use crate::random::Random;
+use crate::kernel::random::Random;
 
 /// Bytes that are copied.
 const COPY_BYTES: usize = 256 << 20;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, launch};
-use crate::tensor::Shortlist;
+use crate::backend::tensor::Shortlist;
 
 /// Numbers that a block of the kernel sorts, and how many of them it keeps.
 const PART: usize = 1024;

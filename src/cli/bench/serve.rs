@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::bench::serve::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
+use crate::cli::measure::bench::serve::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
 use crate::{Error, Result};
 
 use crate::cli::args::{one_of, parse_duration, read_text};

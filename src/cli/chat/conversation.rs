@@ -1,8 +1,8 @@
 //! The turns of a chat, and how they fit the model's context.
 
-use crate::chat_template::RenderOptions;
+use crate::text::chat_template::RenderOptions;
 use crate::engine::{Request, SamplingParams};
-use crate::text_model::TextModel;
+use crate::text::model::TextModel;
 use crate::{Error, Result};
 use serde_json::{Value, json};
 

@@ -7,7 +7,7 @@ use moebius_cache::{Precision, ScaleType};
 
 use super::*;
 use crate::kernel::{self, Simd};
-use crate::topology::{Seat, Topology};
+use crate::machine::topology::{Seat, Topology};
 
 const EXPERTS: usize = 7;
 const LAYERS: usize = 2;
@@ -222,8 +222,8 @@ fn nothing_routed_adds_nothing() {
 /// Biases that depend on name and place, as gpt-oss names them.
 struct Biases;
 
-impl crate::weights::TensorSource for Biases {
-    fn matrix(&self, _: &str, _: usize, _: usize) -> Result<crate::tensor::HostTensor<'_>> {
+impl crate::backend::source::TensorSource for Biases {
+    fn matrix(&self, _: &str, _: usize, _: usize) -> Result<crate::backend::tensor::HostTensor<'_>> {
         unreachable!("experts have biases only")
     }
 
@@ -239,13 +239,13 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
     let config = serde_json::json!({"model_type": "gpt_oss", "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": LAYERS,
         "num_attention_heads": 1, "head_dim": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": 8,
         "max_position_embeddings": 8, "swiglu_limit": 0.5});
-    let model = crate::models::parse(&config.to_string()).unwrap();
+    let model = crate::model::families::parse(&config.to_string()).unwrap();
     let between = || Between::load(&Biases, &model).unwrap();
     assert_eq!(Between::bytes(&model), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
     let store = store(hidden, width, Precision::Bf16);
     let (x, routing) = inputs(9, hidden);
     let own = |part: &str, len: usize| {
-        use crate::weights::TensorSource;
+        use crate::backend::source::TensorSource;
         Biases.vector(&format!("model.layers.1.mlp.experts.{part}_bias"), EXPERTS * len).unwrap()
     };
     let (both, down_bias) = (own("gate_up_proj", 2 * width), own("down_proj", hidden));

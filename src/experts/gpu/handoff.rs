@@ -13,7 +13,7 @@ use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, launch};
 use crate::experts::CpuExperts;
 use crate::experts::cpu::PARALLEL_VALUES;
-use crate::workers::Shared;
+use crate::machine::workers::Shared;
 
 /// Memory that both sides see.
 pub(super) struct Handoff {

@@ -4,14 +4,14 @@ use moebius_cache::Precision;
 use moebius_cache::format::Contents;
 
 use super::*;
-use crate::topology::{Seat, Topology};
+use crate::machine::topology::{Seat, Topology};
 
 const PRECISION: Precision = Precision::int4(32);
 
 fn store() -> Arc<ExpertCache> {
     let contents = Contents { model: "random", hidden: 224, intermediate: 160, num_experts: 5, precision: PRECISION, layers: &[0, 1, 2] };
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
-        let mut random = crate::random::Random((layer * 5 + expert) as u64);
+        let mut random = crate::kernel::random::Random((layer * 5 + expert) as u64);
         bytes.fill_with(|| random.bits() as u8);
     });
     Arc::new(cache.unwrap())

@@ -6,17 +6,18 @@ use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
 use crate::backend::cuda::{self as gpu, CudaBackend};
-use crate::batch::BLOCK_SIZE;
+use crate::backend::batch::BLOCK_SIZE;
 use crate::config::{EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::experts::{Between, CpuExperts};
 use crate::forward::{Limits, Model};
-use crate::kv_cache::KvCache;
+use crate::forward::kv_cache::KvCache;
 use crate::load::{Machine, dense_matrices, expert_bytes, gib};
 use crate::model::{Attention, ModelConfig};
-use crate::tensor::HostTensor;
-use crate::weights::{TensorSource, Weights};
+use crate::backend::tensor::HostTensor;
+use crate::backend::source::TensorSource;
+use crate::forward::weights::Weights;
 use crate::{Error, Result};
 
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.

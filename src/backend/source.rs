@@ -1,0 +1,66 @@
+//! Where resident weights come from: named tensors of a checkpoint, checked for shape and finite values.
+
+use half::bf16;
+use moebius_cache::checkpoint::{Checkpoint, Dtype};
+use rayon::prelude::*;
+
+use super::tensor::HostTensor;
+use crate::{Error, Result};
+
+/// Where resident weights come from, by their Hugging Face names.
+pub trait TensorSource {
+    /// The tensor `name` as `[rows, cols]`. Errors: missing, misshapen, NaN or infinite; each by name.
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>>;
+
+    /// A vector, decoded.
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>>;
+
+    /// All numbers of a tensor of any shape, decoded.
+    fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        self.vector(name, shape.iter().product())
+    }
+
+    /// Whether there is a tensor of this name, however it is stored. Synthetic weights have none that there is a choice about.
+    fn has(&self, _name: &str) -> bool {
+        false
+    }
+}
+
+impl TensorSource for Checkpoint {
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
+        let source = self.source(name, [rows, cols])?;
+        if let Some(view) = source.plain().filter(|view| view.dtype == Dtype::BF16)
+            && let Ok(data) = bytemuck::try_cast_slice::<u8, bf16>(view.data)
+        {
+            if !data.par_chunks(1 << 18).all(|c| c.iter().all(|w| w.to_bits() & 0x7f80 != 0x7f80)) {
+                return Err(Error::Model(format!("tensor `{name}` holds NaN or infinite weights: download its shard again")));
+            }
+            return Ok(HostTensor::Bf16 { data: data.into(), cols });
+        }
+        let mut data = vec![0.0; rows * cols];
+        // Whole heads: a latent's keys are turned a head at a time.
+        const ROWS: usize = 256;
+        data.par_chunks_mut(ROWS * cols).enumerate().try_for_each(|(i, rows)| source.decode(i * ROWS, rows))?;
+        Ok(HostTensor::F32 { data: data.into(), cols })
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        self.numbers(name, &[len])
+    }
+
+    fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        let view = self.tensor(name)?;
+        // GGUF keeps no dimension of one.
+        if !view.shape.iter().eq(shape.iter().filter(|&&n| n != 1)) {
+            view.expect_shape(shape)?;
+        }
+        let mut data = vec![0.0; shape.iter().product()];
+        moebius_cache::codec::decode_f32(&view, &mut data)?;
+        Ok(data)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        let stem = name.strip_suffix(".weight").unwrap_or(name);
+        self.get(name).is_some() || ["weight_packed", "qweight"].iter().any(|suffix| self.get(&format!("{stem}.{suffix}")).is_some())
+    }
+}

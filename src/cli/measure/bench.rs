@@ -1,0 +1,330 @@
+//! How fast a model runs on this box, and how fast it could: prefill and decode beside what the machine's parts allow.
+
+mod limits;
+mod report;
+pub mod serve;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::Instant;
+
+use crate::backend::Rates;
+use crate::backend::batch::Batch;
+use crate::config::EngineConfig;
+use crate::experts::Traffic;
+use crate::forward::kv_cache::{BlockPool, BlockTable};
+use crate::load::{self, Budget, LoadProgress, Loaded};
+use crate::machine::memory::{Pages, read_bandwidth};
+use crate::model::ModelConfig;
+use crate::model::families::shapes;
+use crate::kernel::random::Random;
+use crate::load::synthetic::{self, Synthetic};
+use crate::forward::tap::Tap;
+use crate::machine::topology::{self, Topology};
+use crate::{Error, Result};
+
+use limits::{Speed, Work};
+pub use report::{Distinct, Gpu, Machine, Op, PrecisionReport, Report, Row};
+
+/// Bytes over which the read bandwidth is measured: more than any processor's cache.
+pub const BANDWIDTH_BYTES: usize = 2 << 30;
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Prompt lengths to prefill.
+    pub prompt_tokens: Vec<usize>,
+    /// Tokens to decode in each run.
+    pub decode_tokens: usize,
+    /// Sequences that decode together.
+    pub batches: Vec<usize>,
+    /// Runs of each row; the median counts.
+    pub runs: usize,
+    /// Whether to tell where the GPU's time goes.
+    pub ops: bool,
+}
+
+/// Loads random weights of a named shape. Errors: unknown shape, or it does not fit into memory.
+pub fn load_shape(name: &str, layers: Option<usize>, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
+    let model = shapes::shape(name, layers)?;
+    let machine = load::machine(config, &Topology::read())?;
+    let precision = load::precision(&model, config)?;
+    let budget = Budget::new(&model, config, precision, &machine)?;
+    let experts = precision.map(|p| synthetic::experts(&model, p)).transpose()?;
+    load::assemble(model.clone(), &Synthetic::of(&model), experts, config, budget, machine, report)
+}
+
+/// Loads a model or shape and measures it.
+pub fn run(
+    model: &str,
+    source: Source<'_>,
+    config: &EngineConfig,
+    plan: &Plan,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<Report> {
+    let started = Instant::now();
+    let topology = Topology::read(); // before this thread is pinned to one core
+    // Room for the longest prompt and all sequences of the widest batch.
+    let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
+    let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
+    let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
+    let mut loaded = match source {
+        Source::Directory(dir) => load::load(model, dir, &config, report)?,
+        Source::Shape { layers } => load_shape(model, layers, &config, report)?,
+    };
+    let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));
+    if sequences > loaded.max_batch_tokens {
+        let limit = loaded.max_batch_tokens;
+        return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
+    }
+    let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
+    if needed > loaded.max_context {
+        let context = loaded.max_context;
+        let advice =
+            if context < loaded.model.config().max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
+        return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
+    }
+    // As the engine's thread does; not pinned is slower, not wrong.
+    let _ = loaded.team.pin_caller();
+    let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
+    let dense = loaded.model.resident_bytes_per_token();
+    let rates = loaded.model.rates()?;
+    let mut bench = Bench {
+        speed: speed(bandwidth, rates.as_ref()),
+        on_device: rates.is_some(),
+        loaded: &mut loaded,
+        dense,
+        random: Random(42),
+        ops: plan.ops,
+    };
+    let mut rows = Vec::new();
+    for &tokens in &plan.prompt_tokens {
+        rows.push(bench.prefill(tokens, plan.runs)?);
+    }
+    if plan.decode_tokens > 0 {
+        for &batch in &plan.batches {
+            rows.push(bench.decode(plan.decode_tokens, batch, plan.runs)?);
+        }
+    }
+    let distinct_experts = bench.distinct(longest)?;
+    let experts = experts_per_token_bytes(loaded.model.config(), &loaded);
+    Ok(Report {
+        machine: Machine {
+            cpu: topology.cpu_model.clone(),
+            cores: topology.cores.len(),
+            threads: loaded.team.threads(),
+            simd: loaded.kernel.simd().to_string(),
+            memory_gib: gib(topology.total_bytes),
+            read_gb_per_s: bandwidth,
+            gpu: rates.map(|r| Gpu {
+                name: r.device,
+                memory_gb_per_s: r.memory / 1e9,
+                link_gb_per_s: r.link / 1e9,
+                tflops: r.products / 1e12,
+                taken_gib: gib(r.taken),
+                resident_experts: loaded.model.resident_experts(),
+            }),
+        },
+        model: model.to_string(),
+        layers: loaded.model.config().layers.len(),
+        precision: PrecisionReport {
+            experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
+            dense: config.dense.to_string(),
+            kv: config.kv.to_string(),
+        },
+        ready_s,
+        peak_ram_gib,
+        bytes_per_token: dense + experts,
+        distinct_experts,
+        rows,
+    })
+}
+
+/// Where the model comes from.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// A checkpoint.
+    Directory(&'a Path),
+    /// Random weights, of the first `layers` layers only if given.
+    Shape {
+        /// Layers to keep.
+        layers: Option<usize>,
+    },
+}
+
+/// Tokens of context before decoding is measured.
+const CONTEXT: usize = 32;
+
+struct Bench<'a> {
+    loaded: &'a mut Loaded,
+    speed: Speed,
+    on_device: bool,
+    dense: u64, // bytes that a pass reads besides experts
+    random: Random,
+    ops: bool,
+}
+
+fn speed(read_gb_per_s: f64, rates: Option<&Rates>) -> Speed {
+    let of = |rate: fn(&Rates) -> f64| rates.map_or(f64::INFINITY, rate);
+    Speed { ram: read_gb_per_s * 1e9, link: of(|r| r.link), vram: of(|r| r.memory), products: of(|r| r.products) }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1u64 << 30) as f64
+}
+
+impl Bench<'_> {
+    fn tokens(&mut self, n: usize) -> Vec<u32> {
+        let vocab = self.loaded.model.config().vocab_size as u64;
+        (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
+    }
+
+    /// One pass over `tokens` of the sequence in `slot`, in chunks; seconds.
+    fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut Tap>) -> Result<f64> {
+        let started = Instant::now();
+        let mut batch = Batch::default();
+        for (i, chunk) in tokens.chunks(self.loaded.max_batch_tokens).enumerate() {
+            batch.clear();
+            batch.push(chunk, i * self.loaded.max_batch_tokens, blocks).slot = slot;
+            self.loaded.model.forward(&batch, tap.as_deref_mut())?;
+        }
+        self.loaded.model.logits(&[batch.len() - 1])?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Row> {
+        let mut blocks = BlockTable::default();
+        BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
+        let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
+        for run in 0..=runs {
+            let prompt = self.tokens(tokens);
+            let before = self.loaded.model.traffic();
+            let s = self.read(&prompt, &blocks, 0, None)?;
+            moved = self.loaded.model.traffic().since(before);
+            // The first run checks checksums and touches memory for the first time.
+            if run > 0 {
+                seconds.push(s);
+            }
+        }
+        let pass = tokens.min(self.loaded.max_batch_tokens);
+        let passes = tokens.div_ceil(pass);
+        let work = self.work(moved, passes, pass, limits::products(self.loaded.model.config(), tokens));
+        let mut row = self.row("prefill", tokens, 1, tokens, median(&mut seconds), work);
+        if self.ops {
+            let (prompt, mut batch) = (self.tokens(pass), Batch::default());
+            batch.push(&prompt, 0, &blocks);
+            row.ops = self.profile(&batch)?;
+        }
+        Ok(row)
+    }
+
+    fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Row> {
+        let mut pool = BlockPool::new(self.loaded.kv_blocks);
+        let mut tables: Vec<BlockTable> = std::iter::repeat_with(BlockTable::default).take(sequences).collect();
+        for table in &mut tables {
+            if !pool.grow(table, CONTEXT + tokens) {
+                return Err(Error::Resources(format!("memory does not hold {sequences} sequences: lower --batch or --max-context")));
+            }
+        }
+        for (slot, table) in tables.iter().enumerate() {
+            let prompt = self.tokens(CONTEXT);
+            self.read(&prompt, table, slot, None)?;
+        }
+        let rows: Vec<usize> = (0..sequences).collect();
+        let (temperatures, mut lists) = (vec![1.0; sequences], Vec::new());
+        let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
+        let mut batch = Batch::default();
+        for run in 0..=runs {
+            let ids = self.tokens(tokens * sequences);
+            let (started, before) = (Instant::now(), self.loaded.model.traffic());
+            for (i, ids) in ids.chunks(sequences).enumerate() {
+                batch.clear();
+                for (slot, (id, table)) in ids.iter().zip(&tables).enumerate() {
+                    batch.push(&[*id], CONTEXT + i, table).slot = slot;
+                }
+                self.loaded.model.forward(&batch, None)?;
+                // As the engine asks for tokens.
+                if !self.loaded.model.shortlists(&rows, &temperatures, &mut lists)? {
+                    self.loaded.model.logits(&rows)?;
+                }
+            }
+            moved = self.loaded.model.traffic().since(before);
+            if run > 0 {
+                seconds.push(started.elapsed().as_secs_f64());
+            }
+        }
+        let work = self.work(moved, tokens, sequences, 0.0);
+        let mut row = self.row("decode", tokens, sequences, tokens * sequences, median(&mut seconds), work);
+        if self.ops {
+            row.ops = self.profile(&batch)?;
+        }
+        Ok(row)
+    }
+
+    /// What `passes` passes over so many tokens each move and compute.
+    fn work(&self, moved: Traffic, passes: usize, tokens: usize, products: f64) -> Work {
+        let model = self.loaded.model.config();
+        let resident = model.moe().map_or(0.0, |moe| {
+            let share = self.loaded.model.resident_experts() as f64 / moe.num_experts as f64;
+            let all = model.moe_layers().count() as f64 * expert_bytes(model, self.loaded) as f64;
+            all * share * limits::distinct(moe.num_experts, moe.router.top_k, tokens)
+        });
+        Work::new(moved, passes as f64 * self.dense as f64, passes as f64 * resident, products, self.on_device)
+    }
+
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<Op>> {
+        let times = self.loaded.model.profile(batch)?;
+        Ok(times.into_iter().map(|t| Op { name: t.name, launches: t.launches, us: 1e6 * t.seconds }).collect())
+    }
+
+    fn row(&self, phase: &'static str, tokens: usize, batch: usize, total: usize, seconds: f64, work: Work) -> Row {
+        let (least, limited_by) = work.at_least(&self.speed);
+        let resident = self.loaded.model.resident_experts();
+        Row {
+            phase,
+            tokens,
+            batch,
+            experts: match resident {
+                0 => "ram",
+                n if Some(n) == self.loaded.model.config().moe().map(|moe| moe.num_experts) => "vram",
+                _ => "ram and vram",
+            },
+            device: if self.on_device { "cuda" } else { "cpu" },
+            tok_per_s: total as f64 / seconds,
+            limit_tok_per_s: total as f64 / least,
+            limited_by,
+            share_of_limit: least / seconds,
+            ram_gb_per_s: work.ram / 1e9 / seconds,
+            ops: Vec::new(),
+        }
+    }
+
+    /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its cache.
+    fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
+        let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
+        let mut blocks = BlockTable::default();
+        BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
+        let (prompt, mut tap) = (self.tokens(tokens), Tap { routing: true, ..Tap::default() });
+        self.read(&prompt, &blocks, 0, Some(&mut tap))?;
+        let used = tap.routed.values().map(|routing| routing.ids.iter().collect::<BTreeSet<_>>().len());
+        Ok(Some(Distinct { least: used.clone().min().unwrap_or(0), most: used.max().unwrap_or(0), of, tokens }))
+    }
+}
+
+/// Bytes of one routed expert.
+fn expert_bytes(model: &ModelConfig, loaded: &Loaded) -> usize {
+    let (Some(moe), Some(precision)) = (model.moe(), loaded.precision) else { return 0 };
+    let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision);
+    layout.expect("experts of this layout are loaded").bytes()
+}
+
+/// Bytes of routed experts that one token reads.
+fn experts_per_token_bytes(model: &ModelConfig, loaded: &Loaded) -> u64 {
+    let choices: usize = model.moe_layers().map(|(_, moe)| moe.router.top_k).sum();
+    (choices * expert_bytes(model, loaded)) as u64
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}

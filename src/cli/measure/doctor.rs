@@ -1,0 +1,222 @@
+//! What this machine has, and what of it costs speed: the findings that `moebius doctor` prints.
+
+mod gpu;
+
+use std::path::Path;
+
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::format::ExpertCache;
+
+use crate::config::EngineConfig;
+use crate::kernel::{self, Simd};
+use crate::load::components::components;
+use crate::machine::memory::{self, Buffer, Pages, read_bandwidth};
+use crate::machine::topology::{self, Topology};
+use crate::machine::workers::{SCHEDSTAT, Team};
+use crate::model::families;
+use crate::{Result, load};
+
+/// One line of the report.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Finding {
+    /// What was looked at.
+    pub name: &'static str,
+    /// What it is.
+    pub value: String,
+    /// Where it costs speed: what it costs and the remedy, as a sentence.
+    pub cost: Option<String>,
+}
+
+/// Looks at the machine; measuring takes a second or two and `bandwidth_bytes` of memory.
+///
+/// `cache_dir` is where expert caches are kept; it need not exist yet.
+pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) -> Vec<Finding> {
+    let mut findings = vec![
+        cpu(topology),
+        simd(&kernel::available(), topology::cpu_has_amx()),
+        cores(topology),
+        neighbours(Path::new(SCHEDSTAT)),
+        smt(topology),
+        quota(topology),
+        nodes(topology),
+        memory(topology),
+    ];
+    findings.extend(bandwidth(topology, bandwidth_bytes));
+    findings.push(mapped(cache_dir));
+    findings.push(disk(cache_dir));
+    findings.extend(gpu::examine());
+    findings
+}
+
+/// In which formats the parts of the checkpoint in `dir` are stored and what they become, by default.
+///
+/// Errors: it is not there, or cannot be read.
+pub fn examine_model(dir: &Path) -> Result<Vec<Finding>> {
+    let (model, checkpoint) = (families::read(dir)?, Checkpoint::open(dir)?);
+    let config = load::for_checkpoint(&EngineConfig::default(), &model, &checkpoint);
+    let components = components(&checkpoint, &model, &config)?;
+    Ok(components.iter().map(|component| finding("model", component.to_string(), None)).collect())
+}
+
+fn finding(name: &'static str, value: impl Into<String>, cost: Option<&str>) -> Finding {
+    Finding { name, value: value.into(), cost: cost.map(String::from) }
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
+fn cpu(topology: &Topology) -> Finding {
+    let caches = topology.caches.iter().filter(|c| c.kind != "Instruction");
+    let caches: Vec<String> = caches.map(|c| format!("L{} {} KiB", c.level, c.bytes >> 10)).collect();
+    let model = if topology.cpu_model.is_empty() { "unknown model" } else { &topology.cpu_model };
+    finding("CPU", [&[model.to_string()], &caches[..]].concat().join(", "), None)
+}
+
+fn simd(available: &[Simd], cpu_has_amx: bool) -> Finding {
+    let names: Vec<String> = available.iter().map(ToString::to_string).collect();
+    let best = available.last().copied().unwrap_or(Simd::Scalar);
+    let cost = match best {
+        Simd::Scalar => Some(
+            "without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 or later".to_string(),
+        ),
+        Simd::Amx => None,
+        _ => cpu_has_amx.then(|| format!("prompts are read several times slower than they could be: {}", load::AMX_REFUSED)),
+    };
+    finding("SIMD", format!("{best} (available: {})", names.join(", ")), cost.as_deref())
+}
+
+fn cores(topology: &Topology) -> Finding {
+    let mut value = format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
+    if !topology.isolated.is_empty() {
+        value += &format!("; {} isolated CPUs are left alone", topology.isolated.len());
+    }
+    finding("physical cores", value, None)
+}
+
+/// Whether the kernel counts the time that a thread waits for its core.
+fn neighbours(schedstat: &Path) -> Finding {
+    // Zeros where it keeps the file and does not count.
+    let counted = std::fs::read_to_string(schedstat).is_ok_and(|text| !text.starts_with("0 "));
+    let cost = "the kernel does not count waiting (CONFIG_SCHED_INFO), so a core that another program keeps busy slows all of them down: \
+                leave it out with `taskset`";
+    match counted {
+        true => finding("busy neighbours", "their cores are left to them", None),
+        false => finding("busy neighbours", "cannot be noticed", Some(cost)),
+    }
+}
+
+fn smt(topology: &Topology) -> Finding {
+    let value = if topology.has_smt() { "on; one thread per core is used" } else { "off, or hidden" };
+    finding("SMT", value, None)
+}
+
+fn quota(topology: &Topology) -> Finding {
+    let cpus = topology.cgroup_cpus.map(|c| format!("{c:.1} CPUs"));
+    let memory = topology.cgroup_bytes.map(gib);
+    let limits: Vec<String> = [cpus, memory].into_iter().flatten().collect();
+    let value = if limits.is_empty() { "no limit".to_string() } else { limits.join(", ") };
+    let tight = topology.cgroup_cpus.is_some_and(|c| c < topology.cores.len() as f64);
+    let cost = "the quota is below the cores, so fewer threads are used: raise the container's CPU limit, or pin it to CPUs instead";
+    finding("control group", value, tight.then_some(cost))
+}
+
+fn nodes(topology: &Topology) -> Finding {
+    let nodes: Vec<String> =
+        topology.nodes.iter().map(|n| format!("node {}: {} CPUs, {}", n.id, n.cpus.len(), gib(n.total_bytes))).collect();
+    let mut value = nodes.join("; ");
+    let several = topology.memory_nodes().len() > 1;
+    if several {
+        value += "; each with cores holds a slice of every expert";
+    }
+    let refused = Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
+    let cost = "memory cannot be bound to a node here, so some of it may come from another: let the container do so (--cap-add SYS_NICE)";
+    finding("NUMA", value, (several && refused).then_some(cost))
+}
+
+fn memory(topology: &Topology) -> Finding {
+    finding("memory", format!("{} available of {}", gib(topology.available_bytes), gib(topology.total_bytes)), None)
+}
+
+/// Huge pages and what they bring, as measured.
+fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
+    let measure = |pages| {
+        let team = Team::on_nodes(&topology.seats(topology.default_threads()))?;
+        read_bandwidth(&team, bytes, pages, 3)
+    };
+    let cost = (topology.huge_pages == "never")
+        .then_some("transparent huge pages are off: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled`");
+    let setting = finding("huge pages", topology.huge_pages.clone(), cost);
+    let value = match (measure(Pages::Small), measure(Pages::Huge)) {
+        (Ok(small), Ok(huge)) => format!("{huge:.1} GB/s with huge pages, {small:.1} without"),
+        (Err(error), _) | (_, Err(error)) => format!("not measured: {error}"),
+    };
+    vec![setting, finding("read bandwidth", value, None)]
+}
+
+/// What the page cache gives the largest cache file.
+fn mapped(dir: &Path) -> Finding {
+    let files = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|entry| {
+        let meta = entry.metadata().ok().filter(|meta| meta.is_file())?;
+        Some((meta.len(), entry.path()))
+    });
+    let largest = files.max().and_then(|(_, path)| ExpertCache::open(&path).ok());
+    let Some(cache) = largest else { return finding("mapped experts", "no cache file yet", None) };
+    let name = cache.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    match memory::huge_share(&load::place::spots(&cache)) {
+        None => finding("mapped experts", format!("{name}: the system does not tell in what pages"), None),
+        Some(share) if share > 0.5 => finding("mapped experts", format!("{name}: in huge pages"), None),
+        Some(_) => {
+            let value = format!("{name}: in small pages; copied into huge ones at start if those are read a tenth faster");
+            finding("mapped experts", value, None)
+        }
+    }
+}
+
+fn disk(dir: &Path) -> Finding {
+    let existing = dir.ancestors().find(|d| d.exists()).unwrap_or(Path::new("/"));
+    let value = match moebius_cache::convert::free_bytes(existing) {
+        Some(bytes) => format!("{} free for {}", gib(bytes), dir.display()),
+        None => format!("unknown for {}", dir.display()),
+    };
+    finding("disk", value, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_this_machine() {
+        let findings = examine(&Topology::read(), Path::new("/nonexistent/cache"), 1 << 20);
+        let value = |name| &findings.iter().find(|f| f.name == name).unwrap().value;
+        assert!(value("SIMD").contains("scalar"));
+        assert!(value("read bandwidth").contains("GB/s"));
+        assert!(value("disk").contains("free for /nonexistent/cache"));
+        assert!(!value("GPU").is_empty());
+        assert!(findings.iter().all(|f| !f.value.is_empty()));
+    }
+
+    #[test]
+    fn what_costs_speed_has_a_remedy() {
+        let mut topology = Topology::read();
+        topology.huge_pages = "never".into();
+        topology.cgroup_cpus = Some(0.5);
+        let findings = examine(&topology, Path::new("/"), 1 << 20);
+        let cost = |name| findings.iter().find(|f| f.name == name).unwrap().cost.as_deref().unwrap_or_default().to_string();
+        assert!(cost("huge pages").contains("madvise"));
+        assert!(cost("control group").contains("raise"));
+        assert!(neighbours(Path::new("/nonexistent")).cost.unwrap().contains("taskset"));
+    }
+
+    #[test]
+    fn the_simd_line_tells_why_amx_is_not_used() {
+        let upto = |best| Simd::ALL.into_iter().filter(|&simd| simd <= best).collect::<Vec<_>>();
+        let refused = simd(&upto(Simd::Avx512), true);
+        assert!(refused.value.starts_with("avx512 ") && refused.cost.unwrap().contains("Linux 5.16"));
+        let granted = simd(&upto(Simd::Amx), true);
+        assert!(granted.value.starts_with("amx ") && granted.cost.is_none());
+        assert_eq!(simd(&upto(Simd::AvxVnni), false).cost, None);
+        assert!(simd(&upto(Simd::Scalar), false).cost.unwrap().contains("AVX2"));
+    }
+}

@@ -1,0 +1,104 @@
+//! What a checkpoint says about generating with it: end tokens and default sampling.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::engine::sampler::SamplingParams;
+use crate::{Error, Result};
+
+/// `generation_config.json`, completed by `config.json`.
+#[derive(Clone, Debug, Default)]
+pub struct GenerationConfig {
+    /// Tokens that end an answer, without duplicates.
+    pub eos_ids: Vec<u32>,
+    /// How the model's authors sample; greedy unless they set `do_sample`.
+    pub sampling: SamplingParams,
+}
+
+impl GenerationConfig {
+    /// Reads both files of a checkpoint; either may be missing.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let generation = read_json(&dir.join("generation_config.json"))?.unwrap_or(Value::Null);
+        let config = read_json(&dir.join("config.json"))?.unwrap_or(Value::Null);
+        let mut eos_ids = Vec::new();
+        for value in [&generation["eos_token_id"], &config["eos_token_id"], &config["text_config"]["eos_token_id"]] {
+            collect_ids(value, &mut eos_ids);
+        }
+        Ok(Self { eos_ids, sampling: sampling(&generation) })
+    }
+}
+
+fn sampling(generation: &Value) -> SamplingParams {
+    if generation["do_sample"] != Value::Bool(true) {
+        return SamplingParams::default();
+    }
+    let number = |name: &str, default: f32| generation[name].as_f64().map_or(default, |x| x as f32);
+    SamplingParams {
+        temperature: number("temperature", 1.0),
+        top_p: number("top_p", 1.0),
+        top_k: generation["top_k"].as_u64().unwrap_or(0) as usize,
+        min_p: number("min_p", 0.0),
+        repetition_penalty: number("repetition_penalty", 1.0),
+        ..SamplingParams::default()
+    }
+}
+
+/// Adds a single id or a list of ids.
+fn collect_ids(value: &Value, ids: &mut Vec<u32>) {
+    let list = match value {
+        Value::Array(list) => list.as_slice(),
+        single => std::slice::from_ref(single),
+    };
+    for id in list.iter().filter_map(Value::as_u64).filter_map(|id| u32::try_from(id).ok()) {
+        if !ids.contains(&id) {
+            ids.push(id);
+        }
+    }
+}
+
+/// A JSON file of a checkpoint, or `None` when it is not there.
+pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
+    let bytes = match moebius_cache::file::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(path)(e)),
+    };
+    serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::Model(format!("{}: not valid JSON: {e}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(generation: Option<&str>, config: &str) -> Result<GenerationConfig> {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        if let Some(text) = generation {
+            std::fs::write(dir.path().join("generation_config.json"), text).unwrap();
+        }
+        GenerationConfig::load(dir.path())
+    }
+
+    #[test]
+    fn end_tokens_come_from_everywhere_once() {
+        let got = load(Some(r#"{"eos_token_id":[5,2]}"#), r#"{"eos_token_id":2,"text_config":{"eos_token_id":7}}"#).unwrap();
+        assert_eq!(got.eos_ids, [5, 2, 7]);
+        assert!(load(None, "{}").unwrap().eos_ids.is_empty());
+        assert_eq!(load(None, r#"{"eos_token_id":[null,-1,4294967296,3]}"#).unwrap().eos_ids, [3]);
+    }
+
+    #[test]
+    fn sampling_is_greedy_unless_told() {
+        let quiet = load(Some(r#"{"do_sample":false,"temperature":0.6}"#), "{}").unwrap();
+        assert_eq!(quiet.sampling, SamplingParams::default());
+        let told = load(Some(r#"{"do_sample":true,"temperature":0.6,"top_p":0.95,"top_k":20}"#), "{}").unwrap();
+        assert_eq!((told.sampling.temperature, told.sampling.top_p, told.sampling.top_k), (0.6, 0.95, 20));
+    }
+
+    #[test]
+    fn broken_json_names_the_file() {
+        let error = load(Some("{"), "{}").unwrap_err().to_string();
+        assert!(error.contains("generation_config.json") && error.contains("not valid JSON"), "{error}");
+    }
+}

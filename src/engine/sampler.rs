@@ -1,0 +1,461 @@
+//! From a row of logits to a token.
+
+use crate::kernel::random::Random;
+use crate::backend::tensor::Shortlist;
+use crate::{Error, Result};
+
+/// How the next token is chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Keep the smallest set of tokens whose probabilities sum to this; 1 keeps all.
+    pub top_p: f32,
+    /// Keep this many tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Drop tokens below this share of the best one's probability; 0 drops none.
+    pub min_p: f32,
+    /// Divides positive logits of tokens already seen (multiplies negative ones); 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Taken off the logits of tokens that the answer has.
+    pub presence_penalty: f32,
+    /// Taken off the logits of tokens for each time that the answer has them.
+    pub frequency_penalty: f32,
+    /// Added to the logits of single tokens.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Same seed, same prompt: same text. `None` draws one.
+    pub seed: Option<u64>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: None,
+        }
+    }
+}
+
+/// What an answer may say next: a grammar, say.
+pub trait Constraint: Send + std::fmt::Debug {
+    /// Sets the logits `[vocab]` of tokens that may not come next to -inf.
+    fn mask(&mut self, logits: &mut [f32]) -> Result<()>;
+    /// Takes note of the token that came.
+    fn accept(&mut self, token: u32) -> Result<()>;
+    /// Nothing may follow: the answer is complete.
+    fn is_complete(&mut self) -> bool;
+    /// The same for another answer that has said as much.
+    fn fork(&self) -> Box<dyn Constraint>;
+}
+
+/// How likely the model held a token to be, and which others it held to be likely, before any penalty, bias, temperature or constraint.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Logprobs {
+    /// Natural logarithm of the token's probability.
+    pub logprob: f32,
+    /// The likeliest tokens with theirs, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Chooses tokens for one sequence.
+#[derive(Debug)]
+pub struct Sampler {
+    params: SamplingParams,
+    seed: u64,
+    constraint: Option<Box<dyn Constraint>>,
+    logprobs: Option<usize>, // how many of the likeliest are told
+    order: Vec<u32>,         // scratch: token ids, best first as far as needed
+    raw: Vec<f32>,           // scratch: logits as the model gave them
+}
+
+/// What comes at a place of the ranking.
+enum Rank {
+    /// A token, and its weight beside the best one's, which is 1.
+    Token(u32, f32),
+    /// The tokens are at an end.
+    End,
+    /// More than is known.
+    Unknown,
+}
+
+impl Sampler {
+    /// Without a seed in `params`, one is drawn from the clock.
+    pub fn new(params: SamplingParams, constraint: Option<Box<dyn Constraint>>, logprobs: Option<usize>) -> Self {
+        let seed = params.seed.unwrap_or_else(|| {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            now.map_or(0, |d| d.as_nanos() as u64)
+        });
+        Self { params, seed, constraint, logprobs, order: Vec::new(), raw: Vec::new() }
+    }
+
+    /// At which inverse temperature a [`Shortlist`] helps; `None`: whole rows are needed.
+    pub fn shortlists_at(&self) -> Option<f32> {
+        if self.penalizes() || self.logprobs.is_some() || self.constraint.is_some() {
+            return None;
+        }
+        Some(if self.params.temperature > 0.0 { 1.0 / self.params.temperature } else { 1.0 })
+    }
+
+    fn penalizes(&self) -> bool {
+        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } = self.params;
+        repetition_penalty != 1.0 || presence_penalty != 0.0 || frequency_penalty != 0.0 || !logit_bias.is_empty()
+    }
+
+    /// Takes note of the token that was chosen. Returns whether nothing may follow.
+    ///
+    /// Errors: `Error::Model` when the constraint does not allow it (a bug).
+    pub fn accept(&mut self, token: u32) -> Result<bool> {
+        let Some(constraint) = &mut self.constraint else { return Ok(false) };
+        constraint.accept(token)?;
+        Ok(constraint.is_complete())
+    }
+
+    /// As [`sample`](Sampler::sample), from a shortlist at the temperature that [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not
+    /// reach far enough.
+    pub fn sample_shortlist(&mut self, list: &Shortlist, tokens: &[u32]) -> Result<Option<u32>> {
+        let Some(&(best, max)) = list.best.first().filter(|(_, logit)| logit.is_finite()) else { return Err(not_finite()) };
+        let SamplingParams { temperature, min_p, .. } = self.params;
+        if temperature <= 0.0 {
+            return Ok(Some(best));
+        }
+        let weight = |logit: f32| ((logit - max) / temperature).exp();
+        let mut total = Some(list.total);
+        if min_p > 0.0 {
+            // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that are not.
+            let ends = list.best.last().is_some_and(|&(_, logit)| weight(logit) < min_p);
+            total = ends.then(|| list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum());
+        }
+        let rank = |i: usize| match list.best.get(i) {
+            Some(&(token, logit)) => match weight(logit) {
+                w if w > 0.0 && w >= min_p => Rank::Token(token, w),
+                _ => Rank::End,
+            },
+            None => Rank::Unknown,
+        };
+        Ok(draw(&self.params, total, Random::at(self.seed, tokens.len() as u64).uniform(), rank))
+    }
+
+    /// The next token after `tokens`, of which `prompt_tokens` are the prompt's. `logits` is `[vocab]` and is changed.
+    ///
+    /// Depends on nothing but its arguments and the seed: the same text comes out whatever else runs.
+    /// Errors: `Error::Model` when the logits are not finite, or no token is allowed.
+    pub fn sample(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) -> Result<(u32, Option<Box<Logprobs>>)> {
+        let mut best = argmax(logits);
+        if !logits[best].is_finite() {
+            return Err(not_finite());
+        }
+        if self.logprobs.is_some() {
+            self.raw.clear();
+            self.raw.extend_from_slice(logits);
+        }
+        if self.penalizes() {
+            self.penalize(logits, tokens, prompt_tokens);
+        }
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits)?;
+        }
+        if self.penalizes() || self.constraint.is_some() {
+            best = argmax(logits);
+        }
+        let token = self.choose(logits, best, tokens)?;
+        Ok((token, self.logprobs.map(|top| Box::new(logprobs(&self.raw, token, top)))))
+    }
+
+    /// From logits as they count, of which `best` is the largest.
+    fn choose(&mut self, logits: &mut [f32], best: usize, tokens: &[u32]) -> Result<u32> {
+        if !logits[best].is_finite() {
+            return Err(Error::Model("nothing that the model can say fits the grammar of this request".into()));
+        }
+        if self.params.temperature <= 0.0 {
+            return Ok(best as u32);
+        }
+        let Self { params, order, .. } = self;
+        let (max, temperature) = (logits[best], params.temperature);
+        // Weights relative to the best token's, which is 1.
+        logits.iter_mut().for_each(|l| *l = ((*l - max) / temperature).exp());
+        let weights = &*logits;
+        order.clear();
+        order.extend((0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= params.min_p));
+        let total = order.iter().map(|&t| f64::from(weights[t as usize])).sum();
+        let by_weight = |a: &u32, b: &u32| weights[*b as usize].total_cmp(&weights[*a as usize]).then(a.cmp(b));
+        // Ranked as far as the draw looks, more at a time the further it gets.
+        let mut ranked = 0;
+        let rank = |i: usize| {
+            while i >= ranked && ranked < order.len() {
+                let rest = &mut order[ranked..];
+                let some = (7 * ranked).max(64).min(rest.len());
+                if some < rest.len() {
+                    rest.select_nth_unstable_by(some - 1, by_weight);
+                }
+                rest[..some].sort_unstable_by(by_weight);
+                ranked += some;
+            }
+            order.get(i).map_or(Rank::End, |&token| Rank::Token(token, weights[token as usize]))
+        };
+        let uniform = Random::at(self.seed, tokens.len() as u64).uniform();
+        Ok(draw(params, Some(total), uniform, rank).unwrap_or(best as u32))
+    }
+
+    /// Repetition counts prompt and answer, presence and frequency the answer alone, as other servers have it.
+    fn penalize(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) {
+        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } = self.params;
+        let mut each = |tokens: &[u32], change: &dyn Fn(f32, usize) -> f32| {
+            self.order.clear();
+            self.order.extend_from_slice(tokens);
+            self.order.sort_unstable();
+            for alike in self.order.chunk_by(|a, b| a == b) {
+                let logit = &mut logits[alike[0] as usize];
+                *logit = change(*logit, alike.len());
+            }
+        };
+        if repetition_penalty != 1.0 {
+            each(tokens, &|l, _| if l > 0.0 { l / repetition_penalty } else { l * repetition_penalty });
+        }
+        if presence_penalty != 0.0 || frequency_penalty != 0.0 {
+            each(&tokens[prompt_tokens..], &|l, count| l - presence_penalty - frequency_penalty * count as f32);
+        }
+        for &(token, bias) in logit_bias {
+            logits[token as usize] += bias;
+        }
+    }
+}
+
+/// `logits` is `[vocab]`, as the model gave them; `top` of the likeliest are told.
+fn logprobs(logits: &[f32], token: u32, top: usize) -> Logprobs {
+    let max = logits[argmax(logits)];
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    let logprob = |token: u32| (f64::from(logits[token as usize] - max) - sum.ln()) as f32;
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let top = top.min(order.len());
+    if top > 0 && top < order.len() {
+        order.select_nth_unstable_by(top - 1, by_logit);
+    }
+    order.truncate(top);
+    order.sort_unstable_by(by_logit);
+    Logprobs { logprob: logprob(token), top: order.into_iter().map(|token| (token, logprob(token))).collect() }
+}
+
+fn not_finite() -> Error {
+    Error::Model("the model computed logits that are not finite: its weights or its precision are unusable".into())
+}
+
+/// The token that `uniform`, in [0, 1), falls on, best first, after top-k and top-p. `total`: of all weights, if it is known. `None`: it takes more than is known.
+fn draw(params: &SamplingParams, total: Option<f64>, uniform: f64, mut rank: impl FnMut(usize) -> Rank) -> Option<u32> {
+    let limit = if params.top_k == 0 { usize::MAX } else { params.top_k };
+    let mut walk = |stop: &mut dyn FnMut(u32, f64) -> bool| {
+        let mut last = None;
+        for i in 0..limit {
+            match rank(i) {
+                Rank::Token(token, weight) => {
+                    last = Some(token);
+                    if stop(token, f64::from(weight)) {
+                        break;
+                    }
+                }
+                Rank::End => break,
+                Rank::Unknown => return None,
+            }
+        }
+        last
+    };
+    let total = match limit {
+        usize::MAX => total?,
+        _ => {
+            let mut sum = 0.0;
+            walk(&mut |_, weight| {
+                sum += weight;
+                false
+            })?;
+            sum
+        }
+    };
+    let mut kept = total;
+    if params.top_p < 1.0 {
+        kept = 0.0;
+        walk(&mut |_, weight| {
+            kept += weight;
+            kept >= f64::from(params.top_p) * total
+        })?;
+    }
+    let (mut sum, target) = (0.0, uniform * kept);
+    walk(&mut |_, weight| {
+        sum += weight;
+        sum > target || sum >= kept
+    })
+}
+
+/// Index of the largest logit, the lowest of equals; NaN is never the largest unless all are.
+pub fn argmax(logits: &[f32]) -> usize {
+    // The value in lanes, then its place: one running best would wait for itself at every logit. NaN is larger than nothing.
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; 32];
+    let (chunks, rest) = logits.as_chunks::<32>();
+    for chunk in chunks {
+        for (lane, l) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, *l);
+        }
+    }
+    let largest = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, larger);
+    logits.iter().position(|&l| l == largest).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(params: SamplingParams) -> Sampler {
+        Sampler::new(SamplingParams { seed: Some(7), ..params }, None, None)
+    }
+
+    fn draw(params: SamplingParams, logits: &[f32], n: usize) -> Vec<usize> {
+        let mut counts = vec![0; logits.len()];
+        let mut s = sampler(params);
+        for i in 0..n {
+            counts[s.sample(&mut logits.to_vec(), &vec![0; i], i).unwrap().0 as usize] += 1;
+        }
+        counts
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals() {
+        assert_eq!(sampler(SamplingParams::default()).sample(&mut [1.0, 3.0, 3.0], &[], 0).unwrap().0, 1);
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let counts = draw(SamplingParams { temperature: 1.0, ..Default::default() }, &[0.0, (3f32).ln()], 4000);
+        assert!((counts[1] as f64 / 4000.0 - 0.75).abs() < 0.03, "{counts:?}");
+    }
+
+    #[test]
+    fn top_k_top_p_and_min_p_cut_the_tail() {
+        let logits = [(0.5f32).ln(), (0.3f32).ln(), (0.15f32).ln(), (0.05f32).ln()];
+        let hot = SamplingParams { temperature: 1.0, ..Default::default() };
+        assert_eq!(draw(SamplingParams { top_k: 2, ..hot.clone() }, &logits, 500)[2..], [0, 0]);
+        let p = draw(SamplingParams { top_p: 0.75, ..hot.clone() }, &logits, 500);
+        assert!(p[1] > 0 && p[2..] == [0, 0], "{p:?}");
+        let m = draw(SamplingParams { min_p: 0.25, ..hot }, &logits, 500);
+        assert!(m[2] > 0 && m[3] == 0, "{m:?}");
+    }
+
+    #[test]
+    fn repetition_penalty_pushes_seen_tokens_down() {
+        let mut s = sampler(SamplingParams { repetition_penalty: 2.0, ..Default::default() });
+        assert_eq!(s.sample(&mut [1.0, 1.5], &[1, 1], 2).unwrap().0, 0, "seen twice, penalized once");
+    }
+
+    #[test]
+    fn a_shortlist_gives_what_the_whole_row_gives() {
+        let mut random = Random(3);
+        let hot = SamplingParams { temperature: 0.8, ..Default::default() };
+        let cases = [
+            SamplingParams::default(),
+            hot.clone(),
+            SamplingParams { top_k: 20, ..hot.clone() },
+            SamplingParams { top_p: 0.9, ..hot.clone() },
+            SamplingParams { top_p: 0.5, top_k: 50, min_p: 0.01, ..hot.clone() },
+            SamplingParams { min_p: 0.05, ..hot.clone() },
+            SamplingParams { top_k: 1000, ..hot },
+        ];
+        let mut decided = [0; 7];
+        for round in 0..200 {
+            let logits: Vec<f32> = (0..2000).map(|_| 12.0 * (random.uniform() as f32).powi(8)).collect();
+            for (case, params) in cases.iter().enumerate() {
+                let mut s = sampler(params.clone());
+                let tokens = vec![0; round];
+                let at = f64::from(s.shortlists_at().unwrap());
+                let mut best: Vec<(u32, f32)> = logits.iter().enumerate().map(|(t, &l)| (t as u32, l)).collect();
+                best.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+                let total = logits.iter().map(|&l| (f64::from(l - best[0].1) * at).exp()).sum();
+                best.truncate(64);
+                let short = s.sample_shortlist(&Shortlist { best, total }, &tokens).unwrap();
+                let whole = s.sample(&mut logits.clone(), &tokens, round).unwrap().0;
+                assert!(short.is_none_or(|short| short == whole), "{params:?}: {short:?} and {whole}");
+                decided[case] += usize::from(short.is_some());
+            }
+        }
+        assert_eq!((decided[0], decided[2], decided[6]), (200, 200, 0), "{decided:?}");
+        assert!(decided.iter().take(6).all(|&n| n > 20), "{decided:?}");
+    }
+
+    #[test]
+    fn a_shortlist_that_is_not_finite_is_an_error() {
+        let list = Shortlist { best: vec![(3, f32::NEG_INFINITY)], total: f64::NAN };
+        assert!(sampler(SamplingParams::default()).sample_shortlist(&list, &[]).is_err());
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_are_an_error() {
+        assert!(sampler(SamplingParams::default()).sample(&mut [f32::NAN, f32::NAN], &[], 0).is_err());
+    }
+
+    #[test]
+    fn presence_and_frequency_count_the_answer_alone() {
+        let logits = [1.0, 1.5, 1.4, 0.0];
+        let pick = |params: SamplingParams, tokens: &[u32]| sampler(params).sample(&mut logits.to_vec(), tokens, 2).unwrap().0;
+        let presence = SamplingParams { presence_penalty: 0.2, ..Default::default() };
+        assert_eq!((pick(presence.clone(), &[1, 1]), pick(presence, &[1, 1, 1])), (1, 2));
+        let frequency = SamplingParams { frequency_penalty: 0.2, ..Default::default() };
+        assert_eq!((pick(frequency.clone(), &[0, 0, 1, 2]), pick(frequency, &[0, 0, 1, 2, 1, 1, 2, 2])), (1, 0));
+        let bias = SamplingParams { logit_bias: vec![(3, 2.0), (1, -100.0)], ..Default::default() };
+        assert_eq!(pick(bias, &[0, 0]), 3);
+    }
+
+    #[test]
+    fn logprobs_are_the_models_own() {
+        let logits = [(0.5f32).ln(), (0.3f32).ln(), (0.15f32).ln(), (0.05f32).ln()];
+        let bias = SamplingParams { logit_bias: vec![(3, 100.0)], ..Default::default() };
+        let (token, told) = Sampler::new(bias, None, Some(2)).sample(&mut logits.to_vec(), &[], 0).unwrap();
+        let Logprobs { logprob, top } = *told.unwrap();
+        assert_eq!((token, top[0].0, top[1].0, top.len()), (3, 0, 1, 2));
+        for (got, want) in [(logprob, 0.05f32), (top[0].1, 0.5), (top[1].1, 0.3)] {
+            assert!((got - want.ln()).abs() < 1e-5, "{got} {want}");
+        }
+        let (_, told) = Sampler::new(SamplingParams::default(), None, Some(9)).sample(&mut logits.to_vec(), &[], 0).unwrap();
+        assert_eq!(told.unwrap().top.len(), 4);
+    }
+
+    /// Allows one token.
+    #[derive(Debug)]
+    struct Only(Option<u32>);
+
+    impl Constraint for Only {
+        fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
+            let only = self.0;
+            logits.iter_mut().enumerate().filter(|(i, _)| Some(*i as u32) != only).for_each(|(_, l)| *l = f32::NEG_INFINITY);
+            Ok(())
+        }
+
+        fn accept(&mut self, _: u32) -> Result<()> {
+            Ok(())
+        }
+
+        fn is_complete(&mut self) -> bool {
+            true
+        }
+
+        fn fork(&self) -> Box<dyn Constraint> {
+            Box::new(Self(self.0))
+        }
+    }
+
+    #[test]
+    fn a_constraint_has_the_last_word() {
+        for temperature in [0.0, 1.0] {
+            let params = SamplingParams { temperature, logit_bias: vec![(0, 50.0)], ..Default::default() };
+            let mut s = Sampler::new(params, Some(Box::new(Only(Some(2)))), None);
+            assert_eq!(s.sample(&mut [9.0, 1.0, -5.0], &[], 0).unwrap().0, 2);
+            assert!(s.shortlists_at().is_none() && s.accept(2).unwrap());
+        }
+        let error = Sampler::new(SamplingParams::default(), Some(Box::new(Only(None))), None).sample(&mut [1.0], &[], 0).unwrap_err();
+        assert!(error.to_string().contains("grammar"), "{error}");
+    }
+}

@@ -1,0 +1,432 @@
+//! What runs next: sequences join and leave between steps, prompts are read in chunks beside running answers.
+//!
+//! The scheduler sees token counts and KV blocks, never tensors.
+
+use std::collections::{HashSet, VecDeque};
+
+use crate::backend::batch::{BLOCK_SIZE, Batch};
+use crate::forward::kv_cache::{BlockPool, BlockTable, Tenant, Text};
+
+/// Tokens that a prompt gets at least when it gets any, unless it ends before: smaller shares cost more than they help.
+const LEAST_SHARE: usize = 32;
+
+/// One sequence: its tokens, and how many of them are in the cache.
+#[derive(Debug)]
+pub struct Sequence<T> {
+    /// Prompt, then answer.
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens whose keys and values are in the cache.
+    pub cached: usize,
+    /// Tokens of the prompt that other sequences had computed.
+    pub shared: usize,
+    /// It had to give its blocks back, and finds again what was its own.
+    gave_way: bool,
+    /// Of its tokens from the first on, so many whose keys and values may be what others computed.
+    pub reuses: usize,
+    /// So many whose keys and values are those of the text alone, for others to use; no fewer than it reuses.
+    pub offers: usize,
+    /// Whom it is for: clients take turns.
+    pub client: u64,
+    /// Whatever the owner keeps with it.
+    pub state: T,
+    table: BlockTable,
+    slot: usize, // while it runs: of recurrent state
+}
+
+impl<T> Sequence<T> {
+    /// A sequence of which nothing is cached.
+    pub fn new(prompt: Vec<u32>, client: u64, state: T) -> Self {
+        Self {
+            prompt_tokens: prompt.len(),
+            tokens: prompt,
+            cached: 0,
+            shared: 0,
+            gave_way: false,
+            reuses: usize::MAX,
+            offers: usize::MAX,
+            client,
+            state,
+            table: BlockTable::default(),
+            slot: 0,
+        }
+    }
+
+    /// The same, but it shares blocks with sequences of `tenant`.
+    pub fn of(self, tenant: Tenant) -> Self {
+        Self { table: BlockTable::new(tenant), ..self }
+    }
+
+    fn missing(&self) -> usize {
+        self.tokens.len() - self.cached
+    }
+
+    /// Takes what others have computed of it from `pool`, and says how many tokens that were; and the text that it has to compute next, if others
+    /// could use that.
+    fn share(&mut self, pool: &mut BlockPool) -> (usize, Option<Text>) {
+        let tokens = &self.tokens[..self.tokens.len().min(self.reuses)];
+        let shared = pool.share(&mut self.table, tokens);
+        (shared, pool.next_text(&self.table, tokens))
+    }
+}
+
+/// One sequence's part in the step that was just planned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scheduled {
+    /// Index among the running sequences.
+    pub index: usize,
+    /// Its tokens in the batch.
+    pub tokens: usize,
+    /// Row of its last token in the batch if that is the sequence's last token too: the row to sample from.
+    pub last_row: Option<usize>,
+}
+
+/// Waiting and running sequences, and the blocks they hold.
+#[derive(Debug)]
+pub struct Scheduler<T> {
+    waiting: VecDeque<Sequence<T>>,
+    running: Vec<Sequence<T>>, // oldest first
+    pool: BlockPool,
+    free_slots: Vec<usize>, // below max_sequences, that no running sequence has
+    max_sequences: usize,
+    max_tokens: usize,
+    plan: Vec<Scheduled>,
+    shares: Vec<(usize, usize)>, // of this step: a prompt's index, and the tokens it may read
+    preempted: u64,
+}
+
+impl<T> Scheduler<T> {
+    /// At most `max_sequences` run at once, in batches of at most `max_tokens` tokens.
+    pub fn new(pool: BlockPool, max_sequences: usize, max_tokens: usize) -> Self {
+        let (waiting, running, free_slots) = (VecDeque::new(), Vec::new(), (0..max_sequences).rev().collect());
+        Self { waiting, running, pool, free_slots, max_sequences, max_tokens, plan: Vec::new(), shares: Vec::new(), preempted: 0 }
+    }
+
+    /// Queues a sequence. Its final length must fit the pool: the owner has checked it against the context.
+    pub fn add(&mut self, sequence: Sequence<T>) {
+        self.waiting.push_back(sequence);
+    }
+
+    /// Nothing waits and nothing runs.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    /// The blocks.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Sequences that run.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// How often a sequence had to give its blocks back and wait.
+    pub fn preempted(&self) -> u64 {
+        self.preempted
+    }
+
+    /// The running sequence at `index`.
+    pub fn sequence(&mut self, index: usize) -> &mut Sequence<T> {
+        &mut self.running[index]
+    }
+
+    /// Fills `batch` with the next step: one token of every running answer, then parts of prompts, which beside answers have
+    /// `prompt_tokens` tokens together.
+    ///
+    /// When the pool is empty the youngest sequence goes back to the queue and is computed again later. What frees up goes
+    /// to the oldest that waits for it, so that small requests do not pass a large one forever.
+    pub fn next(&mut self, batch: &mut Batch, prompt_tokens: usize) -> &[Scheduled] {
+        batch.clear();
+        self.plan.clear();
+        self.admit();
+        // Answers before prompts, so that a long prompt does not hold them up.
+        let mut index = 0;
+        while index < self.running.len() && batch.len() < self.max_tokens {
+            if self.running[index].missing() == 1 && !self.push(index, 1, batch) {
+                break;
+            }
+            index += 1;
+        }
+        let room = self.max_tokens - batch.len();
+        self.share_out(if self.plan.is_empty() { room } else { room.min(prompt_tokens) });
+        for i in 0..self.shares.len() {
+            let (index, tokens) = self.shares[i];
+            // Sequences that gave way are not running any more.
+            if index >= self.running.len() || !self.push(index, tokens, batch) {
+                break;
+            }
+        }
+        assert!(!self.plan.is_empty() || self.running.is_empty(), "the pool holds any one sequence, and a batch one token");
+        &self.plan
+    }
+
+    /// Lets waiting sequences run: of the client that has the fewest running, the one that came first.
+    fn admit(&mut self) {
+        while self.running.len() < self.max_sequences && !self.waiting.is_empty() {
+            let of = |client: u64| self.running.iter().filter(|s| s.client == client).count();
+            let next = (0..self.waiting.len()).min_by_key(|&i| of(self.waiting[i].client)).expect("somebody waits");
+            let mut sequence = self.waiting.remove(next).expect("just found");
+            sequence.slot = self.free_slots.pop().expect("as many slots as sequences run at most");
+            self.running.push(sequence);
+        }
+    }
+
+    /// Takes a running sequence out, and back what it holds.
+    fn stop(&mut self, index: usize) -> Sequence<T> {
+        let mut sequence = self.running.remove(index);
+        self.pool.release(&mut sequence.table);
+        self.free_slots.push(sequence.slot);
+        sequence
+    }
+
+    /// Cuts `tokens` into shares of the prompts that run: alike for all, what a short one leaves going to the others, and the oldest never without.
+    ///
+    /// A prompt takes what others have computed of it. One whose next block another computes in this very step waits for it.
+    fn share_out(&mut self, tokens: usize) {
+        self.shares.clear();
+        let mut computing = HashSet::new();
+        for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, s)| s.missing() > 1) {
+            let (shared, next) = sequence.share(&mut self.pool);
+            sequence.cached += shared;
+            if !sequence.gave_way {
+                sequence.shared += shared;
+            }
+            if next.is_none_or(|text| computing.insert(text)) {
+                self.shares.push((index, sequence.missing()));
+            }
+        }
+        if let [_, rest @ ..] = &mut *self.shares {
+            rest.sort_by_key(|&(_, missing)| missing);
+        }
+        let (mut left, mut prompts) = (tokens, self.shares.len());
+        for (index, share) in &mut self.shares {
+            let sequence = &self.running[*index];
+            *share = (left / prompts).max(LEAST_SHARE.min(left)).min(*share);
+            // Whole blocks, so that the next prompt that begins alike can share them.
+            let end = (sequence.cached + *share) / BLOCK_SIZE * BLOCK_SIZE;
+            if *share < sequence.missing() && end > sequence.cached {
+                *share = end - sequence.cached;
+            }
+            left -= *share;
+            prompts -= 1;
+        }
+        self.shares.retain(|&(_, share)| share > 0);
+        self.shares.sort_unstable();
+    }
+
+    /// Puts the next `tokens` tokens of sequence `index` into the batch, with blocks taken from younger, not yet planned sequences if need be.
+    /// Returns false when it has to wait for a step in which blocks are free.
+    fn push(&mut self, index: usize, tokens: usize, batch: &mut Batch) -> bool {
+        loop {
+            let sequence = &mut self.running[index];
+            let end = sequence.cached + tokens;
+            if self.pool.grow(&mut sequence.table, end) {
+                batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table).slot = sequence.slot;
+                let last_row = (end == sequence.tokens.len()).then(|| batch.len() - 1);
+                self.plan.push(Scheduled { index, tokens, last_row });
+                return true;
+            }
+            let youngest = self.running.len() - 1;
+            if youngest == index || self.plan.iter().any(|s| s.index == youngest) {
+                return false;
+            }
+            let mut victim = self.stop(youngest);
+            if victim.cached > 0 {
+                (victim.cached, victim.gave_way) = (0, true);
+                self.preempted += 1;
+            }
+            self.waiting.push_front(victim);
+        }
+    }
+
+    /// The planned step, until sequences are added or retired.
+    pub fn plan(&self) -> &[Scheduled] {
+        &self.plan
+    }
+
+    /// Records that the planned step has run: its tokens are in the cache.
+    pub fn commit(&mut self) {
+        for s in &self.plan {
+            let sequence = &mut self.running[s.index];
+            sequence.cached += s.tokens;
+            self.pool.fill(&mut sequence.table, &sequence.tokens[..sequence.cached.min(sequence.offers)]);
+        }
+    }
+
+    /// Takes out every sequence that `ended` says has ended, running or waiting, and frees its blocks.
+    pub fn retire(&mut self, mut ended: impl FnMut(&Sequence<T>) -> bool, mut with: impl FnMut(Sequence<T>)) {
+        let mut index = 0;
+        while index < self.running.len() {
+            if ended(&self.running[index]) {
+                with(self.stop(index));
+            } else {
+                index += 1;
+            }
+        }
+        for _ in 0..self.waiting.len() {
+            let sequence = self.waiting.pop_front().expect("as many as counted");
+            if ended(&sequence) { with(sequence) } else { self.waiting.push_back(sequence) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scheduler(blocks: usize) -> Scheduler<u32> {
+        Scheduler::new(BlockPool::new(blocks).reusing(true), 4, 100)
+    }
+
+    fn prompt(n: usize, seed: u32) -> Vec<u32> {
+        (0..n as u32).map(|i| i + 1000 * seed).collect()
+    }
+
+    fn add(s: &mut Scheduler<u32>, tokens: usize, state: u32) {
+        s.add(Sequence::new(prompt(tokens, state), 0, state));
+    }
+
+    /// Plans and runs a step; who read how many tokens.
+    fn step(s: &mut Scheduler<u32>, prompt_tokens: usize) -> Vec<(u32, usize)> {
+        let plan = s.next(&mut Batch::default(), prompt_tokens).to_vec();
+        s.commit();
+        plan.iter().map(|part| (s.sequence(part.index).state, part.tokens)).collect()
+    }
+
+    /// Every running sequence whose tokens are all in the cache says one more.
+    fn answer(s: &mut Scheduler<u32>) {
+        s.running.iter_mut().filter(|q| q.missing() == 0).for_each(|q| q.tokens.push(5));
+    }
+
+    #[test]
+    fn a_prompt_is_read_in_whole_blocks_and_sampled_at_its_end() {
+        let (mut s, mut batch) = (scheduler(10), Batch::default());
+        add(&mut s, 150, 0);
+        assert_eq!(s.next(&mut batch, 100), [Scheduled { index: 0, tokens: 64, last_row: None }]);
+        s.commit();
+        assert_eq!(s.next(&mut batch, 100), [Scheduled { index: 0, tokens: 86, last_row: Some(85) }]);
+        assert_eq!((batch.positions[0], batch.spans[0].start), (64, 64));
+    }
+
+    #[test]
+    fn answers_go_before_prompts_which_beside_them_are_read_in_smaller_parts() {
+        let mut s = scheduler(10);
+        add(&mut s, 1, 0);
+        assert_eq!(step(&mut s, 32), [(0, 1)]);
+        answer(&mut s);
+        add(&mut s, 150, 1);
+        assert_eq!(step(&mut s, 32), [(0, 1), (1, 32)]);
+        s.retire(|q| q.state == 0, |_| {});
+        assert_eq!(step(&mut s, 32), [(1, 96)], "alone it may fill the batch, up to the end of a block");
+    }
+
+    #[test]
+    fn prompts_get_equal_shares_and_what_short_ones_leave() {
+        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        add(&mut s, 2000, 0);
+        add(&mut s, 1000, 1);
+        add(&mut s, 40, 2);
+        assert_eq!(step(&mut s, 512), [(0, 128), (1, 320), (2, 40)], "512 / 3 in whole blocks, 40, and the rest");
+        answer(&mut s);
+        assert_eq!(step(&mut s, 64), [(2, 1), (0, 32), (1, 32)]);
+    }
+
+    #[test]
+    fn beginnings_are_computed_once() {
+        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        for state in 0..3 {
+            let mut tokens = prompt(200, 9);
+            tokens.push(state);
+            s.add(Sequence::new(tokens, 0, state));
+        }
+        assert_eq!(step(&mut s, 512), [(0, 201)], "the others wait for what is being computed");
+        assert_eq!(step(&mut s, 512), [(1, 9), (2, 9)]);
+        assert_eq!((s.sequence(0).shared, s.sequence(1).shared, s.sequence(2).shared), (0, 192, 192));
+        s.retire(|_| true, |_| {});
+        s.add(Sequence::new(prompt(193, 9), 0, 3));
+        assert_eq!(step(&mut s, 512), [(3, 1)], "kept after all have ended");
+    }
+
+    #[test]
+    fn tenants_do_not_wait_for_each_others_beginnings() {
+        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        for (state, tenant) in [(0, 1), (1, 2), (2, 1)] {
+            s.add(Sequence::new(prompt(193, 9), 0, state).of(Tenant(tenant)));
+        }
+        assert_eq!(step(&mut s, 512), [(0, 193), (1, 193)], "each tenant's first");
+        assert_eq!(step(&mut s, 512), [(2, 1)]);
+        assert_eq!((s.sequence(1).shared, s.sequence(2).shared), (0, 192));
+    }
+
+    #[test]
+    fn clients_take_turns() {
+        let mut s = scheduler(100);
+        for state in 0..6 {
+            s.add(Sequence::new(prompt(1, state), 1, state));
+        }
+        s.add(Sequence::new(prompt(1, 6), 2, 6));
+        let first: Vec<u32> = step(&mut s, 100).iter().map(|&(state, _)| state).collect();
+        assert_eq!(first, [0, 6, 1, 2], "who has none running is next");
+    }
+
+    /// An answer that has filled its first block, and a prompt beside it that waits for memory; then the answer needs a third block.
+    fn short_of_blocks(blocks: usize, prompt_tokens: usize) -> Scheduler<u32> {
+        let mut s = scheduler(blocks);
+        add(&mut s, BLOCK_SIZE, 0);
+        step(&mut s, 100);
+        add(&mut s, prompt_tokens, 1);
+        for _ in 0..BLOCK_SIZE {
+            answer(&mut s);
+            step(&mut s, 100);
+        }
+        assert_eq!(s.preempted(), 0);
+        answer(&mut s);
+        assert_eq!(step(&mut s, 100), [(0, 1)], "the youngest gives its blocks");
+        assert_eq!(s.preempted(), 1);
+        s.retire(|q| q.state == 0, |_| {});
+        s
+    }
+
+    #[test]
+    fn the_youngest_gives_way_and_comes_back() {
+        let mut s = short_of_blocks(3, 100);
+        assert_eq!(step(&mut s, 100), [(1, 100)], "computed again from its start");
+        assert_eq!(s.sequence(0).shared, 0);
+    }
+
+    #[test]
+    fn who_gave_way_finds_what_nobody_needed() {
+        let mut s = short_of_blocks(4, 204);
+        assert_eq!(step(&mut s, 100), [(1, 64)], "its first block was still there");
+        assert_eq!(s.sequence(0).shared, 0, "its own");
+    }
+
+    #[test]
+    fn small_prompts_do_not_pass_a_large_one_forever() {
+        let mut s = scheduler(4);
+        add(&mut s, 4 * BLOCK_SIZE, 0);
+        for state in 1..40 {
+            add(&mut s, 60, state);
+            step(&mut s, 100);
+            if s.running.iter().any(|q| q.state == 0 && q.missing() == 0) {
+                return;
+            }
+            s.retire(|q| q.state != 0 && q.missing() == 0, |_| {});
+        }
+        panic!("the large prompt still waits");
+    }
+
+    #[test]
+    fn ended_sequences_free_their_blocks() {
+        let mut s = scheduler(5);
+        add(&mut s, 90, 0);
+        step(&mut s, 100);
+        assert_eq!(s.pool().free_blocks(), 3);
+        let mut ended = 0;
+        s.retire(|_| true, |_| ended += 1);
+        assert_eq!((ended, s.pool().free_blocks(), s.pool().kept_blocks(), s.is_idle()), (1, 5, 1, true));
+    }
+}

@@ -1,0 +1,83 @@
+//! Attention of one layer, from the normalized hidden state into the residual stream.
+
+mod delta_net;
+mod gqa;
+mod mla;
+
+use crate::Result;
+use crate::backend::Backend;
+use crate::forward::kv_cache::LayerCache;
+use crate::model::{Attention, ModelConfig};
+use crate::forward::weights::AttentionWeights;
+
+/// Activations of attention, allocated once and used by every layer of their kind; all layers of a kind have the same widths.
+pub struct AttentionBuffers<B: Backend> {
+    gqa: Option<gqa::Buffers<B>>,
+    mla: Option<mla::Buffers<B>>,
+    delta_net: Option<delta_net::Buffers<B>>,
+}
+
+impl<B: Backend> AttentionBuffers<B> {
+    /// Buffers for `max_tokens` tokens.
+    pub fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
+        let mut buffers = Self { gqa: None, mla: None, delta_net: None };
+        for attention in model.attentions() {
+            match attention {
+                Attention::Gqa(a) => buffers.gqa = Some(gqa::Buffers::new(backend, a, max_tokens)?),
+                Attention::Mla(a) => buffers.mla = Some(mla::Buffers::new(backend, a, max_tokens)?),
+                Attention::DeltaNet(a) => buffers.delta_net = Some(delta_net::Buffers::new(backend, a, max_tokens)?),
+            }
+        }
+        Ok(buffers)
+    }
+
+    pub(crate) fn set_rows(&mut self, backend: &B, rows: usize) {
+        let Self { gqa, mla, delta_net } = self;
+        gqa.iter_mut().for_each(|b| b.set_rows(backend, rows));
+        mla.iter_mut().for_each(|b| b.set_rows(backend, rows));
+        delta_net.iter_mut().for_each(|b| b.set_rows(backend, rows));
+    }
+}
+
+/// What attention needs of the running step.
+pub struct Step<'a, B: Backend> {
+    /// The device.
+    pub backend: &'a B,
+    /// The tokens.
+    pub batch: &'a B::Batch,
+    /// cos and sin of the batch's positions.
+    pub angles: &'a B::Tensor,
+    /// Epsilon of the norms.
+    pub norm_eps: f32,
+    /// Rotary pairs are neighbours.
+    pub interleaved: bool,
+}
+
+/// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the way. `x` is `[T, hidden]`, `h` a buffer like it.
+#[allow(clippy::too_many_arguments)] // what a layer is, what it has, what it changes
+pub fn attention<B: Backend>(
+    step: &Step<'_, B>,
+    config: &Attention,
+    weights: &AttentionWeights<B>,
+    norm: &B::Norm,
+    cache: &mut LayerCache<B>,
+    buffers: &mut AttentionBuffers<B>,
+    h: &mut B::Tensor,
+    x: &mut B::Tensor,
+) {
+    let AttentionBuffers { gqa, mla, delta_net } = buffers;
+    match (config, weights, cache) {
+        (Attention::Gqa(c), AttentionWeights::Gqa(w), LayerCache::Kv(kv)) => {
+            gqa::attention(step, c, w, norm, kv, gqa.as_mut().expect(THERE), h, x);
+        }
+        (Attention::Mla(c), AttentionWeights::Mla(w), LayerCache::Kv(kv)) => {
+            mla::attention(step, c, w, norm, kv, mla.as_mut().expect(THERE), h, x);
+        }
+        (Attention::DeltaNet(c), AttentionWeights::DeltaNet(w), LayerCache::State(state)) => {
+            delta_net::attention(step, c, w, norm, state, delta_net.as_mut().expect(THERE), h, x);
+        }
+        _ => panic!("configuration, weights and cache of one layer are of one kind"),
+    }
+}
+
+const THERE: &str = "there are buffers for every kind of attention that the model has";

@@ -1,0 +1,48 @@
+//! Gated DeltaNet: linear attention whose memory is one matrix per head and sequence, whatever the length of the context.
+
+use super::Step;
+use crate::Result;
+use crate::backend::Backend;
+use crate::model::DeltaNet;
+use crate::forward::weights::DeltaNetWeights;
+
+/// Activations of one layer.
+pub(super) struct Buffers<B: Backend> {
+    qkv: B::Tensor, // [T, conv_dim]
+    z: B::Tensor,   // [T, value_dim]
+    out: B::Tensor, // [T, value_dim]
+    scratch: B::DeltaScratch,
+}
+
+impl<B: Backend> Buffers<B> {
+    pub(super) fn new(backend: &B, a: &DeltaNet, max_tokens: usize) -> Result<Self> {
+        let tensor = |cols| backend.tensor(max_tokens, cols);
+        let (qkv, z, out) = (tensor(a.conv_dim())?, tensor(a.value_dim())?, tensor(a.value_dim())?);
+        Ok(Self { qkv, z, out, scratch: backend.delta_scratch(a, max_tokens)? })
+    }
+
+    pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
+        for t in [&mut self.qkv, &mut self.z, &mut self.out] {
+            backend.set_rows(t, rows);
+        }
+    }
+}
+
+#[allow(clippy::too_many_arguments)] // as `super::attention`
+pub(super) fn attention<B: Backend>(
+    step: &Step<'_, B>,
+    config: &DeltaNet,
+    weights: &DeltaNetWeights<B>,
+    norm: &B::Norm,
+    state: &mut B::State,
+    Buffers { qkv, z, out, scratch }: &mut Buffers<B>,
+    h: &mut B::Tensor,
+    x: &mut B::Tensor,
+) {
+    let (backend, eps) = (step.backend, step.norm_eps);
+    // Its gates read `h` as well, which `norm_linears` may leave out.
+    backend.rms_norm(x, norm, eps, h);
+    backend.linears(h, [(&weights.qkv, &mut *qkv), (&weights.z, &mut *z)]);
+    backend.delta_net(state, step.batch, (config, eps), &weights.rule, scratch, h, (qkv, z), out);
+    backend.linear_add(&weights.o, out, x);
+}

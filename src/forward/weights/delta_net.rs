@@ -1,0 +1,122 @@
+//! Gated DeltaNet's tensors, in the arrangements that checkpoints have them in.
+//!
+//! ```text
+//! in_proj_qkvz, in_proj_ba                       rows by key head: Qwen3-Next
+//! in_proj_qkv, in_proj_z, in_proj_b, in_proj_a   Qwen3.5
+//! in_proj_qkv, in_proj_z, in_proj_ba             GGUF of Qwen3-Next; the oldest have in_proj_qkvz
+//! A = -exp(A_log)                                GGUF
+//! value heads tiled                              GGUF of Qwen3.5
+//! ```
+
+use super::{DeltaNetWeights, Loader};
+use crate::backend::{Backend, DeltaRule};
+use crate::model::DeltaNet;
+use crate::backend::tensor::{HostTensor, rows_by};
+use crate::{Error, Result};
+
+impl<B: Backend> Loader<'_, B> {
+    pub(super) fn delta_net(&self, name: &str, a: &DeltaNet) -> Result<DeltaNetWeights<B>> {
+        let (hidden, heads, groups) = (self.model.hidden_size, a.num_value_heads, a.num_key_heads);
+        let has = |which: &str| self.source.has(&format!("{name}.{which}"));
+        let matrix = |which: &str, rows, cols| self.source.matrix(&format!("{name}.{which}.weight"), rows, cols);
+        let vector = |which: &str, len| self.source.vector(&format!("{name}.{which}"), len);
+        let (qkv, z) = if has("in_proj_qkvz.weight") {
+            let (dim, values) = (a.key_head_dim, a.value_dim() / groups);
+            let qkvz = matrix("in_proj_qkvz", a.conv_dim() + a.value_dim(), hidden)?;
+            let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
+            (HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]), rows(2 * dim + values, values))
+        } else {
+            (matrix("in_proj_qkv", a.conv_dim(), hidden)?, matrix("in_proj_z", a.value_dim(), hidden)?)
+        };
+        let [beta, alpha] = if has("in_proj_ba.weight") {
+            let (ba, of_group) = (matrix("in_proj_ba", 2 * heads, hidden)?, heads / groups);
+            [ba.head_rows(groups, 0, of_group), ba.head_rows(groups, of_group, 2 * of_group)]
+        } else {
+            [matrix("in_proj_b", heads, hidden)?, matrix("in_proj_a", heads, hidden)?]
+        };
+        let gates = HostTensor::stacked(&[beta, alpha]).to_f32().into_owned();
+        let rates = match has("A") {
+            true => {
+                let a = vector("A", heads)?;
+                if a.iter().any(|a| *a > 0.0) {
+                    return Err(Error::Model(format!(
+                        "tensor `{name}.A` holds positive numbers, which are no decay: convert the model again"
+                    )));
+                }
+                a.iter().map(|a| -a).collect()
+            }
+            false => vector("A_log", heads)?.iter().map(|a| a.exp()).collect(),
+        };
+        let conv = self.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
+        let o = matrix("out_proj", hidden, a.value_dim())?;
+        let rule = DeltaRule { conv, gates, rates, dt_bias: vector("dt_bias", heads)?, norm: vector("norm.weight", a.value_head_dim)? };
+        let (qkv, z, o, rule) = match a.tiled {
+            true => untiled(a, hidden, (qkv, z, o, rule)),
+            false => (qkv, z, o, rule),
+        };
+        Ok(DeltaNetWeights {
+            qkv: self.backend.load_linear(qkv, None, self.bits)?,
+            z: self.backend.load_linear(z, None, self.bits)?,
+            o: self.backend.load_linear(o, None, self.bits)?,
+            rule: self.backend.load_delta_net(a, rule)?,
+        })
+    }
+}
+
+/// Projections to q, k and v, to z, and back, and the rule.
+type Tensors<'a> = (HostTensor<'a>, HostTensor<'a>, HostTensor<'a>, DeltaRule);
+
+/// The value heads of a key head beside each other.
+fn untiled<'a>(a: &DeltaNet, hidden: usize, (qkv, z, o, rule): Tensors<'_>) -> Tensors<'a> {
+    let (keys, heads) = (a.num_key_heads, a.num_value_heads);
+    // What is there for each value head, `width` of it, behind what is not.
+    let order = |before: usize, width: usize| -> Vec<usize> {
+        let heads = (0..keys).flat_map(|key| (key..heads).step_by(keys));
+        (0..before).chain(heads.flat_map(|head| before + head * width..before + (head + 1) * width)).collect()
+    };
+    let (of_heads, values, channels) = (order(0, 1), order(0, a.value_head_dim), order(2 * keys * a.key_head_dim, a.value_head_dim));
+    let of_gates: Vec<usize> = [0, heads].iter().flat_map(|from| of_heads.iter().map(move |head| from + head)).collect();
+    let rule = DeltaRule {
+        conv: rows_by(&rule.conv, a.conv_width, &channels),
+        gates: rows_by(&rule.gates, hidden, &of_gates),
+        rates: rows_by(&rule.rates, 1, &of_heads),
+        dt_bias: rows_by(&rule.dt_bias, 1, &of_heads),
+        norm: rule.norm,
+    };
+    (qkv.rows_by(&channels), z.rows_by(&values), o.cols_by(&values), rule)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiled_value_heads_go_beside_each_other() {
+        let a = DeltaNet { num_key_heads: 2, num_value_heads: 6, key_head_dim: 1, value_head_dim: 2, conv_width: 2, tiled: true };
+        // Where heads of the model lie in the file: the first of each key head, the second, the third.
+        let heads = [0, 2, 4, 1, 3, 5];
+        let values: Vec<f32> = heads.iter().flat_map(|&head| [20 * head, 20 * head + 10]).map(|x| x as f32).collect();
+        let channels: Vec<f32> = [-4.0, -3.0, -2.0, -1.0].into_iter().chain(values.iter().copied()).collect();
+        let rows = |n: usize, from: i32| -> Vec<f32> { (0..n).map(|i| (from + 10 * i as i32) as f32).collect() };
+        let file_channels: Vec<f32> = [-4.0, -3.0, -2.0, -1.0].into_iter().chain(rows(12, 0)).collect();
+        let matrix = |data: Vec<f32>, cols| HostTensor::F32 { data: data.into(), cols };
+        let twice = |data: &[f32]| -> Vec<f32> { data.iter().flat_map(|x| [*x, *x + 0.5]).collect() };
+        let rule = DeltaRule {
+            conv: twice(&file_channels),
+            gates: twice(&rows(12, 0)),
+            rates: rows(6, 0),
+            dt_bias: rows(6, 5),
+            norm: vec![7.0, 8.0],
+        };
+        let o = [rows(12, 0), rows(12, 1)].concat();
+        let file = (matrix(file_channels.clone(), 1), matrix(twice(&rows(12, 0)), 2), matrix(o, 12), rule);
+        let (qkv, z, o, rule) = untiled(&a, 2, file);
+        assert_eq!(qkv.to_f32(), channels);
+        assert_eq!(rule.conv, twice(&channels));
+        assert_eq!(z.to_f32(), twice(&values));
+        assert_eq!(o.to_f32(), [values.clone(), values.iter().map(|x| x + 1.0).collect()].concat());
+        let of_heads = |from: f32| -> Vec<f32> { heads.iter().map(|&head| 10.0 * head as f32 + from).collect() };
+        assert_eq!((rule.rates, rule.dt_bias, rule.norm), (of_heads(0.0), of_heads(5.0), vec![7.0, 8.0]));
+        assert_eq!(rule.gates, twice(&[of_heads(0.0), of_heads(60.0)].concat()));
+    }
+}

@@ -1,0 +1,393 @@
+//! What will go where, what context fits and how fast it will be, before anything is loaded: what `moebius plan` prints.
+//!
+//! Decided by what loading decides with, so the plan is what loading does.
+
+use moebius_cache::Precision;
+use serde::Serialize;
+
+use crate::backend::batch::BLOCK_SIZE;
+use crate::config::{CPU_BATCH_TOKENS, DenseBits, EngineConfig};
+use crate::load::speed::{self, CpuRates, Expected};
+use crate::load::{self, Budget, Machine, activation_bytes, expert_bytes, gib, resident_bytes};
+use crate::model::ModelConfig;
+use crate::machine::topology::Topology;
+use crate::{Error, Result};
+
+/// The plan, as `--json` prints it.
+#[derive(Debug, Serialize)]
+pub struct Plan {
+    /// As the user named it.
+    pub model: String,
+    /// Its layers.
+    pub layers: usize,
+    /// The GPU, or `CPU`.
+    pub device: String,
+    /// Whether the GPU is not here, and its speeds are assumed.
+    pub is_assumed: bool,
+    /// Of the experts, as `int4-g128`.
+    pub experts: String,
+    /// Of everything else.
+    pub dense: String,
+    /// Of keys and values.
+    pub kv: String,
+    /// Everything that takes memory.
+    pub parts: Vec<Part>,
+    /// VRAM that may be taken, in bytes; 0 without a GPU.
+    pub vram_limit_bytes: u64,
+    /// RAM that may be taken, in bytes.
+    pub ram_limit_bytes: u64,
+    /// Tokens a sequence may hold.
+    pub max_context: usize,
+    /// Tokens that the model was made for.
+    pub model_context: usize,
+    /// Tokens of all sequences together.
+    pub kv_tokens: usize,
+    /// Experts of a layer.
+    pub num_experts: usize,
+    /// Of these in VRAM.
+    pub resident_experts: usize,
+    /// What the expectation was made of.
+    pub speeds: Speeds,
+    /// How fast it should be.
+    pub expected: Expected,
+    /// What would make it faster, a sentence each.
+    pub advice: Vec<String>,
+}
+
+/// One thing that takes memory, in bytes.
+#[derive(Clone, Debug, Serialize)]
+pub struct Part {
+    /// What it is.
+    pub name: &'static str,
+    /// On the device.
+    pub vram_bytes: u64,
+    /// In RAM.
+    pub ram_bytes: u64,
+    /// On disk.
+    pub disk_bytes: u64,
+}
+
+/// Bandwidths in GB/s (10^9 bytes), measured here or assumed.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Speeds {
+    /// Of the CPU's memory, all workers together.
+    pub read_gb_per_s: f64,
+    /// From RAM to VRAM.
+    pub pcie_gb_per_s: Option<f64>,
+    /// Of VRAM.
+    pub vram_gb_per_s: Option<f64>,
+}
+
+impl Plan {
+    /// VRAM that will be taken, in bytes.
+    pub fn vram_bytes(&self) -> u64 {
+        self.parts.iter().map(|part| part.vram_bytes).sum()
+    }
+
+    /// RAM that will be taken, in bytes.
+    pub fn ram_bytes(&self) -> u64 {
+        self.parts.iter().map(|part| part.ram_bytes).sum()
+    }
+}
+
+/// Decides and measures; takes a few seconds and nothing that stays. `ram`: bytes that may be taken, in place of what is available here.
+///
+/// Errors: what loading would refuse, with the flag that helps.
+pub fn plan(name: &str, model: &ModelConfig, config: &EngineConfig, ram: Option<u64>) -> Result<Plan> {
+    let mut machine = load::machine(config, &Topology::read())?;
+    machine.available_bytes = ram.unwrap_or(machine.available_bytes);
+    let precision = load::precision(model, config)?;
+    let planner = Planner { name, model, config, precision, machine: &machine };
+    #[cfg(feature = "cuda")]
+    if let Some(device) = gpu::Device::find(config)? {
+        return planner.on_gpu(&device);
+    }
+    planner.on_cpu()
+}
+
+struct Planner<'a> {
+    name: &'a str,
+    model: &'a ModelConfig,
+    config: &'a EngineConfig,
+    precision: Option<Precision>,
+    machine: &'a Machine,
+}
+
+impl Planner<'_> {
+    fn on_cpu(&self) -> Result<Plan> {
+        let Self { model, config, precision, machine, .. } = *self;
+        #[allow(irrefutable_let_patterns)] // in a build without the GPU side
+        let Budget::Cpu { max_context, kv_blocks } = Budget::on_cpu(model, config, precision, machine)? else {
+            return Err(Error::Invalid("a budget of the CPU is of the CPU".into()));
+        };
+        let tokens = config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS);
+        let experts = expert_bytes(model, precision)?;
+        let states = (model.state_bytes_per_sequence() * config.max_sequences) as u64;
+        let parts = [
+            ("dense weights", resident_bytes(model, config.dense), 0),
+            ("experts", experts, 0),
+            ("KV cache", (kv_blocks * BLOCK_SIZE) as u64 * model.kv_bytes_per_token(config.kv.parts()) as u64, 0),
+            ("recurrent state", states, 0),
+            ("activations", activation_bytes(model, config, precision, machine)?, 0),
+            ("expert cache", 0, experts),
+        ];
+        let parts = parts.into_iter().filter(|part| part.0 != "recurrent state" || model.has_recurrent_state());
+        let rates = CpuRates::measure(model, config, precision, machine, tokens)?;
+        let expected = |config: &EngineConfig| speed::on_cpu(model, config, precision, &rates, tokens);
+        let now = expected(config)?;
+        let mut advice = Vec::new();
+        if config.dense == DenseBits::Bf16 {
+            let then = expected(&EngineConfig { dense: DenseBits::Int8, ..config.clone() })?;
+            advice.extend(gain("--dense int8", &now, &then));
+        }
+        advice.push(
+            "a GPU would take everything but the experts, and read prompts: `--device cuda:0 --vram 24GiB` plans for one that is not here"
+                .into(),
+        );
+        Ok(Plan {
+            device: "CPU".into(),
+            is_assumed: false,
+            parts: parts.map(|(name, ram_bytes, disk_bytes)| Part { name, vram_bytes: 0, ram_bytes, disk_bytes }).collect(),
+            vram_limit_bytes: 0,
+            max_context,
+            kv_tokens: kv_blocks * BLOCK_SIZE,
+            resident_experts: 0,
+            speeds: Speeds { read_gb_per_s: rates.read_bytes / 1e9, pcie_gb_per_s: None, vram_gb_per_s: None },
+            expected: now,
+            advice,
+            ..self.about()
+        })
+    }
+
+    /// What does not depend on the device.
+    fn about(&self) -> Plan {
+        Plan {
+            model: self.name.into(),
+            layers: self.model.layers.len(),
+            experts: self.precision.map_or("none".into(), |precision| precision.to_string()),
+            dense: self.config.dense.to_string(),
+            kv: self.config.kv.to_string(),
+            ram_limit_bytes: self.machine.available_bytes,
+            model_context: self.model.max_context,
+            num_experts: self.model.moe().map_or(0, |moe| moe.num_experts),
+            device: String::new(),
+            is_assumed: false,
+            parts: Vec::new(),
+            vram_limit_bytes: 0,
+            max_context: 0,
+            kv_tokens: 0,
+            resident_experts: 0,
+            speeds: Speeds { read_gb_per_s: 0.0, pcie_gb_per_s: None, vram_gb_per_s: None },
+            expected: Expected { decode_tok_per_s: 0.0, prefill_tok_per_s: 0.0, prefill_tokens: 0 },
+            advice: Vec::new(),
+        }
+    }
+}
+
+/// What a flag would bring, if that is more than a twentieth.
+fn gain(flag: &str, now: &Expected, then: &Expected) -> Option<String> {
+    let pays = then.decode_tok_per_s > 1.05 * now.decode_tok_per_s;
+    pays.then(|| format!("with {flag}: {then}"))
+}
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::config::{self, KvBits, PrefillOn};
+    use crate::cuda::{Cuda, DeviceInfo};
+    use crate::experts::gpu::Speeds as CostModel;
+    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, check_ram};
+    use crate::load::speed::GpuRates;
+
+    /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
+    const ASSUMED_VRAM_BYTES: f64 = 1000e9;
+    const ASSUMED_PCIE_BYTES: f64 = 25e9;
+
+    /// Bytes over which bandwidths are measured.
+    const SAMPLE_BYTES: usize = 128 << 20;
+
+    /// The GPU of a plan.
+    pub(super) struct Device {
+        info: DeviceInfo,
+        is_assumed: bool,
+        vram_bytes: f64,
+        pcie_bytes: f64,
+    }
+
+    impl Device {
+        /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there is no size to assume one of.
+        pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
+            let found = match load::open_gpu(config) {
+                Ok(found) => found,
+                Err(_) if config.vram.is_some() => None,
+                Err(error) => return Err(Error::Device(format!("{error}, or give --vram to plan for a GPU that is not here"))),
+            };
+            match (found, config.vram) {
+                (Some(cuda), _) => Self::measure(&cuda).map(Some),
+                (None, Some(vram)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed(vram))),
+                (None, _) => Ok(None),
+            }
+        }
+
+        fn measure(cuda: &Arc<Cuda>) -> Result<Self> {
+            Ok(Self {
+                info: cuda.info.clone(),
+                is_assumed: false,
+                vram_bytes: cuda.vram_bandwidth(SAMPLE_BYTES)?,
+                pcie_bytes: cuda.pcie_bandwidth(SAMPLE_BYTES)?,
+            })
+        }
+
+        fn assumed(vram: u64) -> Self {
+            let info = DeviceInfo {
+                name: "a GPU that is not here".into(),
+                capability: (8, 9),
+                multiprocessors: 128,
+                shared_bytes: 0,
+                total_bytes: vram,
+                free_bytes: vram,
+            };
+            Self { info, is_assumed: true, vram_bytes: ASSUMED_VRAM_BYTES, pcie_bytes: ASSUMED_PCIE_BYTES }
+        }
+    }
+
+    impl Planner<'_> {
+        pub(super) fn on_gpu(&self, device: &Device) -> Result<Plan> {
+            let Self { model, config, precision, machine, .. } = *self;
+            let plan = GpuPlan::new(model, config, precision, &device.info)?;
+            check_ram(&plan, model, config, precision, machine)?;
+            let cpu = CpuRates::measure(model, config, precision, machine, 128)?;
+            let costs = CostModel {
+                cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
+                cpu_products: cpu.expert_products,
+                pcie_bytes: device.pcie_bytes,
+            };
+            let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
+            let expected = |plan: &GpuPlan, config: &EngineConfig| speed::on_gpu(plan, model, config, precision, &rates);
+            let now = expected(&plan, config)?;
+
+            let experts = expert_bytes(model, precision)?;
+            let part = |name, vram_bytes, ram_bytes, disk_bytes| Part { name, vram_bytes, ram_bytes, disk_bytes };
+            let parts = vec![
+                part("driver and kernels", CONTEXT_BYTES, 0, 0),
+                part("dense weights", plan.weights, 0, 0),
+                part("KV cache", plan.kv, 0, 0),
+                part("buffers", plan.buffers, plan.host_bytes(model, precision, machine)?, 0),
+                part("resident experts", plan.resident, 0, 0),
+                part("passing experts", plan.ring, 0, 0),
+                part(if plan.ring > 0 { "experts, pinned" } else { "experts" }, 0, plan.ram, 0),
+                part("expert cache", 0, 0, experts),
+            ];
+            Ok(Plan {
+                device: device.info.name.clone(),
+                is_assumed: device.is_assumed,
+                parts,
+                vram_limit_bytes: plan.vram,
+                max_context: plan.max_context,
+                kv_tokens: plan.kv_blocks * BLOCK_SIZE,
+                resident_experts: plan.sizes.map_or(0, |sizes| sizes.resident),
+                speeds: Speeds {
+                    read_gb_per_s: cpu.read_bytes / 1e9,
+                    pcie_gb_per_s: Some(device.pcie_bytes / 1e9),
+                    vram_gb_per_s: Some(device.vram_bytes / 1e9),
+                },
+                expected: now,
+                advice: self.advice_on_gpu(device, &plan, &now, &expected),
+                ..self.about()
+            })
+        }
+
+        fn advice_on_gpu(
+            &self,
+            device: &Device,
+            plan: &GpuPlan,
+            now: &Expected,
+            expected: &dyn Fn(&GpuPlan, &EngineConfig) -> Result<Expected>,
+        ) -> Vec<String> {
+            let Self { model, config, precision, .. } = *self;
+            let other = |config: &EngineConfig, info: &DeviceInfo| {
+                let plan = GpuPlan::new(model, config, precision, info).ok()?;
+                let then = expected(&plan, config).ok()?;
+                Some((plan, then))
+            };
+            let mut advice = Vec::new();
+            let num_experts = model.moe().map_or(0, |moe| moe.num_experts);
+            if plan.sizes.is_some_and(|sizes| sizes.resident < num_experts) {
+                let with = |vram: u64| {
+                    let info = DeviceInfo { total_bytes: vram, free_bytes: vram, ..device.info.clone() };
+                    let (plan, then) = other(&EngineConfig { vram: Some(vram), resident_experts: None, ..config.clone() }, &info)?;
+                    (plan.sizes?.resident == num_experts).then_some(then)
+                };
+                // The least that is enough, to half a GiB: more VRAM also goes to the context.
+                let step = 1u64 << 29;
+                let (mut least, mut enough) = (0, 4 * expert_bytes(model, precision).unwrap_or(0) / step + 8);
+                while least + 1 < enough {
+                    let middle = (least + enough) / 2;
+                    match with(plan.vram + middle * step) {
+                        Some(_) => enough = middle,
+                        None => least = middle,
+                    }
+                }
+                if let Some(then) = with(plan.vram + enough * step) {
+                    advice.push(format!("with {:.1} GiB more VRAM all experts would be resident: {then}", gib(enough * step)));
+                }
+            }
+            if config.dense == DenseBits::Bf16
+                && let Some((_, then)) = other(&EngineConfig { dense: DenseBits::Int8, ..config.clone() }, &device.info)
+            {
+                advice.extend(gain("--dense int8", now, &then));
+            }
+            if config.kv == KvBits::Bf16
+                && plan.max_context < config.max_context.unwrap_or(model.max_context)
+                && let Some((fp8, _)) = other(&EngineConfig { kv: KvBits::Fp8, ..config.clone() }, &device.info)
+            {
+                advice.push(format!("with --kv fp8: a context of {}", fp8.max_context));
+            }
+            if config.prefill == PrefillOn::Cpu {
+                advice.push("without --prefill cpu prompts would use the GPU where that is faster".into());
+            }
+            advice
+        }
+    }
+}
+
+impl std::fmt::Display for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "{}, {} layers, experts {}, dense {}, kv {}, on {}\n",
+            self.model, self.layers, self.experts, self.dense, self.kv, self.device
+        )?;
+        writeln!(f, "{:20} {:>10} {:>10} {:>10}", "", "VRAM", "RAM", "disk")?;
+        let cell = |bytes: u64| match bytes {
+            0 => String::new(),
+            _ if bytes < 1 << 30 => format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64),
+            _ => format!("{:.2} GiB", gib(bytes)),
+        };
+        let mut line = |name: &str, [vram, ram, disk]: [u64; 3]| {
+            let row = format!("{name:20} {:>10} {:>10} {:>10}", cell(vram), cell(ram), cell(disk));
+            writeln!(f, "{}", row.trim_end())
+        };
+        for part in self.parts.iter().filter(|part| part.vram_bytes + part.ram_bytes + part.disk_bytes > 0) {
+            line(part.name, [part.vram_bytes, part.ram_bytes, part.disk_bytes])?;
+        }
+        line("together", [self.vram_bytes(), self.ram_bytes(), self.parts.iter().map(|part| part.disk_bytes).sum()])?;
+        line("may be taken", [self.vram_limit_bytes, self.ram_limit_bytes, 0])?;
+
+        write!(f, "\ncontext   {} of {} tokens", self.max_context, self.model_context)?;
+        writeln!(f, ", {} in all sequences together", self.kv_tokens)?;
+        if self.vram_limit_bytes > 0 && self.num_experts > 0 {
+            writeln!(f, "experts   {} of {} of a layer resident", self.resident_experts, self.num_experts)?;
+        }
+        writeln!(f, "expected  {}", self.expected)?;
+        write!(f, "from      {:.0} GB/s of RAM", self.speeds.read_gb_per_s)?;
+        if let (Some(pcie), Some(vram)) = (self.speeds.pcie_gb_per_s, self.speeds.vram_gb_per_s) {
+            let assumed = if self.is_assumed { " (assumed: this GPU is not here)" } else { "" };
+            write!(f, ", {pcie:.0} GB/s of PCIe, {vram:.0} GB/s of VRAM{assumed}")?;
+        }
+        writeln!(f)?;
+        self.advice.iter().try_for_each(|advice| writeln!(f, "faster    {advice}"))
+    }
+}

@@ -1,0 +1,664 @@
+//! A team of pinned threads that runs one closure on all of them: spins briefly for the next, then sleeps.
+//!
+//! A decode step dispatches some hundred times a second per layer, so waking must cost nothing while work is near and
+//! nothing may burn while it is not. Nothing here allocates after [`Team::new`].
+//!
+//! ```text
+//! dispatch  worker 0 writes `start`; the others spin on that one line
+//! barrier   each worker writes its own line, worker 0 gathers them and writes `barrier`; the others spin on that one line
+//! end       each worker writes its own line, worker 0 gathers them
+//! ```
+//!
+//! No line is written by two threads, so a barrier costs two crossings of the processor, not one per worker. A team
+//! waits for its slowest: workers whose core somebody else uses are sent to rest (`roster`).
+#![allow(unsafe_code)]
+
+mod roster;
+
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
+    Ordering::{Acquire, Relaxed, SeqCst},
+};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::machine::topology::Seat;
+use crate::{Error, Result};
+
+pub(crate) use roster::SCHEDSTAT;
+use roster::{Clock, Roster};
+
+/// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
+/// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
+const SPIN_US: u32 = 50;
+
+/// The rank of a worker that rests.
+const RESTING: u32 = u32::MAX;
+
+type Work = dyn Fn(&Worker<'_>) + Sync;
+
+/// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are not there.
+pub(crate) struct Gate {
+    value: AtomicU32,
+    asleep: AtomicU32,
+    spin_us: AtomicU32, // before a thread that waits here sleeps
+}
+
+impl Gate {
+    pub(crate) const fn new(value: u32) -> Self {
+        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
+    }
+
+    /// The value; what its writer wrote before is visible.
+    pub(crate) fn get(&self) -> u32 {
+        self.value.load(Acquire)
+    }
+
+    /// Returns when `ready(value)`.
+    #[inline]
+    pub(crate) fn wait(&self, ready: impl Fn(u32) -> bool) {
+        self.wait_doing(ready, || false);
+    }
+
+    /// As [`wait`](Gate::wait), with something small to do over and over while it says that there is more.
+    #[inline]
+    fn wait_doing(&self, ready: impl Fn(u32) -> bool, meanwhile: impl FnMut() -> bool) {
+        if !ready(self.get()) {
+            self.wait_long(ready, meanwhile);
+        }
+    }
+
+    #[cold]
+    fn wait_long(&self, ready: impl Fn(u32) -> bool, mut meanwhile: impl FnMut() -> bool) {
+        while meanwhile() {
+            if ready(self.get()) {
+                return;
+            }
+        }
+        let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
+        loop {
+            for _ in 0..32 {
+                std::hint::spin_loop();
+                if ready(self.get()) {
+                    return;
+                }
+            }
+            if start.elapsed() > spin {
+                break;
+            }
+        }
+        // Sequentially consistent here and in `set`: of the count and the value at least one is seen by the other side.
+        self.asleep.fetch_add(1, SeqCst);
+        loop {
+            let value = self.value.load(SeqCst);
+            if ready(value) {
+                break;
+            }
+            // SAFETY: the word outlives the call; the kernel only compares it with `value`.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_futex,
+                    self.value.as_ptr(),
+                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                    value,
+                    std::ptr::null::<libc::timespec>(),
+                );
+            }
+        }
+        self.asleep.fetch_sub(1, SeqCst);
+    }
+
+    /// Changes the value and wakes the sleepers.
+    fn set(&self, value: u32) {
+        self.value.swap(value, SeqCst);
+        self.wake();
+    }
+
+    /// Adds one, as one of several writers, and wakes the sleepers.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn add(&self) {
+        self.value.fetch_add(1, SeqCst);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        if self.asleep.load(SeqCst) > 0 {
+            // SAFETY: the word outlives the call; waking touches no memory of ours.
+            unsafe {
+                libc::syscall(libc::SYS_futex, self.value.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
+            }
+        }
+    }
+
+    /// Adds one, as its only writer, and wakes the sleepers.
+    fn step(&self) -> u32 {
+        let next = self.value.load(Relaxed).wrapping_add(1);
+        self.set(next);
+        next
+    }
+}
+
+/// What the threads of a team share. Each word that somebody spins on has its own cache lines.
+struct State {
+    start: Line<Gate>,   // one step per dispatch
+    barrier: Line<Gate>, // one step per barrier passed
+    posts: Box<[Line<Post>]>,
+    active: AtomicU32,          // workers of the running dispatch
+    per_node: Box<[AtomicU32]>, // of them, on each node
+    work: UnsafeCell<Option<*const Work>>,
+    stop: AtomicBool,
+    broken: AtomicBool,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+/// What one worker tells the others; only `rank`, `resume` and the end of `resting` are written by worker 0.
+struct Post {
+    arrived: Gate,     // the value of `barrier` that lets it pass
+    done: Gate,        // the dispatch that it finished
+    resting: Gate,     // 1: it waits here until it is 0
+    resume: AtomicU32, // the dispatch before the one it comes back for
+    rank: AtomicU32,
+    node: usize,
+    wanted_ns: AtomicU64, // time that it ran or would have run
+    denied_ns: AtomicU64, // of it, time that it would have run and something else did
+}
+
+#[repr(align(128))]
+struct Line<T>(T);
+
+// SAFETY: `work` is written only by the dispatching thread while every worker waits at `start` or rests, and read only
+// between the step of `start` and the worker's `done`, each a release that the other side acquires.
+unsafe impl Sync for State {}
+// SAFETY: as above; the pointer is dereferenced only while `run` keeps the closure alive.
+unsafe impl Send for State {}
+
+/// The panic of a worker whose team mate panicked: only ends it, the first panic is what `run` hands on.
+struct BrokenBarrier;
+
+impl State {
+    /// Runs the dispatched closure as the worker of a seat.
+    fn work(&self, seat: usize) {
+        // SAFETY: between the step of `start` and this worker's `done` nobody writes `work`, and `run` keeps the closure alive.
+        let Some(work) = (unsafe { (*self.work.get()).map(|work| &*work) }) else { return };
+        let post = &self.posts[seat].0;
+        let index = post.rank.load(Relaxed) as usize;
+        let worker = Worker { index, count: self.active.load(Relaxed) as usize, node: post.node, seat, state: self };
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(&worker))) {
+            if !payload.is::<BrokenBarrier>() {
+                self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+            }
+            self.broken.store(true, SeqCst);
+            // Whoever waits for this worker must not wait for ever: worker 0 for its arrival, all others for worker 0.
+            match seat {
+                0 => drop(self.barrier.0.step()),
+                _ => post.arrived.set(self.barrier.0.get().wrapping_add(1)),
+            }
+        }
+    }
+
+    /// A worker's thread: one dispatch after the other until the team is dropped.
+    fn serve(&self, seat: usize, mut step: u32, mut clock: Clock) {
+        let post = &self.posts[seat].0;
+        loop {
+            self.start.0.wait(|start| start != step);
+            step = self.start.0.get();
+            if self.stop.load(SeqCst) {
+                return;
+            }
+            if post.rank.load(Relaxed) == RESTING {
+                post.resting.set(1);
+                // Looked at after the word is set: whoever stops the team clears it after saying so.
+                if self.stop.load(SeqCst) {
+                    return;
+                }
+                post.resting.wait(|resting| resting == 0);
+                step = post.resume.load(Relaxed);
+                continue;
+            }
+            self.work(seat);
+            clock.tell(post);
+            post.done.set(step);
+        }
+    }
+
+    /// The seats of the running dispatch but the caller's.
+    fn others(&self) -> impl Iterator<Item = &Post> {
+        self.posts.iter().skip(1).map(|post| &post.0).filter(|post| post.rank.load(Relaxed) != RESTING)
+    }
+}
+
+/// One thread's place in a running team.
+pub struct Worker<'a> {
+    /// From 0 to `count - 1`; 0 is the thread that called [`Team::run`].
+    pub index: usize,
+    /// Workers of this dispatch: all of the team but those that rest.
+    pub count: usize,
+    /// Its NUMA node, as an index into [`Team::nodes`].
+    pub node: usize,
+    seat: usize,
+    state: &'a State,
+}
+
+impl Worker<'_> {
+    /// Waits until all workers are here; what they wrote before is then visible to all.
+    pub fn barrier(&self) {
+        self.barrier_doing(|| false);
+    }
+
+    /// As [`barrier`](Worker::barrier); whoever waits does something small over and over while it says that there is more.
+    pub fn barrier_doing(&self, mut meanwhile: impl FnMut() -> bool) {
+        let state = self.state;
+        let step = state.barrier.0.get();
+        let next = step.wrapping_add(1);
+        // Read after `step`: a panic that this misses also changes the step.
+        self.unwind_if_broken();
+        if self.seat == 0 {
+            state.others().for_each(|post| post.arrived.wait_doing(|arrived| arrived == next, &mut meanwhile));
+            // Before the step: unwinding makes it.
+            self.unwind_if_broken();
+            state.barrier.0.set(next);
+        } else {
+            state.posts[self.seat].0.arrived.set(next);
+            state.barrier.0.wait_doing(|now| now != step, meanwhile);
+            self.unwind_if_broken();
+        }
+    }
+
+    fn unwind_if_broken(&self) {
+        if self.state.broken.load(SeqCst) {
+            resume_unwind(Box::new(BrokenBarrier));
+        }
+    }
+
+    /// This worker's even, contiguous share of `0..n`.
+    pub fn share(&self, n: usize) -> Range<usize> {
+        n * self.index / self.count..n * (self.index + 1) / self.count
+    }
+
+    /// Workers of this dispatch on a node of [`Team::nodes`].
+    pub fn count_on(&self, node: usize) -> usize {
+        self.state.per_node[node].load(Relaxed) as usize
+    }
+}
+
+/// Pinned threads, and the caller as worker 0.
+pub struct Team {
+    state: Arc<State>,
+    seats: Vec<Seat>,
+    nodes: Vec<usize>,
+    roster: Mutex<Roster>, // held while the team runs
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Team {
+    /// One worker per entry of `cpus`, pinned to it, as if all were on one node. As [`Team::on_nodes`] otherwise.
+    pub fn new(cpus: &[usize]) -> Result<Team> {
+        Self::on_nodes(&cpus.iter().map(|&cpu| Seat { cpu, node: 0 }).collect::<Vec<_>>())
+    }
+
+    /// One worker per seat, pinned to it; worker 0 is whoever calls [`run`](Team::run), see [`pin_caller`](Team::pin_caller).
+    ///
+    /// Seats of one node stand together; a CPU may be listed twice. Errors: there are no seats, or a CPU is not this process's to use.
+    pub fn on_nodes(seats: &[Seat]) -> Result<Team> {
+        if seats.is_empty() {
+            return Err(Error::Invalid("a team needs at least one thread: raise --threads".into()));
+        }
+        let mut nodes: Vec<usize> = seats.iter().map(|seat| seat.node).collect();
+        nodes.dedup();
+        let post = |rank: usize, seat: &Seat| {
+            Line(Post {
+                arrived: Gate::new(0),
+                done: Gate::new(0),
+                resting: Gate::new(0),
+                resume: AtomicU32::new(0),
+                rank: AtomicU32::new(rank as u32),
+                node: nodes.iter().position(|&node| node == seat.node).expect("every seat's node was just listed"),
+                wanted_ns: AtomicU64::new(0),
+                denied_ns: AtomicU64::new(0),
+            })
+        };
+        let state = Arc::new(State {
+            start: Line(Gate::new(0)),
+            barrier: Line(Gate::new(0)),
+            posts: seats.iter().enumerate().map(|(rank, seat)| post(rank, seat)).collect(),
+            active: AtomicU32::new(0),
+            per_node: nodes.iter().map(|_| AtomicU32::new(0)).collect(),
+            work: UnsafeCell::new(None),
+            stop: AtomicBool::new(false),
+            broken: AtomicBool::new(false),
+            panic: Mutex::new(None),
+        });
+        let roster = Mutex::new(Roster::new(seats));
+        let mut team = Team { state, seats: seats.to_vec(), nodes, roster, threads: Vec::new() };
+        team.state.rank();
+        for (seat, &Seat { cpu, .. }) in seats.iter().enumerate().skip(1) {
+            let state = team.state.clone();
+            let (pinned, outcome) = std::sync::mpsc::sync_channel(1);
+            let body = move || {
+                // Read before the team knows of this thread, so no dispatch can be missed.
+                let step = state.start.0.get();
+                let clock = Clock::of_this_thread();
+                let _ = pinned.send(pin(cpu));
+                state.serve(seat, step, clock);
+            };
+            let thread = std::thread::Builder::new()
+                .name(format!("worker-{seat}"))
+                .spawn(body)
+                .map_err(|e| Error::Resources(format!("cannot start worker thread {seat} of {}: {e}; lower --threads", seats.len())))?;
+            team.threads.push(thread);
+            outcome.recv().map_err(|_| Error::Resources(format!("worker thread {seat} died at start")))??;
+        }
+        Ok(team)
+    }
+
+    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once; before that, no worker rests.
+    pub fn pin_caller(&self) -> Result<()> {
+        pin(self.seats[0].cpu)?;
+        self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller(&self.state);
+        Ok(())
+    }
+
+    /// Runs `work` with the calling thread on the team's first CPU, and puts it back where it may run after: for callers that only pass by. Where
+    /// the system refuses, it stays where it is.
+    pub fn with_caller<T>(&self, work: impl FnOnce() -> T) -> T {
+        // SAFETY: an all-zero cpu_set_t is the empty set.
+        let mut before: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the set is as large as said.
+        let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut before) } == 0;
+        let moved = known && pin(self.seats[0].cpu).is_ok();
+        let done = work();
+        if moved {
+            // SAFETY: as above; these CPUs were this thread's a moment ago.
+            let _ = unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &before) };
+        }
+        done
+    }
+
+    /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another device's turn.
+    pub fn spin_for(&self, time: Duration) {
+        self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);
+    }
+
+    /// Workers of the team, the caller included, also those that rest.
+    pub fn threads(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// The numbers of the NUMA nodes it sits on.
+    pub fn nodes(&self) -> &[usize] {
+        &self.nodes
+    }
+
+    /// Workers on each of [`nodes`](Team::nodes), also those that rest.
+    pub fn threads_per_node(&self) -> Vec<usize> {
+        self.nodes.iter().map(|&node| self.seats.iter().filter(|seat| seat.node == node).count()).collect()
+    }
+
+    /// Runs `work` on every worker at once and returns when all are done.
+    ///
+    /// A panic of any worker is handed on after all have stopped. Panics: called inside `work`, or from two threads.
+    pub fn run(&self, work: &(dyn Fn(&Worker<'_>) + Sync)) {
+        let mut roster = match self.roster.try_lock() {
+            Ok(roster) => roster,
+            Err(TryLockError::Poisoned(roster)) => roster.into_inner(),
+            Err(TryLockError::WouldBlock) => panic!("Team::run called while the team is already running"),
+        };
+        let state = &*self.state;
+        roster.look(state, &self.seats);
+        // SAFETY: only the lifetime changes; the closure is forgotten below before `run` returns.
+        let erased = unsafe { std::mem::transmute::<*const (dyn Fn(&Worker<'_>) + Sync + '_), *const Work>(work) };
+        // SAFETY: all workers wait at `start` or rest: the previous run saw `done` of each.
+        unsafe { *state.work.get() = Some(erased) };
+        let step = state.start.0.step();
+        state.work(0);
+        state.others().for_each(|post| post.done.wait(|done| done == step));
+        // SAFETY: as above, all workers wait again.
+        unsafe { *state.work.get() = None };
+        if !state.broken.load(SeqCst) {
+            return;
+        }
+        // Past whatever value a panicking worker has put on its post.
+        state.barrier.0.step();
+        state.broken.store(false, SeqCst);
+        drop(roster);
+        let panic = state.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(payload) = panic {
+            resume_unwind(payload);
+        }
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.state.stop.store(true, SeqCst);
+        for post in &self.state.posts {
+            post.0.resting.set(0);
+        }
+        self.state.start.0.step();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Binds the calling thread to one CPU.
+fn pin(cpu: usize) -> Result<()> {
+    // SAFETY: an all-zero cpu_set_t is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    if cpu < libc::CPU_SETSIZE as usize {
+        // SAFETY: the CPU is inside the set, as just checked.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: the set lives on this stack frame and its size is given.
+    match unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) } {
+        0 => Ok(()),
+        _ => Err(Error::Invalid(format!("CPU {cpu} is not available to this process ({})", std::io::Error::last_os_error()))),
+    }
+}
+
+/// How work is cut into runs: a part of it first, in as many equal runs as there are workers, for long sequential reads; then the same part
+/// of the rest, and so on, so that cores of unequal speed finish together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Runs of each worker; those of the last level are all the rest.
+    pub levels: u32,
+    /// Each level leaves a 2^-halvings of what it found.
+    pub halvings: u32,
+}
+
+impl Cut {
+    /// The last runs are a 32nd of a worker's share.
+    pub const DEFAULT: Cut = Cut { levels: 6, halvings: 1 };
+}
+
+/// Work that workers take in runs, see [`Cut`].
+#[derive(Default)]
+#[repr(align(128))]
+pub struct Claims(AtomicUsize);
+
+impl Claims {
+    /// Nothing is taken any more.
+    pub fn reset(&mut self) {
+        *self.0.get_mut() = 0;
+    }
+
+    /// The next run of `0..total`, possibly empty, that is shared by so many workers; `None`: all is taken.
+    pub fn next(&self, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
+        let run = self.0.fetch_add(1, Relaxed);
+        let start = |run: usize| {
+            let (level, i) = ((run / workers) as u32, run % workers);
+            let left = total >> (cut.halvings * level.min(cut.levels - 1));
+            match level + 1 {
+                next if next > cut.levels => total,
+                next if next == cut.levels => total - left + left * i / workers,
+                _ => total - left + (left - (left >> cut.halvings)) * i / workers,
+            }
+        };
+        (run < workers * cut.levels as usize).then(|| start(run)..start(run + 1))
+    }
+}
+
+/// A slice whose disjoint parts are written by several workers.
+pub struct Shared<'a, T> {
+    data: *mut T,
+    len: usize,
+    _borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: access goes through unsafe methods whose contract is that no part is used by two threads unless all only read.
+unsafe impl<T: Send + Sync> Sync for Shared<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send + Sync> Send for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    /// Takes the slice for as long as the view lives.
+    pub fn new(data: &'a mut [T]) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), _borrow: PhantomData }
+    }
+
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part to write. Panics: the range ends after the slice.
+    ///
+    /// # Safety
+    /// Until the part is dropped or the next [`Worker::barrier`], nothing else may read or write any element of it.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
+        // SAFETY: in bounds as just checked; exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(range.start), range.len()) }
+    }
+
+    /// A part to read. Panics: the range ends after the slice.
+    ///
+    /// # Safety
+    /// While the part lives, nothing may write any element of it.
+    pub unsafe fn slice(&self, range: Range<usize>) -> &[T] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
+        // SAFETY: in bounds as just checked; not written meanwhile by the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.data.add(range.start), range.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    /// `threads` workers on whatever CPUs there are.
+    fn team(threads: usize) -> Team {
+        Team::new(&crate::machine::topology::Topology::read().worker_cpus(threads)).unwrap()
+    }
+
+    #[test]
+    fn claims_cover_everything_once_in_runs_that_shrink() {
+        for (workers, total) in [(1, 1), (1, 1000), (2, 7), (3, 100), (16, 128), (16, 100_000), (5, 0)] {
+            let claims = Claims::default();
+            let runs: Vec<_> = std::iter::from_fn(|| claims.next(Cut::DEFAULT, workers, total)).collect();
+            assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
+            assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
+            let longest = |runs: &[Range<usize>]| runs.iter().map(|run| run.len()).max().unwrap_or(0);
+            assert!(longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1), "{workers}, {total}");
+        }
+    }
+
+    #[test]
+    fn runs_every_worker_once() {
+        for threads in [1, 2, 3, 7] {
+            let team = team(threads);
+            let seen: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+            for _ in 0..200 {
+                team.run(&|worker| {
+                    assert_eq!(worker.count, threads);
+                    seen[worker.index].fetch_add(1, SeqCst);
+                });
+            }
+            assert!(seen.iter().all(|n| n.load(SeqCst) == 200));
+        }
+    }
+
+    #[test]
+    fn barrier_orders_writes() {
+        for threads in [2, 3, 6] {
+            let team = team(threads);
+            let mut data = vec![0usize; threads];
+            for round in 1..50 {
+                let view = Shared::new(&mut data);
+                team.run(&|worker| {
+                    for step in 0..10 {
+                        let value = round * 100 + step;
+                        // SAFETY: each worker writes its own element; barriers separate writing from reading.
+                        unsafe { view.slice_mut(worker.index..worker.index + 1)[0] = value };
+                        worker.barrier();
+                        // SAFETY: nobody writes between the two barriers.
+                        assert!(unsafe { view.slice(0..threads) }.iter().all(|&v| v == value));
+                        worker.barrier();
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn shares_cover_everything_once() {
+        let team = team(3);
+        for n in [0, 1, 2, 3, 10, 100] {
+            let sum = AtomicUsize::new(0);
+            team.run(&|worker| {
+                sum.fetch_add(worker.share(n).len(), SeqCst);
+            });
+            assert_eq!(sum.load(SeqCst), n);
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_team_lives_on() {
+        let team = team(3);
+        for culprit in [0, 1, 2] {
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                team.run(&|worker| {
+                    if worker.index == culprit {
+                        panic!("worker {culprit} fails");
+                    }
+                    worker.barrier();
+                });
+            }));
+            assert_eq!(*result.unwrap_err().downcast::<String>().unwrap(), format!("worker {culprit} fails"));
+            let count = AtomicUsize::new(0);
+            team.run(&|worker| {
+                worker.barrier();
+                count.fetch_add(1, SeqCst);
+            });
+            assert_eq!(count.load(SeqCst), 3);
+        }
+    }
+
+    #[test]
+    fn a_nested_run_panics() {
+        let team = team(2);
+        let result = catch_unwind(AssertUnwindSafe(|| team.run(&|_| team.run(&|_| ()))));
+        assert!(result.unwrap_err().downcast::<&str>().unwrap().contains("already running"));
+        team.run(&|_| ());
+    }
+
+    #[test]
+    fn refuses_cpus_it_cannot_have() {
+        assert!(Team::new(&[]).is_err());
+        assert!(Team::new(&[0, 1000]).err().unwrap().to_string().contains("CPU 1000"));
+    }
+}

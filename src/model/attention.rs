@@ -1,0 +1,143 @@
+//! How the tokens of a sequence look at each other: one type for each kind of attention.
+
+/// The attention of one layer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Attention {
+    /// Grouped queries: several query heads share one key/value head.
+    Gqa(Gqa),
+    /// Multi-head latent attention: keys and values are linear in one cached latent.
+    Mla(Mla),
+    /// Gated delta rule: a state of fixed size instead of keys and values.
+    DeltaNet(DeltaNet),
+}
+
+/// Grouped-query attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gqa {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key/value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// RMS norm of queries and keys before RoPE.
+    pub qk_norm: QkNorm,
+    /// Biases on the projections.
+    pub bias: Bias,
+    /// A token sees itself and the `window - 1` before it; `None`: all before it.
+    pub window: Option<usize>,
+    /// Every head has a learned score that takes part in its softmax and brings no value.
+    pub sinks: bool,
+    /// The heads' outputs are multiplied with the sigmoid of a projection that `q_proj` has behind each head's query.
+    pub output_gate: bool,
+    /// Multiplies the scores.
+    pub scale: f32,
+}
+
+/// RMS norm of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// None.
+    None,
+    /// Of each head.
+    PerHead,
+    /// Of all heads together.
+    FullWidth,
+}
+
+/// Which projections of attention have a bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bias {
+    /// None.
+    None,
+    /// Queries, keys and values.
+    Qkv,
+    /// Those and the output.
+    All,
+}
+
+/// Gated DeltaNet: linear attention with a decaying state and the delta rule. Source: arXiv 2412.06464, and HF modeling_qwen3_next.
+///
+/// ```text
+/// q, k, v = silu(convolution over the last conv_width inputs);   q = q / |q| / sqrt(key_head_dim);   k = k / |k|
+/// S = exp(-exp(A_log) softplus(a + dt_bias)) S;   S += k (sigmoid(b) (v - S^T k))^T;   out = norm(S^T q) * silu(z)
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeltaNet {
+    /// Heads of queries and keys.
+    pub num_key_heads: usize,
+    /// Heads of values, each with a state; a multiple of `num_key_heads`, neighbours share a query and a key.
+    pub num_value_heads: usize,
+    /// Width of a query or key head.
+    pub key_head_dim: usize,
+    /// Width of a value head.
+    pub value_head_dim: usize,
+    /// Inputs that a number of q, k or v is made of, its own included.
+    pub conv_width: usize,
+    /// The checkpoint has the first value head of each key head, then the second of each, and so on; they are put beside each other when loaded.
+    pub tiled: bool,
+}
+
+impl DeltaNet {
+    /// Queries, keys and values of a token: what the convolution runs over.
+    pub fn conv_dim(&self) -> usize {
+        2 * self.num_key_heads * self.key_head_dim + self.value_dim()
+    }
+
+    /// Values of a token.
+    pub fn value_dim(&self) -> usize {
+        self.num_value_heads * self.value_head_dim
+    }
+
+    /// f32 numbers that a sequence keeps: past inputs of the convolution, and the heads' states.
+    pub fn state_len(&self) -> usize {
+        (self.conv_width - 1) * self.conv_dim() + self.value_dim() * self.key_head_dim
+    }
+}
+
+/// Multi-head latent attention. Source: DeepSeek-V2 report, section 2.1.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mla {
+    /// Heads.
+    pub num_heads: usize,
+    /// Width of the query latent; `None`: queries come straight from the hidden state.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the cached latent.
+    pub kv_lora_rank: usize,
+    /// Width of a head's part without position.
+    pub qk_nope_head_dim: usize,
+    /// Width of a head's rotated part; all heads share one such key.
+    pub qk_rope_head_dim: usize,
+    /// Width of a head's value.
+    pub v_head_dim: usize,
+    /// Biases on `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`.
+    pub bias: bool,
+    /// Multiplies the scores; YaRN's mscale squared is in it.
+    pub scale: f32,
+}
+
+impl Mla {
+    /// Epsilon of the `q_a` and `kv_a` norms, whatever `rms_norm_eps` says. Source: HF modeling_deepseek_v3.
+    pub const NORM_EPS: f32 = 1e-6;
+
+    /// Width of a query or key head.
+    pub fn qk_head_dim(&self) -> usize {
+        self.qk_nope_head_dim + self.qk_rope_head_dim
+    }
+
+    /// Width of one cached row: the latent, then the rotated key.
+    pub fn cache_dim(&self) -> usize {
+        self.kv_lora_rank + self.qk_rope_head_dim
+    }
+}
+
+impl Attention {
+    /// KV heads, and numbers of a key and of a value of each; zeros where there are none. Latent attention's values are the first numbers of its keys.
+    pub fn kv_dims(&self) -> (usize, usize, usize) {
+        match self {
+            Attention::Gqa(a) => (a.num_kv_heads, a.head_dim, a.head_dim),
+            Attention::Mla(a) => (1, a.cache_dim(), a.kv_lora_rank),
+            Attention::DeltaNet(_) => (0, 0, 0),
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! A model's own chat template (Jinja), rendered the way Hugging Face's tokenizers render it.
+//!
+//! Its author is a stranger, and neither stack nor memory nor time of an interpreter can be bounded from within. The `moebius` command and the
+//! Python package therefore render in processes of their own ([`render_in`]), whose limits the kernel enforces: `process` is their parent's side,
+//! `child` theirs. A program that embeds the crate renders in its own process unless it says the same; size and steps are bounded there, and no more.
+
+mod child;
+mod frame;
+mod jinja;
+mod process;
+mod strftime;
+
+use std::ffi::OsString;
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+use std::sync::OnceLock;
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde_json::{Map, Value};
+
+pub use self::child::render_for_parent;
+use self::jinja::Jinja;
+use self::process::Processes;
+use crate::engine::generation_config::read_json;
+use crate::text::tokenizer::special_token;
+use crate::{Error, Result};
+
+/// Bytes of a template at most: real ones have less than 40 KiB.
+const MAX_SOURCE_BYTES: usize = 256 << 10;
+
+/// Bytes of a JSON file that may hold a template, or its special tokens, at most; real ones have up to 1.2 MiB, and as values they take 25 times that.
+const MAX_FILE_BYTES: u64 = 8 << 20;
+
+/// Bytes of a rendered text at most; less for a small conversation, see [`text_limit`].
+const MAX_TEXT_BYTES: usize = 32 << 20;
+
+/// The command line of processes that render.
+static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// From now on, templates are rendered by processes of `command`, a program that calls [`render_for_parent`] and its arguments, instead of in this process.
+/// The first call counts.
+///
+/// Panics: there is no program.
+pub fn render_in(command: Vec<OsString>) {
+    assert!(!command.is_empty(), "a command begins with its program");
+    let _ = COMMAND.set(command);
+}
+
+/// A compiled chat template with the special tokens it names.
+pub struct ChatTemplate {
+    source: String,
+    special_tokens: Map<String, Value>,
+    renderer: Renderer,
+}
+
+/// Who renders.
+enum Renderer {
+    Here(Jinja),
+    Processes(Processes),
+}
+
+/// Why there is no text.
+enum Failure {
+    /// The template refuses the conversation, in these words.
+    Refused(String),
+    /// The template cannot be rendered: what it does.
+    Broken(String),
+    /// It is not the template's fault.
+    Machine(Error),
+}
+
+/// What a template sees beside the messages.
+#[derive(Clone, Debug, Default)]
+pub struct RenderOptions {
+    /// End with the opening of the assistant's turn.
+    pub add_generation_prompt: bool,
+    /// Tool definitions, as the client wrote them.
+    pub tools: Option<Value>,
+    /// Further variables, such as `enable_thinking`.
+    pub kwargs: Map<String, Value>,
+}
+
+impl ChatTemplate {
+    /// The template of a checkpoint: `chat_template.jinja`, else the one in `tokenizer_config.json`; `None` without either.
+    ///
+    /// Errors: `Error::Model` when it cannot be compiled within its limits.
+    pub fn load(dir: &Path) -> Result<Option<Self>> {
+        let config = read_small_json(&dir.join("tokenizer_config.json"))?;
+        let Some(source) = read_source(&dir.join("chat_template.jinja"))?.or_else(|| default_template(&config["chat_template"])) else {
+            return Ok(None);
+        };
+        let map = read_small_json(&dir.join("special_tokens_map.json"))?;
+        let mut special_tokens = Map::new();
+        for (name, value) in [&map, &config].into_iter().filter_map(|v| v.as_object()).flatten() {
+            if name.ends_with("_token")
+                && let Some(token) = special_token(value)
+            {
+                special_tokens.insert(name.clone(), token.into());
+            }
+        }
+        let remedy = |e| match e {
+            Error::Model(what) => Error::Model(format!("{what}; put another one, called chat_template.jinja, into {}", dir.display())),
+            other => other,
+        };
+        Self::compile(&source, special_tokens).map(Some).map_err(remedy)
+    }
+
+    /// The template with this text. Errors: `Error::Model` when it is not one, or cannot be compiled within its limits.
+    pub fn compile(source: &str, special_tokens: Map<String, Value>) -> Result<Self> {
+        let compiled = match COMMAND.get() {
+            _ if source.len() > MAX_SOURCE_BYTES => Err(Failure::Broken(format!("it has more than {} KiB", MAX_SOURCE_BYTES >> 10))),
+            Some(command) => Processes::start(command, source).map(Renderer::Processes),
+            None => Jinja::compile(source).map(Renderer::Here),
+        };
+        match compiled {
+            Ok(renderer) => Ok(Self { source: source.into(), special_tokens, renderer }),
+            Err(Failure::Refused(why) | Failure::Broken(why)) => {
+                Err(Error::Model(format!("the model's chat template cannot be used: {why}")))
+            }
+            Err(Failure::Machine(error)) => Err(error),
+        }
+    }
+
+    /// Its text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// The prompt for `messages`, special tokens spelled out.
+    ///
+    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation, or when it fails or needs too much;
+    /// `Error::Busy` when too many wait for it; `Error::Resources` when no process can be started.
+    pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<String> {
+        let variables = Variables { special_tokens: &self.special_tokens, messages, options };
+        let rendered = match &self.renderer {
+            Renderer::Here(jinja) => jinja.render(minijinja::Value::from_serialize(&variables), MAX_TEXT_BYTES),
+            Renderer::Processes(processes) => {
+                let variables = serde_json::to_vec(&variables).expect("maps of JSON have texts as keys");
+                processes.render(&self.source, &variables)
+            }
+        };
+        rendered.map_err(|failure| match failure {
+            Failure::Refused(words) => Error::Invalid(words),
+            Failure::Broken(why) => Error::Invalid(format!("the model's chat template failed on this conversation: {why}")),
+            Failure::Machine(error) => error,
+        })
+    }
+}
+
+/// All variables of a template. Of two with one name the later counts.
+struct Variables<'a> {
+    special_tokens: &'a Map<String, Value>,
+    messages: &'a [Value],
+    options: &'a RenderOptions,
+}
+
+impl Serialize for Variables<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (name, value) in self.special_tokens.iter().chain(&self.options.kwargs) {
+            map.serialize_entry(name, value)?;
+        }
+        map.serialize_entry("messages", self.messages)?;
+        map.serialize_entry("add_generation_prompt", &self.options.add_generation_prompt)?;
+        if let Some(tools) = &self.options.tools {
+            map.serialize_entry("tools", tools)?;
+        }
+        map.end()
+    }
+}
+
+/// Bytes of the text that may be made of so many bytes of variables: many answers may be in memory at the same time, and honest templates
+/// add less to a message than its JSON has.
+fn text_limit(variables_bytes: usize) -> usize {
+    ((1 << 20) + variables_bytes.saturating_mul(8)).min(MAX_TEXT_BYTES)
+}
+
+/// A template's file, if it is there; of one that is too large, no more than it takes to be refused.
+fn read_source(path: &Path) -> Result<Option<String>> {
+    let mut bytes = Vec::new();
+    match moebius_cache::file::open(path).and_then(|file| file.take(MAX_SOURCE_BYTES as u64 + 1).read_to_end(&mut bytes)) {
+        Ok(length) if length > MAX_SOURCE_BYTES => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+        Ok(_) => match String::from_utf8(bytes) {
+            Ok(source) => Ok(Some(source)),
+            Err(_) => Err(Error::Model(format!("{} is not UTF-8: use the model's own file", path.display()))),
+        },
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(path)(e)),
+    }
+}
+
+/// A JSON file; `null` when it is not there.
+fn read_small_json(path: &Path) -> Result<Value> {
+    if std::fs::metadata(path).is_ok_and(|file| file.len() > MAX_FILE_BYTES) {
+        let limit = MAX_FILE_BYTES >> 20;
+        return Err(Error::Model(format!("{} has more than {limit} MiB: use the model's own file", path.display())));
+    }
+    Ok(read_json(path)?.unwrap_or_default())
+}
+
+/// A single template, or the one named `default` of a list.
+fn default_template(value: &Value) -> Option<String> {
+    let named = |name: &str| value.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+    value.as_str().or_else(|| named("default")).map(String::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::tokenizer::Tokenizer;
+    use crate::text::tokenizer::tests::{fixture_dir, ids, reference};
+    use serde_json::json;
+
+    fn render(source: &str, messages: serde_json::Value, options: RenderOptions) -> Result<String> {
+        let tokens = Map::from_iter([("bos_token".to_string(), json!("<s>"))]);
+        ChatTemplate::compile(source, tokens)?.render(messages.as_array().unwrap(), &options)
+    }
+
+    #[test]
+    fn renders_and_encodes_as_transformers_does() {
+        let template = ChatTemplate::load(&fixture_dir()).unwrap().unwrap();
+        let tokenizer = Tokenizer::load(&fixture_dir()).unwrap();
+        for case in reference()["chat"].as_array().unwrap() {
+            let add_generation_prompt = case["add_generation_prompt"].as_bool().unwrap();
+            let options = RenderOptions { add_generation_prompt, ..RenderOptions::default() };
+            let text = template.render(case["messages"].as_array().unwrap(), &options).unwrap();
+            assert_eq!(text, case["rendered"].as_str().unwrap());
+            assert_eq!(tokenizer.encode(&text, false).unwrap(), ids(&case["ids"]));
+        }
+    }
+
+    #[test]
+    fn a_template_refuses_in_its_own_words() {
+        let template = ChatTemplate::load(&fixture_dir()).unwrap().unwrap();
+        let error = template.render(&[json!({"role": "assistant", "content": "hi"})], &RenderOptions::default()).unwrap_err();
+        assert_eq!(error.to_string(), "Conversation roles must alternate user/assistant/user/assistant/...");
+    }
+
+    #[test]
+    fn tojson_is_pythons() {
+        let options = RenderOptions { tools: Some(json!([{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}])), ..Default::default() };
+        let got = render("{{ tools | tojson }}", json!([]), options.clone()).unwrap();
+        assert_eq!(got, r#"[{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}]"#);
+        let got = render("{{ tools[0].a | tojson(indent=2) }}", json!([]), options).unwrap();
+        assert_eq!(got, "[\n  1,\n  2.5,\n  null,\n  true\n]");
+    }
+
+    #[test]
+    fn python_methods_slices_and_kwargs_work() {
+        let options = RenderOptions { kwargs: Map::from_iter([("enable_thinking".to_string(), json!(false))]), ..Default::default() };
+        let source = "{{ bos_token }}{% for m in messages[::-1] %}{{ m.content.strip().upper() }}{% if not loop.last %},{% endif %}{% endfor %}\
+                      {% if enable_thinking is defined and not enable_thinking %}|{% endif %}{{ messages[0].get('x', 'd') }}";
+        let messages = json!([{"content": " a "}, {"content": "b"}]);
+        assert_eq!(render(source, messages, options).unwrap(), "<s>B,A|d");
+    }
+
+    #[test]
+    fn generation_tags_leave_no_trace() {
+        let source = "x\n{% generation %}\ny{%- generation -%} z {%- endgeneration -%}\n{% endgeneration %}\nw {% if true %}{% endif %}";
+        assert_eq!(render(source, json!([]), RenderOptions::default()).unwrap(), "x\nyzw ");
+    }
+
+    #[test]
+    fn templates_come_from_where_checkpoints_keep_them() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(ChatTemplate::load(dir.path()).unwrap().is_none());
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let shown = || ChatTemplate::load(dir.path()).unwrap().unwrap().render(&[], &RenderOptions::default()).unwrap();
+        write(
+            "tokenizer_config.json",
+            r#"{"chat_template": [{"name":"rag","template":"r"},{"name":"default","template":"d{{ eos_token }}"}], "eos_token": {"content": "</s>"}}"#,
+        );
+        assert_eq!(shown(), "d</s>");
+        write("chat_template.jinja", "file {{ bos_token is defined }}");
+        assert_eq!(shown(), "file False");
+        write("chat_template.jinja", "{% for %}");
+        let error = ChatTemplate::load(dir.path()).err().unwrap().to_string();
+        assert!(error.contains("chat template cannot be used") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn broken_tags_are_no_panic() {
+        for source in ["{%}", "{%", "{%%}", "{%}%}", "{%-%}", "{%é%}", "{% generation", "x{%}{% generation %}", "{{}}", "{#}", "%}{%"] {
+            let _ = render(source, json!([]), RenderOptions::default());
+        }
+        for source in ["{{ 'x' * 1000000000000000 }}", "{{ range(1000000000000000) }}", "{{ 1 // 0 }}", "{{ 1 % 0 }}"] {
+            assert!(render(source, json!([]), RenderOptions::default()).is_err(), "{source}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_pieces_of_templates_are_no_panic(
+            pieces in proptest::collection::vec(proptest::sample::select(vec![
+                "{%", "%}", "{{", "}}", "-", "+", "{#", "#}", " ", "\n", "generation", "endgeneration", "if true", "endif", "for m in messages",
+                "endfor", "m", ".content", "[0]", "[::-1]", "messages", "|", "tojson", "(indent=99)", "raise_exception('é')", "strftime_now('%')",
+                ".strip()", "é", "'", "set x =", "namespace()", "1", "/", "0",
+            ]), 0..24),
+        ) {
+            let messages = json!([{"role": "user", "content": "é"}, {"role": "user", "content": null}]);
+            let _ = render(&pieces.concat(), messages, RenderOptions::default());
+        }
+    }
+
+    #[test]
+    fn size_is_bounded() {
+        let error = ChatTemplate::compile(&"x".repeat(MAX_SOURCE_BYTES + 1), Map::new()).err().unwrap();
+        assert_eq!(error.to_string(), "the model's chat template cannot be used: it has more than 256 KiB");
+        assert!(ChatTemplate::compile(&"x".repeat(MAX_SOURCE_BYTES), Map::new()).is_ok());
+        let endless = render("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", json!([]), RenderOptions::default());
+        assert!(endless.unwrap_err().to_string().contains("writes more than 33554432 bytes"));
+        let wordy = render("{{ raise_exception('a\nb' * 1000) }}", json!([]), RenderOptions::default()).unwrap_err().to_string();
+        assert!(wordy.starts_with("a ba b") && wordy.chars().count() == 201, "{wordy}");
+    }
+
+    #[test]
+    fn endless_templates_end() {
+        let error = render(
+            "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
+            json!([]),
+            RenderOptions::default(),
+        );
+        assert!(error.unwrap_err().to_string().contains("failed on this conversation"));
+        assert!(render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", json!([]), RenderOptions::default()).is_err());
+    }
+}
