@@ -92,7 +92,9 @@ fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
         let mut command = Command::new(nvcc);
         command.args(FLAGS).args(targets.iter().map(|t| format!("-gencode={t}"))).arg(source).arg("-o").arg(&partial);
         if let Some(bin) = nvcc.parent() {
-            let path = env::join_paths([bin.into()].into_iter().chain(env::split_paths(&env::var_os("PATH").unwrap_or_default())));
+            let path = env::join_paths(
+                [bin.into()].into_iter().chain(env::split_paths(&env::var_os("PATH").unwrap_or_default())),
+            );
             command.env("PATH", path.expect("a path of paths"));
         }
         let output = command.output().unwrap_or_else(|e| panic!("{} cannot run: {e}", nvcc.display()));
@@ -121,8 +123,10 @@ fn with_headers(source: &Path, all: &mut BTreeSet<PathBuf>) {
     if !all.insert(source.to_path_buf()) {
         return;
     }
-    let names =
-        text.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.strip_suffix('"')).filter(|name| name.ends_with(".cuh"));
+    let names = text
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("#include \"")?.strip_suffix('"'))
+        .filter(|name| name.ends_with(".cuh"));
     names.for_each(|name| with_headers(&source.with_file_name(name), all));
 }
 

@@ -11,13 +11,13 @@ use std::time::Instant;
 
 use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
+use moebius::backend::tensor::Tensor;
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::machine::memory::{Pages, read_bandwidth};
-use moebius::model::Router;
-use moebius::backend::tensor::Tensor;
 use moebius::machine::topology::Topology;
 use moebius::machine::workers::Team;
+use moebius::model::Router;
 use moebius_cache::Precision;
 use moebius_cache::format::ExpertCache;
 
@@ -26,8 +26,11 @@ use common::{SHAPES, STORE_BYTES, Shape, routing, store, uniform};
 fn main() -> moebius::Result<()> {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let topology = Topology::read();
-    let threads = args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
-    let tokens = args.iter().find_map(|a| a.strip_prefix("tokens=")?.split(',').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>());
+    let threads =
+        args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
+    let tokens = args
+        .iter()
+        .find_map(|a| a.strip_prefix("tokens=")?.split(',').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>());
     let tokens = tokens.unwrap_or_else(|| vec![1, 4, 16, 64, 256]);
     let with_router = args.iter().any(|a| a == "router=1");
     let filters: Vec<&String> = args.iter().filter(|a| !a.contains('=')).collect();
@@ -45,15 +48,22 @@ fn main() -> moebius::Result<()> {
     );
 
     let (g32, g128) = (32, 128);
-    let precisions =
-        [Precision::int4(g128), Precision::int4(g32), Precision::Mxfp4, Precision::int8(g128), Precision::int8(g32), Precision::Bf16];
+    let precisions = [
+        Precision::int4(g128),
+        Precision::int4(g32),
+        Precision::Mxfp4,
+        Precision::int8(g128),
+        Precision::int8(g32),
+        Precision::Bf16,
+    ];
     for shape in &SHAPES {
         for precision in precisions {
             let wanted = |simd: Simd| {
                 let name = format!("{} {precision} {simd}", shape.name);
                 filters.iter().all(|f| name.contains(*f)).then_some(name)
             };
-            let simds: Vec<Simd> = kernel::available().into_iter().filter(|&s| s != Simd::Scalar && wanted(s).is_some()).collect();
+            let simds: Vec<Simd> =
+                kernel::available().into_iter().filter(|&s| s != Simd::Scalar && wanted(s).is_some()).collect();
             if simds.is_empty() {
                 continue;
             }
@@ -65,7 +75,15 @@ fn main() -> moebius::Result<()> {
                 let mut experts = CpuExperts::new(memory, team.clone(), kernel, most, shape.top_k);
                 let router = with_router.then(|| LayerRouter::new(Cpu::new(team.clone(), kernel), shape));
                 for tokens in tokens.iter().copied() {
-                    measure(&team, &mut experts, &store, shape, router.as_ref(), tokens, &wanted(simd).unwrap_or_default())?;
+                    measure(
+                        &team,
+                        &mut experts,
+                        &store,
+                        shape,
+                        router.as_ref(),
+                        tokens,
+                        &wanted(simd).unwrap_or_default(),
+                    )?;
                 }
             }
         }
@@ -86,7 +104,8 @@ impl LayerRouter {
         let config = shape.router();
         let weight = |_| (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
         let weights: Vec<Vec<f32>> = (0..16).map(weight).collect();
-        let weights = weights.into_iter().map(|weight| backend.load_router(weight, None, None).expect("host memory")).collect();
+        let weights =
+            weights.into_iter().map(|weight| backend.load_router(weight, None, None).expect("host memory")).collect();
         Self { backend, config, weights }
     }
 }

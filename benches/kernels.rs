@@ -82,7 +82,12 @@ fn plain(kernel: &dyn Kernel) {
     let (mut codes, mut scales, mut sums, mut out) = (vec![0; k], vec![0.0; k / 32], vec![0; k / 32], vec![0.0; k]);
     let x = &x[..k];
     let name = |op: &str| format!("{} {op}", kernel.simd());
-    row(&name("quantize g128"), best(|| kernel.quantize(x, 128, &mut codes, &mut scales[..k / 128], &mut sums[..k / 128])), k * 4, k);
+    row(
+        &name("quantize g128"),
+        best(|| kernel.quantize(x, 128, &mut codes, &mut scales[..k / 128], &mut sums[..k / 128])),
+        k * 4,
+        k,
+    );
     row(&name("quantize g32"), best(|| kernel.quantize(x, 32, &mut codes, &mut scales, &mut sums)), k * 4, k);
     row(&name("silu_mul"), best(|| kernel.silu_mul(x, x, black_box(&mut out))), k * 4, k);
     row(&name("rms_norm"), best(|| kernel.rms_norm(x, x, 1e-6, black_box(&mut out))), k * 4, k);

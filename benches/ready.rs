@@ -15,17 +15,17 @@ use std::time::Instant;
 
 use half::bf16;
 use moebius::backend::cuda::{CudaBackend, Limits};
+use moebius::backend::source::TensorSource;
+use moebius::backend::tensor::HostTensor;
 use moebius::config::{DenseBits, Device, EngineConfig};
 use moebius::cuda::{Cuda, DeviceInfo};
 use moebius::engine::{self, Event, Request};
+use moebius::forward::weights::Weights;
+use moebius::load::synthetic::Synthetic;
 use moebius::load::{self, LoadProgress};
+use moebius::machine::topology::{self, Topology};
 use moebius::model::ModelConfig;
 use moebius::model::families::{self, shapes};
-use moebius::load::synthetic::Synthetic;
-use moebius::backend::tensor::HostTensor;
-use moebius::machine::topology::{self, Topology};
-use moebius::backend::source::TensorSource;
-use moebius::forward::weights::Weights;
 use moebius::{Error, Result};
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert;
@@ -41,8 +41,10 @@ const PROMPT: u32 = 32;
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let value = |name: &str| args.iter().find_map(|a| a.strip_prefix(name)?.strip_prefix('=').map(String::from));
-    let dir =
-        PathBuf::from(value("dir").ok_or_else(|| Error::Invalid("say where to put the checkpoint and its cache: dir=FOLDER".into()))?);
+    let dir = PathBuf::from(
+        value("dir")
+            .ok_or_else(|| Error::Invalid("say where to put the checkpoint and its cache: dir=FOLDER".into()))?,
+    );
     match value("step").as_deref() {
         Some("convert") => return print(&convert(&dir)?),
         Some(step) => return print(&load(&dir, step)?),
@@ -106,7 +108,11 @@ fn gib(bytes: u64) -> f64 {
 /// One step of this bench as a process, and what it printed.
 fn in_own_process(dir: &Path, step: &str) -> Result<Value> {
     let own = std::env::current_exe().map_err(Error::io(Path::new("this program")))?;
-    let output = Command::new(&own).arg(format!("dir={}", dir.display())).arg(format!("step={step}")).output().map_err(Error::io(&own))?;
+    let output = Command::new(&own)
+        .arg(format!("dir={}", dir.display()))
+        .arg(format!("step={step}"))
+        .output()
+        .map_err(Error::io(&own))?;
     let said = || String::from_utf8_lossy(&output.stderr).into_owned();
     serde_json::from_slice(&output.stdout).map_err(|_| Error::Invalid(format!("{step} failed: {}", said())))
 }
@@ -122,7 +128,10 @@ fn drop_pages(dir: &Path) -> Result<()> {
     for path in files(dir) {
         File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io(&path))?;
         let input = format!("if={}", path.display());
-        Command::new("dd").args([&input, "iflag=nocache", "count=0", "status=none"]).status().map_err(Error::io(Path::new("dd")))?;
+        Command::new("dd")
+            .args([&input, "iflag=nocache", "count=0", "status=none"])
+            .status()
+            .map_err(Error::io(Path::new("dd")))?;
     }
     Ok(())
 }
@@ -145,14 +154,22 @@ impl TensorSource for Names {
 
 /// Names and shapes of all tensors, layer by layer.
 fn tensors(model: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>> {
-    let info = DeviceInfo { name: String::new(), capability: (9, 0), multiprocessors: 1, shared_bytes: 0, total_bytes: 0, free_bytes: 0 };
+    let info = DeviceInfo {
+        name: String::new(),
+        capability: (9, 0),
+        multiprocessors: 1,
+        shared_bytes: 0,
+        total_bytes: 0,
+        free_bytes: 0,
+    };
     let (names, nothing) = (Names::default(), CudaBackend::new(Cuda::plan(info), Limits { context: 64, table: 1 })?);
     Weights::load(&nothing, &names, model, DenseBits::Bf16, &|_, _| Ok(()))?;
     let mut all = names.0.into_inner();
     for (layer, moe) in model.moe_layers() {
         let (wide, narrow) = (model.hidden_size, moe.intermediate_size);
         for e in 0..moe.num_experts {
-            let name = |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
+            let name =
+                |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
             let [gate, up, down] = model.names.experts.map(name);
             all.extend([(gate, vec![narrow, wide]), (up, vec![narrow, wide]), (down, vec![wide, narrow])]);
         }
@@ -208,7 +225,9 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Syntheti
     let mut header = Value::Object(header).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
     let file = File::create(path).map_err(Error::io(path))?;
-    file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).and_then(|()| file.write_all_at(&header, 8)).map_err(Error::io(path))?;
+    file.write_all_at(&(header.len() as u64).to_le_bytes(), 0)
+        .and_then(|()| file.write_all_at(&header, 8))
+        .map_err(Error::io(path))?;
     tensors.par_iter().zip(places).try_for_each(|((name, shape), place)| {
         let numbers: Vec<bf16> = match shape[..] {
             [rows, cols] => match weights.matrix(name, rows, cols)? {
@@ -227,7 +246,8 @@ fn convert(dir: &Path) -> Result<Value> {
     let (source, config) = (checkpoint_in(dir), config_in(dir));
     let started = Instant::now();
     let (model, checkpoint) = (families::read(&source)?, Checkpoint::open(&source)?);
-    let precision = load::precision(&model, &config)?.ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
+    let precision =
+        load::precision(&model, &config)?.ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
     let job = load::cache_job("ready", &checkpoint, &model, precision);
     convert::ensure(&job, &load::cache_dir(&config)?, &|_| {})?;
     let seconds = started.elapsed().as_secs_f64();
@@ -240,7 +260,10 @@ fn convert(dir: &Path) -> Result<Value> {
 
 /// Bytes of the routed experts in a checkpoint.
 fn expert_bytes(model: &ModelConfig) -> u64 {
-    model.moe_layers().map(|(_, moe)| bytes_of(&[3, moe.num_experts, moe.intermediate_size, model.hidden_size]) as u64).sum()
+    model
+        .moe_layers()
+        .map(|(_, moe)| bytes_of(&[3, moe.num_experts, moe.intermediate_size, model.hidden_size]) as u64)
+        .sum()
 }
 
 /// Bytes of all files in a folder.
@@ -267,7 +290,8 @@ fn load(dir: &Path, how: &str) -> Result<Value> {
         }
     })?;
     let (ready, peak) = (started.elapsed().as_secs_f64(), topology::peak_bytes());
-    let request = Request { prompt: (1..=PROMPT).collect(), max_tokens: Some(1), ignore_eos: true, ..Request::default() };
+    let request =
+        Request { prompt: (1..=PROMPT).collect(), max_tokens: Some(1), ignore_eos: true, ..Request::default() };
     let mut events = engine.submit(request)?;
     let first = events.blocking_recv();
     let first_token = started.elapsed().as_secs_f64();

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use moebius::cli::measure::bench::load_shape;
 use moebius::config::{DenseBits, EngineConfig};
-use moebius::engine::{CaptureWanted, EngineHandle, Event, Events, Layers, Positions, Request, RequestStats, Steer, start_loaded};
+use moebius::engine::{
+    CaptureWanted, EngineHandle, Event, Events, Layers, Positions, Request, RequestStats, Steer, start_loaded,
+};
 use serde_json::{Value, json};
 
 fn prompt(tokens: usize, seed: u32) -> Vec<u32> {

@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use moebius::backend::cpu::Cpu;
+use moebius::backend::tensor::Tensor;
 use moebius::backend::{Backend, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Pace};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
 use moebius::machine::memory::{self, Pages, read_bandwidth};
-use moebius::backend::tensor::Tensor;
 use moebius::machine::topology::Topology;
 use moebius::machine::workers::{Cut, Team};
 use moebius_cache::pack::MatrixLayout;
@@ -193,8 +193,10 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         kernels.push(("avx2: ", avx2));
     }
     let memory = Arc::new(ExpertMemory::mapped(store.clone()));
-    let mut executors: Vec<CpuExperts> =
-        kernels.iter().map(|(_, kernel)| CpuExperts::new(memory.clone(), team.clone(), *kernel, 1, shape.top_k)).collect();
+    let mut executors: Vec<CpuExperts> = kernels
+        .iter()
+        .map(|(_, kernel)| CpuExperts::new(memory.clone(), team.clone(), *kernel, 1, shape.top_k))
+        .collect();
     let mut rows: Vec<Row> = Vec::new();
     let mut add = |name: String, way: Way| {
         if name.starts_with("default") || name.contains(only) {
@@ -209,7 +211,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     let settings = settings();
     for (i, (prefix, _)) in kernels.iter().enumerate() {
         // Of the others only what may be different for them.
-        let some = |name: &str| name == "default" || name.starts_with("as before") || (i == 3 && name.starts_with("ahead"));
+        let some =
+            |name: &str| name == "default" || name.starts_with("as before") || (i == 3 && name.starts_with("ahead"));
         for (name, pace) in settings.iter().filter(|setting| i == 0 || some(&setting.0)) {
             add(format!("{prefix}{name}"), Way::Layer(i, *pace, false));
         }
@@ -270,7 +273,10 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
                             for &expert in &routing.ids {
                                 let all = store.expert(layer, expert as usize);
                                 let share = worker.share(all.len() / 64);
-                                sink.fetch_or(memory::read(&all[64 * share.start..64 * share.end]) as usize, Ordering::Relaxed);
+                                sink.fetch_or(
+                                    memory::read(&all[64 * share.start..64 * share.end]) as usize,
+                                    Ordering::Relaxed,
+                                );
                             }
                         });
                     }
@@ -288,10 +294,14 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
                         team.run(&|worker| {
                             for phase in 0..2 {
                                 for &expert in &routing.ids {
-                                    let (gate_up, down) = store.expert(layer, expert as usize).split_at(layout.down_tile(0));
+                                    let (gate_up, down) =
+                                        store.expert(layer, expert as usize).split_at(layout.down_tile(0));
                                     let all = if phase == 0 { gate_up } else { down };
                                     let share = worker.share(all.len() / 64);
-                                    sink.fetch_or(memory::read(&all[64 * share.start..64 * share.end]) as usize, Ordering::Relaxed);
+                                    sink.fetch_or(
+                                        memory::read(&all[64 * share.start..64 * share.end]) as usize,
+                                        Ordering::Relaxed,
+                                    );
                                 }
                                 worker.barrier();
                             }
@@ -329,8 +339,12 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         limits[limits.len() - 1],
         limits[limits.len() / 2]
     );
-    println!("{:<40} {:>9} {:>9} {:>9} {:>8} {:>10} {:>6}", "setting", "median us", "10% us", "90% us", "GB/s", "v default", "+-");
-    let medians = |row: &Row| -> Vec<f64> { row.times.chunks(TURN - 1).map(|turn| quantiles(turn, [0.5])[0]).collect() };
+    println!(
+        "{:<40} {:>9} {:>9} {:>9} {:>8} {:>10} {:>6}",
+        "setting", "median us", "10% us", "90% us", "GB/s", "v default", "+-"
+    );
+    let medians =
+        |row: &Row| -> Vec<f64> { row.times.chunks(TURN - 1).map(|turn| quantiles(turn, [0.5])[0]).collect() };
     let base = rows.iter().find(|row| row.name == "default").map(medians).unwrap_or_default();
     let mut list = Vec::new();
     for row in &rows {
@@ -342,12 +356,17 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         let reads = matches!(row.way, Way::Layer(..) | Way::Plain | Way::Chunks(_) | Way::Phases);
         let gb_s = if reads { bytes / median / 1e3 } else { 0.0 };
         let [percent, error_percent] = [100.0 * ratio, 100.0 * error];
-        println!("{:<40} {median:>9.1} {low:>9.1} {high:>9.1} {gb_s:>8.1} {percent:>9.1}% {error_percent:>6.1}", row.name);
+        println!(
+            "{:<40} {median:>9.1} {low:>9.1} {high:>9.1} {gb_s:>8.1} {percent:>9.1}% {error_percent:>6.1}",
+            row.name
+        );
         list.push(serde_json::json!({
             "setting": row.name, "us": median, "us_10": low, "us_90": high, "gb_s": gb_s, "of_default": ratio, "error": error
         }));
     }
-    Ok(serde_json::json!({ "shape": shape.name, "layer_bytes": bytes, "turns": turns, "read_gb_s": limits, "rows": list }))
+    Ok(
+        serde_json::json!({ "shape": shape.name, "layer_bytes": bytes, "turns": turns, "read_gb_s": limits, "rows": list }),
+    )
 }
 
 /// Of some numbers those at these shares of their order.

@@ -69,7 +69,9 @@ fn neighbour(seats: &[Seat]) -> moebius::Result<()> {
     let start = Instant::now();
     (0..10_000_000u32).for_each(|i| _ = std::hint::black_box(i));
     let piece = (10_000_000.0 * 20e-6 / start.elapsed().as_secs_f64()) as u32;
-    let row = |name: &str, (mean, p99): (f64, f64)| println!("{name:<44} {mean:>7.2} ms {p99:>7.2} ms at the 99th percentile");
+    let row = |name: &str, (mean, p99): (f64, f64)| {
+        println!("{name:<44} {mean:>7.2} ms {p99:>7.2} ms at the 99th percentile")
+    };
     let half = Team::on_nodes(&seats[..seats.len().div_ceil(2)])?;
     // The same work on half the threads.
     let scale = seats.len() as f64 / half.threads() as f64;
@@ -97,7 +99,8 @@ fn neighbour(seats: &[Seat]) -> moebius::Result<()> {
 fn main() -> moebius::Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let topology = Topology::read();
-    let threads = args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
+    let threads =
+        args.iter().find_map(|a| a.strip_prefix("threads=")?.parse().ok()).unwrap_or(topology.default_threads());
     let seats = topology.seats(threads);
     println!("{}, {threads} threads", topology.cpu_model);
     if args.iter().any(|a| a == "neighbour") {
@@ -121,7 +124,9 @@ fn main() -> moebius::Result<()> {
         team.run(&|_| ());
         woken.push(start.elapsed());
     }
-    for (name, times) in [("barrier", barriers), ("dispatch and end", dispatches), ("dispatch to sleeping workers", woken)] {
+    for (name, times) in
+        [("barrier", barriers), ("dispatch and end", dispatches), ("dispatch to sleeping workers", woken)]
+    {
         let (median, p99) = percentiles(times);
         println!("{name:<30} {median:>8.2} us {p99:>8.2} us at the 99th percentile");
     }

@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::backend::batch::Batch;
+use crate::backend::tensor::{HostTensor, Shortlist};
 use crate::config::{DenseBits, KvBits};
 use crate::model::{DeltaNet, Mla, Router};
-use crate::backend::tensor::{HostTensor, Shortlist};
 
 /// Which experts each token goes to, and with what weight.
 #[derive(Clone, Debug, Default)]
@@ -216,7 +216,12 @@ pub trait Backend: Sized + Send + 'static {
     /// Takes over norm weights.
     fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
     /// Takes over router weights `[experts, hidden]`, the bias of the logits and the bias for choosing, `[experts]` each.
-    fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<Self::Router>;
+    fn load_router(
+        &self,
+        weight: Vec<f32>,
+        bias: Option<Vec<f32>>,
+        correction_bias: Option<Vec<f32>>,
+    ) -> Result<Self::Router>;
     /// Takes over what gated DeltaNet has beside its projections.
     fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet>;
     /// Recurrent state of `slots` sequences.

@@ -97,8 +97,12 @@ pub fn probe() -> Result<()> {
     let probed = PROBED.get_or_init(|| {
         // cudarc panics where there is no library, so it is looked for first.
         // SAFETY: the driver's own initializers run.
-        let library = ["libcuda.so", "libcuda.so.1"].into_iter().find_map(|name: &str| unsafe { libloading::Library::new(name).ok() });
-        let Some(library) = library else { return Err("no NVIDIA driver is installed (libcuda.so.1 is not found)".into()) };
+        let library = ["libcuda.so", "libcuda.so.1"]
+            .into_iter()
+            .find_map(|name: &str| unsafe { libloading::Library::new(name).ok() });
+        let Some(library) = library else {
+            return Err("no NVIDIA driver is installed (libcuda.so.1 is not found)".into());
+        };
         let mut version = 0;
         type Version = unsafe extern "C" fn(*mut i32) -> i32;
         // SAFETY: the type is the function's.
@@ -174,7 +178,10 @@ fn info(ordinal: i32) -> Result<DeviceInfo> {
     succeed("reading the device's memory", unsafe { sys::cuDeviceTotalMem_v2(&mut total, device) })?;
     Ok(DeviceInfo {
         name,
-        capability: (attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?, attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?),
+        capability: (
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
         multiprocessors: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
         shared_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         total_bytes: total as u64,
@@ -190,13 +197,20 @@ impl Cuda {
         probe().map_err(|why| Error::Device(format!("--device cuda:{ordinal}: {why}; use --device cpu")))?;
         let count = devices().len();
         if ordinal >= count {
-            let have = if count == 0 { "there is no GPU".into() } else { format!("this machine has cuda:0 to cuda:{}", count - 1) };
+            let have = if count == 0 {
+                "there is no GPU".into()
+            } else {
+                format!("this machine has cuda:0 to cuda:{}", count - 1)
+            };
             return Err(Error::Device(format!("--device cuda:{ordinal}: {have}; use --device cpu")));
         }
         let mut info = info(ordinal as i32)?;
         if info.capability < (8, 0) {
             let (major, minor) = info.capability;
-            return Err(Error::Device(format!("{} has compute capability {major}.{minor} and 8.0 is needed: use --device cpu", info.name)));
+            return Err(Error::Device(format!(
+                "{} has compute capability {major}.{minor} and 8.0 is needed: use --device cpu",
+                info.name
+            )));
         }
         let device = device_at(ordinal as i32)?;
         let mut context = ptr::null_mut();

@@ -17,16 +17,16 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-pub use crate::engine::capture::{Activation, CaptureWanted, Captured};
 use crate::config::EngineConfig;
+pub use crate::engine::capture::{Activation, CaptureWanted, Captured};
 use crate::engine::generation_config::GenerationConfig;
-use crate::kernel::Simd;
-pub use crate::forward::kv_cache::Tenant;
-use crate::load::{self, LoadProgress, Loaded};
 use crate::engine::metrics::Metrics;
 pub use crate::engine::sampler::{Constraint, Logprobs, SamplingParams};
+pub use crate::forward::kv_cache::Tenant;
 use crate::forward::tap::MAX_STEERS;
 pub use crate::forward::tap::{Layers, Positions, Steer};
+use crate::kernel::Simd;
+use crate::load::{self, LoadProgress, Loaded};
 use crate::{Error, Result};
 #[doc(hidden)]
 pub use queue::Place;
@@ -224,7 +224,10 @@ impl EngineHandle {
             )));
         }
         if request.steer.len() > MAX_STEERS {
-            return Err(Error::Invalid(format!("{} steering vectors are too many: give at most {MAX_STEERS}", request.steer.len())));
+            return Err(Error::Invalid(format!(
+                "{} steering vectors are too many: give at most {MAX_STEERS}",
+                request.steer.len()
+            )));
         }
         request.steer.iter().try_for_each(|steer| steer.check(self.info.layers, self.info.hidden_size))?;
         request.capture.iter().try_for_each(|wanted| wanted.check(self.info.layers))?;
@@ -240,7 +243,12 @@ impl EngineHandle {
 /// Loads the model in `dir` and starts its engine thread. `model` is what the user called it.
 ///
 /// `report` hears what takes time while loading. Errors: as [`load::load`].
-pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<EngineHandle> {
+pub fn start(
+    model: &str,
+    dir: &Path,
+    config: &EngineConfig,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<EngineHandle> {
     let started = Instant::now();
     let end_tokens = GenerationConfig::load(dir)?.eos_ids;
     let loaded = load::load(model, dir, config, report)?;
@@ -250,7 +258,13 @@ pub fn start(model: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(Lo
 /// Starts the engine thread of a model in memory, whose answers end at `end_tokens`; loading began at `started`.
 ///
 /// Errors: `Error::Resources` when there can be no more threads.
-pub fn start_loaded(model: &str, loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, started: Instant) -> Result<EngineHandle> {
+pub fn start_loaded(
+    model: &str,
+    loaded: Loaded,
+    config: &EngineConfig,
+    end_tokens: Vec<u32>,
+    started: Instant,
+) -> Result<EngineHandle> {
     let info = EngineInfo {
         model: model.to_string(),
         architecture: loaded.model.config().architecture.clone(),

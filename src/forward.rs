@@ -16,15 +16,15 @@ pub mod weights;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::forward::attention::{AttentionBuffers, Step, attention};
-use crate::backend::{Addition, Backend, Form, OpTime, Rates, Routing};
 use crate::backend::batch::Batch;
-use crate::experts::{ExpertExecutor, Traffic};
-use crate::forward::kv_cache::{KvCache, LayerCache};
-use crate::model::{Ffn, LayerConfig, ModelConfig};
-use crate::forward::tap::{Add, Tap, intersection};
 use crate::backend::tensor::Shortlist;
+use crate::backend::{Addition, Backend, Form, OpTime, Rates, Routing};
+use crate::experts::{ExpertExecutor, Traffic};
+use crate::forward::attention::{AttentionBuffers, Step, attention};
+use crate::forward::kv_cache::{KvCache, LayerCache};
+use crate::forward::tap::{Add, Tap, intersection};
 use crate::forward::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
+use crate::model::{Ffn, LayerConfig, ModelConfig};
 use crate::{Error, Result};
 
 /// A model that reads batches, whatever it runs on.
@@ -189,7 +189,8 @@ impl<B: Backend> Model<B> {
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
         }
-        let part_of = |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
+        let part_of =
+            |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
         let mut at = 0;
         for same in rows.chunk_by(|a, b| part_of(a) == part_of(b)) {
             let part = &parts[part_of(&same[0])];
@@ -208,7 +209,21 @@ impl<B: Backend> Forward for Model<B> {
     }
 
     fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
-        let Self { backend, config, weights, experts, kv, buffers, parts, inv_freq, limits, cut, vectors, additions, .. } = self;
+        let Self {
+            backend,
+            config,
+            weights,
+            experts,
+            kv,
+            buffers,
+            parts,
+            inv_freq,
+            limits,
+            cut,
+            vectors,
+            additions,
+            ..
+        } = self;
         assert!(batch.len() <= limits.tokens, "a batch larger than was allocated for");
         if let Some(experts) = experts {
             experts.between_passes()?;
@@ -231,13 +246,22 @@ impl<B: Backend> Forward for Model<B> {
         let steered = tap.as_ref().is_some_and(|tap| !tap.adds.is_empty());
         if let Some(tap) = tap.as_ref().filter(|_| steered) {
             let addition = |Add { layer, rows, vector, coefficient }: &Add| {
-                let held = vectors.iter().find(|held| Arc::ptr_eq(&held.given, vector)).expect("vectors are held before they are added");
-                Addition { layer: *layer, rows: rows.clone(), vector: held.on_device.clone(), coefficient: *coefficient }
+                let held = vectors
+                    .iter()
+                    .find(|held| Arc::ptr_eq(&held.given, vector))
+                    .expect("vectors are held before they are added");
+                Addition {
+                    layer: *layer,
+                    rows: rows.clone(),
+                    vector: held.on_device.clone(),
+                    coefficient: *coefficient,
+                }
             };
             backend.set_additions(additions, tap.adds.iter().map(addition).collect())?;
         }
 
-        let one_each = batch.spans.len() == batch.len() && count == 1 && tap.as_ref().is_none_or(|tap| !tap.takes_any());
+        let one_each =
+            batch.spans.len() == batch.len() && count == 1 && tap.as_ref().is_none_or(|tap| !tap.takes_any());
         let mut pass = || {
             for part in parts.iter_mut() {
                 backend.embed(&weights.embedding, &part.batch, &mut part.x);
@@ -263,7 +287,11 @@ impl<B: Backend> Forward for Model<B> {
             }
             Ok(())
         };
-        let replayed = if one_each { backend.replay(Form { tokens: batch.len(), steered }, &mut pass)? } else { pass().map(|()| false)? };
+        let replayed = if one_each {
+            backend.replay(Form { tokens: batch.len(), steered }, &mut pass)?
+        } else {
+            pass().map(|()| false)?
+        };
         match experts {
             Some(experts) if replayed => experts.replayed(batch.len()),
             _ => Ok(()),
@@ -389,7 +417,13 @@ fn run_layer<B: Backend>(
 }
 
 /// Takes from the residual stream of one part after layer `layer`.
-fn take_residual<B: Backend>(backend: &B, hidden_size: usize, layer: usize, part: &Part<B>, tap: &mut Tap) -> Result<()> {
+fn take_residual<B: Backend>(
+    backend: &B,
+    hidden_size: usize,
+    layer: usize,
+    part: &Part<B>,
+    tap: &mut Tap,
+) -> Result<()> {
     for (number, take) in tap.takes.iter().enumerate().filter(|(_, take)| take.layers.contains(layer)) {
         let rows = intersection(&take.rows, &part.rows);
         if rows.is_empty() {
@@ -431,7 +465,14 @@ impl<B: Backend> Buffers<B> {
 }
 
 /// `x += down(silu(gate h) * up h)`, of a gated one its share: what `down` reads is multiplied instead of what it gives.
-fn mlp<B: Backend>(backend: &B, w: &MlpWeights<B>, buffers: &mut [MlpBuffers<B>], width: Option<usize>, h: &B::Tensor, x: &mut B::Tensor) {
+fn mlp<B: Backend>(
+    backend: &B,
+    w: &MlpWeights<B>,
+    buffers: &mut [MlpBuffers<B>],
+    width: Option<usize>,
+    h: &B::Tensor,
+    x: &mut B::Tensor,
+) {
     let MlpBuffers { gate, up, product, .. } =
         buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
     backend.gated_linears(h, (&w.gate, &w.up), (gate, up), product);

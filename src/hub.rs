@@ -46,9 +46,9 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     if path.exists() {
         return match path.extension().is_some_and(|e| e == "gguf") {
             true => gguf::materialize(path, cache_dir),
-            false => {
-                Err(Error::Invalid(format!("{model} is a file: give a GGUF file, or the directory of a checkpoint, with its config.json")))
-            }
+            false => Err(Error::Invalid(format!(
+                "{model} is a file: give a GGUF file, or the directory of a checkpoint, with its config.json"
+            ))),
         };
     }
     if !is_hub_id(model) {
@@ -149,8 +149,10 @@ impl Hub {
         }
         // A repository of GGUF files: any of them leads to the folder.
         let dirs = std::fs::read_dir(folder.snapshots()).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-        dirs.into_iter()
-            .find(|dir| find_gguf(dir).is_ok_and(|file| file.is_some_and(|file| moebius_cache::checkpoint::gguf::files_of(&file).is_ok())))
+        dirs.into_iter().find(|dir| {
+            find_gguf(dir)
+                .is_ok_and(|file| file.is_some_and(|file| moebius_cache::checkpoint::gguf::files_of(&file).is_ok()))
+        })
     }
 
     fn download(&self, id: &str) -> Result<PathBuf> {
@@ -193,8 +195,9 @@ impl Hub {
             let place = format!("[{}/{}]", i + 1, files.len());
             fetch::fetch(&self.client, &folder, id, commit, name, &place).map_err(|e| self.explain(id, e))?;
         }
-        let kept =
-            folder.set_main(commit).map_err(|e| Failure::Local(format!("the folder cannot be written ({e}): set HF_HOME to another")));
+        let kept = folder
+            .set_main(commit)
+            .map_err(|e| Failure::Local(format!("the folder cannot be written ({e}): set HF_HOME to another")));
         kept.map_err(|e| self.explain(id, e))?;
         Ok(folder.snapshot(commit))
     }
@@ -210,14 +213,19 @@ impl Hub {
             Failure::Status(401 | 403) => format!(
                 "{endpoint} does not give {id} to us: it does not exist, or it is private or gated; check the name, or set HF_TOKEN to a token that may read it"
             ),
-            Failure::Status(404) => format!("there is no {id} on {endpoint}: check the name, or give a directory instead"),
+            Failure::Status(404) => {
+                format!("there is no {id} on {endpoint}: check the name, or give a directory instead")
+            }
             Failure::Status(status) => broken(format!("HTTP status {status}")),
             Failure::Broken(what) => broken(what),
             Failure::Refused(what) => format!(
                 "what {endpoint} says of {id} cannot be used ({what}): try again, check HF_ENDPOINT, or give the directory of a copy instead"
             ),
             Failure::Locked(path) => {
-                format!("another process is downloading {id} ({} is locked): wait for it, then try again", path.display())
+                format!(
+                    "another process is downloading {id} ({} is locked): wait for it, then try again",
+                    path.display()
+                )
             }
             Failure::Local(what) => format!("cannot keep {id}: {what}"),
         })
@@ -257,18 +265,22 @@ fn gguf_files<'a>(listed: &[&'a str], id: &str) -> Result<Vec<&'a str>> {
     models.dedup();
     match models.len() {
         0 | 1 => Ok(files),
-        n => Err(Error::Model(format!("{id} has {n} models in GGUF files: download the one to run, and give that file"))),
+        n => {
+            Err(Error::Model(format!("{id} has {n} models in GGUF files: download the one to run, and give that file")))
+        }
     }
 }
 
 /// Whether every weight file that the checkpoint names is there. A name that leads out of it is nowhere.
 fn is_complete(dir: &Path) -> bool {
     match read_json(&dir.join("model.safetensors.index.json")) {
-        Ok(Some(index)) => index["weight_map"]
-            .as_object()
-            .is_some_and(|map| map.values().all(|file| file.as_str().is_some_and(|file| is_plain(file) && dir.join(file).is_file()))),
+        Ok(Some(index)) => index["weight_map"].as_object().is_some_and(|map| {
+            map.values().all(|file| file.as_str().is_some_and(|file| is_plain(file) && dir.join(file).is_file()))
+        }),
         Ok(None) => std::fs::read_dir(dir).is_ok_and(|mut files| {
-            files.any(|file| file.is_ok_and(|file| is_weights(&file.file_name().to_string_lossy()) && file.path().is_file()))
+            files.any(|file| {
+                file.is_ok_and(|file| is_weights(&file.file_name().to_string_lossy()) && file.path().is_file())
+            })
         }),
         Err(_) => false,
     }

@@ -68,7 +68,8 @@ impl std::str::FromStr for Simd {
     fn from_str(s: &str) -> Result<Self> {
         let names = Simd::ALL.map(|simd| simd.to_string());
         let found = Simd::ALL.into_iter().find(|simd| simd.to_string() == s);
-        found.ok_or_else(|| Error::Invalid(format!("unknown instruction set {s:?}: choose one of {}", names.join(", "))))
+        found
+            .ok_or_else(|| Error::Invalid(format!("unknown instruction set {s:?}: choose one of {}", names.join(", "))))
     }
 }
 
@@ -115,7 +116,11 @@ impl<'a, T> Rows<'a, T> {
     /// Rows `stride` elements apart. Panics: the last row ends after `data`, or rows overlap.
     pub fn strided(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows <= 1 || cols <= stride, "rows of {cols} overlap at stride {stride}");
-        assert!(rows == 0 || (rows - 1) * stride + cols <= data.len(), "{rows} rows of {cols} at stride {stride} in {}", data.len());
+        assert!(
+            rows == 0 || (rows - 1) * stride + cols <= data.len(),
+            "{rows} rows of {cols} at stride {stride} in {}",
+            data.len()
+        );
         Self { data, rows, cols, stride }
     }
 

@@ -19,20 +19,20 @@ use moebius_cache::convert::{self, ExpertSource, Job, LayerSource, Progress};
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
-use crate::backend::cpu::Cpu;
 use crate::backend::batch::BLOCK_SIZE;
+use crate::backend::cpu::Cpu;
+use crate::backend::source::TensorSource;
 use crate::config::{CPU_BATCH_TOKENS, DenseBits, Device, EngineConfig, ExpertBits, KvBits, Numa, PrefillOn};
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{Between, ExpertExecutor};
+use crate::forward::kv_cache::{self, KvCache};
+use crate::forward::weights::Weights;
 use crate::forward::{Forward, Limits, Model, mlp_width};
 use crate::kernel::{self, Activations, Kernel, Simd};
-use crate::forward::kv_cache::{self, KvCache};
-use crate::model::{Activation, Attention, Ffn, LayerConfig, ModelConfig};
 use crate::machine::topology::{self, Topology};
-use crate::backend::source::TensorSource;
-use crate::forward::weights::Weights;
 use crate::machine::workers::Team;
 use crate::model::families;
+use crate::model::{Activation, Attention, Ffn, LayerConfig, ModelConfig};
 use crate::{Error, Result};
 use place::{SMALL_BYTES, place};
 pub use precision::{for_checkpoint, for_folder, precision};
@@ -124,7 +124,8 @@ pub fn cache_dir(config: &EngineConfig) -> Result<PathBuf> {
     }
     let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let base = var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|home| home.join(".cache")));
-    base.map(|b| b.join("moebius")).ok_or_else(|| Error::Invalid("neither HOME nor XDG_CACHE_HOME is set: give --cache-dir".into()))
+    base.map(|b| b.join("moebius"))
+        .ok_or_else(|| Error::Invalid("neither HOME nor XDG_CACHE_HOME is set: give --cache-dir".into()))
 }
 
 /// The conversion that a model in `precision` needs.
@@ -132,7 +133,8 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
     let moe = model.moe().expect("a model with a precision of experts has experts");
     let layers = model.moe_layers().map(|(layer, moe)| {
         let expert = |e: usize| {
-            let tensor = |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
+            let tensor =
+                |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
             let [gate, up, down] = model.names.experts.map(tensor);
             ExpertSource { gate, up, down }
         };
@@ -153,7 +155,12 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
 /// Loads the model in `dir`, converting its experts first if no cache of them is there.
 ///
 /// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
-pub fn load(name: &str, dir: &Path, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
+pub fn load(
+    name: &str,
+    dir: &Path,
+    config: &EngineConfig,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<Loaded> {
     let model = families::read(dir)?;
     let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
@@ -211,12 +218,24 @@ pub fn assemble(
         let rates = CpuRates::measure(&model, config, precision, &machine, tokens)?;
         let expected = speed::on_cpu(&model, config, precision, &rates, tokens)?;
         let (threads, read) = (team.threads(), rates.read_bytes / 1e9);
-        report(LoadProgress::Experts(&format!("CPU: {threads} threads, {read:.0} GB/s; a context of {max_context}; expect {expected}")));
+        report(LoadProgress::Experts(&format!(
+            "CPU: {threads} threads, {read:.0} GB/s; a context of {max_context}; expect {expected}"
+        )));
     }
     let limits = Limits { tokens, chunk_tokens: tokens, logit_rows: config.max_sequences };
     let model = Box::new(Model::new(backend, model, weights, executor, kv, limits)?);
     let available_bytes = topology::available_bytes;
-    Ok(Loaded { model, kv_blocks, max_context, max_batch_tokens: tokens, device: None, precision, team, kernel, available_bytes })
+    Ok(Loaded {
+        model,
+        kv_blocks,
+        max_context,
+        max_batch_tokens: tokens,
+        device: None,
+        precision,
+        team,
+        kernel,
+        available_bytes,
+    })
 }
 
 /// What fits into memory, decided before anything is loaded.
@@ -236,7 +255,12 @@ pub enum Budget {
 
 impl Budget {
     /// Errors: `Error::Resources` when weights, activations or the context asked for do not fit into the machine's available bytes.
-    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<Self> {
+    pub fn new(
+        model: &ModelConfig,
+        config: &EngineConfig,
+        precision: Option<Precision>,
+        machine: &Machine,
+    ) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let Some(cuda) = open_gpu(config)? {
             let plan = gpu::GpuPlan::new(model, config, precision, &cuda.info)?;
@@ -251,7 +275,12 @@ impl Budget {
     }
 
     /// As [`Budget::new`], of the CPU alone.
-    pub(crate) fn on_cpu(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<Self> {
+    pub(crate) fn on_cpu(
+        model: &ModelConfig,
+        config: &EngineConfig,
+        precision: Option<Precision>,
+        machine: &Machine,
+    ) -> Result<Self> {
         check_no_gpu(config)?;
         check_context(model, config)?;
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
@@ -297,17 +326,21 @@ pub(crate) fn check_context(model: &ModelConfig, config: &EngineConfig) -> Resul
     }
     let limit = model.max_context;
     match config.max_context {
-        Some(n @ 0..=1) => Err(Error::Invalid(format!("--max-context {n} leaves no room for a prompt and its answer: give at least 2"))),
-        Some(n) if n > limit => {
-            Err(Error::Invalid(format!("--max-context {n} is beyond the {limit} positions this model was made for: give at most {limit}")))
-        }
+        Some(n @ 0..=1) => Err(Error::Invalid(format!(
+            "--max-context {n} leaves no room for a prompt and its answer: give at least 2"
+        ))),
+        Some(n) if n > limit => Err(Error::Invalid(format!(
+            "--max-context {n} is beyond the {limit} positions this model was made for: give at most {limit}"
+        ))),
         _ => Ok(()),
     }
 }
 
 /// Flags that only a GPU obeys. Errors: `Error::Invalid`.
 fn check_no_gpu(config: &EngineConfig) -> Result<()> {
-    let refuse = |flag: &str, instead: &str| Err(Error::Invalid(format!("{flag} is for a GPU, and this runs on the CPU: {instead}")));
+    let refuse = |flag: &str, instead: &str| {
+        Err(Error::Invalid(format!("{flag} is for a GPU, and this runs on the CPU: {instead}")))
+    };
     match config {
         EngineConfig { kv: KvBits::Fp8, .. } => refuse("--kv fp8", "use --kv bf16"),
         EngineConfig { vram: Some(_), .. } => refuse("--vram", "leave it out"),
@@ -331,7 +364,8 @@ pub(crate) fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::
 fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision>, available: u64) -> &'static str {
     let int4 = precision(model, &EngineConfig { experts: ExpertBits::Int4, ..config.clone() }).unwrap_or(as_asked);
     let fits = |dense, precision| {
-        expert_bytes(model, precision).is_ok_and(|experts| resident_bytes(model, dense).saturating_add(experts) <= available)
+        expert_bytes(model, precision)
+            .is_ok_and(|experts| resident_bytes(model, dense).saturating_add(experts) <= available)
     };
     let choices = [
         (config.dense, int4, "use --experts int4"),
@@ -341,7 +375,8 @@ fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision
         (DenseBits::Int4, int4, "use --experts int4 --dense int4"),
     ];
     let found = choices.into_iter().find(|&(dense, precision, _)| fits(dense, precision));
-    found.map_or("no precision makes it fit, so use a machine with more memory, or a smaller model", |(.., flags)| flags)
+    found
+        .map_or("no precision makes it fit, so use a machine with more memory, or a smaller model", |(.., flags)| flags)
 }
 
 /// Dense matrices `[n, k]` of one layer.
@@ -367,9 +402,18 @@ pub(crate) fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(u
 }
 
 /// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
-pub(crate) fn activation_bytes(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
-    let (tokens, rows, threads, kernel) =
-        (config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS), config.max_sequences, machine.team.threads(), machine.kernel);
+pub(crate) fn activation_bytes(
+    model: &ModelConfig,
+    config: &EngineConfig,
+    precision: Option<Precision>,
+    machine: &Machine,
+) -> Result<u64> {
+    let (tokens, rows, threads, kernel) = (
+        config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS),
+        config.max_sequences,
+        machine.team.threads(),
+        machine.kernel,
+    );
     // Dense layers' inputs in the form of the weights: one memory that grows to the largest.
     let prepared = |precision, k: usize, rows: usize| match k.checked_mul(rows) {
         Some(numbers) if numbers < 1 << 56 => Activations::bytes(kernel, precision, k, rows) as u128,
@@ -382,7 +426,9 @@ pub(crate) fn activation_bytes(model: &ModelConfig, config: &EngineConfig, preci
 
     // f32 numbers of a token, as `Model::new` allocates them.
     let attention = model.attentions().into_iter().map(|attention| match attention {
-        Attention::Gqa(a) => a.head_dim * (2 * (a.num_heads + a.num_kv_heads) + if a.output_gate { a.num_heads } else { 0 }),
+        Attention::Gqa(a) => {
+            a.head_dim * (2 * (a.num_heads + a.num_kv_heads) + if a.output_gate { a.num_heads } else { 0 })
+        }
         Attention::DeltaNet(a) => a.conv_dim() + 2 * a.value_dim(),
         Attention::Mla(a) => {
             let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
@@ -398,20 +444,27 @@ pub(crate) fn activation_bytes(model: &ModelConfig, config: &EngineConfig, preci
     let logits = 2 * (model.hidden_size + model.vocab_size);
     // Of one worker: a tile of queries, its scores, what they weight, and two segments' sums.
     const TILE: usize = 64;
-    let (key_dim, value_dim) =
-        model.layers.iter().map(|layer| layer.attention.kv_dims()).fold((0, 0), |a, (_, key, value)| (a.0.max(key), a.1.max(value)));
+    let (key_dim, value_dim) = model
+        .layers
+        .iter()
+        .map(|layer| layer.attention.kv_dims())
+        .fold((0, 0), |a, (_, key, value)| (a.0.max(key), a.1.max(value)));
     let scratch = prepared(Precision::Bf16, key_dim, TILE)
         + prepared(Precision::Bf16, BLOCK_SIZE, TILE)
         + wide(&[4, TILE, 2 * BLOCK_SIZE + 3 * value_dim.next_multiple_of(TILE_ROWS)]);
     let experts = match (precision, model.moe()) {
-        (Some(precision), Some(moe)) if tokens.saturating_mul(model.hidden_size.max(moe.intermediate_size)) < 1 << 48 => {
+        (Some(precision), Some(moe))
+            if tokens.saturating_mul(model.hidden_size.max(moe.intermediate_size)) < 1 << 48 =>
+        {
             let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
             CpuExperts::bytes(&layout, kernel, threads, tokens, moe.router.top_k) as u128
         }
         (Some(_), Some(_)) => u128::from(u64::MAX),
         _ => 0,
     };
-    Ok(saturated(inputs.max(head) + wide(&[4, tokens, token]) + wide(&[4, rows, logits]) + threads as u128 * scratch + experts))
+    Ok(saturated(
+        inputs.max(head) + wide(&[4, tokens, token]) + wide(&[4, rows, logits]) + threads as u128 * scratch + experts,
+    ))
 }
 
 /// Bytes of all weights but the routed experts.
@@ -428,8 +481,8 @@ pub(crate) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
             Attention::Gqa(_) => 0,
             Attention::DeltaNet(a) => wide(&[4, a.conv_dim(), a.conv_width]) + wide(&[8, a.num_value_heads, h]),
             Attention::Mla(a) => {
-                let head =
-                    packed(a.kv_lora_rank, a.qk_nope_head_dim, Precision::Bf16) + packed(a.v_head_dim, a.kv_lora_rank, Precision::Bf16);
+                let head = packed(a.kv_lora_rank, a.qk_nope_head_dim, Precision::Bf16)
+                    + packed(a.v_head_dim, a.kv_lora_rank, Precision::Bf16);
                 a.num_heads as u128 * head
             }
         };
@@ -439,7 +492,12 @@ pub(crate) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
         };
         dense_matrices(model, layer).into_iter().map(linear).sum::<u128>() + heads + router
     });
-    saturated(layers.sum::<u128>() + u128::from(Between::bytes(model)) + wide(&[2, h, model.vocab_size]) + linear((model.vocab_size, h)))
+    saturated(
+        layers.sum::<u128>()
+            + u128::from(Between::bytes(model))
+            + wide(&[2, h, model.vocab_size])
+            + linear((model.vocab_size, h)),
+    )
 }
 
 /// Bytes of all packed routed experts.

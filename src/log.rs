@@ -84,7 +84,10 @@ impl Queue {
     fn to(mut out: impl Write + Send + 'static) -> Result<Self> {
         let shared = Arc::<Shared>::default();
         let lines = shared.clone();
-        std::thread::Builder::new().name("log".into()).spawn(move || while lines.write_next(&mut out) {}).map_err(refused)?;
+        std::thread::Builder::new()
+            .name("log".into())
+            .spawn(move || while lines.write_next(&mut out) {})
+            .map_err(refused)?;
         Ok(Self(shared))
     }
 
@@ -172,12 +175,17 @@ fn count_dropped(lines: &[u8]) {
 fn tell_dropped() {
     let dropped = dropped_lines();
     if TOLD.fetch_max(dropped, Relaxed) < dropped {
-        tracing::warn!(dropped, "lines were dropped since the start, because nobody read them or they could not be written");
+        tracing::warn!(
+            dropped,
+            "lines were dropped since the start, because nobody read them or they could not be written"
+        );
     }
 }
 
 fn refused(e: io::Error) -> Error {
-    Error::Resources(format!("the log cannot be written ({e}): raise the limits on threads (`ulimit -u`) and open files (`ulimit -n`)"))
+    Error::Resources(format!(
+        "the log cannot be written ({e}): raise the limits on threads (`ulimit -u`) and open files (`ulimit -n`)"
+    ))
 }
 
 /// A file that is appended to, and opened again when it was moved away.
@@ -189,8 +197,9 @@ struct LogFile {
 
 impl LogFile {
     fn open(path: &Path) -> Result<Self> {
-        let file = append(path)
-            .map_err(|e| Error::Invalid(format!("the log cannot be written to {} ({e}): choose another --log-file", path.display())))?;
+        let file = append(path).map_err(|e| {
+            Error::Invalid(format!("the log cannot be written to {} ({e}): choose another --log-file", path.display()))
+        })?;
         Ok(Self { path: path.into(), file, moved: Arc::default() })
     }
 }
@@ -206,7 +215,10 @@ impl Write for LogFile {
             match append(&self.path) {
                 Ok(file) => self.file = file,
                 Err(e) => {
-                    tracing::error!("{} cannot be opened again ({e}): the log goes on in the file that was open", self.path.display())
+                    tracing::error!(
+                        "{} cannot be opened again ({e}): the log goes on in the file that was open",
+                        self.path.display()
+                    )
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! The `moebius` command.
 
-use moebius::text::chat_template;
 use moebius::cli;
+use moebius::text::chat_template;
 
 fn main() -> std::process::ExitCode {
     // This very file, even when another has taken its name since.

@@ -114,8 +114,12 @@ impl Server {
         let tls = options.tls.as_ref().map(|(chain, key)| connections::Tls::load(chain, key)).transpose()?;
         let refused = |e: std::io::Error| {
             Error::Invalid(match e.kind() {
-                std::io::ErrorKind::AddrInUse => format!("{address} is in use by another program: choose another --port"),
-                std::io::ErrorKind::PermissionDenied => format!("we may not listen on {address}: choose a --port above 1023"),
+                std::io::ErrorKind::AddrInUse => {
+                    format!("{address} is in use by another program: choose another --port")
+                }
+                std::io::ErrorKind::PermissionDenied => {
+                    format!("we may not listen on {address}: choose a --port above 1023")
+                }
                 _ => format!("cannot listen on {address} ({e}): check --host and --port"),
             })
         };
@@ -138,7 +142,8 @@ impl Server {
     pub fn start(self) -> Result<Running> {
         let failed = |e: std::io::Error| Error::Resources(format!("the server cannot run: {e}"));
         moebius_cache::threads::probe(4)?; // tokio panics where its two do not start
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
         let app = Arc::new(App::new(&self));
         let (stop, stopped) = tokio::sync::watch::channel(false);
         let listener = {
@@ -176,7 +181,8 @@ impl Running {
     pub fn on_hangup(&self, mut act: impl FnMut() + Send + 'static) -> Result<()> {
         use tokio::signal::unix::{SignalKind, signal};
         let _context = self.runtime.enter();
-        let mut hangups = signal(SignalKind::hangup()).map_err(|e| Error::Resources(format!("cannot watch for SIGHUP: {e}")))?;
+        let mut hangups =
+            signal(SignalKind::hangup()).map_err(|e| Error::Resources(format!("cannot watch for SIGHUP: {e}")))?;
         self.runtime.spawn(async move {
             while hangups.recv().await.is_some() {
                 act();
@@ -276,7 +282,9 @@ impl App {
         if self.draining.load(Relaxed) {
             return Err(ApiError::unavailable("The server is stopping and takes no new requests", None));
         }
-        self.model.get().ok_or_else(|| ApiError::unavailable("The model is still being loaded; ask again in a while", Some(5)))
+        self.model
+            .get()
+            .ok_or_else(|| ApiError::unavailable("The model is still being loaded; ask again in a while", Some(5)))
     }
 
     /// Refuses a request for another model. A directory goes by its last part too.
@@ -345,7 +353,9 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
         .route("/v1/vectors/{name}", get(steer::get).put(steer::put).delete(steer::delete))
         .merge(web::router())
         .fallback(async |uri: axum::http::Uri| ApiError::no_such_route(uri.path()))
-        .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| ApiError::wrong_method(&method, uri.path()))
+        .method_not_allowed_fallback(async |method: axum::http::Method, uri: axum::http::Uri| {
+            ApiError::wrong_method(&method, uri.path())
+        })
         .layer(axum::extract::DefaultBodyLimit::disable()) // `ask::read_body` has its own
         .layer(axum::middleware::from_fn_with_state(app.clone(), front::front))
         .with_state(app);
@@ -394,7 +404,10 @@ async fn models(State(app): State<Arc<App>>) -> std::result::Result<Json<Value>,
     Ok(Json(json!({"object": "list", "data": [model], "has_more": false, "first_id": id, "last_id": id})))
 }
 
-async fn model_by_name(State(app): State<Arc<App>>, Path(name): Path<String>) -> std::result::Result<Json<Value>, ApiError> {
+async fn model_by_name(
+    State(app): State<Arc<App>>,
+    Path(name): Path<String>,
+) -> std::result::Result<Json<Value>, ApiError> {
     app.check_model(&name)?;
     Ok(Json(app.describe()?))
 }

@@ -69,9 +69,16 @@ fn files_that_are_missing() {
     refused(qwen().remove(WEIGHTS), &["holds no *.safetensors"]);
     fails(qwen().remove("tokenizer.json"), &["generate", "MODEL", "x"], &["has no tokenizer.json", "save_pretrained"]);
     let sharded = || Checkpoint::copy_of(&fixture_dir("qwen3_moe_dense_layer_sharded"));
-    refused(sharded().remove("model-00002-of-00003.safetensors"), &["model-00002-of-00003.safetensors", "missing", "download"]);
+    refused(
+        sharded().remove("model-00002-of-00003.safetensors"),
+        &["model-00002-of-00003.safetensors", "missing", "download"],
+    );
     let swapped = sharded();
-    let (a, b, c) = (swapped.file("model-00001-of-00003.safetensors"), swapped.file("model-00002-of-00003.safetensors"), swapped.file("x"));
+    let (a, b, c) = (
+        swapped.file("model-00001-of-00003.safetensors"),
+        swapped.file("model-00002-of-00003.safetensors"),
+        swapped.file("x"),
+    );
     for (from, to) in [(&a, &c), (&b, &a), (&c, &b)] {
         std::fs::rename(from, to).unwrap();
     }
@@ -92,7 +99,10 @@ fn configs_that_cannot_be_run() {
         "qwen3_next",
     ];
     refused(qwen().config(json!({"model_type": "mamba9"})), &named);
-    refused(qwen().config(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), &["quantized with `bitsandbytes`", "another"]);
+    refused(
+        qwen().config(json!({"quantization_config": {"quant_method": "bitsandbytes"}})),
+        &["quantized with `bitsandbytes`", "another"],
+    );
     refused(qwen().config(json!({"num_experts": 0})), &["config.json", "`num_experts`"]);
     refused(qwen().config(json!({"num_hidden_layers": 16_777_216})), &["config.json", "`num_hidden_layers`"]);
     refused(qwen().bytes("config.json", |bytes| bytes.truncate(100)), &["config.json", "JSON"]);
@@ -116,8 +126,14 @@ fn tensors_that_are_not_what_the_config_says() {
         h[EXPERT]["shape"] = json!([64, 32]);
     };
     refused(qwen().tensors(WEIGHTS, as_i64), &[EXPERT]);
-    refused(qwen().tensors(WEIGHTS, |h, data| data[of(h, EXPERT)][100..102].copy_from_slice(&[0xc0, 0x7f])), &[EXPERT, "NaN"]);
-    refused(qwen().tensors(WEIGHTS, |h, data| data[of(h, EXPERT)][100..102].copy_from_slice(&[0x80, 0xff])), &[EXPERT, "inf"]);
+    refused(
+        qwen().tensors(WEIGHTS, |h, data| data[of(h, EXPERT)][100..102].copy_from_slice(&[0xc0, 0x7f])),
+        &[EXPERT, "NaN"],
+    );
+    refused(
+        qwen().tensors(WEIGHTS, |h, data| data[of(h, EXPERT)][100..102].copy_from_slice(&[0x80, 0xff])),
+        &[EXPERT, "inf"],
+    );
 }
 
 #[test]
@@ -132,10 +148,18 @@ fn dense_tensors_that_are_not_what_the_config_says() {
         h["another"] = value;
     };
     refused(qwen().tensors(WEIGHTS, gone), &[DENSE, "missing"]);
-    refused(qwen().tensors(WEIGHTS, |h, _| h[DENSE]["shape"] = json!([192, 128])), &[DENSE, "[192, 128]", "[128, 192]"]);
+    refused(
+        qwen().tensors(WEIGHTS, |h, _| h[DENSE]["shape"] = json!([192, 128])),
+        &[DENSE, "[192, 128]", "[128, 192]"],
+    );
     refused(qwen().tensors(WEIGHTS, |h, _| h[DENSE]["dtype"] = json!("I16")), &[DENSE, "I16"]);
-    for name in [DENSE, "model.norm.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight", "model.embed_tokens.weight"] {
-        refused(qwen().tensors(WEIGHTS, |h, data| data[of(h, name)][10..12].copy_from_slice(&[0xc0, 0x7f])), &[name, "NaN"]);
+    for name in
+        [DENSE, "model.norm.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight", "model.embed_tokens.weight"]
+    {
+        refused(
+            qwen().tensors(WEIGHTS, |h, data| data[of(h, name)][10..12].copy_from_slice(&[0xc0, 0x7f])),
+            &[name, "NaN"],
+        );
     }
 }
 
@@ -145,7 +169,10 @@ fn safetensors_that_lie() {
     refused(qwen().bytes(WEIGHTS, |bytes| bytes.truncate(5)), &[WEIGHTS, "download"]);
     refused(qwen().bytes(WEIGHTS, Vec::clear), &[WEIGHTS, "download"]);
     for claimed in [1u64 << 60, 99_000_000, 7, u64::MAX] {
-        refused(qwen().bytes(WEIGHTS, |bytes| bytes[..8].copy_from_slice(&claimed.to_le_bytes())), &[WEIGHTS, "header", "download"]);
+        refused(
+            qwen().bytes(WEIGHTS, |bytes| bytes[..8].copy_from_slice(&claimed.to_le_bytes())),
+            &[WEIGHTS, "header", "download"],
+        );
     }
     refused(qwen().tensors(WEIGHTS, |h, _| h[DENSE]["data_offsets"] = json!([0, u64::MAX])), &[WEIGHTS, "download"]);
     refused(qwen().tensors(WEIGHTS, |h, _| h[DENSE]["shape"] = json!([u64::MAX, 192])), &[WEIGHTS, "download"]);
@@ -168,7 +195,9 @@ fn models_that_do_not_fit_into_memory() {
     fails(&size, &["generate", "MODEL", "x", "--experts", "bf16"], &["GiB", "free"]);
 
     let context = qwen();
-    context.config(json!({"max_position_embeddings": max, "num_attention_heads": 512, "num_key_value_heads": 512, "head_dim": 64}));
+    context.config(
+        json!({"max_position_embeddings": max, "num_attention_heads": 512, "num_key_value_heads": 512, "head_dim": 64}),
+    );
     fails(&context, &["generate", "MODEL", "x", "--max-context", "16777216"], &["GiB", "free", "use --max-context "]);
 }
 
@@ -229,7 +258,11 @@ fn a_chat_without_a_template() {
 #[test]
 fn flags_that_do_not_fit_the_model() {
     let model = qwen();
-    fails(&model, &["generate", "MODEL", "x", "--group-size", "128"], &["--group-size 128", "128 and 64", "use --group-size 64"]);
+    fails(
+        &model,
+        &["generate", "MODEL", "x", "--group-size", "128"],
+        &["--group-size 128", "128 and 64", "use --group-size 64"],
+    );
     fails(&model, &["generate", "MODEL", "x", "--temperature", "-1"], &["temperature is -1", "from 0"]);
     fails(&model, &["generate", "MODEL", "x", "--threads", "0"], &["--threads"]);
     fails(&model, &["generate", "MODEL", "x", "--threads", "100000"], &["--threads"]);
@@ -270,7 +303,11 @@ fn places_that_cannot_be_written() {
 #[test]
 fn a_hub_that_cannot_be_reached() {
     let cache = tempfile::tempdir().unwrap();
-    for command in [&["generate", "no-org/no-model", "x"][..], &["chat", "no-org/no-model"], &["cache", "build", "no-org/no-model"]] {
+    for command in [
+        &["generate", "no-org/no-model", "x"][..],
+        &["chat", "no-org/no-model"],
+        &["cache", "build", "no-org/no-model"],
+    ] {
         let text = sentence(&moebius(cache.path(), command).output().unwrap());
         assert_says(&text, &["no-org/no-model", "http://127.0.0.1:1", "directory"]);
     }
@@ -281,6 +318,9 @@ fn a_hub_that_cannot_be_reached() {
 fn a_file_is_no_model() {
     let cache = tempfile::tempdir().unwrap();
     let file = fixture_dir("qwen3_moe").join("model.safetensors");
-    assert_says(&sentence(&moebius(cache.path(), &["generate", file.to_str().unwrap(), "x"]).output().unwrap()), &["is a file"]);
+    assert_says(
+        &sentence(&moebius(cache.path(), &["generate", file.to_str().unwrap(), "x"]).output().unwrap()),
+        &["is a file"],
+    );
     assert!(Path::new(&file).exists());
 }

@@ -13,7 +13,8 @@ use common::fixture_dir;
 /// What one forward pass with the caches in `cache` computes, or the sentence that says why not.
 fn answer(model: &Checkpoint, cache: &Path) -> Result<Vec<u8>, String> {
     let out = model.beside("answer.safetensors");
-    let args = ["capture", "MODEL", "--tokens", "1,2,3,4,5,6,7,8", "--logits", "--router", "--out", out.to_str().unwrap()];
+    let args =
+        ["capture", "MODEL", "--tokens", "1,2,3,4,5,6,7,8", "--logits", "--router", "--out", out.to_str().unwrap()];
     let output = model.command(cache, &args).output().unwrap();
     if !output.status.success() {
         assert!(!out.exists());
@@ -113,7 +114,8 @@ fn a_damaged_cache_gives_no_wrong_answer() {
     std::fs::write(&path, damaged).unwrap();
     // A copy looks at every expert, also at those that no token goes to.
     let out = model.beside("answer.safetensors");
-    let copied = ["capture", "MODEL", "--tokens", "1", "--logits", "--experts-memory", "copy", "--out", out.to_str().unwrap()];
+    let copied =
+        ["capture", "MODEL", "--tokens", "1", "--logits", "--experts-memory", "copy", "--out", out.to_str().unwrap()];
     let output = model.run(&copied);
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && text.contains("is damaged") && text.lines().count() == 1, "{text}");
@@ -135,7 +137,12 @@ fn a_changed_checkpoint_is_converted_again() {
     let modified = std::fs::metadata(model.file(shard)).unwrap().modified().unwrap();
     // The sign of one weight of every expert in the shard; the file's size and time stay as they were.
     model.tensors(shard, |header, data| {
-        for (_, tensor) in header.as_object().unwrap().iter().filter(|(name, _)| name.contains("experts") && name.contains("down_proj")) {
+        for (_, tensor) in header
+            .as_object()
+            .unwrap()
+            .iter()
+            .filter(|(name, _)| name.contains("experts") && name.contains("down_proj"))
+        {
             data[tensor["data_offsets"][0].as_u64().unwrap() as usize + 1] ^= 0x80;
         }
     });
@@ -143,7 +150,11 @@ fn a_changed_checkpoint_is_converted_again() {
     let after = answer(&model, &model.cache()).unwrap();
     assert_ne!(after, before);
     assert_eq!(after, fresh_answer(&model));
-    assert_eq!(files(&model.cache()).iter().filter(|name| name.ends_with(".moebius")).count(), 1, "the outdated cache is gone");
+    assert_eq!(
+        files(&model.cache()).iter().filter(|name| name.ends_with(".moebius")).count(),
+        1,
+        "the outdated cache is gone"
+    );
 }
 
 #[test]

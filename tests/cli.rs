@@ -161,12 +161,24 @@ fn generate_takes_prompts_from_everywhere() {
 
     let first: serde_json::Value = serde_json::from_str(&success(&["generate", "demo", prompt, "--json"], "")).unwrap();
     assert_eq!((&first["text"], &first["finish_reason"]), (&"2 + 2 = 4".into(), &"stop".into()));
-    assert_eq!(first["tokens"].as_array().unwrap().len() as u64, first["timings"]["completion_tokens"].as_u64().unwrap());
-    for name in ["prompt_tokens", "ready_s", "prefill_s", "decode_s", "prefill_tok_per_s", "decode_tok_per_s", "decode_gb_per_s"] {
+    assert_eq!(
+        first["tokens"].as_array().unwrap().len() as u64,
+        first["timings"]["completion_tokens"].as_u64().unwrap()
+    );
+    for name in [
+        "prompt_tokens",
+        "ready_s",
+        "prefill_s",
+        "decode_s",
+        "prefill_tok_per_s",
+        "decode_tok_per_s",
+        "decode_gb_per_s",
+    ] {
         assert!(first["timings"][name].is_number(), "{name}");
     }
     std::fs::write(&tokens, "[1, 3, 5]").unwrap();
-    let args = ["generate", "demo", "--tokens-file", tokens.to_str().unwrap(), "--json", "--max-tokens", "5", "--ignore-eos"];
+    let args =
+        ["generate", "demo", "--tokens-file", tokens.to_str().unwrap(), "--json", "--max-tokens", "5", "--ignore-eos"];
     let cut: serde_json::Value = serde_json::from_str(&success(&args, "")).unwrap();
     assert_eq!((cut["tokens"].as_array().unwrap().len(), &cut["finish_reason"]), (5, &"length".into()));
     std::fs::write(&tokens, "[1, 1024]").unwrap();
@@ -197,7 +209,8 @@ fn every_fixture_generates_and_captures() {
             output.stdout
         };
         let answer: serde_json::Value =
-            serde_json::from_slice(&run(&["generate", model, "Hello", "--json", "--max-tokens", "4", "--ignore-eos"])).unwrap();
+            serde_json::from_slice(&run(&["generate", model, "Hello", "--json", "--max-tokens", "4", "--ignore-eos"]))
+                .unwrap();
         let fields: Vec<_> = answer.as_object().unwrap().keys().collect();
         assert_eq!(fields, ["tokens", "text", "finish_reason", "timings"]);
         assert_eq!(answer["tokens"].as_array().unwrap().len(), 4);
@@ -220,7 +233,8 @@ fn every_fixture_generates_and_captures() {
             expected.push((format!("router.{layer}.weights"), safetensors::Dtype::F32, vec![3, top_k]));
         }
         expected.sort_by(|a, b| a.0.cmp(&b.0));
-        let mut found: Vec<_> = written.iter().map(|(name, view)| (name.to_string(), view.dtype(), view.shape().to_vec())).collect();
+        let mut found: Vec<_> =
+            written.iter().map(|(name, view)| (name.to_string(), view.dtype(), view.shape().to_vec())).collect();
         found.sort_by(|a, b| a.0.cmp(&b.0));
         assert_eq!(found, expected, "{model}");
         run(&capture);
@@ -246,7 +260,8 @@ fn tokens_that_only_the_model_knows() {
 
 #[test]
 fn a_bench_is_one_object() {
-    let args = ["bench", "demo", "--json", "--runs", "1", "--prompt-tokens", "8", "--decode-tokens", "2", "--batch", "1,2"];
+    let args =
+        ["bench", "demo", "--json", "--runs", "1", "--prompt-tokens", "8", "--decode-tokens", "2", "--batch", "1,2"];
     let report: serde_json::Value = serde_json::from_str(&success(&args, "")).unwrap();
     for field in ["machine", "model", "precision"] {
         assert!(!report[field].is_null(), "{report}");
@@ -268,7 +283,12 @@ fn a_bench_is_one_object() {
 
 #[test]
 fn the_same_seed_gives_the_same_text() {
-    let at = |seed| success(&["generate", "demo", "One", "--temperature", "3", "--seed", seed, "--max-tokens", "20", "--ignore-eos"], "");
+    let at = |seed| {
+        success(
+            &["generate", "demo", "One", "--temperature", "3", "--seed", seed, "--max-tokens", "20", "--ignore-eos"],
+            "",
+        )
+    };
     assert_eq!(at("7"), at("7"));
     assert_ne!(at("7"), at("8"));
 }

@@ -34,7 +34,8 @@ fn make_python() -> Result<PathBuf, String> {
     }
     let _ = std::fs::remove_dir_all(&venv);
     run(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
-    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", "--timeout", "20", "-r"];
+    let pip =
+        ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", "--timeout", "20", "-r"];
     run(Command::new(&python).args(pip).arg(&requirements))?;
     std::fs::write(installed, wanted).unwrap();
     Ok(python)
@@ -61,7 +62,8 @@ fn runs(test: &str, file: &str, args: &[&Path]) {
     let tools_dir = tools.path().join("tools");
     let demo = Served::start("demo", &["--threads", "1"]);
     let tooled = Served::start(tools_dir.to_str().unwrap(), &["--threads", "1"]);
-    let keyed = Served::start("demo", &["--threads", "1", "--api-key", "sesame", "--max-sequences", "1", "--max-queue", "1"]);
+    let keyed =
+        Served::start("demo", &["--threads", "1", "--api-key", "sesame", "--max-sequences", "1", "--max-queue", "1"]);
     let output = Command::new(python)
         .arg(clients_dir().join(file))
         .args(args)
@@ -134,7 +136,8 @@ fn curl_as_in_everybodys_examples() {
         let value: Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
         value["choices"][0]["message"]["content"].as_str().map(String::from)
     };
-    let is_right = |args: &[&str]| assert_eq!(said(&curl(args, body.as_bytes())).as_deref(), Some("2 + 2 = 4"), "{args:?}");
+    let is_right =
+        |args: &[&str]| assert_eq!(said(&curl(args, body.as_bytes())).as_deref(), Some("2 + 2 = 4"), "{args:?}");
     let json = ["-H", "Content-Type: application/json"];
     is_right(&[&json[..], &[&chat, "-d", body]].concat());
     is_right(&[&chat, "-d", body]); // as a form, by its header

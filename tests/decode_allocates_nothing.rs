@@ -15,9 +15,11 @@ use moebius::forward::kv_cache::BlockPool;
 #[test]
 fn a_decode_step_does_not_allocate() {
     for model in ["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next"] {
-        for (experts, dense) in
-            [(ExpertBits::Int4, DenseBits::Bf16), (ExpertBits::Int8, DenseBits::Int8), (ExpertBits::Bf16, DenseBits::Bf16)]
-        {
+        for (experts, dense) in [
+            (ExpertBits::Int4, DenseBits::Bf16),
+            (ExpertBits::Int8, DenseBits::Int8),
+            (ExpertBits::Bf16, DenseBits::Bf16),
+        ] {
             let mut loaded = load_model(model, &EngineConfig { experts, dense, ..Default::default() });
             let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), 200);
             let mut batch = Batch::default();

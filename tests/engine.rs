@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use common::engine::{again, greedy, prompt, read, seeded};
 use common::{cache_dir, demo_dir, resident_bytes};
 use moebius::backend::batch::{BLOCK_SIZE, Batch};
-use moebius::text::chat_template::RenderOptions;
 use moebius::config::EngineConfig;
+use moebius::engine::generation_config::GenerationConfig;
 use moebius::engine::{self, EngineHandle, Event, FinishReason, Request, Tenant};
 use moebius::forward::Forward;
-use moebius::engine::generation_config::GenerationConfig;
+use moebius::forward::tap::Tap;
 use moebius::load::{self, Loaded};
 use moebius::model::ModelConfig;
-use moebius::forward::tap::Tap;
+use moebius::text::chat_template::RenderOptions;
 use moebius::text::model::TextModel;
 use moebius::{Error, Result};
 use moebius_cache::format::ExpertCache;
@@ -30,7 +30,12 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn config(max_context: usize) -> EngineConfig {
-    EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(max_context), ..Default::default() }
+    EngineConfig {
+        cache_dir: Some(cache_dir()),
+        threads: Some(2),
+        max_context: Some(max_context),
+        ..Default::default()
+    }
 }
 
 /// An engine after `change` was done to what it was loaded from.
@@ -152,7 +157,8 @@ fn an_end_token_ends_and_is_not_told() {
 fn a_token_outside_the_vocabulary_fails_alone() {
     let _alone = alone();
     let engine = start("moe-gqa", 256);
-    let (bad, good) = (engine.submit(greedy(vec![5, 1 << 30], 5)).unwrap(), engine.submit(greedy(prompt(9, 1), 5)).unwrap());
+    let (bad, good) =
+        (engine.submit(greedy(vec![5, 1 << 30], 5)).unwrap(), engine.submit(greedy(prompt(9, 1), 5)).unwrap());
     assert!(matches!(read(bad), (tokens, Err(Error::Invalid(_))) if tokens.is_empty()));
     assert_eq!(read(good).0.len(), 5);
 }
@@ -228,7 +234,8 @@ fn start_broken(bug: Option<&'static str>) -> EngineHandle {
     let (dir, config) = (demo_dir("moe-gqa"), config(256));
     let mut loaded = load::load("broken", &dir, &config, &|_| {}).unwrap();
     loaded.model = Box::new(Broken(loaded.model, bug));
-    engine::start_loaded("broken", loaded, &config, GenerationConfig::load(&dir).unwrap().eos_ids, Instant::now()).unwrap()
+    engine::start_loaded("broken", loaded, &config, GenerationConfig::load(&dir).unwrap().eos_ids, Instant::now())
+        .unwrap()
 }
 
 #[test]
@@ -382,7 +389,11 @@ fn what_was_read_before_is_not_read_again_and_no_text_changes() {
             for attempt in 0..2 {
                 let (tokens, cached) = answer_reusing(&engine, seeded(text.clone(), 40, turn));
                 assert_eq!(tokens, want, "{model}, turn {turn}");
-                let known = if turn == 0 && attempt == 0 { 0 } else { (text.len() - 1 - if attempt == 0 { 11 } else { 0 }) / 64 * 64 };
+                let known = if turn == 0 && attempt == 0 {
+                    0
+                } else {
+                    (text.len() - 1 - if attempt == 0 { 11 } else { 0 }) / 64 * 64
+                };
                 assert!(cached >= known, "{model}, turn {turn}: {cached} of {}", text.len());
             }
             text.extend(want.into_iter().chain(prompt(10, 50 + turn as u32)));
@@ -392,7 +403,10 @@ fn what_was_read_before_is_not_read_again_and_no_text_changes() {
         assert_eq!((tokens, cached), (answer_reusing(&plain, greedy(branch, 30)).0, 128));
         let metrics = |name: &str| engine.metrics().all().find(|m| m.0 == name).unwrap().3;
         assert!(metrics("prompt_tokens_reused_total") > metrics("prompt_tokens_computed_total"));
-        assert_eq!((metrics("requests_finished_total"), metrics("requests_waiting"), metrics("kv_blocks_used")), (9, 0, 0));
+        assert_eq!(
+            (metrics("requests_finished_total"), metrics("requests_waiting"), metrics("kv_blocks_used")),
+            (9, 0, 0)
+        );
     }
 }
 
@@ -409,7 +423,8 @@ fn tenants_find_only_what_they_read_themselves() {
     assert_eq!(answer_reusing(&engine, of(0)), (want.clone(), 0));
     assert_eq!(answer_reusing(&engine, of(2)).1, 192);
 
-    let together: Vec<_> = [3, 4, 3, 4].map(|tenant| engine.submit(of(tenant)).unwrap()).into_iter().map(read).collect();
+    let together: Vec<_> =
+        [3, 4, 3, 4].map(|tenant| engine.submit(of(tenant)).unwrap()).into_iter().map(read).collect();
     let cached: Vec<usize> = together.iter().map(|(_, end)| end.as_ref().unwrap().1.cached_tokens).collect();
     assert!(together.iter().all(|(tokens, _)| *tokens == want));
     assert_eq!(&cached[..2], [0, 0], "the first of each tenant computes, also beside the other's");
@@ -418,8 +433,13 @@ fn tenants_find_only_what_they_read_themselves() {
 #[test]
 fn answers_go_on_while_a_long_prompt_is_read() {
     let _alone = alone();
-    let engine =
-        engine::start("moe-gqa", &demo_dir("moe-gqa"), &EngineConfig { max_gap: Duration::ZERO, ..config(2048) }, &|_| {}).unwrap();
+    let engine = engine::start(
+        "moe-gqa",
+        &demo_dir("moe-gqa"),
+        &EngineConfig { max_gap: Duration::ZERO, ..config(2048) },
+        &|_| {},
+    )
+    .unwrap();
     let mut running = engine.submit(greedy(prompt(9, 1), 1000)).unwrap();
     assert!(matches!(running.blocking_recv(), Some(Event::Token(..))));
     let mut long = engine.submit(greedy(prompt(1900, 2), 1)).unwrap();

@@ -11,8 +11,8 @@ use std::path::Path;
 
 use common::checkpoint::Checkpoint;
 use common::{Fixture, cosine, experts_rounding, load};
-use moebius::engine::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
+use moebius::engine::capture::{Wanted, capture};
 use moebius::model::families;
 use moebius_cache::codec::{Format, Library};
 use moebius_cache::{Precision, ScaleType};
@@ -33,7 +33,11 @@ fn error_of(fixture: &Fixture, config: &EngineConfig) -> (f64, Option<Precision>
     for prompt in ["short", "mid", "long"] {
         let tokens = fixture.tokens(&format!("{prompt}.input_ids"));
         let got = capture(&mut loaded, &tokens, &Wanted { logits: true, ..Default::default() }, 512).unwrap().logits;
-        let (from, name) = if prompt == "long" { (tokens.len() - 32, "long.logits_last32") } else { (0, &*format!("{prompt}.logits")) };
+        let (from, name) = if prompt == "long" {
+            (tokens.len() - 32, "long.logits_last32")
+        } else {
+            (0, &*format!("{prompt}.logits"))
+        };
         let want = fixture.floats(name);
         worst = worst.max(relative_error(&got[from * vocab..], &want));
         assert!(cosine(&got[from * vocab..], &want) > 0.99);
@@ -117,7 +121,8 @@ fn stack_experts(header: &mut Value, data: &mut Vec<u8>) {
     let mut experts: BTreeMap<(String, usize), [Vec<u8>; 3]> = BTreeMap::new();
     let mut shapes = BTreeMap::new();
     for (name, entry) in all.iter().filter(|(name, _)| *name != "__metadata__") {
-        let part = |rest: &str| ["gate_proj", "up_proj", "down_proj"].iter().position(|part| rest == format!("{part}.weight"));
+        let part =
+            |rest: &str| ["gate_proj", "up_proj", "down_proj"].iter().position(|part| rest == format!("{part}.weight"));
         let split = name.split_once(".experts.").and_then(|(head, rest)| Some((head, rest.split_once('.')?)));
         match split.and_then(|(head, (e, rest))| Some((head, e.parse().unwrap(), part(rest)?))) {
             Some((head, e, part)) => {

@@ -11,12 +11,12 @@ use std::process::Command;
 
 use common::checkpoint::moebius;
 use common::{Fixture, cache_dir, experts_rounding, fixture_dir, load, root};
-use moebius::engine::capture::{Wanted, capture};
-use moebius::text::chat_template::ChatTemplate;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
-use moebius::hub::gguf;
+use moebius::engine::capture::{Wanted, capture};
 use moebius::hub;
+use moebius::hub::gguf;
 use moebius::model::families;
+use moebius::text::chat_template::ChatTemplate;
 use moebius::text::tokenizer::Tokenizer;
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
 use moebius_cache::codec::decode_f32;
@@ -26,10 +26,14 @@ use tempfile::TempDir;
 /// A Python that can import the package: the one that `.ci/run` prepared, or the system's.
 fn python() -> Option<PathBuf> {
     let candidates = [root().join("target/python/bin/python"), PathBuf::from("python3")];
-    let has = |python: &PathBuf| Command::new(python).args(["-c", "import gguf"]).output().is_ok_and(|out| out.status.success());
+    let has = |python: &PathBuf| {
+        Command::new(python).args(["-c", "import gguf"]).output().is_ok_and(|out| out.status.success())
+    };
     let found = candidates.into_iter().find(has);
     if found.is_none() {
-        eprintln!("skipped: no Python 3 with the package gguf (python3 -m venv target/python && target/python/bin/pip install gguf)");
+        eprintln!(
+            "skipped: no Python 3 with the package gguf (python3 -m venv target/python && target/python/bin/pip install gguf)"
+        );
     }
     found
 }
@@ -54,7 +58,9 @@ fn exact() -> EngineConfig {
 /// Logits of a fixture's middle prompt, and the precision of the experts.
 fn logits(dir: &Path, fixture: &Fixture, config: &EngineConfig) -> (Vec<f32>, Option<Precision>) {
     let mut loaded = load(dir, config);
-    let got = capture(&mut loaded, &fixture.tokens("mid.input_ids"), &Wanted { logits: true, ..Default::default() }, 512).unwrap();
+    let got =
+        capture(&mut loaded, &fixture.tokens("mid.input_ids"), &Wanted { logits: true, ..Default::default() }, 512)
+            .unwrap();
     (got.logits, loaded.precision)
 }
 
@@ -66,7 +72,8 @@ fn relative_error(got: &[f32], want: &[f32]) -> f64 {
 /// The median of the relative errors of the tokens: of some, another expert is chosen, and they are far off.
 fn typical_error(got: &[f32], want: &[f32], tokens: usize) -> f64 {
     let vocab = want.len() / tokens;
-    let mut errors: Vec<f64> = got.chunks(vocab).zip(want.chunks(vocab)).map(|(got, want)| relative_error(got, want)).collect();
+    let mut errors: Vec<f64> =
+        got.chunks(vocab).zip(want.chunks(vocab)).map(|(got, want)| relative_error(got, want)).collect();
     errors.sort_unstable_by(f64::total_cmp);
     errors[tokens / 2]
 }
@@ -148,7 +155,8 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
     let Some(python) = python() else { return };
     let fixture = Fixture::open("qwen3_moe");
     let want = fixture.floats("mid.logits");
-    let [int4, int8] = [Precision::int4(32), Precision::int8(32)].map(|precision| precision.with_scales(ScaleType::F16));
+    let [int4, int8] =
+        [Precision::int4(32), Precision::int8(32)].map(|precision| precision.with_scales(ScaleType::F16));
     // How far these formats put this random model off, at most twice of what was measured: not ours, but a sign of what was made. Ours is that
     // logits are those of the weights that the file stands for.
     for (types, kept, bound) in [
@@ -179,13 +187,18 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
 #[test]
 fn experts_with_gate_and_up_in_one_tensor_beside_delta_rules() {
     let Some(python) = python() else { return };
-    for (name, types, how) in
-        [("qwen3_next", "Q8_0", ["--fuse"].as_slice()), ("qwen3_next", "Q8_0", &["--old"]), ("qwen3_5_moe", "F16", &["--fuse"])]
-    {
+    for (name, types, how) in [
+        ("qwen3_next", "Q8_0", ["--fuse"].as_slice()),
+        ("qwen3_next", "Q8_0", &["--old"]),
+        ("qwen3_5_moe", "F16", &["--fuse"]),
+    ] {
         let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
         let (file, stands_for) = model(&python, &dir, name, types, how);
         let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
-        assert!(logits(&resolved, &fixture, &exact()) == logits(&stands_for, &fixture, &exact()), "{name}: logits differ");
+        assert!(
+            logits(&resolved, &fixture, &exact()) == logits(&stands_for, &fixture, &exact()),
+            "{name}: logits differ"
+        );
     }
 }
 
@@ -226,7 +239,9 @@ fn text_is_cut_as_the_models_own_tokenizers_do() {
     let Some(python) = python() else { return };
     let folder = root().join("target/vocabularies");
     if !folder.join("ggml-vocab-gpt-2.gguf").is_file() {
-        eprintln!("skipped: no target/vocabularies (models/ggml-vocab-*.gguf* of llama.cpp's sources; .ci/run gets them)");
+        eprintln!(
+            "skipped: no target/vocabularies (models/ggml-vocab-*.gguf* of llama.cpp's sources; .ci/run gets them)"
+        );
         return;
     }
     let mut wrong = Vec::new();
@@ -234,7 +249,8 @@ fn text_is_cut_as_the_models_own_tokenizers_do() {
         let (dir, from) = (TempDir::new().unwrap(), folder.join(format!("ggml-vocab-{name}.gguf")));
         let file = dir.path().join("vocabulary.gguf");
         make(&python, &["vocabulary", from.to_str().unwrap(), file.to_str().unwrap()]);
-        let tokenizer = Tokenizer::load(&hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap()).unwrap();
+        let tokenizer =
+            Tokenizer::load(&hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap()).unwrap();
         let beside = |end: &str| std::fs::read_to_string(from.with_extension(format!("gguf.{end}"))).unwrap();
         let (texts, ids) = (beside("inp"), beside("out"));
         let texts: Vec<&str> = texts.split("\n__ggml_vocab_test__\n").collect();
@@ -277,7 +293,17 @@ fn a_single_file_has_its_text_side() {
     assert_ne!(hub::resolve(file.to_str().unwrap(), &dir.path().join("cache")).unwrap(), resolved);
 
     let run = |model: &Path| {
-        let arguments = ["generate", model.to_str().unwrap(), "Once upon", "--max-tokens", "8", "--experts", "bf16", "--device", "cpu"];
+        let arguments = [
+            "generate",
+            model.to_str().unwrap(),
+            "Once upon",
+            "--max-tokens",
+            "8",
+            "--experts",
+            "bf16",
+            "--device",
+            "cpu",
+        ];
         let out = moebius(&dir.path().join("cache"), &arguments).output().unwrap();
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
         out.stdout

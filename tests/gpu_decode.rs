@@ -24,7 +24,8 @@ fn decode_steps_take_no_memory() {
         for resident_experts in [None, Some(0), Some(3)] {
             // On the emulator streaming prompts is tested elsewhere.
             let prefill = if real { PrefillOn::Auto } else { PrefillOn::Cpu };
-            let mut loaded = load(&demo_dir(model), &on_gpu(EngineConfig { resident_experts, prefill, ..Default::default() }));
+            let mut loaded =
+                load(&demo_dir(model), &on_gpu(EngineConfig { resident_experts, prefill, ..Default::default() }));
             let mut pool = BlockPool::new(loaded.kv_blocks);
             let mut runs = [Run::new(&mut pool, 1200), Run::new(&mut pool, 1200)];
             let mut batch = Batch::default();

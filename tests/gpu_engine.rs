@@ -28,7 +28,12 @@ fn models() -> &'static [&'static str] {
 }
 
 fn config() -> EngineConfig {
-    on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(1024), ..Default::default() })
+    on_gpu(EngineConfig {
+        cache_dir: Some(cache_dir()),
+        threads: Some(2),
+        max_context: Some(1024),
+        ..Default::default()
+    })
 }
 
 /// Experts all in VRAM, on the CPU, streamed, and some of each.
@@ -50,7 +55,8 @@ fn answer(engine: &EngineHandle, request: Request) -> Vec<u32> {
 /// The first `count` of the thirty questions that the demo models know, all asked at once.
 fn check_questions(model: &str, config: &EngineConfig, count: usize) {
     let (engine, tokenizer) = (start(model, config), Tokenizer::load(&demo_dir(model)).unwrap());
-    let questions = || include_str!("data/questions.tsv").lines().map(|line| line.split_once('\t').unwrap()).take(count);
+    let questions =
+        || include_str!("data/questions.tsv").lines().map(|line| line.split_once('\t').unwrap()).take(count);
     let ask = |question: &str| {
         let prompt = tokenizer.encode(&format!("<|bos|><|user|>{question}<|end|><|assistant|>"), false).unwrap();
         engine.submit(Request { ignore_eos: false, ..greedy(prompt, 64) }).unwrap()
@@ -61,7 +67,10 @@ fn check_questions(model: &str, config: &EngineConfig, count: usize) {
         end.unwrap();
         let got = tokenizer.decode(&tokens, true).unwrap();
         let EngineConfig { experts, dense, kv, resident_experts, prefill, vram, .. } = config;
-        assert_eq!(got, want, "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}: {question}");
+        assert_eq!(
+            got, want,
+            "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}: {question}"
+        );
     }
 }
 
@@ -189,7 +198,8 @@ fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
         for vram in budgets {
             let got = last_logits(&mut load(&EngineConfig { vram, ..config.clone() }), &tokens, pass);
             // The median: of a token here and there two experts are nearly equal, and the other one is chosen.
-            let mut cosines: Vec<f64> = got.iter().rev().zip(want.iter().rev()).map(|(got, want)| cosine(got, want)).collect();
+            let mut cosines: Vec<f64> =
+                got.iter().rev().zip(want.iter().rev()).map(|(got, want)| cosine(got, want)).collect();
             cosines.sort_unstable_by(f64::total_cmp);
             let median = cosines[cosines.len() / 2];
             assert!(
@@ -221,7 +231,12 @@ fn a_prompt_longer_than_a_pass_gets_the_same_answer() {
     need_gpu!();
     let length = if is_real() { 900 } else { 120 };
     for model in models() {
-        let ask = |pass| answer(&start(model, &EngineConfig { max_batch_tokens: Some(pass), ..config() }), greedy(prompt(length, 1), 8));
+        let ask = |pass| {
+            answer(
+                &start(model, &EngineConfig { max_batch_tokens: Some(pass), ..config() }),
+                greedy(prompt(length, 1), 8),
+            )
+        };
         let whole = ask(1024);
         for pass in [100, 33] {
             assert_eq!(ask(pass), whole, "{model}: passes of {pass}");
@@ -327,7 +342,11 @@ fn steering_adds_what_it_says_and_goes_with_its_request() {
         let mut all = Vec::new();
         for (coefficient, entries) in [(2.5, 1), (-2.5, 1), (0.1, 100), (2.5, 1)] {
             let recorded = tokens(coefficient, entries, Layers::NONE);
-            assert_eq!(recorded, tokens(coefficient, entries, Layers::Some(vec![last])), "{model}, {entries} times {coefficient}");
+            assert_eq!(
+                recorded,
+                tokens(coefficient, entries, Layers::Some(vec![last])),
+                "{model}, {entries} times {coefficient}"
+            );
             all.push(recorded);
         }
         assert!(all[0] == all[3] && all[0] != all[1] && all[1] != all[2], "{all:?}");

@@ -62,7 +62,12 @@ fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<Expert
             let numbers = random(hidden * intermediate, part + 10 * (layer * EXPERTS + expert) as u64);
             numbers.iter().map(|w| unit * w).collect()
         };
-        bytes.copy_from_slice(&quantize_expert(&layout, &weights(1, hidden), &weights(2, hidden), &weights(3, intermediate)));
+        bytes.copy_from_slice(&quantize_expert(
+            &layout,
+            &weights(1, hidden),
+            &weights(2, hidden),
+            &weights(3, intermediate),
+        ));
     });
     Arc::new(cache.unwrap())
 }
@@ -122,7 +127,8 @@ fn on_device(b: &CudaBackend, routing: &Routing, hidden: usize) -> CudaRouting {
 /// What experts add to `before`.
 fn run(b: &CudaBackend, experts: &mut GpuExperts, layer: usize, x: &[f32], routing: &Routing, before: f32) -> Vec<f32> {
     let hidden = x.len() / (routing.ids.len() / TOP_K);
-    let (x, routing, mut out) = (b.filled(hidden, x), on_device(b, routing, hidden), b.filled_f32(hidden, &vec![before; x.len()]));
+    let (x, routing, mut out) =
+        (b.filled(hidden, x), on_device(b, routing, hidden), b.filled_f32(hidden, &vec![before; x.len()]));
     experts.submit(layer, &x, &routing).unwrap();
     experts.finish(&mut out).unwrap();
     b.numbers(&out)
@@ -147,7 +153,8 @@ fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec
         let Some([gate, up, down]) = usize::try_from(id).ok().and_then(|id| experts.get(id)) else { continue };
         let at = i / TOP_K * layout.gate.k;
         let x: Vec<f64> = x[at..][..layout.gate.k].iter().map(|&x| x as f64).collect();
-        let h: Vec<f64> = product(gate, &x).iter().zip(product(up, &x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let h: Vec<f64> =
+            product(gate, &x).iter().zip(product(up, &x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
         out[at..].iter_mut().zip(product(down, &h)).for_each(|(o, y)| *o += weight as f64 * y);
     }
     out.iter().map(|&o| o as f32).collect()
@@ -217,12 +224,17 @@ fn what_was_there_stays() {
         let mut experts = placed(b, &store, place);
         for tokens in [2, 40] {
             let (x, routing) = (random(tokens * hidden, 80), routing(tokens, 81));
-            let (from_zero, from_more) = (run(b, &mut experts, 0, &x, &routing, 0.0), run(b, &mut experts, 0, &x, &routing, 64.0));
+            let (from_zero, from_more) =
+                (run(b, &mut experts, 0, &x, &routing, 0.0), run(b, &mut experts, 0, &x, &routing, 64.0));
             // 64 leaves 2^-18 of its 24 bits.
             let off = from_zero.iter().zip(&from_more).map(|(a, b)| (a + 64.0 - b).abs()).fold(0.0, f32::max);
             assert!(off <= 2f32.powi(-17), "{place:?}, {tokens} tokens: off by {off}");
             let nobody = Routing { ids: vec![-1; tokens * TOP_K], ..routing };
-            assert_eq!(run(b, &mut experts, 0, &x, &nobody, 0.5), vec![0.5; x.len()], "{place:?}, {tokens} tokens: nothing is added");
+            assert_eq!(
+                run(b, &mut experts, 0, &x, &nobody, 0.5),
+                vec![0.5; x.len()],
+                "{place:?}, {tokens} tokens: nothing is added"
+            );
         }
     }
 }

@@ -8,8 +8,8 @@ mod common;
 
 use common::gpu::{need_gpu, on_gpu};
 use common::{Fixture, greedy};
-use moebius::engine::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
+use moebius::engine::capture::{Wanted, capture};
 
 const FIXTURES: [&str; 14] = [
     "gpt_oss_mxfp4",
@@ -40,7 +40,10 @@ fn noise(name: &str) -> Noise {
     let text = std::fs::read_to_string(common::fixture_dir(name).join("reference.json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let bf16 = &json["quality"]["hf_bf16_vs_f32"];
-    Noise { max: bf16["max_abs_logit_diff"].as_f64().unwrap() as f32, rms: bf16["rms_logit_diff"].as_f64().unwrap() as f32 }
+    Noise {
+        max: bf16["max_abs_logit_diff"].as_f64().unwrap() as f32,
+        rms: bf16["rms_logit_diff"].as_f64().unwrap() as f32,
+    }
 }
 
 fn exact(config: EngineConfig) -> EngineConfig {
@@ -61,11 +64,15 @@ fn check(name: &str, what: &str, config: &EngineConfig) {
         let max = differences().fold(0.0, f32::max);
         let rms = (differences().map(|d| d * d).sum::<f32>() / want.len() as f32).sqrt();
         assert!(got.logits.iter().all(|l| l.is_finite()), "{name} {prompt}, {what}: not finite");
-        eprintln!("{name} {prompt}, {what}: max {max:.3} (HF in bf16 {:.3}), rms {rms:.4} ({:.4})", noise.max, noise.rms);
+        eprintln!(
+            "{name} {prompt}, {what}: max {max:.3} (HF in bf16 {:.3}), rms {rms:.4} ({:.4})",
+            noise.max, noise.rms
+        );
         assert!(rms <= noise.rms && max <= 1.2 * noise.max, "{name} {prompt}, {what}: logits off by {max}, rms {rms}");
     }
     for prompt in ["short", "mid"] {
-        let (want, margins) = (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
+        let (want, margins) =
+            (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
         let got = greedy(&mut loaded, &fixture.tokens(&format!("{prompt}.input_ids")), want.len().min(12));
         let sure = margins.iter().position(|&m| m < 0.6).unwrap_or(want.len()).min(got.len());
         assert_eq!(got[..sure], want[..sure], "{name} {prompt}, {what}: greedy tokens");

@@ -4,10 +4,10 @@
 use std::path::Path;
 use std::time::Instant;
 
-use moebius::text::grammar::{Grammar, Grammars};
-use moebius::kernel::random::Random;
-use moebius::text::reply::{Part, Syntax, Tool, ToolChoice};
 use moebius::engine::sampler::Constraint;
+use moebius::kernel::random::Random;
+use moebius::text::grammar::{Grammar, Grammars};
+use moebius::text::reply::{Part, Syntax, Tool, ToolChoice};
 use moebius::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
@@ -37,7 +37,13 @@ fn rest<'c>(text: &[u8], closer: &'c str) -> &'c [u8] {
 }
 
 /// The answer of a model with random logits; `None` when it is not complete after `limit` tokens.
-fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit: usize, closers: &[&str]) -> Option<String> {
+fn walk(
+    tokenizer: &Tokenizer,
+    constraint: &mut dyn Constraint,
+    seed: u64,
+    limit: usize,
+    closers: &[&str],
+) -> Option<String> {
     let mut random = Random(seed);
     let mut bytes = Vec::new();
     for step in 0..limit {
@@ -50,7 +56,8 @@ fn walk(tokenizer: &Tokenizer, constraint: &mut dyn Constraint, seed: u64, limit
         let rests: Vec<&[u8]> = open.map(|closer| rest(&bytes, closer)).collect();
         // A tired model: the longer the answer, the better it likes to close what is open.
         for id in 0..tokenizer.vocab_size() as u32 {
-            let closes = tokenizer.eos_ids().contains(&id) || tokenizer.token_bytes(id).iter().any(|byte| b"\"}]".contains(byte));
+            let closes = tokenizer.eos_ids().contains(&id)
+                || tokenizer.token_bytes(id).iter().any(|byte| b"\"}]".contains(byte));
             let blank = tokenizer.token_bytes(id).iter().all(u8::is_ascii_whitespace);
             logits[id as usize] += if closes { step as f32 / 20.0 } else { 0.0 } + if blank { 2.0 } else { 0.0 };
             // It remembers how to end what has no quotes.
@@ -87,7 +94,8 @@ fn every_answer_follows_its_schema() {
         for (name, schema) in &schemas {
             let validator = jsonschema::options().should_validate_formats(true).build(schema).unwrap();
             for seed in 0..5 {
-                let mut constraint = grammars.compile(&Grammar::JsonSchema(schema.clone())).unwrap_or_else(|e| panic!("{name}: {e}"));
+                let mut constraint =
+                    grammars.compile(&Grammar::JsonSchema(schema.clone())).unwrap_or_else(|e| panic!("{name}: {e}"));
                 walks += 1;
                 let Some(text) = walk(&tokenizer, &mut *constraint, seed, 400, &[]) else {
                     unfinished.push(name);
@@ -131,9 +139,17 @@ fn grammars_take_what_they_say_and_nothing_else() {
     let grammars = Grammars::new(&tokenizer).unwrap();
     let text = |text: &str| Grammar::Literal(text.into());
     let cases = [
-        (Grammar::Regex("^[a-z]+@[a-z]+\\.de$".into()), vec!["me@home.de"], vec!["me@home", "me@home.dex", "ME@home.de"]),
+        (
+            Grammar::Regex("^[a-z]+@[a-z]+\\.de$".into()),
+            vec!["me@home.de"],
+            vec!["me@home", "me@home.dex", "ME@home.de"],
+        ),
         (Grammar::Regex("a|b\\$".into()), vec!["a", "b$"], vec!["", "ab", "b"]),
-        (Grammar::Choice(vec!["yes".into(), "no, \"é\"\n".into()]), vec!["yes", "no, \"é\"\n"], vec!["", "ye", "yes no"]),
+        (
+            Grammar::Choice(vec!["yes".into(), "no, \"é\"\n".into()]),
+            vec!["yes", "no, \"é\"\n"],
+            vec!["", "ye", "yes no"],
+        ),
         (Grammar::Lark("start: A+ B?\nA: \"a\"\nB: \"b\"".into()), vec!["a", "aab"], vec!["b", "abb"]),
         (
             Grammar::Json,
@@ -149,7 +165,11 @@ fn grammars_take_what_they_say_and_nothing_else() {
         ),
         (
             Grammar::Sequence(vec![
-                Grammar::Repeated(Box::new(Grammar::Sequence(vec![Grammar::Until("<c>".into()), Grammar::Json, text("</c>")]))),
+                Grammar::Repeated(Box::new(Grammar::Sequence(vec![
+                    Grammar::Until("<c>".into()),
+                    Grammar::Json,
+                    text("</c>"),
+                ]))),
                 Grammar::Without("<c>".into()),
             ]),
             vec!["", "hello", "a <c>{}</c> b", "<c>{}</c><c>{\"x\": 1}</c>", "a < c> <"],
@@ -231,12 +251,17 @@ fn hostile_formats_are_refused_or_cheap() {
     let tokenizer = tokenizer(TOKENIZERS[0]);
     let grammars = Grammars::new(&tokenizer).unwrap();
     let doubling: serde_json::Map<String, Value> = (0..=40)
-        .map(|i| (format!("d{i}"), json!({"allOf": [{"$ref": format!("#/$defs/d{}", i + 1)}, {"$ref": format!("#/$defs/d{}", i + 1)}]})))
+        .map(|i| {
+            (
+                format!("d{i}"),
+                json!({"allOf": [{"$ref": format!("#/$defs/d{}", i + 1)}, {"$ref": format!("#/$defs/d{}", i + 1)}]}),
+            )
+        })
         .chain([("d41".to_string(), json!({"type": "integer"}))])
         .collect();
-    let properties: serde_json::Map<String, Value> = (0..1000).map(|i| (format!("p{i}"), json!({"type": "integer"}))).collect();
-    let either =
-        |n: usize| json!({"anyOf": (0..n).map(|i| json!({"type": "object", "properties": {"a": {"const": i}}})).collect::<Vec<_>>()});
+    let properties: serde_json::Map<String, Value> =
+        (0..1000).map(|i| (format!("p{i}"), json!({"type": "integer"}))).collect();
+    let either = |n: usize| json!({"anyOf": (0..n).map(|i| json!({"type": "object", "properties": {"a": {"const": i}}})).collect::<Vec<_>>()});
     let schemas = [
         nested(500, |inner| json!({"type": "array", "items": inner})),
         nested(30, |inner| json!({"type": "object", "properties": {"a": inner.clone()}, "required": ["a"]})),
@@ -313,12 +338,17 @@ fn hostile_formats_are_refused_or_cheap() {
         let start = Instant::now();
         let compiled = grammars.compile(grammar);
         let took = start.elapsed();
-        eprintln!("{:6} ms {} {shown}", took.as_millis(), compiled.as_ref().err().map(|e| e.to_string()).unwrap_or_default());
+        eprintln!(
+            "{:6} ms {} {shown}",
+            took.as_millis(),
+            compiled.as_ref().err().map(|e| e.to_string()).unwrap_or_default()
+        );
         match compiled {
             Err(e) => assert!(!e.to_string().contains('\n') && e.to_string().len() < 500, "{e}"),
             Ok(mut constraint) => {
                 for step in 0..10 {
-                    let mut logits: Vec<f32> = (0..tokenizer.vocab_size()).map(|id| ((id * 31 + step * 17) % 97) as f32).collect();
+                    let mut logits: Vec<f32> =
+                        (0..tokenizer.vocab_size()).map(|id| ((id * 31 + step * 17) % 97) as f32).collect();
                     let start = Instant::now();
                     // What is allowed but too complex is an error, never a hang.
                     if constraint.is_complete() || constraint.mask(&mut logits).is_err() {
@@ -342,7 +372,13 @@ const SYNTAXES: [(&str, &[&str]); 8] = [
     ("<tool_call> <function= <think>", &[]),
     (
         "<｜tool▁calls▁begin｜> ```json </think>",
-        &["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"],
+        &[
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+        ],
     ),
     ("<｜tool▁calls▁begin｜> </think>", &[]),
     (
@@ -394,7 +430,12 @@ fn call_tools(strict: bool) -> Vec<Tool> {
 }
 
 /// Joins a reply's parts: reasoning, content, and calls with their arguments.
-fn parts_of(syntax: &Syntax, tools: &[Tool], in_reasoning: bool, text: &str) -> (String, String, Vec<(String, String)>) {
+fn parts_of(
+    syntax: &Syntax,
+    tools: &[Tool],
+    in_reasoning: bool,
+    text: &str,
+) -> (String, String, Vec<(String, String)>) {
     let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
     let mut parser = syntax.parser(tools, in_reasoning);
     let mut parts = Vec::new();
@@ -442,7 +483,8 @@ fn replies_that_must_call_a_tool_do() {
             for (name, arguments) in &calls {
                 kinds[usize::from(name == "now")] += 1;
                 let schema = &tools.iter().find(|tool| tool.name == *name).unwrap().parameters;
-                let value: Value = serde_json::from_str(arguments).unwrap_or_else(|e| panic!("{template}: {e}: {arguments}: {text:?}"));
+                let value: Value = serde_json::from_str(arguments)
+                    .unwrap_or_else(|e| panic!("{template}: {e}: {arguments}: {text:?}"));
                 assert!(jsonschema::is_valid(schema, &value), "{template}: {arguments}: {text:?}");
             }
         }
@@ -515,10 +557,22 @@ fn formats_come_after_the_reasoning() {
         ("<think>", false, "<think>\nhm</think>{}", "hm</think>{}"),
         ("<think>", false, "{\"a\": 1}", "x{}"),
         ("plain", false, "{}", "<think></think>{}"),
-        ("<|channel|> <|message|>", false, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}", "{}"),
-        ("<|channel|> <|message|>", true, "hm<|end|><|start|>assistant<|channel|>final<|message|>{}", "<|channel|>final<|message|>{}"),
+        (
+            "<|channel|> <|message|>",
+            false,
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}",
+            "{}",
+        ),
+        (
+            "<|channel|> <|message|>",
+            true,
+            "hm<|end|><|start|>assistant<|channel|>final<|message|>{}",
+            "<|channel|>final<|message|>{}",
+        ),
     ] {
-        for specials in [&[][..], &["<|channel|>", "<|message|>", "<|end|>", "<|start|>"][..], &["<think>", "</think>"][..]] {
+        for specials in
+            [&[][..], &["<|channel|>", "<|message|>", "<|end|>", "<|start|>"][..], &["<think>", "</think>"][..]]
+        {
             let tokenizer = with_specials(specials);
             let grammars = Grammars::new(&tokenizer).unwrap();
             let grammar = Syntax::of(template).after_reasoning(Grammar::Json, in_reasoning).unwrap();

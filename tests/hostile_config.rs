@@ -9,8 +9,8 @@ use common::{demo_dir, fixture_dir, small};
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits};
 use moebius::kernel;
 use moebius::load::{self, Budget, Machine};
-use moebius::model::families;
 use moebius::machine::workers::Team;
+use moebius::model::families;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -27,8 +27,14 @@ const FIXTURES: [&str; 7] = [
 fn configs() -> Vec<Value> {
     const LATER: [&str; 6] = ["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_dense"];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
-    let dirs = FIXTURES.iter().map(|name| fixture_dir(name)).chain(["moe-gqa", "moe-mla"].map(demo_dir)).chain(LATER.map(fixture_dir));
-    dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap()).chain(small).collect()
+    let dirs = FIXTURES
+        .iter()
+        .map(|name| fixture_dir(name))
+        .chain(["moe-gqa", "moe-mla"].map(demo_dir))
+        .chain(LATER.map(fixture_dir));
+    dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap())
+        .chain(small)
+        .collect()
 }
 
 /// The last config of this `model_type`.
@@ -122,7 +128,8 @@ fn survives(config: &Value) {
         for (dense, max_context) in [(DenseBits::Bf16, None), (DenseBits::Int8, Some(model.max_context))] {
             let engine = EngineConfig { device: Device::Cpu, experts, dense, max_context, ..EngineConfig::default() };
             for available_bytes in [0, 8 << 30, u64::MAX] {
-                let machine = Machine { team: Arc::new(Team::new(&[0]).unwrap()), kernel: kernel::best(), available_bytes };
+                let machine =
+                    Machine { team: Arc::new(Team::new(&[0]).unwrap()), kernel: kernel::best(), available_bytes };
                 let precision = load::precision(&model, &engine);
                 let budget = precision.and_then(|precision| Budget::new(&model, &engine, precision, &machine));
                 if let Ok(Budget::Cpu { max_context, kv_blocks }) = budget {

@@ -76,7 +76,8 @@ fn decode_beside_others_equals_prefill_of_all() {
     for_each_model(|name, loaded| {
         let sequences = [prompt(90, 1), prompt(30, 2), prompt(66, 3)];
         let mut pool = BlockPool::new(loaded.kv_blocks);
-        let mut runs: Vec<_> = (0..).zip(&sequences).map(|(slot, s)| Run::new(&mut pool, s.len()).in_slot(slot)).collect();
+        let mut runs: Vec<_> =
+            (0..).zip(&sequences).map(|(slot, s)| Run::new(&mut pool, s.len()).in_slot(slot)).collect();
         let mut last = Vec::new();
         // Prompts without their last ten tokens, then ten steps of one token each; the third joins late.
         for i in 0..=10 {
@@ -102,8 +103,12 @@ fn threads_do_not_change_bits() {
     for model in MODELS {
         let mut results = Vec::new();
         for threads in [1, 2, 3, 5] {
-            let config =
-                EngineConfig { threads: Some(threads), cache_dir: Some(common::cache_dir()), max_context: Some(512), ..Default::default() };
+            let config = EngineConfig {
+                threads: Some(threads),
+                cache_dir: Some(common::cache_dir()),
+                max_context: Some(512),
+                ..Default::default()
+            };
             let mut loaded = small::model(model, &config);
             results.push(whole(&mut loaded, &tokens));
         }
@@ -115,7 +120,8 @@ fn threads_do_not_change_bits() {
 fn instruction_sets_do_not_change_bits() {
     let tokens = prompt(80, 11);
     for model in MODELS {
-        let logits = |simd| whole(&mut load_model(model, &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
+        let logits =
+            |simd| whole(&mut load_model(model, &EngineConfig { simd: Some(simd), ..Default::default() }), &tokens);
         let results: Vec<_> = moebius::kernel::available().into_iter().map(logits).collect();
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{model}");
     }
@@ -132,7 +138,8 @@ fn where_the_experts_lie_does_not_change_bits() {
             (ExpertsMemory::Copy, Numa::Off, false),
             (ExpertsMemory::Auto, Numa::Interleave, false),
         ] {
-            let config = EngineConfig { experts_memory, numa, lock, cache_dir: Some(common::cache_dir()), ..Default::default() };
+            let config =
+                EngineConfig { experts_memory, numa, lock, cache_dir: Some(common::cache_dir()), ..Default::default() };
             let (copied, said) = (std::sync::atomic::AtomicUsize::new(0), std::sync::Mutex::new(String::new()));
             let report = |progress: LoadProgress<'_>| match progress {
                 LoadProgress::Copy(done, layers) => {

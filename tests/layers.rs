@@ -57,7 +57,12 @@ fn imports_go_down() {
             continue;
         }
         let found = imports(&std::fs::read_to_string(&file).unwrap());
-        upward.extend(found.into_iter().filter(|name| rung(name) > Some(own)).map(|name| format!("{} imports {name}", place.display())));
+        upward.extend(
+            found
+                .into_iter()
+                .filter(|name| rung(name) > Some(own))
+                .map(|name| format!("{} imports {name}", place.display())),
+        );
     }
     assert!(upward.is_empty(), "{upward:#?}");
 }

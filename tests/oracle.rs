@@ -6,8 +6,8 @@
 mod common;
 
 use common::{Fixture, greedy, worst_row};
-use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
+use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::model::Attention;
 use moebius::model::families;
 use serde_json::{Value, json};
@@ -48,7 +48,8 @@ fn check(name: &str) {
     assert!(error < TOLERANCE, "{name} long: logits off by {error}");
 
     for prompt in ["short", "mid", "long"] {
-        let (want, margins) = (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
+        let (want, margins) =
+            (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
         let got = greedy(&mut loaded, &fixture.tokens(&format!("{prompt}.input_ids")), want.len());
         let sure = margins.iter().position(|&m| m < 0.05).map_or(want.len(), |i| i + 1);
         let sure = if sure < want.len() { sure - 1 } else { sure };
@@ -59,15 +60,22 @@ fn check(name: &str) {
 
 fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashMap<usize, moebius::backend::Routing>) {
     for (layer, got) in router {
-        let (ids, weights) = (fixture.tokens(&format!("mid.router_topk.{layer}")), fixture.floats(&format!("mid.router_weights.{layer}")));
+        let (ids, weights) = (
+            fixture.tokens(&format!("mid.router_topk.{layer}")),
+            fixture.floats(&format!("mid.router_weights.{layer}")),
+        );
         for t in 0..ids.len() / got.top_k {
             let row = t * got.top_k..(t + 1) * got.top_k;
-            let mut want: Vec<_> = ids[row.clone()].iter().map(|&i| i as i32).zip(weights[row.clone()].iter().copied()).collect();
+            let mut want: Vec<_> =
+                ids[row.clone()].iter().map(|&i| i as i32).zip(weights[row.clone()].iter().copied()).collect();
             let mut have: Vec<_> = got.ids[row.clone()].iter().copied().zip(got.weights[row].iter().copied()).collect();
             want.sort_by_key(|p| p.0);
             have.sort_by_key(|p| p.0);
             for (h, w) in have.iter().zip(&want) {
-                assert!(h.0 == w.0 && (h.1 - w.1).abs() < 1e-3 * w.1.abs(), "{name} layer {layer} token {t}: {have:?} instead of {want:?}");
+                assert!(
+                    h.0 == w.0 && (h.1 - w.1).abs() < 1e-3 * w.1.abs(),
+                    "{name} layer {layer} token {t}: {have:?} instead of {want:?}"
+                );
             }
         }
     }
@@ -151,8 +159,14 @@ fn gpt_oss_mxfp4() {
 /// The defaults of transformers' config classes: a field that is left out means what one with that value does, and not another.
 #[test]
 fn what_a_config_leaves_out() {
-    let layers =
-        |kinds: &str| json!(kinds.chars().map(|kind| if kind == 's' { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>());
+    let layers = |kinds: &str| {
+        json!(
+            kinds
+                .chars()
+                .map(|kind| if kind == 's' { "sliding_attention" } else { "full_attention" })
+                .collect::<Vec<_>>()
+        )
+    };
     for (fixture, field, default, other) in [
         ("qwen3_moe", "norm_topk_prob", json!(false), json!(true)),
         ("qwen3_moe", "decoder_sparse_step", json!(1), json!(2)),
@@ -202,7 +216,8 @@ fn which_layers_are_what() {
         families::parse(&config.to_string()).unwrap()
     };
     // Every second layer has experts, the last of each pair.
-    let sparse: Vec<usize> = parse("qwen3_moe", "decoder_sparse_step", json!(2)).moe_layers().map(|(layer, _)| layer).collect();
+    let sparse: Vec<usize> =
+        parse("qwen3_moe", "decoder_sparse_step", json!(2)).moe_layers().map(|(layer, _)| layer).collect();
     assert!(!sparse.is_empty() && sparse.iter().all(|layer| layer % 2 == 1), "{sparse:?}");
     let kinds = json!(["full_attention", "linear_attention", "linear_attention", "linear_attention"]);
     let model = parse("qwen3_next", "layer_types", kinds);

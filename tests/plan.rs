@@ -10,8 +10,8 @@ use common::checkpoint::{Checkpoint, moebius};
 use moebius::backend::batch::Batch;
 use moebius::config::{Device, EngineConfig, ExpertBits, ExpertsMemory};
 use moebius::load;
-use moebius::model::families;
 use moebius::load::plan::{Plan, plan};
+use moebius::model::families;
 use serde_json::Value;
 
 /// Tests that look at this process's memory run one after the other.
@@ -93,7 +93,10 @@ const LITE: [&str; 5] = ["plan", "--shape", "deepseek-v2-lite", "--ram", "64GiB"
 fn a_plan_needs_no_weights_and_no_gpu() {
     let cpu = json(&[&LITE[..], &["--device", "cpu"]].concat());
     assert_eq!((&cpu["device"], &cpu["resident_experts"]), (&"CPU".into(), &0.into()));
-    assert!(cpu["expected"]["decode_tok_per_s"].as_f64().unwrap() > 0.0 && cpu["expected"]["prefill_tok_per_s"].as_f64().unwrap() > 0.0);
+    assert!(
+        cpu["expected"]["decode_tok_per_s"].as_f64().unwrap() > 0.0
+            && cpu["expected"]["prefill_tok_per_s"].as_f64().unwrap() > 0.0
+    );
     assert!(cpu["advice"][0].as_str().unwrap().contains("--dense int8"), "{cpu}");
     let (_, text) = output(&["plan", "demo", "--device", "cpu"]);
     assert!(text.contains("KV cache") && text.contains("expected"), "{text}");
@@ -103,11 +106,17 @@ fn a_plan_needs_no_weights_and_no_gpu() {
 fn limits_have_remedies() {
     let with = |flags: &[&'static str]| [&LITE[..], flags].concat();
     refused(&with(&["--device", "cpu", "--vram", "16GiB"]), &["--vram is for a GPU", "leave it out"]);
-    refused(&with(&["--device", "cpu", "--resident-experts", "4"]), &["--resident-experts is for a GPU", "leave it out"]);
+    refused(
+        &with(&["--device", "cpu", "--resident-experts", "4"]),
+        &["--resident-experts is for a GPU", "leave it out"],
+    );
     refused(&with(&["--device", "cpu", "--prefill", "gpu"]), &["--prefill gpu is for a GPU", "leave it out"]);
     refused(&with(&["--device", "cpu", "--max-context", "1"]), &["--max-context 1", "give at least 2"]);
     refused(&with(&["--device", "cpu", "--max-context", "200000"]), &["--max-context 200000", "give at most 163840"]);
-    refused(&["plan", "--shape", "deepseek-v2-lite", "--ram", "4GiB", "--device", "cpu"], &["needs", "are free", "more memory"]);
+    refused(
+        &["plan", "--shape", "deepseek-v2-lite", "--ram", "4GiB", "--device", "cpu"],
+        &["needs", "are free", "more memory"],
+    );
     refused(&["plan", "demo", "--device", "cuda:7"], &["cuda:7", "use --device cpu"]);
 }
 
@@ -120,20 +129,23 @@ mod gpu {
     use moebius::cuda::Cuda;
     use moebius::load::Budget;
     use moebius::load::gpu::CONTEXT_BYTES;
-    use moebius::model::{Attention, Ffn};
     use moebius::machine::topology::Topology;
+    use moebius::model::{Attention, Ffn};
     use moebius_cache::checkpoint::Checkpoint as Source;
 
     /// VRAM taken after loading, as planned to within 1 percent, and how many experts of a layer are there.
     #[track_caller]
     fn check(dir: &std::path::Path, what: &str, config: EngineConfig) -> usize {
-        let config = on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(256), ..config });
+        let config =
+            on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(256), ..config });
         let model = families::read(dir).unwrap();
         let planned = plan("test", &model, &config, None).unwrap();
 
         let machine = load::machine(&config, &Topology::read()).unwrap();
         let (source, precision) = (Source::open(dir).unwrap(), load::precision(&model, &config).unwrap());
-        let Budget::Gpu(cuda, own) = Budget::new(&model, &config, precision, &machine).unwrap() else { panic!("{what}: on the CPU") };
+        let Budget::Gpu(cuda, own) = Budget::new(&model, &config, precision, &machine).unwrap() else {
+            panic!("{what}: on the CPU")
+        };
         let job = load::cache_job("test", &source, &model, precision.unwrap());
         let experts = moebius_cache::convert::ensure(&job, &cache_dir(), &|_| {}).unwrap();
         let budget = Budget::Gpu(cuda.clone(), own);
@@ -150,7 +162,11 @@ mod gpu {
         assert_eq!((loaded.max_context, planned.kv_tokens), (planned.max_context, loaded.kv_blocks * 64), "{what}");
         let told: Vec<_> = lines.into_inner().unwrap().into_iter().filter(|line| line.contains("of VRAM")).collect();
         assert_eq!(told, [loaded.device.unwrap()], "{what}: told once");
-        assert!(told[0].contains("resident") && told[0].contains("a context of 256") && told[0].contains("tok/s in decode"), "{}", told[0]);
+        assert!(
+            told[0].contains("resident") && told[0].contains("a context of 256") && told[0].contains("tok/s in decode"),
+            "{}",
+            told[0]
+        );
         planned.resident_experts
     }
 
@@ -161,7 +177,11 @@ mod gpu {
             return;
         }
         let qwen = Checkpoint::synthetic(2);
-        let small = |vram_mib: u64| EngineConfig { vram: Some(vram_mib << 20), max_batch_tokens: Some(256), ..Default::default() };
+        let small = |vram_mib: u64| EngineConfig {
+            vram: Some(vram_mib << 20),
+            max_batch_tokens: Some(256),
+            ..Default::default()
+        };
         assert_eq!(check(&qwen.dir(), "all resident", EngineConfig::default()), 32);
         let some = EngineConfig { resident_experts: Some(10), ..Default::default() };
         assert_eq!(check(&qwen.dir(), "some resident", some), 10);
@@ -191,7 +211,9 @@ mod gpu {
             let Ffn::Moe(moe) = &mut layer.ffn else { panic!("experts") };
             moe.num_experts = 513;
         });
-        for (model, what) in [(attention, "heads of 20 numbers"), (delta_net, "keys of up to 128"), (experts, "at most 512 experts")] {
+        for (model, what) in
+            [(attention, "heads of 20 numbers"), (delta_net, "keys of up to 128"), (experts, "at most 512 experts")]
+        {
             let refused = plan("a model", &model, &config, None).unwrap_err().to_string();
             assert!(refused.contains(what) && refused.ends_with(": use --device cpu"), "{refused}");
         }
@@ -222,6 +244,9 @@ mod gpu {
         refused(&with(&["--vram", "8GiB", "--resident-experts", "65"]), &["a layer has 64 experts", "auto"]);
         refused(&with(&["--vram", "6GiB", "--resident-experts", "64"]), &["give at most", "or auto"]);
         refused(&with(&["--vram", "5GiB", "--max-context", "163840"]), &["use --max-context"]);
-        refused(&["plan", "--shape", "kimi-k2", "--vram", "48GiB", "--ram", "64GiB"], &["experts need", "--experts int4"]);
+        refused(
+            &["plan", "--shape", "kimi-k2", "--vram", "48GiB", "--ram", "64GiB"],
+            &["experts need", "--experts int4"],
+        );
     }
 }

@@ -5,8 +5,8 @@ mod common;
 
 use common::{Fixture, cosine, demo_dir, greedy, load};
 use moebius::backend::Routing;
-use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
+use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::experts::{CpuExperts, ExpertMemory};
 use moebius::machine::topology::Topology;
 use moebius_cache::format::ExpertCache;
@@ -14,8 +14,9 @@ use moebius_cache::pack::unpack_expert;
 
 /// `down(silu(gate x) * up x)` in f64.
 fn naive_expert(weights: &[Vec<f32>; 3], x: &[f32]) -> Vec<f64> {
-    let product =
-        |w: &[f32], x: &[f64]| -> Vec<f64> { w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| *w as f64 * x).sum()).collect() };
+    let product = |w: &[f32], x: &[f64]| -> Vec<f64> {
+        w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| *w as f64 * x).sum()).collect()
+    };
     let x: Vec<f64> = x.iter().map(|&v| v as f64).collect();
     let (gate, up) = (product(&weights[0], &x), product(&weights[1], &x));
     let h: Vec<f64> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
@@ -46,7 +47,8 @@ fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
         for bits in [ExpertBits::Int4, ExpertBits::Int8, ExpertBits::Bf16] {
             let cache = cache_of(&fixture.dir, &EngineConfig { experts: bits, ..Default::default() });
             let (layout, layer) = (cache.layout(), cache.layer_index(2).unwrap());
-            let experts: Vec<_> = (0..cache.num_experts()).map(|e| unpack_expert(&layout, cache.expert(layer, e))).collect();
+            let experts: Vec<_> =
+                (0..cache.num_experts()).map(|e| unpack_expert(&layout, cache.expert(layer, e))).collect();
             let hidden = layout.gate.k;
             let mut executor = CpuExperts::new(
                 std::sync::Arc::new(ExpertMemory::mapped(std::sync::Arc::new(cache))),
@@ -77,14 +79,17 @@ fn ask(loaded: &mut moebius::load::Loaded, tokenizer: &moebius::text::tokenizer:
     let text = format!("<|bos|><|user|>{question}<|end|><|assistant|>");
     let prompt = tokenizer.encode(&text, false).unwrap();
     let answer = greedy(loaded, &prompt, 64);
-    let end = answer.iter().position(|t| tokenizer.decode(&[*t], false).unwrap() == "<|end|>").expect("the answer ends");
+    let end =
+        answer.iter().position(|t| tokenizer.decode(&[*t], false).unwrap() == "<|end|>").expect("the answer ends");
     tokenizer.decode(&answer[..end], true).unwrap()
 }
 
 #[test]
 fn thirty_questions_get_the_same_right_answers_in_every_precision() {
-    let questions: Vec<(&str, &str)> =
-        include_str!("data/questions.tsv").lines().map(|line| line.split_once('\t').expect("question, tab, answer")).collect();
+    let questions: Vec<(&str, &str)> = include_str!("data/questions.tsv")
+        .lines()
+        .map(|line| line.split_once('\t').expect("question, tab, answer"))
+        .collect();
     assert_eq!(questions.len(), 30);
     for model in ["moe-gqa", "moe-mla"] {
         let dir = demo_dir(model);
@@ -98,7 +103,11 @@ fn thirty_questions_get_the_same_right_answers_in_every_precision() {
         ] {
             let mut loaded = load(&dir, &EngineConfig { experts, group_size, dense, ..Default::default() });
             for (question, answer) in &questions {
-                assert_eq!(ask(&mut loaded, &tokenizer, question), *answer, "{model} {experts:?} {group_size:?} {dense:?}: {question}");
+                assert_eq!(
+                    ask(&mut loaded, &tokenizer, question),
+                    *answer,
+                    "{model} {experts:?} {group_size:?} {dense:?}: {question}"
+                );
             }
         }
     }

@@ -6,16 +6,18 @@ mod common;
 use common::{fixture_dir, root, small};
 use moebius::config::{Device, EngineConfig};
 use moebius::hub::gguf;
+use moebius::load::plan::plan;
 use moebius::model::ModelConfig;
 use moebius::model::families::{self, ARCHITECTURES, Architecture};
-use moebius::load::plan::plan;
 
 /// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
 fn example(model_type: &str) -> ModelConfig {
-    let fixtures = std::fs::read_dir(fixture_dir("")).unwrap().filter_map(|entry| families::read(&entry.unwrap().path()).ok());
+    let fixtures =
+        std::fs::read_dir(fixture_dir("")).unwrap().filter_map(|entry| families::read(&entry.unwrap().path()).ok());
     let nested = small::config("qwen3.5");
     let alone = nested["text_config"].clone();
-    let small = [nested, alone, small::config("gpt-oss"), small::config("llama")].map(|config| families::parse(&config.to_string()).unwrap());
+    let small = [nested, alone, small::config("gpt-oss"), small::config("llama")]
+        .map(|config| families::parse(&config.to_string()).unwrap());
     let shapes = families::shapes::names().map(|name| families::shapes::shape(name, None).unwrap());
     let mut all = fixtures.chain(small).chain(shapes);
     all.find(|model| model.architecture == model_type).unwrap_or_else(|| panic!("the tests have no {model_type}"))

@@ -9,8 +9,8 @@ use std::time::Instant;
 use common::engine::{again, greedy, read, seeded};
 use common::{cache_dir, fixture_dir};
 use moebius::backend::batch::BLOCK_SIZE;
-use moebius::engine::capture::{Wanted, capture};
 use moebius::config::EngineConfig;
+use moebius::engine::capture::{Wanted, capture};
 use moebius::engine::{self, EngineHandle, Event, Request};
 use moebius::load::{self, Loaded};
 
@@ -21,7 +21,13 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn config() -> EngineConfig {
-    EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(512), max_sequences: 3, ..Default::default() }
+    EngineConfig {
+        cache_dir: Some(cache_dir()),
+        threads: Some(2),
+        max_context: Some(512),
+        max_sequences: 3,
+        ..Default::default()
+    }
 }
 
 fn loaded() -> Loaded {
@@ -54,7 +60,12 @@ fn fresh(requests: &[Request]) -> Vec<Vec<u32>> {
 #[test]
 fn one_after_the_other() {
     let _alone = alone();
-    let requests = [seeded(prompt(70, 1), 20, 1), seeded(prompt(30, 2), 20, 2), seeded(prompt(1, 3), 20, 3), seeded(prompt(70, 1), 20, 1)];
+    let requests = [
+        seeded(prompt(70, 1), 20, 1),
+        seeded(prompt(30, 2), 20, 2),
+        seeded(prompt(1, 3), 20, 3),
+        seeded(prompt(70, 1), 20, 1),
+    ];
     let want = fresh(&requests);
     assert_ne!(want[0], want[1]);
     let engine = start(|_| {});
@@ -83,7 +94,8 @@ fn after_a_cancelled_one() {
 #[test]
 fn beside_others() {
     let _alone = alone();
-    let requests: Vec<_> = (0..8).map(|i| seeded(prompt([3, 120, 64, 40, 1, 65, 200, 9][i], i as u32), 25, i as u64)).collect();
+    let requests: Vec<_> =
+        (0..8).map(|i| seeded(prompt([3, 120, 64, 40, 1, 65, 200, 9][i], i as u32), 25, i as u64)).collect();
     let want = fresh(&requests);
     let engine = start(|_| {});
     let together: Vec<_> = requests.iter().map(|request| engine.submit(again(request)).unwrap()).collect();

@@ -6,15 +6,14 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 /// What tells the templates apart: excerpts of how they write an assistant's calls.
-const HERMES: &str = r#"<think> {{- '<tool_call>\n{"name": "' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}"#;
-const FUNCTION: &str =
-    r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
-const DEEPSEEK_R1: &str =
-    "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + tool['function']['arguments'] + '```' </think>";
-const DEEPSEEK_V31: &str =
-    "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] + </think>";
+const HERMES: &str =
+    r#"<think> {{- '<tool_call>\n{"name": "' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}"#;
+const FUNCTION: &str = r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
+const DEEPSEEK_R1: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + tool['function']['arguments'] + '```' </think>";
+const DEEPSEEK_V31: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] + </think>";
 const KIMI: &str = "<|tool_calls_section_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|> <think></think>";
-const GLM: &str = "{{ '\\n<tool_call>' + tc.name }}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key> <think></think>";
+const GLM: &str =
+    "{{ '\\n<tool_call>' + tc.name }}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key> <think></think>";
 const MINIMAX: &str = "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}{% for k, v in _args.items() %} <think>";
 const HARMONY: &str = "<|start|>assistant<|channel|>analysis<|message|> tool_call.arguments|tojson";
 
@@ -153,7 +152,11 @@ const TRANSCRIPTS: &[(&str, bool, &str)] = &[
         false,
         "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{\"city\":\"Oslo\"}<|call|>",
     ),
-    (HARMONY, false, "<|channel|>analysis<|message|>Easy <|x.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 < 5.<|return|>"),
+    (
+        HARMONY,
+        false,
+        "<|channel|>analysis<|message|>Easy <|x.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 < 5.<|return|>",
+    ),
     (HARMONY, false, " to=functions.nope<|channel|>commentary json<|message|>{}<|call|>"),
 ];
 
@@ -190,7 +193,14 @@ fn hermes() {
     );
     check(HERMES, false, r#"<tool_call>{"name":"now","parameters":{ }}}</tool_call>"#, "", "", &[("now", "{ }")]);
     check(HERMES, false, r#"a <tool_call>{"name":"now"}</tool_call> b"#, "", "ab", &[("now", "{}")]);
-    check(HERMES, false, TRANSCRIPTS[3].2, "", "x", &[("write_file", r#"{"path": "a", "content": "</tool_call>{}[\"\\"}"#)]);
+    check(
+        HERMES,
+        false,
+        TRANSCRIPTS[3].2,
+        "",
+        "x",
+        &[("write_file", r#"{"path": "a", "content": "</tool_call>{}[\"\\"}"#)],
+    );
 }
 
 #[test]
@@ -205,14 +215,49 @@ fn broken_calls_are_not_lost() {
     ] {
         check(HERMES, false, text, "", text, &[]);
     }
-    check(HERMES, false, "<tool_call>{\"name\": \"now\", \"arguments\": {\"a\": [1, ", "", "", &[("now", "{\"a\": [1, ")]);
-    check(HERMES, false, "<tool_call>{\"name\": \"now\", \"arguments\": {\"a\": </tool_call> b", "", "b", &[("now", "{\"a\": ")]);
-    check(HERMES, false, "<tool_call>{\"name\": \"now\", \"arguments\": {}} and more", "", "and more", &[("now", "{}")]);
+    check(
+        HERMES,
+        false,
+        "<tool_call>{\"name\": \"now\", \"arguments\": {\"a\": [1, ",
+        "",
+        "",
+        &[("now", "{\"a\": [1, ")],
+    );
+    check(
+        HERMES,
+        false,
+        "<tool_call>{\"name\": \"now\", \"arguments\": {\"a\": </tool_call> b",
+        "",
+        "b",
+        &[("now", "{\"a\": ")],
+    );
+    check(
+        HERMES,
+        false,
+        "<tool_call>{\"name\": \"now\", \"arguments\": {}} and more",
+        "",
+        "and more",
+        &[("now", "{}")],
+    );
     check(HERMES, false, "<tool_call>{\"name\": \"now\", \"arguments\": {}}\n</tool_c", "", "", &[("now", "{}")]);
     let text = "<tool_call>\n<function=nope>\n</function>\n</tool_call>";
     check(FUNCTION, false, text, "", text, &[]);
-    check(FUNCTION, false, "<tool_call>\n<function=write_file>\n<parameter=path>\n/a", "", "", &[("write_file", "{\"path\": \"/a")]);
-    check(FUNCTION, false, "<tool_call>\n<function=write_file>\n<parameter=lines>\n[1,", "", "", &[("write_file", "{\"lines\": [1,")]);
+    check(
+        FUNCTION,
+        false,
+        "<tool_call>\n<function=write_file>\n<parameter=path>\n/a",
+        "",
+        "",
+        &[("write_file", "{\"path\": \"/a")],
+    );
+    check(
+        FUNCTION,
+        false,
+        "<tool_call>\n<function=write_file>\n<parameter=lines>\n[1,",
+        "",
+        "",
+        &[("write_file", "{\"lines\": [1,")],
+    );
     let text = "<|tool_calls_section_begin|><|tool_call_begin|>tool_1<|tool_call_argument_begin|>{}<|tool_call_end|>";
     check(KIMI, false, text, "", text, &[]);
     let text = "<minimax:tool_call>\n<invoke name=\"nope\">\n</invoke>";
@@ -229,7 +274,10 @@ fn functions_with_parameters() {
         TRANSCRIPTS[4].2,
         "",
         "I'll write it.",
-        &[("write_file", r#"{"path": "/tmp/a.rs", "content": "fn main() {\n    println!(\"<b>é\\n</b>\");\n}\n", "lines": [1, 2]}"#)],
+        &[(
+            "write_file",
+            r#"{"path": "/tmp/a.rs", "content": "fn main() {\n    println!(\"<b>é\\n</b>\");\n}\n", "lines": [1, 2]}"#,
+        )],
     );
     check(
         FUNCTION,
@@ -243,13 +291,27 @@ fn functions_with_parameters() {
 
 #[test]
 fn deepseek() {
-    check(DEEPSEEK_R1, true, TRANSCRIPTS[6].2, "I should call.", "Sure.", &[("get_weather", r#"{"city": "Tokyo"}"#), ("now", "{}")]);
+    check(
+        DEEPSEEK_R1,
+        true,
+        TRANSCRIPTS[6].2,
+        "I should call.",
+        "Sure.",
+        &[("get_weather", r#"{"city": "Tokyo"}"#), ("now", "{}")],
+    );
     check(DEEPSEEK_V31, false, TRANSCRIPTS[7].2, "", "after", &[("get_weather", r#"{"city": "北京"}"#), ("now", "{}")]);
 }
 
 #[test]
 fn kimi() {
-    check(KIMI, false, TRANSCRIPTS[8].2, "hm", "Looking.", &[("get_weather", r#"{"city": "Beijing"}"#), ("write_file", "\"{path: a}\"")]);
+    check(
+        KIMI,
+        false,
+        TRANSCRIPTS[8].2,
+        "hm",
+        "Looking.",
+        &[("get_weather", r#"{"city": "Beijing"}"#), ("write_file", "\"{path: a}\"")],
+    );
     let ids = read(KIMI, false, TRANSCRIPTS[8].2, &[]).ids;
     assert_eq!(ids, ["functions.get_weather:0", "functions.write_file:1"]);
     // A section ends the reasoning that was not closed.
@@ -259,14 +321,28 @@ fn kimi() {
 
 #[test]
 fn glm() {
-    check(GLM, false, TRANSCRIPTS[9].2, "let me", "Checking.", &[("get_weather", r#"{"city": "New York", "days": 3}"#), ("now", "{}")]);
+    check(
+        GLM,
+        false,
+        TRANSCRIPTS[9].2,
+        "let me",
+        "Checking.",
+        &[("get_weather", r#"{"city": "New York", "days": 3}"#), ("now", "{}")],
+    );
     let text = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a\nb</arg_value></tool_call>";
     check(GLM, false, text, "", "", &[("get_weather", r#"{"city": "a\nb"}"#)]);
 }
 
 #[test]
 fn minimax() {
-    check(MINIMAX, true, TRANSCRIPTS[10].2, "thinking", "bye", &[("get_weather", r#"{"city": "Sydney", "at": null}"#), ("now", "{}")]);
+    check(
+        MINIMAX,
+        true,
+        TRANSCRIPTS[10].2,
+        "thinking",
+        "bye",
+        &[("get_weather", r#"{"city": "Sydney", "at": null}"#), ("now", "{}")],
+    );
 }
 
 #[test]
@@ -301,7 +377,9 @@ fn arguments_stream() {
 fn ids_differ() {
     let text = "<tool_call>{\"name\":\"now\",\"arguments\":{}}</tool_call>".repeat(500);
     let mut ids = read(HERMES, false, &text, &[]).ids;
-    assert!(ids.iter().all(|id| id.len() == 29 && id.starts_with("call_") && id[5..].bytes().all(|byte| byte.is_ascii_alphanumeric())));
+    assert!(ids.iter().all(|id| id.len() == 29
+        && id.starts_with("call_")
+        && id[5..].bytes().all(|byte| byte.is_ascii_alphanumeric())));
     ids.sort();
     ids.dedup();
     assert_eq!(ids.len(), 500);
@@ -321,7 +399,11 @@ fn without_tools_or_markers_text_is_content() {
         parser.finish(&mut parts);
         assert_eq!(Answer::of(&parts).content, text);
     }
-    assert!(!Syntax::of("plain").calls_tools() && !Syntax::of("plain").thinks() && !Syntax::of("plain").needs_special_tokens());
+    assert!(
+        !Syntax::of("plain").calls_tools()
+            && !Syntax::of("plain").thinks()
+            && !Syntax::of("plain").needs_special_tokens()
+    );
 }
 
 #[test]

@@ -5,10 +5,10 @@
 #![allow(clippy::unwrap_used)]
 
 use moebius::backend::Backend;
-use moebius::backend::cpu::Cpu;
 use moebius::backend::batch::Batch;
-use moebius::model::Attention;
+use moebius::backend::cpu::Cpu;
 use moebius::machine::workers::Team;
+use moebius::model::Attention;
 use serde_json::Value;
 
 /// Completes a config with dimensions that do not matter here.
@@ -52,7 +52,10 @@ fn frequencies_angles_and_scales_are_those_of_transformers() {
                 for (i, want) in floats(&case[*key][t]).iter().enumerate() {
                     let got = angles.row(t)[part * half + i];
                     let tolerance = 1e-5 + 3e-7 * position as f32 * inv_freq[i];
-                    assert!((got - want).abs() < tolerance, "{name}: {key} of pair {i} at {position} is {got}, not {want}");
+                    assert!(
+                        (got - want).abs() < tolerance,
+                        "{name}: {key} of pair {i} at {position} is {got}, not {want}"
+                    );
                 }
             }
         }
@@ -70,6 +73,8 @@ fn frequencies_angles_and_scales_are_those_of_transformers() {
 #[test]
 fn kimis_softmax_scale_carries_mscale_squared() {
     let reference: Value = serde_json::from_str(include_str!("data/yarn.json")).unwrap();
-    let Attention::Mla(a) = model(&reference["cases"]["kimi-k2.5"]["config"]).layers[0].attention.clone() else { panic!("Kimi has MLA") };
+    let Attention::Mla(a) = model(&reference["cases"]["kimi-k2.5"]["config"]).layers[0].attention.clone() else {
+        panic!("Kimi has MLA")
+    };
     assert!((a.scale - 0.1447).abs() < 1e-4, "{}", a.scale);
 }

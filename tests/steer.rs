@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use common::engine::{again, greedy, prompt, read, seeded};
 use common::{cache_dir, demo_dir, fixture_dir, worst_row};
 use moebius::backend::batch::BLOCK_SIZE;
-use moebius::engine::capture::{Wanted, capture};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
+use moebius::engine::capture::{Wanted, capture};
 use moebius::engine::{
-    self, Activation, CaptureWanted, EngineHandle, Event, Events, FinishReason, Layers, Positions, Request, RequestStats, Steer,
+    self, Activation, CaptureWanted, EngineHandle, Event, Events, FinishReason, Layers, Positions, Request,
+    RequestStats, Steer,
 };
 use moebius::load::{self, Loaded};
 use moebius::{Error, Result};
@@ -76,7 +77,8 @@ fn told(mut events: Events) -> Told {
     let (mut tokens, mut rows) = (Vec::new(), BTreeMap::<_, (Vec<usize>, Vec<f32>)>::new());
     runtime.block_on(async {
         loop {
-            let event = tokio::time::timeout(Duration::from_secs(60), events.recv()).await.expect("an event within a minute");
+            let event =
+                tokio::time::timeout(Duration::from_secs(60), events.recv()).await.expect("an event within a minute");
             match event.expect("a last event") {
                 Event::Token(token) => tokens.push(token.id),
                 Event::Captured(captured) => {
@@ -112,10 +114,20 @@ fn as_hooks_of_transformers() {
         let file = std::fs::read(fixture_dir(name).join("reference_steered.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&file).unwrap();
         let ints = |name: &str| -> Vec<usize> {
-            file.tensor(name).unwrap().data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as usize).collect()
+            file.tensor(name)
+                .unwrap()
+                .data()
+                .chunks_exact(8)
+                .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as usize)
+                .collect()
         };
         let floats = |name: &str| -> Vec<f32> {
-            file.tensor(name).unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+            file.tensor(name)
+                .unwrap()
+                .data()
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                .collect()
         };
         let tokens: Vec<u32> = ints("input_ids").iter().map(|&t| t as u32).collect();
         let vectors: Vec<Arc<[f32]>> = floats("vectors").chunks(hidden).map(Arc::from).collect();
@@ -159,7 +171,9 @@ fn captured_beside_others_as_in_one_pass() {
             let requests: Vec<_> = [1, 300, 64, 5, 129].iter().map(|&n| greedy(prompt(n, n as u32), 20)).collect();
             let events: Vec<_> = requests
                 .iter()
-                .map(|request| (engine.submit(again(request)).unwrap(), engine.submit(everything(again(request))).unwrap()))
+                .map(|request| {
+                    (engine.submit(again(request)).unwrap(), engine.submit(everything(again(request))).unwrap())
+                })
                 .collect();
             for (request, (plain, captured)) in requests.iter().zip(events) {
                 let (tokens, rows, end) = told(captured);
@@ -245,7 +259,10 @@ fn steering_stays_with_its_request() {
         assert_ne!(rows(3, Activation::Logits), rows(4, Activation::Logits));
         // Before the layer and position that is steered nothing changes, and there it changes by just that.
         let hidden = engine.info().hidden_size;
-        assert_eq!(rows(0, Activation::Hidden(last))[..150 * hidden], rows(2, Activation::Hidden(last))[..150 * hidden]);
+        assert_eq!(
+            rows(0, Activation::Hidden(last))[..150 * hidden],
+            rows(2, Activation::Hidden(last))[..150 * hidden]
+        );
         let (plain, changed) = (rows(0, Activation::Hidden(0)), rows(1, Activation::Hidden(0)));
         let vector = vector(&engine, 1);
         assert!((0..150 * hidden).all(|i| changed[i] == plain[i] + 2.0 * vector[i % hidden]));
@@ -272,7 +289,8 @@ fn the_prefix_cache_knows_steered_text() {
     assert_eq!(cached(request()).1, 256);
     assert_eq!(cached(steered(request(), steer(Positions::All))), first, "not from the plain prompt");
     // Where only what comes later is steered, the beginning is plain text.
-    let later = |engine: &EngineHandle, from: usize| answer(engine, steered(request(), steer(from_to(from, usize::MAX))));
+    let later =
+        |engine: &EngineHandle, from: usize| answer(engine, steered(request(), steer(from_to(from, usize::MAX))));
     let want = later(&fresh, 130);
     assert_eq!(cached(steered(request(), steer(from_to(130, usize::MAX)))), (want, 128));
     assert_eq!(cached(steered(request(), steer(Positions::Generated))).1, 256);
@@ -287,7 +305,12 @@ fn preempted_requests_tell_each_row_once() {
         let short = EngineConfig { max_context: Some(384), ..config() };
         let engine = started(&demo_dir(model), &short, |loaded| loaded.kv_blocks = 384 / BLOCK_SIZE);
         let requests = || {
-            (0..4u32).map(|i| everything(steered(seeded(prompt(90, i), 150, i.into()), vec![steer(&engine, 1, i, 1.0, Positions::All)])))
+            (0..4u32).map(|i| {
+                everything(steered(
+                    seeded(prompt(90, i), 150, i.into()),
+                    vec![steer(&engine, 1, i, 1.0, Positions::All)],
+                ))
+            })
         };
         let apart: Vec<_> = requests().map(|request| ask(&engine, request)).collect();
         let events: Vec<_> = requests().map(|request| engine.submit(request).unwrap()).collect();
@@ -371,8 +394,10 @@ fn what_cannot_be_is_refused() {
     assert!(refused(with(Steer { vector: vec![0.5; 3].into(), ..good() })).contains("3 numbers"));
     assert!(refused(with(Steer { coefficient: f32::NAN, ..good() })).contains("coefficient"));
     assert!(refused(steered(greedy(prompt(5, 1), 5), vec![good(); 257])).contains("at most 256"));
-    let capture =
-        |layers, positions| Request { capture: Some(CaptureWanted { layers, positions, logits: false }), ..greedy(prompt(5, 1), 5) };
+    let capture = |layers, positions| Request {
+        capture: Some(CaptureWanted { layers, positions, logits: false }),
+        ..greedy(prompt(5, 1), 5)
+    };
     assert!(refused(capture(Layers::Some(vec![0, layers]), Positions::All)).contains("there is no layer"));
     assert!(refused(capture(Layers::NONE, Positions::All)).contains("nothing is to be captured"));
     assert!(refused(capture(Layers::All, Positions::Some(vec![4..6, 5..9]))).contains("ascending"));

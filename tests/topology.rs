@@ -24,8 +24,24 @@ struct Machine {
 }
 
 const MACHINES: [Machine; 8] = [
-    Machine { name: "1-ryzen-smt", cores: 8, smt: true, nodes: &[0], memory_nodes: &[0], seats: &[(0, 8)], first: &[(0, 0), (1, 0)] },
-    Machine { name: "1-xeon-offline", cores: 14, smt: false, nodes: &[0], memory_nodes: &[0], seats: &[(0, 14)], first: &[(0, 0), (1, 0)] },
+    Machine {
+        name: "1-ryzen-smt",
+        cores: 8,
+        smt: true,
+        nodes: &[0],
+        memory_nodes: &[0],
+        seats: &[(0, 8)],
+        first: &[(0, 0), (1, 0)],
+    },
+    Machine {
+        name: "1-xeon-offline",
+        cores: 14,
+        smt: false,
+        nodes: &[0],
+        memory_nodes: &[0],
+        seats: &[(0, 14)],
+        first: &[(0, 0), (1, 0)],
+    },
     Machine {
         name: "2-xeon-even-odd",
         cores: 32,
@@ -153,7 +169,8 @@ fn cores_nodes_and_seats() {
 #[test]
 fn every_node_with_workers_holds_a_slice_in_proportion() {
     let precision = Precision::int4(32);
-    let contents = Contents { model: "random", hidden: 512, intermediate: 384, num_experts: 2, precision, layers: &[0] };
+    let contents =
+        Contents { model: "random", hidden: 512, intermediate: 384, num_experts: 2, precision, layers: &[0] };
     let store = Arc::new(ExpertCache::anonymous(&contents, |_, expert, bytes| bytes.fill(expert as u8)).unwrap());
     let here = Topology::read();
     for machine in &MACHINES {
@@ -169,7 +186,12 @@ fn every_node_with_workers_holds_a_slice_in_proportion() {
         for (node, &workers) in team.threads_per_node().iter().enumerate() {
             before += workers;
             let (gate_tiles, down_tiles) = (memory.gate_tiles_of(node), memory.down_tiles_of(node));
-            assert_eq!((gate_tiles.start, down_tiles.start), (gate, down), "{}: slices follow each other", machine.name);
+            assert_eq!(
+                (gate_tiles.start, down_tiles.start),
+                (gate, down),
+                "{}: slices follow each other",
+                machine.name
+            );
             (gate, down) = (gate_tiles.end, down_tiles.end);
             assert_eq!((gate, down), (24 * before / nodes.len(), 32 * before / nodes.len()), "{}", machine.name);
         }

@@ -80,8 +80,12 @@ fn measure(format: Format, layers: usize, parent: &Path) {
     let own = job.sources(&job.layers[0].experts[0]).expect("an expert")[0].kept_by();
     for precision in format.precisions().into_iter().chain(own) {
         job.precision = precision;
-        let bytes: u64 =
-            job.layers[0].experts.iter().flat_map(|expert| job.sources(expert).expect("an expert")).map(|source| source.bytes()).sum();
+        let bytes: u64 = job.layers[0]
+            .experts
+            .iter()
+            .flat_map(|expert| job.sources(expert).expect("an expert"))
+            .map(|source| source.bytes())
+            .sum();
         // Of MXFP4 gate and up share a tensor.
         let bytes = if format == Format::Mxfp4 { bytes * 3 / 5 } else { bytes };
         let (before, peak) = (anonymous_bytes(), AtomicUsize::new(0));
@@ -129,7 +133,9 @@ impl Noise {
     /// Normal weights.
     fn bf16(&mut self, count: usize) -> Vec<u8> {
         let mut uniform = || (self.next() >> 8) as f32 / (1u64 << 24) as f32 - 0.5;
-        (0..count).flat_map(|_| half::bf16::from_f32((uniform() + uniform() + uniform() + uniform()) * 0.02).to_le_bytes()).collect()
+        (0..count)
+            .flat_map(|_| half::bf16::from_f32((uniform() + uniform() + uniform() + uniform()) * 0.02).to_le_bytes())
+            .collect()
     }
 }
 
@@ -138,7 +144,8 @@ fn write_layer(dir: &Path, layer: usize, format: Format) {
     let (mut noise, n, k) = (Noise(layer as u64 + 1), format.intermediate(), HIDDEN);
     let count = n * k;
     let repeat = |bytes: &[u8], count: usize| bytes.repeat(count);
-    let (half, brain, single) = (half::f16::from_f32(0.01).to_le_bytes(), half::bf16::from_f32(0.01).to_le_bytes(), 0.01f32.to_le_bytes());
+    let (half, brain, single) =
+        (half::f16::from_f32(0.01).to_le_bytes(), half::bf16::from_f32(0.01).to_le_bytes(), 0.01f32.to_le_bytes());
     // Name after the matrix's, type, shape of `[n, k]`, content.
     type Part = (&'static str, Dtype, fn(usize, usize) -> Vec<usize>, Vec<u8>);
     let (parts, config): (Vec<Part>, &str) = match format {
@@ -151,7 +158,10 @@ fn write_layer(dir: &Path, layer: usize, format: Format) {
                 (|n, k| vec![n / 128, k / 128]) as fn(usize, usize) -> Vec<usize>,
                 repeat(&single, count / 16384),
             );
-            (vec![("weight", Dtype::F8_E4M3, |n, k| vec![n, k], codes), scales], r#"{"quantization_config":{"quant_method":"fp8"}}"#)
+            (
+                vec![("weight", Dtype::F8_E4M3, |n, k| vec![n, k], codes), scales],
+                r#"{"quantization_config":{"quant_method":"fp8"}}"#,
+            )
         }
         Format::CompressedTensors => (
             vec![
@@ -181,23 +191,41 @@ fn write_layer(dir: &Path, layer: usize, format: Format) {
     };
     std::fs::write(dir.join("config.json"), config).expect("disk space");
     let mut tensors: Vec<(String, Dtype, Vec<usize>, &[u8])> = Vec::new();
-    let stacked =
-        if format == Format::Mxfp4 { (noise.bytes(EXPERTS * count), vec![120; EXPERTS * count / 16]) } else { Default::default() };
+    let stacked = if format == Format::Mxfp4 {
+        (noise.bytes(EXPERTS * count), vec![120; EXPERTS * count / 16])
+    } else {
+        Default::default()
+    };
     if format == Format::Mxfp4 {
         for (part, rows, inputs) in [("gate_up_proj", 2 * n, k), ("down_proj", k, n)] {
             let (name, weights) = (format!("model.layers.{layer}.mlp.experts.{part}"), EXPERTS * rows * inputs);
-            tensors.push((format!("{name}_blocks"), Dtype::U8, vec![EXPERTS, rows, inputs / 32, 16], &stacked.0[..weights / 2]));
-            tensors.push((format!("{name}_scales"), Dtype::U8, vec![EXPERTS, rows, inputs / 32], &stacked.1[..weights / 32]));
+            tensors.push((
+                format!("{name}_blocks"),
+                Dtype::U8,
+                vec![EXPERTS, rows, inputs / 32, 16],
+                &stacked.0[..weights / 2],
+            ));
+            tensors.push((
+                format!("{name}_scales"),
+                Dtype::U8,
+                vec![EXPERTS, rows, inputs / 32],
+                &stacked.1[..weights / 32],
+            ));
         }
     }
     for expert in source(layer).experts {
         for (name, [n, k]) in [(&expert.gate, [n, k]), (&expert.up, [n, k]), (&expert.down, [k, n])] {
             let stem = name.strip_suffix("weight").expect("a weight");
-            tensors.extend(parts.iter().map(|(part, dtype, shape, bytes)| (format!("{stem}{part}"), *dtype, shape(n, k), &bytes[..])));
+            tensors.extend(
+                parts
+                    .iter()
+                    .map(|(part, dtype, shape, bytes)| (format!("{stem}{part}"), *dtype, shape(n, k), &bytes[..])),
+            );
         }
     }
-    let views =
-        tensors.iter().map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).expect("matching sizes")));
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).expect("matching sizes"))
+    });
     safetensors::serialize_to_file(views, None, &dir.join(format!("model-{layer}.safetensors"))).expect("disk space");
 }
 
@@ -240,9 +268,11 @@ fn write_gguf(dir: &Path, layers: usize, kind: GgmlType) {
             block[0] = 120;
         }
     }
-    let mut header = [&b"GGUF"[..], &3u32.to_le_bytes(), &(3 * layers as u64).to_le_bytes(), &0u64.to_le_bytes()].concat();
-    let names =
-        (0..layers).flat_map(|layer| ["gate", "up", "down"].map(|part| (format!("blk.{layer}.ffn_{part}_exps.weight"), part == "down")));
+    let mut header =
+        [&b"GGUF"[..], &3u32.to_le_bytes(), &(3 * layers as u64).to_le_bytes(), &0u64.to_le_bytes()].concat();
+    let names = (0..layers).flat_map(|layer| {
+        ["gate", "up", "down"].map(|part| (format!("blk.{layer}.ffn_{part}_exps.weight"), part == "down"))
+    });
     for (i, (name, is_down)) in names.enumerate() {
         let [rows, inputs] = if is_down { [k, n] } else { [n, k] };
         header.extend((name.len() as u64).to_le_bytes());

@@ -24,7 +24,10 @@ fn main() {
             start.elapsed().as_secs_f64()
         });
         let gbs = weights.len() as f64 * 2.0 / seconds.fold(f64::MAX, f64::min) / 1e9;
-        println!("{precision}: {gbs:.2} GB/s of BF16 on one thread, {:.3} of the error", gain(*precision, std::slice::from_ref(&weights)));
+        println!(
+            "{precision}: {gbs:.2} GB/s of BF16 on one thread, {:.3} of the error",
+            gain(*precision, std::slice::from_ref(&weights))
+        );
     }
     // Cargo passes `--bench`.
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
@@ -33,7 +36,11 @@ fn main() {
     for group_size in [32, 64, 128] {
         let tensors = tensors(&PathBuf::from(dir), part, group_size);
         for precision in precisions(group_size) {
-            println!("{dir}: {precision} leaves {:.3} of the error ({} tensors)", gain(precision, &tensors), tensors.len());
+            println!(
+                "{dir}: {precision} leaves {:.3} of the error ({} tensors)",
+                gain(precision, &tensors),
+                tensors.len()
+            );
         }
     }
 }

@@ -66,7 +66,10 @@ impl TensorView<'_> {
         if self.shape == shape {
             return Ok(());
         }
-        Err(self.error(format!("has shape {:?} where {shape:?} is expected: config.json and weights do not belong together", self.shape)))
+        Err(self.error(format!(
+            "has shape {:?} where {shape:?} is expected: config.json and weights do not belong together",
+            self.shape
+        )))
     }
 
     /// Number `i` of the first dimension. Panics: there is no such part (a bug).
@@ -114,7 +117,10 @@ impl Checkpoint {
         }
         let dir = path;
         if !dir.is_dir() {
-            return Err(Error::Checkpoint { path: dir.to_path_buf(), what: "is no folder; give the folder of a checkpoint".into() });
+            return Err(Error::Checkpoint {
+                path: dir.to_path_buf(),
+                what: "is no folder; give the folder of a checkpoint".into(),
+            });
         }
         let index_path = dir.join(INDEX);
         let single = dir.join("model.safetensors");
@@ -128,7 +134,9 @@ impl Checkpoint {
             return match gguf::in_folder(dir)? {
                 Some(file) => Self::open_gguf(dir, &file),
                 None => {
-                    let what = "holds no *.safetensors and no *.gguf; give the folder of a checkpoint in one of these formats".into();
+                    let what =
+                        "holds no *.safetensors and no *.gguf; give the folder of a checkpoint in one of these formats"
+                            .into();
                     Err(Error::Checkpoint { path: dir.to_path_buf(), what })
                 }
             };
@@ -173,14 +181,24 @@ impl Checkpoint {
             for name in shard.names() {
                 if let Some(first) = tensors.insert(name.to_string(), i) {
                     let first: &Shard = &shards[first];
-                    let what = format!("tensor {name} is also in {}; keep the shards of one checkpoint only", first.path().display());
+                    let what = format!(
+                        "tensor {name} is also in {}; keep the shards of one checkpoint only",
+                        first.path().display()
+                    );
                     return Err(Error::Checkpoint { path: shard.path().to_path_buf(), what });
                 }
             }
         }
         let bytes: u64 = shards.iter().map(|shard| shard.file_bytes()).sum();
         let larger_than_memory = available_memory_bytes().is_some_and(|available| bytes > available / 2);
-        Ok(Self { dir: dir.to_path_buf(), shards, tensors, permuted: BTreeMap::new(), quantization, larger_than_memory })
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            shards,
+            tensors,
+            permuted: BTreeMap::new(),
+            quantization,
+            larger_than_memory,
+        })
     }
 
     /// The folder it was opened from.
@@ -252,8 +270,10 @@ impl Checkpoint {
 
 fn read_index(path: &Path) -> Result<Index> {
     let text = crate::file::read(path).map_err(Error::io(path))?;
-    serde_json::from_slice(&text)
-        .map_err(|e| Error::Checkpoint { path: path.to_path_buf(), what: format!("is not an index of shards ({e}); {DOWNLOAD}") })
+    serde_json::from_slice(&text).map_err(|e| Error::Checkpoint {
+        path: path.to_path_buf(),
+        what: format!("is not an index of shards ({e}); {DOWNLOAD}"),
+    })
 }
 
 /// The distinct shards an index names, each checked to be a plain name in `dir` and there.

@@ -199,7 +199,9 @@ impl<'a> Source<'a> {
             Some(integers) => {
                 let Some(group_size) = largest(integers.group) else { return Some(Precision::int8(GROUP_SIZES[0])) };
                 let (scales, int8) = (integers.scales, Precision::int8(group_size));
-                let kept = [Precision::Mxfp4, Precision::int4(group_size)].into_iter().find(|&precision| integers.fit(precision));
+                let kept = [Precision::Mxfp4, Precision::int4(group_size)]
+                    .into_iter()
+                    .find(|&precision| integers.fit(precision));
                 Some(kept.unwrap_or(int8).with_scales(scales))
             }
             None if matches!(self.kind, Format::Float(_)) => None,
@@ -216,12 +218,15 @@ impl<'a> Source<'a> {
         let k = self.shape[1];
         assert!(out.len() % k == 0 && first + out.len() / k <= self.shape[0], "rows");
         let read = match &self.codec {
-            Codec::Values(values) => self.runs(first, out.len() / k, |at, to, count| values.rows(at, &mut out[to * k..][..count * k])),
+            Codec::Values(values) => {
+                self.runs(first, out.len() / k, |at, to, count| values.rows(at, &mut out[to * k..][..count * k]))
+            }
             Codec::Codes(codec) => {
                 let group = codec.integers().group;
                 let (mut codes, mut scales) = (vec![0; out.len()], vec![0.0; out.len() / group]);
                 self.code_rows(codec.as_ref(), first, &mut codes, &mut scales).map(|()| {
-                    for ((out, codes), scale) in out.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales) {
+                    for ((out, codes), scale) in out.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales)
+                    {
                         out.iter_mut().zip(codes).for_each(|(out, &code)| *out = code as f32 * scale);
                     }
                 })

@@ -173,7 +173,12 @@ pub fn list(cache_dir: &Path) -> Result<Vec<ExpertCache>> {
 }
 
 /// A cache of this identity whose content is that of the checkpoint.
-fn find(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<Option<ExpertCache>> {
+fn find(
+    job: &Work<'_>,
+    identity: &Identity,
+    cache_dir: &Path,
+    progress: OnProgress<'_>,
+) -> Result<Option<ExpertCache>> {
     for path in disk::caches(cache_dir)?.into_iter().filter(|path| identity.names(path)) {
         let replacing = |why: &str| progress(Phase::Replacing(why.into()).at(0, 0));
         match ExpertCache::open(&path) {
@@ -199,7 +204,11 @@ impl Job<'_> {
     pub fn sources(&self, expert: &ExpertSource) -> Result<[Source<'_>; 3]> {
         let [gate, up, down] = expert.names();
         let (wide, tall) = ([self.intermediate, self.hidden], [self.hidden, self.intermediate]);
-        Ok([self.checkpoint.source(gate, wide)?, self.checkpoint.source(up, wide)?, self.checkpoint.source(down, tall)?])
+        Ok([
+            self.checkpoint.source(gate, wide)?,
+            self.checkpoint.source(up, wide)?,
+            self.checkpoint.source(down, tall)?,
+        ])
     }
 
     /// Whether a cache has the dimensions and layers of this job.
@@ -225,7 +234,10 @@ impl<'a> Work<'a> {
         for layer in &job.layers {
             if layer.experts.len() != job.num_experts {
                 let (has, layer) = (layer.experts.len(), layer.layer);
-                return Err(Error::Invalid(format!("layer {layer} has {has} experts where the model has {}", job.num_experts)));
+                return Err(Error::Invalid(format!(
+                    "layer {layer} has {has} experts where the model has {}",
+                    job.num_experts
+                )));
             }
             for expert in &layer.experts {
                 experts.push(job.sources(expert)?);

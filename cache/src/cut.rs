@@ -50,7 +50,8 @@ impl Listed {
     /// What to say when a page of `map` is not there any more: what happened to the file, and `remedy`.
     pub(crate) fn map(map: &[u8], path: &Path, remedy: &str) -> Option<Self> {
         let end = format!(" was cut off, or could not be read, while it was used; {remedy}\n");
-        let printable = path.as_os_str().as_bytes().iter().map(|&byte| if byte.is_ascii_control() { b'?' } else { byte });
+        let printable =
+            path.as_os_str().as_bytes().iter().map(|&byte| if byte.is_ascii_control() { b'?' } else { byte });
         let start = map.as_ptr().addr();
         Self::add(&TABLE, start..start + map.len(), b"error: ".iter().copied().chain(printable).chain(end.bytes()))
     }
@@ -62,7 +63,11 @@ impl Listed {
     }
 
     /// `None`: the table is full, or the text too long.
-    fn add(table: &'static [Slot], range: std::ops::Range<usize>, text: impl Iterator<Item = u8> + Clone) -> Option<Self> {
+    fn add(
+        table: &'static [Slot],
+        range: std::ops::Range<usize>,
+        text: impl Iterator<Item = u8> + Clone,
+    ) -> Option<Self> {
         if text.clone().count() >= TEXT_BYTES {
             return None;
         }
@@ -87,7 +92,8 @@ pub fn end_in_words() {
     // Not on the alternate stack: Rust's is so small that with AVX-512's or AMX's registers saved on it nothing else fits.
     // SAFETY: an all-zero sigaction is an empty one.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    action.sa_sigaction = on_bus_error as extern "C" fn(libc::c_int, *const libc::siginfo_t, *mut libc::c_void) as usize;
+    action.sa_sigaction =
+        on_bus_error as extern "C" fn(libc::c_int, *const libc::siginfo_t, *mut libc::c_void) as usize;
     action.sa_flags = libc::SA_SIGINFO;
     // SAFETY: the handler has the signature that SA_SIGINFO asks for, and calls async-signal-safe functions only.
     unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) };
@@ -142,7 +148,10 @@ mod tests {
         let listed = Listed::map(&memory, Path::new("/a\x1bb"), "try again").unwrap();
         let slot = find().unwrap();
         let text: Vec<u8> = slot.text[..slot.bytes()].iter().map(|byte| byte.load(Relaxed)).collect();
-        assert_eq!(String::from_utf8(text).unwrap(), "error: /a?b was cut off, or could not be read, while it was used; try again\n");
+        assert_eq!(
+            String::from_utf8(text).unwrap(),
+            "error: /a?b was cut off, or could not be read, while it was used; try again\n"
+        );
         assert!(!slot.holds(memory.as_ptr().addr() + 100) && !slot.holds(memory.as_ptr().addr() - 1));
         drop(listed);
         assert!(find().is_none());

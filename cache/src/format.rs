@@ -15,7 +15,9 @@ use memmap2::{Advice, MmapMut, MmapOptions, UncheckedAdvice};
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
-pub use self::header::{Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse, reseal};
+pub use self::header::{
+    Contents, ExpertRecord, FileState, Header, LayerEntry, MAGIC, PAGE_BYTES, Source, VERSION, parse, reseal,
+};
 pub(crate) use self::header::{decode_layer, encode_layer, layer_record_bytes, peek};
 use crate::error::readable_bytes;
 use crate::file::MappedFile;
@@ -73,12 +75,14 @@ impl ExpertCache {
         let header = Header::new(contents, None)?;
         let layout = header.layout();
         let bytes = header.file_bytes();
-        let too_large =
-            |why: String| Error::Invalid(format!("{} of experts {why}; use fewer layers or --experts int4", readable_bytes(bytes)));
+        let too_large = |why: String| {
+            Error::Invalid(format!("{} of experts {why}; use fewer layers or --experts int4", readable_bytes(bytes)))
+        };
         if let Some(available) = crate::checkpoint::available_memory_bytes().filter(|&available| bytes > available) {
             return Err(too_large(format!("do not fit into {} of free memory", readable_bytes(available))));
         }
-        let mut map = MmapOptions::new().len(bytes as usize).map_anon().map_err(|e| too_large(format!("were refused ({e})")))?;
+        let mut map =
+            MmapOptions::new().len(bytes as usize).map_anon().map_err(|e| too_large(format!("were refused ({e})")))?;
         let _ = map.advise(Advice::HugePage); // without huge pages it is only slower
         for (i, entry) in header.layers.iter().enumerate() {
             let layer = &mut map[entry.offset as usize..][..entry.bytes as usize];
@@ -140,8 +144,10 @@ impl ExpertCache {
     pub fn check_expert(&self, i: usize, expert: usize) -> Result<()> {
         match self.record(i, expert) {
             Some(record) if record.packed != xxh3_64(self.expert(i, expert)) => {
-                let what =
-                    format!("expert {expert} of layer {} is damaged: its bytes do not fit their checksum", self.header.layers[i].layer);
+                let what = format!(
+                    "expert {expert} of layer {} is damaged: its bytes do not fit their checksum",
+                    self.header.layers[i].layer
+                );
                 Err(Error::Cache { path: self.path.clone(), what })
             }
             _ => Ok(()),

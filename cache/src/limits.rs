@@ -7,8 +7,15 @@ pub fn address_space_bytes() -> Option<u64> {
 }
 
 fn left(limits: &str, status: &str) -> Option<u64> {
-    let limit: u64 = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?.split_whitespace().next()?.parse().ok()?;
-    let used_kib: u64 = status.lines().find_map(|line| line.strip_prefix("VmSize:"))?.trim().strip_suffix(" kB")?.parse().ok()?;
+    let limit: u64 = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max address space"))?
+        .split_whitespace()
+        .next()?
+        .parse()
+        .ok()?;
+    let used_kib: u64 =
+        status.lines().find_map(|line| line.strip_prefix("VmSize:"))?.trim().strip_suffix(" kB")?.parse().ok()?;
     Some(limit.saturating_sub(used_kib * 1024))
 }
 
@@ -19,9 +26,18 @@ mod tests {
     #[test]
     fn what_is_used_counts_against_the_limit() {
         let status = "VmPeak:\t  900 kB\nVmSize:\t  100 kB\n";
-        assert_eq!(left("Max address space         204800               unlimited            bytes     \n", status), Some(102_400));
-        assert_eq!(left("Max address space         1024                 unlimited            bytes     \n", status), Some(0));
-        assert_eq!(left("Max address space         unlimited            unlimited            bytes     \n", status), None);
+        assert_eq!(
+            left("Max address space         204800               unlimited            bytes     \n", status),
+            Some(102_400)
+        );
+        assert_eq!(
+            left("Max address space         1024                 unlimited            bytes     \n", status),
+            Some(0)
+        );
+        assert_eq!(
+            left("Max address space         unlimited            unlimited            bytes     \n", status),
+            None
+        );
         assert_eq!(left("", ""), None);
     }
 }

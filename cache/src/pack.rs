@@ -241,7 +241,10 @@ pub struct ExpertLayout {
 impl ExpertLayout {
     /// Errors: `Error::Invalid` as [`MatrixLayout::new`].
     pub fn new(hidden: usize, intermediate: usize, precision: Precision) -> Result<Self> {
-        Ok(Self { gate: MatrixLayout::new(intermediate, hidden, precision)?, down: MatrixLayout::new(hidden, intermediate, precision)? })
+        Ok(Self {
+            gate: MatrixLayout::new(intermediate, hidden, precision)?,
+            down: MatrixLayout::new(hidden, intermediate, precision)?,
+        })
     }
 
     /// Offset of tile `i` of `gate` in the expert.

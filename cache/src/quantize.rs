@@ -59,7 +59,9 @@ pub fn quantize_expert(layout: &ExpertLayout, gate: &[f32], up: &[f32], down: &[
     let mut out = vec![0; layout.bytes()];
     let mut scratch = Scratch::default();
     let gate_bytes = layout.gate.tile_bytes();
-    for (weights, place) in [(gate, ExpertLayout::gate_tile as fn(&ExpertLayout, usize) -> usize), (up, ExpertLayout::up_tile)] {
+    for (weights, place) in
+        [(gate, ExpertLayout::gate_tile as fn(&ExpertLayout, usize) -> usize), (up, ExpertLayout::up_tile)]
+    {
         for (i, rows) in weights.chunks(TILE_ROWS * layout.gate.k).enumerate() {
             quantize_tile(&layout.gate, rows, &mut scratch, &mut out[place(layout, i)..][..gate_bytes]);
         }
@@ -248,7 +250,8 @@ mod tests {
 
     #[test]
     fn every_instruction_set_gives_the_same_bits() {
-        let weights: Vec<f32> = (0..128 * 512u32).map(|i| (i.wrapping_mul(2_654_435_761) as i32 >> 8) as f32 * 1e-9).collect();
+        let weights: Vec<f32> =
+            (0..128 * 512u32).map(|i| (i.wrapping_mul(2_654_435_761) as i32 >> 8) as f32 * 1e-9).collect();
         for precision in [
             Precision::int4(32),
             Precision::int4(128),

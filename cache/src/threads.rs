@@ -19,7 +19,9 @@ pub fn start() -> Result<()> {
 fn start_rayon() -> std::result::Result<(), String> {
     if let Some(left) = limits::address_space_bytes().filter(|&left| left < LEAST_BYTES) {
         let [left, least] = [left, LEAST_BYTES].map(readable_bytes);
-        return Err(format!("this process may take {left} more of address space, and needs {least} to begin with: raise `ulimit -v`"));
+        return Err(format!(
+            "this process may take {left} more of address space, and needs {least} to begin with: raise `ulimit -v`"
+        ));
     }
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let built = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
@@ -46,5 +48,7 @@ pub(crate) fn refused(e: std::io::Error) -> Error {
 }
 
 fn refusal(e: &dyn std::fmt::Display) -> String {
-    format!("the system gives no more threads ({e}): raise the limits on them (`ulimit -u`) and on memory (`ulimit -v`)")
+    format!(
+        "the system gives no more threads ({e}): raise the limits on them (`ulimit -u`) and on memory (`ulimit -v`)"
+    )
 }

@@ -43,8 +43,9 @@ fn a_lying_header_is_refused() {
     longer[..8].copy_from_slice(&1000u64.to_le_bytes());
     assert!(error(&longer).contains("longer than its"));
 
-    let one =
-        |dtype: &str, shape: &str, offsets: &str| format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#);
+    let one = |dtype: &str, shape: &str, offsets: &str| {
+        format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#)
+    };
     let cases = [
         (one("BF16", "[2,3]", "[0,10]"), 10, "do not fit its type and shape"),
         (one("BF16", "[2,3]", "[2,14]"), 14, "tensor a does not begin where"),
@@ -93,9 +94,9 @@ fn write(dir: &Path, name: &str, tensors: &[(&str, &str, &[usize], Vec<u8>)]) {
         "I64" => safetensors::Dtype::I64,
         _ => safetensors::Dtype::BF16,
     };
-    let views = tensors
-        .iter()
-        .map(|(name, kind, shape, bytes)| (name, safetensors::tensor::TensorView::new(dtype(kind), shape.to_vec(), bytes).unwrap()));
+    let views = tensors.iter().map(|(name, kind, shape, bytes)| {
+        (name, safetensors::tensor::TensorView::new(dtype(kind), shape.to_vec(), bytes).unwrap())
+    });
     safetensors::serialize_to_file(views, None, &dir.join(name)).unwrap();
 }
 
@@ -104,7 +105,8 @@ fn tensor(name: &str) -> (&str, &'static str, &'static [usize], Vec<u8>) {
 }
 
 fn index(dir: &Path, pairs: &[(&str, &str)]) {
-    let map: serde_json::Map<String, serde_json::Value> = pairs.iter().map(|(t, f)| (t.to_string(), (*f).into())).collect();
+    let map: serde_json::Map<String, serde_json::Value> =
+        pairs.iter().map(|(t, f)| (t.to_string(), (*f).into())).collect();
     let text = serde_json::json!({ "metadata": {}, "weight_map": map }).to_string();
     std::fs::write(dir.join("model.safetensors.index.json"), text).unwrap();
 }
@@ -177,10 +179,16 @@ fn floats_decode_exactly_and_others_are_named() {
         let mut out = vec![9.0; view.shape.iter().product()];
         decode_f32(&view, &mut out).map(|()| out)
     };
-    assert!(decode("f16").unwrap().iter().zip(&halves).all(|(x, &b)| x.to_bits() == f16::from_bits(b).to_f32().to_bits()));
-    assert!(decode("bf16").unwrap().iter().zip(&brains).all(|(x, &b)| x.to_bits() == bf16::from_bits(b).to_f32().to_bits()));
+    assert!(
+        decode("f16").unwrap().iter().zip(&halves).all(|(x, &b)| x.to_bits() == f16::from_bits(b).to_f32().to_bits())
+    );
+    assert!(
+        decode("bf16").unwrap().iter().zip(&brains).all(|(x, &b)| x.to_bits() == bf16::from_bits(b).to_f32().to_bits())
+    );
     assert_eq!(decode("f32").unwrap(), [1.5, -0.0, 1e-40]);
-    for (name, expected) in [("inf", "holds a NaN"), ("nan", "holds a NaN"), ("beyond", "beyond BF16"), ("i64", "is of type I64")] {
+    for (name, expected) in
+        [("inf", "holds a NaN"), ("nan", "holds a NaN"), ("beyond", "beyond BF16"), ("i64", "is of type I64")]
+    {
         let error = decode(name).unwrap_err().to_string();
         assert!(error.contains(&format!("tensor {name} ")) && error.contains(expected), "{error}");
     }

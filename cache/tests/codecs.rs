@@ -7,7 +7,8 @@ mod common;
 
 use common::noise;
 use common::written::{
-    Example, K, N, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp8, gptq, mxfp4, numbers, pack_down,
+    Example, K, N, Written, awq, bf16_scales, compressed_tensors, ct, e4m3, example, f16_scales, fp8, gptq, mxfp4,
+    numbers, pack_down,
 };
 use half::{bf16, f16};
 use moebius_cache::checkpoint::GgmlType;
@@ -58,8 +59,13 @@ fn every_format_is_what_its_definition_says() {
 
 /// What experts of a format become by default, and what that loses.
 fn cells(source: &Source<'_>) -> String {
-    let Some(precision) = source.kept_by() else { return "int4, the largest groups | as `moebius cache info` says".into() };
-    let own_groups = source.integers().map(|integers| integers.group).filter(|group| *group == 64 && precision.group_size() == Some(64));
+    let Some(precision) = source.kept_by() else {
+        return "int4, the largest groups | as `moebius cache info` says".into();
+    };
+    let own_groups = source
+        .integers()
+        .map(|integers| integers.group)
+        .filter(|group| *group == 64 && precision.group_size() == Some(64));
     let becomes = match (own_groups, precision) {
         (Some(_), Precision::Int4 { .. }) => "int4, the same groups".to_string(),
         (Some(_), _) => "int8, the same groups".to_string(),
@@ -125,15 +131,17 @@ fn fp8_in_rows_and_whole() {
 
 #[test]
 fn fp8_of_stacked_experts_has_scales_of_each() {
-    let bytes: Vec<u8> = numbers(2 * 2 * N * K, 256, 1).iter().map(|&b| if b & 0x7f == 0x7f { 0 } else { b as u8 }).collect();
+    let bytes: Vec<u8> =
+        numbers(2 * 2 * N * K, 256, 1).iter().map(|&b| if b & 0x7f == 0x7f { 0 } else { b as u8 }).collect();
     let (rows, cols) = ((2 * N).div_ceil(24), K.div_ceil(96));
     let scales = noise(2 * rows * cols, 2);
     let written = Written::new(json!({"quant_method": "fp8", "weight_block_size": [24, 96]}))
         .add("m.experts.gate_up_proj", Dtype::F8_E4M3, &[2, 2 * N, K], bytes.clone())
         .f32s("m.experts.gate_up_proj_scale_inv", &[2, rows, cols], &scales);
     for (name, e, first) in [("m.experts.0.up_proj.weight", 0, N), ("m.experts.1.gate_proj.weight", 1, 0)] {
-        let weight =
-            |row: usize, input: usize| e4m3(bytes[(e * 2 * N + row) * K + input]) * scales[(e * rows + row / 24) * cols + input / 96];
+        let weight = |row: usize, input: usize| {
+            e4m3(bytes[(e * 2 * N + row) * K + input]) * scales[(e * rows + row / 24) * cols + input / 96]
+        };
         let want = (0..N * K).map(|i| weight(first + i / K, i % K)).collect();
         check(&Example { name, ..Example::new(written.clone(), want, None) });
     }
@@ -161,7 +169,8 @@ fn compressed_tensors_of_4_and_8_bits() {
         let of = |i: usize| i / K * 4 + i % K / 64;
         let want = (0..N * K).map(|i| (fields[i] as u8 as i8 as i32 - point(of(i))) as f32 * scales[of(i)]).collect();
         let bytes = |values: &[u32]| values.iter().map(|&v| v as u8).collect();
-        let written = ct(8, false).add("a.weight", Dtype::I8, &[N, K], bytes(&fields)).bf16s("a.weight_scale", &[N, 4], &scales);
+        let written =
+            ct(8, false).add("a.weight", Dtype::I8, &[N, K], bytes(&fields)).bf16s("a.weight_scale", &[N, 4], &scales);
         check(&Example::new(written.add("a.weight_zero_point", dtype, &[N, 4], bytes(&points)), want, None));
     }
     // 8 bits, one to a byte, a scale for each row.
@@ -169,8 +178,11 @@ fn compressed_tensors_of_4_and_8_bits() {
     let want: Vec<f32> = (0..N * K).map(|i| bytes[i] as u8 as i8 as f32 * scales[i / K]).collect();
     let plain = Written::new(json!({"quant_method": "compressed-tensors",
         "config_groups": {"g": {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"}}}}));
-    let written =
-        plain.add("a.weight", Dtype::I8, &[N, K], bytes.iter().map(|&b| b as u8).collect()).bf16s("a.weight_scale", &[N, 1], &scales);
+    let written = plain.add("a.weight", Dtype::I8, &[N, K], bytes.iter().map(|&b| b as u8).collect()).bf16s(
+        "a.weight_scale",
+        &[N, 1],
+        &scales,
+    );
     let integers = Some(Integers { low: -128, high: 127, group: K, scales: ScaleType::Bf16, e2m1: false });
     check(&Example::new(written, want, integers));
 }
@@ -208,8 +220,11 @@ fn words_that_no_config_explains_are_refused() {
 fn scales_of_16_bit_floats_pass_exactly_unless_they_are_to_be_bf16() {
     let (group, groups) = (128, K / 128);
     // Some of them subnormal.
-    let scales: Vec<f32> =
-        f16_scales(groups * N).iter().enumerate().map(|(i, &s)| if i % 3 == 0 { f16::from_f32(s * 1e-3).to_f32() } else { s }).collect();
+    let scales: Vec<f32> = f16_scales(groups * N)
+        .iter()
+        .enumerate()
+        .map(|(i, &s)| if i % 3 == 0 { f16::from_f32(s * 1e-3).to_f32() } else { s })
+        .collect();
     let fields = numbers(K * N, 16, 31);
     let written = Written::new(json!({"quant_method": "gptq", "bits": 4, "group_size": group, "sym": true}))
         .words("a.qweight", &[K / 8, N], pack_down(&fields, N, 4))
@@ -221,7 +236,9 @@ fn scales_of_16_bit_floats_pass_exactly_unless_they_are_to_be_bf16() {
     let f16 = |precision: Precision| precision.with_scales(ScaleType::F16);
     assert_eq!(source.kept_by(), Some(f16(Precision::int4(128))));
     let want = |round: fn(f32) -> f32| -> Vec<f32> {
-        (0..N * K).map(|i| (fields[i % K * N + i / K] as i32 - 8) as f32 * round(scales[i % K / group * N + i / K])).collect()
+        (0..N * K)
+            .map(|i| (fields[i % K * N + i / K] as i32 - 8) as f32 * round(scales[i % K / group * N + i / K]))
+            .collect()
     };
     // In smaller groups scales repeat.
     for precision in [Precision::int4(128), Precision::int4(32), Precision::int8(64)] {
@@ -239,7 +256,11 @@ fn matrices_are_kept_together_by_the_coarsest_precision_that_keeps_each() {
         let written = Written::new(json!({"quant_method": "gptq", "bits": 4, "group_size": group, "sym": true}))
             .words("a.qweight", &[K / 8, N], vec![0; K / 8 * N])
             .words("a.qzeros", &[groups, N / 8], vec![0x7777_7777; groups * N / 8]);
-        if bf16 { written.bf16s("a.scales", &[groups, N], &scales) } else { written.f16s("a.scales", &[groups, N], &scales) }
+        if bf16 {
+            written.bf16s("a.scales", &[groups, N], &scales)
+        } else {
+            written.f16s("a.scales", &[groups, N], &scales)
+        }
     };
     let mxfp4 = Written::new(json!({"quant_method": "mxfp4"}))
         .add("a.experts.down_proj_blocks", Dtype::U8, &[1, N, K / 32, 16], vec![0; N * K / 2])
@@ -247,7 +268,8 @@ fn matrices_are_kept_together_by_the_coarsest_precision_that_keeps_each() {
     let plain = Written { config: json!({}), ..Written::default() }.bf16s("a.weight", &[N, K], &vec![1.0; N * K]);
     let dirs: Vec<TempDir> = (0..5).map(|_| TempDir::new().unwrap()).collect();
     let written = [gptq(128, false), gptq(64, false), gptq(128, true), mxfp4, plain];
-    let checkpoints: Vec<Checkpoint> = written.iter().zip(&dirs).map(|(written, dir)| written.write(dir.path())).collect();
+    let checkpoints: Vec<Checkpoint> =
+        written.iter().zip(&dirs).map(|(written, dir)| written.write(dir.path())).collect();
     let kept = |which: &[usize]| {
         let name = |i: usize| if i == 3 { "a.experts.0.down_proj.weight" } else { "a.weight" };
         kept_by_all(&which.iter().map(|&i| checkpoints[i].source(name(i), [N, K]).unwrap()).collect::<Vec<_>>())
@@ -275,12 +297,15 @@ fn mxfp4_of_stacked_experts_whose_gate_and_up_alternate() {
 
 #[test]
 fn stacked_floats_in_every_order() {
-    let (experts, values) =
-        (2, |count: usize, seed: u64| -> Vec<f32> { noise(count, seed).iter().map(|&v| bf16::from_f32(v).to_f32()).collect() });
+    let (experts, values) = (2, |count: usize, seed: u64| -> Vec<f32> {
+        noise(count, seed).iter().map(|&v| bf16::from_f32(v).to_f32()).collect()
+    });
     let down = values(experts * N * K, 51); // [experts, hidden N, width K]
     let pair = values(experts * 2 * K * N, 52); // [experts, 2 width, hidden]
     let turned = |all: &[f32], rows: usize, cols: usize| -> Vec<f32> {
-        all.chunks(rows * cols).flat_map(|m| (0..cols).flat_map(move |c| (0..rows).map(move |r| m[r * cols + c]))).collect()
+        all.chunks(rows * cols)
+            .flat_map(|m| (0..cols).flat_map(move |c| (0..rows).map(move |r| m[r * cols + c])))
+            .collect()
     };
     let gate = |e: usize, second: usize, interleaved: bool| -> Vec<f32> {
         let row = |r: usize| if interleaved { 2 * r + second } else { second * K + r };
@@ -298,9 +323,11 @@ fn stacked_floats_in_every_order() {
     for (transposed, bias) in [(false, false), (true, false), (true, true)] {
         let mut written = Written { config: json!({}), ..Written::default() };
         written = match transposed {
-            false => {
-                written.bf16s("m.experts.down_proj", &[experts, N, K], &down).bf16s("m.experts.gate_up_proj", &[experts, 2 * K, N], &pair)
-            }
+            false => written.bf16s("m.experts.down_proj", &[experts, N, K], &down).bf16s(
+                "m.experts.gate_up_proj",
+                &[experts, 2 * K, N],
+                &pair,
+            ),
             true => written.bf16s("m.experts.down_proj", &[experts, K, N], &turned(&down, N, K)).bf16s(
                 "m.experts.gate_up_proj",
                 &[experts, N, 2 * K],
@@ -312,7 +339,10 @@ fn stacked_floats_in_every_order() {
         }
         let (checkpoint, _dir) = open(&written);
         for e in 0..experts {
-            assert_eq!(decoded(&checkpoint, &format!("m.experts.{e}.down_proj.weight"), [N, K]), down[e * N * K..][..N * K]);
+            assert_eq!(
+                decoded(&checkpoint, &format!("m.experts.{e}.down_proj.weight"), [N, K]),
+                down[e * N * K..][..N * K]
+            );
             assert_eq!(decoded(&checkpoint, &format!("m.experts.{e}.gate_proj.weight"), [K, N]), gate(e, 0, bias));
             assert_eq!(decoded(&checkpoint, &format!("m.experts.{e}.up_proj.weight"), [K, N]), gate(e, 1, bias));
         }
@@ -323,9 +353,11 @@ fn stacked_floats_in_every_order() {
     for transposed in [false, true] {
         let written = Written { config: json!({}), ..Written::default() };
         let written = match transposed {
-            false => {
-                written.bf16s("m.experts.down_proj", &[experts, N, N], &square).bf16s("m.experts.gate_up_proj", &[experts, 2 * N, N], &pair)
-            }
+            false => written.bf16s("m.experts.down_proj", &[experts, N, N], &square).bf16s(
+                "m.experts.gate_up_proj",
+                &[experts, 2 * N, N],
+                &pair,
+            ),
             true => written.bf16s("m.experts.down_proj", &[experts, N, N], &turned(&square, N, N)).bf16s(
                 "m.experts.gate_up_proj",
                 &[experts, N, 2 * N],
@@ -333,36 +365,55 @@ fn stacked_floats_in_every_order() {
             ),
         };
         let (checkpoint, _dir) = open(&written);
-        assert_eq!(decoded(&checkpoint, "m.experts.1.down_proj.weight", [N, N]), square[N * N..], "transposed: {transposed}");
+        assert_eq!(
+            decoded(&checkpoint, "m.experts.1.down_proj.weight", [N, N]),
+            square[N * N..],
+            "transposed: {transposed}"
+        );
         assert_eq!(decoded(&checkpoint, "m.experts.1.up_proj.weight", [N, N]), pair[3 * N * N..]);
         // Gate and up together are square when experts are half as wide as the model.
         let (half, down) = (N / 2, &values(experts * N * N / 2, 55));
-        let (shape, down) = if transposed { ([experts, half, N], turned(down, N, half)) } else { ([experts, N, half], down.clone()) };
+        let (shape, down) =
+            if transposed { ([experts, half, N], turned(down, N, half)) } else { ([experts, N, half], down.clone()) };
         let both = if transposed { turned(&square, N, N) } else { square.clone() };
         let written = Written { config: json!({}), ..Written::default() };
-        let written = written.bf16s("m.experts.down_proj", &shape, &down).bf16s("m.experts.gate_up_proj", &[experts, N, N], &both);
+        let written = written.bf16s("m.experts.down_proj", &shape, &down).bf16s(
+            "m.experts.gate_up_proj",
+            &[experts, N, N],
+            &both,
+        );
         let (checkpoint, _dir) = open(&written);
-        assert_eq!(decoded(&checkpoint, "m.experts.1.up_proj.weight", [half, N]), square[3 * half * N..], "transposed: {transposed}");
+        assert_eq!(
+            decoded(&checkpoint, "m.experts.1.up_proj.weight", [half, N]),
+            square[3 * half * N..],
+            "transposed: {transposed}"
+        );
     }
 }
 
 #[test]
 fn a_shape_that_does_not_fit_is_named() {
     let (n, k) = (N, K);
-    let written =
-        ct(4, true).words("a.weight_packed", &[n, k / 8 - 1], vec![0; n * (k / 8 - 1)]).bf16s("a.weight_scale", &[n, 8], &vec![1.0; n * 8]);
+    let written = ct(4, true).words("a.weight_packed", &[n, k / 8 - 1], vec![0; n * (k / 8 - 1)]).bf16s(
+        "a.weight_scale",
+        &[n, 8],
+        &vec![1.0; n * 8],
+    );
     assert!(written.error("a.weight").contains("tensor a.weight_packed has shape [40, 31]"));
-    let written = ct(4, true).words("a.weight_packed", &[n, k / 8], vec![0; n * k / 8]).bf16s("a.weight_scale", &[n, 7], &vec![1.0; n * 7]);
+    let written = ct(4, true).words("a.weight_packed", &[n, k / 8], vec![0; n * k / 8]).bf16s(
+        "a.weight_scale",
+        &[n, 7],
+        &vec![1.0; n * 7],
+    );
     assert!(written.error("a.weight").contains("7 groups for rows of 256"));
     let written = ct(4, true).words("a.weight_packed", &[n, k / 8], vec![0; n * k / 8]);
     assert!(written.error("a.weight").contains("tensor a.weight_scale is missing"));
     assert!(ct(4, true).bf16s("b.weight", &[1, 1], &[0.0]).error("a.weight").contains("tensor a.weight is missing"));
     let gptq = Written::new(json!({"quant_method": "gptq", "bits": 4, "sym": true}));
-    let written = gptq.words("a.qweight", &[k / 8, n + 8], vec![0; k / 8 * (n + 8)]).words("a.qzeros", &[2, n / 8], vec![0; n / 4]).f16s(
-        "a.scales",
-        &[2, n],
-        &vec![1.0; 2 * n],
-    );
+    let written = gptq
+        .words("a.qweight", &[k / 8, n + 8], vec![0; k / 8 * (n + 8)])
+        .words("a.qzeros", &[2, n / 8], vec![0; n / 4])
+        .f16s("a.scales", &[2, n], &vec![1.0; 2 * n]);
     assert!(written.error("a.weight").contains("tensor a.qweight is I32 of shape [32, 48] where 32 x 40 words"));
 }
 

@@ -179,7 +179,10 @@ fn a_killed_build_is_resumed() {
     let (_dir, model, cache_dir) = model_and_cache();
     assert!(!subprocess("dies_in_the_third_layer", &model, &cache_dir).status.success());
     let left = files(&cache_dir);
-    assert!(left.iter().any(|name| name.ends_with(".partial")) && !left.iter().any(|name| name.ends_with(".moebius")), "{left:?}");
+    assert!(
+        left.iter().any(|name| name.ends_with(".partial")) && !left.iter().any(|name| name.ends_with(".moebius")),
+        "{left:?}"
+    );
 
     let checkpoint = Checkpoint::open(&model).unwrap();
     let converted = AtomicUsize::new(0);
@@ -274,7 +277,12 @@ fn a_full_or_read_only_disk_is_known_before_work_starts() {
         let left = files(&full);
         unmount(&full);
         let error = result.unwrap_err().to_string();
-        assert!(error.contains("the cache needs 0.25 MiB of disk, 0.06 MiB are free; choose another folder with --cache-dir"), "{error}");
+        assert!(
+            error.contains(
+                "the cache needs 0.25 MiB of disk, 0.06 MiB are free; choose another folder with --cache-dir"
+            ),
+            "{error}"
+        );
         assert_eq!((phases, left), (vec![], vec![]));
     }
     if tmpfs(&read_only, "ro") {

@@ -72,7 +72,11 @@ fn precisions_have_names() {
     for (precision, json, name) in [
         (Precision::Bf16, r#"{"bits":"bf16"}"#, "bf16"),
         (Precision::int4(32), r#"{"bits":"int4","group_size":32}"#, "int4-g32"),
-        (Precision::Int8 { group_size: 128, scales: f16 }, r#"{"bits":"int8","group_size":128,"scales":"f16"}"#, "int8-g128-f16"),
+        (
+            Precision::Int8 { group_size: 128, scales: f16 },
+            r#"{"bits":"int8","group_size":128,"scales":"f16"}"#,
+            "int8-g128-f16",
+        ),
         (Precision::Mxfp4, r#"{"bits":"mxfp4"}"#, "mxfp4"),
     ] {
         assert_eq!((serde_json::to_string(&precision).unwrap().as_str(), precision.to_string().as_str()), (json, name));
@@ -96,7 +100,10 @@ fn impossible_dimensions_are_refused_behind_a_right_checksum() {
         (r#""bits":"int4""#, r#""bits":"int8""#),
     ];
     for (from, to) in cases {
-        let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap_or_else(|| panic!("no {from}"));
+        let at = bytes
+            .windows(from.len())
+            .position(|window| window == from.as_bytes())
+            .unwrap_or_else(|| panic!("no {from}"));
         let mut lying = bytes.clone();
         lying[at..at + to.len()].copy_from_slice(to.as_bytes());
         reseal(&mut lying);
@@ -122,8 +129,10 @@ proptest! {
 
 #[test]
 fn random_experts_need_no_file() {
-    let contents = Contents { model: "random", hidden: 64, intermediate: 96, num_experts: 3, precision: INT4, layers: &[1, 4] };
-    let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| bytes.fill((layer * 3 + expert) as u8)).unwrap();
+    let contents =
+        Contents { model: "random", hidden: 64, intermediate: 96, num_experts: 3, precision: INT4, layers: &[1, 4] };
+    let cache =
+        ExpertCache::anonymous(&contents, |layer, expert, bytes| bytes.fill((layer * 3 + expert) as u8)).unwrap();
     for layer in 0..2 {
         for expert in 0..3 {
             assert!(cache.expert(layer, expert).iter().all(|&b| b == (layer * 3 + expert) as u8));
@@ -141,7 +150,8 @@ fn random_experts_need_no_file() {
 
 #[test]
 fn locking_works_or_names_the_limit() {
-    let contents = Contents { model: "random", hidden: 64, intermediate: 64, num_experts: 2, precision: INT4, layers: &[0] };
+    let contents =
+        Contents { model: "random", hidden: 64, intermediate: 64, num_experts: 2, precision: INT4, layers: &[0] };
     let cache = ExpertCache::anonymous(&contents, |_, _, _| ()).unwrap();
     if let Err(error) = cache.lock() {
         assert!(error.to_string().contains("ulimit -l"), "{error}");

@@ -29,7 +29,9 @@ fn error(file: &File) -> String {
 
 #[test]
 fn tensors_and_metadata_are_read() {
-    let bytes = good().pair("a.list", 9, &[&8u32.to_le_bytes()[..], &2u64.to_le_bytes(), &string("x"), &string("yz")].concat()).bytes();
+    let bytes = good()
+        .pair("a.list", 9, &[&8u32.to_le_bytes()[..], &2u64.to_le_bytes(), &string("x"), &string("yz")].concat())
+        .bytes();
     let parsed = parse(&bytes).unwrap();
     assert_eq!(parsed.metadata["a.list"], serde_json::json!(["x", "yz"]));
     assert_eq!(parsed.tensors["token_embd.weight"].shape, [2, 4]);
@@ -40,14 +42,18 @@ fn tensors_and_metadata_are_read() {
     std::fs::write(&path, &bytes).unwrap();
     for place in [path.as_path(), dir.path()] {
         let checkpoint = Checkpoint::open(place).unwrap();
-        assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["model.embed_tokens.weight", "model.layers.0.mlp.experts.gate_proj.weight"]);
+        assert_eq!(
+            checkpoint.names().collect::<Vec<_>>(),
+            ["model.embed_tokens.weight", "model.layers.0.mlp.experts.gate_proj.weight"]
+        );
         let view = checkpoint.tensor("model.embed_tokens.weight").unwrap();
         let mut values = [0.0; 8];
         decode_f32(&view, &mut values).unwrap();
         assert_eq!(values, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
         let expert = checkpoint.source("model.layers.0.mlp.experts.2.gate_proj.weight", [2, 32]).unwrap();
         assert_eq!(expert.parts()[0].data.len(), 2 * 34);
-        let beyond = checkpoint.source("model.layers.0.mlp.experts.3.gate_proj.weight", [2, 32]).unwrap_err().to_string();
+        let beyond =
+            checkpoint.source("model.layers.0.mlp.experts.3.gate_proj.weight", [2, 32]).unwrap_err().to_string();
         assert!(beyond.contains("has no expert 3"), "{beyond}");
         let listed: HashSet<String> = checkpoint.matrices().into_iter().map(|(name, _)| name).collect();
         assert!(listed.contains("model.layers.0.mlp.experts.0.gate_proj.weight"), "{listed:?}");
@@ -79,7 +85,8 @@ fn every_lie_is_refused_with_a_remedy() {
         cases.push((key, "impossible lengths"));
         cases.push((good().pair("a", 8, &n.to_le_bytes()).bytes(), "impossible lengths"));
         for kind in [0u32, 4, 8] {
-            cases.push((good().pair("a", 9, &[&kind.to_le_bytes()[..], &n.to_le_bytes()].concat()).bytes(), "elements"));
+            cases
+                .push((good().pair("a", 9, &[&kind.to_le_bytes()[..], &n.to_le_bytes()].concat()).bytes(), "elements"));
         }
         cases.push((good().tensor("x", &[n], 0, &[0; 4]).bytes(), "beyond the end"));
         cases.push((good().tensor("x", &[32, n], 2, &[0; 18]).bytes(), "beyond the end"));
@@ -92,7 +99,9 @@ fn every_lie_is_refused_with_a_remedy() {
     overlapping.tensors[1].3 = 0;
     let mut unaligned = good();
     unaligned.tensors[0].3 = 8;
-    let nested = [&9u32.to_le_bytes()[..], &1u64.to_le_bytes(), &9u32.to_le_bytes(), &1u64.to_le_bytes(), &0u32.to_le_bytes()].concat();
+    let nested =
+        [&9u32.to_le_bytes()[..], &1u64.to_le_bytes(), &9u32.to_le_bytes(), &1u64.to_le_bytes(), &0u32.to_le_bytes()]
+            .concat();
     let more: [(File, &str); 14] = [
         (overlapping, "overlap"),
         (unaligned, "multiple of 32"),
@@ -112,13 +121,16 @@ fn every_lie_is_refused_with_a_remedy() {
     cases.extend(more.into_iter().map(|(file, words)| (file.bytes(), words)));
     for (bytes, words) in cases {
         let error = parse(&bytes).unwrap_err();
-        let remedy = ["download it again", "convert the model", "use a file in", "update it"].iter().any(|remedy| error.contains(remedy));
+        let remedy = ["download it again", "convert the model", "use a file in", "update it"]
+            .iter()
+            .any(|remedy| error.contains(remedy));
         assert!(error.contains(words) && remedy, "{words}: {error}");
     }
     // Two of GGUF's names that mean one of Hugging Face's.
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("a.gguf");
-    let twice = good().floats("blk.0.ffn_norm.weight", &[1], &[1.0]).floats("blk.0.post_attention_norm.weight", &[1], &[1.0]);
+    let twice =
+        good().floats("blk.0.ffn_norm.weight", &[1], &[1.0]).floats("blk.0.post_attention_norm.weight", &[1], &[1.0]);
     std::fs::write(&path, twice.bytes()).unwrap();
     assert!(
         Checkpoint::open(&path)
@@ -166,10 +178,16 @@ fn rows_that_llama_reordered_are_put_back() {
 fn splits_are_found_by_name_and_checked() {
     let dir = TempDir::new().unwrap();
     let name = |i: usize, of: usize| dir.path().join(format!("m-{i:05}-of-{of:05}.gguf"));
-    let part =
-        |no: u16, count: u16, file: File| file.pair("split.no", 2, &no.to_le_bytes()).pair("split.count", 2, &count.to_le_bytes()).bytes();
+    let part = |no: u16, count: u16, file: File| {
+        file.pair("split.no", 2, &no.to_le_bytes()).pair("split.count", 2, &count.to_le_bytes()).bytes()
+    };
     std::fs::write(name(1, 2), part(0, 2, good())).unwrap();
-    assert!(files_of(&name(1, 2)).unwrap_err().to_string().contains("m-00002-of-00002.gguf: this one of 2 files is missing"));
+    assert!(
+        files_of(&name(1, 2))
+            .unwrap_err()
+            .to_string()
+            .contains("m-00002-of-00002.gguf: this one of 2 files is missing")
+    );
     std::fs::write(name(2, 2), part(1, 2, File::default().floats("output.weight", &[1, 1], &[1.0]))).unwrap();
     assert_eq!(in_folder(dir.path()).unwrap(), Some(name(1, 2)));
     let names: Vec<String> = Checkpoint::open(&name(2, 2)).unwrap().names().map(String::from).collect();

@@ -116,7 +116,8 @@ fn searched_scales_beat_the_largest_value() {
         let (mut searched, mut plain) = (0.0, 0.0);
         for (i, w) in source.chunks(128).enumerate() {
             let scale = scales[i];
-            let error: f64 = w.iter().zip(&codes[i * 128..]).map(|(w, &c)| (w - scale * c as f32) as f64).map(|e| e * e).sum();
+            let error: f64 =
+                w.iter().zip(&codes[i * 128..]).map(|(w, &c)| (w - scale * c as f32) as f64).map(|e| e * e).sum();
             let bound = largest_value_error(w, top);
             assert!(error <= bound * 1.000_01, "group {i}: {error} against {bound}");
             searched += error;

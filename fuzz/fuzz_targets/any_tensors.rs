@@ -35,7 +35,8 @@ const NAMES: [&str; 18] = [
     "a.experts.gate_up_proj_bias",
     "a.experts.gate_proj.weight",
 ];
-const DTYPES: [(&str, usize); 8] = [("F32", 4), ("F16", 2), ("BF16", 2), ("F8_E4M3", 1), ("I32", 4), ("I8", 1), ("U8", 1), ("F8_E8M0", 1)];
+const DTYPES: [(&str, usize); 8] =
+    [("F32", 4), ("F16", 2), ("BF16", 2), ("F8_E4M3", 1), ("I32", 4), ("I8", 1), ("U8", 1), ("F8_E8M0", 1)];
 const DIMS: [usize; 12] = [0, 1, 2, 4, 5, 8, 16, 32, 40, 64, 128, 256];
 
 /// What a format would have under this name, so that more than the checks of shapes is reached.
@@ -79,7 +80,10 @@ pub(crate) fn check(bytes: &[u8]) {
         if len > 1 << 16 {
             return;
         }
-        header.insert(name.into(), json!({"dtype": dtype, "shape": shape, "data_offsets": [data.len(), data.len() + len]}));
+        header.insert(
+            name.into(),
+            json!({"dtype": dtype, "shape": shape, "data_offsets": [data.len(), data.len() + len]}),
+        );
         data.extend((0..len).map(|_| next() as u8));
     }
     let header = json!(header).to_string();
@@ -89,7 +93,9 @@ pub(crate) fn check(bytes: &[u8]) {
     std::fs::write(dir.path().join("config.json"), config).expect("disk space");
     let Ok(checkpoint) = Checkpoint::open(dir.path()) else { return };
     let listed = checkpoint.matrices().into_iter().take(8);
-    for (name, [n, k]) in listed.chain([("a.experts.0.gate_proj.weight".into(), [n, k]), ("a.experts.0.down_proj.weight".into(), [k, n])]) {
+    for (name, [n, k]) in
+        listed.chain([("a.experts.0.gate_proj.weight".into(), [n, k]), ("a.experts.0.down_proj.weight".into(), [k, n])])
+    {
         if n.saturating_mul(k) > 1 << 20 {
             continue;
         }

@@ -98,12 +98,21 @@ impl View {
     /// Errors: TypeError when it is no array, of a type or on a device that is not known; ValueError when its rows do not lie one after the other.
     pub(crate) fn of(object: &Bound<'_, PyAny>, name: &'static str) -> PyResult<Self> {
         let py = object.py();
-        let no_array = |_| PyTypeError::new_err(format!("{name} is no array: expected one with __dlpack__, as numpy's and torch's have"));
-        let (device_type, device_id): (i32, i32) = object.call_method0("__dlpack_device__").map_err(no_array)?.extract()?;
+        let no_array = |_| {
+            PyTypeError::new_err(format!(
+                "{name} is no array: expected one with __dlpack__, as numpy's and torch's have"
+            ))
+        };
+        let (device_type, device_id): (i32, i32) =
+            object.call_method0("__dlpack_device__").map_err(no_array)?.extract()?;
         let place = match device_type {
             1 | 3 => Place::Cpu, // pinned memory is the host's
             2 | 13 => Place::Cuda(device_id),
-            other => return Err(PyTypeError::new_err(format!("{name} is on DLPack device type {other}: expected the CPU or CUDA"))),
+            other => {
+                return Err(PyTypeError::new_err(format!(
+                    "{name} is on DLPack device type {other}: expected the CPU or CUDA"
+                )));
+            }
         };
         let kwargs = PyDict::new(py);
         if place != Place::Cpu {
@@ -149,7 +158,9 @@ impl View {
             let mut expected = 1;
             for (&n, stride) in shape.iter().zip(numbers(tensor.strides)).rev() {
                 if n > 1 && stride != expected {
-                    return Err(PyValueError::new_err(format!("{name} is not contiguous: give {name}.contiguous(), or a copy")));
+                    return Err(PyValueError::new_err(format!(
+                        "{name} is not contiguous: give {name}.contiguous(), or a copy"
+                    )));
                 }
                 expected *= n as i64;
             }
@@ -193,7 +204,10 @@ impl View {
     pub(crate) fn as_bytes_mut(&mut self) -> PyResult<&mut [u8]> {
         assert_eq!(self.place, Place::Cpu);
         if self.read_only {
-            return Err(PyValueError::new_err(format!("{} is read-only: give an array that can be written", self.name)));
+            return Err(PyValueError::new_err(format!(
+                "{} is read-only: give an array that can be written",
+                self.name
+            )));
         }
         Ok(match self.bytes() {
             0 => bytemuck::cast_slice_mut::<u64, u8>(&mut []),
@@ -206,9 +220,10 @@ impl View {
     pub(crate) fn ids(&self) -> PyResult<Vec<i32>> {
         match self.kind {
             Kind::Int(4) => Ok(bytemuck::cast_slice(self.as_bytes()).to_vec()),
-            Kind::Int(8) => {
-                Ok(bytemuck::cast_slice::<u8, i64>(self.as_bytes()).iter().map(|&id| i32::try_from(id).unwrap_or(-1)).collect())
-            }
+            Kind::Int(8) => Ok(bytemuck::cast_slice::<u8, i64>(self.as_bytes())
+                .iter()
+                .map(|&id| i32::try_from(id).unwrap_or(-1))
+                .collect()),
             _ => Err(self.wrong_type("int32 or int64")),
         }
     }
@@ -231,7 +246,9 @@ impl View {
             return false;
         }
         // SAFETY: in bounds; a byte that others may write is read at once.
-        unsafe { std::sync::atomic::AtomicU8::from_ptr((self.data as *mut u8).add(i)) }.load(std::sync::atomic::Ordering::Relaxed) != 0
+        unsafe { std::sync::atomic::AtomicU8::from_ptr((self.data as *mut u8).add(i)) }
+            .load(std::sync::atomic::Ordering::Relaxed)
+            != 0
     }
 
     pub(crate) fn wrong_type(&self, expected: &str) -> PyErr {
@@ -263,7 +280,9 @@ fn take(capsule: &Bound<'_, PyAny>, name: &'static str) -> PyResult<(Owner, bool
         // SAFETY: the producer made it; the first fields and the deleter are the same in all versions.
         let (major, flags) = unsafe { ((*managed).major, (*managed).flags) };
         if major > MAJOR {
-            return Err(PyTypeError::new_err(format!("{name} is exported by DLPack {major}: version {MAJOR} is understood")));
+            return Err(PyTypeError::new_err(format!(
+                "{name} is exported by DLPack {major}: version {MAJOR} is understood"
+            )));
         }
         return Ok((owner, flags & READ_ONLY != 0));
     }

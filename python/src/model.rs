@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
-use moebius::text::chat_template::RenderOptions;
 use moebius::engine::{Request, SamplingParams};
 use moebius::server::local;
+use moebius::text::chat_template::RenderOptions;
 use moebius::text::model::TextModel;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -135,13 +135,20 @@ impl Model {
     }
 
     /// Continues a prompt; `form` is a JSON object that says what the answer has to look like.
-    fn generate(&self, py: Python<'_>, prompt: Bound<'_, PyAny>, params: Params<'_>, form: Option<String>) -> PyResult<Stream> {
+    fn generate(
+        &self,
+        py: Python<'_>,
+        prompt: Bound<'_, PyAny>,
+        params: Params<'_>,
+        form: Option<String>,
+    ) -> PyResult<Stream> {
         let model = self.running()?;
         let (mut request, stops) = params.request(model.sampling())?;
         let rows = Rows::new(request.capture.as_ref(), model.engine().info());
         let text = prompt.extract::<String>().ok();
         if text.is_none() {
-            request.prompt = prompt.extract().map_err(|_| PyTypeError::new_err("a prompt is a text, or a list of token ids"))?;
+            request.prompt =
+                prompt.extract().map_err(|_| PyTypeError::new_err("a prompt is a text, or a list of token ids"))?;
         }
         let started = py.detach(|| {
             if let Some(text) = text {
@@ -179,7 +186,14 @@ impl Model {
     }
 
     /// Text of a conversation, by the model's chat template: messages, tools or null, and further variables, as JSON.
-    fn render(&self, py: Python<'_>, messages: &str, tools: &str, variables: &str, add_generation_prompt: bool) -> PyResult<String> {
+    fn render(
+        &self,
+        py: Python<'_>,
+        messages: &str,
+        tools: &str,
+        variables: &str,
+        add_generation_prompt: bool,
+    ) -> PyResult<String> {
         let model = self.running()?;
         let wrong = |what: &str| PyValueError::new_err(format!("{what}: this is not what a chat template takes"));
         let Ok(messages) = serde_json::from_str::<Vec<Value>>(messages) else { return Err(wrong("messages")) };

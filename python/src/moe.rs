@@ -107,7 +107,9 @@ fn bits(precision: Option<&str>) -> PyResult<ExpertBits> {
         Some("bf16") => ExpertBits::Bf16,
         Some("int8") => ExpertBits::Int8,
         Some("int4") => ExpertBits::Int4,
-        Some(other) => return Err(PyValueError::new_err(format!("precision {other:?} is unknown: use auto, bf16, int8 or int4"))),
+        Some(other) => {
+            return Err(PyValueError::new_err(format!("precision {other:?} is unknown: use auto, bf16, int8 or int4")));
+        }
     })
 }
 
@@ -138,7 +140,9 @@ impl ExpertLayer {
             return Err(weights.wrong_type("float32"));
         }
         if ids.place != x.place || weights.place != x.place {
-            return Err(PyTypeError::new_err("x, topk_ids and topk_weights are on different devices: bring them to one"));
+            return Err(PyTypeError::new_err(
+                "x, topk_ids and topk_weights are on different devices: bring them to one",
+            ));
         }
         Ok(([tokens, hidden], rows, top_k))
     }
@@ -161,7 +165,14 @@ impl ExpertLayer {
         threads: Option<usize>,
         report: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
-        let config = EngineConfig { experts: bits(precision)?, group_size, cache_dir, threads, device: Device::Cpu, ..Default::default() };
+        let config = EngineConfig {
+            experts: bits(precision)?,
+            group_size,
+            cache_dir,
+            threads,
+            device: Device::Cpu,
+            ..Default::default()
+        };
         let service = match (model, weights) {
             (Some(model), None) => py.detach(|| store(&model, &config, &report)).map_err(exception)?,
             (None, Some((gate, up, down))) => {
@@ -180,7 +191,10 @@ impl ExpertLayer {
                 }
                 let [gate, up, down] = [views[0].floats()?, views[1].floats()?, views[2].floats()?];
                 let arrays = ExpertArrays { shape: [experts, intermediate, hidden], gate: &gate, up: &up, down: &down };
-                Arc::new(py.detach(|| machine(&config).and_then(|machine| pack_experts(arrays, &config, machine))).map_err(exception)?)
+                Arc::new(
+                    py.detach(|| machine(&config).and_then(|machine| pack_experts(arrays, &config, machine)))
+                        .map_err(exception)?,
+                )
             }
             _ => return Err(PyTypeError::new_err("give a model or weights=(gate, up, down), and not both")),
         };
@@ -272,11 +286,14 @@ impl ExpertLayer {
         topk_weights: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (x, ids, weights) = (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
+        let (x, ids, weights) =
+            (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
         let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
         let mut out = View::of(out, "out")?;
         if x.place != Place::Cpu || out.place != Place::Cpu {
-            return Err(PyTypeError::new_err("forward is for CPU arrays: use submit_forward and sync_forward for CUDA"));
+            return Err(PyTypeError::new_err(
+                "forward is for CPU arrays: use submit_forward and sync_forward for CUDA",
+            ));
         }
         if out.shape != shape || out.kind != x.kind {
             return Err(out.wrong_shape(&format!("{shape:?} of x's type")));
@@ -296,15 +313,23 @@ impl ExpertLayer {
         topk_weights: &Bound<'_, PyAny>,
         stream: usize,
     ) -> PyResult<()> {
-        let (x, ids, weights) = (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
+        let (x, ids, weights) =
+            (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
         let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
         let Place::Cuda(device) = x.place else { return Err(PyTypeError::new_err("x is on the CPU: use forward")) };
         if !x.address().is_multiple_of(16) || !(shape[1] * rows.bytes()).is_multiple_of(16) {
             return Err(PyValueError::new_err("rows of x do not begin at multiples of 16 bytes: give x.clone()"));
         }
         let Kind::Int(id_bytes) = ids.kind else { return Err(ids.wrong_type("int32 or int64")) };
-        let batch =
-            DeviceTokens { x: x.address(), rows, ids: ids.address(), id_bytes, weights: weights.address(), tokens: shape[0], top_k };
+        let batch = DeviceTokens {
+            x: x.address(),
+            rows,
+            ids: ids.address(),
+            id_bytes,
+            weights: weights.address(),
+            tokens: shape[0],
+            top_k,
+        };
         let ticket = match shape[0] {
             0 => None,
             _ => Some(py.detach(|| self.submit_device(device, &batch, stream)).map_err(exception)?),
@@ -318,7 +343,9 @@ impl ExpertLayer {
         let out = View::of(out, "out")?;
         let mut under_way = lock(&self.under_way);
         let Some(at) = under_way.iter().position(|batch| batch.stream == stream) else {
-            return Err(PyRuntimeError::new_err("nothing was submitted on this stream: call submit_forward before sync_forward"));
+            return Err(PyRuntimeError::new_err(
+                "nothing was submitted on this stream: call submit_forward before sync_forward",
+            ));
         };
         let UnderWay { shape, rows, ticket, .. } = &under_way[at];
         if out.shape != shape

@@ -72,8 +72,9 @@ impl Rows {
     /// None yet of what is wanted of a model.
     pub(crate) fn new(wanted: Option<&CaptureWanted>, model: &EngineInfo) -> Self {
         let Some(wanted) = wanted else { return Self::default() };
-        let hidden =
-            (0..model.layers).filter(|&layer| wanted.layers.contains(layer)).map(|layer| (Activation::Hidden(layer), model.hidden_size));
+        let hidden = (0..model.layers)
+            .filter(|&layer| wanted.layers.contains(layer))
+            .map(|layer| (Activation::Hidden(layer), model.hidden_size));
         let logits = wanted.logits.then_some((Activation::Logits, model.vocab_size));
         Self(hidden.chain(logits).map(|(what, columns)| (what, (columns, Vec::new()))).collect())
     }
@@ -94,7 +95,8 @@ impl Rows {
     pub(crate) fn into_arrays(self, py: Python<'_>) -> Arrays<'_> {
         let (mut hidden, mut logits) = (BTreeMap::new(), None);
         for (what, (columns, rows)) in self.0 {
-            let array = Array2::from_shape_vec((rows.len() / columns, columns), rows).expect("rows of the model's width");
+            let array =
+                Array2::from_shape_vec((rows.len() / columns, columns), rows).expect("rows of the model's width");
             let array = PyArray2::from_owned_array(py, array);
             match what {
                 Activation::Hidden(layer) => drop(hidden.insert(layer, array)),

@@ -159,7 +159,8 @@ impl Answer {
                 sender.set_nonblocking(true)?;
                 Ok((receiver, sender))
             });
-            let (receiver, sender) = pair.map_err(|e| Error::new_err(format!("no socket to wait by can be opened: {e}")))?;
+            let (receiver, sender) =
+                pair.map_err(|e| Error::new_err(format!("no socket to wait by can be opened: {e}")))?;
             self.wake = Some((receiver, Arc::new(Socket(sender))));
         }
         Ok(self.wake.as_ref().expect("just opened"))

@@ -53,20 +53,32 @@ impl Batch {
         to.clear();
         for span in self.spans.iter().filter(|span| span.rows.start < rows.end && rows.start < span.rows.end) {
             let (first, end) = (span.rows.start.max(rows.start), span.rows.end.min(rows.end));
-            let part = to.push(&self.tokens[first..end], span.start + first - span.rows.start, &self.block_table[span.blocks.clone()]);
+            let part = to.push(
+                &self.tokens[first..end],
+                span.start + first - span.rows.start,
+                &self.block_table[span.blocks.clone()],
+            );
             part.slot = span.slot;
         }
     }
 
     /// Appends tokens of a sequence that stands at position `start`. A model with recurrent state needs the sequence's slot set, too.
     pub fn push(&mut self, tokens: &[u32], start: usize, blocks: &[u32]) -> &mut Span {
-        assert!(!tokens.is_empty() && blocks.len() * BLOCK_SIZE >= start + tokens.len(), "blocks for every token of the span");
+        assert!(
+            !tokens.is_empty() && blocks.len() * BLOCK_SIZE >= start + tokens.len(),
+            "blocks for every token of the span"
+        );
         let first = self.tokens.len();
         self.tokens.extend_from_slice(tokens);
         self.positions.extend((start..start + tokens.len()).map(|p| p as u32));
         let table = self.block_table.len();
         self.block_table.extend_from_slice(blocks);
-        self.spans.push(Span { rows: first..first + tokens.len(), start, slot: 0, blocks: table..table + blocks.len() });
+        self.spans.push(Span {
+            rows: first..first + tokens.len(),
+            start,
+            slot: 0,
+            blocks: table..table + blocks.len(),
+        });
         self.spans.last_mut().expect("just pushed")
     }
 

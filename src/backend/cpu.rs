@@ -13,14 +13,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::bf16;
 
 use crate::Result;
-use crate::backend::{Addition, Backend, DeltaRule, Routing, Softmax};
 use crate::backend::batch::Batch;
+use crate::backend::tensor::{HostTensor, Tensor};
+use crate::backend::{Addition, Backend, DeltaRule, Routing, Softmax};
 use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel, Rows};
 use crate::machine::memory::Buffer;
-use crate::model::{self, Mla, Router};
-use crate::backend::tensor::{HostTensor, Tensor};
 use crate::machine::workers::{Shared, Team};
+use crate::model::{self, Mla, Router};
 
 pub use delta_net::{DeltaNet, State};
 pub use kv::Kv;
@@ -66,7 +66,14 @@ impl Cpu {
     /// A backend whose ops run on `team` with `kernel`.
     pub fn new(team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
         let scratch = (0..team.threads()).map(|_| Mutex::default()).collect();
-        Self { team, kernel, activations: Default::default(), router_scratch: Default::default(), partial: Default::default(), scratch }
+        Self {
+            team,
+            kernel,
+            activations: Default::default(),
+            router_scratch: Default::default(),
+            partial: Default::default(),
+            scratch,
+        }
     }
 }
 
@@ -225,7 +232,12 @@ impl Backend for Cpu {
         Ok(weight)
     }
 
-    fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+    fn load_router(
+        &self,
+        weight: Vec<f32>,
+        bias: Option<Vec<f32>>,
+        correction_bias: Option<Vec<f32>>,
+    ) -> Result<RouterWeights> {
         Ok(RouterWeights { weight, bias, correction_bias })
     }
 
@@ -323,7 +335,15 @@ impl Backend for Cpu {
         self.store(kv, batch, key, value);
     }
 
-    fn attention(&self, kv: &Kv, batch: &Batch, num_heads: usize, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
+    fn attention(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        num_heads: usize,
+        softmax: &Softmax<'_, Self>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
         self.attend(kv, batch, num_heads, softmax, q, out);
     }
 
@@ -380,8 +400,22 @@ impl Backend for Cpu {
         mixed.set_rows(q.rows());
         // Absorbed, whatever the number of tokens: one way of computing, hence equal bits.
         self.apply_heads(&up.key, q, 0, query, 0);
-        self.copy_heads(config.num_heads, config.qk_rope_head_dim, q, config.qk_nope_head_dim, query, config.kv_lora_rank);
-        self.attend(kv, batch, config.num_heads, &Softmax { scale: config.scale, window: None, sinks: None }, query, mixed);
+        self.copy_heads(
+            config.num_heads,
+            config.qk_rope_head_dim,
+            q,
+            config.qk_nope_head_dim,
+            query,
+            config.kv_lora_rank,
+        );
+        self.attend(
+            kv,
+            batch,
+            config.num_heads,
+            &Softmax { scale: config.scale, window: None, sinks: None },
+            query,
+            mixed,
+        );
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }
 
@@ -407,7 +441,9 @@ impl Backend for Cpu {
             return;
         }
         self.each_row(x, |t, row, _| {
-            for Addition { vector, coefficient, .. } in additions.iter().filter(|addition| addition.rows.contains(&(first + t))) {
+            for Addition { vector, coefficient, .. } in
+                additions.iter().filter(|addition| addition.rows.contains(&(first + t)))
+            {
                 row.iter_mut().zip(&**vector).for_each(|(x, v)| *x += coefficient * v);
             }
         });

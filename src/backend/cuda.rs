@@ -22,13 +22,13 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use crate::backend::{Addition, Backend, DeltaRule, Form, Heads, OpTime, Rates, Routing, Softmax};
 use crate::backend::batch::Batch;
+use crate::backend::tensor::{HostTensor, Shortlist};
+use crate::backend::{Addition, Backend, DeltaRule, Form, Heads, OpTime, Rates, Routing, Softmax};
 use crate::config::{DenseBits, KvBits};
 use crate::cuda::cublas_lt::CublasLt;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, PinnedBuffer, launch};
 use crate::model::{DeltaNet, GroupScore, Mla, Router, Scoring};
-use crate::backend::tensor::{HostTensor, Shortlist};
 use crate::{Error, Result};
 
 pub use additions::Additions;
@@ -284,7 +284,9 @@ impl Backend for CudaBackend {
 
     fn tensor(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
         if !cols.is_multiple_of(8) {
-            return Err(Error::Model(format!("the GPU needs widths that are multiples of 8, and one is {cols}: use --device cpu")));
+            return Err(Error::Model(format!(
+                "the GPU needs widths that are multiples of 8, and one is {cols}: use --device cpu"
+            )));
         }
         Ok(Tensor { data: Data::Bf16(DeviceBuffer::zeros(&self.cuda, max_rows * cols)?), rows: max_rows, cols })
     }
@@ -334,7 +336,13 @@ impl Backend for CudaBackend {
         Shortlister::new(&self.cuda, max_rows, cols)
     }
 
-    fn shortlist(&self, s: &mut Shortlister, logits: &Tensor, inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<()> {
+    fn shortlist(
+        &self,
+        s: &mut Shortlister,
+        logits: &Tensor,
+        inverse_temperatures: &[f32],
+        out: &mut Vec<Shortlist>,
+    ) -> Result<()> {
         self.shortlist_rows(s, logits, inverse_temperatures, out)
     }
 
@@ -375,7 +383,12 @@ impl Backend for CudaBackend {
         DeviceBuffer::from_slice(&self.cuda, &weight)
     }
 
-    fn load_router(&self, weight: Vec<f32>, bias: Option<Vec<f32>>, correction_bias: Option<Vec<f32>>) -> Result<RouterWeights> {
+    fn load_router(
+        &self,
+        weight: Vec<f32>,
+        bias: Option<Vec<f32>>,
+        correction_bias: Option<Vec<f32>>,
+    ) -> Result<RouterWeights> {
         let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(256), 1, 1], weight.len() as i32);
@@ -494,7 +507,15 @@ impl Backend for CudaBackend {
         self.store(kv, batch, key, value);
     }
 
-    fn attention(&self, kv: &Kv, batch: &CudaBatch, num_heads: usize, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
+    fn attention(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        num_heads: usize,
+        softmax: &Softmax<'_, Self>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
         self.attend(kv, batch, num_heads, softmax, q, out);
     }
 
@@ -553,7 +574,10 @@ impl Backend for CudaBackend {
 
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut CudaRouting) {
         let experts = w.weight.len() / x.cols;
-        assert!(experts <= MAX_EXPERTS && router.top_k <= 32 && router.groups.is_none_or(|g| g.count <= 32), "checked when loading");
+        assert!(
+            experts <= MAX_EXPERTS && router.top_k <= 32 && router.groups.is_none_or(|g| g.count <= 32),
+            "checked when loading"
+        );
         out.tokens = x.rows;
         self.router_logits(w, x, experts, out.logits.address());
         let shape = RouterShape::new(experts, router);
@@ -609,7 +633,13 @@ impl Backend for CudaBackend {
         launch!(self.cuda, &self.cuda.compute, "route_few", [shape.experts as usize + 1, 1, 1], 256, 0; argument);
     }
 
-    fn gated_linears(&self, x: &Tensor, (gate, up): (&Linear, &Linear), buffers: (&mut Tensor, &mut Tensor), out: &mut Tensor) {
+    fn gated_linears(
+        &self,
+        x: &Tensor,
+        (gate, up): (&Linear, &Linear),
+        buffers: (&mut Tensor, &mut Tensor),
+        out: &mut Tensor,
+    ) {
         if x.rows <= linear::FEW_TOKENS && gate.is_bf16() && up.is_bf16() {
             return self.few_gated(x, (gate, up), out);
         }

@@ -33,7 +33,9 @@ impl TensorSource for Checkpoint {
             && let Ok(data) = bytemuck::try_cast_slice::<u8, bf16>(view.data)
         {
             if !data.par_chunks(1 << 18).all(|c| c.iter().all(|w| w.to_bits() & 0x7f80 != 0x7f80)) {
-                return Err(Error::Model(format!("tensor `{name}` holds NaN or infinite weights: download its shard again")));
+                return Err(Error::Model(format!(
+                    "tensor `{name}` holds NaN or infinite weights: download its shard again"
+                )));
             }
             return Ok(HostTensor::Bf16 { data: data.into(), cols });
         }
@@ -61,6 +63,7 @@ impl TensorSource for Checkpoint {
 
     fn has(&self, name: &str) -> bool {
         let stem = name.strip_suffix(".weight").unwrap_or(name);
-        self.get(name).is_some() || ["weight_packed", "qweight"].iter().any(|suffix| self.get(&format!("{stem}.{suffix}")).is_some())
+        self.get(name).is_some()
+            || ["weight_packed", "qweight"].iter().any(|suffix| self.get(&format!("{stem}.{suffix}")).is_some())
     }
 }

@@ -22,7 +22,11 @@ impl Tensor {
 
     /// Takes `rows` rows into use; their contents are whatever was there before. Panics beyond the maximum.
     pub fn set_rows(&mut self, rows: usize) {
-        assert!(rows * self.cols <= self.data.len(), "a tensor of {} rows was asked for {rows}", self.data.len() / self.cols);
+        assert!(
+            rows * self.cols <= self.data.len(),
+            "a tensor of {} rows was asked for {rows}",
+            self.data.len() / self.cols
+        );
         self.rows = rows;
     }
 
@@ -117,15 +121,21 @@ impl HostTensor<'_> {
             data.chunks_exact(part).flat_map(|head| &head[from..to]).copied().collect()
         }
         match self {
-            HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: pick(data, part, from * cols, to * cols).into(), cols },
-            HostTensor::F32 { data, .. } => HostTensor::F32 { data: pick(data, part, from * cols, to * cols).into(), cols },
+            HostTensor::Bf16 { data, .. } => {
+                HostTensor::Bf16 { data: pick(data, part, from * cols, to * cols).into(), cols }
+            }
+            HostTensor::F32 { data, .. } => {
+                HostTensor::F32 { data: pick(data, part, from * cols, to * cols).into(), cols }
+            }
         }
     }
 
     /// These rows, in this order.
     pub(crate) fn rows_by(&self, order: &[usize]) -> HostTensor<'static> {
         match self {
-            HostTensor::Bf16 { data, cols } => HostTensor::Bf16 { data: rows_by(data, *cols, order).into(), cols: *cols },
+            HostTensor::Bf16 { data, cols } => {
+                HostTensor::Bf16 { data: rows_by(data, *cols, order).into(), cols: *cols }
+            }
             HostTensor::F32 { data, cols } => HostTensor::F32 { data: rows_by(data, *cols, order).into(), cols: *cols },
         }
     }
@@ -140,8 +150,12 @@ impl HostTensor<'_> {
             picked
         }
         match self {
-            HostTensor::Bf16 { data, cols } => HostTensor::Bf16 { data: pick(data, *cols, order).into(), cols: order.len() },
-            HostTensor::F32 { data, cols } => HostTensor::F32 { data: pick(data, *cols, order).into(), cols: order.len() },
+            HostTensor::Bf16 { data, cols } => {
+                HostTensor::Bf16 { data: pick(data, *cols, order).into(), cols: order.len() }
+            }
+            HostTensor::F32 { data, cols } => {
+                HostTensor::F32 { data: pick(data, *cols, order).into(), cols: order.len() }
+            }
         }
     }
 
@@ -155,7 +169,10 @@ impl HostTensor<'_> {
         assert!(parts.iter().all(|part| part.cols() == cols), "rows of one width");
         match parts.iter().map(bf16).collect::<Option<Vec<_>>>() {
             Some(parts) => HostTensor::Bf16 { data: parts.concat().into(), cols },
-            None => HostTensor::F32 { data: parts.iter().flat_map(|part| part.to_f32().into_owned()).collect::<Vec<_>>().into(), cols },
+            None => HostTensor::F32 {
+                data: parts.iter().flat_map(|part| part.to_f32().into_owned()).collect::<Vec<_>>().into(),
+                cols,
+            },
         }
     }
 
@@ -177,7 +194,10 @@ impl HostTensor<'_> {
 /// These rows of `[rows, cols]`, in this order.
 pub(crate) fn rows_by<T: Copy + Default + Send + Sync>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
     let mut picked = vec![T::default(); order.len() * cols];
-    picked.par_chunks_mut(cols).zip(order).for_each(|(picked, &row)| picked.copy_from_slice(&data[row * cols..][..cols]));
+    picked
+        .par_chunks_mut(cols)
+        .zip(order)
+        .for_each(|(picked, &row)| picked.copy_from_slice(&data[row * cols..][..cols]));
     picked
 }
 

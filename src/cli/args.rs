@@ -151,9 +151,11 @@ pub(crate) fn parse_duration(s: &str) -> std::result::Result<Duration, String> {
 impl EngineArgs {
     /// The choices as the engine takes them, the cache directory decided.
     pub(crate) fn to_config(&self) -> Result<EngineConfig> {
-        for (flag, value) in
-            [("--threads", self.threads), ("--max-context", self.max_context), ("--max-batch-tokens", self.max_batch_tokens)]
-        {
+        for (flag, value) in [
+            ("--threads", self.threads),
+            ("--max-context", self.max_context),
+            ("--max-batch-tokens", self.max_batch_tokens),
+        ] {
             if value == Some(0) {
                 return Err(Error::Invalid(format!("{flag} is 0: give at least 1")));
             }
@@ -280,8 +282,9 @@ impl SamplingArgs {
 /// A JSON array of token ids.
 pub(crate) fn read_tokens(path: &Path) -> Result<Vec<u32>> {
     let bytes = std::fs::read(path).map_err(Error::io(path))?;
-    serde_json::from_slice(&bytes)
-        .map_err(|e| Error::Invalid(format!("{}: not a JSON array of token ids, such as [1, 2, 3]: {e}", path.display())))
+    serde_json::from_slice(&bytes).map_err(|e| {
+        Error::Invalid(format!("{}: not a JSON array of token ids, such as [1, 2, 3]: {e}", path.display()))
+    })
 }
 
 /// A text file; anything that is not UTF-8 is refused by name.

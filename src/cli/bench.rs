@@ -52,8 +52,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
         return Err(Error::Invalid("a prompt of 0 tokens cannot be measured: give at least 1".into()));
     }
     let batches = args.batch.iter().map(|&sequences| sequences as usize).collect();
-    let plan =
-        Plan { prompt_tokens: args.prompt_tokens, decode_tokens: args.decode_tokens, batches, runs: args.runs as usize, ops: args.ops };
+    let plan = Plan {
+        prompt_tokens: args.prompt_tokens,
+        decode_tokens: args.decode_tokens,
+        batches,
+        runs: args.runs as usize,
+        ops: args.ops,
+    };
     let status = Status::new();
     let report = match (&args.subject.model, &args.subject.shape) {
         (Some(model), _) => {

@@ -62,16 +62,18 @@ pub(crate) fn run(command: Command) -> Result<()> {
         }),
         Command::Info(args) => with_job(&args, |job, cache_dir, components| {
             describe(&built(job, cache_dir)?)?;
-            components()?
-                .iter()
-                .enumerate()
-                .try_for_each(|(i, component)| print_line(&format!("{:10} {component}", if i == 0 { "components" } else { "" })))
+            components()?.iter().enumerate().try_for_each(|(i, component)| {
+                print_line(&format!("{:10} {component}", if i == 0 { "components" } else { "" }))
+            })
         }),
     }
 }
 
 /// Finds the model and says what its conversion is.
-fn with_job(args: &Args, act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>) -> Result<()> {
+fn with_job(
+    args: &Args,
+    act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>,
+) -> Result<()> {
     let config = args.packed.to_config()?;
     let cache_dir = load::cache_dir(&config)?;
     let dir = hub::resolve(&args.model, &cache_dir)?;
@@ -107,7 +109,15 @@ fn describe(cache: &ExpertCache) -> Result<()> {
     print_line(&format!("file       {}", cache.path().display()))?;
     print_line(&format!("size       {}", indicatif::HumanBytes(header.file_bytes())))?;
     print_line(&format!("precision  {}", header.precision))?;
-    print_line(&format!("experts    {} in each of {} layers ({first} to {last})", header.num_experts, header.layers.len()))?;
+    print_line(&format!(
+        "experts    {} in each of {} layers ({first} to {last})",
+        header.num_experts,
+        header.layers.len()
+    ))?;
     print_line(&format!("expert     {} x {}", header.hidden, header.intermediate))?;
-    print_line(&format!("source     {} ({})", source.map_or("random weights", |s| &s.dir), source.map_or("-", |s| &s.key)))
+    print_line(&format!(
+        "source     {} ({})",
+        source.map_or("random weights", |s| &s.dir),
+        source.map_or("-", |s| &s.key)
+    ))
 }

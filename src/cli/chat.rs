@@ -7,9 +7,9 @@ use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use crate::engine::{FinishReason, RequestStats};
+use crate::hub::demo;
 use crate::text::model::TextModel;
 use crate::text::stream::Delta;
-use crate::hub::demo;
 use crate::{Error, Result, log};
 use rustyline::error::ReadlineError;
 
@@ -62,7 +62,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
 }
 
 /// A pipe: every line of stdin is a question, stdout gets the answers and nothing else.
-fn answer_lines(model: &TextModel, conversation: &mut Conversation, runtime: &tokio::runtime::Runtime, screen: &Screen) -> Result<()> {
+fn answer_lines(
+    model: &TextModel,
+    conversation: &mut Conversation,
+    runtime: &tokio::runtime::Runtime,
+    screen: &Screen,
+) -> Result<()> {
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|source| Error::Io { path: "stdin".into(), source })?;
         if line.trim().is_empty() {
@@ -234,9 +239,13 @@ struct Editor {
 
 impl Editor {
     fn new(history: Option<&Path>) -> Result<Self> {
-        let config = rustyline::Config::builder().auto_add_history(false).max_history_size(2000).expect("2000 is a size").build();
-        let mut inner =
-            rustyline::DefaultEditor::with_config(config).map_err(|e| Error::Invalid(format!("cannot use this terminal: {e}")))?;
+        let config = rustyline::Config::builder()
+            .auto_add_history(false)
+            .max_history_size(2000)
+            .expect("2000 is a size")
+            .build();
+        let mut inner = rustyline::DefaultEditor::with_config(config)
+            .map_err(|e| Error::Invalid(format!("cannot use this terminal: {e}")))?;
         if let Some(path) = history
             && path.is_file()
         {

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use crate::cli::measure::bench::BANDWIDTH_BYTES;
-use crate::config::EngineConfig;
 use crate::cli::measure::doctor::{self, Finding};
+use crate::config::EngineConfig;
 use crate::machine::topology::Topology;
 use crate::{Result, hub, load};
 
@@ -25,7 +25,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> Result<()> {
     let cache_dir = load::cache_dir(&EngineConfig { cache_dir: args.cache_dir, ..EngineConfig::default() })?;
     let topology = Topology::read();
-    let mut findings = doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
+    let mut findings =
+        doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
     if let Some(model) = &args.model {
         findings.extend(doctor::examine_model(&hub::resolve(model, &cache_dir)?)?);
     }

@@ -3,8 +3,8 @@
 use std::io::{IsTerminal, Read, Write};
 use std::path::PathBuf;
 
-use crate::text::chat_template::RenderOptions;
 use crate::engine::{FinishReason, Request, RequestStats};
+use crate::text::chat_template::RenderOptions;
 use crate::text::model::TextModel;
 use crate::text::stream::Delta;
 use crate::{Error, Result, log};

@@ -37,7 +37,11 @@ pub fn options() -> Vec<EngineOption> {
         let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
         let takes_value = arg.get_action().takes_values();
         let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-        let default = if takes_value && !defaults.is_empty() { format!(" [default: {}]", defaults.join(",")) } else { String::new() };
+        let default = if takes_value && !defaults.is_empty() {
+            format!(" [default: {}]", defaults.join(","))
+        } else {
+            String::new()
+        };
         EngineOption { name: arg.get_id().to_string(), takes_value, help: help + &default }
     };
     Options::command().get_arguments().map(of).collect()
@@ -68,7 +72,10 @@ mod tests {
     #[test]
     fn a_wrong_option_is_one_sentence() {
         for (flag, said) in [
-            ("--experts=int3", "invalid value 'int3' for '--experts <EXPERTS>' [possible values: auto, bf16, int8, int4]"),
+            (
+                "--experts=int3",
+                "invalid value 'int3' for '--experts <EXPERTS>' [possible values: auto, bf16, int8, int4]",
+            ),
             ("--threads=0", "--threads is 0: give at least 1"),
             ("--max-contxt=1", "unexpected argument '--max-contxt' found"),
         ] {
@@ -82,6 +89,10 @@ mod tests {
         let options = options();
         assert!(options.iter().all(|option| !option.help.is_empty()));
         let of = |name| options.iter().find(|option| option.name == name).expect("it is an option");
-        assert!(of("max_sequences").help.ends_with("[default: 16]") && of("max_sequences").takes_value && !of("lock").takes_value);
+        assert!(
+            of("max_sequences").help.ends_with("[default: 16]")
+                && of("max_sequences").takes_value
+                && !of("lock").takes_value
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only config.json is downloaded.
 
-use crate::model::families::{self, shapes};
 use crate::load::plan;
+use crate::model::families::{self, shapes};
 use crate::{Result, hub, load};
 
 use super::args::{EngineArgs, SubjectArgs, parse_bytes};

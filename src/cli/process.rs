@@ -17,9 +17,10 @@ pub(super) fn prepare() -> Result<()> {
     let mut files = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `files` has room for the answer.
     match unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut files) } {
-        0 if files.rlim_cur < LEAST_FILES => {
-            Err(Error::Resources(format!("this process may open {} files, and needs {LEAST_FILES}: raise `ulimit -n`", files.rlim_cur)))
-        }
+        0 if files.rlim_cur < LEAST_FILES => Err(Error::Resources(format!(
+            "this process may open {} files, and needs {LEAST_FILES}: raise `ulimit -n`",
+            files.rlim_cur
+        ))),
         _ => Ok(()),
     }
 }

@@ -101,7 +101,9 @@ impl AccessArgs {
         let mut keys = self.api_key.clone();
         if let Some(path) = &self.api_key_file {
             let text = read_text(path)?;
-            keys.extend(text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(String::from));
+            keys.extend(
+                text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(String::from),
+            );
             if keys.is_empty() {
                 return Err(Error::Invalid(format!("{} holds no key: write one per line", path.display())));
             }
@@ -130,7 +132,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let on_hangup = begin_log(args.log, args.log_file.as_deref())?;
     let keys = match (options.api_keys.len(), options.share_prefixes) {
         (0 | 1, _) => String::new(),
-        (n, true) => format!("{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked (--share-prefixes)\n"),
+        (n, true) => format!(
+            "{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked (--share-prefixes)\n"
+        ),
         (n, false) => format!("{n} keys have a prefix cache each (--share-prefixes joins them)\n"),
     };
     // The port first: to learn after minutes of loading that it is taken would be unkind.

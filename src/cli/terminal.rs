@@ -128,7 +128,8 @@ pub(crate) struct Rates {
 impl Rates {
     /// Prefill gives the first token; every further one is a decode step.
     pub(crate) fn of(stats: &RequestStats) -> Self {
-        let per_second = |amount: f64, time: Duration| (amount > 0.0 && !time.is_zero()).then(|| amount / time.as_secs_f64());
+        let per_second =
+            |amount: f64, time: Duration| (amount > 0.0 && !time.is_zero()).then(|| amount / time.as_secs_f64());
         Self {
             prefill_tok_per_s: per_second(stats.prompt_tokens as f64, stats.prefill),
             decode_tok_per_s: per_second(stats.completion_tokens.saturating_sub(1) as f64, stats.decode),
@@ -172,7 +173,10 @@ mod tests {
     fn a_long_word_keeps_its_ends() {
         assert_eq!(sentence("a.json: no\nsuch \x1b[2Jthing"), "a.json: no such [2Jthing");
         let long = sentence(&format!("model `{}` is unknown", "x".repeat(100_000)));
-        assert!(long.starts_with("model `xxx") && long.contains("xx…xx") && long.ends_with("xxx` is unknown"), "{long}");
+        assert!(
+            long.starts_with("model `xxx") && long.contains("xx…xx") && long.ends_with("xxx` is unknown"),
+            "{long}"
+        );
         assert_eq!(long.chars().count(), "model  is unknown".len() + 200);
         let many = sentence(&format!("model `{}` is unknown", "é ".repeat(50_000)));
         assert!(many.chars().count() == 2000 && many.ends_with("é ` is unknown"), "{many}");

@@ -111,8 +111,12 @@ fn functions() -> std::result::Result<&'static Functions, &'static str> {
         let loaded = [PathBuf::from(LIBRARY)].into_iter().chain(files).find_map(|path| Functions::load(&path).ok());
         match loaded {
             Some(functions) if functions.version / 10_000 == MAJOR => Ok(functions),
-            Some(functions) => Err(format!("{} is version {}, not {MAJOR}", functions.path.display(), functions.version)),
-            None => Err(format!("{LIBRARY} is not found: it comes with CUDA {MAJOR}, or with `pip install nvidia-cublas`")),
+            Some(functions) => {
+                Err(format!("{} is version {}, not {MAJOR}", functions.path.display(), functions.version))
+            }
+            None => {
+                Err(format!("{LIBRARY} is not found: it comes with CUDA {MAJOR}, or with `pip install nvidia-cublas`"))
+            }
         }
     });
     found.as_ref().map_err(String::as_str)
@@ -130,13 +134,16 @@ fn folders(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let pythons = python.into_iter().flat_map(|prefix| [prefix.join("local"), prefix]);
     let packages = prefixes.chain(pythons).flat_map(|prefix| {
         let versions = std::fs::read_dir(prefix.join("lib")).into_iter().flatten().flatten().map(|entry| entry.path());
-        let mut versions: Vec<PathBuf> =
-            versions.filter(|path| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3"))).collect();
+        let mut versions: Vec<PathBuf> = versions
+            .filter(|path| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")))
+            .collect();
         versions.sort();
         versions
     });
     let packages = packages.flat_map(|python| ["site-packages", "dist-packages"].map(|folder| python.join(folder)));
-    toolkits.chain(packages.flat_map(|folder| ["nvidia/cu13/lib", "nvidia/cublas/lib"].map(|inside| folder.join(inside)))).collect()
+    toolkits
+        .chain(packages.flat_map(|folder| ["nvidia/cu13/lib", "nvidia/cublas/lib"].map(|inside| folder.join(inside))))
+        .collect()
 }
 
 /// One product, or one for each of `batch`: `y[t, i] = sum_k x[t, k] w[i, k]`, added to what is in `y` if so asked. Pitches and steps in numbers, all multiples of 8.
@@ -207,7 +214,9 @@ impl CublasLt {
         if plans.len() >= MAX_PLANS {
             plans.clear();
         }
-        let Some(plan) = plans.entry(*shape).or_insert_with(|| self.plan(shape, workspace.bytes())) else { return false };
+        let Some(plan) = plans.entry(*shape).or_insert_with(|| self.plan(shape, workspace.bytes())) else {
+            return false;
+        };
         // It is launched when all before it has ended, and kernels after it wait for it as for our own.
         cuda.take_independent();
         cuda.mark(&cuda.compute, "cublasLtMatmul");
@@ -246,14 +255,18 @@ impl CublasLt {
         let &Shape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide } = shape;
         let mut plan = Plan { functions: f, desc: ptr::null_mut(), layouts: [ptr::null_mut(); 3], algo: Algo([0; 8]) };
         let y_type = if wide { TYPE_F32 } else { TYPE_BF16 };
-        let matrices = [(TYPE_BF16, k, n, k, w_batch), (TYPE_BF16, k, tokens, x_pitch, x_batch), (y_type, n, tokens, y_pitch, y_batch)];
+        let matrices = [
+            (TYPE_BF16, k, n, k, w_batch),
+            (TYPE_BF16, k, tokens, x_pitch, x_batch),
+            (y_type, n, tokens, y_pitch, y_batch),
+        ];
         let mut preference = ptr::null_mut();
         let mut found = Heuristic { algo: plan.algo, workspace_bytes: 0, state: 0, waves: 0.0, reserved: [0; 4] };
         let mut count = 0;
         // SAFETY: each writes one pointer or reads as many bytes as it is told; what is used has been made.
         let done = unsafe {
-            let mut done =
-                (f.desc_create)(&mut plan.desc, COMPUTE_F32, TYPE_F32) == 0 && f.set(f.desc_set, plan.desc, DESC_TRANSPOSE_A, &TRANSPOSED);
+            let mut done = (f.desc_create)(&mut plan.desc, COMPUTE_F32, TYPE_F32) == 0
+                && f.set(f.desc_set, plan.desc, DESC_TRANSPOSE_A, &TRANSPOSED);
             for (layout, (of, rows, columns, pitch, step)) in plan.layouts.iter_mut().zip(matrices) {
                 done = done && (f.layout_create)(layout, of, rows as u64, columns as u64, pitch as i64) == 0;
                 if batch > 1 {
@@ -264,9 +277,11 @@ impl CublasLt {
             done = done && (f.preference_create)(&mut preference) == 0;
             done = done && f.set(f.preference_set, preference, PREFER_WORKSPACE_BYTES, &workspace_bytes);
             done = done && f.set(f.preference_set, preference, PREFER_REDUCTIONS, &REDUCE_IN_F32);
-            done = done && PREFER_ALIGNMENTS.iter().all(|&which| f.set(f.preference_set, preference, which, &ALIGNMENT));
+            done =
+                done && PREFER_ALIGNMENTS.iter().all(|&which| f.set(f.preference_set, preference, which, &ALIGNMENT));
             let [w, x, y] = plan.layouts;
-            done = done && (f.heuristic)(self.handle, plan.desc, w, x, y, y, preference, 1, &mut found, &mut count) == 0;
+            done =
+                done && (f.heuristic)(self.handle, plan.desc, w, x, y, y, preference, 1, &mut found, &mut count) == 0;
             if !preference.is_null() {
                 let _ = (f.preference_destroy)(preference);
             }

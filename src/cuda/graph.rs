@@ -34,7 +34,8 @@ impl Graph {
         // SAFETY: each writes one pointer; the graph is not used after.
         let made = unsafe {
             let ended = succeed("recording a pass", sys::cuStreamEndCapture(cuda.compute.0, &mut graph));
-            let made = ended.and_then(|()| succeed("recording a pass", sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0)));
+            let made =
+                ended.and_then(|()| succeed("recording a pass", sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0)));
             if !graph.is_null() {
                 let _ = sys::cuGraphDestroy(graph);
             }

@@ -38,7 +38,11 @@ impl Kernels {
             succeed(&format!("loading the kernels of {name}.cu"), unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
             Ok(module)
         });
-        Ok(Self { modules: modules.collect::<Result<_>>()?, found: Default::default(), shared_bytes: info.shared_bytes })
+        Ok(Self {
+            modules: modules.collect::<Result<_>>()?,
+            found: Default::default(),
+            shared_bytes: info.shared_bytes,
+        })
     }
 
     pub(super) fn none() -> Self {
@@ -66,7 +70,11 @@ impl Kernels {
             let mut own = 0;
             // SAFETY: the function lives.
             unsafe {
-                let _ = sys::cuFuncGetAttribute(&mut own, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function);
+                let _ = sys::cuFuncGetAttribute(
+                    &mut own,
+                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+                    function,
+                );
                 let _ = sys::cuFuncSetAttribute(function, most, self.shared_bytes as i32 - own);
             }
             Some(Kernel(function))

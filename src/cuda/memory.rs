@@ -167,7 +167,9 @@ impl Cuda {
         }
         let bytes = size_of_val(from);
         // SAFETY: the caller's address is of as many numbers.
-        self.note("copying to the device", unsafe { sys::cuMemcpyHtoDAsync_v2(to.0, from.as_ptr().cast::<c_void>(), bytes, stream.0) });
+        self.note("copying to the device", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to.0, from.as_ptr().cast::<c_void>(), bytes, stream.0)
+        });
     }
 
     /// Copies to the host, in the order of `stream`.

@@ -152,7 +152,12 @@ impl Cuda {
     ///
     /// # Safety
     /// `data` is what `function` takes, for as long as it may be called: of a recorded graph, for ever.
-    pub(crate) unsafe fn call_host(&self, stream: &Stream, function: unsafe extern "C" fn(*mut c_void), data: *mut c_void) {
+    pub(crate) unsafe fn call_host(
+        &self,
+        stream: &Stream,
+        function: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) {
         // SAFETY: the caller's promise.
         self.note("calling the host", unsafe { sys::cuLaunchHostFunc(stream.0, Some(function), data) });
     }

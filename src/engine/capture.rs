@@ -10,10 +10,10 @@ use crate::backend::Routing;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::forward::Forward;
 use crate::forward::kv_cache::{BlockPool, BlockTable};
-use crate::load::Loaded;
-use crate::model::ModelConfig;
 pub use crate::forward::tap::{Layers, Positions};
 use crate::forward::tap::{Take, Tap};
+use crate::load::Loaded;
+use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// What a request wants to be told of its tokens.
@@ -38,7 +38,14 @@ impl CaptureWanted {
     }
 
     /// Bytes of all that is told of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last generated is never read.
-    pub fn bytes(&self, prompt_tokens: usize, tokens: usize, layers: usize, hidden_size: usize, vocab_size: usize) -> usize {
+    pub fn bytes(
+        &self,
+        prompt_tokens: usize,
+        tokens: usize,
+        layers: usize,
+        hidden_size: usize,
+        vocab_size: usize,
+    ) -> usize {
         let read = tokens.saturating_sub(1).max(prompt_tokens);
         let positions: usize = self.positions.within(prompt_tokens, 0..read).map(|range| range.len()).sum();
         let row = self.layers.count(layers) * hidden_size + usize::from(self.logits) * vocab_size;
@@ -153,12 +160,17 @@ fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wante
 pub fn check_out(path: &Path) -> Result<()> {
     // The finished file is renamed over the old one, which must not happen to a device.
     if path.exists() && !path.is_file() {
-        return Err(Error::Invalid(format!("--out {} is a directory or device: give the name of a file", path.display())));
+        return Err(Error::Invalid(format!(
+            "--out {} is a directory or device: give the name of a file",
+            path.display()
+        )));
     }
     match path.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() && !dir.is_dir() => {
-            Err(Error::Invalid(format!("--out {}: there is no directory {}, create it first", path.display(), dir.display())))
-        }
+        Some(dir) if !dir.as_os_str().is_empty() && !dir.is_dir() => Err(Error::Invalid(format!(
+            "--out {}: there is no directory {}, create it first",
+            path.display(),
+            dir.display()
+        ))),
         _ => Ok(()),
     }
 }
@@ -179,7 +191,12 @@ impl Capture {
         }
         for (layer, routing) in &self.router {
             let shape = vec![t, routing.top_k];
-            tensors.push((format!("router.{layer}.ids"), Dtype::I32, shape.clone(), bytemuck::cast_slice(&routing.ids).to_vec()));
+            tensors.push((
+                format!("router.{layer}.ids"),
+                Dtype::I32,
+                shape.clone(),
+                bytemuck::cast_slice(&routing.ids).to_vec(),
+            ));
             tensors.push((format!("router.{layer}.weights"), Dtype::F32, shape, floats(&routing.weights)));
         }
         let views = tensors.iter().map(|(name, dtype, shape, data)| {

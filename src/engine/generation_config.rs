@@ -64,7 +64,9 @@ pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io(path)(e)),
     };
-    serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::Model(format!("{}: not valid JSON: {e}", path.display())))
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|e| Error::Model(format!("{}: not valid JSON: {e}", path.display())))
 }
 
 #[cfg(test)]
@@ -82,7 +84,8 @@ mod tests {
 
     #[test]
     fn end_tokens_come_from_everywhere_once() {
-        let got = load(Some(r#"{"eos_token_id":[5,2]}"#), r#"{"eos_token_id":2,"text_config":{"eos_token_id":7}}"#).unwrap();
+        let got =
+            load(Some(r#"{"eos_token_id":[5,2]}"#), r#"{"eos_token_id":2,"text_config":{"eos_token_id":7}}"#).unwrap();
         assert_eq!(got.eos_ids, [5, 2, 7]);
         assert!(load(None, "{}").unwrap().eos_ids.is_empty());
         assert_eq!(load(None, r#"{"eos_token_id":[null,-1,4294967296,3]}"#).unwrap().eos_ids, [3]);

@@ -61,7 +61,8 @@ impl Pace {
         }
         let took = took.as_secs_f64();
         // Slower is believed at once, faster by and by.
-        self.seconds[bucket] = Some(self.seconds[bucket].map_or(took, |old| if took > old { took } else { old + 0.25 * (took - old) }));
+        self.seconds[bucket] =
+            Some(self.seconds[bucket].map_or(took, |old| if took > old { took } else { old + 0.25 * (took - old) }));
     }
 }
 

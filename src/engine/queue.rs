@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::forward::kv_cache::Tenant;
 use crate::engine::metrics::Metrics;
+use crate::forward::kv_cache::Tenant;
 use crate::{Error, Result};
 
 /// Places for requests that wait for their first step.
@@ -27,11 +27,15 @@ impl Queue {
         let mut waiting = self.lock();
         let all: usize = waiting.values().sum();
         if all >= self.most {
-            return Err(Error::Busy(format!("{all} requests wait already, and no more may: try again in a while, or raise --max-queue")));
+            return Err(Error::Busy(format!(
+                "{all} requests wait already, and no more may: try again in a while, or raise --max-queue"
+            )));
         }
         let own = waiting.entry(tenant).or_default();
         if tenant != Tenant::default() && *own >= self.most - self.most / 4 {
-            return Err(Error::Busy(format!("{own} requests of this key wait already, and no more may: try again in a while")));
+            return Err(Error::Busy(format!(
+                "{own} requests of this key wait already, and no more may: try again in a while"
+            )));
         }
         *own += 1;
         self.metrics.requests_waiting.store(all as u64 + 1, Relaxed);

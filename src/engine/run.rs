@@ -8,19 +8,21 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use super::{Activation, CaptureWanted, Captured, Event, FinishReason, Place, Request, RequestStats, Steer, Submission, Token};
+use super::{
+    Activation, CaptureWanted, Captured, Event, FinishReason, Place, Request, RequestStats, Steer, Submission, Token,
+};
 use crate::backend::batch::{Batch, Span};
-use crate::engine::capture::each_logits;
+use crate::backend::tensor::Shortlist;
 use crate::config::EngineConfig;
-use crate::forward::Forward;
-use crate::forward::kv_cache::BlockPool;
-use crate::load::{LEAST_BYTES, Loaded};
+use crate::engine::capture::each_logits;
 use crate::engine::metrics::Metrics;
 use crate::engine::pace::Pace;
 use crate::engine::sampler::{Logprobs, Sampler};
 use crate::engine::scheduler::{Scheduler, Sequence};
+use crate::forward::Forward;
+use crate::forward::kv_cache::BlockPool;
 use crate::forward::tap::{Add, Positions, Take, Tap};
-use crate::backend::tensor::Shortlist;
+use crate::load::{LEAST_BYTES, Loaded};
 use crate::{Error, Result};
 
 /// What the engine keeps with a sequence.
@@ -31,7 +33,7 @@ struct Answer {
     ignore_eos: bool,
     steer: Vec<Steer>,
     capture: Option<CaptureWanted>,
-    captured: usize,      // positions whose rows were told, and are not again when the sequence is computed again
+    captured: usize, // positions whose rows were told, and are not again when the sequence is computed again
     place: Option<Place>, // while it waits for its first step
     submitted: Instant,
     started: Option<Instant>,
@@ -175,7 +177,8 @@ impl Engine {
         let max_tokens = request.max_tokens.unwrap_or(room).min(room);
         if let Some(wanted) = &request.capture {
             let (model, prompt) = (self.model.config(), request.prompt.len());
-            let bytes = wanted.bytes(prompt, prompt + max_tokens, model.layers.len(), model.hidden_size, model.vocab_size);
+            let bytes =
+                wanted.bytes(prompt, prompt + max_tokens, model.layers.len(), model.hidden_size, model.vocab_size);
             if bytes as u64 > available - LEAST_BYTES {
                 return refuse(Error::Resources(format!(
                     "what is to be captured takes {} MiB and {} are free: ask for fewer layers or positions, or for no logits",
@@ -306,18 +309,32 @@ impl Engine {
 
     /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the whole row.
     fn sample(&mut self, read: u64) -> Result<()> {
-        let Self { model, scheduler, metrics, sampled, rows, inverse_temperatures, lists, undecided, ends, vocab_size, .. } = self;
+        let Self {
+            model,
+            scheduler,
+            metrics,
+            sampled,
+            rows,
+            inverse_temperatures,
+            lists,
+            undecided,
+            ends,
+            vocab_size,
+            ..
+        } = self;
         // A bug while one chooses its token, in a grammar say, is nobody else's.
         let one = |sequence: &mut Sequence<Answer>, choose: &mut dyn FnMut(&mut Sequence<Answer>) -> Result<bool>| {
             let chosen = catch_unwind(AssertUnwindSafe(|| choose(sequence)));
-            let chosen = chosen.unwrap_or_else(|panic| Err(Error::Model(format!("a bug while choosing a token: {}", words(&*panic)))));
+            let chosen = chosen
+                .unwrap_or_else(|panic| Err(Error::Model(format!("a bug while choosing a token: {}", words(&*panic)))));
             chosen.unwrap_or_else(|error| {
                 sequence.state.fail(error, metrics);
                 true
             })
         };
         inverse_temperatures.clear();
-        inverse_temperatures.extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
+        inverse_temperatures
+            .extend(sampled.iter().map_while(|&index| scheduler.sequence(index).state.sampler.shortlists_at()));
         let listed = inverse_temperatures.len() == rows.len() && model.shortlists(rows, inverse_temperatures, lists)?;
         undecided.clear();
         for (i, &index) in sampled.iter().enumerate() {
@@ -372,7 +389,9 @@ fn say(
     let _ = sequence.state.events.send(Event::Token(Token { id: token, logprobs, stats: sequence.stats() }));
     if complete {
         sequence.finish(FinishReason::Stop, metrics);
-    } else if sequence.tokens.len() - sequence.prompt_tokens == sequence.state.max_tokens || sequence.tokens.len() >= ends.max_context {
+    } else if sequence.tokens.len() - sequence.prompt_tokens == sequence.state.max_tokens
+        || sequence.tokens.len() >= ends.max_context
+    {
         sequence.finish(FinishReason::Length, metrics);
     }
     Ok(())
@@ -415,13 +434,21 @@ impl Answer {
     /// Puts into `tap` what happens to its part `span` of the batch.
     fn tap(&self, index: usize, prompt_tokens: usize, span: &Span, tap: &mut Tap, takers: &mut Vec<Taker>) {
         let positions = span.start..span.start + span.rows.len();
-        let rows = |run: &Range<usize>| span.rows.start + run.start - span.start..span.rows.start + run.end - span.start;
+        let rows =
+            |run: &Range<usize>| span.rows.start + run.start - span.start..span.rows.start + run.end - span.start;
         for Steer { layer, vector, coefficient, positions: at } in &self.steer {
             let runs = at.within(prompt_tokens, positions.clone());
-            tap.adds.extend(runs.map(|run| Add { layer: *layer, rows: rows(&run), vector: vector.clone(), coefficient: *coefficient }));
+            tap.adds.extend(runs.map(|run| Add {
+                layer: *layer,
+                rows: rows(&run),
+                vector: vector.clone(),
+                coefficient: *coefficient,
+            }));
         }
         let Some(wanted) = &self.capture else { return };
-        for run in wanted.positions.within(prompt_tokens, positions.start.max(self.captured)..positions.end.max(self.captured)) {
+        for run in
+            wanted.positions.within(prompt_tokens, positions.start.max(self.captured)..positions.end.max(self.captured))
+        {
             tap.takes.push(Take { layers: wanted.layers.clone(), rows: rows(&run) });
             takers.push(Taker { index, position: run.start, logits: wanted.logits });
         }

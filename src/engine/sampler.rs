@@ -1,7 +1,7 @@
 //! From a row of logits to a token.
 
-use crate::kernel::random::Random;
 use crate::backend::tensor::Shortlist;
+use crate::kernel::random::Random;
 use crate::{Error, Result};
 
 /// How the next token is chosen.
@@ -104,7 +104,8 @@ impl Sampler {
     }
 
     fn penalizes(&self) -> bool {
-        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } = self.params;
+        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } =
+            self.params;
         repetition_penalty != 1.0 || presence_penalty != 0.0 || frequency_penalty != 0.0 || !logit_bias.is_empty()
     }
 
@@ -120,7 +121,9 @@ impl Sampler {
     /// As [`sample`](Sampler::sample), from a shortlist at the temperature that [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not
     /// reach far enough.
     pub fn sample_shortlist(&mut self, list: &Shortlist, tokens: &[u32]) -> Result<Option<u32>> {
-        let Some(&(best, max)) = list.best.first().filter(|(_, logit)| logit.is_finite()) else { return Err(not_finite()) };
+        let Some(&(best, max)) = list.best.first().filter(|(_, logit)| logit.is_finite()) else {
+            return Err(not_finite());
+        };
         let SamplingParams { temperature, min_p, .. } = self.params;
         if temperature <= 0.0 {
             return Ok(Some(best));
@@ -130,7 +133,9 @@ impl Sampler {
         if min_p > 0.0 {
             // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that are not.
             let ends = list.best.last().is_some_and(|&(_, logit)| weight(logit) < min_p);
-            total = ends.then(|| list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum());
+            total = ends.then(|| {
+                list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum()
+            });
         }
         let rank = |i: usize| match list.best.get(i) {
             Some(&(token, logit)) => match weight(logit) {
@@ -146,7 +151,12 @@ impl Sampler {
     ///
     /// Depends on nothing but its arguments and the seed: the same text comes out whatever else runs.
     /// Errors: `Error::Model` when the logits are not finite, or no token is allowed.
-    pub fn sample(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) -> Result<(u32, Option<Box<Logprobs>>)> {
+    pub fn sample(
+        &mut self,
+        logits: &mut [f32],
+        tokens: &[u32],
+        prompt_tokens: usize,
+    ) -> Result<(u32, Option<Box<Logprobs>>)> {
         let mut best = argmax(logits);
         if !logits[best].is_finite() {
             return Err(not_finite());
@@ -182,7 +192,9 @@ impl Sampler {
         logits.iter_mut().for_each(|l| *l = ((*l - max) / temperature).exp());
         let weights = &*logits;
         order.clear();
-        order.extend((0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= params.min_p));
+        order.extend(
+            (0..weights.len() as u32).filter(|&t| weights[t as usize] > 0.0 && weights[t as usize] >= params.min_p),
+        );
         let total = order.iter().map(|&t| f64::from(weights[t as usize])).sum();
         let by_weight = |a: &u32, b: &u32| weights[*b as usize].total_cmp(&weights[*a as usize]).then(a.cmp(b));
         // Ranked as far as the draw looks, more at a time the further it gets.
@@ -205,7 +217,8 @@ impl Sampler {
 
     /// Repetition counts prompt and answer, presence and frequency the answer alone, as other servers have it.
     fn penalize(&mut self, logits: &mut [f32], tokens: &[u32], prompt_tokens: usize) {
-        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } = self.params;
+        let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } =
+            self.params;
         let mut each = |tokens: &[u32], change: &dyn Fn(f32, usize) -> f32| {
             self.order.clear();
             self.order.extend_from_slice(tokens);
@@ -400,7 +413,8 @@ mod tests {
     #[test]
     fn presence_and_frequency_count_the_answer_alone() {
         let logits = [1.0, 1.5, 1.4, 0.0];
-        let pick = |params: SamplingParams, tokens: &[u32]| sampler(params).sample(&mut logits.to_vec(), tokens, 2).unwrap().0;
+        let pick =
+            |params: SamplingParams, tokens: &[u32]| sampler(params).sample(&mut logits.to_vec(), tokens, 2).unwrap().0;
         let presence = SamplingParams { presence_penalty: 0.2, ..Default::default() };
         assert_eq!((pick(presence.clone(), &[1, 1]), pick(presence, &[1, 1, 1])), (1, 2));
         let frequency = SamplingParams { frequency_penalty: 0.2, ..Default::default() };
@@ -419,7 +433,8 @@ mod tests {
         for (got, want) in [(logprob, 0.05f32), (top[0].1, 0.5), (top[1].1, 0.3)] {
             assert!((got - want.ln()).abs() < 1e-5, "{got} {want}");
         }
-        let (_, told) = Sampler::new(SamplingParams::default(), None, Some(9)).sample(&mut logits.to_vec(), &[], 0).unwrap();
+        let (_, told) =
+            Sampler::new(SamplingParams::default(), None, Some(9)).sample(&mut logits.to_vec(), &[], 0).unwrap();
         assert_eq!(told.unwrap().top.len(), 4);
     }
 
@@ -430,7 +445,11 @@ mod tests {
     impl Constraint for Only {
         fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
             let only = self.0;
-            logits.iter_mut().enumerate().filter(|(i, _)| Some(*i as u32) != only).for_each(|(_, l)| *l = f32::NEG_INFINITY);
+            logits
+                .iter_mut()
+                .enumerate()
+                .filter(|(i, _)| Some(*i as u32) != only)
+                .for_each(|(_, l)| *l = f32::NEG_INFINITY);
             Ok(())
         }
 
@@ -455,7 +474,9 @@ mod tests {
             assert_eq!(s.sample(&mut [9.0, 1.0, -5.0], &[], 0).unwrap().0, 2);
             assert!(s.shortlists_at().is_none() && s.accept(2).unwrap());
         }
-        let error = Sampler::new(SamplingParams::default(), Some(Box::new(Only(None))), None).sample(&mut [1.0], &[], 0).unwrap_err();
+        let error = Sampler::new(SamplingParams::default(), Some(Box::new(Only(None))), None)
+            .sample(&mut [1.0], &[], 0)
+            .unwrap_err();
         assert!(error.to_string().contains("grammar"), "{error}");
     }
 }

@@ -100,7 +100,17 @@ impl<T> Scheduler<T> {
     /// At most `max_sequences` run at once, in batches of at most `max_tokens` tokens.
     pub fn new(pool: BlockPool, max_sequences: usize, max_tokens: usize) -> Self {
         let (waiting, running, free_slots) = (VecDeque::new(), Vec::new(), (0..max_sequences).rev().collect());
-        Self { waiting, running, pool, free_slots, max_sequences, max_tokens, plan: Vec::new(), shares: Vec::new(), preempted: 0 }
+        Self {
+            waiting,
+            running,
+            pool,
+            free_slots,
+            max_sequences,
+            max_tokens,
+            plan: Vec::new(),
+            shares: Vec::new(),
+            preempted: 0,
+        }
     }
 
     /// Queues a sequence. Its final length must fit the pool: the owner has checked it against the context.
@@ -159,7 +169,10 @@ impl<T> Scheduler<T> {
                 break;
             }
         }
-        assert!(!self.plan.is_empty() || self.running.is_empty(), "the pool holds any one sequence, and a batch one token");
+        assert!(
+            !self.plan.is_empty() || self.running.is_empty(),
+            "the pool holds any one sequence, and a batch one token"
+        );
         &self.plan
     }
 
@@ -224,7 +237,8 @@ impl<T> Scheduler<T> {
             let sequence = &mut self.running[index];
             let end = sequence.cached + tokens;
             if self.pool.grow(&mut sequence.table, end) {
-                batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table).slot = sequence.slot;
+                batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table).slot =
+                    sequence.slot;
                 let last_row = (end == sequence.tokens.len()).then(|| batch.len() - 1);
                 self.plan.push(Scheduled { index, tokens, last_row });
                 return true;

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::Result;
+use crate::backend::source::TensorSource;
 use crate::kernel::Kernel;
 use crate::model::{Activation, ModelConfig, Moe};
-use crate::backend::source::TensorSource;
 
 /// Of all layers of a model.
 pub struct Between {

@@ -25,8 +25,8 @@ use super::{ExpertExecutor, Traffic};
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
-use crate::kernel::{Activations, ActivationsMut, Ahead, Kernel, Start, Tiles, fetch};
 use crate::backend::tensor::Tensor;
+use crate::kernel::{Activations, ActivationsMut, Ahead, Kernel, Start, Tiles, fetch};
 use crate::machine::workers::{Claims, Cut, Shared, Team, Worker};
 
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
@@ -124,7 +124,13 @@ pub struct CpuExperts {
 
 impl CpuExperts {
     /// Allocates for batches of up to `max_tokens` with `top_k` experts each, or as many pairs; nothing is allocated later.
-    pub fn new(memory: Arc<ExpertMemory>, team: Arc<Team>, kernel: &'static dyn Kernel, max_tokens: usize, top_k: usize) -> Self {
+    pub fn new(
+        memory: Arc<ExpertMemory>,
+        team: Arc<Team>,
+        kernel: &'static dyn Kernel,
+        max_tokens: usize,
+        top_k: usize,
+    ) -> Self {
         let store = memory.cache();
         let layout = store.layout();
         let (experts, pairs) = (store.num_experts(), max_tokens * top_k);
@@ -173,7 +179,9 @@ impl CpuExperts {
     pub fn bytes(layout: &ExpertLayout, kernel: &dyn Kernel, threads: usize, max_tokens: usize, top_k: usize) -> usize {
         let pairs = max_tokens * top_k;
         let rows = |matrix: &MatrixLayout| Activations::bytes(kernel, matrix.precision, matrix.k, pairs);
-        rows(&layout.gate) + rows(&layout.down) + 4 * (pairs * (layout.down.k + 3) + threads * Pace::default().results())
+        rows(&layout.gate)
+            + rows(&layout.down)
+            + 4 * (pairs * (layout.down.k + 3) + threads * Pace::default().results())
     }
 
     /// Counting sort of the routing's pairs by expert; within an expert by token.
@@ -264,7 +272,10 @@ impl CpuExperts {
         }
         let put = |tokens: Range<usize>| {
             for token in tokens {
-                let pairs = pair_of[token * top_k..][..top_k].iter().filter(|pair| **pair != NO_PAIR).map(|pair| *pair as usize);
+                let pairs = pair_of[token * top_k..][..top_k]
+                    .iter()
+                    .filter(|pair| **pair != NO_PAIR)
+                    .map(|pair| *pair as usize);
                 // SAFETY: each token is in exactly one worker's range, and a pair has one token.
                 unsafe { rows.put(kernel, pairs, &x[token * k..][..k]) };
             }
@@ -405,7 +416,9 @@ impl<'s> Pieces<'s> {
         }
         // A tile belongs to the run in which its cost begins.
         let tiles = slice.len();
-        let first = |cost: usize| slice.start + cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles);
+        let first = |cost: usize| {
+            slice.start + cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles)
+        };
         first(self.run.start)..first(self.run.end)
     }
 

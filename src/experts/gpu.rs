@@ -182,7 +182,8 @@ impl GpuExperts {
         forced: Option<Prefill>,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
-        let (layers, experts, layout) = (memory.cache().num_layers(), memory.cache().num_experts(), memory.cache().layout());
+        let (layers, experts, layout) =
+            (memory.cache().num_layers(), memory.cache().num_experts(), memory.cache().layout());
         let stride = memory.stride();
         let path = memory.cache().is_file().then(|| Use::path_of(memory.cache().path()));
         let saved = path.as_deref().and_then(|path| Use::load(path, layers, experts));
@@ -196,7 +197,9 @@ impl GpuExperts {
             for (place, &expert) in order[..sizes.resident].iter().enumerate() {
                 let to = resident.address().add((layer * sizes.resident + place) * stride);
                 let expert = expert as usize;
-                memory.each_run(layer, expert..expert + 1, |offset, bytes| cuda.upload(&cuda.copy, to.add(offset), bytes));
+                memory.each_run(layer, expert..expert + 1, |offset, bytes| {
+                    cuda.upload(&cuda.copy, to.add(offset), bytes)
+                });
                 tables[layer * experts + expert] = to.to_u64();
             }
         }
@@ -206,7 +209,11 @@ impl GpuExperts {
         let streams = sizes.ring >= 2;
         let registered = match streams && sizes.resident < experts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
-            true => memory.regions().into_iter().map_while(|region| Registered::new(region, !memory.is_copy()).ok()).collect(),
+            true => memory
+                .regions()
+                .into_iter()
+                .map_while(|region| Registered::new(region, !memory.is_copy()).ok())
+                .collect(),
             false => Vec::new(),
         };
         let learning = match sizes.resident == experts {

@@ -42,7 +42,12 @@ impl ExpertMemory {
     ///
     /// What the copy was made from is given back where memory is short: pages of the file, or, if nobody else holds them, random
     /// weights. `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory, `Error::Cache` for a damaged expert.
-    pub fn copied(cache: Arc<ExpertCache>, team: &Team, interleave: &[usize], progress: &dyn Fn(usize, usize)) -> Result<Self> {
+    pub fn copied(
+        cache: Arc<ExpertCache>,
+        team: &Team,
+        interleave: &[usize],
+        progress: &dyn Fn(usize, usize),
+    ) -> Result<Self> {
         let workers = if interleave.is_empty() { team.threads_per_node() } else { vec![team.threads()] };
         let mut memory = Self::cut(cache, &workers);
         let (layers, experts) = (memory.cache.num_layers(), memory.cache.num_experts());

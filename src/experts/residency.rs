@@ -73,7 +73,9 @@ impl Use {
         for (layer, order) in orders.iter().enumerate() {
             let count = |place: usize| self.counts[layer * self.experts + order[place] as usize];
             let by_count = |a: &usize, b: &usize| count(*a).total_cmp(&count(*b));
-            let (Some(resident), Some(outsider)) = ((0..residents).min_by(by_count), (residents..self.experts).max_by(by_count)) else {
+            let (Some(resident), Some(outsider)) =
+                ((0..residents).min_by(by_count), (residents..self.experts).max_by(by_count))
+            else {
                 continue;
             };
             if count(outsider) > times * count(resident) + plus {
@@ -96,8 +98,11 @@ impl Use {
         if lines.next()? != HEADER {
             return None;
         }
-        let row =
-            |line: &str| line.split(' ').map(|n| n.parse().ok().filter(|n: &f32| n.is_finite() && *n >= 0.0)).collect::<Option<Vec<f32>>>();
+        let row = |line: &str| {
+            line.split(' ')
+                .map(|n| n.parse().ok().filter(|n: &f32| n.is_finite() && *n >= 0.0))
+                .collect::<Option<Vec<f32>>>()
+        };
         let rows: Vec<Vec<f32>> = lines.map(row).collect::<Option<_>>()?;
         let fits = rows.len() == layers && rows.iter().all(|row| row.len() == experts);
         fits.then(|| Self { layers, experts, counts: rows.concat() })
@@ -139,7 +144,10 @@ mod tests {
     #[test]
     fn moves_gain_most_and_end() {
         let mut used = Use::new(2, 4);
-        used.add(&choices(2, 4, |layer, expert| if layer == 0 { [10, 20, 300, 12][expert] } else { [5, 50, 2, 90][expert] }), 2);
+        used.add(
+            &choices(2, 4, |layer, expert| if layer == 0 { [10, 20, 300, 12][expert] } else { [5, 50, 2, 90][expert] }),
+            2,
+        );
         let mut orders = vec![vec![0, 1, 2, 3], vec![0, 1, 2, 3]];
         let moves = used.moves(&orders, 2, 8);
         assert_eq!(moves, [Move { layer: 0, resident: 0, outsider: 2 }, Move { layer: 1, resident: 0, outsider: 3 }]);
@@ -172,9 +180,13 @@ mod tests {
         used.save(&path).unwrap();
         assert_eq!(Use::load(&path, 2, 3), Some(used));
         assert_eq!(Use::load(&path, 3, 3), None, "of another model");
-        for text in
-            ["", "moebius expert use 2\n1 2 3", "moebius expert use 1\n1 2 x\n1 2 3", "moebius expert use 1\n1 2 NaN\n1 2 3", "\0\0"]
-        {
+        for text in [
+            "",
+            "moebius expert use 2\n1 2 3",
+            "moebius expert use 1\n1 2 x\n1 2 3",
+            "moebius expert use 1\n1 2 NaN\n1 2 3",
+            "\0\0",
+        ] {
             std::fs::write(&path, text).unwrap();
             assert_eq!(Use::load(&path, 2, 3), None, "{text:?}");
         }

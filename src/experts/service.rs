@@ -42,8 +42,14 @@ impl RowType {
     fn read(self, bytes: &[u8], out: &mut [f32]) {
         match self {
             RowType::F32 => out.copy_from_slice(bytemuck::cast_slice(bytes)),
-            RowType::F16 => bytemuck::cast_slice::<u8, u16>(bytes).iter().zip(out).for_each(|(x, y)| *y = f16::from_bits(*x).to_f32()),
-            RowType::Bf16 => bytemuck::cast_slice::<u8, u16>(bytes).iter().zip(out).for_each(|(x, y)| *y = bf16::from_bits(*x).to_f32()),
+            RowType::F16 => bytemuck::cast_slice::<u8, u16>(bytes)
+                .iter()
+                .zip(out)
+                .for_each(|(x, y)| *y = f16::from_bits(*x).to_f32()),
+            RowType::Bf16 => bytemuck::cast_slice::<u8, u16>(bytes)
+                .iter()
+                .zip(out)
+                .for_each(|(x, y)| *y = bf16::from_bits(*x).to_f32()),
         }
     }
 
@@ -58,7 +64,10 @@ impl RowType {
                 }
             }
             RowType::Bf16 => {
-                bytemuck::cast_slice_mut::<u8, u16>(out).iter_mut().zip(numbers).for_each(|(y, x)| *y = bf16::from_f32(*x).to_bits());
+                bytemuck::cast_slice_mut::<u8, u16>(out)
+                    .iter_mut()
+                    .zip(numbers)
+                    .for_each(|(y, x)| *y = bf16::from_f32(*x).to_bits());
             }
         }
     }
@@ -155,7 +164,10 @@ impl ServedLayer {
     pub fn set_logical(&self, logical: Vec<i32>) -> Result<()> {
         let experts = self.service.memory.cache().num_experts();
         if let Some(wrong) = logical.iter().find(|&&e| usize::try_from(e).map_or(true, |e| e >= experts)) {
-            return Err(Error::Invalid(format!("the map names expert {wrong} of {experts}: expected 0 to {}", experts - 1)));
+            return Err(Error::Invalid(format!(
+                "the map names expert {wrong} of {experts}: expected 0 to {}",
+                experts - 1
+            )));
         }
         self.view.write().unwrap_or_else(PoisonError::into_inner).logical = logical;
         Ok(())
@@ -191,7 +203,12 @@ impl ServedLayer {
         for first in (0..tokens).step_by(most) {
             let last = tokens.min(first + most);
             let (rows, choices) = (first * row_bytes..last * row_bytes, first * all.top_k..last * all.top_k);
-            let part = Tokens { x: &all.x[rows.clone()], ids: &all.ids[choices.clone()], weights: &all.weights[choices], ..all };
+            let part = Tokens {
+                x: &all.x[rows.clone()],
+                ids: &all.ids[choices.clone()],
+                weights: &all.weights[choices],
+                ..all
+            };
             self.part(compute, part, last - first, &mut out[rows])?;
         }
         Ok(())
@@ -208,7 +225,9 @@ impl ServedLayer {
         {
             let view = self.view.read().unwrap_or_else(PoisonError::into_inner);
             let expert_of = |id: &i32| match usize::try_from(*id) {
-                Ok(id) if view.skip.as_ref().is_none_or(|skip| !skip(id)) => view.logical.get(id).copied().unwrap_or(-1),
+                Ok(id) if view.skip.as_ref().is_none_or(|skip| !skip(id)) => {
+                    view.logical.get(id).copied().unwrap_or(-1)
+                }
                 _ => -1,
             };
             routing.top_k = part.top_k;

@@ -323,8 +323,13 @@ impl Desk {
         let choices = (tokens * top_k) as usize;
         let mut y = lock(&slot.y);
         let out = &mut y[..bytes];
-        let batch =
-            Tokens { x: &slot.x[..bytes], rows, ids: &slot.ids[..choices], weights: &slot.weights[..choices], top_k: top_k as usize };
+        let batch = Tokens {
+            x: &slot.x[..bytes],
+            rows,
+            ids: &slot.ids[..choices],
+            weights: &slot.weights[..choices],
+            top_k: top_k as usize,
+        };
         let done = catch_unwind(AssertUnwindSafe(|| layer.forward_pinned(batch, out)));
         let failed = match done {
             Ok(Ok(())) => None,

@@ -7,8 +7,8 @@ mod mla;
 use crate::Result;
 use crate::backend::Backend;
 use crate::forward::kv_cache::LayerCache;
-use crate::model::{Attention, ModelConfig};
 use crate::forward::weights::AttentionWeights;
+use crate::model::{Attention, ModelConfig};
 
 /// Activations of attention, allocated once and used by every layer of their kind; all layers of a kind have the same widths.
 pub struct AttentionBuffers<B: Backend> {

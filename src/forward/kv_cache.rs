@@ -146,8 +146,9 @@ impl BlockPool {
     /// Frees a block that is kept: of the tenant that holds the most blocks, so that nobody pushes out those who hold less, the least recently used.
     fn forget(&mut self) -> Option<u32> {
         let keepers = self.tenants.values_mut().filter(|holding| !holding.kept.is_empty());
-        let holding =
-            keepers.max_by_key(|holding| (holding.blocks(), holding.kept.first_key_value().map(|(&released, _)| Reverse(released))))?;
+        let holding = keepers.max_by_key(|holding| {
+            (holding.blocks(), holding.kept.first_key_value().map(|(&released, _)| Reverse(released)))
+        })?;
         let (_, block) = holding.kept.pop_first()?;
         self.kept -= 1;
         let text = self.blocks[block as usize].text.take().expect("a block is kept for its text");
@@ -311,7 +312,11 @@ mod tests {
         assert_ne!(b[2], a[2]);
         pool.release(&mut a);
         pool.release(&mut b);
-        assert_eq!((pool.free_blocks(), pool.kept_blocks()), (8, 4), "three full blocks of the first, one more of the second");
+        assert_eq!(
+            (pool.free_blocks(), pool.kept_blocks()),
+            (8, 4),
+            "three full blocks of the first, one more of the second"
+        );
         assert_eq!(computed(&mut pool, &first).1, 192);
     }
 
@@ -408,7 +413,8 @@ mod tests {
                 pool.release(&mut table);
             } else {
                 // Few different blocks, so that beginnings are often alike.
-                let tokens: Vec<u32> = (0..1 + below(5)).flat_map(|_| vec![below(2) as u32; BLOCK_SIZE]).chain([7]).collect();
+                let tokens: Vec<u32> =
+                    (0..1 + below(5)).flat_map(|_| vec![below(2) as u32; BLOCK_SIZE]).chain([7]).collect();
                 let mut table = BlockTable::new(Tenant(below(3) as u32));
                 let shared = pool.share(&mut table, &tokens);
                 if !pool.grow(&mut table, tokens.len()) {

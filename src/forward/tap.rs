@@ -46,9 +46,10 @@ impl Layers {
     /// Refuses layers that a model of `layers` layers does not have. Errors: `Error::Invalid`.
     pub fn check(&self, layers: usize) -> Result<()> {
         match self {
-            Self::Some(list) if list.len() > layers => {
-                Err(Error::Invalid(format!("{} layers are named and the model has {layers}: name each once", list.len())))
-            }
+            Self::Some(list) if list.len() > layers => Err(Error::Invalid(format!(
+                "{} layers are named and the model has {layers}: name each once",
+                list.len()
+            ))),
             Self::Some(list) => list.iter().try_for_each(|&layer| check_layer(layer, layers)),
             Self::All => Ok(()),
         }
@@ -63,7 +64,9 @@ impl std::str::FromStr for Layers {
             return Ok(Self::All);
         }
         let layers: std::result::Result<_, _> = s.split(',').map(|n| n.trim().parse()).collect();
-        layers.map(Self::Some).map_err(|_| Error::Invalid(format!("`{s}` is neither `all` nor a list of layer numbers like 0,5,9")))
+        layers
+            .map(Self::Some)
+            .map_err(|_| Error::Invalid(format!("`{s}` is neither `all` nor a list of layer numbers like 0,5,9")))
     }
 }
 
@@ -110,7 +113,10 @@ impl Positions {
     pub fn check(&self) -> Result<()> {
         let Self::Some(ranges) = self else { return Ok(()) };
         if ranges.len() > MAX_RANGES {
-            return Err(Error::Invalid(format!("{} ranges of positions are too many: give at most {MAX_RANGES}", ranges.len())));
+            return Err(Error::Invalid(format!(
+                "{} ranges of positions are too many: give at most {MAX_RANGES}",
+                ranges.len()
+            )));
         }
         let mut end = 0;
         for range in ranges {
@@ -170,7 +176,9 @@ pub fn check_vector(vector: &[f32], hidden_size: usize) -> Result<()> {
         )));
     }
     match vector.iter().position(|x| !x.is_finite()) {
-        Some(at) => Err(Error::Invalid(format!("number {at} of a steering vector is {}: give finite numbers", vector[at]))),
+        Some(at) => {
+            Err(Error::Invalid(format!("number {at} of a steering vector is {}: give finite numbers", vector[at])))
+        }
         None => Ok(()),
     }
 }
@@ -249,7 +257,10 @@ mod tests {
         assert!(within(&Positions::Generated, 0..10).is_empty());
         let some = Positions::Some(vec![0..3, 5..6, 9..usize::MAX]);
         assert_eq!(within(&some, 2..11), [2..3, 5..6, 9..11]);
-        assert_eq!((some.first(10), Positions::Generated.first(10), Positions::Some(vec![]).first(10)), (Some(0), Some(10), None));
+        assert_eq!(
+            (some.first(10), Positions::Generated.first(10), Positions::Some(vec![]).first(10)),
+            (Some(0), Some(10), None)
+        );
     }
 
     #[test]

@@ -175,7 +175,9 @@ impl<B: Backend> Weights<B> {
                         MlaQuery::Direct(q) => backend.linear_bytes(q),
                         MlaQuery::Lora { a, b, .. } => backend.linear_bytes(a) + backend.linear_bytes(b),
                     };
-                    query + [&a.kv_a, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>() + backend.latent_up_bytes(&a.up)
+                    query
+                        + [&a.kv_a, &a.o].map(|w| backend.linear_bytes(w)).iter().sum::<usize>()
+                        + backend.latent_up_bytes(&a.up)
                 }
             };
             attention
@@ -197,11 +199,15 @@ impl<B: Backend> Loader<'_, B> {
             attention: match &layer.attention {
                 Attention::Gqa(a) => AttentionWeights::Gqa(self.gqa(&attention, a)?),
                 Attention::Mla(a) => AttentionWeights::Mla(self.mla(&attention, a)?),
-                Attention::DeltaNet(a) => AttentionWeights::DeltaNet(self.delta_net(&format!("{name}.linear_attn"), a)?),
+                Attention::DeltaNet(a) => {
+                    AttentionWeights::DeltaNet(self.delta_net(&format!("{name}.linear_attn"), a)?)
+                }
             },
             ffn_norm: self.norm(&format!("{name}.post_attention_layernorm.weight"), hidden)?,
             ffn: match &layer.ffn {
-                Ffn::Dense { intermediate_size } => FfnWeights::Dense(self.mlp(&format!("{name}.mlp"), *intermediate_size)?),
+                Ffn::Dense { intermediate_size } => {
+                    FfnWeights::Dense(self.mlp(&format!("{name}.mlp"), *intermediate_size)?)
+                }
                 Ffn::Moe(moe) => self.moe(&format!("{name}.{}", self.model.names.moe), moe)?,
             },
         })
@@ -275,7 +281,8 @@ impl<B: Backend> Loader<'_, B> {
         let (hidden, names) = (self.model.hidden_size, &self.model.names);
         let router = format!("{name}.{}", names.router);
         let weight = self.source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?.to_f32().into_owned();
-        let vector = |wanted, name: String| if wanted { self.source.vector(&name, moe.num_experts).map(Some) } else { Ok(None) };
+        let vector =
+            |wanted, name: String| if wanted { self.source.vector(&name, moe.num_experts).map(Some) } else { Ok(None) };
         let bias = vector(moe.router.bias, format!("{router}.bias"))?;
         let correction_bias = vector(moe.router.correction_bias, format!("{name}.{}", names.correction_bias))?;
         let shared = format!("{name}.{}", names.shared_expert);
@@ -285,7 +292,11 @@ impl<B: Backend> Loader<'_, B> {
                 Some(width) => {
                     let mlp = self.mlp(&shared, width)?;
                     let gate = || self.source.matrix(&format!("{shared}_gate.weight"), 1, hidden);
-                    let output_gate = if moe.shared_gate { Some(self.backend.load_norm(gate()?.to_f32().into_owned())?) } else { None };
+                    let output_gate = if moe.shared_gate {
+                        Some(self.backend.load_norm(gate()?.to_f32().into_owned())?)
+                    } else {
+                        None
+                    };
                     Some(MlpWeights { output_gate, ..mlp })
                 }
                 None => None,
@@ -327,7 +338,8 @@ mod tests {
         let bytes = [0u8; 16];
         let view = || safetensors::tensor::TensorView::new(safetensors::Dtype::I32, vec![2, 2], &bytes).unwrap();
         let names = ["a.weight", "b.weight_packed", "c.qweight", "d"];
-        safetensors::serialize_to_file(names.map(|name| (name, view())), None, &dir.path().join("model.safetensors")).unwrap();
+        safetensors::serialize_to_file(names.map(|name| (name, view())), None, &dir.path().join("model.safetensors"))
+            .unwrap();
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let has = ["a.weight", "b.weight", "c.weight", "d", "e.weight", "a"].map(|name| checkpoint.has(name));
         assert_eq!(has, [true, true, true, true, false, false]);

@@ -72,7 +72,8 @@ impl Listing {
         let refused = |what: String| Failure::Refused(what);
         let body: Value = serde_json::from_slice(body).map_err(|_| refused("its list of files is not JSON".into()))?;
         let sha = body["sha"].as_str().unwrap_or_default();
-        let commit = Commit::parse(sha).ok_or_else(|| refused(format!("its commit is {}, not 40 hexadecimal digits", quoted(sha))))?;
+        let commit = Commit::parse(sha)
+            .ok_or_else(|| refused(format!("its commit is {}, not 40 hexadecimal digits", quoted(sha))))?;
         let siblings = body["siblings"].as_array().map_or(&[][..], Vec::as_slice);
         let names = siblings.iter().map(|file| file["rfilename"].as_str().unwrap_or_default());
         let files = names.map(|name| match is_relative(name) {

@@ -81,7 +81,11 @@ impl Client {
         let refused = |what: &str, said: &str| Failure::Refused(format!("the {what} of {name} is {}", quoted(said)));
         let said = header("x-repo-commit").unwrap_or_default();
         if said != commit.as_str() {
-            return Err(Failure::Refused(format!("asked for commit {}, it answers for {}", commit.as_str(), quoted(said))));
+            return Err(Failure::Refused(format!(
+                "asked for commit {}, it answers for {}",
+                commit.as_str(),
+                quoted(said)
+            )));
         }
         let said = header("x-linked-etag").or(header(ETAG.as_str())).unwrap_or_default();
         let tag = Tag::parse(said).ok_or_else(|| refused("tag", said))?;
@@ -93,22 +97,37 @@ impl Client {
     }
 
     /// The content of a file that is `size` bytes long, from `start` on or from its beginning, and which of these it is.
-    pub(super) fn content(&self, id: &str, commit: &Commit, name: &str, start: u64, size: u64) -> Result<(u64, BodyReader<'static>)> {
+    pub(super) fn content(
+        &self,
+        id: &str,
+        commit: &Commit,
+        name: &str,
+        start: u64,
+        size: u64,
+    ) -> Result<(u64, BodyReader<'static>)> {
         let response = match self.send(&Method::GET, &path(id, commit, name), Some(start), Follow::All) {
-            Err(Failure::Status(416)) => return Err(Failure::Refused(format!("{name} was announced with {size} bytes, and has fewer"))),
+            Err(Failure::Status(416)) => {
+                return Err(Failure::Refused(format!("{name} was announced with {size} bytes, and has fewer")));
+            }
             answer => answer?,
         };
         let header = |name| response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
         let (start, end) = match response.status().as_u16() {
             206 => {
                 let range = header(CONTENT_RANGE);
-                let total = range.strip_prefix(&format!("bytes {start}-")).and_then(|rest| rest.split_once('/')).map(|(_, total)| total);
+                let total = range
+                    .strip_prefix(&format!("bytes {start}-"))
+                    .and_then(|rest| rest.split_once('/'))
+                    .map(|(_, total)| total);
                 (start, total.unwrap_or("another part"))
             }
             _ => (0, header(CONTENT_LENGTH)), // without a range
         };
         if !end.is_empty() && end.parse() != Ok(size) {
-            return Err(Failure::Refused(format!("{name} was announced with {size} bytes, and then with {}", quoted(end))));
+            return Err(Failure::Refused(format!(
+                "{name} was announced with {size} bytes, and then with {}",
+                quoted(end)
+            )));
         }
         Ok((start, response.into_body().into_reader()))
     }
@@ -129,7 +148,9 @@ impl Client {
             let response = self.agent.run(request.body(()).map_err(broken)?).map_err(broken)?;
             let location = match response.status().as_u16() {
                 200..=299 => return Ok(response),
-                301 | 302 | 303 | 307 | 308 => response.headers().get(LOCATION).and_then(|value| value.to_str().ok()).unwrap_or_default(),
+                301 | 302 | 303 | 307 | 308 => {
+                    response.headers().get(LOCATION).and_then(|value| value.to_str().ok()).unwrap_or_default()
+                }
                 status => return Err(Failure::Status(status)),
             };
             let next = target(&at, location)?;
@@ -150,7 +171,8 @@ fn target(from: &Uri, location: &str) -> Result<Uri> {
         _ if location.starts_with('/') => format!("{scheme}://{authority}{location}"),
         _ => location.to_string(),
     };
-    let next = address(&text).map_err(|_| Failure::Refused(format!("it redirects to {}, which is no address", quoted(location))))?;
+    let next = address(&text)
+        .map_err(|_| Failure::Refused(format!("it redirects to {}, which is no address", quoted(location))))?;
     match scheme == "https" && next.scheme_str() != Some("https") {
         true => Err(Failure::Refused(format!("it redirects from https to {}", quoted(location)))),
         false => Ok(next),
@@ -159,7 +181,10 @@ fn target(from: &Uri, location: &str) -> Result<Uri> {
 
 /// A whole address. Errors: it is none of http or https.
 fn address(text: &str) -> Result<Uri> {
-    let uri = text.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some());
+    let uri = text
+        .parse::<Uri>()
+        .ok()
+        .filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some());
     uri.ok_or_else(|| Failure::Refused(format!("{} is no address of a hub", quoted(text))))
 }
 
@@ -170,7 +195,9 @@ fn origin(uri: &Uri) -> (Option<&str>, Option<String>, u16) {
 }
 
 fn path(id: &str, commit: &Commit, name: &str) -> String {
-    let byte = |b: u8| if b.is_ascii_alphanumeric() || b"-_.~".contains(&b) { char::from(b).to_string() } else { format!("%{b:02X}") };
+    let byte = |b: u8| {
+        if b.is_ascii_alphanumeric() || b"-_.~".contains(&b) { char::from(b).to_string() } else { format!("%{b:02X}") }
+    };
     format!("/{id}/resolve/{}/{}", commit.as_str(), name.bytes().map(byte).collect::<String>())
 }
 
@@ -190,9 +217,15 @@ mod tests {
         assert_eq!(to(at, "//other.example/d").unwrap(), "https://other.example/d");
         assert_eq!(to(at, "https://other.example/d").unwrap(), "https://other.example/d");
         assert_eq!(to("http://hub.example/", "https://hub.example/").unwrap(), "https://hub.example/");
-        for location in
-            ["http://hub.example:444/d", "HTTP://hub.example:444/d", "d", "", "ftp://hub.example/d", "https:///d", "javascript:x"]
-        {
+        for location in [
+            "http://hub.example:444/d",
+            "HTTP://hub.example:444/d",
+            "d",
+            "",
+            "ftp://hub.example/d",
+            "https:///d",
+            "javascript:x",
+        ] {
             assert_eq!(to(at, location), None, "{location}");
         }
     }

@@ -21,7 +21,14 @@ const ATTEMPTS: u32 = 5;
 const LOCK_SECONDS: usize = 5;
 
 /// Downloads the file `name` of `commit` into `folder` unless it is there; `place` is shown before its name.
-pub(super) fn fetch(client: &Client, folder: &Folder, id: &str, commit: &Commit, name: &str, place: &str) -> Result<()> {
+pub(super) fn fetch(
+    client: &Client,
+    folder: &Folder,
+    id: &str,
+    commit: &Commit,
+    name: &str,
+    place: &str,
+) -> Result<()> {
     let mut attempt = 0;
     while !folder.snapshot(commit).join(name).exists() {
         attempt += 1;
@@ -73,7 +80,9 @@ impl Download<'_> {
             part.append(&mut content, size, &self.bar)?;
         }
         let wrong = match part.len.cmp(&size) {
-            Ordering::Less => return Err(Failure::Broken(format!("{} of {size} bytes of {} came", part.len, self.name))),
+            Ordering::Less => {
+                return Err(Failure::Broken(format!("{} of {size} bytes of {} came", part.len, self.name)));
+            }
             Ordering::Greater => format!("{} is longer than the {size} bytes that were announced", self.name),
             Ordering::Equal if part.digest.take().is_none_or(|digest| announced.tag.is_of(digest)) => {
                 self.bar.finish_and_clear();
@@ -170,7 +179,9 @@ fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> Failure {
     let dir = path.parent().unwrap_or(path).to_path_buf();
     move |e| {
         let remedy = match e.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room, or set HF_HOME to a folder on another disk",
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+                "make room, or set HF_HOME to a folder on another disk"
+            }
             _ => "check the folder, or set HF_HOME to one that can be written",
         };
         Failure::Local(format!("{} cannot be written ({e}): {remedy}", dir.display()))

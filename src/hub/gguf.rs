@@ -105,9 +105,11 @@ fn write(dir: &Path, files: &[PathBuf], texts: &[(&str, String)]) -> std::io::Re
         std::fs::rename(temporary(&name), dir.join(&name))?;
     }
     for (name, text) in texts {
-        std::fs::write(temporary(name), text).and_then(|()| std::fs::rename(temporary(name), dir.join(name))).inspect_err(|_| {
-            let _ = std::fs::remove_file(temporary(name)); // the error that counts is the one returned
-        })?;
+        std::fs::write(temporary(name), text)
+            .and_then(|()| std::fs::rename(temporary(name), dir.join(name)))
+            .inspect_err(|_| {
+                let _ = std::fs::remove_file(temporary(name)); // the error that counts is the one returned
+            })?;
     }
     Ok(())
 }

@@ -97,7 +97,11 @@ impl FakeHub {
 
     /// Ranges of requests for the weights.
     fn ranges(&self) -> Vec<String> {
-        self.asks().into_iter().filter(|ask| ask.method == "GET" && ask.path.ends_with(WEIGHTS)).filter_map(|ask| ask.range).collect()
+        self.asks()
+            .into_iter()
+            .filter(|ask| ask.method == "GET" && ask.path.ends_with(WEIGHTS))
+            .filter_map(|ask| ask.range)
+            .collect()
     }
 
     fn answer(&self, mut stream: TcpStream) {
@@ -105,7 +109,9 @@ impl FakeHub {
         let Some(first) = lines.next() else { return };
         let headers: Vec<(String, String)> = lines
             .take_while(|line| !line.is_empty())
-            .filter_map(|line| line.split_once(": ").map(|(name, value)| (name.to_ascii_lowercase(), value.to_string())))
+            .filter_map(|line| {
+                line.split_once(": ").map(|(name, value)| (name.to_ascii_lowercase(), value.to_string()))
+            })
             .collect();
         let header = |name: &str| headers.iter().find(|(n, _)| n == name).map(|(_, value)| value.clone());
         let mut words = first.split(' ').map(String::from);
@@ -121,7 +127,11 @@ impl FakeHub {
         (self.twist)(&ask, &mut reply);
         let mut text = format!("HTTP/1.1 {} X\r\nConnection: close\r\n", reply.status);
         reply.headers.entry("Content-Length").or_insert(reply.body.len().to_string());
-        reply.headers.iter().filter(|(_, value)| !value.is_empty()).for_each(|(name, value)| text += &format!("{name}: {value}\r\n"));
+        reply
+            .headers
+            .iter()
+            .filter(|(_, value)| !value.is_empty())
+            .for_each(|(name, value)| text += &format!("{name}: {value}\r\n"));
         let _ = write!(stream, "{text}\r\n");
         if ask.method != "HEAD" {
             let _ = stream.write_all(&reply.body[..reply.cut.unwrap_or(usize::MAX).min(reply.body.len())]);
@@ -132,7 +142,11 @@ impl FakeHub {
         if ask.path == "/api/models/org/tiny/revision/main" {
             return listing(COMMIT, &self.files.keys().copied().collect::<Vec<_>>());
         }
-        let name = ask.path.strip_prefix(&format!("/org/tiny/resolve/{COMMIT}/")).or(ask.path.strip_prefix("/cdn/")).unwrap_or_default();
+        let name = ask
+            .path
+            .strip_prefix(&format!("/org/tiny/resolve/{COMMIT}/"))
+            .or(ask.path.strip_prefix("/cdn/"))
+            .unwrap_or_default();
         let Some(bytes) = self.files.get(name) else { return Reply { status: 404, ..Reply::default() } };
         let mut reply = Reply { status: 200, body: bytes.clone(), ..Reply::default() };
         reply.headers.extend([("ETag", format!("\"{}\"", tag(name, bytes))), ("X-Repo-Commit", COMMIT.into())]);
@@ -222,9 +236,11 @@ fn a_later_run_goes_on_where_an_earlier_one_gave_up() {
     // Beginnings of the file, whole ones, other ones, too long ones; and a server that knows no ranges.
     let weights = FakeHub::honest().files[WEIGHTS].clone();
     let blob = tag(WEIGHTS, &weights);
-    for (left, ranges) in
-        [(weights[..1234].to_vec(), &["bytes=1234-"][..]), (weights.clone(), &[]), ([&weights[..], b"more"].concat(), &["bytes=0-"])]
-    {
+    for (left, ranges) in [
+        (weights[..1234].to_vec(), &["bytes=1234-"][..]),
+        (weights.clone(), &[]),
+        ([&weights[..], b"more"].concat(), &["bytes=0-"]),
+    ] {
         for has_ranges in [true, false] {
             let fake = FakeHub::start(move |ask, reply| {
                 if !has_ranges && ask.range.is_some() && ask.path.ends_with(WEIGHTS) {
@@ -351,7 +367,8 @@ fn a_hostile_hub_makes_nothing_outside_of_its_folder() {
         std::fs::write(root.path().join("victim"), "mine").unwrap();
         let cache = root.path().join("hf/hub");
         std::fs::create_dir_all(folder(&cache)).unwrap();
-        let outside = || tree(root.path()).into_iter().filter(|path| !path.starts_with(folder(&cache))).collect::<Vec<_>>();
+        let outside =
+            || tree(root.path()).into_iter().filter(|path| !path.starts_with(folder(&cache))).collect::<Vec<_>>();
         let before = outside();
         let fake = FakeHub::start(twist);
         let error = fake.client(&cache).model("org/tiny", &cache).unwrap_err().to_string();
@@ -376,7 +393,10 @@ fn a_hub_that_answers_otherwise_the_second_time_gains_nothing() {
     let cache = tempfile::tempdir().unwrap();
     let fake = FakeHub::start(|ask, reply| {
         if ask.method == "GET" && ask.path.contains("/resolve/") {
-            reply.headers.extend([("ETag", "\"../../../../victim\"".to_string()), ("X-Repo-Commit", "../../../../evil".to_string())]);
+            reply.headers.extend([
+                ("ETag", "\"../../../../victim\"".to_string()),
+                ("X-Repo-Commit", "../../../../evil".to_string()),
+            ]);
         }
     });
     let dir = fake.client(cache.path()).model("org/tiny", cache.path()).unwrap();
@@ -423,7 +443,11 @@ fn a_token_follows_no_redirect_to_another_host() {
                 let location = format!("{other}/cdn/{WEIGHTS}");
                 let linked = reply.headers["ETag"].clone();
                 *reply = Reply::redirect(&location);
-                reply.headers.extend([("X-Repo-Commit", COMMIT.into()), ("X-Linked-Size", "300000".into()), ("X-Linked-Etag", linked)]);
+                reply.headers.extend([
+                    ("X-Repo-Commit", COMMIT.into()),
+                    ("X-Linked-Size", "300000".into()),
+                    ("X-Linked-Etag", linked),
+                ]);
                 reply.headers.insert("ETag", "\"of-the-redirect\"".into());
             }
         };

@@ -105,7 +105,9 @@ fn lens(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> [us
     let stride = rows | 1;
     // A kernel may read whole tiles of rows, whose results it then forgets.
     match precision.group_size() {
-        Some(group) => [(k.div_ceil(CODES) * stride + TILE_ROWS) * CODES, k / group * stride + TILE_ROWS, k / group * stride, 0],
+        Some(group) => {
+            [(k.div_ceil(CODES) * stride + TILE_ROWS) * CODES, k / group * stride + TILE_ROWS, k / group * stride, 0]
+        }
         None => [0, 0, 0, (k.div_ceil(BF16_INPUTS) * stride + TILE_ROWS) * kernel.split_words()],
     }
 }
@@ -288,7 +290,11 @@ impl ActivationRows<'_> {
     pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
         let tiles = tiles.bytes;
         let count = tiles.len() / layout.tile_bytes();
-        assert_eq!((self.k, self.group), (layout.k, layout.precision.group_size().unwrap_or(0)), "activations for another matrix");
+        assert_eq!(
+            (self.k, self.group),
+            (layout.k, layout.precision.group_size().unwrap_or(0)),
+            "activations for another matrix"
+        );
         assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));
         if self.group > 0 {
             assert!([32, 64, 128].contains(&self.group) && self.k.is_multiple_of(self.group));

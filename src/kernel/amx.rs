@@ -72,7 +72,9 @@ struct Config {
 /// AMX; `release` follows.
 unsafe fn configure(results: usize, tokens: usize, bytes: usize) {
     let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-    let mut set = |tile: usize, rows: usize, bytes: usize| (config.rows[tile], config.row_bytes[tile]) = (rows as u8, bytes as u16);
+    let mut set = |tile: usize, rows: usize, bytes: usize| {
+        (config.rows[tile], config.row_bytes[tile]) = (rows as u8, bytes as u16)
+    };
     (0..results).for_each(|tile| set(tile, tokens, 64));
     (results..6).for_each(|tile| set(tile, bytes / 4, 64));
     (6..8).for_each(|tile| set(tile, tokens, bytes));
@@ -182,7 +184,11 @@ pub(super) unsafe fn split_tiles(
             let a = [x.parts(block * height), x.parts((block + depth - 1) * height)];
             let mut sums = Sums { start, at: [std::ptr::null_mut(); 4], stride: 64, stream: tiles.stream() };
             for tile in 0..4 {
-                let (d, w) = if blocks == 1 { (0, tile.min(width - 1)) } else { ((tile / 2).min(depth - 1), (tile % 2).min(width - 1)) };
+                let (d, w) = if blocks == 1 {
+                    (0, tile.min(width - 1))
+                } else {
+                    ((tile / 2).min(depth - 1), (tile % 2).min(width - 1))
+                };
                 let from = (block + d) * height;
                 sums.at[tile] = if full {
                     sums.stride = count * TILE_ROWS * 4;
@@ -234,7 +240,14 @@ const SPLIT_BYTES: usize = SPLIT_WORDS * 4;
 /// AMX, configured; `a` and `b` point to as much as there is of a row and a tile, `sums` to a block's results of `W` tiles.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn one_block<const W: usize>(a: *const f32, b: [*const u8; 3], stride: usize, tile_bytes: usize, height: usize, sums: &Sums) {
+unsafe fn one_block<const W: usize>(
+    a: *const f32,
+    b: [*const u8; 3],
+    stride: usize,
+    tile_bytes: usize,
+    height: usize,
+    sums: &Sums,
+) {
     // SAFETY: as promised by the caller.
     unsafe {
         begin!(0, sums);
@@ -289,7 +302,13 @@ unsafe fn one_block<const W: usize>(a: *const f32, b: [*const u8; 3], stride: us
 /// As [`one_block`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn two_blocks<const W: usize>(a: [*const f32; 2], b: [*const u8; 3], stride: usize, tile_bytes: usize, sums: &Sums) {
+unsafe fn two_blocks<const W: usize>(
+    a: [*const f32; 2],
+    b: [*const u8; 3],
+    stride: usize,
+    tile_bytes: usize,
+    sums: &Sums,
+) {
     // SAFETY: as promised by the caller.
     unsafe {
         (begin!(0, sums), begin!(2, sums));
@@ -361,7 +380,13 @@ pub(super) unsafe fn packed_tiles<const KIND: u8>(
                 _ if to < x.k => tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)),
                 _ => after,
             };
-            let part = Part { scales, next, onto: from > 0 || start == Start::Out, groups: (from / x.group, to / x.group), stride };
+            let part = Part {
+                scales,
+                next,
+                onto: from > 0 || start == Start::Out,
+                groups: (from / x.group, to / x.group),
+                stride,
+            };
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
             unsafe {
                 unpack::<KIND>(codes, &mut unpacked);

@@ -18,7 +18,8 @@ pub(super) struct Avx2 {
 
 impl Avx2 {
     pub(super) fn detect() -> Option<&'static Self> {
-        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let found =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         found.then_some(&Self { vnni: false })
     }
 
@@ -103,7 +104,13 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
 /// MXFP4: the same, of codes up to 24: four of them fit.
 /// INT8: vpmaddubsw would saturate on unsigned weights; |w| (at most 128) times x carrying w's sign stays below 2^15.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn block<const CODES: u8, const T: usize>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+unsafe fn block<const CODES: u8, const T: usize>(
+    scales: Scales<'_>,
+    lines: &[u8],
+    x: &ActivationRows<'_>,
+    out: &mut [f32],
+    to: To,
+) {
     let groups = x.k / x.group;
     let (nibble, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let flip = _mm256_set1_epi8(-128);
@@ -133,13 +140,15 @@ unsafe fn block<const CODES: u8, const T: usize>(scales: Scales<'_>, lines: &[u8
                     // SAFETY: 32 inputs of 16 rows are 4 or 8 lines of 64 bytes, inside the tile whose length was checked.
                     let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
                     if CODES != INT8 {
-                        let (mut low, mut high) = (_mm256_and_si256(w, nibble), _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble));
+                        let (mut low, mut high) =
+                            (_mm256_and_si256(w, nibble), _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble));
                         if CODES == MXFP4 {
                             (low, high) = (_mm256_shuffle_epi8(table, low), _mm256_shuffle_epi8(table, high));
                         }
                         for t in 0..T {
                             // SAFETY: 8 codes of the 32 inputs from k on.
-                            let (a, b) = unsafe { (four(codes[t].add(at + 8 * line)), four(codes[t].add(at + 8 * line + 4))) };
+                            let (a, b) =
+                                unsafe { (four(codes[t].add(at + 8 * line)), four(codes[t].add(at + 8 * line + 4))) };
                             pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(low, a));
                             pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(high, b));
                             if line == 3 || CODES == MXFP4 && line == 1 {
@@ -200,7 +209,11 @@ pub(super) unsafe fn four(codes: *const i8) -> __m256i {
 pub(super) unsafe fn scales8(scales: Scales<'_>, at: usize) -> __m256 {
     // SAFETY: as promised by the caller.
     let bits = unsafe { _mm_loadu_si128(scales.bytes.as_ptr().add(at).cast()) };
-    if scales.f16 { _mm256_cvtph_ps(bits) } else { _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)) }
+    if scales.f16 {
+        _mm256_cvtph_ps(bits)
+    } else {
+        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
+    }
 }
 
 /// A table of 16 bytes for `vpshufb`, in both halves.
@@ -225,11 +238,13 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
             for pair in 0..BF16_INPUTS / 2 {
                 // SAFETY: 32 bytes of a line.
                 let w = unsafe { _mm256_loadu_si256(lines.as_ptr().add(64 * pair + 32 * half).cast()) };
-                let (even, odd) = (_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_and_si256(w, odd_mask)));
+                let (even, odd) =
+                    (_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_and_si256(w, odd_mask)));
                 for t in 0..T {
                     for part in 0..2 {
                         // SAFETY: a row has 64 numbers in each block.
-                        let (x_even, x_odd) = unsafe { (*at[t].add(32 * part + 2 * pair), *at[t].add(32 * part + 2 * pair + 1)) };
+                        let (x_even, x_odd) =
+                            unsafe { (*at[t].add(32 * part + 2 * pair), *at[t].add(32 * part + 2 * pair + 1)) };
                         sums[t][part][0] = _mm256_fmadd_ps(_mm256_set1_ps(x_even), even, sums[t][part][0]);
                         sums[t][part][1] = _mm256_fmadd_ps(_mm256_set1_ps(x_odd), odd, sums[t][part][1]);
                     }
@@ -269,7 +284,13 @@ unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
 
 /// `R` rows times `T` tokens in registers, 16 lanes each.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn dot_block<const R: usize, const T: usize>(w: &Rows<'_, f32>, x: &Rows<'_, f32>, r: usize, t: usize, out: &mut [f32]) {
+unsafe fn dot_block<const R: usize, const T: usize>(
+    w: &Rows<'_, f32>,
+    x: &Rows<'_, f32>,
+    r: usize,
+    t: usize,
+    out: &mut [f32],
+) {
     let (mut ws, mut xs) = ([std::ptr::null::<f32>(); R], [std::ptr::null::<f32>(); T]);
     for i in 0..R {
         ws[i] = w.row(r + i).as_ptr();

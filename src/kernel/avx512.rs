@@ -290,7 +290,11 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
 pub(super) unsafe fn scales16(scales: Scales<'_>, at: usize) -> __m512 {
     // SAFETY: as promised by the caller.
     let bits = unsafe { _mm256_loadu_si256(scales.bytes.as_ptr().add(at).cast()) };
-    if scales.f16 { _mm512_cvtph_ps(bits) } else { _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)) }
+    if scales.f16 {
+        _mm512_cvtph_ps(bits)
+    } else {
+        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
+    }
 }
 
 /// A table of 16 bytes for `vpshufb`, four times.
@@ -320,7 +324,13 @@ unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
 
 /// `R` rows times `T` tokens in registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn dot_block<const R: usize, const T: usize>(w: &Rows<'_, f32>, x: &Rows<'_, f32>, r: usize, t: usize, out: &mut [f32]) {
+unsafe fn dot_block<const R: usize, const T: usize>(
+    w: &Rows<'_, f32>,
+    x: &Rows<'_, f32>,
+    r: usize,
+    t: usize,
+    out: &mut [f32],
+) {
     let (mut ws, mut xs) = ([std::ptr::null::<f32>(); R], [std::ptr::null::<f32>(); T]);
     for i in 0..R {
         ws[i] = w.row(r + i).as_ptr();

@@ -226,7 +226,13 @@ pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
 ///
 /// `f(row, token, [rows, tokens])` gets blocks of `block[0]` or 1 rows, and `block[1]`, half of it, or 1 tokens.
 #[inline(always)]
-pub(super) fn dot_blocks(rows: usize, tokens: usize, k: usize, block: [usize; 2], mut f: impl FnMut(usize, usize, [usize; 2])) {
+pub(super) fn dot_blocks(
+    rows: usize,
+    tokens: usize,
+    k: usize,
+    block: [usize; 2],
+    mut f: impl FnMut(usize, usize, [usize; 2]),
+) {
     const L1_VALUES: usize = 1 << 13;
     let pass = (L1_VALUES / k.max(1) / block[1]).max(1) * block[1];
     for from in (0..tokens).step_by(pass) {

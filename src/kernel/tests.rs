@@ -142,30 +142,34 @@ fn prepare(kernel: &dyn Kernel, layout: &MatrixLayout, x: &[f32]) -> Activations
 #[test]
 fn matmul_gives_equal_bits() {
     let tokens = prop_oneof![1..20usize, 1..70usize];
-    cases(120, (precision(), 1..9usize, 1..6usize, tokens, 0..3usize, any::<u64>()), |(precision, groups, count, n, skip, seed)| {
-        let k = groups * precision.group_size().unwrap_or(24);
-        let layout = MatrixLayout::new(count * TILE_ROWS, k, precision).unwrap();
-        let mut random = Random(seed);
-        let weights = tiles(&layout, &mut random);
-        let next = vec![0; 100];
-        let mut x = random.normals((skip + n) * k);
-        x[..k].fill(1.0);
-        if n > 1 {
-            x[(skip + 1) * k..(skip + 2) * k].fill(-1.0);
-        }
-        each(|kernel, scalar| {
-            let run = |kernel: &dyn Kernel| {
-                let x = prepare(kernel, &layout, &x);
-                let mut out = vec![f32::NAN; n * layout.n];
-                let tiles = Tiles::before(&weights, &next, Ahead::here());
-                kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Zero, &mut out);
-                let zero = bits(&out);
-                kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Out, &mut out);
-                (zero, bits(&out))
-            };
-            assert_eq!(run(kernel), run(scalar));
-        });
-    });
+    cases(
+        120,
+        (precision(), 1..9usize, 1..6usize, tokens, 0..3usize, any::<u64>()),
+        |(precision, groups, count, n, skip, seed)| {
+            let k = groups * precision.group_size().unwrap_or(24);
+            let layout = MatrixLayout::new(count * TILE_ROWS, k, precision).unwrap();
+            let mut random = Random(seed);
+            let weights = tiles(&layout, &mut random);
+            let next = vec![0; 100];
+            let mut x = random.normals((skip + n) * k);
+            x[..k].fill(1.0);
+            if n > 1 {
+                x[(skip + 1) * k..(skip + 2) * k].fill(-1.0);
+            }
+            each(|kernel, scalar| {
+                let run = |kernel: &dyn Kernel| {
+                    let x = prepare(kernel, &layout, &x);
+                    let mut out = vec![f32::NAN; n * layout.n];
+                    let tiles = Tiles::before(&weights, &next, Ahead::here());
+                    kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Zero, &mut out);
+                    let zero = bits(&out);
+                    kernel.matmul(&layout, &tiles, &x.rows(skip..skip + n), Start::Out, &mut out);
+                    (zero, bits(&out))
+                };
+                assert_eq!(run(kernel), run(scalar));
+            });
+        },
+    );
 }
 
 #[test]
@@ -310,7 +314,9 @@ fn gates_and_delta_steps_have_the_bits_of_scalar() {
 fn gates_and_delta_steps_are_what_they_say() {
     let kernel = get(Simd::Scalar).unwrap();
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-    let near = |got: f32, want: f64| assert!((f64::from(got) - want).abs() < 1e-5 * (1.0 + want.abs()), "{got}, exactly {want}");
+    let near = |got: f32, want: f64| {
+        assert!((f64::from(got) - want).abs() < 1e-5 * (1.0 + want.abs()), "{got}, exactly {want}")
+    };
     let gate = [-30.0f32, -8.0, -0.5, 0.0, 0.7, 6.9, 7.1, 50.0];
     for up in [-50.0f32, -7.1, -6.9, 0.0, 3.0, 7.1] {
         let (mut glu, mut gated) = ([0.0; 8], [up; 8]);

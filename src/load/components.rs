@@ -67,7 +67,8 @@ pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineC
             component.layers += 1;
             continue;
         }
-        let mut component = Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
+        let mut component =
+            Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
         let is_router = component.role == model.names.router;
         if !is_router {
             let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);

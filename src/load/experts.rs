@@ -79,10 +79,11 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
     }
     assert!([arrays.gate, arrays.up, arrays.down].iter().all(|a| a.len() == num_experts * size));
     let group_size = || {
-        config
-            .group_size
-            .or_else(|| largest_group_size(&[hidden, intermediate]))
-            .ok_or_else(|| Error::Invalid(format!("rows of {hidden} and {intermediate} weights cannot be cut into groups of 32: use bf16")))
+        config.group_size.or_else(|| largest_group_size(&[hidden, intermediate])).ok_or_else(|| {
+            Error::Invalid(format!(
+                "rows of {hidden} and {intermediate} weights cannot be cut into groups of 32: use bf16"
+            ))
+        })
     };
     let precision = match config.experts {
         ExpertBits::Bf16 => Precision::Bf16,

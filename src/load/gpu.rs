@@ -12,18 +12,18 @@ use super::speed::{self, Expected, GpuRates};
 use super::{LoadProgress, Loaded, Machine, RESERVE_BYTES, gib, place, watch_memory};
 use crate::backend::Routing;
 use crate::backend::cuda::CudaBackend;
+use crate::backend::source::TensorSource;
 use crate::config::{DenseBits, EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::Cuda;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
 use crate::experts::{Between, CpuExperts, ExpertExecutor};
 use crate::forward::Model;
 use crate::forward::kv_cache::KvCache;
-use crate::machine::memory::{Pages, read_bandwidth};
-use crate::model::ModelConfig;
-use crate::machine::topology;
-use crate::backend::source::TensorSource;
 use crate::forward::weights::Weights;
+use crate::machine::memory::{Pages, read_bandwidth};
+use crate::machine::topology;
 use crate::machine::workers::Team;
+use crate::model::ModelConfig;
 use crate::{Error, Result};
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan};
@@ -58,8 +58,11 @@ pub(super) fn assemble(
             let memory = Arc::new(place(cache, &place_config, &team, report)?);
             let between = Between::load(source, &model)?;
             let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(between);
-            let measured =
-                if all { Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 } } else { measure(&cuda, &team, &mut cpu, &sizes)? };
+            let measured = if all {
+                Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
+            } else {
+                measure(&cuda, &team, &mut cpu, &sizes)?
+            };
             speeds = (!all).then_some(measured);
             // Between two layers' experts the device has its turn.
             team.spin_for(DEVICE_TURN);
@@ -93,7 +96,13 @@ pub(super) fn assemble(
 }
 
 /// What was decided, in one line.
-fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>, library: Option<String>, expected: &Expected) -> String {
+fn describe(
+    plan: &GpuPlan,
+    model: &ModelConfig,
+    speeds: Option<Speeds>,
+    library: Option<String>,
+    expected: &Expected,
+) -> String {
     let mut line = format!(
         "{}: {:.1} GiB of VRAM (weights {:.1}, KV {:.1} for a context of {}, buffers {:.1}",
         plan.device.name,
@@ -112,7 +121,11 @@ fn describe(plan: &GpuPlan, model: &ModelConfig, speeds: Option<Speeds>, library
             moe.num_experts
         );
         if let Some(speeds) = speeds {
-            line += &format!(", the others in RAM: CPU {:.0} GB/s, PCIe {:.0} GB/s", speeds.cpu_bytes / 1e9, speeds.pcie_bytes / 1e9);
+            line += &format!(
+                ", the others in RAM: CPU {:.0} GB/s, PCIe {:.0} GB/s",
+                speeds.cpu_bytes / 1e9,
+                speeds.pcie_bytes / 1e9
+            );
         }
     } else {
         line += ")";
@@ -131,7 +144,10 @@ const SAMPLE_BYTES: usize = 128 << 20;
 
 /// Measures what decides where experts run.
 fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -> Result<Speeds> {
-    let sample = SAMPLE_BYTES.min((topology::available_bytes() / 16) as usize).min(cpu.memory().bytes() as usize).next_multiple_of(4096);
+    let sample = SAMPLE_BYTES
+        .min((topology::available_bytes() / 16) as usize)
+        .min(cpu.memory().bytes() as usize)
+        .next_multiple_of(4096);
     let pcie_bytes = cuda.pcie_bandwidth(sample)?;
     let cpu_bytes = Speeds::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 
@@ -169,5 +185,9 @@ pub(crate) fn check_ram(
     } else {
         "use --experts int4"
     };
-    Err(Error::Resources(format!("the experts need {:.1} GiB of memory and {:.1} are free: {advice}", gib(needed), gib(available))))
+    Err(Error::Resources(format!(
+        "the experts need {:.1} GiB of memory and {:.1} are free: {advice}",
+        gib(needed),
+        gib(available)
+    )))
 }

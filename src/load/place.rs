@@ -59,7 +59,9 @@ pub(super) fn place(
     };
     let memory = match copy {
         false => mapped,
-        true => ExpertMemory::copied(mapped.into_cache(), team, &interleave, &|done, layers| report(LoadProgress::Copy(done, layers)))?,
+        true => ExpertMemory::copied(mapped.into_cache(), team, &interleave, &|done, layers| {
+            report(LoadProgress::Copy(done, layers))
+        })?,
     };
     if config.lock {
         memory.lock()?;
@@ -93,7 +95,10 @@ fn copy_pays(pages: String, huge_pages: &str, gain: impl FnOnce() -> Result<f64>
         return Ok((false, pages + advice));
     }
     let gain = gain()?;
-    Ok((gain > COPY_PAYS, format!(", huge pages are read {:.0}% faster than the file's small ones", 100.0 * (gain - 1.0).max(0.0))))
+    Ok((
+        gain > COPY_PAYS,
+        format!(", huge pages are read {:.0}% faster than the file's small ones", 100.0 * (gain - 1.0).max(0.0)),
+    ))
 }
 
 const SMALL_PAGES: &str = ", in 4 KiB pages";

@@ -9,8 +9,8 @@ use crate::backend::batch::BLOCK_SIZE;
 use crate::config::{CPU_BATCH_TOKENS, DenseBits, EngineConfig};
 use crate::load::speed::{self, CpuRates, Expected};
 use crate::load::{self, Budget, Machine, activation_bytes, expert_bytes, gib, resident_bytes};
-use crate::model::ModelConfig;
 use crate::machine::topology::Topology;
+use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// The plan, as `--json` prints it.
@@ -147,7 +147,9 @@ impl Planner<'_> {
         Ok(Plan {
             device: "CPU".into(),
             is_assumed: false,
-            parts: parts.map(|(name, ram_bytes, disk_bytes)| Part { name, vram_bytes: 0, ram_bytes, disk_bytes }).collect(),
+            parts: parts
+                .map(|(name, ram_bytes, disk_bytes)| Part { name, vram_bytes: 0, ram_bytes, disk_bytes })
+                .collect(),
             vram_limit_bytes: 0,
             max_context,
             kv_tokens: kv_blocks * BLOCK_SIZE,
@@ -222,7 +224,9 @@ mod gpu {
             let found = match load::open_gpu(config) {
                 Ok(found) => found,
                 Err(_) if config.vram.is_some() => None,
-                Err(error) => return Err(Error::Device(format!("{error}, or give --vram to plan for a GPU that is not here"))),
+                Err(error) => {
+                    return Err(Error::Device(format!("{error}, or give --vram to plan for a GPU that is not here")));
+                }
             };
             match (found, config.vram) {
                 (Some(cuda), _) => Self::measure(&cuda).map(Some),
@@ -265,7 +269,8 @@ mod gpu {
                 pcie_bytes: device.pcie_bytes,
             };
             let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
-            let expected = |plan: &GpuPlan, config: &EngineConfig| speed::on_gpu(plan, model, config, precision, &rates);
+            let expected =
+                |plan: &GpuPlan, config: &EngineConfig| speed::on_gpu(plan, model, config, precision, &rates);
             let now = expected(&plan, config)?;
 
             let experts = expert_bytes(model, precision)?;
@@ -317,7 +322,8 @@ mod gpu {
             if plan.sizes.is_some_and(|sizes| sizes.resident < num_experts) {
                 let with = |vram: u64| {
                     let info = DeviceInfo { total_bytes: vram, free_bytes: vram, ..device.info.clone() };
-                    let (plan, then) = other(&EngineConfig { vram: Some(vram), resident_experts: None, ..config.clone() }, &info)?;
+                    let (plan, then) =
+                        other(&EngineConfig { vram: Some(vram), resident_experts: None, ..config.clone() }, &info)?;
                     (plan.sizes?.resident == num_experts).then_some(then)
                 };
                 // The least that is enough, to half a GiB: more VRAM also goes to the context.
@@ -331,7 +337,10 @@ mod gpu {
                     }
                 }
                 if let Some(then) = with(plan.vram + enough * step) {
-                    advice.push(format!("with {:.1} GiB more VRAM all experts would be resident: {then}", gib(enough * step)));
+                    advice.push(format!(
+                        "with {:.1} GiB more VRAM all experts would be resident: {then}",
+                        gib(enough * step)
+                    ));
                 }
             }
             if config.dense == DenseBits::Bf16

@@ -28,14 +28,18 @@ pub fn precision(model: &ModelConfig, config: &EngineConfig) -> Result<Option<Pr
         ))),
         Some(g) => Ok(g),
         None => config.kept.and_then(Precision::group_size).into_iter().chain(largest).min().ok_or_else(|| {
-            Error::Invalid(format!("rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"))
+            Error::Invalid(format!(
+                "rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"
+            ))
         }),
     };
     let int8 = || group_size().map(Precision::int8);
     let int4 = || group_size().map(Precision::int4);
     let precision = match (config.experts, config.kept) {
         (ExpertBits::Bf16, _) | (ExpertBits::Auto, Some(Precision::Bf16)) => Precision::Bf16,
-        (ExpertBits::Auto, Some(Precision::Mxfp4)) if config.group_size.is_none_or(|group_size| group_size == 32) => Precision::Mxfp4,
+        (ExpertBits::Auto, Some(Precision::Mxfp4)) if config.group_size.is_none_or(|group_size| group_size == 32) => {
+            Precision::Mxfp4
+        }
         (ExpertBits::Int8, _) | (ExpertBits::Auto, Some(Precision::Int8 { .. } | Precision::Mxfp4)) => int8()?,
         (ExpertBits::Int4, _) | (ExpertBits::Auto, Some(Precision::Int4 { .. }) | None) => int4()?,
     };

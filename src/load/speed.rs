@@ -22,9 +22,9 @@ use crate::Result;
 use crate::backend::Routing;
 use crate::config::EngineConfig;
 use crate::experts::{CpuExperts, ExpertMemory};
+use crate::load::synthetic;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::model::{Attention, Ffn, ModelConfig};
-use crate::load::synthetic;
 
 /// What a model is expected to do.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
@@ -76,13 +76,16 @@ impl Work {
         };
         let moe = model.moe();
         let layout = match (moe, precision) {
-            (Some(moe), Some(precision)) => Some(ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?),
+            (Some(moe), Some(precision)) => {
+                Some(ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?)
+            }
             _ => None,
         };
         Ok(Self {
             layers: model.layers.len(),
             // A token's states are read and written.
-            dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0) + 2.0 * model.state_bytes_per_sequence() as f64,
+            dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0)
+                + 2.0 * model.state_bytes_per_sequence() as f64,
             dense_products: model.layers.iter().map(dense).sum(),
             attention_products: model.layers.iter().map(|layer| attention(layer) as f64).sum(),
             top_k: moe.map_or(0, |moe| moe.router.top_k),
@@ -146,7 +149,9 @@ impl CpuRates {
 
 /// Products a second with `experts` random experts, `each` tokens to every one of them.
 fn products(model: &ModelConfig, machine: &Machine, precision: Precision, experts: usize, each: usize) -> Result<f64> {
-    let Some(layer) = model.layers.iter().find(|layer| matches!(layer.ffn, Ffn::Moe(_))) else { return Ok(f64::INFINITY) };
+    let Some(layer) = model.layers.iter().find(|layer| matches!(layer.ffn, Ffn::Moe(_))) else {
+        return Ok(f64::INFINITY);
+    };
     let mut layer = layer.clone();
     if let Ffn::Moe(moe) = &mut layer.ffn {
         moe.num_experts = experts;
@@ -155,7 +160,8 @@ fn products(model: &ModelConfig, machine: &Machine, precision: Precision, expert
     let (layout, memory) = (cache.layout(), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
     let tokens = experts * each;
     let mut cpu = CpuExperts::new(memory, machine.team.clone(), machine.kernel, tokens, 1);
-    let routing = Routing { top_k: 1, ids: (0..tokens).map(|i| (i % experts) as i32).collect(), weights: vec![1.0; tokens] };
+    let routing =
+        Routing { top_k: 1, ids: (0..tokens).map(|i| (i % experts) as i32).collect(), weights: vec![1.0; tokens] };
     let (x, mut out) = (vec![0.5; tokens * layout.gate.k], vec![0.0; tokens * layout.down.n]);
     let mut seconds = f64::INFINITY;
     for _ in 0..3 {
@@ -247,7 +253,8 @@ mod gpu {
 
         let share = resident as f64 / all;
         let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
-        let mut decode = own / (VRAM_SHARE * rates.vram_bytes) + model.layers.iter().map(|layer| layer_s(&layer.attention)).sum::<f64>();
+        let mut decode = own / (VRAM_SHARE * rates.vram_bytes)
+            + model.layers.iter().map(|layer| layer_s(&layer.attention)).sum::<f64>();
         if let (Some(speeds), true) = (&rates.speeds, others > 0) {
             decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
         }

@@ -11,10 +11,10 @@ use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::model::ModelConfig;
-use crate::kernel::random::Random;
-use crate::backend::tensor::HostTensor;
 use crate::backend::source::TensorSource;
+use crate::backend::tensor::HostTensor;
+use crate::kernel::random::Random;
+use crate::model::ModelConfig;
 
 /// What a layer adds to the residual stream, beside an embedding of 1 (root mean squares).
 const BRANCH: f32 = 0.15;
@@ -35,7 +35,9 @@ impl TensorSource for Synthetic {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
         let rms = match name {
             _ if name.contains("embed_tokens") => 1.0,
-            _ if name.contains("o_proj") || name.contains("out_proj") || name.contains("down_proj") => BRANCH / (cols as f32).sqrt(),
+            _ if name.contains("o_proj") || name.contains("out_proj") || name.contains("down_proj") => {
+                BRANCH / (cols as f32).sqrt()
+            }
             _ => 1.0 / (cols as f32).sqrt(),
         };
         let seed = xxhash_rust::xxh3::xxh3_64(name.as_bytes());
@@ -62,7 +64,14 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
     let moe = model.moe().expect("a shape with experts");
     let layers: Vec<usize> = model.moe_layers().map(|(layer, _)| layer).collect();
     let (hidden, intermediate) = (model.hidden_size, moe.intermediate_size);
-    let contents = Contents { model: &model.architecture, hidden, intermediate, num_experts: moe.num_experts, precision, layers: &layers };
+    let contents = Contents {
+        model: &model.architecture,
+        hidden,
+        intermediate,
+        num_experts: moe.num_experts,
+        precision,
+        layers: &layers,
+    };
     let layout = ExpertLayout::new(hidden, intermediate, precision)?;
     // A product of two normals through SiLU has a root mean square of about 0.4.
     let (up_rms, down_rms) = (1.0 / (hidden as f32).sqrt(), 2.5 * BRANCH / (intermediate as f32).sqrt());

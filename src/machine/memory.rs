@@ -99,7 +99,9 @@ impl<T: Pod> Buffer<T> {
         let (from, to) = (page(elements.start), page(elements.end).max(page(elements.start)));
         let to = if elements.end == self.len { map.len() } else { to };
         // SAFETY: the range is inside the map, and where pages lie changes nothing about what is in them.
-        match unsafe { libc::syscall(libc::SYS_mbind, map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0) } {
+        match unsafe {
+            libc::syscall(libc::SYS_mbind, map.as_ptr().add(from), to - from, policy, mask.as_ptr(), MAX_NODES, 0)
+        } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
@@ -147,7 +149,8 @@ pub fn nodes_of(bytes: &[u8], samples: usize) -> Option<Vec<i32>> {
     let mut nodes = vec![-1i32; count];
     let none = std::ptr::null::<i32>();
     // SAFETY: without target nodes the call only fills `nodes`, which is as long as `pages`.
-    let result = unsafe { libc::syscall(libc::SYS_move_pages, 0, count, pages.as_mut_ptr(), none, nodes.as_mut_ptr(), 0) };
+    let result =
+        unsafe { libc::syscall(libc::SYS_move_pages, 0, count, pages.as_mut_ptr(), none, nodes.as_mut_ptr(), 0) };
     (result == 0).then_some(nodes)
 }
 
@@ -226,7 +229,8 @@ pub fn read(part: &[u8]) -> u64 {
                     acc[i] = _mm512_or_si512(acc[i], unsafe { _mm512_loadu_si512(block.as_ptr().add(64 * i).cast()) });
                 }
             }
-            _mm512_reduce_or_epi64(_mm512_or_si512(_mm512_or_si512(acc[0], acc[1]), _mm512_or_si512(acc[2], acc[3]))) as u64
+            _mm512_reduce_or_epi64(_mm512_or_si512(_mm512_or_si512(acc[0], acc[1]), _mm512_or_si512(acc[2], acc[3])))
+                as u64
         }
         #[target_feature(enable = "avx2")]
         fn avx2(part: &[u8]) -> u64 {
@@ -238,8 +242,10 @@ pub fn read(part: &[u8]) -> u64 {
                 }
             }
             let any = _mm256_or_si256(_mm256_or_si256(acc[0], acc[1]), _mm256_or_si256(acc[2], acc[3]));
-            (_mm256_extract_epi64(any, 0) | _mm256_extract_epi64(any, 1) | _mm256_extract_epi64(any, 2) | _mm256_extract_epi64(any, 3))
-                as u64
+            (_mm256_extract_epi64(any, 0)
+                | _mm256_extract_epi64(any, 1)
+                | _mm256_extract_epi64(any, 2)
+                | _mm256_extract_epi64(any, 3)) as u64
         }
         if is_x86_feature_detected!("avx512f") {
             // SAFETY: just detected.
@@ -279,7 +285,9 @@ mod tests {
             huge_share(&spots)
         };
         match (crate::machine::topology::Topology::read().huge_pages.as_str(), share(Pages::Huge)) {
-            ("never", _) | (_, None) => eprintln!("skipped: tells_huge_pages_from_small_ones: this system gives none, or does not tell"),
+            ("never", _) | (_, None) => {
+                eprintln!("skipped: tells_huge_pages_from_small_ones: this system gives none, or does not tell")
+            }
             (_, huge) => assert_eq!((huge, share(Pages::Small)), (Some(1.0), Some(0.0))),
         }
     }
@@ -299,7 +307,9 @@ mod tests {
         memory.iter_mut().for_each(|x| *x += 0.0);
         assert!(memory.iter().all(|&x| x == 0.0));
         let [first, second] = team.nodes() else {
-            return eprintln!("skipped: a_buffer_is_zeroed_and_on_the_nodes_it_asked_for: this needs two NUMA nodes with CPUs and memory");
+            return eprintln!(
+                "skipped: a_buffer_is_zeroed_and_on_the_nodes_it_asked_for: this needs two NUMA nodes with CPUs and memory"
+            );
         };
         let nodes = nodes_of(bytemuck::cast_slice(&memory), 64).expect("move_pages");
         let share = |nodes: &[i32], on: usize| nodes.iter().filter(|&&node| node == on as i32).count();

@@ -91,13 +91,15 @@ impl Topology {
             line.and_then(|l| l.split_once(':')).map(|(_, v)| v.trim().to_string()).unwrap_or_default()
         };
         let status = text("proc/self/status");
-        let allowed = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).map(|list| parse_list(list.trim()));
+        let allowed =
+            |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).map(|list| parse_list(list.trim()));
         let (allowed_cpus, allowed_nodes) = (allowed("Cpus_allowed_list:"), allowed("Mems_allowed_list:"));
         let mut online = parse_list(&text("sys/devices/system/cpu/online"));
         if online.is_empty() {
             online = allowed_cpus.clone().unwrap_or_else(|| vec![0]);
         }
-        let mut usable: Vec<usize> = online.iter().copied().filter(|cpu| allowed_cpus.as_ref().is_none_or(|a| a.contains(cpu))).collect();
+        let mut usable: Vec<usize> =
+            online.iter().copied().filter(|cpu| allowed_cpus.as_ref().is_none_or(|a| a.contains(cpu))).collect();
         // Somebody reserved these: only a mask of nothing else says that they are meant for this process.
         let mut isolated = parse_list(&text("sys/devices/system/cpu/isolated"));
         isolated.retain(|cpu| usable.contains(cpu));
@@ -122,7 +124,11 @@ impl Topology {
         // One column per online node, in their order.
         let distance = |from: usize, to: usize| {
             let row = text(&format!("sys/devices/system/node/node{}/distance", nodes[from].id));
-            row.split_whitespace().nth(to).and_then(|d| d.parse::<u32>().ok()).unwrap_or(if from == to { 10 } else { 20 })
+            row.split_whitespace().nth(to).and_then(|d| d.parse::<u32>().ok()).unwrap_or(if from == to {
+                10
+            } else {
+                20
+            })
         };
         let memory_node = |own: usize| {
             let with_memory = (0..nodes.len()).filter(|&n| nodes[n].total_bytes > 0 && nodes[n].allowed);
@@ -144,7 +150,11 @@ impl Topology {
         let caches = (0..8)
             .filter_map(|i| {
                 let file = |name: &str| text(&format!("sys/devices/system/cpu/cpu{first}/cache/index{i}/{name}"));
-                Some(Cache { level: file("level").parse().ok()?, kind: file("type"), bytes: parse_size(&file("size"))? })
+                Some(Cache {
+                    level: file("level").parse().ok()?,
+                    kind: file("type"),
+                    bytes: parse_size(&file("size"))?,
+                })
             })
             .collect();
         let huge = text("sys/kernel/mm/transparent_hugepage/enabled");
@@ -159,7 +169,11 @@ impl Topology {
             available_bytes,
             cgroup_bytes,
             cgroup_cpus,
-            huge_pages: huge.split_once('[').and_then(|(_, s)| s.split_once(']')).map_or("never", |(s, _)| s).to_string(),
+            huge_pages: huge
+                .split_once('[')
+                .and_then(|(_, s)| s.split_once(']'))
+                .map_or("never", |(s, _)| s)
+                .to_string(),
         }
     }
 
@@ -188,7 +202,8 @@ impl Topology {
             *place += 1;
         }
         order.sort_by_key(|&(sibling, place, seat)| (sibling, place, seat.node));
-        let mut seats: Vec<Seat> = order.iter().map(|o| o.2).cycle().take(if order.is_empty() { 0 } else { threads }).collect();
+        let mut seats: Vec<Seat> =
+            order.iter().map(|o| o.2).cycle().take(if order.is_empty() { 0 } else { threads }).collect();
         seats.sort_by_key(|seat| seat.node);
         seats
     }
@@ -283,7 +298,8 @@ fn cgroup(text: &impl Fn(&str) -> String) -> (Option<u64>, u64, Option<f64>) {
         }
     }
     for (limit, used) in groups {
-        if let Some(limit) = limit.filter(|&l| memory.is_none_or(|(m, u)| l.saturating_sub(used) < m.saturating_sub(u))) {
+        if let Some(limit) = limit.filter(|&l| memory.is_none_or(|(m, u)| l.saturating_sub(used) < m.saturating_sub(u)))
+        {
             memory = Some((limit, used));
         }
     }
@@ -318,7 +334,8 @@ fn parse_size(size: &str) -> Option<u64> {
 
 /// `MemTotal:  123 kB`, with `Node 0 ` in front in a node's file.
 fn meminfo_bytes(meminfo: &str, name: &str) -> Option<u64> {
-    let line = meminfo.lines().find(|l| l.split(':').next().is_some_and(|key| key.split_whitespace().last() == Some(name)))?;
+    let line =
+        meminfo.lines().find(|l| l.split(':').next().is_some_and(|key| key.split_whitespace().last() == Some(name)))?;
     line.split_once(':')?.1.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
@@ -340,7 +357,11 @@ mod tests {
     fn reads_this_machine() {
         let topology = Topology::read();
         assert!(!topology.cores.is_empty() && !topology.nodes.is_empty());
-        assert!(topology.total_bytes > 0 && topology.available_bytes > 0 && topology.available_bytes <= topology.total_bytes);
+        assert!(
+            topology.total_bytes > 0
+                && topology.available_bytes > 0
+                && topology.available_bytes <= topology.total_bytes
+        );
         assert!(topology.default_threads() >= 1);
         assert_eq!(topology.worker_cpus(5).len(), 5);
     }
@@ -348,7 +369,10 @@ mod tests {
     #[test]
     fn two_nodes_with_smt_and_a_hole_in_the_numbering() {
         let mut files = vec![
-            ("proc/cpuinfo".to_string(), "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\n".to_string()),
+            (
+                "proc/cpuinfo".to_string(),
+                "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\n".to_string(),
+            ),
             ("proc/meminfo".into(), "MemTotal: 1000 kB\nMemAvailable: 600 kB\n".into()),
             ("proc/self/status".into(), "Name:\tx\nCpus_allowed_list:\t1-3,5-6\nMems_allowed_list:\t0-3\n".into()),
             ("sys/devices/system/cpu/online".into(), "0-7\n".into()),
@@ -369,8 +393,10 @@ mod tests {
             ("sys/fs/cgroup/cpu.max".into(), "250000 100000\n".into()),
         ];
         for cpu in 0..8 {
-            files
-                .push((format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"), format!("{},{}\n", cpu % 4, cpu % 4 + 4)));
+            files.push((
+                format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"),
+                format!("{},{}\n", cpu % 4, cpu % 4 + 4),
+            ));
         }
         let files: Vec<(&str, &str)> = files.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
         let dir = tree(&files);
@@ -383,7 +409,10 @@ mod tests {
         );
         assert!(topology.has_smt());
         assert_eq!(topology.memory_nodes(), [0, 3]);
-        assert_eq!(topology.nodes.iter().map(|n| (n.id, n.total_bytes)).collect::<Vec<_>>(), [(0, 512000), (2, 0), (3, 512000)]);
+        assert_eq!(
+            topology.nodes.iter().map(|n| (n.id, n.total_bytes)).collect::<Vec<_>>(),
+            [(0, 512000), (2, 0), (3, 512000)]
+        );
         assert_eq!(topology.caches, [Cache { level: 1, kind: "Data".into(), bytes: 48 << 10 }]);
         assert_eq!((topology.cgroup_bytes, topology.available_bytes), (Some(409600), 307200));
         assert_eq!((topology.cgroup_cpus, topology.default_threads()), (Some(2.5), 2));
@@ -407,13 +436,19 @@ mod tests {
             for &first in *first_threads {
                 let siblings: Vec<String> = (0..smt).map(|t| (first + t * hole).to_string()).collect();
                 for sibling in &siblings {
-                    files.push((format!("sys/devices/system/cpu/cpu{sibling}/topology/thread_siblings_list"), siblings.join(",")));
+                    files.push((
+                        format!("sys/devices/system/cpu/cpu{sibling}/topology/thread_siblings_list"),
+                        siblings.join(","),
+                    ));
                 }
                 cpus.extend(siblings);
             }
             let dir = format!("sys/devices/system/node/node{id}");
             files.push((format!("{dir}/cpulist"), cpus.join(",")));
-            files.push((format!("{dir}/meminfo"), format!("Node {id} MemTotal: {} kB\n", if *memory { 500 } else { 0 })));
+            files.push((
+                format!("{dir}/meminfo"),
+                format!("Node {id} MemTotal: {} kB\n", if *memory { 500 } else { 0 }),
+            ));
             // The farther apart in the list, the farther apart.
             let row: Vec<String> = (0..nodes.len()).map(|j| (10 + 6 * i.abs_diff(j)).to_string()).collect();
             files.push((format!("{dir}/distance"), row.join(" ")));
@@ -434,8 +469,10 @@ mod tests {
             for smt in [1, 2] {
                 // Cores numbered round robin, so that a node's CPUs are never consecutive; every third number is missing.
                 let number = |core: usize| core + core / 2;
-                let cpus: Vec<Vec<usize>> = (0..count).map(|n| (0..4).map(|c| number(c * count + n)).collect()).collect();
-                let nodes: Vec<(usize, &[usize], bool)> = cpus.iter().enumerate().map(|(i, c)| (i + i / 2, &c[..], true)).collect();
+                let cpus: Vec<Vec<usize>> =
+                    (0..count).map(|n| (0..4).map(|c| number(c * count + n)).collect()).collect();
+                let nodes: Vec<(usize, &[usize], bool)> =
+                    cpus.iter().enumerate().map(|(i, c)| (i + i / 2, &c[..], true)).collect();
                 let topology = machine(&nodes, smt, "", "");
                 assert_eq!((topology.cores.len(), topology.has_smt()), (4 * count, smt == 2));
                 for threads in [count, 2 * count, 4 * count] {
@@ -443,7 +480,11 @@ mod tests {
                     for (i, (id, cpus, _)) in nodes.iter().enumerate() {
                         let per_node = threads / count;
                         let expected: Vec<(usize, usize)> = cpus[..per_node].iter().map(|&cpu| (cpu, *id)).collect();
-                        assert_eq!(on_nodes(&seats[i * per_node..(i + 1) * per_node]), expected, "{count} nodes, {threads} threads");
+                        assert_eq!(
+                            on_nodes(&seats[i * per_node..(i + 1) * per_node]),
+                            expected,
+                            "{count} nodes, {threads} threads"
+                        );
                     }
                 }
                 // More threads than cores: siblings, or the same CPUs again, as many on each node.
@@ -457,7 +498,8 @@ mod tests {
     fn nodes_without_memory_or_without_cpus() {
         let all = "Mems_allowed_list:\t0-9\n";
         // Node 1 has no memory, node 5 no CPUs: cores of 1 use the nearest memory, and nobody sits on 5.
-        let nodes: [(usize, &[usize], bool); 4] = [(0, &[0, 1], true), (1, &[2, 3], false), (5, &[], true), (6, &[4, 5], true)];
+        let nodes: [(usize, &[usize], bool); 4] =
+            [(0, &[0, 1], true), (1, &[2, 3], false), (5, &[], true), (6, &[4, 5], true)];
         let topology = machine(&nodes, 1, all, "");
         assert_eq!(on_nodes(&topology.seats(6)), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 6), (5, 6)]);
         assert_eq!(topology.memory_nodes(), [0, 5, 6]);

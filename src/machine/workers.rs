@@ -131,7 +131,12 @@ impl Gate {
         if self.asleep.load(SeqCst) > 0 {
             // SAFETY: the word outlives the call; waking touches no memory of ours.
             unsafe {
-                libc::syscall(libc::SYS_futex, self.value.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
+                libc::syscall(
+                    libc::SYS_futex,
+                    self.value.as_ptr(),
+                    libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+                    i32::MAX,
+                );
             }
         }
     }
@@ -347,10 +352,9 @@ impl Team {
                 let _ = pinned.send(pin(cpu));
                 state.serve(seat, step, clock);
             };
-            let thread = std::thread::Builder::new()
-                .name(format!("worker-{seat}"))
-                .spawn(body)
-                .map_err(|e| Error::Resources(format!("cannot start worker thread {seat} of {}: {e}; lower --threads", seats.len())))?;
+            let thread = std::thread::Builder::new().name(format!("worker-{seat}")).spawn(body).map_err(|e| {
+                Error::Resources(format!("cannot start worker thread {seat} of {}: {e}; lower --threads", seats.len()))
+            })?;
             team.threads.push(thread);
             outcome.recv().map_err(|_| Error::Resources(format!("worker thread {seat} died at start")))??;
         }
@@ -458,7 +462,10 @@ fn pin(cpu: usize) -> Result<()> {
     // SAFETY: the set lives on this stack frame and its size is given.
     match unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) } {
         0 => Ok(()),
-        _ => Err(Error::Invalid(format!("CPU {cpu} is not available to this process ({})", std::io::Error::last_os_error()))),
+        _ => Err(Error::Invalid(format!(
+            "CPU {cpu} is not available to this process ({})",
+            std::io::Error::last_os_error()
+        ))),
     }
 }
 
@@ -573,7 +580,10 @@ mod tests {
             assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
             assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
             let longest = |runs: &[Range<usize>]| runs.iter().map(|run| run.len()).max().unwrap_or(0);
-            assert!(longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1), "{workers}, {total}");
+            assert!(
+                longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1),
+                "{workers}, {total}"
+            );
         }
     }
 

@@ -66,20 +66,26 @@ pub fn supported() -> impl Iterator<Item = &'static str> {
 pub fn read(dir: &Path) -> Result<ModelConfig> {
     let path = dir.join("config.json");
     let bytes = moebius_cache::file::read(&path).map_err(Error::io(&path))?;
-    let text = std::str::from_utf8(&bytes).map_err(|_| Error::Model(format!("{}: not UTF-8 text: download it again", path.display())))?;
+    let text = std::str::from_utf8(&bytes)
+        .map_err(|_| Error::Model(format!("{}: not UTF-8 text: download it again", path.display())))?;
     parse(text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
 }
 
 /// Reads the text of a `config.json`; what it gives is of sane size, whatever the text.
 pub fn parse(text: &str) -> Result<ModelConfig> {
-    let json: Value = serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
+    let json: Value =
+        serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
     let fields = Fields::new(&json)?;
     // Which methods there are is for the codecs to say; whether they read this one is said before weights are looked for.
     moebius_cache::codec::Quantization::parse(&json).map_err(Error::Model)?;
     let kind = fields.str("model_type")?;
-    let Some(Architecture { reader, .. }) = ARCHITECTURES.iter().find(|architecture| architecture.model_type == kind) else {
+    let Some(Architecture { reader, .. }) = ARCHITECTURES.iter().find(|architecture| architecture.model_type == kind)
+    else {
         let known: Vec<_> = supported().collect();
-        return Err(Error::Model(format!("architecture `{kind}` is not supported; supported are {}", known.join(", "))));
+        return Err(Error::Model(format!(
+            "architecture `{kind}` is not supported; supported are {}",
+            known.join(", ")
+        )));
     };
     let model = reader(&fields)?;
     match model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() {
@@ -117,7 +123,11 @@ fn model(f: &Fields<'_>, rope: Rope, layers: Vec<LayerConfig>) -> Result<ModelCo
 }
 
 /// As many layers as the config says.
-fn layers(f: &Fields<'_>, attention: impl Fn(usize) -> Attention, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<Vec<LayerConfig>> {
+fn layers(
+    f: &Fields<'_>,
+    attention: impl Fn(usize) -> Attention,
+    ffn: impl Fn(usize) -> Result<Ffn>,
+) -> Result<Vec<LayerConfig>> {
     (0..f.num_layers()?).map(|layer| Ok(LayerConfig { attention: attention(layer), ffn: ffn(layer)? })).collect()
 }
 
@@ -176,7 +186,9 @@ mod tests {
         let plain = llama(serde_json::json!([1, 1, 1, 1])).unwrap().rope.inv_freq();
         let stretched = llama(serde_json::json!([1, 2.5, 8, 8])).unwrap().rope.inv_freq();
         assert_eq!(stretched, [plain[0], plain[1] / 2.5, plain[2] / 8.0, plain[3] / 8.0]);
-        for wrong in [serde_json::json!([1, 1, 1]), serde_json::json!([1, 1, 0, 1]), serde_json::json!("8"), Value::Null] {
+        for wrong in
+            [serde_json::json!([1, 1, 1]), serde_json::json!([1, 1, 0, 1]), serde_json::json!("8"), Value::Null]
+        {
             let error = llama(wrong).unwrap_err().to_string();
             assert!(error.contains("factors") && error.contains("4 positive numbers"), "{error}");
         }

@@ -81,14 +81,16 @@ impl Rope {
             RopeScaling::Llama3(l) => (0..half)
                 .map(|i| {
                     let turns = l.original_max_position * f64::from(plain(i)) / std::f64::consts::TAU;
-                    let kept = ((turns - l.low_freq_factor) / (l.high_freq_factor - l.low_freq_factor)).clamp(0.0, 1.0) as f32;
+                    let kept =
+                        ((turns - l.low_freq_factor) / (l.high_freq_factor - l.low_freq_factor)).clamp(0.0, 1.0) as f32;
                     (1.0 - kept) * plain(i) / l.factor as f32 + kept * plain(i)
                 })
                 .collect(),
             RopeScaling::Yarn(y) => {
                 // The index whose frequency makes `rotations` turns over the original context.
                 let index = |rotations: f64| {
-                    self.dim as f64 * (y.original_max_position / (rotations * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
+                    self.dim as f64 * (y.original_max_position / (rotations * std::f64::consts::TAU)).ln()
+                        / (2.0 * self.theta.ln())
                 };
                 let (mut low, mut high) = (index(y.beta_fast), index(y.beta_slow));
                 if y.truncate {

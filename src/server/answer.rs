@@ -152,8 +152,9 @@ impl Answer {
     pub(super) fn timings(&self) -> Value {
         let stats = &self.choices[0].stats;
         let ms = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
-        let rate =
-            |tokens: usize, time: Duration| if time.is_zero() { 0.0 } else { (tokens as f64 / time.as_secs_f64() * 10.0).round() / 10.0 };
+        let rate = |tokens: usize, time: Duration| {
+            if time.is_zero() { 0.0 } else { (tokens as f64 / time.as_secs_f64() * 10.0).round() / 10.0 }
+        };
         let read = stats.prompt_tokens - stats.cached_tokens;
         json!({
             "queued_ms": ms(stats.queued),
@@ -384,7 +385,9 @@ impl Items {
             self.0.push(match &part {
                 Part::Reasoning(_) => Item::Reasoning(String::new()),
                 Part::Content(_) | Part::Arguments { .. } => Item::Content(String::new()),
-                Part::Call { id, name, .. } => Item::Call { id: id.clone(), name: name.clone(), arguments: String::new() },
+                Part::Call { id, name, .. } => {
+                    Item::Call { id: id.clone(), name: name.clone(), arguments: String::new() }
+                }
             });
         }
         let added = match part {

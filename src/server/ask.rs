@@ -19,8 +19,8 @@ use super::structure::Structure;
 use super::text::{ENCODED_AT_ONCE, encoding_bytes};
 use crate::engine::{Request, SamplingParams};
 use crate::text::grammar::Grammar;
-use crate::text::reply::Parser;
 use crate::text::model::TextModel;
+use crate::text::reply::Parser;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -101,7 +101,9 @@ impl Options {
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
             stops: stops("stop", fields.take("stop"))?,
             n: match fields.integer("n", 1)? {
-                Some(n) if n > MAX_CHOICES => return Err(ApiError::bad_field("n", format!("'n' must be at most {MAX_CHOICES}"))),
+                Some(n) if n > MAX_CHOICES => {
+                    return Err(ApiError::bad_field("n", format!("'n' must be at most {MAX_CHOICES}")));
+                }
                 n => n.unwrap_or(1),
             },
             logprobs: None,
@@ -120,11 +122,16 @@ impl Options {
     ) -> Result<Ask> {
         let limit = model.engine().info().max_context;
         if let Some(prompt) = prompts.iter().find(|prompt| prompt.len() >= limit) {
-            let message = format!("This model's context holds {limit} tokens, answer included; the prompt has {} tokens", prompt.len());
+            let message = format!(
+                "This model's context holds {limit} tokens, answer included; the prompt has {} tokens",
+                prompt.len()
+            );
             return Err(ApiError::context_length(message, param));
         }
         check_choices(model, prompts.len() * self.n)?;
-        let constraint = form.map(|(param, grammar)| model.compile(grammar).map_err(|e| ApiError::of_field(param, e))).transpose()?;
+        let constraint = form
+            .map(|(param, grammar)| model.compile(grammar).map_err(|e| ApiError::of_field(param, e)))
+            .transpose()?;
         let seed = self.sampling.seed.unwrap_or_else(random_seed);
         let mut choices = Vec::with_capacity(prompts.len() * self.n);
         for prompt in prompts {
@@ -149,7 +156,8 @@ impl Options {
 fn check_choices(model: &TextModel, choices: usize) -> Result<()> {
     let most = model.engine().info().max_queue;
     if choices > most {
-        let message = format!("'n' asks for {choices} answers together and {most} may wait: ask for fewer, or raise --max-queue");
+        let message =
+            format!("'n' asks for {choices} answers together and {most} may wait: ask for fewer, or raise --max-queue");
         return Err(ApiError::bad_field("n", message));
     }
     Ok(())
@@ -272,7 +280,9 @@ fn sampling(model: &TextModel, fields: &mut Fields) -> Result<SamplingParams> {
 /// `{"token id": bias}`, biases from -100 to 100.
 fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Vec<(u32, f32)>> {
     let wrong = || {
-        let message = format!("'logit_bias' must map token ids of this model to numbers from -100 to 100, at most {MAX_BIASES} of them");
+        let message = format!(
+            "'logit_bias' must map token ids of this model to numbers from -100 to 100, at most {MAX_BIASES} of them"
+        );
         ApiError::bad_field("logit_bias", message)
     };
     let Some(map) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
@@ -289,8 +299,9 @@ fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Vec<(u32, f32)>>
 /// Stop strings: one, or a list.
 pub(super) fn stops(name: &str, value: Option<Value>) -> Result<Vec<String>> {
     let wrong = || {
-        let message =
-            format!("'{name}' must be a string, or a list of at most {MAX_STOPS}, none empty or longer than {MAX_STOP_BYTES} bytes");
+        let message = format!(
+            "'{name}' must be a string, or a list of at most {MAX_STOPS}, none empty or longer than {MAX_STOP_BYTES} bytes"
+        );
         ApiError::bad_field(name, message)
     };
     let list = match value {
@@ -301,7 +312,9 @@ pub(super) fn stops(name: &str, value: Option<Value>) -> Result<Vec<String>> {
     if list.len() > MAX_STOPS {
         return Err(wrong());
     }
-    let valid = |stop: &Value| stop.as_str().filter(|s| !s.is_empty() && s.len() <= MAX_STOP_BYTES).map(String::from).ok_or_else(wrong);
+    let valid = |stop: &Value| {
+        stop.as_str().filter(|s| !s.is_empty() && s.len() <= MAX_STOP_BYTES).map(String::from).ok_or_else(wrong)
+    };
     list.iter().map(valid).collect()
 }
 
@@ -309,7 +322,10 @@ pub(super) fn stops(name: &str, value: Option<Value>) -> Result<Vec<String>> {
 pub(super) fn token_ids(model: &TextModel, name: &str, value: &Value) -> Result<Vec<u32>> {
     let wrong = || ApiError::bad_field(name, format!("'{name}' must be a list of token ids"));
     let list = value.as_array().ok_or_else(wrong)?;
-    let ids = list.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(wrong)).collect::<Result<Vec<_>>>()?;
+    let ids = list
+        .iter()
+        .map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(wrong))
+        .collect::<Result<Vec<_>>>()?;
     model.tokenizer().check_ids(&ids).map_err(|e| ApiError::bad_field(name, e.to_string()))?;
     Ok(ids)
 }

@@ -45,7 +45,11 @@ pub(super) enum Encoding {
 }
 
 /// Answers `/v1/capture`.
-pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+pub(super) async fn answer(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Response> {
     let asked = understand(&app, caller.client, body, read).await?;
     let Asked { mut request, steering, encoding, bytes } = asked;
     let held = app.memory.told.admit(caller.client, bytes as u64).await?;
@@ -79,7 +83,9 @@ pub(super) struct Asked {
 /// What to ask for, and how to write what comes.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
     let prompt = match fields.take("prompt") {
-        Some(prompt) => one_prompt(model, &prompt, || ApiError::bad_field("prompt", "'prompt' must be a string or token ids"))?,
+        Some(prompt) => {
+            one_prompt(model, &prompt, || ApiError::bad_field("prompt", "'prompt' must be a string or token ids"))?
+        }
         None => Conversation::read(model, fields)?.prompt(model)?.ids,
     };
     let max_tokens = fields.integer("max_tokens", 0)?.unwrap_or(0);

@@ -18,13 +18,17 @@ use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
-use crate::text::reply::Part;
 use crate::text::model::TextModel;
+use crate::text::reply::Part;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/chat/completions`.
-pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+pub(super) async fn answer(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Response> {
     let (ask, streams, include_usage) = understand(&app, caller.client, body, read).await?;
     let n = ask.choices.len();
     let model = app.model()?.clone();
@@ -41,7 +45,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
             Step::End(i, finish, logprobs) => choices[i].end(finish, logprobs),
         }
     }
-    let logprobs: Vec<Vec<(u32, Logprobs)>> = choices.iter_mut().map(|choice| std::mem::take(&mut choice.logprobs)).collect();
+    let logprobs: Vec<Vec<(u32, Logprobs)>> =
+        choices.iter_mut().map(|choice| std::mem::take(&mut choice.logprobs)).collect();
     let choices: Vec<Value> = choices.into_iter().enumerate().map(|(i, choice)| choice.into_json(i)).collect();
     let mut object = shape.object("chat.completion", choices.into());
     object.insert("usage".into(), answer.usage().to_json());
@@ -65,7 +70,9 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool,
     let mut options = Options::read(model, fields)?;
     let top = fields.integer("top_logprobs", 0)?;
     options.logprobs = match (fields.boolean("logprobs")?.unwrap_or(false), top) {
-        (_, Some(top)) if top > 20 => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' must be at most 20")),
+        (_, Some(top)) if top > 20 => {
+            return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' must be at most 20"));
+        }
         (true, top) => Some(top.unwrap_or(0)),
         (false, Some(1..)) => return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' wants 'logprobs': true")),
         (false, _) => None,
@@ -93,7 +100,9 @@ impl Whole {
                 self.calls.push(json!({"id": id, "type": "function", "function": {"name": name, "arguments": ""}}));
             }
             Part::Arguments { index, json } => {
-                if let Some(Value::String(arguments)) = self.calls.get_mut(index).map(|call| &mut call["function"]["arguments"]) {
+                if let Some(Value::String(arguments)) =
+                    self.calls.get_mut(index).map(|call| &mut call["function"]["arguments"])
+                {
                     arguments.push_str(&json);
                 }
             }
@@ -162,9 +171,12 @@ impl Chat {
     fn chunk(&self, i: usize, delta: Value, finish: Option<Finish>, logprobs: &[(u32, Logprobs)]) -> Event {
         let logprobs = match logprobs {
             [] => Value::Null,
-            tokens => json!({"content": tokens.iter().map(|token| logprob(&self.model, token)).collect::<Vec<_>>(), "refusal": null}),
+            tokens => {
+                json!({"content": tokens.iter().map(|token| logprob(&self.model, token)).collect::<Vec<_>>(), "refusal": null})
+            }
         };
-        let choice = json!({"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish.map(Finish::name)});
+        let choice =
+            json!({"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish.map(Finish::name)});
         let mut object = self.object("chat.completion.chunk", json!([choice]));
         if self.include_usage {
             object.insert("usage".into(), Value::Null);
@@ -185,7 +197,11 @@ impl Shape for Chat {
             Step::Part(i, Part::Reasoning(text), logprobs) => (i, json!({"reasoning_content": text}), logprobs),
             Step::Part(i, Part::Call { index, id, name }, logprobs) => {
                 let function = json!({"name": name, "arguments": ""});
-                (i, json!({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}), logprobs)
+                (
+                    i,
+                    json!({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}),
+                    logprobs,
+                )
             }
             Step::Part(i, Part::Arguments { index, json }, logprobs) => {
                 (i, json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]}), logprobs)

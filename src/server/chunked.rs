@@ -22,7 +22,10 @@ pub(super) const SLOWEST: u64 = 64 << 10;
 /// What `write` writes, on a thread of its own, chunk by chunk as the client takes it.
 ///
 /// A client that takes less than 64 KiB a second, once `patience` has passed, or that goes away, makes a write fail; its body then breaks off.
-pub(super) fn chunked(patience: Duration, write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'static) -> Body {
+pub(super) fn chunked(
+    patience: Duration,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'static,
+) -> Body {
     let (chunks, sent) = mpsc::channel(1);
     let handle = Handle::current();
     tokio::task::spawn_blocking(move || {
@@ -35,7 +38,10 @@ pub(super) fn chunked(patience: Duration, write: impl FnOnce(&mut dyn Write) -> 
 }
 
 /// The same as a response of JSON.
-pub(super) fn chunked_json(patience: Duration, write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'static) -> Response {
+pub(super) fn chunked_json(
+    patience: Duration,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'static,
+) -> Response {
     ([(CONTENT_TYPE, "application/json")], chunked(patience, write)).into_response()
 }
 

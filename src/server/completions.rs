@@ -20,8 +20,8 @@ use super::front::{Caller, new_id};
 use super::text::encode_prompt;
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
-use crate::text::reply::Part;
 use crate::text::model::TextModel;
+use crate::text::reply::Part;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -29,7 +29,11 @@ type Result<T> = std::result::Result<T, ApiError>;
 const MAX_PROMPTS: usize = 64;
 
 /// Answers `/v1/completions`.
-pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+pub(super) async fn answer(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Response> {
     let (ask, echo, streams, include_usage) = understand(&app, caller.client, body, read).await?;
     let model = app.model()?.clone();
     let n = ask.choices.len();
@@ -41,7 +45,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
         return Ok(stream(answer, shape));
     }
     let mut tokens: Vec<Vec<(u32, Logprobs)>> = vec![Vec::new(); n];
-    let mut choices: Vec<Value> = (0..n).map(|i| shape.choice(i, shape.echo[i].to_string(), None, Value::Null)).collect();
+    let mut choices: Vec<Value> =
+        (0..n).map(|i| shape.choice(i, shape.echo[i].to_string(), None, Value::Null)).collect();
     while let Some(step) = answer.next().await {
         let Said { choice: i, text, finish, logprobs } = step?.into();
         tokens[i].extend(logprobs);
@@ -75,10 +80,15 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<A
         return Err(ApiError::bad_field("logprobs", "'logprobs' must be at most 20"));
     }
     if let Some(best_of) = fields.integer("best_of", 1)?.filter(|&best_of| best_of != options.n) {
-        return Err(ApiError::bad_field("best_of", format!("'best_of' is {best_of}: answers are not ranked here, so it must equal 'n'")));
+        return Err(ApiError::bad_field(
+            "best_of",
+            format!("'best_of' is {best_of}: answers are not ranked here, so it must equal 'n'"),
+        ));
     }
     let echo = match fields.boolean("echo")?.unwrap_or(false) {
-        true if options.logprobs.is_some() => return Err(ApiError::bad_field("echo", "'echo' cannot be had together with 'logprobs'")),
+        true if options.logprobs.is_some() => {
+            return Err(ApiError::bad_field("echo", "'echo' cannot be had together with 'logprobs'"));
+        }
         true => prompts.iter().map(|ids| model.tokenizer().decode(ids, true)).collect::<crate::Result<Vec<_>>>()?,
         false => vec![String::new(); prompts.len()],
     };
@@ -94,8 +104,12 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<A
 
 /// A string or token ids, or a list of either.
 fn prompts(model: &TextModel, fields: &mut Fields) -> Result<Vec<Vec<u32>>> {
-    let wrong =
-        || ApiError::bad_field("prompt", format!("'prompt' must be a string or token ids, or a list of at most {MAX_PROMPTS} of either"));
+    let wrong = || {
+        ApiError::bad_field(
+            "prompt",
+            format!("'prompt' must be a string or token ids, or a list of at most {MAX_PROMPTS} of either"),
+        )
+    };
     let prompt = fields.take("prompt").ok_or_else(|| ApiError::bad_field("prompt", "'prompt' is missing"))?;
     match &prompt {
         Value::Array(list) if list.iter().any(|entry| !entry.is_number()) => match list.len() {
@@ -180,7 +194,8 @@ impl Text {
         if self.write_logprobs(i, tokens, &mut text).is_err() {
             return Value::Null;
         }
-        self.offsets[i] += tokens.iter().map(|(token, _)| self.model.tokenizer().token_bytes(*token).len()).sum::<usize>();
+        self.offsets[i] +=
+            tokens.iter().map(|(token, _)| self.model.tokenizer().token_bytes(*token).len()).sum::<usize>();
         serde_json::from_slice(&text).unwrap_or_default()
     }
 

@@ -153,7 +153,12 @@ impl Server {
         let _ = connection.await;
     }
 
-    async fn answer(&self, mut request: Request<Incoming>, peer: SocketAddr, place: Arc<Place>) -> Result<Response<Leaving>, Infallible> {
+    async fn answer(
+        &self,
+        mut request: Request<Incoming>,
+        peer: SocketAddr,
+        place: Arc<Place>,
+    ) -> Result<Response<Leaving>, Infallible> {
         if !place.begins(!request.body().is_end_stream()) {
             return pending().await; // the connection is about to end
         }

@@ -10,8 +10,8 @@ use super::fields::Fields;
 use super::text::encode_conversation;
 use crate::text::chat_template::RenderOptions;
 use crate::text::grammar::Grammar;
-use crate::text::reply::{Tool, ToolChoice};
 use crate::text::model::TextModel;
+use crate::text::reply::{Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -62,13 +62,22 @@ pub(super) struct Prompt {
 impl Conversation {
     /// Reads the fields of OpenAI's chat completions.
     pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Self> {
-        let messages = fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
-        let list = messages.as_array().ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
+        let messages =
+            fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
+        let list = messages
+            .as_array()
+            .ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
         check_count("messages", list.len())?;
-        let messages = list.iter().enumerate().map(|(i, message)| read_message(i, message)).collect::<Result<Vec<_>>>()?;
+        let messages =
+            list.iter().enumerate().map(|(i, message)| read_message(i, message)).collect::<Result<Vec<_>>>()?;
         let mut kwargs = fields.object("chat_template_kwargs")?.unwrap_or_default();
-        if let Some(name) = kwargs.keys().find(|name| ["messages", "add_generation_prompt", "tools"].contains(&name.as_str())) {
-            return Err(ApiError::bad_field("chat_template_kwargs", format!("'{name}' cannot be set in 'chat_template_kwargs'")));
+        if let Some(name) =
+            kwargs.keys().find(|name| ["messages", "add_generation_prompt", "tools"].contains(&name.as_str()))
+        {
+            return Err(ApiError::bad_field(
+                "chat_template_kwargs",
+                format!("'{name}' cannot be set in 'chat_template_kwargs'"),
+            ));
         }
         if let Some(effort) = fields.string("reasoning_effort")? {
             if !model.has_template_variable("reasoning_effort") {
@@ -87,7 +96,8 @@ impl Conversation {
             let message = "'add_generation_prompt' must be the opposite of 'continue_final_message'";
             return Err(ApiError::bad_field("add_generation_prompt", message));
         }
-        Self { messages, tools: Tools::read(fields)?, format: read_format(fields)?, kwargs, continues }.check("messages")
+        Self { messages, tools: Tools::read(fields)?, format: read_format(fields)?, kwargs, continues }
+            .check("messages")
     }
 
     /// Refuses a conversation, given by the field `param`, of no messages or too many.
@@ -138,25 +148,34 @@ impl Conversation {
         let tools: &[Tool] = if matches!(choice, ToolChoice::None) { &[] } else { list };
         let form = match &self.format {
             Some((param, _)) if !tools.is_empty() => {
-                let message = format!("'{param}' cannot be had together with tools that may be called: set 'tool_choice' to \"none\"");
+                let message = format!(
+                    "'{param}' cannot be had together with tools that may be called: set 'tool_choice' to \"none\""
+                );
                 return Err(ApiError::bad_field(param, message));
             }
             Some((param, format)) => {
-                let grammar = syntax.after_reasoning(format.clone(), in_reasoning).map_err(|e| ApiError::of_field(param, e))?;
+                let grammar =
+                    syntax.after_reasoning(format.clone(), in_reasoning).map_err(|e| ApiError::of_field(param, e))?;
                 Some((*param, grammar))
             }
             None if tools.is_empty() => None,
             None => {
-                let grammar = syntax.grammar(tools, choice, *parallel, in_reasoning).map_err(|e| ApiError::of_field("tools", e))?;
+                let grammar = syntax
+                    .grammar(tools, choice, *parallel, in_reasoning)
+                    .map_err(|e| ApiError::of_field("tools", e))?;
                 grammar.map(|grammar| ("tools", grammar))
             }
         };
         // Text of a model that neither thinks nor calls is content as it is.
         let parses = syntax.thinks() || !tools.is_empty();
         let shared: Arc<[Tool]> = tools.into();
-        let mut ask = options.ask(model, "messages", vec![ids], form.as_ref().map(|(param, grammar)| (*param, grammar)), || {
-            parses.then(|| syntax.parser(shared.clone(), in_reasoning))
-        })?;
+        let mut ask = options.ask(
+            model,
+            "messages",
+            vec![ids],
+            form.as_ref().map(|(param, grammar)| (*param, grammar)),
+            || parses.then(|| syntax.parser(shared.clone(), in_reasoning)),
+        )?;
         ask.special_tokens = parses && syntax.needs_special_tokens();
         Ok(ask)
     }
@@ -216,9 +235,10 @@ impl Tools {
     pub(super) fn check(self) -> Result<Self> {
         let known = |name: &String| self.list.iter().any(|tool| &tool.name == name);
         match &self.choice {
-            ToolChoice::Named(name) if !known(name) => {
-                Err(ApiError::bad_field("tool_choice", format!("'tool_choice' names '{name}', which is not among the tools")))
-            }
+            ToolChoice::Named(name) if !known(name) => Err(ApiError::bad_field(
+                "tool_choice",
+                format!("'tool_choice' names '{name}', which is not among the tools"),
+            )),
             ToolChoice::Required if self.list.is_empty() => {
                 Err(ApiError::bad_field("tool_choice", "'tool_choice' wants a call, and there are no tools"))
             }
@@ -268,12 +288,17 @@ fn tool_json(tool: &Tool) -> Value {
 pub(super) fn read_function(place: &str, function: &Value) -> Result<Tool> {
     let wrong = |what: &str| ApiError::bad_field(place, format!("{place} {what}"));
     let Some(map) = function.as_object() else { return Err(wrong("must be an object with a name")) };
-    if let Some(unknown) = map.keys().find(|name| !["type", "name", "description", "parameters", "strict"].contains(&name.as_str())) {
+    if let Some(unknown) =
+        map.keys().find(|name| !["type", "name", "description", "parameters", "strict"].contains(&name.as_str()))
+    {
         return Err(ApiError::unsupported(&format!("{place}.{unknown}")));
     }
-    let valid = |name: &&str| (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b));
+    let valid = |name: &&str| {
+        (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
+    };
     let name = map.get("name").and_then(Value::as_str).filter(valid);
-    let name = name.ok_or_else(|| wrong("must have a name of at most 64 letters, digits, dashes, dots and underscores"))?;
+    let name =
+        name.ok_or_else(|| wrong("must have a name of at most 64 letters, digits, dashes, dots and underscores"))?;
     let parameters = match map.get("parameters") {
         None | Some(Value::Null) => json!({"type": "object", "properties": {}}),
         Some(schema @ Value::Object(_)) => schema.clone(),
@@ -294,16 +319,30 @@ fn read_message(i: usize, message: &Value) -> Result<Value> {
         Some("developer") => "system", // OpenAI's newer name for it
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
         Some("function") => return Err(ApiError::unsupported(&place("role"))),
-        _ => return Err(ApiError::bad_field(&place("role"), "a message's role must be system, developer, user, assistant or tool")),
+        _ => {
+            return Err(ApiError::bad_field(
+                &place("role"),
+                "a message's role must be system, developer, user, assistant or tool",
+            ));
+        }
     };
     let mut out = Map::from_iter([("role".to_string(), json!(role))]);
     let calls = match message.get("tool_calls") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::Array(calls)) if role == "assistant" => {
             check_count(&place("tool_calls"), calls.len().max(1))?;
-            calls.iter().enumerate().map(|(k, call)| read_call(&place(&format!("tool_calls[{k}]")), call)).collect::<Result<_>>()?
+            calls
+                .iter()
+                .enumerate()
+                .map(|(k, call)| read_call(&place(&format!("tool_calls[{k}]")), call))
+                .collect::<Result<_>>()?
         }
-        Some(_) => return Err(ApiError::bad_field(&place("tool_calls"), "'tool_calls' must be a list, in a message of the assistant")),
+        Some(_) => {
+            return Err(ApiError::bad_field(
+                &place("tool_calls"),
+                "'tool_calls' must be a list, in a message of the assistant",
+            ));
+        }
     };
     for (name, value) in message.iter().filter(|(_, value)| !value.is_null()) {
         match name.as_str() {
@@ -331,9 +370,14 @@ fn read_message(i: usize, message: &Value) -> Result<Value> {
 fn read_call(place: &str, call: &Value) -> Result<Value> {
     let function = &call["function"];
     let (Some(name), Some(arguments)) = (function["name"].as_str(), function["arguments"].as_str()) else {
-        return Err(ApiError::bad_field(place, format!("{place} must be a function with a name and arguments, as the server sent it")));
+        return Err(ApiError::bad_field(
+            place,
+            format!("{place} must be a function with a name and arguments, as the server sent it"),
+        ));
     };
-    Ok(json!({"id": call["id"].as_str().unwrap_or_default(), "type": "function", "function": {"name": name, "arguments": arguments}}))
+    Ok(
+        json!({"id": call["id"].as_str().unwrap_or_default(), "type": "function", "function": {"name": name, "arguments": arguments}}),
+    )
 }
 
 /// A string, or text parts joined.
@@ -366,14 +410,19 @@ pub(super) fn read_format(fields: &mut Fields) -> Result<Option<(&'static str, G
             found.push(("structured_outputs", guide(&format!("structured_outputs.{name}"), name, value)?));
         }
     }
-    for (field, name) in [("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice"), ("guided_grammar", "grammar")] {
+    for (field, name) in
+        [("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice"), ("guided_grammar", "grammar")]
+    {
         if let Some(value) = fields.take(field) {
             found.push((field, guide(field, name, &value)?));
         }
     }
     match found.len() {
         0 | 1 => Ok(found.pop()),
-        _ => Err(ApiError::bad_field(found[1].0, format!("'{}' and '{}' cannot be had together", found[0].0, found[1].0))),
+        _ => Err(ApiError::bad_field(
+            found[1].0,
+            format!("'{}' and '{}' cannot be had together", found[0].0, found[1].0),
+        )),
     }
 }
 
@@ -398,14 +447,20 @@ fn guide(place: &str, name: &str, value: &Value) -> Result<Grammar> {
     match name {
         "json" => match value {
             Value::Object(_) => Ok(Grammar::JsonSchema(value.clone())),
-            Value::String(text) => serde_json::from_str(text).map(Grammar::JsonSchema).map_err(|_| wrong("a JSON schema")),
+            Value::String(text) => {
+                serde_json::from_str(text).map(Grammar::JsonSchema).map_err(|_| wrong("a JSON schema"))
+            }
             _ => Err(wrong("a JSON schema")),
         },
         "regex" => Ok(Grammar::Regex(text()?)),
         "grammar" => Ok(Grammar::Lark(text()?)),
         "choice" => {
-            let list = value.as_array().filter(|list| (1..=1000).contains(&list.len())).ok_or_else(|| wrong("a list of strings"))?;
-            let strings = list.iter().map(|entry| entry.as_str().map(String::from).ok_or_else(|| wrong("a list of strings")));
+            let list = value
+                .as_array()
+                .filter(|list| (1..=1000).contains(&list.len()))
+                .ok_or_else(|| wrong("a list of strings"))?;
+            let strings =
+                list.iter().map(|entry| entry.as_str().map(String::from).ok_or_else(|| wrong("a list of strings")));
             Ok(Grammar::Choice(strings.collect::<Result<_>>()?))
         }
         _ => Err(ApiError::unsupported(place)),

@@ -35,7 +35,12 @@ impl ApiError {
 
     /// More than anyone may send.
     pub(super) fn body_too_large(limit: usize) -> Self {
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("The request body is too large: at most {limit} bytes are taken"), None, None)
+        Self::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            format!("The request body is too large: at most {limit} bytes are taken"),
+            None,
+            None,
+        )
     }
 
     /// A field has the wrong type or a value out of range.
@@ -53,7 +58,12 @@ impl ApiError {
 
     /// A field that is known and would change the answer, which we cannot do.
     pub(super) fn unsupported(param: &str) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, format!("'{param}' is not supported by this server"), Some(param), Some("unsupported_parameter"))
+        Self::new(
+            StatusCode::BAD_REQUEST,
+            format!("'{param}' is not supported by this server"),
+            Some(param),
+            Some("unsupported_parameter"),
+        )
     }
 
     /// A field nobody knows.
@@ -107,7 +117,12 @@ impl ApiError {
     }
 
     pub(super) fn wrong_method(method: &Method, path: &str) -> Self {
-        Self::new(StatusCode::METHOD_NOT_ALLOWED, format!("{path} does not take {method}"), None, Some("method_not_allowed"))
+        Self::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            format!("{path} does not take {method}"),
+            None,
+            Some("method_not_allowed"),
+        )
     }
 
     /// The prompt leaves no room for an answer.

@@ -70,7 +70,9 @@ impl Fields {
 
     /// A seed: any 64-bit whole number, negative ones included.
     pub(super) fn seed(&mut self) -> Result<Option<u64>> {
-        self.take_as("seed", "a whole number of 64 bits", |value| value.as_u64().or(value.as_i64().map(i64::cast_unsigned)))
+        self.take_as("seed", "a whole number of 64 bits", |value| {
+            value.as_u64().or(value.as_i64().map(i64::cast_unsigned))
+        })
     }
 
     /// Refuses a known field that we cannot honour, unless its value asks for what happens anyway.
@@ -107,7 +109,8 @@ mod tests {
     use super::*;
 
     fn refusal(body: Value) -> String {
-        Fields::parse(body.to_string().as_bytes()).unwrap().finish().unwrap_err().to_json()["error"]["param"].to_string()
+        Fields::parse(body.to_string().as_bytes()).unwrap().finish().unwrap_err().to_json()["error"]["param"]
+            .to_string()
     }
 
     #[test]
@@ -121,9 +124,10 @@ mod tests {
 
     #[test]
     fn types_and_ranges_are_checked() {
-        let mut fields = Fields::parse(br#"{"a":"x","b":1e999999,"c":3,"d":-1,"seed":-5,"e":1.5}"#)
-            .err()
-            .map_or_else(|| Fields::parse(b"{}").unwrap(), |_| Fields::parse(br#"{"a":"x","c":3,"d":-1,"seed":-5,"e":1.5}"#).unwrap());
+        let mut fields = Fields::parse(br#"{"a":"x","b":1e999999,"c":3,"d":-1,"seed":-5,"e":1.5}"#).err().map_or_else(
+            || Fields::parse(b"{}").unwrap(),
+            |_| Fields::parse(br#"{"a":"x","c":3,"d":-1,"seed":-5,"e":1.5}"#).unwrap(),
+        );
         assert!(fields.number("a", 0.0..=2.0).is_err());
         assert!(fields.number("c", 0.0..=2.0).is_err());
         assert!(fields.integer("d", 0).is_err());
@@ -135,7 +139,16 @@ mod tests {
     #[test]
     fn hostile_bodies_are_refused() {
         let deep = "[".repeat(100_000);
-        for body in [&b""[..], b"[]", b"null", b"{", b"{\"a\":\"\xff\"}", b"{\"a\":\"\\ud800\"}", b"{\"a\":1}}", deep.as_bytes()] {
+        for body in [
+            &b""[..],
+            b"[]",
+            b"null",
+            b"{",
+            b"{\"a\":\"\xff\"}",
+            b"{\"a\":\"\\ud800\"}",
+            b"{\"a\":1}}",
+            deep.as_bytes(),
+        ] {
             assert!(Fields::parse(body).is_err());
         }
     }

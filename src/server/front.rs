@@ -94,7 +94,8 @@ impl Hosts {
         let host = headers.get(HOST).map_or(Ok(""), HeaderValue::to_str);
         let host = host.map_err(|_| ApiError::bad_request("The Host header is not text"))?;
         let (name, _) = name_and_port(host);
-        let local = name.is_empty() || name == "localhost" || name.ends_with(".localhost") || name.parse::<IpAddr>().is_ok();
+        let local =
+            name.is_empty() || name == "localhost" || name.ends_with(".localhost") || name.parse::<IpAddr>().is_ok();
         if local || !self.local_only {
             return Ok(());
         }
@@ -160,7 +161,10 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             // A bug in one request is told to whoever made it, and to nobody else.
-            AssertUnwindSafe(next.run(request)).catch_unwind().await.unwrap_or_else(|_| ApiError::internal().into_response())
+            AssertUnwindSafe(next.run(request))
+                .catch_unwind()
+                .await
+                .unwrap_or_else(|_| ApiError::internal().into_response())
         }
     };
     if path.starts_with("/v1/messages")
@@ -218,7 +222,9 @@ fn admit(app: &App, request: &Request) -> std::result::Result<(u64, Tenant), Api
 
 fn request_id(headers: &HeaderMap) -> String {
     let given = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
-    let plain = |id: &&str| (1..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+    let plain = |id: &&str| {
+        (1..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+    };
     match given.filter(plain) {
         Some(id) => id.to_string(),
         None => new_id("req"),

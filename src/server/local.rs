@@ -5,8 +5,8 @@ use super::conversation::{Conversation, read_format};
 use super::fields::Fields;
 use crate::Result;
 use crate::engine::{Constraint, Request};
-use crate::text::reply::Parser;
 use crate::text::model::TextModel;
+use crate::text::reply::Parser;
 use crate::text::stream::TextStream;
 
 /// A conversation that is being answered.

@@ -101,7 +101,11 @@ impl Budget {
                 Ok(Ok(held)) => return Ok(held),
                 Ok(Err(_)) => return Err(ApiError::internal()),
                 Err(_) if look < until => self.look(),
-                Err(_) => return Err(ApiError::too_many("Other requests hold the memory that this one takes: try again in a while")),
+                Err(_) => {
+                    return Err(ApiError::too_many(
+                        "Other requests hold the memory that this one takes: try again in a while",
+                    ));
+                }
             }
         }
     }
@@ -112,8 +116,9 @@ impl Budget {
         let most = self.room(free + state.held, bytes);
         if bytes > most {
             let (needed, most) = (bytes.div_ceil(1 << 20), most >> 20);
-            let message =
-                format!("This request takes up to {needed} MiB of memory and {most} are free for it: ask for less, or try again later");
+            let message = format!(
+                "This request takes up to {needed} MiB of memory and {most} are free for it: ask for less, or try again later"
+            );
             return Err(ApiError::unavailable(&message, Some(30)));
         }
         let (admitted, told) = oneshot::channel();

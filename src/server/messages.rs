@@ -19,13 +19,17 @@ use super::front::{Caller, new_id};
 use super::steer::read_steer;
 use crate::engine::SamplingParams;
 use crate::text::grammar::Grammar;
-use crate::text::reply::{Tool, ToolChoice};
 use crate::text::model::TextModel;
+use crate::text::reply::{Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// Answers `/v1/messages`.
-pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+pub(super) async fn answer(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Response> {
     let (ask, streams) = understand(&app, caller.client, body, read).await?;
     let name = app.model()?.engine().info().model.clone();
     let request_id = caller.request_id.clone();
@@ -45,8 +49,15 @@ pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Exten
 }
 
 /// Answers `/v1/messages/count_tokens`.
-pub(super) async fn count_tokens(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Json<Value>> {
-    let count = understand(&app, caller.client, body, |model, fields| Ok(conversation(model, fields)?.prompt(model)?.ids.len())).await?;
+pub(super) async fn count_tokens(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Json<Value>> {
+    let count = understand(&app, caller.client, body, |model, fields| {
+        Ok(conversation(model, fields)?.prompt(model)?.ids.len())
+    })
+    .await?;
     Ok(Json(json!({"input_tokens": count})))
 }
 
@@ -78,12 +89,14 @@ fn conversation(model: &TextModel, fields: &mut Fields) -> Result<Conversation> 
         messages.push(json!({"role": "system", "content": read_content("system", Some(&system))?}));
     }
     let list = fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
-    let list = list.as_array().ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
+    let list =
+        list.as_array().ok_or_else(|| ApiError::bad_field("messages", "'messages' must be a list of messages"))?;
     check_count("messages", list.len())?;
     for (i, message) in list.iter().enumerate() {
         read_message(&format!("messages[{i}]"), message, &mut messages)?;
     }
-    let continues = messages.last().is_some_and(|message| message["role"] == "assistant" && message.get("tool_calls").is_none());
+    let continues =
+        messages.last().is_some_and(|message| message["role"] == "assistant" && message.get("tool_calls").is_none());
     let mut kwargs = thinking(model, fields.object("thinking")?)?;
     let format = read_output_config(model, fields.object("output_config")?.unwrap_or_default(), &mut kwargs)?;
     fields.take("cache_control"); // prefixes are kept without being asked
@@ -113,7 +126,9 @@ fn read_output_config(
         Some(mut format) if format["type"] == "json_schema" && format["schema"].is_object() => {
             Ok(Some((FORMAT, Grammar::JsonSchema(format["schema"].take()))))
         }
-        Some(_) => Err(ApiError::bad_field(FORMAT, "'output_config.format' must be of type \"json_schema\", with a schema")),
+        Some(_) => {
+            Err(ApiError::bad_field(FORMAT, "'output_config.format' must be of type \"json_schema\", with a schema"))
+        }
     }
 }
 
@@ -125,10 +140,15 @@ fn thinking(model: &TextModel, field: Option<Map<String, Value>>) -> Result<Map<
         Some("disabled") => false,
         _ => return Err(ApiError::bad_field("thinking", "'thinking' must be of type \"enabled\" or \"disabled\"")),
     };
-    let switches: Vec<&str> = ["enable_thinking", "thinking"].into_iter().filter(|name| model.has_template_variable(name)).collect();
+    let switches: Vec<&str> =
+        ["enable_thinking", "thinking"].into_iter().filter(|name| model.has_template_variable(name)).collect();
     match (model.syntax().thinks(), on) {
-        (true, false) if switches.is_empty() => Err(ApiError::bad_field("thinking", "This model always thinks: leave 'thinking' away")),
-        (false, true) => Err(ApiError::bad_field("thinking", "This model does not think before it answers: leave 'thinking' away")),
+        (true, false) if switches.is_empty() => {
+            Err(ApiError::bad_field("thinking", "This model always thinks: leave 'thinking' away"))
+        }
+        (false, true) => {
+            Err(ApiError::bad_field("thinking", "This model does not think before it answers: leave 'thinking' away"))
+        }
         _ => Ok(switches.into_iter().map(|name| (name.to_string(), json!(on))).collect()),
     }
 }
@@ -148,7 +168,12 @@ fn read_tools(fields: &mut Fields) -> Result<Tools> {
             (Some("any"), _) => ToolChoice::Required,
             (Some("none"), _) => ToolChoice::None,
             (Some("tool"), Some(name)) => ToolChoice::Named(name.into()),
-            _ => return Err(ApiError::bad_field("tool_choice", "'tool_choice' must be of type auto, any, none, or tool with a name")),
+            _ => {
+                return Err(ApiError::bad_field(
+                    "tool_choice",
+                    "'tool_choice' must be of type auto, any, none, or tool with a name",
+                ));
+            }
         };
     }
     tools.check()
@@ -178,17 +203,29 @@ fn read_tool(place: &str, tool: &Value) -> Result<Tool> {
 fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()> {
     let role = match message["role"].as_str() {
         Some(role @ ("user" | "assistant" | "system")) => role,
-        _ => return Err(ApiError::bad_field(&format!("{place}.role"), format!("{place}.role must be user or assistant"))),
+        _ => {
+            return Err(ApiError::bad_field(
+                &format!("{place}.role"),
+                format!("{place}.role must be user or assistant"),
+            ));
+        }
     };
     let blocks = match &message["content"] {
         Value::String(text) => vec![json!({"type": "text", "text": text})],
         Value::Array(blocks) => blocks.clone(),
-        _ => return Err(ApiError::bad_field(&format!("{place}.content"), format!("{place}.content must be a string or a list of blocks"))),
+        _ => {
+            return Err(ApiError::bad_field(
+                &format!("{place}.content"),
+                format!("{place}.content must be a string or a list of blocks"),
+            ));
+        }
     };
     let (mut text, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
     for (k, block) in blocks.iter().enumerate() {
         let place = format!("{place}.content[{k}]");
-        let string = |name: &str| block[name].as_str().ok_or_else(|| ApiError::bad_field(&place, format!("{place} has no '{name}'")));
+        let string = |name: &str| {
+            block[name].as_str().ok_or_else(|| ApiError::bad_field(&place, format!("{place} has no '{name}'")))
+        };
         match (block["type"].as_str(), role) {
             (Some("text"), _) => text += string("text")?,
             (Some("thinking"), "assistant") => reasoning += string("thinking")?,
@@ -233,7 +270,9 @@ fn join(last: &mut Value, more: Value) {
     for (name, value) in more {
         match (&mut last[&name], value) {
             (_, _) if name == "role" => {}
-            (Value::String(before), Value::String(more)) if !before.is_empty() && !more.is_empty() => *before += &format!("\n\n{more}"),
+            (Value::String(before), Value::String(more)) if !before.is_empty() && !more.is_empty() => {
+                *before += &format!("\n\n{more}")
+            }
             (_, Value::String(more)) if more.is_empty() => {}
             (before, value) => *before = value,
         }
@@ -287,7 +326,8 @@ fn block(item: &Item) -> Value {
         Item::Content(text) => json!({"type": "text", "text": text}),
         Item::Call { id, name, arguments } => {
             // The model may have been cut off in the middle of them.
-            let input = serde_json::from_str::<Value>(arguments).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
+            let input =
+                serde_json::from_str::<Value>(arguments).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
             json!({"type": "tool_use", "id": id, "name": name, "input": input})
         }
     }
@@ -330,9 +370,10 @@ impl Shape for Streamed {
         let index = self.shape.items.0.len() - 1;
         let item = &self.shape.items.0[index];
         let (empty, delta) = match item {
-            Item::Reasoning(_) => {
-                (json!({"type": "thinking", "thinking": "", "signature": ""}), json!({"type": "thinking_delta", "thinking": added}))
-            }
+            Item::Reasoning(_) => (
+                json!({"type": "thinking", "thinking": "", "signature": ""}),
+                json!({"type": "thinking_delta", "thinking": added}),
+            ),
             Item::Content(_) => (json!({"type": "text", "text": ""}), json!({"type": "text_delta", "text": added})),
             Item::Call { id, name, .. } => (
                 json!({"type": "tool_use", "id": id, "name": name, "input": {}}),

@@ -53,7 +53,11 @@ const FIRST: f64 = 0.005;
 
 impl<const N: usize> Default for Histogram<N> {
     fn default() -> Self {
-        Self { buckets: std::array::from_fn(|_| AtomicU64::new(0)), microseconds: AtomicU64::new(0), all: AtomicU64::new(0) }
+        Self {
+            buckets: std::array::from_fn(|_| AtomicU64::new(0)),
+            microseconds: AtomicU64::new(0),
+            all: AtomicU64::new(0),
+        }
     }
 }
 
@@ -76,7 +80,11 @@ impl<const N: usize> Histogram<N> {
         }
         let all = self.all.load(Relaxed);
         let _ = writeln!(out, "moebius_{name}_bucket{{le=\"+Inf\"}} {all}");
-        let _ = writeln!(out, "moebius_{name}_sum {}\nmoebius_{name}_count {all}", self.microseconds.load(Relaxed) as f64 / 1e6);
+        let _ = writeln!(
+            out,
+            "moebius_{name}_sum {}\nmoebius_{name}_count {all}",
+            self.microseconds.load(Relaxed) as f64 / 1e6
+        );
     }
 }
 
@@ -89,16 +97,23 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
         }
     }
     let (connections, ended) = app.places.count();
-    let _ =
-        writeln!(out, "# HELP moebius_connections Open connections.\n# TYPE moebius_connections gauge\nmoebius_connections {connections}");
-    let _ = writeln!(out, "# HELP moebius_connections_ended_total Connections that ended because others wanted their place.");
+    let _ = writeln!(
+        out,
+        "# HELP moebius_connections Open connections.\n# TYPE moebius_connections gauge\nmoebius_connections {connections}"
+    );
+    let _ = writeln!(
+        out,
+        "# HELP moebius_connections_ended_total Connections that ended because others wanted their place."
+    );
     let _ = writeln!(out, "# TYPE moebius_connections_ended_total counter\nmoebius_connections_ended_total {ended}");
     let http = &app.http;
     http.first_token.write("time_to_first_token_seconds", "From submission to the first token.", &mut out);
     http.per_token.write("time_per_output_token_seconds", "Between two tokens of an answer, its mean.", &mut out);
     http.request.write("request_seconds", "From submission to the last token.", &mut out);
-    let _ =
-        writeln!(out, "# HELP moebius_http_responses_total Responses by route and status.\n# TYPE moebius_http_responses_total counter");
+    let _ = writeln!(
+        out,
+        "# HELP moebius_http_responses_total Responses by route and status.\n# TYPE moebius_http_responses_total counter"
+    );
     for ((route, status), n) in &*http.responses.lock().unwrap_or_else(PoisonError::into_inner) {
         let _ = writeln!(out, "moebius_http_responses_total{{route=\"{route}\",status=\"{status}\"}} {n}");
     }

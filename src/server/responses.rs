@@ -12,15 +12,16 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
 use super::ask::{Ask, Options, understand};
 use super::conversation::{
-    Conversation, Tools, check_count, check_tools, choice_by_word, read_content, read_function, response_format, wrong_choice,
+    Conversation, Tools, check_count, check_tools, choice_by_word, read_content, read_function, response_format,
+    wrong_choice,
 };
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::{App, unix_seconds};
 use crate::text::grammar::Grammar;
-use crate::text::reply::{Part, ToolChoice};
 use crate::text::model::TextModel;
+use crate::text::reply::{Part, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -28,7 +29,11 @@ type Result<T> = std::result::Result<T, ApiError>;
 const MAX_KEPT_BYTES: usize = 64 << 10;
 
 /// Answers `/v1/responses`.
-pub(super) async fn answer(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+pub(super) async fn answer(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Response> {
     let (ask, echo, streams) = understand(&app, caller.client, body, read).await?;
     let name = app.model()?.engine().info().model.clone();
     let mut answer = Answer::start(&app, caller, ask).await?;
@@ -85,7 +90,8 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Strin
         kwargs.insert("reasoning_effort".into(), effort.clone());
     }
     let (tools, raw_tools, raw_choice) = read_tools(fields)?;
-    let (metadata, user) = (fields.take("metadata").unwrap_or_else(|| json!({})), fields.take("user").unwrap_or_default());
+    let (metadata, user) =
+        (fields.take("metadata").unwrap_or_else(|| json!({})), fields.take("user").unwrap_or_default());
     for (name, value) in [("metadata", &metadata), ("user", &user)] {
         if value.to_string().len() > MAX_KEPT_BYTES {
             return Err(ApiError::bad_field(name, format!("'{name}' may have {MAX_KEPT_BYTES} bytes at most")));
@@ -117,7 +123,10 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Gramma
     }
     // The schema stands beside its name here, and within an object of its own in chat completions.
     let grammar = match format["type"] == "json_schema" {
-        true => response_format("text.format", &json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))?,
+        true => response_format(
+            "text.format",
+            &json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}),
+        )?,
         false => response_format("text.format", &format)?,
     };
     Ok((json!({ "format": format }), grammar.map(|grammar| ("text.format", grammar))))
@@ -155,13 +164,20 @@ fn read_input(fields: &mut Fields, messages: &mut Vec<Value>) -> Result<()> {
     check_count("input", items.len())?;
     for (i, item) in items.iter().enumerate() {
         let place = format!("input[{i}]");
-        let string = |name: &str| item[name].as_str().ok_or_else(|| ApiError::bad_field(&place, format!("{place} has no '{name}'")));
+        let string = |name: &str| {
+            item[name].as_str().ok_or_else(|| ApiError::bad_field(&place, format!("{place} has no '{name}'")))
+        };
         match item["type"].as_str() {
             None | Some("message") => {
                 let role = match string("role")? {
                     "developer" => "system",
                     role @ ("user" | "system" | "assistant") => role,
-                    _ => return Err(ApiError::bad_field(&place, format!("{place}.role must be user, system, developer or assistant"))),
+                    _ => {
+                        return Err(ApiError::bad_field(
+                            &place,
+                            format!("{place}.role must be user, system, developer or assistant"),
+                        ));
+                    }
                 };
                 let content = read_content(&format!("{place}.content"), item.get("content"))?;
                 match role {
@@ -243,7 +259,10 @@ impl Responses {
             ("created_at".to_string(), json!(self.created)),
             ("status".to_string(), json!(status)),
             ("error".to_string(), Value::Null),
-            ("incomplete_details".to_string(), if cut && used.is_some() { json!({"reason": "max_output_tokens"}) } else { Value::Null }),
+            (
+                "incomplete_details".to_string(),
+                if cut && used.is_some() { json!({"reason": "max_output_tokens"}) } else { Value::Null },
+            ),
             ("model".to_string(), json!(self.name)),
             ("output".to_string(), output.collect()),
             ("previous_response_id".to_string(), Value::Null),
@@ -284,9 +303,10 @@ impl Responses {
         let (item, id) = (self.item(i, status), self.ids[i].clone());
         let mut events = match self.items.0[i].clone() {
             Item::Reasoning(text) => {
-                vec![
-                    self.event("response.reasoning_text.done", json!({"item_id": id, "output_index": i, "content_index": 0, "text": text})),
-                ]
+                vec![self.event(
+                    "response.reasoning_text.done",
+                    json!({"item_id": id, "output_index": i, "content_index": 0, "text": text}),
+                )]
             }
             Item::Content(text) => {
                 let done = json!({"item_id": id, "output_index": i, "content_index": 0, "text": text, "logprobs": []});

@@ -57,7 +57,9 @@ impl Vectors {
         let share = (MAX_NUMBERS / vector.len().max(1) / self.tenants).clamp(1, MAX_VECTORS);
         self.with(tenant, |names| {
             if names.len() >= share && !names.contains_key(&name) {
-                return Err(ApiError::too_many(format!("There are {share} vectors, and no more may be: delete one first")));
+                return Err(ApiError::too_many(format!(
+                    "There are {share} vectors, and no more may be: delete one first"
+                )));
             }
             names.insert(name, vector);
             Ok(())
@@ -70,7 +72,10 @@ impl Vectors {
             let vector = match vector {
                 Vector::Given(vector) => vector.clone(),
                 Vector::Named(name) => self.get(tenant, name).ok_or_else(|| {
-                    ApiError::bad_field("steer", format!("There is no vector '{name}': put one at /v1/vectors/{name} first"))
+                    ApiError::bad_field(
+                        "steer",
+                        format!("There is no vector '{name}': put one at /v1/vectors/{name} first"),
+                    )
                 })?,
             };
             Ok(Steer { layer: *layer, vector, coefficient: *coefficient, positions: positions.clone() })
@@ -137,8 +142,7 @@ impl Steering {
 /// Reads `positions`: `"all"`, `"prompt"`, `"generated"`, or ranges `[[0, 5], [9, null]]` whose ends are not included.
 pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
     let wrong = || {
-        let message =
-            "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end not included, null: none)";
+        let message = "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end not included, null: none)";
         ApiError::bad_field("positions", message)
     };
     let range = |range: &Value| -> Option<Range<usize>> {
@@ -180,11 +184,15 @@ fn numbers(name: &str, value: &Value) -> Result<Arc<[f32]>> {
     let wrong = || {
         ApiError::bad_field(
             name,
-            format!("'{name}' must be a list of numbers, or base64 of little-endian 32-bit floats where no name can stand"),
+            format!(
+                "'{name}' must be a list of numbers, or base64 of little-endian 32-bit floats where no name can stand"
+            ),
         )
     };
     match value {
-        Value::Array(list) => list.iter().map(|x| x.as_f64().map(|x| x as f32)).collect::<Option<_>>().ok_or_else(wrong),
+        Value::Array(list) => {
+            list.iter().map(|x| x.as_f64().map(|x| x as f32)).collect::<Option<_>>().ok_or_else(wrong)
+        }
         Value::String(text) => {
             let bytes = BASE64_STANDARD.decode(text).map_err(|_| wrong())?;
             let (floats, []) = bytes.as_chunks::<4>() else { return Err(wrong()) };
@@ -220,7 +228,8 @@ pub(super) async fn put(
 
 /// `GET /v1/vectors`: what there is.
 pub(super) async fn list(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Json<Value> {
-    let all = |names: &mut Names| names.iter().map(|(name, vector)| describe(name, vector).into()).collect::<Vec<Value>>();
+    let all =
+        |names: &mut Names| names.iter().map(|(name, vector)| describe(name, vector).into()).collect::<Vec<Value>>();
     Json(json!({"object": "list", "data": app.vectors.with(caller.tenant, all)}))
 }
 

@@ -41,7 +41,9 @@ impl Structure {
         }
         match self.bytes <= MAX_BYTES {
             true => Ok(()),
-            false => Err(ApiError::bad_request("The request body has too many objects, lists and numbers: send less at a time")),
+            false => Err(ApiError::bad_request(
+                "The request body has too many objects, lists and numbers: send less at a time",
+            )),
         }
     }
 

@@ -3,11 +3,11 @@
 use std::sync::PoisonError;
 
 use super::error::ApiError;
-use crate::text::content::PromptText;
 use crate::load::LEAST_BYTES;
+use crate::machine::topology;
+use crate::text::content::PromptText;
 use crate::text::model::TextModel;
 use crate::text::tokenizer::Tokenizer;
-use crate::machine::topology;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -51,7 +51,9 @@ fn check_context(model: &TextModel, param: &str, text: &str) -> Result<()> {
     if text.len() > PIECE_BYTES.max(TOKEN_BYTES * limit)
         && let Some(least) = more_tokens_than(limit, model.tokenizer(), text)?
     {
-        let message = format!("This model's context holds {limit} tokens, answer included; the prompt has more than {least} tokens");
+        let message = format!(
+            "This model's context holds {limit} tokens, answer included; the prompt has more than {least} tokens"
+        );
         return Err(ApiError::context_length(message, param));
     }
     Ok(())
@@ -63,7 +65,8 @@ fn check_context(model: &TextModel, param: &str, text: &str) -> Result<()> {
 pub(super) fn encode_text(model: &TextModel, param: &str, text: &str, add_special: bool) -> Result<Vec<u32>> {
     let most = TOKENIZED_BYTES.max(TOKEN_BYTES * model.engine().info().max_context);
     if text.len() > most {
-        let message = format!("'{param}' has {} bytes and {most} are tokenized at a time: send it in parts", text.len());
+        let message =
+            format!("'{param}' has {} bytes and {most} are tokenized at a time: send it in parts", text.len());
         return Err(ApiError::bad_field(param, message));
     }
     encode(model, text, || model.tokenizer().encode(text, add_special))

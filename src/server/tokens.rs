@@ -20,7 +20,11 @@ use crate::text::model::TextModel;
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// Token ids of `prompt`, or of what the chat template makes of `messages` (and `tools`).
-pub(super) async fn tokenize(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Response> {
+pub(super) async fn tokenize(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Response> {
     let told = understand(&app, caller.client, body, |model, fields| {
         let ids = match fields.string("prompt")? {
             Some(text) => {
@@ -55,7 +59,11 @@ fn tokenized(model: &TextModel, ids: &[u32], spelled: bool) -> Result<String> {
 }
 
 /// The text of `tokens`.
-pub(super) async fn detokenize(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, body: Body) -> Result<Json<Value>> {
+pub(super) async fn detokenize(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    body: Body,
+) -> Result<Json<Value>> {
     let told = understand(&app, caller.client, body, |model, fields| {
         let tokens = fields.take("tokens").ok_or_else(|| ApiError::bad_field("tokens", "'tokens' is missing"))?;
         let ids = token_ids(model, "tokens", &tokens)?;

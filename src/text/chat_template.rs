@@ -86,7 +86,9 @@ impl ChatTemplate {
     /// Errors: `Error::Model` when it cannot be compiled within its limits.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_small_json(&dir.join("tokenizer_config.json"))?;
-        let Some(source) = read_source(&dir.join("chat_template.jinja"))?.or_else(|| default_template(&config["chat_template"])) else {
+        let Some(source) =
+            read_source(&dir.join("chat_template.jinja"))?.or_else(|| default_template(&config["chat_template"]))
+        else {
             return Ok(None);
         };
         let map = read_small_json(&dir.join("special_tokens_map.json"))?;
@@ -99,7 +101,9 @@ impl ChatTemplate {
             }
         }
         let remedy = |e| match e {
-            Error::Model(what) => Error::Model(format!("{what}; put another one, called chat_template.jinja, into {}", dir.display())),
+            Error::Model(what) => {
+                Error::Model(format!("{what}; put another one, called chat_template.jinja, into {}", dir.display()))
+            }
             other => other,
         };
         Self::compile(&source, special_tokens).map(Some).map_err(remedy)
@@ -108,7 +112,9 @@ impl ChatTemplate {
     /// The template with this text. Errors: `Error::Model` when it is not one, or cannot be compiled within its limits.
     pub fn compile(source: &str, special_tokens: Map<String, Value>) -> Result<Self> {
         let compiled = match COMMAND.get() {
-            _ if source.len() > MAX_SOURCE_BYTES => Err(Failure::Broken(format!("it has more than {} KiB", MAX_SOURCE_BYTES >> 10))),
+            _ if source.len() > MAX_SOURCE_BYTES => {
+                Err(Failure::Broken(format!("it has more than {} KiB", MAX_SOURCE_BYTES >> 10)))
+            }
             Some(command) => Processes::start(command, source).map(Renderer::Processes),
             None => Jinja::compile(source).map(Renderer::Here),
         };
@@ -141,7 +147,9 @@ impl ChatTemplate {
         };
         rendered.map_err(|failure| match failure {
             Failure::Refused(words) => Error::Invalid(words),
-            Failure::Broken(why) => Error::Invalid(format!("the model's chat template failed on this conversation: {why}")),
+            Failure::Broken(why) => {
+                Error::Invalid(format!("the model's chat template failed on this conversation: {why}"))
+            }
             Failure::Machine(error) => error,
         })
     }
@@ -178,7 +186,9 @@ fn text_limit(variables_bytes: usize) -> usize {
 /// A template's file, if it is there; of one that is too large, no more than it takes to be refused.
 fn read_source(path: &Path) -> Result<Option<String>> {
     let mut bytes = Vec::new();
-    match moebius_cache::file::open(path).and_then(|file| file.take(MAX_SOURCE_BYTES as u64 + 1).read_to_end(&mut bytes)) {
+    match moebius_cache::file::open(path)
+        .and_then(|file| file.take(MAX_SOURCE_BYTES as u64 + 1).read_to_end(&mut bytes))
+    {
         Ok(length) if length > MAX_SOURCE_BYTES => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
         Ok(_) => match String::from_utf8(bytes) {
             Ok(source) => Ok(Some(source)),
@@ -232,13 +242,17 @@ mod tests {
     #[test]
     fn a_template_refuses_in_its_own_words() {
         let template = ChatTemplate::load(&fixture_dir()).unwrap().unwrap();
-        let error = template.render(&[json!({"role": "assistant", "content": "hi"})], &RenderOptions::default()).unwrap_err();
+        let error =
+            template.render(&[json!({"role": "assistant", "content": "hi"})], &RenderOptions::default()).unwrap_err();
         assert_eq!(error.to_string(), "Conversation roles must alternate user/assistant/user/assistant/...");
     }
 
     #[test]
     fn tojson_is_pythons() {
-        let options = RenderOptions { tools: Some(json!([{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}])), ..Default::default() };
+        let options = RenderOptions {
+            tools: Some(json!([{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}])),
+            ..Default::default()
+        };
         let got = render("{{ tools | tojson }}", json!([]), options.clone()).unwrap();
         assert_eq!(got, r#"[{"z": "<é'&>", "a": [1, 2.5, null, true], "e": {}}]"#);
         let got = render("{{ tools[0].a | tojson(indent=2) }}", json!([]), options).unwrap();
@@ -247,7 +261,10 @@ mod tests {
 
     #[test]
     fn python_methods_slices_and_kwargs_work() {
-        let options = RenderOptions { kwargs: Map::from_iter([("enable_thinking".to_string(), json!(false))]), ..Default::default() };
+        let options = RenderOptions {
+            kwargs: Map::from_iter([("enable_thinking".to_string(), json!(false))]),
+            ..Default::default()
+        };
         let source = "{{ bos_token }}{% for m in messages[::-1] %}{{ m.content.strip().upper() }}{% if not loop.last %},{% endif %}{% endfor %}\
                       {% if enable_thinking is defined and not enable_thinking %}|{% endif %}{{ messages[0].get('x', 'd') }}";
         let messages = json!([{"content": " a "}, {"content": "b"}]);
@@ -280,7 +297,19 @@ mod tests {
 
     #[test]
     fn broken_tags_are_no_panic() {
-        for source in ["{%}", "{%", "{%%}", "{%}%}", "{%-%}", "{%é%}", "{% generation", "x{%}{% generation %}", "{{}}", "{#}", "%}{%"] {
+        for source in [
+            "{%}",
+            "{%",
+            "{%%}",
+            "{%}%}",
+            "{%-%}",
+            "{%é%}",
+            "{% generation",
+            "x{%}{% generation %}",
+            "{{}}",
+            "{#}",
+            "%}{%",
+        ] {
             let _ = render(source, json!([]), RenderOptions::default());
         }
         for source in ["{{ 'x' * 1000000000000000 }}", "{{ range(1000000000000000) }}", "{{ 1 // 0 }}", "{{ 1 % 0 }}"] {
@@ -307,9 +336,12 @@ mod tests {
         let error = ChatTemplate::compile(&"x".repeat(MAX_SOURCE_BYTES + 1), Map::new()).err().unwrap();
         assert_eq!(error.to_string(), "the model's chat template cannot be used: it has more than 256 KiB");
         assert!(ChatTemplate::compile(&"x".repeat(MAX_SOURCE_BYTES), Map::new()).is_ok());
-        let endless = render("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", json!([]), RenderOptions::default());
+        let endless =
+            render("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", json!([]), RenderOptions::default());
         assert!(endless.unwrap_err().to_string().contains("writes more than 33554432 bytes"));
-        let wordy = render("{{ raise_exception('a\nb' * 1000) }}", json!([]), RenderOptions::default()).unwrap_err().to_string();
+        let wordy = render("{{ raise_exception('a\nb' * 1000) }}", json!([]), RenderOptions::default())
+            .unwrap_err()
+            .to_string();
         assert!(wordy.starts_with("a ba b") && wordy.chars().count() == 201, "{wordy}");
     }
 
@@ -321,6 +353,8 @@ mod tests {
             RenderOptions::default(),
         );
         assert!(error.unwrap_err().to_string().contains("failed on this conversation"));
-        assert!(render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", json!([]), RenderOptions::default()).is_err());
+        assert!(
+            render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", json!([]), RenderOptions::default()).is_err()
+        );
     }
 }

@@ -80,7 +80,8 @@ impl Markers {
         };
         let of_reply = |text: &str| ["think", "tool", "arg_"].iter().any(|word| text.contains(word));
         let tokens = tokenizer.added_tokens().into_iter().filter(gives_form).map(|(text, _)| text);
-        let mut all: Vec<Marker> = tokens.map(|text| Marker { spared: of_reply(&text), text, is_token: true }).collect();
+        let mut all: Vec<Marker> =
+            tokens.map(|text| Marker { spared: of_reply(&text), text, is_token: true }).collect();
         // A slash is in every path, and no token has it but behind another sign.
         let is_sign = |c: &char| !c.is_alphanumeric() && !c.is_whitespace() && !['_', '/'].contains(c);
         let mut signs: Vec<char> = all.iter().flat_map(|marker| marker.text.chars()).filter(is_sign).collect();
@@ -124,15 +125,26 @@ impl Markers {
     }
 
     /// Where the conversation wrote signs into `text`; `None` when the template treats marked words in another way.
-    fn written(&self, template: &ChatTemplate, messages: &[Value], options: &RenderOptions, text: &str) -> Result<Option<Vec<usize>>> {
+    fn written(
+        &self,
+        template: &ChatTemplate,
+        messages: &[Value],
+        options: &RenderOptions,
+        text: &str,
+    ) -> Result<Option<Vec<usize>>> {
         let kwargs = Value::Object(options.kwargs.clone());
-        let strings: Vec<String> = options.tools.iter().chain([&kwargs]).chain(messages).map(Value::to_string).collect();
-        let mark = unused_character(strings.iter().map(String::as_str).chain([text, template.source()]))
-            .ok_or_else(|| Error::Invalid("this conversation has every character for private use: leave one out".into()))?;
+        let strings: Vec<String> =
+            options.tools.iter().chain([&kwargs]).chain(messages).map(Value::to_string).collect();
+        let mark =
+            unused_character(strings.iter().map(String::as_str).chain([text, template.source()])).ok_or_else(|| {
+                Error::Invalid("this conversation has every character for private use: leave one out".into())
+            })?;
         for marking in [Marking::Signs, Marking::Sparing, Marking::Whole] {
-            let kwargs = options.kwargs.iter().map(|(name, value)| (name.clone(), self.marked(value, marking, mark))).collect();
+            let kwargs =
+                options.kwargs.iter().map(|(name, value)| (name.clone(), self.marked(value, marking, mark))).collect();
             let tools = options.tools.as_ref().map(|tools| self.marked(tools, marking, mark));
-            let messages: Vec<Value> = messages.iter().map(|message| self.marked_message(message, marking, mark)).collect();
+            let messages: Vec<Value> =
+                messages.iter().map(|message| self.marked_message(message, marking, mark)).collect();
             let marked = match template.render(&messages, &RenderOptions { tools, kwargs, ..options.clone() }) {
                 Ok(marked) => marked,
                 // It refuses marked words, or they are too long for it. The fewest marks there are must not be too many: what
@@ -169,7 +181,8 @@ impl Markers {
         let written = |start: usize, end: usize| {
             content[content.partition_point(|&place| place <= start)..].first().is_some_and(|&place| place <= end)
         };
-        let tokens = self.search.find_overlapping_iter(text).filter(|found| self.all[found.pattern().as_usize()].is_token);
+        let tokens =
+            self.search.find_overlapping_iter(text).filter(|found| self.all[found.pattern().as_usize()].is_token);
         let found = tokens.filter(|found| written(found.start(), found.end()));
         let mut cuts: Vec<usize> = found.map(|found| after_first(text, found.start())).collect();
         cuts.sort_unstable();
@@ -200,7 +213,9 @@ impl Markers {
         match value {
             Value::String(text) => string(text).into(),
             Value::Array(list) => list.iter().map(|value| self.marked(value, marking, mark)).collect(),
-            Value::Object(map) => map.iter().map(|(key, value)| (string(key), self.marked(value, marking, mark))).collect(),
+            Value::Object(map) => {
+                map.iter().map(|(key, value)| (string(key), self.marked(value, marking, mark))).collect()
+            }
             other => other.clone(),
         }
     }
@@ -211,9 +226,13 @@ impl Markers {
         if marking != Marking::Whole {
             text.match_indices(&self.signs[..]).for_each(|(at, _)| marked[at] = true);
         }
-        let spared = |found: &aho_corasick::Match| marking != Marking::Signs && self.all[found.pattern().as_usize()].spared;
+        let spared =
+            |found: &aho_corasick::Match| marking != Marking::Signs && self.all[found.pattern().as_usize()].spared;
         self.search.find_overlapping_iter(text).filter(spared).for_each(|found| marked[found.range()].fill(false));
-        self.search.find_overlapping_iter(text).filter(|found| !spared(found)).for_each(|found| marked[found.start()] = true);
+        self.search
+            .find_overlapping_iter(text)
+            .filter(|found| !spared(found))
+            .for_each(|found| marked[found.start()] = true);
         let places = marked.into_iter().enumerate().filter(|(_, marked)| *marked);
         places.map(|(at, _)| after_first(text, at)).collect()
     }

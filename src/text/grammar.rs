@@ -107,8 +107,9 @@ impl Grammars {
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, eos[0]), &words).with_eos_tokens(&eos);
         // It claims no canonical way to cut text into tokens: every way is allowed, and the model takes the one it knows.
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-        let mut factory = ParserFactory::new_simple(&env)
-            .map_err(|e| Error::Model(format!("constrained output cannot use the model's vocabulary: {}", one_line(&e))))?;
+        let mut factory = ParserFactory::new_simple(&env).map_err(|e| {
+            Error::Model(format!("constrained output cannot use the model's vocabulary: {}", one_line(&e)))
+        })?;
         factory.quiet();
         *factory.limits_mut() = schema::limits();
         let specials = lark::Specials::new(special.iter().map(|&id| (tokenizer.token_bytes(id), id)));
@@ -130,7 +131,9 @@ impl Grammars {
         let source = lark::source(grammar, &self.specials)?;
         let mut matcher = Matcher::new(self.factory.create_parser(source));
         // No token yet: it tells whether anything but the end may come, and what went wrong.
-        matcher.consume_tokens(&[]).map_err(|e| Error::Invalid(format!("the output format cannot be enforced: {}", one_line(&e))))?;
+        matcher
+            .consume_tokens(&[])
+            .map_err(|e| Error::Invalid(format!("the output format cannot be enforced: {}", one_line(&e))))?;
         Ok(matcher)
     }
 }
@@ -150,8 +153,9 @@ impl std::fmt::Debug for Matching {
 
 impl Constraint for Matching {
     fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
-        let allowed = (self.matcher.compute_mask_or_eos())
-            .map_err(|e| Error::Invalid(format!("the output format became too complex to enforce: simplify it ({})", one_line(&e))))?;
+        let allowed = (self.matcher.compute_mask_or_eos()).map_err(|e| {
+            Error::Invalid(format!("the output format became too complex to enforce: simplify it ({})", one_line(&e)))
+        })?;
         let words = allowed.as_slice();
         let known = logits.len().min(self.vocab_size);
         for (chunk, &word) in logits[..known].chunks_mut(32).zip(words) {

@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use serde_json::Value;
 
-use crate::text::chat_template::{ChatTemplate, RenderOptions};
 use crate::config::EngineConfig;
-use crate::text::content::{Markers, PromptText};
-use crate::engine::{self, Constraint, EngineHandle, Request, SamplingParams};
 use crate::engine::generation_config::GenerationConfig;
-use crate::text::grammar::{Grammar, Grammars};
+use crate::engine::{self, Constraint, EngineHandle, Request, SamplingParams};
 use crate::load::{self, LoadProgress};
+use crate::text::chat_template::{ChatTemplate, RenderOptions};
+use crate::text::content::{Markers, PromptText};
+use crate::text::grammar::{Grammar, Grammars};
 use crate::text::reply::Syntax;
 use crate::text::stream::TextStream;
 use crate::text::tokenizer::Tokenizer;
@@ -122,7 +122,9 @@ impl TextModel {
     pub fn has_template_variable(&self, name: &str) -> bool {
         let source = self.template.as_deref().map_or("", ChatTemplate::source);
         let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
-        source.match_indices(name).any(|(at, _)| !source[..at].ends_with(word) && !source[at + name.len()..].starts_with(word))
+        source
+            .match_indices(name)
+            .any(|(at, _)| !source[..at].ends_with(word) && !source[at + name.len()..].starts_with(word))
     }
 
     /// How its replies mark thoughts and calls of tools.

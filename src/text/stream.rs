@@ -26,9 +26,9 @@ pub struct TextStream {
     decoder: Incremental,
     stops: StopStrings,
     tokens: Vec<u32>,
-    logprobs: Vec<(u32, Logprobs)>,                    // of tokens since they were last taken
-    captured: Vec<Captured>,                           // since it was last taken
-    stats: RequestStats,                               // up to the last token received
+    logprobs: Vec<(u32, Logprobs)>, // of tokens since they were last taken
+    captured: Vec<Captured>,        // since it was last taken
+    stats: RequestStats,            // up to the last token received
     end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
     ended: bool,
 }
@@ -196,7 +196,9 @@ struct StopStrings {
 impl StopStrings {
     fn new(stops: Vec<String>) -> Result<Self> {
         if stops.iter().any(String::is_empty) {
-            return Err(Error::Invalid("a stop string is empty: it would end every answer before its first word".into()));
+            return Err(Error::Invalid(
+                "a stop string is empty: it would end every answer before its first word".into(),
+            ));
         }
         Ok(Self { stops, held: String::new(), matched: None })
     }
@@ -207,7 +209,8 @@ impl StopStrings {
             return String::new();
         }
         self.held.push_str(piece);
-        let found = self.stops.iter().enumerate().filter_map(|(i, stop)| Some((self.held.find(stop.as_str())?, i))).min();
+        let found =
+            self.stops.iter().enumerate().filter_map(|(i, stop)| Some((self.held.find(stop.as_str())?, i))).min();
         if let Some((at, which)) = found {
             self.matched = Some(which);
             self.held.truncate(at);
@@ -240,8 +243,14 @@ mod tests {
 
     #[test]
     fn stop_strings_are_found_across_pieces() {
-        assert_eq!(feed(&["\n\nUser:"], &["Hi\n", "\nUs", "er: x"]), (["Hi", "", "", ""].map(String::from).to_vec(), true));
-        assert_eq!(feed(&["\n\nUser:"], &["Hi\n", "\nUs", "e."]), (["Hi", "", "\n\nUse.", ""].map(String::from).to_vec(), false));
+        assert_eq!(
+            feed(&["\n\nUser:"], &["Hi\n", "\nUs", "er: x"]),
+            (["Hi", "", "", ""].map(String::from).to_vec(), true)
+        );
+        assert_eq!(
+            feed(&["\n\nUser:"], &["Hi\n", "\nUs", "e."]),
+            (["Hi", "", "\n\nUse.", ""].map(String::from).to_vec(), false)
+        );
         assert_eq!(feed(&["aab"], &["aa", "ab"]).0.concat(), "a");
         assert_eq!(feed(&["é"], &["caf", "é!"]), (["caf", "", ""].map(String::from).to_vec(), true));
         assert_eq!(feed(&["bc", "abcd"], &["ab", "c"]).0.concat(), "a");
@@ -280,12 +289,16 @@ mod tests {
         for id in tokenizer.encode("naïve zz", false).unwrap() {
             sender.send(Event::Token(Token { id, logprobs: None, stats: RequestStats::default() })).unwrap();
         }
-        sender.send(Event::Done(FinishReason::Length, RequestStats { completion_tokens: 99, ..Default::default() })).unwrap();
+        sender
+            .send(Event::Done(FinishReason::Length, RequestStats { completion_tokens: 99, ..Default::default() }))
+            .unwrap();
         let mut text = String::new();
         loop {
             match answer.next_blocking().unwrap().unwrap() {
                 Delta::Text(piece) => text += &piece,
-                Delta::End(reason, stats) => break assert_eq!((reason, stats.completion_tokens), (FinishReason::Length, 99)),
+                Delta::End(reason, stats) => {
+                    break assert_eq!((reason, stats.completion_tokens), (FinishReason::Length, 99));
+                }
             }
         }
         assert_eq!(text, "naïve zz");
@@ -307,7 +320,11 @@ mod tests {
             }
         };
         assert_eq!(reason, FinishReason::Stop);
-        assert_eq!((stats.completion_tokens, stats.decode_bytes), (answer.tokens().len(), 7), "the engine's numbers up to there");
+        assert_eq!(
+            (stats.completion_tokens, stats.decode_bytes),
+            (answer.tokens().len(), 7),
+            "the engine's numbers up to there"
+        );
         assert_eq!(text, "Hel");
         assert!(sender.is_closed());
         assert!(answer.next_blocking().is_none());

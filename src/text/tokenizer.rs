@@ -85,7 +85,11 @@ impl Tokenizer {
         }
     }
 
-    fn encode_with(&self, text: &str, encode: impl FnOnce() -> tokenizers::Result<tokenizers::Encoding>) -> Result<Vec<u32>> {
+    fn encode_with(
+        &self,
+        text: &str,
+        encode: impl FnOnce() -> tokenizers::Result<tokenizers::Encoding>,
+    ) -> Result<Vec<u32>> {
         if !self.growth.allows(text.len()) {
             return Err(Error::Invalid(format!(
                 "this text of {} bytes is too long for the model's tokenizer, which may make a multiple of it: shorten it",
@@ -98,7 +102,8 @@ impl Tokenizer {
 
     /// Text of `ids`; ids the tokenizer does not know give nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        let text = guarded(|| self.inner.decode(ids, skip_special)).ok_or_else(|| unusable(&self.path, "it fails on these tokens"))?;
+        let text = guarded(|| self.inner.decode(ids, skip_special))
+            .ok_or_else(|| unusable(&self.path, "it fails on these tokens"))?;
         text.map_err(|e| Error::Model(format!("cannot decode tokens: {e}")))
     }
 
@@ -126,8 +131,13 @@ impl Tokenizer {
 
     /// Special tokens: not part of an answer's text unless asked for.
     pub fn special_ids(&self) -> Vec<u32> {
-        let mut ids: Vec<u32> =
-            self.inner.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(&id, _)| id).collect();
+        let mut ids: Vec<u32> = self
+            .inner
+            .get_added_tokens_decoder()
+            .iter()
+            .filter(|(_, token)| token.special)
+            .map(|(&id, _)| id)
+            .collect();
         ids.sort_unstable();
         ids
     }
@@ -135,7 +145,9 @@ impl Tokenizer {
     /// Refuses ids that the model has no embedding for.
     pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
         match ids.iter().find(|&&id| id as usize >= self.vocab_size) {
-            Some(id) => Err(Error::Invalid(format!("token id {id} is outside the vocabulary of {} tokens", self.vocab_size))),
+            Some(id) => {
+                Err(Error::Invalid(format!("token id {id} is outside the vocabulary of {} tokens", self.vocab_size)))
+            }
             None => Ok(()),
         }
     }
@@ -163,7 +175,10 @@ fn read(path: &Path) -> Result<(tokenizers::Tokenizer, Growth)> {
 
 fn unusable(path: &Path, why: &str) -> Error {
     let why = why.lines().next().unwrap_or_default();
-    Error::Model(format!("{}: not a usable tokenizer: {why}: download the file again from the model's own page", path.display()))
+    Error::Model(format!(
+        "{}: not a usable tokenizer: {why}: download the file again from the model's own page",
+        path.display()
+    ))
 }
 
 /// A special token as `tokenizer_config.json` writes it: a string, or an object with `content`.
@@ -233,7 +248,8 @@ pub(crate) mod tests {
 
     #[test]
     fn hostile_files_are_one_sentence() {
-        let replace = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let replace =
+            |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
         let many = replace(json!({"String": "e"}), &"e".repeat(1000));
         for parts in [
             json!({"normalizer": replace(json!({"String": ""}), "x")}),
@@ -247,7 +263,9 @@ pub(crate) mod tests {
             let said = parts.to_string().chars().take(100).collect::<String>();
             let error = load_with(parts).err().expect(&said).to_string();
             assert!(
-                error.contains("tokenizer.json: not a usable tokenizer") && error.contains("own page") && !error.contains('\n'),
+                error.contains("tokenizer.json: not a usable tokenizer")
+                    && error.contains("own page")
+                    && !error.contains('\n'),
                 "{error}"
             );
         }
@@ -262,12 +280,14 @@ pub(crate) mod tests {
         let error = tokenizer.encode("a", true).unwrap_err().to_string();
         assert!(error.contains("tokenizer.json: not a usable tokenizer: it fails on this text"), "{error}");
         // Backtracking is bounded: the rest of such a text is one word.
-        let split = json!({"type": "Split", "pattern": {"Regex": "(?:a(?=a)|a)+b"}, "behavior": "Isolated", "invert": false});
+        let split =
+            json!({"type": "Split", "pattern": {"Regex": "(?:a(?=a)|a)+b"}, "behavior": "Isolated", "invert": false});
         let ids = load_with(json!({"pre_tokenizer": split})).unwrap().encode(&"a".repeat(5000), true).unwrap();
         assert_eq!(ids.len(), 5000);
         // A text that would become a thousand times as much.
         let many = json!({"type": "Replace", "pattern": {"String": "e"}, "content": "e".repeat(1000)});
-        let error = load_with(json!({"normalizer": many})).unwrap().encode(&"e".repeat(1 << 20), true).unwrap_err().to_string();
+        let error =
+            load_with(json!({"normalizer": many})).unwrap().encode(&"e".repeat(1 << 20), true).unwrap_err().to_string();
         assert!(error.contains("too long for the model's tokenizer"), "{error}");
     }
 

@@ -51,7 +51,10 @@ impl Drop for Serving {
 fn serve(args: &[&str]) -> (Serving, String) {
     let cache = tempfile::tempdir().unwrap();
     let mut serve = Command::new(env!("CARGO_BIN_EXE_moebius"));
-    serve.args(["serve", "demo", "--port", "0", "--threads", "1", "--device", "cpu"]).args(args).env("XDG_CACHE_HOME", cache.path());
+    serve
+        .args(["serve", "demo", "--port", "0", "--threads", "1", "--device", "cpu"])
+        .args(args)
+        .env("XDG_CACHE_HOME", cache.path());
     let mut server = Serving(serve.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(server.0.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
@@ -65,12 +68,23 @@ fn our_own_server_speaks_https_to_those_who_have_a_key() {
     let (cert, key) = (dir.join("cert.pem"), dir.join("key.pem"));
     let keys = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(keys.path(), "# ours\nsecret-1\n\nsecret-2\n").unwrap();
-    let args = ["--tls-cert", cert.to_str().unwrap(), "--tls-key", key.to_str().unwrap(), "--api-key-file", keys.path().to_str().unwrap()];
+    let args = [
+        "--tls-cert",
+        cert.to_str().unwrap(),
+        "--tls-key",
+        key.to_str().unwrap(),
+        "--api-key-file",
+        keys.path().to_str().unwrap(),
+    ];
     let (_server, url) = serve(&args);
     assert!(url.starts_with("https://127.0.0.1:"), "{url}");
     let asked = |args: &[&str]| {
-        let all =
-            [&["--url", &url, "--concurrency", "2", "--requests", "4", "--output-tokens", "4", "--prompt-tokens", "20"][..], args].concat();
+        let all = [
+            &["--url", &url, "--concurrency", "2", "--requests", "4", "--output-tokens", "4", "--prompt-tokens", "20"]
+                [..],
+            args,
+        ]
+        .concat();
         command(&all).env("SSL_CERT_FILE", &cert).output().unwrap()
     };
     let answered = asked(&["--api-key", "secret-2", "--json"]);
@@ -79,7 +93,8 @@ fn our_own_server_speaks_https_to_those_who_have_a_key() {
     assert!(text(&asked(&["--api-key", "secret-3"]).stderr).contains("401"));
     let plain = failure(&["--url", &url.replace("https", "http"), "--requests", "1"]);
     assert!(!plain.is_empty(), "not without TLS");
-    let swapped = ["serve", "demo", "--port", "0", "--tls-cert", key.to_str().unwrap(), "--tls-key", cert.to_str().unwrap()];
+    let swapped =
+        ["serve", "demo", "--port", "0", "--tls-cert", key.to_str().unwrap(), "--tls-key", cert.to_str().unwrap()];
     let refused = Command::new(env!("CARGO_BIN_EXE_moebius")).args(swapped).output().unwrap();
     assert!(text(&refused.stderr).contains("not usable for TLS"), "{}", text(&refused.stderr));
 }
@@ -98,7 +113,11 @@ fn our_own_server_gives_what_is_asked() {
         assert_eq!(levels.iter().map(|level| level["clients"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 4]);
         for level in levels {
             assert_eq!((&level["completed"], &level["failed"]), (&json!(6), &json!(0)), "{level}");
-            assert_eq!((&level["output_tokens"]["min"], &level["output_tokens"]["max"]), (&json!(12.0), &json!(12.0)), "{level}");
+            assert_eq!(
+                (&level["output_tokens"]["min"], &level["output_tokens"]["max"]),
+                (&json!(12.0), &json!(12.0)),
+                "{level}"
+            );
             let prompt = level["prompt_tokens"]["mean"].as_f64().unwrap();
             assert!((150.0..250.0).contains(&prompt), "{level}");
             for field in ["first_token_ms", "inter_token_ms", "gap_ms", "latency_ms"] {
@@ -115,7 +134,9 @@ fn tls() -> (TlsAcceptor, PathBuf) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls");
     let certificate = CertificateDer::from_pem_file(dir.join("cert.pem")).unwrap();
     let key = PrivateKeyDer::from_pem_file(dir.join("key.pem")).unwrap();
-    let builder = ServerConfig::builder_with_provider(Arc::new(ring::default_provider())).with_safe_default_protocol_versions().unwrap();
+    let builder = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap();
     let config = builder.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap();
     (TlsAcceptor::from(Arc::new(config)), dir.join("cert.pem"))
 }
@@ -143,7 +164,18 @@ fn https_is_spoken_to_servers_that_are_trusted() {
 #[test]
 fn stopped_it_prints_what_it_has() {
     let server = Fake::new(|body, number| Reply::Events(chat(body, if number < 6 { 5 } else { 60_000 }, 1)));
-    let child = command(&["--url", &server.url(), "--concurrency", "1", "--requests", "50", "--warmup", "0", "--output-tokens", "4"]);
+    let child = command(&[
+        "--url",
+        &server.url(),
+        "--concurrency",
+        "1",
+        "--requests",
+        "50",
+        "--warmup",
+        "0",
+        "--output-tokens",
+        "4",
+    ]);
     let mut child = { child }.spawn().unwrap();
     let waiting = || server.log.seen.lock().unwrap().len() > 6;
     for _ in 0..1000 {

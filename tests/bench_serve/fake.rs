@@ -49,7 +49,10 @@ impl Fake {
         Self::with_tls(None, script)
     }
 
-    pub(crate) fn with_tls(tls: Option<TlsAcceptor>, script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static) -> Self {
+    pub(crate) fn with_tls(
+        tls: Option<TlsAcceptor>,
+        script: impl Fn(&Value, usize) -> Reply + Send + Sync + 'static,
+    ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind("0.0.0.0:0")).unwrap(); // 127.0.0.2 as well
         let address = SocketAddr::from(([127, 0, 0, 1], listener.local_addr().unwrap().port()));
@@ -95,7 +98,10 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, log: &Log, script: &
                 return Ok(());
             }
         }
-        let length = head.lines().find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok()).unwrap_or(0);
+        let length = head
+            .lines()
+            .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok())
+            .unwrap_or(0);
         let mut body = vec![0; length];
         stream.read_exact(&mut body).await?;
         if head.starts_with("GET /v1/models ") {
@@ -118,7 +124,8 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, log: &Log, script: &
 
 async fn send(stream: &mut (impl AsyncWrite + Unpin), status: u16, body: &Value) -> std::io::Result<()> {
     let body = body.to_string();
-    let head = format!("HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
+    let head =
+        format!("HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
     stream.write_all((head + &body).as_bytes()).await?;
     stream.flush().await
 }
@@ -129,7 +136,9 @@ async fn answer(stream: &mut (impl AsyncWrite + Unpin), reply: Reply) -> std::io
         Reply::Events(events) => (events, false),
         Reply::Cut(events) => (events, true),
     };
-    stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n").await?;
+    stream
+        .write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        .await?;
     stream.flush().await?;
     for (delay, event) in events {
         tokio::time::sleep(Duration::from_millis(delay)).await;
@@ -155,7 +164,10 @@ pub(crate) fn chat(body: &Value, first: u64, gap: u64) -> Vec<(u64, String)> {
     let data = |value: Value| format!("data: {value}\n\n");
     let mut events = vec![(0, data(json!({"choices": [{"delta": {"role": "assistant", "content": ""}}]})))];
     for i in 0..tokens {
-        events.push((if i == 0 { first } else { gap }, data(json!({"choices": [{"index": 0, "delta": {"content": "x"}}]}))));
+        events.push((
+            if i == 0 { first } else { gap },
+            data(json!({"choices": [{"index": 0, "delta": {"content": "x"}}]})),
+        ));
     }
     events.push((0, data(json!({"choices": [{"delta": {}, "finish_reason": "length"}]}))));
     if body["stream_options"]["include_usage"] == true {

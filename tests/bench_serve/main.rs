@@ -77,7 +77,10 @@ fn known_delays_are_what_is_measured() {
     let prompts: HashSet<String> = bodies.iter().map(|body| body["messages"].to_string()).collect();
     assert_eq!(prompts.len(), 26);
     for body in &bodies {
-        assert_eq!((&body["model"], &body["stream"], &body["max_tokens"]), (&json!("fake-model"), &json!(true), &json!(6)));
+        assert_eq!(
+            (&body["model"], &body["stream"], &body["max_tokens"]),
+            (&json!("fake-model"), &json!(true), &json!(6))
+        );
         assert_eq!((&body["ignore_eos"], &body["stream_options"]), (&json!(true), &json!({"include_usage": true})));
     }
     let text = report.to_string();
@@ -100,12 +103,25 @@ fn failures_are_counted_by_kind_and_measured_by_none() {
         }
     });
     let timeout = Duration::from_secs(1);
-    let report = measure(&Options { timeout, amount: Some(Amount::Requests(14)), loads: vec![Load::Clients(2)], ..options(server.url()) });
+    let report = measure(&Options {
+        timeout,
+        amount: Some(Amount::Requests(14)),
+        loads: vec![Load::Clients(2)],
+        ..options(server.url())
+    });
     let level = &report.levels[0];
     let count = |kind| level.failures.iter().find(|failed| failed.kind == kind).map_or(0, |failed| failed.count);
     assert_eq!((level.completed, level.failed), (1, 13), "{report}");
-    assert_eq!((count(FailureKind::Http(503)), count(FailureKind::Broken), count(FailureKind::Malformed)), (2, 4, 2), "{report}");
-    assert_eq!((count(FailureKind::Told), count(FailureKind::Timeout), count(FailureKind::Empty)), (2, 2, 1), "{report}");
+    assert_eq!(
+        (count(FailureKind::Http(503)), count(FailureKind::Broken), count(FailureKind::Malformed)),
+        (2, 4, 2),
+        "{report}"
+    );
+    assert_eq!(
+        (count(FailureKind::Told), count(FailureKind::Timeout), count(FailureKind::Empty)),
+        (2, 2, 1),
+        "{report}"
+    );
     assert_eq!((level.latency_ms.as_ref().unwrap().samples, level.output_tok_per_s * level.seconds), (1, 6.0));
     let text = report.to_string();
     assert!(text.contains("2 x HTTP 503: too busy") && text.contains("error in the stream: out of memory"), "{text}");
@@ -117,7 +133,10 @@ fn refused_fields_are_left_out_and_that_is_said() {
     let server = Fake::new(|body, _| {
         let refused = ["ignore_eos", "stream_options"].into_iter().find(|name| body.get(name).is_some());
         match refused {
-            Some(name) => Reply::Json(400, json!({"error": {"message": format!("Unrecognized request argument supplied: {name}")}})),
+            Some(name) => Reply::Json(
+                400,
+                json!({"error": {"message": format!("Unrecognized request argument supplied: {name}")}}),
+            ),
             None if body.get("max_tokens").is_some() => {
                 Reply::Json(400, json!({"error": {"message": "Use 'max_completion_tokens' instead."}}))
             }
@@ -126,7 +145,13 @@ fn refused_fields_are_left_out_and_that_is_said() {
     });
     let report = measure(&options(server.url()));
     let notes = report.notes.join("\n");
-    for word in ["ignore_eos", "stream_options", "max_completion_tokens", "each word is taken for one", "each chunk counts as one"] {
+    for word in [
+        "ignore_eos",
+        "stream_options",
+        "max_completion_tokens",
+        "each word is taken for one",
+        "each chunk counts as one",
+    ] {
         assert!(notes.contains(word), "{notes}");
     }
     let level = &report.levels[0];
@@ -149,7 +174,11 @@ fn times_at_a_rate_count_from_the_planned_arrival() {
         *free = (*free).max(now) + Duration::from_millis(40);
         Reply::Events(chat(body, (*free - now).as_millis() as u64, 0))
     });
-    let report = measure(&Options { loads: vec![Load::Rate(50.0)], amount: Some(Amount::Requests(40)), ..options(server.url()) });
+    let report = measure(&Options {
+        loads: vec![Load::Rate(50.0)],
+        amount: Some(Amount::Requests(40)),
+        ..options(server.url())
+    });
     let level = &report.levels[0];
     assert_eq!((level.completed, level.rate, level.clients), (40, Some(50.0), None));
     // Requests are sent when they are due, not when the server has time.
@@ -166,8 +195,11 @@ fn times_at_a_rate_count_from_the_planned_arrival() {
 fn a_duration_ends_a_load() {
     let server = Fake::new(|body, _| Reply::Events(chat(body, 10, 1)));
     for load in [Load::Clients(2), Load::Rate(40.0)] {
-        let report =
-            measure(&Options { loads: vec![load], amount: Some(Amount::Duration(Duration::from_millis(600))), ..options(server.url()) });
+        let report = measure(&Options {
+            loads: vec![load],
+            amount: Some(Amount::Duration(Duration::from_millis(600))),
+            ..options(server.url())
+        });
         let level = &report.levels[0];
         assert!((5..=100).contains(&level.completed) && level.failed == 0, "{report}");
         assert!((0.3..5.0).contains(&level.seconds), "{report}");
@@ -181,23 +213,30 @@ fn prompts_of_a_file_are_asked_in_turn() {
     for endpoint in Endpoint::ALL {
         let before = server.bodies().len();
         let prompts = PromptSource::Lines(text.clone());
-        let report = measure(&Options { prompts, endpoint, amount: Some(Amount::Requests(4)), ..options(server.url()) });
+        let report =
+            measure(&Options { prompts, endpoint, amount: Some(Amount::Requests(4)), ..options(server.url()) });
         assert!(report.notes[0].contains("3 prompts for 4 requests"), "{report}");
         let bodies = server.bodies().split_off(before);
-        let texts: Vec<_> =
-            bodies.iter().map(|body| body["prompt"].as_str().or(body["messages"][0]["content"].as_str()).unwrap()).collect();
+        let texts: Vec<_> = bodies
+            .iter()
+            .map(|body| body["prompt"].as_str().or(body["messages"][0]["content"].as_str()).unwrap())
+            .collect();
         assert_eq!(texts, ["What is 2+2?", "b", "c d", "What is 2+2?"]);
         let path = if endpoint == Endpoint::Chat { "POST /v1/chat/completions " } else { "POST /v1/completions " };
         assert!(server.log.seen.lock().unwrap().last().unwrap().head.starts_with(path));
     }
-    assert!(refusal(&Options { prompts: PromptSource::Lines("\n".into()), ..options(server.url()) }).contains("--prompts has no lines"));
+    assert!(
+        refusal(&Options { prompts: PromptSource::Lines("\n".into()), ..options(server.url()) })
+            .contains("--prompts has no lines")
+    );
 }
 
 #[test]
 fn a_shared_prefix_begins_all_prompts() {
     let server = Fake::new(|body, _| Reply::Events(chat(body, 1, 0)));
     measure(&Options { prompts: PromptSource::Random { tokens: 207, shared: 107 }, ..options(server.url()) });
-    let texts: Vec<String> = server.bodies().iter().map(|body| body["messages"][0]["content"].as_str().unwrap().to_string()).collect();
+    let texts: Vec<String> =
+        server.bodies().iter().map(|body| body["messages"][0]["content"].as_str().unwrap().to_string()).collect();
     let words = |i: usize| texts[i].split(' ').collect::<Vec<_>>();
     let common = words(0).into_iter().zip(words(1)).take_while(|(a, b)| a == b).count();
     assert!((50..56).contains(&common) && words(0).len() == 100, "{common} of {}", words(0).len());

@@ -64,7 +64,11 @@ impl Checkpoint {
             "num_experts": EXPERTS, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_hidden_layers": layers, "vocab_size": 64,
             "max_position_embeddings": 256, "norm_topk_prob": true});
         std::fs::write(this.dir().join("config.json"), config.to_string()).unwrap();
-        let ends = [("model.embed_tokens".into(), vec![64, 512]), ("lm_head".into(), vec![64, 512]), ("model.norm".into(), vec![512])];
+        let ends = [
+            ("model.embed_tokens".into(), vec![64, 512]),
+            ("lm_head".into(), vec![64, 512]),
+            ("model.norm".into(), vec![512]),
+        ];
         this.write("ends.safetensors", &ends);
         for layer in 0..layers {
             let name = |part: &str| format!("model.layers.{layer}.{part}");
@@ -80,7 +84,10 @@ impl Checkpoint {
                 (name("mlp.gate"), vec![EXPERTS, 512]),
             ];
             for expert in 0..EXPERTS {
-                tensors.extend(["gate", "up", "down"].map(|part| (name(&format!("mlp.experts.{expert}.{part}_proj")), vec![512, 512])));
+                tensors.extend(
+                    ["gate", "up", "down"]
+                        .map(|part| (name(&format!("mlp.experts.{expert}.{part}_proj")), vec![512, 512])),
+                );
             }
             this.write(&format!("layer-{layer:02}.safetensors"), &tensors);
         }
@@ -98,7 +105,10 @@ impl Checkpoint {
                 let random = (state >> 48) as u16;
                 data.extend(((random & 0x807f) | 0x3e00).to_le_bytes());
             }
-            header.insert(format!("{name}.weight"), json!({"dtype": "BF16", "shape": shape, "data_offsets": [start, data.len()]}));
+            header.insert(
+                format!("{name}.weight"),
+                json!({"dtype": "BF16", "shape": shape, "data_offsets": [start, data.len()]}),
+            );
         }
         store(&self.dir().join(file), &Value::Object(header), &data);
     }
@@ -164,7 +174,8 @@ impl Checkpoint {
     /// As `run`, not started, with any cache folder.
     pub fn command(&self, cache: &Path, args: &[&str]) -> Command {
         let dir = self.dir();
-        let args: Vec<&str> = args.iter().map(|&arg| if arg == "MODEL" { dir.to_str().unwrap() } else { arg }).collect();
+        let args: Vec<&str> =
+            args.iter().map(|&arg| if arg == "MODEL" { dir.to_str().unwrap() } else { arg }).collect();
         moebius(cache, &args)
     }
 }

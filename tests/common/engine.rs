@@ -26,7 +26,13 @@ pub fn seeded(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
 #[allow(dead_code)] // not by every test binary
 pub fn again(request: &Request) -> Request {
     let Request { prompt, max_tokens, sampling, ignore_eos, .. } = request;
-    Request { prompt: prompt.clone(), sampling: sampling.clone(), max_tokens: *max_tokens, ignore_eos: *ignore_eos, ..Request::default() }
+    Request {
+        prompt: prompt.clone(),
+        sampling: sampling.clone(),
+        max_tokens: *max_tokens,
+        ignore_eos: *ignore_eos,
+        ..Request::default()
+    }
 }
 
 /// The tokens of an answer and how it ended. Panics when nothing comes for a minute.
@@ -35,7 +41,8 @@ pub fn read(mut events: Events) -> (Vec<u32>, Result<(FinishReason, RequestStats
     let mut tokens = Vec::new();
     runtime.block_on(async {
         loop {
-            let event = tokio::time::timeout(Duration::from_secs(60), events.recv()).await.expect("an event within a minute");
+            let event =
+                tokio::time::timeout(Duration::from_secs(60), events.recv()).await.expect("an event within a minute");
             match event.expect("a last event") {
                 Event::Token(Token { id: token, stats, .. }) => {
                     tokens.push(token);

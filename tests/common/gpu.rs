@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use half::bf16;
 use moebius::backend::Backend;
+use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::backend::cpu::Cpu;
 use moebius::backend::cuda::{self, CudaBackend};
-use moebius::backend::batch::{BLOCK_SIZE, Batch};
+use moebius::backend::tensor::HostTensor;
 use moebius::config::{Device, EngineConfig, KvBits};
 use moebius::cuda::Cuda;
 use moebius::kernel::random::Random;
-use moebius::backend::tensor::HostTensor;
 use moebius::machine::topology::Topology;
 use moebius::machine::workers::Team;
 
@@ -210,7 +210,9 @@ impl Within {
 /// Compares what the GPU computed with the reference.
 pub fn check(what: &str, got: &[f32], want: &[f32], within: Within) {
     assert_eq!(got.len(), want.len(), "{what}");
-    let rms = |v: &mut dyn Iterator<Item = f32>| (v.map(|x| x as f64 * x as f64).sum::<f64>() / want.len() as f64).sqrt() as f32;
+    let rms = |v: &mut dyn Iterator<Item = f32>| {
+        (v.map(|x| x as f64 * x as f64).sum::<f64>() / want.len() as f64).sqrt() as f32
+    };
     let size = rms(&mut want.iter().copied());
     for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
         let limit = within.each * want.abs() + within.of_rms * size;

@@ -12,7 +12,9 @@ impl Group {
     /// At most `limit` bytes, no swap among them. Errors: why this machine has no such group.
     pub fn new(limit: u64) -> Result<Self, String> {
         let own = std::fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
-        let line = |controllers: &str| own.lines().find_map(|line| line.split_once(':')?.1.strip_prefix(controllers)).map(String::from);
+        let line = |controllers: &str| {
+            own.lines().find_map(|line| line.split_once(':')?.1.strip_prefix(controllers)).map(String::from)
+        };
         let version_1 = line("memory:").map(|path| (format!("/sys/fs/cgroup/memory{path}"), "memory.limit_in_bytes"));
         let version_2 = line(":").map(|path| (format!("/sys/fs/cgroup{path}"), "memory.max"));
         let (parent, file) = version_1.or(version_2).ok_or("this process is in no control group")?;

@@ -15,10 +15,10 @@ use std::path::PathBuf;
 
 use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
+use moebius::engine::sampler::argmax;
 use moebius::forward::Forward;
 use moebius::forward::kv_cache::{BlockPool, BlockTable};
 use moebius::load::{self, Loaded};
-use moebius::engine::sampler::argmax;
 use safetensors::SafeTensors;
 
 /// A small checkpoint with what HF transformers computes from it.
@@ -57,7 +57,8 @@ pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
 
 /// What packing as `--experts auto` does it adds to the experts of a checkpoint, where it adds most; 0: nothing.
 pub fn experts_rounding(dir: &std::path::Path) -> f64 {
-    let (model, checkpoint) = (moebius::model::families::read(dir).unwrap(), moebius_cache::Checkpoint::open(dir).unwrap());
+    let (model, checkpoint) =
+        (moebius::model::families::read(dir).unwrap(), moebius_cache::Checkpoint::open(dir).unwrap());
     let config = load::for_checkpoint(&EngineConfig::default(), &model, &checkpoint);
     let components = load::components::components(&checkpoint, &model, &config).unwrap();
     components.iter().filter(|component| component.is_experts()).map(|component| component.rounding).fold(0.0, f64::max)
@@ -69,7 +70,12 @@ pub fn load_model(name: &str, config: &EngineConfig) -> Loaded {
 }
 
 fn limited(config: &EngineConfig) -> EngineConfig {
-    EngineConfig { cache_dir: Some(cache_dir()), max_context: Some(2048), threads: config.threads.or(Some(2)), ..config.clone() }
+    EngineConfig {
+        cache_dir: Some(cache_dir()),
+        max_context: Some(2048),
+        threads: config.threads.or(Some(2)),
+        ..config.clone()
+    }
 }
 
 impl Fixture {

@@ -3,14 +3,14 @@
 use std::path::Path;
 
 use moebius::Result;
+use moebius::backend::source::TensorSource;
+use moebius::backend::tensor::HostTensor;
 use moebius::config::EngineConfig;
+use moebius::load::synthetic;
 use moebius::load::{self, Budget, Loaded};
+use moebius::machine::topology::Topology;
 use moebius::model::ModelConfig;
 use moebius::model::families;
-use moebius::load::synthetic;
-use moebius::backend::tensor::HostTensor;
-use moebius::machine::topology::Topology;
-use moebius::backend::source::TensorSource;
 use serde_json::{Value, json};
 
 /// What every model here has in common.
@@ -25,8 +25,12 @@ fn base(model_type: &str, other: Value) -> Value {
 /// The `config.json` of a small model of each family that has no checkpoint here, or whose blocks others do not have.
 pub fn config(name: &str) -> Value {
     let gpt_oss = |window: usize| {
-        let yarn = json!({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 128, "truncate": false});
-        base("gpt_oss", json!({"num_hidden_layers": 3, "num_local_experts": 7, "sliding_window": window, "rope_scaling": yarn}))
+        let yarn =
+            json!({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 128, "truncate": false});
+        base(
+            "gpt_oss",
+            json!({"num_hidden_layers": 3, "num_local_experts": 7, "sliding_window": window, "rope_scaling": yarn}),
+        )
     };
     let qwen = json!({"num_hidden_layers": 4, "full_attention_interval": 2, "num_experts": 8, "shared_expert_intermediate_size": 96,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 48});
@@ -34,7 +38,9 @@ pub fn config(name: &str) -> Value {
         "gpt-oss" => gpt_oss(24),
         "gpt-oss-wide" => gpt_oss(300),
         "qwen3-next" => base("qwen3_next", qwen),
-        "qwen3.5" => json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen), "vision_config": {"depth": 1}}),
+        "qwen3.5" => {
+            json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen), "vision_config": {"depth": 1}})
+        }
         "minimax-m2" => base("minimax_m2", json!({"num_hidden_layers": 2, "num_local_experts": 8, "rotary_dim": 16})),
         "llama" => {
             let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

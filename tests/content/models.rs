@@ -55,7 +55,14 @@ pub(crate) const QWEN_CODER: Form = Form { template: QWEN_CODER_TEMPLATE, ..QWEN
 pub(crate) const DEEPSEEK: Form = Form {
     template: DEEPSEEK_TEMPLATE,
     special: &["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"],
-    added: &["<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<think>", "</think>"],
+    added: &[
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<｜tool▁outputs▁begin｜>",
+        "<｜tool▁outputs▁end｜>",
+        "<think>",
+        "</think>",
+    ],
     normalized: true,
     tokens: &[
         "<｜begin▁of▁sentence｜>",
@@ -96,7 +103,9 @@ impl Form {
     }
 
     pub(crate) fn load(self) -> Model {
-        let bytes = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer/tokenizer.json")).unwrap();
+        let bytes =
+            std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/_tokenizer/tokenizer.json"))
+                .unwrap();
         let mut file: Value = serde_json::from_slice(&bytes).unwrap();
         let size = file["model"]["vocab"].as_object().unwrap().len();
         // What the tests' tokenizer has added stands at the end of its ids, too.

@@ -34,7 +34,12 @@ fn all_of<B: Backend>(scale: f32) -> Softmax<'static, B> {
     Softmax { scale, window: None, sinks: None }
 }
 
-fn check_attention(sides: &Sides, (heads, kv_heads, dim): (usize, usize, usize), sequences: &[(usize, usize)], bits: KvBits) {
+fn check_attention(
+    sides: &Sides,
+    (heads, kv_heads, dim): (usize, usize, usize),
+    sequences: &[(usize, usize)],
+    bits: KvBits,
+) {
     let (last, all, pool) = ragged(sequences);
     let (cols, kv_cols) = (heads * dim, kv_heads * dim);
     let q = random(last.len() * cols, 31);
@@ -103,9 +108,14 @@ fn attention_in_windows_and_with_sinks() {
         let q = random(last.len() * cols, 34);
         let [k, v] = [35, 36].map(|seed| random(all.len() * kv_cols, seed));
         let scores: Vec<f32> = (0..heads).map(|head| [-2.0, 7.0, 1.0][head % 3]).collect();
-        for (window, with_sinks) in
-            [(Some(1), false), (Some(50), true), (Some(64), false), (Some(128), true), (Some(1000), false), (None, true)]
-        {
+        for (window, with_sinks) in [
+            (Some(1), false),
+            (Some(50), true),
+            (Some(64), false),
+            (Some(128), true),
+            (Some(1000), false),
+            (None, true),
+        ] {
             for bits in [KvBits::Bf16, KvBits::Fp8] {
                 let (got, want) = both!(sides, |b| {
                     let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
@@ -133,8 +143,10 @@ fn attention_in_windows_and_with_sinks() {
 fn fp8_rounds_to_even_and_saturates() {
     need_gpu!();
     let sides = Sides::new();
-    let mut numbers: Vec<f32> =
-        (0..=u16::MAX).map(|bits| half::bf16::from_bits(bits).to_f32()).filter(|n| (1e-5..1e4).contains(&n.abs())).collect();
+    let mut numbers: Vec<f32> = (0..=u16::MAX)
+        .map(|bits| half::bf16::from_bits(bits).to_f32())
+        .filter(|n| (1e-5..1e4).contains(&n.abs()))
+        .collect();
     numbers.resize(numbers.len().next_multiple_of(64), 0.0);
     let rows = numbers.len() / 64;
     let (batch, _, pool) = ragged(&vec![(1, 1); rows]);
@@ -171,7 +183,8 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
     // Queries of all positions, prepared, and attention of the last ones.
     macro_rules! run {
         ($b:ident, $prepare:expr) => {{
-            let (mut kv, batch) = ($b.kv(pool, kv_heads, dim, dim, $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
+            let (mut kv, batch) =
+                ($b.kv(pool, kv_heads, dim, dim, $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
             let mut angles = $b.tensor_f32(all.len(), form.turned).unwrap();
             $b.rope_angles(&$b.load_norm(inv_freq.clone()).unwrap(), 1.2, &batch, &mut angles);
             let [mut q, mut k, v] = [(&q, cols), (&k, kv_cols), (&v, kv_cols)].map(|(x, cols)| $b.filled(cols, x));
@@ -235,7 +248,12 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
 }
 
 /// Rows of `x`, of the tokens of `all`, that `last` has.
-fn last_rows(all: &moebius::backend::batch::Batch, last: &moebius::backend::batch::Batch, x: &[f32], cols: usize) -> Vec<f32> {
+fn last_rows(
+    all: &moebius::backend::batch::Batch,
+    last: &moebius::backend::batch::Batch,
+    x: &[f32],
+    cols: usize,
+) -> Vec<f32> {
     let rows = all.spans.iter().zip(&last.spans).map(|(all, last)| all.rows.end - last.rows.len()..all.rows.end);
     rows.flat_map(|rows| x[rows.start * cols..rows.end * cols].to_vec()).collect()
 }

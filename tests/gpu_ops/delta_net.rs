@@ -1,7 +1,7 @@
 //! Gated DeltaNet: ragged batches from zeros and from a kept state, in parts and at once.
 
-use moebius::backend::{Backend, DeltaRule};
 use moebius::backend::batch::Batch;
+use moebius::backend::{Backend, DeltaRule};
 use moebius::model::DeltaNet;
 
 use crate::common;
@@ -39,7 +39,8 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
                 starts[s] += tokens;
             }
             let (rows, seed) = (batch.len(), 80 + 10 * i as u64);
-            let (h, z) = (b.filled(HIDDEN, &random(rows * HIDDEN, seed)), b.filled(values, &random(rows * values, seed + 1)));
+            let (h, z) =
+                (b.filled(HIDDEN, &random(rows * HIDDEN, seed)), b.filled(values, &random(rows * values, seed + 1)));
             let qkv = b.filled(channels, &random(rows * channels, seed + 2));
             let mut out = b.filled(values, &vec![9.0; rows * values]);
             b.delta_net(&mut state, &b.on_device(&batch), (config, 1e-6), &w, &mut scratch, &h, (&qkv, &z), &mut out);
@@ -54,8 +55,28 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
 fn delta_rule_from_zeros_and_from_a_state() {
     need_gpu!();
     let sides = Sides::new();
-    let plain = DeltaNet { num_key_heads: 2, num_value_heads: 4, key_head_dim: 128, value_head_dim: 128, conv_width: 4, tiled: false };
+    let plain = DeltaNet {
+        num_key_heads: 2,
+        num_value_heads: 4,
+        key_head_dim: 128,
+        value_head_dim: 128,
+        conv_width: 4,
+        tiled: false,
+    };
     check_rule(&sides, &plain);
-    check_rule(&sides, &DeltaNet { num_key_heads: 1, num_value_heads: 1, key_head_dim: 16, value_head_dim: 40, ..plain });
-    check_rule(&sides, &DeltaNet { num_key_heads: 4, num_value_heads: 12, key_head_dim: 36, value_head_dim: 16, conv_width: 2, ..plain });
+    check_rule(
+        &sides,
+        &DeltaNet { num_key_heads: 1, num_value_heads: 1, key_head_dim: 16, value_head_dim: 40, ..plain },
+    );
+    check_rule(
+        &sides,
+        &DeltaNet {
+            num_key_heads: 4,
+            num_value_heads: 12,
+            key_head_dim: 36,
+            value_head_dim: 16,
+            conv_width: 2,
+            ..plain
+        },
+    );
 }

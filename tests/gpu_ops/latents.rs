@@ -10,7 +10,16 @@ use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, 
 pub(crate) fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (usize, usize, usize)) -> Mla {
     // Scores spread by about 1.5.
     let scale = 4.5 / ((nope + rope) as f32).sqrt();
-    Mla { num_heads, q_lora_rank: None, kv_lora_rank, qk_nope_head_dim: nope, qk_rope_head_dim: rope, v_head_dim: v, bias: false, scale }
+    Mla {
+        num_heads,
+        q_lora_rank: None,
+        kv_lora_rank,
+        qk_nope_head_dim: nope,
+        qk_rope_head_dim: rope,
+        v_head_dim: v,
+        bias: false,
+        scale,
+    }
 }
 
 /// Up to 16 heads to a block and more, DeepSeek's own dimensions, and odd ones for each size of tile.
@@ -104,11 +113,14 @@ fn latents_go_into_the_cache_normed_and_rotated() {
             let (mut kv, batch) = (b.kv(pool, 1, rank + rope, rank, KvBits::Bf16).unwrap(), b.on_device(&all));
             let mut angles = b.tensor_f32(all.len(), rope).unwrap();
             b.rope_angles(&b.load_norm(inv_freq.clone()).unwrap(), 1.0, &batch, &mut angles);
-            let (mut q, mut latents, norm) = (b.filled(4 * dim, &q), b.filled(rank + rope, &latents), b.load_norm(norm.clone()).unwrap());
+            let (mut q, mut latents, norm) =
+                (b.filled(4 * dim, &q), b.filled(rank + rope, &latents), b.load_norm(norm.clone()).unwrap());
             let queries = Heads { x: &mut q, heads: 4, dim, norm: None, rope_at: nope };
-            let keys = Heads { x: &mut latents, heads: 1, dim: rank + rope, norm: Some((&norm, rank, 1e-6)), rope_at: rank };
+            let keys =
+                Heads { x: &mut latents, heads: 1, dim: rank + rope, norm: Some((&norm, rank, 1e-6)), rope_at: rank };
             b.heads(&mut kv, &batch, &angles, interleaved, queries, keys, None);
-            let (mut scratch, mut out) = (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
+            let (mut scratch, mut out) =
+                (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
             let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
             b.latent_attention(&kv, &batch, &config, &up, &mut scratch, &q, &mut out);
             (b.numbers(&q), b.numbers(&out))

@@ -34,8 +34,10 @@ fn library_products() {
             let (x, before) = (random(tokens * k, 63), random(tokens * n, 64));
             for bias in [None, Some(bias.clone())] {
                 let (got, want) = both!(sides, |b| {
-                    let (w, x) = (b.load_linear(host(k, &weight), bias.clone(), DenseBits::Bf16).unwrap(), b.filled(k, &x));
-                    let (mut narrow, mut wide) = (b.filled(n, &vec![9.0; tokens * n]), b.filled_f32(n, &vec![9.0; tokens * n]));
+                    let (w, x) =
+                        (b.load_linear(host(k, &weight), bias.clone(), DenseBits::Bf16).unwrap(), b.filled(k, &x));
+                    let (mut narrow, mut wide) =
+                        (b.filled(n, &vec![9.0; tokens * n]), b.filled_f32(n, &vec![9.0; tokens * n]));
                     let mut added = b.filled_f32(n, &before);
                     b.linear(&w, &x, &mut narrow);
                     b.linear(&w, &x, &mut wide);
@@ -67,14 +69,16 @@ fn library_products_between_our_kernels() {
     let Some(sides) = with_library("library::library_products_between_our_kernels") else { return };
     let (tokens, k, n) = (1000, 1024, 2048);
     let unit = 1.0 / (k as f32).sqrt();
-    let weights =
-        [(n, k, 65), (n, k, 66), (k, n, 67)].map(|(n, k, seed)| (k, random(n * k, seed).iter().map(|w| unit * w).collect::<Vec<_>>()));
+    let weights = [(n, k, 65), (n, k, 66), (k, n, 67)]
+        .map(|(n, k, seed)| (k, random(n * k, seed).iter().map(|w| unit * w).collect::<Vec<_>>()));
     let (x, norm) = (random(tokens * k, 68), vec![1.0; k]);
     let run = |sides: &Sides| {
         let b = &sides.gpu;
-        let [gate, up, down] = [0, 1, 2].map(|i: usize| b.load_linear(host(weights[i].0, &weights[i].1), None, DenseBits::Bf16).unwrap());
+        let [gate, up, down] =
+            [0, 1, 2].map(|i: usize| b.load_linear(host(weights[i].0, &weights[i].1), None, DenseBits::Bf16).unwrap());
         let (mut x, norm) = (b.filled_f32(k, &x), b.load_norm(norm.clone()).unwrap());
-        let (mut h, [mut g, mut u, mut s]) = (b.tensor(tokens, k).unwrap(), [(); 3].map(|()| b.tensor(tokens, n).unwrap()));
+        let (mut h, [mut g, mut u, mut s]) =
+            (b.tensor(tokens, k).unwrap(), [(); 3].map(|()| b.tensor(tokens, n).unwrap()));
         for _ in 0..20 {
             b.rms_norm(&x, &norm, 1e-6, &mut h);
             b.gated_linears(&h, (&gate, &up), (&mut g, &mut u), &mut s);

@@ -30,7 +30,11 @@ fn packed(weight: &[f32], k: usize, bits: DenseBits) -> Vec<f32> {
 fn naive(weight: &[f32], bias: Option<&[f32]>, x: &[f32], k: usize) -> Vec<f32> {
     let dot = |w: &[f32], x: &[f32]| w.iter().zip(x).map(|(w, x)| *w as f64 * *x as f64).sum::<f64>();
     let row = |x: &[f32]| -> Vec<f32> {
-        weight.chunks_exact(k).enumerate().map(|(i, w)| (dot(w, x) + bias.map_or(0.0, |b| b[i] as f64)) as f32).collect()
+        weight
+            .chunks_exact(k)
+            .enumerate()
+            .map(|(i, w)| (dot(w, x) + bias.map_or(0.0, |b| b[i] as f64)) as f32)
+            .collect()
     };
     x.chunks_exact(k).flat_map(row).collect()
 }
@@ -45,7 +49,8 @@ fn bf16_products_of_any_number_of_tokens() {
             let x = random(tokens * k, 13);
             for bias in [None, Some(bias.clone())] {
                 let (got, want) = both!(sides, |b| {
-                    let (w, x) = (b.load_linear(host(k, &weight), bias.clone(), DenseBits::Bf16).unwrap(), b.filled(k, &x));
+                    let (w, x) =
+                        (b.load_linear(host(k, &weight), bias.clone(), DenseBits::Bf16).unwrap(), b.filled(k, &x));
                     let (mut narrow, mut wide) = (b.tensor(tokens, n).unwrap(), b.tensor_f32(tokens, n).unwrap());
                     let mut added = b.filled_f32(n, &vec![BEFORE; tokens * n]);
                     b.linear(&w, &x, &mut narrow);
@@ -123,7 +128,8 @@ fn products_together_equal_each_alone() {
     let k = 192;
     for bits in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
         let heights = [264, 40, 8, 72];
-        let weights = heights.map(|n| b.load_linear(host(k, &random(n * k, n as u64)), Some(random(n, 19)), bits).unwrap());
+        let weights =
+            heights.map(|n| b.load_linear(host(k, &random(n * k, n as u64)), Some(random(n, 19)), bits).unwrap());
         for tokens in [1, 8, 9, 150] {
             let x = b.filled(k, &random(tokens * k, 20));
             let mut alone = heights.map(|n| b.tensor(tokens, n).unwrap());

@@ -8,9 +8,17 @@ use common::gpu::{Filled, Sides, Within, both, check, need_gpu, random};
 
 /// Experts, and how they are chosen.
 fn routers() -> Vec<(usize, Router)> {
-    let plain =
-        Router { top_k: 2, bias: false, scoring: Scoring::Softmax, correction_bias: false, groups: None, normalize: false, scaling: 1.0 };
-    let sigmoid = Router { top_k: 8, scoring: Scoring::Sigmoid, correction_bias: true, normalize: true, scaling: 2.5, ..plain };
+    let plain = Router {
+        top_k: 2,
+        bias: false,
+        scoring: Scoring::Softmax,
+        correction_bias: false,
+        groups: None,
+        normalize: false,
+        scaling: 1.0,
+    };
+    let sigmoid =
+        Router { top_k: 8, scoring: Scoring::Sigmoid, correction_bias: true, normalize: true, scaling: 2.5, ..plain };
     let groups = |count, top_k, score| Some(Groups { count, top_k, score });
     vec![
         (8, plain.clone()),
@@ -77,7 +85,8 @@ fn route_after_a_norm() {
                 let x: Vec<f32> = random(tokens * hidden, 56).iter().map(|x| 3.0 * x).collect();
                 let (got, want) = both!(sides, |b| {
                     let w = b.load_router(weight.clone(), offsets(experts, &router), bias(experts, &router)).unwrap();
-                    let (mut h, mut routing) = (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
+                    let (mut h, mut routing) =
+                        (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
                     let norm = b.load_norm(norm.clone()).unwrap();
                     // Twice: what the first leaves behind must not count.
                     for _ in 0..2 {
@@ -96,7 +105,13 @@ fn route_after_a_norm() {
     }
 }
 
-fn routed_on_cpu(sides: &Sides, weight: &[f32], (experts, router): (usize, &Router), h: &[f32], hidden: usize) -> Routing {
+fn routed_on_cpu(
+    sides: &Sides,
+    weight: &[f32],
+    (experts, router): (usize, &Router),
+    h: &[f32],
+    hidden: usize,
+) -> Routing {
     let (b, mut out) = (&sides.cpu, Routing::default());
     b.route(
         &b.load_router(weight.to_vec(), offsets(experts, router), bias(experts, router)).unwrap(),
@@ -122,7 +137,14 @@ fn a_token_goes_to_the_same_experts_in_any_batch() {
             let route = |tokens: usize| {
                 let (mut h, mut routing, mut out) =
                     (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap(), Routing::default());
-                b.norm_route(&b.filled_f32(hidden, &x[..tokens * hidden]), (&norm, 1e-6), &mut h, &w, &router, &mut routing);
+                b.norm_route(
+                    &b.filled_f32(hidden, &x[..tokens * hidden]),
+                    (&norm, 1e-6),
+                    &mut h,
+                    &w,
+                    &router,
+                    &mut routing,
+                );
                 b.read_routing(&routing, &mut out).unwrap();
                 out
             };

@@ -46,7 +46,8 @@ fn rms_norm_of_heads_and_of_nothing_else() {
     need_gpu!();
     let sides = Sides::new();
     // Width of a head, columns of a row, and which of them are normed.
-    for (width, cols, part) in [(8, 8, 0..8), (24, 240, 0..240), (64, 72, 8..72), (48, 64, 0..48), (128, 512, 128..384)] {
+    for (width, cols, part) in [(8, 8, 0..8), (24, 240, 0..240), (64, 72, 8..72), (48, 64, 0..48), (128, 512, 128..384)]
+    {
         for rows in [1, 37] {
             let (x, w) = (random(rows * cols, 4), random(width, 5));
             let (got, want) = both!(sides, |b| {
@@ -95,10 +96,14 @@ fn rope_turns_pairs_and_leaves_the_rest() {
                     b.rope(&mut x, dim, at, interleaved, &b.filled_f32(turned, &angles));
                     b.numbers(&x)
                 });
-                let what = format!("{rows} rows, {heads} heads of {dim}, {turned} from {at}, interleaved {interleaved}");
+                let what =
+                    format!("{rows} rows, {heads} heads of {dim}, {turned} from {at}, interleaved {interleaved}");
                 check(&what, &got, &want, Within::BF16);
                 let part = at..at + turned;
-                assert!((0..x.len()).filter(|i| !part.contains(&(i % dim))).all(|i| got[i] == x[i]), "{what}: the rest changed");
+                assert!(
+                    (0..x.len()).filter(|i| !part.contains(&(i % dim))).all(|i| got[i] == x[i]),
+                    "{what}: the rest changed"
+                );
             }
         }
     }
@@ -155,24 +160,23 @@ fn additions_go_to_their_rows_after_their_layer() {
         // More than there is room for at first, and few again.
         for repeats in [1, 40, 1] {
             let list: Vec<_> = (0..repeats).flat_map(|_| some.clone()).collect();
-            let (got, want) = both!(sides, |b| {
-                let held = vectors.clone().map(|vector| std::sync::Arc::new(b.load_norm(vector).unwrap()));
-                let addition = |&(layer, ref rows, vector, coefficient): &(usize, std::ops::Range<usize>, usize, f32)| Addition {
-                    layer,
-                    rows: rows.clone(),
-                    vector: held[vector].clone(),
-                    coefficient,
-                };
-                let mut additions = b.additions(4).unwrap();
-                b.set_additions(&mut additions, vec![]).unwrap();
-                b.set_additions(&mut additions, list.iter().map(addition).collect()).unwrap();
-                let after = |layer| {
-                    let mut x = b.filled_f32(cols, &x);
-                    b.add(&additions, layer, first, &mut x);
-                    b.numbers(&x)
-                };
-                [after(0), after(1), after(2), after(3)]
-            });
+            let (got, want) =
+                both!(sides, |b| {
+                    let held = vectors.clone().map(|vector| std::sync::Arc::new(b.load_norm(vector).unwrap()));
+                    let addition =
+                        |&(layer, ref rows, vector, coefficient): &(usize, std::ops::Range<usize>, usize, f32)| {
+                            Addition { layer, rows: rows.clone(), vector: held[vector].clone(), coefficient }
+                        };
+                    let mut additions = b.additions(4).unwrap();
+                    b.set_additions(&mut additions, vec![]).unwrap();
+                    b.set_additions(&mut additions, list.iter().map(addition).collect()).unwrap();
+                    let after = |layer| {
+                        let mut x = b.filled_f32(cols, &x);
+                        b.add(&additions, layer, first, &mut x);
+                        b.numbers(&x)
+                    };
+                    [after(0), after(1), after(2), after(3)]
+                });
             for (layer, got) in got.iter().enumerate() {
                 assert_eq!(got, &want[layer], "layer {layer}, rows from {first} on, {rows} of {cols} columns");
                 let mut plain = x.clone();
@@ -207,14 +211,21 @@ fn shortlists_have_the_largest_and_weigh_all() {
         assert_eq!(lists.len(), rows);
         for (row, list) in lists.iter().enumerate() {
             let logits = &logits[row * cols..(row + 1) * cols];
-            let mut want: Vec<(u32, f32)> =
-                logits.iter().enumerate().map(|(i, &l)| (i as u32, if l.is_nan() { f32::NEG_INFINITY } else { l })).collect();
+            let mut want: Vec<(u32, f32)> = logits
+                .iter()
+                .enumerate()
+                .map(|(i, &l)| (i as u32, if l.is_nan() { f32::NEG_INFINITY } else { l }))
+                .collect();
             want.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
             let weight = |l: f32| (f64::from(l - want[0].1) * f64::from(inverse[row])).exp();
             let total: f64 = want.iter().map(|&(_, l)| weight(l)).sum();
             want.truncate(64);
             assert_eq!(list.best, want, "row {row} of {rows} rows of {cols}");
-            assert!((list.total / total - 1.0).abs() < 1e-5, "row {row} of {rows} rows of {cols}: {} and {total}", list.total);
+            assert!(
+                (list.total / total - 1.0).abs() < 1e-5,
+                "row {row} of {rows} rows of {cols}: {} and {total}",
+                list.total
+            );
         }
     }
 }
@@ -224,7 +235,8 @@ fn gates_of_numbers_and_of_rows() {
     need_gpu!();
     let sides = Sides::new();
     for (rows, hidden, cols) in [(1, 8, 16), (3, 136, 72), (40, 2056, 1032)] {
-        let [x, gate, w, h] = [(rows * cols, 61), (rows * cols, 62), (hidden, 63), (rows * hidden, 64)].map(|(n, seed)| random(n, seed));
+        let [x, gate, w, h] =
+            [(rows * cols, 61), (rows * cols, 62), (hidden, 63), (rows * hidden, 64)].map(|(n, seed)| random(n, seed));
         let (got, want) = both!(sides, |b| {
             let mut x = b.filled(cols, &x);
             b.sigmoid_mul(&b.filled(cols, &gate), &mut x);

@@ -97,11 +97,14 @@ fn bodies(questions: &[&str]) -> Vec<(&'static str, Value)> {
         match i % 3 {
             0 => all.push((MESSAGES, greedy(json!([user(question), {"role": "assistant", "content": "The"}])))),
             1 => all.push((RESPONSES, json!({"input": question, "temperature": 0, "max_output_tokens": 60}))),
-            _ => all.push((COMPLETIONS, json!({"prompt": question, "temperature": 0, "max_tokens": 40, "stop": ["\n\n"]}))),
+            _ => all
+                .push((COMPLETIONS, json!({"prompt": question, "temperature": 0, "max_tokens": 40, "stop": ["\n\n"]}))),
         }
     }
     // The same long beginning, and beginnings that part early.
-    let text = |from: usize, n: usize| -> String { questions.iter().cycle().skip(from).take(n).copied().collect::<Vec<_>>().join(" ") };
+    let text = |from: usize, n: usize| -> String {
+        questions.iter().cycle().skip(from).take(n).copied().collect::<Vec<_>>().join(" ")
+    };
     let rules = json!({"role": "system", "content": text(0, 60)});
     for question in &questions[..8] {
         all.push((CHAT, greedy(json!([rules, user(question)]))));
@@ -113,7 +116,8 @@ fn bodies(questions: &[&str]) -> Vec<(&'static str, Value)> {
     for seed in 0..5 {
         let fields = json!({"messages": [user("Tell me something.")], "temperature": 1.2, "top_p": 0.95, "seed": seed, "max_tokens": 50});
         all.push((CHAT, fields));
-        let fields = json!({"messages": [user(questions[seed])], "temperature": 0, "frequency_penalty": 1.0, "max_tokens": 50});
+        let fields =
+            json!({"messages": [user(questions[seed])], "temperature": 0, "frequency_penalty": 1.0, "max_tokens": 50});
         all.push((CHAT, fields));
     }
     let schema = json!({"type": "object", "properties": {"city": {"enum": ["Paris", "Tokyo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

@@ -39,7 +39,10 @@ impl fmt::Display for Counts {
         let [right, slow, refused] = [&self.right, &self.slow, &self.refused].map(|count| count.load(Relaxed));
         let [left, stalled, waited] = [&self.left, &self.stalled, &self.told_to_wait].map(|count| count.load(Relaxed));
         write!(f, "{right} right answers ({slow} read slowly), {} wrong, ", self.wrong.lock().unwrap().len())?;
-        write!(f, "{refused} refusals of nonsense, {left} left in the middle, {stalled} stopped reading, {waited} times told to wait")
+        write!(
+            f,
+            "{refused} refusals of nonsense, {left} left in the middle, {stalled} stopped reading, {waited} times told to wait"
+        )
     }
 }
 
@@ -151,7 +154,9 @@ fn compare(world: &World, case: &Case, streams: bool, reply: &super::wire::Reply
         }
     };
     if text != case.answer {
-        world.counts.wrong(format!("{} {} (stream: {streams}): {:?}, and alone {:?}", case.path, case.body, text, case.answer));
+        world
+            .counts
+            .wrong(format!("{} {} (stream: {streams}): {:?}, and alone {:?}", case.path, case.body, text, case.answer));
     }
     text == case.answer
 }
@@ -200,7 +205,10 @@ async fn nonsense(world: &World, random: &mut Random) -> Result<()> {
         9 => (post("/v1/messages", b"{\"max_tokens\": -1, \"messages\": []}"), 400),
         10 => (post("/v1/nothing", b"{}"), 404),
         11 => (b"DELETE /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n\r\n".to_vec(), 405),
-        12 => (b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n{".to_vec(), 413),
+        12 => (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n{".to_vec(),
+            413,
+        ),
         _ => (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n".to_vec(), 400),
     };
     let mut wire = Wire::open(world.address).await?;

@@ -39,7 +39,14 @@ impl Times {
 impl fmt::Display for Times {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        write!(f, "{} asked, median {:.2} ms, p99 {:.2} ms, most {:.2} ms", self.n, ms(self.median), ms(self.p99), ms(self.max))
+        write!(
+            f,
+            "{} asked, median {:.2} ms, p99 {:.2} ms, most {:.2} ms",
+            self.n,
+            ms(self.median),
+            ms(self.p99),
+            ms(self.max)
+        )
     }
 }
 

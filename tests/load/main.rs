@@ -76,10 +76,17 @@ fn load(warm_up: Duration, time: Duration) {
 }
 
 /// Lets all clients loose for a time, and waits until each has ended what it had begun.
-fn run(runtime: &tokio::runtime::Runtime, address: SocketAddr, cases: &Arc<Vec<Case>>, time: Duration, round: u64) -> Arc<Counts> {
+fn run(
+    runtime: &tokio::runtime::Runtime,
+    address: SocketAddr,
+    cases: &Arc<Vec<Case>>,
+    time: Duration,
+    round: u64,
+) -> Arc<Counts> {
     let world = Arc::new(World { address, cases: cases.clone(), until: Instant::now() + time, counts: Arc::default() });
     runtime.block_on(async {
-        let all: Vec<_> = (0..CLIENTS as u64).map(|i| tokio::spawn(clients::client(world.clone(), round << 32 | i))).collect();
+        let all: Vec<_> =
+            (0..CLIENTS as u64).map(|i| tokio::spawn(clients::client(world.clone(), round << 32 | i))).collect();
         for client in all {
             client.await.unwrap();
         }

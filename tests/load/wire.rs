@@ -80,7 +80,9 @@ impl Wire {
         if self.slow {
             sleep(Duration::from_millis(100)).await;
         }
-        let n = timeout(PATIENCE, self.socket.read(&mut bytes[..size])).await.map_err(|_| Error::from(ErrorKind::TimedOut))??;
+        let n = timeout(PATIENCE, self.socket.read(&mut bytes[..size]))
+            .await
+            .map_err(|_| Error::from(ErrorKind::TimedOut))??;
         self.read.extend_from_slice(&bytes[..n]);
         self.untouched &= n == 0;
         Ok(n > 0)
@@ -117,7 +119,8 @@ impl Wire {
     pub(crate) async fn reply(&mut self) -> Result<Reply> {
         let bad = |line: &str| Error::new(ErrorKind::InvalidData, format!("no reply begins like this: {line}"));
         let first = self.take_line().await?;
-        let status = first.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3)?.parse().ok()).ok_or_else(|| bad(&first))?;
+        let status =
+            first.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3)?.parse().ok()).ok_or_else(|| bad(&first))?;
         let mut reply = Reply { status, retry_after: None, body: Vec::new(), closes: false };
         let (mut length, mut chunked) = (None, false);
         loop {
@@ -150,8 +153,10 @@ impl Wire {
 
 /// A request's bytes.
 pub(crate) fn post(path: &str, body: &[u8]) -> Vec<u8> {
-    let head =
-        format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
     [head.as_bytes(), body].concat()
 }
 
@@ -160,6 +165,7 @@ pub(crate) async fn metric(address: SocketAddr, name: &str) -> u64 {
     let mut wire = Wire::open(address).await.unwrap();
     wire.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     let text = wire.reply().await.unwrap().text();
-    let value = text.lines().find_map(|line| line.strip_prefix("moebius_")?.strip_prefix(name)?.strip_prefix(' ')).unwrap();
+    let value =
+        text.lines().find_map(|line| line.strip_prefix("moebius_")?.strip_prefix(name)?.strip_prefix(' ')).unwrap();
     value.parse().unwrap()
 }

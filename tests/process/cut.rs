@@ -26,7 +26,10 @@ fn a_shard_that_is_cut_while_it_is_converted_is_named_and_nothing_is_left() {
     build.0.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     assert_eq!(status.code(), Some(1), "{stderr}");
     assert!(stderr.starts_with("error: ") && stderr.trim_end().lines().count() == 1, "{stderr}");
-    assert!(stderr.contains("layer-03.safetensors was cut off") && stderr.contains("download the checkpoint again"), "{stderr}");
+    assert!(
+        stderr.contains("layer-03.safetensors was cut off") && stderr.contains("download the checkpoint again"),
+        "{stderr}"
+    );
     assert_eq!(files(&model.cache()), Vec::<String>::new());
 
     std::fs::write(&shard, whole).unwrap();

@@ -25,7 +25,9 @@ fn start(cache: &Path, options: &[&str]) -> Server {
 /// A request whose answer takes a while, once it runs.
 fn running_answer(server: &Server) -> TcpStream {
     let socket = server.send("POST", "/v1/completions", &completion(2000)).unwrap();
-    wait_for("the request runs", || server.ask("GET", "/metrics", "").contains("\nmoebius_requests_running 1\n").then_some(()));
+    wait_for("the request runs", || {
+        server.ask("GET", "/metrics", "").contains("\nmoebius_requests_running 1\n").then_some(())
+    });
     socket
 }
 
@@ -33,7 +35,11 @@ fn running_answer(server: &Server) -> TcpStream {
 fn is_whole(mut answer: TcpStream) {
     let mut text = String::new();
     answer.read_to_string(&mut text).unwrap();
-    assert!(text.starts_with("HTTP/1.1 200") && text.contains("\"completion_tokens\":2000"), "{}", &text[..text.len().min(300)]);
+    assert!(
+        text.starts_with("HTTP/1.1 200") && text.contains("\"completion_tokens\":2000"),
+        "{}",
+        &text[..text.len().min(300)]
+    );
 }
 
 #[test]

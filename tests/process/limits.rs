@@ -43,8 +43,11 @@ fn too_little_address_space_is_a_sentence() {
     assert_eq!(code, Some(0), "{stderr}");
     // Below the first not even the program itself can be mapped.
     for mib in [100, 150, 200, 300, 400, 600, 800] {
-        let (code, stderr) =
-            ended(limited(moebius(cache.path(), &["generate", "demo", "x", "--max-tokens", "1"]), libc::RLIMIT_AS, mib << 20));
+        let (code, stderr) = ended(limited(
+            moebius(cache.path(), &["generate", "demo", "x", "--max-tokens", "1"]),
+            libc::RLIMIT_AS,
+            mib << 20,
+        ));
         let refused = code == Some(1) && stderr.starts_with("error: ") && stderr.trim_end().lines().count() == 1;
         assert!(refused && stderr.contains("ulimit -v") || code == Some(0) && mib > 300, "{mib} MiB: {stderr}");
     }
@@ -64,7 +67,9 @@ fn too_few_open_files_are_a_sentence() {
 #[test]
 fn rayons_variable_is_not_obeyed() {
     let cache = tempfile::tempdir().unwrap();
-    for args in [&["cache", "build", "demo"][..], &["cache", "verify", "demo"], &["generate", "demo", "x", "--max-tokens", "1"]] {
+    for args in
+        [&["cache", "build", "demo"][..], &["cache", "verify", "demo"], &["generate", "demo", "x", "--max-tokens", "1"]]
+    {
         let mut command = moebius(cache.path(), args);
         command.env("RAYON_NUM_THREADS", "100000").env("RAYON_RS_NUM_CPUS", "100000");
         let (code, stderr) = ended(command);

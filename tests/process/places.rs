@@ -29,7 +29,8 @@ fn make_socket(path: &Path) {
 }
 
 type Make = fn(&Path);
-const OTHERS: [(&str, Make); 4] = [("pipe", make_pipe), ("folder", make_folder), ("link", make_link_to_itself), ("socket", make_socket)];
+const OTHERS: [(&str, Make); 4] =
+    [("pipe", make_pipe), ("folder", make_folder), ("link", make_link_to_itself), ("socket", make_socket)];
 
 fn model() -> Checkpoint {
     Checkpoint::copy_of(&fixture_dir("qwen3_moe"))
@@ -76,7 +77,10 @@ fn what_has_the_place_of_a_cache_is_named_with_the_remedy() {
         for place in [format!("{name}.moebius"), format!("{key}.partial"), format!("{key}.lock")] {
             make(&model.cache().join(&place));
             let words = sentence(build(&model));
-            assert!(words.contains(&place) && words.contains(&format!("a {kind} is where")) && words.contains("remove it"), "{words}");
+            assert!(
+                words.contains(&place) && words.contains(&format!("a {kind} is where")) && words.contains("remove it"),
+                "{words}"
+            );
             let left = files(&model.cache());
             assert!(left.iter().all(|left| *left == place), "{left:?}");
             std::fs::remove_dir_all(model.cache()).unwrap();
@@ -90,9 +94,14 @@ fn what_has_the_place_of_a_cache_is_named_with_the_remedy() {
 
 #[test]
 fn what_has_the_place_of_a_models_file_is_a_sentence() {
-    for place in
-        ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
-    {
+    for place in [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ] {
         for (kind, make) in OTHERS {
             let model = model();
             let _ = std::fs::remove_file(model.file(place));

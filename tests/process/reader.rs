@@ -64,7 +64,12 @@ fn a_server_whose_stderr_is_full_answers_counts_and_tells() {
         let all = dropped(&server);
         assert_eq!(server.stop().code(), Some(0));
         let text = read.join().unwrap();
-        assert!(text.contains(&format!("{count}{all}")) && text.contains("stopping") && text.contains("replacing the cache"), "{all}");
+        assert!(
+            text.contains(&format!("{count}{all}"))
+                && text.contains("stopping")
+                && text.contains("replacing the cache"),
+            "{all}"
+        );
         let ours = text.trim_start_matches('.').lines().filter(|line| line.contains("/v1/xxx")).count() as u64;
         assert_eq!(ours + all, 101, "a line is written or counted");
         if form == "json" {

@@ -91,8 +91,9 @@ fn every_endpoint_says_for_whom_it_asks() {
 fn vectors_belong_to_the_key_that_put_them() {
     let mut server = start_with(ServerOptions { share_prefixes: true, ..keyed() });
     let address = server.address;
-    let put =
-        |key: &str, name: &str, vector: &[f32]| ask(address, key, "PUT", &format!("/v1/vectors/{name}"), &json!({"vector": vector})).0;
+    let put = |key: &str, name: &str, vector: &[f32]| {
+        ask(address, key, "PUT", &format!("/v1/vectors/{name}"), &json!({"vector": vector})).0
+    };
     let get = |key: &str| ask(address, key, "GET", "/v1/vectors/calm", &Value::Null);
     let names = |key: &str| ask(address, key, "GET", "/v1/vectors", &Value::Null).1["data"].as_array().unwrap().len();
     assert_eq!(put(ANNA, "calm", &VECTOR), 200);

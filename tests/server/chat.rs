@@ -19,9 +19,15 @@ fn a_chat_is_answered() {
     assert_eq!(body["usage"]["total_tokens"], 10 + completion);
 
     let (_, body) = post(server.address, "/v1/chat/completions", with(hello(), json!({"max_completion_tokens": 1})));
-    assert_eq!((&body["choices"][0]["finish_reason"], &body["usage"]["completion_tokens"]), (&json!("length"), &json!(1)));
+    assert_eq!(
+        (&body["choices"][0]["finish_reason"], &body["usage"]["completion_tokens"]),
+        (&json!("length"), &json!(1))
+    );
     let (_, body) = post(server.address, "/v1/chat/completions", with(hello(), json!({"stop": ["😀", " yes"]})));
-    assert_eq!((&body["choices"][0]["message"]["content"], &body["choices"][0]["finish_reason"]), (&json!("naïve "), &json!("stop")));
+    assert_eq!(
+        (&body["choices"][0]["message"]["content"], &body["choices"][0]["finish_reason"]),
+        (&json!("naïve "), &json!("stop"))
+    );
 }
 
 #[test]
@@ -30,9 +36,11 @@ fn a_stream_has_role_text_reason_usage_and_done() {
     let body = with(hello(), json!({"stream": true, "stream_options": {"include_usage": true}}));
     let events = sse(server.address, "/v1/chat/completions", body);
     assert_eq!(events.last().unwrap(), "[DONE]");
-    let chunks: Vec<Value> = events[..events.len() - 1].iter().map(|event| serde_json::from_str(event).unwrap()).collect();
+    let chunks: Vec<Value> =
+        events[..events.len() - 1].iter().map(|event| serde_json::from_str(event).unwrap()).collect();
     assert_eq!(chunks[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
-    let text: String = chunks[1..].iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
+    let text: String =
+        chunks[1..].iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
     assert_eq!(text, "café 😀");
     assert!(chunks.iter().all(|chunk| chunk["object"] == "chat.completion.chunk" && chunk["id"] == chunks[0]["id"]));
     let n = chunks.len();
@@ -48,12 +56,17 @@ fn a_stream_has_role_text_reason_usage_and_done() {
 fn plain_text_is_completed() {
     let server = saying("abc def");
     let (status, body) = post(server.address, "/v1/completions", json!({"prompt": "Hello", "max_tokens": 100}));
-    assert_eq!((status, &body["object"], &body["choices"][0]["text"]), (200, &json!("text_completion"), &json!("abc def")));
+    assert_eq!(
+        (status, &body["object"], &body["choices"][0]["text"]),
+        (200, &json!("text_completion"), &json!("abc def"))
+    );
     let (status, body) = post(server.address, "/v1/completions", json!({"prompt": [[1, 2, 3]]}));
     assert_eq!((status, &body["usage"]["prompt_tokens"]), (200, &json!(3)));
     let events = sse(server.address, "/v1/completions", json!({"prompt": ["x"], "stream": true, "max_tokens": 100}));
     assert!(events[0].contains("\"text\":") && events.last().unwrap() == "[DONE]");
-    for prompt in [json!(null), json!([]), json!(["a", ""]), json!([["a"]]), json!([512]), json!([-1]), json!({}), json!([1.5])] {
+    for prompt in
+        [json!(null), json!([]), json!(["a", ""]), json!([["a"]]), json!([512]), json!([-1]), json!({}), json!([1.5])]
+    {
         let (status, body) = post(server.address, "/v1/completions", json!({ "prompt": prompt }));
         assert_eq!(status, 400, "{prompt}: {body}");
     }
@@ -62,8 +75,10 @@ fn plain_text_is_completed() {
 #[test]
 fn requests_reach_the_engine_as_asked() {
     let mut server = start();
-    let body =
-        with(hello(), json!({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 42, "max_tokens": 9, "ignore_eos": true}));
+    let body = with(
+        hello(),
+        json!({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 42, "max_tokens": 9, "ignore_eos": true}),
+    );
     let _stream = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
     let Submission { request, events: _events, .. } = server.next();
     assert_eq!(request.prompt, [505, 509, 39, 68, 438, 78, 0, 511, 198, 510]);
@@ -79,27 +94,38 @@ fn several_choices_and_prompts_stand_beside_each_other() {
     let choices = body["choices"].as_array().unwrap();
     assert_eq!((status, choices.len()), (200, 3), "{body}");
     assert!(
-        choices.iter().enumerate().all(|(i, c)| c["index"] == i && c["message"]["content"] == "yes no" && c["finish_reason"] == "stop")
+        choices
+            .iter()
+            .enumerate()
+            .all(|(i, c)| c["index"] == i && c["message"]["content"] == "yes no" && c["finish_reason"] == "stop")
     );
     let usage = &body["usage"];
     assert_eq!(usage["prompt_tokens"], 10, "the prompt counts once");
     assert_eq!(usage["completion_tokens"].as_u64().unwrap() % 3, 0);
     let chunks = chunks(server.address, "/v1/chat/completions", with(hello(), json!({"n": 2, "stream": true})));
     for i in 0..2 {
-        let own: Vec<&Value> = chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == i).collect();
+        let own: Vec<&Value> =
+            chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == i).collect();
         assert_eq!(own[0]["delta"], json!({"role": "assistant", "content": ""}));
         let text: String = own[1..].iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
         assert_eq!((text.as_str(), &own.last().unwrap()["finish_reason"]), ("yes no", &json!("stop")));
     }
-    let (_, body) = post(server.address, "/v1/completions", json!({"prompt": ["a", "b"], "n": 2, "max_tokens": 50, "echo": true}));
-    let texts: Vec<&str> = body["choices"].as_array().unwrap().iter().map(|choice| choice["text"].as_str().unwrap()).collect();
+    let (_, body) =
+        post(server.address, "/v1/completions", json!({"prompt": ["a", "b"], "n": 2, "max_tokens": 50, "echo": true}));
+    let texts: Vec<&str> =
+        body["choices"].as_array().unwrap().iter().map(|choice| choice["text"].as_str().unwrap()).collect();
     assert_eq!(texts, ["ayes no", "ayes no", "byes no", "byes no"]);
 }
 
 #[test]
 fn choices_have_seeds_of_their_own_and_the_first_the_given_one() {
     let mut server = start();
-    let _stream = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"n": 2, "seed": 5})).to_string().as_bytes());
+    let _stream = send(
+        server.address,
+        "POST",
+        "/v1/chat/completions",
+        with(hello(), json!({"n": 2, "seed": 5})).to_string().as_bytes(),
+    );
     let seeds: Vec<_> = (0..2).map(|_| server.next().request.sampling.seed).collect();
     assert_eq!(seeds, [Some(5), Some(6)]);
 }
@@ -110,11 +136,13 @@ fn penalties_biases_and_logprobs_reach_the_engine_and_come_back() {
     let body = with(hello(), json!({"logprobs": true, "top_logprobs": 1}));
     let (_, whole) = post(server.address, "/v1/chat/completions", body.clone());
     let told = whole["choices"][0]["logprobs"]["content"].as_array().unwrap();
-    let bytes: Vec<u8> = told.iter().flat_map(|t| t["bytes"].as_array().unwrap()).map(|b| b.as_u64().unwrap() as u8).collect();
+    let bytes: Vec<u8> =
+        told.iter().flat_map(|t| t["bytes"].as_array().unwrap()).map(|b| b.as_u64().unwrap() as u8).collect();
     assert_eq!(String::from_utf8(bytes).unwrap(), "né 😀", "bytes are exact where a token is half a character");
     assert!(told.iter().all(|t| t["logprob"] == -0.5 && t["top_logprobs"][0]["token"] == t["token"]));
     let streamed = chunks(server.address, "/v1/chat/completions", with(body, json!({"stream": true})));
-    let streamed: Vec<&Value> = streamed.iter().filter_map(|c| c["choices"][0]["logprobs"]["content"].as_array()).flatten().collect();
+    let streamed: Vec<&Value> =
+        streamed.iter().filter_map(|c| c["choices"][0]["logprobs"]["content"].as_array()).flatten().collect();
     assert_eq!(streamed.len(), told.len());
     let (_, text) = post(server.address, "/v1/completions", json!({"prompt": "x", "logprobs": 1, "max_tokens": 50}));
     let logprobs = &text["choices"][0]["logprobs"];
@@ -122,11 +150,16 @@ fn penalties_biases_and_logprobs_reach_the_engine_and_come_back() {
     assert_eq!((&logprobs["text_offset"][0], &logprobs["token_logprobs"][0]), (&json!(0), &json!(-0.5)));
 
     let mut server = start();
-    let body =
-        with(hello(), json!({"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"7": -100}}));
+    let body = with(
+        hello(),
+        json!({"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"7": -100}}),
+    );
     let _stream = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
     let s = server.next().request.sampling;
-    assert_eq!((s.presence_penalty, s.frequency_penalty, s.repetition_penalty, s.logit_bias), (0.5, -1.0, 1.1, vec![(7, -100.0)]));
+    assert_eq!(
+        (s.presence_penalty, s.frequency_penalty, s.repetition_penalty, s.logit_bias),
+        (0.5, -1.0, 1.1, vec![(7, -100.0)])
+    );
 }
 
 fn weather() -> Value {
@@ -136,8 +169,10 @@ fn weather() -> Value {
 
 #[test]
 fn calls_of_tools_are_told_apart_from_words() {
-    let server =
-        saying_in(TEMPLATE, "Let me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\"}}\n</tool_call>");
+    let server = saying_in(
+        TEMPLATE,
+        "Let me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\"}}\n</tool_call>",
+    );
     let (status, body) = post(server.address, "/v1/chat/completions", with(hello(), weather()));
     let choice = &body["choices"][0];
     assert_eq!(
@@ -147,13 +182,23 @@ fn calls_of_tools_are_told_apart_from_words() {
     );
     let call = &choice["message"]["tool_calls"][0];
     assert_eq!((&call["type"], &call["function"]["name"]), (&json!("function"), &json!("weather")));
-    assert_eq!(serde_json::from_str::<Value>(call["function"]["arguments"].as_str().unwrap()).unwrap(), json!({"city": "Oslo"}));
+    assert_eq!(
+        serde_json::from_str::<Value>(call["function"]["arguments"].as_str().unwrap()).unwrap(),
+        json!({"city": "Oslo"})
+    );
     let id = call["id"].as_str().unwrap();
 
-    let chunks = chunks(server.address, "/v1/chat/completions", with(with(hello(), weather()), json!({"stream": true})));
-    let calls: Vec<&Value> =
-        chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]["tool_calls"][0]).filter(|call| !call.is_null()).collect();
-    assert_eq!((&calls[0]["function"]["name"], &calls[0]["type"], &calls[0]["index"]), (&json!("weather"), &json!("function"), &json!(0)));
+    let chunks =
+        chunks(server.address, "/v1/chat/completions", with(with(hello(), weather()), json!({"stream": true})));
+    let calls: Vec<&Value> = chunks
+        .iter()
+        .map(|chunk| &chunk["choices"][0]["delta"]["tool_calls"][0])
+        .filter(|call| !call.is_null())
+        .collect();
+    assert_eq!(
+        (&calls[0]["function"]["name"], &calls[0]["type"], &calls[0]["index"]),
+        (&json!("weather"), &json!("function"), &json!(0))
+    );
     let arguments: String = calls.iter().map(|call| call["function"]["arguments"].as_str().unwrap()).collect();
     assert_eq!(serde_json::from_str::<Value>(&arguments).unwrap(), json!({"city": "Oslo"}));
     assert!(calls.len() > 2, "arguments flow as they come");
@@ -174,9 +219,11 @@ fn calls_of_tools_are_told_apart_from_words() {
     assert_eq!(status, 200, "{body}");
     let (_, text) = post(server.address, "/detokenize", json!({"tokens": body["tokens"]}));
     let text = text["prompt"].as_str().unwrap();
-    for piece in
-        ["TOOLS{\"type\": \"function\"", "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\"}}", "[tool]rain[assistant]"]
-    {
+    for piece in [
+        "TOOLS{\"type\": \"function\"",
+        "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\"}}",
+        "[tool]rain[assistant]",
+    ] {
         assert!(text.contains(piece), "{piece} in {text}");
     }
 }
@@ -191,7 +238,8 @@ fn thoughts_are_told_apart_from_words() {
     let reasoning = whole["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
     assert!(0 < reasoning && reasoning < whole["usage"]["completion_tokens"].as_u64().unwrap());
     let chunks = chunks(server.address, "/v1/chat/completions", with(body, json!({"stream": true})));
-    let all = |name: &str| chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][name].as_str()).collect::<String>();
+    let all =
+        |name: &str| chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][name].as_str()).collect::<String>();
     assert_eq!((all("reasoning_content").as_str(), all("content").as_str()), ("2 and 2", "Four."));
 }
 

@@ -15,7 +15,10 @@ fn health_and_models_are_told() {
     assert_eq!(raw(server.address, "GET", "/health", b""), (200, r#"{"status":"ok"}"#.into()));
     let (status, text) = raw(server.address, "GET", "/v1/models", b"");
     let body: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!((status, &body["data"][0]["id"], &body["data"][0]["experts"]), (200, &json!("models/tiny"), &json!("int4-g128")));
+    assert_eq!(
+        (status, &body["data"][0]["id"], &body["data"][0]["experts"]),
+        (200, &json!("models/tiny"), &json!("int4-g128"))
+    );
     assert_eq!(raw(server.address, "GET", "/v1/models/models/tiny", b"").0, 200);
 }
 
@@ -54,7 +57,12 @@ fn a_failing_engine_is_told_before_and_within_a_stream() {
     assert!(lines.next().unwrap().contains("503"));
     assert!(lines.any(|line| line.contains("no memory")));
 
-    let socket = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"stream": true})).to_string().as_bytes());
+    let socket = send(
+        server.address,
+        "POST",
+        "/v1/chat/completions",
+        with(hello(), json!({"stream": true})).to_string().as_bytes(),
+    );
     let Submission { events, .. } = server.next();
     events.send(token(39)).unwrap();
     drop(events);

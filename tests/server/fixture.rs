@@ -128,12 +128,17 @@ fn answering(mut fixture: Fixture, text: &'static str) -> Fixture {
             let ids = tokenizer.encode(text, false).unwrap();
             let n = ids.len().min(request.max_tokens.unwrap_or(usize::MAX));
             for (i, &id) in ids[..n].iter().enumerate() {
-                let stats = RequestStats { prompt_tokens: request.prompt.len(), completion_tokens: i + 1, ..Default::default() };
+                let stats = RequestStats {
+                    prompt_tokens: request.prompt.len(),
+                    completion_tokens: i + 1,
+                    ..Default::default()
+                };
                 let logprobs = request.logprobs.map(|_| Box::new(Logprobs { logprob: -0.5, top: vec![(id, -0.5)] }));
                 let _ = events.send(Event::Token(Token { id, logprobs, stats }));
             }
             let reason = if n < ids.len() { FinishReason::Length } else { FinishReason::Stop };
-            let stats = RequestStats { prompt_tokens: request.prompt.len(), completion_tokens: n, ..Default::default() };
+            let stats =
+                RequestStats { prompt_tokens: request.prompt.len(), completion_tokens: n, ..Default::default() };
             let _ = events.send(Event::Done(reason, stats));
         }
     });
@@ -149,7 +154,11 @@ pub(crate) fn connect(address: SocketAddr) -> TcpStream {
 pub(crate) fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) -> TcpStream {
     let mut stream = connect(address);
     let length = body.len();
-    write!(stream, "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n").unwrap();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
+    )
+    .unwrap();
     stream.write_all(body).unwrap();
     stream
 }

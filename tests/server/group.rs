@@ -18,7 +18,12 @@ const LEFT_BYTES: u64 = 100 << 20;
 fn ask(address: SocketAddr, path: &str, body: &[u8]) -> Option<u16> {
     let mut stream = TcpStream::connect(address).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(120))).ok()?;
-    write!(stream, "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n", body.len()).ok()?;
+    write!(
+        stream,
+        "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    )
+    .ok()?;
     stream.write_all(body).ok()?;
     let mut head = [0; 12];
     stream.read_exact(&mut head).ok()?;
@@ -51,7 +56,8 @@ fn a_server_with_one_gib_outlives_those_who_ask_for_more() {
     }
     let sea = |times: usize| json!({"prompt": "the sea ".repeat(times), "max_tokens": 1}).to_string();
     let ids: Vec<usize> = (0..3900).map(|i| i * 7 % 400 + 30).collect();
-    let capture = |form: &str| json!({"prompt": ids, "layers": "all", "logits": true, "encoding_format": form}).to_string();
+    let capture =
+        |form: &str| json!({"prompt": ids, "layers": "all", "logits": true, "encoding_format": form}).to_string();
     let objects = format!("{{\"messages\":[{}1]}}", r#"{"":0},"#.repeat((16 << 20) / 7 - 10));
     let chat = json!({"messages": [{"role": "user", "content": "the sea ".repeat(2_050_000)}]}).to_string();
     let many = json!({"messages": [{"role": "user", "content": "Hi"}], "n": 16, "max_tokens": 500, "ignore_eos": true,
@@ -63,7 +69,13 @@ fn a_server_with_one_gib_outlives_those_who_ask_for_more() {
         ("a long text", 1, "/v1/completions", sea(2_050_000), 400),
         ("long texts", 8, "/v1/completions", sea(2_050_000), 400),
         ("a long message", 2, "/v1/chat/completions", chat, 400),
-        ("a text as token strings", 2, "/tokenize", sea(2_050_000).replace("\"max_tokens\":1", "\"return_token_strs\":true"), 400),
+        (
+            "a text as token strings",
+            2,
+            "/tokenize",
+            sea(2_050_000).replace("\"max_tokens\":1", "\"return_token_strs\":true"),
+            400,
+        ),
         ("small objects", 2, "/v1/chat/completions", objects.clone(), 400),
         ("bodies of 16 MB", 64, "/v1/chat/completions", objects, 400),
         ("bodies of 240 KB", 100, "/v1/completions", sea(30_000), 400),

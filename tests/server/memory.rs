@@ -36,16 +36,18 @@ fn a_text_that_cannot_fit_is_not_tokenized_to_its_end() {
         let told = refused(&server, path, &body);
         assert!(told.starts_with("context_length_exceeded") && told.contains("more than"), "{path}: {told}");
     }
-    for (path, body) in
-        [("/v1/messages", json!({"messages": messages, "max_tokens": 5})), ("/v1/messages/count_tokens", json!({"messages": messages}))]
-    {
+    for (path, body) in [
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 5})),
+        ("/v1/messages/count_tokens", json!({"messages": messages})),
+    ] {
         let told = refused(&server, path, &body);
         assert!(told.contains("more than"), "{path}: {told}");
     }
     let told = refused(&server, "/tokenize", &json!({"prompt": text}));
     assert!(told.contains("1048576 are tokenized at a time"), "{told}");
     // What is longer than the context and still short is tokenized exactly.
-    let (status, told) = post(server.address, "/tokenize", json!({"prompt": SEA.repeat(1000), "return_token_strs": true}));
+    let (status, told) =
+        post(server.address, "/tokenize", json!({"prompt": SEA.repeat(1000), "return_token_strs": true}));
     assert_eq!((status, told["count"].as_u64()), (200, Some(told["tokens"].as_array().unwrap().len() as u64)));
     let spelled: String = told["token_strs"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect();
     assert!(spelled.contains(&SEA.repeat(1000)), "{}", &spelled[..100]);
@@ -60,7 +62,8 @@ fn values_are_counted_before_they_are_made() {
         assert!(status == 400 && text.contains("too many objects"), "{one}: {status} {text}");
     }
     let messages = vec![r#"{"role":"user","content":"x"}"#; 20_000].join(",");
-    let (status, text) = raw(server.address, "POST", "/v1/chat/completions", format!("{{\"messages\":[{messages}]}}").as_bytes());
+    let (status, text) =
+        raw(server.address, "POST", "/v1/chat/completions", format!("{{\"messages\":[{messages}]}}").as_bytes());
     assert!(status == 400 && text.contains("more than 10000 messages"), "{text}");
     let call = r#"{"function":{"name":"a","arguments":""}}"#;
     let calls = format!(r#"{{"messages":[{{"role":"assistant","tool_calls":[{}]}}]}}"#, vec![call; 20_000].join(","));
@@ -141,13 +144,17 @@ fn many_choices_are_counted_first_and_share_one_grammar() {
     constraints[0].accept(first[0]).unwrap();
     assert!(constraints[0].is_complete());
     for constraint in &mut constraints[1..] {
-        assert!(!constraint.is_complete() && open(constraint) == first, "what one answer says is nothing to the others");
+        assert!(
+            !constraint.is_complete() && open(constraint) == first,
+            "what one answer says is nothing to the others"
+        );
     }
 }
 
 #[test]
 fn a_capture_that_nobody_takes_breaks_off() {
-    let mut server = start_with(ServerOptions { client_timeout: Duration::from_millis(300), ..ServerOptions::default() });
+    let mut server =
+        start_with(ServerOptions { client_timeout: Duration::from_millis(300), ..ServerOptions::default() });
     let body = json!({"prompt": [5, 6, 7], "layers": [2], "encoding_format": "float"}).to_string();
     let mut socket = send(server.address, "POST", "/v1/capture", body.as_bytes());
     let submission = server.next();

@@ -54,7 +54,8 @@ fn a_message_is_answered() {
     assert_eq!(body["stop_reason"], "max_tokens");
     let (status, mut refusal) = post(server.address, "/v1/messages/count_tokens", message());
     assert!(refusal.as_object_mut().unwrap().remove("request_id").unwrap().as_str().unwrap().starts_with("req-"));
-    let error = json!({"type": "invalid_request_error", "message": "Unrecognized request argument supplied: max_tokens"});
+    let error =
+        json!({"type": "invalid_request_error", "message": "Unrecognized request argument supplied: max_tokens"});
     assert_eq!((status, refusal), (400, json!({"type": "error", "error": error})));
     let mut counted = message();
     counted.as_object_mut().unwrap().remove("max_tokens");
@@ -64,8 +65,12 @@ fn a_message_is_answered() {
 #[test]
 fn a_message_streams_block_by_block() {
     let server = saying_in(TEMPLATE, THOUGHT_AND_CALL);
-    let tools = json!([{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]);
-    let body = with(message(), json!({"stream": true, "tools": tools, "thinking": {"type": "enabled", "budget_tokens": 1024}}));
+    let tools =
+        json!([{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]);
+    let body = with(
+        message(),
+        json!({"stream": true, "tools": tools, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    );
     let events = events(&server, "/v1/messages", body.clone());
     assert_eq!(
         kinds(&events),
@@ -85,15 +90,24 @@ fn a_message_streams_block_by_block() {
             "message_stop"
         ]
     );
-    let starts: Vec<&Value> =
-        events.iter().filter(|(kind, _)| kind == "content_block_start").map(|(_, data)| &data["content_block"]["type"]).collect();
+    let starts: Vec<&Value> = events
+        .iter()
+        .filter(|(kind, _)| kind == "content_block_start")
+        .map(|(_, data)| &data["content_block"]["type"])
+        .collect();
     assert_eq!(starts, ["thinking", "text", "tool_use"]);
     let joined = |kind: &str, field: &str| {
         let deltas = events.iter().map(|(_, data)| &data["delta"]).filter(|delta| delta["type"] == kind);
         deltas.map(|delta| delta[field].as_str().unwrap()).collect::<String>()
     };
-    assert_eq!((joined("thinking_delta", "thinking").as_str(), joined("text_delta", "text").as_str()), ("hm", "On it."));
-    assert_eq!(serde_json::from_str::<Value>(&joined("input_json_delta", "partial_json")).unwrap(), json!({"city": "Oslo"}));
+    assert_eq!(
+        (joined("thinking_delta", "thinking").as_str(), joined("text_delta", "text").as_str()),
+        ("hm", "On it.")
+    );
+    assert_eq!(
+        serde_json::from_str::<Value>(&joined("input_json_delta", "partial_json")).unwrap(),
+        json!({"city": "Oslo"})
+    );
     let delta = &events[events.len() - 2].1;
     assert_eq!(delta["delta"]["stop_reason"], "tool_use");
     assert!(delta["usage"]["output_tokens"].as_u64().unwrap() > 10);
@@ -120,7 +134,9 @@ fn turns_of_one_role_are_one() {
     let server = saying("x");
     let count = |turns: &[(&str, &str)]| {
         let messages: Vec<Value> = turns.iter().map(|(role, text)| json!({"role": role, "content": text})).collect();
-        post(server.address, "/v1/messages/count_tokens", json!({ "messages": messages })).1["input_tokens"].as_u64().unwrap()
+        post(server.address, "/v1/messages/count_tokens", json!({ "messages": messages })).1["input_tokens"]
+            .as_u64()
+            .unwrap()
     };
     assert_eq!(count(&[("user", "a"), ("user", "b")]), count(&[("user", "a\n\nb")]));
     let end = ("user", "c");
@@ -130,7 +146,9 @@ fn turns_of_one_role_are_one() {
 #[test]
 fn the_form_of_a_message_is_kept_to() {
     let mut server = start();
-    let form = |schema: Value| with(message(), json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}}));
+    let form = |schema: Value| {
+        with(message(), json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}}))
+    };
     let socket = send(server.address, "POST", "/v1/messages", form(json!({"type": "integer"})).to_string().as_bytes());
     assert!(server.next().request.constraint.is_some());
     drop(socket);
@@ -153,7 +171,10 @@ fn messages_are_refused_in_anthropics_shape() {
         (json!({"max_tokens": null}), "max_tokens"),
         (json!({"messages": []}), "messages"),
         (json!({"messages": [{"role": "king", "content": "x"}]}), "role"),
-        (json!({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}), "messages[0].content[0]"),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+            "messages[0].content[0]",
+        ),
         (json!({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}), "tools[0].type"),
         (json!({"tool_choice": {"type": "tool"}}), "tool_choice"),
         (json!({"thinking": {"type": "enabled"}}), "thinking"),
@@ -177,10 +198,20 @@ fn a_response_is_answered() {
     let server = saying("naïve 😀 yes");
     let (status, body) = post(server.address, "/v1/responses", json!({"model": "tiny", "input": "Hello!"}));
     assert_eq!((status, &body["object"], &body["status"]), (200, &json!("response"), &json!("completed")), "{body}");
-    assert_eq!(body["output"][0]["content"], json!([{"type": "output_text", "text": "naïve 😀 yes", "annotations": [], "logprobs": []}]));
+    assert_eq!(
+        body["output"][0]["content"],
+        json!([{"type": "output_text", "text": "naïve 😀 yes", "annotations": [], "logprobs": []}])
+    );
     assert_eq!(body["usage"]["input_tokens"], 10);
-    let (_, cut) = post(server.address, "/v1/responses", json!({"input": [{"role": "user", "content": "Hello!"}], "max_output_tokens": 1}));
-    assert_eq!((&cut["status"], &cut["incomplete_details"]["reason"]), (&json!("incomplete"), &json!("max_output_tokens")));
+    let (_, cut) = post(
+        server.address,
+        "/v1/responses",
+        json!({"input": [{"role": "user", "content": "Hello!"}], "max_output_tokens": 1}),
+    );
+    assert_eq!(
+        (&cut["status"], &cut["incomplete_details"]["reason"]),
+        (&json!("incomplete"), &json!("max_output_tokens"))
+    );
     for (fields, param) in [
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"background": true}), "background"),
@@ -200,9 +231,9 @@ fn a_response_is_answered() {
 #[test]
 fn a_response_streams_item_by_item() {
     let server = saying_in(TEMPLATE, THOUGHT_AND_CALL);
-    let tools =
-        json!([{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]);
-    let body = json!({"input": "Oslo?", "tools": tools, "stream": true, "chat_template_kwargs": {"enable_thinking": true}});
+    let tools = json!([{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]);
+    let body =
+        json!({"input": "Oslo?", "tools": tools, "stream": true, "chat_template_kwargs": {"enable_thinking": true}});
     let events = events(&server, "/v1/responses", body.clone());
     assert_eq!(
         kinds(&events),
@@ -229,10 +260,14 @@ fn a_response_streams_item_by_item() {
     assert!(events.iter().enumerate().all(|(i, (_, data))| data["sequence_number"] == i));
     let response = &events.last().unwrap().1["response"];
     let output = response["output"].as_array().unwrap();
-    let done: Vec<&Value> = events.iter().filter(|(kind, _)| kind == "response.output_item.done").map(|(_, data)| &data["item"]).collect();
+    let done: Vec<&Value> =
+        events.iter().filter(|(kind, _)| kind == "response.output_item.done").map(|(_, data)| &data["item"]).collect();
     assert_eq!(done, output.iter().collect::<Vec<_>>());
     assert_eq!((&output[0]["content"][0]["text"], &output[1]["content"][0]["text"]), (&json!("hm"), &json!("On it.")));
-    assert_eq!(serde_json::from_str::<Value>(output[2]["arguments"].as_str().unwrap()).unwrap(), json!({"city": "Oslo"}));
+    assert_eq!(
+        serde_json::from_str::<Value>(output[2]["arguments"].as_str().unwrap()).unwrap(),
+        json!({"city": "Oslo"})
+    );
 
     // A client sends back what was said, and what came of the call.
     let mut input = vec![json!({"role": "user", "content": "Oslo?"})];

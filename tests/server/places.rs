@@ -25,7 +25,8 @@ struct Way {
 
 const HEAD: &str = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ";
 const BODY: &str = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n{\"";
-const EXPECT: &str = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n";
+const EXPECT: &str =
+    "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n";
 const GET: &str = "GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n";
 const FILE: &str = "GET /web/style.css HTTP/1.1\r\nHost: localhost\r\n\r\n";
 
@@ -111,7 +112,12 @@ fn longest(server: &Fixture, way: Way, sockets: usize, every: Duration, rounds: 
         sleep(every / 2);
     }
     let opened = attack.stop();
-    println!("{:>34}: {:.3} s, a completion {:.3} s; {opened} sockets opened", way.name, longest.0.as_secs_f64(), longest.1.as_secs_f64());
+    println!(
+        "{:>34}: {:.3} s, a completion {:.3} s; {opened} sockets opened",
+        way.name,
+        longest.0.as_secs_f64(),
+        longest.1.as_secs_f64()
+    );
     longest
 }
 
@@ -145,7 +151,10 @@ fn where_all_are_answered_others_are_told_to_come_back() {
     let mut refused = send(server.address, "POST", "/v1/messages", hello().to_string().as_bytes());
     let mut text = String::new();
     refused.read_to_string(&mut text).unwrap();
-    assert!(text.starts_with("HTTP/1.1 503") && text.contains("retry-after: 2") && text.contains("overloaded_error"), "{text}");
+    assert!(
+        text.starts_with("HTTP/1.1 503") && text.contains("retry-after: 2") && text.contains("overloaded_error"),
+        "{text}"
+    );
     for path in ["/health", "/ready", "/metrics"] {
         assert_eq!(raw(server.address, "GET", path, b"").0, 200, "{path}");
     }
@@ -176,7 +185,10 @@ fn a_kept_connection_is_kept_until_others_want_its_place() {
     assert!(!ask(&mut kept).contains("connection: close"));
     assert!(!ask(&mut kept).contains("connection: close"), "a place is free");
     let mut other = connect(server.address);
-    assert!(ask(&mut other).contains("connection: close"), "all places are taken: its next request had better come over a new one");
+    assert!(
+        ask(&mut other).contains("connection: close"),
+        "all places are taken: its next request had better come over a new one"
+    );
     assert!(!ask(&mut kept).contains("connection: close"), "a place is free again");
     let _two = [(); 2].map(|()| connect(server.address));
     kept.set_read_timeout(Some(Duration::from_secs(5))).unwrap();

@@ -99,7 +99,8 @@ fn wrong_models_routes_methods_and_bodies_get_openais_shape() {
     let long = with(hello(), json!({"messages": [{"role": "user", "content": "word ".repeat(500)}]}));
     let (status, body) = post(server.address, "/v1/chat/completions", long);
     assert_eq!((status, &body["error"]["code"]), (400, &json!("context_length_exceeded")));
-    let (status, body) = post(server.address, "/v1/chat/completions", json!({"messages": [{"role": "assistant", "content": "hi"}]}));
+    let (status, body) =
+        post(server.address, "/v1/chat/completions", json!({"messages": [{"role": "assistant", "content": "hi"}]}));
     assert_eq!(status, 400);
     assert!(body["error"]["message"].as_str().unwrap().contains("roles must alternate"));
 }
@@ -108,7 +109,8 @@ fn wrong_models_routes_methods_and_bodies_get_openais_shape() {
 fn a_huge_body_is_refused_without_reading_it() {
     let server = saying("x");
     let mut stream = connect(server.address);
-    write!(stream, "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n{{").unwrap();
+    write!(stream, "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n{{")
+        .unwrap();
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).unwrap();
     assert!(line.contains("413"), "{line}");

@@ -38,9 +38,17 @@ fn fields() -> Vec<(&'static str, Vec<Value>)> {
         ),
         (
             "tool_choice",
-            vec![json!("auto"), json!("required"), json!({"type": "function", "function": {"name": "f"}}), json!({"type": "any"})],
+            vec![
+                json!("auto"),
+                json!("required"),
+                json!({"type": "function", "function": {"name": "f"}}),
+                json!({"type": "any"}),
+            ],
         ),
-        ("response_format", vec![json!({"type": "json_object"}), json!({"type": "json_schema", "json_schema": {"schema": parameters}})]),
+        (
+            "response_format",
+            vec![json!({"type": "json_object"}), json!({"type": "json_schema", "json_schema": {"schema": parameters}})],
+        ),
         ("text", vec![json!({"format": {"type": "json_schema", "schema": {"type": "integer"}}})]),
         ("stop", vec![json!("a"), json!(["b", "c"])]),
         ("n", vec![json!(3)]),

@@ -40,9 +40,15 @@ fn every_endpoint_steers() {
         let _socket = send(server.address, "POST", path, body.as_bytes());
         let submission = server.next();
         let [first, second] = &submission.request.steer[..] else { panic!("{path}: {:?}", submission.request.steer) };
-        assert_eq!((first.layer, &first.vector[..], first.coefficient, &first.positions), (3, &VECTOR[..], -2.5, &Positions::Generated));
+        assert_eq!(
+            (first.layer, &first.vector[..], first.coefficient, &first.positions),
+            (3, &VECTOR[..], -2.5, &Positions::Generated)
+        );
         let ranges = Positions::Some(vec![0..2, 5..usize::MAX]);
-        assert_eq!((second.layer, &second.vector[..], second.coefficient, &second.positions), (0, &VECTOR[..], 1.0, &ranges));
+        assert_eq!(
+            (second.layer, &second.vector[..], second.coefficient, &second.positions),
+            (0, &VECTOR[..], 1.0, &ranges)
+        );
         done(&submission);
     }
 }
@@ -129,7 +135,10 @@ fn capture(submission: &Submission) {
     let number = |kind: usize, position: usize, column: usize| (kind * 1000 + position * 10 + column) as f32;
     let tell = |what: Activation, kind: usize, positions: std::ops::Range<usize>| {
         let rows = positions.clone().flat_map(|p| (0..3).map(move |c| number(kind, p, c))).collect();
-        submission.events.send(Event::Captured(Captured { what, position: positions.start, count: positions.len(), rows })).unwrap();
+        submission
+            .events
+            .send(Event::Captured(Captured { what, position: positions.start, count: positions.len(), rows }))
+            .unwrap();
     };
     for part in [0..1, 1..n] {
         tell(Activation::Hidden(2), 2, part.clone());
@@ -160,16 +169,25 @@ fn captured_rows_in_every_encoding() {
 
     let told: Value = serde_json::from_slice(&answer("float").1).unwrap();
     assert_eq!((&told["hidden"]["2"]["data"], &told["hidden"]["2"]["shape"]), (&json!(hidden), &json!([3, 3])));
-    assert_eq!((&told["logits"]["data"], &told["positions"], &told["tokens"]), (&json!(logits), &json!([0, 1, 2]), &json!([5, 6, 7, 39])));
+    assert_eq!(
+        (&told["logits"]["data"], &told["positions"], &told["tokens"]),
+        (&json!(logits), &json!([0, 1, 2]), &json!([5, 6, 7, 39]))
+    );
     assert_eq!((&told["finish_reason"], &told["usage"]["completion_tokens"]), (&json!("stop"), &json!(1)));
 
     let told: Value = serde_json::from_slice(&answer("base64").1).unwrap();
-    assert_eq!((&told["hidden"]["2"]["data"], &told["logits"]["data"]), (&json!(base64(&hidden)), &json!(base64(&logits))));
+    assert_eq!(
+        (&told["hidden"]["2"]["data"], &told["logits"]["data"]),
+        (&json!(base64(&hidden)), &json!(base64(&logits)))
+    );
 
     let (head, body) = answer("safetensors");
     assert!(head.contains("application/octet-stream"), "{head}");
     let file = SafeTensors::deserialize(&body).unwrap();
     assert_eq!(floats(file.tensor("hidden.2").unwrap().data()), hidden);
-    assert_eq!((file.tensor("logits").unwrap().shape(), file.tensor("tokens").unwrap().shape()), (&[3, 3][..], &[4][..]));
+    assert_eq!(
+        (file.tensor("logits").unwrap().shape(), file.tensor("tokens").unwrap().shape()),
+        (&[3, 3][..], &[4][..])
+    );
     assert_eq!(file.tensor("positions").unwrap().data().len(), 24);
 }

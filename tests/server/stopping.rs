@@ -41,7 +41,12 @@ fn while_loading_the_server_says_so() {
 #[test]
 fn told_to_stop_it_lets_running_answers_end_and_takes_nothing_new() {
     let mut server = start();
-    let stream = send(server.address, "POST", "/v1/chat/completions", with(hello(), json!({"stream": true})).to_string().as_bytes());
+    let stream = send(
+        server.address,
+        "POST",
+        "/v1/chat/completions",
+        with(hello(), json!({"stream": true})).to_string().as_bytes(),
+    );
     let submission = server.next();
     submission.events.send(token(39)).unwrap();
     let mut second = connect(server.address); // a connection from before
@@ -91,7 +96,10 @@ fn half_a_request_does_not_hold_up_the_end() {
 #[test]
 fn half_a_handshake_does_not_hold_up_the_end() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls");
-    let server = start_with(ServerOptions { tls: Some((dir.join("cert.pem"), dir.join("key.pem"))), ..ServerOptions::default() });
+    let server = start_with(ServerOptions {
+        tls: Some((dir.join("cert.pem"), dir.join("key.pem"))),
+        ..ServerOptions::default()
+    });
     let mut half = connect(server.address);
     half.write_all(b"\x16\x03\x01\x02\x00\x01").unwrap();
     let _silent = connect(server.address);

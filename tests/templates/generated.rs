@@ -71,7 +71,10 @@ impl Template<'_> {
 
     fn arguments(&mut self, depth: usize) -> String {
         let n = [0, 0, 0, 0, 1, 1, 2, 3][self.below(8)]; // what takes none takes no more
-        (0..n).map(|i| if i == 2 { format!("x={}", self.expression(depth)) } else { self.expression(depth) }).collect::<Vec<_>>().join(", ")
+        (0..n)
+            .map(|i| if i == 2 { format!("x={}", self.expression(depth)) } else { self.expression(depth) })
+            .collect::<Vec<_>>()
+            .join(", ")
     }
 
     fn expression(&mut self, depth: usize) -> String {
@@ -85,7 +88,13 @@ impl Template<'_> {
             10..=12 => format!("{}.{}({})", self.expression(depth), self.one_of(METHODS), self.arguments(depth)),
             13 => format!("({} is {})", self.expression(depth), self.one_of(TESTS)),
             14 => format!("{}[{}]", self.expression(depth), self.expression(depth)),
-            15 => format!("{}[{}:{}:{}]", self.expression(depth), self.expression(depth), self.expression(depth), self.expression(depth)),
+            15 => format!(
+                "{}[{}:{}:{}]",
+                self.expression(depth),
+                self.expression(depth),
+                self.expression(depth),
+                self.expression(depth)
+            ),
             16 => format!("[{}]", self.arguments(depth).replace("x=", "")),
             17 => format!("{{{}: {}}}", self.expression(depth), self.expression(depth)),
             18 => format!("({} if {} else {})", self.expression(depth), self.expression(depth), self.expression(depth)),
@@ -134,7 +143,11 @@ impl Template<'_> {
             5..=7 => format!("{{% set ns.s = {} %}}", self.expression(3)),
             8..=10 => format!("{{% for i in {times} %}}{}{{% endfor %}}", self.block(depth)),
             11..=12 => format!("{{% for i in {times} %}}{{% set ns.s = {} %}}{{% endfor %}}", self.expression(2)),
-            13 => format!("{{% for i in {times} recursive %}}{}{{{{ loop({}) }}}}{{% endfor %}}", self.block(depth), self.expression(1)),
+            13 => format!(
+                "{{% for i in {times} recursive %}}{}{{{{ loop({}) }}}}{{% endfor %}}",
+                self.block(depth),
+                self.expression(1)
+            ),
             14 => format!(
                 "{{% if {} %}}{}{{% elif {} %}}{}{{% else %}}x{{% endif %}}",
                 self.expression(2),
@@ -142,7 +155,11 @@ impl Template<'_> {
                 self.expression(1),
                 self.block(depth)
             ),
-            15 => format!("{{% macro m(a, b=1) %}}{}{{% endmacro %}}{{{{ m({}) }}}}", self.block(depth), self.arguments(1)),
+            15 => format!(
+                "{{% macro m(a, b=1) %}}{}{{% endmacro %}}{{{{ m({}) }}}}",
+                self.block(depth),
+                self.arguments(1)
+            ),
             16 => format!("{{% call(a) m({}) %}}{}{{% endcall %}}", self.arguments(1), self.block(depth)),
             17 => format!("{{% filter {} %}}{}{{% endfilter %}}", self.one_of(FILTERS), self.block(depth)),
             18 => format!("{{% set x %}}{}{{% endset %}}", self.block(depth)),
@@ -158,15 +175,18 @@ impl Template<'_> {
             ][self.below(6)]
             .into(),
             22 => format!("{{%- generation -%}}{}{{%+ endgeneration %}}", self.block(depth)),
-            _ => format!("{{% do {}({}) %}}{{# {} #}}\n", self.one_of(FUNCTIONS), self.arguments(1), self.expression(1)),
+            _ => {
+                format!("{{% do {}({}) %}}{{# {} #}}\n", self.one_of(FUNCTIONS), self.arguments(1), self.expression(1))
+            }
         }
     }
 }
 
 fn template(choices: &[u16]) -> String {
     let mut template = Template { choices: choices.iter() };
-    let mut text =
-        String::from("{% set ns = namespace(s=['x']) %}{% set x = 'ab' %}{% set i = 3 %}{% macro m(a=1, b=1) %}{{ a }}{% endmacro %}");
+    let mut text = String::from(
+        "{% set ns = namespace(s=['x']) %}{% set x = 'ab' %}{% set i = 3 %}{% macro m(a=1, b=1) %}{{ a }}{% endmacro %}",
+    );
     while !template.is_over() {
         text += &template.statement(4);
     }

@@ -4,7 +4,9 @@ use super::{assert_honest_works, assert_memory_was_bounded, outcome};
 
 /// A namespace's `s`, changed `times` times, then used.
 fn grown(first: &str, times: usize, step: &str, then: &str) -> String {
-    format!("{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}{{% set ns.s = {step} %}}{{% endfor %}}{then}")
+    format!(
+        "{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}{{% set ns.s = {step} %}}{{% endfor %}}{then}"
+    )
 }
 
 /// An expression evaluated 99,999 times.
@@ -16,13 +18,17 @@ fn often(expression: &str) -> String {
 
 /// What compiling takes.
 fn compile_bombs() -> Vec<String> {
-    let around = |before: &str, middle: &str, after: &str, n: usize| format!("{}{middle}{}", before.repeat(n), after.repeat(n));
+    let around =
+        |before: &str, middle: &str, after: &str, n: usize| format!("{}{middle}{}", before.repeat(n), after.repeat(n));
     let shown = |expression: String| format!("{{{{ {expression} }}}}");
     // As many as a template of this size may have: the stack. Fewer: what is quadratic.
     let many = |piece: &str| piece.repeat((250 << 10) / piece.len());
-    let mut all: Vec<String> = ["not ", "-", "1 if 1 else ", "1 + ", "1 ** ", "[0] and "].map(|before| shown(many(before) + "1")).into();
-    let after =
-        [".b", "|string", "()", "+1", " and 1", " or 1", "~1", "[0:1]", "[0]", "**1", "//1", " in 1", " is odd", "|f(1)", "==1", "<1"];
+    let mut all: Vec<String> =
+        ["not ", "-", "1 if 1 else ", "1 + ", "1 ** ", "[0] and "].map(|before| shown(many(before) + "1")).into();
+    let after = [
+        ".b", "|string", "()", "+1", " and 1", " or 1", "~1", "[0:1]", "[0]", "**1", "//1", " in 1", " is odd",
+        "|f(1)", "==1", "<1",
+    ];
     all.extend(after.map(|after| shown("a".to_string() + &many(after))));
     all.push(shown("a".to_string() + &"+1".repeat(20_000)));
     all.push(format!("{{% if 0 %}}{}{{% endif %}}", many("{% elif 0 %}")));
@@ -55,7 +61,8 @@ fn compile_bombs() -> Vec<String> {
         .map(|(before, after)| shown(around(before, "1", after, 20_000))),
     );
     all.extend(
-        ["{%", "{{", "{#", "{% raw %}", "{%}", "'", "{{ '", "{% for ", "%}{%-"].map(|piece| piece.repeat((250 << 10) / piece.len())),
+        ["{%", "{{", "{#", "{% raw %}", "{%}", "'", "{{ '", "{% for ", "%}{%-"]
+            .map(|piece| piece.repeat((250 << 10) / piece.len())),
     );
     all.push("x".repeat(50_000_000));
     all.push("x".repeat((256 << 10) + 1));
@@ -85,8 +92,10 @@ fn depth_bombs() -> Vec<String> {
         "{{ raise_exception(ns.s|string) }}",
         "{{ ns.s < [ns.s] }}",
     ];
-    let mut all: Vec<String> =
-        uses.iter().flat_map(|then| [grown("[]", 90_000, "[ns.s]", then), grown("{}", 90_000, "{'a': ns.s}", then)]).collect();
+    let mut all: Vec<String> = uses
+        .iter()
+        .flat_map(|then| [grown("[]", 90_000, "[ns.s]", then), grown("{}", 90_000, "{'a': ns.s}", then)])
+        .collect();
     all.push(grown("[]", 90_000, "[ns.s]|reverse", "{{ ns.s }}"));
     all.push(grown("[]", 90_000, "[ns.s]|map('string')", "{{ ns.s|list }}"));
     all.push(grown("[]", 90_000, "ns.s|chain([1])", "{{ ns.s|list|length }}"));
@@ -178,8 +187,9 @@ fn memory_bombs() -> Vec<String> {
 
 /// What rendering takes: time.
 fn time_bombs() -> Vec<String> {
-    let mut all: Vec<String> =
-        ["[1] * 10**15", "range(99999)|list|string"].map(|expression| format!("{{% set x = {expression} %}}").repeat(50)).into();
+    let mut all: Vec<String> = ["[1] * 10**15", "range(99999)|list|string"]
+        .map(|expression| format!("{{% set x = {expression} %}}").repeat(50))
+        .into();
     all.push(grown("[1]", 60, "[ns.s, ns.s]", "{{ ns.s }}"));
     all.push(grown("[1]", 60, "[ns.s, ns.s]", "{{ ns.s == ns.s }}"));
     all.push(grown("[1]", 60, "[ns.s, ns.s]", "{{ ns.s in [[ns.s]] }}"));

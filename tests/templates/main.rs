@@ -12,8 +12,8 @@ mod served;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use moebius::text::chat_template::{self, ChatTemplate, RenderOptions};
 use moebius::cli::RENDER_TEMPLATES;
+use moebius::text::chat_template::{self, ChatTemplate, RenderOptions};
 use serde_json::{Map, Value, json};
 
 /// What ends within 2 s of processor time may take this long on a busy machine.
@@ -31,7 +31,10 @@ fn compile(source: &str) -> moebius::Result<ChatTemplate> {
 }
 
 fn messages() -> Vec<Value> {
-    vec![json!({"role": "user", "content": "Hi, é!"}), json!({"role": "assistant", "content": null, "n": [1, 2.5, {"a": true}]})]
+    vec![
+        json!({"role": "user", "content": "Hi, é!"}),
+        json!({"role": "assistant", "content": null, "n": [1, 2.5, {"a": true}]}),
+    ]
 }
 
 fn render(template: &ChatTemplate) -> moebius::Result<String> {
@@ -47,7 +50,10 @@ fn outcome(source: &str) -> Result<String, String> {
     assert!(took < PATIENCE, "{took:?} for {beginning}");
     text.map_err(|e| {
         let sentence = e.to_string();
-        assert!(!sentence.is_empty() && sentence.chars().count() < 400 && !sentence.contains('\n'), "{sentence:?} of {beginning}");
+        assert!(
+            !sentence.is_empty() && sentence.chars().count() < 400 && !sentence.contains('\n'),
+            "{sentence:?} of {beginning}"
+        );
         sentence
     })
 }

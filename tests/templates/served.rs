@@ -55,7 +55,10 @@ fn a_hostile_template_is_refused_at_the_start() {
             assert_eq!(output.status.code(), Some(1), "{stderr}");
             assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
             assert!(stderr.starts_with("error: the model's chat template cannot be used: "), "{stderr}");
-            assert!(stderr.contains(why) && stderr.contains("put another one, called chat_template.jinja, into"), "{stderr}");
+            assert!(
+                stderr.contains(why) && stderr.contains("put another one, called chat_template.jinja, into"),
+                "{stderr}"
+            );
         }
     }
     let model = model("x");
@@ -78,8 +81,10 @@ fn a_hostile_request_is_an_error_to_itself() {
         ("length", "{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}", "writes more than"),
         ("panic", "{{ '%.1000000000f'|format(1.5) }}", "failed on this conversation"),
     ];
-    let cases: String = bombs.iter().map(|(name, bomb, _)| format!("{{% if q == '{name}' %}}{bomb}{{% endif %}}")).collect();
-    let model = model(&format!("{{% set ns = namespace(s=[]) %}}{{% set q = messages[-1].content %}}{cases}user: {{{{ q }}}}"));
+    let cases: String =
+        bombs.iter().map(|(name, bomb, _)| format!("{{% if q == '{name}' %}}{bomb}{{% endif %}}")).collect();
+    let model =
+        model(&format!("{{% set ns = namespace(s=[]) %}}{{% set q = messages[-1].content %}}{cases}user: {{{{ q }}}}"));
     let mut server = Served::start(model.dir().to_str().unwrap(), &[]);
     let url = server.url.clone();
     let (_, alone, _) = ask(&url, "Hi");
@@ -112,7 +117,9 @@ fn a_hostile_request_is_an_error_to_itself() {
     assert!((1..=2).contains(&children.len()), "{children:?}");
 
     // Somebody kills what they do not know.
-    children.iter().for_each(|pid| assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success()));
+    children
+        .iter()
+        .for_each(|pid| assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success()));
     wait_until("they are dead", || {
         children.iter().all(|pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") Z "))
     });

@@ -33,7 +33,8 @@ pub struct Browser {
 fn start_driver() -> Option<(Child, u16)> {
     // It takes a port that is free for IPv4 and gives up when it is not for IPv6.
     for _ in 0..10 {
-        let mut driver = Command::new("chromedriver").arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().ok()?;
+        let mut driver =
+            Command::new("chromedriver").arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().ok()?;
         let mut lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
         let port = |line: String| line.strip_suffix('.')?.split("successfully on port ").nth(1)?.parse().ok();
         if let Some(port) = lines.find_map(port) {
@@ -65,9 +66,11 @@ impl Browser {
             "--force-prefers-reduced-motion", // what slides in is hard to click
         ]});
         if screen == Screen::Phone {
-            options["mobileEmulation"] = json!({"deviceMetrics": {"width": 390, "height": 800, "pixelRatio": 2, "touch": true}});
+            options["mobileEmulation"] =
+                json!({"deviceMetrics": {"width": 390, "height": 800, "pixelRatio": 2, "touch": true}});
         }
-        let agent = ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(2 * PATIENCE)).build().into();
+        let agent =
+            ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(2 * PATIENCE)).build().into();
         let mut browser = Self { driver, session: format!("http://127.0.0.1:{port}"), agent, _profile: profile };
         let asked = json!({"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}});
         let session = browser.post("/session", asked);
@@ -76,7 +79,11 @@ impl Browser {
         Some(browser)
     }
 
-    fn answer(&self, path: &str, response: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> Result<Value, String> {
+    fn answer(
+        &self,
+        path: &str,
+        response: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
+    ) -> Result<Value, String> {
         let mut response = response.unwrap_or_else(|e| panic!("{path}: {e}"));
         let body: Value = response.body_mut().read_json().unwrap();
         match body["value"]["error"].as_str() {
@@ -120,7 +127,9 @@ impl Browser {
     pub fn wait(&self, expression: &str) {
         let start = Instant::now();
         // While a page loads there may be nothing to ask.
-        while self.try_post("/execute/sync", &json!({"script": format!("return Boolean({expression})"), "args": []})) != Ok(json!(true)) {
+        while self.try_post("/execute/sync", &json!({"script": format!("return Boolean({expression})"), "args": []}))
+            != Ok(json!(true))
+        {
             if start.elapsed() > PATIENCE {
                 let page = self.js("return document.body.innerText");
                 panic!("in vain: {expression}\nthe page says: {page}\nits console: {:?}", self.console());
@@ -166,7 +175,10 @@ impl Browser {
 
     /// The text of the first element that matches.
     pub fn text(&self, css: &str) -> String {
-        self.js_with("return document.querySelector(arguments[0])?.textContent ?? ''", &json!(css)).as_str().unwrap().to_string()
+        self.js_with("return document.querySelector(arguments[0])?.textContent ?? ''", &json!(css))
+            .as_str()
+            .unwrap()
+            .to_string()
     }
 
     pub fn count(&self, css: &str) -> usize {
@@ -176,7 +188,11 @@ impl Browser {
     /// Warnings and errors since the last look, refusals by the content security policy among them.
     pub fn console(&self) -> Vec<String> {
         let entries = self.post("/se/log", json!({"type": "browser"}));
-        let bad = entries.as_array().unwrap().iter().filter(|entry| ["SEVERE", "WARNING"].contains(&entry["level"].as_str().unwrap()));
+        let bad = entries
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|entry| ["SEVERE", "WARNING"].contains(&entry["level"].as_str().unwrap()));
         bad.map(|entry| entry["message"].to_string()).collect()
     }
 

@@ -102,7 +102,11 @@ fn an_answer_streams_stops_survives_a_reload_and_goes_on() {
 fn a_server_that_cannot_continue_writes_again() {
     let server = Server::saying(|body| {
         if body.get("continue_final_message").is_some() {
-            return Reply::refused(400, "Unrecognized request argument supplied: continue_final_message", "unknown_parameter");
+            return Reply::refused(
+                400,
+                "Unrecognized request argument supplied: continue_final_message",
+                "unknown_parameter",
+            );
         }
         Reply::text("one two three").cut()
     });
@@ -208,16 +212,29 @@ fn settings_reach_the_server_and_wrong_ones_do_not() {
     browser.wait("!document.querySelector('dialog[open]')");
     ask_and_wait(&browser, "hello");
     let request = server.requests().pop().unwrap();
-    assert_eq!(request["messages"], json!([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]));
     assert_eq!(
-        [&request["temperature"], &request["top_k"], &request["max_tokens"], &request["seed"], &request["top_p"], &request["model"]],
+        request["messages"],
+        json!([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}])
+    );
+    assert_eq!(
+        [
+            &request["temperature"],
+            &request["top_k"],
+            &request["max_tokens"],
+            &request["seed"],
+            &request["top_p"],
+            &request["model"]
+        ],
         [&json!(0.65), &json!(40), &json!(256), &json!(7), &Value::Null, &json!("demo")]
     );
     assert_eq!(request["stream_options"], json!({"include_usage": true}));
     browser.reload();
     wait_for_text(&browser, ".bubble", "hello");
     browser.click("#open-settings");
-    assert_eq!(browser.js("return document.querySelector('#system').value + document.querySelector('#seed').value"), "Be brief.7");
+    assert_eq!(
+        browser.js("return document.querySelector('#system').value + document.querySelector('#seed').value"),
+        "Be brief.7"
+    );
     browser.finish(&[]);
 }
 
@@ -242,7 +259,9 @@ fn thinking_folds_away_and_is_not_sent_back() {
 fn refusals_come_with_advice_and_a_key_can_be_given() {
     let server = Server::saying(|body| match (body["key"].as_str(), asked(body)) {
         (None, _) => Reply::refused(401, "Incorrect API key provided", "invalid_api_key"),
-        (_, text) if text.contains("long") => Reply::refused(400, "the prompt has 70 tokens", "context_length_exceeded"),
+        (_, text) if text.contains("long") => {
+            Reply::refused(400, "the prompt has 70 tokens", "context_length_exceeded")
+        }
         (key, _) => Reply::text(key.unwrap()),
     });
     let browser = open!(server);
@@ -307,7 +326,10 @@ fn conversations_leave_and_come_back_as_a_file() {
     browser.wait("window.saved");
     let saved = browser.js("return window.saved");
     let file: Value = serde_json::from_str(saved.as_str().unwrap()).unwrap();
-    assert_eq!((&file["format"], file["conversations"][0]["messages"].as_array().unwrap().len()), (&json!("moebius-conversations"), 4));
+    assert_eq!(
+        (&file["format"], file["conversations"][0]["messages"].as_array().unwrap().len()),
+        (&json!("moebius-conversations"), 4)
+    );
 
     let import = "const input = document.querySelector('#settings input[type=file]'); const data = new DataTransfer(); \
                   data.items.add(new File([arguments[0]], 'x.json')); input.files = data.files; input.dispatchEvent(new Event('change'))";
@@ -316,7 +338,10 @@ fn conversations_leave_and_come_back_as_a_file() {
     browser.wait("document.querySelectorAll('#conversations li').length === 2");
     for (text, said) in [
         ("not json", "not a file that this page exported"),
-        ("{\"format\": \"moebius-conversations\", \"conversations\": [null, {\"messages\": [{\"role\": \"king\"}]}]}", "Imported 0 of 2"),
+        (
+            "{\"format\": \"moebius-conversations\", \"conversations\": [null, {\"messages\": [{\"role\": \"king\"}]}]}",
+            "Imported 0 of 2",
+        ),
         // A circle of parents must not hang the page.
         (
             "{\"format\": \"moebius-conversations\", \"conversations\": [{\"title\": \"circle\", \"leaf\": 1, \"messages\": \

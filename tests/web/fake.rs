@@ -42,8 +42,14 @@ impl Reply {
 
     /// An error in OpenAI's shape.
     pub fn refused(status: u16, message: &str, code: &str) -> Self {
-        let error = json!({"error": {"message": message, "type": "invalid_request_error", "param": null, "code": code}});
-        Self { status: StatusCode::from_u16(status).unwrap(), deltas: vec![], pace: Duration::ZERO, end: End::Refused(error) }
+        let error =
+            json!({"error": {"message": message, "type": "invalid_request_error", "param": null, "code": code}});
+        Self {
+            status: StatusCode::from_u16(status).unwrap(),
+            deltas: vec![],
+            pace: Duration::ZERO,
+            end: End::Refused(error),
+        }
     }
 
     /// This much time between pieces.
@@ -89,7 +95,8 @@ impl Reply {
             events.push(json!({"choices": [], "usage": usage}).to_string());
             events.push("[DONE]".into());
         }
-        let lines = iter(events.into_iter().map(|event| Ok(Bytes::from(format!("data: {event}\n\n"))))).throttle(self.pace);
+        let lines =
+            iter(events.into_iter().map(|event| Ok(Bytes::from(format!("data: {event}\n\n"))))).throttle(self.pace);
         let broken = iter(matches!(self.end, End::Broken).then(|| Err(std::io::Error::other("broken"))));
         let body = match self.end {
             End::Open => Body::from_stream(lines.chain(pending::<std::io::Result<Bytes>>())),
@@ -123,7 +130,8 @@ fn demo() -> TextModel {
 impl Server {
     /// The real server over the demo model.
     pub fn real() -> Self {
-        let server = moebius::server::Server::bind(SocketAddr::from(([127, 0, 0, 1], 0)), ServerOptions::default()).unwrap();
+        let server =
+            moebius::server::Server::bind(SocketAddr::from(([127, 0, 0, 1], 0)), ServerOptions::default()).unwrap();
         let address = server.address();
         let running = server.start().unwrap();
         running.set_model(demo());

@@ -53,8 +53,13 @@ fn headers_forbid_all_but_our_own_files() {
     for path in ["", "web/app.js", "favicon.svg"] {
         let response = get(&server, path, None);
         let policy = header(&response, "content-security-policy");
-        assert!(policy.starts_with("default-src 'none'") && !policy.contains("unsafe") && !policy.contains("http"), "{policy}");
-        for rule in ["script-src 'self'", "frame-ancestors 'none'", "base-uri 'none'", "require-trusted-types-for 'script'"] {
+        assert!(
+            policy.starts_with("default-src 'none'") && !policy.contains("unsafe") && !policy.contains("http"),
+            "{policy}"
+        );
+        for rule in
+            ["script-src 'self'", "frame-ancestors 'none'", "base-uri 'none'", "require-trusted-types-for 'script'"]
+        {
             assert!(policy.contains(rule), "{rule} in {policy}");
         }
         assert_eq!(header(&response, "x-content-type-options"), "nosniff");
@@ -84,7 +89,16 @@ fn a_browser_that_has_a_file_is_not_sent_it_again() {
 fn files_ask_nobody_else_and_write_no_markup() {
     for (name, text) in files() {
         let text = text.replace("http://www.w3.org/2000/svg", "");
-        for word in ["http://", "https://", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"] {
+        for word in [
+            "http://",
+            "https://",
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+        ] {
             let harmless = text.lines().all(|line| !line.contains(word) || line.trim_start().starts_with("//"));
             assert!(harmless, "{name} contains {word}");
         }

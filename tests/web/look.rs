@@ -75,7 +75,10 @@ fn text_can_be_read_in_light_and_dark() {
     let becomes_dark = format!("{background} !== {light}");
     assert_readable(&browser);
     // The system's wish, then the reader's own.
-    browser.devtools("Emulation.setEmulatedMedia", json!({"features": [{"name": "prefers-color-scheme", "value": "dark"}]}));
+    browser.devtools(
+        "Emulation.setEmulatedMedia",
+        json!({"features": [{"name": "prefers-color-scheme", "value": "dark"}]}),
+    );
     browser.wait(&becomes_dark);
     assert_readable(&browser);
     browser.click("#open-settings");
@@ -92,7 +95,12 @@ fn text_can_be_read_in_light_and_dark() {
 
 #[test]
 fn a_phone_gets_a_drawer_and_nothing_sticks_out() {
-    let wide = format!("{RICH}\n| a | b |\n|---|---|\n| {} | {} |\n\n{}", "wide ".repeat(60), "x".repeat(300), "y".repeat(500));
+    let wide = format!(
+        "{RICH}\n| a | b |\n|---|---|\n| {} | {} |\n\n{}",
+        "wide ".repeat(60),
+        "x".repeat(300),
+        "y".repeat(500)
+    );
     let server = Server::saying(move |_| Reply::text(&wide));
     let browser = open!(server, Screen::Phone);
     let fits = "document.documentElement.scrollWidth <= innerWidth && document.querySelector('#scroller').scrollWidth <= innerWidth";
@@ -103,7 +111,9 @@ fn a_phone_gets_a_drawer_and_nothing_sticks_out() {
     browser.wait(inside);
     assert_eq!(browser.js("return document.querySelector('#sidebar').inert"), true);
     browser.click("#open-sidebar");
-    browser.wait("(r => r.left === 0 && r.width < innerWidth)(document.querySelector('#sidebar').getBoundingClientRect())");
+    browser.wait(
+        "(r => r.left === 0 && r.width < innerWidth)(document.querySelector('#sidebar').getBoundingClientRect())",
+    );
     assert_eq!(browser.js("return document.querySelector('#main').inert"), true);
     browser.click("#new");
     browser.wait("document.querySelector('#sidebar').inert && document.querySelectorAll('.message').length === 0");
@@ -184,7 +194,8 @@ fn a_conversation_is_shown_once_another_tab_has_written_it() {
     let server = Server::saying(|_| Reply::text("done"));
     let browser = open!(server);
     browser.js("window.other = open(location.origin + '/#soon')");
-    browser.wait("window.other.document.querySelector('#empty')?.hidden === false && window.other.location.hash === ''");
+    browser
+        .wait("window.other.document.querySelector('#empty')?.hidden === false && window.other.location.hash === ''");
     browser.js(
         "const request = indexedDB.open('moebius', 1); \
          request.onsuccess = () => { \

@@ -21,14 +21,20 @@ fn markdown_becomes_what_it_means() {
     let server = Server::real();
     let browser = open!(server);
     let cases = [
-        ("a *b* **c** ***d*** ~~e~~ `f`", "<p>a <em>b</em> <strong>c</strong> <em><strong>d</strong></em> <del>e</del> <code>f</code></p>"),
+        (
+            "a *b* **c** ***d*** ~~e~~ `f`",
+            "<p>a <em>b</em> <strong>c</strong> <em><strong>d</strong></em> <del>e</del> <code>f</code></p>",
+        ),
         ("snake_case_name and 2 * 3 * 4", "<p>snake_case_name and 2 * 3 * 4</p>"),
         ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
         ("`` a`b `` and `*x*`", "<p><code>a`b</code> and <code>*x*</code></p>"),
         ("\\*not\\* &lt;b&gt; &amp; &#65; a\\\nb", "<p>*not* &lt;b&gt; &amp; A a<br>b</p>"),
         ("# One\n### Three ###\ntext", "<h3>One</h3><h5>Three</h5><p>text</p>"),
         ("a\n---\nb", "<p>a</p><hr><p>b</p>"),
-        ("- a\n- b\n  - c\n\n- d", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ul>"),
+        (
+            "- a\n- b\n  - c\n\n- d",
+            "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ul>",
+        ),
         ("3. a\n4. b\n   ```\n   x\n   ```", "<ol start=\"3\"><li><p>a</p></li><li><p>b</p><figure class=\"code\">"),
         ("1. a\n  - b\n2. c", "<ol><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ol>"),
         (
@@ -87,9 +93,18 @@ fn hostile_text_stays_text() {
         "| <svg onload=x> |\n|---|\n| <iframe src=javascript:x> |",
     ];
     for (text, markup) in texts.iter().zip(render(&browser, &texts)) {
-        for word in
-            ["<script", "<img", "<svg", "<iframe", "<i>", "href=\"javascript", "href=\"data", "href=\"vbscript", "href=\"file", "href=\"//"]
-        {
+        for word in [
+            "<script",
+            "<img",
+            "<svg",
+            "<iframe",
+            "<i>",
+            "href=\"javascript",
+            "href=\"data",
+            "href=\"vbscript",
+            "href=\"file",
+            "href=\"//",
+        ] {
             assert!(!markup.to_lowercase().contains(word), "{text} became {markup}");
         }
     }
@@ -107,7 +122,8 @@ fn hostile_text_stays_text() {
     let blocked =
         browser.js("try { document.body.innerHTML = '<b>x</b>'; return false } catch (error) { return error.name === 'TypeError' }");
     assert_eq!(blocked, true);
-    browser.js("const s = document.createElement('style'); s.textContent = 'body{display:none}'; document.head.append(s)");
+    browser
+        .js("const s = document.createElement('style'); s.textContent = 'body{display:none}'; document.head.append(s)");
     assert!(browser.console().iter().any(|line| line.contains("Content Security Policy")));
 }
 
@@ -213,7 +229,10 @@ fn time_grows_with_the_text_and_not_with_its_square() {
         for live in [false, true] {
             let times = browser.js_with(code, &json!([begin, piece, after, end, live]));
             let (small, large) = (times[0].as_f64().unwrap(), times[1].as_f64().unwrap());
-            assert!(large < 24.0 * small, "{begin:?} {piece:?} {after:?} {end:?}: {small:.0} ms, and eight times as much {large:.0} ms");
+            assert!(
+                large < 24.0 * small,
+                "{begin:?} {piece:?} {after:?} {end:?}: {small:.0} ms, and eight times as much {large:.0} ms"
+            );
         }
     }
     browser.finish(&[]);

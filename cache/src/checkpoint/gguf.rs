@@ -84,7 +84,9 @@ impl<'a> Reader<'a> {
             9 if may_nest => {
                 let (kind, count) = (self.u32()?, self.u64()?);
                 // Every element takes a byte or more, so what is left of the file bounds their number too.
-                let fits = usize::try_from(count).ok().filter(|&n| n <= self.bytes.len() - self.at && n <= MAX_ARRAY_ITEMS - self.items);
+                let fits = usize::try_from(count)
+                    .ok()
+                    .filter(|&n| n <= self.bytes.len() - self.at && n <= MAX_ARRAY_ITEMS - self.items);
                 let Some(count) = fits else { return Err(format!("has an array of {count} elements; {AGAIN}")) };
                 self.items += count;
                 let mut items = Vec::new();
@@ -116,13 +118,20 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
         v if (2..=3).contains(&v.swap_bytes()) => {
             return Err("is a big-endian GGUF file: convert the model for little-endian machines".into());
         }
-        v => return Err(format!("is GGUF version {v}, and this program reads 2 and 3: update it, or convert the model again")),
+        v => {
+            return Err(format!(
+                "is GGUF version {v}, and this program reads 2 and 3: update it, or convert the model again"
+            ));
+        }
     }
     let (tensors, pairs) = (reader.u64()?, reader.u64()?);
     // A tensor's description takes 32 bytes or more, a pair 13.
     let left = (bytes.len() - reader.at) as u64;
     if tensors > left / 32 || pairs > left / 13 {
-        return Err(format!("claims {tensors} tensors and {pairs} pairs of metadata in {} bytes: it is cut off; {AGAIN}", bytes.len()));
+        return Err(format!(
+            "claims {tensors} tensors and {pairs} pairs of metadata in {} bytes: it is cut off; {AGAIN}",
+            bytes.len()
+        ));
     }
     let mut gguf = Gguf::default();
     for _ in 0..pairs {
@@ -157,10 +166,14 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
         let elements = shape.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
         let row = shape.last().copied().unwrap_or(0);
         if row % block_elements as u64 != 0 {
-            return Err(format!("tensor {name} has rows of {row} weights, which blocks of {block_elements} do not fill; {AGAIN}"));
+            return Err(format!(
+                "tensor {name} has rows of {row} weights, which blocks of {block_elements} do not fill; {AGAIN}"
+            ));
         }
         let bytes_of = elements.and_then(|n| (n / block_elements as u64).checked_mul(block_bytes as u64));
-        let end = bytes_of.and_then(|size| size.checked_add(offset)?.checked_add(start)).filter(|&end| end <= bytes.len() as u64);
+        let end = bytes_of
+            .and_then(|size| size.checked_add(offset)?.checked_add(start))
+            .filter(|&end| end <= bytes.len() as u64);
         let (Some(size), Some(end)) = (bytes_of, end) else {
             return Err(format!("tensor {name} lies beyond the end of the file: it is cut off; {AGAIN}"));
         };
@@ -168,7 +181,11 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
             return Err(format!("tensor {name} is empty, or does not begin at a multiple of {alignment}; {AGAIN}"));
         }
         taken.push((end - size, end, name.clone()));
-        let entry = Entry { dtype, shape: shape.iter().map(|&n| n as usize).collect(), bytes: (end - size) as usize..end as usize };
+        let entry = Entry {
+            dtype,
+            shape: shape.iter().map(|&n| n as usize).collect(),
+            bytes: (end - size) as usize..end as usize,
+        };
         if gguf.tensors.insert(name.clone(), entry).is_some() {
             return Err(format!("has the tensor {name} twice; {AGAIN}"));
         }
@@ -210,7 +227,8 @@ pub fn files_of(path: &Path) -> Result<Vec<PathBuf>> {
     if !(1..=MAX_SPLITS).contains(&count) {
         return checkpoint(path, format!("is named as one of {count} files: give it its own name back"));
     }
-    let files: Vec<PathBuf> = (1..=count).map(|i| path.with_file_name(format!("{base}-{i:05}-of-{count:05}.gguf"))).collect();
+    let files: Vec<PathBuf> =
+        (1..=count).map(|i| path.with_file_name(format!("{base}-{i:05}-of-{count:05}.gguf"))).collect();
     match files.iter().find(|file| !file.is_file()) {
         Some(missing) => checkpoint(missing, format!("this one of {count} files is missing; finish the download")),
         None => Ok(files),
@@ -226,7 +244,11 @@ pub fn in_folder(dir: &Path) -> Result<Option<PathBuf>> {
         let path = entry.map_err(Error::io(dir))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         // A vision tower lies beside the language model in a file of its own.
-        if name.ends_with(".gguf") && !name.starts_with("mmproj") && path.is_file() && split_name(&path).is_none_or(|(_, n, _)| n == 1) {
+        if name.ends_with(".gguf")
+            && !name.starts_with("mmproj")
+            && path.is_file()
+            && split_name(&path).is_none_or(|(_, n, _)| n == 1)
+        {
             files.push(path);
         }
     }

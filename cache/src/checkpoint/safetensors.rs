@@ -32,8 +32,12 @@ fn explain(error: &SafeTensorError, file_bytes: usize) -> String {
     let cause = match error {
         HeaderTooSmall => format!("has {file_bytes} bytes, too few for a safetensors file"),
         HeaderTooLarge => "claims a header of more than 100 MB, so it is no safetensors file".into(),
-        InvalidHeaderLength => format!("claims a header longer than its {file_bytes} bytes: it is cut off, or no safetensors file"),
-        MetadataIncompleteBuffer => format!("has {file_bytes} bytes, not what its header promises: it is cut off, or was written to"),
+        InvalidHeaderLength => {
+            format!("claims a header longer than its {file_bytes} bytes: it is cut off, or no safetensors file")
+        }
+        MetadataIncompleteBuffer => {
+            format!("has {file_bytes} bytes, not what its header promises: it is cut off, or was written to")
+        }
         InvalidOffset(name) => format!("tensor {name} does not begin where the one before it ends"),
         TensorInvalidInfo => "has a tensor whose bytes do not fit its type and shape".into(),
         ValidationOverflow => "has a tensor of impossible size".into(),

@@ -37,7 +37,10 @@ impl Shard {
     /// Maps a file and hands its bytes to `parse`, which says what is in them, or what is wrong with them in one clause.
     ///
     /// Errors: `Error::Checkpoint` with that clause.
-    pub(super) fn open(path: &Path, parse: impl FnOnce(&[u8]) -> std::result::Result<HashMap<String, Entry>, String>) -> Result<Self> {
+    pub(super) fn open(
+        path: &Path,
+        parse: impl FnOnce(&[u8]) -> std::result::Result<HashMap<String, Entry>, String>,
+    ) -> Result<Self> {
         let (file, map) = MappedFile::open(path, DOWNLOAD)?;
         let checkpoint = |what| Error::Checkpoint { path: path.to_path_buf(), what };
         if map.is_empty() {
@@ -88,7 +91,9 @@ impl Shard {
         let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, data.len()) };
         if page_cache_too {
             // SAFETY: the descriptor is open as long as `self.file`; this call changes no memory of ours.
-            unsafe { libc::posix_fadvise(self.file.as_raw_fd(), offset as i64, data.len() as i64, libc::POSIX_FADV_DONTNEED) };
+            unsafe {
+                libc::posix_fadvise(self.file.as_raw_fd(), offset as i64, data.len() as i64, libc::POSIX_FADV_DONTNEED)
+            };
         }
     }
 }

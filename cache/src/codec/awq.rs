@@ -21,13 +21,19 @@ struct Awq<'a> {
 }
 
 /// The matrix `[n, k]` whose codes, `NAME.qweight`, are these.
-pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
-    let (zeros, scales) = (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
+pub(super) fn found<'a>(
+    checkpoint: &'a Checkpoint,
+    codes: TensorView<'a>,
+    stem: &str,
+    [n, k]: [usize; 2],
+) -> Result<Found<'a>> {
+    let (zeros, scales) =
+        (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
     let groups = groups_of(&scales, k)?;
     if !n.is_multiple_of(8) {
-        return Err(
-            codes.error(format!("has {n} outputs, which words of eight do not hold: config.json and weights do not belong together"))
-        );
+        return Err(codes.error(format!(
+            "has {n} outputs, which words of eight do not hold: config.json and weights do not belong together"
+        )));
     }
     let (parts, group) = (vec![codes, zeros, scales], k / groups);
     let (codes, zeros) = (Words::new(codes, k, n / 8)?, Words::new(zeros, groups, n / 8)?);

@@ -10,7 +10,12 @@ use crate::Result;
 use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 
 /// Codes packed into words, `NAME.weight_packed`.
-pub(super) fn packed<'a>(checkpoint: &'a Checkpoint, packed: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+pub(super) fn packed<'a>(
+    checkpoint: &'a Checkpoint,
+    packed: TensorView<'a>,
+    stem: &str,
+    [n, k]: [usize; 2],
+) -> Result<Found<'a>> {
     let bits =
         match packed.shape {
             [_, cols] if *cols == k.div_ceil(8) => 4,
@@ -51,9 +56,9 @@ fn integers<'a>(
             );
         }
         _ if groups == 0 || !k.is_multiple_of(groups) => {
-            return Err(
-                scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together"))
-            );
+            return Err(scales.error(format!(
+                "has {groups} groups for rows of {k} weights: config.json and weights do not belong together"
+            )));
         }
         _ => (k / groups, Scales::new(scales, n, groups)?),
     };
@@ -62,13 +67,18 @@ fn integers<'a>(
         zeros = Some(match view.dtype {
             Dtype::I32 => Zeros::Packed(Words::new(view, n.div_ceil(32 / bits), groups)?),
             Dtype::I8 | Dtype::U8 if view.data.len() == n * groups => Zeros::Bytes(view),
-            other => return Err(view.error(format!("holds zero points as {other:?} of shape {:?}, which is not supported", view.shape))),
+            other => {
+                return Err(view.error(format!(
+                    "holds zero points as {other:?} of shape {:?}, which is not supported",
+                    view.shape
+                )));
+            }
         });
         parts.push(view);
     } else if matches!(checkpoint.quantization(), Quantization::CompressedTensors { symmetric: false, .. }) {
-        return Err(
-            parts[0].error("has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete")
-        );
+        return Err(parts[0].error(
+            "has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete",
+        ));
     }
     let mut index = None;
     // Inputs in order are all in group -1.
@@ -129,7 +139,9 @@ impl CompressedTensors<'_> {
     /// Codes of one row, half of the range taken off again.
     fn row(&self, row: usize, out: &mut [i8]) {
         match &self.codes {
-            Stored::Bytes(bytes) => out.iter_mut().zip(&bytes[row * self.k..]).for_each(|(code, &byte)| *code = byte as i8),
+            Stored::Bytes(bytes) => {
+                out.iter_mut().zip(&bytes[row * self.k..]).for_each(|(code, &byte)| *code = byte as i8)
+            }
             Stored::Words(words) if self.bits == 4 => {
                 for (codes, word) in out.chunks_mut(8).zip(words.row(row, 0)) {
                     for (j, code) in codes.iter_mut().enumerate() {

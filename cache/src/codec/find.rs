@@ -1,13 +1,17 @@
 //! Where a matrix lies in a checkpoint: for itself, or stacked with those of the other experts. How it is stored is for the formats' own files.
 
 use super::float::{self, Transposed};
-use super::{Codec, Format, Found, Quantization, Rows, Source, awq, compressed_tensors, fp8, gguf, gptq, latent, mxfp4};
+use super::{
+    Codec, Format, Found, Quantization, Rows, Source, awq, compressed_tensors, fp8, gguf, gptq, latent, mxfp4,
+};
 use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 use crate::{Error, Result};
 
 pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2]) -> Result<Source<'a>> {
     if n == 0 || k == 0 {
-        return Err(Error::Invalid(format!("tensor {name} of {n} x {k} has no weights: config.json is not that of a model")));
+        return Err(Error::Invalid(format!(
+            "tensor {name} of {n} x {k} has no weights: config.json is not that of a model"
+        )));
     }
     let stem = name.strip_suffix(".weight").unwrap_or(name);
     let found = if let Some(view) = checkpoint.get(name) {
@@ -35,7 +39,12 @@ pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2
 }
 
 /// A whole matrix `[n, k]`, or number `part` of stacked ones, by the type of its elements.
-fn matrix<'a>(checkpoint: &'a Checkpoint, view: TensorView<'a>, part: Option<usize>, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+fn matrix<'a>(
+    checkpoint: &'a Checkpoint,
+    view: TensorView<'a>,
+    part: Option<usize>,
+    [n, k]: [usize; 2],
+) -> Result<Found<'a>> {
     let whole = part.map_or(view, |i| view.part(i));
     // A matrix of one row may lie as a vector.
     if !(n == 1 && whole.shape == [k]) && whole.shape != [n, k] {
@@ -66,10 +75,10 @@ impl<'a> Stack<'a, '_> {
     fn part(&self, view: TensorView<'a>) -> Result<TensorView<'a>> {
         match (view.shape.first(), self.expert) {
             (Some(&experts), e) if e < experts && view.shape.len() > 2 => Ok(view.part(e)),
-            (_, e) => {
-                Err(view
-                    .error(format!("has shape {:?}, which has no expert {e}: config.json and weights do not belong together", view.shape)))
-            }
+            (_, e) => Err(view.error(format!(
+                "has shape {:?}, which has no expert {e}: config.json and weights do not belong together",
+                view.shape
+            ))),
         }
     }
 
@@ -92,7 +101,9 @@ impl<'a> Stack<'a, '_> {
 /// Expert `e` of `HEAD.experts.e.PART` in tensors that hold all experts.
 fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Result<Option<Found<'a>>> {
     let Some((head, rest)) = stem.rsplit_once(".experts.") else { return Ok(None) };
-    let Some((expert, part)) = rest.split_once('.').and_then(|(e, part)| Some((e.parse().ok()?, part))) else { return Ok(None) };
+    let Some((expert, part)) = rest.split_once('.').and_then(|(e, part)| Some((e.parse().ok()?, part))) else {
+        return Ok(None);
+    };
     let stack = Stack { checkpoint, head, expert };
     let (role, second) = match part {
         "gate_proj" | "w1" => ("gate", Some(0)),
@@ -111,7 +122,9 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
             (_, true) => true,
             (Some(pair), false) if pair.name != view.name => pair.shape.get(1..) == Some(&[hidden, 2 * width]),
             (None, false) => false,
-            (Some(_), false) => stack.get("down_proj").is_some_and(|down| down.shape.get(1..) == Some(&[width, hidden])),
+            (Some(_), false) => {
+                stack.get("down_proj").is_some_and(|down| down.shape.get(1..) == Some(&[width, hidden]))
+            }
         }
     };
     if let Some(view) = stack.get(part).or_else(|| stack.get(&format!("{role}_proj"))) {
@@ -129,7 +142,8 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
         return Ok(Some(Found { rows, ..found }));
     }
     let name = if role == "down" { "down_proj" } else { "gate_up_proj" };
-    let (Some(blocks), Some(scales)) = (stack.get(&format!("{name}_blocks")), stack.get(&format!("{name}_scales"))) else {
+    let (Some(blocks), Some(scales)) = (stack.get(&format!("{name}_blocks")), stack.get(&format!("{name}_scales")))
+    else {
         return Ok(None);
     };
     let found = mxfp4::found(stack.part(blocks)?, stack.part(scales)?, [all_rows, k])?;

@@ -5,7 +5,8 @@ use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
 use crate::simd::multiversion;
 
-pub(super) const UNUSABLE: &str = "holds a NaN, an infinity or a value beyond BF16: the checkpoint is damaged; download it again";
+pub(super) const UNUSABLE: &str =
+    "holds a NaN, an infinity or a value beyond BF16: the checkpoint is damaged; download it again";
 
 /// Bytes of an element; `None` of types that are no plain numbers.
 pub(super) fn element_bytes(dtype: Dtype) -> Option<usize> {
@@ -36,7 +37,9 @@ pub(super) fn unsupported(dtype: Dtype) -> String {
 /// Rows of `k` weights as they lie. Errors: they are no plain numbers.
 pub(super) fn found(view: TensorView<'_>, k: usize) -> Result<Found<'_>> {
     match element_bytes(view.dtype) {
-        Some(_) => Ok(Found::new(Format::Float(view.dtype), "", vec![view], Codec::Values(Box::new(Plain { view, k })))),
+        Some(_) => {
+            Ok(Found::new(Format::Float(view.dtype), "", vec![view], Codec::Values(Box::new(Plain { view, k }))))
+        }
         None => Err(view.error(unsupported(view.dtype))),
     }
 }

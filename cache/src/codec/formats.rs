@@ -39,7 +39,8 @@ impl Format {
     /// Every one of them.
     pub fn all() -> impl Iterator<Item = Self> {
         use Library::*;
-        let integers = |by| [(4, false), (8, false), (4, true), (8, true)].map(|(bits, zeros)| Self::Integers { by, bits, zeros });
+        let integers =
+            |by| [(4, false), (8, false), (4, true), (8, true)].map(|(bits, zeros)| Self::Integers { by, bits, zeros });
         [Dtype::BF16, Dtype::F16, Dtype::F32]
             .map(Self::Float)
             .into_iter()
@@ -58,7 +59,9 @@ impl std::fmt::Display for Format {
         match self {
             Self::Float(dtype) => write!(f, "{dtype:?}"),
             Self::Fp8 => write!(f, "FP8 E4M3"),
-            Self::Integers { by, bits, zeros } => write!(f, "{by} INT{bits}{}", if *zeros { " with zero points" } else { "" }),
+            Self::Integers { by, bits, zeros } => {
+                write!(f, "{by} INT{bits}{}", if *zeros { " with zero points" } else { "" })
+            }
             Self::OutOfOrder(by) => write!(f, "{by} in act-order"),
             Self::Mxfp4 => write!(f, "MXFP4"),
             Self::Gguf(kind) => write!(f, "GGUF {kind}"),

@@ -17,7 +17,12 @@ struct Fp8<'a> {
 }
 
 /// The matrix `[n, k]`, number `part` of stacked ones or one for itself, with the scales that its name leads to.
-pub(super) fn found<'a>(checkpoint: &'a Checkpoint, view: TensorView<'a>, part: Option<usize>, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+pub(super) fn found<'a>(
+    checkpoint: &'a Checkpoint,
+    view: TensorView<'a>,
+    part: Option<usize>,
+    [n, k]: [usize; 2],
+) -> Result<Found<'a>> {
     let names = ["_scale_inv", "_scale"].map(|suffix| format!("{}{suffix}", view.name));
     let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)) else {
         return Err(view.error(format!("is FP8 and {} is missing: the download is incomplete", names[0])));
@@ -89,7 +94,12 @@ mod tests {
             let mut got = [0.0];
             let number = scaled(&[byte], 0.5, &mut got);
             assert_eq!(number, byte & 0x7f != 0x7f, "{byte:#x}");
-            assert!(!number || got[0].to_bits() == (want * 0.5).to_bits(), "{byte:#x}: {} instead of {}", got[0], want * 0.5);
+            assert!(
+                !number || got[0].to_bits() == (want * 0.5).to_bits(),
+                "{byte:#x}: {} instead of {}",
+                got[0],
+                want * 0.5
+            );
         }
     }
 }

@@ -24,15 +24,22 @@ struct Gptq<'a> {
 }
 
 /// The matrix `[n, k]` whose codes, `NAME.qweight`, are these; the config says how they are meant.
-pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem: &str, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+pub(super) fn found<'a>(
+    checkpoint: &'a Checkpoint,
+    codes: TensorView<'a>,
+    stem: &str,
+    [n, k]: [usize; 2],
+) -> Result<Found<'a>> {
     let &Quantization::Gptq { bits, symmetric, zeros_less_one, act_order, .. } = checkpoint.quantization() else {
         return Err(Error::Invalid(format!("{stem} is not of a GPTQ checkpoint")));
     };
-    let (zeros, scales) = (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
+    let (zeros, scales) =
+        (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
     let (groups, bits) = (groups_of(&scales, k)?, bits as usize);
     if !k.is_multiple_of(32 / bits) || !n.is_multiple_of(32 / bits) {
-        return Err(codes
-            .error(format!("has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together")));
+        return Err(codes.error(format!(
+            "has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together"
+        )));
     }
     let mut parts = vec![codes, zeros, scales];
     let mut index = None;
@@ -63,7 +70,9 @@ pub(super) fn found<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, stem:
 pub(super) fn groups_of(scales: &TensorView<'_>, k: usize) -> Result<usize> {
     match scales.shape.first().copied().unwrap_or(0) {
         groups if groups != 0 && k.is_multiple_of(groups) => Ok(groups),
-        groups => Err(scales.error(format!("has {groups} groups for rows of {k} weights: config.json and weights do not belong together"))),
+        groups => Err(scales.error(format!(
+            "has {groups} groups for rows of {k} weights: config.json and weights do not belong together"
+        ))),
     }
 }
 
@@ -107,12 +116,16 @@ impl Codes for Gptq<'_> {
         for (group, zeros) in all.iter().enumerate() {
             for (i, &(zero, scale)) in zeros.iter().enumerate() {
                 if self.symmetric && zero != 1 << (self.bits - 1) {
-                    return Err(format!("has a zero point of {zero}, although config.json says `sym`: set `sym` to false there"));
+                    return Err(format!(
+                        "has a zero point of {zero}, although config.json says `sym`: set `sym` to false there"
+                    ));
                 }
                 scales[i * groups + group] = scale;
             }
         }
-        self.each(first, rows, |i, input, code| codes[i * self.k + input] = (code - all[input / self.group][i].0) as i8);
+        self.each(first, rows, |i, input, code| {
+            codes[i * self.k + input] = (code - all[input / self.group][i].0) as i8
+        });
         Ok(())
     }
 }

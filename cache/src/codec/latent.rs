@@ -21,9 +21,10 @@ pub(super) fn found<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, lora]: [usiz
         return Err(keys.error("and its values are not one matrix for each head: convert the model again"));
     };
     if (heads, key_lora, value_lora) != (value_heads, &lora, &lora) || heads * (nope + v) != n {
-        return Err(
-            keys.error(format!("of shape {:?} does not belong to values of shape {:?} and a latent of {lora}", keys.shape, values.shape))
-        );
+        return Err(keys.error(format!(
+            "of shape {:?} does not belong to values of shape {:?} and a latent of {lora}",
+            keys.shape, values.shape
+        )));
     }
     let of = |view: TensorView<'a>, shape: [usize; 2]| -> Result<Source<'a>> {
         let found = match view.dtype {

@@ -7,7 +7,8 @@ impl Checkpoint {
     /// Name and shape `[n, k]` of every matrix, sorted by name; of experts, stacked or not, those of number 0 stand for all.
     pub fn matrices(&self) -> Vec<(String, [usize; 2])> {
         let names = self.names().filter(|name| {
-            name.split_once(".experts.").is_none_or(|(_, rest)| !rest.starts_with(|c: char| c.is_ascii_digit()) || rest.starts_with("0."))
+            name.split_once(".experts.")
+                .is_none_or(|(_, rest)| !rest.starts_with(|c: char| c.is_ascii_digit()) || rest.starts_with("0."))
         });
         let mut found: Vec<_> = names.flat_map(|name| self.matrices_of(name)).collect();
         found.sort();
@@ -30,7 +31,10 @@ impl Checkpoint {
                 let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
                 let bytes = |dtype| if dtype == Dtype::I64 { 8 } else { 4 };
                 let k = shape.map(|s| {
-                    s.data.get(bytes(s.dtype)..).and_then(<[u8]>::first_chunk).map_or(0, |&word| u32::from_le_bytes(word)) as usize
+                    s.data
+                        .get(bytes(s.dtype)..)
+                        .and_then(<[u8]>::first_chunk)
+                        .map_or(0, |&word| u32::from_le_bytes(word)) as usize
                 });
                 matrix(n, k.filter(|&k| k != 0 && k <= words * 32 / bits).unwrap_or(words * 32 / bits))
             }
@@ -48,7 +52,9 @@ fn stacked(name: &str, shape: &[usize]) -> Vec<(String, [usize; 2])> {
     let Some((head, part)) = name.rsplit_once(".experts.") else { return Vec::new() };
     let of = |part: &str, n: usize, k: usize| (format!("{head}.experts.0.{part}.weight"), [n, k]);
     match (part.strip_suffix(".weight").unwrap_or(part), shape) {
-        ("gate_up_proj_blocks", &[_, n, blocks, 16]) => vec![of("gate_proj", n / 2, blocks * 32), of("up_proj", n / 2, blocks * 32)],
+        ("gate_up_proj_blocks", &[_, n, blocks, 16]) => {
+            vec![of("gate_proj", n / 2, blocks * 32), of("up_proj", n / 2, blocks * 32)]
+        }
         ("down_proj_blocks", &[_, n, blocks, 16]) => vec![of("down_proj", n, blocks * 32)],
         ("gate_up_proj", &[_, n, k]) => vec![of("gate_proj", n / 2, k), of("up_proj", n / 2, k)],
         (part @ ("gate_proj" | "up_proj" | "down_proj" | "w1" | "w2" | "w3"), &[_, n, k]) => vec![of(part, n, k)],

@@ -21,7 +21,9 @@ struct Mxfp4<'a> {
 /// The matrix `[n, k]` of these blocks.
 pub(super) fn found<'a>(blocks: TensorView<'a>, scales: TensorView<'a>, [n, k]: [usize; 2]) -> Result<Found<'a>> {
     if !k.is_multiple_of(32) || (blocks.dtype, scales.dtype) != (Dtype::U8, Dtype::U8) {
-        return Err(blocks.error(format!("holds no blocks of 32 for rows of {k} weights: config.json and weights do not belong together")));
+        return Err(blocks.error(format!(
+            "holds no blocks of 32 for rows of {k} weights: config.json and weights do not belong together"
+        )));
     }
     if blocks.data.len() != n * k / 2 {
         blocks.expect_shape(&[n, k / 32, 16])?;

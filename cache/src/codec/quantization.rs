@@ -62,7 +62,8 @@ impl Quantization {
         let checkpoint = |what: String| Error::Checkpoint { path: path.clone(), what };
         match crate::file::read(&path) {
             Ok(bytes) => {
-                let config = serde_json::from_slice(&bytes).map_err(|e| checkpoint(format!("not valid JSON ({e}): download it again")))?;
+                let config = serde_json::from_slice(&bytes)
+                    .map_err(|e| checkpoint(format!("not valid JSON ({e}): download it again")))?;
                 Self::parse(&config).map_err(checkpoint)
             }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Self::None),
@@ -104,8 +105,11 @@ impl Quantization {
         let text = |name: &str| q.get(name).and_then(Value::as_str);
         let flag = |name: &str, default| q.get(name).and_then(Value::as_bool).unwrap_or(default);
         let bits = || q.get("bits").or(q.get("w_bit")).and_then(Value::as_u64).unwrap_or(4) as u32;
-        let refuse =
-            |what: String| Err(format!("the checkpoint is quantized with {what}, which is not supported: use another one of this model"));
+        let refuse = |what: String| {
+            Err(format!(
+                "the checkpoint is quantized with {what}, which is not supported: use another one of this model"
+            ))
+        };
         match text("quant_method").unwrap_or("unknown") {
             "fp8" | "fbgemm_fp8" => match text("fmt").unwrap_or("e4m3") {
                 "e4m3" | "float8_e4m3fn" => Ok(Self::Fp8 { block: block(&q["weight_block_size"])? }),
@@ -144,7 +148,8 @@ fn block(value: &Value) -> std::result::Result<[usize; 2], String> {
     if value.is_null() {
         return Ok(BLOCK);
     }
-    let sizes: Vec<usize> = value.as_array().into_iter().flatten().filter_map(Value::as_u64).map(|n| n as usize).collect();
+    let sizes: Vec<usize> =
+        value.as_array().into_iter().flatten().filter_map(Value::as_u64).map(|n| n as usize).collect();
     match sizes[..] {
         [rows @ 1..=65536, inputs @ 1..=65536] => Ok([rows, inputs]),
         _ => Err(format!("the block of the quantization is {value}, not two sizes: download config.json again")),
@@ -153,14 +158,17 @@ fn block(value: &Value) -> std::result::Result<[usize; 2], String> {
 
 fn compressed_tensors(q: &Value) -> std::result::Result<Quantization, String> {
     let refuse = |what: String| {
-        Err(format!("the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one of this model"))
+        Err(format!(
+            "the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one of this model"
+        ))
     };
     let groups = q.get("config_groups").and_then(Value::as_object);
     let mut found = None;
     for group in groups.into_iter().flat_map(|groups| groups.values()) {
         let weights = &group["weights"];
         let format = group["format"].as_str().or(q["format"].as_str()).unwrap_or("pack-quantized");
-        let (bits, kind) = (weights["num_bits"].as_u64().unwrap_or(0) as u32, weights["type"].as_str().unwrap_or("int"));
+        let (bits, kind) =
+            (weights["num_bits"].as_u64().unwrap_or(0) as u32, weights["type"].as_str().unwrap_or("int"));
         match (format, kind, bits) {
             ("pack-quantized", "int", 4 | 8) | ("int-quantized", "int", 8) | ("float-quantized", "float", 8) => {}
             ("naive-quantized", "int" | "float", 8) => {}
@@ -196,12 +204,24 @@ mod tests {
     fn methods_are_told_apart_and_others_refused_by_name() {
         assert_eq!(Quantization::parse(&json!({})), Ok(Quantization::None));
         assert_eq!(parse(Value::Null), Ok(Quantization::None));
-        assert_eq!(parse(json!({"quant_method": "fp8", "weight_block_size": [64, 32]})), Ok(Quantization::Fp8 { block: [64, 32] }));
+        assert_eq!(
+            parse(json!({"quant_method": "fp8", "weight_block_size": [64, 32]})),
+            Ok(Quantization::Fp8 { block: [64, 32] })
+        );
         let nested = json!({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}});
         assert_eq!(Quantization::parse(&nested), Ok(Quantization::Mxfp4));
-        let gptq = |zeros_less_one| Quantization::Gptq { bits: 4, group: None, symmetric: true, zeros_less_one, act_order: false };
+        let gptq = |zeros_less_one| Quantization::Gptq {
+            bits: 4,
+            group: None,
+            symmetric: true,
+            zeros_less_one,
+            act_order: false,
+        };
         assert_eq!(parse(json!({"quant_method": "gptq", "bits": 4, "sym": true})), Ok(gptq(true)));
-        assert_eq!(parse(json!({"quant_method": "gptq", "bits": 4, "sym": true, "checkpoint_format": "gptq_v2"})), Ok(gptq(false)));
+        assert_eq!(
+            parse(json!({"quant_method": "gptq", "bits": 4, "sym": true, "checkpoint_format": "gptq_v2"})),
+            Ok(gptq(false))
+        );
         for (q, name) in [
             (json!({"quant_method": "bitsandbytes"}), "`bitsandbytes`"),
             (json!({}), "`unknown`"),
@@ -218,6 +238,8 @@ mod tests {
             let error = parse(q).unwrap_err();
             assert!(error.contains(name) && error.contains("use another one"), "{error}");
         }
-        assert!(parse(json!({"quant_method": "fp8", "weight_block_size": [0, -1]})).unwrap_err().contains("not two sizes"));
+        assert!(
+            parse(json!({"quant_method": "fp8", "weight_block_size": [0, -1]})).unwrap_err().contains("not two sizes")
+        );
     }
 }

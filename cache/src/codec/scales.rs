@@ -16,7 +16,10 @@ impl<'a> Scales<'a> {
     /// Errors: `Error::Checkpoint` when they are of another number or type.
     pub(super) fn new(view: TensorView<'a>, rows: usize, cols: usize) -> Result<Self> {
         if view.shape.iter().product::<usize>() != rows * cols {
-            return Err(view.error(format!("has shape {:?} where {rows} x {cols} scales are expected: is it of this model?", view.shape)));
+            return Err(view.error(format!(
+                "has shape {:?} where {rows} x {cols} scales are expected: is it of this model?",
+                view.shape
+            )));
         }
         match view.dtype {
             Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8E8M0 => Ok(Self { view, cols }),
@@ -62,9 +65,8 @@ impl<'a> Words<'a> {
     pub(super) fn new(view: TensorView<'a>, rows: usize, cols: usize) -> Result<Self> {
         match (view.dtype, view.shape) {
             (Dtype::I32 | Dtype::U32, shape) if *shape == [rows, cols] => Ok(Self { view, cols }),
-            (dtype, shape) => {
-                Err(view.error(format!("is {dtype:?} of shape {shape:?} where {rows} x {cols} words of 32 bits are expected")))
-            }
+            (dtype, shape) => Err(view
+                .error(format!("is {dtype:?} of shape {shape:?} where {rows} x {cols} words of 32 bits are expected"))),
         }
     }
 
@@ -91,6 +93,7 @@ pub(super) fn group_index(view: TensorView<'_>, k: usize, groups: usize) -> Resu
     if !matches!(view.dtype, Dtype::I32 | Dtype::U32) || view.shape != [k] {
         return Err(wrong(&view));
     }
-    let index: Vec<usize> = view.data.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word) as usize).collect();
+    let index: Vec<usize> =
+        view.data.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word) as usize).collect();
     if index.iter().all(|&group| group < groups) { Ok(index) } else { Err(wrong(&view)) }
 }

@@ -23,7 +23,12 @@ use crate::format::{self, Contents, ExpertCache, ExpertRecord, Header};
 use crate::{Error, Result, threads};
 
 /// Builds, publishes and opens. The caller holds the lock of this identity.
-pub(super) fn build(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
+pub(super) fn build(
+    job: &Work<'_>,
+    identity: &Identity,
+    cache_dir: &Path,
+    progress: OnProgress<'_>,
+) -> Result<ExpertCache> {
     let layers: Vec<usize> = job.layers.iter().map(|layer| layer.layer).collect();
     let &super::Job { hidden, intermediate, num_experts, precision, .. } = job.job;
     let contents = Contents { model: &job.model, hidden, intermediate, num_experts, precision, layers: &layers };
@@ -34,7 +39,8 @@ pub(super) fn build(job: &Work<'_>, identity: &Identity, cache_dir: &Path, progr
     if path.is_dir() {
         return Err(unwritable(&path)(std::io::Error::other("a folder is where the cache belongs: remove it")));
     }
-    let partial = Partial { job, header: &header, file: disk::reserve(&partial_path, header.file_bytes())?, path: &partial_path };
+    let partial =
+        Partial { job, header: &header, file: disk::reserve(&partial_path, header.file_bytes())?, path: &partial_path };
     let _listed = Listed::unfinished(&partial_path);
     let written = partial.fill(progress).and_then(|()| match identity.still_holds(job)? {
         true => Ok(()),
@@ -107,7 +113,8 @@ impl Partial<'_> {
         }
         let record_bytes = format::layer_record_bytes(self.job.num_experts);
         let complete = |i: usize| -> Result<Option<Vec<ExpertRecord>>> {
-            let Some((entry, records)) = format::decode_layer(&found[self.header.record_offset(i)..][..record_bytes]) else {
+            let Some((entry, records)) = format::decode_layer(&found[self.header.record_offset(i)..][..record_bytes])
+            else {
                 return Ok(None);
             };
             let expected = &self.header.layers[i];
@@ -131,7 +138,12 @@ impl Partial<'_> {
     }
 
     /// Converts and writes the experts of layer index `i`, and returns their records. `done(bytes)` is called after each.
-    fn convert_layer(&self, i: usize, workers: &Mutex<Vec<Worker>>, done: &(dyn Fn(u64) + Sync)) -> Result<Vec<ExpertRecord>> {
+    fn convert_layer(
+        &self,
+        i: usize,
+        workers: &Mutex<Vec<Worker>>,
+        done: &(dyn Fn(u64) + Sync),
+    ) -> Result<Vec<ExpertRecord>> {
         let layout = self.header.layout();
         let lock = || workers.lock().expect("nothing panics while holding it");
         let convert = |(number, sources): (usize, &[Source<'_>; 3])| {
@@ -164,12 +176,17 @@ fn remove_stale(identity: &Identity, cache_dir: &Path, fresh: &Path, progress: O
     let stale = |path: &PathBuf| {
         path != fresh
             && !path.is_dir()
-            && (identity.names(path) || format::peek(path).is_some_and(|(precision, source)| identity.replaces(precision, &source)))
+            && (identity.names(path)
+                || format::peek(path).is_some_and(|(precision, source)| identity.replaces(precision, &source)))
     };
     let mut files = disk::caches(cache_dir)?;
     let unfinished = disk::files(cache_dir, "partial")?;
     // A partial file of another key may be the work of a running process, on a checkpoint that changed since.
-    files.extend(unfinished.into_iter().filter(|path| !Lock::is_taken(cache_dir, &path.file_stem().unwrap_or_default().to_string_lossy())));
+    files.extend(
+        unfinished
+            .into_iter()
+            .filter(|path| !Lock::is_taken(cache_dir, &path.file_stem().unwrap_or_default().to_string_lossy())),
+    );
     for path in files.into_iter().filter(stale) {
         match std::fs::remove_file(&path) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(unwritable(&path)(e)),

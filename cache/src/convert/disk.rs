@@ -17,7 +17,9 @@ use crate::{Error, Result, file};
 pub(super) fn unwritable(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.to_path_buf();
     move |e| match e.kind() {
-        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => Error::CacheDir { path, what: "cannot be written".into() },
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            Error::CacheDir { path, what: "cannot be written".into() }
+        }
         _ => Error::CacheDir { path, what: format!("cannot be written ({e})") },
     }
 }
@@ -86,7 +88,8 @@ impl Lock {
 
     /// Whether a process holds the lock called `name` right now.
     pub(super) fn is_taken(dir: &Path, name: &str) -> bool {
-        file::open(&dir.join(format!("{name}.lock"))).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+        file::open(&dir.join(format!("{name}.lock")))
+            .is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 }
 

@@ -63,7 +63,8 @@ impl Tiles {
             self.codes.resize(weights, 0);
             self.scales.resize(weights / integers.group, 0.0);
             source.codes(first, &mut self.codes, &mut self.scales)?;
-            let repeated = self.scales.iter().flat_map(|&scale| std::iter::repeat_n(scale, integers.group / group_size));
+            let repeated =
+                self.scales.iter().flat_map(|&scale| std::iter::repeat_n(scale, integers.group / group_size));
             self.packed_scales.clear();
             self.packed_scales.extend(repeated);
             pack_tile(layout, Weights::Int { codes: &self.codes, scales: &self.packed_scales }, out);

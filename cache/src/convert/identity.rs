@@ -47,7 +47,11 @@ impl Identity {
 
     /// Name of the cache file.
     pub(super) fn file_name(&self, model: &str) -> String {
-        let slug: String = model.chars().map(|c| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '-' }).take(100).collect();
+        let slug: String = model
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '-' })
+            .take(100)
+            .collect();
         format!("{}-{}.moebius", slug.trim_start_matches(['.', '-']), self.suffix())
     }
 

@@ -132,7 +132,8 @@ impl Header {
     pub(crate) fn new(contents: &Contents<'_>, source: Option<Source>) -> Result<Self> {
         let &Contents { model, hidden, intermediate, num_experts, precision, layers } = contents;
         let layers = layers.iter().map(|&layer| LayerEntry { layer, offset: 0, bytes: 0, checksum: 0 }).collect();
-        let mut header = Header { model: model.to_string(), hidden, intermediate, num_experts, precision, layers, source };
+        let mut header =
+            Header { model: model.to_string(), hidden, intermediate, num_experts, precision, layers, source };
         header.check().map_err(|what| Error::Invalid(format!("{model}: {what}")))?;
         let bytes = (num_experts * header.layout().bytes()) as u64;
         let mut offset = header.region_bytes() as u64;
@@ -264,7 +265,11 @@ pub(crate) fn decode_layer(bytes: &[u8]) -> Option<(LayerEntry, Vec<ExpertRecord
     if entry.checksum != xxhash_rust::xxh3::xxh3_64(&bytes[RECORD_BYTES..]) {
         return None;
     }
-    let experts = words[4..].as_chunks().0.iter().map(|&[packed, gate, up, down]| ExpertRecord { packed, source: [gate, up, down] });
+    let experts = words[4..]
+        .as_chunks()
+        .0
+        .iter()
+        .map(|&[packed, gate, up, down]| ExpertRecord { packed, source: [gate, up, down] });
     Some((entry, experts.collect()))
 }
 
@@ -294,8 +299,10 @@ pub fn reseal(bytes: &mut [u8]) {
     bytes[16..24].copy_from_slice(&file_bytes.to_le_bytes());
     let json = bytes.get(PREFIX_BYTES..PREFIX_BYTES.saturating_add(json_bytes)).unwrap_or_default();
     let Ok(description) = serde_json::from_slice::<Description>(json) else { return };
-    let table_bytes = description.num_layers.saturating_mul(layer_record_bytes(description.num_experts.min(MAX_EXPERTS)));
-    let region_bytes = table_offset(json_bytes).saturating_add(table_bytes).checked_next_multiple_of(PAGE_BYTES as usize);
+    let table_bytes =
+        description.num_layers.saturating_mul(layer_record_bytes(description.num_experts.min(MAX_EXPERTS)));
+    let region_bytes =
+        table_offset(json_bytes).saturating_add(table_bytes).checked_next_multiple_of(PAGE_BYTES as usize);
     if let Some(region) = region_bytes.and_then(|region_bytes| bytes.get(..region_bytes)) {
         let checksum = checksum(region);
         bytes[24..32].copy_from_slice(&checksum.to_le_bytes());
@@ -315,7 +322,9 @@ pub fn parse(bytes: &[u8]) -> std::result::Result<(Header, Vec<ExpertRecord>), S
     }
     let (version, json_bytes, file_bytes) = (u32_at(8), u32_at(12) as usize, u64_at(16));
     if !(OLDEST_VERSION..=VERSION).contains(&version) {
-        return Err(format!("is of format version {version}, and this program reads versions {OLDEST_VERSION} to {VERSION}"));
+        return Err(format!(
+            "is of format version {version}, and this program reads versions {OLDEST_VERSION} to {VERSION}"
+        ));
     }
     if file_bytes != bytes.len() as u64 {
         return Err(format!("has {} bytes where its header says {file_bytes}: it was cut off or damaged", bytes.len()));

@@ -118,7 +118,8 @@ fn e2m1(code: i8) -> u32 {
 fn pack_scales<'o>(layout: &MatrixLayout, scales: &[f32], out: &'o mut [u8]) -> &'o mut [u8] {
     let (bytes, codes) = out.split_at_mut(layout.scale_bytes());
     bytes.fill(0);
-    let (scale_type, groups) = (layout.precision.scales(), layout.k / layout.precision.group_size().unwrap_or(layout.k));
+    let (scale_type, groups) =
+        (layout.precision.scales(), layout.k / layout.precision.group_size().unwrap_or(layout.k));
     for (row, scales) in scales.chunks_exact(groups).enumerate() {
         for (group, &scale) in scales.iter().enumerate() {
             bytes[(group * TILE_ROWS + row) * 2..][..2].copy_from_slice(&scale_type.to_bits(scale).to_le_bytes());
@@ -175,7 +176,9 @@ fn unpack_weight(layout: &MatrixLayout, tile: &[u8], row: usize, input: usize) -
     };
     let (group_size, code) = match layout.precision {
         Precision::Bf16 => return bf16::from_bits(bits_at(input / 2 * 64 + row * 4 + input % 2 * 2)).to_f32(),
-        Precision::Int8 { group_size, .. } => (group_size, codes[(input / 4 * TILE_ROWS + row) * 4 + input % 4] as i32 - 128),
+        Precision::Int8 { group_size, .. } => {
+            (group_size, codes[(input / 4 * TILE_ROWS + row) * 4 + input % 4] as i32 - 128)
+        }
         Precision::Int4 { group_size, .. } => (group_size, nibble() as i32 - 8),
         Precision::Mxfp4 => (32, DOUBLED_E2M1[nibble() as usize] as i32),
     };

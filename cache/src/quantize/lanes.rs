@@ -237,16 +237,30 @@ mod x86 {
         fn sum(self) -> f32 {
             // SAFETY: see `Avx512`.
             unsafe {
-                let upper = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(self.0), _mm512_castps_pd(self.0)));
-                reduce8!(_mm256_add_ps(_mm512_castps512_ps256(self.0), _mm512_castps512_ps256(upper)), _mm_add_ps, _mm_add_ss)
+                let upper = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(
+                    _mm512_castps_pd(self.0),
+                    _mm512_castps_pd(self.0),
+                ));
+                reduce8!(
+                    _mm256_add_ps(_mm512_castps512_ps256(self.0), _mm512_castps512_ps256(upper)),
+                    _mm_add_ps,
+                    _mm_add_ss
+                )
             }
         }
         #[inline(always)]
         fn largest(self) -> f32 {
             // SAFETY: see `Avx512`.
             unsafe {
-                let upper = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(self.0), _mm512_castps_pd(self.0)));
-                reduce8!(_mm256_max_ps(_mm512_castps512_ps256(self.0), _mm512_castps512_ps256(upper)), _mm_max_ps, _mm_max_ss)
+                let upper = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(
+                    _mm512_castps_pd(self.0),
+                    _mm512_castps_pd(self.0),
+                ));
+                reduce8!(
+                    _mm256_max_ps(_mm512_castps512_ps256(self.0), _mm512_castps512_ps256(upper)),
+                    _mm_max_ps,
+                    _mm_max_ss
+                )
             }
         }
     }

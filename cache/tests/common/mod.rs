@@ -48,7 +48,16 @@ impl Model {
     pub fn job<'a>(&self, checkpoint: &'a Checkpoint, precision: Precision) -> Job<'a> {
         let layers = (1..=self.layers).map(|layer| self.source(layer)).collect();
         let &Model { experts: num_experts, hidden, intermediate, .. } = self;
-        Job { checkpoint, model: "a/small model".into(), hidden, intermediate, num_experts, precision, weights_suffice: true, layers }
+        Job {
+            checkpoint,
+            model: "a/small model".into(),
+            hidden,
+            intermediate,
+            num_experts,
+            precision,
+            weights_suffice: true,
+            layers,
+        }
     }
 
     /// BF16 bytes of the weights of one tensor: `part` 0 is gate, 1 is up, 2 is down.
@@ -66,13 +75,17 @@ impl Model {
         let mut tensors = BTreeMap::new();
         for (e, source) in self.source(layer).experts.into_iter().enumerate() {
             let (wide, tall) = (vec![self.intermediate, self.hidden], vec![self.hidden, self.intermediate]);
-            for (part, (name, shape)) in [(source.gate, wide.clone()), (source.up, wide), (source.down, tall)].into_iter().enumerate() {
+            for (part, (name, shape)) in
+                [(source.gate, wide.clone()), (source.up, wide), (source.down, tall)].into_iter().enumerate()
+            {
                 let mut bytes = self.weights(layer, e, part);
                 edit(&name, &mut bytes);
                 tensors.insert(name, (shape, bytes));
             }
         }
-        let views = tensors.iter().map(|(name, (shape, bytes))| (name, TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap()));
+        let views = tensors
+            .iter()
+            .map(|(name, (shape, bytes))| (name, TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap()));
         // A new file, not the old one written over: what has it mapped keeps its bytes.
         let temporary = dir.join("new");
         safetensors::serialize_to_file(views, None, &temporary).unwrap();
@@ -100,8 +113,11 @@ impl Model {
 
 /// Names of the files in a folder, sorted.
 pub fn files(dir: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        std::fs::read_dir(dir).into_iter().flatten().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<String> = std::fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
     names
 }

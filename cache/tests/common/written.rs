@@ -49,7 +49,10 @@ impl Written {
     }
 
     pub fn write(&self, dir: &std::path::Path) -> Checkpoint {
-        let views = self.tensors.iter().map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+        let views = self
+            .tensors
+            .iter()
+            .map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
         safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
         std::fs::write(dir.join("config.json"), self.config.to_string()).unwrap();
         Checkpoint::open(dir).unwrap()
@@ -86,7 +89,10 @@ pub fn f16_scales(count: usize) -> Vec<f32> {
 
 /// Fields of `bits` bits, the lowest first, packed into words.
 pub fn pack(fields: &[u32], bits: usize) -> Vec<u32> {
-    fields.chunks(32 / bits).map(|chunk| chunk.iter().enumerate().fold(0, |word, (i, field)| word | field << (i * bits))).collect()
+    fields
+        .chunks(32 / bits)
+        .map(|chunk| chunk.iter().enumerate().fold(0, |word, (i, field)| word | field << (i * bits)))
+        .collect()
 }
 
 /// `[rows, cols]` of fields packed along the first dimension: `[rows * bits / 32, cols]`.
@@ -144,7 +150,8 @@ pub fn example(format: Format) -> Example {
 }
 
 fn float(dtype: Stored) -> Example {
-    let values: Vec<f32> = noise(N * K, 1).iter().map(|&v| f16::from_f32(bf16::from_f32(v).to_f32()).to_f32()).collect();
+    let values: Vec<f32> =
+        noise(N * K, 1).iter().map(|&v| f16::from_f32(bf16::from_f32(v).to_f32()).to_f32()).collect();
     let written = Written { config: json!({}), ..Written::default() };
     let written = match dtype {
         Stored::BF16 => written.bf16s("a.weight", &[N, K], &values),
@@ -166,7 +173,12 @@ pub fn e4m3(byte: u8) -> f32 {
 }
 
 pub fn fp8(block: Value, bytes: Vec<u8>) -> Written {
-    Written::new(json!({"quant_method": "fp8", "weight_block_size": block})).add("a.weight", Dtype::F8_E4M3, &[N, K], bytes)
+    Written::new(json!({"quant_method": "fp8", "weight_block_size": block})).add(
+        "a.weight",
+        Dtype::F8_E4M3,
+        &[N, K],
+        bytes,
+    )
 }
 
 /// Weights as they are in models, rounded to FP8, in blocks that do not divide the matrix.
@@ -194,7 +206,11 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     let of = |i: usize| i / K * groups + if out_of_order { index[i % K] as usize } else { i % K / group };
     let want = (0..N * K).map(|i| (fields[i] as i32 - points[of(i)] as i32) as f32 * scales[of(i)]).collect();
     let rows = fields.chunks(K).flat_map(|row| pack(row, bits)).collect();
-    let mut written = ct(bits, !zeros).words("a.weight_packed", &[N, K * bits / 32], rows).bf16s("a.weight_scale", &[N, groups], &scales);
+    let mut written = ct(bits, !zeros).words("a.weight_packed", &[N, K * bits / 32], rows).bf16s(
+        "a.weight_scale",
+        &[N, groups],
+        &scales,
+    );
     if zeros {
         written = written.words("a.weight_zero_point", &[N * bits / 32, groups], pack_down(&points, groups, bits));
     }
@@ -203,7 +219,11 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     }
     let (low, high) = if zeros { (-2 * half + 1, 2 * half - 1) } else { (-half, half - 1) };
     let values = out_of_order || bits == 8 && zeros;
-    Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::Bf16, e2m1: false }))
+    Example::new(
+        written,
+        want,
+        (!values).then_some(Integers { low, high, group, scales: ScaleType::Bf16, e2m1: false }),
+    )
 }
 
 pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Example {
@@ -230,7 +250,8 @@ pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Exa
         .words("a.qzeros", &[groups, N * bits / 32], zeros.chunks(N).flat_map(|row| pack(row, bits)).collect())
         .f16s("a.scales", &[groups, N], &scales)
         .words("a.g_idx", &[K], if act_order { index.clone() } else { plain });
-    let (low, high) = if symmetric { (-(half as i32), half as i32 - 1) } else { (-2 * half as i32, 2 * half as i32 - 1) };
+    let (low, high) =
+        if symmetric { (-(half as i32), half as i32 - 1) } else { (-2 * half as i32, 2 * half as i32 - 1) };
     let values = act_order || bits == 8 && !symmetric;
     Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::F16, e2m1: false }))
 }
@@ -241,16 +262,21 @@ pub fn awq() -> Example {
     let want: Vec<f32> = (0..N * K)
         .map(|i| {
             let (row, input) = (i / K, i % K);
-            (fields[input * N + row] as i32 - zeros[input / group * N + row] as i32) as f32 * scales[input / group * N + row]
+            (fields[input * N + row] as i32 - zeros[input / group * N + row] as i32) as f32
+                * scales[input / group * N + row]
         })
         .collect();
     // Nibble i of a word is output ORDER[i] of its eight.
     const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
-    let words = |fields: &[u32]| fields.chunks(8).map(|eight| (0..8).fold(0, |word, i| word | eight[ORDER[i]] << (4 * i))).collect();
-    let written = Written::new(json!({"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": true, "version": "gemm"}))
-        .words("a.qweight", &[K, N / 8], words(&fields))
-        .words("a.qzeros", &[groups, N / 8], words(&zeros))
-        .f16s("a.scales", &[groups, N], &scales);
+    let words = |fields: &[u32]| {
+        fields.chunks(8).map(|eight| (0..8).fold(0, |word, i| word | eight[ORDER[i]] << (4 * i))).collect()
+    };
+    let written = Written::new(
+        json!({"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": true, "version": "gemm"}),
+    )
+    .words("a.qweight", &[K, N / 8], words(&fields))
+    .words("a.qzeros", &[groups, N / 8], words(&zeros))
+    .f16s("a.scales", &[groups, N], &scales);
     Example::new(written, want, Some(Integers { low: -15, high: 15, group, scales: ScaleType::F16, e2m1: false }))
 }
 
@@ -259,7 +285,8 @@ pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
     const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
     let bytes: Vec<u8> = numbers(experts * 2 * N * K / 2, 256, 41).iter().map(|&b| b as u8).collect();
     // From the smallest exponent, half of which is no normal number, to near the largest.
-    let scales: Vec<u8> = numbers(experts * 2 * N * K / 32, 20, 42).iter().map(|&b| if b == 0 { 0 } else { 110 + b as u8 }).collect();
+    let scales: Vec<u8> =
+        numbers(experts * 2 * N * K / 32, 20, 42).iter().map(|&b| if b == 0 { 0 } else { 110 + b as u8 }).collect();
     let weight = |row: usize, input: usize| {
         let at = (expert * 2 * N + row) * K + input;
         let nibble = bytes[at / 2] >> (input % 2 * 4) & 15;
@@ -272,7 +299,14 @@ pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
         .bf16s("m.experts.gate_up_proj_bias", &[experts, 2 * N], &vec![0.0; experts * 2 * N]);
     let name: &'static str = ["m.experts.0", "m.experts.1", "m.experts.2"][expert];
     let name = format!("{name}.{}_proj.weight", ["gate", "up"][second]).leak();
-    Example { name, ..Example::new(written, want, Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true })) }
+    Example {
+        name,
+        ..Example::new(
+            written,
+            want,
+            Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true }),
+        )
+    }
 }
 
 /// Random codes, with scales and offsets as they are in models.
@@ -300,8 +334,10 @@ fn gguf(kind: GgmlType) -> Example {
             block[0] = 120 + block[0] % 8;
         }
     }
-    let number = [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39][GgmlType::ALL.iter().position(|&k| k == kind).unwrap()];
-    let file = File::default().text("general.architecture", "none").tensor("a.weight", &[K as u64, N as u64], number, &bytes);
+    let number =
+        [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39][GgmlType::ALL.iter().position(|&k| k == kind).unwrap()];
+    let file =
+        File::default().text("general.architecture", "none").tensor("a.weight", &[K as u64, N as u64], number, &bytes);
     let of = |low, high| Some(Integers { low, high, group: 32, scales: ScaleType::F16, e2m1: false });
     let integers = match kind {
         Q4_0 => of(-8, 7),

@@ -24,8 +24,8 @@ use moebius_cache::pack::TILE_ROWS;
 use super::{Cpu, Kv, Scratch, lock, take};
 use crate::backend::Softmax;
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
-use crate::kernel::{Kernel, Start};
 use crate::backend::tensor::Tensor;
+use crate::kernel::{Kernel, Start};
 use crate::machine::workers::Shared;
 
 /// Query rows (tokens x heads) of one tile.
@@ -180,10 +180,20 @@ impl<'s> Sums<'s> {
 }
 
 impl Cpu {
-    pub(super) fn attend(&self, kv: &Kv, batch: &Batch, num_heads: usize, softmax: &Softmax<'_, Cpu>, q: &Tensor, out: &mut Tensor) {
+    pub(super) fn attend(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        num_heads: usize,
+        softmax: &Softmax<'_, Cpu>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
         let (window, sinks) = (softmax.window.unwrap_or(usize::MAX), softmax.sinks.map(Vec::as_slice));
         let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads(), kv.values.n);
-        assert!(q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads()) && out.cols() == num_heads * dim);
+        assert!(
+            q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads()) && out.cols() == num_heads * dim
+        );
         let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
         let mut cut = Cut::new(kv.heads(), group, group.min(TILE));
         let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
@@ -309,14 +319,22 @@ impl Op<'_> {
             for (i, scores) in scores.chunks_exact_mut(rows * BLOCK_SIZE).take(blocks).enumerate() {
                 for part in 0..kv.parts {
                     let sums = if part == 0 { Start::Zero } else { Start::Out };
-                    kernel.matmul(&kv.keys, &kv.keys(block(i), tile.kv_head, part).into(), &activations.rows(0..rows), sums, scores);
+                    kernel.matmul(
+                        &kv.keys,
+                        &kv.keys(block(i), tile.kv_head, part).into(),
+                        &activations.rows(0..rows),
+                        sums,
+                        scores,
+                    );
                 }
             }
             let to = probabilities.start(kernel, Precision::Bf16, blocks * BLOCK_SIZE, rows);
             for r in 0..rows {
                 let mut row = [0.0; STEP];
                 let row = &mut row[..blocks * BLOCK_SIZE];
-                for (to, scores) in row.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().zip(scores.chunks_exact(rows * BLOCK_SIZE)) {
+                for (to, scores) in
+                    row.as_chunks_mut::<BLOCK_SIZE>().0.iter_mut().zip(scores.chunks_exact(rows * BLOCK_SIZE))
+                {
                     *to = scores.as_chunks::<BLOCK_SIZE>().0[r];
                 }
                 let position = tile.position() + r / tile.heads;

@@ -17,11 +17,11 @@ use super::{Cpu, Scratch, lock, take};
 use crate::Result;
 use crate::backend::DeltaRule;
 use crate::backend::batch::{Batch, Span};
+use crate::backend::tensor::Tensor;
 use crate::kernel::{DeltaToken, Kernel, Rows};
 use crate::machine::memory::Buffer;
-use crate::model;
-use crate::backend::tensor::Tensor;
 use crate::machine::workers::Shared;
+use crate::model;
 
 /// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
 const L2_EPS: f32 = 1e-6;
@@ -96,7 +96,10 @@ impl Cpu {
         assert!(qkv.cols() == config.conv_dim() && z.cols() == config.value_dim() && out.cols() == z.cols());
         for (i, span) in batch.spans.iter().enumerate() {
             let alone = batch.spans[..i].iter().all(|other| other.slot != span.slot);
-            assert!(alone && (span.slot + 1) * config.value_dim() * config.key_head_dim <= state.heads.len(), "a slot for each sequence");
+            assert!(
+                alone && (span.slot + 1) * config.value_dim() * config.key_head_dim <= state.heads.len(),
+                "a slot for each sequence"
+            );
         }
         let op = Op {
             kernel: self.kernel,
@@ -124,7 +127,8 @@ impl Op<'_> {
     /// All tokens of a sequence, for one key head and its value heads.
     fn key_head(&self, span: &Span, group: usize, scratch: &mut Scratch) {
         let Self { kernel, config, w, .. } = self;
-        let (dim, width, of_group) = (config.key_head_dim, config.value_head_dim, config.num_value_heads / config.num_key_heads);
+        let (dim, width, of_group) =
+            (config.key_head_dim, config.value_head_dim, config.num_value_heads / config.num_key_heads);
         let (keys, values) = (config.num_key_heads * dim, of_group * width);
         let columns = [group * dim..(group + 1) * dim, keys + group * dim..keys + (group + 1) * dim, {
             let first = 2 * keys + group * values;

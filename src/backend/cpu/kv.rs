@@ -18,9 +18,9 @@ use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 use super::Cpu;
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
+use crate::backend::tensor::Tensor;
 use crate::config::KvBits;
 use crate::machine::memory::Buffer;
-use crate::backend::tensor::Tensor;
 use crate::machine::workers::Shared;
 
 /// Positions of a batch from which on all workers store them.
@@ -90,11 +90,17 @@ impl Cpu {
                             let at = (block * heads + head) * parts + part;
                             // SAFETY: a block belongs to one sequence, and in it to one worker.
                             #[allow(unsafe_code)]
-                            let (key_block, value_block) =
-                                unsafe { (key_data.slice_mut(range(&keys, at)), value_data.slice_mut(range(&values, at))) };
+                            let (key_block, value_block) = unsafe {
+                                (key_data.slice_mut(range(&keys, at)), value_data.slice_mut(range(&values, at)))
+                            };
                             let key = &key.row(t)[head * keys.k..][..keys.k];
                             put_row(key_block, position % BLOCK_SIZE, key, part, keys.tile_bytes() / 2);
-                            put_column(value_block, position % BLOCK_SIZE, &value_rows.row(t)[head * value_stride..][..values.n], part);
+                            put_column(
+                                value_block,
+                                position % BLOCK_SIZE,
+                                &value_rows.row(t)[head * value_stride..][..values.n],
+                                part,
+                            );
                         }
                     }
                 }

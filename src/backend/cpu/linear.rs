@@ -8,10 +8,10 @@ use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::{Cpu, PARALLEL, Scratch, lock, take};
+use crate::backend::tensor::{HostTensor, Tensor};
 use crate::config::DenseBits;
 use crate::kernel::{ActivationRows, Kernel, Start};
 use crate::machine::memory::Buffer;
-use crate::backend::tensor::{HostTensor, Tensor};
 use crate::machine::workers::{Claims, Cut, Shared};
 use crate::{Error, Result};
 
@@ -29,7 +29,10 @@ impl Buffer<bf16> {
         let mut buffer = Self::zeros(weight.rows() * weight.cols())?;
         match weight {
             HostTensor::Bf16 { data, .. } => {
-                buffer.par_chunks_mut(CHUNK).zip(data.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
+                buffer
+                    .par_chunks_mut(CHUNK)
+                    .zip(data.par_chunks(CHUNK))
+                    .for_each(|(to, from)| to.copy_from_slice(from));
             }
             HostTensor::F32 { data, .. } => {
                 buffer.par_chunks_mut(CHUNK).zip(data.par_chunks(CHUNK)).for_each(|(to, from)| {
@@ -49,9 +52,18 @@ pub struct Linear {
 }
 
 impl Linear {
-    pub(super) fn new(weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits, nodes: &[usize]) -> Result<Self> {
+    pub(super) fn new(
+        weight: HostTensor<'_>,
+        bias: Option<Vec<f32>>,
+        bits: DenseBits,
+        nodes: &[usize],
+    ) -> Result<Self> {
         let (n, k) = (weight.rows(), weight.cols());
-        let why = || Error::Invalid(format!("a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"));
+        let why = || {
+            Error::Invalid(format!(
+                "a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"
+            ))
+        };
         let layout = MatrixLayout::new(n, k, bits.precision(k).ok_or_else(why)?)?;
         let mut tiles = interleaved(layout.bytes(), nodes)?;
         pack(&layout, &weight, 0, &mut tiles);

@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use super::{Cpu, RouterWeights, take};
 use crate::backend::Routing;
-use crate::kernel::Rows;
-use crate::model::{GroupScore, Groups, Router, Scoring};
 use crate::backend::tensor::Tensor;
+use crate::kernel::Rows;
 use crate::machine::workers::Shared;
+use crate::model::{GroupScore, Groups, Router, Scoring};
 
 impl Cpu {
     pub(super) fn choose(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
@@ -55,7 +55,13 @@ impl Cpu {
 }
 
 /// One token's experts, best first. `logits` become scores.
-pub(super) fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32]>, ids: &mut [i32], weights: &mut [f32]) {
+pub(super) fn choose_one(
+    router: &Router,
+    logits: &mut [f32],
+    bias: Option<&[f32]>,
+    ids: &mut [i32],
+    weights: &mut [f32],
+) {
     let scores = logits;
     match router.scoring {
         Scoring::Sigmoid => scores.iter_mut().for_each(|s| *s = 1.0 / (1.0 + (-*s).exp())),
@@ -104,16 +110,19 @@ pub(super) fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32
 /// The best groups, as a set of bits.
 fn best_groups(groups: &Groups, experts: usize, rank: &dyn Fn(usize) -> f32) -> u64 {
     let size = experts / groups.count;
-    let score = |g: usize| {
-        let members = (g * size..(g + 1) * size).map(rank);
-        match groups.score {
-            GroupScore::Max => members.fold(f32::NEG_INFINITY, f32::max),
-            GroupScore::TopTwoSum => {
-                let (a, b) = members.fold((f32::NEG_INFINITY, f32::NEG_INFINITY), |(a, b), v| if v > a { (v, a) } else { (a, b.max(v)) });
-                a + b
+    let score =
+        |g: usize| {
+            let members = (g * size..(g + 1) * size).map(rank);
+            match groups.score {
+                GroupScore::Max => members.fold(f32::NEG_INFINITY, f32::max),
+                GroupScore::TopTwoSum => {
+                    let (a, b) = members.fold((f32::NEG_INFINITY, f32::NEG_INFINITY), |(a, b), v| {
+                        if v > a { (v, a) } else { (a, b.max(v)) }
+                    });
+                    a + b
+                }
             }
-        }
-    };
+        };
     let mut open = 0u64;
     for _ in 0..groups.top_k {
         let best = (0..groups.count)
@@ -130,7 +139,15 @@ mod tests {
     use super::*;
 
     fn router() -> Router {
-        Router { top_k: 2, bias: false, scoring: Scoring::Sigmoid, correction_bias: true, groups: None, normalize: true, scaling: 2.5 }
+        Router {
+            top_k: 2,
+            bias: false,
+            scoring: Scoring::Sigmoid,
+            correction_bias: true,
+            groups: None,
+            normalize: true,
+            scaling: 2.5,
+        }
     }
 
     fn choose(router: &Router, logits: &[f32], bias: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {

@@ -39,11 +39,19 @@ impl Additions {
     /// There must be room for them.
     pub(super) fn set(&mut self, cuda: &Cuda, mut additions: Vec<Addition<DeviceBuffer<f32>>>) {
         additions.sort_by_key(|addition| addition.layer); // stable: of a layer they stay in order
-        let mut words: Vec<u32> = (0..=self.layers).map(|layer| additions.partition_point(|a| a.layer < layer) as u32).collect();
+        let mut words: Vec<u32> =
+            (0..=self.layers).map(|layer| additions.partition_point(|a| a.layer < layer) as u32).collect();
         words.resize(begins(self.layers), 0);
         for Addition { rows, vector, coefficient, .. } in &additions {
             let address = vector.address().to_u64();
-            words.extend([address as u32, (address >> 32) as u32, coefficient.to_bits(), rows.start as u32, rows.end as u32, 0]);
+            words.extend([
+                address as u32,
+                (address >> 32) as u32,
+                coefficient.to_bits(),
+                rows.start as u32,
+                rows.end as u32,
+                0,
+            ]);
         }
         cuda.upload(&cuda.compute, self.data.address(), &words);
         self.vectors = additions.into_iter().map(|addition| addition.vector).collect();

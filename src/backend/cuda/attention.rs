@@ -9,12 +9,12 @@ use half::bf16;
 use super::batch::{DECODE_ROWS, TILE_ROWS, blocks};
 use super::linear::{self, Out, Product};
 use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
-use crate::backend::{Heads, Softmax};
 use crate::backend::batch::BLOCK_SIZE;
+use crate::backend::tensor::HostTensor;
+use crate::backend::{Heads, Softmax};
 use crate::config::KvBits;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 use crate::model::Mla;
-use crate::backend::tensor::HostTensor;
 use crate::{Error, Result};
 
 /// Query heads that one block of single-row attention serves.
@@ -37,11 +37,20 @@ pub struct Kv {
 }
 
 impl Kv {
-    pub(super) fn new(cuda: &Arc<Cuda>, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Self> {
+    pub(super) fn new(
+        cuda: &Arc<Cuda>,
+        blocks: usize,
+        heads: usize,
+        key_dim: usize,
+        value_dim: usize,
+        bits: KvBits,
+    ) -> Result<Self> {
         let fp8 = match bits {
             KvBits::Bf16 => false,
             KvBits::Fp8 => true,
-            KvBits::Bf16x2 => return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into())),
+            KvBits::Bf16x2 => {
+                return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into()));
+            }
         };
         let bytes = |dim: usize| blocks * heads * BLOCK_SIZE * dim * if fp8 { 1 } else { 2 };
         let values = if key_dim == value_dim { Some(DeviceBuffer::zeros(cuda, bytes(value_dim))?) } else { None };
@@ -81,7 +90,10 @@ impl LatentUp {
         if cuda.is_plan() {
             let numbers = config.num_heads * config.kv_lora_rank;
             let (nope, v) = (config.qk_nope_head_dim, config.v_head_dim);
-            return Ok(Self { kv_b: DeviceBuffer::new(cuda, numbers * (nope + v))?, key_up: DeviceBuffer::new(cuda, numbers * nope)? });
+            return Ok(Self {
+                kv_b: DeviceBuffer::new(cuda, numbers * (nope + v))?,
+                key_up: DeviceBuffer::new(cuda, numbers * nope)?,
+            });
         }
         let key_up = kv_b.head_rows(config.num_heads, 0, config.qk_nope_head_dim).transpose_heads(config.num_heads);
         Ok(Self { kv_b: linear::upload_bf16(cuda, &kv_b)?, key_up: linear::upload_bf16(cuda, &key_up)? })
@@ -95,10 +107,10 @@ impl LatentUp {
 
 /// Activations of latent attention.
 pub struct LatentScratch {
-    query: DeviceBuffer<bf16>,               // [DECODE_ROWS, heads, rank + rope]: in the latent's space
-    mixed: DeviceBuffer<bf16>,               // [DECODE_ROWS, heads, rank]
-    latents: DeviceBuffer<bf16>,             // [segment, rank]
-    pub(super) rotated: DeviceBuffer<bf16>,  // [segment, rope]
+    query: DeviceBuffer<bf16>,   // [DECODE_ROWS, heads, rank + rope]: in the latent's space
+    mixed: DeviceBuffer<bf16>,   // [DECODE_ROWS, heads, rank]
+    latents: DeviceBuffer<bf16>, // [segment, rank]
+    pub(super) rotated: DeviceBuffer<bf16>, // [segment, rope]
     pub(super) expanded: DeviceBuffer<bf16>, // [segment, heads, nope + v]
     segment: usize,
     pub(super) max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
@@ -146,8 +158,14 @@ struct Size {
 macro_rules! size {
     ($key:literal, $value:literal, $stages:expr) => {
         Size {
-            decode: [concat!("attention_decode_", $key, "_", $value, "_bf16"), concat!("attention_decode_", $key, "_", $value, "_e4m3")],
-            prefill: [concat!("attention_prefill_", $key, "_", $value, "_bf16"), concat!("attention_prefill_", $key, "_", $value, "_e4m3")],
+            decode: [
+                concat!("attention_decode_", $key, "_", $value, "_bf16"),
+                concat!("attention_decode_", $key, "_", $value, "_e4m3"),
+            ],
+            prefill: [
+                concat!("attention_prefill_", $key, "_", $value, "_bf16"),
+                concat!("attention_prefill_", $key, "_", $value, "_e4m3"),
+            ],
             key: $key,
             value: $value,
             stages: $stages,
@@ -155,8 +173,13 @@ macro_rules! size {
     };
 }
 
-const SIZES: [Size; 5] =
-    [size!(64, 64, [3, 4]), size!(96, 96, [2, 4]), size!(128, 128, [2, 4]), size!(192, 128, [2, 3]), size!(256, 256, [1, 2])];
+const SIZES: [Size; 5] = [
+    size!(64, 64, [3, 4]),
+    size!(96, 96, [2, 4]),
+    size!(128, 128, [2, 4]),
+    size!(192, 128, [2, 3]),
+    size!(256, 256, [1, 2]),
+];
 
 impl Size {
     /// The smallest that holds both. Panics beyond 256: refused when loading.
@@ -199,8 +222,17 @@ struct HeadsArgument {
 
 impl From<Heads<'_, CudaBackend>> for HeadsArgument {
     fn from(h: Heads<'_, CudaBackend>) -> Self {
-        let (norm, norm_width, eps) = h.norm.map_or((Address::NULL, 0, 0.0), |(w, width, eps)| (w.address(), width, eps));
-        Self { x: h.x.bf16(), norm, heads: h.heads as i32, dim: h.dim as i32, norm_width: norm_width as i32, at: h.rope_at as i32, eps }
+        let (norm, norm_width, eps) =
+            h.norm.map_or((Address::NULL, 0, 0.0), |(w, width, eps)| (w.address(), width, eps));
+        Self {
+            x: h.x.bf16(),
+            norm,
+            heads: h.heads as i32,
+            dim: h.dim as i32,
+            norm_width: norm_width as i32,
+            at: h.rope_at as i32,
+            eps,
+        }
     }
 }
 
@@ -267,12 +299,21 @@ impl CudaBackend {
             batch.rows() as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
     }
 
-    pub(super) fn attend(&self, kv: &Kv, batch: &CudaBatch, heads: usize, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
+    pub(super) fn attend(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        heads: usize,
+        softmax: &Softmax<'_, Self>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
         let size = Size::of(kv.key_dim, kv.value_dim);
         let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
         let (scale, window) = (softmax.scale, softmax.window.unwrap_or(usize::MAX).min(NO_WINDOW));
         let (fp8, stream) = (usize::from(kv.fp8), &self.cuda.compute);
-        let (heads_i, kv_heads, key_dim, value_dim) = (heads as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
+        let (heads_i, kv_heads, key_dim, value_dim) =
+            (heads as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
         if batch.decode > 0 {
             let parts = kv.heads * (heads / kv.heads).div_ceil(HEADS);
             // A window may begin and end within pages.
@@ -294,7 +335,15 @@ impl CudaBackend {
     }
 
     /// Puts the parts of a split context together.
-    fn combine(&self, batch: &CudaBatch, splits: usize, heads: usize, value_dim: usize, sinks: Address<f32>, out: Address<bf16>) {
+    fn combine(
+        &self,
+        batch: &CudaBatch,
+        splits: usize,
+        heads: usize,
+        value_dim: usize,
+        sinks: Address<f32>,
+        out: Address<bf16>,
+    ) {
         if splits > 1 {
             launch!(self.cuda, &self.cuda.compute, "attention_combine", [batch.decode * heads, value_dim.div_ceil(64), 1], 128, 0;
                 self.attention.partial.address(), self.attention.states.address(), out, batch.decode_rows(), splits as i32, heads as i32,
@@ -347,8 +396,13 @@ impl CudaBackend {
         q: &Tensor,
         out: &mut Tensor,
     ) {
-        let (heads, nope, rope, v, rank) =
-            (config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank);
+        let (heads, nope, rope, v, rank) = (
+            config.num_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+        );
         let (key_dim, rows, stream) = (rank + rope, batch.decode, &self.cuda.compute);
         let product = Product {
             x: q.bf16(),
@@ -418,8 +472,13 @@ impl CudaBackend {
         segment: std::ops::Range<usize>,
         end: usize,
     ) {
-        let (heads, nope, rope, v, rank) =
-            (config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank);
+        let (heads, nope, rope, v, rank) = (
+            config.num_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+        );
         let (stream, positions) = (&self.cuda.compute, segment.len());
         let gather = if kv.fp8 { "gather_latents_e4m3" } else { "gather_latents_bf16" };
         launch!(self.cuda, stream, gather, [(positions * (rank + rope) / 8).div_ceil(256), 1, 1], 256, 0;

@@ -92,7 +92,9 @@ impl CudaBackend {
         if !self.cuda.info.has_wgmma() || kv.fp8 || dim != kv.value_dim || dim > 128 || softmax.window.is_some() {
             return false;
         }
-        let pages = |of: Address<u8>| self.cuda.tensor_map(of.cast(), [dim, 64, kv.keys.len() / (2 * 64 * dim)], [dim, 64 * dim]);
+        let pages = |of: Address<u8>| {
+            self.cuda.tensor_map(of.cast(), [dim, 64, kv.keys.len() / (2 * 64 * dim)], [dim, 64 * dim])
+        };
         let argument = AttentionWgmma {
             q: self.heads_map(q, heads, dim),
             keys: pages(kv.keys.address()),
@@ -109,8 +111,11 @@ impl CudaBackend {
             scale: softmax.scale,
             sinks: softmax.sinks.map_or(Address::NULL, DeviceBuffer::address),
         };
-        let (name, shared) =
-            if wide { ("attention_prefill_wgmma_128_128", shared(2, 2)) } else { ("attention_prefill_wgmma_64_64", shared(1, 1)) };
+        let (name, shared) = if wide {
+            ("attention_prefill_wgmma_128_128", shared(2, 2))
+        } else {
+            ("attention_prefill_wgmma_64_64", shared(1, 1))
+        };
         launch!(self.cuda, &self.cuda.compute, name, [heads, batch.tiles[0], 1], THREADS, shared; argument);
         true
     }
@@ -129,7 +134,9 @@ impl CudaBackend {
         end: usize,
     ) -> bool {
         let heads = config.num_heads;
-        if !self.cuda.info.has_wgmma() || (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) != (128, 64, 128) {
+        if !self.cuda.info.has_wgmma()
+            || (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) != (128, 64, 128)
+        {
             return false;
         }
         let positions = segment.len();

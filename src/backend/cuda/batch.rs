@@ -95,7 +95,10 @@ impl CudaBatch {
         (self.rows, self.sequences) = (batch.len(), batch.spans.len());
         self.longest = batch.spans.iter().map(|span| span.rows.len()).max().unwrap_or(0);
         let places = self.places();
-        assert!(batch.len() <= self.max_tokens && batch.block_table.len() <= self.table, "a batch larger than was allocated for");
+        assert!(
+            batch.len() <= self.max_tokens && batch.block_table.len() <= self.table,
+            "a batch larger than was allocated for"
+        );
         let mut staged = std::mem::take(&mut self.staged);
         staged.resize(places.table, 0);
         let mut put = |at: usize, i: usize, value: usize| staged[at + i] = value as u32;

@@ -113,7 +113,8 @@ impl CudaBackend {
     ) {
         let (stream, channels, heads) = (&self.cuda.compute, config.conv_dim(), config.num_value_heads);
         assert!(qkv.cols() == channels && z.cols() == config.value_dim() && out.cols() == z.cols());
-        let sequences = DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
+        let sequences =
+            DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
         let shape = DeltaShape {
             key_heads: config.num_key_heads as i32,
             value_heads: heads as i32,

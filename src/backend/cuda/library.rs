@@ -33,7 +33,8 @@ impl CudaBackend {
             return Ok(());
         }
         let rates = self.product_rates(DECIDES)?;
-        self.library = rates.library.ok().filter(|(_, rate)| *rate > CLEARLY * rates.own).map(|_| CublasLt::open()).transpose()?;
+        self.library =
+            rates.library.ok().filter(|(_, rate)| *rate > CLEARLY * rates.own).map(|_| CublasLt::open()).transpose()?;
         Ok(())
     }
 
@@ -64,7 +65,8 @@ impl CudaBackend {
     pub(super) fn by_library(&self, p: &Product) -> bool {
         let Some(library) = self.library.as_ref().filter(|_| p.bias.is_null()) else { return false };
         let &Product { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, .. } = p;
-        let shape = Shape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide: p.out != Out::Bf16 };
+        let shape =
+            Shape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide: p.out != Out::Bf16 };
         library.multiply(&self.cuda, &self.workspace.partial, &shape, p.x, p.w, p.y, p.out == Out::F32Add)
     }
 }

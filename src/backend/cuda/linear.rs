@@ -7,10 +7,10 @@ use moebius_cache::Precision;
 use moebius_cache::pack::MatrixLayout;
 
 use super::{CudaBackend, Data, RouterWeights, Tensor};
+use crate::backend::tensor::HostTensor;
 use crate::config::DenseBits;
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, Cuda, DeviceBuffer, TensorMap, launch};
-use crate::backend::tensor::HostTensor;
 use crate::{Error, Result};
 
 /// Tokens up to which weights are multiplied as they are read.
@@ -74,7 +74,8 @@ struct GemvJob {
     y_pitch: i32,
 }
 
-const NO_JOB: GemvJob = GemvJob { w: Address::NULL, bias: Address::NULL, y: Address::NULL, w_batch: 0, y_batch: 0, n: 0, y_pitch: 0 };
+const NO_JOB: GemvJob =
+    GemvJob { w: Address::NULL, bias: Address::NULL, y: Address::NULL, w_batch: 0, y_batch: 0, n: 0, y_pitch: 0 };
 
 /// Of kernels/gemv.cu.
 #[derive(Clone, Copy)]
@@ -182,7 +183,11 @@ macro_rules! tile {
             m: $m,
             n: $n,
             shared: $shared,
-            kernels: [concat!($before, "_bf16_set_", $after), concat!($before, "_f32_set_", $after), concat!($before, "_f32_add_", $after)],
+            kernels: [
+                concat!($before, "_bf16_set_", $after),
+                concat!($before, "_f32_set_", $after),
+                concat!($before, "_f32_add_", $after),
+            ],
         }
     };
 }
@@ -254,10 +259,17 @@ pub(super) fn upload_bf16(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<D
 }
 
 impl Linear {
-    pub(super) fn new(cuda: &Arc<Cuda>, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self> {
+    pub(super) fn new(
+        cuda: &Arc<Cuda>,
+        weight: HostTensor<'_>,
+        bias: Option<Vec<f32>>,
+        bits: DenseBits,
+    ) -> Result<Self> {
         let (n, k) = (weight.rows(), weight.cols());
         if !k.is_multiple_of(8) {
-            return Err(Error::Model(format!("the GPU needs rows of multiples of 8 weights, and one has {k}: use --device cpu")));
+            return Err(Error::Model(format!(
+                "the GPU needs rows of multiples of 8 weights, and one has {k}: use --device cpu"
+            )));
         }
         let bias = bias.map(|bias| DeviceBuffer::from_slice(cuda, &bias)).transpose()?;
         let weight = match bits.precision(k).unwrap_or(Precision::Bf16) {
@@ -424,7 +436,8 @@ impl CudaBackend {
     /// With Hopper's own instructions.
     fn gemm_wgmma(&self, p: &Product) {
         // Measured on an H200: narrow tiles, cut along k, while there would be few; else wide ones.
-        let (tiles, enough) = (|tile: &Tile| p.tokens.div_ceil(tile.m) * p.n.div_ceil(tile.n), self.cuda.info.multiprocessors);
+        let (tiles, enough) =
+            (|tile: &Tile| p.tokens.div_ceil(tile.m) * p.n.div_ceil(tile.n), self.cuda.info.multiprocessors);
         let tile = match () {
             () if tiles(&WGMMA_N64) * p.batch <= 2 * enough => &WGMMA_N64,
             () if p.n < 1024 => &WGMMA_N128,

@@ -34,7 +34,9 @@ impl CudaBackend {
         let some: Vec<bf16> = (0..wide * 64).map(|_| bf16::from_f32(random.uniform() as f32 - 0.5)).collect();
         let numbers = || {
             let buffer = DeviceBuffer::<bf16>::new(cuda, wide * wide)?;
-            (0..wide * wide).step_by(some.len()).for_each(|at| cuda.upload(&cuda.compute, buffer.address().add(at), &some));
+            (0..wide * wide)
+                .step_by(some.len())
+                .for_each(|at| cuda.upload(&cuda.compute, buffer.address().add(at), &some));
             Ok::<_, crate::Error>(buffer)
         };
         let (x, w, y) = (numbers()?, numbers()?, numbers()?);

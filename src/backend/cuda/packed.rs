@@ -89,7 +89,11 @@ fn suited(tokens: usize, wgmma: bool) -> usize {
 
 impl Format {
     /// A tile's tokens, kernels for gate and up and for down, and their dynamic shared memory, for experts with so many tokens each.
-    pub fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> (usize, &'static str, &'static str, usize) {
+    pub fn grouped(
+        &self,
+        device: &DeviceInfo,
+        tokens_of_an_expert: usize,
+    ) -> (usize, &'static str, &'static str, usize) {
         let wgmma = device.has_wgmma();
         let i = suited(tokens_of_an_expert, wgmma);
         (TOKENS[i], self.names.gate_up[i], self.names.down[i], self.shared(i, wgmma))
@@ -131,10 +135,17 @@ impl CudaBackend {
         let wgmma = self.cuda.info.has_wgmma();
         let i = suited(p.tokens / 2, wgmma);
         let names = (format.names.linear_few, format.names.linear);
-        let (Some(linear_few), Some(linear)) = names else { panic!("dense weights are not packed as {precision} on the GPU") };
+        let (Some(linear_few), Some(linear)) = names else {
+            panic!("dense weights are not packed as {precision} on the GPU")
+        };
         let (name, grid, threads, shared) = match few {
             true => (linear_few[usize::from(p.tokens > 4)], [p.n.div_ceil(16), 1, 1], 256, 0),
-            false => (linear[i], [p.n.div_ceil(16).div_ceil(8), p.tokens.div_ceil(TOKENS[i]), 1], 128, format.shared(i, wgmma)),
+            false => (
+                linear[i],
+                [p.n.div_ceil(16).div_ceil(8), p.tokens.div_ceil(TOKENS[i]), 1],
+                128,
+                format.shared(i, wgmma),
+            ),
         };
         launch!(self.cuda, &self.cuda.compute, name, grid, threads, shared;
             weights, p.x, p.y, p.bias, p.tokens as i32, p.n as i32, p.k as i32, format.group, p.x_pitch as i32, p.y_pitch as i32, flags);

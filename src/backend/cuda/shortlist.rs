@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::{CudaBackend, Tensor};
 use crate::Result;
-use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, launch};
 use crate::backend::tensor::Shortlist;
+use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, launch};
 
 /// Numbers that a block of the kernel sorts, and how many of them it keeps.
 const PART: usize = 1024;
@@ -72,7 +72,9 @@ impl CudaBackend {
             list.best.clear();
             list.best.extend(best.take(logits.cols).map(|(&id, &logit)| (id as u32, logit)));
             let largest = f64::from(list.best[0].1);
-            let part = |part: &[f32]| f64::from(part[1]) * ((f64::from(part[0]) - largest) * f64::from(inverse_temperatures[row])).exp();
+            let part = |part: &[f32]| {
+                f64::from(part[1]) * ((f64::from(part[0]) - largest) * f64::from(inverse_temperatures[row])).exp()
+            };
             list.total = s.host_sums[row * blocks * 2..(row + 1) * blocks * 2].chunks(2).map(part).sum();
         }
         Ok(())

@@ -35,7 +35,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1,2,4,8,16")]
     concurrency: Vec<usize>,
     /// Requests that arrive per second, on average.
-    #[arg(long, value_name = "R,R", allow_negative_numbers = true, value_delimiter = ',', conflicts_with = "concurrency")]
+    #[arg(
+        long,
+        value_name = "R,R",
+        allow_negative_numbers = true,
+        value_delimiter = ',',
+        conflicts_with = "concurrency"
+    )]
     rate: Vec<f64>,
     /// Requests of each load [default: 8 per client].
     #[arg(long, value_name = "N", conflicts_with = "duration")]
@@ -110,7 +116,8 @@ impl Args {
             None => PromptSource::Random { tokens: self.prompt_tokens, shared: self.shared_prefix_tokens },
         };
         let amount = self.requests.map(Amount::Requests).or(self.duration.map(Amount::Duration));
-        let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64 & 0xffff_ffff);
+        let now =
+            || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64 & 0xffff_ffff);
         Ok(Options {
             url: self.url,
             api_key,

@@ -1,7 +1,7 @@
 //! The turns of a chat, and how they fit the model's context.
 
-use crate::text::chat_template::RenderOptions;
 use crate::engine::{Request, SamplingParams};
+use crate::text::chat_template::RenderOptions;
 use crate::text::model::TextModel;
 use crate::{Error, Result};
 use serde_json::{Value, json};
@@ -58,7 +58,10 @@ impl Conversation {
             dropped += 1;
         };
         self.turns.drain(..2 * dropped);
-        Ok((Request { prompt, max_tokens: self.max_tokens, sampling: self.sampling.clone(), ..Request::default() }, dropped))
+        Ok((
+            Request { prompt, max_tokens: self.max_tokens, sampling: self.sampling.clone(), ..Request::default() },
+            dropped,
+        ))
     }
 
     fn prompt(&self, model: &TextModel, skip: usize) -> Result<Vec<u32>> {

@@ -13,14 +13,14 @@ use crate::backend::batch::Batch;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
 use crate::forward::kv_cache::{BlockPool, BlockTable};
-use crate::load::{self, Budget, LoadProgress, Loaded};
-use crate::machine::memory::{Pages, read_bandwidth};
-use crate::model::ModelConfig;
-use crate::model::families::shapes;
+use crate::forward::tap::Tap;
 use crate::kernel::random::Random;
 use crate::load::synthetic::{self, Synthetic};
-use crate::forward::tap::Tap;
+use crate::load::{self, Budget, LoadProgress, Loaded};
+use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
+use crate::model::ModelConfig;
+use crate::model::families::shapes;
 use crate::{Error, Result};
 
 use limits::{Speed, Work};
@@ -45,7 +45,12 @@ pub struct Plan {
 }
 
 /// Loads random weights of a named shape. Errors: unknown shape, or it does not fit into memory.
-pub fn load_shape(name: &str, layers: Option<usize>, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
+pub fn load_shape(
+    name: &str,
+    layers: Option<usize>,
+    config: &EngineConfig,
+    report: &(dyn Fn(LoadProgress<'_>) + Sync),
+) -> Result<Loaded> {
     let model = shapes::shape(name, layers)?;
     let machine = load::machine(config, &Topology::read())?;
     let precision = load::precision(&model, config)?;
@@ -75,18 +80,24 @@ pub fn run(
     let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));
     if sequences > loaded.max_batch_tokens {
         let limit = loaded.max_batch_tokens;
-        return Err(Error::Invalid(format!("{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens")));
+        return Err(Error::Invalid(format!(
+            "{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens"
+        )));
     }
     let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
     if needed > loaded.max_context {
         let context = loaded.max_context;
-        let advice =
-            if context < loaded.model.config().max_context { "raise --max-context" } else { "lower --prompt-tokens or --decode-tokens" };
+        let advice = if context < loaded.model.config().max_context {
+            "raise --max-context"
+        } else {
+            "lower --prompt-tokens or --decode-tokens"
+        };
         return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
     }
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
-    let bandwidth = read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
+    let bandwidth =
+        read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
     let dense = loaded.model.resident_bytes_per_token();
     let rates = loaded.model.rates()?;
     let mut bench = Bench {
@@ -223,7 +234,9 @@ impl Bench<'_> {
         let mut tables: Vec<BlockTable> = std::iter::repeat_with(BlockTable::default).take(sequences).collect();
         for table in &mut tables {
             if !pool.grow(table, CONTEXT + tokens) {
-                return Err(Error::Resources(format!("memory does not hold {sequences} sequences: lower --batch or --max-context")));
+                return Err(Error::Resources(format!(
+                    "memory does not hold {sequences} sequences: lower --batch or --max-context"
+                )));
             }
         }
         for (slot, table) in tables.iter().enumerate() {

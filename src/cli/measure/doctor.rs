@@ -87,7 +87,8 @@ fn simd(available: &[Simd], cpu_has_amx: bool) -> Finding {
 }
 
 fn cores(topology: &Topology) -> Finding {
-    let mut value = format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
+    let mut value =
+        format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
     if !topology.isolated.is_empty() {
         value += &format!("; {} isolated CPUs are left alone", topology.isolated.len());
     }
@@ -122,14 +123,18 @@ fn quota(topology: &Topology) -> Finding {
 }
 
 fn nodes(topology: &Topology) -> Finding {
-    let nodes: Vec<String> =
-        topology.nodes.iter().map(|n| format!("node {}: {} CPUs, {}", n.id, n.cpus.len(), gib(n.total_bytes))).collect();
+    let nodes: Vec<String> = topology
+        .nodes
+        .iter()
+        .map(|n| format!("node {}: {} CPUs, {}", n.id, n.cpus.len(), gib(n.total_bytes)))
+        .collect();
     let mut value = nodes.join("; ");
     let several = topology.memory_nodes().len() > 1;
     if several {
         value += "; each with cores holds a slice of every expert";
     }
-    let refused = Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
+    let refused =
+        Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
     let cost = "memory cannot be bound to a node here, so some of it may come from another: let the container do so (--cap-add SYS_NICE)";
     finding("NUMA", value, (several && refused).then_some(cost))
 }
@@ -144,8 +149,9 @@ fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
         let team = Team::on_nodes(&topology.seats(topology.default_threads()))?;
         read_bandwidth(&team, bytes, pages, 3)
     };
-    let cost = (topology.huge_pages == "never")
-        .then_some("transparent huge pages are off: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled`");
+    let cost = (topology.huge_pages == "never").then_some(
+        "transparent huge pages are off: `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled`",
+    );
     let setting = finding("huge pages", topology.huge_pages.clone(), cost);
     let value = match (measure(Pages::Small), measure(Pages::Huge)) {
         (Ok(small), Ok(huge)) => format!("{huge:.1} GB/s with huge pages, {small:.1} without"),
@@ -167,7 +173,8 @@ fn mapped(dir: &Path) -> Finding {
         None => finding("mapped experts", format!("{name}: the system does not tell in what pages"), None),
         Some(share) if share > 0.5 => finding("mapped experts", format!("{name}: in huge pages"), None),
         Some(_) => {
-            let value = format!("{name}: in small pages; copied into huge ones at start if those are read a tenth faster");
+            let value =
+                format!("{name}: in small pages; copied into huge ones at start if those are read a tenth faster");
             finding("mapped experts", value, None)
         }
     }
@@ -203,7 +210,8 @@ mod tests {
         topology.huge_pages = "never".into();
         topology.cgroup_cpus = Some(0.5);
         let findings = examine(&topology, Path::new("/"), 1 << 20);
-        let cost = |name| findings.iter().find(|f| f.name == name).unwrap().cost.as_deref().unwrap_or_default().to_string();
+        let cost =
+            |name| findings.iter().find(|f| f.name == name).unwrap().cost.as_deref().unwrap_or_default().to_string();
         assert!(cost("huge pages").contains("madvise"));
         assert!(cost("control group").contains("raise"));
         assert!(neighbours(Path::new("/nonexistent")).cost.unwrap().contains("taskset"));

@@ -126,12 +126,16 @@ fn agrees_with_f32_on_the_dequantized_weights() {
             let times = |w: &[f32], x: &[f32]| -> Vec<f32> {
                 w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()
             };
-            let h: Vec<f32> = times(&gate, x).iter().zip(times(&up, x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            let h: Vec<f32> =
+                times(&gate, x).iter().zip(times(&up, x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
             for (out, y) in expected[token * hidden..][..hidden].iter_mut().zip(times(&down, &h)) {
                 *out += weight * y;
             }
         }
-        let got: Vec<f32> = run(&mut executor(store, 2, kernel::best().simd()), 1, &x, &routing).into_iter().map(f32::from_bits).collect();
+        let got: Vec<f32> = run(&mut executor(store, 2, kernel::best().simd()), 1, &x, &routing)
+            .into_iter()
+            .map(f32::from_bits)
+            .collect();
         // Without the residual, which would hide an error.
         let part = |out: &[f32]| -> Vec<f64> { out.iter().zip(&x).map(|(o, x)| f64::from(o - x * 0.25)).collect() };
         let (a, b) = (part(&got), part(&expected));
@@ -173,17 +177,23 @@ fn bits_do_not_depend_on_nodes() {
         let (hidden, intermediate) = dims(precision);
         for tokens in [1, 70] {
             let (x, routing) = inputs(tokens, hidden);
-            let expected = run(&mut executor(store(hidden, intermediate, precision), 1, kernel::best().simd()), 1, &x, &routing);
+            let expected =
+                run(&mut executor(store(hidden, intermediate, precision), 1, kernel::best().simd()), 1, &x, &routing);
             // As many slices as tiles and more among them: some nodes hold nothing.
             for workers in [&[1, 1][..], &[1, 3], &[2, 1, 1], &[1; 8]] {
                 let cpus = Topology::read().worker_cpus(workers.iter().sum());
                 let nodes = workers.iter().enumerate().flat_map(|(node, &count)| std::iter::repeat_n(node, count));
                 let seats: Vec<Seat> = cpus.into_iter().zip(nodes).map(|(cpu, node)| Seat { cpu, node }).collect();
                 let team = Arc::new(Team::on_nodes(&seats).unwrap());
-                let memory = ExpertMemory::copied(store(hidden, intermediate, precision), &team, &[], &|_, _| ()).unwrap();
+                let memory =
+                    ExpertMemory::copied(store(hidden, intermediate, precision), &team, &[], &|_, _| ()).unwrap();
                 let mut executor = CpuExperts::new(Arc::new(memory), team, kernel::best(), 150, TOP_K);
                 for _ in 0..3 {
-                    assert_eq!(run(&mut executor, 1, &x, &routing), expected, "{precision}, {tokens} tokens, {workers:?} workers");
+                    assert_eq!(
+                        run(&mut executor, 1, &x, &routing),
+                        expected,
+                        "{precision}, {tokens} tokens, {workers:?} workers"
+                    );
                 }
             }
         }
@@ -202,7 +212,11 @@ fn a_batch_equals_its_tokens_one_by_one() {
         }
         for token in 0..150 {
             let pairs = token * TOP_K..(token + 1) * TOP_K;
-            let one = Routing { top_k: TOP_K, ids: routing.ids[pairs.clone()].to_vec(), weights: routing.weights[pairs].to_vec() };
+            let one = Routing {
+                top_k: TOP_K,
+                ids: routing.ids[pairs.clone()].to_vec(),
+                weights: routing.weights[pairs].to_vec(),
+            };
             let row = token * hidden..(token + 1) * hidden;
             assert_eq!(run(&mut executor, 0, &x[row.clone()], &one), all[row], "{precision}, token {token}");
         }
@@ -256,7 +270,8 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
         }
         let (token, e) = (i / TOP_K, id as usize);
         let [gate, up, down] = unpack_expert(&store.layout(), store.expert(1, e));
-        let dot = |w: &[f32], x: &[f32], r: usize| w[r * x.len()..][..x.len()].iter().zip(x).map(|(a, b)| a * b).sum::<f32>();
+        let dot =
+            |w: &[f32], x: &[f32], r: usize| w[r * x.len()..][..x.len()].iter().zip(x).map(|(a, b)| a * b).sum::<f32>();
         let x = &x[token * hidden..][..hidden];
         let h: Vec<f32> = (0..width)
             .map(|r| {
@@ -269,7 +284,9 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
             expected[token * hidden + r] += weight * (dot(&down, &h, r) + down_bias[e * hidden + r]);
         }
     }
-    let run = |threads, simd, x: &[f32], routing: &Routing| run(&mut executor(store.clone(), threads, simd).with(between()), 1, x, routing);
+    let run = |threads, simd, x: &[f32], routing: &Routing| {
+        run(&mut executor(store.clone(), threads, simd).with(between()), 1, x, routing)
+    };
     let truth = run(1, Simd::Scalar, &x, &routing);
     for (got, want) in truth.iter().map(|&bits| f32::from_bits(bits)).zip(&expected) {
         assert!((got - want).abs() < 2e-4 * (1.0 + want.abs()), "{got} instead of {want}");
@@ -278,6 +295,7 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
         assert_eq!(run(3, simd, &x, &routing), truth, "{simd}");
     }
     let last = 8 * TOP_K..9 * TOP_K;
-    let one = Routing { top_k: TOP_K, ids: routing.ids[last.clone()].to_vec(), weights: routing.weights[last].to_vec() };
+    let one =
+        Routing { top_k: TOP_K, ids: routing.ids[last.clone()].to_vec(), weights: routing.weights[last].to_vec() };
     assert_eq!(run(2, kernel::best().simd(), &x[8 * hidden..], &one), truth[8 * hidden..], "alone");
 }

@@ -46,7 +46,8 @@ impl DeviceBetween {
             Activation::Silu => (0.0, 0.0),
             Activation::ClampedSwiglu { limit, alpha } => (limit, alpha),
         };
-        let [gate, up, down] = self.biases.get(layer).map_or([Address::NULL; 3], |biases| biases.each_ref().map(DeviceBuffer::address));
+        let [gate, up, down] =
+            self.biases.get(layer).map_or([Address::NULL; 3], |biases| biases.each_ref().map(DeviceBuffer::address));
         OfLayer { gate, up, down, limit, alpha }
     }
 }

@@ -90,7 +90,14 @@ impl Handoff {
     }
 
     /// The CPU's part of one layer, once its hidden states have come.
-    pub(super) fn serve(&mut self, cuda: &Cuda, cpu: &mut CpuExperts, layer: usize, tokens: usize, top_k: usize) -> Result<()> {
+    pub(super) fn serve(
+        &mut self,
+        cuda: &Cuda,
+        cpu: &mut CpuExperts,
+        layer: usize,
+        tokens: usize,
+        top_k: usize,
+    ) -> Result<()> {
         let expected = self.passes[layer].wrapping_add(1);
         self.passes[layer] = expected;
         let done = self.wait(cuda, layer, expected).and_then(|()| self.compute(cpu, layer, tokens, top_k));

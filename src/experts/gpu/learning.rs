@@ -66,7 +66,8 @@ impl Learning {
     fn look(&mut self, cuda: &Cuda, order: &[Vec<u16>], sizes: Sizes) -> Result<()> {
         if self.passes > LOOK {
             cuda.wait_host(&self.taken)?; // long ago
-            let new: Vec<u32> = self.snapshot.iter().zip(&self.before).map(|(now, before)| now.wrapping_sub(*before)).collect();
+            let new: Vec<u32> =
+                self.snapshot.iter().zip(&self.before).map(|(now, before)| now.wrapping_sub(*before)).collect();
             self.before.copy_from_slice(&self.snapshot);
             self.used.add(&new, sizes.top_k);
             self.moves = self.used.moves(order, sizes.resident, LOOK as usize * MOVES);

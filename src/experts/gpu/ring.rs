@@ -45,7 +45,10 @@ impl Ring {
 
     /// What was said of this layer's places is no longer so.
     pub(super) fn forget(&mut self, layer: usize) {
-        self.holds.iter_mut().filter(|held| held.as_ref().is_some_and(|(l, _)| *l == layer)).for_each(|held| *held = None);
+        self.holds
+            .iter_mut()
+            .filter(|held| held.as_ref().is_some_and(|(l, _)| *l == layer))
+            .for_each(|held| *held = None);
     }
 }
 
@@ -92,7 +95,9 @@ impl GpuExperts {
         let mut to = ring.bytes.address().add(slot * ring.half * stride);
         // Neighbours in the file cross together.
         for run in numbers.chunk_by(|a, b| a + 1 == *b) {
-            memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| cuda.upload(&cuda.copy, to.add(offset), bytes));
+            memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| {
+                cuda.upload(&cuda.copy, to.add(offset), bytes)
+            });
             for &expert in run {
                 table[expert] = to.to_u64();
                 to = to.add(stride);
@@ -115,14 +120,22 @@ impl GpuExperts {
     }
 
     /// Streams experts of `layer` and computes `y` with them and with the residents. `counted`: choices already are.
-    pub(super) fn stream(&mut self, layer: usize, streamed: usize, x: &Tensor, routing: &CudaRouting, counted: bool) -> Result<()> {
+    pub(super) fn stream(
+        &mut self,
+        layer: usize,
+        streamed: usize,
+        x: &Tensor,
+        routing: &CudaRouting,
+        counted: bool,
+    ) -> Result<()> {
         let count = self.halves(streamed).count();
         for (i, places) in self.halves(streamed).enumerate() {
             let slot = self.ring.slot(layer, &places, count);
             self.fill(slot, layer, places)?;
             // What comes next is on its way while this is computed.
             let next = self.halves(streamed).nth(i + 1).map(|places| (layer, places));
-            let first = || self.halves(streamed).next().filter(|_| layer + 1 < self.layers).map(|places| (layer + 1, places));
+            let first =
+                || self.halves(streamed).next().filter(|_| layer + 1 < self.layers).map(|places| (layer + 1, places));
             if let Some((layer, places)) = next.or_else(first)
                 && !self.ring.holds.contains(&Some((layer, places.clone())))
             {
@@ -135,12 +148,20 @@ impl GpuExperts {
 
     /// As [`stream`](GpuExperts::stream), but only those of the `streamed` that some token chose cross: for few tokens waiting for the routing costs less than
     /// copies that nobody needs.
-    pub(super) fn stream_chosen(&mut self, layer: usize, streamed: usize, x: &Tensor, routing: &CudaRouting, counted: bool) -> Result<()> {
+    pub(super) fn stream_chosen(
+        &mut self,
+        layer: usize,
+        streamed: usize,
+        x: &Tensor,
+        routing: &CudaRouting,
+        counted: bool,
+    ) -> Result<()> {
         let mut ids = Vec::new();
         routing.read_ids(&mut ids)?;
         let chosen: HashSet<i32> = ids.into_iter().collect();
         let candidates = &self.order[layer][self.sizes.resident..self.sizes.resident + streamed];
-        let mut numbers: Vec<usize> = candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
+        let mut numbers: Vec<usize> =
+            candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
         numbers.sort_unstable();
         // Once at least, for the residents.
         for i in 0..numbers.len().div_ceil(self.ring.half).max(1) {

@@ -9,7 +9,14 @@ use crate::machine::topology::{Seat, Topology};
 const PRECISION: Precision = Precision::int4(32);
 
 fn store() -> Arc<ExpertCache> {
-    let contents = Contents { model: "random", hidden: 224, intermediate: 160, num_experts: 5, precision: PRECISION, layers: &[0, 1, 2] };
+    let contents = Contents {
+        model: "random",
+        hidden: 224,
+        intermediate: 160,
+        num_experts: 5,
+        precision: PRECISION,
+        layers: &[0, 1, 2],
+    };
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
         let mut random = crate::kernel::random::Random((layer * 5 + expert) as u64);
         bytes.fill_with(|| random.bits() as u8);
@@ -37,9 +44,10 @@ fn every_tile_is_on_one_node_unchanged() {
             let whole = store.expert(layer, expert);
             let (mut gate_up_seen, mut down_seen) = (0, 0);
             for node in 0..memory.nodes() {
-                for tiles in
-                    [memory.gate_tiles_of(node), memory.gate_tiles_of(node).take(1).collect::<Vec<_>>().first().map_or(0..0, |&t| t..t + 1)]
-                {
+                for tiles in [
+                    memory.gate_tiles_of(node),
+                    memory.gate_tiles_of(node).take(1).collect::<Vec<_>>().first().map_or(0..0, |&t| t..t + 1),
+                ] {
                     if !tiles.is_empty() {
                         let expected = &whole[layout.gate_tile(tiles.start)..layout.gate_tile(tiles.end)];
                         assert_eq!(memory.gate_up_tiles(layer, expert, tiles), expected);

@@ -3,8 +3,8 @@
 use super::Step;
 use crate::Result;
 use crate::backend::Backend;
-use crate::model::DeltaNet;
 use crate::forward::weights::DeltaNetWeights;
+use crate::model::DeltaNet;
 
 /// Activations of one layer.
 pub(super) struct Buffers<B: Backend> {

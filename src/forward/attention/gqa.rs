@@ -3,8 +3,8 @@
 use super::Step;
 use crate::Result;
 use crate::backend::{Backend, Heads, Softmax};
-use crate::model::{Gqa, QkNorm};
 use crate::forward::weights::GqaWeights;
+use crate::model::{Gqa, QkNorm};
 
 /// Activations of one layer.
 pub(super) struct Buffers<B: Backend> {
@@ -18,7 +18,8 @@ pub(super) struct Buffers<B: Backend> {
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, a: &Gqa, max_tokens: usize) -> Result<Self> {
         let tensor = |heads| backend.tensor(max_tokens, heads * a.head_dim);
-        let (q, k, v, out) = (tensor(a.num_heads)?, tensor(a.num_kv_heads)?, tensor(a.num_kv_heads)?, tensor(a.num_heads)?);
+        let (q, k, v, out) =
+            (tensor(a.num_heads)?, tensor(a.num_kv_heads)?, tensor(a.num_kv_heads)?, tensor(a.num_heads)?);
         Ok(Self { q, k, v, out, gate: if a.output_gate { Some(tensor(a.num_heads)?) } else { None } })
     }
 
@@ -51,7 +52,9 @@ pub(super) fn attention<B: Backend>(
     }
     let (mut q_norm, mut k_norm) = weights.qk_norm.as_ref().map(|(q, k)| ((q, dim, eps), (k, dim, eps))).unzip();
     if config.qk_norm == QkNorm::FullWidth {
-        for (x, norm, heads) in [(&mut *q, q_norm.take(), config.num_heads), (&mut *k, k_norm.take(), config.num_kv_heads)] {
+        for (x, norm, heads) in
+            [(&mut *q, q_norm.take(), config.num_heads), (&mut *k, k_norm.take(), config.num_kv_heads)]
+        {
             norm.iter().for_each(|(norm, ..)| backend.rms_norm_heads(x, norm, eps, 0..heads * dim));
         }
     }

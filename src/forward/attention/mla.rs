@@ -12,8 +12,8 @@
 use super::Step;
 use crate::Result;
 use crate::backend::{Backend, Heads};
-use crate::model::Mla;
 use crate::forward::weights::{MlaQuery, MlaWeights};
+use crate::model::Mla;
 
 /// Activations of one layer.
 pub(super) struct Buffers<B: Backend> {
@@ -68,10 +68,21 @@ pub(super) fn attention<B: Backend>(
         }
         _ => panic!("weights and buffers are of one configuration"),
     }
-    let queries = Heads { x: &mut *q, heads: config.num_heads, dim: config.qk_head_dim(), norm: None, rope_at: config.qk_nope_head_dim };
+    let queries = Heads {
+        x: &mut *q,
+        heads: config.num_heads,
+        dim: config.qk_head_dim(),
+        norm: None,
+        rope_at: config.qk_nope_head_dim,
+    };
     let rank = config.kv_lora_rank;
-    let latents =
-        Heads { x: latent, heads: 1, dim: config.cache_dim(), norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)), rope_at: rank };
+    let latents = Heads {
+        x: latent,
+        heads: 1,
+        dim: config.cache_dim(),
+        norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)),
+        rope_at: rank,
+    };
     backend.heads(kv, step.batch, step.angles, step.interleaved, queries, latents, None);
     backend.latent_attention(kv, step.batch, config, &weights.up, scratch, q, out);
     backend.linear_add(&weights.o, out, x);

@@ -9,9 +9,9 @@
 //! ```
 
 use super::{DeltaNetWeights, Loader};
+use crate::backend::tensor::{HostTensor, rows_by};
 use crate::backend::{Backend, DeltaRule};
 use crate::model::DeltaNet;
-use crate::backend::tensor::{HostTensor, rows_by};
 use crate::{Error, Result};
 
 impl<B: Backend> Loader<'_, B> {
@@ -24,7 +24,10 @@ impl<B: Backend> Loader<'_, B> {
             let (dim, values) = (a.key_head_dim, a.value_dim() / groups);
             let qkvz = matrix("in_proj_qkvz", a.conv_dim() + a.value_dim(), hidden)?;
             let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
-            (HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]), rows(2 * dim + values, values))
+            (
+                HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]),
+                rows(2 * dim + values, values),
+            )
         } else {
             (matrix("in_proj_qkv", a.conv_dim(), hidden)?, matrix("in_proj_z", a.value_dim(), hidden)?)
         };
@@ -49,7 +52,13 @@ impl<B: Backend> Loader<'_, B> {
         };
         let conv = self.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
         let o = matrix("out_proj", hidden, a.value_dim())?;
-        let rule = DeltaRule { conv, gates, rates, dt_bias: vector("dt_bias", heads)?, norm: vector("norm.weight", a.value_head_dim)? };
+        let rule = DeltaRule {
+            conv,
+            gates,
+            rates,
+            dt_bias: vector("dt_bias", heads)?,
+            norm: vector("norm.weight", a.value_head_dim)?,
+        };
         let (qkv, z, o, rule) = match a.tiled {
             true => untiled(a, hidden, (qkv, z, o, rule)),
             false => (qkv, z, o, rule),
@@ -74,8 +83,10 @@ fn untiled<'a>(a: &DeltaNet, hidden: usize, (qkv, z, o, rule): Tensors<'_>) -> T
         let heads = (0..keys).flat_map(|key| (key..heads).step_by(keys));
         (0..before).chain(heads.flat_map(|head| before + head * width..before + (head + 1) * width)).collect()
     };
-    let (of_heads, values, channels) = (order(0, 1), order(0, a.value_head_dim), order(2 * keys * a.key_head_dim, a.value_head_dim));
-    let of_gates: Vec<usize> = [0, heads].iter().flat_map(|from| of_heads.iter().map(move |head| from + head)).collect();
+    let (of_heads, values, channels) =
+        (order(0, 1), order(0, a.value_head_dim), order(2 * keys * a.key_head_dim, a.value_head_dim));
+    let of_gates: Vec<usize> =
+        [0, heads].iter().flat_map(|from| of_heads.iter().map(move |head| from + head)).collect();
     let rule = DeltaRule {
         conv: rows_by(&rule.conv, a.conv_width, &channels),
         gates: rows_by(&rule.gates, hidden, &of_gates),
@@ -92,7 +103,14 @@ mod tests {
 
     #[test]
     fn tiled_value_heads_go_beside_each_other() {
-        let a = DeltaNet { num_key_heads: 2, num_value_heads: 6, key_head_dim: 1, value_head_dim: 2, conv_width: 2, tiled: true };
+        let a = DeltaNet {
+            num_key_heads: 2,
+            num_value_heads: 6,
+            key_head_dim: 1,
+            value_head_dim: 2,
+            conv_width: 2,
+            tiled: true,
+        };
         // Where heads of the model lie in the file: the first of each key head, the second, the third.
         let heads = [0, 2, 4, 1, 3, 5];
         let values: Vec<f32> = heads.iter().flat_map(|&head| [20 * head, 20 * head + 10]).map(|x| x as f32).collect();

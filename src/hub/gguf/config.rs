@@ -63,7 +63,9 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
     config.insert("num_hidden_layers".into(), layers.into());
     config.insert("vocab_size".into(), embedding.shape[0].into());
     config.insert("tie_word_embeddings".into(), (!has("lm_head.weight")).into());
-    for (name, key) in [("bos_token_id", "tokenizer.ggml.bos_token_id"), ("eos_token_id", "tokenizer.ggml.eos_token_id")] {
+    for (name, key) in
+        [("bos_token_id", "tokenizer.ggml.bos_token_id"), ("eos_token_id", "tokenizer.ggml.eos_token_id")]
+    {
         if let Some(id) = metadata.get(key) {
             config.insert(name.into(), id.clone());
         }
@@ -75,22 +77,29 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
     let normalized = |default: bool| metadata.own("expert_weights_norm").and_then(Value::as_bool).unwrap_or(default);
     let key_length = number("attention.key_length");
     let each_layer = 0..layers.min(MAX_LAYERS);
-    let dense_layers =
-        || -> Vec<u64> { each_layer.clone().filter(|layer| !has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect() };
+    let dense_layers = || -> Vec<u64> {
+        each_layer.clone().filter(|layer| !has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect()
+    };
     let own = match metadata.architecture.as_str() {
-        "qwen3moe" => json!({"model_type": "qwen3_moe", "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
-            "mlp_only_layers": dense_layers()}),
+        "qwen3moe" => {
+            json!({"model_type": "qwen3_moe", "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
+            "mlp_only_layers": dense_layers()})
+        }
         "qwen2moe" => json!({"model_type": "qwen2_moe", "num_experts": experts, "norm_topk_prob": normalized(false),
             "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"), "mlp_only_layers": dense_layers()}),
         "qwen3" => json!({"model_type": "qwen3", "head_dim": key_length}),
         "olmoe" => json!({"model_type": "olmoe", "num_experts": experts, "norm_topk_prob": normalized(false)}),
-        "llama" if experts > 0 => json!({"model_type": "mixtral", "head_dim": key_length, "num_local_experts": experts}),
+        "llama" if experts > 0 => {
+            json!({"model_type": "mixtral", "head_dim": key_length, "num_local_experts": experts})
+        }
         "llama" => json!({"model_type": "llama", "head_dim": key_length}),
         "minimax-m2" => json!({"model_type": "minimax_m2", "head_dim": key_length, "num_local_experts": experts,
             "intermediate_size": number("expert_feed_forward_length"), "rotary_dim": number("rope.dimension_count"), "use_qk_norm": true}),
-        "gpt-oss" => json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts, "attention_bias": true,
+        "gpt-oss" => {
+            json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts, "attention_bias": true,
             "intermediate_size": number("expert_feed_forward_length"),
-            "layer_types": each_layer.map(|i| if i % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>()}),
+            "layer_types": each_layer.map(|i| if i % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>()})
+        }
         "glm4moe" => json!({"model_type": "glm4_moe", "head_dim": key_length, "n_routed_experts": experts,
             "n_shared_experts": number("expert_shared_count"), "first_k_dense_replace": number("leading_dense_block_count"),
             "norm_topk_prob": normalized(true), "use_qk_norm": of_layer("self_attn.q_norm.weight"), "attention_bias": of_layer("self_attn.q_proj.bias"),
@@ -130,19 +139,27 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
 /// DeepSeek-V2, V3 and Kimi K2, which GGUF gives one name; how scores are made tells them apart.
 fn deepseek(metadata: &Metadata, experts: u64, normalized: bool) -> Result<Value> {
     let number = |key: &str| metadata.own(key).and_then(Value::as_u64);
-    let need = |key: &str| number(key).ok_or_else(|| Error::Model(format!("its metadata lack deepseek2.{key}: convert the model again")));
+    let need = |key: &str| {
+        number(key).ok_or_else(|| Error::Model(format!("its metadata lack deepseek2.{key}: convert the model again")))
+    };
     let rope = need("rope.dimension_count")?;
     // Where latent attention was converted as such, the plain lengths are those of the latent.
     let head = number("attention.key_length_mla").or(number("attention.key_length")).unwrap_or(0);
     let value = number("attention.value_length_mla").or(number("attention.value_length"));
     let Some(nope) = head.checked_sub(rope).filter(|nope| *nope > 0) else {
-        return Err(Error::Model(format!("its heads of {head} numbers have no room for {rope} rotated ones: convert the model again")));
+        return Err(Error::Model(format!(
+            "its heads of {head} numbers have no room for {rope} rotated ones: convert the model again"
+        )));
     };
     let grouped = number("expert_group_count").unwrap_or(1) > 1;
     let (model_type, method, scoring) = match number("expert_gating_func").unwrap_or(1) {
         0 | 1 => ("deepseek_v2", if grouped { "group_limited_greedy" } else { "greedy" }, "softmax"),
         2 => ("deepseek_v3", "noaux_tc", "sigmoid"),
-        other => return Err(Error::Model(format!("deepseek2.expert_gating_func is {other}, which is not supported; 1 and 2 are"))),
+        other => {
+            return Err(Error::Model(format!(
+                "deepseek2.expert_gating_func is {other}, which is not supported; 1 and 2 are"
+            )));
+        }
     };
     Ok(
         json!({"model_type": model_type, "topk_method": method, "scoring_func": scoring, "n_routed_experts": experts, "norm_topk_prob": normalized,
@@ -174,7 +191,9 @@ fn rope_scaling(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Option<V
         }
         let count = view.shape.iter().product();
         if count > MAX_FREQUENCIES {
-            return Err(Error::Model(format!("its rope_freqs.weight has {count} numbers, more than a head: convert the model again")));
+            return Err(Error::Model(format!(
+                "its rope_freqs.weight has {count} numbers, more than a head: convert the model again"
+            )));
         }
         let mut factors = vec![0.0; count];
         decode_f32(&view, &mut factors)?;

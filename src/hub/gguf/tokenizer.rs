@@ -13,10 +13,10 @@ const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// As Qwen2's, with marks among letters.
-const QWEN35: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const KIMI_K2: &str = r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -39,10 +39,21 @@ const CUTS: &[Cut] = &[
     Cut { names: &["kimi-k2"], cuts: &[KIMI_K2], whole: false },
     Cut {
         names: &["deepseek-llm"],
-        cuts: &[r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+"],
+        cuts: &[
+            r"[\r\n]",
+            r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        ],
         whole: false,
     },
-    Cut { names: &["deepseek-coder"], cuts: &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"], whole: false },
+    Cut {
+        names: &["deepseek-coder"],
+        cuts: &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+        whole: false,
+    },
     Cut { names: &["deepseek-v3"], cuts: &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK_V3], whole: false },
 ];
 
@@ -62,7 +73,11 @@ pub(super) fn files(metadata: &Metadata) -> Result<Vec<(&'static str, String)>> 
         None => vec![1; tokens.len()],
     };
     if kinds.len() != tokens.len() {
-        return Err(Error::Model(format!("it has {} tokens and {} kinds of tokens: convert the model again", tokens.len(), kinds.len())));
+        return Err(Error::Model(format!(
+            "it has {} tokens and {} kinds of tokens: convert the model again",
+            tokens.len(),
+            kinds.len()
+        )));
     }
     let tokenizer = match metadata.get("tokenizer.ggml.model").and_then(Value::as_str) {
         Some("gpt2") => byte_pairs(metadata, &tokens)?,
@@ -84,11 +99,14 @@ pub(super) fn files(metadata: &Metadata) -> Result<Vec<(&'static str, String)>> 
         let id = metadata.get(&format!("tokenizer.ggml.{name}_token_id"))?.as_u64()?;
         Some((id, *tokens.get(usize::try_from(id).ok()?)?))
     };
-    let mut file = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "post_processor": null});
+    let mut file =
+        json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "post_processor": null});
     let fields = file.as_object_mut().expect("it was just written as an object");
     fields.extend(tokenizer);
     let adds_bos = metadata.get("tokenizer.ggml.add_bos_token").and_then(Value::as_bool);
-    if let (true, Some((id, bos))) = (adds_bos.unwrap_or(metadata.get("tokenizer.ggml.model") == Some(&"llama".into())), token("bos")) {
+    if let (true, Some((id, bos))) =
+        (adds_bos.unwrap_or(metadata.get("tokenizer.ggml.model") == Some(&"llama".into())), token("bos"))
+    {
         let special = |name: &str| json!({"SpecialToken": {"id": name, "type_id": 0}});
         let text = |id: &str, type_id: u32| json!({"Sequence": {"id": id, "type_id": type_id}});
         fields["post_processor"] = json!({"type": "TemplateProcessing", "single": [special(bos), text("A", 0)],
@@ -96,7 +114,8 @@ pub(super) fn files(metadata: &Metadata) -> Result<Vec<(&'static str, String)>> 
             "special_tokens": {bos: {"id": bos, "ids": [id], "tokens": [bos]}}});
     }
     let mut config = Map::new();
-    for (name, key) in [("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")] {
+    for (name, key) in [("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")]
+    {
         if let Some((_, text)) = token(key) {
             config.insert(name.into(), text.into());
         }
@@ -121,11 +140,17 @@ fn byte_pairs(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>
             known.join(", ")
         )));
     };
-    let mut steps: Vec<Value> =
-        cut.cuts.iter().map(|cut| json!({"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": false})).collect();
+    let mut steps: Vec<Value> = cut
+        .cuts
+        .iter()
+        .map(|cut| json!({"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": false}))
+        .collect();
     steps.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}));
-    let merges: Option<Vec<_>> = metadata.strings("tokenizer.ggml.merges")?.into_iter().map(|pair| pair.split_once(' ')).collect();
-    let Some(merges) = merges else { return Err(Error::Model("it has a merge that is no pair: convert the model again".into())) };
+    let merges: Option<Vec<_>> =
+        metadata.strings("tokenizer.ggml.merges")?.into_iter().map(|pair| pair.split_once(' ')).collect();
+    let Some(merges) = merges else {
+        return Err(Error::Model("it has a merge that is no pair: convert the model again".into()));
+    };
     let parts = json!({
         // As the tokenizers have it that GGUF calls by this name.
         "normalizer": if pre == "qwen2" { json!({"type": "NFC"}) } else { Value::Null },

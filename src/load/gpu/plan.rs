@@ -5,19 +5,19 @@ use memmap2::MmapMut;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::backend::batch::BLOCK_SIZE;
+use crate::backend::cuda::{self as gpu, CudaBackend};
+use crate::backend::source::TensorSource;
+use crate::backend::tensor::HostTensor;
 use crate::config::{EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::experts::{Between, CpuExperts};
-use crate::forward::{Limits, Model};
 use crate::forward::kv_cache::KvCache;
+use crate::forward::weights::Weights;
+use crate::forward::{Limits, Model};
 use crate::load::{Machine, dense_matrices, expert_bytes, gib};
 use crate::model::{Attention, ModelConfig};
-use crate::backend::tensor::HostTensor;
-use crate::backend::source::TensorSource;
-use crate::forward::weights::Weights;
 use crate::{Error, Result};
 
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.
@@ -67,14 +67,22 @@ impl GpuPlan {
     /// RAM that will be taken beside the experts: what both sides see, and the CPU's work space.
     pub fn host_bytes(&self, model: &ModelConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
         let logits = (4 * self.limits.logit_rows * model.vocab_size) as u64;
-        let (Some(sizes), Some(moe), Some(precision)) = (&self.sizes, model.moe(), precision) else { return Ok(logits) };
+        let (Some(sizes), Some(moe), Some(precision)) = (&self.sizes, model.moe(), precision) else {
+            return Ok(logits);
+        };
         let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
-        let cpu = CpuExperts::bytes(&layout, machine.kernel, machine.team.threads(), sizes.cpu_tokens, sizes.top_k) as u64;
+        let cpu =
+            CpuExperts::bytes(&layout, machine.kernel, machine.team.threads(), sizes.cpu_tokens, sizes.top_k) as u64;
         Ok(logits + cpu + GpuExperts::host_bytes(&layout, model.moe_layers().count(), sizes))
     }
 
     /// Decides. Errors: `Error::Resources` with the flag that helps where it does not fit; `Error::Invalid` for flags that exclude each other.
-    pub fn new(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>, device: &DeviceInfo) -> Result<Self> {
+    pub fn new(
+        model: &ModelConfig,
+        config: &EngineConfig,
+        precision: Option<Precision>,
+        device: &DeviceInfo,
+    ) -> Result<Self> {
         check(model, config)?;
         check_vram(config, device)?;
         let vram = config.vram.unwrap_or(device.free_bytes);
@@ -95,12 +103,17 @@ impl GpuPlan {
         // What would fit with the least context of all is only too long.
         let shorter = EngineConfig { max_context: None, ..config.clone() };
         let fits = match config.max_context {
-            Some(asked) => Self::new(model, &shorter, precision, device).ok().map(|plan| plan.max_context).filter(|&fits| fits < asked),
+            Some(asked) => Self::new(model, &shorter, precision, device)
+                .ok()
+                .map(|plan| plan.max_context)
+                .filter(|&fits| fits < asked),
             None => None,
         };
         let advice = match (fits, config.vram) {
             (Some(fits), _) => format!("use --max-context {fits}, --kv fp8 or --dense int8"),
-            (None, Some(_)) => "raise --vram, or use --dense int8, a smaller --max-batch-tokens, or --device cpu".into(),
+            (None, Some(_)) => {
+                "raise --vram, or use --dense int8, a smaller --max-batch-tokens, or --device cpu".into()
+            }
             (None, None) => "use --dense int8, a smaller --max-batch-tokens, or --device cpu".into(),
         };
         Err(Error::Resources(format!(
@@ -137,10 +150,11 @@ impl GpuPlan {
         let none_resident = Sizes { tokens: chunk, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
         let work = GpuExperts::device_bytes(&layout, layers, experts, &none_resident) + Between::bytes(model);
         // The context first, as asked for, or a quarter of what is left; then the experts.
-        let mut plan = match Self::settle(model, config, device, vram, budget, limits, &none, block, Some(none_resident), work) {
-            Ok(plan) => plan,
-            Err(needed) => return Ok(Err(needed)),
-        };
+        let mut plan =
+            match Self::settle(model, config, device, vram, budget, limits, &none, block, Some(none_resident), work) {
+                Ok(plan) => plan,
+                Err(needed) => return Ok(Err(needed)),
+            };
         let left = budget - fixed - work - plan.kv;
         let all = layers as u64 * experts as u64 * stride;
         let (resident, ring) = match config.resident_experts {
@@ -151,7 +165,9 @@ impl GpuPlan {
             }
             Some(n) if layers as u64 * n as u64 * stride > left => {
                 let fit = left / (layers as u64 * stride);
-                return Err(Error::Resources(format!("--resident-experts {n} do not fit the VRAM: give at most {fit}, or auto")));
+                return Err(Error::Resources(format!(
+                    "--resident-experts {n} do not fit the VRAM: give at most {fit}, or auto"
+                )));
             }
             Some(n) => (n, (left - layers as u64 * n as u64 * stride) / stride),
             None if all <= left => (experts, 0),
@@ -192,7 +208,9 @@ impl GpuPlan {
         let fixed = none.weights + none.buffers + work;
         let block_of = |tokens: usize| tokens.div_ceil(BLOCK_SIZE);
         let least = block_of(config.max_context.unwrap_or(model.max_context.min(2048)));
-        if fixed + least as u64 * block > budget || (limits.chunk_tokens > CHUNKS[5] && none.buffers + work > budget / 2) {
+        if fixed + least as u64 * block > budget
+            || (limits.chunk_tokens > CHUNKS[5] && none.buffers + work > budget / 2)
+        {
             return Err(fixed + least as u64 * block);
         }
         let quarter = ((budget - fixed) / 4 / block.max(1)) as usize;
@@ -235,12 +253,17 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
                 if a.kv_lora_rank > 512
                     || a.cache_dim() > 576
                     || a.qk_head_dim() > 256
-                    || [a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim].iter().any(|n| !n.is_multiple_of(8)) =>
+                    || [a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim]
+                        .iter()
+                        .any(|n| !n.is_multiple_of(8)) =>
             {
                 return refuse(format!("the GPU has no latent attention of rank {}", a.kv_lora_rank));
             }
             Attention::DeltaNet(a)
-                if a.key_head_dim > 128 || !a.key_head_dim.is_multiple_of(4) || !a.value_head_dim.is_multiple_of(2) || a.conv_width > 8 =>
+                if a.key_head_dim > 128
+                    || !a.key_head_dim.is_multiple_of(4)
+                    || !a.value_head_dim.is_multiple_of(2)
+                    || a.conv_width > 8 =>
             {
                 return refuse(format!(
                     "the GPU has gated DeltaNet for keys of up to 128 numbers and convolutions of up to 8, not {} and {}",
@@ -252,10 +275,16 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
     }
     if let Some(moe) = model.moe() {
         if moe.num_experts > 512 || moe.router.top_k > 32 || moe.router.groups.is_some_and(|g| g.count > 32) {
-            return refuse(format!("the GPU chooses among at most 512 experts, 32 at a time, and a layer has {}", moe.num_experts));
+            return refuse(format!(
+                "the GPU chooses among at most 512 experts, 32 at a time, and a layer has {}",
+                moe.num_experts
+            ));
         }
         if !moe.intermediate_size.is_multiple_of(8) || !model.hidden_size.is_multiple_of(8) {
-            return refuse(format!("the GPU needs experts whose width is a multiple of 8, and it is {}", moe.intermediate_size));
+            return refuse(format!(
+                "the GPU needs experts whose width is a multiple of 8, and it is {}",
+                moe.intermediate_size
+            ));
         }
     }
     Ok(())
@@ -340,7 +369,9 @@ impl Shapes {
         });
         let ends = [model.vocab_size.saturating_mul(hidden), model.moe().map_or(0, |moe| moe.num_experts * hidden)];
         let bytes = layers.chain(ends).max().unwrap_or(0).saturating_mul(2);
-        MmapMut::map_anon(bytes.max(1)).map(Self).map_err(|e| Error::Resources(format!("no address space for a plan: {e}")))
+        MmapMut::map_anon(bytes.max(1))
+            .map(Self)
+            .map_err(|e| Error::Resources(format!("no address space for a plan: {e}")))
     }
 }
 

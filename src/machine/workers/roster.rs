@@ -44,7 +44,8 @@ impl Clock {
         self.next = now + LOOK;
         let mut text = [0; 64];
         let Ok(len) = file.read_at(&mut text, 0) else { return };
-        let mut numbers = std::str::from_utf8(&text[..len]).unwrap_or_default().split_whitespace().map(str::parse::<u64>);
+        let mut numbers =
+            std::str::from_utf8(&text[..len]).unwrap_or_default().split_whitespace().map(str::parse::<u64>);
         if let (Some(Ok(ran)), Some(Ok(waited))) = (numbers.next(), numbers.next()) {
             post.denied_ns.store(waited, Relaxed);
             post.wanted_ns.store(ran + waited, Relaxed);
@@ -132,7 +133,9 @@ impl Roster {
     fn relieve(&mut self, state: &State, seats: &[Seat], seat: usize, now: Instant) {
         if 2 * (self.resting() + 1) > seats.len() {
             // Somebody's core may be free again by now.
-            let longest = (1..seats.len()).filter(|&other| self.records[other].resting).min_by_key(|&other| self.records[other].since);
+            let longest = (1..seats.len())
+                .filter(|&other| self.records[other].resting)
+                .min_by_key(|&other| self.records[other].since);
             if let Some(other) = longest.filter(|&other| now > self.records[other].since + REST.0) {
                 self.bring_back(state, seats, other, now);
             }
@@ -208,7 +211,8 @@ mod tests {
 
     #[test]
     fn whoever_rests_is_left_out_and_comes_back() {
-        let seats: Vec<Seat> = Topology::read().worker_cpus(4).iter().enumerate().map(|(i, &cpu)| Seat { cpu, node: i / 2 }).collect();
+        let seats: Vec<Seat> =
+            Topology::read().worker_cpus(4).iter().enumerate().map(|(i, &cpu)| Seat { cpu, node: i / 2 }).collect();
         let team = Team::on_nodes(&seats).unwrap();
         let run = |expected: &[usize]| {
             for _ in 0..50 {
@@ -274,7 +278,9 @@ mod tests {
     fn a_core_that_somebody_else_uses_is_left() {
         let cpus = Topology::read().worker_cpus(2);
         if cpus[0] == cpus[1] || File::open(SCHEDSTAT).is_err() {
-            eprintln!("skipped: a_core_that_somebody_else_uses_is_left: this needs two CPUs and a kernel that counts waiting");
+            eprintln!(
+                "skipped: a_core_that_somebody_else_uses_is_left: this needs two CPUs and a kernel that counts waiting"
+            );
             return;
         }
         // On worker 1's core, then on the caller's.

@@ -12,7 +12,11 @@ pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
     let group_limited = match f.str_or("topk_method", "greedy")? {
         "greedy" => false,
         "group_limited_greedy" => true,
-        other => return Err(Error::Model(format!("topk_method `{other}` is not supported; greedy and group_limited_greedy are"))),
+        other => {
+            return Err(Error::Model(format!(
+                "topk_method `{other}` is not supported; greedy and group_limited_greedy are"
+            )));
+        }
     };
     let router = Router {
         top_k: f.top_k()?,
@@ -31,7 +35,9 @@ pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
     for (field, expected) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
         let value = f.str_or(field, expected)?;
         if value != expected {
-            return Err(Error::Model(format!("{field} `{value}` is not supported for this architecture; {expected} is")));
+            return Err(Error::Model(format!(
+                "{field} `{value}` is not supported for this architecture; {expected} is"
+            )));
         }
     }
     let router = Router {
@@ -66,8 +72,14 @@ fn groups(f: &Fields<'_>, score: GroupScore) -> Result<Option<Groups>> {
     if count == 1 {
         return Ok(None);
     }
-    if count > MAX_GROUPS || experts % count != 0 || top_k > count || (score == GroupScore::TopTwoSum && experts / count < 2) {
-        return Err(Error::Model(format!("{experts} experts cannot be chosen from the best {top_k} of {count} groups")));
+    if count > MAX_GROUPS
+        || experts % count != 0
+        || top_k > count
+        || (score == GroupScore::TopTwoSum && experts / count < 2)
+    {
+        return Err(Error::Model(format!(
+            "{experts} experts cannot be chosen from the best {top_k} of {count} groups"
+        )));
     }
     Ok(Some(Groups { count, top_k, score }))
 }
@@ -105,8 +117,11 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     let num_layers = f.num_layers()?;
     let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
     let kinds = f.strings("mlp_layer_types")?;
-    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["dense", "sparse"].contains(kind))) {
-        return Err(Error::Model(format!("`mlp_layer_types` does not say dense or sparse for each of {num_layers} layers")));
+    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["dense", "sparse"].contains(kind)))
+    {
+        return Err(Error::Model(format!(
+            "`mlp_layer_types` does not say dense or sparse for each of {num_layers} layers"
+        )));
     }
     let is_moe = |layer: usize| match &kinds {
         Some(kinds) => kinds[layer] == "sparse",

@@ -72,7 +72,9 @@ impl<'a> Fields<'a> {
         let num_heads = self.dim("num_attention_heads")?;
         let num_kv_heads = self.dim_or("num_key_value_heads", num_heads)?;
         if num_heads % num_kv_heads != 0 {
-            return Err(Error::Model(format!("{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")));
+            return Err(Error::Model(format!(
+                "{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
+            )));
         }
         let head_dim = match self.optional_dim("head_dim")? {
             Some(dim) => dim,
@@ -80,7 +82,17 @@ impl<'a> Fields<'a> {
         };
         let scale = 1.0 / (head_dim as f32).sqrt();
         let (qk_norm, bias) = (QkNorm::None, Bias::None);
-        Ok(Gqa { num_heads, num_kv_heads, head_dim, qk_norm, bias, window: None, sinks: false, output_gate: false, scale })
+        Ok(Gqa {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            qk_norm,
+            bias,
+            window: None,
+            sinks: false,
+            output_gate: false,
+            scale,
+        })
     }
 
     /// A dense MLP.
@@ -91,7 +103,11 @@ impl<'a> Fields<'a> {
     /// The rotated width of heads of which a part is rotated; `factor`: that part where the config does not say.
     pub(super) fn rotary_dim(&self, head_dim: usize, factor: f64) -> Result<usize> {
         if let Some(dim) = self.optional_dim("rotary_dim")? {
-            return if dim <= head_dim { Ok(dim) } else { Err(wrong("rotary_dim", &format!("at most the {head_dim} of a head"))) };
+            return if dim <= head_dim {
+                Ok(dim)
+            } else {
+                Err(wrong("rotary_dim", &format!("at most the {head_dim} of a head")))
+            };
         }
         const NAME: &str = "partial_rotary_factor";
         let parameters = self.object("rope_parameters")?;
@@ -108,7 +124,9 @@ impl<'a> Fields<'a> {
     /// A field that must have one value, or be absent. Errors: it has another, which is named with what is supported.
     pub(super) fn expect(&self, name: &str, only: Value) -> Result<()> {
         match self.get(name) {
-            Some(value) if *value != only => Err(Error::Model(format!("{name} {value} is not supported for this architecture; {only} is"))),
+            Some(value) if *value != only => {
+                Err(Error::Model(format!("{name} {value} is not supported for this architecture; {only} is")))
+            }
             _ => Ok(()),
         }
     }
@@ -259,14 +277,17 @@ impl<'a> Fields<'a> {
                 }
                 "factors" => {
                     let list = s.get("factors").and_then(Value::as_array);
-                    let factors: Option<Vec<f32>> = list.and_then(|list| list.iter().map(|f| Some(f.as_f64()? as f32)).collect());
+                    let factors: Option<Vec<f32>> =
+                        list.and_then(|list| list.iter().map(|f| Some(f.as_f64()? as f32)).collect());
                     match factors.filter(|f| f.len() == dim / 2 && f.iter().all(|f| usable(f64::from(*f)))) {
                         Some(factors) => RopeScaling::Factors(factors),
                         None => return Err(wrong("factors", &format!("{} positive numbers", dim / 2))),
                     }
                 }
                 other => {
-                    return Err(Error::Model(format!("rope scaling `{other}` is not supported; default, linear, yarn and llama3 are")));
+                    return Err(Error::Model(format!(
+                        "rope scaling `{other}` is not supported; default, linear, yarn and llama3 are"
+                    )));
                 }
             },
         };

@@ -14,8 +14,9 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let attention = Gqa { bias, sinks: true, ..f.gqa()? };
     let (num_layers, window) = (f.num_layers()?, f.dim_or("sliding_window", 128)?);
     let kinds = f.strings("layer_types")?;
-    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["sliding_attention", "full_attention"].contains(kind)))
-    {
+    if kinds.as_ref().is_some_and(|k| {
+        k.len() != num_layers || !k.iter().all(|kind| ["sliding_attention", "full_attention"].contains(kind))
+    }) {
         return Err(Error::Model(format!(
             "`layer_types` does not say sliding_attention or full_attention for each of {num_layers} layers"
         )));

@@ -48,7 +48,9 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
         return Err(Error::Model(format!("{values} value heads cannot share {keys} key heads evenly")));
     }
     if !(2..=MAX_CONV_WIDTH).contains(&linear.conv_width) {
-        return Err(Error::Model(format!("field `linear_conv_kernel_dim` is not an integer from 2 to {MAX_CONV_WIDTH}")));
+        return Err(Error::Model(format!(
+            "field `linear_conv_kernel_dim` is not an integer from 2 to {MAX_CONV_WIDTH}"
+        )));
     }
     let moe = Moe {
         shared_intermediate_size: Some(f.dim("shared_expert_intermediate_size")?),
@@ -57,12 +59,17 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     };
     let (num_layers, interval) = (f.num_layers()?, f.dim_or("full_attention_interval", 4)?);
     let kinds = f.strings("layer_types")?;
-    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["linear_attention", "full_attention"].contains(kind)))
-    {
-        return Err(Error::Model(format!("`layer_types` does not say linear_attention or full_attention for each of {num_layers} layers")));
+    if kinds.as_ref().is_some_and(|k| {
+        k.len() != num_layers || !k.iter().all(|kind| ["linear_attention", "full_attention"].contains(kind))
+    }) {
+        return Err(Error::Model(format!(
+            "`layer_types` does not say linear_attention or full_attention for each of {num_layers} layers"
+        )));
     }
-    let is_full = |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer] == "full_attention");
-    let attention = |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
+    let is_full =
+        |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer] == "full_attention");
+    let attention =
+        |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
     let (rope, _) = f.rope(f.rotary_dim(full.head_dim, 0.25)?, false, 10_000_000.0)?;
     let layers = super::layers(f, attention, qwen_moe::ffn(f, &moe)?)?;
     let names = Names { shared_expert: "shared_expert", ..Names::default() };

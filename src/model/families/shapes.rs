@@ -107,7 +107,9 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// The text of that model's `config.json`, as far as it says its dimensions. Errors: as [`shape`].
 pub fn config(name: &str) -> Result<&'static str> {
     let found = SHAPES.iter().find(|(n, _)| *n == name).map(|(_, json)| *json);
-    found.ok_or_else(|| Error::Invalid(format!("shape `{name}` is not known; known are {}", names().collect::<Vec<_>>().join(", "))))
+    found.ok_or_else(|| {
+        Error::Invalid(format!("shape `{name}` is not known; known are {}", names().collect::<Vec<_>>().join(", ")))
+    })
 }
 
 /// The model of that name, cut to its first `layers` layers if given.
@@ -117,7 +119,10 @@ pub fn shape(name: &str, layers: Option<usize>) -> Result<ModelConfig> {
     let mut model = super::parse(config(name)?)?;
     if let Some(layers) = layers {
         if layers == 0 || layers > model.layers.len() {
-            return Err(Error::Invalid(format!("{name} has {} layers: --layers {layers} cannot be taken from it", model.layers.len())));
+            return Err(Error::Invalid(format!(
+                "{name} has {} layers: --layers {layers} cannot be taken from it",
+                model.layers.len()
+            )));
         }
         model.layers.truncate(layers);
     }

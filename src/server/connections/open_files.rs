@@ -11,7 +11,9 @@ pub(in crate::server) fn fit(sockets: usize) -> usize {
     let limit = raise(sockets as u64 + beside);
     let fitting = limit.saturating_sub(beside).max(limit / 4).max(1);
     if fitting < sockets as u64 {
-        tracing::warn!("{limit} files may be open, so {fitting} connections are served at a time, not {sockets}: raise ulimit -n");
+        tracing::warn!(
+            "{limit} files may be open, so {fitting} connections are served at a time, not {sockets}: raise ulimit -n"
+        );
     }
     sockets.min(fitting as usize)
 }

@@ -113,7 +113,9 @@ fn restart_clock() -> io::Result<()> {
 /// Bytes of address space of this process.
 fn address_space() -> io::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
-    let kib = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    let kib = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     Ok(kib.ok_or(ErrorKind::InvalidData)? << 10)
 }
 

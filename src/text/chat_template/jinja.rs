@@ -51,7 +51,8 @@ impl Jinja {
 
 /// minijinja has places where it panics.
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Failure::Broken("it breaks the template engine".into())))
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(Failure::Broken("it breaks the template engine".into())))
 }
 
 /// A text that stops growing.
@@ -140,7 +141,9 @@ fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja:
         kwargs.get::<Option<Value>>(accepted)?;
     }
     kwargs.assert_all_used()?;
-    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::InvalidOperation, format!("cannot serialize to JSON: {e}"));
+    let failed = |e: serde_json::Error| {
+        minijinja::Error::new(ErrorKind::InvalidOperation, format!("cannot serialize to JSON: {e}"))
+    };
     let mut value = serde_json::to_value(&value).map_err(failed)?;
     if sort_keys == Some(true) {
         value.sort_all_objects();
@@ -152,7 +155,9 @@ fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja:
             let formatter = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
             serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, formatter))
         }
-        None => serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter)),
+        None => {
+            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter))
+        }
     };
     written.map_err(failed)?;
     Ok(Value::from_safe_string(String::from_utf8(out).expect("serde_json writes UTF-8")))

@@ -38,7 +38,11 @@ impl Processes {
     /// Starts the first one. Errors: the template cannot be compiled.
     pub(super) fn start(command: &'static [OsString], source: &str) -> Result<Self> {
         let first = Process::start(command, source)?;
-        Ok(Self { command, places: Mutex::new(Places { free: MAX_PROCESSES, idle: vec![first] }), freed: Condvar::new() })
+        Ok(Self {
+            command,
+            places: Mutex::new(Places { free: MAX_PROCESSES, idle: vec![first] }),
+            freed: Condvar::new(),
+        })
     }
 
     /// The text that the template makes of variables, given as JSON.
@@ -63,12 +67,14 @@ impl Processes {
         let wait = self.freed.wait_timeout_while(self.lock(), PATIENCE, |places| places.free == 0);
         let (mut places, waited) = wait.unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
-            let message = "the model's chat template is slow, and too many conversations wait for it: try again in a while";
+            let message =
+                "the model's chat template is slow, and too many conversations wait for it: try again in a while";
             return Err(Failure::Machine(Error::Busy(message.into())));
         }
         places.free -= 1;
         // One that somebody has killed is no loss.
-        let idle = std::iter::from_fn(|| places.idle.pop()).find_map(|mut process| process.is_running().then_some(process));
+        let idle =
+            std::iter::from_fn(|| places.idle.pop()).find_map(|mut process| process.is_running().then_some(process));
         Ok(Place { of: self, idle })
     }
 
@@ -136,17 +142,21 @@ impl Process {
         // One that has closed its socket is past being killed, so its own end is what is told.
         let _ = self.child.kill();
         let status = self.child.wait();
-        let closed = matches!(failure.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
+        let closed =
+            matches!(failure.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
         let late = matches!(failure.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
         match status.as_ref().ok().and_then(ExitStatusExt::signal) {
             _ if late => Failure::Broken(format!("it does not end within {} seconds", PATIENCE.as_secs())),
             Some(libc::SIGPROF) if closed => Failure::Broken(format!("it takes more than {MAX_CPU_SECONDS} seconds")),
-            Some(_) if closed => {
-                Failure::Broken(format!("it nests too deeply, or takes more than {} MiB of memory", MAX_GROWTH_BYTES >> 20))
-            }
+            Some(_) if closed => Failure::Broken(format!(
+                "it nests too deeply, or takes more than {} MiB of memory",
+                MAX_GROWTH_BYTES >> 20
+            )),
             _ => {
                 let status = status.map_or_else(|e| e.to_string(), |status| status.to_string());
-                let message = format!("the process that renders chat templates does not work ({failure}; {status}): install moebius again");
+                let message = format!(
+                    "the process that renders chat templates does not work ({failure}; {status}): install moebius again"
+                );
                 Failure::Machine(Error::Resources(message))
             }
         }

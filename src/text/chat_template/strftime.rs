@@ -9,8 +9,20 @@ pub(super) fn strftime_now(format: String) -> String {
 
 /// The directives that templates use, in UTC; an unknown one stays as it is.
 fn strftime(format: &str, unix_seconds: u64) -> String {
-    const MONTHS: [&str; 12] =
-        ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"];
+    const MONTHS: [&str; 12] = [
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ];
     const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let days = unix_seconds / 86_400;
     let (year, month, day) = civil_from_days(days);

@@ -13,7 +13,8 @@ pub(super) struct Specials(Vec<(String, u32)>);
 
 impl Specials {
     pub(super) fn new<'a>(tokens: impl Iterator<Item = (&'a [u8], u32)>) -> Self {
-        let mut tokens: Vec<_> = tokens.filter_map(|(bytes, id)| Some((String::from_utf8(bytes.to_vec()).ok()?, id))).collect();
+        let mut tokens: Vec<_> =
+            tokens.filter_map(|(bytes, id)| Some((String::from_utf8(bytes.to_vec()).ok()?, id))).collect();
         tokens.retain(|(text, _)| !text.is_empty());
         tokens.sort_by_key(|(text, _)| std::cmp::Reverse(text.len()));
         Self(tokens)
@@ -70,11 +71,15 @@ impl Writer<'_> {
             Grammar::Regex(regex) => format!("/{}/", regex_to_lark(whole(regex), "")),
             Grammar::Lark(text) if text.len() > MAX_BYTES => return Err(too_long("the grammar")),
             Grammar::Lark(text) => self.part(GrammarWithLexer::from_lark(text.clone())),
-            Grammar::Choice(texts) if texts.is_empty() => return Err(Error::Invalid("a choice needs at least one text".into())),
+            Grammar::Choice(texts) if texts.is_empty() => {
+                return Err(Error::Invalid("a choice needs at least one text".into()));
+            }
             Grammar::Choice(texts) if texts.iter().map(|text| text.len() + 60).sum::<usize>() > MAX_BYTES => {
                 return Err(too_long("the choice"));
             }
-            Grammar::Choice(texts) => format!("({})", texts.iter().map(|text| quoted(text)).collect::<Vec<_>>().join(" | ")),
+            Grammar::Choice(texts) => {
+                format!("({})", texts.iter().map(|text| quoted(text)).collect::<Vec<_>>().join(" | "))
+            }
             Grammar::Literal(text) => self.literal(text),
             Grammar::Until(text) => match self.specials.is(text) {
                 Some(id) => format!("/(?s:.*)/ <[{id}]>"),

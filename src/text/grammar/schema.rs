@@ -21,13 +21,20 @@ const WHITESPACE: &str = r" |\r?\n(?: {0,40}|\t{0,10})";
 /// What one grammar may cost: 40 MB of lexer states and, for a step, some 20 ms. Objects of thousands of optional properties
 /// need long rows.
 pub(super) fn limits() -> ParserLimits {
-    ParserLimits { max_lexer_states: 20_000, max_items_in_row: 20_000, verbose_errors: false, ..ParserLimits::default() }
+    ParserLimits {
+        max_lexer_states: 20_000,
+        max_items_in_row: 20_000,
+        verbose_errors: false,
+        ..ParserLimits::default()
+    }
 }
 
 /// A schema that says of values what `schema` says of their type.
 pub(super) fn type_only(schema: &Value) -> Value {
     match schema["type"].as_str() {
-        Some(name @ ("object" | "array" | "string" | "integer" | "number" | "boolean" | "null")) => json!({"type": name}),
+        Some(name @ ("object" | "array" | "string" | "integer" | "number" | "boolean" | "null")) => {
+            json!({"type": name})
+        }
         _ => json!({}),
     }
 }
@@ -41,7 +48,9 @@ pub(super) fn prepared(schema: &Value, loose: bool) -> Result<Value> {
         return Err(Error::Invalid(format!("the JSON schema is nested too deeply: {MAX_DEPTH} levels are allowed")));
     }
     if properties > MAX_PROPERTIES {
-        return Err(Error::Invalid(format!("an object in the JSON schema has too many properties: {MAX_PROPERTIES} are allowed")));
+        return Err(Error::Invalid(format!(
+            "an object in the JSON schema has too many properties: {MAX_PROPERTIES} are allowed"
+        )));
     }
     if schema.to_string().len() > MAX_BYTES {
         return Err(Error::Invalid(format!("the JSON schema is too long: {} KiB are allowed", MAX_BYTES >> 10)));

@@ -38,7 +38,10 @@ pub(super) fn grammar(
     }
     let calls = match format {
         Format::Harmony => return harmony(&tools, forced, in_reasoning).map(Some),
-        _ => Calls { format, one: Grammar::Either(tools.iter().map(|tool| call(format, tool)).collect::<Result<Vec<_>>>()?) },
+        _ => Calls {
+            format,
+            one: Grammar::Either(tools.iter().map(|tool| call(format, tool)).collect::<Result<Vec<_>>>()?),
+        },
     };
     let reply = if forced { calls.alone(parallel) } else { calls.among_text(parallel) };
     Ok(Some(after_reasoning(Some(format), thinks, reply, in_reasoning)))
@@ -104,7 +107,8 @@ impl Calls {
     fn among_text(&self, parallel: bool) -> Grammar {
         let (opener, section, _, end) = self.frame();
         let lead = if self.format == Format::Invoke { "\n" } else { "" };
-        let (marker, rest) = if section.is_empty() { (opener, String::new()) } else { (section, format!("{lead}{opener}")) };
+        let (marker, rest) =
+            if section.is_empty() { (opener, String::new()) } else { (section, format!("{lead}{opener}")) };
         let calls = sequence([
             Grammar::Until(marker.into()),
             Grammar::Literal(rest),
@@ -119,10 +123,15 @@ impl Calls {
 /// A call of `tool` behind the marker that opens a call.
 fn call(format: Format, tool: &Tool) -> Result<Grammar> {
     let name = &tool.name;
-    let around = |before: String, after: &str| sequence([Grammar::Literal(before), arguments(tool), Grammar::literal(after)]);
+    let around =
+        |before: String, after: &str| sequence([Grammar::Literal(before), arguments(tool), Grammar::literal(after)]);
     Ok(match format {
-        Format::Hermes => around(format!("\n{{\"name\": {}, \"arguments\": ", Value::from(name.as_str())), "}\n</tool_call>"),
-        Format::DeepSeekFenced => around(format!("function<｜tool▁sep｜>{name}\n```json\n"), "\n```<｜tool▁call▁end｜>"),
+        Format::Hermes => {
+            around(format!("\n{{\"name\": {}, \"arguments\": ", Value::from(name.as_str())), "}\n</tool_call>")
+        }
+        Format::DeepSeekFenced => {
+            around(format!("function<｜tool▁sep｜>{name}\n```json\n"), "\n```<｜tool▁call▁end｜>")
+        }
         Format::DeepSeek => around(format!("{name}<｜tool▁sep｜>"), "<｜tool▁call▁end｜>"),
         Format::Kimi => sequence([
             Grammar::Literal(format!("functions.{name}:")),
@@ -135,7 +144,8 @@ fn call(format: Format, tool: &Tool) -> Result<Grammar> {
             parameters(tool, &value, format!("\n<function={name}>\n"), "</function>\n</tool_call>")?
         }
         Format::Pairs => {
-            let value = Frame { open: "<arg_key>", named: "</arg_key>\n<arg_value>", close: "</arg_value>", after: "\n" };
+            let value =
+                Frame { open: "<arg_key>", named: "</arg_key>\n<arg_value>", close: "</arg_value>", after: "\n" };
             parameters(tool, &value, format!("{name}\n"), "</tool_call>")?
         }
         Format::Invoke => {
@@ -168,7 +178,8 @@ struct Frame {
 fn parameters(tool: &Tool, frame: &Frame, before: String, after: &str) -> Result<Grammar> {
     let none = Map::new();
     let properties = tool.parameters.get("properties").and_then(Value::as_object).unwrap_or(&none);
-    let required = |key: &str| tool.parameters["required"].as_array().is_some_and(|keys| keys.iter().any(|name| name == key));
+    let required =
+        |key: &str| tool.parameters["required"].as_array().is_some_and(|keys| keys.iter().any(|name| name == key));
     let mut items = vec![Grammar::Literal(before)];
     for (key, schema) in properties {
         let parameter = sequence([
@@ -189,7 +200,9 @@ fn value(tool: &Tool, key: &str, schema: &Value, close: &str) -> Result<Grammar>
         let value = if tool.strict { Grammar::JsonSchema(schema) } else { Grammar::LooseSchema(schema) };
         return Ok(sequence([value, Grammar::literal(close)]));
     }
-    let texts = |value: &Value| value.as_array().map(|list| list.iter().filter_map(Value::as_str).map(String::from).collect::<Vec<_>>());
+    let texts = |value: &Value| {
+        value.as_array().map(|list| list.iter().filter_map(Value::as_str).map(String::from).collect::<Vec<_>>())
+    };
     let choice = schema["const"].as_str().map(|text| vec![text.to_string()]).or_else(|| texts(&schema["enum"]));
     if let Some(choice) = choice.filter(|choice| !choice.is_empty()) {
         return Ok(sequence([Grammar::Choice(choice), Grammar::literal(close)]));

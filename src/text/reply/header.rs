@@ -143,7 +143,9 @@ fn hermes(text: &str, end: bool) -> Header {
     let Some(body) = text.strip_prefix("<tool_call>") else { return Header::Other };
     let begin = text.len() - body.len();
     match json::opening(body) {
-        Opening::Named(name, at) => return Header::Begin { name, id: None, length: begin + at, arguments: Arguments::Json },
+        Opening::Named(name, at) => {
+            return Header::Begin { name, id: None, length: begin + at, arguments: Arguments::Json };
+        }
         Opening::Open if !end => return Header::Open,
         _ => {}
     }

@@ -11,11 +11,14 @@ pub(super) struct History {
 
 impl History {
     pub(super) fn of(source: &str) -> Self {
-        let joins = ["arguments'] +", "arguments']+", "+ tool['function']['arguments']", "+tool['function']['arguments']"];
+        let joins =
+            ["arguments'] +", "arguments']+", "+ tool['function']['arguments']", "+tool['function']['arguments']"];
         // A template that asks what arguments are takes either; one that only joins them to text needs text.
         let asks = ["arguments is string", "arguments'] is string", "arguments is mapping", "arguments'] is mapping"];
-        let arguments_as_text = joins.iter().any(|join| source.contains(join)) && !asks.iter().any(|ask| source.contains(ask));
-        let nulls = ["content'] is none", "content'] is not none", "content is none", "content is not none", "content == none"];
+        let arguments_as_text =
+            joins.iter().any(|join| source.contains(join)) && !asks.iter().any(|ask| source.contains(ask));
+        let nulls =
+            ["content'] is none", "content'] is not none", "content is none", "content is not none", "content == none"];
         Self { arguments_as_text, content_may_be_null: nulls.iter().any(|null| source.contains(null)) }
     }
 }
@@ -25,13 +28,17 @@ pub(super) fn adapt(history: History, messages: &mut [Value]) {
     for message in messages.iter_mut().filter_map(Value::as_object_mut) {
         if message.get("role").and_then(Value::as_str) == Some("assistant") {
             match message.get("content") {
-                None | Some(Value::Null) if history.content_may_be_null => message.insert("content".into(), Value::Null),
+                None | Some(Value::Null) if history.content_may_be_null => {
+                    message.insert("content".into(), Value::Null)
+                }
                 None | Some(Value::Null) => message.insert("content".into(), "".into()),
                 Some(_) => None,
             };
         }
         for call in message.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
-            let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else { continue };
+            let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else {
+                continue;
+            };
             let adapted = match arguments {
                 Value::String(text) if !history.arguments_as_text => {
                     let text = if text.trim().is_empty() { "{}" } else { text.as_str() };

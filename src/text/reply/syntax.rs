@@ -96,7 +96,13 @@ impl Syntax {
     /// as far as it can be enforced.
     ///
     /// Errors: `Error::Invalid` when the model cannot call tools, when there are none, or none of that name.
-    pub fn grammar(&self, tools: &[Tool], choice: &ToolChoice, parallel: bool, in_reasoning: bool) -> Result<Option<Grammar>> {
+    pub fn grammar(
+        &self,
+        tools: &[Tool],
+        choice: &ToolChoice,
+        parallel: bool,
+        in_reasoning: bool,
+    ) -> Result<Option<Grammar>> {
         calls::grammar(self.format, self.thinks, tools, choice, parallel, in_reasoning)
     }
 

@@ -55,7 +55,16 @@ enum State {
 impl Tags {
     pub(super) fn new(format: Option<Format>, thinks: bool, calls: bool, in_reasoning: bool) -> Self {
         let calls = calls && format.is_some();
-        Self { format, thinks, calls, text: String::new(), again: 0, state: State::Start { in_reasoning }, trim: false, in_section: false }
+        Self {
+            format,
+            thinks,
+            calls,
+            text: String::new(),
+            again: 0,
+            state: State::Start { in_reasoning },
+            trim: false,
+            in_section: false,
+        }
     }
 
     pub(super) fn push(&mut self, text: &str, output: &mut Output, parts: &mut Vec<Part>) {
@@ -214,7 +223,9 @@ impl Tags {
                 None => return false,
                 Some(b'{') => *begun = true,
                 Some(b'<') if marker.is_some_and(|marker| marker.starts_with(&*self.text) && !end) => return false,
-                Some(_) if marker.is_some_and(|marker| self.text.starts_with(marker)) => return self.empty(output, parts),
+                Some(_) if marker.is_some_and(|marker| self.text.starts_with(marker)) => {
+                    return self.empty(output, parts);
+                }
                 Some(_) => return self.go(State::Raw),
             }
         }
@@ -257,7 +268,8 @@ impl Tags {
     /// Drops what closes a call, and no other text.
     fn close(&mut self, end: bool) -> bool {
         let format = self.format.expect("only a format has calls");
-        let junk: &[char] = if header::has_parameters(format) { &[' ', '\n', '\r', '\t'] } else { &[' ', '\n', '\r', '\t', '}', '`'] };
+        let junk: &[char] =
+            if header::has_parameters(format) { &[' ', '\n', '\r', '\t'] } else { &[' ', '\n', '\r', '\t', '}', '`'] };
         let rest = self.text.trim_start_matches(junk);
         let blank = self.text.len() - rest.len();
         self.text.drain(..blank);

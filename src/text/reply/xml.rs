@@ -18,11 +18,25 @@ struct Style {
     framed: bool,        // the value stands on lines of its own
 }
 
-const FUNCTION: Style = Style { open: "<parameter=", named: ">", close: "</parameter>", done: "</function>", quoted: false, framed: true };
-const INVOKE: Style = Style { open: "<parameter name=", named: ">", close: "</parameter>", done: "</invoke>", quoted: true, framed: false };
+const FUNCTION: Style =
+    Style { open: "<parameter=", named: ">", close: "</parameter>", done: "</function>", quoted: false, framed: true };
+const INVOKE: Style = Style {
+    open: "<parameter name=",
+    named: ">",
+    close: "</parameter>",
+    done: "</invoke>",
+    quoted: true,
+    framed: false,
+};
 /// Its parameters end where the call does, which is left to be found there.
-const PAIRS: Style =
-    Style { open: "<arg_key>", named: "<arg_value>", close: "</arg_value>", done: "</tool_call>", quoted: false, framed: false };
+const PAIRS: Style = Style {
+    open: "<arg_key>",
+    named: "<arg_value>",
+    close: "</arg_value>",
+    done: "</tool_call>",
+    quoted: false,
+    framed: false,
+};
 
 /// The parameters of one call, as they come.
 #[derive(Debug)]
@@ -136,7 +150,8 @@ impl Parameters {
             pending.framed = false;
         }
         let close = self.style.close;
-        let unframed = |value: &str| if self.style.framed { value.strip_suffix('\n').unwrap_or(value).len() } else { value.len() };
+        let unframed =
+            |value: &str| if self.style.framed { value.strip_suffix('\n').unwrap_or(value).len() } else { value.len() };
         match text.find(close) {
             Some(at) => {
                 let value = &text[..unframed(&text[..at])];
@@ -152,7 +167,8 @@ impl Parameters {
                     (false, true) => unframed(&text[..text.len() - overlap(text, close)]),
                     (false, false) => 0,
                 };
-                output.arguments(&if pending.is_text { escaped(&text[..said]) } else { text[..said].to_string() }, parts);
+                output
+                    .arguments(&if pending.is_text { escaped(&text[..said]) } else { text[..said].to_string() }, parts);
                 text.drain(..said);
                 Step::Wait
             }
@@ -167,7 +183,9 @@ pub(super) fn schema_of<'t>(tool: &'t Tool, key: &str) -> Option<&'t Value> {
 
 /// Whether a schema allows text and nothing else, so that a value needs no look at it to be text.
 pub(super) fn only_text(schema: &Value) -> bool {
-    let all = |list: &Value, test: fn(&Value) -> bool| list.as_array().is_some_and(|list| !list.is_empty() && list.iter().all(test));
+    let all = |list: &Value, test: fn(&Value) -> bool| {
+        list.as_array().is_some_and(|list| !list.is_empty() && list.iter().all(test))
+    };
     match &schema["type"] {
         Value::String(name) => name == "string",
         Value::Array(_) => all(&schema["type"], |name| name == "string"),

@@ -9,7 +9,8 @@ pub(super) struct TokenBytes {
 impl TokenBytes {
     /// Asks the tokenizer's decoder how it spells bytes: GPT-2's alphabet, `<0xNN>`, or `▁` for a space.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Self {
-        let decoder = tokenizer.get_decoder().and_then(|decoder| serde_json::to_value(decoder).ok()).unwrap_or_default();
+        let decoder =
+            tokenizer.get_decoder().and_then(|decoder| serde_json::to_value(decoder).ok()).unwrap_or_default();
         let spelling = Spelling::of(&decoder);
         let vocab = tokenizer.get_vocab(true);
         let mut tokens: Vec<(u32, String)> = vocab.into_iter().map(|(token, id)| (id, token)).collect();
@@ -58,7 +59,9 @@ impl Spelling {
             Some("Sequence") => decoder["decoders"].as_array().into_iter().flatten().for_each(|inner| self.read(inner)),
             Some("ByteLevel") => self.alphabet = true,
             Some("ByteFallback") => self.byte_tokens = true,
-            Some("Replace") if decoder["content"] == " " => self.spaces.extend(decoder["pattern"]["String"].as_str().map(String::from)),
+            Some("Replace") if decoder["content"] == " " => {
+                self.spaces.extend(decoder["pattern"]["String"].as_str().map(String::from))
+            }
             Some("Metaspace") => self.spaces.extend(decoder["replacement"].as_str().map(String::from)),
             _ => {}
         }
@@ -93,7 +96,9 @@ fn alphabet_byte(c: char) -> Option<u8> {
     let itself = |c: u32| matches!(c, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
     match c as u32 {
         code if itself(code) => Some(code as u8),
-        code @ 0x100..0x144 => (0..=0xFF).filter(|&byte| !itself(byte)).nth(code as usize - 0x100).map(|byte| byte as u8),
+        code @ 0x100..0x144 => {
+            (0..=0xFF).filter(|&byte| !itself(byte)).nth(code as usize - 0x100).map(|byte| byte as u8)
+        }
         _ => None,
     }
 }

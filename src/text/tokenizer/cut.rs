@@ -18,7 +18,8 @@ pub(super) fn encode(tokenizer: &tokenizers::Tokenizer, text: &str, cuts: &[usiz
         pre_tokenizer.pre_tokenize(&mut pieces)?;
     }
     let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
-    let is_special = |token: &Token| added.get(&token.id).is_some_and(|added| added.special) && token.value.chars().nth(1).is_some();
+    let is_special =
+        |token: &Token| added.get(&token.id).is_some_and(|added| added.special) && token.value.chars().nth(1).is_some();
     pieces.tokenize(|piece| plain(tokenizer.get_model(), piece.get(), &is_special))?;
     let encoding = pieces.into_encoding(None, 0, OffsetType::None)?;
     tokenizer.post_process(encoding, None, false)
@@ -65,11 +66,13 @@ mod tests {
     /// Characters as tokens, in a tokenizer of these parts; `<s>` and `<t>` are added, the latter looked for in normalized text.
     fn load(mut file: Value) -> Tokenizer {
         let words = ["<unk>", "<", ">", "s", "t", "a", "b", " ", "▁", "▁a", "ab", "Ġ", "Ċ"];
-        let vocab: serde_json::Map<_, _> = words.iter().enumerate().map(|(id, word)| (word.to_string(), json!(id))).collect();
+        let vocab: serde_json::Map<_, _> =
+            words.iter().enumerate().map(|(id, word)| (word.to_string(), json!(id))).collect();
         let token = |id: usize, text: &str, special: bool| json!({"id": id, "content": text, "special": special, "normalized": !special, "single_word": false, "lstrip": false, "rstrip": false});
         file["added_tokens"] = json!([token(words.len(), "<s>", true), token(words.len() + 1, "<t>", false)]);
         if file["model"].is_null() {
-            file["model"] = json!({"type": "BPE", "unk_token": "<unk>", "vocab": vocab, "merges": [["▁", "a"], ["a", "b"]]});
+            file["model"] =
+                json!({"type": "BPE", "unk_token": "<unk>", "vocab": vocab, "merges": [["▁", "a"], ["a", "b"]]});
         }
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
@@ -85,14 +88,20 @@ mod tests {
     fn cut_tokens_are_words_and_others_are_not() {
         let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
         let llama = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]});
-        let metaspace = |scheme: &str| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": true});
+        let metaspace =
+            |scheme: &str| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": true});
         for (file, text, cuts, want) in [
             (json!({}), "ab<s>ab<s>a", &[3][..], &["ab", "<", "s", ">", "ab", "<s>", "a"][..]),
             (json!({}), "<t><t>", &[4], &["<t>", "<", "t", ">"]),
             // Each stretch between tokens has its space in front, and a token that is cut begins none.
             (json!({"normalizer": llama}), "a<s>a<s>a", &[2], &["▁a", "<", "s", ">", "a", "<s>", "▁a"]),
             (json!({"pre_tokenizer": metaspace("first")}), "a<s>a<s>a", &[2], &["▁a", "<", "s", ">", "a", "<s>", "a"]),
-            (json!({"pre_tokenizer": metaspace("always")}), "a<s>a<s>a", &[2], &["▁a", "<", "s", ">", "a", "<s>", "▁a"]),
+            (
+                json!({"pre_tokenizer": metaspace("always")}),
+                "a<s>a<s>a",
+                &[2],
+                &["▁a", "<", "s", ">", "a", "<s>", "▁a"],
+            ),
             // Words go on over the place where the mark was.
             (json!({}), "abab", &[1], &["ab", "ab"]),
             // A normalizer that spells bytes spells the mark too.

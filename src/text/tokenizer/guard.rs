@@ -195,8 +195,10 @@ mod tests {
 
     #[test]
     fn what_models_have_is_within_bounds() {
-        let split = json!({"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}"}, "behavior": "Isolated", "invert": false});
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let split =
+            json!({"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}"}, "behavior": "Isolated", "invert": false});
+        let byte_level =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
         let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false});
         let llama = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace(json!({"String": " "}), "▁")]});
         let pair = json!({"type": "Sequence", "pretokenizers": [split, byte_level]});
@@ -219,15 +221,20 @@ mod tests {
         let alike = |n: usize| json!({"type": "Sequence", "normalizers": vec![many.clone(); n]});
         let decoder = |stages: Value| json!({"decoder": {"type": "Sequence", "decoders": stages}});
         let untagged = json!({"pattern": {"String": "e"}, "content": "e".repeat(1_000_000)});
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": false});
+        let byte_level =
+            json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": false});
         let text = json!({"Sequence": {"id": "A", "type_id": 0}});
-        let template = json!({"type": "TemplateProcessing", "single": vec![text; 17], "pair": [], "special_tokens": {}});
+        let template =
+            json!({"type": "TemplateProcessing", "single": vec![text; 17], "pair": [], "special_tokens": {}});
         for (stages, said) in [
             (json!({"normalizer": alike(4)}), "its normalizer with its pre_tokenizer may make"),
             (json!({"normalizer": alike(1), "added_tokens": [{"content": "e".repeat(200_000)}]}), "added token"),
             (json!({"normalizer": untagged}), "its normalizer with its pre_tokenizer may make"),
             (json!({"normalizer": replace(json!({"String": ""}), "x")}), "replaces an empty text"),
-            (json!({"normalizer": {"type": "Prepend", "prepend": "x".repeat(100_000)}}), "its normalizer with its pre_tokenizer may make"),
+            (
+                json!({"normalizer": {"type": "Prepend", "prepend": "x".repeat(100_000)}}),
+                "its normalizer with its pre_tokenizer may make",
+            ),
             (json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}), "panics"),
             (
                 json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": vec![byte_level; 30]}}),

@@ -175,15 +175,20 @@ mod tests {
     fn byte_level() -> Tokenizer {
         let alphabet = |byte: u32| match byte {
             0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => byte,
-            _ => 0x100 + (0..byte).filter(|byte| !matches!(byte, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF)).count() as u32,
+            _ => {
+                0x100 + (0..byte).filter(|byte| !matches!(byte, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF)).count() as u32
+            }
         };
-        let spelled = |bytes: &[u8]| bytes.iter().filter_map(|&byte| char::from_u32(alphabet(byte.into()))).collect::<String>();
+        let spelled =
+            |bytes: &[u8]| bytes.iter().filter_map(|&byte| char::from_u32(alphabet(byte.into()))).collect::<String>();
         let mut tokens: Vec<String> = (0..=255).map(|byte| spelled(&[byte])).collect();
         tokens.extend([&b"\xA9\xC3"[..], b"\x9F\x98", b"\x80\xE2", b"\x98\x80\xF0", b" a"].map(spelled));
         let special = json!([{"id": tokens.len(), "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true}]);
-        let vocab: serde_json::Map<_, _> = tokens.into_iter().enumerate().map(|(id, token)| (token, json!(id))).collect();
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let vocab: serde_json::Map<_, _> =
+            tokens.into_iter().enumerate().map(|(id, token)| (token, json!(id))).collect();
+        let byte_level =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
         load(json!({"version": "1.0", "added_tokens": special, "pre_tokenizer": byte_level, "decoder": byte_level,
             "model": {"type": "BPE", "vocab": vocab, "merges": []}}))
     }
@@ -210,11 +215,24 @@ mod tests {
         let (bytes, pieces) = (byte_level(), sentencepiece());
         let many = |ids: &[u32]| ids.iter().copied().cycle().take(10_000).collect::<Vec<_>>();
         // Lone bytes, halves that never end, halves that end where the next begin, and tokens that are left away.
-        for ids in [&[0x80][..], &[0xF0], &[0xF0, 0x9F, 0x98], &[0xF0, 0x9F], &[0xE2], &[256], &[257], &[258], &[259], &[261], &[99_999]] {
+        for ids in [
+            &[0x80][..],
+            &[0xF0],
+            &[0xF0, 0x9F, 0x98],
+            &[0xF0, 0x9F],
+            &[0xE2],
+            &[256],
+            &[257],
+            &[258],
+            &[259],
+            &[261],
+            &[99_999],
+        ] {
             assert!(bounded(&bytes, many(ids)) == bytes.decode(&many(ids), true).unwrap(), "{ids:?}");
         }
         // sentencepiece: bytes, spaces, and a space alone, whose text depends on what stands before it.
-        for ids in [&[0x80 + 1][..], &[0xF0 + 1], &[0xC3 + 1, 0xA9 + 1], &[257], &[257, 258], &[263], &[0x80 + 1, 258]] {
+        for ids in [&[0x80 + 1][..], &[0xF0 + 1], &[0xC3 + 1, 0xA9 + 1], &[257], &[257, 258], &[263], &[0x80 + 1, 258]]
+        {
             assert!(bounded(&pieces, many(ids)) == pieces.decode(&many(ids), true).unwrap(), "{ids:?}");
         }
     }

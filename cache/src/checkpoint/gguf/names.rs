@@ -1,7 +1,8 @@
 //! From the names of tensors in GGUF files to those of Hugging Face checkpoints: one table.
 
 /// Tensors outside of layers.
-const GLOBAL: &[(&str, &str)] = &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+const GLOBAL: &[(&str, &str)] =
+    &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
 
 /// Tensors of a layer: after `blk.N.` there, after `model.layers.N.` here.
 const LAYER: &[(&str, &str)] = &[
@@ -84,7 +85,8 @@ pub fn hf_name(architecture: &str, name: &str) -> String {
         let found = GLOBAL.iter().find(|(theirs, _)| *theirs == stem);
         return found.map_or_else(|| name.to_string(), |(_, ours)| format!("{ours}.{suffix}"));
     };
-    let special = SPECIAL.iter().find(|(of, theirs, _)| (of.is_empty() || of.contains(&architecture)) && *theirs == part);
+    let special =
+        SPECIAL.iter().find(|(of, theirs, _)| (of.is_empty() || of.contains(&architecture)) && *theirs == part);
     if let Some((.., ours)) = special {
         return format!("model.layers.{layer}.{ours}");
     }

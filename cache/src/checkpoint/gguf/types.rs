@@ -92,7 +92,9 @@ pub(super) fn dtype(number: u32) -> Result<Dtype, String> {
                 _ => "",
             };
             let what = if name.is_empty() { format!("number {number}") } else { name.to_string() };
-            return Err(format!("{what}, which is not supported: use a file in Q2_K to Q8_0, IQ4_NL, IQ4_XS, MXFP4, BF16, F16 or F32"));
+            return Err(format!(
+                "{what}, which is not supported: use a file in Q2_K to Q8_0, IQ4_NL, IQ4_XS, MXFP4, BF16, F16 or F32"
+            ));
         }
     })
 }

@@ -13,7 +13,11 @@ multiversion!(pub(super) fn q6_k(bytes: &[u8], out: &mut [f32]) = [q6_k_body, q6
 
 /// Calls `decode` for each block of `BYTES` bytes and `N` weights.
 #[inline(always)]
-fn each<const BYTES: usize, const N: usize>(bytes: &[u8], out: &mut [f32], decode: impl Fn(&[u8; BYTES], &mut [f32; N])) {
+fn each<const BYTES: usize, const N: usize>(
+    bytes: &[u8],
+    out: &mut [f32],
+    decode: impl Fn(&[u8; BYTES], &mut [f32; N]),
+) {
     for (block, out) in bytes.as_chunks::<BYTES>().0.iter().zip(out.as_chunks_mut::<N>().0) {
         decode(block, out);
     }

@@ -37,7 +37,8 @@ impl Work {
             ("vram", self.vram, speed.vram),
             ("products", self.products, speed.products),
         ];
-        let seconds = |(name, work, speed): (&'static str, f64, f64)| (if work > 0.0 { work / speed } else { 0.0 }, name);
+        let seconds =
+            |(name, work, speed): (&'static str, f64, f64)| (if work > 0.0 { work / speed } else { 0.0 }, name);
         parts.map(seconds).into_iter().fold((0.0, "ram"), |most, part| if part.0 > most.0 { part } else { most })
     }
 }
@@ -53,12 +54,17 @@ pub(super) fn products(model: &ModelConfig, tokens: usize) -> f64 {
                 let gate = if a.output_gate { a.num_heads } else { 0 };
                 (hidden * (2 * (a.num_heads + a.num_kv_heads) + gate) * a.head_dim, 2 * a.num_heads * a.head_dim)
             }
-            Attention::DeltaNet(a) => (hidden * (a.conv_dim() + 2 * a.value_dim()) + 4 * a.value_dim() * a.key_head_dim, 0),
+            Attention::DeltaNet(a) => {
+                (hidden * (a.conv_dim() + 2 * a.value_dim()) + 4 * a.value_dim() * a.key_head_dim, 0)
+            }
             Attention::Mla(a) => {
                 let q = a.num_heads * a.qk_head_dim();
                 let query = a.q_lora_rank.map_or(hidden * q, |rank| rank * (hidden + q));
                 let up = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim);
-                (query + hidden * a.cache_dim() + up + a.num_heads * a.v_head_dim * hidden, a.num_heads * (a.qk_head_dim() + a.v_head_dim))
+                (
+                    query + hidden * a.cache_dim() + up + a.num_heads * a.v_head_dim * hidden,
+                    a.num_heads * (a.qk_head_dim() + a.v_head_dim),
+                )
             }
         };
         let ffn = match &layer.ffn {

@@ -137,10 +137,18 @@ impl std::fmt::Display for Report {
         let PrecisionReport { experts, dense, kv } = &self.precision;
         let bytes = self.bytes_per_token as f64;
         let read = if bytes < 1e8 { format!("{:.2} MB", bytes / 1e6) } else { format!("{:.2} GB", bytes / 1e9) };
-        writeln!(f, "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}", self.model, self.layers)?;
+        writeln!(
+            f,
+            "{}, {} layers, experts {experts}, dense {dense}, kv {kv}: a token reads {read}",
+            self.model, self.layers
+        )?;
         writeln!(f, "ready in {:.1} s, at most {:.1} GiB of RAM", self.ready_s, self.peak_ram_gib)?;
         if let Some(d) = &self.distinct_experts {
-            writeln!(f, "a prompt of {} tokens uses {} to {} of {} experts per layer", d.tokens, d.least, d.most, d.of)?;
+            writeln!(
+                f,
+                "a prompt of {} tokens uses {} to {} of {} experts per layer",
+                d.tokens, d.least, d.most, d.of
+            )?;
         }
         let head = ("phase", "tokens", "batch", "tok/s", "limit", "of it", "limited by", "RAM GB/s");
         let (phase, tokens, batch, speed, limit, share, by, ram) = head;

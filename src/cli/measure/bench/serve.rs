@@ -197,11 +197,16 @@ fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Ve
     let requests = levels.iter().map(|level| level.completed + level.failed).sum::<usize>();
     match &target.prompts {
         Prompts::Lines(lines) if lines.len() < requests => {
-            notes.push(format!("{} prompts for {requests} requests: they repeat, and a prefix cache may know them", lines.len()));
+            notes.push(format!(
+                "{} prompts for {requests} requests: they repeat, and a prefix cache may know them",
+                lines.len()
+            ));
         }
         _ => {}
     }
-    if levels.iter().any(|level| level.completed + level.failed >= MAX_REQUESTS) && matches!(options.amount, Some(Amount::Duration(_))) {
+    if levels.iter().any(|level| level.completed + level.failed >= MAX_REQUESTS)
+        && matches!(options.amount, Some(Amount::Duration(_)))
+    {
         notes.push(format!("no load has more than {MAX_REQUESTS} requests: it ended with them, before its time"));
     }
     let (prompt_tokens, shared_prefix_tokens) = match options.prompts {
@@ -240,7 +245,9 @@ fn check(options: &Options) -> Result<()> {
         match *load {
             Load::Clients(clients) => within("--concurrency", clients, 1, MAX_CLIENTS)?,
             Load::Rate(rate) if (1e-3..=1e5).contains(&rate) => {}
-            Load::Rate(rate) => return Err(Error::Invalid(format!("--rate is {rate}: give a number from 0.001 to 100000"))),
+            Load::Rate(rate) => {
+                return Err(Error::Invalid(format!("--rate is {rate}: give a number from 0.001 to 100000")));
+            }
         }
     }
     match options.amount {
@@ -256,7 +263,9 @@ fn check(options: &Options) -> Result<()> {
     if let PromptSource::Random { tokens, shared } = options.prompts {
         within("--prompt-tokens", tokens, 1, MAX_TOKENS)?;
         if shared > tokens {
-            return Err(Error::Invalid(format!("--shared-prefix-tokens is {shared}: give at most --prompt-tokens, {tokens}")));
+            return Err(Error::Invalid(format!(
+                "--shared-prefix-tokens is {shared}: give at most --prompt-tokens, {tokens}"
+            )));
         }
     }
     within("--output-tokens", options.output_tokens, 1, MAX_TOKENS)?;
@@ -274,7 +283,8 @@ async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
         Some(model) => model.clone(),
         None => Api::only_model(&client, options.timeout).await?,
     };
-    let mut api = Api { client, endpoint: options.endpoint, model, timeout: options.timeout, fields: Fields::default() };
+    let mut api =
+        Api { client, endpoint: options.endpoint, model, timeout: options.timeout, fields: Fields::default() };
     let prompts = match (lines, &options.prompts) {
         (None, PromptSource::Random { tokens, shared }) => {
             let measure = measure(&mut api, options.seed, *tokens, notes).await?;

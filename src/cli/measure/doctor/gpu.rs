@@ -47,11 +47,16 @@ fn without(driver: Option<&str>, card: bool, why: &str) -> Finding {
 fn devices(driver: Option<&str>) -> Vec<Finding> {
     let devices = crate::cuda::devices();
     if devices.is_empty() {
-        let value = format!("driver {} is there and shows no GPU; everything runs on the CPU", driver.unwrap_or("of unknown version"));
+        let value = format!(
+            "driver {} is there and shows no GPU; everything runs on the CPU",
+            driver.unwrap_or("of unknown version")
+        );
         return vec![finding(
             "GPU",
             value,
-            Some("where a container hides it, start that with --gpus all; else look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
+            Some(
+                "where a container hides it, start that with --gpus all; else look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+            ),
         )];
     }
     devices.iter().enumerate().map(|(i, info)| device(i, info, driver)).collect()
@@ -72,7 +77,11 @@ fn device(ordinal: usize, info: &crate::cuda::DeviceInfo, driver: Option<&str>) 
         Ok((free, pcie, vram, rates))
     });
     match measured {
-        Err(error) => finding("GPU", format!("{what}, {} of VRAM, not used", super::gib(info.total_bytes)), Some(&error.to_string())),
+        Err(error) => finding(
+            "GPU",
+            format!("{what}, {} of VRAM, not used", super::gib(info.total_bytes)),
+            Some(&error.to_string()),
+        ),
         Ok((free, pcie, vram, rates)) => {
             let value = format!(
                 "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build has kernels for it; {}",
@@ -92,7 +101,11 @@ fn products(rates: &ProductRates) -> String {
     let own = format!("BF16 products {:.0} TFLOP/s with our own GEMM", rates.own / 1e12);
     match &rates.library {
         Ok((name, rate)) => {
-            format!("{own}, {:.0} with {name}: {} used", rate / 1e12, if rates.library_used { "that is" } else { "our own is" })
+            format!(
+                "{own}, {:.0} with {name}: {} used",
+                rate / 1e12,
+                if rates.library_used { "that is" } else { "our own is" }
+            )
         }
         Err(_) => format!("{own}, cuBLASLt is not there"),
     }
@@ -116,7 +129,12 @@ fn slow(pcie_gb_per_s: f64, free: u64, total: u64) -> Option<String> {
         ));
     }
     let held = 1.0 - free as f64 / total as f64;
-    (held > 0.25).then(|| format!("other programs hold {:.0}% of its VRAM, where experts could be: `nvidia-smi` tells which", 100.0 * held))
+    (held > 0.25).then(|| {
+        format!(
+            "other programs hold {:.0}% of its VRAM, where experts could be: `nvidia-smi` tells which",
+            100.0 * held
+        )
+    })
 }
 
 #[cfg(test)]
@@ -129,7 +147,10 @@ mod tests {
         let no_driver = without(None, true, "no NVIDIA driver is installed (libcuda.so.1 is not found)");
         assert!(no_driver.cost.unwrap().ends_with("install driver 580 or newer"));
         let old = without(Some("535.104.05"), true, "the NVIDIA driver is for CUDA 12.2: install driver 580 or newer");
-        assert!(old.value.starts_with("driver 535.104.05, not used") && old.cost.unwrap().ends_with("install driver 580 or newer"));
+        assert!(
+            old.value.starts_with("driver 535.104.05, not used")
+                && old.cost.unwrap().ends_with("install driver 580 or newer")
+        );
     }
 
     #[test]
@@ -156,7 +177,10 @@ mod tests {
         let rates = |library, library_used| ProductRates { own: 200e12, library, library_used };
         let name = || "cuBLASLt 13.1.0 (libcublasLt.so.13)".to_string();
         let used = products(&rates(Ok((name(), 700e12)), true));
-        assert_eq!(used, "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): that is used");
+        assert_eq!(
+            used,
+            "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): that is used"
+        );
         assert!(products(&rates(Ok((name(), 210e12)), false)).ends_with("our own is used"));
         let missing = || rates(Err(crate::Error::Device("libcublasLt.so.13 is not found".into())), false);
         assert!(products(&missing()).ends_with("cuBLASLt is not there"));

@@ -145,7 +145,10 @@ fn a_crowd_gives_way_to_others_and_takes_nobody_elses_place() {
     crowd[0] = Client::enter(&places, host(1));
     crowd.iter().for_each(|client| _ = client.place.begins(false));
     assert!(Client::enter(&places, host(1)).place.is_reserve() && !other.has_ended());
-    assert!(!Client::enter(&places, host(2)).place.is_reserve() && other.has_ended(), "the crowd is answered; others may take turns");
+    assert!(
+        !Client::enter(&places, host(2)).place.is_reserve() && other.has_ended(),
+        "the crowd is answered; others may take turns"
+    );
 }
 
 #[test]

@@ -50,7 +50,9 @@ impl Fields {
         let named = |name| failure.message.contains(name);
         if named("max_completion_tokens") && !self.max_completion_tokens {
             self.max_completion_tokens = true;
-            return Some("the server wants 'max_completion_tokens' instead of 'max_tokens', which counts reasoning too");
+            return Some(
+                "the server wants 'max_completion_tokens' instead of 'max_tokens', which counts reasoning too",
+            );
         }
         let eos = self.ignore_eos && named("ignore_eos");
         let usage = self.include_usage && (named("stream_options") || named("include_usage"));
@@ -58,9 +60,9 @@ impl Fields {
         let (eos, usage) = if eos || usage { (eos, usage) } else { (self.ignore_eos, self.include_usage) };
         (self.ignore_eos, self.include_usage) = (self.ignore_eos && !eos, self.include_usage && !usage);
         match (eos, usage) {
-            (true, true) => {
-                Some("the server refuses 'ignore_eos' or 'stream_options': answers may be shorter, tokens are counted as chunks")
-            }
+            (true, true) => Some(
+                "the server refuses 'ignore_eos' or 'stream_options': answers may be shorter, tokens are counted as chunks",
+            ),
             (true, false) => Some(NO_EOS),
             (false, true) => Some(NO_USAGE),
             (false, false) => None,
@@ -129,7 +131,9 @@ impl Api {
     pub(super) async fn ask(&self, body: Bytes, start: Instant) -> std::result::Result<Answered, Failure> {
         match tokio::time::timeout_at((start + self.timeout).into(), self.answer(body, start)).await {
             Ok(result) => result,
-            Err(_) => Err(Failure::new(FailureKind::Timeout, format!("no end within {} s", self.timeout.as_secs_f64()))),
+            Err(_) => {
+                Err(Failure::new(FailureKind::Timeout, format!("no end within {} s", self.timeout.as_secs_f64())))
+            }
         }
     }
 
@@ -145,13 +149,19 @@ impl Api {
         }
         if answer.is_json() {
             let text = answer.text(MAX_TEXT_BYTES).await?;
-            return Err(Failure::new(FailureKind::Malformed, format!("one JSON object instead of a stream: {}", error_message(&text))));
+            return Err(Failure::new(
+                FailureKind::Malformed,
+                format!("one JSON object instead of a stream: {}", error_message(&text)),
+            ));
         }
         let (mut parser, mut reading) = (sse::Parser::default(), Reading::default());
         while let Some(bytes) = answer.chunk().await? {
             let now = start.elapsed();
             if parser.push(&bytes, &mut |data| reading.event(&data, now)).is_err() {
-                return Err(Failure::new(FailureKind::Malformed, format!("an event of more than {} KiB", sse::MAX_EVENT_BYTES >> 10)));
+                return Err(Failure::new(
+                    FailureKind::Malformed,
+                    format!("an event of more than {} KiB", sse::MAX_EVENT_BYTES >> 10),
+                ));
             }
             if let Some(failure) = reading.failure.take() {
                 return Err(failure);
@@ -175,10 +185,13 @@ impl Api {
             return Err(failed(Failure::new(FailureKind::Http(status), error_message(&text))));
         }
         let list: Value = serde_json::from_str(&text).unwrap_or_default();
-        let names: Vec<&str> = list["data"].as_array().into_iter().flatten().filter_map(|model| model["id"].as_str()).collect();
+        let names: Vec<&str> =
+            list["data"].as_array().into_iter().flatten().filter_map(|model| model["id"].as_str()).collect();
         match names[..] {
             [name] => Ok(name.to_string()),
-            [] => Err(Error::Invalid("the server's list of models is empty or no such list: name the model with --model".into())),
+            [] => Err(Error::Invalid(
+                "the server's list of models is empty or no such list: name the model with --model".into(),
+            )),
             [one, two, ..] => {
                 let names = format!("{}, {}", one_line(one), one_line(two));
                 Err(Error::Invalid(format!("the server has several models ({names}, ...): choose one with --model")))
@@ -193,18 +206,26 @@ pub(super) fn cannot(what: &str, failure: &Failure) -> Error {
         FailureKind::Connect => "start the server, or check --url and, for https, SSL_CERT_FILE",
         FailureKind::Http(401 | 403) => "give its key with --api-key-file",
         FailureKind::Http(404) => "check --url, which mostly ends in /v1, and --model",
-        FailureKind::Http(400 | 413 | 422) => "check --prompt-tokens, --output-tokens and --endpoint against what the server takes",
+        FailureKind::Http(400 | 413 | 422) => {
+            "check --prompt-tokens, --output-tokens and --endpoint against what the server takes"
+        }
         FailureKind::Timeout => "raise --timeout, or look why the server is slow",
         FailureKind::Malformed => "check that --url is an OpenAI-compatible API",
         _ => "look into the server's log",
     };
-    Error::Invalid(format!("the server does not give {what} ({}: {}): {remedy}", failure.kind, one_line(&failure.message)))
+    Error::Invalid(format!(
+        "the server does not give {what} ({}: {}): {remedy}",
+        failure.kind,
+        one_line(&failure.message)
+    ))
 }
 
 /// What a body says about an error, in the shapes that servers have.
 fn error_message(text: &str) -> String {
     let value: Value = serde_json::from_str(text).unwrap_or_default();
-    let said = [&value["error"]["message"], &value["error"], &value["message"], &value["detail"]].into_iter().find_map(Value::as_str);
+    let said = [&value["error"]["message"], &value["error"], &value["message"], &value["detail"]]
+        .into_iter()
+        .find_map(Value::as_str);
     one_line(said.unwrap_or(text))
 }
 
@@ -265,7 +286,10 @@ impl Reading {
         }
         if !self.finished {
             let chunks = self.answered.chunks;
-            return Err(Failure::new(FailureKind::Broken, format!("it ended after {chunks} chunks, without a reason or [DONE]")));
+            return Err(Failure::new(
+                FailureKind::Broken,
+                format!("it ended after {chunks} chunks, without a reason or [DONE]"),
+            ));
         }
         if self.answered.end.is_zero() {
             self.answered.end = now; // some servers say no [DONE]
@@ -277,7 +301,8 @@ impl Reading {
 /// Whether a chunk's choice carries something that was generated: an answer, reasoning, or a call of a tool.
 fn has_text(choice: &Value) -> bool {
     let delta = &choice["delta"];
-    let texts = [&choice["text"], &delta["content"], &delta["reasoning_content"], &delta["reasoning"], &delta["refusal"]];
+    let texts =
+        [&choice["text"], &delta["content"], &delta["reasoning_content"], &delta["reasoning"], &delta["refusal"]];
     texts.iter().any(|text| text.as_str().is_some_and(|text| !text.is_empty()))
         || delta["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty())
 }
@@ -306,7 +331,10 @@ mod tests {
             (15, r#"{"choices":[{"delta":{"content":"a"},"finish_reason":null}]}"#),
             (25, r#"{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}"#),
             (30, r#"{"choices":[{"delta":{},"finish_reason":"length"}]}"#),
-            (31, r#"{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":5}}}"#),
+            (
+                31,
+                r#"{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":5}}}"#,
+            ),
             (32, "[DONE]"),
         ]);
         let usage = Usage { prompt_tokens: Some(9), completion_tokens: Some(4), cached_tokens: Some(5) };
@@ -328,7 +356,9 @@ mod tests {
         assert_eq!(kind(&[text, (6, r#"{"error":{"message":"out of memory"}}"#), (7, "[DONE]")]), FailureKind::Told);
         // Shapes that say nothing are no text, and no panic.
         assert_eq!(
-            read(&[(1, r#"{"choices":null,"usage":7}"#), (2, r#"{"choices":[1,{"delta":null}]}"#), (3, "[DONE]")]).unwrap().chunks,
+            read(&[(1, r#"{"choices":null,"usage":7}"#), (2, r#"{"choices":[1,{"delta":null}]}"#), (3, "[DONE]")])
+                .unwrap()
+                .chunks,
             0
         );
     }
@@ -338,10 +368,17 @@ mod tests {
         let refusal = |status, message: &str| Failure::new(FailureKind::Http(status), message);
         let mut fields = Fields::default();
         assert!(fields.give_way(&refusal(404, "ignore_eos")).is_none());
-        assert!(fields.give_way(&refusal(400, "Unrecognized request argument supplied: ignore_eos")).unwrap().contains("shorter"));
+        assert!(
+            fields
+                .give_way(&refusal(400, "Unrecognized request argument supplied: ignore_eos"))
+                .unwrap()
+                .contains("shorter")
+        );
         assert!(!fields.ignore_eos && fields.include_usage);
         assert!(fields.give_way(&refusal(400, "use 'max_completion_tokens' instead")).is_some());
-        assert!(fields.give_way(&refusal(422, "stream_options: extra fields not permitted")).unwrap().contains("chunks"));
+        assert!(
+            fields.give_way(&refusal(422, "stream_options: extra fields not permitted")).unwrap().contains("chunks")
+        );
         assert!(fields.give_way(&refusal(400, "no")).is_none());
         let mut fields = Fields::default();
         assert!(fields.give_way(&refusal(400, "no")).is_some());
@@ -350,7 +387,9 @@ mod tests {
 
     #[test]
     fn errors_are_read_in_many_shapes() {
-        for text in [r#"{"error":{"message":"m"}}"#, r#"{"error":"m"}"#, r#"{"message":"m"}"#, r#"{"detail":"m"}"#, "m", " m\n"] {
+        for text in
+            [r#"{"error":{"message":"m"}}"#, r#"{"error":"m"}"#, r#"{"message":"m"}"#, r#"{"detail":"m"}"#, "m", " m\n"]
+        {
             assert_eq!(error_message(text), "m");
         }
         assert_eq!(error_message("[1]"), "[1]");

@@ -55,8 +55,9 @@ impl Client {
         }
         let tls = secure.then(|| connector(&host)).transpose()?;
         let key = api_key.map(|key| {
-            let mut header = HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Invalid("the API key has characters that HTTP does not carry: check --api-key".into()))?;
+            let mut header = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+                Error::Invalid("the API key has characters that HTTP does not carry: check --api-key".into())
+            })?;
             header.set_sensitive(true);
             Ok::<_, Error>(header)
         });
@@ -72,7 +73,12 @@ impl Client {
     }
 
     /// Sends a request to `path` below the URL, and gives the answer when its head is there.
-    pub(super) async fn send(&self, method: Method, path: &str, body: Bytes) -> std::result::Result<Answer<'_>, Failure> {
+    pub(super) async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> std::result::Result<Answer<'_>, Failure> {
         // A server may close a connection that waits at any moment: that one fails is no failure of the server's. A new one's is.
         if let Some(sender) = self.take_idle()
             && let Ok(answer) = self.send_on(sender, &method, path, &body).await
@@ -83,8 +89,15 @@ impl Client {
         self.send_on(sender, &method, path, &body).await
     }
 
-    async fn send_on(&self, mut sender: Sender, method: &Method, path: &str, body: &Bytes) -> std::result::Result<Answer<'_>, Failure> {
-        let broken = |e: hyper::Error| Failure::new(FailureKind::Broken, format!("the connection broke before an answer: {e}"));
+    async fn send_on(
+        &self,
+        mut sender: Sender,
+        method: &Method,
+        path: &str,
+        body: &Bytes,
+    ) -> std::result::Result<Answer<'_>, Failure> {
+        let broken =
+            |e: hyper::Error| Failure::new(FailureKind::Broken, format!("the connection broke before an answer: {e}"));
         let mut request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.path))
@@ -135,7 +148,9 @@ fn connector(host: &str) -> Result<(TlsConnector, ServerName<'static>)> {
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if roots.is_empty() {
         let remedy = "install the package ca-certificates, or name a PEM file in SSL_CERT_FILE";
-        return Err(Error::Invalid(format!("this system trusts no certificate authority, which https needs: {remedy}")));
+        return Err(Error::Invalid(format!(
+            "this system trusts no certificate authority, which https needs: {remedy}"
+        )));
     }
     let name = ServerName::try_from(host.to_string())
         .map_err(|_| Error::Invalid(format!("{host} in --url is not a host that a certificate can name: check it")))?;
@@ -171,11 +186,16 @@ impl Answer<'_> {
     /// The next bytes; `None` at the end, when the connection is free for another request.
     pub(super) async fn chunk(&mut self) -> std::result::Result<Option<Bytes>, Failure> {
         while let Some(frame) = self.response.body_mut().frame().await {
-            let broken = |e: hyper::Error| Failure::new(FailureKind::Broken, format!("the connection broke within an answer: {e}"));
+            let broken = |e: hyper::Error| {
+                Failure::new(FailureKind::Broken, format!("the connection broke within an answer: {e}"))
+            };
             let Ok(data) = frame.map_err(broken)?.into_data() else { continue };
             self.bytes += data.len();
             if self.bytes > MAX_ANSWER_BYTES {
-                return Err(Failure::new(FailureKind::Malformed, format!("an answer of more than {} MiB", MAX_ANSWER_BYTES >> 20)));
+                return Err(Failure::new(
+                    FailureKind::Malformed,
+                    format!("an answer of more than {} MiB", MAX_ANSWER_BYTES >> 20),
+                ));
             }
             return Ok(Some(data));
         }
@@ -212,8 +232,17 @@ mod tests {
 
     #[test]
     fn a_url_that_is_none_is_refused() {
-        for url in ["", "127.0.0.1:8080", "/v1", "ftp://x/v1", "http://", "http:///v1", "http://a b/", "http://x/v1?a=b", "http://u:p@x/v1"]
-        {
+        for url in [
+            "",
+            "127.0.0.1:8080",
+            "/v1",
+            "ftp://x/v1",
+            "http://",
+            "http:///v1",
+            "http://a b/",
+            "http://x/v1?a=b",
+            "http://u:p@x/v1",
+        ] {
             assert!(Client::new(url, None).is_err_and(|e| e.to_string().contains("--url")), "{url}");
         }
         assert!(Client::new("http://x", Some("a\nb")).is_err());

@@ -87,7 +87,13 @@ pub(super) async fn measure(
 }
 
 /// One client: the next request when the last one is over.
-async fn client(target: Arc<Target>, amount: Amount, started: Instant, sent: Arc<AtomicUsize>, outcomes: UnboundedSender<Outcome>) {
+async fn client(
+    target: Arc<Target>,
+    amount: Amount,
+    started: Instant,
+    sent: Arc<AtomicUsize>,
+    outcomes: UnboundedSender<Outcome>,
+) {
     while amount.allows(sent.fetch_add(1, Ordering::Relaxed), started.elapsed()) {
         let body = target.next_body();
         let result = target.api.ask(body, Instant::now()).await;
@@ -100,7 +106,13 @@ async fn client(target: Arc<Target>, amount: Amount, started: Instant, sent: Arc
 }
 
 /// Requests at random times, `rate` a second on average, each independent of the others (a Poisson process).
-async fn arrivals(target: Arc<Target>, rate: f64, amount: Amount, started: Instant, outcomes: UnboundedSender<Outcome>) {
+async fn arrivals(
+    target: Arc<Target>,
+    rate: f64,
+    amount: Amount,
+    started: Instant,
+    outcomes: UnboundedSender<Outcome>,
+) {
     let slots = Arc::new(Semaphore::new(MAX_UNDER_WAY));
     let mut requests = JoinSet::new();
     for (number, due) in times(target.seed, rate).enumerate() {
@@ -139,7 +151,9 @@ fn level(load: Load, outcomes: Vec<Outcome>) -> Level {
     let (mut failures, mut answers) = (Failures::default(), Vec::new());
     for outcome in outcomes {
         match outcome.result {
-            Ok(answer) if answer.chunks == 0 => failures.add(FailureKind::Empty, 1, "the answer ended without any text"),
+            Ok(answer) if answer.chunks == 0 => {
+                failures.add(FailureKind::Empty, 1, "the answer ended without any text")
+            }
             Ok(answer) => answers.push(answer),
             Err(failure) => failures.add(failure.kind, 1, &failure.message),
         }
@@ -223,7 +237,10 @@ mod tests {
         let inter = level.inter_token_ms.unwrap();
         assert_eq!((inter.min, inter.max), (10.0, 20.0)); // 50 ms for 5 more chunks, 200 ms for 10 more tokens
         assert_eq!((level.first_token_ms.unwrap().mean, level.latency_ms.unwrap().max), (150.0, 305.0));
-        assert_eq!((level.gap_ms.unwrap().samples, level.cached_prompt_tokens, level.counted_as_chunks), (4, Some(8), 1));
+        assert_eq!(
+            (level.gap_ms.unwrap().samples, level.cached_prompt_tokens, level.counted_as_chunks),
+            (4, Some(8), 1)
+        );
         assert!(level.sent_late_ms.is_none());
     }
 
@@ -231,6 +248,8 @@ mod tests {
     fn nothing_is_not_a_number() {
         let level = level(Load::Rate(1.0), vec![]);
         assert_eq!((level.requests_per_s, level.completed), (0.0, 0));
-        assert!(level.first_token_ms.is_none() && level.prompt_tokens.is_none() && level.cached_prompt_tokens.is_none());
+        assert!(
+            level.first_token_ms.is_none() && level.prompt_tokens.is_none() && level.cached_prompt_tokens.is_none()
+        );
     }
 }

@@ -8,11 +8,12 @@ use crate::{Error, Result};
 
 /// Common and short, so that most tokenizers have one token for each; how many it takes is measured, not assumed.
 const WORDS: [&str; 64] = [
-    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student",
-    "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "number",
-    "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye",
-    "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line",
-    "end", "member", "law", "car",
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
+    "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system",
+    "program", "question", "work", "number", "night", "point", "home", "water", "room", "mother", "area", "money",
+    "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side",
+    "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law",
+    "car",
 ];
 
 /// Numbers that one prompt may draw before it runs into the next one's.
@@ -101,9 +102,13 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
                 }
                 (Some(messages), _) => Prompt::Messages(messages),
                 (None, Some(Value::String(text))) => Prompt::Text(text),
-                (None, _) => return Err(wrong(i, "has neither 'messages' nor a string in 'prompt': give it one of them")),
+                (None, _) => {
+                    return Err(wrong(i, "has neither 'messages' nor a string in 'prompt': give it one of them"));
+                }
             },
-            Err(e) if line.trim_start().starts_with('{') => return Err(wrong(i, &format!("is not the JSON it begins as: {e}"))),
+            Err(e) if line.trim_start().starts_with('{') => {
+                return Err(wrong(i, &format!("is not the JSON it begins as: {e}")));
+            }
             _ => Prompt::Text(line.to_string()),
         });
     }
@@ -179,7 +184,10 @@ mod tests {
         let texts: Vec<_> = prompts[..5].iter().map(|p| p.clone().field(Endpoint::Completions).1).collect();
         assert_eq!(texts, ["plain", "a\nb", "c", "[INST] x", "42"]);
         assert_eq!(prompts[5].field(Endpoint::Chat).1, json!([{"role": "user", "content": "d"}]));
-        assert_eq!(prompts[0].field(Endpoint::Chat), ("messages".into(), json!([{"role": "user", "content": "plain"}])));
+        assert_eq!(
+            prompts[0].field(Endpoint::Chat),
+            ("messages".into(), json!([{"role": "user", "content": "plain"}]))
+        );
         assert_eq!(Prompts::Lines(prompts.clone()).get(7), prompts[1]);
     }
 
@@ -194,6 +202,9 @@ mod tests {
         ] {
             assert!(parse(text, Endpoint::Chat).is_err_and(|e| e.to_string().contains(want)), "{text}");
         }
-        assert!(parse("{\"messages\": [{}]}", Endpoint::Completions).is_err_and(|e| e.to_string().contains("--endpoint chat")));
+        assert!(
+            parse("{\"messages\": [{}]}", Endpoint::Completions)
+                .is_err_and(|e| e.to_string().contains("--endpoint chat"))
+        );
     }
 }

@@ -196,7 +196,8 @@ impl Failures {
     }
 
     pub(super) fn list(self) -> Vec<Failed> {
-        let mut list: Vec<Failed> = self.0.into_iter().map(|(kind, (count, example))| Failed { kind, count, example }).collect();
+        let mut list: Vec<Failed> =
+            self.0.into_iter().map(|(kind, (count, example))| Failed { kind, count, example }).collect();
         list.sort_by_key(|failed| std::cmp::Reverse(failed.count));
         list
     }
@@ -218,7 +219,12 @@ impl fmt::Display for Report {
             (Some(n), shared) => format!("prompts of {n} tokens, the first {shared} the same"),
         };
         let Self { url, model, endpoint, output_tokens, seed, .. } = self;
-        writeln!(f, "{} at {}, {endpoint}: {prompts}, answers of {output_tokens}, seed {seed}", one_line(model), one_line(url))?;
+        writeln!(
+            f,
+            "{} at {}, {endpoint}: {prompts}, answers of {output_tokens}, seed {seed}",
+            one_line(model),
+            one_line(url)
+        )?;
         for note in &self.notes {
             writeln!(f, "note: {note}")?;
         }
@@ -238,9 +244,22 @@ impl fmt::Display for Report {
 impl Report {
     /// All levels beside each other.
     fn summary(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let heads = ("load", "req/s", "output tok/s", "total tok/s", "first token p50", "p99 ms", "inter-token p50", "p99 ms", "failed");
+        let heads = (
+            "load",
+            "req/s",
+            "output tok/s",
+            "total tok/s",
+            "first token p50",
+            "p99 ms",
+            "inter-token p50",
+            "p99 ms",
+            "failed",
+        );
         let (load, requests, output, total, first, first99, inter, inter99, failed) = heads;
-        writeln!(f, "\n{load:14} {requests:>8} {output:>13} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} {failed:>7}")?;
+        writeln!(
+            f,
+            "\n{load:14} {requests:>8} {output:>13} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} {failed:>7}"
+        )?;
         for level in &self.levels {
             let of = |spread: &Option<Spread>, pick: fn(&Spread) -> f64| number(spread.as_ref().map(pick));
             let (first, first99) = (of(&level.first_token_ms, |s| s.p50), of(&level.first_token_ms, |s| s.p99));
@@ -283,12 +302,18 @@ impl fmt::Display for Level {
         writeln!(f, "  {:.2} requests/s, {:.1} output tok/s{total}", self.requests_per_s, self.output_tok_per_s)?;
         let prompt = self.prompt_tokens.as_ref().map_or("an unknown number of".into(), range);
         let cached = match (self.cached_prompt_tokens, &self.prompt_tokens) {
-            (Some(cached), Some(prompt)) => format!(" ({:.1}% cached)", 100.0 * cached as f64 / (prompt.mean * prompt.samples as f64)),
+            (Some(cached), Some(prompt)) => {
+                format!(" ({:.1}% cached)", 100.0 * cached as f64 / (prompt.mean * prompt.samples as f64))
+            }
             _ => String::new(),
         };
         writeln!(f, "  prompts of {prompt} tokens{cached}, answers of {}", range(output))?;
 
-        writeln!(f, "  {:20} {:>9} {:>9} {:>9} {:>9} {:>9} {:>8}", "ms", "mean", "p50", "p95", "p99", "max", "samples")?;
+        writeln!(
+            f,
+            "  {:20} {:>9} {:>9} {:>9} {:>9} {:>9} {:>8}",
+            "ms", "mean", "p50", "p95", "p99", "max", "samples"
+        )?;
         let rows = [
             ("time to first token", &self.first_token_ms),
             ("inter-token latency", &self.inter_token_ms),
