@@ -1,8 +1,9 @@
 //! Compiles `kernels/*.cu` where an nvcc is found and embeds the fatbins; without one the engine runs on the CPU.
 //!
-//! nvcc is looked for in `$NVCC`, `$CUDA_HOME`, `$CUDA_PATH`, `.cu/` (see `scripts/cuda-toolchain`), `$PATH` and `/usr/local/cuda`.
-//! A fatbin is kept under a hash of its source, the headers it includes and the flags, so that an edit compiles what it changed.
-//! `$CUDAARCHS` (CMake's name for it) compiles for these compute capabilities alone, as "80;90a", or for "all" that a release has.
+//! nvcc is looked for in `$NVCC`, `$CUDA_HOME`, `$CUDA_PATH`, `.cu/` (see `scripts/cuda-toolchain`), `$PATH` and
+//! `/usr/local/cuda`. A fatbin is kept under a hash of its source, the headers it includes and the flags, so that an
+//! edit compiles what it changed. `$CUDAARCHS` (CMake's name for it) compiles for these compute capabilities alone, as
+//! "80;90a", or for "all" that a release has.
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::DefaultHasher;

@@ -2,7 +2,8 @@
 //!
 //! `cargo bench --bench experts [-- FILTER...]`: a row is printed when every filter is part of its name, such as
 //! `qwen3 int4-g128 avx512`; `threads=N` sets the team, `tokens=N,N` the batches; `router=1` times the whole
-//! MoE layer, from the router's logits to the sum (bytes are the experts' alone). Weights are cycled through so that they come from RAM.
+//! MoE layer, from the router's logits to the sum (bytes are the experts' alone). Weights are cycled through so that
+//! they come from RAM.
 
 mod common;
 

@@ -1,7 +1,8 @@
 //! Each kernel on one thread with its data in cache: how far instructions alone would let it go.
 //!
-//! `cargo bench --bench kernels [-- FILTER]`. The best of many short runs, so that other processes hardly matter. A kernel reads at memory
-//! speed when its GB/s at one token exceed a core's share of the memory's; FMA/cycle-like rates show at many tokens.
+//! `cargo bench --bench kernels [-- FILTER]`. The best of many short runs, so that other processes hardly matter. A
+//! kernel reads at memory speed when its GB/s at one token exceed a core's share of the memory's; FMA/cycle-like rates
+//! show at many tokens.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

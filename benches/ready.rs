@@ -1,9 +1,11 @@
-//! From a checkpoint to the first token: conversion, and time to ready from a cold and a warm page cache, with the RAM that each takes.
+//! From a checkpoint to the first token: conversion, and time to ready from a cold and a warm page cache, with the RAM
+//! that each takes.
 //!
-//! `cargo bench --bench ready -- dir=FOLDER [shape=NAME] [layers=N] [loads=gpu,gpu-ram,cpu] [json=FILE]`. In FOLDER a checkpoint of random weights of a
-//! known shape is written, in the hub's names and shards, unless it is there from an earlier run; then it is converted as `moebius cache build` does, and
-//! loaded as `moebius serve` does: `gpu` as much on it as fits, `gpu-ram` with all experts in RAM. Each step is a process of its own, so that each
-//! has a peak of its own; before a cold one the files are written to disk and dropped from the page cache.
+//! `cargo bench --bench ready -- dir=FOLDER [shape=NAME] [layers=N] [loads=gpu,gpu-ram,cpu] [json=FILE]`. In FOLDER a
+//! checkpoint of random weights of a known shape is written, in the hub's names and shards, unless it is there from an
+//! earlier run; then it is converted as `moebius cache build` does, and loaded as `moebius serve` does: `gpu` as much
+//! on it as fits, `gpu-ram` with all experts in RAM. Each step is a process of its own, so that each has a peak of its
+//! own; before a cold one the files are written to disk and dropped from the page cache.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -1,7 +1,9 @@
-//! Many requests to one engine, on a real model's dimensions: tokens per second of 1 to 16 answers together, the pauses of a running answer
-//! while a long prompt is read, what the next turn of a long conversation costs, and what steering and capture cost, themselves and whoever is beside.
+//! Many requests to one engine, on a real model's dimensions: tokens per second of 1 to 16 answers together, the pauses
+//! of a running answer while a long prompt is read, what the next turn of a long conversation costs, and what steering
+//! and capture cost, themselves and whoever is beside.
 //!
-//! `cargo bench --bench serving -- qwen3-30b-a3b [layers=N] [prompt=20000] [gap=500] [device=cpu|cuda:0] [dense=int4]`: one JSON object.
+//! `cargo bench --bench serving -- qwen3-30b-a3b [layers=N] [prompt=20000] [gap=500] [device=cpu|cuda:0] [dense=int4]`:
+//! one JSON object.
 #![allow(clippy::unwrap_used)] // a bench may panic
 
 use std::sync::Arc;
@@ -38,7 +40,8 @@ fn next(events: &mut Events) -> Option<(Instant, RequestStats)> {
     }
 }
 
-/// Tokens per second of `streams` answers together, the first token of each left out; `change` makes something else of request `i`.
+/// Tokens per second of `streams` answers together, the first token of each left out; `change` makes something else of
+/// request `i`.
 fn throughput(engine: &EngineHandle, streams: usize, tokens: usize, change: impl Fn(usize, Request) -> Request) -> f64 {
     let request = |i| change(i, request(prompt(64, (streams * 100 + i) as u32), tokens));
     let mut all: Vec<Events> = (0..streams).map(|i| engine.submit(request(i)).unwrap()).collect();
@@ -116,7 +119,8 @@ fn main() {
     gaps.sort_by(f64::total_cmp);
     let quantile = |q: f64| gaps[((gaps.len() - 1) as f64 * q) as usize];
 
-    // The next turn: the same text and a little more. And the same alone, for the price of reading it with nobody else there.
+    // The next turn: the same text and a little more. And the same alone, for the price of reading it with nobody else
+    // there.
     let turn = |text: Vec<u32>| {
         let asked = Instant::now();
         let (at, stats) = next(&mut ask(&engine, text, 1)).unwrap();

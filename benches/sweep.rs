@@ -1,9 +1,9 @@
 //! What the time of one small MoE layer at one token goes into, and which settings of `Pace` would take less of it.
 //!
-//! `cargo bench --bench sweep [-- seconds=N] [threads=N] [shape=NAME] [only=TEXT] [json=FILE]`. All settings take turns, a few layers
-//! each, so that whatever else the machine does meets all of them; a row is the median over all turns, and stands beside the default turn
-//! by turn. Beside the executor runs one whose kernel only reads: the same bytes in the same order with the same claims and barriers,
-//! without arithmetic.
+//! `cargo bench --bench sweep [-- seconds=N] [threads=N] [shape=NAME] [only=TEXT] [json=FILE]`. All settings take
+//! turns, a few layers each, so that whatever else the machine does meets all of them; a row is the median over all
+//! turns, and stands beside the default turn by turn. Beside the executor runs one whose kernel only reads: the same
+//! bytes in the same order with the same claims and barriers, without arithmetic.
 
 mod common;
 

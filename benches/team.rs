@@ -1,7 +1,7 @@
 //! What a dispatch and a barrier of the worker team cost, and what a neighbour on one of its cores costs.
 //!
-//! `cargo bench --bench team [-- threads=N] [neighbour]`. `neighbour` puts a spinning thread on the last worker's core, then on the
-//! first's, and times layers of one millisecond of work, claimed in small pieces as experts are.
+//! `cargo bench --bench team [-- threads=N] [neighbour]`. `neighbour` puts a spinning thread on the last worker's core,
+//! then on the first's, and times layers of one millisecond of work, claimed in small pieces as experts are.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -23,7 +23,8 @@ fn spin(time: Duration) {
     }
 }
 
-/// One layer: 48 pieces of work for each worker of the full team and two barriers, about a millisecond when all cores are free.
+/// One layer: 48 pieces of work for each worker of the full team and two barriers, about a millisecond when all cores
+/// are free.
 ///
 /// Pieces are counted, not timed: a thread that is not running gets nothing done.
 fn layer(team: &Team, piece: u32) {

@@ -210,12 +210,13 @@ pub trait Backend: Sized + Send + 'static {
 
     /// Takes over a weight `[n, k]` in the given precision. Errors: the precision does not fit the shape.
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self::Linear>;
-    /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a key of a
-    /// latent, then those that make a value.
+    /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a
+    /// key of a latent, then those that make a value.
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
     /// Takes over norm weights.
     fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
-    /// Takes over router weights `[experts, hidden]`, the bias of the logits and the bias for choosing, `[experts]` each.
+    /// Takes over router weights `[experts, hidden]`, the bias of the logits and the bias for choosing, `[experts]`
+    /// each.
     fn load_router(
         &self,
         weight: Vec<f32>,
@@ -236,8 +237,8 @@ pub trait Backend: Sized + Send + 'static {
     /// As [`Backend::linear_bytes`].
     fn latent_up_bytes(&self, w: &Self::LatentUp) -> usize;
 
-    /// Runs a pass that `record` computes op by op, or, where the device has recorded one of the same form before, that one again.
-    /// Returns whether the pass ran as a recording.
+    /// Runs a pass that `record` computes op by op, or, where the device has recorded one of the same form before, that
+    /// one again. Returns whether the pass ran as a recording.
     fn replay(&self, form: Form, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         let _ = form;
         record().map(|()| false)
@@ -273,12 +274,13 @@ pub trait Backend: Sized + Send + 'static {
     fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
-    /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward pass.
+    /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward
+    /// pass.
     fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
     fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Self::Tensor);
-    /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first numbers of the keys.
-    /// The tokens of a sequence come in the order of their positions.
+    /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first
+    /// numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
     /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
     /// included; `out` is `[T, num_heads * value_dim]`.
@@ -293,8 +295,9 @@ pub trait Backend: Sized + Send + 'static {
     );
     /// Activations for [`Backend::delta_net`] on at most `max_tokens` tokens.
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
-    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, `z` and `out` `[T, value_dim]`. Each sequence
-    /// goes on from the state in its span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
+    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, `z` and `out` `[T,
+    /// value_dim]`. Each sequence goes on from the state in its span's slot, from zeros at position 0, and leaves
+    /// there what comes next. A batch has one span of a sequence.
     #[allow(clippy::too_many_arguments)] // what it is, what it has, what it reads, what it changes
     fn delta_net(
         &self,
@@ -313,7 +316,8 @@ pub trait Backend: Sized + Send + 'static {
     fn gate_rows(&self, w: &Self::Norm, h: &Self::Tensor, x: &mut Self::Tensor);
     /// Activations for [`Backend::latent_attention`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
-    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads * v]`.
+    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads *
+    /// v]`.
     #[allow(clippy::too_many_arguments)] // what attention takes, and how latents become keys and values
     fn latent_attention(
         &self,
@@ -332,8 +336,8 @@ pub trait Backend: Sized + Send + 'static {
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
 
-    /// `x[t] += coefficient * vector` for all additions after `layer`, in their order, f32; rounded after the product and after the sum.
-    /// Row 0 of `x` is row `first` of the batch.
+    /// `x[t] += coefficient * vector` for all additions after `layer`, in their order, f32; rounded after the product
+    /// and after the sum. Row 0 of `x` is row `first` of the batch.
     fn add(&self, additions: &Self::Additions, layer: usize, first: usize, x: &mut Self::Tensor);
 
     // Several of the ops above in a row: what they mean. A device may do them at once.

@@ -22,7 +22,8 @@ use crate::{Error, Result, log};
 use clap::{Parser, Subcommand};
 pub use open::{open, options};
 
-/// The only argument of a process that renders chat templates for another: nothing for people, so `--help` does not tell of it.
+/// The only argument of a process that renders chat templates for another: nothing for people, so `--help` does not
+/// tell of it.
 pub const RENDER_TEMPLATES: &str = "--render-templates";
 
 /// Mixture-of-experts language models larger than your GPU, on one box.
@@ -54,7 +55,8 @@ enum Command {
     Doctor(doctor::Args),
 }
 
-/// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong flag, and `--help`, end the process.
+/// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong
+/// flag, and `--help`, end the process.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.into_iter().collect();
     if args.get(1).is_some_and(|arg| arg == RENDER_TEMPLATES) {

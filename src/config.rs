@@ -53,7 +53,8 @@ pub enum DenseBits {
     /// As most checkpoints come; activations keep 16 bits of mantissa.
     #[default]
     Bf16,
-    /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention stay at 16 bits.
+    /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention
+    /// stay at 16 bits.
     Int8,
     /// The same with 4-bit codes.
     Int4,
@@ -174,24 +175,28 @@ impl KvBits {
 pub struct EngineConfig {
     /// Precision of the routed experts, in prefill and decode alike.
     pub experts: ExpertBits,
-    /// What keeps the checkpoint's experts as they are, found by [`load::for_checkpoint`](crate::load::for_checkpoint), not for the user to say;
-    /// `None`: plain numbers.
+    /// What keeps the checkpoint's experts as they are, found by
+    /// [`load::for_checkpoint`](crate::load::for_checkpoint), not for the user to say; `None`: plain numbers.
     pub kept: Option<Precision>,
     /// Inputs that share a scale (32, 64 or 128); `None`: the checkpoint's own, else the largest that divides.
     pub group_size: Option<usize>,
     /// Precision of everything else (router and norms are always f32).
     pub dense: DenseBits,
-    /// Tokens of prompt plus answer that a sequence may hold; `None`: the model's own limit, lowered to what memory allows.
+    /// Tokens of prompt plus answer that a sequence may hold; `None`: the model's own limit, lowered to what memory
+    /// allows.
     pub max_context: Option<usize>,
     /// Sequences that run at the same time.
     pub max_sequences: usize,
     /// Requests that may wait beside them.
     pub max_queue: usize,
-    /// Between two tokens of a running answer, while prompts are read: they are read in parts that take no longer, down to 32 tokens.
+    /// Between two tokens of a running answer, while prompts are read: they are read in parts that take no longer,
+    /// down to 32 tokens.
     pub max_gap: Duration,
-    /// Keep the KV blocks of what was read, for requests that begin alike; nothing is kept of a model with recurrent state.
+    /// Keep the KV blocks of what was read, for requests that begin alike; nothing is kept of a model with recurrent
+    /// state.
     pub prefix_cache: bool,
-    /// Tokens of one forward pass: the size of a prefill chunk; `None`: [`CPU_BATCH_TOKENS`], or what the GPU's memory allows.
+    /// Tokens of one forward pass: the size of a prefill chunk; `None`: [`CPU_BATCH_TOKENS`], or what the GPU's memory
+    /// allows.
     pub max_batch_tokens: Option<usize>,
     /// Worker threads; `None`: one per physical core this process may use.
     pub threads: Option<usize>,

@@ -1,7 +1,8 @@
 //! The CUDA driver, as far as the engine needs it: one device, its memory, two streams, kernels by name, graphs.
 //!
-//! The driver is loaded when a device is opened; a machine without one is an ordinary `Err`. Launches and copies do not return
-//! errors one by one: the first that fails is kept, and told by [`Cuda::check`], which everything that waits calls.
+//! The driver is loaded when a device is opened; a machine without one is an ordinary `Err`. Launches and copies do not
+//! return errors one by one: the first that fails is kept, and told by [`Cuda::check`], which everything that waits
+//! calls.
 #![allow(unsafe_code)]
 
 mod bandwidth;
@@ -307,7 +308,8 @@ impl Cuda {
         self.recording.load(Relaxed)
     }
 
-    /// Runs a pass whose like will be recorded: what it decides must be what a recording decides, or its results would be others.
+    /// Runs a pass whose like will be recorded: what it decides must be what a recording decides, or its results would
+    /// be others.
     pub(crate) fn rehearse<T>(&self, pass: impl FnOnce() -> T) -> T {
         self.rehearsing.store(true, Relaxed);
         let done = pass();
@@ -320,7 +322,8 @@ impl Cuda {
         self.is_recording() || self.rehearsing.load(Relaxed)
     }
 
-    /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the same time.
+    /// Promises that the next kernel neither reads nor writes what the last one reads or writes: they may run at the
+    /// same time.
     pub(crate) fn promise_independent(&self) {
         self.independent.store(true, Relaxed);
     }

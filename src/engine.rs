@@ -91,8 +91,9 @@ pub struct RequestStats {
 pub enum Event {
     /// One more token of the answer.
     Token(Token),
-    /// What the request wants to be told of tokens that were read just now: in the order of positions for each layer and for logits, and before
-    /// the token that follows. The last token of an answer is not read, so there is nothing to tell of it.
+    /// What the request wants to be told of tokens that were read just now: in the order of positions for each layer
+    /// and for logits, and before the token that follows. The last token of an answer is not read, so there is
+    /// nothing to tell of it.
     Captured(Captured),
     /// The answer is complete.
     Done(FinishReason, RequestStats),
@@ -199,7 +200,8 @@ impl EngineHandle {
         !self.requests.is_closed()
     }
 
-    /// Drops this handle. If it was the last, waits until running requests are answered and the engine has given back its memory.
+    /// Drops this handle. If it was the last, waits until running requests are answered and the engine has given back
+    /// its memory.
     pub fn stop(self) {
         let Self { requests, thread, .. } = self;
         drop(requests);
@@ -211,7 +213,8 @@ impl EngineHandle {
 
     /// Queues a request; its tokens arrive on the returned receiver.
     ///
-    /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context, or steering or capture do not fit the model; `Error::Busy` when too many wait; `Error::Stopped`.
+    /// Errors: `Error::Invalid` when the prompt is empty or does not fit the context, or steering or capture do not fit
+    /// the model; `Error::Busy` when too many wait; `Error::Stopped`.
     pub fn submit(&self, request: Request) -> Result<Events> {
         let limit = self.info.max_context;
         if request.prompt.is_empty() {

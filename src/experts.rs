@@ -1,4 +1,5 @@
-//! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual stream.
+//! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual
+//! stream.
 
 pub mod between;
 pub mod cpu;

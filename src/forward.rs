@@ -32,22 +32,24 @@ pub trait Forward: Send {
     /// What it is.
     fn config(&self) -> &ModelConfig;
 
-    /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`]. `tap` must not be empty, and its
-    /// vectors must be [held](Forward::hold).
+    /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`]. `tap` must
+    /// not be empty, and its vectors must be [held](Forward::hold).
     ///
     /// Errors: `Error::Cache` when an expert's bytes are not what was written, found at its first use; `Error::Device`.
     fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()>;
 
     /// Brings vectors `[hidden]` to the device, to be added by a [`Tap`] for as long as somebody else has them too.
     ///
-    /// Errors: `Error::Busy` when those of all requests take too much; `Error::Resources` when the device has no memory for them.
+    /// Errors: `Error::Busy` when those of all requests take too much; `Error::Resources` when the device has no memory
+    /// for them.
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()>;
 
-    /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Forward::max_logit_rows`] rows at a time.
+    /// Logits `[rows, vocab]` of rows of the last batch, on the host; at most [`Forward::max_logit_rows`] rows at a
+    /// time.
     fn logits(&mut self, rows: &[usize]) -> Result<&mut [f32]>;
 
-    /// The largest logits of rows of the last batch, and what a row weighs at an inverse temperature; as many rows as for [`Forward::logits`].
-    /// `false`: this device gives whole rows only, and nothing was done.
+    /// The largest logits of rows of the last batch, and what a row weighs at an inverse temperature; as many rows as
+    /// for [`Forward::logits`]. `false`: this device gives whole rows only, and nothing was done.
     fn shortlists(&mut self, rows: &[usize], inverse_temperatures: &[f32], out: &mut Vec<Shortlist>) -> Result<bool>;
 
     /// Whole rows, after [`Forward::shortlists`] of them.
@@ -65,7 +67,8 @@ pub trait Forward: Send {
     /// Experts of each layer that live on the device.
     fn resident_experts(&self) -> usize;
 
-    /// Measures the device; `None`: it is the CPU. Errors: `Error::Resources` if the device has no memory left for it; `Error::Device`.
+    /// Measures the device; `None`: it is the CPU. Errors: `Error::Resources` if the device has no memory left for it;
+    /// `Error::Device`.
     fn rates(&self) -> Result<Option<Rates>>;
 
     /// Reads the batch, and logits of its last row, twice; times of the second pass's ops, none on the CPU.
@@ -83,7 +86,8 @@ const MAX_VECTOR_BYTES: usize = 32 << 20;
 pub struct Limits {
     /// Tokens of a pass.
     pub tokens: usize,
-    /// Tokens that go through an op at a time. A pass of more takes each layer in parts, so that a layer's experts are fetched once.
+    /// Tokens that go through an op at a time. A pass of more takes each layer in parts, so that a layer's experts are
+    /// fetched once.
     pub chunk_tokens: usize,
     /// Rows of logits at a time.
     pub logit_rows: usize,
@@ -464,7 +468,8 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
-/// `x += down(silu(gate h) * up h)`, of a gated one its share: what `down` reads is multiplied instead of what it gives.
+/// `x += down(silu(gate h) * up h)`, of a gated one its share: what `down` reads is multiplied instead of what it
+/// gives.
 fn mlp<B: Backend>(
     backend: &B,
     w: &MlpWeights<B>,

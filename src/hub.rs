@@ -1,7 +1,9 @@
-//! From the model a user names to the directory it lies in: the demo, a directory, or a repository of the Hugging Face hub.
+//! From the model a user names to the directory it lies in: the demo, a directory, or a repository of the Hugging Face
+//! hub.
 //!
-//! A hub is not trusted: what it says is checked before it becomes a path (`answer`), the token goes to nobody else (`client`), a file is kept
-//! only if it is what was announced (`fetch`). `folder` is the local copy, which other tools of Hugging Face share.
+//! A hub is not trusted: what it says is checked before it becomes a path (`answer`), the token goes to nobody else
+//! (`client`), a file is kept only if it is what was announced (`fetch`). `folder` is the local copy, which other tools
+//! of Hugging Face share.
 
 mod answer;
 mod client;
@@ -22,8 +24,8 @@ use answer::{Commit, is_plain};
 use client::{Client, Failure};
 use folder::Folder;
 
-/// A directory with the `config.json` of `model`, named as for [`resolve`]: of a repository that is not here, nothing else is downloaded.
-/// One of GGUF files has no such file, and is downloaded.
+/// A directory with the `config.json` of `model`, named as for [`resolve`]: of a repository that is not here, nothing
+/// else is downloaded. One of GGUF files has no such file, and is downloaded.
 pub fn resolve_config(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     match model != demo::NAME && !Path::new(model).exists() && is_hub_id(model) {
         true => Hub::from_env()?.config(model, cache_dir),
@@ -31,8 +33,8 @@ pub fn resolve_config(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The directory of `model`: `demo`, a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-30B-A3B`, downloaded if it is not complete.
-/// A GGUF model becomes a directory below `cache_dir`.
+/// The directory of `model`: `demo`, a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-30B-A3B`, downloaded if
+/// it is not complete. A GGUF model becomes a directory below `cache_dir`.
 ///
 /// HF_HOME, HF_TOKEN and HF_ENDPOINT mean what they mean everywhere.
 pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {

@@ -4,8 +4,9 @@
 //! What has no order to exploit ([`silu_mul`](Kernel::silu_mul), quantization, norms) is written once, in `shared.rs`,
 //! and compiled once per instruction set.
 //!
-//! All weights are packed tiles of 16 rows (`moebius_cache::pack`), and [`Kernel::matmul`] is the one product over them: of BF16 weights with
-//! activations split into two bf16 numbers, of integer weights with activations quantized to 8 bits. [`Activations`] are both.
+//! All weights are packed tiles of 16 rows (`moebius_cache::pack`), and [`Kernel::matmul`] is the one product over
+//! them: of BF16 weights with activations split into two bf16 numbers, of integer weights with activations quantized to
+//! 8 bits. [`Activations`] are both.
 //!
 //! Numbers so small that a product of theirs is subnormal (below 2^-126) are outside of the promise of equal bits.
 
@@ -172,10 +173,11 @@ pub trait Kernel: Send + Sync {
     /// The instruction set.
     fn simd(&self) -> Simd;
 
-    /// Activations to 8 bits: `scale = max|x| / 127` per group, `code = round_half_even(x / scale)`, `sum` of the codes.
+    /// Activations to 8 bits: `scale = max|x| / 127` per group, `code = round_half_even(x / scale)`, `sum` of the
+    /// codes.
     ///
-    /// Shapes: `x` and `codes` `[n]`, `scales` and `sums` [n / group]. A group too small to invert (below 1e-35) becomes zeros;
-    /// one that is not finite keeps a scale that is not finite.
+    /// Shapes: `x` and `codes` `[n]`, `scales` and `sums` [n / group]. A group too small to invert (below 1e-35)
+    /// becomes zeros; one that is not finite keeps a scale that is not finite.
     fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
 
     /// f32 numbers that hold 32 split inputs of a row, see [`split`](Kernel::split).
@@ -183,36 +185,42 @@ pub trait Kernel: Send + Sync {
 
     /// Each input as the sum of two bf16 numbers, `high = round(x)` and `low = round(x - high)`: 16 bits of mantissa.
     ///
-    /// Shapes: `x` `[n]`, `out` `[ceil(n / 32), split_words()]`. How 32 inputs lie in `out` is this kernel's own business; those that the last
-    /// 32 lack become zeros.
+    /// Shapes: `x` `[n]`, `out` `[ceil(n / 32), split_words()]`. How 32 inputs lie in `out` is this kernel's own
+    /// business; those that the last 32 lack become zeros.
     fn split(&self, x: &[f32], out: &mut [f32]);
 
-    /// Some tiles of packed weights times some rows of activations: `acc = W_i[r] . x[t]` is `out[t][16 i + r]`, or is summed onto it.
+    /// Some tiles of packed weights times some rows of activations: `acc = W_i[r] . x[t]` is `out[t][16 i + r]`, or is
+    /// summed onto it.
     ///
     /// Shapes: `tiles` [n, layout.tile_bytes()], `x` prepared by the same kernel for `layout`, `out` [x.len(), n * 16].
-    /// Order, INT4, INT8 and MXFP4: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)`, groups ascending.
-    /// Order, BF16, that of `tdpbf16ps`: for 32 inputs at a time and of them the high, then the low parts, `even` sums the even inputs by
-    /// fma from zero, ascending, `odd` the odd ones; `acc = acc + (even + odd)`.
+    /// Order, INT4, INT8 and MXFP4: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)`, groups
+    /// ascending. Order, BF16, that of `tdpbf16ps`: for 32 inputs at a time and of them the high, then the low
+    /// parts, `even` sums the even inputs by fma from zero, ascending, `odd` the odd ones; `acc = acc + (even +
+    /// odd)`.
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]);
 
     /// `out[t][r] = w[r] . x[t]`: the router.
     ///
     /// Shapes: `w` [rows, k], `x` [tokens, k], `out` [tokens, rows].
-    /// Order: 16 accumulators, lane `l` takes inputs `k = l (mod 16)` ascending by fma; then lanes 8 apart are added, then 4, 2, 1.
+    /// Order: 16 accumulators, lane `l` takes inputs `k = l (mod 16)` ascending by fma; then lanes 8 apart are added,
+    /// then 4, 2, 1.
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]);
 
     /// `out = silu(gate) * up`; all `[n]`.
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
 
-    /// `out = (up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0; all `[n]`.
+    /// `out = (up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0; all
+    /// `[n]`.
     fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]);
 
     /// `x = x * sigmoid(gate)`; both `[n]`.
     fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]);
 
-    /// One token of one head of the gated delta rule: `state *= decay; delta = beta * (v - state^T k); state += k delta^T; out = state^T q`.
+    /// One token of one head of the gated delta rule: `state *= decay; delta = beta * (v - state^T k); state += k
+    /// delta^T; out = state^T q`.
     ///
-    /// Shapes: `state` `[k.len(), v.len()]`, `q` and `k` of one length, `out` as `v`. Order: sums over `k` ascending, by fma from zero.
+    /// Shapes: `state` `[k.len(), v.len()]`, `q` and `k` of one length, `out` as `v`. Order: sums over `k` ascending,
+    /// by fma from zero.
     fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]);
 
     /// `x = exp(x - max)`; returns the sum, in the order of [`dot_f32`](Kernel::dot_f32).
@@ -226,7 +234,8 @@ pub trait Kernel: Send + Sync {
     /// `out += scale * x` by fma; both `[n]`.
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);
 
-    /// `out = x / sqrt(mean(x^2) + eps) * w`; all `[n]`. The sum of squares has the order of [`dot_f32`](Kernel::dot_f32).
+    /// `out = x / sqrt(mean(x^2) + eps) * w`; all `[n]`. The sum of squares has the order of
+    /// [`dot_f32`](Kernel::dot_f32).
     fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
 }
 

@@ -75,7 +75,8 @@ pub enum LoadProgress<'a> {
     Weights(usize, usize),
     /// Experts copied: layers done, of how many.
     Copy(usize, usize),
-    /// What was decided, in one line: where the experts are that take a while to read or were copied, and what runs where how fast.
+    /// What was decided, in one line: where the experts are that take a while to read or were copied, and what runs
+    /// where how fast.
     Experts(&'a str),
 }
 
@@ -93,7 +94,8 @@ pub struct Machine {
 pub(crate) const AMX_REFUSED: &str = "the CPU has AMX, but the system does not let programs use it: that takes Linux 5.16 or later, \
                                       and a hypervisor and a container that allow it";
 
-/// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used; the system gives no more threads.
+/// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used; the system gives
+/// no more threads.
 pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
     moebius_cache::threads::start()?;
     let kernel = match config.simd {
@@ -254,7 +256,8 @@ pub enum Budget {
 }
 
 impl Budget {
-    /// Errors: `Error::Resources` when weights, activations or the context asked for do not fit into the machine's available bytes.
+    /// Errors: `Error::Resources` when weights, activations or the context asked for do not fit into the machine's
+    /// available bytes.
     pub fn new(
         model: &ModelConfig,
         config: &EngineConfig,

@@ -1,5 +1,5 @@
-//! What is said on stderr and in the log. A reader that is gone or stuck neither ends nor slows who writes: lines that do not fit into a
-//! queue are dropped, counted, and the next line that is read says how many they were.
+//! What is said on stderr and in the log. A reader that is gone or stuck neither ends nor slows who writes: lines that
+//! do not fit into a queue are dropped, counted, and the next line that is read says how many they were.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -58,7 +58,8 @@ pub(crate) fn dropped_lines() -> u64 {
     DROPPED.load(Relaxed)
 }
 
-/// Lines that wait for a reader, and the thread that waits with them. When it is dropped, the thread ends after the last line.
+/// Lines that wait for a reader, and the thread that waits with them. When it is dropped, the thread ends after the
+/// last line.
 pub struct Queue(Arc<Shared>);
 
 #[derive(Default)]

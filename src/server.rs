@@ -102,8 +102,8 @@ pub struct Server {
 impl Server {
     /// Takes the port and checks the options.
     ///
-    /// Errors: `Error::Invalid` when the port is taken, not allowed, or not an address of this machine, when others could reach it without a key,
-    /// or when certificate and key are not usable.
+    /// Errors: `Error::Invalid` when the port is taken, not allowed, or not an address of this machine, when others
+    /// could reach it without a key, or when certificate and key are not usable.
     pub fn bind(address: SocketAddr, options: ServerOptions) -> Result<Self> {
         if !address.ip().is_loopback() && options.api_keys.is_empty() && !options.insecure {
             return Err(Error::Invalid(format!(
@@ -191,7 +191,8 @@ impl Running {
         Ok(())
     }
 
-    /// Answers until Ctrl-C or SIGTERM; then running answers may end, until a second signal or the time to drain has passed.
+    /// Answers until Ctrl-C or SIGTERM; then running answers may end, until a second signal or the time to drain has
+    /// passed.
     pub fn wait(self) {
         let signals = async {
             signal().await;

@@ -1,7 +1,7 @@
 //! Other people's clients against the built server: the official Python packages of OpenAI and Anthropic, and curl.
 //!
-//! The packages come from the package index into `target/`, once, in the versions that `tests/clients/requirements.txt` names. Where
-//! that cannot be, their tests are skipped by name.
+//! The packages come from the package index into `target/`, once, in the versions that `tests/clients/requirements.txt`
+//! names. Where that cannot be, their tests are skipped by name.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;

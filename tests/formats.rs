@@ -1,7 +1,7 @@
 //! Quantized checkpoints against HF transformers, which computed the reference from the dequantized weights in float32.
 //!
-//! With BF16 weights what is lost is the rounding of dequantized weights to BF16; `--experts auto` keeps the codes of experts as they are, and
-//! rounds activations to 8 bits. `tests/fixtures/README.md` says what the reference is.
+//! With BF16 weights what is lost is the rounding of dequantized weights to BF16; `--experts auto` keeps the codes of
+//! experts as they are, and rounds activations to 8 bits. `tests/fixtures/README.md` says what the reference is.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
@@ -104,7 +104,8 @@ fn awq() {
     check("qwen3_moe_awq", format, 0.01, 0.03, Precision::int8(64).with_scales(ScaleType::F16));
 }
 
-/// Experts of each layer in two tensors, gate above up, as Qwen3.5's checkpoints have them and what transformers 5 saves of others.
+/// Experts of each layer in two tensors, gate above up, as Qwen3.5's checkpoints have them and what transformers 5
+/// saves of others.
 fn stack_experts(header: &mut Value, data: &mut Vec<u8>) {
     let all = header.as_object().unwrap().clone();
     let bytes = |entry: &Value| {

@@ -110,7 +110,8 @@ fn the_same_weights_give_the_same_logits() {
         ("qwen3_moe", [].as_slice()),
         // A latent's keys and values lie apart.
         ("deepseek_v2_lite", &[]),
-        // The converter keeps one factor of YaRN's two, which are equal in every published model and not in the fixture.
+        // The converter keeps one factor of YaRN's two, which are equal in every published model and not in the
+        // fixture.
         (
             "deepseek_v2_full",
             &[
@@ -157,8 +158,8 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
     let want = fixture.floats("mid.logits");
     let [int4, int8] =
         [Precision::int4(32), Precision::int8(32)].map(|precision| precision.with_scales(ScaleType::F16));
-    // How far these formats put this random model off, at most twice of what was measured: not ours, but a sign of what was made. Ours is that
-    // logits are those of the weights that the file stands for.
+    // How far these formats put this random model off, at most twice of what was measured: not ours, but a sign of what
+    // was made. Ours is that logits are those of the weights that the file stands for.
     for (types, kept, bound) in [
         ("F16", None, 0.01),
         ("Q8_0", Some(int8), 0.055),
@@ -233,7 +234,8 @@ fn a_split_model_is_one_model() {
     assert!(error.contains("holds 2 models"), "{error}");
 }
 
-/// Vocabularies of models with hostile texts and what the models' own tokenizers make of them, which llama.cpp has for its tests.
+/// Vocabularies of models with hostile texts and what the models' own tokenizers make of them, which llama.cpp has for
+/// its tests.
 #[test]
 fn text_is_cut_as_the_models_own_tokenizers_do() {
     let Some(python) = python() else { return };

@@ -1,4 +1,5 @@
-//! The engine on a GPU: answers stay what they are, whatever was asked before, wherever experts are, however prompts are cut.
+//! The engine on a GPU: answers stay what they are, whatever was asked before, wherever experts are, however prompts
+//! are cut.
 //!
 //! The emulator runs small prompts and one model; what takes a real GPU says so.
 #![cfg(feature = "cuda")]
@@ -133,7 +134,8 @@ fn a_hundred_requests_in_a_row_answer_the_same() {
     for model in models() {
         // Where experts do not change places meanwhile: from another place a result may be another by a rounding.
         for place in places().into_iter().take(if is_real() { 3 } else { 1 }) {
-            // And where each is computed as the first time: the rest of a prompt alone is a smaller pass, with other roundings.
+            // And where each is computed as the first time: the rest of a prompt alone is a smaller pass, with other
+            // roundings.
             let engine = start(model, &EngineConfig { prefix_cache: false, ..place.clone() });
             let ask = |i: usize| answer(&engine, greedy(prompt(lengths[i], i as u32), tokens));
             let first: Vec<_> = (0..5).map(ask).collect();
@@ -273,7 +275,8 @@ fn an_engine_answers_while_others_come_and_go() {
     }
 }
 
-/// Ten tokens are a prompt, which streams experts, unless they are of ten sequences: the first such pass, before there is a recording, must not stream either.
+/// Ten tokens are a prompt, which streams experts, unless they are of ten sequences: the first such pass, before there
+/// is a recording, must not stream either.
 #[test]
 fn a_recorded_pass_gives_the_bits_of_the_first() {
     need_gpu!();
@@ -332,8 +335,8 @@ fn steering_adds_what_it_says_and_goes_with_its_request() {
             // INT4 with activations of 8 bits there, of bf16 here: 0.998.
             assert!(cosine > 0.99, "{model} {what:?}: {cosine}");
         }
-        // Passes that are recorded add what those add that run op by op, as they do where something is captured; and what the list of their own
-        // request says, of which there may be more than there was room for.
+        // Passes that are recorded add what those add that run op by op, as they do where something is captured; and
+        // what the list of their own request says, of which there may be more than there was room for.
         let tokens = |coefficient, entries, layers| {
             let steer = Steer { layer: 0, vector: vector.clone(), coefficient, positions: Positions::All };
             let capture = Some(CaptureWanted { layers, positions: Positions::Generated, logits: true });

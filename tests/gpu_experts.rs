@@ -1,4 +1,5 @@
-//! Routed experts beside a GPU: in VRAM, streamed, on the CPU and some of each, against the CPU's own and against f64 arithmetic on the same weights.
+//! Routed experts beside a GPU: in VRAM, streamed, on the CPU and some of each, against the CPU's own and against f64
+//! arithmetic on the same weights.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
@@ -160,8 +161,8 @@ fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec
     out.iter().map(|&o| o as f32).collect()
 }
 
-/// Rounded to bf16, 0.42 of a rounding in the mean each: scaled weights of gate, up and down, `h` and, before they are added up, the experts' results;
-/// what moves a gate counts up to 1.5 times.
+/// Rounded to bf16, 0.42 of a rounding in the mean each: scaled weights of gate, up and down, `h` and, before they are
+/// added up, the experts' results; what moves a gate counts up to 1.5 times.
 const ROUNDED: Within = Within { each: 0.0, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
 fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
@@ -192,7 +193,8 @@ fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
             }
             match place {
                 Place::Vram => resident = got.clone(),
-                // The same kernels on the same bytes, from somewhere else. Few tokens have kernels of their own where nothing is streamed.
+                // The same kernels on the same bytes, from somewhere else. Few tokens have kernels of their own where
+                // nothing is streamed.
                 Place::Streamed if tokens > 8 => assert_eq!(got, resident, "{what}"),
                 _ => {}
             }

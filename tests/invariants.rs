@@ -1,4 +1,5 @@
-//! What must hold whatever the numbers are, on every kind of attention: a token's bits depend on its own sequence alone.
+//! What must hold whatever the numbers are, on every kind of attention: a token's bits depend on its own sequence
+//! alone.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
@@ -177,8 +178,8 @@ fn the_same_pass_twice_gives_the_same_bits() {
     });
 }
 
-/// Beyond a segment of 1,024 positions, few queries are shared out by segments and many by tiles: a last token read alone, in a chunk
-/// and with all others, on any number of threads, in one part or two to a number.
+/// Beyond a segment of 1,024 positions, few queries are shared out by segments and many by tiles: a last token read
+/// alone, in a chunk and with all others, on any number of threads, in one part or two to a number.
 #[test]
 fn segments_of_a_long_context_do_not_change_bits() {
     let tokens = prompt(2060, 4);

@@ -1,4 +1,5 @@
-//! The engine against HF transformers: logits, hidden states, routing and greedy tokens of small checkpoints, in float32.
+//! The engine against HF transformers: logits, hidden states, routing and greedy tokens of small checkpoints, in
+//! float32.
 //!
 //! `tests/fixtures/README.md` says what the reference is.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
@@ -156,7 +157,8 @@ fn gpt_oss_mxfp4() {
     check("gpt_oss_mxfp4");
 }
 
-/// The defaults of transformers' config classes: a field that is left out means what one with that value does, and not another.
+/// The defaults of transformers' config classes: a field that is left out means what one with that value does, and not
+/// another.
 #[test]
 fn what_a_config_leaves_out() {
     let layers = |kinds: &str| {

@@ -104,7 +104,8 @@ fn beside_others() {
     }
 }
 
-/// The pool holds one context: the younger are sent back, and computed again from nothing, in whichever slot is free then.
+/// The pool holds one context: the younger are sent back, and computed again from nothing, in whichever slot is free
+/// then.
 #[test]
 fn sent_back_and_read_again() {
     let _alone = alone();

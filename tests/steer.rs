@@ -1,4 +1,5 @@
-//! Steering and capture: against HF transformers with hooks, and beside other requests in one engine, whose bits must not change.
+//! Steering and capture: against HF transformers with hooks, and beside other requests in one engine, whose bits must
+//! not change.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;
@@ -159,7 +160,8 @@ fn as_hooks_of_transformers() {
     }
 }
 
-/// What the engine tells in parts, beside others, while it answers, has the bits of one pass over prompt and answer; plain text is unchanged by being captured.
+/// What the engine tells in parts, beside others, while it answers, has the bits of one pass over prompt and answer;
+/// plain text is unchanged by being captured.
 #[test]
 fn captured_beside_others_as_in_one_pass() {
     let _alone = alone();
@@ -225,7 +227,8 @@ fn captured_are_the_positions_and_layers_that_were_asked_for() {
     }
 }
 
-/// Steered requests of several kinds and plain ones share batches; each has the text and rows of running alone, and after them nothing is left.
+/// Steered requests of several kinds and plain ones share batches; each has the text and rows of running alone, and
+/// after them nothing is left.
 #[test]
 fn steering_stays_with_its_request() {
     let _alone = alone();

@@ -1,7 +1,8 @@
-//! Trees of `/proc` and `/sys` as machines of one to eight NUMA nodes show them, in `tests/data/topology`: what is read, where workers sit,
-//! and how experts are cut for them.
+//! Trees of `/proc` and `/sys` as machines of one to eight NUMA nodes show them, in `tests/data/topology`: what is
+//! read, where workers sit, and how experts are cut for them.
 //!
-//! A line is a path, a tab and what the file holds. They were written down from how such machines number things, not taken from them.
+//! A line is a path, a tab and what the file holds. They were written down from how such machines number things, not
+//! taken from them.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! Conversion from synthetic checkpoints: `cargo bench -p moebius-cache --bench convert -- [LAYERS [FOLDER [FORMAT]]]`.
 //!
-//! Experts of DeepSeek-V2-Lite's shape, 64 a layer, 1.1 GB of BF16 a layer, in every source format. Prints GB/s of source and the peak of
-//! anonymous memory. The source is in the page cache if it fits there, so this measures the work, not the disk it comes from.
+//! Experts of DeepSeek-V2-Lite's shape, 64 a layer, 1.1 GB of BF16 a layer, in every source format. Prints GB/s of
+//! source and the peak of anonymous memory. The source is in the page cache if it fits there, so this measures the
+//! work, not the disk it comes from.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

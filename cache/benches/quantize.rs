@@ -1,7 +1,9 @@
-//! What the search for scales costs and gains: `cargo bench -p moebius-cache --bench quantize -- [CHECKPOINT DIR [TENSOR NAME PART]]`.
+//! What the search for scales costs and gains: `cargo bench -p moebius-cache --bench quantize -- [CHECKPOINT DIR
+//! [TENSOR NAME PART]]`.
 //!
-//! Speed is that of one thread, on noise. The gain is the squared error left, against the scale that maps the largest magnitude to 7
-//! (127 for INT8), over all two-dimensional tensors of a checkpoint with that part in their name ("experts" if none is given).
+//! Speed is that of one thread, on noise. The gain is the squared error left, against the scale that maps the largest
+//! magnitude to 7 (127 for INT8), over all two-dimensional tensors of a checkpoint with that part in their name
+//! ("experts" if none is given).
 
 use std::path::PathBuf;
 use std::time::Instant;

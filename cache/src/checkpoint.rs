@@ -106,8 +106,9 @@ const INDEX: &str = "model.safetensors.index.json";
 const DOWNLOAD: &str = "download the checkpoint again";
 
 impl Checkpoint {
-    /// Opens what is at `path`: a GGUF file (of a split model any of its files), or a folder with `model.safetensors.index.json` and its
-    /// shards, or `model.safetensors`, or else every `*.safetensors`, or else the GGUF model in it.
+    /// Opens what is at `path`: a GGUF file (of a split model any of its files), or a folder with
+    /// `model.safetensors.index.json` and its shards, or `model.safetensors`, or else every `*.safetensors`, or
+    /// else the GGUF model in it.
     ///
     /// How weights are quantized is read from the folder's `config.json`, where there is one.
     /// Errors: `Error::Checkpoint` when there is none, a shard is missing or damaged, or shards and index disagree.
@@ -246,11 +247,13 @@ impl Checkpoint {
         }
     }
 
-    /// Gives the memory of a tensor back after use: its pages leave the process, and are read again if it is used again.
+    /// Gives the memory of a tensor back after use: its pages leave the process, and are read again if it is used
+    /// again.
     ///
-    /// The page cache keeps them unless the checkpoint is larger than half of the free memory: a page read once is the first the
-    /// kernel reclaims, and a small checkpoint is likely read again soon (resident weights, a second precision). A large one would
-    /// push out the cache file that is being written, so its pages are dropped from the page cache too.
+    /// The page cache keeps them unless the checkpoint is larger than half of the free memory: a page read once is the
+    /// first the kernel reclaims, and a small checkpoint is likely read again soon (resident weights, a second
+    /// precision). A large one would push out the cache file that is being written, so its pages are dropped from
+    /// the page cache too.
     pub fn release(&self, view: &TensorView<'_>) {
         if let Some(&shard) = self.tensors.get(view.name) {
             self.shards[shard].release(view.data, self.larger_than_memory);

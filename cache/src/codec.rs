@@ -6,8 +6,8 @@
 //!                            codes   rows as integers with a scale for each group, where that is what the format is
 //! ```
 //!
-//! Weights that are integers with group scales are packed as they are: nothing is rounded twice. Every codec decodes whole rows, so that a
-//! conversion holds a few of them and never a whole tensor.
+//! Weights that are integers with group scales are packed as they are: nothing is rounded twice. Every codec decodes
+//! whole rows, so that a conversion holds a few of them and never a whole tensor.
 
 mod awq;
 mod compressed_tensors;
@@ -132,7 +132,8 @@ pub struct Source<'a> {
 }
 
 impl Checkpoint {
-    /// The matrix `name`, of shape `[n, k]`, in whichever format it is stored: for itself, stacked with others, quantized.
+    /// The matrix `name`, of shape `[n, k]`, in whichever format it is stored: for itself, stacked with others,
+    /// quantized.
     ///
     /// Errors: `Error::Checkpoint` naming the tensor that is missing, misshapen or of a type that is not supported.
     pub fn source(&self, name: &str, shape: [usize; 2]) -> Result<Source<'_>> {
@@ -192,7 +193,8 @@ impl<'a> Source<'a> {
 
     /// The coarsest precision that keeps what is stored; `None` of plain numbers, of which that is for the user to say.
     ///
-    /// Integers are kept exactly. What has no packed form of its own becomes INT8: its error is a fraction of the one that was made before.
+    /// Integers are kept exactly. What has no packed form of its own becomes INT8: its error is a fraction of the one
+    /// that was made before.
     pub fn kept_by(&self) -> Option<Precision> {
         let largest = |length: usize| GROUP_SIZES.into_iter().rev().find(|group| length % group == 0);
         match self.integers() {
@@ -213,7 +215,8 @@ impl<'a> Source<'a> {
 
     /// Rows from `first` on, as many as fill `out`, decoded.
     ///
-    /// Errors: `Error::Checkpoint` when a value is NaN or too large for BF16. Panics: `out` is not whole rows of the matrix (a bug).
+    /// Errors: `Error::Checkpoint` when a value is NaN or too large for BF16. Panics: `out` is not whole rows of the
+    /// matrix (a bug).
     pub fn decode(&self, first: usize, out: &mut [f32]) -> Result<()> {
         let k = self.shape[1];
         assert!(out.len() % k == 0 && first + out.len() / k <= self.shape[0], "rows");

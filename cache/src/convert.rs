@@ -129,9 +129,10 @@ impl Phase {
 
 /// Opens the cache of this job from `cache_dir`, and builds it before if it is not there or not of this content.
 ///
-/// A build that was killed is resumed; two processes build once. After an error nothing unfinished is left behind, unless a later call
-/// can resume it. Errors: `Error::Checkpoint` when a tensor is missing, misshapen or holds NaN, `Error::CacheDir` when the folder
-/// cannot be written or is too small, `Error::Invalid` when the dimensions do not fit the precision.
+/// A build that was killed is resumed; two processes build once. After an error nothing unfinished is left behind,
+/// unless a later call can resume it. Errors: `Error::Checkpoint` when a tensor is missing, misshapen or holds NaN,
+/// `Error::CacheDir` when the folder cannot be written or is too small, `Error::Invalid` when the dimensions do not fit
+/// the precision.
 pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
     threads::start()?;
     let job = &Work::new(job)?;
@@ -141,7 +142,8 @@ pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resu
         return Ok(cache);
     }
     let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(Phase::Waiting.at(0, 0)))?;
-    // Another process may have built it meanwhile. Where nothing changed, looking again would compare the same content twice.
+    // Another process may have built it meanwhile. Where nothing changed, looking again would compare the same content
+    // twice.
     if disk::inodes(cache_dir)? != seen
         && let Some(cache) = find(job, &identity, cache_dir, progress)?
     {
@@ -200,7 +202,8 @@ impl Job<'_> {
         ExpertLayout::new(self.hidden, self.intermediate, self.precision)
     }
 
-    /// Gate, up and down of an expert. Errors: `Error::Checkpoint` naming what is missing, misshapen or of an unknown type.
+    /// Gate, up and down of an expert. Errors: `Error::Checkpoint` naming what is missing, misshapen or of an unknown
+    /// type.
     pub fn sources(&self, expert: &ExpertSource) -> Result<[Source<'_>; 3]> {
         let [gate, up, down] = expert.names();
         let (wide, tall) = ([self.intermediate, self.hidden], [self.hidden, self.intermediate]);

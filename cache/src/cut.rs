@@ -1,6 +1,8 @@
-//! Mapped files that are cut off while they are used: the system's answer is SIGBUS, ours a sentence that names the file.
+//! Mapped files that are cut off while they are used: the system's answer is SIGBUS, ours a sentence that names the
+//! file.
 //!
-//! A signal handler may neither allocate nor lock, so what it has to say and to remove is written down beforehand, in tables of fixed size.
+//! A signal handler may neither allocate nor lock, so what it has to say and to remove is written down beforehand, in
+//! tables of fixed size.
 #![allow(unsafe_code)] // the handler
 
 use std::os::unix::ffi::OsStrExt;
@@ -85,12 +87,13 @@ impl Drop for Listed {
     }
 }
 
-/// From now on this process ends with a sentence and code 1, and leaves nothing unfinished, when a file that it has mapped is cut off.
+/// From now on this process ends with a sentence and code 1, and leaves nothing unfinished, when a file that it has
+/// mapped is cut off.
 ///
 /// For a program's start: what a signal does is not for a library to change.
 pub fn end_in_words() {
-    // Not on the alternate stack: Rust's is so small that with AVX-512's or AMX's registers saved on it nothing else fits.
-    // SAFETY: an all-zero sigaction is an empty one.
+    // Not on the alternate stack: Rust's is so small that with AVX-512's or AMX's registers saved on it nothing else
+    // fits. SAFETY: an all-zero sigaction is an empty one.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction =
         on_bus_error as extern "C" fn(libc::c_int, *const libc::siginfo_t, *mut libc::c_void) as usize;
@@ -126,7 +129,8 @@ fn end(slot: &Slot) -> ! {
         unsafe { libc::unlink(unfinished.text.as_ptr().cast()) };
     }
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: async-signal-safe; `stderr` is one descriptor, and `slot` has as many bytes. A reader who is stuck does not keep us.
+    // SAFETY: async-signal-safe; `stderr` is one descriptor, and `slot` has as many bytes. A reader who is stuck does
+    // not keep us.
     unsafe {
         if libc::poll(&mut stderr, 1, 1000) == 1 {
             libc::write(libc::STDERR_FILENO, slot.text.as_ptr().cast(), slot.bytes());

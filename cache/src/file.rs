@@ -1,4 +1,5 @@
-//! Plain files, opened without waiting and mapped read-only: what bears a file's name may be a pipe that nobody writes to.
+//! Plain files, opened without waiting and mapped read-only: what bears a file's name may be a pipe that nobody writes
+//! to.
 #![allow(unsafe_code)] // the map
 
 use std::fs::{File, FileType, OpenOptions};
@@ -59,7 +60,8 @@ fn other_than_plain(kind: FileType) -> Option<&'static str> {
     }
 }
 
-/// A file mapped as it lies, shared and read-only. Where the command runs, one that is cut off meanwhile ends it in words.
+/// A file mapped as it lies, shared and read-only. Where the command runs, one that is cut off meanwhile ends it in
+/// words.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
     _listed: Option<Listed>, // gone before the map is
@@ -70,9 +72,10 @@ impl MappedFile {
     /// Maps a plain file; `remedy` is the end of the sentence for one that is cut off. Errors: `Error::Io`.
     pub(crate) fn open(path: &Path, remedy: &str) -> Result<(File, Self)> {
         let file = open(path).map_err(Error::io(path))?;
-        // SAFETY: the map is shared and read-only. A file that another process changes meanwhile can change what is read, and one that
-        // it cuts off ends this process; both are outside of what a reader of files can prevent. This program itself replaces files
-        // only by renaming complete ones over them, and conversion compares the files' state before and after.
+        // SAFETY: the map is shared and read-only. A file that another process changes meanwhile can change what is
+        // read, and one that it cuts off ends this process; both are outside of what a reader of files can
+        // prevent. This program itself replaces files only by renaming complete ones over them, and conversion
+        // compares the files' state before and after.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
         let _listed = Listed::map(&map, path, remedy);
         Ok((file, Self { map, _listed }))

@@ -1,7 +1,7 @@
 //! The cache file, open: mapped as it lies, every number in its header checked.
 //!
-//! Opening reads the header only, so it takes no time whatever the size; each expert has a checksum, to be compared when it is used
-//! first. The same type holds experts that never were in a file, for benches on random weights.
+//! Opening reads the header only, so it takes no time whatever the size; each expert has a checksum, to be compared
+//! when it is used first. The same type holds experts that never were in a file, for benches on random weights.
 #![allow(unsafe_code)] // giving pages of the map back
 
 mod header;
@@ -66,7 +66,8 @@ impl ExpertCache {
         Ok(Self { layout: header.layout(), header, experts, memory: Memory::File(map), path: path.to_path_buf() })
     }
 
-    /// Experts that lie in no file: `fill(layer index, expert, bytes)` writes each of them, in parallel, into zeroed memory.
+    /// Experts that lie in no file: `fill(layer index, expert, bytes)` writes each of them, in parallel, into zeroed
+    /// memory.
     ///
     /// There are no checksums: [`check_expert`](Self::check_expert) finds nothing wrong.
     /// Errors: `Error::Invalid` when the dimensions make no expert, or there is not enough memory.
@@ -175,14 +176,15 @@ impl ExpertCache {
         matches!(self.memory, Memory::File(_))
     }
 
-    /// Gives back the memory of layer index `i`, where it is needed for a copy of it: a file is read again when it is used again, random
-    /// weights become zeros.
+    /// Gives back the memory of layer index `i`, where it is needed for a copy of it: a file is read again when it is
+    /// used again, random weights become zeros.
     pub fn forget_layer(&mut self, i: usize) {
         let LayerEntry { offset, bytes, .. } = self.header.layers[i];
         let (offset, bytes) = (offset as usize, bytes as usize);
         // A refusal only keeps the memory.
         let _ = match &self.memory {
-            // SAFETY: `self` is borrowed alone, so nobody looks at these bytes; afterwards they are the file's, or zeros, both readable.
+            // SAFETY: `self` is borrowed alone, so nobody looks at these bytes; afterwards they are the file's, or
+            // zeros, both readable.
             Memory::File(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
             // SAFETY: as above.
             Memory::Anonymous(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },

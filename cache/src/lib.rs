@@ -9,7 +9,6 @@
 //! - [`mod@format`]: the cache file, opened and checked.
 //! - [`convert`]: all of it, streaming, from a checkpoint to a cache file.
 //! - [`mod@file`], [`cut`]: plain files, mapped; what becomes of a process when one of them is cut off.
-//!
 #![doc = include_str!("../FORMAT.md")]
 
 pub mod checkpoint;

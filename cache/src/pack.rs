@@ -115,8 +115,8 @@ pub enum Precision {
         #[serde(default, skip_serializing_if = "ScaleType::is_bf16")]
         scales: ScaleType,
     },
-    /// 4-bit floats, E2M1, one bf16 scale per 32 inputs of a row: half of MXFP4's own, since codes count twice. All that MXFP4 has are
-    /// bf16 numbers, the least two of them subnormal.
+    /// 4-bit floats, E2M1, one bf16 scale per 32 inputs of a row: half of MXFP4's own, since codes count twice. All
+    /// that MXFP4 has are bf16 numbers, the least two of them subnormal.
     Mxfp4,
 }
 
@@ -182,7 +182,8 @@ pub struct MatrixLayout {
 }
 
 impl MatrixLayout {
-    /// Errors: `Error::Invalid` when a dimension is zero, or the group size is not 32, 64 or 128 or does not divide `k`.
+    /// Errors: `Error::Invalid` when a dimension is zero, or the group size is not 32, 64 or 128 or does not divide
+    /// `k`.
     pub fn new(n: usize, k: usize, precision: Precision) -> Result<Self> {
         if n == 0 || k == 0 {
             return Err(Error::Invalid(format!("a matrix of {n} x {k} has no weights")));

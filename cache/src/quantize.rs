@@ -5,9 +5,9 @@
 //!                  s = sum(w q) / sum(q q), rounded to its type;  q = round(w / s)
 //! ```
 //!
-//! With the codes fixed, the best scale is `sum(w q) / sum(q q)` and leaves `sum(w w) - sum(w q)^2 / sum(q q)`: candidates
-//! are compared by the last term alone. The largest-value scale is always among the results compared at the end, so the search
-//! never loses to it. MXFP4, which is kept and not chosen, takes that scale as it is.
+//! With the codes fixed, the best scale is `sum(w q) / sum(q q)` and leaves `sum(w w) - sum(w q)^2 / sum(q q)`:
+//! candidates are compared by the last term alone. The largest-value scale is always among the results compared at the
+//! end, so the search never loses to it. MXFP4, which is kept and not chosen, takes that scale as it is.
 
 mod lanes;
 
@@ -133,12 +133,14 @@ fn groups<L: Lanes, const N: usize>(precision: Precision, weights: &[f32], codes
     }
 }
 
-/// Magnitudes between which squares and their sums neither overflow nor vanish in f32; outside, the largest value sets the scale.
+/// Magnitudes between which squares and their sums neither overflow nor vanish in f32; outside, the largest value sets
+/// the scale.
 const SEARCHED: std::ops::Range<f32> = f32::from_bits((127 - 50) << 23)..f32::from_bits((127 + 50) << 23);
 const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
 
-/// What the largest magnitude is mapped to before the refit; beyond 8 it is cut. Negative: so is the scale, and codes reach to -8 on
-/// the other side. Chosen greedily from 34, on trained and on normal weights: all 34 together leave 1 to 2% less error.
+/// What the largest magnitude is mapped to before the refit; beyond 8 it is cut. Negative: so is the scale, and codes
+/// reach to -8 on the other side. Chosen greedily from 34, on trained and on normal weights: all 34 together leave 1 to
+/// 2% less error.
 const INT4_CANDIDATES: [f32; 8] = [7.25, 7.75, -7.75, 8.25, -8.25, 8.75, -8.75, 9.25];
 const INT8_CANDIDATES: [f32; 1] = [127.0];
 
@@ -159,8 +161,9 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
     let mut scale = plain;
     if SEARCHED.contains(&largest) {
         let unit = 1.0 / largest;
-        // All divisions at once and no branches, which would be mispredicted: with groups of 32 they took a third of the time. Plain
-        // loops: the closures of iterators are not compiled for the instruction set around them.
+        // All divisions at once and no branches, which would be mispredicted: with groups of 32 they took a third of
+        // the time. Plain loops: the closures of iterators are not compiled for the instruction set around
+        // them.
         let (mut wq, mut qq) = ([0.0; C], [0.0; C]);
         for i in 0..C {
             (wq[i], qq[i]) = fit::<L, N, MIN, MAX>(w, candidates[i] * unit);

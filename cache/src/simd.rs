@@ -1,10 +1,10 @@
 //! Compiles one plain loop for several instruction sets and chooses at run time.
 //!
-//! The loops are ordinary Rust that the compiler vectorizes; floating-point sums run in a fixed number of lanes and are never
-//! contracted, so every version gives the same bits.
+//! The loops are ordinary Rust that the compiler vectorizes; floating-point sums run in a fixed number of lanes and are
+//! never contracted, so every version gives the same bits.
 
-/// `multiversion!(fn name(arg: Type, ...) -> Type = [avx512, avx2, plain])`: `name` runs the best of the three `#[inline(always)]`
-/// functions, which may well be the same one.
+/// `multiversion!(fn name(arg: Type, ...) -> Type = [avx512, avx2, plain])`: `name` runs the best of the three
+/// `#[inline(always)]` functions, which may well be the same one.
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = [$avx512:path, $avx2:path, $plain:path]) => {
         $(#[$doc])*

@@ -8,7 +8,8 @@ use crate::{Error, Result, limits};
 /// Address space below which even their stacks and heaps do not fit.
 const LEAST_BYTES: u64 = 256 << 20;
 
-/// Starts them at the first call; rayon would start as many as `RAYON_NUM_THREADS` says. A program that uses rayon itself keeps its own.
+/// Starts them at the first call; rayon would start as many as `RAYON_NUM_THREADS` says. A program that uses rayon
+/// itself keeps its own.
 ///
 /// Errors: `Error::Invalid` when the system gives no more threads, or no memory for them.
 pub fn start() -> Result<()> {
@@ -31,7 +32,8 @@ fn start_rayon() -> std::result::Result<(), String> {
     }
 }
 
-/// Whether `count` more threads can run at once: for runtimes that panic when theirs do not start. Errors: as [`start`].
+/// Whether `count` more threads can run at once: for runtimes that panic when theirs do not start. Errors: as
+/// [`start`].
 pub fn probe(count: usize) -> Result<()> {
     std::thread::scope(|scope| {
         let (hold, held) = (0..count).map(|_| std::sync::mpsc::channel::<()>()).collect::<(Vec<_>, Vec<_>)>();

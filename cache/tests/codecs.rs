@@ -1,4 +1,5 @@
-//! Every format, written out by its definition: decoded to the same numbers, and packed with codes and scales unchanged.
+//! Every format, written out by its definition: decoded to the same numbers, and packed with codes and scales
+//! unchanged.
 #![allow(clippy::unwrap_used)] // a test
 
 #[path = "../../fuzz/fuzz_targets/any_tensors.rs"]

@@ -1,4 +1,5 @@
-//! Conversion: right bytes, built once, resumed after a kill, rebuilt when the source changes, nothing left behind on errors.
+//! Conversion: right bytes, built once, resumed after a kill, rebuilt when the source changes, nothing left behind on
+//! errors.
 #![allow(clippy::unwrap_used)] // a test
 
 mod common;

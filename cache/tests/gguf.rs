@@ -1,4 +1,5 @@
-//! GGUF files written byte by byte: what is right opens under Hugging Face's names, and every way to be wrong has a sentence.
+//! GGUF files written byte by byte: what is right opens under Hugging Face's names, and every way to be wrong has a
+//! sentence.
 //!
 //! That blocks are decoded as others decode them is tested where there is Python, in the main crate.
 #![allow(clippy::unwrap_used)] // a test

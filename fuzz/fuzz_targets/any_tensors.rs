@@ -1,6 +1,8 @@
-//! Tensors of any shape, type and content under the names of every quantized format: refused, or decoded and packed, without a panic.
+//! Tensors of any shape, type and content under the names of every quantized format: refused, or decoded and packed,
+//! without a panic.
 //!
-//! The first bytes choose the method, and of each tensor whether it is there, its type and its shape; the rest is content.
+//! The first bytes choose the method, and of each tensor whether it is there, its type and its shape; the rest is
+//! content.
 use moebius_cache::convert::rounding;
 use moebius_cache::{Checkpoint, Precision};
 use serde_json::{Map, json};

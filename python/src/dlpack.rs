@@ -95,7 +95,8 @@ unsafe impl Sync for View {}
 impl View {
     /// What `object` exports; `name` is for messages.
     ///
-    /// Errors: TypeError when it is no array, of a type or on a device that is not known; ValueError when its rows do not lie one after the other.
+    /// Errors: TypeError when it is no array, of a type or on a device that is not known; ValueError when its rows do
+    /// not lie one after the other.
     pub(crate) fn of(object: &Bound<'_, PyAny>, name: &'static str) -> PyResult<Self> {
         let py = object.py();
         let no_array = |_| {
@@ -195,7 +196,8 @@ impl View {
         match self.bytes() {
             // Aligned to whatever it is taken for.
             0 => bytemuck::cast_slice::<u64, u8>(&[]),
-            // SAFETY: the array is as long and contiguous, as checked, and lives with its owner. Whoever writes it meanwhile gets what they asked for: all bits are numbers.
+            // SAFETY: the array is as long and contiguous, as checked, and lives with its owner. Whoever writes it
+            // meanwhile gets what they asked for: all bits are numbers.
             bytes => unsafe { std::slice::from_raw_parts(self.data as *const u8, bytes) },
         }
     }

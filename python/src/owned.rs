@@ -6,7 +6,8 @@ use pyo3::PyResult;
 
 use crate::error::Error;
 
-/// A value that can be given up early, and that is neither used nor dropped in a fork: its locks may be held there by threads that are not.
+/// A value that can be given up early, and that is neither used nor dropped in a fork: its locks may be held there by
+/// threads that are not.
 pub(crate) struct Owned<T> {
     value: Mutex<Option<T>>,
     process: u32,
@@ -39,7 +40,8 @@ impl<T> Drop for Owned<T> {
     }
 }
 
-/// Refuses to start an engine in a fork of a process that has started one: thread pools of that one are waited for, but not there.
+/// Refuses to start an engine in a fork of a process that has started one: thread pools of that one are waited for, but
+/// not there.
 pub(crate) fn check_start() -> PyResult<()> {
     static FIRST: OnceLock<u32> = OnceLock::new();
     same_process(*FIRST.get_or_init(std::process::id))

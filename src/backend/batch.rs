@@ -62,7 +62,8 @@ impl Batch {
         }
     }
 
-    /// Appends tokens of a sequence that stands at position `start`. A model with recurrent state needs the sequence's slot set, too.
+    /// Appends tokens of a sequence that stands at position `start`. A model with recurrent state needs the sequence's
+    /// slot set, too.
     pub fn push(&mut self, tokens: &[u32], start: usize, blocks: &[u32]) -> &mut Span {
         assert!(
             !tokens.is_empty() && blocks.len() * BLOCK_SIZE >= start + tokens.len(),

@@ -125,7 +125,8 @@ struct Scratch {
     probabilities: Activations,
 }
 
-/// `len` numbers of memory that only grows, whatever they are, from the boundary of a cache line on: AMX takes twice as long elsewhere.
+/// `len` numbers of memory that only grows, whatever they are, from the boundary of a cache line on: AMX takes twice as
+/// long elsewhere.
 fn take(memory: &mut Vec<f32>, len: usize) -> &mut [f32] {
     const LINE: usize = 16;
     if memory.len() < len + LINE {

@@ -1,8 +1,8 @@
 //! The CUDA backend: every op as one or two kernels on the compute stream.
 //!
 //! The residual stream, angles and logits are f32, everything else between ops is bf16. Ops do not wait; `read` does.
-//! What changes from step to step of decode (tokens, positions, block tables, additions) is read from device memory at fixed addresses, so that
-//! a recorded pass can be launched again.
+//! What changes from step to step of decode (tokens, positions, block tables, additions) is read from device memory at
+//! fixed addresses, so that a recorded pass can be launched again.
 
 mod additions;
 mod attention;

@@ -20,7 +20,8 @@ pub trait TensorSource {
         self.vector(name, shape.iter().product())
     }
 
-    /// Whether there is a tensor of this name, however it is stored. Synthetic weights have none that there is a choice about.
+    /// Whether there is a tensor of this name, however it is stored. Synthetic weights have none that there is a choice
+    /// about.
     fn has(&self, _name: &str) -> bool {
         false
     }

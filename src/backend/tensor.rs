@@ -1,4 +1,5 @@
-//! Matrices on the host: `Tensor`, activations allocated once at their largest; `HostTensor`, a weight on its way to a backend.
+//! Matrices on the host: `Tensor`, activations allocated once at their largest; `HostTensor`, a weight on its way to a
+//! backend.
 
 use std::borrow::Cow;
 use std::ops::Range;

@@ -190,7 +190,8 @@ impl EngineArgs {
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Messages")]
 pub(crate) struct ContentArgs {
-    /// Let special tokens count that messages spell out; without it they are plain text, and only the chat template writes special tokens.
+    /// Let special tokens count that messages spell out; without it they are plain text, and only the chat template
+    /// writes special tokens.
     #[arg(long)]
     trust_content: bool,
 }
@@ -212,7 +213,8 @@ pub(crate) struct SchedulingArgs {
     /// Requests that may wait; more are told to come back later.
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_queue: usize,
-    /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read in parts that take no longer.
+    /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read
+    /// in parts that take no longer.
     #[arg(long, value_name = "MS", default_value_t = 500)]
     max_gap: u64,
     /// Do not keep what was read for requests that begin alike.

@@ -12,7 +12,8 @@ use super::print_line;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Also in which formats a model's parts are stored and what they become: `demo`, a directory, a GGUF file, or a hub id.
+    /// Also in which formats a model's parts are stored and what they become: `demo`, a directory, a GGUF file, or a
+    /// hub id.
     model: Option<String>,
     /// Where packed experts are kept [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]

@@ -47,7 +47,8 @@ pub fn options() -> Vec<EngineOption> {
     Options::command().get_arguments().map(of).collect()
 }
 
-/// Finds or downloads `model` and starts its engine with the choices of `flags`, as `--max-context=4096`. Says on stderr how far loading is, unless `quiet`.
+/// Finds or downloads `model` and starts its engine with the choices of `flags`, as `--max-context=4096`. Says on
+/// stderr how far loading is, unless `quiet`.
 ///
 /// Errors: `Error::Invalid` for a flag that is none, or has a wrong value; else as [`TextModel::open`].
 pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {

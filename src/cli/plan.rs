@@ -1,4 +1,5 @@
-//! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only config.json is downloaded.
+//! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only
+//! config.json is downloaded.
 
 use crate::load::plan;
 use crate::model::families::{self, shapes};

@@ -64,7 +64,8 @@ struct AccessArgs {
     /// A file with keys, one per line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Let all keys share what was read of prompts: saves memory and time, and lets one key find out what another asked.
+    /// Let all keys share what was read of prompts: saves memory and time, and lets one key find out what another
+    /// asked.
     #[arg(long)]
     share_prefixes: bool,
     /// Let anyone ask who reaches the port, under any name.

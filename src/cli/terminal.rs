@@ -1,4 +1,5 @@
-//! What a person sees besides the answer: a status line while loading, dim lines, and nothing that the model could inject.
+//! What a person sees besides the answer: a status line while loading, dim lines, and nothing that the model could
+//! inject.
 
 use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
@@ -98,7 +99,8 @@ pub(crate) fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
 }
 
-/// Text of an error as one line of bounded length, with nothing for the terminal to obey: a file or a server may have written a part of it.
+/// Text of an error as one line of bounded length, with nothing for the terminal to obey: a file or a server may have
+/// written a part of it.
 pub(crate) fn sentence(text: &str) -> String {
     const WORD: usize = 200;
     const LINE: usize = 2000; // words of many spaces

@@ -13,7 +13,8 @@ impl Cuda {
         Ok(bytes as f64 / self.fastest(|| self.upload(&self.compute, there.address(), &pinned))?)
     }
 
-    /// Bytes a second that are read and written in the device's memory, by copies from one half of `bytes` to the other.
+    /// Bytes a second that are read and written in the device's memory, by copies from one half of `bytes` to the
+    /// other.
     pub fn vram_bandwidth(self: &Arc<Self>, bytes: usize) -> Result<f64> {
         let half = bytes / 2;
         let buffer = DeviceBuffer::<u8>::zeros(self, 2 * half)?;

@@ -1,7 +1,8 @@
 //! cuBLASLt, where a CUDA toolkit or a Python package has brought it: BF16 products with f32 sums.
 //!
-//! Nothing is linked: the library is looked for when it is asked for, and the few functions that are called are declared here. Only version 13 is taken,
-//! whose numbers these are, and which every driver that runs our kernels runs, too.
+//! Nothing is linked: the library is looked for when it is asked for, and the few functions that are called are
+//! declared here. Only version 13 is taken, whose numbers these are, and which every driver that runs our kernels runs,
+//! too.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -146,7 +147,8 @@ fn folders(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
         .collect()
 }
 
-/// One product, or one for each of `batch`: `y[t, i] = sum_k x[t, k] w[i, k]`, added to what is in `y` if so asked. Pitches and steps in numbers, all multiples of 8.
+/// One product, or one for each of `batch`: `y[t, i] = sum_k x[t, k] w[i, k]`, added to what is in `y` if so asked.
+/// Pitches and steps in numbers, all multiples of 8.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Shape {
     pub(crate) tokens: usize,
@@ -172,7 +174,8 @@ pub(crate) struct CublasLt {
 // SAFETY: a handle and what is made with it may be used by any thread.
 unsafe impl Send for CublasLt {}
 
-/// How one shape is multiplied. The library has matrices by columns: what it is told is `y^T = w x^T`, w being transposed already.
+/// How one shape is multiplied. The library has matrices by columns: what it is told is `y^T = w x^T`, w being
+/// transposed already.
 struct Plan {
     functions: &'static Functions,
     desc: Opaque,
@@ -198,7 +201,8 @@ impl CublasLt {
         format!("cuBLASLt {}.{}.{} ({})", version / 10_000, version / 100 % 100, version % 100, path.display())
     }
 
-    /// Enqueues a product on the compute stream; `workspace` is its own until it has ended. Returns whether the library can: nothing was done if not.
+    /// Enqueues a product on the compute stream; `workspace` is its own until it has ended. Returns whether the library
+    /// can: nothing was done if not.
     #[allow(clippy::too_many_arguments)] // a product, and where it happens
     pub(crate) fn multiply(
         &self,
@@ -223,7 +227,8 @@ impl CublasLt {
         let (one, before) = (1.0, if add { 1.0 } else { 0.0 });
         let [w_layout, x_layout, y_layout] = plan.layouts;
         let (x, w, y) = (x.to_u64(), w.to_u64(), y.to_u64());
-        // SAFETY: addresses are of matrices as the plan describes them, the workspace is as long as said, and all descriptions live.
+        // SAFETY: addresses are of matrices as the plan describes them, the workspace is as long as said, and all
+        // descriptions live.
         let status = unsafe {
             (self.functions.matmul)(
                 self.handle,

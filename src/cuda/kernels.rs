@@ -107,7 +107,8 @@ impl Cuda {
     /// Enqueues a kernel; [`launch!`] writes the arguments. Grids of no blocks are skipped.
     ///
     /// # Safety
-    /// `arguments` are as many and of the types that the kernel declares, and its addresses are of what it reads and writes.
+    /// `arguments` are as many and of the types that the kernel declares, and its addresses are of what it reads and
+    /// writes.
     pub(crate) unsafe fn launch_raw(
         &self,
         stream: &Stream,

@@ -160,7 +160,8 @@ impl<T> Drop for DeviceBuffer<T> {
 }
 
 impl Cuda {
-    /// Copies to the device, in the order of `stream`. Pageable memory may be reused when this returns; pinned memory when the copy is done.
+    /// Copies to the device, in the order of `stream`. Pageable memory may be reused when this returns; pinned memory
+    /// when the copy is done.
     pub fn upload<T: Pod>(&self, stream: &Stream, to: Address<T>, from: &[T]) {
         if from.is_empty() || self.is_plan() {
             return;
@@ -293,7 +294,8 @@ impl Drop for Registered {
     }
 }
 
-/// How a kernel's tensor copies find a box of numbers: what the driver makes of a tensor's address, dimensions and pitches.
+/// How a kernel's tensor copies find a box of numbers: what the driver makes of a tensor's address, dimensions and
+/// pitches.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct TensorMap(sys::CUtensorMap);
@@ -302,8 +304,8 @@ pub struct TensorMap(sys::CUtensorMap);
 unsafe impl super::kernels::Argument for TensorMap {}
 
 impl Cuda {
-    /// A map of bf16 numbers `[batch, rows, cols]`, `dims` and `pitches` (of rows and of the batch, in numbers) innermost first, copied in boxes of 64 by
-    /// 64 whose rows are swizzled.
+    /// A map of bf16 numbers `[batch, rows, cols]`, `dims` and `pitches` (of rows and of the batch, in numbers)
+    /// innermost first, copied in boxes of 64 by 64 whose rows are swizzled.
     pub(crate) fn tensor_map(&self, address: Address<half::bf16>, dims: [usize; 3], pitches: [usize; 2]) -> TensorMap {
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         if self.is_plan() {

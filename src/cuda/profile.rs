@@ -33,7 +33,8 @@ impl Cuda {
         marks.push((name, event));
     }
 
-    /// Launches and seconds of each kind of kernel since the last call, in the order of their first launches. Waits for the device.
+    /// Launches and seconds of each kind of kernel since the last call, in the order of their first launches. Waits for
+    /// the device.
     pub(crate) fn take_profile(&self) -> Result<Vec<(&'static str, usize, f64)>> {
         self.mark(&self.compute, "end");
         self.synchronize()?;

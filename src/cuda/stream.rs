@@ -162,8 +162,8 @@ impl Cuda {
         self.note("calling the host", unsafe { sys::cuLaunchHostFunc(stream.0, Some(function), data) });
     }
 
-    /// Runs `work` as a guest of another engine's thread: this device is the thread's meanwhile, and memory may be taken though a stream is being recorded.
-    /// Errors: what `work` says, or the driver.
+    /// Runs `work` as a guest of another engine's thread: this device is the thread's meanwhile, and memory may be
+    /// taken though a stream is being recorded. Errors: what `work` says, or the driver.
     pub(crate) fn as_guest<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut before = ptr::null_mut();
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;

@@ -37,7 +37,8 @@ impl CaptureWanted {
         self.positions.check()
     }
 
-    /// Bytes of all that is told of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last generated is never read.
+    /// Bytes of all that is told of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last
+    /// generated is never read.
     pub fn bytes(
         &self,
         prompt_tokens: usize,
@@ -75,7 +76,8 @@ pub enum Activation {
     Logits,
 }
 
-/// Logits of `rows` of the last batch, so many at a time as the model gives: `tell(row, logits)`, `[n, vocab]` from that row on.
+/// Logits of `rows` of the last batch, so many at a time as the model gives: `tell(row, logits)`, `[n, vocab]` from
+/// that row on.
 pub fn each_logits(model: &mut dyn Forward, rows: Range<usize>, mut tell: impl FnMut(usize, &[f32])) -> Result<()> {
     let most = model.max_logit_rows();
     for first in rows.clone().step_by(most) {

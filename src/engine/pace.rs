@@ -39,8 +39,8 @@ impl Pace {
         bucket
     }
 
-    /// How long twice the tokens of `bucket` should take: at most twice as long, and less where even half of them took nearly as long,
-    /// because all experts have to cross to a GPU once for any number of tokens, say.
+    /// How long twice the tokens of `bucket` should take: at most twice as long, and less where even half of them took
+    /// nearly as long, because all experts have to cross to a GPU once for any number of tokens, say.
     fn expected(&self, bucket: usize) -> Option<f64> {
         let seconds = self.seconds[bucket]?;
         let half = bucket.checked_sub(1).and_then(|half| self.seconds[half]).unwrap_or(0.0);

@@ -132,7 +132,8 @@ impl Engine {
         }
     }
 
-    /// Nothing here can compute any more, or be trusted to, as after a panic: whoever waits is told why, and nobody else is let in.
+    /// Nothing here can compute any more, or be trusted to, as after a panic: whoever waits is told why, and nobody
+    /// else is let in.
     pub(super) fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, why: &str) {
         let failed = || Event::Failed(Error::Stopped(why.into()));
         queue.close();
@@ -307,7 +308,8 @@ impl Engine {
         }
     }
 
-    /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the whole row.
+    /// A token for each sequence whose last row was computed: from the largest logits where they decide, else from the
+    /// whole row.
     fn sample(&mut self, read: u64) -> Result<()> {
         let Self {
             model,
@@ -420,7 +422,8 @@ impl Sequence<Answer> {
     }
 }
 
-/// Of how many of a request's first tokens the keys and values may be those of other requests, and those of other requests may be these.
+/// Of how many of a request's first tokens the keys and values may be those of other requests, and those of other
+/// requests may be these.
 ///
 /// Steering changes them from the first position on where it adds something; what is captured has to be computed.
 fn untouched(request: &Request) -> (usize, usize) {

@@ -55,7 +55,8 @@ pub trait Constraint: Send + std::fmt::Debug {
     fn fork(&self) -> Box<dyn Constraint>;
 }
 
-/// How likely the model held a token to be, and which others it held to be likely, before any penalty, bias, temperature or constraint.
+/// How likely the model held a token to be, and which others it held to be likely, before any penalty, bias,
+/// temperature or constraint.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logprobs {
     /// Natural logarithm of the token's probability.
@@ -118,8 +119,8 @@ impl Sampler {
         Ok(constraint.is_complete())
     }
 
-    /// As [`sample`](Sampler::sample), from a shortlist at the temperature that [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not
-    /// reach far enough.
+    /// As [`sample`](Sampler::sample), from a shortlist at the temperature that
+    /// [`shortlists_at`](Sampler::shortlists_at) asks for; `None`: the list does not reach far enough.
     pub fn sample_shortlist(&mut self, list: &Shortlist, tokens: &[u32]) -> Result<Option<u32>> {
         let Some(&(best, max)) = list.best.first().filter(|(_, logit)| logit.is_finite()) else {
             return Err(not_finite());
@@ -131,7 +132,8 @@ impl Sampler {
         let weight = |logit: f32| ((logit - max) / temperature).exp();
         let mut total = Some(list.total);
         if min_p > 0.0 {
-            // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that are not.
+            // What others weigh that are dropped is not known, but where the list ends below `min_p` it has all that
+            // are not.
             let ends = list.best.last().is_some_and(|&(_, logit)| weight(logit) < min_p);
             total = ends.then(|| {
                 list.best.iter().map(|&(_, logit)| weight(logit)).filter(|&w| w >= min_p).map(f64::from).sum()
@@ -260,7 +262,8 @@ fn not_finite() -> Error {
     Error::Model("the model computed logits that are not finite: its weights or its precision are unusable".into())
 }
 
-/// The token that `uniform`, in [0, 1), falls on, best first, after top-k and top-p. `total`: of all weights, if it is known. `None`: it takes more than is known.
+/// The token that `uniform`, in [0, 1), falls on, best first, after top-k and top-p. `total`: of all weights, if it is
+/// known. `None`: it takes more than is known.
 fn draw(params: &SamplingParams, total: Option<f64>, uniform: f64, mut rank: impl FnMut(usize) -> Rank) -> Option<u32> {
     let limit = if params.top_k == 0 { usize::MAX } else { params.top_k };
     let mut walk = |stop: &mut dyn FnMut(u32, f64) -> bool| {
@@ -307,7 +310,8 @@ fn draw(params: &SamplingParams, total: Option<f64>, uniform: f64, mut rank: imp
 
 /// Index of the largest logit, the lowest of equals; NaN is never the largest unless all are.
 pub fn argmax(logits: &[f32]) -> usize {
-    // The value in lanes, then its place: one running best would wait for itself at every logit. NaN is larger than nothing.
+    // The value in lanes, then its place: one running best would wait for itself at every logit. NaN is larger than
+    // nothing.
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; 32];
     let (chunks, rest) = logits.as_chunks::<32>();

@@ -62,8 +62,8 @@ impl<T> Sequence<T> {
         self.tokens.len() - self.cached
     }
 
-    /// Takes what others have computed of it from `pool`, and says how many tokens that were; and the text that it has to compute next, if others
-    /// could use that.
+    /// Takes what others have computed of it from `pool`, and says how many tokens that were; and the text that it has
+    /// to compute next, if others could use that.
     fn share(&mut self, pool: &mut BlockPool) -> (usize, Option<Text>) {
         let tokens = &self.tokens[..self.tokens.len().min(self.reuses)];
         let shared = pool.share(&mut self.table, tokens);
@@ -143,11 +143,11 @@ impl<T> Scheduler<T> {
         &mut self.running[index]
     }
 
-    /// Fills `batch` with the next step: one token of every running answer, then parts of prompts, which beside answers have
-    /// `prompt_tokens` tokens together.
+    /// Fills `batch` with the next step: one token of every running answer, then parts of prompts, which beside answers
+    /// have `prompt_tokens` tokens together.
     ///
-    /// When the pool is empty the youngest sequence goes back to the queue and is computed again later. What frees up goes
-    /// to the oldest that waits for it, so that small requests do not pass a large one forever.
+    /// When the pool is empty the youngest sequence goes back to the queue and is computed again later. What frees up
+    /// goes to the oldest that waits for it, so that small requests do not pass a large one forever.
     pub fn next(&mut self, batch: &mut Batch, prompt_tokens: usize) -> &[Scheduled] {
         batch.clear();
         self.plan.clear();
@@ -195,9 +195,11 @@ impl<T> Scheduler<T> {
         sequence
     }
 
-    /// Cuts `tokens` into shares of the prompts that run: alike for all, what a short one leaves going to the others, and the oldest never without.
+    /// Cuts `tokens` into shares of the prompts that run: alike for all, what a short one leaves going to the others,
+    /// and the oldest never without.
     ///
-    /// A prompt takes what others have computed of it. One whose next block another computes in this very step waits for it.
+    /// A prompt takes what others have computed of it. One whose next block another computes in this very step waits
+    /// for it.
     fn share_out(&mut self, tokens: usize) {
         self.shares.clear();
         let mut computing = HashSet::new();
@@ -230,8 +232,8 @@ impl<T> Scheduler<T> {
         self.shares.sort_unstable();
     }
 
-    /// Puts the next `tokens` tokens of sequence `index` into the batch, with blocks taken from younger, not yet planned sequences if need be.
-    /// Returns false when it has to wait for a step in which blocks are free.
+    /// Puts the next `tokens` tokens of sequence `index` into the batch, with blocks taken from younger, not yet
+    /// planned sequences if need be. Returns false when it has to wait for a step in which blocks are free.
     fn push(&mut self, index: usize, tokens: usize, batch: &mut Batch) -> bool {
         loop {
             let sequence = &mut self.running[index];
@@ -386,7 +388,8 @@ mod tests {
         assert_eq!(first, [0, 6, 1, 2], "who has none running is next");
     }
 
-    /// An answer that has filled its first block, and a prompt beside it that waits for memory; then the answer needs a third block.
+    /// An answer that has filled its first block, and a prompt beside it that waits for memory; then the answer needs a
+    /// third block.
     fn short_of_blocks(blocks: usize, prompt_tokens: usize) -> Scheduler<u32> {
         let mut s = scheduler(blocks);
         add(&mut s, BLOCK_SIZE, 0);

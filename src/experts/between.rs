@@ -79,8 +79,8 @@ impl Between {
         self.activation
     }
 
-    /// `out = activation(gate + bias, up + bias)` for some rows of an expert's `gate` and `up`; all `[tokens, width]`, of which the last columns
-    /// may be of no row.
+    /// `out = activation(gate + bias, up + bias)` for some rows of an expert's `gate` and `up`; all `[tokens, width]`,
+    /// of which the last columns may be of no row.
     pub(super) fn activate(
         &self,
         kernel: &dyn Kernel,

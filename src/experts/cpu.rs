@@ -8,8 +8,8 @@
 //!          for output tile of mine:      for expert ascending:  out[token] += weight * (down tile . h)
 //! ```
 //!
-//! Work is claimed in small runs of tiles, so that cores of unequal speed finish together; with several NUMA nodes each worker
-//! claims from its own node's slice while that lasts. Each output element is
+//! Work is claimed in small runs of tiles, so that cores of unequal speed finish together; with several NUMA nodes each
+//! worker claims from its own node's slice while that lasts. Each output element is
 //! summed by one worker in order of expert id: the bits depend neither on the number of threads nor on the batch.
 #![allow(unsafe_code)]
 
@@ -32,7 +32,8 @@ use crate::machine::workers::{Claims, Cut, Shared, Team, Worker};
 /// Tokens that go through a tile before the next tile: their results fit on the stack, their weights stay in L2.
 const TOKEN_BLOCK: usize = 64;
 
-/// What the speed of a layer with few tokens depends on, and its bits do not; `cargo bench --bench sweep` compares choices.
+/// What the speed of a layer with few tokens depends on, and its bits do not; `cargo bench --bench sweep` compares
+/// choices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
     /// How far ahead of their use weights are asked for.
@@ -66,7 +67,8 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Numbers in a worker's room for the results of some tiles: gate and up as the kernel gives them, then each and their product.
+    /// Numbers in a worker's room for the results of some tiles: gate and up as the kernel gives them, then each and
+    /// their product.
     fn results(&self) -> usize {
         TOKEN_BLOCK * TILE_ROWS * (5 * self.gate_tiles).max(self.down_tiles)
     }
@@ -123,7 +125,8 @@ pub struct CpuExperts {
 }
 
 impl CpuExperts {
-    /// Allocates for batches of up to `max_tokens` with `top_k` experts each, or as many pairs; nothing is allocated later.
+    /// Allocates for batches of up to `max_tokens` with `top_k` experts each, or as many pairs; nothing is allocated
+    /// later.
     pub fn new(
         memory: Arc<ExpertMemory>,
         team: Arc<Team>,
@@ -213,7 +216,8 @@ impl CpuExperts {
         }
     }
 
-    /// Checks the checksums of all experts of `layer` that were never used before. Errors: `Error::Cache` for a damaged one.
+    /// Checks the checksums of all experts of `layer` that were never used before. Errors: `Error::Cache` for a damaged
+    /// one.
     pub fn check_layer(&mut self, layer: usize) -> Result<()> {
         self.layer = layer;
         self.active.clear();
@@ -260,7 +264,8 @@ impl CpuExperts {
         Ok(())
     }
 
-    /// Brings `x` into the form of the weights: once per token, then a copy for each of its experts, whose rows lie together.
+    /// Brings `x` into the form of the weights: once per token, then a copy for each of its experts, whose rows lie
+    /// together.
     fn take(&mut self, x: &[f32], top_k: usize) {
         let k = self.layout.gate.k;
         let pairs = self.active.last().map_or(0, |a| a.pairs.1);
@@ -499,7 +504,8 @@ impl<'a> Step<'a> {
         let Pace { look_ahead, idle_bytes, .. } = self.pace;
         let bytes = |piece: Option<&Piece<'a>>| piece.map_or(&[][..], |piece| piece.bytes);
 
-        // What is read next is known, and on its way, before a piece is done; after the last one of gate it is the first one of down.
+        // What is read next is known, and on its way, before a piece is done; after the last one of gate it is the
+        // first one of down.
         let (mut piece, mut first_down) = (gate.next(worker), None);
         while let Some(now) = piece {
             let mut next = None;

@@ -31,7 +31,8 @@ use handoff::Handoff;
 use learning::Learning;
 use ring::Ring;
 
-/// Tokens up to which experts in VRAM are multiplied as they are read, once for each token; sorted and in tiles beyond. Measured on an H200.
+/// Tokens up to which experts in VRAM are multiplied as they are read, once for each token; sorted and in tiles beyond.
+/// Measured on an H200.
 const FEW_TOKENS: usize = 4;
 
 /// Tokens up to which a batch is no prompt, whatever the user says of prompts.
@@ -52,7 +53,8 @@ impl Speeds {
     /// What kernels reach of plain reading's bandwidth.
     pub const CPU_SHARE: f64 = 0.9;
 
-    /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with `top_k` each.
+    /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with
+    /// `top_k` each.
     pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
         let weights = (3 * layout.gate.n * layout.gate.k) as f64;
         let share = top_k as f64 / all as f64;
@@ -288,7 +290,8 @@ impl GpuExperts {
         self.learning.as_ref().map_or(Address::NULL, |learning| learning.counts(layer * self.experts))
     }
 
-    /// Gives an outsider the place of a resident. Its copy and the new addresses come before the next pass in the compute stream.
+    /// Gives an outsider the place of a resident. Its copy and the new addresses come before the next pass in the
+    /// compute stream.
     fn make(&mut self, Move { layer, resident, outsider }: Move) -> Result<()> {
         self.cpu.check_layer(layer)?;
         let Self { cuda, memory, order, host_tables, tables, experts, sizes, .. } = self;

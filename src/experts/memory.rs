@@ -1,7 +1,8 @@
-//! Where the bytes of the routed experts are: mapped as the cache file lies, or copied into huge pages, a slice per NUMA node.
+//! Where the bytes of the routed experts are: mapped as the cache file lies, or copied into huge pages, a slice per
+//! NUMA node.
 //!
-//! With several nodes every one holds a slice of every expert, cut by tiles of rows: whatever experts a token goes to, it
-//! reads from all memories at once. A mapped file is one slice, wherever its pages happen to be.
+//! With several nodes every one holds a slice of every expert, cut by tiles of rows: whatever experts a token goes to,
+//! it reads from all memories at once. A mapped file is one slice, wherever its pages happen to be.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -37,11 +38,12 @@ impl ExpertMemory {
         Self::cut(cache, &[1])
     }
 
-    /// The experts copied into huge pages by the team, checksums compared on the way: a slice for each of its nodes, in that
-    /// node's memory; or, if `interleave` names nodes, one slice whose pages alternate between them.
+    /// The experts copied into huge pages by the team, checksums compared on the way: a slice for each of its nodes, in
+    /// that node's memory; or, if `interleave` names nodes, one slice whose pages alternate between them.
     ///
-    /// What the copy was made from is given back where memory is short: pages of the file, or, if nobody else holds them, random
-    /// weights. `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory, `Error::Cache` for a damaged expert.
+    /// What the copy was made from is given back where memory is short: pages of the file, or, if nobody else holds
+    /// them, random weights. `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory,
+    /// `Error::Cache` for a damaged expert.
     pub fn copied(
         cache: Arc<ExpertCache>,
         team: &Team,
@@ -56,7 +58,8 @@ impl ExpertMemory {
                 + memory.down_tiles_of(node).len() * memory.layout.down.tile_bytes();
             let stride = bytes.next_multiple_of(64);
             let buffer = Buffer::zeros(layers * experts * stride)?;
-            // Refused in some containers: then pages come to the node of whoever writes them first, which is the right one too.
+            // Refused in some containers: then pages come to the node of whoever writes them first, which is the right
+            // one too.
             let _ = match team.nodes() {
                 _ if !interleave.is_empty() => buffer.interleave(interleave),
                 [_] => Ok(()),
@@ -188,8 +191,9 @@ impl ExpertMemory {
         &bytes[(layer * self.cache.num_experts() + expert) * stride..][..*stride]
     }
 
-    /// Some experts of a layer in the order of the cache file, one after the other at a stride of [`ExpertMemory::stride`]:
-    /// `put(offset, bytes)` is called with each run of bytes and where it belongs, in bytes from the first expert.
+    /// Some experts of a layer in the order of the cache file, one after the other at a stride of
+    /// [`ExpertMemory::stride`]: `put(offset, bytes)` is called with each run of bytes and where it belongs, in
+    /// bytes from the first expert.
     pub fn each_run<'a>(&'a self, layer: usize, experts: Range<usize>, mut put: impl FnMut(usize, &'a [u8])) {
         let stride = self.stride();
         match &self.copy[..] {
@@ -223,7 +227,8 @@ impl ExpertMemory {
         (0..self.cache.num_layers()).map(|layer| self.cache.layer(layer)).collect()
     }
 
-    /// Compares an expert with its checksum, where that was not done while copying. Errors: `Error::Cache` when it is damaged.
+    /// Compares an expert with its checksum, where that was not done while copying. Errors: `Error::Cache` when it is
+    /// damaged.
     pub fn check_expert(&self, layer: usize, expert: usize) -> Result<()> {
         match self.is_copy() {
             true => Ok(()),
@@ -249,7 +254,8 @@ impl ExpertMemory {
         (self.cache.num_layers() * self.cache.num_experts()) as u64 * self.layout.bytes() as u64
     }
 
-    /// The share of sampled pages of each slice that are on the node they should be on, from 0 to 1; `nodes` as [`Team::nodes`].
+    /// The share of sampled pages of each slice that are on the node they should be on, from 0 to 1; `nodes` as
+    /// [`Team::nodes`].
     ///
     /// `None` where the system does not tell.
     pub fn placed(&self, nodes: &[usize]) -> Option<Vec<f64>> {

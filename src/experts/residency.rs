@@ -13,7 +13,8 @@ use crate::{Error, Result};
 /// Tokens after which a choice counts half.
 const HALF_LIFE: f64 = 50_000.0;
 
-/// An outsider must be chosen so much more often than a resident that a move pays, and chance does not move experts back and forth.
+/// An outsider must be chosen so much more often than a resident that a move pays, and chance does not move experts
+/// back and forth.
 const CLEARLY: (f32, f32) = (1.25, 8.0); // times, plus
 
 /// First line of the file.

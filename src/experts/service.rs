@@ -1,6 +1,8 @@
-//! Routed experts for engines other than ours: a layer's tokens as that engine has them, whichever threads they come from.
+//! Routed experts for engines other than ours: a layer's tokens as that engine has them, whichever threads they come
+//! from.
 //!
-//! All layers share one team and one set of buffers, so calls go one after the other. Batches of any size are cut into parts.
+//! All layers share one team and one set of buffers, so calls go one after the other. Batches of any size are cut into
+//! parts.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -179,7 +181,8 @@ impl ServedLayer {
         self.service.team.with_caller(|| compute.cpu.check_layer(self.index))
     }
 
-    /// `out[t] = sum_e weight[t, e] * expert_e(x_t)` in the type of `x`, over the ids that are an expert and not skipped; `out` [tokens, hidden].
+    /// `out[t] = sum_e weight[t, e] * expert_e(x_t)` in the type of `x`, over the ids that are an expert and not
+    /// skipped; `out` [tokens, hidden].
     ///
     /// Errors: `Error::Cache` for a damaged expert. Panics: lengths do not fit (a bug).
     pub fn forward(&self, tokens: Tokens<'_>, out: &mut [u8]) -> Result<()> {

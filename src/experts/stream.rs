@@ -7,9 +7,10 @@
 //! sync     the branch joins; fetch_rows waits for `up` and copies the sum to the engine's memory
 //! ```
 //!
-//! Nobody on the host knows when a recorded graph runs, hence the branch: every submit wakes once and makes one record, so the owner may sleep when it has served
-//! as many records as there were wakes. What waits for the host is the flag alone; the host function, 20 microseconds, runs beside it.
-//! What is handed over lies in a slot that is used again when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
+//! Nobody on the host knows when a recorded graph runs, hence the branch: every submit wakes once and makes one record,
+//! so the owner may sleep when it has served as many records as there were wakes. What waits for the host is the flag
+//! alone; the host function, 20 microseconds, runs beside it. What is handed over lies in a slot that is used again
+//! when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -121,7 +122,8 @@ fn blocks(bytes: usize) -> usize {
 }
 
 impl StreamPort {
-    /// Opens device `ordinal` for experts that `team` computes, and starts the thread that owns the team from now on. Errors: `Error::Device`.
+    /// Opens device `ordinal` for experts that `team` computes, and starts the thread that owns the team from now on.
+    /// Errors: `Error::Device`.
     pub fn open(ordinal: usize, team: &Arc<Team>) -> Result<Self> {
         let cuda = Cuda::open(ordinal)?;
         let desk = cuda.as_guest(|| {
@@ -166,7 +168,8 @@ impl StreamPort {
         }
     }
 
-    /// Enqueues on the stream that its engine calls `stream` what brings a batch to a layer of [`add_layer`](StreamPort::add_layer).
+    /// Enqueues on the stream that its engine calls `stream` what brings a batch to a layer of
+    /// [`add_layer`](StreamPort::add_layer).
     ///
     /// Errors: too many batches of this stream wait for their [`sync`](StreamPort::sync), memory, the device.
     pub fn submit(&self, layer: usize, batch: &DeviceTokens, stream: usize) -> Result<Ticket> {
@@ -206,7 +209,8 @@ impl StreamPort {
         })
     }
 
-    /// Enqueues on the same stream what waits for the sum and copies it to `out`, of the batch's shape and type and aligned to 16 bytes.
+    /// Enqueues on the same stream what waits for the sum and copies it to `out`, of the batch's shape and type and
+    /// aligned to 16 bytes.
     pub fn sync(&self, ticket: Ticket, out: u64) -> Result<()> {
         self.cuda.as_guest(|| {
             let slot = self.desk.slot(ticket.slot);

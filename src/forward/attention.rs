@@ -10,7 +10,8 @@ use crate::forward::kv_cache::LayerCache;
 use crate::forward::weights::AttentionWeights;
 use crate::model::{Attention, ModelConfig};
 
-/// Activations of attention, allocated once and used by every layer of their kind; all layers of a kind have the same widths.
+/// Activations of attention, allocated once and used by every layer of their kind; all layers of a kind have the same
+/// widths.
 pub struct AttentionBuffers<B: Backend> {
     gqa: Option<gqa::Buffers<B>>,
     mla: Option<mla::Buffers<B>>,
@@ -53,7 +54,8 @@ pub struct Step<'a, B: Backend> {
     pub interleaved: bool,
 }
 
-/// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the way. `x` is `[T, hidden]`, `h` a buffer like it.
+/// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the way.
+/// `x` is `[T, hidden]`, `h` a buffer like it.
 #[allow(clippy::too_many_arguments)] // what a layer is, what it has, what it changes
 pub fn attention<B: Backend>(
     step: &Step<'_, B>,

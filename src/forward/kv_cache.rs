@@ -1,7 +1,8 @@
-//! The KV cache: one pool of blocks for all sequences, storage per layer on the backend; and recurrent state, where layers have that instead.
+//! The KV cache: one pool of blocks for all sequences, storage per layer on the backend; and recurrent state, where
+//! layers have that instead.
 //!
-//! A block that is full is known by the text up to its end, and kept after its sequence has ended for as long as nobody else needs the
-//! memory: a sequence of the same tenant that begins with the same tokens shares it.
+//! A block that is full is known by the text up to its end, and kept after its sequence has ended for as long as nobody
+//! else needs the memory: a sequence of the same tenant that begins with the same tokens shares it.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -128,7 +129,8 @@ impl BlockPool {
         self.kept
     }
 
-    /// Extends `table` until it covers `tokens` tokens; takes nothing and returns false when there are too few free blocks.
+    /// Extends `table` until it covers `tokens` tokens; takes nothing and returns false when there are too few free
+    /// blocks.
     pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> bool {
         let missing = tokens.div_ceil(BLOCK_SIZE).saturating_sub(table.blocks.len());
         if missing > self.free_blocks() {
@@ -143,7 +145,8 @@ impl BlockPool {
         true
     }
 
-    /// Frees a block that is kept: of the tenant that holds the most blocks, so that nobody pushes out those who hold less, the least recently used.
+    /// Frees a block that is kept: of the tenant that holds the most blocks, so that nobody pushes out those who hold
+    /// less, the least recently used.
     fn forget(&mut self) -> Option<u32> {
         let keepers = self.tenants.values_mut().filter(|holding| !holding.kept.is_empty());
         let holding = keepers.max_by_key(|holding| {
@@ -156,7 +159,8 @@ impl BlockPool {
         Some(block)
     }
 
-    /// The text of the first block of `tokens` that `table` does not cover, if there is a whole one and at least one token beyond it.
+    /// The text of the first block of `tokens` that `table` does not cover, if there is a whole one and at least one
+    /// token beyond it.
     pub fn next_text(&self, table: &BlockTable, tokens: &[u32]) -> Option<Text> {
         let start = table.known * BLOCK_SIZE;
         if !self.reuse || table.blocks.len() != table.known || tokens.len() <= start + BLOCK_SIZE {
@@ -165,8 +169,8 @@ impl BlockPool {
         Some(table.text(&tokens[start..]))
     }
 
-    /// Extends `table`, of whose blocks all are full, by the blocks that hold what comes next in `tokens`, but never the last token, which has to be computed.
-    /// Returns how many tokens more are in the cache.
+    /// Extends `table`, of whose blocks all are full, by the blocks that hold what comes next in `tokens`, but never
+    /// the last token, which has to be computed. Returns how many tokens more are in the cache.
     pub fn share(&mut self, table: &mut BlockTable, tokens: &[u32]) -> usize {
         let before = table.blocks.len();
         while let Some(&(node, number)) = self.next_text(table, tokens).and_then(|text| self.texts.get(&text)) {
@@ -189,7 +193,8 @@ impl BlockPool {
         while self.reuse && tokens.len() >= (table.known + 1) * BLOCK_SIZE {
             let text = table.text(&tokens[table.known * BLOCK_SIZE..]);
             let number = table.blocks[table.known];
-            // Of two sequences that computed the same text at the same time, one is known; the other goes on under the same node.
+            // Of two sequences that computed the same text at the same time, one is known; the other goes on under the
+            // same node.
             table.node = match self.texts.get(&text) {
                 Some(&(node, _)) => node,
                 None => {
@@ -204,7 +209,8 @@ impl BlockPool {
         }
     }
 
-    /// Takes all blocks of `table` back. Those whose text is known are kept until somebody needs the memory, the end of a text going first.
+    /// Takes all blocks of `table` back. Those whose text is known are kept until somebody needs the memory, the end of
+    /// a text going first.
     pub fn release(&mut self, table: &mut BlockTable) {
         let BlockTable { tenant, blocks, .. } = std::mem::replace(table, BlockTable::new(table.tenant));
         let holding = self.tenants.entry(tenant).or_default();
@@ -243,7 +249,8 @@ pub struct KvCache<B: Backend> {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are first used.
+    /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are
+    /// first used.
     pub fn new(backend: &B, model: &ModelConfig, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
         let layers = model.layers.iter().map(|layer| match &layer.attention {
             Attention::DeltaNet(a) => backend.state(slots, a).map(LayerCache::State),
@@ -398,7 +405,8 @@ mod tests {
         assert_eq!((pool.kept_blocks(), computed(&mut pool, &text(129, 0)).1), (0, 0));
     }
 
-    /// Random sequences come, grow and go: every block is held by as many as hold it, and what is shared is the same text.
+    /// Random sequences come, grow and go: every block is held by as many as hold it, and what is shared is the same
+    /// text.
     #[test]
     fn blocks_are_counted_and_hold_what_they_are_known_for() {
         let mut random = Random(11);

@@ -10,8 +10,8 @@ use crate::{Error, Result};
 /// Additions of one request at most.
 pub const MAX_STEERS: usize = 256;
 
-/// What is added to a number at most: far more than models have there, and so little that all stays finite. What is not would spread from the KV
-/// blocks that others get after the sequence.
+/// What is added to a number at most: far more than models have there, and so little that all stays finite. What is not
+/// would spread from the KV blocks that others get after the sequence.
 const MAX_ADDED: f32 = 1e6;
 
 /// Ranges of one list of positions at most.

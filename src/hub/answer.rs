@@ -19,7 +19,8 @@ impl Commit {
     }
 }
 
-/// What tells a file's content from any other: the SHA-256 of a large file, the SHA-1 that git has of a small one, or a mirror's own word.
+/// What tells a file's content from any other: the SHA-256 of a large file, the SHA-1 that git has of a small one, or a
+/// mirror's own word.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Tag(String);
 

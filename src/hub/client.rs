@@ -96,7 +96,8 @@ impl Client {
         Ok(Announced { tag, size })
     }
 
-    /// The content of a file that is `size` bytes long, from `start` on or from its beginning, and which of these it is.
+    /// The content of a file that is `size` bytes long, from `start` on or from its beginning, and which of these it
+    /// is.
     pub(super) fn content(
         &self,
         id: &str,

@@ -20,8 +20,8 @@ const FILES: [(&str, &[u8]); 6] = [
 
 /// Writes the bundled checkpoint below `cache_dir`, unless it is already there, and gives its directory.
 ///
-/// Every file is compared with the bundled bytes and replaced by a rename when it differs, so a damaged copy is mended and
-/// any number of processes may do this at once.
+/// Every file is compared with the bundled bytes and replaced by a rename when it differs, so a damaged copy is mended
+/// and any number of processes may do this at once.
 pub fn materialize(cache_dir: &Path) -> Result<PathBuf> {
     let dir = cache_dir.join(format!("{NAME}-{:016x}", content_hash()));
     for (name, bytes) in FILES {

@@ -1,4 +1,5 @@
-//! Downloads one file: goes on where an earlier attempt was cut off, and keeps only what is, byte for byte, what was announced.
+//! Downloads one file: goes on where an earlier attempt was cut off, and keeps only what is, byte for byte, what was
+//! announced.
 
 use std::cmp::Ordering;
 use std::fs::File;
@@ -104,7 +105,8 @@ struct Part {
 }
 
 impl Part {
-    /// What an earlier attempt has left at `path`, which is nothing if it cannot be the beginning of what was announced.
+    /// What an earlier attempt has left at `path`, which is nothing if it cannot be the beginning of what was
+    /// announced.
     fn open(path: &Path, announced: &Announced) -> Result<Self> {
         let file = File::options().read(true).append(true).create(true).open(path).map_err(unwritable(path))?;
         let mut part = Self { path: path.into(), file, len: 0, digest: announced.tag.digest(announced.size) };

@@ -1,4 +1,5 @@
-//! The local copy of a repository, laid out as Hugging Face's own tools have it: `blobs` by tag, `snapshots` of links to them, `refs`.
+//! The local copy of a repository, laid out as Hugging Face's own tools have it: `blobs` by tag, `snapshots` of links
+//! to them, `refs`.
 
 use std::io::Result;
 use std::os::unix::fs::symlink;

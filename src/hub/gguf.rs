@@ -1,4 +1,5 @@
-//! A GGUF file as a checkpoint in the Hugging Face layout: config, tokenizer and chat template written out from its metadata.
+//! A GGUF file as a checkpoint in the Hugging Face layout: config, tokenizer and chat template written out from its
+//! metadata.
 //!
 //! Everything else of the engine then reads a folder, as ever: small files, and links to the GGUF files, whose tensors
 //! `moebius_cache::checkpoint` gives under Hugging Face's names.
@@ -52,8 +53,8 @@ impl Metadata {
 
 /// The folder that stands for the GGUF model at `path`, any of its files, written below `cache_dir` unless it is there.
 ///
-/// Errors: `Error::Cache` when it is no GGUF file, or one of a split model is missing; `Error::Model` for metadata that cannot be used;
-/// `Error::Resources` when the folder cannot be written.
+/// Errors: `Error::Cache` when it is no GGUF file, or one of a split model is missing; `Error::Model` for metadata that
+/// cannot be used; `Error::Resources` when the folder cannot be written.
 pub fn materialize(path: &Path, cache_dir: &Path) -> Result<PathBuf> {
     let path = path.canonicalize().map_err(Error::io(path))?;
     let files = gguf::files_of(&path)?;

@@ -5,8 +5,8 @@
 //! BF16 weights     parts  [ceil(k / 32)][stride][split_words] f32, see `Kernel::split`
 //! ```
 //!
-//! Rows of one block of inputs lie one after the other, so any 16 rows in a row are an AMX tile as they lie. The stride is odd: blocks of
-//! inputs, which follow each other in time, fall into different sets of the caches.
+//! Rows of one block of inputs lie one after the other, so any 16 rows in a row are an AMX tile as they lie. The stride
+//! is odd: blocks of inputs, which follow each other in time, fall into different sets of the caches.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -21,7 +21,8 @@ use crate::machine::workers::Shared;
 /// Inputs of one block of codes.
 pub(super) const CODES: usize = 64;
 
-/// Rows `[max_rows, k]` for weights of one precision, allocated once, at the boundaries of cache lines and in huge pages.
+/// Rows `[max_rows, k]` for weights of one precision, allocated once, at the boundaries of cache lines and in huge
+/// pages.
 #[derive(Default)]
 pub struct Activations {
     k: usize,
@@ -249,7 +250,8 @@ impl ActivationRows<'_> {
         self.parts[(self.first + row) * self.words..].as_ptr()
     }
 
-    /// [`codes`](Self::codes) of the first `T` rows. A loop, not `map`, so that it is inlined into functions with target features.
+    /// [`codes`](Self::codes) of the first `T` rows. A loop, not `map`, so that it is inlined into functions with
+    /// target features.
     #[inline]
     pub(super) fn codes_of<const T: usize>(&self) -> [*const i8; T] {
         let mut codes = [std::ptr::null(); T];
@@ -286,7 +288,8 @@ impl ActivationRows<'_> {
 
     /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
     ///
-    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale or part of rows `0..len` and of the 15 after them can be read.
+    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale or part of rows `0..len` and of the 15 after
+    /// them can be read.
     pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
         let tiles = tiles.bytes;
         let count = tiles.len() / layout.tile_bytes();

@@ -6,8 +6,8 @@
 //! C  results      [16 tokens][16 rows]       i32 of one group, or f32
 //! ```
 //!
-//! `tdpbssd` is exact; `tdpbf16ps` has the order of sums that `Kernel::matmul` defines. Inline assembly, because the intrinsics are not
-//! stable. Tiles are released after every call, so that a thread that sleeps has no tiles to save.
+//! `tdpbssd` is exact; `tdpbf16ps` has the order of sums that `Kernel::matmul` defines. Inline assembly, because the
+//! intrinsics are not stable. Tiles are released after every call, so that a thread that sleeps has no tiles to save.
 #![allow(unsafe_code)]
 
 use std::arch::asm;
@@ -27,12 +27,14 @@ use super::{ActivationRows, Start, Tiles};
 /// 32 inputs: their high parts as bf16, then their low parts.
 pub(super) const SPLIT_WORDS: usize = 32;
 
-/// Tokens from which on unpacking weights to bytes pays against VNNI, which needs no bytes: later, the smaller the groups.
+/// Tokens from which on unpacking weights to bytes pays against VNNI, which needs no bytes: later, the smaller the
+/// groups.
 pub(super) fn least_tokens(x: &ActivationRows<'_>) -> usize {
     if x.group == 32 { 10 } else { 6 }
 }
 
-/// Whether there are tiles of INT8 and BF16, and the system lets this process use them; asks for that on the first call.
+/// Whether there are tiles of INT8 and BF16, and the system lets this process use them; asks for that on the first
+/// call.
 pub(super) fn detect() -> bool {
     static GRANTED: OnceLock<bool> = OnceLock::new();
     *GRANTED.get_or_init(|| {
@@ -122,7 +124,8 @@ pub(super) fn split(x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// How many blocks of how many tokens; the last block may read more than there are, and what it has of them is forgotten.
+/// How many blocks of how many tokens; the last block may read more than there are, and what it has of them is
+/// forgotten.
 fn cut(tokens: usize) -> (usize, usize) {
     let blocks = tokens.div_ceil(TILE_ROWS);
     (blocks, tokens.div_ceil(blocks))
@@ -169,7 +172,8 @@ pub(super) unsafe fn split_tiles(
     let (blocks, height) = cut(tokens);
     // SAFETY: the features are there; tiles are released below.
     unsafe { configure(if blocks == 1 { 3 } else { 4 }, height, 64) };
-    // Blocks that are all full go to their places directly; otherwise the last one has rows of no token, which must not get there.
+    // Blocks that are all full go to their places directly; otherwise the last one has rows of no token, which must not
+    // get there.
     let full = blocks * height == tokens;
     let mut c = [Results([[0.0f32; TILE_ROWS]; TILE_ROWS]); 4];
     // One block of tokens by three tiles of weights, or two by two: what keeps six or eight products in flight.
@@ -202,8 +206,8 @@ pub(super) unsafe fn split_tiles(
                     c[tile].0.as_mut_ptr().cast()
                 };
             }
-            // SAFETY: there are as many tiles and blocks as the instance reads, and `height` rows from each first can be read; so many rows
-            // of results are in `c`, or, from a full block's first on, in `out`.
+            // SAFETY: there are as many tiles and blocks as the instance reads, and `height` rows from each first can
+            // be read; so many rows of results are in `c`, or, from a full block's first on, in `out`.
             unsafe {
                 match (blocks, width) {
                     (1, 1) => one_block::<1>(a[0], b, x.stride, tile_bytes, height, &sums),
@@ -237,7 +241,8 @@ const SPLIT_BYTES: usize = SPLIT_WORDS * 4;
 /// One block of tokens times up to three tiles of weights.
 ///
 /// # Safety
-/// AMX, configured; `a` and `b` point to as much as there is of a row and a tile, `sums` to a block's results of `W` tiles.
+/// AMX, configured; `a` and `b` point to as much as there is of a row and a tile, `sums` to a block's results of `W`
+/// tiles.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn one_block<const W: usize>(
@@ -374,7 +379,8 @@ pub(super) unsafe fn packed_tiles<const KIND: u8>(
         for i in 0..count {
             let (scales, codes) = Scales::split(layout, &tiles[i * tile_bytes..][..tile_bytes]);
             let codes = &codes[bytes(from)..bytes(to)];
-            // While a part is worked on, the one after it comes into L2: the next tile's, the first one's next, or what is read after all.
+            // While a part is worked on, the one after it comes into L2: the next tile's, the first one's next, or what
+            // is read after all.
             let next = match () {
                 _ if i + 1 < count => codes.as_ptr().wrapping_add(tile_bytes),
                 _ if to < x.k => tiles[scale_bytes..].as_ptr().wrapping_add(bytes(to)),
@@ -387,7 +393,8 @@ pub(super) unsafe fn packed_tiles<const KIND: u8>(
                 groups: (from / x.group, to / x.group),
                 stride,
             };
-            // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can be read.
+            // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can
+            // be read.
             unsafe {
                 unpack::<KIND>(codes, &mut unpacked);
                 for block in 0..blocks {
@@ -417,7 +424,8 @@ struct Part<'a> {
     stride: usize, // of the results
 }
 
-/// INT4 codes become sixteen times themselves, the upper half of a byte, which takes an instruction less: `scale` takes it back.
+/// INT4 codes become sixteen times themselves, the upper half of a byte, which takes an instruction less: `scale` takes
+/// it back.
 ///
 /// # Safety
 /// AVX-512; `codes` are whole lines.
@@ -435,7 +443,8 @@ unsafe fn unpack<const KIND: u8>(codes: &[u8], to: &mut Codes) {
                 _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, low));
                 _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, high));
             } else if KIND == INT4 {
-                // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest bit flipped.
+                // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest bit
+                // flipped.
                 let low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(w, 4), upper, flip, 0x6a);
                 let high = _mm512_ternarylogic_epi32(w, upper, flip, 0x6a);
                 _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), low);

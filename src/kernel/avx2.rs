@@ -100,8 +100,8 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
 
 /// `T` tokens through one tile.
 ///
-/// INT4: products of an unsigned nibble and a signed byte, in pairs, are at most 2 * 15 * 127: eight of them fit in 16 bits.
-/// MXFP4: the same, of codes up to 24: four of them fit.
+/// INT4: products of an unsigned nibble and a signed byte, in pairs, are at most 2 * 15 * 127: eight of them fit in 16
+/// bits. MXFP4: the same, of codes up to 24: four of them fit.
 /// INT8: vpmaddubsw would saturate on unsigned weights; |w| (at most 128) times x carrying w's sign stays below 2^15.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn block<const CODES: u8, const T: usize>(
@@ -137,7 +137,8 @@ unsafe fn block<const CODES: u8, const T: usize>(
             let mut pairs = [[_mm256_setzero_si256(); 2]; T];
             for line in 0..if CODES == INT8 { 8 } else { 4 } {
                 for half in 0..2 {
-                    // SAFETY: 32 inputs of 16 rows are 4 or 8 lines of 64 bytes, inside the tile whose length was checked.
+                    // SAFETY: 32 inputs of 16 rows are 4 or 8 lines of 64 bytes, inside the tile whose length was
+                    // checked.
                     let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
                     if CODES != INT8 {
                         let (mut low, mut high) =
@@ -224,7 +225,8 @@ pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m256i {
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }
 
-/// `T` tokens through one BF16 tile; of a block of 32 inputs first the lower 8 rows, then the upper, so that all sums are in registers.
+/// `T` tokens through one BF16 tile; of a block of 32 inputs first the lower 8 rows, then the upper, so that all sums
+/// are in registers.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let odd_mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);

@@ -233,7 +233,8 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
                 ahead.prefetch(weights, if CODES == INT8 { 4 } else { 2 });
             }
             let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
-            // SAFETY: 16 inputs of 16 rows are 4 lines of INT8 or 2 of the others, inside the tile whose length was checked.
+            // SAFETY: 16 inputs of 16 rows are 4 lines of INT8 or 2 of the others, inside the tile whose length was
+            // checked.
             let line = |i: usize| unsafe { _mm512_loadu_si512(weights.add(64 * i).cast()) };
             let mut w;
             if CODES == INT8 {

@@ -11,7 +11,8 @@ use super::avx2::{e2m1_lookup, four, scales8, sums};
 use super::tiles::codes::{INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
 
-/// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the codes' sum.
+/// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the
+/// codes' sum.
 ///
 /// # Safety
 /// AVX2, FMA, F16C and AVX-VNNI; what `ActivationRows::check` promises.
@@ -48,7 +49,8 @@ pub(super) unsafe fn block<const CODES: u8, const T: usize>(
             for j in 0..4 {
                 for half in 0..2 {
                     let line = if CODES == INT8 { j } else { j / 2 };
-                    // SAFETY: 16 inputs of 16 rows are 2 or 4 lines of 64 bytes, inside the tile whose length was checked.
+                    // SAFETY: 16 inputs of 16 rows are 2 or 4 lines of 64 bytes, inside the tile whose length was
+                    // checked.
                     let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
                     let w = match (CODES, j % 2) {
                         (INT8, _) => w,

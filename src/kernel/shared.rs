@@ -64,7 +64,8 @@ pub(super) fn quantize(x: &[f32], group: usize, codes: &mut [i8], scales: &mut [
     }
 }
 
-/// [`super::Kernel::split`] for kernels that broadcast single inputs: of 32 inputs the high parts, then the low ones, as f32.
+/// [`super::Kernel::split`] for kernels that broadcast single inputs: of 32 inputs the high parts, then the low ones,
+/// as f32.
 #[inline(always)]
 pub(super) fn split(x: &[f32], out: &mut [f32]) {
     assert_eq!(out.len(), x.len().div_ceil(32) * 64);
@@ -132,7 +133,8 @@ pub(super) fn sigmoid_mul(gate: &[f32], x: &mut [f32]) {
 /// [`super::Kernel::delta_step`]
 #[inline(always)]
 pub(super) fn delta_step(state: &mut [f32], token: &super::DeltaToken<'_>, out: &mut [f32]) {
-    // Columns are independent of each other; so many of them stay in L1 and their sums in registers while the rows go by twice.
+    // Columns are independent of each other; so many of them stay in L1 and their sums in registers while the rows go
+    // by twice.
     const COLUMNS: usize = 32;
     let (rows, cols) = (token.k.len(), token.v.len());
     assert!(state.len() == rows * cols && token.q.len() == rows && out.len() == cols);
@@ -222,7 +224,8 @@ pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// Walks `rows` x `tokens` in register blocks of at most `block`, the tokens of one pass few enough to stay in L1 while the rows go by.
+/// Walks `rows` x `tokens` in register blocks of at most `block`, the tokens of one pass few enough to stay in L1 while
+/// the rows go by.
 ///
 /// `f(row, token, [rows, tokens])` gets blocks of `block[0]` or 1 rows, and `block[1]`, half of it, or 1 tokens.
 #[inline(always)]

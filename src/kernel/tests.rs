@@ -1,4 +1,5 @@
-//! Every instruction set of this machine against the scalar kernels, bit for bit, and the scalar kernels against plain arithmetic.
+//! Every instruction set of this machine against the scalar kernels, bit for bit, and the scalar kernels against plain
+//! arithmetic.
 #![allow(unsafe_code)]
 
 use half::bf16;

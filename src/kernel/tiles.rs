@@ -19,13 +19,13 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// Two cores of a Xeon, INT4 g128, one token, best share of plain reading (V2-Lite, Qwen3-30B, Kimi K2): 93 to 95, 89 to 91, 98 to 101%
-    /// with 4096 and 1024; 88, 82, 91% with L1 alone; 82, 81, 85% with 8 KiB instead of 4. Sixteen cores, the time of a layer: 4% less with 6144 or
-    /// 8192 than with 4096, 8% more without L2's.
+    /// Two cores of a Xeon, INT4 g128, one token, best share of plain reading (V2-Lite, Qwen3-30B, Kimi K2): 93 to 95,
+    /// 89 to 91, 98 to 101% with 4096 and 1024; 88, 82, 91% with L1 alone; 82, 81, 85% with 8 KiB instead of 4.
+    /// Sixteen cores, the time of a layer: 4% less with 6144 or 8192 than with 4096, 8% more without L2's.
     const INTEL: Ahead = Ahead { l2: 6144, l1: 1024 };
 
-    /// Two cores of an EPYC (Zen 4), the same: 18 to 30% less time than with 4096 and 1024, a page to the byte being the worst distance of
-    /// all; 5 to 8% less than with 8192, and steadier than with none.
+    /// Two cores of an EPYC (Zen 4), the same: 18 to 30% less time than with 4096 and 1024, a page to the byte being
+    /// the worst distance of all; 5 to 8% less than with 8192, and steadier than with none.
     const AMD: Ahead = Ahead { l2: 6144, l1: 0 };
 
     /// What helps most on the processor that this runs on.
@@ -61,7 +61,8 @@ impl<'a> Tiles<'a> {
         self.bytes
     }
 
-    /// Asks for what is read some time after the kilobyte that begins at byte `at`, as kernels do: reading alone can be timed so.
+    /// Asks for what is read some time after the kilobyte that begins at byte `at`, as kernels do: reading alone can be
+    /// timed so.
     pub fn prefetch(&self, at: usize) {
         #[cfg(target_arch = "x86_64")]
         {
@@ -106,7 +107,8 @@ pub(super) struct Stream {
 
 #[cfg(target_arch = "x86_64")]
 impl Stream {
-    /// For the lines of about a kilobyte from `at` on; to look for each line where the tiles end would cost more than it brings.
+    /// For the lines of about a kilobyte from `at` on; to look for each line where the tiles end would cost more than
+    /// it brings.
     #[inline(always)]
     pub(super) fn from(self, at: *const u8) -> Distances {
         let after = |bytes: usize| {

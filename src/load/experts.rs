@@ -17,9 +17,11 @@ use crate::experts::{Between, ExpertMemory, ExpertService};
 use crate::model::families;
 use crate::{Error, Result};
 
-/// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file itself.
+/// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file
+/// itself.
 ///
-/// Errors: everything that can be wrong with a checkpoint; the model has no experts; a cache file of experts that need more than their weights.
+/// Errors: everything that can be wrong with a checkpoint; the model has no experts; a cache file of experts that need
+/// more than their weights.
 pub fn open_experts(
     name: &str,
     dir: &Path,
@@ -57,7 +59,8 @@ pub fn is_cache_file(path: &Path) -> bool {
     moebius_cache::file::open(path).and_then(|mut file| file.read_exact(&mut begin)).is_ok() && begin == MAGIC
 }
 
-/// Matrices of one layer of experts, one expert after the other: `gate` and `up` `[experts, intermediate, hidden]`, `down` `[experts, hidden, intermediate]`.
+/// Matrices of one layer of experts, one expert after the other: `gate` and `up` `[experts, intermediate, hidden]`,
+/// `down` `[experts, hidden, intermediate]`.
 #[derive(Clone, Copy)]
 pub struct ExpertArrays<'a> {
     /// Experts, intermediate, hidden.
@@ -70,7 +73,8 @@ pub struct ExpertArrays<'a> {
     pub down: &'a [f32],
 }
 
-/// One layer of experts from arrays, packed in memory. Errors: the shapes cannot be packed so, or there is not enough memory.
+/// One layer of experts from arrays, packed in memory. Errors: the shapes cannot be packed so, or there is not enough
+/// memory.
 pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &Machine) -> Result<ExpertService> {
     let [num_experts, intermediate, hidden] = arrays.shape;
     let size = intermediate * hidden;

@@ -1,4 +1,5 @@
-//! Where the routed experts are read from: the mapped file, or a copy in huge pages, on the NUMA nodes that compute them.
+//! Where the routed experts are read from: the mapped file, or a copy in huge pages, on the NUMA nodes that compute
+//! them.
 
 use std::sync::Arc;
 

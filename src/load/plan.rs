@@ -1,4 +1,5 @@
-//! What will go where, what context fits and how fast it will be, before anything is loaded: what `moebius plan` prints.
+//! What will go where, what context fits and how fast it will be, before anything is loaded: what `moebius plan`
+//! prints.
 //!
 //! Decided by what loading decides with, so the plan is what loading does.
 
@@ -90,7 +91,8 @@ impl Plan {
     }
 }
 
-/// Decides and measures; takes a few seconds and nothing that stays. `ram`: bytes that may be taken, in place of what is available here.
+/// Decides and measures; takes a few seconds and nothing that stays. `ram`: bytes that may be taken, in place of what
+/// is available here.
 ///
 /// Errors: what loading would refuse, with the flag that helps.
 pub fn plan(name: &str, model: &ModelConfig, config: &EngineConfig, ram: Option<u64>) -> Result<Plan> {
@@ -219,7 +221,8 @@ mod gpu {
     }
 
     impl Device {
-        /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there is no size to assume one of.
+        /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there
+        /// is no size to assume one of.
         pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
             let found = match load::open_gpu(config) {
                 Ok(found) => found,

@@ -9,8 +9,9 @@
 //! prefill             products / rate; on a GPU the slowest of its own products, PCIe and the CPU's share, layer by layer
 //! ```
 //!
-//! Shares and microseconds are those that make the records true within some 15 percent: on the CPU benches/record, on the GPU an H200 with 16 cores
-//! (decode 402 resident and 98 from RAM at 136 GB/s for Qwen3-30B-A3B, 486 and 143 for DeepSeek-V2-Lite; prefill of 8,192 tokens 50,000 and 81,900 resident).
+//! Shares and microseconds are those that make the records true within some 15 percent: on the CPU benches/record, on
+//! the GPU an H200 with 16 cores (decode 402 resident and 98 from RAM at 136 GB/s for Qwen3-30B-A3B, 486 and 143 for
+//! DeepSeek-V2-Lite; prefill of 8,192 tokens 50,000 and 81,900 resident).
 
 use std::sync::Arc;
 
@@ -261,7 +262,8 @@ mod gpu {
 
         let tokens = plan.limits.tokens.min(plan.max_context);
         let n = tokens as f64;
-        // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on the GPU.
+        // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on
+        // the GPU.
         let (crossing, cpu, streamed) = match (&rates.speeds, &work.layout, plan.sizes) {
             (Some(speeds), Some(layout), Some(sizes)) if others > 0 => {
                 let streamed = match config.prefill {

@@ -1,8 +1,8 @@
 //! Random weights of a real model's dimensions, for benches without a download.
 //!
-//! Plain random weights fool a bench: a small mean adds up from layer to layer until all hidden states look alike and every
-//! token goes to the same few experts, which then stay in the processor's cache. Here every weight has mean zero, and what
-//! layers add stays small beside the embeddings, so tokens stay different and routing spreads.
+//! Plain random weights fool a bench: a small mean adds up from layer to layer until all hidden states look alike and
+//! every token goes to the same few experts, which then stay in the processor's cache. Here every weight has mean zero,
+//! and what layers add stays small beside the embeddings, so tokens stay different and routing spreads.
 
 use half::bf16;
 use moebius_cache::Precision;
@@ -88,7 +88,8 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
 }
 
 fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Random) {
-    // Codes are uniform and symmetric: -7..7 have a root mean square of 4.32, -127..127 of 73.3, those of MXFP4 of 5.85.
+    // Codes are uniform and symmetric: -7..7 have a root mean square of 4.32, -127..127 of 73.3, those of MXFP4 of
+    // 5.85.
     let (zero, code_rms) = match layout.precision {
         Precision::Bf16 => return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits()),
         Precision::Int8 { .. } => (0x80, 73.3),

@@ -82,7 +82,8 @@ impl<T: Pod> Buffer<T> {
         self.place(elements, libc::MPOL_PREFERRED, &[node])
     }
 
-    /// Asks for pages, none of them touched yet, from all these NUMA nodes in turn. Errors: as [`prefer`](Buffer::prefer).
+    /// Asks for pages, none of them touched yet, from all these NUMA nodes in turn. Errors: as
+    /// [`prefer`](Buffer::prefer).
     pub fn interleave(&self, nodes: &[usize]) -> io::Result<()> {
         self.place(0..self.len, libc::MPOL_INTERLEAVE, nodes)
     }
@@ -118,7 +119,8 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// The share of these bytes' surroundings, 2 MiB each, that one map holds in huge pages, from 0 to 1; each byte is read first.
+/// The share of these bytes' surroundings, 2 MiB each, that one map holds in huge pages, from 0 to 1; each byte is read
+/// first.
 ///
 /// `None` where the system does not tell.
 pub fn huge_share(spots: &[&u8]) -> Option<f64> {
@@ -184,7 +186,8 @@ impl<T: Pod> DerefMut for Buffer<T> {
 /// Bytes of one timed stretch: milliseconds, so that on a shared machine some are undisturbed.
 const STRETCH: usize = 64 << 20;
 
-/// GB/s (10^9 bytes) that the team reads `total_bytes` of fresh memory with, all workers at once: the best stretch of `passes`.
+/// GB/s (10^9 bytes) that the team reads `total_bytes` of fresh memory with, all workers at once: the best stretch of
+/// `passes`.
 ///
 /// `total_bytes` should be several times the last-level cache. Errors: `Error::Resources` when there is no such memory.
 pub fn read_bandwidth(team: &Team, total_bytes: usize, pages: Pages, passes: usize) -> Result<f64> {

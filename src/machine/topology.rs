@@ -56,7 +56,8 @@ pub struct Topology {
     pub cpu_flags: Vec<String>,
     /// Physical cores with at least one usable CPU, ordered by first CPU.
     pub cores: Vec<Core>,
-    /// CPUs that the kernel keeps free of other work and that are left alone, because the process was not put on them alone.
+    /// CPUs that the kernel keeps free of other work and that are left alone, because the process was not put on them
+    /// alone.
     pub isolated: Vec<usize>,
     /// NUMA nodes, ascending; at least one.
     pub nodes: Vec<Node>,
@@ -182,13 +183,15 @@ impl Topology {
         self.cores.iter().any(|core| core.cpus.len() > 1)
     }
 
-    /// Worker threads: one per usable physical core, within the control group's quota (a throttled thread stalls all others).
+    /// Worker threads: one per usable physical core, within the control group's quota (a throttled thread stalls all
+    /// others).
     pub fn default_threads(&self) -> usize {
         let quota = self.cgroup_cpus.map_or(usize::MAX, |cpus| cpus.floor() as usize);
         self.cores.len().min(quota).max(1)
     }
 
-    /// Where `threads` workers sit: one per core first, then on SMT siblings, then over again; as many on every NUMA node as can be.
+    /// Where `threads` workers sit: one per core first, then on SMT siblings, then over again; as many on every NUMA
+    /// node as can be.
     ///
     /// Workers of one node stand together. Empty when there is no usable CPU.
     pub fn seats(&self, threads: usize) -> Vec<Seat> {
@@ -219,7 +222,8 @@ impl Topology {
     }
 }
 
-/// Whether the processor has AMX, as it says itself: `/proc/cpuinfo` of a kernel that does not know AMX is silent about it.
+/// Whether the processor has AMX, as it says itself: `/proc/cpuinfo` of a kernel that does not know AMX is silent about
+/// it.
 pub fn cpu_has_amx() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
@@ -231,7 +235,8 @@ pub fn cpu_has_amx() -> bool {
     false
 }
 
-/// RAM that can be taken right now, as [`Topology::available_bytes`], and within `ulimit -v`, without reading all the rest.
+/// RAM that can be taken right now, as [`Topology::available_bytes`], and within `ulimit -v`, without reading all the
+/// rest.
 pub fn available_bytes() -> u64 {
     let text = |path: &str| std::fs::read_to_string(Path::new("/").join(path)).unwrap_or_default().trim().to_string();
     let (limit, used, _) = cgroup(&text);
@@ -251,8 +256,8 @@ fn available(meminfo: &str, cgroup_limit: Option<u64>, cgroup_used: u64) -> u64 
 
 /// Limit and use of memory and the CPU quota of this process's control group, version 2 or 1.
 ///
-/// In a container the group's own directory is usually mounted as the root of the hierarchy; elsewhere /proc/self/cgroup
-/// names it. Limits of every level up to the root apply.
+/// In a container the group's own directory is usually mounted as the root of the hierarchy; elsewhere
+/// /proc/self/cgroup names it. Limits of every level up to the root apply.
 fn cgroup(text: &impl Fn(&str) -> String) -> (Option<u64>, u64, Option<f64>) {
     let own = text("proc/self/cgroup");
     let path = |controller: &str| {
@@ -420,7 +425,8 @@ mod tests {
         assert_eq!(topology.huge_pages, "madvise");
     }
 
-    /// A machine of `nodes`, each with its CPUs and memory, `smt` threads per core numbered as Linux does: first threads first.
+    /// A machine of `nodes`, each with its CPUs and memory, `smt` threads per core numbered as Linux does: first
+    /// threads first.
     fn machine(nodes: &[(usize, &[usize], bool)], smt: usize, status: &str, isolated: &str) -> Topology {
         let mut files = vec![
             ("proc/meminfo".to_string(), "MemTotal: 1000 kB\n".to_string()),
@@ -467,7 +473,8 @@ mod tests {
     fn workers_are_spread_over_the_nodes_and_stand_together_by_node() {
         for count in [1, 2, 4, 8] {
             for smt in [1, 2] {
-                // Cores numbered round robin, so that a node's CPUs are never consecutive; every third number is missing.
+                // Cores numbered round robin, so that a node's CPUs are never consecutive; every third number is
+                // missing.
                 let number = |core: usize| core + core / 2;
                 let cpus: Vec<Vec<usize>> =
                     (0..count).map(|n| (0..4).map(|c| number(c * count + n)).collect()).collect();

@@ -43,7 +43,8 @@ const RESTING: u32 = u32::MAX;
 
 type Work = dyn Fn(&Worker<'_>) + Sync;
 
-/// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are not there.
+/// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are
+/// not there.
 pub(crate) struct Gate {
     value: AtomicU32,
     asleep: AtomicU32,
@@ -189,7 +190,8 @@ struct BrokenBarrier;
 impl State {
     /// Runs the dispatched closure as the worker of a seat.
     fn work(&self, seat: usize) {
-        // SAFETY: between the step of `start` and this worker's `done` nobody writes `work`, and `run` keeps the closure alive.
+        // SAFETY: between the step of `start` and this worker's `done` nobody writes `work`, and `run` keeps the
+        // closure alive.
         let Some(work) = (unsafe { (*self.work.get()).map(|work| &*work) }) else { return };
         let post = &self.posts[seat].0;
         let index = post.rank.load(Relaxed) as usize;
@@ -256,7 +258,8 @@ impl Worker<'_> {
         self.barrier_doing(|| false);
     }
 
-    /// As [`barrier`](Worker::barrier); whoever waits does something small over and over while it says that there is more.
+    /// As [`barrier`](Worker::barrier); whoever waits does something small over and over while it says that there is
+    /// more.
     pub fn barrier_doing(&self, mut meanwhile: impl FnMut() -> bool) {
         let state = self.state;
         let step = state.barrier.0.get();
@@ -307,9 +310,11 @@ impl Team {
         Self::on_nodes(&cpus.iter().map(|&cpu| Seat { cpu, node: 0 }).collect::<Vec<_>>())
     }
 
-    /// One worker per seat, pinned to it; worker 0 is whoever calls [`run`](Team::run), see [`pin_caller`](Team::pin_caller).
+    /// One worker per seat, pinned to it; worker 0 is whoever calls [`run`](Team::run), see
+    /// [`pin_caller`](Team::pin_caller).
     ///
-    /// Seats of one node stand together; a CPU may be listed twice. Errors: there are no seats, or a CPU is not this process's to use.
+    /// Seats of one node stand together; a CPU may be listed twice. Errors: there are no seats, or a CPU is not this
+    /// process's to use.
     pub fn on_nodes(seats: &[Seat]) -> Result<Team> {
         if seats.is_empty() {
             return Err(Error::Invalid("a team needs at least one thread: raise --threads".into()));
@@ -361,15 +366,16 @@ impl Team {
         Ok(team)
     }
 
-    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once; before that, no worker rests.
+    /// Pins the calling thread to the team's first CPU. The thread that owns the team calls this once; before that, no
+    /// worker rests.
     pub fn pin_caller(&self) -> Result<()> {
         pin(self.seats[0].cpu)?;
         self.roster.lock().unwrap_or_else(PoisonError::into_inner).own_caller(&self.state);
         Ok(())
     }
 
-    /// Runs `work` with the calling thread on the team's first CPU, and puts it back where it may run after: for callers that only pass by. Where
-    /// the system refuses, it stays where it is.
+    /// Runs `work` with the calling thread on the team's first CPU, and puts it back where it may run after: for
+    /// callers that only pass by. Where the system refuses, it stays where it is.
     pub fn with_caller<T>(&self, work: impl FnOnce() -> T) -> T {
         // SAFETY: an all-zero cpu_set_t is the empty set.
         let mut before: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -384,7 +390,8 @@ impl Team {
         done
     }
 
-    /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another device's turn.
+    /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another
+    /// device's turn.
     pub fn spin_for(&self, time: Duration) {
         self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);
     }
@@ -469,8 +476,8 @@ fn pin(cpu: usize) -> Result<()> {
     }
 }
 
-/// How work is cut into runs: a part of it first, in as many equal runs as there are workers, for long sequential reads; then the same part
-/// of the rest, and so on, so that cores of unequal speed finish together.
+/// How work is cut into runs: a part of it first, in as many equal runs as there are workers, for long sequential
+/// reads; then the same part of the rest, and so on, so that cores of unequal speed finish together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// Runs of each worker; those of the last level are all the rest.
@@ -518,7 +525,8 @@ pub struct Shared<'a, T> {
     _borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: access goes through unsafe methods whose contract is that no part is used by two threads unless all only read.
+// SAFETY: access goes through unsafe methods whose contract is that no part is used by two threads unless all only
+// read.
 unsafe impl<T: Send + Sync> Sync for Shared<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send + Sync> Send for Shared<'_, T> {}

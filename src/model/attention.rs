@@ -56,7 +56,8 @@ pub enum Bias {
     All,
 }
 
-/// Gated DeltaNet: linear attention with a decaying state and the delta rule. Source: arXiv 2412.06464, and HF modeling_qwen3_next.
+/// Gated DeltaNet: linear attention with a decaying state and the delta rule. Source: arXiv 2412.06464, and HF
+/// modeling_qwen3_next.
 ///
 /// ```text
 /// q, k, v = silu(convolution over the last conv_width inputs);   q = q / |q| / sqrt(key_head_dim);   k = k / |k|
@@ -74,7 +75,8 @@ pub struct DeltaNet {
     pub value_head_dim: usize,
     /// Inputs that a number of q, k or v is made of, its own included.
     pub conv_width: usize,
-    /// The checkpoint has the first value head of each key head, then the second of each, and so on; they are put beside each other when loaded.
+    /// The checkpoint has the first value head of each key head, then the second of each, and so on; they are put
+    /// beside each other when loaded.
     pub tiled: bool,
 }
 
@@ -132,7 +134,8 @@ impl Mla {
 }
 
 impl Attention {
-    /// KV heads, and numbers of a key and of a value of each; zeros where there are none. Latent attention's values are the first numbers of its keys.
+    /// KV heads, and numbers of a key and of a value of each; zeros where there are none. Latent attention's values are
+    /// the first numbers of its keys.
     pub fn kv_dims(&self) -> (usize, usize, usize) {
         match self {
             Attention::Gqa(a) => (a.num_kv_heads, a.head_dim, a.head_dim),

@@ -42,8 +42,8 @@ pub struct Names {
     pub correction_bias: &'static str,
     /// Its shared expert.
     pub shared_expert: &'static str,
-    /// The projections of its routed experts: gate, up and down, of expert 5 in `experts.5.NAME.weight`. Where a checkpoint has them stacked, the
-    /// reader finds them by these names all the same.
+    /// The projections of its routed experts: gate, up and down, of expert 5 in `experts.5.NAME.weight`. Where a
+    /// checkpoint has them stacked, the reader finds them by these names all the same.
     pub experts: [&'static str; 3],
 }
 
@@ -95,7 +95,8 @@ impl ModelConfig {
         found
     }
 
-    /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, dimensions filled up to whole tiles.
+    /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, dimensions filled up
+    /// to whole tiles.
     pub fn kv_bytes_per_token(&self, parts: usize) -> usize {
         let bytes = |(heads, key_dim, value_dim): (usize, usize, usize)| {
             heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + value_dim.next_multiple_of(16)))
@@ -103,7 +104,8 @@ impl ModelConfig {
         self.layers.iter().map(|l| bytes(l.attention.kv_dims())).sum()
     }
 
-    /// Some layers keep a state instead of keys and values: what was read of a sequence cannot be shared, or partly forgotten.
+    /// Some layers keep a state instead of keys and values: what was read of a sequence cannot be shared, or partly
+    /// forgotten.
     pub fn has_recurrent_state(&self) -> bool {
         self.state_bytes_per_sequence() > 0
     }

@@ -76,7 +76,8 @@ pub fn parse(text: &str) -> Result<ModelConfig> {
     let json: Value =
         serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
     let fields = Fields::new(&json)?;
-    // Which methods there are is for the codecs to say; whether they read this one is said before weights are looked for.
+    // Which methods there are is for the codecs to say; whether they read this one is said before weights are looked
+    // for.
     moebius_cache::codec::Quantization::parse(&json).map_err(Error::Model)?;
     let kind = fields.str("model_type")?;
     let Some(Architecture { reader, .. }) = ARCHITECTURES.iter().find(|architecture| architecture.model_type == kind)

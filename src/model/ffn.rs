@@ -36,7 +36,8 @@ pub struct Moe {
 pub enum Activation {
     /// `silu(gate) * up`.
     Silu,
-    /// `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0. Source: HF modeling_gpt_oss.
+    /// `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0. Source: HF
+    /// modeling_gpt_oss.
     ClampedSwiglu {
         /// Bound of `gate` and `up`.
         limit: f32,

@@ -71,7 +71,8 @@ impl Yarn {
 impl Rope {
     /// Angle per position of each rotated pair, `[dim / 2]`.
     pub fn inv_freq(&self) -> Vec<f32> {
-        // f32 powers as HF computes them: at position 100,000 the last bits of a frequency are whole radians' fractions.
+        // f32 powers as HF computes them: at position 100,000 the last bits of a frequency are whole radians'
+        // fractions.
         let plain = |i: usize| 1.0 / (self.theta as f32).powf((2 * i) as f32 / self.dim as f32);
         let half = self.dim / 2;
         match &self.scaling {

@@ -265,7 +265,8 @@ impl Drop for Answer {
     }
 }
 
-/// Writes an answer as a whole, with the lists of logprobs that `logprobs` writes for each choice: as values they would take ten times as much.
+/// Writes an answer as a whole, with the lists of logprobs that `logprobs` writes for each choice: as values they would
+/// take ten times as much.
 pub(super) fn write_whole(
     out: &mut dyn Write,
     mut object: Map<String, Value>,

@@ -32,7 +32,8 @@ const MAX_DROPPED_BYTES: usize = 4 * MAX_BODY_BYTES;
 const DROPPED_WITHIN: Duration = Duration::from_secs(5);
 const DROPPED_SILENCE: Duration = Duration::from_secs(1);
 
-/// What a body takes beside itself while it is understood, for each of its bytes: its strings, messages made of them, and the prompt made of those.
+/// What a body takes beside itself while it is understood, for each of its bytes: its strings, messages made of them,
+/// and the prompt made of those.
 const COPIES: u64 = 8;
 
 /// Stop strings of a request at most, and bytes of each: matching costs their product for every token.
@@ -111,7 +112,8 @@ impl Options {
         })
     }
 
-    /// What to ask for `prompts`, which `param` gave, in a form that a field of its own gave. Each choice has its own seed, constraint and parser.
+    /// What to ask for `prompts`, which `param` gave, in a form that a field of its own gave. Each choice has its own
+    /// seed, constraint and parser.
     pub(super) fn ask(
         self,
         model: &TextModel,

@@ -241,7 +241,8 @@ impl Found {
         out.write_all(b"}")
     }
 
-    /// `tokens` [T] and `positions` [n], I64; `hidden.{i}` [n, hidden] and `logits` [n, vocab], F32: the names of `moebius capture`.
+    /// `tokens` [T] and `positions` [n], I64; `hidden.{i}` [n, hidden] and `logits` [n, vocab], F32: the names of
+    /// `moebius capture`.
     fn write_safetensors(&self, out: &mut dyn Write) -> io::Result<()> {
         let tokens: Vec<i64> = self.tokens.iter().map(|&t| i64::from(t)).collect();
         let positions: Vec<i64> = self.positions().iter().map(|&p| p as i64).collect();

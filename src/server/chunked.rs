@@ -21,7 +21,8 @@ pub(super) const SLOWEST: u64 = 64 << 10;
 
 /// What `write` writes, on a thread of its own, chunk by chunk as the client takes it.
 ///
-/// A client that takes less than 64 KiB a second, once `patience` has passed, or that goes away, makes a write fail; its body then breaks off.
+/// A client that takes less than 64 KiB a second, once `patience` has passed, or that goes away, makes a write fail;
+/// its body then breaks off.
 pub(super) fn chunked(
     patience: Duration,
     write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'static,

@@ -46,8 +46,8 @@ const MAX_HEAD_BYTES: usize = 64 << 10;
 /// Newcomers that the system holds for us; when they are more, it lets them wait for a second and try again.
 const BACKLOG: i32 = 4096;
 
-/// While all places are taken, so many newcomers come in at once, and then none for a moment: those who come again as soon as they are put
-/// out shall take neither the processor, nor the places of others before their heads have come.
+/// While all places are taken, so many newcomers come in at once, and then none for a moment: those who come again as
+/// soon as they are put out shall take neither the processor, nor the places of others before their heads have come.
 const AT_ONCE: usize = 4;
 const MOMENT: Duration = Duration::from_millis(1);
 

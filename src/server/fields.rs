@@ -1,4 +1,5 @@
-//! Reads a request body field by field. What nobody has read at the end is refused by name, so nothing is ignored in silence.
+//! Reads a request body field by field. What nobody has read at the end is refused by name, so nothing is ignored in
+//! silence.
 
 use serde_json::{Map, Value, json};
 

@@ -61,7 +61,8 @@ impl Keys {
         Self(keys.to_vec())
     }
 
-    /// The number of the key that `headers` give; `None`: there is none among ours. Takes as long for any key of the same length.
+    /// The number of the key that `headers` give; `None`: there is none among ours. Takes as long for any key of the
+    /// same length.
     fn find(&self, headers: &HeaderMap) -> Option<usize> {
         let bearer = headers.get(AUTHORIZATION).and_then(|value| {
             let (scheme, key) = value.as_bytes().split_at_checked(7)?;
@@ -78,7 +79,8 @@ impl Keys {
     }
 }
 
-/// The names under which this server may be asked. A page of somebody else's that had its own name point here could otherwise use a server without keys.
+/// The names under which this server may be asked. A page of somebody else's that had its own name point here could
+/// otherwise use a server without keys.
 pub(super) struct Hosts {
     local_only: bool,
     origins: Vec<String>, // of pages that may ask beside our own

@@ -1,4 +1,5 @@
-//! What the endpoints understand, for callers in the same process: the Python package asks as a client would, without HTTP.
+//! What the endpoints understand, for callers in the same process: the Python package asks as a client would, without
+//! HTTP.
 
 use super::ask::Options;
 use super::conversation::{Conversation, read_format};
@@ -19,8 +20,9 @@ pub struct Chat {
     pub prompt: Vec<u32>,
 }
 
-/// Asks for the answer to a conversation. `fields` is a JSON object with those fields of `/v1/chat/completions` that are about it: messages, tools,
-/// the form of the answer. `request` says the rest; its prompt and constraint are made here.
+/// Asks for the answer to a conversation. `fields` is a JSON object with those fields of `/v1/chat/completions` that
+/// are about it: messages, tools, the form of the answer. `request` says the rest; its prompt and constraint are made
+/// here.
 ///
 /// Errors: `Error::Invalid` naming the field.
 pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Request) -> Result<Chat> {
@@ -47,7 +49,8 @@ pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Reques
     Ok(Chat { text, parser, prompt })
 }
 
-/// The form of an answer, from a JSON object with those fields that endpoints have for it: `response_format`, `structured_outputs`.
+/// The form of an answer, from a JSON object with those fields that endpoints have for it: `response_format`,
+/// `structured_outputs`.
 ///
 /// Errors: `Error::Invalid` naming the field.
 pub fn constraint(model: &TextModel, fields: &str) -> Result<Option<Box<dyn Constraint>>> {

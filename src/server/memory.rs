@@ -4,7 +4,8 @@
 //! bodies -> understood (JSON, text, tokens) -> the engine, which keeps its own count
 //!                                           -> told (captured rows, logprobs), until the client has it
 //! ```
-//! Each of the three has a [`Budget`]. A request holds what it takes of one as long as it takes it, and waits for the next one only.
+//! Each of the three has a [`Budget`]. A request holds what it takes of one as long as it takes it, and waits for the
+//! next one only.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -210,7 +211,8 @@ impl Drop for Held {
     }
 }
 
-/// Gives back what `held` counted, once it is freed: the allocator keeps it otherwise. Takes too long for an async thread.
+/// Gives back what `held` counted, once it is freed: the allocator keeps it otherwise. Takes too long for an async
+/// thread.
 pub(super) fn give_back(held: Held) {
     if held.bytes >= LARGE_BYTES {
         crate::machine::memory::trim();

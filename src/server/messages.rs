@@ -199,7 +199,8 @@ fn read_tool(place: &str, tool: &Value) -> Result<Tool> {
     read_function(place, &Value::Object(function))
 }
 
-/// A message of the user or the assistant, as one or more that templates know: what came of calls is a message of its own there.
+/// A message of the user or the assistant, as one or more that templates know: what came of calls is a message of its
+/// own there.
 fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()> {
     let role = match message["role"].as_str() {
         Some(role @ ("user" | "assistant" | "system")) => role,

@@ -1,4 +1,5 @@
-//! OpenAI's `/v1/responses`, whole and as server-sent events. Nothing is stored: a client sends back what was said before.
+//! OpenAI's `/v1/responses`, whole and as server-sent events. Nothing is stored: a client sends back what was said
+//! before.
 
 use std::sync::Arc;
 

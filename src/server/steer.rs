@@ -1,4 +1,5 @@
-//! Steering: the field `steer`, layers and positions as bodies say them, and vectors that have a name, at `/v1/vectors`.
+//! Steering: the field `steer`, layers and positions as bodies say them, and vectors that have a name, at
+//! `/v1/vectors`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! What a JSON text becomes in memory, told from its bytes as they arrive: a list of empty objects grows by a hundred times.
+//! What a JSON text becomes in memory, told from its bytes as they arrive: a list of empty objects grows by a hundred
+//! times.
 
 use super::error::ApiError;
 use crate::text::reply::Strings;
@@ -8,7 +9,8 @@ type Result<T> = std::result::Result<T, ApiError>;
 /// Bytes that the values of a body may take: three million token ids do, or a hundred thousand messages.
 const MAX_BYTES: u64 = 512 << 20;
 
-/// Bytes of an object, with places for the four members that its first one makes; copies of it are made on the way to a prompt.
+/// Bytes of an object, with places for the four members that its first one makes; copies of it are made on the way to a
+/// prompt.
 const OBJECT: u64 = 1024;
 /// Of a list, with places for four values.
 const LIST: u64 = 640;
@@ -17,7 +19,8 @@ const MEMBER: u64 = 320;
 /// Of one more value, in a list that has doubled.
 const VALUE: u64 = 144;
 
-/// The structure of a JSON text up to where it was read. Of a text that is not JSON it tells something; the parser stops there.
+/// The structure of a JSON text up to where it was read. Of a text that is not JSON it tells something; the parser
+/// stops there.
 #[derive(Default)]
 pub(super) struct Structure {
     bytes: u64,

@@ -1,4 +1,5 @@
-//! Text of requests to token ids. A tokenizer takes more than a hundred bytes for each byte of a text, so a long one is looked at in pieces first.
+//! Text of requests to token ids. A tokenizer takes more than a hundred bytes for each byte of a text, so a long one is
+//! looked at in pieces first.
 
 use std::sync::PoisonError;
 
@@ -11,7 +12,8 @@ use crate::text::tokenizer::Tokenizer;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Bytes that a tokenizer takes for one of a text: what it was, where it came from, and that again for each of its words.
+/// Bytes that a tokenizer takes for one of a text: what it was, where it came from, and that again for each of its
+/// words.
 const ENCODING: u64 = 140;
 
 /// Texts above this are tokenized one at a time.
@@ -20,7 +22,8 @@ pub(super) const ENCODED_AT_ONCE: u64 = 256 << 10;
 /// Bytes of a text that are tokenized by themselves to see how many tokens it has.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// Bytes of a token of ordinary text at most: a text that is shorter than so many for each token of the context may well fit.
+/// Bytes of a token of ordinary text at most: a text that is shorter than so many for each token of the context may
+/// well fit.
 const TOKEN_BYTES: usize = 8;
 
 /// Bytes of a text that `/tokenize` takes, if the context is not larger.

@@ -1,8 +1,9 @@
 //! A model's own chat template (Jinja), rendered the way Hugging Face's tokenizers render it.
 //!
-//! Its author is a stranger, and neither stack nor memory nor time of an interpreter can be bounded from within. The `moebius` command and the
-//! Python package therefore render in processes of their own ([`render_in`]), whose limits the kernel enforces: `process` is their parent's side,
-//! `child` theirs. A program that embeds the crate renders in its own process unless it says the same; size and steps are bounded there, and no more.
+//! Its author is a stranger, and neither stack nor memory nor time of an interpreter can be bounded from within. The
+//! `moebius` command and the Python package therefore render in processes of their own ([`render_in`]), whose limits
+//! the kernel enforces: `process` is their parent's side, `child` theirs. A program that embeds the crate renders in
+//! its own process unless it says the same; size and steps are bounded there, and no more.
 
 mod child;
 mod frame;
@@ -28,7 +29,8 @@ use crate::{Error, Result};
 /// Bytes of a template at most: real ones have less than 40 KiB.
 const MAX_SOURCE_BYTES: usize = 256 << 10;
 
-/// Bytes of a JSON file that may hold a template, or its special tokens, at most; real ones have up to 1.2 MiB, and as values they take 25 times that.
+/// Bytes of a JSON file that may hold a template, or its special tokens, at most; real ones have up to 1.2 MiB, and as
+/// values they take 25 times that.
 const MAX_FILE_BYTES: u64 = 8 << 20;
 
 /// Bytes of a rendered text at most; less for a small conversation, see [`text_limit`].
@@ -37,8 +39,8 @@ const MAX_TEXT_BYTES: usize = 32 << 20;
 /// The command line of processes that render.
 static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// From now on, templates are rendered by processes of `command`, a program that calls [`render_for_parent`] and its arguments, instead of in this process.
-/// The first call counts.
+/// From now on, templates are rendered by processes of `command`, a program that calls [`render_for_parent`] and its
+/// arguments, instead of in this process. The first call counts.
 ///
 /// Panics: there is no program.
 pub fn render_in(command: Vec<OsString>) {
@@ -81,7 +83,8 @@ pub struct RenderOptions {
 }
 
 impl ChatTemplate {
-    /// The template of a checkpoint: `chat_template.jinja`, else the one in `tokenizer_config.json`; `None` without either.
+    /// The template of a checkpoint: `chat_template.jinja`, else the one in `tokenizer_config.json`; `None` without
+    /// either.
     ///
     /// Errors: `Error::Model` when it cannot be compiled within its limits.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
@@ -134,8 +137,8 @@ impl ChatTemplate {
 
     /// The prompt for `messages`, special tokens spelled out.
     ///
-    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation, or when it fails or needs too much;
-    /// `Error::Busy` when too many wait for it; `Error::Resources` when no process can be started.
+    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation, or when it fails or
+    /// needs too much; `Error::Busy` when too many wait for it; `Error::Resources` when no process can be started.
     pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<String> {
         let variables = Variables { special_tokens: &self.special_tokens, messages, options };
         let rendered = match &self.renderer {
@@ -177,8 +180,8 @@ impl Serialize for Variables<'_> {
     }
 }
 
-/// Bytes of the text that may be made of so many bytes of variables: many answers may be in memory at the same time, and honest templates
-/// add less to a message than its JSON has.
+/// Bytes of the text that may be made of so many bytes of variables: many answers may be in memory at the same time,
+/// and honest templates add less to a message than its JSON has.
 fn text_limit(variables_bytes: usize) -> usize {
     ((1 << 20) + variables_bytes.saturating_mul(8)).min(MAX_TEXT_BYTES)
 }

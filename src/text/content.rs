@@ -1,13 +1,14 @@
-//! Tells the words of a conversation from the words of its chat template, so that only the template can write a turn's marker.
+//! Tells the words of a conversation from the words of its chat template, so that only the template can write a turn's
+//! marker.
 //!
 //! ```text
 //! messages, tools ─────────────────────────────────────────────▶ template ─▶ text
 //!        └─ each `<`, `|`, `>` with a mark behind it, a ───────▶ template ─▶ the same text with marks,
 //!           character that nobody uses                                       or a template that looks at what is marked: mark less
 //! ```
-//! A token such as `<|im_start|>` in the text is the template's when no mark stands in it. One that a user wrote, or had the
-//! template put together of parts, is read as plain text. Markers of thoughts and calls keep their meaning in what the
-//! assistant said, since templates read it again.
+//! A token such as `<|im_start|>` in the text is the template's when no mark stands in it. One that a user wrote, or
+//! had the template put together of parts, is read as plain text. Markers of thoughts and calls keep their meaning in
+//! what the assistant said, since templates read it again.
 
 use std::sync::Once;
 
@@ -73,7 +74,8 @@ enum Marking {
 }
 
 impl Markers {
-    /// The special tokens, and those added ones that the template itself writes. Errors: `Error::Model` when they are too many.
+    /// The special tokens, and those added ones that the template itself writes. Errors: `Error::Model` when they are
+    /// too many.
     pub fn of(tokenizer: &Tokenizer, template: &str) -> Result<Self> {
         let gives_form = |(text, special): &(String, bool)| {
             !text.trim().is_empty() && (*special || text.chars().count() > 1 && template.contains(text.as_str()))
@@ -147,8 +149,9 @@ impl Markers {
                 messages.iter().map(|message| self.marked_message(message, marking, mark)).collect();
             let marked = match template.render(&messages, &RenderOptions { tools, kwargs, ..options.clone() }) {
                 Ok(marked) => marked,
-                // It refuses marked words, or they are too long for it. The fewest marks there are must not be too many: what
-                // cannot be told apart for want of time or memory would count as the template's own.
+                // It refuses marked words, or they are too long for it. The fewest marks there are must not be too
+                // many: what cannot be told apart for want of time or memory would count as the
+                // template's own.
                 Err(Error::Invalid(_)) if marking != Marking::Whole => continue,
                 Err(e) => return Err(e),
             };

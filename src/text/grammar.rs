@@ -1,6 +1,8 @@
-//! What an answer may look like: JSON, a JSON schema, a regular expression, a grammar, and what a reply's syntax puts around them.
+//! What an answer may look like: JSON, a JSON schema, a regular expression, a grammar, and what a reply's syntax puts
+//! around them.
 //!
-//! A [`Grammar`] is compiled against a model's vocabulary to a [`Constraint`], which says at each step what tokens may come next.
+//! A [`Grammar`] is compiled against a model's vocabulary to a [`Constraint`], which says at each step what tokens may
+//! come next.
 
 use std::sync::Arc;
 
@@ -105,7 +107,8 @@ impl Grammars {
             words.push(hidden(b"<end>"));
         }
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, eos[0]), &words).with_eos_tokens(&eos);
-        // It claims no canonical way to cut text into tokens: every way is allowed, and the model takes the one it knows.
+        // It claims no canonical way to cut text into tokens: every way is allowed, and the model takes the one it
+        // knows.
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let mut factory = ParserFactory::new_simple(&env).map_err(|e| {
             Error::Model(format!("constrained output cannot use the model's vocabulary: {}", one_line(&e)))

@@ -144,8 +144,8 @@ impl TextModel {
 
     /// Continues a prompt; dropping the stream cancels it.
     ///
-    /// Errors: `Error::Invalid` for a token outside the vocabulary, a sampling parameter out of range, an empty stop string,
-    /// or a prompt that does not fit.
+    /// Errors: `Error::Invalid` for a token outside the vocabulary, a sampling parameter out of range, an empty stop
+    /// string, or a prompt that does not fit.
     pub fn complete(&self, request: Request, stops: Vec<String>) -> Result<TextStream> {
         self.tokenizer.check_ids(&request.prompt)?;
         check_sampling(&request.sampling)?;

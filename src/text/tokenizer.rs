@@ -70,12 +70,14 @@ impl Tokenizer {
     ///
     /// Special tokens spelled out in the text become their ids either way, as chat templates need.
     ///
-    /// Errors: `Error::Invalid` for a text that the tokenizer makes too much of, or does not take; `Error::Model` when its file makes it panic.
+    /// Errors: `Error::Invalid` for a text that the tokenizer makes too much of, or does not take; `Error::Model` when
+    /// its file makes it panic.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         self.encode_with(text, || self.inner.encode_fast(text, add_special))
     }
 
-    /// Token ids of `text`, in which no added token reaches over one of `cuts`: byte offsets, ascending. Other ids are as without them.
+    /// Token ids of `text`, in which no added token reaches over one of `cuts`: byte offsets, ascending. Other ids are
+    /// as without them.
     ///
     /// Nothing is put around the text. Errors: as [`Tokenizer::encode`].
     pub(crate) fn encode_cut(&self, text: &str, cuts: &[usize]) -> Result<Vec<u32>> {
@@ -113,7 +115,8 @@ impl Tokenizer {
         token.is_some_and(|token| special || !self.inner.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// The bytes that a token adds to an answer, special tokens spelled out; nothing for ids the tokenizer does not know.
+    /// The bytes that a token adds to an answer, special tokens spelled out; nothing for ids the tokenizer does not
+    /// know.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.bytes.get(id)
     }

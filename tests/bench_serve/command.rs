@@ -129,7 +129,8 @@ fn our_own_server_gives_what_is_asked() {
     assert!(failure(&["--url", url, "--model", "other"]).contains("--model"));
 }
 
-/// A self-signed certificate for 127.0.0.1, valid until 2126, that is no authority: `openssl req -x509 -addext basicConstraints=CA:FALSE`.
+/// A self-signed certificate for 127.0.0.1, valid until 2126, that is no authority: `openssl req -x509 -addext
+/// basicConstraints=CA:FALSE`.
 fn tls() -> (TlsAcceptor, PathBuf) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls");
     let certificate = CertificateDer::from_pem_file(dir.join("cert.pem")).unwrap();

@@ -158,7 +158,8 @@ pub(crate) fn prompt_tokens(body: &Value) -> usize {
     7 + 2 * text.split_whitespace().count()
 }
 
-/// As many chunks of text as tokens were asked for: the first after `first` milliseconds, the others `gap` apart. Then what was counted.
+/// As many chunks of text as tokens were asked for: the first after `first` milliseconds, the others `gap` apart. Then
+/// what was counted.
 pub(crate) fn chat(body: &Value, first: u64, gap: u64) -> Vec<(u64, String)> {
     let tokens = body["max_tokens"].as_u64().or(body["max_completion_tokens"].as_u64()).unwrap();
     let data = |value: Value| format!("data: {value}\n\n");

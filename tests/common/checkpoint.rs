@@ -94,7 +94,8 @@ impl Checkpoint {
         this
     }
 
-    /// A file of BF16 tensors called `NAME.weight`, with values between 1/8 and 1/4 in size that depend on name and place.
+    /// A file of BF16 tensors called `NAME.weight`, with values between 1/8 and 1/4 in size that depend on name and
+    /// place.
     fn write(&self, file: &str, tensors: &[(String, Vec<usize>)]) {
         let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
         for (name, shape) in tensors {

@@ -35,7 +35,8 @@ pub fn on_gpu(config: EngineConfig) -> EngineConfig {
     EngineConfig { device: Device::Cuda(0), ..config }
 }
 
-/// Returns from a test, and says so past the test runner, where there is nothing to run it on; `real`: on the emulator as well.
+/// Returns from a test, and says so past the test runner, where there is nothing to run it on; `real`: on the emulator
+/// as well.
 macro_rules! need_gpu {
     () => {
         common::gpu::need_gpu!(common::gpu::device().is_none(), "there is no GPU, and no emulator (`make emulator`)")
@@ -102,7 +103,8 @@ pub trait Filled: Backend {
     /// f32 activations.
     fn filled_f32(&self, cols: usize, numbers: &[f32]) -> Self::Tensor;
 
-    /// What to store for a cache of `bits`, and in what: FP8 is rounded here where there is none, and bf16 holds what that leaves.
+    /// What to store for a cache of `bits`, and in what: FP8 is rounded here where there is none, and bf16 holds what
+    /// that leaves.
     fn cached(&self, numbers: &[f32], bits: KvBits) -> (Vec<f32>, KvBits);
 
     fn numbers(&self, t: &Self::Tensor) -> Vec<f32> {
@@ -172,7 +174,8 @@ pub fn host(cols: usize, numbers: &[f32]) -> HostTensor<'static> {
     HostTensor::Bf16 { data: numbers.iter().map(|&n| bf16::from_f32(n)).collect(), cols }
 }
 
-/// The last `tokens` tokens of sequences of `end` positions each, their blocks anywhere in a pool; and all of their positions.
+/// The last `tokens` tokens of sequences of `end` positions each, their blocks anywhere in a pool; and all of their
+/// positions.
 pub fn ragged(sequences: &[(usize, usize)]) -> (Batch, Batch, usize) {
     let count: usize = sequences.iter().map(|&(end, _)| end.div_ceil(BLOCK_SIZE)).sum();
     // Odd steps through a power of two reach every block once, far from their neighbours.
@@ -188,8 +191,9 @@ pub fn ragged(sequences: &[(usize, usize)]) -> (Batch, Batch, usize) {
     (last, all, pool)
 }
 
-/// How far the GPU may be from the reference, as parts of each number, of the root mean square of all, and for the differences' root mean square, of that
-/// again. bf16 has 8 bits: rounding a number costs at most 2^-8 of it, and 0.42 of that in the mean.
+/// How far the GPU may be from the reference, as parts of each number, of the root mean square of all, and for the
+/// differences' root mean square, of that again. bf16 has 8 bits: rounding a number costs at most 2^-8 of it, and 0.42
+/// of that in the mean.
 #[derive(Clone, Copy, Debug)]
 pub struct Within {
     pub each: f32,

@@ -27,7 +27,8 @@ pub struct Fixture {
     reference: Vec<u8>,
 }
 
-/// The checkout, or what stands for it where tests run that were built elsewhere (`scripts/gpu-bundle`): Cargo's variable says.
+/// The checkout, or what stands for it where tests run that were built elsewhere (`scripts/gpu-bundle`): Cargo's
+/// variable says.
 pub fn root() -> PathBuf {
     var_os("CARGO_MANIFEST_DIR").unwrap_or(env!("CARGO_MANIFEST_DIR").into()).into()
 }

@@ -1,5 +1,6 @@
-//! Templates in the manner of Qwen3, Qwen3-Coder, DeepSeek-V3 and V3.1, Llama 3 and gpt-oss: what they write around a turn, and
-//! what of it they look for in messages. With the tokens of each, added to the tests' tokenizer as the model's own file has them.
+//! Templates in the manner of Qwen3, Qwen3-Coder, DeepSeek-V3 and V3.1, Llama 3 and gpt-oss: what they write around a
+//! turn, and what of it they look for in messages. With the tokens of each, added to the tests' tokenizer as the
+//! model's own file has them.
 
 use std::path::Path;
 

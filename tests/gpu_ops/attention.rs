@@ -6,7 +6,8 @@ use moebius::config::KvBits;
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, ragged, random};
 
-/// Query heads, KV heads and their width: every kernel at its own width and below, one query head to a KV head, several, and more than a block serves.
+/// Query heads, KV heads and their width: every kernel at its own width and below, one query head to a KV head,
+/// several, and more than a block serves.
 const HEADS: [(usize, usize, usize); 9] =
     [(4, 2, 64), (2, 2, 24), (20, 1, 32), (4, 2, 96), (3, 1, 80), (4, 1, 128), (2, 2, 136), (2, 1, 256), (18, 1, 200)];
 
@@ -21,7 +22,8 @@ const BATCHES: [&[(usize, usize)]; 6] = [
     &[(90, 1), (64, 4), (200, 70), (17, 17), (33, 1)],
 ];
 
-/// Probabilities and the result are rounded to bf16, 0.42 of a rounding in the mean each. Of some thousand numbers one is four times as far off.
+/// Probabilities and the result are rounded to bf16, 0.42 of a rounding in the mean each. Of some thousand numbers one
+/// is four times as far off.
 const ATTENTION: Within = Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING };
 
 /// Scores spread by about 2: a softmax that prefers some positions and forgets none.
@@ -96,7 +98,8 @@ fn attention_of_many_sequences() {
     }
 }
 
-/// Windows of less than a page, of some and of everything, where they begin and end in pages; sinks that weigh little and that leave little to others.
+/// Windows of less than a page, of some and of everything, where they begin and end in pages; sinks that weigh little
+/// and that leave little to others.
 #[test]
 fn attention_in_windows_and_with_sinks() {
     need_gpu!();
@@ -138,7 +141,8 @@ fn attention_in_windows_and_with_sinks() {
     }
 }
 
-/// A value alone is its own attention: what the cache holds of every number that FP8 tells apart, and of some that it does not.
+/// A value alone is its own attention: what the cache holds of every number that FP8 tells apart, and of some that it
+/// does not.
 #[test]
 fn fp8_rounds_to_even_and_saturates() {
     need_gpu!();
@@ -235,7 +239,8 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
         &reference.0,
         Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING },
     );
-    // Rounded queries move scores, which spread by up to 2, by 0.42 of a rounding of that; probabilities and result are rounded as above.
+    // Rounded queries move scores, which spread by up to 2, by 0.42 of a rounding of that; probabilities and result are
+    // rounded as above.
     check(&what, &fused.1, &reference.1, Within { each: ROUNDING, of_rms: 6.0 * ROUNDING, rms: 1.5 * ROUNDING });
     if bits == KvBits::Bf16 {
         check(

@@ -9,10 +9,12 @@ use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random
 
 const HIDDEN: usize = 72;
 
-/// Inputs of the rule are rounded once more than on the CPU, and so is what is normed, which makes much of it where a head reads little.
+/// Inputs of the rule are rounded once more than on the CPU, and so is what is normed, which makes much of it where a
+/// head reads little.
 const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms: 1.5 * ROUNDING };
 
-/// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from the last down.
+/// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from
+/// the last down.
 const STEPS: [&[usize]; 4] = [&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
 
 fn check_rule(sides: &Sides, config: &DeltaNet) {

@@ -41,8 +41,8 @@ const BATCHES: [&[(usize, usize)]; 5] = [
     &[(90, 1), (64, 4), (200, 70), (17, 17), (33, 1)],
 ];
 
-/// Rounded to bf16: absorbed queries, or expanded keys and values; probabilities; mixed latents; the result. What moves a score counts 1.5 times:
-/// 0.42 (1.5^2 + 3)^(1/2) of a rounding in the mean.
+/// Rounded to bf16: absorbed queries, or expanded keys and values; probabilities; mixed latents; the result. What moves
+/// a score counts 1.5 times: 0.42 (1.5^2 + 3)^(1/2) of a rounding in the mean.
 const LATENT: Within = Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
 pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, usize)], bits: KvBits) {
@@ -83,7 +83,8 @@ fn latent_attention_over_bf16_and_fp8() {
 fn latent_attention_over_several_segments() {
     need_gpu!(real);
     let sides = Sides::new();
-    // 64 KiB of keys and values to a position: segments of 4,096. With DeepSeek's dimensions, and with others, which have kernels of their own.
+    // 64 KiB of keys and values to a position: segments of 4,096. With DeepSeek's dimensions, and with others, which
+    // have kernels of their own.
     for rope in [64, 16] {
         for bits in [KvBits::Bf16, KvBits::Fp8] {
             check_latents(

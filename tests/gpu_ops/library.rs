@@ -20,7 +20,8 @@ fn with_library(test: &str) -> Option<Sides> {
     }
 }
 
-/// Tensor cores cut off where f32 rounds, and the library's sums are as long as k is: 2^-24 of what they have come to at each of k / 16 steps.
+/// Tensor cores cut off where f32 rounds, and the library's sums are as long as k is: 2^-24 of what they have come to
+/// at each of k / 16 steps.
 const LONG_SUMS: Within = Within { each: 6e-6, of_rms: 2e-5, rms: 6e-6 };
 
 #[test]
@@ -62,7 +63,8 @@ fn library_products_of_heads() {
     check_latents(&sides, &config(20, 136, (64, 32, 72)), &sequences, KvBits::Bf16);
 }
 
-/// Our kernels begin before the one in front has ended and wait for it where they read: for the library's as well, and that for them.
+/// Our kernels begin before the one in front has ended and wait for it where they read: for the library's as well, and
+/// that for them.
 #[test]
 fn library_products_between_our_kernels() {
     need_gpu!(real);
@@ -88,6 +90,7 @@ fn library_products_between_our_kernels() {
     };
     let first = run(&sides);
     (0..10).for_each(|_| assert!(run(&sides) == first, "other bits in another run"));
-    // Our own kernels round the same numbers: what differs is the order of sums, now and then a rounding, over 20 layers.
+    // Our own kernels round the same numbers: what differs is the order of sums, now and then a rounding, over 20
+    // layers.
     check("as our own", &first, &run(&Sides::new()), Within { each: 0.02, of_rms: 0.05, rms: 0.01 });
 }

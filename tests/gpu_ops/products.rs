@@ -85,7 +85,8 @@ fn an_odd_number_of_outputs() {
     }
 }
 
-/// The GPU multiplies bf16 activations with the codes, the CPU 8-bit ones: what both stand for is the dequantized weight.
+/// The GPU multiplies bf16 activations with the codes, the CPU 8-bit ones: what both stand for is the dequantized
+/// weight.
 #[test]
 fn packed_products_equal_the_dequantized_weights() {
     need_gpu!();
@@ -107,8 +108,8 @@ fn packed_products_equal_the_dequantized_weights() {
                 b.linear(&w, &x, &mut wide);
                 b.linear_add(&w, &x, &mut added);
                 let what = format!("{bits}, {tokens} tokens, {n} x {k}");
-                // A scaled weight is rounded to bf16 where scales do not wait for the sums: at most a rounding of each product, half of one in the mean,
-                // of which signs leave the root of their sum.
+                // A scaled weight is rounded to bf16 where scales do not wait for the sums: at most a rounding of each
+                // product, half of one in the mean, of which signs leave the root of their sum.
                 let products = Within { each: 0.0, of_rms: 4.0 * 0.5 * ROUNDING, rms: 0.5 * ROUNDING };
                 check(&what, &b.numbers(&wide), &want, products);
                 check(&what, &b.numbers(&narrow), &want, Within { each: ROUNDING, rms: 0.75 * ROUNDING, ..products });
@@ -168,7 +169,8 @@ fn products_of_a_norm() {
             };
             for (weight, out) in weights.iter().zip(&outs) {
                 let what = format!("{bits}, {tokens} tokens of {k}, {} outputs", weight.len() / k);
-                // The normed input, a packed weight and the output are rounded: half of a rounding in the mean each, in roots of sums of squares.
+                // The normed input, a packed weight and the output are rounded: half of a rounding in the mean each, in
+                // roots of sums of squares.
                 check(
                     &what,
                     &b.numbers(out),
@@ -195,8 +197,8 @@ fn gated_products() {
                 b.gated_linears(&b.filled(k, &x), (&gate, &up), (&mut g, &mut u), &mut out);
                 b.numbers(&out)
             });
-            // Of up to 8 tokens only the result is rounded. Else gate and up are as well, and silu turns a relative error e of a gate g into up to
-            // (1 + g) e: below 4 here.
+            // Of up to 8 tokens only the result is rounded. Else gate and up are as well, and silu turns a relative
+            // error e of a gate g into up to (1 + g) e: below 4 here.
             let each = if tokens <= 8 { ROUNDING } else { (4.0 + 1.0 + 1.0) * ROUNDING };
             let rms = if tokens <= 8 { 0.5 } else { 1.0 } * ROUNDING;
             check(&format!("{tokens} tokens, {n} x {k}"), &got, &want, Within { each, of_rms: 4e-6, rms });

@@ -49,7 +49,8 @@ fn check_routing(what: &str, got: &Routing, want: &Routing) {
     check(what, &got.weights, &want.weights, Within { each: 4e-6, of_rms: 1e-7, rms: 4e-6 });
 }
 
-/// Inputs and weights of few bits make logits exact in any order of summing: many are equal, and of these the lower id goes first.
+/// Inputs and weights of few bits make logits exact in any order of summing: many are equal, and of these the lower id
+/// goes first.
 #[test]
 fn route_among_equals() {
     need_gpu!();

@@ -86,7 +86,8 @@ fn angles_up_to_far_positions() {
 fn rope_turns_pairs_and_leaves_the_rest() {
     need_gpu!();
     let sides = Sides::new();
-    // Heads, their width, where the rotated part begins and how wide it is: whole, the first part, the last part, one in the middle.
+    // Heads, their width, where the rotated part begins and how wide it is: whole, the first part, the last part, one
+    // in the middle.
     for (heads, dim, at, turned) in [(4, 64, 0, 64), (3, 48, 0, 16), (5, 72, 40, 32), (1, 128, 8, 96), (2, 8, 0, 8)] {
         for interleaved in [false, true] {
             for rows in [1, 66] {

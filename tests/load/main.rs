@@ -1,7 +1,9 @@
-//! Load: 200 clients on the demo model in the built server, over real sockets. They ask all there is to ask, leave in the middle, send
-//! nonsense and read slowly; every answer must be the one that was given alone, and afterwards nothing may be left of them.
+//! Load: 200 clients on the demo model in the built server, over real sockets. They ask all there is to ask, leave in
+//! the middle, send nonsense and read slowly; every answer must be the one that was given alone, and afterwards nothing
+//! may be left of them.
 //!
-//! `cargo test` runs ten seconds of it; `cargo test --release --test load -- --ignored --nocapture` two minutes, and says what it saw.
+//! `cargo test` runs ten seconds of it; `cargo test --release --test load -- --ignored --nocapture` two minutes, and
+//! says what it saw.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod cases;
@@ -26,8 +28,8 @@ const CLIENTS: usize = 200;
 const OPTIONS: [&str; 10] =
     ["--threads", "1", "--max-sequences", "16", "--max-queue", "64", "--max-context", "2048", "--client-timeout", "10"];
 
-/// What the process may grow by between two quiet moments: its heap keeps the size of the busiest moment, which comes by chance, and grew by
-/// 8 MiB in two minutes before it stood still. A leak of 4 KiB per request would be 30.
+/// What the process may grow by between two quiet moments: its heap keeps the size of the busiest moment, which comes
+/// by chance, and grew by 8 MiB in two minutes before it stood still. A leak of 4 KiB per request would be 30.
 const TOLERANCE_BYTES: u64 = 16 << 20;
 
 #[test]
@@ -69,8 +71,8 @@ fn load(warm_up: Duration, time: Duration) {
     counts.check();
     let grown = after.private_bytes.saturating_sub(before.private_bytes);
     assert!(grown <= TOLERANCE_BYTES, "the process has grown by {} KiB", grown >> 10);
-    // Where others keep the cores busy, a bare socket is late as well, and that is not ours; twice, for the system lets a thread that has
-    // worked wait longer than one that slept.
+    // Where others keep the cores busy, a bare socket is late as well, and that is not ours; twice, for the system lets
+    // a thread that has worked wait longer than one that slept.
     let limit = Duration::from_millis(50) + 2 * health.bare.p99;
     assert!(health.server.p99 < limit, "/health: {}, a bare socket: {}", health.server, health.bare);
 }
@@ -118,7 +120,8 @@ struct Left {
     threads: u64,
 }
 
-/// Waits until nothing runs and no more than `idle` files and sockets are open, and looks at the process. Panics: it does not come to rest.
+/// Waits until nothing runs and no more than `idle` files and sockets are open, and looks at the process. Panics: it
+/// does not come to rest.
 fn quiet(runtime: &tokio::runtime::Runtime, server: &Served, idle: usize) -> Left {
     let address = server.address();
     let deadline = Instant::now() + Duration::from_secs(60);

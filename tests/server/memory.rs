@@ -1,4 +1,5 @@
-//! Requests that would take more memory than others can spare: refused, in words that reach whoever sent them, before they take it.
+//! Requests that would take more memory than others can spare: refused, in words that reach whoever sent them, before
+//! they take it.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};

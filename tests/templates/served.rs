@@ -1,4 +1,5 @@
-//! The command with hostile templates: it refuses to start in a sentence, and a request that breaks a limit is an error to that one alone.
+//! The command with hostile templates: it refuses to start in a sentence, and a request that breaks a limit is an error
+//! to that one alone.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,5 @@
-//! The server with a chat that says what a test wants, at the pace that a test wants, so that every turn of a page can be seen.
+//! The server with a chat that says what a test wants, at the pace that a test wants, so that every turn of a page can
+//! be seen.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, LazyLock, Mutex};

@@ -181,7 +181,8 @@ fn large_and_adverse_text_is_drawn_quickly() {
     browser.finish(&[]);
 }
 
-/// Eight times the text takes about eight times as long: with the square of its length it would be 64 times. Each of these was so once.
+/// Eight times the text takes about eight times as long: with the square of its length it would be 64 times. Each of
+/// these was so once.
 #[test]
 fn time_grows_with_the_text_and_not_with_its_square() {
     let server = Server::real();
@@ -265,7 +266,8 @@ fn a_long_block_that_grows_leaves_the_page_its_time() {
     browser.finish(&[]);
 }
 
-/// However a text is cut into pieces, in the end it looks as if it had come at once; and what is final is never touched again.
+/// However a text is cut into pieces, in the end it looks as if it had come at once; and what is final is never touched
+/// again.
 #[test]
 fn streaming_ends_where_the_whole_text_begins() {
     let server = Server::real();

@@ -103,7 +103,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Reads the header of `bytes`, a whole GGUF file; every range it returns lies inside of them, and none overlaps another.
+/// Reads the header of `bytes`, a whole GGUF file; every range it returns lies inside of them, and none overlaps
+/// another.
 ///
 /// Errors: one clause that names the fault and its remedy.
 pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {

@@ -1,7 +1,7 @@
 //! The header of a safetensors file, checked.
 //!
-//! The `safetensors` crate checks the header: lengths, JSON, types, sizes without overflow, and that the tensors cover the file exactly,
-//! without holes or overlaps. Here its findings become sentences.
+//! The `safetensors` crate checks the header: lengths, JSON, types, sizes without overflow, and that the tensors cover
+//! the file exactly, without holes or overlaps. Here its findings become sentences.
 
 use std::collections::HashMap;
 

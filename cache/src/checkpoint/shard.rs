@@ -34,7 +34,8 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// Maps a file and hands its bytes to `parse`, which says what is in them, or what is wrong with them in one clause.
+    /// Maps a file and hands its bytes to `parse`, which says what is in them, or what is wrong with them in one
+    /// clause.
     ///
     /// Errors: `Error::Checkpoint` with that clause.
     pub(super) fn open(

@@ -1,7 +1,7 @@
 //! AWQ in the order of its GEMM kernels: `qweight` `[k, n / 8]`, `qzeros` `[groups, n / 8]`, `scales` `[groups, n]`.
 //!
-//! A word holds eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble on. A weight is (code - zero) * scale.
-//! Source: AutoAWQ's packing.
+//! A word holds eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble on. A weight is
+//! (code - zero) * scale. Source: AutoAWQ's packing.
 
 use super::gptq::groups_of;
 use super::scales::{Scales, Words};

@@ -1,8 +1,9 @@
-//! compressed-tensors: integers of 4 or 8 bits packed into words (`weight_packed`), or of 8 bits as they are (`weight`), `[n, k]`.
+//! compressed-tensors: integers of 4 or 8 bits packed into words (`weight_packed`), or of 8 bits as they are
+//! (`weight`), `[n, k]`.
 //!
-//! A word holds the inputs of a row one after the other, the lowest bits first, each with half of its range added. `weight_scale` is
-//! `[n, groups]`; `weight_zero_point`, where there is one, `[n, groups]` with rows packed into words in the same way.
-//! Source: the compressed-tensors library.
+//! A word holds the inputs of a row one after the other, the lowest bits first, each with half of its range added.
+//! `weight_scale` is `[n, groups]`; `weight_zero_point`, where there is one, `[n, groups]` with rows packed into words
+//! in the same way. Source: the compressed-tensors library.
 
 use super::scales::{Scales, Words, group_index};
 use super::{Codec, Codes, Format, Found, Integers, Library, Quantization, Read, Values, float};

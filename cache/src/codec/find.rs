@@ -1,4 +1,5 @@
-//! Where a matrix lies in a checkpoint: for itself, or stacked with those of the other experts. How it is stored is for the formats' own files.
+//! Where a matrix lies in a checkpoint: for itself, or stacked with those of the other experts. How it is stored is for
+//! the formats' own files.
 
 use super::float::{self, Transposed};
 use super::{

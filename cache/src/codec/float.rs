@@ -109,8 +109,9 @@ fn bf16_body(bytes: &[u8], out: &mut [f32]) -> bool {
     elements::<2>(bytes, out, |b| (u16::from_le_bytes(b) as u32) << 16)
 }
 
-/// Half to single: shift the exponent and mantissa into place, then let a multiplication by 2^112 mend the bias; it also normalizes
-/// subnormals. Infinity and NaN (exponent all ones) come out as 2^16 and more, and get their exponent back.
+/// Half to single: shift the exponent and mantissa into place, then let a multiplication by 2^112 mend the bias; it
+/// also normalizes subnormals. Infinity and NaN (exponent all ones) come out as 2^16 and more, and get their exponent
+/// back.
 #[inline(always)]
 fn f16_body(bytes: &[u8], out: &mut [f32]) -> bool {
     elements::<2>(bytes, out, |b| {

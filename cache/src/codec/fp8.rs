@@ -1,6 +1,8 @@
-//! FP8 E4M3 with a scale for the tensor, for each row, or for each block of it, as DeepSeek-V3 has them (128 x 128, edges partial).
+//! FP8 E4M3 with a scale for the tensor, for each row, or for each block of it, as DeepSeek-V3 has them (128 x 128,
+//! edges partial).
 //!
-//! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`, `weight_scale`) it has.
+//! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`,
+//! `weight_scale`) it has.
 
 use super::scales::Scales;
 use super::{Codec, Format, Found, Quantization, Read, Values};
@@ -68,7 +70,8 @@ multiversion!(
     fn scaled(stored: &[u8], scale: f32, out: &mut [f32]) -> bool = [scaled_body, scaled_body, scaled_body]
 );
 
-/// Exponent and mantissa shifted to where f32 has them; multiplying by 2^120 mends the bias and normalizes subnormals, exactly.
+/// Exponent and mantissa shifted to where f32 has them; multiplying by 2^120 mends the bias and normalizes subnormals,
+/// exactly.
 #[inline(always)]
 fn scaled_body(stored: &[u8], scale: f32, out: &mut [f32]) -> bool {
     let mut nan = 0u32;
@@ -85,7 +88,8 @@ fn scaled_body(stored: &[u8], scale: f32, out: &mut [f32]) -> bool {
 mod tests {
     use super::*;
 
-    /// All 256 of them by the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last of each sign is NaN.
+    /// All 256 of them by the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last of each sign is
+    /// NaN.
     #[test]
     fn every_value_is_as_defined() {
         for byte in 0..=255u8 {

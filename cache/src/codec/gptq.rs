@@ -1,7 +1,8 @@
-//! GPTQ with 4 or 8 bits: `qweight` `[k * bits / 32, n]`, `qzeros` `[groups, n * bits / 32]`, `scales` `[groups, n]`, `g_idx` `[k]`.
+//! GPTQ with 4 or 8 bits: `qweight` `[k * bits / 32, n]`, `qzeros` `[groups, n * bits / 32]`, `scales` `[groups, n]`,
+//! `g_idx` `[k]`.
 //!
-//! A word of `qweight` holds inputs one after the other, the lowest bits first; a word of `qzeros` outputs. A weight is (code - zero) * scale,
-//! where the first version of the format stores zero - 1. Source: AutoGPTQ and GPTQModel.
+//! A word of `qweight` holds inputs one after the other, the lowest bits first; a word of `qzeros` outputs. A weight is
+//! (code - zero) * scale, where the first version of the format stores zero - 1. Source: AutoGPTQ and GPTQModel.
 
 use super::scales::{Scales, Words, group_index};
 use super::{Codec, Codes, Format, Found, Integers, Library, Quantization, Read, Values};

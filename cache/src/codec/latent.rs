@@ -1,4 +1,5 @@
-//! `kv_b_proj` of latent attention where GGUF keeps it in two parts: keys transposed, `[heads, lora, nope]`, and values, `[heads, v, lora]`.
+//! `kv_b_proj` of latent attention where GGUF keeps it in two parts: keys transposed, `[heads, lora, nope]`, and
+//! values, `[heads, v, lora]`.
 //!
 //! The matrix is `[heads * (nope + v), lora]`. Source: llama.cpp's converter of DeepSeek models.
 

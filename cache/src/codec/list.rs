@@ -1,10 +1,12 @@
-//! What matrices a checkpoint holds: names and shapes of all that [`find`](super::find) finds, of stacked experts the first.
+//! What matrices a checkpoint holds: names and shapes of all that [`find`](super::find) finds, of stacked experts the
+//! first.
 
 use super::Quantization;
 use crate::checkpoint::{Checkpoint, Dtype};
 
 impl Checkpoint {
-    /// Name and shape `[n, k]` of every matrix, sorted by name; of experts, stacked or not, those of number 0 stand for all.
+    /// Name and shape `[n, k]` of every matrix, sorted by name; of experts, stacked or not, those of number 0 stand for
+    /// all.
     pub fn matrices(&self) -> Vec<(String, [usize; 2])> {
         let names = self.names().filter(|name| {
             name.split_once(".experts.")

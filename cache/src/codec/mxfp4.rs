@@ -1,7 +1,8 @@
-//! MXFP4 as gpt-oss has it: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for each block.
+//! MXFP4 as gpt-oss has it: blocks of 32 weights, E2M1 values two to a byte, the low half first, and one exponent for
+//! each block.
 //!
-//! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the scale, exactly.
-//! Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
+//! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the
+//! scale, exactly. Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
 
 use super::scales::e8m0;
 use super::{Codec, Codes, Format, Found, Integers, Read};

@@ -71,7 +71,8 @@ impl Quantization {
         }
     }
 
-    /// What [`Source::kept_by`](super::Source::kept_by) will say of weights that are not here yet; `inputs`: the lengths of their rows.
+    /// What [`Source::kept_by`](super::Source::kept_by) will say of weights that are not here yet; `inputs`: the
+    /// lengths of their rows.
     pub fn kept_by(&self, inputs: &[usize]) -> Option<Precision> {
         let group_size = |group: Option<usize>| match group {
             Some(group) => largest_group_size(&[group]),

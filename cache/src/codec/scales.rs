@@ -85,7 +85,8 @@ impl<'a> Words<'a> {
     }
 }
 
-/// The group of each input, where a format keeps them out of order. Errors: `Error::Checkpoint` when one is beyond `groups`.
+/// The group of each input, where a format keeps them out of order. Errors: `Error::Checkpoint` when one is beyond
+/// `groups`.
 pub(super) fn group_index(view: TensorView<'_>, k: usize, groups: usize) -> Result<Vec<usize>> {
     let wrong = |view: &TensorView<'_>| -> Error {
         view.error(format!("does not name a group below {groups} for each of {k} inputs: download it again"))

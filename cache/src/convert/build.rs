@@ -1,7 +1,8 @@
 //! Builds a cache file in a `*.partial` beside its final place.
 //!
-//! The partial file is the final one, except that its first bytes are not those of a cache. Its table of records says which layers
-//! are complete: a layer's record is written after its bytes are on disk, so a killed build is continued from the last record.
+//! The partial file is the final one, except that its first bytes are not those of a cache. Its table of records says
+//! which layers are complete: a layer's record is written after its bytes are on disk, so a killed build is continued
+//! from the last record.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -76,7 +77,8 @@ impl Partial<'_> {
         let done = AtomicU64::new(layer_bytes * records.iter().flatten().count() as u64);
         let workers = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
-            // While one layer goes to disk the next is converted; a third waits, so that memory for written pages stays bounded.
+            // While one layer goes to disk the next is converted; a third waits, so that memory for written pages stays
+            // bounded.
             let (converted, to_record) = mpsc::sync_channel::<(usize, Vec<ExpertRecord>)>(0);
             let record_all = move || to_record.iter().try_for_each(|(i, records)| self.record(i, &records));
             let recorder = std::thread::Builder::new().spawn_scoped(scope, record_all).map_err(threads::refused)?;
@@ -137,7 +139,8 @@ impl Partial<'_> {
         intact.try_reduce(|| true, |a, b| Ok(a && b)).map_err(unwritable(self.path))
     }
 
-    /// Converts and writes the experts of layer index `i`, and returns their records. `done(bytes)` is called after each.
+    /// Converts and writes the experts of layer index `i`, and returns their records. `done(bytes)` is called after
+    /// each.
     fn convert_layer(
         &self,
         i: usize,
@@ -171,7 +174,8 @@ impl Partial<'_> {
     }
 }
 
-/// Removes what the cache at `fresh` replaces: other files of the same content, and those of an earlier content of the same folder.
+/// Removes what the cache at `fresh` replaces: other files of the same content, and those of an earlier content of the
+/// same folder.
 fn remove_stale(identity: &Identity, cache_dir: &Path, fresh: &Path, progress: OnProgress<'_>) -> Result<()> {
     let stale = |path: &PathBuf| {
         path != fresh

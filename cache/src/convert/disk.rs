@@ -50,7 +50,8 @@ pub(super) fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The right to build one cache, held by one process at a time; given back when dropped, and by the system when the process dies.
+/// The right to build one cache, held by one process at a time; given back when dropped, and by the system when the
+/// process dies.
 pub(super) struct Lock {
     path: PathBuf,
     _file: File,
@@ -58,7 +59,8 @@ pub(super) struct Lock {
 }
 
 impl Lock {
-    /// Creates the folder if need be, and waits for the lock called `name`; `waiting` is called once if that takes time.
+    /// Creates the folder if need be, and waits for the lock called `name`; `waiting` is called once if that takes
+    /// time.
     ///
     /// Errors: `Error::CacheDir` when the folder cannot be written.
     pub(super) fn take(dir: &Path, name: &str, waiting: &dyn Fn()) -> Result<Self> {
@@ -102,7 +104,8 @@ impl Drop for Lock {
 
 /// Opens or creates `path` and makes it `bytes` long with all of its space reserved.
 ///
-/// Errors: `Error::CacheDir` when the disk has not that much space, or the file cannot be written. A file made in vain is removed.
+/// Errors: `Error::CacheDir` when the disk has not that much space, or the file cannot be written. A file made in vain
+/// is removed.
 pub(super) fn reserve(path: &Path, bytes: u64) -> Result<File> {
     let file = file::create(path).map_err(unwritable(path))?;
     let dir = path.parent().unwrap_or(path);

@@ -1,4 +1,5 @@
-//! One expert: read, hashed, packed or quantized and packed, sixteen rows at a time, so that each row is in the cache of the core throughout.
+//! One expert: read, hashed, packed or quantized and packed, sixteen rows at a time, so that each row is in the cache
+//! of the core throughout.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -77,7 +78,8 @@ impl Tiles {
     }
 }
 
-/// What packing adds to the error of a source: root mean square of the difference over that of the weights, on some of its tiles. 0: nothing.
+/// What packing adds to the error of a source: root mean square of the difference over that of the weights, on some of
+/// its tiles. 0: nothing.
 ///
 /// Errors: as [`Source::decode`], and `Error::Invalid` when the precision's groups do not divide its rows.
 pub fn rounding(source: &Source<'_>, precision: Precision) -> Result<f64> {

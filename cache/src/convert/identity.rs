@@ -1,8 +1,9 @@
 //! Which content a cache was made from, told quickly when nothing changed and surely when something did.
 //!
-//! The key, part of the file's name, samples the content so that two fine-tunes of a model get two files. Whether a file found by its
-//! key is right is decided by the state of the checkpoint's files (size, times, inode) or, where that differs, by the hashes of all
-//! tensors. States found equal in that way are remembered in a small file beside the cache.
+//! The key, part of the file's name, samples the content so that two fine-tunes of a model get two files. Whether a
+//! file found by its key is right is decided by the state of the checkpoint's files (size, times, inode) or, where that
+//! differs, by the hashes of all tensors. States found equal in that way are remembered in a small file beside the
+//! cache.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

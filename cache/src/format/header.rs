@@ -128,7 +128,8 @@ struct Description {
 }
 
 impl Header {
-    /// Lays out a file: offsets and sizes are computed, checksums are zero. Errors: `Error::Invalid` when the dimensions make no cache.
+    /// Lays out a file: offsets and sizes are computed, checksums are zero. Errors: `Error::Invalid` when the
+    /// dimensions make no cache.
     pub(crate) fn new(contents: &Contents<'_>, source: Option<Source>) -> Result<Self> {
         let &Contents { model, hidden, intermediate, num_experts, precision, layers } = contents;
         let layers = layers.iter().map(|&layer| LayerEntry { layer, offset: 0, bytes: 0, checksum: 0 }).collect();
@@ -213,7 +214,8 @@ impl Header {
         out
     }
 
-    /// The header region of a file whose layers are yet to come: no records, and first bytes that no reader takes for a cache.
+    /// The header region of a file whose layers are yet to come: no records, and first bytes that no reader takes for a
+    /// cache.
     pub(crate) fn encode_partial(&self) -> Vec<u8> {
         let json = self.json();
         let mut out = Vec::with_capacity(self.region_bytes());
@@ -258,7 +260,8 @@ pub(crate) fn encode_layer(entry: &LayerEntry, experts: &[ExpertRecord]) -> Vec<
     out
 }
 
-/// Reads one layer's part of the table; `None` when its checksum does not fit its records. Panics: `bytes` is no whole part (a bug).
+/// Reads one layer's part of the table; `None` when its checksum does not fit its records. Panics: `bytes` is no whole
+/// part (a bug).
 pub(crate) fn decode_layer(bytes: &[u8]) -> Option<(LayerEntry, Vec<ExpertRecord>)> {
     let words: Vec<u64> = bytes.as_chunks().0.iter().map(|&word| u64::from_le_bytes(word)).collect();
     let entry = LayerEntry { layer: words[0].try_into().ok()?, offset: words[1], bytes: words[2], checksum: words[3] };

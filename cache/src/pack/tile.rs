@@ -1,6 +1,7 @@
 //! Weights into their packed order, and back.
 //!
-//! Packing is fast, because every conversion does it; unpacking follows the definition byte by byte, because tests believe it.
+//! Packing is fast, because every conversion does it; unpacking follows the definition byte by byte, because tests
+//! believe it.
 
 use half::bf16;
 
@@ -128,7 +129,8 @@ fn pack_scales<'o>(layout: &MatrixLayout, scales: &[f32], out: &'o mut [u8]) -> 
     codes
 }
 
-/// Writes each row's runs of `N` codes, `word` making four bytes of a run, to their places: run `c` of row `r` is word `16 c + r`.
+/// Writes each row's runs of `N` codes, `word` making four bytes of a run, to their places: run `c` of row `r` is word
+/// `16 c + r`.
 fn pack_codes<const N: usize>(k: usize, codes: &[i8], lines: &mut [u8], word: impl Fn(&[i8; N]) -> u32) {
     let (lines, _) = lines.as_chunks_mut::<64>();
     for (row, codes) in codes.chunks_exact(k).enumerate() {

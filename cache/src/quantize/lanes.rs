@@ -1,6 +1,8 @@
-//! Sixteen f32 at once, as one AVX-512 register, two AVX ones, or an array: the compiler alone makes poor code of the search.
+//! Sixteen f32 at once, as one AVX-512 register, two AVX ones, or an array: the compiler alone makes poor code of the
+//! search.
 //!
-//! All three do the same operations in the same order, so they give the same bits: no fused multiply-add, one order of summation.
+//! All three do the same operations in the same order, so they give the same bits: no fused multiply-add, one order of
+//! summation.
 #![allow(unsafe_code)] // intrinsics
 
 /// Sixteen f32.

@@ -11,9 +11,9 @@
 //!   out = acc / l
 //! ```
 //!
-//! Blocks and segments start at fixed positions, so a row's arithmetic is the same in any chunk and any batch, whether one worker does
-//! all segments or, when there are few queries and much context, each does some. A window leaves out what is before it: what a row skips
-//! or masks changes none of its bits.
+//! Blocks and segments start at fixed positions, so a row's arithmetic is the same in any chunk and any batch, whether
+//! one worker does all segments or, when there are few queries and much context, each does some. A window leaves out
+//! what is before it: what a row skips or masks changes none of its bits.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -40,7 +40,8 @@ const STEP: usize = 256;
 /// Tiles of values whose sums stay in L1 while the blocks of a step pass.
 const VALUE_TILES: usize = 8;
 
-/// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a tile.
+/// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a
+/// tile.
 const PARTIAL_SUMS: usize = 16 << 20;
 
 /// One op, as all workers see it.
@@ -197,7 +198,8 @@ impl Cpu {
         let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
         let mut cut = Cut::new(kv.heads(), group, group.min(TILE));
         let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
-        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its heads.
+        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its
+        // heads.
         let few = count(&cut) < 2 * threads;
         let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
         if few && (!split || count(&cut) * longest < threads) {

@@ -9,7 +9,8 @@
 //!                                 out = norm(delta_step(state, q, k, v, decay, beta)) * silu(z)
 //! ```
 //!
-//! A key head's columns of the convolution and its value heads' states belong to nobody else, so workers meet only at the end.
+//! A key head's columns of the convolution and its value heads' states belong to nobody else, so workers meet only at
+//! the end.
 
 use std::ops::Range;
 

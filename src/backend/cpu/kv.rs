@@ -1,4 +1,5 @@
-//! Keys and values of one layer in BF16, packed as weights are: attention multiplies with them as with any other matrix.
+//! Keys and values of one layer in BF16, packed as weights are: attention multiplies with them as with any other
+//! matrix.
 //!
 //! ```text
 //! block of 64 positions and one head:
@@ -6,8 +7,9 @@
 //!   values  a matrix [value_dim, 64 positions]   out = values . probabilities
 //! ```
 //!
-//! With two parts to a number there are two such matrices, of the rounded numbers and of what rounding left, whose products are added.
-//! Latent attention's values are the beginning of its keys: they are stored twice, once in each order.
+//! With two parts to a number there are two such matrices, of the rounded numbers and of what rounding left, whose
+//! products are added. Latent attention's values are the beginning of its keys: they are stored twice, once in each
+//! order.
 
 use std::ops::Range;
 
@@ -130,8 +132,8 @@ fn put_row(to: &mut [bf16], row: usize, x: &[f32], part: usize, tile_len: usize)
     }
 }
 
-/// A part of input `input` of every row of a packed matrix. The first of 32 inputs clears the others: attention reads them all, and whatever
-/// a block held before, zero times it must be zero.
+/// A part of input `input` of every row of a packed matrix. The first of 32 inputs clears the others: attention reads
+/// them all, and whatever a block held before, zero times it must be zero.
 fn put_column(to: &mut [bf16], input: usize, x: &[f32], part: usize) {
     const TILE: usize = BLOCK_SIZE * TILE_ROWS;
     for (tile, x) in to.as_chunks_mut::<TILE>().0.iter_mut().zip(x.chunks(TILE_ROWS)) {

@@ -76,7 +76,8 @@ impl Linear {
     }
 }
 
-/// Room for weights that any worker may read: from all nodes' memory in turn, so that each step uses every node's bandwidth.
+/// Room for weights that any worker may read: from all nodes' memory in turn, so that each step uses every node's
+/// bandwidth.
 fn interleaved(bytes: usize, nodes: &[usize]) -> Result<Buffer<u8>> {
     let buffer = Buffer::zeros(bytes)?;
     if nodes.len() > 1 {
@@ -93,7 +94,8 @@ pub(crate) fn packed(layout: &MatrixLayout, weight: &HostTensor<'_>) -> Vec<u8> 
     tiles
 }
 
-/// Packs the matrix that begins at row `first` of `weight` on all cores; of other forms than packed there is a tile at a time.
+/// Packs the matrix that begins at row `first` of `weight` on all cores; of other forms than packed there is a tile at
+/// a time.
 fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mut [u8]) {
     tiles.par_chunks_mut(layout.tile_bytes()).enumerate().for_each(|(i, tile)| {
         let (from, to) = (i * TILE_ROWS, layout.n.min((i + 1) * TILE_ROWS));
@@ -207,7 +209,8 @@ impl Cpu {
         });
     }
 
-    /// `out[t, h, out_at..] = W[h] x[t, h, x_at..]`, heads, or parts of them if there are few, shared out over the workers.
+    /// `out[t, h, out_at..] = W[h] x[t, h, x_at..]`, heads, or parts of them if there are few, shared out over the
+    /// workers.
     pub(super) fn apply_heads(&self, w: &Heads, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
         let (layout, rows, kernel) = (&w.layout, x.rows(), self.kernel);
         let (x_head, out_head, cols) = (x.cols() / w.heads, out.cols() / w.heads, out.cols());
@@ -242,8 +245,8 @@ impl Cpu {
     }
 }
 
-/// Some tiles of packed weights times all tokens; `store(first token, column, columns, values, stride)` gets the results, which pass
-/// through `y`.
+/// Some tiles of packed weights times all tokens; `store(first token, column, columns, values, stride)` gets the
+/// results, which pass through `y`.
 #[allow(clippy::too_many_arguments)]
 fn multiply<'x>(
     kernel: &dyn Kernel,

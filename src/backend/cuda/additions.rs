@@ -13,7 +13,8 @@ const ROOM: usize = 64;
 
 /// The additions after each layer, layer after layer.
 pub struct Additions {
-    data: DeviceBuffer<u32>, // where those of each layer begin, and the end of all, [layers + 1], padded; then they, [room, WORDS]
+    data: DeviceBuffer<u32>, /* where those of each layer begin, and the end of all, [layers + 1], padded; then
+                              * they, [room, WORDS] */
     layers: usize,
     room: usize,
     vectors: Vec<Arc<DeviceBuffer<f32>>>, // that they point to

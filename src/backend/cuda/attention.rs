@@ -1,6 +1,7 @@
 //! Attention on the device: paged keys and values, single rows with the context split among blocks, many rows in tiles.
 //!
-//! Latent attention is absorbed for single rows, where reading the cache is the cost, and expanded for tiles, where arithmetic is.
+//! Latent attention is absorbed for single rows, where reading the cache is the cost, and expanded for tiles, where
+//! arithmetic is.
 
 use std::sync::Arc;
 
@@ -26,7 +27,8 @@ const NO_WINDOW: usize = 1 << 30;
 /// Bytes that the keys and values of a segment of context may take, expanded from latents.
 const EXPANDED_BYTES: usize = 256 << 20;
 
-/// Keys and values of one layer: `[blocks, heads, 64, dim]` each; latent attention's values are the beginning of its keys.
+/// Keys and values of one layer: `[blocks, heads, 64, dim]` each; latent attention's values are the beginning of its
+/// keys.
 pub struct Kv {
     pub(super) keys: DeviceBuffer<u8>,
     values: Option<DeviceBuffer<u8>>,

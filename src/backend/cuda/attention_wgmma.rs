@@ -17,7 +17,8 @@ const QUERIES: usize = 128;
 /// A block's threads.
 const THREADS: u32 = 384;
 
-/// Shared memory for heads of so many runs of 64 numbers of keys and values: queries, two steps, what swizzles and barriers take.
+/// Shared memory for heads of so many runs of 64 numbers of keys and values: queries, two steps, what swizzles and
+/// barriers take.
 const fn shared(key_runs: usize, value_runs: usize) -> usize {
     1024 + (key_runs + 2 * (key_runs + value_runs)) * QUERIES * 128 + 128
 }
@@ -120,7 +121,8 @@ impl CudaBackend {
         true
     }
 
-    /// Attention of `rows` over a segment of expanded latents, whose context ends at `end`, if there is a kernel for such heads.
+    /// Attention of `rows` over a segment of expanded latents, whose context ends at `end`, if there is a kernel for
+    /// such heads.
     #[allow(clippy::too_many_arguments)] // as `Backend::latent_attention`, and which part
     pub(super) fn attend_expanded_wgmma(
         &self,

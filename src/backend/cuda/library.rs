@@ -26,7 +26,8 @@ pub struct ProductRates {
 }
 
 impl CudaBackend {
-    /// Takes the library where it is there and measured to be faster. On Hopper, where our kernels come to 98% of it, loading it would cost more than it brings.
+    /// Takes the library where it is there and measured to be faster. On Hopper, where our kernels come to 98% of it,
+    /// loading it would cost more than it brings.
     pub(super) fn choose_library(&mut self) -> Result<()> {
         let cuda = &self.cuda;
         if cuda.is_plan() || cuda.info.is_emulated() || cuda.info.has_wgmma() {
@@ -38,7 +39,8 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Multiplies with the library from now on, whether it is faster or not. Errors: `Error::Device` where there is none.
+    /// Multiplies with the library from now on, whether it is faster or not. Errors: `Error::Device` where there is
+    /// none.
     pub fn use_library(&mut self) -> Result<()> {
         self.library = Some(CublasLt::open()?);
         Ok(())

@@ -1,4 +1,5 @@
-//! Names and sizes of the kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16.
+//! Names and sizes of the kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in
+//! BF16.
 
 use moebius_cache::{Precision, ScaleType};
 
@@ -88,7 +89,8 @@ fn suited(tokens: usize, wgmma: bool) -> usize {
 }
 
 impl Format {
-    /// A tile's tokens, kernels for gate and up and for down, and their dynamic shared memory, for experts with so many tokens each.
+    /// A tile's tokens, kernels for gate and up and for down, and their dynamic shared memory, for experts with so many
+    /// tokens each.
     pub fn grouped(
         &self,
         device: &DeviceInfo,

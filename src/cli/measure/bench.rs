@@ -312,7 +312,8 @@ impl Bench<'_> {
         }
     }
 
-    /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its cache.
+    /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its
+    /// cache.
     fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
         let mut blocks = BlockTable::default();

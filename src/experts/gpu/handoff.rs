@@ -1,4 +1,5 @@
-//! A layer's tokens on their way to the CPU's experts, and their sum on its way back, through memory that both sides see (kernels/handoff.cu).
+//! A layer's tokens on their way to the CPU's experts, and their sum on its way back, through memory that both sides
+//! see (kernels/handoff.cu).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -36,8 +37,9 @@ fn blocks(numbers: usize) -> usize {
     (numbers >> 14).clamp(1, 16)
 }
 
-/// How long the device may take to publish before it is asked whether it has failed, in which case it never will. Nothing is asked of the driver sooner: while
-/// another thread gives memory back, it may answer nobody before all kernels have ended, and those wait for this thread.
+/// How long the device may take to publish before it is asked whether it has failed, in which case it never will.
+/// Nothing is asked of the driver sooner: while another thread gives memory back, it may answer nobody before all
+/// kernels have ended, and those wait for this thread.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Words of a cache line.
@@ -63,7 +65,8 @@ impl Handoff {
         })
     }
 
-    /// Enqueues what brings hidden states and routing to the host; ids that are in `table` are left out. Choices are counted in `used`.
+    /// Enqueues what brings hidden states and routing to the host; ids that are in `table` are left out. Choices are
+    /// counted in `used`.
     #[allow(clippy::too_many_arguments)] // what a layer's experts are given, and where they are
     pub(super) fn publish(
         &self,

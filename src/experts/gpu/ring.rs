@@ -82,7 +82,8 @@ impl GpuExperts {
         Ok(())
     }
 
-    /// Enqueues the copies of experts of `layer`, in ascending order, into half `slot` of the ring, and its table, with residents in it or not.
+    /// Enqueues the copies of experts of `layer`, in ascending order, into half `slot` of the ring, and its table, with
+    /// residents in it or not.
     fn copy(&mut self, slot: usize, layer: usize, numbers: &[usize], with_residents: bool) -> Result<()> {
         if !self.checked[layer] {
             self.cpu.check_layer(layer)?;
@@ -146,8 +147,8 @@ impl GpuExperts {
         Ok(())
     }
 
-    /// As [`stream`](GpuExperts::stream), but only those of the `streamed` that some token chose cross: for few tokens waiting for the routing costs less than
-    /// copies that nobody needs.
+    /// As [`stream`](GpuExperts::stream), but only those of the `streamed` that some token chose cross: for few tokens
+    /// waiting for the routing costs less than copies that nobody needs.
     pub(super) fn stream_chosen(
         &mut self,
         layer: usize,

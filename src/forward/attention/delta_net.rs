@@ -1,4 +1,5 @@
-//! Gated DeltaNet: linear attention whose memory is one matrix per head and sequence, whatever the length of the context.
+//! Gated DeltaNet: linear attention whose memory is one matrix per head and sequence, whatever the length of the
+//! context.
 
 use super::Step;
 use crate::Result;

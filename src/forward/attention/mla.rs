@@ -1,6 +1,8 @@
-//! Multi-head latent attention: the cache holds one row of `kv_lora_rank + rope` numbers per token, whatever the number of heads.
+//! Multi-head latent attention: the cache holds one row of `kv_lora_rank + rope` numbers per token, whatever the number
+//! of heads.
 //!
-//! Scores and values can be taken in the latent's space (absorbed), or of keys and values made of latents; a backend chooses.
+//! Scores and values can be taken in the latent's space (absorbed), or of keys and values made of latents; a backend
+//! chooses.
 //!
 //! ```text
 //! q_nope · (W_uk c) = (W_uk^T q_nope) · c        the query moves into the latent's space

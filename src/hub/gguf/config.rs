@@ -44,7 +44,8 @@ const COMMON: &[(&str, &str)] = &[
     ("sliding_window", "attention.sliding_window"),
 ];
 
-/// The config of the model whose tensors are in `checkpoint`. Errors: `Error::Model` naming the architecture or the key.
+/// The config of the model whose tensors are in `checkpoint`. Errors: `Error::Model` naming the architecture or the
+/// key.
 pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Value> {
     let mut config = Map::new();
     for (name, key) in COMMON {

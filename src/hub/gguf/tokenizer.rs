@@ -1,7 +1,8 @@
 //! The tokenizer and chat template of a GGUF file, as `tokenizer.json` and `tokenizer_config.json`.
 //!
-//! How text is cut before byte pairs are merged is known by a name only, `tokenizer.ggml.pre`: one table has what each stands for, and a
-//! name that is not in it is refused, because a wrong cut gives other tokens without a word. Source: the models' own tokenizer.json.
+//! How text is cut before byte pairs are merged is known by a name only, `tokenizer.ggml.pre`: one table has what each
+//! stands for, and a name that is not in it is refused, because a wrong cut gives other tokens without a word. Source:
+//! the models' own tokenizer.json.
 
 use serde_json::{Map, Value, json};
 
@@ -22,7 +23,8 @@ const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\
 const KIMI_K2: &str = r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const DEEPSEEK_V3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
 
-/// How text is cut: names of it, expressions that cut one after the other, and whether a whole piece in the vocabulary is one token at once.
+/// How text is cut: names of it, expressions that cut one after the other, and whether a whole piece in the vocabulary
+/// is one token at once.
 struct Cut {
     names: &'static [&'static str],
     cuts: &'static [&'static str],

@@ -26,7 +26,8 @@ const CHUNKS: [usize; 6] = [8192, 4096, 2048, 1024, 512, 256];
 /// Tokens of a batch that the CPU may be given experts of.
 const CPU_TOKENS: usize = 512;
 
-/// VRAM that the driver and the kernels themselves take: 530 MiB, and about one for each recorded form of pass, of which there are 128.
+/// VRAM that the driver and the kernels themselves take: 530 MiB, and about one for each recorded form of pass, of
+/// which there are 128.
 pub const CONTEXT_BYTES: u64 = 680 << 20;
 
 /// What goes where on a GPU.
@@ -76,7 +77,8 @@ impl GpuPlan {
         Ok(logits + cpu + GpuExperts::host_bytes(&layout, model.moe_layers().count(), sizes))
     }
 
-    /// Decides. Errors: `Error::Resources` with the flag that helps where it does not fit; `Error::Invalid` for flags that exclude each other.
+    /// Decides. Errors: `Error::Resources` with the flag that helps where it does not fit; `Error::Invalid` for flags
+    /// that exclude each other.
     pub fn new(
         model: &ModelConfig,
         config: &EngineConfig,

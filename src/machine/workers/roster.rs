@@ -2,8 +2,8 @@
 //!
 //! Each worker tells how long it wanted to run and did not, as the kernel counts it. Worker 0 looks at that between
 //! dispatches. A worker that is denied more of its time than its absence would cost the team is left out, for
-//! half a second at first, then for longer, up to four; at most half of the team rests. Where worker 0's own core is taken, it
-//! moves to the core of another, which rests in its place.
+//! half a second at first, then for longer, up to four; at most half of the team rests. Where worker 0's own core is
+//! taken, it moves to the core of another, which rests in its place.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -77,8 +77,8 @@ impl Roster {
         Self { next_look: now, clock: None, records: vec![record; seats.len()], caller_at: 0 }
     }
 
-    /// The calling thread is worker 0 from now on, on the first seat. What was counted before, with a caller that got in the way of the
-    /// others, is forgotten.
+    /// The calling thread is worker 0 from now on, on the first seat. What was counted before, with a caller that got
+    /// in the way of the others, is forgotten.
     pub(super) fn own_caller(&mut self, state: &State) {
         let mut clock = Clock::of_this_thread();
         clock.tell(&state.posts[0].0);

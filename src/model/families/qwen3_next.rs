@@ -1,4 +1,5 @@
-//! Qwen3-Next and the text part of Qwen3.5 and 3.6 MoE: gated DeltaNet in most layers, gated attention in the others; norms around one.
+//! Qwen3-Next and the text part of Qwen3.5 and 3.6 MoE: gated DeltaNet in most layers, gated attention in the others;
+//! norms around one.
 //!
 //! Sources: HF modeling_qwen3_next and modeling_qwen3_5_moe.
 

@@ -84,7 +84,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Line<S> {
 struct Patience {
     limit: Duration,
     waited: Duration,
-    wait: Option<(Instant, Pin<Box<Sleep>>)>, // since when nothing is taken, earlier by `waited`; until when that may go on
+    wait: Option<(Instant, Pin<Box<Sleep>>)>, /* since when nothing is taken, earlier by `waited`; until when that
+                                               * may go on */
 }
 
 impl Patience {

@@ -24,7 +24,8 @@ pub(super) const LEAST_RATE: u32 = 1 << 10;
 /// Places beside the regular ones.
 pub(super) const RESERVE: usize = 64;
 
-/// What a handshake and a head take on a long line. Without it whoever just came would lose to bodies that trickle at `LEAST_RATE`.
+/// What a handshake and a head take on a long line. Without it whoever just came would lose to bodies that trickle at
+/// `LEAST_RATE`.
 const HEAD_TIME: Duration = Duration::from_millis(250);
 
 /// What a connection is busy with.
@@ -90,7 +91,8 @@ impl Places {
         self.lock().pools[0].len() >= self.size
     }
 
-    /// A place for a client of this address, and what ends when the place goes to others; `None`: even the reserve is being answered.
+    /// A place for a client of this address, and what ends when the place goes to others; `None`: even the reserve is
+    /// being answered.
     pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<(Place, oneshot::Receiver<()>)> {
         let network = network(address);
         let mut table = self.lock();

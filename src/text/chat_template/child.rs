@@ -1,6 +1,7 @@
 //! A process that renders one template: it takes its own limits, compiles, and answers until its stdin ends.
 //!
-//! Who breaks a limit dies of it: of SIGPROF for time, of SIGSEGV or SIGABRT for stack and memory. The parent sees which.
+//! Who breaks a limit dies of it: of SIGPROF for time, of SIGSEGV or SIGABRT for stack and memory. The parent sees
+//! which.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
@@ -11,7 +12,8 @@ use super::frame::{self, Answer};
 use super::jinja::Jinja;
 use super::{Failure, MAX_SOURCE_BYTES, text_limit};
 
-/// Address space that compiling or rendering may take, above what the process has at its start: stack, heap, the conversation itself.
+/// Address space that compiling or rendering may take, above what the process has at its start: stack, heap, the
+/// conversation itself.
 pub(super) const MAX_GROWTH_BYTES: u64 = 192 << 20;
 
 /// A process that keeps more than this ends itself: the next rendering would have less left.
@@ -26,7 +28,8 @@ pub(super) const MAX_VARIABLES_BYTES: usize = 32 << 20;
 /// <sys/time.h>; the libc crate has it for other systems only.
 const ITIMER_PROF: libc::c_int = 2;
 
-/// Renders chat templates for the process that started this one and holds the other end of stdin, a socket. Returns when that is closed.
+/// Renders chat templates for the process that started this one and holds the other end of stdin, a socket. Returns
+/// when that is closed.
 pub fn render_for_parent() -> ExitCode {
     match serve() {
         Ok(()) => ExitCode::SUCCESS,
@@ -67,7 +70,8 @@ fn serve() -> io::Result<()> {
 
 /// Closes what the parent's parents left open, such as a lock.
 fn leave_descriptors() {
-    // SAFETY: nothing in this process has opened a descriptor yet. An old kernel without the call leaves them open, which is no more than untidy.
+    // SAFETY: nothing in this process has opened a descriptor yet. An old kernel without the call leaves them open,
+    // which is no more than untidy.
     #[allow(unsafe_code)]
     unsafe {
         libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, 0);

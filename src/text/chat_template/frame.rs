@@ -1,6 +1,7 @@
 //! What goes between a process that renders templates and its parent: a length, then so many bytes.
 //!
-//! First the template, answered when it is compiled; then the variables of each rendering, as JSON, each answered with its text.
+//! First the template, answered when it is compiled; then the variables of each rendering, as JSON, each answered with
+//! its text.
 
 use std::io::{self, Read, Write};
 

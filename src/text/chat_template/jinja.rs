@@ -1,4 +1,5 @@
-//! The template engine: minijinja with what Hugging Face's tokenizers add to Jinja. It bounds steps and the text; stack, memory and time are its caller's.
+//! The template engine: minijinja with what Hugging Face's tokenizers add to Jinja. It bounds steps and the text;
+//! stack, memory and time are its caller's.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -77,8 +78,8 @@ impl std::io::Write for Bounded {
     }
 }
 
-/// `{% generation %}` marks the assistant's words for training masks. As a condition that always holds it changes nothing else,
-/// whitespace control included.
+/// `{% generation %}` marks the assistant's words for training masks. As a condition that always holds it changes
+/// nothing else, whitespace control included.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

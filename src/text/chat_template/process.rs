@@ -1,4 +1,5 @@
-//! The processes that render a template, seen from their parent: how many there are, how long they may take, what their end means.
+//! The processes that render a template, seen from their parent: how many there are, how long they may take, what their
+//! end means.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,12 +18,14 @@ use crate::Error;
 /// Processes of one template at most: a rendering takes a millisecond, and each may take [`MAX_GROWTH_BYTES`].
 const MAX_PROCESSES: usize = 2;
 
-/// Patience with one rendering, and with waiting for a place: long, as processor time is what is bounded, and the machine may be busy.
+/// Patience with one rendering, and with waiting for a place: long, as processor time is what is bounded, and the
+/// machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 type Result<T> = std::result::Result<T, Failure>;
 
-/// The processes of one template. They are kept, as starting one takes longer than rendering; one that breaks a limit is replaced.
+/// The processes of one template. They are kept, as starting one takes longer than rendering; one that breaks a limit
+/// is replaced.
 pub(super) struct Processes {
     command: &'static [OsString],
     places: Mutex<Places>,
@@ -121,7 +124,8 @@ impl Process {
             .stderr(Stdio::null())
             // Nobody would read one, and making it takes long.
             .env("RUST_BACKTRACE", "0")
-            // Of a group of its own, so that Ctrl-C in a terminal is not for it. It ends with the socket, however this process ends.
+            // Of a group of its own, so that Ctrl-C in a terminal is not for it. It ends with the socket, however this
+            // process ends.
             .process_group(0)
             .spawn()
             .map_err(cannot)?;

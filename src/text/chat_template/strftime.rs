@@ -66,7 +66,8 @@ fn strftime(format: &str, unix_seconds: u64) -> String {
 
 /// Year, month and day of a count of days since 1970-01-01.
 ///
-/// Source: Howard Hinnant, "chrono-compatible low-level date algorithms"; years run from March so that a leap day comes last.
+/// Source: Howard Hinnant, "chrono-compatible low-level date algorithms"; years run from March so that a leap day comes
+/// last.
 fn civil_from_days(days: u64) -> (u64, u64, u64) {
     let z = days + 719_468;
     let (era, day_of_era) = (z / 146_097, z % 146_097);

@@ -14,12 +14,12 @@ const MAX_DEPTH: usize = 64;
 /// Properties of one object. What optional ones cost grows with their square: about a second for as many as these.
 const MAX_PROPERTIES: usize = 1000;
 
-/// What may stand between two tokens of JSON: a space, or a line's end and its indentation. Without a bound a weak model
-/// can write blanks forever.
+/// What may stand between two tokens of JSON: a space, or a line's end and its indentation. Without a bound a weak
+/// model can write blanks forever.
 const WHITESPACE: &str = r" |\r?\n(?: {0,40}|\t{0,10})";
 
-/// What one grammar may cost: 40 MB of lexer states and, for a step, some 20 ms. Objects of thousands of optional properties
-/// need long rows.
+/// What one grammar may cost: 40 MB of lexer states and, for a step, some 20 ms. Objects of thousands of optional
+/// properties need long rows.
 pub(super) fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 20_000,

@@ -4,8 +4,8 @@
 //! <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{..}<|call|>
 //! <|channel|>final<|message|>..<|return|>
 //! ```
-//! The prompt ends with `<|start|>assistant`. What is on the channel `analysis` is reasoning; a message to a tool is a call;
-//! everything else is content. The recipient may stand before the channel too.
+//! The prompt ends with `<|start|>assistant`. What is on the channel `analysis` is reasoning; a message to a tool is a
+//! call; everything else is content. The recipient may stand before the channel too.
 //!
 //! Source: the "OpenAI harmony response format" guide.
 

@@ -1,4 +1,5 @@
-//! Past calls as templates read them. Clients send arguments as text that holds JSON; most templates loop over an object.
+//! Past calls as templates read them. Clients send arguments as text that holds JSON; most templates loop over an
+//! object.
 
 use serde_json::Value;
 

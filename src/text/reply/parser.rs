@@ -33,7 +33,8 @@ impl Parser {
         Self { machine, output: Output::of(tools) }
     }
 
-    /// Takes in more text and adds what it makes certain to `parts`. All parts joined do not depend on how the text was cut.
+    /// Takes in more text and adds what it makes certain to `parts`. All parts joined do not depend on how the text was
+    /// cut.
     pub fn push(&mut self, text: &str, parts: &mut Vec<Part>) {
         match &mut self.machine {
             Machine::Plain => content(text, parts),
@@ -105,7 +106,8 @@ pub(super) fn reasoning(more: &str, parts: &mut Vec<Part>) {
     }
 }
 
-/// Bytes of the longest end of `text` that begins `marker` without completing it. Both are UTF-8, so a match of bytes is one of characters.
+/// Bytes of the longest end of `text` that begins `marker` without completing it. Both are UTF-8, so a match of bytes
+/// is one of characters.
 pub(crate) fn overlap(text: &str, marker: &str) -> usize {
     let longest = text.len().min(marker.len() - 1);
     (1..=longest).rev().find(|&n| marker.as_bytes().starts_with(&text.as_bytes()[text.len() - n..])).unwrap_or(0)

@@ -71,7 +71,8 @@ impl Syntax {
         self.thinks
     }
 
-    /// Whether text must be decoded with special tokens spelled out: a marker may be one. End tokens are no part of the text.
+    /// Whether text must be decoded with special tokens spelled out: a marker may be one. End tokens are no part of the
+    /// text.
     pub fn needs_special_tokens(&self) -> bool {
         self.format.is_some() || self.thinks
     }
@@ -92,8 +93,8 @@ impl Syntax {
 
     /// The grammar of a whole reply that calls tools as `choice` demands; `None`: anything goes.
     ///
-    /// With `Auto` and a strict tool, text is free, but every call follows its schema. Tools that are not strict follow theirs
-    /// as far as it can be enforced.
+    /// With `Auto` and a strict tool, text is free, but every call follows its schema. Tools that are not strict follow
+    /// theirs as far as it can be enforced.
     ///
     /// Errors: `Error::Invalid` when the model cannot call tools, when there are none, or none of that name.
     pub fn grammar(
@@ -111,8 +112,8 @@ impl Syntax {
         Ok(calls::after_reasoning(self.format, self.thinks, grammar, in_reasoning))
     }
 
-    /// Brings past messages into the form that the template reads: arguments of calls as objects or as text, no content as null
-    /// or as empty text. `messages` are as clients send them.
+    /// Brings past messages into the form that the template reads: arguments of calls as objects or as text, no content
+    /// as null or as empty text. `messages` are as clients send them.
     pub fn adapt_history(&self, messages: &mut [serde_json::Value]) {
         history::adapt(self.history, messages);
     }

@@ -13,7 +13,8 @@ use super::parser::{Output, content, first, reasoning, settled};
 use super::syntax::Format;
 use super::xml::{self, Parameters};
 
-/// Text that waits is read with every token up to here: far above any marker, name or white space of a model that means well.
+/// Text that waits is read with every token up to here: far above any marker, name or white space of a model that means
+/// well.
 const EAGER_BYTES: usize = 4096;
 
 #[derive(Debug)]
@@ -73,7 +74,8 @@ impl Tags {
             return;
         }
         while self.step(false, output, parts) {}
-        // What waits is read from its beginning, so a long text is read again only when it is longer by a part of itself.
+        // What waits is read from its beginning, so a long text is read again only when it is longer by a part of
+        // itself.
         self.again = if self.text.len() < EAGER_BYTES { 0 } else { self.text.len() + self.text.len() / 8 };
     }
 

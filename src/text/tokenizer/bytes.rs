@@ -18,7 +18,8 @@ impl TokenBytes {
         let added = tokenizer.get_added_tokens_decoder();
         let mut out = Self { text: Vec::new(), ends: Vec::new() };
         for (id, token) in tokens {
-            // A hole in the ids writes nothing; an id far beyond all others is a broken file, not a reason to fill memory.
+            // A hole in the ids writes nothing; an id far beyond all others is a broken file, not a reason to fill
+            // memory.
             if (id as usize) < out.ends.len() || id as usize > out.ends.len() + (1 << 22) {
                 continue;
             }
@@ -91,7 +92,8 @@ impl Spelling {
     }
 }
 
-/// The byte that a character of GPT-2's alphabet stands for: printable Latin-1 means itself, the other 68 bytes follow from U+0100 on.
+/// The byte that a character of GPT-2's alphabet stands for: printable Latin-1 means itself, the other 68 bytes follow
+/// from U+0100 on.
 fn alphabet_byte(c: char) -> Option<u8> {
     let itself = |c: u32| matches!(c, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
     match c as u32 {

@@ -1,7 +1,8 @@
 //! Encoding a text of which some added tokens are to be read as plain text.
 //!
-//! The library has no way to say where. So each cut is marked with a character that the text does not have, added tokens are
-//! looked for, and the marks are taken away before words are: the ids are those of a search that missed these tokens.
+//! The library has no way to say where. So each cut is marked with a character that the text does not have, added
+//! tokens are looked for, and the marks are taken away before words are: the ids are those of a search that missed
+//! these tokens.
 
 use tokenizers::{Encoding, Model, NormalizedString, Normalizer, OffsetType, PreTokenizer, Result, Token};
 
@@ -40,7 +41,8 @@ fn without(piece: &mut NormalizedString, mark: char, spelled: &str) -> Result<()
     piece.replace(spelled, "")
 }
 
-/// Tokens of a word. Some vocabularies have their special tokens among the words, and these are cut behind their first character.
+/// Tokens of a word. Some vocabularies have their special tokens among the words, and these are cut behind their first
+/// character.
 fn plain(model: &tokenizers::ModelWrapper, text: &str, is_special: &impl Fn(&Token) -> bool) -> Result<Vec<Token>> {
     let tokens = model.tokenize(text)?;
     if !tokens.iter().any(is_special) {
@@ -63,7 +65,8 @@ mod tests {
     use super::super::Tokenizer;
     use serde_json::{Value, json};
 
-    /// Characters as tokens, in a tokenizer of these parts; `<s>` and `<t>` are added, the latter looked for in normalized text.
+    /// Characters as tokens, in a tokenizer of these parts; `<s>` and `<t>` are added, the latter looked for in
+    /// normalized text.
     fn load(mut file: Value) -> Tokenizer {
         let words = ["<unk>", "<", ">", "s", "t", "a", "b", " ", "▁", "▁a", "ab", "Ġ", "Ċ"];
         let vocab: serde_json::Map<_, _> =

@@ -1,4 +1,5 @@
-//! What the author of a `tokenizer.json` can do to whoever loads it: panics become errors, and how much may become of a text is known before it does.
+//! What the author of a `tokenizer.json` can do to whoever loads it: panics become errors, and how much may become of a
+//! text is known before it does.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};

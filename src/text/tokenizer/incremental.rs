@@ -6,8 +6,9 @@ use crate::Result;
 /// Replacement characters at a text's end may be bytes of a character whose last byte is still to come: three at most.
 const MAX_HALF: usize = 3;
 
-/// Tokens that a step decodes at most, and the last of them that stay where the others are let go. Three halves of characters
-/// are nine bytes; a text cut within a character is right again after three more. So twelve tokens tell how the text ends.
+/// Tokens that a step decodes at most, and the last of them that stay where the others are let go. Three halves of
+/// characters are nine bytes; a text cut within a character is right again after three more. So twelve tokens tell how
+/// the text ends.
 const MAX_IDS: usize = 24;
 const KEPT_IDS: usize = 12;
 
@@ -17,12 +18,13 @@ const KEPT_IDS: usize = 12;
 /// ids:  [ context ... read) ........ end
 ///         text of it is out    may still grow
 /// ```
-/// A token's text depends on its neighbours (sentencepiece strips a leading space, byte tokens join to characters), so each
-/// step decodes from a context with visible text, and gives what goes beyond the text already out. Text that ends in U+FFFD may
-/// be half a character, and up to three of them wait, until `finish` at the latest. A step costs the same however long the text is.
+/// A token's text depends on its neighbours (sentencepiece strips a leading space, byte tokens join to characters), so
+/// each step decodes from a context with visible text, and gives what goes beyond the text already out. Text that ends
+/// in U+FFFD may be half a character, and up to three of them wait, until `finish` at the latest. A step costs the same
+/// however long the text is.
 ///
-/// The one text that is not the whole's: sentencepiece makes U+FFFD of every byte of a run that has a wrong one, and here its
-/// characters before the wrong byte are out already.
+/// The one text that is not the whole's: sentencepiece makes U+FFFD of every byte of a run that has a wrong one, and
+/// here its characters before the wrong byte are out already.
 #[derive(Debug, Default)]
 pub struct Incremental {
     ids: Vec<u32>,
@@ -75,8 +77,8 @@ impl Incremental {
         tokenizer.decode(&self.ids[from..], !self.special)
     }
 
-    /// The text that is out became another: its last bytes are part of a run that is no text, or not yet. Once that run cannot
-    /// become text any more, it counts without them.
+    /// The text that is out became another: its last bytes are part of a run that is no text, or not yet. Once that run
+    /// cannot become text any more, it counts without them.
     fn begin_anew(&mut self, tokenizer: &Tokenizer) -> Result<String> {
         if self.ids.len() - self.read <= MAX_HALF {
             return Ok(String::new());
@@ -171,7 +173,8 @@ mod tests {
         assert_eq!(whole, "a\u{FFFD}\u{FFFD}");
     }
 
-    /// A byte-level tokenizer: a token for each byte, some for two that end one character and begin the next, and a special one.
+    /// A byte-level tokenizer: a token for each byte, some for two that end one character and begin the next, and a
+    /// special one.
     fn byte_level() -> Tokenizer {
         let alphabet = |byte: u32| match byte {
             0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => byte,

@@ -50,7 +50,8 @@ const ANY: &[&str] = &[];
 /// Architectures whose shared expert is one, with a gate.
 const GATED: &[&str] = &["qwen2moe", "qwen3next", "qwen35moe"];
 
-/// Where names differ from the table, the suffix included: (architectures, GGUF name, Hugging Face name). The first that fits is taken.
+/// Where names differ from the table, the suffix included: (architectures, GGUF name, Hugging Face name). The first
+/// that fits is taken.
 const SPECIAL: &[(&[&str], &str, &str)] = &[
     (GATED, "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
     (GATED, "ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
@@ -97,7 +98,8 @@ pub fn hf_name(architecture: &str, name: &str) -> String {
     }
 }
 
-/// Under which key the metadata has the number of heads whose rows the converter reordered (half-split rotation to pairs); `None`: it did not.
+/// Under which key the metadata has the number of heads whose rows the converter reordered (half-split rotation to
+/// pairs); `None`: it did not.
 pub(super) fn permuted_heads(architecture: &str, name: &str) -> Option<&'static str> {
     let part = name.strip_prefix("blk.")?.split_once('.')?.1;
     match (architecture, part.rsplit_once('.')?.0) {

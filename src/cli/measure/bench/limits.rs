@@ -20,7 +20,8 @@ pub(super) struct Work {
 pub(super) type Speed = Work;
 
 impl Work {
-    /// Of `passes` passes over `tokens` tokens in all. `dense`: bytes of dense weights that a pass reads, on the device if `on_device`; experts there: `resident` bytes.
+    /// Of `passes` passes over `tokens` tokens in all. `dense`: bytes of dense weights that a pass reads, on the device
+    /// if `on_device`; experts there: `resident` bytes.
     pub(super) fn new(traffic: Traffic, dense: f64, resident: f64, products: f64, on_device: bool) -> Self {
         let expert_bytes = traffic.total() as f64;
         match on_device {

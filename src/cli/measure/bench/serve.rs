@@ -1,7 +1,9 @@
-//! How fast a server is to those who use it: throughput, time to first token and inter-token latency of any OpenAI-compatible URL, under
-//! load from clients or at a rate. It knows no engine, so that one way of measuring fits all servers.
+//! How fast a server is to those who use it: throughput, time to first token and inter-token latency of any
+//! OpenAI-compatible URL, under load from clients or at a rate. It knows no engine, so that one way of measuring fits
+//! all servers.
 //!
-//! `client` connects, `sse` reads streams, `api` asks and times one request, `prompts` says what, `load` when, `report` what came out.
+//! `client` connects, `sse` reads streams, `api` asks and times one request, `prompts` says what, `load` when, `report`
+//! what came out.
 
 mod api;
 mod client;
@@ -22,7 +24,8 @@ use load::Target;
 use prompts::{Measure, Prompt, Prompts};
 pub use report::{Failed, FailureKind, Level, Report, Spread};
 
-/// Upper bounds of what a user can ask for, of clients, requests of a level, and tokens: a slip of the finger must not fill memory.
+/// Upper bounds of what a user can ask for, of clients, requests of a level, and tokens: a slip of the finger must not
+/// fill memory.
 const MAX_CLIENTS: usize = 4096;
 const MAX_REQUESTS: usize = 1_000_000;
 const MAX_TOKENS: usize = 4_000_000;
@@ -147,7 +150,8 @@ pub struct Progress {
 
 /// Measures all loads, until they are done or Ctrl-C is pressed.
 ///
-/// Errors: options out of range, or a server that cannot be reached or refuses the first request. Later failures are in the report.
+/// Errors: options out of range, or a server that cannot be reached or refuses the first request. Later failures are in
+/// the report.
 pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
     check(options)?;
     let failed = |e: std::io::Error| Error::Resources(format!("the measurement cannot run: {e}"));
@@ -311,7 +315,8 @@ async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String
         let prompt = Prompts::Random { seed, words, shared: 0 }.get(number);
         let Some(count) = probe(api, &prompt, notes).await?.usage.prompt_tokens else { break };
         counts.push((words, count as usize));
-        // Then one of about the length asked, where that is not too long: no longer, since the template's share is not yet known.
+        // Then one of about the length asked, where that is not too long: no longer, since the template's share is not
+        // yet known.
         words = (tokens.saturating_mul(few) / (count as usize).max(1)).clamp(2 * few, most);
     }
     let measure = if let [few, many] = counts[..] { Measure::through(few, many) } else { None };

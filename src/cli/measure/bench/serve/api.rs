@@ -40,7 +40,8 @@ impl Default for Fields {
 }
 
 impl Fields {
-    /// Leaves out what a server has refused, and says what that means; `None` when the failure is not about these fields.
+    /// Leaves out what a server has refused, and says what that means; `None` when the failure is not about these
+    /// fields.
     pub(super) fn give_way(&mut self, failure: &Failure) -> Option<&'static str> {
         const NO_EOS: &str = "the server refuses 'ignore_eos': answers may be shorter than asked";
         const NO_USAGE: &str = "the server refuses 'stream_options': tokens are counted as chunks";

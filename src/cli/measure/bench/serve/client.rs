@@ -79,7 +79,8 @@ impl Client {
         path: &str,
         body: Bytes,
     ) -> std::result::Result<Answer<'_>, Failure> {
-        // A server may close a connection that waits at any moment: that one fails is no failure of the server's. A new one's is.
+        // A server may close a connection that waits at any moment: that one fails is no failure of the server's. A new
+        // one's is.
         if let Some(sender) = self.take_idle()
             && let Ok(answer) = self.send_on(sender, &method, path, &body).await
         {
@@ -163,7 +164,8 @@ fn connector(host: &str) -> Result<(TlsConnector, ServerName<'static>)> {
     Ok((TlsConnector::from(Arc::new(config)), name))
 }
 
-/// An answer whose head is there. Dropped before its end, it closes the connection, by which a server knows that nobody listens.
+/// An answer whose head is there. Dropped before its end, it closes the connection, by which a server knows that nobody
+/// listens.
 pub(super) struct Answer<'a> {
     client: &'a Client,
     sender: Option<Sender>,

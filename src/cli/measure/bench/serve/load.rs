@@ -1,7 +1,8 @@
-//! Load: clients that wait for their answers (a closed loop), or requests that arrive whatever became of those before (an open one).
+//! Load: clients that wait for their answers (a closed loop), or requests that arrive whatever became of those before
+//! (an open one).
 //!
-//! In an open loop a request's time begins when it was to arrive. A generator that waits for a slow server, and counts from when it got
-//! round to sending, would leave out the very waiting that it is to measure (coordinated omission).
+//! In an open loop a request's time begins when it was to arrive. A generator that waits for a slow server, and counts
+//! from when it got round to sending, would leave out the very waiting that it is to measure (coordinated omission).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -86,7 +86,8 @@ fn draw(mut random: Random, words: usize) -> impl Iterator<Item = &'static str> 
     (0..words).map(move |_| WORDS[(random.bits() % WORDS.len() as u64) as usize])
 }
 
-/// The prompts of a file, one a line: text, a JSON string, or a JSON object with `prompt` or `messages`. Empty lines are left out.
+/// The prompts of a file, one a line: text, a JSON string, or a JSON object with `prompt` or `messages`. Empty lines
+/// are left out.
 pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
     let wrong = |line: usize, why: &str| Error::Invalid(format!("line {} of --prompts {why}", line + 1));
     let mut prompts = Vec::new();

@@ -83,7 +83,8 @@ pub struct Level {
     pub gap_ms: Option<Spread>,
     /// From the request, or its planned arrival, to the end of the answer.
     pub latency_ms: Option<Spread>,
-    /// At a rate: how long after its planned arrival a request was sent. It is a part of the times above, and this side's doing.
+    /// At a rate: how long after its planned arrival a request was sent. It is a part of the times above, and this
+    /// side's doing.
     pub sent_late_ms: Option<Spread>,
     /// What went wrong, the most frequent kind first.
     pub failures: Vec<Failed>,

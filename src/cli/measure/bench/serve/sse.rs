@@ -1,6 +1,7 @@
 //! Server-sent events out of bytes, however they are cut.
 //!
-//! Source: the HTML standard, section 9.2.6. Lines end with LF, CR or CRLF; what is not `data` says nothing about an answer and is dropped.
+//! Source: the HTML standard, section 9.2.6. Lines end with LF, CR or CRLF; what is not `data` says nothing about an
+//! answer and is dropped.
 
 /// Bytes of one event at most: chunks of answers are small, and a server that never ends a line must not fill memory.
 pub const MAX_EVENT_BYTES: usize = 1 << 20;
@@ -35,7 +36,8 @@ impl Parser {
         Ok(())
     }
 
-    /// The stream is over. The standard drops an event without its blank line; servers that forget it behind their last one are many.
+    /// The stream is over. The standard drops an event without its blank line; servers that forget it behind their last
+    /// one are many.
     pub fn finish(mut self, event: &mut impl FnMut(String)) {
         if !self.line.is_empty() {
             self.end_line(event);
