@@ -333,7 +333,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     }
     limits.sort_by(f64::total_cmp);
     println!(
-        "\n{}: {:.1} MB a layer, {turns} turns of {TURN}; plain reading of 64 MiB stretches: best {:.1} GB/s, median of bests {:.1}",
+        "\n{}: {:.1} MB a layer, {turns} turns of {TURN}; plain reading of 64 MiB stretches: best {:.1} GB/s, median \
+         of bests {:.1}",
         shape.name,
         bytes / 1e6,
         limits[limits.len() - 1],

@@ -222,7 +222,8 @@ impl EngineHandle {
         }
         if request.prompt.len() >= limit {
             return Err(Error::Invalid(format!(
-                "the prompt has {} tokens and the context holds {limit}, answer included: shorten it, or raise --max-context if the model allows more",
+                "the prompt has {} tokens and the context holds {limit}, answer included: shorten it, or raise \
+                 --max-context if the model allows more",
                 request.prompt.len()
             )));
         }

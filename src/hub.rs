@@ -55,7 +55,8 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf> {
     }
     if !is_hub_id(model) {
         return Err(Error::Invalid(format!(
-            "there is no directory {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B",
+            "there is no directory {model}: a model is `{}`, a directory, a GGUF file, or a hub id such as \
+             Qwen/Qwen3-30B-A3B",
             demo::NAME
         )));
     }
@@ -184,7 +185,8 @@ impl Hub {
         self.fetch(id, &listing.commit, &files)?;
         self.local(id).ok_or_else(|| {
             Error::Model(format!(
-                "{id}: the repository on {} does not hold the files that its own index names: choose another repository",
+                "{id}: the repository on {} does not hold the files that its own index names: choose another \
+                 repository",
                 self.client.endpoint()
             ))
         })
@@ -208,12 +210,14 @@ impl Hub {
         let endpoint = self.client.endpoint();
         let broken = |what: String| {
             format!(
-                "cannot download {id} from {endpoint} ({what}): check the connection and try again, what is there is kept, or give the directory of a copy instead"
+                "cannot download {id} from {endpoint} ({what}): check the connection and try again, what is there is \
+                 kept, or give the directory of a copy instead"
             )
         };
         Error::Model(match failure {
             Failure::Status(401 | 403) => format!(
-                "{endpoint} does not give {id} to us: it does not exist, or it is private or gated; check the name, or set HF_TOKEN to a token that may read it"
+                "{endpoint} does not give {id} to us: it does not exist, or it is private or gated; check the name, \
+                 or set HF_TOKEN to a token that may read it"
             ),
             Failure::Status(404) => {
                 format!("there is no {id} on {endpoint}: check the name, or give a directory instead")
@@ -221,7 +225,8 @@ impl Hub {
             Failure::Status(status) => broken(format!("HTTP status {status}")),
             Failure::Broken(what) => broken(what),
             Failure::Refused(what) => format!(
-                "what {endpoint} says of {id} cannot be used ({what}): try again, check HF_ENDPOINT, or give the directory of a copy instead"
+                "what {endpoint} says of {id} cannot be used ({what}): try again, check HF_ENDPOINT, or give the \
+                 directory of a copy instead"
             ),
             Failure::Locked(path) => {
                 format!(

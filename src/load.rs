@@ -91,8 +91,8 @@ pub struct Machine {
 }
 
 /// What `doctor` and `--simd amx` say where [`topology::cpu_has_amx`] and there are no kernels for it all the same.
-pub(crate) const AMX_REFUSED: &str = "the CPU has AMX, but the system does not let programs use it: that takes Linux 5.16 or later, \
-                                      and a hypervisor and a container that allow it";
+pub(crate) const AMX_REFUSED: &str = "the CPU has AMX, but the system does not let programs use it: that takes Linux \
+                                      5.16 or later, and a hypervisor and a container that allow it";
 
 /// Workers and kernels. Errors: the instruction set asked for cannot run here; a CPU cannot be used; the system gives
 /// no more threads.
@@ -531,7 +531,8 @@ fn watch_memory() -> Result<()> {
         return Ok(());
     }
     Err(Error::Resources(format!(
-        "memory ran short while loading ({} MiB are left): close other programs, or use --dense int8 and --experts int4",
+        "memory ran short while loading ({} MiB are left): close other programs, or use --dense int8 and --experts \
+         int4",
         available >> 20
     )))
 }

@@ -32,7 +32,8 @@ fn python() -> Option<PathBuf> {
     let found = candidates.into_iter().find(has);
     if found.is_none() {
         eprintln!(
-            "skipped: no Python 3 with the package gguf (python3 -m venv target/python && target/python/bin/pip install gguf)"
+            "skipped: no Python 3 with the package gguf (python3 -m venv target/python && target/python/bin/pip \
+             install gguf)"
         );
     }
     found

@@ -70,7 +70,8 @@ fn check_questions(model: &str, config: &EngineConfig, count: usize) {
         let EngineConfig { experts, dense, kv, resident_experts, prefill, vram, .. } = config;
         assert_eq!(
             got, want,
-            "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}: {question}"
+            "{model}, {experts} {dense} {kv}, {resident_experts:?} resident, prompts on {prefill}, {vram:?}: \
+             {question}"
         );
     }
 }
@@ -206,7 +207,8 @@ fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
             let median = cosines[cosines.len() / 2];
             assert!(
                 median > 0.9995,
-                "{fixture}, {length} tokens in passes of {pass}, VRAM {vram:?}: cosines {cosines:?} with the CPU's logits"
+                "{fixture}, {length} tokens in passes of {pass}, VRAM {vram:?}: cosines {cosines:?} with the CPU's \
+                 logits"
             );
         }
     }

@@ -505,28 +505,35 @@ fn free_text_may_call_strict_tools_only_well() {
         let calls = match template {
             t if t.contains("<|channel|>") => [
                 "<|channel|>final<|message|>Just text {}.",
-                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.now \
+                 <|constrain|>json<|message|>{}",
                 "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{\"a\": 1}",
             ],
             t if t.contains("json") => [
                 "Just text {}.",
-                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>nope\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\\
+                 n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>nope\n```json\n{}\\
+                 n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             ],
             t if t.contains("calls▁begin") => [
                 "Just text {}.",
-                "<think>x</think>Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "<think>x</think>Sure.\
+                 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
                 "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>[]<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             ],
             t if t.contains("section") => [
                 "Just text {}.",
-                "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-                "<|tool_calls_section_begin|><|tool_call_begin|>functions.then:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:\
+                 0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.then:\
+                 0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
             ],
             t if t.contains("minimax") => [
                 "Just text {}.",
                 "Ok\n<minimax:tool_call>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>",
-                "Ok\n<minimax:tool_call>\n<invoke name=\"now\">\n<parameter name=\"x\">1</parameter>\n</invoke>\n</minimax:tool_call>",
+                "Ok\n<minimax:tool_call>\n<invoke name=\"now\">\n<parameter \
+                 name=\"x\">1</parameter>\n</invoke>\n</minimax:tool_call>",
             ],
             t if t.contains("function") => [
                 "Just text {}.",
@@ -535,12 +542,14 @@ fn free_text_may_call_strict_tools_only_well() {
             ],
             t if t.contains("arg_key") => [
                 "Just text {}.",
-                "Ok <tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>X</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>c</arg_value>\n</tool_call>",
+                "Ok <tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>X</arg_value>\n<arg_key>days</\
+                 arg_key>\n<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>c</arg_value>\n</tool_call>",
                 "Ok <tool_call>get_weather\n</tool_call>",
             ],
             _ => [
                 "Just text {}.",
-                "<think>\nhm\n</think>\n\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>",
+                "<think>\nhm\n</think>\n\n<tool_call>\n{\"name\": \"now\", \"arguments\": \
+                 {}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>",
                 "<tool_call>\n{\"name\": \"now\", \"arguments\": {\"x\": 1}}\n</tool_call>",
             ],
         };

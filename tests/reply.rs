@@ -9,8 +9,10 @@ use serde_json::{Value, json};
 const HERMES: &str =
     r#"<think> {{- '<tool_call>\n{"name": "' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}"#;
 const FUNCTION: &str = r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
-const DEEPSEEK_R1: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + tool['function']['arguments'] + '```' </think>";
-const DEEPSEEK_V31: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] + </think>";
+const DEEPSEEK_R1: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + \
+                           tool['function']['arguments'] + '```' </think>";
+const DEEPSEEK_V31: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + \
+                            '<｜tool▁sep｜>' + tool['function']['arguments'] + </think>";
 const KIMI: &str = "<|tool_calls_section_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|> <think></think>";
 const GLM: &str =
     "{{ '\\n<tool_call>' + tc.name }}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key> <think></think>";
@@ -99,63 +101,87 @@ const TRANSCRIPTS: &[(&str, bool, &str)] = &[
     (
         HERMES,
         false,
-        "<think>\nThe user wants weather.\n</think>\n\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"São Paulo\", \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>",
+        "<think>\nThe user wants weather.\n</think>\n\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": \
+         {\"city\": \"São Paulo\", \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": \
+         {}}\n</tool_call>",
     ),
     (HERMES, true, "Hmm, <tool_call> is a tag.\n</think>\n\nIt is {sunny} <today> 😀.\n"),
     (
         HERMES,
         false,
-        "Let me see.\n\n<tool_call>{\"arguments\": {\"city\": \"a </tool_call> b\"}, \"name\": \"get_weather\"}</tool_call> done <tool_call>\n{\"name\": \"nope\", \"arguments\": {}}\n</tool_call>",
+        "Let me see.\n\n<tool_call>{\"arguments\": {\"city\": \"a </tool_call> b\"}, \"name\": \
+         \"get_weather\"}</tool_call> done <tool_call>\n{\"name\": \"nope\", \"arguments\": {}}\n</tool_call>",
     ),
     (
         HERMES,
         false,
-        "<tool_call>\n{\"name\": \"write_file\", \"arguments\": {\"path\": \"a\", \"content\": \"</tool_call>{}[\\\"\\\\\"}}}\n</tool_call>x",
+        "<tool_call>\n{\"name\": \"write_file\", \"arguments\": {\"path\": \"a\", \"content\": \
+         \"</tool_call>{}[\\\"\\\\\"}}}\n</tool_call>x",
     ),
     (
         FUNCTION,
         false,
-        "I'll write it.\n<tool_call>\n<function=write_file>\n<parameter=path>\n/tmp/a.rs\n</parameter>\n<parameter=content>\nfn main() {\n    println!(\"<b>é\\n</b>\");\n}\n\n</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n",
+        "I'll write \
+         it.\n<tool_call>\n<function=write_file>\n<parameter=path>\n/tmp/a.rs\n</parameter>\n<parameter=content>\nfn \
+         main() {\n    println!(\"<b>é\\n</b>\");\n}\n\n</parameter>\n<parameter=lines>\n[1, \
+         2]\n</parameter>\n</function>\n</tool_call>\n",
     ),
     (
         FUNCTION,
         true,
-        "ok</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\nthree\n</parameter>\n<parameter=metric>\nTrue\n</parameter> stray\n</function>\n</tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "ok</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\\
+         nthree\n</parameter>\n<parameter=metric>\nTrue\n</parameter> \
+         stray\n</function>\n</tool_call>\n<function=now>\n</function>\n</tool_call>",
     ),
     (
         DEEPSEEK_R1,
         true,
-        "I should call.\n</think>\n\nSure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Tokyo\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I should call.\n</think>\n\nSure.\
+         <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \
+         \"Tokyo\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\\
+         n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     (
         DEEPSEEK_V31,
         false,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{\"city\": \"北京\"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜> after",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{\"city\": \
+         \"北京\"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜> \
+         after",
     ),
     (
         KIMI,
         false,
-        "<think>hm</think>Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{\"city\": \"Beijing\"}<|tool_call_end|><|tool_call_begin|>functions.write_file:1 <|tool_call_argument_begin|>\"{path: a}\"<|tool_call_end|><|tool_calls_section_end|>",
+        "<think>hm</think>Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:\
+         0<|tool_call_argument_begin|>{\"city\": \
+         \"Beijing\"}<|tool_call_end|><|tool_call_begin|>functions.write_file:1 <|tool_call_argument_begin|>\"{path: \
+         a}\"<|tool_call_end|><|tool_calls_section_end|>",
     ),
     (
         GLM,
         false,
-        "\n<think>let me</think>\nChecking.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>New York</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "\n<think>let me</think>\nChecking.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>New \
+         York</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</\
+         tool_call>",
     ),
     (
         MINIMAX,
         true,
-        "thinking\n</think>\n\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Sydney</parameter>\n<parameter name=\"at\">null</parameter>\n</invoke>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>\nbye",
+        "thinking\n</think>\n\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter \
+         name=\"city\">Sydney</parameter>\n<parameter name=\"at\">null</parameter>\n</invoke>\n<invoke \
+         name=\"now\">\n</invoke>\n</minimax:tool_call>\nbye",
     ),
     (
         HARMONY,
         false,
-        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{\"city\":\"Oslo\"}<|call|>",
+        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>One \
+         moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather \
+         <|constrain|>json<|message|>{\"city\":\"Oslo\"}<|call|>",
     ),
     (
         HARMONY,
         false,
-        "<|channel|>analysis<|message|>Easy <|x.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 < 5.<|return|>",
+        "<|channel|>analysis<|message|>Easy <|x.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 < \
+         5.<|return|>",
     ),
     (HARMONY, false, " to=functions.nope<|channel|>commentary json<|message|>{}<|call|>"),
 ];
@@ -315,7 +341,8 @@ fn kimi() {
     let ids = read(KIMI, false, TRANSCRIPTS[8].2, &[]).ids;
     assert_eq!(ids, ["functions.get_weather:0", "functions.write_file:1"]);
     // A section ends the reasoning that was not closed.
-    let text = "so<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>";
+    let text = "so<|tool_calls_section_begin|><|tool_call_begin|>functions.now:\
+                0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>";
     check(KIMI, true, text, "so", "", &[("now", "{}")]);
 }
 

@@ -100,7 +100,9 @@ fn measure(format: Format, layers: usize, parent: &Path) {
         let gb = layers as f64 * bytes as f64 / 1e9;
         let weights = (layers * EXPERTS * 3 * HIDDEN * intermediate) as f64 / 1e9;
         println!(
-            "{format:?} to {precision}: {gb:.2} GB in {seconds:.2} s: {:.2} GB/s of source on {} threads, {cpu:.2} s of CPU ({:.2} GB/s, {:.2} G weights/s a core); anonymous memory grew by at most {:.1} MB, a layer has {:.0} MB",
+            "{format:?} to {precision}: {gb:.2} GB in {seconds:.2} s: {:.2} GB/s of source on {} threads, {cpu:.2} s \
+             of CPU ({:.2} GB/s, {:.2} G weights/s a core); anonymous memory grew by at most {:.1} MB, a layer has \
+             {:.0} MB",
             gb / seconds,
             rayon::current_num_threads(),
             gb / cpu,

@@ -135,9 +135,9 @@ impl Checkpoint {
             return match gguf::in_folder(dir)? {
                 Some(file) => Self::open_gguf(dir, &file),
                 None => {
-                    let what =
-                        "holds no *.safetensors and no *.gguf; give the folder of a checkpoint in one of these formats"
-                            .into();
+                    let what = "holds no *.safetensors and no *.gguf; give the folder of a checkpoint in one of these \
+                                formats"
+                        .into();
                     Err(Error::Checkpoint { path: dir.to_path_buf(), what })
                 }
             };
@@ -226,7 +226,10 @@ impl Checkpoint {
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         self.get(name).ok_or_else(|| Error::Checkpoint {
             path: self.dir.clone(),
-            what: format!("tensor {name} is missing: config.json and weights do not belong together, or the download is incomplete"),
+            what: format!(
+                "tensor {name} is missing: config.json and weights do not belong together, or the download is \
+                 incomplete"
+            ),
         })
     }
 

@@ -206,7 +206,8 @@ impl ExpertCache {
         locked.map_err(|e| {
             let kib = self.memory.len().div_ceil(1024);
             Error::Invalid(format!(
-                "cannot lock the experts in memory ({e}): raise the limit with `ulimit -l {kib}`, or run without --lock"
+                "cannot lock the experts in memory ({e}): raise the limit with `ulimit -l {kib}`, or run without \
+                 --lock"
             ))
         })
     }

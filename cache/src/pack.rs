@@ -194,7 +194,8 @@ impl MatrixLayout {
             }
             if !k.is_multiple_of(g) {
                 return Err(Error::Invalid(format!(
-                    "group size {g} does not divide a row of {k} weights: choose --group-size 32, 64 or 128 that does, or --experts bf16"
+                    "group size {g} does not divide a row of {k} weights: choose --group-size 32, 64 or 128 that \
+                     does, or --experts bf16"
                 )));
             }
         }

@@ -145,7 +145,8 @@ impl View {
             (6 | 1, 8, 1) => Kind::Bool,
             (code, bits, _) => {
                 return Err(PyTypeError::new_err(format!(
-                    "{name} has numbers of DLPack type {code} and {bits} bits: expected float32, float16, bfloat16, int32, int64 or bool"
+                    "{name} has numbers of DLPack type {code} and {bits} bits: expected float32, float16, bfloat16, \
+                     int32, int64 or bool"
                 )));
             }
         };

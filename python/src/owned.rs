@@ -51,7 +51,8 @@ fn same_process(process: u32) -> PyResult<()> {
     match std::process::id() == process {
         true => Ok(()),
         false => Err(Error::new_err(
-            "an engine does not survive a fork: start processes by multiprocessing's 'spawn', or open the first moebius.LLM after the fork",
+            "an engine does not survive a fork: start processes by multiprocessing's 'spawn', or open the first \
+             moebius.LLM after the fork",
         )),
     }
 }

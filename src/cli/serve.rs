@@ -134,7 +134,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let keys = match (options.api_keys.len(), options.share_prefixes) {
         (0 | 1, _) => String::new(),
         (n, true) => format!(
-            "{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked (--share-prefixes)\n"
+            "{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked \
+             (--share-prefixes)\n"
         ),
         (n, false) => format!("{n} keys have a prefix cache each (--share-prefixes joins them)\n"),
     };
@@ -149,7 +150,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
     let info = model.engine().info();
     let announcement = format!(
-        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is at {url}\n{keys}",
+        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is \
+         at {url}\n{keys}",
         info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
     );
     server.set_model(model);

@@ -29,13 +29,16 @@ impl Kernels {
             // The emulated device has its kernels built in.
             if image.is_empty() && !info.is_emulated() {
                 return Err(Error::Device(
-                    "this build has no GPU kernels: build it where nvcc is (scripts/cuda-toolchain fetches one), or use --device cpu"
+                    "this build has no GPU kernels: build it where nvcc is (scripts/cuda-toolchain fetches one), or \
+                     use --device cpu"
                         .into(),
                 ));
             }
             let mut module = ptr::null_mut();
             // SAFETY: the image is a whole fatbin; writes one pointer.
-            succeed(&format!("loading the kernels of {name}.cu"), unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
+            succeed(&format!("loading the kernels of {name}.cu"), unsafe {
+                sys::cuModuleLoadData(&mut module, image.as_ptr().cast())
+            })?;
             Ok(module)
         });
         Ok(Self {

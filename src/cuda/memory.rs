@@ -82,7 +82,8 @@ impl<T: Pod> DeviceBuffer<T> {
         if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             let mib = |bytes: u64| bytes >> 20;
             return Err(Error::Resources(format!(
-                "the GPU has no {} MiB left ({} MiB are free): lower --max-context, --resident-experts or --vram, or close what else uses the GPU",
+                "the GPU has no {} MiB left ({} MiB are free): lower --max-context, --resident-experts or --vram, or \
+                 close what else uses the GPU",
                 mib(bytes as u64),
                 mib(cuda.free_bytes())
             )));

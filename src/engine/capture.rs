@@ -149,7 +149,8 @@ fn check(model: &ModelConfig, max_context: usize, tokens: &[u32], wanted: &Wante
     if tokens.len() > max_context {
         let n = tokens.len();
         return Err(Error::Invalid(format!(
-            "the prompt has {n} tokens and the context holds {max_context}: shorten it, or raise --max-context if the model allows more"
+            "the prompt has {n} tokens and the context holds {max_context}: shorten it, or raise --max-context if the \
+             model allows more"
         )));
     }
     if let Some(token) = tokens.iter().find(|&&t| t as usize >= model.vocab_size) {

@@ -169,7 +169,8 @@ impl Engine {
         let available = (self.available_bytes)();
         if available < LEAST_BYTES {
             return refuse(Error::Resources(format!(
-                "memory is short: {} MiB of this machine's are left and {} are kept free, so no new request is taken; try again later, or close other programs",
+                "memory is short: {} MiB of this machine's are left and {} are kept free, so no new request is taken; \
+                 try again later, or close other programs",
                 available >> 20,
                 LEAST_BYTES >> 20
             )));
@@ -182,7 +183,8 @@ impl Engine {
                 wanted.bytes(prompt, prompt + max_tokens, model.layers.len(), model.hidden_size, model.vocab_size);
             if bytes as u64 > available - LEAST_BYTES {
                 return refuse(Error::Resources(format!(
-                    "what is to be captured takes {} MiB and {} are free: ask for fewer layers or positions, or for no logits",
+                    "what is to be captured takes {} MiB and {} are free: ask for fewer layers or positions, or for \
+                     no logits",
                     bytes >> 20,
                     (available - LEAST_BYTES) >> 20
                 )));

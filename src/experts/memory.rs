@@ -244,7 +244,8 @@ impl ExpertMemory {
         self.copy.iter().try_for_each(|slice| slice.bytes.lock()).map_err(|e| {
             let kib = self.bytes().div_ceil(1024);
             Error::Invalid(format!(
-                "cannot lock the experts in memory ({e}): raise the limit with `ulimit -l {kib}`, or run without --lock"
+                "cannot lock the experts in memory ({e}): raise the limit with `ulimit -l {kib}`, or run without \
+                 --lock"
             ))
         })
     }

@@ -122,7 +122,8 @@ impl Positions {
         for range in ranges {
             if range.is_empty() || range.start < end {
                 return Err(Error::Invalid(format!(
-                    "the positions {} to {} are empty, or begin before others have ended: give ranges in ascending order, their ends not included",
+                    "the positions {} to {} are empty, or begin before others have ended: give ranges in ascending \
+                     order, their ends not included",
                     range.start, range.end
                 )));
             }
@@ -159,7 +160,8 @@ impl Steer {
         let largest = self.vector.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
         if !self.coefficient.is_finite() || largest * self.coefficient.abs() > MAX_ADDED {
             return Err(Error::Invalid(format!(
-                "the coefficient of a steering vector is {} and the vector's largest number {largest}: their product may be {MAX_ADDED} at most",
+                "the coefficient of a steering vector is {} and the vector's largest number {largest}: their product \
+                 may be {MAX_ADDED} at most",
                 self.coefficient
             )));
         }

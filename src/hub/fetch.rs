@@ -156,7 +156,8 @@ fn check_room(path: &Path, bytes: u64) -> Result<()> {
     let dir = path.parent().unwrap_or(path);
     match free_bytes(dir) {
         Some(free) if free < bytes => Err(Failure::Local(format!(
-            "its next file needs {} MiB of disk and {} are free in {}: make room, or set HF_HOME to a folder on another disk",
+            "its next file needs {} MiB of disk and {} are free in {}: make room, or set HF_HOME to a folder on \
+             another disk",
             bytes.div_ceil(1 << 20),
             free >> 20,
             dir.display()

@@ -33,7 +33,8 @@ pub fn open_experts(
         let cache = ExpertCache::open(dir)?;
         if let Some(source) = cache.header().source.as_ref().filter(|source| !source.weights_suffice) {
             return Err(Error::Invalid(format!(
-                "{} holds weights only, and these experts have biases or an activation of their own besides: give their checkpoint, {}",
+                "{} holds weights only, and these experts have biases or an activation of their own besides: give \
+                 their checkpoint, {}",
                 dir.display(),
                 source.dir
             )));

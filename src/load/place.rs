@@ -129,7 +129,8 @@ fn misplaced(placed: Option<Vec<f64>>, nodes: &[usize]) -> String {
     let worst = placed.iter().zip(nodes).min_by(|a, b| a.0.total_cmp(b.0));
     match worst {
         Some((share, node)) if *share < 0.9 => format!(
-            ", but {:.0}% of node {node}'s is elsewhere: free memory there (`numactl --hardware`), or let the container place memory (--cap-add SYS_NICE)",
+            ", but {:.0}% of node {node}'s is elsewhere: free memory there (`numactl --hardware`), or let the \
+             container place memory (--cap-add SYS_NICE)",
             100.0 * (1.0 - share)
         ),
         _ => String::new(),

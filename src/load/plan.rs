@@ -143,7 +143,8 @@ impl Planner<'_> {
             advice.extend(gain("--dense int8", &now, &then));
         }
         advice.push(
-            "a GPU would take everything but the experts, and read prompts: `--device cuda:0 --vram 24GiB` plans for one that is not here"
+            "a GPU would take everything but the experts, and read prompts: `--device cuda:0 --vram 24GiB` plans for \
+             one that is not here"
                 .into(),
         );
         Ok(Plan {

@@ -64,7 +64,8 @@ impl<T: Pod> Buffer<T> {
         let bytes = len.saturating_mul(size_of::<T>());
         let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|e| {
             Error::Resources(format!(
-                "{} MiB of memory could not be had ({e}): lower --max-context, choose a smaller model or raise `ulimit -v`",
+                "{} MiB of memory could not be had ({e}): lower --max-context, choose a smaller model or raise \
+                 `ulimit -v`",
                 bytes.div_ceil(1 << 20)
             ))
         })?;
@@ -311,7 +312,8 @@ mod tests {
         assert!(memory.iter().all(|&x| x == 0.0));
         let [first, second] = team.nodes() else {
             return eprintln!(
-                "skipped: a_buffer_is_zeroed_and_on_the_nodes_it_asked_for: this needs two NUMA nodes with CPUs and memory"
+                "skipped: a_buffer_is_zeroed_and_on_the_nodes_it_asked_for: this needs two NUMA nodes with CPUs and \
+                 memory"
             );
         };
         let nodes = nodes_of(bytemuck::cast_slice(&memory), 64).expect("move_pages");

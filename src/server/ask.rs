@@ -302,7 +302,8 @@ fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Vec<(u32, f32)>>
 pub(super) fn stops(name: &str, value: Option<Value>) -> Result<Vec<String>> {
     let wrong = || {
         let message = format!(
-            "'{name}' must be a string, or a list of at most {MAX_STOPS}, none empty or longer than {MAX_STOP_BYTES} bytes"
+            "'{name}' must be a string, or a list of at most {MAX_STOPS}, none empty or longer than {MAX_STOP_BYTES} \
+             bytes"
         );
         ApiError::bad_field(name, message)
     };

@@ -109,7 +109,8 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
     let bytes = capture.bytes(prompt.len(), longest, info.layers, info.hidden_size, info.vocab_size);
     if bytes > MAX_BYTES {
         let message = format!(
-            "This captures up to {} MiB and one answer may hold {}: ask for fewer layers or positions, for no logits, or in several requests",
+            "This captures up to {} MiB and one answer may hold {}: ask for fewer layers or positions, for no logits, \
+             or in several requests",
             bytes.div_ceil(1 << 20),
             MAX_BYTES >> 20
         );

@@ -102,7 +102,8 @@ impl Hosts {
             return Ok(());
         }
         Err(ApiError::forbidden(format!(
-            "This server answers to its address only, not to '{name}': start it with --api-key-file, or with --insecure behind a proxy"
+            "This server answers to its address only, not to '{name}': start it with --api-key-file, or with \
+             --insecure behind a proxy"
         )))
     }
 
@@ -135,7 +136,8 @@ pub(super) fn cors(origins: &[String]) -> Result<Option<CorsLayer>> {
         let valid = text.contains("://") && !text.ends_with('/');
         text.to_ascii_lowercase().parse::<HeaderValue>().ok().filter(|_| valid).ok_or_else(|| {
             Error::Invalid(format!(
-                "--cors-origin {text}: give an origin such as https://chat.example.com, without a slash at its end, or *"
+                "--cors-origin {text}: give an origin such as https://chat.example.com, without a slash at its end, \
+                 or *"
             ))
         })
     };

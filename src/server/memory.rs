@@ -118,7 +118,8 @@ impl Budget {
         if bytes > most {
             let (needed, most) = (bytes.div_ceil(1 << 20), most >> 20);
             let message = format!(
-                "This request takes up to {needed} MiB of memory and {most} are free for it: ask for less, or try again later"
+                "This request takes up to {needed} MiB of memory and {most} are free for it: ask for less, or try \
+                 again later"
             );
             return Err(ApiError::unavailable(&message, Some(30)));
         }

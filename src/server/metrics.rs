@@ -99,7 +99,8 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
     let (connections, ended) = app.places.count();
     let _ = writeln!(
         out,
-        "# HELP moebius_connections Open connections.\n# TYPE moebius_connections gauge\nmoebius_connections {connections}"
+        "# HELP moebius_connections Open connections.\n# TYPE moebius_connections gauge\nmoebius_connections \
+         {connections}"
     );
     let _ = writeln!(
         out,
@@ -112,15 +113,16 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
     http.request.write("request_seconds", "From submission to the last token.", &mut out);
     let _ = writeln!(
         out,
-        "# HELP moebius_http_responses_total Responses by route and status.\n# TYPE moebius_http_responses_total counter"
+        "# HELP moebius_http_responses_total Responses by route and status.\n# TYPE moebius_http_responses_total \
+         counter"
     );
     for ((route, status), n) in &*http.responses.lock().unwrap_or_else(PoisonError::into_inner) {
         let _ = writeln!(out, "moebius_http_responses_total{{route=\"{route}\",status=\"{status}\"}} {n}");
     }
     let _ = writeln!(
         out,
-        "# HELP moebius_log_lines_dropped_total Lines on stderr and in the log that could not be written, or nobody read.\n\
-         # TYPE moebius_log_lines_dropped_total counter\nmoebius_log_lines_dropped_total {}",
+        "# HELP moebius_log_lines_dropped_total Lines on stderr and in the log that could not be written, or nobody \
+         read.\n# TYPE moebius_log_lines_dropped_total counter\nmoebius_log_lines_dropped_total {}",
         crate::log::dropped_lines()
     );
     ([(CONTENT_TYPE, "text/plain; version=0.0.4")], out).into_response()

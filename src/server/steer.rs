@@ -143,7 +143,8 @@ impl Steering {
 /// Reads `positions`: `"all"`, `"prompt"`, `"generated"`, or ranges `[[0, 5], [9, null]]` whose ends are not included.
 pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
     let wrong = || {
-        let message = "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end not included, null: none)";
+        let message = "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end \
+                       not included, null: none)";
         ApiError::bad_field("positions", message)
     };
     let range = |range: &Value| -> Option<Range<usize>> {

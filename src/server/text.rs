@@ -84,7 +84,8 @@ fn encode(model: &TextModel, text: &str, tokenize: impl FnOnce() -> crate::Resul
         let free = topology::available_bytes().saturating_sub(LEAST_BYTES) / 2;
         if needed > free {
             let message = format!(
-                "Tokenizing {} KiB of text takes {} MiB of memory and {} are free for it: send less text, or try again later",
+                "Tokenizing {} KiB of text takes {} MiB of memory and {} are free for it: send less text, or try \
+                 again later",
                 text.len() >> 10,
                 needed >> 20,
                 free >> 20

@@ -19,8 +19,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::error::ApiError;
 
 /// Nothing but our own files and our own API; no inline script or style, no string that becomes markup or code.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; \
-                      form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'";
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for \
+                      'script'; trusted-types 'none'";
 
 macro_rules! files {
     ($($name:literal)*) => { [$(($name, include_str!(concat!("web/", $name)))),*] };

@@ -268,15 +268,17 @@ mod tests {
             kwargs: Map::from_iter([("enable_thinking".to_string(), json!(false))]),
             ..Default::default()
         };
-        let source = "{{ bos_token }}{% for m in messages[::-1] %}{{ m.content.strip().upper() }}{% if not loop.last %},{% endif %}{% endfor %}\
-                      {% if enable_thinking is defined and not enable_thinking %}|{% endif %}{{ messages[0].get('x', 'd') }}";
+        let source = "{{ bos_token }}{% for m in messages[::-1] %}{{ m.content.strip().upper() }}{% if not loop.last \
+                      %},{% endif %}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}|{% endif \
+                      %}{{ messages[0].get('x', 'd') }}";
         let messages = json!([{"content": " a "}, {"content": "b"}]);
         assert_eq!(render(source, messages, options).unwrap(), "<s>B,A|d");
     }
 
     #[test]
     fn generation_tags_leave_no_trace() {
-        let source = "x\n{% generation %}\ny{%- generation -%} z {%- endgeneration -%}\n{% endgeneration %}\nw {% if true %}{% endif %}";
+        let source = "x\n{% generation %}\ny{%- generation -%} z {%- endgeneration -%}\n{% endgeneration %}\nw {% if \
+                      true %}{% endif %}";
         assert_eq!(render(source, json!([]), RenderOptions::default()).unwrap(), "x\nyzw ");
     }
 

@@ -121,7 +121,10 @@ impl Markers {
             text = later;
         }
         self.told.call_once(|| {
-            tracing::warn!("the model's chat template looks into messages: special tokens that they spell out count as the template's own");
+            tracing::warn!(
+                "the model's chat template looks into messages: special tokens that they spell out count as the \
+                 template's own"
+            );
         });
         Ok(text.into())
     }

@@ -112,7 +112,8 @@ impl TextModel {
     pub fn template(&self) -> Result<&ChatTemplate> {
         self.template.as_deref().ok_or_else(|| {
             Error::Invalid(format!(
-                "{} has no chat template: complete plain text with `generate` or /v1/completions, or put a chat_template.jinja beside its config.json",
+                "{} has no chat template: complete plain text with `generate` or /v1/completions, or put a \
+                 chat_template.jinja beside its config.json",
                 self.engine.info().model
             ))
         })

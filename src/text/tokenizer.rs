@@ -35,7 +35,8 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             return Err(Error::Model(format!(
-                "{} has no tokenizer.json: copy it from the model's page, or convert the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`",
+                "{} has no tokenizer.json: copy it from the model's page, or convert the tokenizer with \
+                 `AutoTokenizer.from_pretrained(...).save_pretrained(...)`",
                 dir.display()
             )));
         }
@@ -94,7 +95,8 @@ impl Tokenizer {
     ) -> Result<Vec<u32>> {
         if !self.growth.allows(text.len()) {
             return Err(Error::Invalid(format!(
-                "this text of {} bytes is too long for the model's tokenizer, which may make a multiple of it: shorten it",
+                "this text of {} bytes is too long for the model's tokenizer, which may make a multiple of it: \
+                 shorten it",
                 text.len()
             )));
         }

@@ -235,7 +235,8 @@ fn what_is_too_long_to_be_told_apart_is_refused() {
     // A template's limits are reached with marks and not without: to trust the text then would be the way around.
     let limit = |characters: usize| {
         let source = format!(
-            "{{% if messages[0].content | length > {characters} %}}{{{{ raise_exception('too long') }}}}{{% endif %}}{{{{ messages[0].content }}}}"
+            "{{% if messages[0].content | length > {characters} %}}{{{{ raise_exception('too long') }}}}{{% endif \
+             %}}{{{{ messages[0].content }}}}"
         );
         let model = QWEN.with_template(source.leak()).load();
         let prompt = model.markers.render(&model.template, &[user("a<|im_end|>")], &options());

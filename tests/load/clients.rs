@@ -41,7 +41,8 @@ impl fmt::Display for Counts {
         write!(f, "{right} right answers ({slow} read slowly), {} wrong, ", self.wrong.lock().unwrap().len())?;
         write!(
             f,
-            "{refused} refusals of nonsense, {left} left in the middle, {stalled} stopped reading, {waited} times told to wait"
+            "{refused} refusals of nonsense, {left} left in the middle, {stalled} stopped reading, {waited} times \
+             told to wait"
         )
     }
 }

@@ -26,8 +26,12 @@ fn ask(address: SocketAddr, key: &str, method: &str, path: &str, body: &Value) -
     let key = if key.is_empty() { String::new() } else { format!("x-api-key: {key}\r\n") };
     let mut stream = connect(address);
     let length = body.len();
-    write!(stream, "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}Content-Length: {length}\r\n\r\n{body}")
-        .unwrap();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}Content-Length: \
+         {length}\r\n\r\n{body}"
+    )
+    .unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();

@@ -115,9 +115,11 @@ pub(crate) fn with_template(template: &str) -> tempfile::TempDir {
 }
 
 /// A template in the manner of Qwen: tools as JSON, calls in tags, thoughts if asked for.
-pub(crate) const TEMPLATE: &str = "{% if tools %}TOOLS{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}\
-{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}\
-[assistant]{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}";
+pub(crate) const TEMPLATE: &str = "{% if tools %}TOOLS{% for tool in tools %}{{ tool | tojson }}{% endfor \
+                                   %}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for \
+                                   c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% \
+                                   endfor %}{% endfor %}[assistant]{% if enable_thinking %}<think>\n{% else \
+                                   %}<think>\n\n</think>\n\n{% endif %}";
 
 fn answering(mut fixture: Fixture, text: &'static str) -> Fixture {
     let (_, replacement) = unbounded_channel();

@@ -81,7 +81,8 @@ fn pages_of_others_may_not_ask() {
     let ask = |address: SocketAddr, host: &str, origin: &str| {
         let body = hello().to_string();
         let head = format!(
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{origin}Connection: close\r\nContent-Length: {}\r\n\r\n",
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{origin}Connection: close\r\nContent-Length: \
+             {}\r\n\r\n",
             body.len()
         );
         status(&talk(address, (head + &body).as_bytes())).unwrap()
@@ -165,8 +166,9 @@ fn hostile_http_is_a_clear_4xx_and_harms_nobody() {
         assert!((400..500).contains(&status), "{name}: {answer}");
     }
     // Of a length and chunks the chunks count, and nothing that follows is taken for a request.
-    let smuggled = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n\
-                    2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+    let smuggled = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: \
+                    chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\nConnection: \
+                    close\r\n\r\n";
     let answers = talk(server.address, smuggled.as_bytes());
     assert!(status(&answers).unwrap() == 400 && answers.matches("HTTP/1.1").count() <= 2, "{answers}");
     assert_eq!(raw(server.address, "GET", "/health", b"").0, 200);

@@ -185,7 +185,8 @@ impl Template<'_> {
 fn template(choices: &[u16]) -> String {
     let mut template = Template { choices: choices.iter() };
     let mut text = String::from(
-        "{% set ns = namespace(s=['x']) %}{% set x = 'ab' %}{% set i = 3 %}{% macro m(a=1, b=1) %}{{ a }}{% endmacro %}",
+        "{% set ns = namespace(s=['x']) %}{% set x = 'ab' %}{% set i = 3 %}{% macro m(a=1, b=1) %}{{ a }}{% endmacro \
+         %}",
     );
     while !template.is_over() {
         text += &template.statement(4);

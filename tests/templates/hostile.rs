@@ -5,14 +5,16 @@ use super::{assert_honest_works, assert_memory_was_bounded, outcome};
 /// A namespace's `s`, changed `times` times, then used.
 fn grown(first: &str, times: usize, step: &str, then: &str) -> String {
     format!(
-        "{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}{{% set ns.s = {step} %}}{{% endfor %}}{then}"
+        "{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}{{% set ns.s = {step} %}}{{% endfor \
+         %}}{then}"
     )
 }
 
 /// An expression evaluated 99,999 times.
 fn often(expression: &str) -> String {
     format!(
-        "{{% set l = range(9999)|list %}}{{% set s = 'ab' * 100000 %}}{{% for i in range(99999) %}}{{% set x = {expression} %}}{{% endfor %}}"
+        "{{% set l = range(9999)|list %}}{{% set s = 'ab' * 100000 %}}{{% for i in range(99999) %}}{{% set x = \
+         {expression} %}}{{% endfor %}}"
     )
 }
 
@@ -139,7 +141,9 @@ fn memory_bombs() -> Vec<String> {
     all.push(grown("[1]", 60, "[ns.s, ns.s]", "{{ ns.s|tojson }}"));
     all.push(grown("{}", 60, "{'a': ns.s, 'b': ns.s}", "{{ ns.s|tojson }}"));
     all.push(
-        "{% macro f(n) %}{{ caller() if n == 0 else f(n - 1) ~ f(n - 1) }}{% endmacro %}{% call f(40) %}xxxxxxxxxx{% endcall %}".into(),
+        "{% macro f(n) %}{{ caller() if n == 0 else f(n - 1) ~ f(n - 1) }}{% endmacro %}{% call f(40) %}xxxxxxxxxx{% \
+         endcall %}"
+            .into(),
     );
     let one = [
         "[1]|batch(10**10, 'x')|list",

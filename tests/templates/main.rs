@@ -92,7 +92,8 @@ fn children_of(pid: u32) -> Vec<u32> {
 #[test]
 fn a_template_from_elsewhere_renders_as_in_this_process() {
     // What a number, a map's order or a character is must not change between two processes.
-    let source = "{{ messages|tojson }}{{ tools|tojson }}{% for k, v in kwargs.items() %}{{ k }}={{ v }} {% endfor %}{{ bos_token }}{{ 'x' in messages[0] }}";
+    let source = "{{ messages|tojson }}{{ tools|tojson }}{% for k, v in kwargs.items() %}{{ k }}={{ v }} {% endfor \
+                  %}{{ bos_token }}{{ 'x' in messages[0] }}";
     let kwargs = json!({"kwargs": {"z": 1, "a": 18446744073709551615u64, "é": -1.5, "": null, "big": 1e15, "\u{0}\u{1f600}": [[], {}]}, "bos_token": "<other>"});
     let options = RenderOptions {
         tools: Some(json!([{"b": 1, "a": {"x": false}}])),
@@ -102,8 +103,9 @@ fn a_template_from_elsewhere_renders_as_in_this_process() {
     let text = compile(source).unwrap().render(&messages(), &options).unwrap();
     assert_eq!(
         text,
-        "[{\"role\": \"user\", \"content\": \"Hi, é!\"}, {\"role\": \"assistant\", \"content\": null, \"n\": [1, 2.5, {\"a\": true}]}]\
-         [{\"b\": 1, \"a\": {\"x\": false}}]z=1 a=18446744073709551615 é=-1.5 =None big=1000000000000000.0 \u{0}\u{1f600}=[[], {}] <other>False"
+        "[{\"role\": \"user\", \"content\": \"Hi, é!\"}, {\"role\": \"assistant\", \"content\": null, \"n\": [1, 2.5, \
+         {\"a\": true}]}][{\"b\": 1, \"a\": {\"x\": false}}]z=1 a=18446744073709551615 é=-1.5 =None \
+         big=1000000000000000.0 \u{0}\u{1f600}=[[], {}] <other>False"
     );
     let refuses = compile("{{ raise_exception('only\\nusers, ' ~ 'please '*1000) }}").unwrap();
     let words = render(&refuses).unwrap_err().to_string();
@@ -129,7 +131,8 @@ fn long_conversations_are_rendered() {
 #[test]
 fn many_ask_at_once() {
     let template = compile(
-        "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{{ range(99999)|list|string|length }}{% endfor %}{% endif %}x",
+        "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{{ range(99999)|list|string|length }}{% \
+         endfor %}{% endif %}x",
     )
     .unwrap();
     let ask = |text: &str| template.render(&[json!({"role": "user", "content": text})], &RenderOptions::default());

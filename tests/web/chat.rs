@@ -152,7 +152,10 @@ fn conversations_are_kept_apart_found_renamed_deleted_and_brought_back() {
     browser.click("#conversations li:nth-child(1) button");
     browser.click("#menu button:nth-child(3)");
     wait_for_text(&browser, "#toasts", "Deleted “fruit”.");
-    browser.wait("document.querySelectorAll('#conversations li').length === 1 && document.querySelectorAll('.message').length === 0");
+    browser.wait(
+        "document.querySelectorAll('#conversations li').length === 1 && document.querySelectorAll('.message').length \
+         === 0",
+    );
     browser.click("#toasts .plain");
     wait_for_text(&browser, "#title", "fruit");
     browser.reload();
@@ -319,8 +322,8 @@ fn conversations_leave_and_come_back_as_a_file() {
     browser.type_into(".edit textarea", &format!(" again{ENTER}"));
     wait_for_text(&browser, ".message:last-child .prose", "answer to first again");
     // The file goes to a blob instead of a folder.
-    browser
-        .js("URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return '#' + location.hash.slice(1); }");
+    browser.js("URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return '#' + \
+                location.hash.slice(1); }");
     browser.click("#open-settings");
     browser.click("#export");
     browser.wait("window.saved");
@@ -331,21 +334,24 @@ fn conversations_leave_and_come_back_as_a_file() {
         (&json!("moebius-conversations"), 4)
     );
 
-    let import = "const input = document.querySelector('#settings input[type=file]'); const data = new DataTransfer(); \
-                  data.items.add(new File([arguments[0]], 'x.json')); input.files = data.files; input.dispatchEvent(new Event('change'))";
+    let import = "const input = document.querySelector('#settings input[type=file]'); const data = new \
+                  DataTransfer(); data.items.add(new File([arguments[0]], 'x.json')); input.files = data.files; \
+                  input.dispatchEvent(new Event('change'))";
     browser.js_with(import, &saved);
     wait_for_text(&browser, "#toasts", "Imported 1 of 1");
     browser.wait("document.querySelectorAll('#conversations li').length === 2");
     for (text, said) in [
         ("not json", "not a file that this page exported"),
         (
-            "{\"format\": \"moebius-conversations\", \"conversations\": [null, {\"messages\": [{\"role\": \"king\"}]}]}",
+            "{\"format\": \"moebius-conversations\", \"conversations\": [null, {\"messages\": [{\"role\": \
+             \"king\"}]}]}",
             "Imported 0 of 2",
         ),
         // A circle of parents must not hang the page.
         (
-            "{\"format\": \"moebius-conversations\", \"conversations\": [{\"title\": \"circle\", \"leaf\": 1, \"messages\": \
-             [{\"id\": 1, \"parent\": 2, \"role\": \"user\", \"content\": \"a\"}, {\"id\": 2, \"parent\": 1, \"role\": \"user\", \"content\": \"b\"}]}]}",
+            "{\"format\": \"moebius-conversations\", \"conversations\": [{\"title\": \"circle\", \"leaf\": 1, \
+             \"messages\": [{\"id\": 1, \"parent\": 2, \"role\": \"user\", \"content\": \"a\"}, {\"id\": 2, \
+             \"parent\": 1, \"role\": \"user\", \"content\": \"b\"}]}]}",
             "Imported 0 of 1",
         ),
     ] {

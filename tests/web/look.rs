@@ -24,7 +24,8 @@ const CONTRAST: &str = r"
     const a = luminance(rgb(...backgrounds)), b = luminance(rgb(...backgrounds, getComputedStyle(node).color));
     return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);";
 
-const RICH: &str = "Text with a [link](https://example.org), `code` and\n\n> a quote\n\n```rust\n// comment\nfn f() -> Option<u8> { Some(\"x\", 1) }\n```\n";
+const RICH: &str = "Text with a [link](https://example.org), `code` and\n\n> a quote\n\n```rust\n// comment\nfn f() \
+                    -> Option<u8> { Some(\"x\", 1) }\n```\n";
 
 fn ask_and_wait(browser: &Browser, text: &str) {
     let before = browser.count(".assistant");
@@ -103,7 +104,8 @@ fn a_phone_gets_a_drawer_and_nothing_sticks_out() {
     );
     let server = Server::saying(move |_| Reply::text(&wide));
     let browser = open!(server, Screen::Phone);
-    let fits = "document.documentElement.scrollWidth <= innerWidth && document.querySelector('#scroller').scrollWidth <= innerWidth";
+    let fits = "document.documentElement.scrollWidth <= innerWidth && document.querySelector('#scroller').scrollWidth \
+                <= innerWidth";
     browser.wait(fits);
     ask_and_wait(&browser, "hello");
     browser.wait(fits);
@@ -120,7 +122,8 @@ fn a_phone_gets_a_drawer_and_nothing_sticks_out() {
     browser.click("#open-settings");
     browser.wait("(r => r.width === innerWidth)(document.querySelector('dialog').getBoundingClientRect())");
     // Fingers are wider than pointers.
-    let small = "return [...document.querySelectorAll('dialog button, dialog .icon-button')].filter(b => b.offsetHeight < 24).length";
+    let small = "return [...document.querySelectorAll('dialog button, dialog .icon-button')].filter(b => \
+                 b.offsetHeight < 24).length";
     assert_eq!(browser.js(small), 0);
     browser.finish(&[]);
 }
@@ -153,10 +156,9 @@ fn everything_can_be_done_with_a_keyboard() {
     browser.js("document.activeElement.blur()");
     for _ in 0..16 {
         browser.keys(TAB);
-        let stop = browser.js(
-            "const e = document.activeElement; const r = e.getBoundingClientRect(); \
-             return { name: e.ariaLabel || e.textContent.trim() || e.labels?.[0]?.textContent, seen: r.width > 0 && r.height > 0 && getComputedStyle(e).opacity > 0, html: e.outerHTML.slice(0, 200) }",
-        );
+        let stop = browser.js("const e = document.activeElement; const r = e.getBoundingClientRect(); return { name: \
+                               e.ariaLabel || e.textContent.trim() || e.labels?.[0]?.textContent, seen: r.width > 0 \
+                               && r.height > 0 && getComputedStyle(e).opacity > 0, html: e.outerHTML.slice(0, 200) }");
         assert!(stop["seen"] == true && stop["name"].as_str().is_some_and(|name| !name.is_empty()), "{stop}");
     }
     // What was answered is told to who cannot see it.
@@ -173,10 +175,9 @@ fn the_end_is_followed_until_the_reader_scrolls_up() {
     let gap = "(s => s.scrollHeight - s.scrollTop - s.clientHeight)(document.querySelector('#scroller'))";
     browser.wait(&format!("document.querySelector('#scroller').scrollTop > 300 && {gap} < 40"));
     // Scrolled just before a drawing: the event that tells of it comes only with the next frame.
-    browser.js(
-        "Object.defineProperty(document, 'hidden', { value: true }); const later = setTimeout; let once = true; \
-         window.setTimeout = (work, ms) => later(() => { if (once) document.querySelector('#scroller').scrollBy(0, -200); once = false; work(); }, ms)",
-    );
+    browser.js("Object.defineProperty(document, 'hidden', { value: true }); const later = setTimeout; let once = \
+                true; window.setTimeout = (work, ms) => later(() => { if (once) \
+                document.querySelector('#scroller').scrollBy(0, -200); once = false; work(); }, ms)");
     browser.wait("!document.querySelector('#latest').hidden");
     let top = browser.js("return document.querySelector('#scroller').scrollTop");
     let height = browser.js("return document.querySelector('#scroller').scrollHeight").as_f64().unwrap();
@@ -196,18 +197,15 @@ fn a_conversation_is_shown_once_another_tab_has_written_it() {
     browser.js("window.other = open(location.origin + '/#soon')");
     browser
         .wait("window.other.document.querySelector('#empty')?.hidden === false && window.other.location.hash === ''");
-    browser.js(
-        "const request = indexedDB.open('moebius', 1); \
-         request.onsuccess = () => { \
-           const transaction = request.result.transaction(['conversations', 'messages'], 'readwrite'); \
-           const now = Date.now(); \
-           transaction.objectStore('conversations').put({ id: 'soon', title: 'Soon', named: false, created: now, updated: now, system: '', sampling: {}, leaf: 'm' }); \
-           transaction.objectStore('messages').put({ id: 'm', conversation: 'soon', parent: null, role: 'user', content: 'written late', created: now }); \
-           transaction.oncomplete = () => new BroadcastChannel('moebius').postMessage({ changed: 'soon' }); \
-         }",
-    );
+    browser.js("const request = indexedDB.open('moebius', 1); request.onsuccess = () => { const transaction = \
+                request.result.transaction(['conversations', 'messages'], 'readwrite'); const now = Date.now(); \
+                transaction.objectStore('conversations').put({ id: 'soon', title: 'Soon', named: false, created: \
+                now, updated: now, system: '', sampling: {}, leaf: 'm' }); transaction.objectStore('messages').put({ \
+                id: 'm', conversation: 'soon', parent: null, role: 'user', content: 'written late', created: now }); \
+                transaction.oncomplete = () => new BroadcastChannel('moebius').postMessage({ changed: 'soon' }); }");
     browser.wait(
-        "window.other.document.querySelector('.user')?.textContent.includes('written late') && window.other.location.hash === '#soon'",
+        "window.other.document.querySelector('.user')?.textContent.includes('written late') && \
+         window.other.location.hash === '#soon'",
     );
     browser.finish(&[]);
 }

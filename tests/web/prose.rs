@@ -119,8 +119,8 @@ fn hostile_text_stays_text() {
     assert_eq!(browser.js("return window.hacked ?? null"), Value::Null);
     assert!(browser.console().is_empty());
     // And were there a hole, the policy would stop it and say so: this is what the other tests listen for.
-    let blocked =
-        browser.js("try { document.body.innerHTML = '<b>x</b>'; return false } catch (error) { return error.name === 'TypeError' }");
+    let blocked = browser.js("try { document.body.innerHTML = '<b>x</b>'; return false } catch (error) { return \
+                              error.name === 'TypeError' }");
     assert_eq!(blocked, true);
     browser
         .js("const s = document.createElement('style'); s.textContent = 'body{display:none}'; document.head.append(s)");
@@ -272,9 +272,10 @@ fn a_long_block_that_grows_leaves_the_page_its_time() {
 fn streaming_ends_where_the_whole_text_begins() {
     let server = Server::real();
     let browser = open!(server);
-    let text = "# Title\n\nSome **bold *nested* text** with `code` and [a link](https://x.org).\n\n1. one\n\n2. two\n   - deep\n\n     more\n10. ten\n\n```rust\n\
-                fn main() {\n    println!(\"```\");\n}\n```\n\n| a | b |\n|---|--:|\n| 1 | *2* |\nc | d\n\n> quote\n> - in it\n\n$$\nx\n$$\n\n- [ ] task\n* other\n\n\
-                ***\nlast *line*\n";
+    let text = "# Title\n\nSome **bold *nested* text** with `code` and [a link](https://x.org).\n\n1. one\n\n2. two\n   - \
+         deep\n\n     more\n10. ten\n\n```rust\nfn main() {\n    println!(\"```\");\n}\n```\n\n| a | b \
+         |\n|---|--:|\n| 1 | *2* |\nc | d\n\n> quote\n> - in it\n\n$$\nx\n$$\n\n- [ ] task\n* other\n\n***\nlast \
+         *line*\n";
     let code = "return import('/web/markdown.js').then(({ Prose }) => {
         const [text] = arguments;
         const whole = document.createElement('div');
@@ -289,7 +290,8 @@ fn streaming_ends_where_the_whole_text_begins() {
                 at = Math.min(text.length, at + 1 + (random % (seed === 1 ? 1 : 9)));
                 prose.update(text.slice(0, at), true);
                 first ??= root.children.length > 2 ? root.firstChild : null;
-                if (first && root.firstChild !== first) problems.push(`seed ${seed}: the first block was replaced at ${at}`);
+                if (first && root.firstChild !== first) problems.push(`seed ${seed}: the first block was replaced at \
+                ${at}`);
             }
             prose.update(text, false);
             if (!root.isEqualNode(whole)) problems.push(`seed ${seed}: ${root.innerHTML}\\nnot ${whole.innerHTML}`);
@@ -332,7 +334,8 @@ fn a_selection_survives_the_words_that_follow() {
     let browser = open!(server);
     browser.type_into("#composer-text", "go\u{e007}");
     browser.wait("document.querySelector('.assistant .prose p')?.textContent.length > 40");
-    browser.js("const text = document.querySelector('.assistant .prose p').firstChild; getSelection().setBaseAndExtent(text, 0, text, 15)");
+    browser.js("const text = document.querySelector('.assistant .prose p').firstChild; \
+                getSelection().setBaseAndExtent(text, 0, text, 15)");
     let length = browser.text(".assistant .prose").len();
     browser.wait(&format!("document.querySelector('.assistant .prose').textContent.length > {}", length + 60));
     assert_eq!(browser.js("return getSelection().toString()"), "some more words");
@@ -377,7 +380,8 @@ fn code_is_highlighted_and_copied_as_it_is() {
     let server = Server::saying(|_| Reply::text("```rust\nlet a = 1;\n\nlet b = \"x\";\n```"));
     browser.go(&server.url());
     browser.type_into("#composer-text", "go\u{e007}");
-    browser.js("Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text } } })");
+    browser.js("Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied \
+                = text } } })");
     browser.click(".copy-code");
     browser.wait("window.copied !== undefined");
     assert_eq!(browser.js("return window.copied"), "let a = 1;\n\nlet b = \"x\";");

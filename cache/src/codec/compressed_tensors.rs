@@ -17,14 +17,16 @@ pub(super) fn packed<'a>(
     stem: &str,
     [n, k]: [usize; 2],
 ) -> Result<Found<'a>> {
-    let bits =
-        match packed.shape {
-            [_, cols] if *cols == k.div_ceil(8) => 4,
-            [_, cols] if *cols == k.div_ceil(4) => 8,
-            other => return Err(packed.error(format!(
-                "has shape {other:?}, which does not hold {n} x {k} weights of 4 or 8 bits: config.json and weights do not belong together"
-            ))),
-        };
+    let bits = match packed.shape {
+        [_, cols] if *cols == k.div_ceil(8) => 4,
+        [_, cols] if *cols == k.div_ceil(4) => 8,
+        other => {
+            return Err(packed.error(format!(
+                "has shape {other:?}, which does not hold {n} x {k} weights of 4 or 8 bits: config.json and weights \
+                 do not belong together"
+            )));
+        }
+    };
     let words = Words::new(packed, n, k.div_ceil(32 / bits))?;
     let scales = checkpoint.tensor(&format!("{stem}.weight_scale"))?;
     integers(checkpoint, Stored::Words(words), vec![packed, scales], stem, [n, k], bits)
@@ -52,9 +54,10 @@ fn integers<'a>(
     let groups = scales.shape.get(1).copied().unwrap_or(1);
     let (group, scales) = match scales.shape.iter().product::<usize>() {
         1 if n > 1 => {
-            return Err(
-                scales.error("is one scale for a whole matrix of integers, which is not supported: use another checkpoint of this model")
-            );
+            return Err(scales.error(
+                "is one scale for a whole matrix of integers, which is not supported: use another checkpoint of this \
+                 model",
+            ));
         }
         _ if groups == 0 || !k.is_multiple_of(groups) => {
             return Err(scales.error(format!(

@@ -25,8 +25,10 @@ pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2
             Quantization::Gptq { .. } => gptq::found(checkpoint, codes, stem, [n, k])?,
             Quantization::Awq { .. } => awq::found(checkpoint, codes, stem, [n, k])?,
             _ => {
-                return Err(codes
-                    .error("is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: download it again"));
+                return Err(codes.error(
+                    "is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: \
+                     download it again",
+                ));
             }
         }
     } else if let Some(found) = stacked(checkpoint, stem, [n, k])? {

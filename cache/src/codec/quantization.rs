@@ -160,7 +160,8 @@ fn block(value: &Value) -> std::result::Result<[usize; 2], String> {
 fn compressed_tensors(q: &Value) -> std::result::Result<Quantization, String> {
     let refuse = |what: String| {
         Err(format!(
-            "the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one of this model"
+            "the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one of \
+             this model"
         ))
     };
     let groups = q.get("config_groups").and_then(Value::as_object);

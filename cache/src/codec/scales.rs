@@ -24,7 +24,8 @@ impl<'a> Scales<'a> {
         match view.dtype {
             Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8E8M0 => Ok(Self { view, cols }),
             other => Err(view.error(format!(
-                "holds scales of type {other:?}, which is not supported: download the model again, or its BF16 checkpoint"
+                "holds scales of type {other:?}, which is not supported: download the model again, or its BF16 \
+                 checkpoint"
             ))),
         }
     }

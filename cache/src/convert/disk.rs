@@ -116,8 +116,10 @@ pub(super) fn reserve(path: &Path, bytes: u64) -> Result<File> {
         match e.kind() {
             ErrorKind::FileTooLarge => {
                 let needs = readable_bytes(bytes);
-                let what =
-                    format!("the cache needs a file of {needs}, more than `ulimit -f` or this disk's file system allow: raise that limit");
+                let what = format!(
+                    "the cache needs a file of {needs}, more than `ulimit -f` or this disk's file system allow: raise \
+                     that limit"
+                );
                 Error::CacheDir { path: dir.to_path_buf(), what }
             }
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {

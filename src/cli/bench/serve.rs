@@ -11,9 +11,10 @@ use crate::cli::print_line;
 use crate::cli::terminal::Status;
 
 const LOADS: &str = "\
-Each load is measured by itself. With --concurrency, clients wait for their answers; with --rate, requests arrive at random times \
-whatever became of those before, and their times count from when they were to arrive. Ctrl-C prints what was measured until then. \
-Certificates are checked against the system's authorities, or the PEM file that SSL_CERT_FILE names.";
+Each load is measured by itself. With --concurrency, clients wait for their answers; with --rate, requests arrive at \
+                     random times whatever became of those before, and their times count from when they were to \
+                     arrive. Ctrl-C prints what was measured until then. Certificates are checked against the \
+                     system's authorities, or the PEM file that SSL_CERT_FILE names.";
 
 /// Measure a server: throughput, time to first token and inter-token latency of any OpenAI-compatible URL.
 #[derive(clap::Args)]

@@ -51,7 +51,8 @@ impl Conversation {
             }
             if 2 * dropped + 2 >= self.turns.len() {
                 return Err(Error::Invalid(format!(
-                    "this message alone has {} tokens and the context holds {context}, answer included: shorten it or raise --max-context",
+                    "this message alone has {} tokens and the context holds {context}, answer included: shorten it or \
+                     raise --max-context",
                     prompt.len()
                 )));
             }

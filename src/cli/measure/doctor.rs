@@ -78,10 +78,13 @@ fn simd(available: &[Simd], cpu_has_amx: bool) -> Finding {
     let best = available.last().copied().unwrap_or(Simd::Scalar);
     let cost = match best {
         Simd::Scalar => Some(
-            "without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 or later".to_string(),
+            "without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 \
+             or later"
+                .to_string(),
         ),
         Simd::Amx => None,
-        _ => cpu_has_amx.then(|| format!("prompts are read several times slower than they could be: {}", load::AMX_REFUSED)),
+        _ => cpu_has_amx
+            .then(|| format!("prompts are read several times slower than they could be: {}", load::AMX_REFUSED)),
     };
     finding("SIMD", format!("{best} (available: {})", names.join(", ")), cost.as_deref())
 }
@@ -99,8 +102,8 @@ fn cores(topology: &Topology) -> Finding {
 fn neighbours(schedstat: &Path) -> Finding {
     // Zeros where it keeps the file and does not count.
     let counted = std::fs::read_to_string(schedstat).is_ok_and(|text| !text.starts_with("0 "));
-    let cost = "the kernel does not count waiting (CONFIG_SCHED_INFO), so a core that another program keeps busy slows all of them down: \
-                leave it out with `taskset`";
+    let cost = "the kernel does not count waiting (CONFIG_SCHED_INFO), so a core that another program keeps busy \
+                slows all of them down: leave it out with `taskset`";
     match counted {
         true => finding("busy neighbours", "their cores are left to them", None),
         false => finding("busy neighbours", "cannot be noticed", Some(cost)),
@@ -118,7 +121,8 @@ fn quota(topology: &Topology) -> Finding {
     let limits: Vec<String> = [cpus, memory].into_iter().flatten().collect();
     let value = if limits.is_empty() { "no limit".to_string() } else { limits.join(", ") };
     let tight = topology.cgroup_cpus.is_some_and(|c| c < topology.cores.len() as f64);
-    let cost = "the quota is below the cores, so fewer threads are used: raise the container's CPU limit, or pin it to CPUs instead";
+    let cost = "the quota is below the cores, so fewer threads are used: raise the container's CPU limit, or pin it \
+                to CPUs instead";
     finding("control group", value, tight.then_some(cost))
 }
 
@@ -135,7 +139,8 @@ fn nodes(topology: &Topology) -> Finding {
     }
     let refused =
         Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
-    let cost = "memory cannot be bound to a node here, so some of it may come from another: let the container do so (--cap-add SYS_NICE)";
+    let cost = "memory cannot be bound to a node here, so some of it may come from another: let the container do so \
+                (--cap-add SYS_NICE)";
     finding("NUMA", value, (several && refused).then_some(cost))
 }
 

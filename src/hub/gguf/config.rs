@@ -124,7 +124,8 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
         other => {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|(name, _)| *name).collect();
             return Err(Error::Model(format!(
-                "the architecture `{other}` of GGUF files is not supported; {} are: use the model's safetensors checkpoint",
+                "the architecture `{other}` of GGUF files is not supported; {} are: use the model's safetensors \
+                 checkpoint",
                 known.join(", ")
             )));
         }
@@ -187,7 +188,8 @@ fn rope_scaling(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Option<V
     if let Some(view) = checkpoint.get("rope_freqs.weight") {
         if kind != "none" {
             return Err(Error::Model(format!(
-                "it has rope_freqs.weight and `{kind}` as rope.scaling.type, of which one can be: convert the model again"
+                "it has rope_freqs.weight and `{kind}` as rope.scaling.type, of which one can be: convert the model \
+                 again"
             )));
         }
         let count = view.shape.iter().product();

@@ -87,7 +87,8 @@ pub(super) fn files(metadata: &Metadata) -> Result<Vec<(&'static str, String)>> 
         other => {
             let name = other.unwrap_or("none");
             return Err(Error::Model(format!(
-                "the tokenizer `{name}` of GGUF files is not supported; gpt2 and llama are: use the model's safetensors checkpoint"
+                "the tokenizer `{name}` of GGUF files is not supported; gpt2 and llama are: use the model's \
+                 safetensors checkpoint"
             )));
         }
     };

@@ -268,7 +268,8 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
                     || a.conv_width > 8 =>
             {
                 return refuse(format!(
-                    "the GPU has gated DeltaNet for keys of up to 128 numbers and convolutions of up to 8, not {} and {}",
+                    "the GPU has gated DeltaNet for keys of up to 128 numbers and convolutions of up to 8, not {} and \
+                     {}",
                     a.key_head_dim, a.conv_width
                 ));
             }

@@ -111,7 +111,8 @@ impl Process {
     fn start(command: &[OsString], source: &str) -> Result<Self> {
         let cannot = |e: io::Error| {
             let message = format!(
-                "cannot start {}, which renders chat templates: {e}; free memory, or let more processes run (ulimit -u)",
+                "cannot start {}, which renders chat templates: {e}; free memory, or let more processes run (ulimit \
+                 -u)",
                 command[0].display()
             );
             Failure::Machine(Error::Resources(message))
@@ -159,7 +160,8 @@ impl Process {
             _ => {
                 let status = status.map_or_else(|e| e.to_string(), |status| status.to_string());
                 let message = format!(
-                    "the process that renders chat templates does not work ({failure}; {status}): install moebius again"
+                    "the process that renders chat templates does not work ({failure}; {status}): install moebius \
+                     again"
                 );
                 Failure::Machine(Error::Resources(message))
             }

@@ -210,7 +210,8 @@ fn value(tool: &Tool, key: &str, schema: &Value, close: &str) -> Result<Grammar>
     let unenforced = ["pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not"];
     match unenforced.iter().find(|keyword| tool.strict && schema.get(**keyword).is_some()) {
         Some(keyword) => Err(Error::Invalid(format!(
-            "'{keyword}' of the argument '{key}' of the tool '{}' cannot be enforced in the syntax of this model: leave it out, or 'strict'",
+            "'{keyword}' of the argument '{key}' of the tool '{}' cannot be enforced in the syntax of this model: \
+             leave it out, or 'strict'",
             tool.name
         ))),
         None => Ok(Grammar::Until(close.into())),

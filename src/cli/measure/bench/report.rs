@@ -131,7 +131,8 @@ impl std::fmt::Display for Report {
         if let Some(Gpu { name, memory_gb_per_s, link_gb_per_s, tflops, taken_gib, .. }) = gpu {
             writeln!(
                 f,
-                "{name}: {taken_gib:.1} GiB taken, memory {memory_gb_per_s:.0} GB/s, PCIe {link_gb_per_s:.1} GB/s, products {tflops:.0} TFLOP/s"
+                "{name}: {taken_gib:.1} GiB taken, memory {memory_gb_per_s:.0} GB/s, PCIe {link_gb_per_s:.1} GB/s, \
+                 products {tflops:.0} TFLOP/s"
             )?;
         }
         let PrecisionReport { experts, dense, kv } = &self.precision;
@@ -158,7 +159,8 @@ impl std::fmt::Display for Report {
             let Row { phase, tokens, batch, tok_per_s, limit_tok_per_s, limited_by, ram_gb_per_s, .. } = r;
             writeln!(
                 f,
-                "{phase:8} {tokens:>7} {batch:>6} {tok_per_s:>10.1} {limit_tok_per_s:>10.1} {share:>5.0}%  {limited_by:10} {ram_gb_per_s:>8.1}"
+                "{phase:8} {tokens:>7} {batch:>6} {tok_per_s:>10.1} {limit_tok_per_s:>10.1} {share:>5.0}%  \
+                 {limited_by:10} {ram_gb_per_s:>8.1}"
             )?;
         }
         for r in self.rows.iter().filter(|r| !r.ops.is_empty()) {

@@ -55,7 +55,8 @@ fn devices(driver: Option<&str>) -> Vec<Finding> {
             "GPU",
             value,
             Some(
-                "where a container hides it, start that with --gpus all; else look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+                "where a container hides it, start that with --gpus all; else look at nvidia-smi and \
+                 CUDA_VISIBLE_DEVICES",
             ),
         )];
     }
@@ -84,7 +85,8 @@ fn device(ordinal: usize, info: &crate::cuda::DeviceInfo, driver: Option<&str>) 
         ),
         Ok((free, pcie, vram, rates)) => {
             let value = format!(
-                "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build has kernels for it; {}",
+                "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build \
+                 has kernels for it; {}",
                 super::gib(free),
                 super::gib(info.total_bytes),
                 products(&rates)
@@ -125,7 +127,8 @@ fn slow(pcie_gb_per_s: f64, free: u64, total: u64) -> Option<String> {
     const PCIE: f64 = 20.0;
     if pcie_gb_per_s < PCIE {
         return Some(format!(
-            "long prompts fetch experts over PCIe, and it brings {pcie_gb_per_s:.1} GB/s: a slot with 16 lanes of PCIe 4.0 brings 25 (`nvidia-smi -q` tells lanes and generation)"
+            "long prompts fetch experts over PCIe, and it brings {pcie_gb_per_s:.1} GB/s: a slot with 16 lanes of \
+             PCIe 4.0 brings 25 (`nvidia-smi -q` tells lanes and generation)"
         ));
     }
     let held = 1.0 - free as f64 / total as f64;
@@ -155,7 +158,8 @@ mod tests {
 
     #[test]
     fn reads_the_driver_and_the_bus() {
-        let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\nGCC version: 13.2.0";
+        let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  \
+                    (dvs-builder)\nGCC version: 13.2.0";
         assert_eq!(driver_version(text).as_deref(), Some("580.65.06"));
         assert_eq!(driver_version("nothing of use"), None);
         let bus = tempfile::tempdir().unwrap();

@@ -62,7 +62,8 @@ impl Fields {
         (self.ignore_eos, self.include_usage) = (self.ignore_eos && !eos, self.include_usage && !usage);
         match (eos, usage) {
             (true, true) => Some(
-                "the server refuses 'ignore_eos' or 'stream_options': answers may be shorter, tokens are counted as chunks",
+                "the server refuses 'ignore_eos' or 'stream_options': answers may be shorter, tokens are counted as \
+                 chunks",
             ),
             (true, false) => Some(NO_EOS),
             (false, true) => Some(NO_USAGE),

@@ -180,7 +180,8 @@ mod tests {
 
     #[test]
     fn a_file_has_text_or_json() {
-        let text = "plain\n\n\"a\\nb\"\n{\"prompt\": \"c\", \"id\": 1}\n[INST] x\n42\n{\"messages\": [{\"role\": \"user\", \"content\": \"d\"}]}\n";
+        let text = "plain\n\n\"a\\nb\"\n{\"prompt\": \"c\", \"id\": 1}\n[INST] x\n42\n{\"messages\": [{\"role\": \
+                    \"user\", \"content\": \"d\"}]}\n";
         let prompts = parse(text, Endpoint::Chat).unwrap();
         let texts: Vec<_> = prompts[..5].iter().map(|p| p.clone().field(Endpoint::Completions).1).collect();
         assert_eq!(texts, ["plain", "a\nb", "c", "[INST] x", "42"]);

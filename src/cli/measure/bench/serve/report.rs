@@ -259,7 +259,8 @@ impl Report {
         let (load, requests, output, total, first, first99, inter, inter99, failed) = heads;
         writeln!(
             f,
-            "\n{load:14} {requests:>8} {output:>13} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} {failed:>7}"
+            "\n{load:14} {requests:>8} {output:>13} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} \
+             {failed:>7}"
         )?;
         for level in &self.levels {
             let of = |spread: &Option<Spread>, pick: fn(&Spread) -> f64| number(spread.as_ref().map(pick));
@@ -269,7 +270,8 @@ impl Report {
             let (total, failed) = (number(level.total_tok_per_s), level.failed);
             writeln!(
                 f,
-                "{load:14} {requests:>8.2} {output:>13.1} {total:>12} {first:>16} {first99:>9} {inter:>16} {inter99:>9} {failed:>7}"
+                "{load:14} {requests:>8.2} {output:>13.1} {total:>12} {first:>16} {first99:>9} {inter:>16} \
+                 {inter99:>9} {failed:>7}"
             )?;
         }
         Ok(())
