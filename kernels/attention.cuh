@@ -1,12 +1,14 @@
 // What the attention kernels share: the cache's pages, tiles in shared memory, the fragments of the two products.
 //
-// The cache of a layer: keys [blocks, kv_heads, 64, key_dim], values [blocks, kv_heads, 64, value_dim], bf16 or FP8 E4M3 without a scale.
-// So the 64 positions of a page are contiguous for each head. Multi-head latent attention (MLA) has one head and no values: they are the first numbers of the keys.
+// The cache of a layer: keys [blocks, kv_heads, 64, key_dim], values [blocks, kv_heads, 64, value_dim], bf16 or FP8
+// E4M3 without a scale. So the 64 positions of a page are contiguous for each head. Multi-head latent attention (MLA)
+// has one head and no values: they are the first numbers of the keys.
 //
-// A tile in shared memory: rows of bf16, one for each position (or query), 8 numbers longer than the head. With that pitch the 8 rows that ldmatrix reads lie
-// in 8 different groups of banks for every head size, and all offsets in a loop over the tile are constants.
-// FP8: decode keeps FP8 tiles (rows 16 bytes longer than the head, too) and widens fragments; prefill, where each fragment is read by many warps, lets pages arrive as they
-// lie in the cache ("raw") and widens them into a bf16 tile. There a thread widens what it copied itself, so nobody waits in between.
+// A tile in shared memory: rows of bf16, one for each position (or query), 8 numbers longer than the head. With that
+// pitch the 8 rows that ldmatrix reads lie in 8 different groups of banks for every head size, and all offsets in a
+// loop over the tile are constants. FP8: decode keeps FP8 tiles (rows 16 bytes longer than the head, too) and widens
+// fragments; prefill, where each fragment is read by many warps, lets pages arrive as they lie in the cache ("raw") and
+// widens them into a bf16 tile. There a thread widens what it copied itself, so nobody waits in between.
 #pragma once
 #include "common.cuh"
 
@@ -17,14 +19,17 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int NO_WINDOW = 1 << 30;
 
 // The score that takes part in the softmax of `head` and brings no value, as a power of two; without `sinks` none does.
-__device__ __forceinline__ float sink_of(const float* sinks, int head) { return sinks ? sinks[head] * LOG2_E : -INFINITY; }
+__device__ __forceinline__ float sink_of(const float* sinks, int head) {
+    return sinks ? sinks[head] * LOG2_E : -INFINITY;
+}
 
 struct e4m3 {
     uint8_t bits;
 };
 
-// FP8 numbers in the high bytes of both halves as bf16, exactly: exponent and mantissa move to where bf16 has them, and a product with 2^120 makes up for the different
-// bias (it also makes subnormals normal). The NaNs become 480, so whatever bytes lie in shared memory are finite; the cache is written with saturation and holds none.
+// FP8 numbers in the high bytes of both halves as bf16, exactly: exponent and mantissa move to where bf16 has them, and
+// a product with 2^120 makes up for the different bias (it also makes subnormals normal). The NaNs become 480, so
+// whatever bytes lie in shared memory are finite; the cache is written with saturation and holds none.
 __device__ __forceinline__ uint32_t widen_high_bytes(uint32_t halves) {
     return fma_bf16x2((halves & 0x80008000u) | (halves & 0x7f007f00u) >> 4, 0x7b807b80u, 0x80008000u);
 }
@@ -34,22 +39,25 @@ __device__ __forceinline__ uint2 widen_e4m3(uint32_t four) {
 }
 
 // Numbers of a head at a page: `data` [blocks, kv_heads, 64, dim].
-template <class T> __device__ __forceinline__ const T* page_of(const T* data, uint32_t block, int kv_heads, int kv_head, int dim) {
+template <class T>
+__device__ __forceinline__ const T* page_of(const T* data, uint32_t block, int kv_heads, int kv_head, int dim) {
     return data + ((size_t)block * kv_heads + kv_head) * PAGE * dim;
 }
 
 // Numbers from one row of a tile to the next.
 template <class T> __host__ __device__ constexpr int pitch_of(int d) { return d + 16 / (int)sizeof(T); }
 
-// Copies `rows` rows of `dim` numbers to the first ROWS rows of a tile of width D; the rest of them becomes zero (FP8: anything).
-// `thread` of THREADS copies its part: eight threads to a row, so that a thread needs few addresses.
-template <int ROWS, int D, int THREADS, class T> __device__ __forceinline__ void copy_rows(T* tile, const T* from, size_t pitch, int dim, int rows, int thread) {
+// Copies `rows` rows of `dim` numbers to the first ROWS rows of a tile of width D; the rest of them becomes zero (FP8:
+// anything). `thread` of THREADS copies its part: eight threads to a row, so that a thread needs few addresses.
+template <int ROWS, int D, int THREADS, class T>
+__device__ __forceinline__ void copy_rows(T* tile, const T* from, size_t pitch, int dim, int rows, int thread) {
     constexpr int STEP = THREADS / 8, CHUNK = 16 / sizeof(T), WIDE = 8 * CHUNK, PITCH = pitch_of<T>(D);
     static_assert(ROWS % STEP == 0, "");
     if (sizeof(T) == 1 && dim % 16) { // rows are not aligned; no model has that
         for (int i = thread; i < min(rows, ROWS) * (dim / 8); i += THREADS) {
             const int row = i / (dim / 8), col = i % (dim / 8) * 8;
-            *reinterpret_cast<uint2*>(tile + row * PITCH + col) = *reinterpret_cast<const uint2*>(from + row * pitch + col);
+            *reinterpret_cast<uint2*>(tile + row * PITCH + col) =
+                *reinterpret_cast<const uint2*>(from + row * pitch + col);
         }
         return;
     }
@@ -61,13 +69,16 @@ template <int ROWS, int D, int THREADS, class T> __device__ __forceinline__ void
     for (int row = 0; row < ROWS; row += STEP, from += STEP * pitch) {
 #pragma unroll
         for (int k = 0; k < D; k += WIDE) {
-            if (k + WIDE <= D || col < D - k) copy_async_16(tile + row * PITCH + k, from + k, row < rows && col + k < dim);
+            if (k + WIDE <= D || col < D - k)
+                copy_async_16(tile + row * PITCH + k, from + k, row < rows && col + k < dim);
         }
     }
 }
 
-// FP8 to a bf16 tile, in two steps. `raw` gets the bytes of the rows as they lie, which is why heads whose size is an odd multiple of 8 are no special case.
-template <int ROWS, int D, int THREADS> __device__ __forceinline__ void copy_raw(uint8_t* raw, const e4m3* from, int dim, int rows, int thread) {
+// FP8 to a bf16 tile, in two steps. `raw` gets the bytes of the rows as they lie, which is why heads whose size is an
+// odd multiple of 8 are no special case.
+template <int ROWS, int D, int THREADS>
+__device__ __forceinline__ void copy_raw(uint8_t* raw, const e4m3* from, int dim, int rows, int thread) {
 #pragma unroll
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
         const int at = 16 * (i * THREADS + thread);
@@ -80,7 +91,8 @@ __device__ __forceinline__ uint32_t reciprocal(int dim) { return ((1u << 20) + d
 __device__ __forceinline__ int row_of(int n, uint32_t inverse) { return (int)(n * inverse >> 20); }
 // Columns from `dim` on are left alone.
 template <int ROWS, int D, int THREADS, int PITCH>
-__device__ __forceinline__ void widen_rows(bf16* tile, const uint8_t* raw, int dim, uint32_t inverse, int rows, int thread) {
+__device__ __forceinline__ void widen_rows(
+    bf16* tile, const uint8_t* raw, int dim, uint32_t inverse, int rows, int thread) {
 #pragma unroll 2 // registers are scarce
     for (int i = 0; i < div_ceil(ROWS * D / 16, THREADS); i++) {
         const int at = 16 * (i * THREADS + thread);
@@ -90,7 +102,8 @@ __device__ __forceinline__ void widen_rows(bf16* tile, const uint8_t* raw, int d
         for (int half = 0; half < 2; half++) {
             const int n = at / 8 + half, row = row_of(n, inverse), col = 8 * n - row * dim;
             const uint2 a = widen_e4m3(half ? bytes.z : bytes.x), b = widen_e4m3(half ? bytes.w : bytes.y);
-            *reinterpret_cast<uint4*>(tile + row * PITCH + col) = row < rows ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(tile + row * PITCH + col) =
+                row < rows ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(0, 0, 0, 0);
         }
     }
 }
@@ -98,9 +111,13 @@ template <int THREADS> __device__ __forceinline__ void clear_shared(void* at, in
     for (int i = thread; i < bytes / 16; i += THREADS) reinterpret_cast<uint4*>(at)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Fragments (PTX manual, mma.m16n8k16), `lane` being the lane: 16 x 16 numbers of A from a tile whose rows are A's rows;
-__device__ __forceinline__ void load_a(uint32_t (&a)[4], const bf16* tile, int pitch, int lane) { ldmatrix_x4(a, tile + lane % 16 * pitch + lane / 16 * 8); }
-// B for 16 columns, k = 16, from a tile whose rows are B's columns (keys): the first two words are for columns 0 to 7, the others for 8 to 15;
+// Fragments (PTX manual, mma.m16n8k16), `lane` being the lane: 16 x 16 numbers of A from a tile whose rows are A's
+// rows;
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], const bf16* tile, int pitch, int lane) {
+    ldmatrix_x4(a, tile + lane % 16 * pitch + lane / 16 * 8);
+}
+// B for 16 columns, k = 16, from a tile whose rows are B's columns (keys): the first two words are for columns 0 to 7,
+// the others for 8 to 15;
 __device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const bf16* tile, int pitch, int lane) {
     ldmatrix_x4(b, tile + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }
@@ -109,7 +126,8 @@ __device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const bf16* tile, 
     ldmatrix_x4_trans(b, tile + lane % 16 * pitch + lane / 16 * 8);
 }
 // B from FP8 tiles. A word of a matrix is four numbers of a row here, not two.
-// Keys: lane i gets dimensions 4 (i % 4) to 4 (i % 4) + 3 where bf16 has 2 (i % 4), 2 (i % 4) + 1 and the two 8 further on. A sum has no order: the queries follow (load_queries).
+// Keys: lane i gets dimensions 4 (i % 4) to 4 (i % 4) + 3 where bf16 has 2 (i % 4), 2 (i % 4) + 1 and the two 8 further
+// on. A sum has no order: the queries follow (load_queries).
 __device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const e4m3* tile, int pitch, int lane) {
     uint32_t raw[2];
     ldmatrix_x2(raw, tile + lane % 16 * pitch);
@@ -119,7 +137,8 @@ __device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const e4m3* tile, 
     b[2] = right.x;
     b[3] = right.y;
 }
-// Values: two positions by two columns. The even ones of the 16 columns are the first 8 of B, the odd ones the others (quad_of puts them right).
+// Values: two positions by two columns. The even ones of the 16 columns are the first 8 of B, the odd ones the others
+// (quad_of puts them right).
 __device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const e4m3* tile, int pitch, int lane) {
     uint32_t raw[2];
     ldmatrix_x2_trans(raw, tile + lane % 16 * pitch);
@@ -128,7 +147,8 @@ __device__ __forceinline__ void load_b_cols(uint32_t (&b)[4], const e4m3* tile, 
     b[2] = widen_high_bytes(raw[0]);
     b[3] = widen_high_bytes(raw[1]);
 }
-__device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+__device__ __forceinline__ void mma_pair(
+    float (&left)[4], float (&right)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
     mma_bf16(left, a, first);
     mma_bf16(right, a, second);
@@ -145,9 +165,10 @@ __device__ __forceinline__ float quad_max(float x) {
 }
 
 // The running softmax of 16 rows over the columns of N 8-wide score tiles; a lane has rows lane / 4 and lane / 4 + 8.
-// Maxima are of score * scale_log2; `sum` is this lane's share. Turns scores into exp2(score * scale_log2 - max); returns what former sums and outputs must be multiplied by.
-// A row that has seen nothing yet has maximum -inf.
-template <int N> __device__ __forceinline__ float2 online_softmax(float (&s)[N][4], float (&max)[2], float (&sum)[2], float scale_log2) {
+// Maxima are of score * scale_log2; `sum` is this lane's share. Turns scores into exp2(score * scale_log2 - max);
+// returns what former sums and outputs must be multiplied by. A row that has seen nothing yet has maximum -inf.
+template <int N>
+__device__ __forceinline__ float2 online_softmax(float (&s)[N][4], float (&max)[2], float (&sum)[2], float scale_log2) {
     float correction[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {

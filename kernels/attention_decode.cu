@@ -1,34 +1,47 @@
-// Attention of single query rows over the paged cache (attention.cuh), the context split among blocks: flash-decoding for grouped queries. attention_decode_mla.cu serves MLA.
+// Attention of single query rows over the paged cache (attention.cuh), the context split among blocks: flash-decoding
+// for grouped queries. attention_decode_mla.cu serves MLA.
 //
-// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group]) values[...], group = heads / kv_heads.
-// Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in each head's softmax and bring no value.
+// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group])
+// values[...], group = heads / kv_heads. Of these positions only the last `window` are seen; `sinks` [heads], if there
+// are any, are scores that take part in each head's softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
-// attention_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds both of 64_64, 96_96, 128_128, 192_128, 256_256.
+// attention_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds
+// both of 64_64, 96_96, 128_128, 192_128, 256_256.
 //
-// A block takes one of `splits` equal shares of the pages that a row sees, for up to 16 heads of a group: they are the 16 rows of the products, so that keys and values are read once.
-// Each of the 4 warps streams its own quarter of every page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
+// A block takes one of `splits` equal shares of the pages that a row sees, for up to 16 heads of a group: they are the
+// 16 rows of the products, so that keys and values are read once. Each of the 4 warps streams its own quarter of every
+// page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
 //   grid (splits, kv_heads * ceil(group / 16), n), 128 threads
-//   dynamic shared bytes: max(STAGES * 64 * ((KD + VD) * B + 32), 256 * (VD + 8)) + 512; bf16: B = 2, STAGES = 3 for 64, 2 for 96, 128 and 192_128, 1 for 256;
-//   e4m3: B = 1, STAGES = 4 for 64, 96 and 128, 3 for 192_128, 2 for 256
-//   splits: floor(multiprocessors * 2 / (n * kv_heads * ceil(group / 16))) within 1..=128, and no more than ceil(max context / 64)
+//   dynamic shared bytes: max(STAGES * 64 * ((KD + VD) * B + 32), 256 * (VD + 8)) + 512; bf16: B = 2, STAGES = 3 for
+//   64, 2 for 96, 128 and 192_128, 1 for 256; e4m3: B = 1, STAGES = 4 for 64, 96 and 128, 3 for 192_128, 2 for 256
+//   splits: floor(multiprocessors * 2 / (n * kv_heads * ceil(group / 16))) within 1..=128, and no more than ceil(max
+//   context / 64)
 // With splits == 1 `out` is written at once and the workspace is not touched. Otherwise the shares go to
-//   partial f32 [n, heads, splits, value_dim] and state {maximum, sum} f32 [n, heads, splits, 2] (an empty share has maximum -inf and no partial), and
-// attention_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits <= 256.
+//   partial f32 [n, heads, splits, value_dim] and state {maximum, sum} f32 [n, heads, splits, 2] (an empty share has
+//   maximum -inf and no partial), and
+// attention_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits
+// <= 256.
 #include "decode.cuh"
 
 template <int KD, int VD, int STAGES, class Cache>
-__device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions,
-                                       const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim,
-                                       float scale, int window, const float* sinks) {
-    constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD), STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
+__device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,
+    float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,
+    const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,
+    const float* sinks) {
+    constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD),
+                  STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
     DYNAMIC_SHARED(unsigned char, shared);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x, row = rows[blockIdx.z];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, split = blockIdx.x, splits = gridDim.x,
+              row = rows[blockIdx.z];
     if (row < 0) return;
-    const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
+    const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts,
+              part = blockIdx.y % parts;
     const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
-    const int last = positions[row], first = max(last - window + 1, 0), skipped = first / PAGE, total = last / PAGE + 1 - skipped;
+    const int last = positions[row], first = max(last - window + 1, 0), skipped = first / PAGE,
+              total = last / PAGE + 1 - skipped;
     const int begin = skipped + share(total, split, splits), count = skipped + share(total, split + 1, splits) - begin;
-    const uint32_t state_at = (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
+    const uint32_t state_at =
+        (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
         if ((int)threadIdx.x < num_heads) states[state_at + threadIdx.x * splits] = make_float2(-INFINITY, 0.0f);
         return;
@@ -46,12 +59,18 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     auto copy_keys = [&](int j, int stage) {
         if (j % WARP == 0) ids = table[min(j + lane, count - 1)];
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
-        if (j < count) copy_rows<16, KD, WARP>(tiles + stage * STAGE, page_of(keys, id, kv_heads, kv_head, key_dim) + warp * 16 * key_dim, key_dim, key_dim, rows_of(j), lane);
+        if (j < count)
+            copy_rows<16, KD, WARP>(tiles + stage * STAGE,
+                page_of(keys, id, kv_heads, kv_head, key_dim) + warp * 16 * key_dim, key_dim, key_dim, rows_of(j),
+                lane);
         copy_async_commit();
     };
     auto copy_values = [&](int j, int stage) {
         const uint32_t id = __shfl_sync(ALL_LANES, ids, j % WARP);
-        if (j < count) copy_rows<16, VD, WARP>(tiles + stage * STAGE + 16 * KEY_PITCH, page_of(values, id, kv_heads, kv_head, value_dim) + warp * 16 * value_dim, value_dim, value_dim, rows_of(j), lane);
+        if (j < count)
+            copy_rows<16, VD, WARP>(tiles + stage * STAGE + 16 * KEY_PITCH,
+                page_of(values, id, kv_heads, kv_head, value_dim) + warp * 16 * value_dim, value_dim, value_dim,
+                rows_of(j), lane);
         copy_async_commit();
     };
 #pragma unroll
@@ -114,7 +133,8 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     // The warps' results, side by side where the pages were: [4][16][VD + 8] and {max, sum} [4][16].
     constexpr int PITCH = VD + 8;
     float* all = reinterpret_cast<float*>(shared);
-    float2* all_states = reinterpret_cast<float2*>(shared + max_of(4 * STAGES * STAGE * (int)sizeof(Cache), 4 * 16 * PITCH * 4));
+    float2* all_states =
+        reinterpret_cast<float2*>(shared + max_of(4 * STAGES * STAGE * (int)sizeof(Cache), 4 * 16 * PITCH * 4));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int h = lane / 4 + 8 * r;
@@ -122,7 +142,8 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         if (lane % 4 == 0) all_states[warp * 16 + h] = make_float2(max[r], s);
 #pragma unroll
         for (int n = 0; n < VD / 8; n++)
-            *reinterpret_cast<float2*>(all + (warp * 16 + h) * PITCH + n / 2 * 16 + quad_column<Cache>(lane, n % 2)) = quad_of<Cache>(o[n / 2 * 2], o[n / 2 * 2 + 1], r, n % 2);
+            *reinterpret_cast<float2*>(all + (warp * 16 + h) * PITCH + n / 2 * 16 + quad_column<Cache>(lane, n % 2)) =
+                quad_of<Cache>(o[n / 2 * 2], o[n / 2 * 2 + 1], r, n % 2);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < num_heads * value_dim / 4; i += 128) {
@@ -153,13 +174,14 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     }
 }
 
-#define DECODE(name, KD, VD, STAGES, Cache)                                                                                                                     \
-    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial, float2* states, const int* rows, const int* positions, \
-           const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale,        \
-           int window, const float* sinks) {                                                                                                                   \
-        begin_kernel();                                                                                                                                         \
-        decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks, block_table, heads, kv_heads, key_dim,    \
-                                      value_dim, scale, window, sinks);                                                                                       \
+#define DECODE(name, KD, VD, STAGES, Cache)                                                                            \
+    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,                \
+        float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,            \
+        const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,     \
+        const float* sinks) {                                                                                          \
+        begin_kernel();                                                                                                \
+        decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,   \
+            block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
     }
 DECODE(attention_decode_64_64_bf16, 64, 64, 3, bf16)
 DECODE(attention_decode_96_96_bf16, 96, 96, 2, bf16)
@@ -173,7 +195,8 @@ DECODE(attention_decode_192_128_e4m3, 192, 128, 3, e4m3)
 DECODE(attention_decode_256_256_e4m3, 256, 256, 2, e4m3)
 
 // Adds up the shares of a row's head, 64 columns to a block.
-KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits, int heads, int value_dim, const float* sinks) {
+KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
+    int heads, int value_dim, const float* sinks) {
     begin_kernel();
     __shared__ float weights[256], maxima[4], sums[4];
     __shared__ float4 columns[8][16];
@@ -182,11 +205,13 @@ KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16*
     const float2* mine = states + (size_t)item * splits;
     float2 state[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) state[i] = (int)threadIdx.x + 128 * i < splits ? mine[threadIdx.x + 128 * i] : make_float2(-INFINITY, 0.0f);
+    for (int i = 0; i < 2; i++)
+        state[i] = (int)threadIdx.x + 128 * i < splits ? mine[threadIdx.x + 128 * i] : make_float2(-INFINITY, 0.0f);
     const float top = warp_max(fmaxf(state[0].x, state[1].x));
     if (lane == 0) maxima[warp] = top;
     __syncthreads();
-    const float sink = sink_of(sinks, item % heads), max = fmaxf(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])), sink);
+    const float sink = sink_of(sinks, item % heads),
+                max = fmaxf(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])), sink);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -205,7 +230,9 @@ KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16*
         for (int s = part; s < splits; s += 8) {
             const float weight = weights[s];
             float4 y = make_float4(0, 0, 0, 0);
-            if (weight != 0.0f) y = *reinterpret_cast<const float4*>(partial + ((size_t)item * splits + s) * value_dim + col); // otherwise nothing may be there
+            if (weight != 0.0f)
+                y = *reinterpret_cast<const float4*>(
+                    partial + ((size_t)item * splits + s) * value_dim + col); // otherwise nothing may be there
             x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
         }
     }

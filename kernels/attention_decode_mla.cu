@@ -1,23 +1,30 @@
-// Attention of single query rows with multi-head latent attention, absorbed: flash-decoding over the paged cache (attention.cuh) of latents, which are keys and values at once.
+// Attention of single query rows with multi-head latent attention, absorbed: flash-decoding over the paged cache
+// (attention.cuh) of latents, which are keys and values at once.
 //
-// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t]]) keys[0..=positions[t]][0..value_dim].
-//   q [T, heads * key_dim], out [T, heads * value_dim] bf16; key_dim <= 576, value_dim <= 512, multiples of 8. A negative rows[i] is skipped.
+// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t]])
+// keys[0..=positions[t]][0..value_dim].
+//   q [T, heads * key_dim], out [T, heads * value_dim] bf16; key_dim <= 576, value_dim <= 512, multiples of 8. A
+//   negative rows[i] is skipped.
 // attention_decode_mla_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block (16 if heads <= 16).
 //
-// A block takes one of `splits` equal shares of a row's units of 16 positions. For every 16 heads there are 4 warps; each multiplies a quarter of the key's dimensions
-// (its queries stay in registers), they add up their scores through shared memory, compute the same softmax each, and then own a quarter of the output's columns each.
-// One round works on two units, the scores of the next and the values of the last, so that it has one barrier and much to do beside waiting:
-//     wait for unit u + 1 | barrier | copy a later unit | S(u + 1), into one exchange buffer | softmax of S(u), from the other | O += P(u) V(u)
+// A block takes one of `splits` equal shares of a row's units of 16 positions. For every 16 heads there are 4 warps;
+// each multiplies a quarter of the key's dimensions (its queries stay in registers), they add up their scores through
+// shared memory, compute the same softmax each, and then own a quarter of the output's columns each. One round works on
+// two units, the scores of the next and the values of the last, so that it has one barrier and much to do beside
+// waiting:
+//     wait for unit u + 1 | barrier | copy a later unit | S(u + 1), into one exchange buffer | softmax of S(u), from
+//     the other | O += P(u) V(u)
 //   grid (splits, ceil(heads / H), n), H = 16 or 32; 8 * H threads
-//   dynamic shared bytes: STAGES * 16 * (576 * B + 16) + 512 * H; bf16: B = 2, STAGES = 4 (74752 + 512 * H), e4m3: B = 1, STAGES = 6 (56832 + 512 * H)
-//   splits: floor(multiprocessors * 2 / (n * ceil(heads / 16))) for H = 16, floor(multiprocessors / (n * ceil(heads / 32))) for H = 32,
-//   within 1..=256, and no more than ceil(max context / 16)
+//   dynamic shared bytes: STAGES * 16 * (576 * B + 16) + 512 * H; bf16: B = 2, STAGES = 4 (74752 + 512 * H), e4m3: B =
+//   1, STAGES = 6 (56832 + 512 * H) splits: floor(multiprocessors * 2 / (n * ceil(heads / 16))) for H = 16,
+//   floor(multiprocessors / (n * ceil(heads / 32))) for H = 32, within 1..=256, and no more than ceil(max context / 16)
 // Workspace and attention_combine as in attention_decode.cu.
 #include "decode.cuh"
 
 constexpr int UNIT = 16, LATENT = 576;
 
-// A unit into its tile, whose columns past the key become zero (FP8: finite). Eight threads to a row; groups of 128 threads take turns.
+// A unit into its tile, whose columns past the key become zero (FP8: finite). Eight threads to a row; groups of 128
+// threads take turns.
 template <int GROUPS, class T> __device__ __forceinline__ void copy_unit(T* tile, const T* from, int dim, int rows) {
     constexpr int CHUNK = 16 / sizeof(T);
     if (sizeof(T) == 1 && dim % 16) {
@@ -29,34 +36,41 @@ template <int GROUPS, class T> __device__ __forceinline__ void copy_unit(T* tile
     from += row * dim + col;
 #pragma unroll
     for (int k = 0; k < LATENT; k += 8 * CHUNK) {
-        if (k / (8 * CHUNK) % GROUPS == (int)threadIdx.x / 128 && col + k < LATENT) copy_async_16(tile + k, from + k, row < rows && col + k < dim);
+        if (k / (8 * CHUNK) % GROUPS == (int)threadIdx.x / 128 && col + k < LATENT)
+            copy_async_16(tile + k, from + k, row < rows && col + k < dim);
     }
 }
 
 template <int GROUPS, int STAGES, class Cache>
-__device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf16* out, float* partial, float2* states, const int* rows, const int* positions,
-                                           const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int key_dim, int value_dim, float scale) {
+__device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf16* out, float* partial, float2* states,
+    const int* rows, const int* positions, const int* token_seq, const int* seq_blocks, const uint32_t* block_table,
+    int heads, int key_dim, int value_dim, float scale) {
     constexpr int PITCH = pitch_of<Cache>(LATENT), TILE = UNIT * PITCH;
     DYNAMIC_SHARED(unsigned char, shared);
-    const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % 4, group = threadIdx.x / 128, split = blockIdx.x, splits = gridDim.x, row = rows[blockIdx.z];
+    const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % 4, group = threadIdx.x / 128, split = blockIdx.x,
+              splits = gridDim.x, row = rows[blockIdx.z];
     if (row < 0) return;
-    const int first_head = (blockIdx.y * GROUPS + group) * 16, num_heads = min(16, heads - first_head); // may be negative
+    const int first_head = (blockIdx.y * GROUPS + group) * 16,
+              num_heads = min(16, heads - first_head); // may be negative
     const int last = positions[row], total = last / UNIT + 1;
     const int begin = share(total, split, splits), count = share(total, split + 1, splits) - begin;
-    const uint32_t state_at = (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
+    const uint32_t state_at =
+        (blockIdx.z * heads + first_head) * splits + split; // of the first head; the next one's is `splits` further
     if (count == 0) {
-        if ((int)threadIdx.x % 128 < num_heads) states[state_at + threadIdx.x % 128 * splits] = make_float2(-INFINITY, 0.0f);
+        if ((int)threadIdx.x % 128 < num_heads)
+            states[state_at + threadIdx.x % 128 * splits] = make_float2(-INFINITY, 0.0f);
         return;
     }
 
-    // Steps of 16 dimensions part, part + 4, ... What lies past the key's or the value's last dimension is multiplied, too: zeros, or columns nobody stores.
+    // Steps of 16 dimensions part, part + 4, ... What lies past the key's or the value's last dimension is multiplied,
+    // too: zeros, or columns nobody stores.
     constexpr int STEPS = LATENT / 16 / 4;
     uint32_t qa[STEPS][4];
     load_queries<Cache, STEPS, 4>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, part, lane);
 
     const uint32_t* table = block_table + seq_blocks[token_seq[row]];
     Cache* tiles = reinterpret_cast<Cache*>(shared); // a ring of STAGES
-    uint32_t next = table[begin * UNIT / PAGE]; // the next copy's page, asked for one copy ahead
+    uint32_t next = table[begin * UNIT / PAGE];      // the next copy's page, asked for one copy ahead
     const int left = last + 1 - begin * UNIT;
     auto rows_of = [&](int u) { return left - u * UNIT; };
     auto copy = [&](int u) {
@@ -80,8 +94,8 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
         }
 #pragma unroll
         for (int n = 0; n < 2; n++)
-            exchange[((u % 2 * 4 + part) * 2 + n) * WARP + lane] =
-                make_float4(s[0][n][0] + s[1][n][0], s[0][n][1] + s[1][n][1], s[0][n][2] + s[1][n][2], s[0][n][3] + s[1][n][3]);
+            exchange[((u % 2 * 4 + part) * 2 + n) * WARP + lane] = make_float4(
+                s[0][n][0] + s[1][n][0], s[0][n][1] + s[1][n][1], s[0][n][2] + s[1][n][2], s[0][n][3] + s[1][n][3]);
     };
 #pragma unroll
     for (int u = 0; u < STAGES - 1; u++) copy(u);
@@ -145,17 +159,22 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
             const int col = part * 128 + n / 2 * 16 + quad_column<Cache>(lane, n % 2);
             if (col >= value_dim) continue;
             const float2 x = quad_of<Cache>(o[n / 2 * 2], o[n / 2 * 2 + 1], r, n % 2);
-            if (splits == 1) *reinterpret_cast<uint32_t*>(out + ((size_t)row * heads + first_head + h) * value_dim + col) = pack_bf16(x.x * inverse, x.y * inverse);
-            else *reinterpret_cast<float2*>(partial + (size_t)at * value_dim + col) = x;
+            if (splits == 1)
+                *reinterpret_cast<uint32_t*>(out + ((size_t)row * heads + first_head + h) * value_dim + col) =
+                    pack_bf16(x.x * inverse, x.y * inverse);
+            else
+                *reinterpret_cast<float2*>(partial + (size_t)at * value_dim + col) = x;
         }
     }
 }
 
-#define DECODE_MLA(name, H, STAGES, Cache)                                                                                                                          \
-    KERNEL(name, 8 * H, const bf16* q, const Cache* keys, bf16* out, float* partial, float2* states, const int* rows, const int* positions,                 \
-           const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads, int key_dim, int value_dim, float scale) {                  \
-        begin_kernel();                                                                                                                                     \
-        decode_mla<H / 16, STAGES, Cache>(q, keys, out, partial, states, rows, positions, token_seq, seq_blocks, block_table, heads, key_dim, value_dim, scale);    \
+#define DECODE_MLA(name, H, STAGES, Cache)                                                                             \
+    KERNEL(name, 8 * H, const bf16* q, const Cache* keys, bf16* out, float* partial, float2* states, const int* rows,  \
+        const int* positions, const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads,     \
+        int key_dim, int value_dim, float scale) {                                                                     \
+        begin_kernel();                                                                                                \
+        decode_mla<H / 16, STAGES, Cache>(q, keys, out, partial, states, rows, positions, token_seq, seq_blocks,       \
+            block_table, heads, key_dim, value_dim, scale);                                                            \
     }
 DECODE_MLA(attention_decode_mla_16_bf16, 16, 4, bf16)
 DECODE_MLA(attention_decode_mla_32_bf16, 32, 4, bf16)

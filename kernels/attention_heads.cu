@@ -1,12 +1,16 @@
-// What queries, keys and values go through between their products and attention, in one pass: norm of heads, rotation, and keys and values into the cache.
+// What queries, keys and values go through between their products and attention, in one pass: norm of heads, rotation,
+// and keys and values into the cache.
 //
-//   a head x [dim]:   x[0, norm_width) = rmsnorm, if there is a norm;   (a, b) = (a cos - b sin, b cos + a sin) for pairs of x[at, at + 2 half)
+//   a head x [dim]:   x[0, norm_width) = rmsnorm, if there is a norm;   (a, b) = (a cos - b sin, b cos + a sin) for
+//   pairs of x[at, at + 2 half)
 //
-// q [T, q.heads * q.dim] changes in place; k [T, k.heads * k.dim] and v [T, k.heads * v_dim] bf16 (v null: MLA) go to the cache (layout: attention.cuh), at positions[t] of
-// sequence token_seq[t]; a negative position is not stored. angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i, 2i + 1). In between all is f32.
+// q [T, q.heads * q.dim] changes in place; k [T, k.heads * k.dim] and v [T, k.heads * v_dim] bf16 (v null: MLA) go to
+// the cache (layout: attention.cuh), at positions[t] of sequence token_seq[t]; a negative position is not stored.
+// angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i, 2i + 1). In between all is f32.
 // A warp takes a head. Dimensions, `at`, and norm_width are multiples of 8, dim <= 576.
 //
-//   attention_heads_{bf16|e4m3} (const AttentionHeads a)     grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / 8)), 256 threads, no dynamic shared memory
+//   attention_heads_{bf16|e4m3} (const AttentionHeads a)     grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) /
+//   8)), 256 threads, no dynamic shared memory
 #include "attention.cuh"
 
 constexpr int HEADS_WARPS = 8, MAX_DIM = 576;
@@ -27,8 +31,12 @@ struct AttentionHeads {
     int v_dim, half, interleaved;
 };
 
-__device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); }
-__device__ __forceinline__ void store_pair(e4m3* to, float a, float b) { *reinterpret_cast<uint16_t*>(to) = pack_e4m3(a, b); }
+__device__ __forceinline__ void store_pair(bf16* to, float a, float b) {
+    *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b);
+}
+__device__ __forceinline__ void store_pair(e4m3* to, float a, float b) {
+    *reinterpret_cast<uint16_t*>(to) = pack_e4m3(a, b);
+}
 
 template <class Cache> __device__ __forceinline__ void attention_heads(const AttentionHeads& a) {
     __shared__ float rows[HEADS_WARPS][MAX_DIM];
@@ -49,7 +57,8 @@ template <class Cache> __device__ __forceinline__ void attention_heads(const Att
     float squares = 0.0f;
     for (int i = 8 * lane; i < dim; i += 8 * WARP) {
         const uint4 x = *reinterpret_cast<const uint4*>(from + i);
-        const float v[8] = {low_f32(x.x), high_f32(x.x), low_f32(x.y), high_f32(x.y), low_f32(x.z), high_f32(x.z), low_f32(x.w), high_f32(x.w)};
+        const float v[8] = {low_f32(x.x), high_f32(x.x), low_f32(x.y), high_f32(x.y), low_f32(x.z), high_f32(x.z),
+            low_f32(x.w), high_f32(x.w)};
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             row[i + j] = v[j];
@@ -65,7 +74,8 @@ template <class Cache> __device__ __forceinline__ void attention_heads(const Att
         }
         const float *cos_row = a.angles + (size_t)t * 2 * a.half, *sin_row = cos_row + a.half;
         for (int i = lane; i < a.half; i += WARP) {
-            float *first = row + heads.at + (a.interleaved ? 2 * i : i), *second = a.interleaved ? first + 1 : first + a.half;
+            float *first = row + heads.at + (a.interleaved ? 2 * i : i),
+                  *second = a.interleaved ? first + 1 : first + a.half;
             const float u = *first, v = *second, c = cos_row[i], s = sin_row[i];
             *first = u * c - v * s;
             *second = v * c + u * s;
@@ -80,9 +90,10 @@ template <class Cache> __device__ __forceinline__ void attention_heads(const Att
     const int position = a.positions[t];
     if (position < 0) return;
     const uint32_t block = a.block_table[a.seq_blocks[a.token_seq[t]] + position / PAGE];
-    Cache* to = (Cache*)(value ? a.values : a.keys) + (((size_t)block * a.k.heads + head) * PAGE + position % PAGE) * dim;
+    Cache* to =
+        (Cache*)(value ? a.values : a.keys) + (((size_t)block * a.k.heads + head) * PAGE + position % PAGE) * dim;
     for (int i = 2 * lane; i < dim; i += 2 * WARP) store_pair(to + i, row[i], row[i + 1]);
 }
 
-KERNEL(attention_heads_bf16, HEADS_WARPS * WARP, const __grid_constant__ AttentionHeads a) { attention_heads<bf16>(a); }
-KERNEL(attention_heads_e4m3, HEADS_WARPS * WARP, const __grid_constant__ AttentionHeads a) { attention_heads<e4m3>(a); }
+KERNEL(attention_heads_bf16, HEADS_WARPS* WARP, const __grid_constant__ AttentionHeads a) { attention_heads<bf16>(a); }
+KERNEL(attention_heads_e4m3, HEADS_WARPS* WARP, const __grid_constant__ AttentionHeads a) { attention_heads<e4m3>(a); }

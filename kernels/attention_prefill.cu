@@ -1,12 +1,14 @@
 // Causal attention of many tokens over the paged cache (flash_tile.cuh), for grouped queries.
 //
-// q [T, heads * key_dim], out [T, heads * value_dim] bf16; cache: attention.cuh. The positions of a sequence's tokens are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already.
+// q [T, heads * key_dim], out [T, heads * value_dim] bf16; cache: attention.cuh. The positions of a sequence's tokens
+// are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already.
 //   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / (heads / kv_heads)]) values[...]
-// Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in each head's softmax and bring no value.
-// attention_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, both multiples of 8: choose the first that holds both of
+// Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in
+// each head's softmax and bring no value. attention_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <=
+// VD, both multiples of 8: choose the first that holds both of
 //   64_64, 96_96, 128_128, 192_128 with ROWS = 128 query rows to a tile, 256_256 with ROWS = 64.
-// tiles[n]: {sequence, first row in the batch}; a tile ends after ROWS rows or at seq_first[sequence + 1]. Best order: tiles with the most positions first (9% faster than last at 8192 tokens).
-// A tile with a negative sequence is skipped.
+// tiles[n]: {sequence, first row in the batch}; a tile ends after ROWS rows or at seq_first[sequence + 1]. Best order:
+// tiles with the most positions first (9% faster than last at 8192 tokens). A tile with a negative sequence is skipped.
 //   grid (heads, n), 128 threads, dynamic shared bytes: 2 * (ROWS + 64) * (KD + 8) + 128 * (VD + 8) for bf16;
 //   2 * ROWS * (KD + 8) + 128 * (max(KD, VD) + 8) + 64 * (KD + VD) for e4m3.
 //   (bf16: 64: 46080, 96: 66560, 128: 87040, 192_128: 94208, 256: 101376)
@@ -14,7 +16,7 @@
 #include "flash_tile.cuh"
 
 template <class Cache> struct Paged {
-    const Cache *keys, *values; // the head's part of block 0
+    const Cache *keys, *values;        // the head's part of block 0
     uint32_t key_stride, value_stride; // between blocks
     const uint32_t* table;
     int key_dim, value_dim, count; // positions that may be read
@@ -47,13 +49,15 @@ template <int KD, int VD> struct PagedTiles<KD, VD, bf16> {
     }
     __device__ __forceinline__ void copy_keys(int j) {
         if (PAGE * j < cache.count)
-            copy_rows<PAGE, KD, TILE_THREADS>(key_tile, cache.keys + (size_t)cache.id * cache.key_stride, cache.key_dim, cache.key_dim, cache.count - PAGE * j, threadIdx.x);
+            copy_rows<PAGE, KD, TILE_THREADS>(key_tile, cache.keys + (size_t)cache.id * cache.key_stride, cache.key_dim,
+                cache.key_dim, cache.count - PAGE * j, threadIdx.x);
         copy_async_commit();
     }
     __device__ __forceinline__ const bf16* keys(int j) {
         copy_async_wait<0>();
         __syncthreads();
-        copy_rows<PAGE, VD, TILE_THREADS>(value_tile, cache.values + (size_t)cache.id * cache.value_stride, cache.value_dim, cache.value_dim, cache.count - PAGE * j, threadIdx.x);
+        copy_rows<PAGE, VD, TILE_THREADS>(value_tile, cache.values + (size_t)cache.id * cache.value_stride,
+            cache.value_dim, cache.value_dim, cache.count - PAGE * j, threadIdx.x);
         copy_async_commit();
         return key_tile;
     }
@@ -75,28 +79,33 @@ template <int KD, int VD> struct PagedTiles<KD, VD, e4m3> {
     uint32_t key_inverse, value_inverse;
 
     __device__ __forceinline__ PagedTiles(const Paged<e4m3>& from, int first, unsigned char* shared)
-        : cache(from), tile(reinterpret_cast<bf16*>(shared)), raw_keys(shared + PAGE * KEY_PITCH * 2), raw_values(raw_keys + PAGE * KD) {
+        : cache(from), tile(reinterpret_cast<bf16*>(shared)), raw_keys(shared + PAGE * KEY_PITCH * 2),
+          raw_values(raw_keys + PAGE * KD) {
         key_inverse = reciprocal(cache.key_dim);
         value_inverse = reciprocal(cache.value_dim);
-        clear_shared<TILE_THREADS>(tile, PAGE * KEY_PITCH * 2, threadIdx.x); // columns past the head stay zero, or at least finite
+        clear_shared<TILE_THREADS>(
+            tile, PAGE * KEY_PITCH * 2, threadIdx.x); // columns past the head stay zero, or at least finite
         cache.begin(first);
         copy_keys(first);
         copy_values(first);
     }
     __device__ __forceinline__ void copy_keys(int j) {
         if (PAGE * j < cache.count)
-            copy_raw<PAGE, KD, TILE_THREADS>(raw_keys, cache.keys + (size_t)cache.id * cache.key_stride, cache.key_dim, min(PAGE, cache.count - PAGE * j), threadIdx.x);
+            copy_raw<PAGE, KD, TILE_THREADS>(raw_keys, cache.keys + (size_t)cache.id * cache.key_stride, cache.key_dim,
+                min(PAGE, cache.count - PAGE * j), threadIdx.x);
         copy_async_commit();
     }
     __device__ __forceinline__ void copy_values(int j) {
         if (PAGE * j < cache.count)
-            copy_raw<PAGE, VD, TILE_THREADS>(raw_values, cache.values + (size_t)cache.id * cache.value_stride, cache.value_dim, min(PAGE, cache.count - PAGE * j), threadIdx.x);
+            copy_raw<PAGE, VD, TILE_THREADS>(raw_values, cache.values + (size_t)cache.id * cache.value_stride,
+                cache.value_dim, min(PAGE, cache.count - PAGE * j), threadIdx.x);
         copy_async_commit();
     }
     __device__ __forceinline__ const bf16* keys(int j) {
         copy_async_wait<1>();
         __syncthreads();
-        widen_rows<PAGE, KD, TILE_THREADS, KEY_PITCH>(tile, raw_keys, cache.key_dim, key_inverse, cache.count - PAGE * j, threadIdx.x);
+        widen_rows<PAGE, KD, TILE_THREADS, KEY_PITCH>(
+            tile, raw_keys, cache.key_dim, key_inverse, cache.count - PAGE * j, threadIdx.x);
         cache.advance(j);
         copy_keys(j + 1);
         __syncthreads();
@@ -105,7 +114,8 @@ template <int KD, int VD> struct PagedTiles<KD, VD, e4m3> {
     __device__ __forceinline__ const bf16* values(int j) {
         copy_async_wait<1>();
         __syncthreads();
-        widen_rows<PAGE, VD, TILE_THREADS, VALUE_PITCH>(tile, raw_values, cache.value_dim, value_inverse, cache.count - PAGE * j, threadIdx.x);
+        widen_rows<PAGE, VD, TILE_THREADS, VALUE_PITCH>(
+            tile, raw_values, cache.value_dim, value_inverse, cache.count - PAGE * j, threadIdx.x);
         copy_values(j + 1);
         __syncthreads();
         return tile;
@@ -113,9 +123,9 @@ template <int KD, int VD> struct PagedTiles<KD, VD, e4m3> {
 };
 
 template <int KD, int VD, int MT, class Cache>
-__device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const Cache* values, bf16* out, int2 tile, const int* seq_first, const int* positions,
-                                        const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale,
-                                        int window, const float* sinks) {
+__device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const Cache* values, bf16* out, int2 tile,
+    const int* seq_first, const int* positions, const int* seq_blocks, const uint32_t* block_table, int heads,
+    int kv_heads, int key_dim, int value_dim, float scale, int window, const float* sinks) {
     using Tile = FlashTile<KD, VD, MT, true>;
     DYNAMIC_SHARED(unsigned char, shared);
     if (tile.x < 0) return;
@@ -123,7 +133,8 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
     const int rows = min(Tile::ROWS, seq_first[tile.x + 1] - first), count = positions[first + rows - 1] + 1;
 
     bf16* queries = reinterpret_cast<bf16*>(shared);
-    copy_rows<Tile::ROWS, KD, TILE_THREADS>(queries, q + ((size_t)first * heads + head) * key_dim, heads * key_dim, key_dim, rows, threadIdx.x);
+    copy_rows<Tile::ROWS, KD, TILE_THREADS>(
+        queries, q + ((size_t)first * heads + head) * key_dim, heads * key_dim, key_dim, rows, threadIdx.x);
 
     Paged<Cache> cache;
     cache.keys = page_of(keys, 0, kv_heads, kv_head, key_dim);
@@ -138,16 +149,17 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
     work.begin(positions[first], count - 1, window);
     PagedTiles<KD, VD, Cache> source(cache, work.first_page(), shared + Tile::QUERY_BYTES);
     work.run(source, queries, scale * LOG2_E);
-    work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows, sink_of(sinks, head));
+    work.finish(out + ((size_t)first * heads + head) * value_dim, (size_t)heads * value_dim, value_dim, rows,
+        sink_of(sinks, head));
 }
 
-#define PREFILL(name, KD, VD, MT, Cache)                                                                                                                 \
-    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, const int2* tiles, const int* seq_first, const int* positions,   \
-           const int* seq_blocks, const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,             \
-           const float* sinks) {                                                                                                                         \
-        begin_kernel();                                                                                                                                  \
-        prefill<KD, VD, MT, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks, block_table, heads, kv_heads, key_dim,     \
-                                   value_dim, scale, window, sinks);                                                                                     \
+#define PREFILL(name, KD, VD, MT, Cache)                                                                               \
+    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, const int2* tiles,             \
+        const int* seq_first, const int* positions, const int* seq_blocks, const uint32_t* block_table, int heads,     \
+        int kv_heads, int key_dim, int value_dim, float scale, int window, const float* sinks) {                       \
+        begin_kernel();                                                                                                \
+        prefill<KD, VD, MT, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks,          \
+            block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
     }
 PREFILL(attention_prefill_64_64_bf16, 64, 64, 2, bf16)
 PREFILL(attention_prefill_96_96_bf16, 96, 96, 2, bf16)

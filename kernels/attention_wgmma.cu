@@ -1,8 +1,10 @@
-// Causal attention of many tokens with Hopper's own instructions: what attention_prefill.cu does over bf16 caches with heads of up to 128 numbers, and attention_prefill_mla.cu
-// with keys of 128 + 64 and values of 128. Only on compute capability 9.0 (in code for other cards these kernels are empty).
+// Causal attention of many tokens with Hopper's own instructions: what attention_prefill.cu does over bf16 caches with
+// heads of up to 128 numbers, and attention_prefill_mla.cu with keys of 128 + 64 and values of 128. Only on compute
+// capability 9.0 (in code for other cards these kernels are empty).
 //
-// A block owns 128 queries of a head, and walks their context in steps of 128 positions. One thread of a warpgroup brings keys and values by tensor copies into two buffers; two more
-// warpgroups, to which it leaves its registers, have 64 queries each. The tensor cores add the values of a step while the softmax of the next one is computed:
+// A block owns 128 queries of a head, and walks their context in steps of 128 positions. One thread of a warpgroup
+// brings keys and values by tensor copies into two buffers; two more warpgroups, to which it leaves its registers, have
+// 64 queries each. The tensor cores add the values of a step while the softmax of the next one is computed:
 //
 //     S = Q K(0)^T;  P = softmax(S)
 //     for j = 1 ..:  S = Q K(j)^T and O += P V(j - 1) begin;  S done: softmax(S);  O done: rescale O;  P = S
@@ -11,7 +13,8 @@
 // Tensor maps as in gemm_wgmma.cu, boxes of 64 by 64:  q {key_dim, T, heads}, pitches {heads key_dim, key_dim};
 //   keys {key_dim, 64, blocks kv_heads} and values {value_dim, 64, blocks kv_heads} without gaps;
 //   expanded {256, positions, heads}, pitches {heads 256, 256};  rotated {64, positions, 1}, pitch 64.
-// Columns past a head come as zeros, which is how smaller heads are served. tiles, seq_first, positions, seq_blocks, block_table: attention_prefill.cu; the others: attention_prefill_mla.cu.
+// Columns past a head come as zeros, which is how smaller heads are served. tiles, seq_first, positions, seq_blocks,
+// block_table: attention_prefill.cu; the others: attention_prefill_mla.cu.
 //
 // Launch: 384 threads
 //   kernel                              argument          grid                                         shared bytes
@@ -43,7 +46,8 @@ struct LatentWgmma {
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = (CONSUMERS + 1) * WARPGROUP;
 
 #ifdef HAS_WGMMA
-constexpr int QUERIES = 128, STEP = 128, STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128, COLUMNS_BYTES = 2 * BOX_BYTES; // 64 columns of 128 rows
+constexpr int QUERIES = 128, STEP = 128, STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128,
+              COLUMNS_BYTES = 2 * BOX_BYTES; // 64 columns of 128 rows
 
 // Pages of the cache. What lies in a page after the last position is somebody else's.
 template <int KEY_BOXES, int VALUE_BOXES> struct Pages {
@@ -52,15 +56,23 @@ template <int KEY_BOXES, int VALUE_BOXES> struct Pages {
     const uint32_t* table;
     int kv_heads, kv_head, count;
 
-    __device__ __forceinline__ int page(int step, int half) const { return (int)table[min(2 * step + half, (count - 1) / PAGE)] * kv_heads + kv_head; }
-    __device__ __forceinline__ void keys(unsigned char* to, uint64_t* full, int step) const { copy<KEY_BOXES>(to, key_map, full, step); }
-    __device__ __forceinline__ void values(unsigned char* to, uint64_t* full, int step) const { copy<VALUE_BOXES>(to, value_map, full, step); }
-    template <int BOXES> __device__ __forceinline__ void copy(unsigned char* to, const TensorMap* map, uint64_t* full, int step) const {
+    __device__ __forceinline__ int page(int step, int half) const {
+        return (int)table[min(2 * step + half, (count - 1) / PAGE)] * kv_heads + kv_head;
+    }
+    __device__ __forceinline__ void keys(unsigned char* to, uint64_t* full, int step) const {
+        copy<KEY_BOXES>(to, key_map, full, step);
+    }
+    __device__ __forceinline__ void values(unsigned char* to, uint64_t* full, int step) const {
+        copy<VALUE_BOXES>(to, value_map, full, step);
+    }
+    template <int BOXES>
+    __device__ __forceinline__ void copy(unsigned char* to, const TensorMap* map, uint64_t* full, int step) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int which = page(step, half);
 #pragma unroll
-            for (int b = 0; b < BOXES; b++) tensor_copy(to + b * COLUMNS_BYTES + half * BOX_BYTES, map, full, 64 * b, 0, which);
+            for (int b = 0; b < BOXES; b++)
+                tensor_copy(to + b * COLUMNS_BYTES + half * BOX_BYTES, map, full, 64 * b, 0, which);
         }
     }
 };
@@ -86,12 +98,14 @@ struct Expanded {
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int b = 0; b < 2; b++)
-                tensor_copy(to + b * COLUMNS_BYTES + half * BOX_BYTES, expanded, full, 128 + 64 * b, STEP * step + 64 * half, head);
+                tensor_copy(to + b * COLUMNS_BYTES + half * BOX_BYTES, expanded, full, 128 + 64 * b,
+                    STEP * step + 64 * half, head);
     }
 };
 
 template <int KEY_BOXES, int VALUE_BOXES> struct Shared {
-    static constexpr int KEY_BYTES = KEY_BOXES * COLUMNS_BYTES, VALUE_BYTES = VALUE_BOXES * COLUMNS_BYTES, STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
+    static constexpr int KEY_BYTES = KEY_BOXES * COLUMNS_BYTES, VALUE_BYTES = VALUE_BOXES * COLUMNS_BYTES,
+                         STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
     unsigned char *queries, *stages;
     uint64_t *queries_full, *keys_full, *values_full, *keys_empty, *values_empty;
 
@@ -124,7 +138,8 @@ template <int KEY_BOXES, int VALUE_BOXES> struct Shared {
 
 // The copying warpgroup's part, one thread of it: queries from row `first` on, then all steps.
 template <int KEY_BOXES, int VALUE_BOXES, class Source>
-__device__ __forceinline__ void bring(const Shared<KEY_BOXES, VALUE_BOXES>& shared, const Source& source, const TensorMap* q, int first, int head, int steps) {
+__device__ __forceinline__ void bring(const Shared<KEY_BOXES, VALUE_BOXES>& shared, const Source& source,
+    const TensorMap* q, int first, int head, int steps) {
     using S = Shared<KEY_BOXES, VALUE_BOXES>;
     fewer_registers<24>();
     if (threadIdx.x != CONSUMERS * WARPGROUP) return;
@@ -134,7 +149,8 @@ __device__ __forceinline__ void bring(const Shared<KEY_BOXES, VALUE_BOXES>& shar
     for (int b = 0; b < KEY_BOXES; b++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            tensor_copy(shared.queries + b * COLUMNS_BYTES + half * BOX_BYTES, q, shared.queries_full, 64 * b, first + 64 * half, head);
+            tensor_copy(shared.queries + b * COLUMNS_BYTES + half * BOX_BYTES, q, shared.queries_full, 64 * b,
+                first + 64 * half, head);
     for (int step = 0; step < steps; step++) {
         const int stage = step % STAGES, empty = step / STAGES % 2 ^ 1;
         mbarrier_wait(shared.keys_empty + stage, empty);
@@ -148,7 +164,8 @@ __device__ __forceinline__ void bring(const Shared<KEY_BOXES, VALUE_BOXES>& shar
 
 // A warpgroup's part: FlashTile::run with other instructions.
 template <class Source, int KEY_BOXES, int VALUE_BOXES, class Tile>
-__device__ __forceinline__ void attend(Tile& work, const Shared<KEY_BOXES, VALUE_BOXES>& shared, int count, int steps, float scale_log2) {
+__device__ __forceinline__ void attend(
+    Tile& work, const Shared<KEY_BOXES, VALUE_BOXES>& shared, int count, int steps, float scale_log2) {
     if (steps == 0) return;
     const int warp_row = threadIdx.x / WARP * 16, lane = threadIdx.x % WARP, warpgroup = threadIdx.x / WARPGROUP;
     const unsigned char* queries = shared.queries + warpgroup * BOX_BYTES;
@@ -163,8 +180,10 @@ __device__ __forceinline__ void attend(Tile& work, const Shared<KEY_BOXES, VALUE
         for (int k = 0; k < 4 * KEY_BOXES; k++) {
             const int at = k / 4 * COLUMNS_BYTES + k % 4 * 32;
             const uint64_t q = wgmma_operand(queries + at), keys = wgmma_operand(shared.keys(stage) + at);
-            if (k == 0) wgmma_set(s[0], q, keys);
-            else wgmma(s[0], q, keys);
+            if (k == 0)
+                wgmma_set(s[0], q, keys);
+            else
+                wgmma(s[0], q, keys);
         }
         wgmma_commit();
     };
@@ -176,13 +195,15 @@ __device__ __forceinline__ void attend(Tile& work, const Shared<KEY_BOXES, VALUE
             // Zero times what may not even be a number. Both warpgroups write the same.
             for (int i = (count - STEP * step) * 8 + threadIdx.x % WARPGROUP; i < STEP * 8; i += WARPGROUP)
 #pragma unroll
-                for (int b = 0; b < VALUE_BOXES; b++) *(uint4*)(values + b * COLUMNS_BYTES + 16 * i) = make_uint4(0, 0, 0, 0);
+                for (int b = 0; b < VALUE_BOXES; b++)
+                    *(uint4*)(values + b * COLUMNS_BYTES + 16 * i) = make_uint4(0, 0, 0, 0);
             shared_to_async();
             barrier_sync(1 + warpgroup, WARPGROUP);
         }
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 8; k++) wgmma_columns(work.o[0], p[k], wgmma_operand_columns(values + k * 16 * 128, COLUMNS_BYTES));
+        for (int k = 0; k < 8; k++)
+            wgmma_columns(work.o[0], p[k], wgmma_operand_columns(values + k * 16 * 128, COLUMNS_BYTES));
         wgmma_commit();
     };
     auto soften = [&](int step) {
@@ -231,14 +252,16 @@ template <int BOXES> __device__ __forceinline__ void attention_wgmma(const Atten
     const int head = blockIdx.x, first = tile.y, rows = min(QUERIES, a.seq_first[tile.x + 1] - first);
     const int seen = a.positions[first], count = seen + rows, steps = div_ceil(count, STEP);
     if (threadIdx.x >= CONSUMERS * WARPGROUP) {
-        const Pages<BOXES, BOXES> pages{&a.keys, &a.values, a.block_table + a.seq_blocks[tile.x], a.kv_heads, head / (a.heads / a.kv_heads), count};
+        const Pages<BOXES, BOXES> pages{
+            &a.keys, &a.values, a.block_table + a.seq_blocks[tile.x], a.kv_heads, head / (a.heads / a.kv_heads), count};
         return bring(shared, pages, &a.q, first, head, steps);
     }
     more_registers<240>();
     Tile work;
     work.begin(seen, count - 1);
     attend<Pages<BOXES, BOXES>>(work, shared, count, steps, a.scale * LOG2_E);
-    work.finish(a.out + ((size_t)first * a.heads + head) * a.value_dim, (size_t)a.heads * a.value_dim, a.value_dim, rows, sink_of(a.sinks, head));
+    work.finish(a.out + ((size_t)first * a.heads + head) * a.value_dim, (size_t)a.heads * a.value_dim, a.value_dim,
+        rows, sink_of(a.sinks, head));
 }
 
 __device__ __forceinline__ void latent_wgmma(const LatentWgmma& a) {
@@ -247,25 +270,35 @@ __device__ __forceinline__ void latent_wgmma(const LatentWgmma& a) {
     const Shared<3, 2> shared(dynamic);
     begin_kernel();
     // The last rows see most: they begin.
-    const int head = blockIdx.x, offset = (gridDim.y - 1 - blockIdx.y) * QUERIES, first = a.row_first + offset, rows = min(QUERIES, a.row_end - first);
-    const int seen = a.positions[first] - a.from, count = min(a.to - a.from, seen + rows), steps = max(div_ceil(count, STEP), 0);
+    const int head = blockIdx.x, offset = (gridDim.y - 1 - blockIdx.y) * QUERIES, first = a.row_first + offset,
+              rows = min(QUERIES, a.row_end - first);
+    const int seen = a.positions[first] - a.from, count = min(a.to - a.from, seen + rows),
+              steps = max(div_ceil(count, STEP), 0);
     if (count <= 0 && !a.first && !a.last) return;
     shared.begin();
-    if (threadIdx.x >= CONSUMERS * WARPGROUP) return bring(shared, Expanded{&a.expanded, &a.rotated, head}, &a.q, first, head, steps);
+    if (threadIdx.x >= CONSUMERS * WARPGROUP)
+        return bring(shared, Expanded{&a.expanded, &a.rotated, head}, &a.q, first, head, steps);
     more_registers<240>();
     Tile work;
     work.begin(seen, count - 1);
     const size_t at = (size_t)offset * a.heads + head;
     if (!a.first) flash_state<true>(work, a.max + at, a.sum + at, a.acc + at * 128, a.heads, 128, rows);
     attend<Expanded>(work, shared, count, steps, a.scale * LOG2_E);
-    if (a.last) work.finish(a.out + ((size_t)first * a.heads + head) * 128, (size_t)a.heads * 128, 128, rows);
-    else flash_state<false>(work, a.max + at, a.sum + at, a.acc + at * 128, a.heads, 128, rows);
+    if (a.last)
+        work.finish(a.out + ((size_t)first * a.heads + head) * 128, (size_t)a.heads * 128, 128, rows);
+    else
+        flash_state<false>(work, a.max + at, a.sum + at, a.acc + at * 128, a.heads, 128, rows);
 }
-#define WITH_WGMMA(body) { body; }
+#define WITH_WGMMA(body)                                                                                               \
+    { body; }
 #else
-#define WITH_WGMMA(body) {}
+#define WITH_WGMMA(body)                                                                                               \
+    {}
 #endif
 
-KERNEL_BLOCKS(attention_prefill_wgmma_64_64, THREADS, 1, const __grid_constant__ AttentionWgmma a) WITH_WGMMA(attention_wgmma<1>(a))
-KERNEL_BLOCKS(attention_prefill_wgmma_128_128, THREADS, 1, const __grid_constant__ AttentionWgmma a) WITH_WGMMA(attention_wgmma<2>(a))
-KERNEL_BLOCKS(attention_prefill_mla_wgmma, THREADS, 1, const __grid_constant__ LatentWgmma a) WITH_WGMMA(latent_wgmma(a))
+KERNEL_BLOCKS(attention_prefill_wgmma_64_64, THREADS, 1, const __grid_constant__ AttentionWgmma a)
+WITH_WGMMA(attention_wgmma<1>(a))
+    KERNEL_BLOCKS(attention_prefill_wgmma_128_128, THREADS, 1, const __grid_constant__ AttentionWgmma a)
+        WITH_WGMMA(attention_wgmma<2>(a))
+            KERNEL_BLOCKS(attention_prefill_mla_wgmma, THREADS, 1, const __grid_constant__ LatentWgmma a)
+                WITH_WGMMA(latent_wgmma(a))

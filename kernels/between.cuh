@@ -9,7 +9,8 @@ struct Between {
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// Of a row of expert `e`:  silu(gate) * up,  or with both held to the limit  gate / (1 + exp(-alpha gate)) * (up + 1).  Source: HF modeling_gpt_oss.
+// Of a row of expert `e`:  silu(gate) * up,  or with both held to the limit  gate / (1 + exp(-alpha gate)) * (up + 1).
+// Source: HF modeling_gpt_oss.
 __device__ __forceinline__ float activate(const Between& between, int e, int row, int rows, float gate, float up) {
     if (between.gate) {
         gate += between.gate[(size_t)e * rows + row];
@@ -21,4 +22,6 @@ __device__ __forceinline__ float activate(const Between& between, int e, int row
     return __fdividef(gate, 1.0f + __expf(-between.alpha * gate)) * (up + 1.0f);
 }
 
-__device__ __forceinline__ float down_bias(const Between& between, int e, int row, int rows) { return between.down ? between.down[(size_t)e * rows + row] : 0.0f; }
+__device__ __forceinline__ float down_bias(const Between& between, int e, int row, int rows) {
+    return between.down ? between.down[(size_t)e * rows + row] : 0.0f;
+}

@@ -1,7 +1,9 @@
-// What every kernel shares: bf16, fragments of the tensor cores, asynchronous copies, reductions, flags seen by the CPU.
+// What every kernel shares: bf16, fragments of the tensor cores, asynchronous copies, reductions, flags seen by the
+// CPU.
 //
-// All inline PTX of the project stands here or in device.cuh, so that kernels/emulator can give each of these functions a meaning on a CPU:
-// the same kernel sources then run, slowly, where there is no GPU. Kernels must use these functions instead of asm.
+// All inline PTX of the project stands here or in device.cuh, so that kernels/emulator can give each of these functions
+// a meaning on a CPU: the same kernel sources then run, slowly, where there is no GPU. Kernels must use these functions
+// instead of asm.
 #pragma once
 
 #ifdef EMULATED
@@ -11,18 +13,19 @@
 #endif
 
 // Defines a kernel that is launched by its name with exactly `threads` threads to a block.
-#define KERNEL(name, threads, ...)                                               \
-    extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__);      \
-    REGISTER_KERNEL(name, threads)                                                \
+#define KERNEL(name, threads, ...)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__);                                           \
+    REGISTER_KERNEL(name, threads)                                                                                     \
     extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
 
 // The same, with registers for `blocks` of them on a multiprocessor.
-#define KERNEL_BLOCKS(name, threads, blocks, ...)                                \
-    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__); \
-    REGISTER_KERNEL(name, threads)                                                \
+#define KERNEL_BLOCKS(name, threads, blocks, ...)                                                                      \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__);                                   \
+    REGISTER_KERNEL(name, threads)                                                                                     \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 
-// What every kernel does before it reads what others wrote, or writes what they read: it may have been launched before the one in front of it has ended.
+// What every kernel does before it reads what others wrote, or writes what they read: it may have been launched before
+// the one in front of it has ended.
 __device__ __forceinline__ void begin_kernel() {
     wait_for_previous_kernel();
     let_next_kernel_begin();

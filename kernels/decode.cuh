@@ -5,23 +5,33 @@
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 // Where the split-th of `splits` equal shares of `total` begins.
-__device__ __forceinline__ int share(int total, int split, int splits) { return (int)((long long)total * split / splits); }
+__device__ __forceinline__ int share(int total, int split, int splits) {
+    return (int)((long long)total * split / splits);
+}
 
-// Fragments of A from global memory: up to 16 rows of `dim` numbers, one after the other; columns 16 * (first + i * STEP) and on for i < N. Zeros outside.
-// In the order of columns that load_b_rows has for a cache of type Cache.
-template <class Cache, int N, int STEP> __device__ __forceinline__ void load_queries(uint32_t (&a)[N][4], const bf16* q, int rows, int dim, int first, int lane) {
+// Fragments of A from global memory: up to 16 rows of `dim` numbers, one after the other; columns 16 * (first + i *
+// STEP) and on for i < N. Zeros outside. In the order of columns that load_b_rows has for a cache of type Cache.
+template <class Cache, int N, int STEP>
+__device__ __forceinline__ void load_queries(
+    uint32_t (&a)[N][4], const bf16* q, int rows, int dim, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll
         for (int w = 0; w < 4; w++) {
-            const int row = lane / 4 + w % 2 * 8, at = sizeof(Cache) == 1 ? lane % 4 * 4 + w / 2 * 2 : lane % 4 * 2 + w / 2 * 8, col = (first + i * STEP) * 16 + at;
+            const int row = lane / 4 + w % 2 * 8,
+                      at = sizeof(Cache) == 1 ? lane % 4 * 4 + w / 2 * 2 : lane % 4 * 2 + w / 2 * 8,
+                      col = (first + i * STEP) * 16 + at;
             a[i][w] = row < rows && col < dim ? *reinterpret_cast<const uint32_t*>(q + (size_t)row * dim + col) : 0;
         }
 }
 
-// This lane's four outputs of row lane / 4 + 8 * r in a pair of output tiles: two neighbours in columns quad_column(lane, 0), two in quad_column(lane, 1).
-template <class Cache> __device__ __forceinline__ int quad_column(int lane, int half) { return sizeof(Cache) == 1 ? lane % 4 * 4 + half * 2 : lane % 4 * 2 + half * 8; }
-template <class Cache> __device__ __forceinline__ float2 quad_of(const float (&left)[4], const float (&right)[4], int r, int half) {
+// This lane's four outputs of row lane / 4 + 8 * r in a pair of output tiles: two neighbours in columns
+// quad_column(lane, 0), two in quad_column(lane, 1).
+template <class Cache> __device__ __forceinline__ int quad_column(int lane, int half) {
+    return sizeof(Cache) == 1 ? lane % 4 * 4 + half * 2 : lane % 4 * 2 + half * 8;
+}
+template <class Cache>
+__device__ __forceinline__ float2 quad_of(const float (&left)[4], const float (&right)[4], int r, int half) {
     if (sizeof(Cache) == 1) return make_float2(left[2 * r + half], right[2 * r + half]);
     return half ? make_float2(right[2 * r], right[2 * r + 1]) : make_float2(left[2 * r], left[2 * r + 1]);
 }

@@ -1,22 +1,30 @@
-// Routed experts in decode, 1 to 8 tokens: two kernels, no sorting, each weight read once for each token that asks for it (L2 sees the second).
+// Routed experts in decode, 1 to 8 tokens: two kernels, no sorting, each weight read once for each token that asks for
+// it (L2 sees the second).
 //
-//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token])           pair = token * top_k + slot; pairs not computed here are left alone;
-//                                                                                       or what `between` says (between.cuh)
+//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token])           pair = token * top_k + slot;
+//   pairs not computed here are left alone;
+//                                                                                       or what `between` says
+//                                                                                       (between.cuh)
 //   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e)   f32, one writer
 //
-// A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The products of a tile with one vector run on
-// the tensor cores (packed_gemv.cuh), with all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in front of
-// it has ended: gate_up must stand between it and whatever wrote ids, weights and experts.
-// FORMAT is bf16, int8, int4, mxfp4; `f16`: scales are, not bf16; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16 of 8.
+// A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The
+// products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with all of a warp's loads on their way
+// before the first is used. `down` reads routing and weights before the kernel in front of it has ended: gate_up must
+// stand between it and whatever wrote ids, weights and experts. FORMAT is bf16, int8, int4, mxfp4; `f16`: scales are,
+// not bf16; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16
+// of 8.
 //
 //   experts_gate_up_gemv_FORMAT   grid (ceil(intermediate / 16), tokens * top_k), block 256, no dynamic shared memory
-//       (ids: *const i32 [tokens, top_k], experts: *const u64, x: *const bf16, h: *mut bf16, hidden: i32, intermediate: i32, group: i32, f16: i32, num_experts: i32, top_k: i32, between: Between)
+//       (ids: *const i32 [tokens, top_k], experts: *const u64, x: *const bf16, h: *mut bf16, hidden: i32, intermediate:
+//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, between: Between)
 //   experts_down_gemv_FORMAT      grid (ceil(hidden / 16), tokens), block 512, no dynamic shared memory
-//       (ids, weights: *const f32 [tokens, top_k], experts, h: *const bf16, out: *mut f32, hidden: i32, intermediate: i32, group: i32, f16: i32, num_experts: i32, top_k: i32, between: Between)
+//       (ids, weights: *const f32 [tokens, top_k], experts, h: *const bf16, out: *mut f32, hidden: i32, intermediate:
+//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, between: Between)
 #include "between.cuh"
 #include "packed_gemv.cuh"
 
-constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512, DOWN_WARPS = DOWN_THREADS / WARP;
+constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
+              DOWN_WARPS = DOWN_THREADS / WARP;
 
 struct At {
     const uint8_t* tile;
@@ -26,8 +34,8 @@ struct At {
 };
 
 template <Format F, int DEPTH>
-__device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate, int group,
-                                        bool f16, int num_experts, int top_k, const Between& between) {
+__device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
+    int intermediate, int group, bool f16, int num_experts, int top_k, const Between& between) {
     __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
     const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     begin_kernel();
@@ -39,7 +47,9 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
     const uint8_t* tile = expert + (size_t)(2 * blockIdx.x + warp % 2) * tile_bytes<F>(hidden, group);
     const bf16* row = x + (size_t)(pair / top_k) * hidden;
     float sum[1][4] = {};
-    gemv_units<F, 1, DEPTH>(warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, group, f16, [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, sum);
+    gemv_units<F, 1, DEPTH>(
+        warp / 2, GATE_UP_WARPS / 2, div_ceil(hidden, UNIT), hidden, group, f16,
+        [&](int i) { return At{tile, i, {row}, 1.0f}; }, [] {}, sum);
     if (lane < 16 && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
@@ -54,8 +64,8 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
 }
 
 template <Format F, int DEPTH>
-__device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h, float* out, int hidden,
-                                     int intermediate, int group, bool f16, int num_experts, int top_k, const Between& between) {
+__device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
+    float* out, int hidden, int intermediate, int group, bool f16, int num_experts, int top_k, const Between& between) {
     __shared__ float part[DOWN_WARPS][TILE_ROWS];
     const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Lane j knows slot j; those that are here, in order, share out the units.
@@ -81,14 +91,15 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     weight = __shfl_sync(ALL_LANES, weight, slot);
     e = __shfl_sync(ALL_LANES, e, slot);
     const size_t tile_at = (size_t)(2 * div_ceil(intermediate, TILE_ROWS)) * tile_bytes<F>(hidden, group) +
-                           (size_t)blockIdx.x * tile_bytes<F>(intermediate, group);
+        (size_t)blockIdx.x * tile_bytes<F>(intermediate, group);
     const bf16* rows = h + (size_t)token * top_k * intermediate;
     float sum[1][4] = {};
     auto locate = [&](int i) {
         const int s = i / units;
         const uint64_t from = __shfl_sync(ALL_LANES, expert, s) + tile_at;
         const int row = __shfl_sync(ALL_LANES, slot, s);
-        return At{reinterpret_cast<const uint8_t*>(from), i - s * units, {rows + (size_t)row * intermediate}, __shfl_sync(ALL_LANES, weight, s)};
+        return At{reinterpret_cast<const uint8_t*>(from), i - s * units, {rows + (size_t)row * intermediate},
+            __shfl_sync(ALL_LANES, weight, s)};
     };
     gemv_units<F, 1, DEPTH>(warp, DOWN_WARPS, slots * units, intermediate, group, f16, locate, begin_kernel, sum);
     if (lane < 16 && lane % 4 == 0) {
@@ -113,14 +124,18 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     out[(size_t)token * hidden + to] += total;
 }
 
-#define GEMV(format, F, DEPTH, DOWN_DEPTH)                                                                                                         \
-    KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden,             \
-           int intermediate, int group, int f16, int num_experts, int top_k, const __grid_constant__ Between between) {                             \
-        gate_up<F, DEPTH>(ids, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, between);                         \
-    }                                                                                                                                               \
-    KERNEL(experts_down_gemv_##format, DOWN_THREADS, const int* ids, const float* weights, const uint64_t* experts, const bf16* h, float* out,      \
-           int hidden, int intermediate, int group, int f16, int num_experts, int top_k, const __grid_constant__ Between between) {                 \
-        down<F, DOWN_DEPTH>(ids, weights, experts, h, out, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, between);            \
+#define GEMV(format, F, DEPTH, DOWN_DEPTH)                                                                             \
+    KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, const int* ids, const uint64_t* experts, const bf16* x,     \
+        bf16* h, int hidden, int intermediate, int group, int f16, int num_experts, int top_k,                         \
+        const __grid_constant__ Between between) {                                                                     \
+        gate_up<F, DEPTH>(                                                                                             \
+            ids, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, between);          \
+    }                                                                                                                  \
+    KERNEL(experts_down_gemv_##format, DOWN_THREADS, const int* ids, const float* weights, const uint64_t* experts,    \
+        const bf16* h, float* out, int hidden, int intermediate, int group, int f16, int num_experts, int top_k,       \
+        const __grid_constant__ Between between) {                                                                     \
+        down<F, DOWN_DEPTH>(ids, weights, experts, h, out, hidden, intermediate, group, F != MXFP4 && f16,             \
+            num_experts, top_k, between);                                                                              \
     }
 #ifndef INT4_DEPTH
 #define INT4_DEPTH 8

@@ -2,9 +2,11 @@
 //
 //     for each page of 64 positions:  S = Q K^T;  mask at the diagonal;  online softmax;  O += P V
 //
-// 4 warps, each with 16 * MT rows and all columns: softmax needs no other warp, and P goes from the accumulator into the second product without leaving the registers.
-// With MT = 2 a fragment of K or V read from shared memory serves two products; with MT = 1 a product waits for shared memory. O takes MT * VD / 2 registers.
-// `Source` brings pages into shared memory: keys(j) and values(j) wait for them, meet the other warps, and start the next copy into the room that has become free.
+// 4 warps, each with 16 * MT rows and all columns: softmax needs no other warp, and P goes from the accumulator into
+// the second product without leaving the registers. With MT = 2 a fragment of K or V read from shared memory serves two
+// products; with MT = 1 a product waits for shared memory. O takes MT * VD / 2 registers. `Source` brings pages into
+// shared memory: keys(j) and values(j) wait for them, meet the other warps, and start the next copy into the room that
+// has become free.
 #pragma once
 #include "attention.cuh"
 
@@ -19,14 +21,18 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
     int window;
 
     // Row of the tile of this lane's r-th row of part m.
-    static __device__ __forceinline__ int row(int m, int r) { return (threadIdx.x / WARP * MT + m) * 16 + threadIdx.x % WARP / 4 + 8 * r; }
+    static __device__ __forceinline__ int row(int m, int r) {
+        return (threadIdx.x / WARP * MT + m) * 16 + threadIdx.x % WARP / 4 + 8 * r;
+    }
 
     __device__ __forceinline__ int seen_by(int i) const { return min(seen + i, last); }
 
     __device__ __forceinline__ int hidden_from(int i) const { return seen + i - window; }
 
     // The page that the first row begins with.
-    __device__ __forceinline__ int first_page() const { return !WINDOWS || hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / PAGE; }
+    __device__ __forceinline__ int first_page() const {
+        return !WINDOWS || hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / PAGE;
+    }
 
     __device__ __forceinline__ void begin(int first_seen, int last_position, int width = NO_WINDOW) {
         seen = first_seen;
@@ -47,7 +53,8 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
                 for (int i = 0; i < 4; i++) o[m][n][i] = 0.0f;
     }
 
-    __device__ __forceinline__ void scores(float (&s)[MT][8][4], const bf16* queries, const bf16* keys, int pitch) const {
+    __device__ __forceinline__ void scores(
+        float (&s)[MT][8][4], const bf16* queries, const bf16* keys, int pitch) const {
         const int lane = threadIdx.x % WARP;
         const bf16* mine = queries + threadIdx.x / WARP * 16 * MT * QUERY_PITCH;
 #pragma unroll
@@ -79,7 +86,8 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int position = first + n * 8 + (int)(threadIdx.x % 4) * 2 + i % 2;
-                    if (position > seen_by(row(m, i / 2)) || (WINDOWS && position <= hidden_from(row(m, i / 2)))) s[m][n][i] = -INFINITY;
+                    if (position > seen_by(row(m, i / 2)) || (WINDOWS && position <= hidden_from(row(m, i / 2))))
+                        s[m][n][i] = -INFINITY;
                 }
     }
 
@@ -112,13 +120,15 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
     template <class Source> __device__ __forceinline__ void run(Source& source, const bf16* queries, float scale_log2) {
         for (int j = first_page(); PAGE * j <= last; j++) {
             const int warp_row = threadIdx.x / WARP * 16 * MT, last_row = warp_row + 16 * MT - 1;
-            const bool sees = PAGE * j <= seen_by(last_row) && (!WINDOWS || PAGE * j + PAGE - 1 > hidden_from(warp_row)); // the same for the warp
+            const bool sees = PAGE * j <= seen_by(last_row) &&
+                (!WINDOWS || PAGE * j + PAGE - 1 > hidden_from(warp_row)); // the same for the warp
             uint32_t p[4][MT][4];
             const bf16* keys = source.keys(j);
             if (sees) {
                 float s[MT][8][4];
                 scores(s, queries, keys, Source::KEY_PITCH);
-                if (PAGE * j + PAGE - 1 > seen_by(warp_row) || (WINDOWS && PAGE * j <= hidden_from(last_row))) mask(s, PAGE * j);
+                if (PAGE * j + PAGE - 1 > seen_by(warp_row) || (WINDOWS && PAGE * j <= hidden_from(last_row)))
+                    mask(s, PAGE * j);
 #pragma unroll
                 for (int m = 0; m < MT; m++) rescale(m, online_softmax(s[m], max[m], sum[m], scale_log2));
 #pragma unroll
@@ -138,20 +148,27 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float total = quad_sum(sum[m][r]);
-                if (sink != -INFINITY) total += fast_exp2(sink - max[m][r]); // of a sink so large that this is infinite nothing is left for others
+                if (sink != -INFINITY)
+                    total += fast_exp2(
+                        sink - max[m][r]); // of a sink so large that this is infinite nothing is left for others
                 const float inverse = 1.0f / total;
                 if (row(m, r) >= rows) continue;
                 bf16* to = out + row(m, r) * pitch + threadIdx.x % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < VD / 8; n++) {
-                    if (n * 8 < dim) *reinterpret_cast<uint32_t*>(to + n * 8) = pack_bf16(o[m][n][2 * r] * inverse, o[m][n][2 * r + 1] * inverse);
+                    if (n * 8 < dim)
+                        *reinterpret_cast<uint32_t*>(to + n * 8) =
+                            pack_bf16(o[m][n][2 * r] * inverse, o[m][n][2 * r + 1] * inverse);
                 }
             }
     }
 };
 
-// Reads or writes the state of a tile between two segments of its context: max and sum [rows, heads], acc [rows, heads, dim]; sums are kept whole, not in shares.
-template <bool LOAD, class Tile> __device__ __forceinline__ void flash_state(Tile& work, float* max, float* sum, float* acc, int heads, int dim, int rows) {
+// Reads or writes the state of a tile between two segments of its context: max and sum [rows, heads], acc [rows, heads,
+// dim]; sums are kept whole, not in shares.
+template <bool LOAD, class Tile>
+__device__ __forceinline__ void flash_state(
+    Tile& work, float* max, float* sum, float* acc, int heads, int dim, int rows) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < (int)(sizeof work.max / sizeof work.max[0]); m++)

@@ -1,16 +1,19 @@
 // Dense products of many tokens, BF16 on tensor cores: y[t, i] = (add ? y[t, i] : 0) + sum_k x[t, k] w[i, k] + bias[i].
 //
-// x [tokens, k] bf16 rows of pitch x_pitch; w [n, k] bf16 rows without gaps; y [tokens, n] bf16 or f32, pitch y_pitch; bias [n] f32 or null.
-// A batch (grid z) multiplies x + z x_batch by w + z w_batch into y + z y_batch (all in elements); the bias is the same for all.
-// tokens >= 1 of any number, n and k multiples of 8, pitches and batch steps multiples of 8, bases aligned to 16 bytes.
+// x [tokens, k] bf16 rows of pitch x_pitch; w [n, k] bf16 rows without gaps; y [tokens, n] bf16 or f32, pitch y_pitch;
+// bias [n] f32 or null. A batch (grid z) multiplies x + z x_batch by w + z w_batch into y + z y_batch (all in
+// elements); the bias is the same for all. tokens >= 1 of any number, n and k multiples of 8, pitches and batch steps
+// multiples of 8, bases aligned to 16 bytes.
 //
-// A block of four warps owns BM tokens times BN outputs and walks k in steps of 64 through STAGES buffers of shared memory, filled by
-// asynchronous copies. With `splits` > 1 (grid y) a tile is shared by so many blocks, each with a part of k: they leave f32 sums in `partial`,
-// and the last one to come adds them in the order of k (so the result has the same bits every time) and writes y. Counters begin as zero and
-// are zero again afterwards; launches that may run at the same time need workspaces of their own.
+// A block of four warps owns BM tokens times BN outputs and walks k in steps of 64 through STAGES buffers of shared
+// memory, filled by asynchronous copies. With `splits` > 1 (grid y) a tile is shared by so many blocks, each with a
+// part of k: they leave f32 sums in `partial`, and the last one to come adds them in the order of k (so the result has
+// the same bits every time) and writes y. Counters begin as zero and are zero again afterwards; launches that may run
+// at the same time need workspaces of their own.
 //
-// Launch: grid (div_ceil(tokens, BM) * div_ceil(n, BN), splits, batch), 128 threads, dynamic shared memory as below (above 48 KB: ask for it
-// with cuFuncSetAttribute). Workspace for splits > 1: counters [tiles] u32, partial [splits][tiles][BM BN] f32, tiles = grid x times grid z.
+// Launch: grid (div_ceil(tokens, BM) * div_ceil(n, BN), splits, batch), 128 threads, dynamic shared memory as below
+// (above 48 KB: ask for it with cuFuncSetAttribute). Workspace for splits > 1: counters [tiles] u32, partial
+// [splits][tiles][BM BN] f32, tiles = grid x times grid z.
 //
 //   kernel (out: bf16_set, f32_set, f32_add)  BM   BN   shared bytes
 //   gemm_<out>_m32n128                         32  128        81,920
@@ -19,11 +22,11 @@
 //   gemm_<out>_m128n128                       128  128        98,304
 //   gemm_split3_m64n64                         64   64        98,304    f32_set; w is [3][n, k], see below
 //
-// Which: tokens up to 32 m32n128, up to 256 m64n64, above m128n128 where that gives 132 tiles, else m64n128; splits = max(1, min(div_ceil(256, tiles), k / 512, 8)).
-// On compute capability 9.0 from 128 tokens on gemm_wgmma.cu is faster.
+// Which: tokens up to 32 m32n128, up to 256 m64n64, above m128n128 where that gives 132 tiles, else m64n128; splits =
+// max(1, min(div_ceil(256, tiles), k / 512, 8)). On compute capability 9.0 from 128 tokens on gemm_wgmma.cu is faster.
 //
-// gemm_split3 multiplies with f32 weights (the router's): split_f32 has cut each into three bf16 numbers, 24 bits together, whose products with
-// bf16 are exact in f32. w_batch has no meaning there.
+// gemm_split3 multiplies with f32 weights (the router's): split_f32 has cut each into three bf16 numbers, 24 bits
+// together, whose products with bf16 are exact in f32. w_batch has no meaning there.
 //   split_f32: grid div_ceil(count, 256), 256 threads, no shared memory.
 #include "gemm.cuh"
 
@@ -41,8 +44,10 @@ struct Gemm {
 constexpr int GEMM_THREADS = 128;
 
 // WM x WN: the tile of one warp. PARTS: bf16 numbers that make up a weight.
-template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int PARTS> __device__ __forceinline__ void gemm(const Gemm& a) {
-    constexpr int WARPS_N = BN / WN, I = WM / 16, J = WN / 8, ROWS_A_COPY = GEMM_THREADS / CHUNK; // 8 chunks make a row of BK
+template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int PARTS>
+__device__ __forceinline__ void gemm(const Gemm& a) {
+    constexpr int WARPS_N = BN / WN, I = WM / 16, J = WN / 8,
+                  ROWS_A_COPY = GEMM_THREADS / CHUNK; // 8 chunks make a row of BK
     static_assert((BM / WM) * WARPS_N * WARP == GEMM_THREADS && WN % 32 == 0, "four warps");
     constexpr int X_SIZE = BM * BK, W_SIZE = BN * BK, STAGE = X_SIZE + PARTS * W_SIZE;
     DYNAMIC_SHARED(bf16, shared);
@@ -52,8 +57,9 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     const TilePlace place = tile_place(blockIdx.x, tiles_m, tiles_n);
     const int m0 = place.m * BM, n0 = place.n * BN;
 
-    // Copies: this thread brings chunk tid % 8 of rows tid / 8 + 16 i. Chunks of a row are permuted by its number, so that eight rows
-    // which ldmatrix reads together lie in different banks; for w these are not neighbours (see below), hence another permutation.
+    // Copies: this thread brings chunk tid % 8 of rows tid / 8 + 16 i. Chunks of a row are permuted by its number, so
+    // that eight rows which ldmatrix reads together lie in different banks; for w these are not neighbours (see below),
+    // hence another permutation.
     const int copy_row = tid / CHUNK, copy_chunk = tid % CHUNK;
     const bf16* x = a.x + blockIdx.z * a.x_batch + (int64_t)(m0 + copy_row) * a.x_pitch + copy_chunk * CHUNK;
     const bf16* w = a.w + blockIdx.z * a.w_batch + (int64_t)(n0 + copy_row) * a.k + copy_chunk * CHUNK;
@@ -67,7 +73,8 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
 #pragma unroll
         for (int i = 0; i < BM / ROWS_A_COPY; i++) {
             const bool valid = inside && ROWS_A_COPY * i < x_rows;
-            copy_async_16(to + x_to + ROWS_A_COPY * i * BK, valid ? x + k + (int64_t)ROWS_A_COPY * i * a.x_pitch : a.x, valid);
+            copy_async_16(
+                to + x_to + ROWS_A_COPY * i * BK, valid ? x + k + (int64_t)ROWS_A_COPY * i * a.x_pitch : a.x, valid);
         }
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
@@ -75,12 +82,12 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
             for (int i = 0; i < BN / ROWS_A_COPY; i++) {
                 const bool valid = inside && ROWS_A_COPY * i < w_rows;
                 copy_async_16(to + X_SIZE + p * W_SIZE + (w_to ^ i % 2 * 4 * CHUNK) + ROWS_A_COPY * i * BK,
-                              valid ? w + k + (int64_t)ROWS_A_COPY * i * a.k + (int64_t)p * a.n * a.k : a.w, valid);
+                    valid ? w + k + (int64_t)ROWS_A_COPY * i * a.k + (int64_t)p * a.n * a.k : a.w, valid);
             }
     };
 
-    // Fragments. Which row of w is which column of an mma is free to choose: column c of the j-th 8 columns is row 8 (c / 2) + c % 2 + 2 (j % 4)
-    // of its 32, and then a thread ends up with 8 neighbouring outputs.
+    // Fragments. Which row of w is which column of an mma is free to choose: column c of the j-th 8 columns is row 8 (c
+    // / 2) + c % 2 + 2 (j % 4) of its 32, and then a thread ends up with 8 neighbouring outputs.
     const int warp_m = warp / WARPS_N * WM, warp_n = warp % WARPS_N * WN;
     const int matrix = lane / 8, c = lane % 8;
     const int a_at = (warp_m + lane % 16) * BK, a_chunk = lane / 16;
@@ -93,10 +100,12 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
             for (int kk = 0; kk < BK / 16; kk++) {
                 uint32_t fa[I][4], fb[J / 2][4];
 #pragma unroll
-                for (int i = 0; i < I; i++) ldmatrix_x4(fa[i], from + a_at + 16 * i * BK + ((2 * kk + a_chunk) ^ c) * CHUNK);
+                for (int i = 0; i < I; i++)
+                    ldmatrix_x4(fa[i], from + a_at + 16 * i * BK + ((2 * kk + a_chunk) ^ c) * CHUNK);
 #pragma unroll
                 for (int j = 0; j < J / 2; j++)
-                    ldmatrix_x4(fb[j], from + p * W_SIZE + b_at + (j / 2 * 32 + j % 2 * 4) * BK + ((2 * kk + b_chunk) ^ c) * CHUNK);
+                    ldmatrix_x4(fb[j],
+                        from + p * W_SIZE + b_at + (j / 2 * 32 + j % 2 * 4) * BK + ((2 * kk + b_chunk) ^ c) * CHUNK);
 #pragma unroll
                 for (int i = 0; i < I; i++)
 #pragma unroll
@@ -108,7 +117,8 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     };
 
     const int splits = gridDim.y, steps = div_ceil(a.k, BK);
-    const int begin = (int)((int64_t)steps * blockIdx.y / splits), end = (int)((int64_t)steps * (blockIdx.y + 1) / splits);
+    const int begin = (int)((int64_t)steps * blockIdx.y / splits),
+              end = (int)((int64_t)steps * (blockIdx.y + 1) / splits);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         if (begin + s < end) copy(begin + s);
@@ -154,16 +164,26 @@ template <class Out, bool ADD, int BM, int BN, int WM, int WN, int STAGES, int P
     }
 }
 
-#define GEMM(out, Out, ADD)                                                                                                            \
-    KERNEL(gemm_##out##_m32n128, GEMM_THREADS, const __grid_constant__ Gemm a) { gemm<Out, ADD, 32, 128, 32, 32, 4, 1>(a); }           \
-    KERNEL(gemm_##out##_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) { gemm<Out, ADD, 64, 64, 32, 32, 4, 1>(a); }             \
-    KERNEL(gemm_##out##_m64n128, GEMM_THREADS, const __grid_constant__ Gemm a) { gemm<Out, ADD, 64, 128, 32, 64, 4, 1>(a); }           \
-    KERNEL(gemm_##out##_m128n128, GEMM_THREADS, const __grid_constant__ Gemm a) { gemm<Out, ADD, 128, 128, 64, 64, 3, 1>(a); }
+#define GEMM(out, Out, ADD)                                                                                            \
+    KERNEL(gemm_##out##_m32n128, GEMM_THREADS, const __grid_constant__ Gemm a) {                                       \
+        gemm<Out, ADD, 32, 128, 32, 32, 4, 1>(a);                                                                      \
+    }                                                                                                                  \
+    KERNEL(gemm_##out##_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) {                                        \
+        gemm<Out, ADD, 64, 64, 32, 32, 4, 1>(a);                                                                       \
+    }                                                                                                                  \
+    KERNEL(gemm_##out##_m64n128, GEMM_THREADS, const __grid_constant__ Gemm a) {                                       \
+        gemm<Out, ADD, 64, 128, 32, 64, 4, 1>(a);                                                                      \
+    }                                                                                                                  \
+    KERNEL(gemm_##out##_m128n128, GEMM_THREADS, const __grid_constant__ Gemm a) {                                      \
+        gemm<Out, ADD, 128, 128, 64, 64, 3, 1>(a);                                                                     \
+    }
 
 GEMM(bf16_set, bf16, false)
 GEMM(f32_set, float, false)
 GEMM(f32_add, float, true)
-KERNEL(gemm_split3_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) { gemm<float, false, 64, 64, 32, 32, 3, 3>(a); }
+KERNEL(gemm_split3_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) {
+    gemm<float, false, 64, 64, 32, 32, 3, 3>(a);
+}
 
 // parts [3][count] bf16: the smallest first, as sums begin with it; w [count] f32 is the sum of the three.
 KERNEL(split_f32, 256, const float* w, bf16* parts, int count) {

@@ -2,8 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int BK = 64, CHUNK = 8;     // k of one step; a chunk: 16 bytes, what a copy and a row of ldmatrix take
-constexpr int TILES_IN_GROUP = 8;     // of tokens: neighbouring blocks share weights and tokens in L2
+constexpr int BK = 64, CHUNK = 8; // k of one step; a chunk: 16 bytes, what a copy and a row of ldmatrix take
+constexpr int TILES_IN_GROUP = 8; // of tokens: neighbouring blocks share weights and tokens in L2
 
 // Which of the grid's x is which tile: groups of a few tiles of tokens walk all outputs.
 struct TilePlace {
@@ -37,16 +37,19 @@ template <bool ADD> __device__ __forceinline__ void store_8(bf16* y, float (&v)[
     *(uint4*)y = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
-
-// The sums of a tile over all parts of k, if this block is the last of its tile to come; false otherwise. Called by THREADS threads of the block, 0 to THREADS - 1.
-template <int COUNT, int THREADS> __device__ __forceinline__ bool sum_splits(float* sum, float* partial, uint32_t* counters, int64_t tile, int64_t tiles) {
+// The sums of a tile over all parts of k, if this block is the last of its tile to come; false otherwise. Called by
+// THREADS threads of the block, 0 to THREADS - 1.
+template <int COUNT, int THREADS>
+__device__ __forceinline__ bool sum_splits(
+    float* sum, float* partial, uint32_t* counters, int64_t tile, int64_t tiles) {
     __shared__ bool last;
     const int splits = gridDim.y;
     const int64_t next_split = tiles * (COUNT / 4 * THREADS);
     float4* mine = (float4*)partial + tile * (COUNT / 4 * THREADS) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < COUNT / 4; i++)
-        mine[blockIdx.y * next_split + i * THREADS] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+        mine[blockIdx.y * next_split + i * THREADS] =
+            make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     __threadfence();
     barrier_sync(1, THREADS);
     if (threadIdx.x == 0) {

@@ -1,24 +1,28 @@
-// The dense products of gemm.cu with Hopper's own instructions, for 128 tokens and more: y = (add ? y : 0) + x w^T + bias. Only on compute capability 9.0
-// (in code for other cards these kernels are empty).
+// The dense products of gemm.cu with Hopper's own instructions, for 128 tokens and more: y = (add ? y : 0) + x w^T +
+// bias. Only on compute capability 9.0 (in code for other cards these kernels are empty).
 //
-// A block owns 128 tokens times BN outputs and walks k in steps of 64. One warp brings x and w by tensor copies into STAGES buffers, two warpgroups
-// multiply 64 tokens each. The grid's x may be smaller than the number of tiles: a block then takes every so many-th tile, and the copies for its
-// next one begin while the last one's sums are stored. Batch (grid z) and splits (grid y) as in gemm.cu.
+// A block owns 128 tokens times BN outputs and walks k in steps of 64. One warp brings x and w by tensor copies into
+// STAGES buffers, two warpgroups multiply 64 tokens each. The grid's x may be smaller than the number of tiles: a block
+// then takes every so many-th tile, and the copies for its next one begin while the last one's sums are stored. Batch
+// (grid z) and splits (grid y) as in gemm.cu.
 //
-// x and w come as tensor maps: cuTensorMapEncodeTiled(BFLOAT16, rank 3, base, dims {k, rows, batch}, strides in bytes {2 pitch, 2 batch step}, box {64, 64, 1},
-// element strides 1, INTERLEAVE_NONE, SWIZZLE_128B, L2_PROMOTION_256B, FLOAT_OOB_FILL_NONE). Rows of x: tokens, or as many as its buffer has, so that a
-// map can be kept: rows past the tokens change nothing. For a batch of one its step may be anything allowed (a multiple of 16 bytes).
+// x and w come as tensor maps: cuTensorMapEncodeTiled(BFLOAT16, rank 3, base, dims {k, rows, batch}, strides in bytes
+// {2 pitch, 2 batch step}, box {64, 64, 1}, element strides 1, INTERLEAVE_NONE, SWIZZLE_128B, L2_PROMOTION_256B,
+// FLOAT_OOB_FILL_NONE). Rows of x: tokens, or as many as its buffer has, so that a map can be kept: rows past the
+// tokens change nothing. For a batch of one its step may be anything allowed (a multiple of 16 bytes).
 //
-// Launch: grid (1 to tiles = div_ceil(tokens, 128) div_ceil(n, BN), splits, batch), 288 threads, dynamic shared memory as below.
-// Only n64 may have splits > 1; their workspace: counters [tiles batch] u32, partial [splits][tiles batch][128 * 64] f32.
+// Launch: grid (1 to tiles = div_ceil(tokens, 128) div_ceil(n, BN), splits, batch), 288 threads, dynamic shared memory
+// as below. Only n64 may have splits > 1; their workspace: counters [tiles batch] u32, partial [splits][tiles
+// batch][128 * 64] f32.
 //
 //   kernel (out: bf16_set, f32_set, f32_add; const GemmTma a)   BN   shared bytes   blocks on a multiprocessor
 //   gemm_wgmma_<out>_n64                                        64       99,456      2
 //   gemm_wgmma_<out>_n128                                      128       99,456      2
 //   gemm_wgmma_<out>_n256                                      256      197,760      1
 //
-// Which: n64 while div_ceil(tokens, 128) div_ceil(n, 64) batch <= 264, with splits = max(1, min(div_ceil(128, tiles batch), k / 512, 8)); else n128 where n < 1024,
-// else n256. Grid x = min(tiles, max(1, 132 blocks_on_a_multiprocessor / (splits batch))).
+// Which: n64 while div_ceil(tokens, 128) div_ceil(n, 64) batch <= 264, with splits = max(1, min(div_ceil(128, tiles
+// batch), k / 512, 8)); else n128 where n < 1024, else n256. Grid x = min(tiles, max(1, 132 blocks_on_a_multiprocessor
+// / (splits batch))).
 #include "gemm.cuh"
 
 struct GemmTma {
@@ -49,8 +53,10 @@ __device__ __forceinline__ void transpose_pairs(float (&v)[8]) {
             for (int e = 0; e < 2; e++) {
                 float &low = v[2 * i + e], &high = v[2 * (i + bit) + e];
                 const float got = __shfl_xor_sync(ALL_LANES, lane & bit ? low : high, bit);
-                if (lane & bit) low = got;
-                else high = got;
+                if (lane & bit)
+                    low = got;
+                else
+                    high = got;
             }
         }
 }
@@ -63,7 +69,8 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, warpgroup = tid / WARPGROUP;
     const int tiles_m = div_ceil(a.tokens, BM), tiles_n = div_ceil(a.n, BN), tiles = tiles_m * tiles_n;
     const int splits = gridDim.y, steps = div_ceil(a.k, BK);
-    const int begin = (int)((int64_t)steps * blockIdx.y / splits), end = (int)((int64_t)steps * (blockIdx.y + 1) / splits);
+    const int begin = (int)((int64_t)steps * blockIdx.y / splits),
+              end = (int)((int64_t)steps * (blockIdx.y + 1) / splits);
 
     if (tid == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -89,10 +96,12 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
                 mbarrier_arrive_expect(full + stage, STAGE_BYTES);
 #pragma unroll
                 for (int i = 0; i < BM / BOX_ROWS; i++)
-                    tensor_copy(to + i * BOX_BYTES, &a.x, full + stage, step * BK, place.m * BM + i * BOX_ROWS, blockIdx.z);
+                    tensor_copy(
+                        to + i * BOX_BYTES, &a.x, full + stage, step * BK, place.m * BM + i * BOX_ROWS, blockIdx.z);
 #pragma unroll
                 for (int i = 0; i < BN / BOX_ROWS; i++)
-                    tensor_copy(to + X_BYTES + i * BOX_BYTES, &a.w, full + stage, step * BK, place.n * BN + i * BOX_ROWS, blockIdx.z);
+                    tensor_copy(to + X_BYTES + i * BOX_BYTES, &a.w, full + stage, step * BK,
+                        place.n * BN + i * BOX_ROWS, blockIdx.z);
                 advance();
             }
         }
@@ -105,7 +114,8 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
         for (int i = 0; i < BN / 2; i++) sum[i / 4][i % 4] = 0.0f;
         int before = -1; // the buffer of the step before
         for (int step = begin; step < end; step++) {
-            const unsigned char *x = shared + stage * STAGE_BYTES + warpgroup * BOX_BYTES, *w = shared + stage * STAGE_BYTES + X_BYTES;
+            const unsigned char *x = shared + stage * STAGE_BYTES + warpgroup * BOX_BYTES,
+                                *w = shared + stage * STAGE_BYTES + X_BYTES;
             mbarrier_wait(full + stage, parity);
             wgmma_fence();
 #pragma unroll
@@ -121,7 +131,9 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
 
         if (BN == 64 && splits > 1) {
             const int64_t at = (int64_t)blockIdx.z * tiles + tile;
-            if (!sum_splits<BN / 2, CONSUMERS * WARPGROUP>(&sum[0][0], a.partial, a.counters, at, (int64_t)tiles * gridDim.z)) continue;
+            if (!sum_splits<BN / 2, CONSUMERS * WARPGROUP>(
+                    &sum[0][0], a.partial, a.counters, at, (int64_t)tiles * gridDim.z))
+                continue;
         }
 
         const TilePlace place = tile_place(tile, tiles_m, tiles_n);
@@ -146,15 +158,17 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
     }
 }
 
-#define GEMM_WGMMA(out, Out, ADD, BN, STAGES) \
-    KERNEL_BLOCKS(gemm_wgmma_##out##_n##BN, WGMMA_THREADS, BN == 256 ? 1 : 2, const __grid_constant__ GemmTma a) { gemm_wgmma<Out, ADD, BN, STAGES>(a); }
+#define GEMM_WGMMA(out, Out, ADD, BN, STAGES)                                                                          \
+    KERNEL_BLOCKS(gemm_wgmma_##out##_n##BN, WGMMA_THREADS, BN == 256 ? 1 : 2, const __grid_constant__ GemmTma a) {     \
+        gemm_wgmma<Out, ADD, BN, STAGES>(a);                                                                           \
+    }
 #else
-#define GEMM_WGMMA(out, Out, ADD, BN, STAGES) \
+#define GEMM_WGMMA(out, Out, ADD, BN, STAGES)                                                                          \
     KERNEL_BLOCKS(gemm_wgmma_##out##_n##BN, WGMMA_THREADS, BN == 256 ? 1 : 2, const __grid_constant__ GemmTma a) {}
 #endif
-#define GEMM_WGMMA_TILES(out, Out, ADD)      \
-    GEMM_WGMMA(out, Out, ADD, 64, 4)         \
-    GEMM_WGMMA(out, Out, ADD, 128, 3)        \
+#define GEMM_WGMMA_TILES(out, Out, ADD)                                                                                \
+    GEMM_WGMMA(out, Out, ADD, 64, 4)                                                                                   \
+    GEMM_WGMMA(out, Out, ADD, 128, 3)                                                                                  \
     GEMM_WGMMA(out, Out, ADD, 256, 4)
 
 GEMM_WGMMA_TILES(bf16_set, bf16, false)

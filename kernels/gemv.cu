@@ -1,23 +1,27 @@
 // Dense products of one to eight tokens: as fast as the weights can be read.
 //
-// y[t, i] = (add ? y[t, i] : 0) + sum_k x[t, k] w[i, k] + bias[i] for up to three matrices with the same x (query, key and value; gate and up) and,
-// over grid y, for a batch: x + z x_batch by w + z w_batch into y + z y_batch (in elements; the bias is the same for all).
-// x [tokens, k] bf16, pitch x_pitch; w [n, k] bf16 without gaps; y bf16 or f32, pitch y_pitch; bias [n] f32 or null.
-// tokens 1 to 8, n >= 1, k a multiple of 8, w_batch, x_batch and x_pitch multiples of 8, x and w aligned to 16 bytes.
+// y[t, i] = (add ? y[t, i] : 0) + sum_k x[t, k] w[i, k] + bias[i] for up to three matrices with the same x (query, key
+// and value; gate and up) and, over grid y, for a batch: x + z x_batch by w + z w_batch into y + z y_batch (in
+// elements; the bias is the same for all). x [tokens, k] bf16, pitch x_pitch; w [n, k] bf16 without gaps; y bf16 or
+// f32, pitch y_pitch; bias [n] f32 or null. tokens 1 to 8, n >= 1, k a multiple of 8, w_batch, x_batch and x_pitch
+// multiples of 8, x and w aligned to 16 bytes.
 //
-// Tensor cores multiply 16 rows of weights by 8 tokens straight from registers: as k may be permuted, if only in the same way on both sides, 16 bytes
-// of a row that a thread reads are its share of two mma, and nothing is converted or shared. The cost is the same for all of 1 to 8 tokens.
-// A block's eight warps take `k_warps` parts of k (1, 2, 4 or 8) of 8 / k_warps times 16 rows. Sums of the parts are added in the order of k.
+// Tensor cores multiply 16 rows of weights by 8 tokens straight from registers: as k may be permuted, if only in the
+// same way on both sides, 16 bytes of a row that a thread reads are its share of two mma, and nothing is converted or
+// shared. The cost is the same for all of 1 to 8 tokens. A block's eight warps take `k_warps` parts of k (1, 2, 4 or 8)
+// of 8 / k_warps times 16 rows. Sums of the parts are added in the order of k.
 //
 // Variants of x:
 //   gemv_*       x bf16
-//   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps; residual times weights is rounded to bf16,
+//   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps;
+//   residual times weights is rounded to bf16,
 //                and the sums are divided by the root mean square, which each block finds on the way
 // and of what is done with two products:
-//   gemv_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are read), equal n.
+//   gemv_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are
+//   read), equal n.
 //
-// Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs that are not there have n = 0 and
-// stand last. No dynamic shared memory.
+// Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs
+// that are not there have n = 0 and stand last. No dynamic shared memory.
 //
 // Which: k_warps 8, or 4 for k <= 256.
 // The kernel in front must not write weights: they are read before it has ended. With `independent`, x is, too.
@@ -49,7 +53,8 @@ template <int MATRICES, int DEPTH> struct Weights {
 };
 
 template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ void gemv(const Gemv& a) {
-    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = (NORM ? 2 : 4) / MATRICES, STEP = 32 * DEPTH; // numbers of k that a warp takes at once
+    constexpr int MATRICES = SILU ? 2 : 1, DEPTH = (NORM ? 2 : 4) / MATRICES,
+                  STEP = 32 * DEPTH; // numbers of k that a warp takes at once
     __shared__ float parts[GEMV_WARPS][MATRICES][MAX_TOKENS * ROWS];
     [[maybe_unused]] __shared__ float squares_of[GEMV_WARPS][MAX_TOKENS];
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, quarter = lane % 4;
@@ -58,7 +63,8 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     GemvJob job = a.job[0];
     int block = blockIdx.x;
     if (!SILU) {
-        const int blocks_0 = div_ceil(a.job[0].n, ROWS * row_groups), blocks_1 = div_ceil(a.job[1].n, ROWS * row_groups);
+        const int blocks_0 = div_ceil(a.job[0].n, ROWS * row_groups),
+                  blocks_1 = div_ceil(a.job[1].n, ROWS * row_groups);
         if (block >= blocks_0 + blocks_1) {
             job = a.job[2];
             block -= blocks_0 + blocks_1;
@@ -69,7 +75,8 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     }
     const int first_row = (block * row_groups + warp / a.k_warps) * ROWS;
     // Rows past the end read the last one again.
-    const int64_t low_row = (int64_t)min(first_row + g, job.n - 1) * a.k, high_row = (int64_t)min(first_row + g + 8, job.n - 1) * a.k;
+    const int64_t low_row = (int64_t)min(first_row + g, job.n - 1) * a.k,
+                  high_row = (int64_t)min(first_row + g + 8, job.n - 1) * a.k;
     const bf16* w[MATRICES];
     w[0] = job.w + blockIdx.y * job.w_batch;
     if (SILU) w[MATRICES - 1] = a.job[1].w + blockIdx.y * a.job[1].w_batch;
@@ -95,10 +102,13 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     for (int k = k0 + a.k_warps * STEP; k < a.k; k += a.k_warps * STEP) {
         // A lane has 128 bytes of a row.
         const int row = min(first_row + lane % ROWS, job.n - 1), at = MATRICES == 2 ? k : k + 64 * (lane / ROWS);
-        if (at < a.k && (lane < ROWS || MATRICES == 2 || STEP > 64)) prefetch_l2((SILU && lane >= ROWS ? w[MATRICES - 1] : w[0]) + (int64_t)row * a.k + at);
+        if (at < a.k && (lane < ROWS || MATRICES == 2 || STEP > 64))
+            prefetch_l2((SILU && lane >= ROWS ? w[MATRICES - 1] : w[0]) + (int64_t)row * a.k + at);
     }
-    if (a.independent) let_next_kernel_begin();
-    else begin_kernel();
+    if (a.independent)
+        let_next_kernel_begin();
+    else
+        begin_kernel();
     const bf16* x = (const bf16*)a.x + blockIdx.y * a.x_batch + g * a.x_pitch;
     const float* residual = (const float*)a.x + g * a.x_pitch;
     float squares = 0.0f;
@@ -111,7 +121,8 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
             const float4 v = *(const float4*)(residual + k), u = *(const float4*)(residual + k + 4);
             const float4 n = *(const float4*)(a.norm + k), m = *(const float4*)(a.norm + k + 4);
             squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w + u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
-            return make_uint4(pack_bf16(v.x * n.x, v.y * n.y), pack_bf16(v.z * n.z, v.w * n.w), pack_bf16(u.x * m.x, u.y * m.y), pack_bf16(u.z * m.z, u.w * m.w));
+            return make_uint4(pack_bf16(v.x * n.x, v.y * n.y), pack_bf16(v.z * n.z, v.w * n.w),
+                pack_bf16(u.x * m.x, u.y * m.y), pack_bf16(u.z * m.z, u.w * m.w));
         }
     };
 
@@ -170,8 +181,8 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
     if (a.independent) wait_for_previous_kernel();
 }
 
-#define GEMV(name, Out, ADD, NORM, SILU) \
-    KERNEL_BLOCKS(name, GEMV_WARPS * WARP, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
+#define GEMV(name, Out, ADD, NORM, SILU)                                                                               \
+    KERNEL_BLOCKS(name, GEMV_WARPS* WARP, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
 
 GEMV(gemv_bf16_set, bf16, false, false, false)
 GEMV(gemv_f32_set, float, false, false, false)

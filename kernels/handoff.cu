@@ -1,21 +1,25 @@
-// The CPU's part of a layer's experts, within a pass that the host has already enqueued: no copy nodes, no host functions.
+// The CPU's part of a layer's experts, within a pass that the host has already enqueued: no copy nodes, no host
+// functions.
 //
 //   publish  writes the tokens' hidden states (bf16) and routing into mapped pinned memory, then counts `down` up
 //            and counts what was chosen in used [experts]
 //   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]
 //
-// A few tokens need one block, so that a branch of the graph beside it has the other multiprocessors. Ids of experts that live on the GPU
-// (`resident[id]` is an address) are published as -1: the CPU skips them. Counts of a layer go up by one with every pass, on both sides, so that
-// nobody has to clear anything while a pass may still run; `count` is the device's own, and so is `arrived`, which is 0 between launches.
-// Measured elsewhere: 7 us a layer for 14 KB each way; copy nodes take 24, host function nodes 44.
+// A few tokens need one block, so that a branch of the graph beside it has the other multiprocessors. Ids of experts
+// that live on the GPU
+// (`resident[id]` is an address) are published as -1: the CPU skips them. Counts of a layer go up by one with every
+// pass, on both sides, so that nobody has to clear anything while a pass may still run; `count` is the device's own,
+// and so is `arrived`, which is 0 between launches. Measured elsewhere: 7 us a layer for 14 KB each way; copy nodes
+// take 24, host function nodes 44.
 //
 // grid (blocks), 1024 threads
 #include "common.cuh"
 
 constexpr int HANDOFF_THREADS = 1024;
 
-KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* weights, const uint64_t* resident, int rows_words, int choices,
-       int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* used, uint32_t* arrived, uint32_t* count, uint32_t* down) {
+KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* weights, const uint64_t* resident,
+    int rows_words, int choices, int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* used,
+    uint32_t* arrived, uint32_t* count, uint32_t* down) {
     begin_kernel();
     const int first = blockIdx.x * HANDOFF_THREADS + threadIdx.x, step = gridDim.x * HANDOFF_THREADS;
     const uint4* from = reinterpret_cast<const uint4*>(h);
@@ -45,7 +49,8 @@ KERNEL(fetch, HANDOFF_THREADS, const uint32_t* count, const uint32_t* up, const 
     for (int i = blockIdx.x * HANDOFF_THREADS + threadIdx.x; i < words; i += gridDim.x * HANDOFF_THREADS) {
         const uint4 y = load_uncached(host_y + i);
         float4 v = to[i];
-        v.x += __uint_as_float(y.x), v.y += __uint_as_float(y.y), v.z += __uint_as_float(y.z), v.w += __uint_as_float(y.w);
+        v.x += __uint_as_float(y.x), v.y += __uint_as_float(y.y), v.z += __uint_as_float(y.z),
+            v.w += __uint_as_float(y.w);
         to[i] = v;
     }
 }

@@ -1,9 +1,11 @@
 // Writes new keys and values to the cache (layout: attention.cuh), and gathers MLA's latents from it.
 //
-// kv_write_{bf16|e4m3}: key [T, kv_heads * key_dim], value [T, kv_heads * value_dim] bf16 (value null: MLA); E4M3 rounds to nearest and cuts at 448.
+// kv_write_{bf16|e4m3}: key [T, kv_heads * key_dim], value [T, kv_heads * value_dim] bf16 (value null: MLA); E4M3
+// rounds to nearest and cuts at 448.
 //   Row t goes to position positions[t] of sequence token_seq[t]. Rows with a negative position are skipped.
 //   grid (T), 128 threads, no dynamic shared memory.
-// gather_latents_{bf16|e4m3}: positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...]: keys [blocks, 1, 64, rank + rope] to
+// gather_latents_{bf16|e4m3}: positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...]: keys
+// [blocks, 1, 64, rank + rope] to
 //   latents [to - from, rank] and rotated [to - from, rope] bf16.
 //   grid (ceil((to - from) * (rank + rope) / 8 / 256)), 256 threads, no dynamic shared memory.
 // Dimensions are multiples of 8.
@@ -21,35 +23,40 @@ __device__ __forceinline__ uint4 load_8(const e4m3* from) {
     return make_uint4(a.x, a.y, b.x, b.y);
 }
 
-template <class Cache> __device__ __forceinline__ void write_row(const bf16* row, Cache* cache, uint32_t block, int at, int kv_heads, int dim) {
+template <class Cache>
+__device__ __forceinline__ void write_row(
+    const bf16* row, Cache* cache, uint32_t block, int at, int kv_heads, int dim) {
     for (int i = threadIdx.x; i < kv_heads * dim / 8; i += 128) {
         const int head = i / (dim / 8), col = i % (dim / 8) * 8;
         store_8(cache + (((size_t)block * kv_heads + head) * PAGE + at) * dim + col, load_8(row + 8 * i));
     }
 }
 
-#define KV_WRITE(name, Cache)                                                                                                                          \
-    KERNEL(name, 128, const bf16* key, const bf16* value, Cache* keys, Cache* values, const int* positions, const int* token_seq, const int* seq_blocks, \
-           const uint32_t* block_table, int tokens, int kv_heads, int key_dim, int value_dim) {                                                         \
-        begin_kernel();                                                                                                                                 \
-        const int t = blockIdx.x, position = t < tokens ? positions[t] : -1;                                                                            \
-        if (position < 0) return;                                                                                                                       \
-        const uint32_t block = block_table[seq_blocks[token_seq[t]] + position / PAGE];                                                                 \
-        write_row(key + (size_t)t * kv_heads * key_dim, keys, block, position % PAGE, kv_heads, key_dim);                                               \
-        if (value) write_row(value + (size_t)t * kv_heads * value_dim, values, block, position % PAGE, kv_heads, value_dim);                            \
+#define KV_WRITE(name, Cache)                                                                                          \
+    KERNEL(name, 128, const bf16* key, const bf16* value, Cache* keys, Cache* values, const int* positions,            \
+        const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int tokens, int kv_heads,            \
+        int key_dim, int value_dim) {                                                                                  \
+        begin_kernel();                                                                                                \
+        const int t = blockIdx.x, position = t < tokens ? positions[t] : -1;                                           \
+        if (position < 0) return;                                                                                      \
+        const uint32_t block = block_table[seq_blocks[token_seq[t]] + position / PAGE];                                \
+        write_row(key + (size_t)t * kv_heads * key_dim, keys, block, position % PAGE, kv_heads, key_dim);              \
+        if (value)                                                                                                     \
+            write_row(value + (size_t)t * kv_heads * value_dim, values, block, position % PAGE, kv_heads, value_dim);  \
     }
 KV_WRITE(kv_write_bf16, bf16)
 KV_WRITE(kv_write_e4m3, e4m3)
 
-#define GATHER_LATENTS(name, Cache)                                                                                                                   \
-    KERNEL(name, 256, const Cache* keys, bf16* latents, bf16* rotated, const int* seq_blocks, const uint32_t* block_table, int seq, int from, int to, \
-           int rank, int rope) {                                                                                                                      \
-        begin_kernel();                                                                                                                               \
-        const int chunks = (rank + rope) / 8, i = blockIdx.x * 256 + threadIdx.x, row = i / chunks, col = i % chunks * 8, position = from + row;      \
-        if (position >= to) return;                                                                                                                   \
-        const uint32_t block = block_table[seq_blocks[seq] + position / PAGE];                                                                        \
-        const uint4 x = load_8(keys + ((size_t)block * PAGE + position % PAGE) * (rank + rope) + col);                                                \
-        store_8(col < rank ? latents + (size_t)row * rank + col : rotated + (size_t)row * rope + col - rank, x);                                      \
+#define GATHER_LATENTS(name, Cache)                                                                                    \
+    KERNEL(name, 256, const Cache* keys, bf16* latents, bf16* rotated, const int* seq_blocks,                          \
+        const uint32_t* block_table, int seq, int from, int to, int rank, int rope) {                                  \
+        begin_kernel();                                                                                                \
+        const int chunks = (rank + rope) / 8, i = blockIdx.x * 256 + threadIdx.x, row = i / chunks,                    \
+                  col = i % chunks * 8, position = from + row;                                                         \
+        if (position >= to) return;                                                                                    \
+        const uint32_t block = block_table[seq_blocks[seq] + position / PAGE];                                         \
+        const uint4 x = load_8(keys + ((size_t)block * PAGE + position % PAGE) * (rank + rope) + col);                 \
+        store_8(col < rank ? latents + (size_t)row * rank + col : rotated + (size_t)row * rope + col - rank, x);       \
     }
 GATHER_LATENTS(gather_latents_bf16, bf16)
 GATHER_LATENTS(gather_latents_e4m3, e4m3)

@@ -1,13 +1,17 @@
-// The product of a band of packed tiles and up to TOKENS rows of activations: what a block of 128 threads does in experts_gemm.cu and packed_linear.cu.
+// The product of a band of packed tiles and up to TOKENS rows of activations: what a block of 128 threads does in
+// experts_gemm.cu and packed_linear.cu.
 //
-// Weights (rows) are the left operand, tokens the columns. Each stage of K inputs comes through shared memory by asynchronous copies, STAGES deep: the lines
-// of 8 tiles as they lie, their scales, and the activations' rows. A stage is multiplied in one of three ways:
+// Weights (rows) are the left operand, tokens the columns. Each stage of K inputs comes through shared memory by
+// asynchronous copies, STAGES deep: the lines of 8 tiles as they lie, their scales, and the activations' rows. A stage
+// is multiplied in one of three ways:
 //
-//   few tokens     a warp has 2 tiles and brings both operands; codes meet activations as they are, scales are applied to the sums of a span
-//   more           warps are laid out WARPS_M x WARPS_N, one has WARP_TILES tiles x WARP_TOKENS tokens; scales are applied to the weights
-//   many, Hopper   a warp brings 2 tiles, scaled; the tensor cores read the tokens of the four from shared memory (wgmma)
+//   few tokens     a warp has 2 tiles and brings both operands; codes meet activations as they are, scales are applied
+//   to the sums of a span more           warps are laid out WARPS_M x WARPS_N, one has WARP_TILES tiles x WARP_TOKENS
+//   tokens; scales are applied to the weights many, Hopper   a warp brings 2 tiles, scaled; the tensor cores read the
+//   tokens of the four from shared memory (wgmma)
 //
-// Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows (16-byte reads: 8 inputs) meet in a bank.
+// Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows
+// (16-byte reads: 8 inputs) meet in a bank.
 #pragma once
 #include "packed_tile.cuh"
 
@@ -32,22 +36,26 @@ constexpr int gemm_stages(Format format, int tokens) {
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
 template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
-    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS), K = F == BF16 || TOKENS >= 64 ? 64 : 128;
+    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS),
+                         K = F == BF16 || TOKENS >= 64 ? 64 : 128;
     static constexpr bool WGMMA = use_wgmma(TOKENS), SCALE_SUMS = F != BF16 && SPAN == 64 && TOKENS == 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
     static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK, TILE_BYTES = LINES * LINE_BYTES;
     static constexpr int SPANS = F == BF16 ? 0 : K / SPAN;
     // Shared memory: the rows of all stages, which wgmma wants aligned to 1024 bytes, then the lines, then the scales.
-    static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES, SCALES_BYTES = BLOCK_TILES * SPANS * 32;
-    static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES, SHARED = SCALES_AT + STAGES * SCALES_BYTES;
+    static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES,
+                         SCALES_BYTES = BLOCK_TILES * SPANS * 32;
+    static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES,
+                         SHARED = SCALES_AT + STAGES * SCALES_BYTES;
     static_assert(SHARED <= 99 << 10 || WGMMA, "what every card has");
 
     struct Stage {
         unsigned char *rows, *lines, *scales;
     };
     static __device__ __forceinline__ Stage stage(unsigned char* shared, int slot) {
-        return {shared + slot * ROWS_BYTES, shared + LINES_AT + slot * LINES_BYTES, shared + SCALES_AT + slot * SCALES_BYTES};
+        return {shared + slot * ROWS_BYTES, shared + LINES_AT + slot * LINES_BYTES,
+            shared + SCALES_AT + slot * SCALES_BYTES};
     }
 };
 template <class S> using Sums = float[S::WARP_TILES][S::COLUMNS][4];
@@ -58,10 +66,13 @@ template <Format F> __device__ __forceinline__ uint32_t swizzle_line(uint32_t at
     return at ^ (Lines<F>::FOUR_BITS ? (line >> 1 & 1) : F == INT8 ? (line >> 1 & 3) : (line >> 2 & 3)) * 32;
 }
 // Of 8 inputs of a row, and where they lie in it.
-template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) { return (chunk ^ (S::WGMMA ? row & 7 : (row & 1) * 4)) * 16; }
+template <class S> __device__ __forceinline__ int swizzle_row(int row, int chunk) {
+    return (chunk ^ (S::WGMMA ? row & 7 : (row & 1) * 4)) * 16;
+}
 
 // Block `b` of 32 inputs of a stage: what this lane has of a tile, not scaled, and of 8 tokens from `row` on.
-template <class S, bool EXACT> __device__ __forceinline__ void stage_weights(const typename S::Stage& stage, int tile, int b, uint32_t (&a)[2][4]) {
+template <class S, bool EXACT>
+__device__ __forceinline__ void stage_weights(const typename S::Stage& stage, int tile, int b, uint32_t (&a)[2][4]) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     uint2 raw[Lines<S::F>::PER_LANE];
 #pragma unroll
@@ -76,20 +87,25 @@ template <class S> __device__ __forceinline__ uint4 stage_inputs(const typename 
     return *reinterpret_cast<const uint4*>(stage.rows + (row + g) * S::K * 2 + swizzle_row<S>(g, 4 * b + t));
 }
 // Scales of rows 2g and 2g + 1 of a tile.
-template <class S> __device__ __forceinline__ uint32_t stage_scales(const typename S::Stage& stage, int tile, int span) {
-    return *reinterpret_cast<const uint32_t*>(stage.scales + (tile * S::SPANS + span) * 32 + threadIdx.x % WARP / 4 * 4);
+template <class S>
+__device__ __forceinline__ uint32_t stage_scales(const typename S::Stage& stage, int tile, int span) {
+    return *reinterpret_cast<const uint32_t*>(
+        stage.scales + (tile * S::SPANS + span) * 32 + threadIdx.x % WARP / 4 * 4);
 }
 
 // Columns past `columns` have no tokens.
-template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, int columns, bool f16) {
-    const int warp_m = threadIdx.x / WARP / S::WARPS_N, warp_n = threadIdx.x / WARP % S::WARPS_N, tile = warp_m * S::WARP_TILES;
+template <class S>
+__device__ __forceinline__ void multiply(Sums<S>& acc, const typename S::Stage& stage, int columns, bool f16) {
+    const int warp_m = threadIdx.x / WARP / S::WARPS_N, warp_n = threadIdx.x / WARP % S::WARPS_N,
+              tile = warp_m * S::WARP_TILES;
 #pragma unroll
     for (int b = 0; b < S::K / K_BLOCK; b++) {
         uint32_t a[S::WARP_TILES][2][4];
 #pragma unroll
         for (int i = 0; i < S::WARP_TILES; i++) {
             stage_weights<S, true>(stage, tile + i, b, a[i]);
-            if constexpr (S::F != BF16) scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN), f16);
+            if constexpr (S::F != BF16)
+                scale_operand(a[i], stage_scales<S>(stage, tile + i, b * K_BLOCK / S::SPAN), f16);
         }
 #pragma unroll
         for (int j = 0; j < S::COLUMNS; j++) {
@@ -104,7 +120,8 @@ template <class S> __device__ __forceinline__ void multiply(Sums<S>& acc, const 
     }
 }
 
-template <class S> __device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
+template <class S>
+__device__ __forceinline__ void multiply_scaling_sums(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
     constexpr int BLOCKS = S::SPAN / K_BLOCK;
     const int tile = threadIdx.x / WARP * S::WARP_TILES;
 #pragma unroll
@@ -153,11 +170,13 @@ template <class S> __device__ __forceinline__ void multiply_scaling_sums(Sums<S>
 
 #ifdef HAS_WGMMA
 // The first N tokens. When it returns, the last product is under way and still reads the stage's rows.
-template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
+template <class S, int N>
+__device__ __forceinline__ void multiply_wgmma(Sums<S>& acc, const typename S::Stage& stage, bool f16) {
     static_assert(S::K == 64 && S::WARP_TILES == 2, "rows of 128 bytes; 64 rows of weights to a product");
     constexpr int HALF = Lines<S::F>::PER_BLOCK / 4, STEPS = S::K / 16; // lines of 8 inputs; products of 16
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, tile = threadIdx.x / WARP * 2;
-    // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a product: rows in shared memory are read in the instruction's own order.
+    // Lane (g, t) brings inputs 2t, 2t + 1, 2t + 8, 2t + 9 of a product: rows in shared memory are read in the
+    // instruction's own order.
     const unsigned char* lines = stage.lines + tile * S::TILE_BYTES;
     const uint32_t own = (Lines<S::F>::FOUR_BITS ? 0 : S::F == INT8 ? t / 2 : t) * LINE_BYTES + g * 8;
     uint2 raw[2][2]; // of the tiles: rows 2g and 2g + 1, in both halves of the inputs
@@ -198,25 +217,29 @@ template <class S, int N> __device__ __forceinline__ void multiply_wgmma(Sums<S>
 }
 #endif
 
-// `weights`: the first tile of the band, of which `tiles` exist. `row_of(i)`: row of x for token i, or -1. Calls finish(acc, tile, token, row) in every warp with
-// its sums: fragments of tiles x columns, from `tile` and `token` of the block on; of a tile, a lane has `row` and `row` + 1 where the instruction says g and g + 8.
+// `weights`: the first tile of the band, of which `tiles` exist. `row_of(i)`: row of x for token i, or -1. Calls
+// finish(acc, tile, token, row) in every warp with its sums: fragments of tiles x columns, from `tile` and `token` of
+// the block on; of a tile, a lane has `row` and `row` + 1 where the instruction says g and g + 8.
 template <class S, class RowOf, class Finish>
-__device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, int group, bool f16, const bf16* x, int x_pitch, int tokens, RowOf row_of,
-                                            Finish finish) {
+__device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, int k, int group, bool f16,
+    const bf16* x, int x_pitch, int tokens, RowOf row_of, Finish finish) {
     DYNAMIC_SHARED_ALIGNED(unsigned char, shared, 1024);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
     const uint32_t tile_stride = tile_bytes<S::F>(k, group), codes = scale_bytes<S::F>(k, group);
     const int group_shift = S::F == BF16 ? 0 : 31 - __clz(group);
 
     // What this thread copies of each stage.
-    constexpr int TILE_CHUNKS = S::TILE_BYTES / 16, TILE_STEP = GEMM_THREADS / TILE_CHUNKS, TILE_COPIES = BLOCK_TILES / TILE_STEP;
+    constexpr int TILE_CHUNKS = S::TILE_BYTES / 16, TILE_STEP = GEMM_THREADS / TILE_CHUNKS,
+                  TILE_COPIES = BLOCK_TILES / TILE_STEP;
     static_assert(GEMM_THREADS % TILE_CHUNKS == 0, "a thread copies the same chunk of every so many tiles");
-    const int chunk = tid % TILE_CHUNKS, chunk_tile = tid / TILE_CHUNKS, chunk_k = chunk / (Lines<S::F>::PER_BLOCK * 4) * K_BLOCK;
+    const int chunk = tid % TILE_CHUNKS, chunk_tile = tid / TILE_CHUNKS,
+              chunk_k = chunk / (Lines<S::F>::PER_BLOCK * 4) * K_BLOCK;
     const uint8_t* chunk_from = weights + (size_t)chunk_tile * tile_stride + codes + chunk * 16;
     const uint32_t chunk_to = chunk_tile * S::TILE_BYTES + swizzle_line<S::F>(chunk * 16);
 
     constexpr int ROW_CHUNKS = S::K / 8, ROW_STEP = GEMM_THREADS / ROW_CHUNKS, ROW_COPIES = S::TOKENS / ROW_STEP;
-    static_assert(ROW_COPIES * ROW_STEP == S::TOKENS && ROW_STEP % (S::WGMMA ? 8 : 2) == 0, "rows are dealt out evenly, of one kind to a thread");
+    static_assert(ROW_COPIES * ROW_STEP == S::TOKENS && ROW_STEP % (S::WGMMA ? 8 : 2) == 0,
+        "rows are dealt out evenly, of one kind to a thread");
     const int row_chunk = tid % ROW_CHUNKS, first_row = tid / ROW_CHUNKS;
     uint32_t row_from[ROW_COPIES]; // in chunks of 8 inputs
 #pragma unroll
@@ -233,19 +256,23 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
 #pragma unroll
         for (int i = 0; i < TILE_COPIES; i++) {
             const bool there = lines_there && chunk_tile + i * TILE_STEP < tiles;
-            copy_async_16(to.lines + chunk_to + i * TILE_STEP * S::TILE_BYTES, there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
+            copy_async_16(to.lines + chunk_to + i * TILE_STEP * S::TILE_BYTES,
+                there ? from + (size_t)(i * TILE_STEP) * tile_stride : weights, there);
         }
         if (S::SPANS && tid < BLOCK_TILES * S::SPANS * 2) {
             constexpr int SPANS = S::SPANS ? S::SPANS : 1;
             const int tile = tid / (SPANS * 2), at = k0 + tid / 2 % SPANS * S::SPAN;
             const bool there = at < k && tile < tiles;
-            copy_async_16(to.scales + tid * 16, there ? weights + (size_t)tile * tile_stride + (at >> group_shift) * 32 + tid % 2 * 16 : weights, there);
+            copy_async_16(to.scales + tid * 16,
+                there ? weights + (size_t)tile * tile_stride + (at >> group_shift) * 32 + tid % 2 * 16 : weights,
+                there);
         }
         const bool inputs_there = k0 + row_chunk * 8 < k;
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; i++) {
             const bool there = inputs_there && row_from[i] != ~0u;
-            copy_async_16(to.rows + row_to + i * ROW_STEP * S::K * 2, there ? x + ((size_t)row_from[i] + k0 / 8) * 8 : x, there);
+            copy_async_16(
+                to.rows + row_to + i * ROW_STEP * S::K * 2, there ? x + ((size_t)row_from[i] + k0 / 8) * 8 : x, there);
         }
     };
 
@@ -287,18 +314,23 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
             wgmma_landed(acc[0]);
             wgmma_landed(acc[1]);
         };
-        if (tokens > S::TOKENS / 4 * 3) all(Constant<S::TOKENS>{});
-        else if (tokens > S::TOKENS / 2) all(Constant<S::TOKENS / 4 * 3>{});
-        else all(Constant<S::TOKENS / 2>{});
+        if (tokens > S::TOKENS / 4 * 3)
+            all(Constant<S::TOKENS>{});
+        else if (tokens > S::TOKENS / 2)
+            all(Constant<S::TOKENS / 4 * 3>{});
+        else
+            all(Constant<S::TOKENS / 2>{});
     } else
 #endif
-    if constexpr (S::SCALE_SUMS) {
+        if constexpr (S::SCALE_SUMS) {
         each_stage([&](const typename S::Stage& stage) { multiply_scaling_sums<S>(acc, stage, f16); });
     } else {
         const int columns = min(div_ceil(max(tokens - warp_n * S::WARP_TOKENS, 0), 8), S::COLUMNS); // that have tokens
         each_stage([&](const typename S::Stage& stage) {
-            if (S::TOKENS == 16 || columns == S::COLUMNS) multiply<S>(acc, stage, S::COLUMNS, f16);
-            else multiply<S>(acc, stage, columns, f16);
+            if (S::TOKENS == 16 || columns == S::COLUMNS)
+                multiply<S>(acc, stage, S::COLUMNS, f16);
+            else
+                multiply<S>(acc, stage, columns, f16);
         });
     }
     finish(acc, warp_m * S::WARP_TILES, warp_n * S::WARP_TOKENS + 2 * t, 2 * g);

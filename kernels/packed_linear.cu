@@ -1,22 +1,27 @@
-// One dense matrix [n, k] in packed INT8 or INT4 tiles (packed_tile.cuh) with scales in bf16: y[token, n] = w x[token] + bias, or added to y.
+// One dense matrix [n, k] in packed INT8 or INT4 tiles (packed_tile.cuh) with scales in bf16: y[token, n] = w x[token]
+// + bias, or added to y.
 //
-// `y` is f32 or bf16, `bias` f32 [n] or null. flags: 1 = y is bf16, 2 = add to y. k is a multiple of 32 and of the group (32, 64, 128), n of 2; pitches are in elements,
-// x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
-// Both kinds take (weights: *const u8, x: *const bf16, y: *mut void, bias: *const f32, tokens: i32, n: i32, k: i32, group: i32, x_pitch: i32, y_pitch: i32, flags: i32).
+// `y` is f32 or bf16, `bias` f32 [n] or null. flags: 1 = y is bf16, 2 = add to y. k is a multiple of 32 and of the
+// group (32, 64, 128), n of 2; pitches are in elements, x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte
+// aligned. Both kinds take (weights: *const u8, x: *const bf16, y: *mut void, bias: *const f32, tokens: i32, n: i32, k:
+// i32, group: i32, x_pitch: i32, y_pitch: i32, flags: i32).
 //
-//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256, no dynamic shared memory
-//   packed_linear_FORMAT_tTOKENS    FORMAT int8_g32, int8_g64, int4_g32, int4_g64 (g64: groups of 64 and 128), tiles of 16, 32, 64 or 128 tokens:
-//                                   grid (ceil(ceil(n / 16) / 8), ceil(tokens / TOKENS)), block 128, dynamic shared bytes as in experts_gemm.cu
+//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256, no
+//   dynamic shared memory packed_linear_FORMAT_tTOKENS    FORMAT int8_g32, int8_g64, int4_g32, int4_g64 (g64: groups of
+//   64 and 128), tiles of 16, 32, 64 or 128 tokens:
+//                                   grid (ceil(ceil(n / 16) / 8), ceil(tokens / TOKENS)), block 128, dynamic shared
+//                                   bytes as in experts_gemm.cu
 #include "packed_gemm.cuh"
 #include "packed_gemv.cuh"
 
 constexpr int Y_IS_BF16 = 1, ADD = 2;
 
 template <class S>
-__device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
-                                              int x_pitch, int y_pitch, int flags) {
+__device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16* x, void* y, const float* bias,
+    int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags) {
     begin_kernel();
-    const int first_tile = blockIdx.x * BLOCK_TILES, first_token = blockIdx.y * S::TOKENS, count = min(tokens - first_token, S::TOKENS);
+    const int first_tile = blockIdx.x * BLOCK_TILES, first_token = blockIdx.y * S::TOKENS,
+              count = min(tokens - first_token, S::TOKENS);
     auto row_of = [&](int i) { return i < count ? first_token + i : -1; };
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
 #pragma unroll
@@ -44,7 +49,8 @@ __device__ __forceinline__ void packed_linear(const uint8_t* weights, const bf16
                 }
         }
     };
-    packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k, group, false, x, x_pitch, count, row_of, finish);
+    packed_gemm<S>(weights + (size_t)first_tile * tile_bytes<S::F>(k, group), div_ceil(n, TILE_ROWS) - first_tile, k,
+        group, false, x, x_pitch, count, row_of, finish);
 }
 
 constexpr int GEMV_THREADS = 256, GEMV_WARPS = GEMV_THREADS / WARP;
@@ -57,8 +63,8 @@ template <int SETS> struct LinearAt {
 };
 
 template <Format F, int SETS, int DEPTH>
-__device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias, int tokens, int n, int k, int group,
-                                                   int x_pitch, int y_pitch, int flags) {
+__device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const bf16* x, void* y, const float* bias,
+    int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags) {
     __shared__ float part[GEMV_WARPS][4 * SETS][TILE_ROWS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint8_t* tile = weights + (size_t)blockIdx.x * tile_bytes<F>(k, group);
@@ -97,16 +103,18 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
     }
 }
 
-#define LINEAR_ARGUMENTS \
-    const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group, int x_pitch, int y_pitch, int flags
-#define LINEAR(format, F, SPAN, TOKENS)                                                                                                      \
-    KERNEL_BLOCKS(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {                                 \
-        packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                        \
+#define LINEAR_ARGUMENTS                                                                                               \
+    const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group,            \
+        int x_pitch, int y_pitch, int flags
+#define LINEAR(format, F, SPAN, TOKENS)                                                                                \
+    KERNEL_BLOCKS(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {           \
+        packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);  \
     }
-#define LINEAR_ALL(format, F, SPAN) LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
-#define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                                              \
-    KERNEL(packed_linear_gemv_##format##_t##T, GEMV_THREADS, LINEAR_ARGUMENTS) {                                                             \
-        packed_linear_gemv<F, SETS, DEPTH>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                               \
+#define LINEAR_ALL(format, F, SPAN)                                                                                    \
+    LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
+#define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                         \
+    KERNEL(packed_linear_gemv_##format##_t##T, GEMV_THREADS, LINEAR_ARGUMENTS) {                                       \
+        packed_linear_gemv<F, SETS, DEPTH>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);         \
     }
 LINEAR_GEMV(int4, INT4, 1, 8, 4)
 LINEAR_GEMV(int4, INT4, 2, 8, 8)

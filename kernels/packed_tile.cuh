@@ -1,9 +1,11 @@
-// Tiles of 16 rows of weights as they lie in the cache file (cache/FORMAT.md, "A layer"), read as the left operand of the tensor cores.
+// Tiles of 16 rows of weights as they lie in the cache file (cache/FORMAT.md, "A layer"), read as the left operand of
+// the tensor cores.
 //
-// A tile is the scales of its groups, [k / group][16] bf16 or f16 padded to 64 bytes, then lines of 64 bytes that hold the same few inputs of all 16 rows:
-// 8 inputs of INT4 and MXFP4, 4 of INT8, 2 of BF16. Products take blocks of 32 inputs as two instructions of 16. Lane (g, t) = (lane / 4, lane % 4) brings
-// inputs 8t .. 8t + 3 of a block to the first and 8t + 4 .. 8t + 7 to the second, for weights and activations alike, so that the activations of both
-// are one 16-byte load: the instruction's own order of k means nothing as long as both sides agree.
+// A tile is the scales of its groups, [k / group][16] bf16 or f16 padded to 64 bytes, then lines of 64 bytes that hold
+// the same few inputs of all 16 rows: 8 inputs of INT4 and MXFP4, 4 of INT8, 2 of BF16. Products take blocks of 32
+// inputs as two instructions of 16. Lane (g, t) = (lane / 4, lane % 4) brings inputs 8t .. 8t + 3 of a block to the
+// first and 8t + 4 .. 8t + 7 to the second, for weights and activations alike, so that the activations of both are one
+// 16-byte load: the instruction's own order of k means nothing as long as both sides agree.
 #pragma once
 #include "common.cuh"
 
@@ -19,7 +21,7 @@ constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
 template <Format F> struct Lines {
     static constexpr bool FOUR_BITS = has_4_bits(F);
     static constexpr int PER_BLOCK = has_4_bits(F) ? 4 : F == INT8 ? 8 : 16; // lines of a block of 32 inputs
-    static constexpr int PER_LANE = PER_BLOCK / 4;                       // of which a lane reads these: its 8 inputs
+    static constexpr int PER_LANE = PER_BLOCK / 4; // of which a lane reads these: its 8 inputs
 };
 
 template <Format F> __device__ __forceinline__ uint32_t scale_bytes(int k, int group) {
@@ -29,15 +31,16 @@ template <Format F> __device__ __forceinline__ uint32_t tile_bytes(int k, int gr
     return scale_bytes<F>(k, group) + (uint32_t)div_ceil(k, K_BLOCK) * (Lines<F>::PER_BLOCK * LINE_BYTES);
 }
 
-// Two codes, each from a byte below 0x43, which makes a bf16 number: 128 + the byte's lower 7 bits. INT4 is stored with 8 added.
+// Two codes, each from a byte below 0x43, which makes a bf16 number: 128 + the byte's lower 7 bits. INT4 is stored with
+// 8 added.
 __device__ __forceinline__ uint32_t int4_pair(uint32_t bytes) { return fma_bf16x2(bytes, 0x3f803f80u, 0xc308c308u); }
 // INT8 is stored with 128 added, as h * 128 + l: (128 + l) - (h ? 128 : 256), all of it exact in bf16.
 __device__ __forceinline__ uint32_t int8_pair(uint32_t bytes) {
     return fma_bf16x2(bytes & 0xff7fff7fu, 0x3f803f80u, (bytes & 0x00800080u) ^ 0xc380c380u);
 }
 
-// Twice the E2M1 numbers in the lower halves of two bytes, one in each half of a word: sign, exponent and mantissa go to their places of a bf16 number,
-// which then is 2^-127 of that, subnormal ones included.
+// Twice the E2M1 numbers in the lower halves of two bytes, one in each half of a word: sign, exponent and mantissa go
+// to their places of a bf16 number, which then is 2^-127 of that, subnormal ones included.
 __device__ __forceinline__ uint32_t e2m1_pair(uint32_t bytes) {
     return fma_bf16x2((bytes << 12 & 0x80008000u) | (bytes << 6 & 0x01c001c0u), 0x7f007f00u, 0x80008000u);
 }
@@ -61,19 +64,22 @@ __device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
     for (int i = 0; i < 2; i++) pair[i] = int8_pair(__byte_perm(word, 0x43u, i ? 0x4342 : 0x4140));
 }
 
-// Numbers 2t and 2t + 1 of 8 inputs of a row, not scaled. `word`: of 4 bits that of the line, of INT8 that of line t / 2, of BF16 that of line t.
+// Numbers 2t and 2t + 1 of 8 inputs of a row, not scaled. `word`: of 4 bits that of the line, of INT8 that of line t /
+// 2, of BF16 that of line t.
 template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t word, int t) {
     if constexpr (F == BF16) {
         return word;
     } else {
-        const uint32_t bytes = __byte_perm(Lines<F>::FOUR_BITS ? word >> t / 2 * 4 : word, 0x43u, t % 2 ? 0x4342 : 0x4140);
+        const uint32_t bytes =
+            __byte_perm(Lines<F>::FOUR_BITS ? word >> t / 2 * 4 : word, 0x43u, t % 2 ? 0x4342 : 0x4140);
         return F == INT4 ? int4_pair(bytes & 0xff0fff0fu) : F == MXFP4 ? e2m1_pair(bytes) : int8_pair(bytes);
     }
 }
 
-// What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and r + 1 become the rows g and
-// g + 8 of the instruction. Codes are not scaled; INT4 has 136 too much unless EXACT.
-template <Format F, bool EXACT = true> __device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
+// What a lane has read of two rows in a block, raw[i] = (row r, row r + 1) of its line i, as left operands: rows r and
+// r + 1 become the rows g and g + 8 of the instruction. Codes are not scaled; INT4 has 136 too much unless EXACT.
+template <Format F, bool EXACT = true>
+__device__ __forceinline__ void tile_operand(const uint2 (&raw)[Lines<F>::PER_LANE], uint32_t (&a)[2][4]) {
     if constexpr (Lines<F>::FOUR_BITS) {
         uint32_t p[4];
         nibble_pairs<F, EXACT>(raw[0].x, p);
@@ -100,10 +106,12 @@ template <Format F, bool EXACT = true> __device__ __forceinline__ void tile_oper
 
 // Two scales as f32. `f16`: they are, not bf16, the same for all of a launch.
 __device__ __forceinline__ float2 scales_f32(uint32_t scales, bool f16) {
-    return f16 ? make_float2(f16_value((uint16_t)scales), f16_value((uint16_t)(scales >> 16))) : make_float2(low_f32(scales), high_f32(scales));
+    return f16 ? make_float2(f16_value((uint16_t)scales), f16_value((uint16_t)(scales >> 16)))
+               : make_float2(low_f32(scales), high_f32(scales));
 }
 
-// Times the scales of the two rows. One of f16 is the sum of two bf16 numbers, so that here as well only the product is rounded.
+// Times the scales of the two rows. One of f16 is the sum of two bf16 numbers, so that here as well only the product is
+// rounded.
 __device__ __forceinline__ void scale_rows(uint32_t (&a)[4], uint32_t scales, bool f16) {
     uint32_t low[2] = {0x80008000u, 0x80008000u};
     if (f16) {
@@ -114,7 +122,8 @@ __device__ __forceinline__ void scale_rows(uint32_t (&a)[4], uint32_t scales, bo
     }
     const uint32_t high[2] = {__byte_perm(scales, 0, 0x1010), __byte_perm(scales, 0, 0x3232)};
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = fma_bf16x2(a[i], high[i % 2], f16 ? fma_bf16x2(a[i], low[i % 2], 0x80008000u) : 0x80008000u);
+    for (int i = 0; i < 4; i++)
+        a[i] = fma_bf16x2(a[i], high[i % 2], f16 ? fma_bf16x2(a[i], low[i % 2], 0x80008000u) : 0x80008000u);
 }
 __device__ __forceinline__ void scale_operand(uint32_t (&a)[2][4], uint32_t scales, bool f16) {
     scale_rows(a[0], scales, f16);

@@ -4,11 +4,14 @@
 //   chosen:   the largest s + bias, among the experts of the best groups
 //   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`
 //
-// Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to 512 experts, top 32.
+// Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to 512 experts,
+// top 32.
 //
-//   choose_experts   from logits [tokens, experts]                                                            grid (ceil(tokens / 4)), 128 threads
-//   route_few        up to 8 tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the same               grid (experts + 1), 256 threads
-//                    A block owns an expert, and the last one of these to end chooses; one more writes h. `counter`: one u32, 0 between launches.
+//   choose_experts   from logits [tokens, experts]                                                            grid
+//   (ceil(tokens / 4)), 128 threads route_few        up to 8 tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then
+//   the same               grid (experts + 1), 256 threads
+//                    A block owns an expert, and the last one of these to end chooses; one more writes h. `counter`:
+//                    one u32, 0 between launches.
 #include "common.cuh"
 
 constexpr int MAX_EXPERTS = 512, TOKENS = 4, FEW = 8;
@@ -29,8 +32,8 @@ __device__ __forceinline__ void warp_best(float& value, int& index) {
 }
 
 // Of one token, by one warp; s and rank [experts] are scratch in shared memory. offsets, bias: null, or [experts].
-__device__ __forceinline__ void choose(const float* logits, const float* offsets, const float* bias, const RouterShape& shape, float* s, float* rank, int* ids,
-                                       float* weights) {
+__device__ __forceinline__ void choose(const float* logits, const float* offsets, const float* bias,
+    const RouterShape& shape, float* s, float* rank, int* ids, float* weights) {
     const int lane = threadIdx.x % WARP, experts = shape.experts;
     auto logit = [&](int e) { return __ldcg(logits + e) + (offsets ? offsets[e] : 0.0f); };
     if (shape.sigmoid) {
@@ -52,8 +55,10 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
         if (lane < shape.groups) {
             float a = -INFINITY, b = -INFINITY;
             for (int e = lane * size; e < (lane + 1) * size; e++) {
-                if (rank[e] > a) b = a, a = rank[e];
-                else b = fmaxf(b, rank[e]);
+                if (rank[e] > a)
+                    b = a, a = rank[e];
+                else
+                    b = fmaxf(b, rank[e]);
             }
             score = shape.group_by_two ? a + b : a;
         }
@@ -92,20 +97,22 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
     }
 }
 
-KERNEL(choose_experts, TOKENS * WARP, const float* logits, const float* offsets, const float* bias, RouterShape shape, int tokens, int* ids, float* weights) {
+KERNEL(choose_experts, TOKENS* WARP, const float* logits, const float* offsets, const float* bias, RouterShape shape,
+    int tokens, int* ids, float* weights) {
     __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
     begin_kernel();
     const int warp = threadIdx.x / WARP, token = blockIdx.x * TOKENS + warp;
     if (token >= tokens) return;
     const size_t at = (size_t)token * shape.top_k;
-    choose(logits + (size_t)token * shape.experts, offsets, bias, shape, scores[warp], ranks[warp], ids + at, weights + at);
+    choose(logits + (size_t)token * shape.experts, offsets, bias, shape, scores[warp], ranks[warp], ids + at,
+        weights + at);
 }
 
 struct RouteFew {
-    const float *x, *norm; // [tokens, hidden], [hidden]
-    bf16* h;               // [tokens, hidden]
+    const float *x, *norm;           // [tokens, hidden], [hidden]
+    bf16* h;                         // [tokens, hidden]
     const float *w, *offsets, *bias; // [experts, hidden], [experts] or null
-    float* logits;         // [tokens, experts]
+    float* logits;                   // [tokens, experts]
     uint32_t* counter;
     int* ids;       // [tokens, top_k]
     float* weights; // [tokens, top_k]
@@ -117,9 +124,11 @@ struct RouteFew {
 struct Eight {
     float4 low, high;
 };
-__device__ __forceinline__ Eight load_8(const float* p) { return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)}; }
+__device__ __forceinline__ Eight load_8(const float* p) {
+    return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)};
+}
 
-KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
+KERNEL(route_few, FEW* WARP, const __grid_constant__ RouteFew a) {
     __shared__ float squares[FEW][FEW], parts[FEW][FEW]; // [token][warp]
     __shared__ float scores[FEW][MAX_EXPERTS], ranks[FEW][MAX_EXPERTS];
     __shared__ bool last;
@@ -128,7 +137,8 @@ KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
     const bool norms = (int)blockIdx.x == a.shape.experts;
     // Weights are nobody's to write: the first are on their way before the kernel in front has ended.
     const float* row = norms ? a.norm : a.w + (size_t)blockIdx.x * hidden;
-    Eight w = 8 * tid < hidden ? load_8(row + 8 * tid) : Eight{}, n = 8 * tid < hidden ? load_8(a.norm + 8 * tid) : Eight{};
+    Eight w = 8 * tid < hidden ? load_8(row + 8 * tid) : Eight{},
+          n = 8 * tid < hidden ? load_8(a.norm + 8 * tid) : Eight{};
     begin_kernel();
 
     for (int t = 0; t < tokens; t++) {
@@ -152,15 +162,18 @@ KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
             if (i >= STEP) from = load_8(row + i), by = load_8(a.norm + i);
             const Eight x = load_8(a.x + (size_t)t * hidden + i);
             // Rounded before it is multiplied, as it is for more tokens: a token's experts do not depend on its batch.
-            const uint4 h = make_uint4(pack_bf16(x.low.x * scale * by.low.x, x.low.y * scale * by.low.y), pack_bf16(x.low.z * scale * by.low.z, x.low.w * scale * by.low.w),
-                                       pack_bf16(x.high.x * scale * by.high.x, x.high.y * scale * by.high.y),
-                                       pack_bf16(x.high.z * scale * by.high.z, x.high.w * scale * by.high.w));
+            const uint4 h = make_uint4(pack_bf16(x.low.x * scale * by.low.x, x.low.y * scale * by.low.y),
+                pack_bf16(x.low.z * scale * by.low.z, x.low.w * scale * by.low.w),
+                pack_bf16(x.high.x * scale * by.high.x, x.high.y * scale * by.high.y),
+                pack_bf16(x.high.z * scale * by.high.z, x.high.w * scale * by.high.w));
             if (norms) {
                 *reinterpret_cast<uint4*>(a.h + (size_t)t * hidden + i) = h;
                 continue;
             }
-            dot += low_f32(h.x) * from.low.x + high_f32(h.x) * from.low.y + low_f32(h.y) * from.low.z + high_f32(h.y) * from.low.w;
-            dot += low_f32(h.z) * from.high.x + high_f32(h.z) * from.high.y + low_f32(h.w) * from.high.z + high_f32(h.w) * from.high.w;
+            dot += low_f32(h.x) * from.low.x + high_f32(h.x) * from.low.y + low_f32(h.y) * from.low.z +
+                high_f32(h.y) * from.low.w;
+            dot += low_f32(h.z) * from.high.x + high_f32(h.z) * from.high.y + low_f32(h.w) * from.high.z +
+                high_f32(h.w) * from.high.w;
         }
         dot = warp_sum(dot);
         if (lane == 0) parts[t][warp] = dot;
@@ -183,5 +196,6 @@ KERNEL(route_few, FEW * WARP, const __grid_constant__ RouteFew a) {
     if (!last || warp >= tokens) return;
     __threadfence();
     const size_t at = (size_t)warp * a.shape.top_k;
-    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.shape, scores[warp], ranks[warp], a.ids + at, a.weights + at);
+    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.shape, scores[warp], ranks[warp], a.ids + at,
+        a.weights + at);
 }

@@ -1,7 +1,8 @@
 // The router's product for a few tokens: logits[t, e] = sum_k h[t, k] w[e, k] with f32 weights, f32 sums.
 //
-// h [tokens, k] bf16, pitch h_pitch; w [experts, k] f32 without gaps; logits [tokens, experts] f32. k a multiple of 8, bases aligned to 16 bytes.
-// A block owns an expert and eight tokens; its threads take 8 numbers of k each, in turn. Where tokens times experts are more than 8,192, gemm_split3 (gemm.cu) is faster.
+// h [tokens, k] bf16, pitch h_pitch; w [experts, k] f32 without gaps; logits [tokens, experts] f32. k a multiple of 8,
+// bases aligned to 16 bytes. A block owns an expert and eight tokens; its threads take 8 numbers of k each, in turn.
+// Where tokens times experts are more than 8,192, gemm_split3 (gemm.cu) is faster.
 //
 // Launch: grid (experts, div_ceil(tokens, 8)), 256 threads, no dynamic shared memory.
 //   router_logits(h, w, logits, h_pitch, tokens, experts, k)
@@ -9,7 +10,8 @@
 
 constexpr int LOGITS_THREADS = 256, TOKENS = 8;
 
-KERNEL(router_logits, LOGITS_THREADS, const bf16* h, const float* w, float* logits, int h_pitch, int tokens, int experts, int k) {
+KERNEL(router_logits, LOGITS_THREADS, const bf16* h, const float* w, float* logits, int h_pitch, int tokens,
+    int experts, int k) {
     begin_kernel();
     __shared__ float parts[LOGITS_THREADS / WARP][TOKENS];
     const int tid = threadIdx.x, first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first);

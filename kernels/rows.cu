@@ -35,7 +35,8 @@ __device__ __forceinline__ void store4(bf16* x, float a, float b, float c, float
     *reinterpret_cast<uint2*>(x) = make_uint2(pack_bf16(a, b), pack_bf16(c, d));
 }
 
-template <class T> __device__ __forceinline__ void norm_row(const T* x, const float* w, float eps, bf16* out, int cols) {
+template <class T>
+__device__ __forceinline__ void norm_row(const T* x, const float* w, float eps, bf16* out, int cols) {
     __shared__ float scratch[33];
     float sum = 0.0f;
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
@@ -77,9 +78,8 @@ KERNEL(rms_norm_heads, 256, bf16* x, const float* w, float eps, int pitch, int f
     }
 }
 
-// out[t] = cos, then sin, of positions[t] * inv_freq, times `factor`. Positions may be 10^5: the angle is reduced in f64, after which
-// the fast functions are right to 2^-21.
-// grid (rows), 64 threads
+// out[t] = cos, then sin, of positions[t] * inv_freq, times `factor`. Positions may be 10^5: the angle is reduced in
+// f64, after which the fast functions are right to 2^-21. grid (rows), 64 threads
 KERNEL(rope_angles, 64, const uint32_t* positions, const float* inv_freq, float factor, float* out, int half) {
     begin_kernel();
     for (int i = threadIdx.x; i < half; i += 64) {
@@ -156,8 +156,8 @@ struct Addition {
     int from, to, padding;
 };
 
-// x[t] += coefficient * vector for the additions [range[0], range[1]), in their order, f32, rounded twice as the CPU does it.
-// Row 0 of x is row `first` of the batch.
+// x[t] += coefficient * vector for the additions [range[0], range[1]), in their order, f32, rounded twice as the CPU
+// does it. Row 0 of x is row `first` of the batch.
 KERNEL(add_vectors, ROW_THREADS, const uint32_t* range, const Addition* additions, int first, float* x, int cols) {
     begin_kernel();
     const int t = first + blockIdx.x;
@@ -165,12 +165,15 @@ KERNEL(add_vectors, ROW_THREADS, const uint32_t* range, const Addition* addition
     for (uint32_t n = range[0]; n < range[1]; n++) {
         const Addition a = additions[n];
         if (t < a.from || t >= a.to) continue;
-        for (int i = threadIdx.x; i < cols; i += ROW_THREADS) row[i] = __fadd_rn(row[i], __fmul_rn(a.coefficient, a.vector[i]));
+        for (int i = threadIdx.x; i < cols; i += ROW_THREADS)
+            row[i] = __fadd_rn(row[i], __fmul_rn(a.coefficient, a.vector[i]));
     }
 }
 
-// Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out out_dim.
-KERNEL(copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at, int out_dim, int out_at) {
+// Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out
+// out_dim.
+KERNEL(copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at, int out_dim,
+    int out_at) {
     begin_kernel();
     for (int i = threadIdx.x; i < heads * width; i += ROW_THREADS) {
         const size_t head = (size_t)blockIdx.x * heads + i / width;

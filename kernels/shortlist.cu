@@ -1,11 +1,15 @@
-// The largest numbers of each row, in order: what a sampler needs of logits. NaN counts as -infinity, of equals the lower index is larger.
+// The largest numbers of each row, in order: what a sampler needs of logits. NaN counts as -infinity, of equals the
+// lower index is larger.
 //
-// A block sorts 1024 numbers of a row (bitonic, in shared memory) and keeps 64 of them, so a few launches, each over what the last one kept, leave 64 of a row:
+// A block sorts 1024 numbers of a row (bitonic, in shared memory) and keeps 64 of them, so a few launches, each over
+// what the last one kept, leave 64 of a row:
 //   n_0 = n, n_{i+1} = 64 ceil(n_i / 1024), until one block is enough.
-// The first launch also leaves of each block its largest number m and sum exp((x - m) inverse_temperature), for the weight of the whole row.
+// The first launch also leaves of each block its largest number m and sum exp((x - m) inverse_temperature), for the
+// weight of the whole row.
 //
 //   shortlist   grid (ceil(n / 1024), rows), 512 threads, no dynamic shared memory
-//       (values: *const f32 [rows, pitch], ids: *const i32 [rows, pitch] or null: their indices, best: *mut f32 [rows, 64 blocks], best_ids: *mut i32 [rows, 64 blocks],
+//       (values: *const f32 [rows, pitch], ids: *const i32 [rows, pitch] or null: their indices, best: *mut f32 [rows,
+//       64 blocks], best_ids: *mut i32 [rows, 64 blocks],
 //        inverse_temperature: *const f32 [rows], sums: *mut f32 [rows, blocks, 2] or null, n: i32, pitch: i32)
 #include "common.cuh"
 
@@ -21,7 +25,8 @@ __device__ __forceinline__ float number_of(uint64_t key) {
     return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
-KERNEL(shortlist, SORT_THREADS, const float* values, const int* ids, float* best, int* best_ids, const float* inverse_temperature, float* sums, int n, int pitch) {
+KERNEL(shortlist, SORT_THREADS, const float* values, const int* ids, float* best, int* best_ids,
+    const float* inverse_temperature, float* sums, int n, int pitch) {
     __shared__ uint64_t keys[PART];
     __shared__ float scratch[33];
     begin_kernel();

@@ -1,8 +1,9 @@
 // CUDA C++ for g++: what the kernels use of the language, and the functions of ../device.cuh, on the CPU.
 //
-// A thread is a fiber. A fiber runs until it meets others (a barrier, a shuffle, a tensor core instruction); one operating
-// system thread runs all fibers of a block, block after block. Asynchronous copies happen when they are waited for and no
-// sooner, dynamic shared memory begins as NaN, device memory too, and a read past its end is a segmentation fault: mistakes show.
+// A thread is a fiber. A fiber runs until it meets others (a barrier, a shuffle, a tensor core instruction); one
+// operating system thread runs all fibers of a block, block after block. Asynchronous copies happen when they are
+// waited for and no sooner, dynamic shared memory begins as NaN, device memory too, and a read past its end is a
+// segmentation fault: mistakes show.
 #pragma once
 #include <math.h>
 #include <sched.h>
@@ -27,12 +28,24 @@
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;
 };
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) int2 {
+    int x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
@@ -59,10 +72,12 @@ struct Place {
 };
 const Place& place();
 
-// All lanes of `mask` bring `size` bytes; the last to come calls `combine` on all 32 of them; each takes back what then is its own.
-// Returns the array of all lanes' bytes, good until the next meeting.
+// All lanes of `mask` bring `size` bytes; the last to come calls `combine` on all 32 of them; each takes back what then
+// is its own. Returns the array of all lanes' bytes, good until the next meeting.
 constexpr int MAIL = 64;
-struct alignas(16) Mail { unsigned char bytes[MAIL]; };
+struct alignas(16) Mail {
+    unsigned char bytes[MAIL];
+};
 Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all));
 
 void block_barrier(int id, unsigned threads); // threads == 0: all that live
@@ -104,7 +119,7 @@ template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
 
 } // namespace emulator
 
-#define REGISTER_KERNEL(name, threads)                                                                      \
+#define REGISTER_KERNEL(name, threads)                                                                                 \
     static const int registered_##name = (emulator::add_kernel(emulator::Invoker<&name>::describe(#name, threads)), 0);
 #define DYNAMIC_SHARED_ALIGNED(type, name, alignment) DYNAMIC_SHARED(type, name) // 1024 bytes
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulator::dynamic_shared())
@@ -115,7 +130,10 @@ template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
 #define gridDim (emulator::place().grid_dim)
 
 inline void __syncthreads() { emulator::block_barrier(0, 0); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { char c = 0; emulator::meet(mask, &c, 1, nullptr); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+    char c = 0;
+    emulator::meet(mask, &c, 1, nullptr);
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() { __sync_synchronize(); }
@@ -123,7 +141,9 @@ template <class T> inline T __shfl_sync(unsigned mask, T x, int from, int width 
     unsigned lane = emulator::place().lane;
     return emulator::shuffle(mask, x, (lane / width) * width + (unsigned)from % width);
 }
-template <class T> inline T __shfl_xor_sync(unsigned mask, T x, int with, int = 32) { return emulator::shuffle(mask, x, emulator::place().lane ^ with); }
+template <class T> inline T __shfl_xor_sync(unsigned mask, T x, int with, int = 32) {
+    return emulator::shuffle(mask, x, emulator::place().lane ^ with);
+}
 template <class T> inline T __shfl_down_sync(unsigned mask, T x, unsigned by, int width = 32) {
     unsigned lane = emulator::place().lane;
     return emulator::shuffle(mask, x, lane % width + by < (unsigned)width ? lane + by : lane);
@@ -146,8 +166,16 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 
-inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
-inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return y; }
+inline float __uint_as_float(uint32_t x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline uint32_t __float_as_uint(float x) {
+    uint32_t y;
+    memcpy(&y, &x, 4);
+    return y;
+}
 inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
 inline float __expf(float x) { return expf(x); }
@@ -155,7 +183,10 @@ inline float __cosf(float x) { return cosf(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 // volatile: compilers make one rounding of a product and a sum.
-inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b;
+    return product;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
@@ -168,13 +199,19 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; i++) out |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return out;
 }
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) { return (uint32_t)(((uint64_t)high << 32 | low) >> (by & 31)); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
+    return (uint32_t)(((uint64_t)high << 32 | low) >> (by & 31));
+}
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 template <class T> inline T __ldcs(const T* p) { return *p; }
 template <class T> inline void __stcs(T* p, T x) { *p = x; }
 template <class T> inline T atomicAdd(T* p, T x) { return __sync_fetch_and_add(p, x); }
-template <class T> inline T atomicMax(T* p, T x) { T old = *p; if (x > old) *p = x; return old; }
+template <class T> inline T atomicMax(T* p, T x) {
+    T old = *p;
+    if (x > old) *p = x;
+    return old;
+}
 template <class T> inline T atomicExch(T* p, T x) { return __sync_lock_test_and_set(p, x); }
 template <class T> inline T atomicCAS(T* p, T old, T x) { return __sync_val_compare_and_swap(p, old, x); }
 template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
@@ -188,12 +225,15 @@ inline uint16_t bf16_bits(float x) {
 inline float bf16_value(uint32_t bits) { return __uint_as_float(bits << 16); }
 inline uint32_t pack_bf16(float low, float high) { return (uint32_t)bf16_bits(high) << 16 | bf16_bits(low); }
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
-    auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (float)((double)bf16_value(a) * bf16_value(b) + bf16_value(c)); };
+    auto one = [](uint32_t a, uint32_t b, uint32_t c) {
+        return (float)((double)bf16_value(a) * bf16_value(b) + bf16_value(c));
+    };
     return pack_bf16(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
 }
 inline float f16_value(uint16_t bits) {
     const int exponent = bits >> 10 & 31, rest = bits & 0x3ff;
-    const float size = exponent == 31 ? (rest ? NAN : INFINITY) : ldexpf((float)(exponent ? rest + 1024 : rest), (exponent ? exponent : 1) - 25);
+    const float size = exponent == 31 ? (rest ? NAN : INFINITY)
+                                      : ldexpf((float)(exponent ? rest + 1024 : rest), (exponent ? exponent : 1) - 25);
     return bits >> 15 ? -size : size;
 }
 inline float fast_exp2(float x) { return exp2f(x); }
@@ -205,7 +245,10 @@ template <int N, bool TRANS> inline void ldmatrix(uint32_t* r, const void* row) 
         auto address = [&](unsigned i) {
             const unsigned char* p;
             memcpy(&p, all[8 * m + i].bytes, sizeof p);
-            if ((uintptr_t)p % 16) { fprintf(stderr, "ldmatrix: a row at %p is not aligned to 16 bytes\n", (const void*)p); abort(); }
+            if ((uintptr_t)p % 16) {
+                fprintf(stderr, "ldmatrix: a row at %p is not aligned to 16 bytes\n", (const void*)p);
+                abort();
+            }
             return p;
         };
         if (!TRANS) {
@@ -240,7 +283,10 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 }
 
 inline void copy_async_16(void* shared, const void* global, bool valid = true) {
-    if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) { fprintf(stderr, "copy_async_16: not aligned to 16 bytes\n"); abort(); }
+    if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) {
+        fprintf(stderr, "copy_async_16: not aligned to 16 bytes\n");
+        abort();
+    }
     emulator::add_copy({shared, valid ? global : nullptr, 0});
 }
 inline void copy_async_commit() { emulator::commit_copies(); }
@@ -248,7 +294,10 @@ template <int N> inline void copy_async_wait() { emulator::wait_copies(N); }
 
 inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline uint4 load_uncached(const uint4* p) { __sync_synchronize(); return *p; }
+inline uint4 load_uncached(const uint4* p) {
+    __sync_synchronize();
+    return *p;
+}
 inline uint4 load_streaming(const uint4* p) { return *p; }
 inline void barrier_sync(int id, int threads) { emulator::block_barrier(id, (unsigned)threads); }
 inline void wait_for_previous_kernel() { emulator::waited(); }
@@ -271,7 +320,9 @@ inline float e4m3_to_f32(uint8_t x) {
     return __uint_as_float(__float_as_uint(a) | sign);
 }
 inline uint16_t pack_e4m3(float low, float high) { return (uint16_t)(e4m3_from_f32(low) | e4m3_from_f32(high) << 8); }
-inline float2 unpack_e4m3(uint16_t pair) { return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8))); }
+inline float2 unpack_e4m3(uint16_t pair) {
+    return make_float2(e4m3_to_f32(pair & 0xff), e4m3_to_f32((uint8_t)(pair >> 8)));
+}
 
 #define HAS_WGMMA
 // Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
@@ -282,7 +333,7 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "as large as the real one");
 namespace emulator {
-struct Mbarrier { // in the 8 bytes of shared memory
+struct Mbarrier {                          // in the 8 bytes of shared memory
     uint8_t phase, arrived, count, copies; // copies: there are some under way
     int32_t bytes;
 };
@@ -304,7 +355,10 @@ inline void mbarrier_init_done() {}
 inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
     auto* b = (emulator::Mbarrier*)barrier;
     b->bytes += bytes;
-    if (++b->arrived > b->count) { fprintf(stderr, "mbarrier: more arrivals than it counts\n"); abort(); }
+    if (++b->arrived > b->count) {
+        fprintf(stderr, "mbarrier: more arrivals than it counts\n");
+        abort();
+    }
     emulator::end_phase(b);
 }
 inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier, 0); }
@@ -313,12 +367,18 @@ inline void mbarrier_wait(uint64_t* barrier, int parity) {
     for (long i = 0; b->phase == parity; i++) {
         emulator::land_boxes(b);
         if (b->phase != parity) return;
-        if (i == 1 << 22) { fprintf(stderr, "mbarrier: waited for in vain\n"); abort(); }
+        if (i == 1 << 22) {
+            fprintf(stderr, "mbarrier: waited for in vain\n");
+            abort();
+        }
         emulator::yield();
     }
 }
 inline void tensor_copy(void* shared, const TensorMap* map, uint64_t* barrier, int c0, int c1, int c2) {
-    if ((uintptr_t)shared % 1024) { fprintf(stderr, "tensor_copy: not aligned to 1024 bytes\n"); abort(); }
+    if ((uintptr_t)shared % 1024) {
+        fprintf(stderr, "tensor_copy: not aligned to 1024 bytes\n");
+        abort();
+    }
     emulator::add_box((emulator::Mbarrier*)barrier, shared, *map, c0, c1, c2);
 }
 inline uint64_t wgmma_operand(const void* p) { return (uint64_t)p; }
@@ -346,7 +406,8 @@ template <int COLUMNS, class Row> inline void add_wgmma(float (*d)[4], Row row, 
             row(half, x);
             for (int j = 0; j < COLUMNS; j++)
                 for (int e = 0; e < 2; e++)
-                    for (int k = 0; k < 16; k++) d[j][2 * half + e] += x[k] * wgmma_number(b, 8 * j + lane % 4 * 2 + e, k);
+                    for (int k = 0; k < 16; k++)
+                        d[j][2 * half + e] += x[k] * wgmma_number(b, 8 * j + lane % 4 * 2 + e, k);
         }
     });
 }
@@ -360,7 +421,9 @@ template <int C> inline void wgmma(float (&d)[C][4], uint64_t a, uint64_t b) {
 }
 template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
     emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
-    struct { uint32_t word[4][4]; } rows; // of the four lanes that have them
+    struct {
+        uint32_t word[4][4];
+    } rows; // of the four lanes that have them
     for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
     auto row = [=](int half, float* x) {
         for (int k = 0; k < 16; k++) x[k] = bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff);
@@ -368,7 +431,7 @@ template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[
     emulator::add_wgmma<N / 8>(d, row, b);
 }
 inline void wgmma_set(float (&d)[16][4], uint64_t a, uint64_t b) {
-    float(*sums)[4] = d;
+    float (*sums)[4] = d;
     emulator::add_product([=] {
         for (int j = 0; j < 16; j++)
             for (int e = 0; e < 4; e++) sums[j][e] = 0.0f;
@@ -379,11 +442,13 @@ inline void wgmma_set(float (&d)[16][4], uint64_t a, uint64_t b) {
 inline uint64_t wgmma_operand_columns(const void* p, int step) { return (uint64_t)p | (uint64_t)(step >> 4) << 48; }
 template <int C> inline void wgmma_columns(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
     emulator::Mail* all = emulator::meet(0xffffffffu, a, sizeof a, nullptr);
-    struct { uint32_t word[4][4]; } rows; // of the four lanes that have them
+    struct {
+        uint32_t word[4][4];
+    } rows; // of the four lanes that have them
     for (int t = 0; t < 4; t++) memcpy(rows.word[t], all[threadIdx.x % 32 / 4 * 4 + t].bytes, sizeof a);
     const int lane = (int)threadIdx.x % 32;
     const uint64_t base = b << 16 >> 16, step = b >> 48 << 4;
-    float(*sums)[4] = d;
+    float (*sums)[4] = d;
     emulator::add_product([=] {
         for (int j = 0; j < C; j++)
             for (int e = 0; e < 2; e++) {
@@ -392,7 +457,8 @@ template <int C> inline void wgmma_columns(float (&d)[C][4], const uint32_t (&a)
                     // A number of row k of the 64 columns it is in.
                     const float y = emulator::wgmma_number(base + column / 64 * step, k, column % 64);
                     for (int half = 0; half < 2; half++)
-                        sums[j][2 * half + e] += bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff) * y;
+                        sums[j][2 * half + e] +=
+                            bf16_value(rows.word[k % 8 / 2][k / 8 * 2 + half] >> k % 2 * 16 & 0xffff) * y;
                 }
             }
     });

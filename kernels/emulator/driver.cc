@@ -1,6 +1,7 @@
 // The part of the CUDA driver's interface that Moebius uses, over the emulated threads: built as libcuda.so.1.
 //
-// A stream is a thread and a queue. Capture writes what is enqueued into a list, a graph runs the list in the order of its writing.
+// A stream is a thread and a queue. Capture writes what is enqueued into a list, a graph runs the list in the order of
+// its writing.
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -125,13 +126,13 @@ Result cuDeviceGetName(char* name, int len, int) { return snprintf(name, (size_t
 Result cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = MEMORY, SUCCESS; }
 Result cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
-        case 16: *value = 3; break;       // multiprocessors
-        case 75: *value = 9; break;       // compute capability, major
-        case 76: *value = 0; break;       // minor
-        case 97: *value = 232448; break;  // shared memory a block may ask for
-        case 81: *value = 233472; break;  // shared memory of a multiprocessor
-        case 38: *value = 1 << 20; break; // L2
-        default: *value = 1;
+    case 16: *value = 3; break;       // multiprocessors
+    case 75: *value = 9; break;       // compute capability, major
+    case 76: *value = 0; break;       // minor
+    case 97: *value = 232448; break;  // shared memory a block may ask for
+    case 81: *value = 233472; break;  // shared memory of a multiprocessor
+    case 38: *value = 1 << 20; break; // L2
+    default: *value = 1;
     }
     return SUCCESS;
 }
@@ -149,7 +150,8 @@ Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     if (bytes == 0) return INVALID_VALUE;
     if (memory_used + bytes > MEMORY) return OUT_OF_MEMORY;
     size_t rounded = (bytes + 255) / 256 * 256, pages = (rounded + 4095) / 4096 * 4096;
-    unsigned char* p = (unsigned char*)mmap(nullptr, pages + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char* p = (unsigned char*)mmap(
+        nullptr, pages + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return OUT_OF_MEMORY;
     mprotect(p + pages, 4096, PROT_NONE);
     uint64_t at = (uint64_t)(p + pages - rounded);
@@ -158,9 +160,11 @@ Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     memory_used += pages;
     return *pointer = at, SUCCESS;
 }
-// Waits for all that runs, as the driver does, which may answer nobody else meanwhile: who is asked then is who calls ENTER.
+// Waits for all that runs, as the driver does, which may answer nobody else meanwhile: who is asked then is who calls
+// ENTER.
 static auto& giving_back = *new std::mutex;
-#define ENTER { std::lock_guard<std::mutex> entered(giving_back); }
+#define ENTER                                                                                                          \
+    { std::lock_guard<std::mutex> entered(giving_back); }
 Result cuMemFree_v2(uint64_t pointer) {
     {
         std::lock_guard<std::mutex> alone(giving_back);
@@ -186,8 +190,10 @@ static bool is_pinned(const void* p) {
 }
 static void pin(const void* p, size_t bytes) {
     std::lock_guard<std::mutex> lock(memory_mutex);
-    if (bytes) pinned[(const unsigned char*)p] = bytes;
-    else pinned.erase((const unsigned char*)p);
+    if (bytes)
+        pinned[(const unsigned char*)p] = bytes;
+    else
+        pinned.erase((const unsigned char*)p);
 }
 Result cuMemHostAlloc(void** p, size_t bytes, unsigned) {
     *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
@@ -224,11 +230,19 @@ Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream*
     auto staged = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
     return of(s).add([=] { memcpy((void*)to, staged->data(), bytes); }), SUCCESS;
 }
-Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memcpy(to, (void*)from, bytes); }), SUCCESS; }
-Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* s) { return of(s).add([=] { memmove((void*)to, (void*)from, bytes); }), SUCCESS; }
-Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Stream* s) { return of(s).add([=] { memset((void*)to, value, bytes); }), SUCCESS; }
+Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* s) {
+    return of(s).add([=] { memcpy(to, (void*)from, bytes); }), SUCCESS;
+}
+Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* s) {
+    return of(s).add([=] { memmove((void*)to, (void*)from, bytes); }), SUCCESS;
+}
+Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Stream* s) {
+    return of(s).add([=] { memset((void*)to, value, bytes); }), SUCCESS;
+}
 
-Result cuLaunchHostFunc(Stream* s, void (*function)(void*), void* data) { return of(s).add([=] { function(data); }), SUCCESS; }
+Result cuLaunchHostFunc(Stream* s, void (*function)(void*), void* data) {
+    return of(s).add([=] { function(data); }), SUCCESS;
+}
 
 Result cuEventCreate(Event** e, unsigned) { return *e = new Event, SUCCESS; }
 Result cuEventDestroy_v2(Event* e) { return delete e, SUCCESS; }
@@ -270,7 +284,9 @@ Result cuEventQuery(Event* e) {
     std::lock_guard<std::mutex> lock(e->mutex);
     return e->done >= e->recorded ? SUCCESS : NOT_READY;
 }
-Result cuEventElapsedTime_v2(float* ms, Event* from, Event* to) { return *ms = (float)(1e3 * (to->time - from->time)), SUCCESS; }
+Result cuEventElapsedTime_v2(float* ms, Event* from, Event* to) {
+    return *ms = (float)(1e3 * (to->time - from->time)), SUCCESS;
+}
 Result cuEventElapsedTime(float* ms, Event* from, Event* to) { return cuEventElapsedTime_v2(ms, from, to); }
 
 Result cuModuleLoadData(void** module, const void*) { return *module = (void*)1, SUCCESS; }
@@ -283,8 +299,8 @@ Result cuModuleGetFunction(const Kernel** function, void*, const char* name) {
 Result cuFuncSetAttribute(const Kernel*, int, int) { return SUCCESS; }
 Result cuFuncGetAttribute(int* value, int, const Kernel*) { return *value = 0, SUCCESS; }
 
-static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s,
-                     void** parameters, bool early) {
+static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+    unsigned shared, Stream* s, void** parameters, bool early) {
     if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > 232448) return INVALID_VALUE;
     if (bx * by * bz != k->threads) {
         fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, bx * by * bz);
@@ -305,16 +321,19 @@ static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, uns
         for (unsigned z = 0; z < gz; z++)
             for (unsigned y = 0; y < gy; y++)
                 for (unsigned x = 0; x < gx; x++) {
-                    const unsigned waits = run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
+                    const unsigned waits =
+                        run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
                     if (!early || waits == k->threads) continue;
-                    fprintf(stderr, "kernel %s was let begin early, and %u of its %u threads waited for the one in front of it\n", k->name, waits, k->threads);
+                    fprintf(stderr,
+                        "kernel %s was let begin early, and %u of its %u threads waited for the one in front of it\n",
+                        k->name, waits, k->threads);
                     abort();
                 }
     });
     return SUCCESS;
 }
-Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s,
-                      void** parameters, void**) {
+Result cuLaunchKernel(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+    unsigned shared, Stream* s, void** parameters, void**) {
     return launch(k, gx, gy, gz, bx, by, bz, shared, s, parameters, false);
 }
 
@@ -333,16 +352,18 @@ struct LaunchConfig {
 };
 Result cuLaunchKernelEx(const LaunchConfig* c, const Kernel* k, void** parameters, void**) {
     ENTER
-    const bool early = c->count == 1 && c->attributes[0].id == 6 && c->attributes[0].number == 1; // programmatic stream serialization
+    const bool early =
+        c->count == 1 && c->attributes[0].id == 6 && c->attributes[0].number == 1; // programmatic stream serialization
     if (c->count > 1 || (c->count && !early)) return INVALID_VALUE;
     return launch(k, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, parameters, early);
 }
 
 // What the kernels use of it: 16-bit numbers, three dimensions, rows of 128 bytes, swizzled.
-Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
-                              const uint32_t* steps, int interleave, int swizzle, int, int fill) {
-    if (type != 9 || rank != 3 || (uint64_t)base % 16 || strides[0] % 16 || strides[1] % 16 || box[0] != 64 || box[1] > 256 || box[2] != 1 || steps[0] != 1 ||
-        steps[1] != 1 || steps[2] != 1 || interleave || swizzle != 3 || fill)
+Result cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* base, const uint64_t* dims,
+    const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int, int fill) {
+    if (type != 9 || rank != 3 || (uint64_t)base % 16 || strides[0] % 16 || strides[1] % 16 || box[0] != 64 ||
+        box[1] > 256 || box[2] != 1 || steps[0] != 1 || steps[1] != 1 || steps[2] != 1 || interleave || swizzle != 3 ||
+        fill)
         return INVALID_VALUE;
     memset(map, 0, 128); // as large as the real one
     *map = TensorMap{(uint64_t)base, {dims[0], dims[1], dims[2]}, {strides[0], strides[1]}, {box[0], box[1], box[2]}};
@@ -358,7 +379,9 @@ Result cuStreamEndCapture(Stream* s, Graph** graph) {
     of(s).capture->ended = true;
     return SUCCESS;
 }
-Result cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) { return *exec = new Graph(*graph), SUCCESS; }
+Result cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
+    return *exec = new Graph(*graph), SUCCESS;
+}
 Result cuGraphDestroy(Graph* graph) { return delete graph, SUCCESS; }
 Result cuGraphExecDestroy(Graph* graph) { return delete graph, SUCCESS; }
 Result cuGraphUpload(Graph*, Stream*) { return SUCCESS; }

@@ -41,7 +41,7 @@ struct Fiber {
     void* sp;
     Place place;
     std::vector<Copy> copies;
-    int group, landed; // copy groups: the open one, and how many have landed
+    int group, landed;                                        // copy groups: the open one, and how many have landed
     std::vector<std::vector<std::function<void()>>> products; // of warpgroups, by group
 };
 
@@ -72,7 +72,8 @@ struct Block {
     unsigned launches = 0;
 
     Block() : ready(MAX_THREADS) {
-        stacks = (unsigned char*)mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        stacks = (unsigned char*)mmap(
+            nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         shared = (unsigned char*)aligned_alloc(1024, SHARED + 1024 - SHARED % 1024);
         if (stacks == MAP_FAILED || !shared) abort();
     }
@@ -86,8 +87,8 @@ const Place& place() { return current->place; }
 void* dynamic_shared() { return block->shared; }
 
 static void stuck() {
-    fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n", block->kernel->name, block->live,
-            current->place.block.x, current->place.block.y, current->place.block.z);
+    fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n",
+        block->kernel->name, block->live, current->place.block.x, current->place.block.y, current->place.block.z);
     abort();
 }
 
@@ -120,14 +121,20 @@ void block_barrier(int id, unsigned threads) {
 
 Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all)) {
     unsigned self = (unsigned)(current - block->fibers.data()), lane = current->place.lane;
-    if (!(mask >> lane & 1)) { fprintf(stderr, "kernel %s: lane %u is not in its own mask %08x\n", block->kernel->name, lane, mask); abort(); }
+    if (!(mask >> lane & 1)) {
+        fprintf(stderr, "kernel %s: lane %u is not in its own mask %08x\n", block->kernel->name, lane, mask);
+        abort();
+    }
     auto& meetings = block->meetings[self / 32];
     Meeting* m = nullptr;
     for (Meeting& candidate : meetings)
         if (candidate.mask == mask) m = &candidate;
     if (!m) {
         if (meetings.capacity() < 64) meetings.reserve(64);
-        if (meetings.size() == 64) { fprintf(stderr, "kernel %s: too many masks\n", block->kernel->name); abort(); }
+        if (meetings.size() == 64) {
+            fprintf(stderr, "kernel %s: too many masks\n", block->kernel->name);
+            abort();
+        }
         meetings.push_back({});
         m = &meetings.back();
         m->mask = mask;
@@ -184,8 +191,10 @@ void wait_copies(int under_way) {
     size_t kept = 0;
     for (Copy& copy : f.copies) {
         if (copy.group < f.group - under_way) {
-            if (copy.from) memcpy(copy.to, copy.from, 16);
-            else memset(copy.to, 0, 16);
+            if (copy.from)
+                memcpy(copy.to, copy.from, 16);
+            else
+                memset(copy.to, 0, 16);
         } else {
             f.copies[kept++] = copy;
         }
@@ -238,8 +247,10 @@ void land_boxes(Mbarrier* barrier) {
                 uint64_t to = (uint64_t)box.shared + 128 * row + 2 * i;
                 to ^= (to >> 7 & 7) << 4;
                 bool inside = c0 < m.dims[0] && c1 < m.dims[1] && c2 < m.dims[2];
-                if (inside) memcpy((void*)to, (const void*)(m.base + 2 * c0 + m.strides[0] * c1 + m.strides[1] * c2), 2);
-                else memset((void*)to, 0, 2);
+                if (inside)
+                    memcpy((void*)to, (const void*)(m.base + 2 * c0 + m.strides[0] * c1 + m.strides[1] * c2), 2);
+                else
+                    memset((void*)to, 0, 2);
             }
         barrier->bytes -= (int32_t)(2 * m.box[0] * m.box[1]);
     }
@@ -279,7 +290,10 @@ unsigned run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void*
     boxes.clear();
     memset(b.shared, 0xff, SHARED);
     for (auto& m : b.meetings) m.clear();
-    for (auto& barrier : b.barriers) { barrier.arrived = 0; barrier.waiting.clear(); }
+    for (auto& barrier : b.barriers) {
+        barrier.arrived = 0;
+        barrier.waiting.clear();
+    }
     // Warps start in one order, then in the other: a result must not depend on it.
     bool backwards = b.launches++ % 2;
     unsigned warps = (b.threads + 31) / 32;
