@@ -1,7 +1,17 @@
 //! `Backend`: every device op of the forward pass, with its shapes. Activations stay on the device between ops.
 //!
+//! ```text
+//! batch     a ragged batch of tokens
+//! tensor    activations and weights on the host
+//! source    resident weights by their Hugging Face names
+//! cpu       the ops on a team of threads
+//! cuda      the ops on a GPU
+//! ```
+//!
 //! Each op is a function of single rows in a fixed order of arithmetic: a token's bits do not depend on what else is in
 //! the batch.
+//!
+//! Imports machine, kernel, cuda, config and model. Read [`Backend`] first.
 
 pub mod batch;
 pub mod cpu;

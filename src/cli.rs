@@ -1,4 +1,13 @@
 //! The command line: one file per subcommand, the flags they share, and how errors reach a person.
+//!
+//! ```text
+//! args, terminal, process                                       flags, what a person sees, what a process must set
+//! measure                                                       speed, of an engine, a server, a machine
+//! open                                                          a model by its name, with progress
+//! bench, cache, capture, chat, doctor, generate, plan, serve    the subcommands
+//! ```
+//!
+//! Imports every room. Read [`main`] first.
 
 mod args;
 mod bench;

@@ -1,8 +1,20 @@
 //! The CUDA driver, as far as the engine needs it: one device, its memory, two streams, kernels by name, graphs.
 //!
+//! ```text
+//! kernels       the kernels of `kernels/*.cu`, by name
+//! memory        buffers on the device, pinned and registered ones on the host
+//! stream        streams and events
+//! graph         recorded launches
+//! cublas_lt     products of many rows
+//! bandwidth     what memory and the link carry
+//! profile       how long each op took
+//! ```
+//!
 //! The driver is loaded when a device is opened; a machine without one is an ordinary `Err`. Launches and copies do not
 //! return errors one by one: the first that fails is kept, and told by [`Cuda::check`], which everything that waits
 //! calls.
+//!
+//! Imports no other room. Read [`Cuda`] first.
 #![allow(unsafe_code)]
 
 mod bandwidth;

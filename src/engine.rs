@@ -1,4 +1,17 @@
 //! The engine: one thread owns model, KV cache and sequences; everyone else holds an [`EngineHandle`].
+//!
+//! ```text
+//! metrics              what is counted
+//! sampler              from logits to a token
+//! generation_config    what a checkpoint says about generating with it
+//! capture              what passes compute on the way, written down
+//! pace                 how many prompt tokens may join a step
+//! scheduler            what runs next
+//! queue                how many requests may wait
+//! run                  the thread
+//! ```
+//!
+//! Imports kernel, config, model, backend, forward and load. Read `run` first, then `scheduler`.
 
 pub mod capture;
 pub mod generation_config;

@@ -1,5 +1,17 @@
 //! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual
 //! stream.
+//!
+//! ```text
+//! between      what stands between an expert's products
+//! memory       the bytes of every expert: mapped, copied, a slice per NUMA node
+//! cpu          all experts on the CPU
+//! residency    who is in VRAM
+//! gpu          each expert where it is cheapest: VRAM, the link, the CPU
+//! service      experts alone, for other engines
+//! stream       the same inside another engine's CUDA stream
+//! ```
+//!
+//! Imports machine, kernel, cuda, model and backend. Read `cpu` first.
 
 pub mod between;
 pub mod cpu;

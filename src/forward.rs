@@ -7,6 +7,15 @@
 //!                       moe:   submit(h, route(h)); x += shared(h); x += finish()
 //! logits = lm_head(norm(x[last rows]))
 //! ```
+//!
+//! ```text
+//! kv_cache     blocks of keys and values; recurrent state, where layers have that instead
+//! weights      resident weights by layer
+//! attention    one file for each kind
+//! tap          what is added to the residual stream, and taken from it
+//! ```
+//!
+//! Imports config, model, backend and experts. Read [`Model::forward`](Forward::forward) first.
 
 pub mod attention;
 pub mod kv_cache;

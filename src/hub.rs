@@ -1,9 +1,18 @@
 //! From the model a user names to the directory it lies in: the demo, a directory, or a repository of the Hugging Face
 //! hub.
 //!
-//! A hub is not trusted: what it says is checked before it becomes a path (`answer`), the token goes to nobody else
-//! (`client`), a file is kept only if it is what was announced (`fetch`). `folder` is the local copy, which other tools
-//! of Hugging Face share.
+//! ```text
+//! demo      the model in the binary
+//! gguf      a GGUF file as a folder in the Hugging Face layout
+//! answer    what a hub says, checked before any of it becomes a path
+//! client    requests; the token goes to the hub and to nobody else
+//! folder    the local copy, which other tools of Hugging Face share
+//! fetch     one file, kept only if it is what was announced
+//! ```
+//!
+//! A hub is not trusted.
+//!
+//! Imports engine. Read [`resolve`] first.
 
 mod answer;
 mod client;

@@ -1,14 +1,23 @@
 //! CPU kernels behind one trait: a readable scalar truth, and one file per instruction set that gives the same bits.
 //!
+//! ```text
+//! random          seeded numbers
+//! tiles           packed weights as a kernel walks them
+//! activations     rows in the form that the weights' precision asks for
+//! shared          what has no order to exploit, written once and compiled for each instruction set
+//! scalar          the truth
+//! avx_vnni, avx2, amx, avx512
+//! ```
+//!
 //! The order of every sum is part of an operation's definition, so a wider instruction set changes its speed only.
-//! What has no order to exploit ([`silu_mul`](Kernel::silu_mul), quantization, norms) is written once, in `shared.rs`,
-//! and compiled once per instruction set.
 //!
 //! All weights are packed tiles of 16 rows (`moebius_cache::pack`), and [`Kernel::matmul`] is the one product over
 //! them: of BF16 weights with activations split into two bf16 numbers, of integer weights with activations quantized to
 //! 8 bits. [`Activations`] are both.
 //!
 //! Numbers so small that a product of theirs is subnormal (below 2^-126) are outside of the promise of equal bits.
+//!
+//! Imports machine. Read `scalar` first.
 
 mod activations;
 #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,17 @@
 //! From a checkpoint directory to a model ready to run: what fits, what precision, where the experts are.
+//!
+//! ```text
+//! precision     what the experts become
+//! synthetic     random weights of a known shape
+//! place         where the experts' bytes lie
+//! experts       routed experts alone, for other engines
+//! components    what each part of a checkpoint is stored as and becomes
+//! gpu           what goes where on a GPU
+//! speed         how fast it will be
+//! plan          all of this before anything is loaded
+//! ```
+//!
+//! Imports machine, kernel, cuda, config, model, backend, experts and forward. Read [`assemble`] first.
 
 pub mod components;
 pub mod experts;

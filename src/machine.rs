@@ -1,10 +1,12 @@
-//! The machine: what there is of it, memory on its NUMA nodes, and a team of threads pinned to its cores.
+//! The machine: what there is of it, memory where it belongs, and a team of threads pinned to its cores.
 //!
 //! ```text
-//! topology    cores, nodes, caches, limits, as /sys and the control group say
-//! workers     the pinned team, and who of it rests
-//! memory      huge pages on the nodes where they belong
+//! topology    cores, NUMA nodes, caches, limits, as /sys and the control group say
+//! workers     the pinned team: gate, claims, and who of it rests
+//! memory      huge pages on the nodes they belong to, and how fast they are read
 //! ```
+//!
+//! Imports no other room. Read `workers` first.
 
 pub mod memory;
 pub mod topology;

@@ -5,6 +5,8 @@
 //! config                  a model: its layers, and what its tensors are called
 //! families                one file for each family of architectures, and their registry
 //! ```
+//!
+//! Imports no other room. Read `config` first.
 
 mod attention;
 mod config;

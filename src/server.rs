@@ -1,15 +1,21 @@
 //! The HTTP server: the APIs of OpenAI and Anthropic over one [`TextModel`].
 //!
 //! ```text
-//! connections   sockets, who has a place, TLS, timeouts
-//! front         who may ask, request ids, the log, panics
-//! memory        what requests may take together; structure, text: what a body and its text take
-//! fields        reads a body and leaves nothing unread
-//! chat, completions, ...   one file for each endpoint: body -> `Ask`, `Answer` -> body or events
-//! ask, answer   what to ask the engine; what it says, as parts
-//! steer         what is added to the residual stream, and vectors by name
-//! web           the page for people
+//! error                      every answer that is a refusal
+//! fields, structure, text    a body: read whole, and counted before it takes memory
+//! memory                     what all requests may take together
+//! chunked                    an answer that is written while it is sent
+//! connections                sockets, who has a place, TLS, timeouts
+//! front                      who may ask, request ids, the log, panics
+//! steer                      what is added to the residual stream, and vectors by name
+//! ask, answer                what to ask the engine; what it says, as parts
+//! conversation               messages of all APIs to those of a chat template
+//! completions, chat, responses, messages, capture, tokens, metrics    one file for each endpoint
+//! web                        the page for people
+//! local                      a conversation on the command line
 //! ```
+//!
+//! Imports machine, forward, load, engine and text. Read `chat` first.
 
 mod answer;
 mod ask;

@@ -9,6 +9,8 @@
 //! stream           tokens to text, as they come
 //! model            an engine with its text side
 //! ```
+//!
+//! Imports config, load, engine and hub. Read `model` first.
 
 pub mod chat_template;
 pub mod content;

@@ -1,68 +1,138 @@
-//! `src/lib.rs` draws the crate's map; this holds the files to it.
+//! `src/lib.rs` draws the crate's map, each room's page that of the room; this holds the files to both.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+
+/// Sibling files that know each other. Each is waiting for its mend; none may be added.
+const KNOWN: &[(&str, &str)] = &[
+    ("hub/answer", "client"),
+    ("kernel/avx_vnni", "avx2"),
+    ("kernel/avx2", "amx"),
+    ("kernel/amx", "avx512"),
+    ("load/gpu", "speed"),
+    ("server/steer", "ask"),
+];
 
 fn source() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
 }
 
-/// The modules of the map, bottom first.
-fn map() -> Vec<String> {
-    let lib = std::fs::read_to_string(source().join("lib.rs")).unwrap();
-    let block = lib.split("//! ```").nth(1).unwrap().lines().skip(1);
-    let names = block.filter_map(|line| line.strip_prefix("//! ")?.split("   ").next());
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The names on the last map of a page, bottom first.
+fn map(page: &str) -> Vec<String> {
+    let blocks: Vec<&str> = page.split("//! ```").collect();
+    let Some(block) = blocks.iter().rfind(|block| block.starts_with("text\n")) else { return Vec::new() };
+    let names = block.lines().skip(1).filter_map(|line| line.strip_prefix("//! ")?.split("   ").next());
     names.flat_map(|names| names.split(',').map(|name| name.trim().to_string())).collect()
 }
 
-/// Modules that a text names as `crate::name` or in `crate::{...}`, its unit tests left out.
-fn imports(text: &str) -> Vec<String> {
+/// The modules that a page declares, but for its tests.
+fn declared(page: &str) -> BTreeSet<String> {
+    let lines = page.lines().filter_map(|line| line.split_once("mod ")?.1.strip_suffix(';'));
+    lines.filter(|name| *name != "tests").map(String::from).collect()
+}
+
+/// The code of a file: without comments and unit tests.
+fn code(path: &Path) -> String {
+    let text = read(path);
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-    let code = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
-    let name = |s: &str| s.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
-    let mut found = Vec::new();
-    for rest in code.split("crate::").skip(1) {
-        match rest.strip_prefix('{') {
-            Some(list) => found.extend(list.split('}').next().unwrap().split(',').map(|item| name(item.trim()))),
-            None => found.push(name(rest)),
+    text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
+}
+
+/// What a text names behind `prefix`: `prefix::name`, or each of `prefix::{...}`.
+fn named(code: &str, prefix: &str) -> BTreeSet<String> {
+    let name = |s: &str| s.trim().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
+    let mut found = BTreeSet::new();
+    let mut before = code.split(prefix).next().unwrap();
+    for rest in code.split(prefix).skip(1) {
+        if !before.ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':') {
+            match rest.strip_prefix('{') {
+                Some(list) => found.extend(list.split('}').next().unwrap().split(',').map(name)),
+                None => drop(found.insert(name(rest))),
+            }
         }
+        before = rest;
     }
     found
 }
 
+/// All files of a folder, the tests of its units left out.
 fn files(dir: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let all = paths.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] });
+    all.filter(|path| path.extension().is_some_and(|e| e == "rs") && !path.ends_with("tests.rs")).collect()
+}
+
+/// A module's file and all below it.
+fn files_of(module: &Path) -> Vec<PathBuf> {
+    let mut all = files(module);
+    all.push(module.with_extension("rs"));
+    all
+}
+
+/// The rooms, bottom first; `error` and `log` are files.
+fn rooms() -> Vec<String> {
+    map(&read(&source().join("lib.rs"))).split_off(2)
 }
 
 #[test]
-fn every_module_is_on_the_map_once() {
-    let lib = std::fs::read_to_string(source().join("lib.rs")).unwrap();
-    let mut modules: Vec<_> = lib.lines().filter_map(|l| l.strip_prefix("pub mod ")?.strip_suffix(';')).collect();
-    let mut map = map();
-    map.sort();
-    modules.sort_unstable();
-    assert_eq!(map, modules);
+fn every_room_is_on_the_map() {
+    let page = read(&source().join("lib.rs"));
+    assert_eq!(map(&page).into_iter().collect::<BTreeSet<_>>(), declared(&page));
+    assert!(rooms().len() <= 14, "a room more than a head holds");
 }
 
 #[test]
 fn imports_go_down() {
-    let map = map();
-    let rung = |name: &str| map.iter().position(|m| m == name);
-    let mut upward = Vec::new();
-    for file in files(&source()) {
-        let place = file.strip_prefix(source()).unwrap().with_extension("");
-        let Some(own) = rung(place.iter().next().unwrap().to_str().unwrap()) else { continue }; // lib, main, cli
-        if place.ends_with("tests") {
-            continue;
+    let lib = map(&read(&source().join("lib.rs")));
+    let rung = |name: &str| lib.iter().position(|m| m == name);
+    for room in rooms() {
+        let mut imported = BTreeSet::new();
+        for file in files_of(&source().join(&room)) {
+            for name in named(&code(&file), "crate::") {
+                assert!(rung(&name) <= rung(&room), "{} imports {name}, which stands above", file.display());
+                imported.insert(name);
+            }
         }
-        let found = imports(&std::fs::read_to_string(&file).unwrap());
-        upward.extend(
-            found
-                .into_iter()
-                .filter(|name| rung(name) > Some(own))
-                .map(|name| format!("{} imports {name}", place.display())),
-        );
+        imported.retain(|name| rung(name) > Some(1) && *name != room);
+        let imported: Vec<_> = lib.iter().filter(|name| imported.contains(*name)).map(String::as_str).collect();
+        let said = match imported.split_last() {
+            _ if room == "config" => continue,
+            _ if room == "cli" => "every room".to_string(),
+            None => "no other room".to_string(),
+            Some((last, [])) => last.to_string(),
+            Some((last, others)) => format!("{} and {last}", others.join(", ")),
+        };
+        let page = read(&source().join(&room).with_extension("rs"));
+        let words = page.replace("\n//! ", " ");
+        assert!(words.contains(&format!("Imports {said}. Read ")), "{room}.rs should say: Imports {said}. Read ...");
     }
-    assert!(upward.is_empty(), "{upward:#?}");
+}
+
+#[test]
+fn imports_go_down_within_rooms_too() {
+    for room in rooms() {
+        let folder = source().join(&room);
+        let page = read(&folder.with_extension("rs"));
+        let map = map(&page);
+        assert_eq!(map.iter().cloned().collect::<BTreeSet<_>>(), declared(&page), "the map of {room}.rs");
+        let rung = |name: &str| map.iter().position(|m| m == name);
+        for module in &map {
+            for file in files_of(&folder.join(module)) {
+                let depth = file.strip_prefix(&folder).unwrap().components().count();
+                let code = code(&file);
+                let siblings = named(&code, &"super::".repeat(depth));
+                for name in siblings.into_iter().chain(named(&code, &format!("crate::{room}::"))) {
+                    let known = KNOWN.contains(&(&format!("{room}/{module}"), &name));
+                    let is_fine = known || rung(&name) <= rung(module);
+                    assert!(is_fine, "{} imports {name}, which stands above it on the room's map", file.display());
+                }
+            }
+        }
+    }
 }
