@@ -139,6 +139,7 @@ pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resu
     let identity = Identity::of(job)?;
     let seen = disk::inodes(cache_dir)?;
     if let Some(cache) = find(job, &identity, cache_dir, progress)? {
+        Lock::sweep(cache_dir, &identity.suffix());
         return Ok(cache);
     }
     let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(Phase::Waiting.at(0, 0)))?;

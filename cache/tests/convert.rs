@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::fs::File;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -194,6 +195,23 @@ fn a_killed_build_is_resumed() {
     // The first layer was on disk before the third began; the second may have been.
     let converted = converted.into_inner();
     assert!((SMALL.experts * 2..=SMALL.experts * 3).contains(&converted), "{converted}");
+    assert_eq!(files(&cache_dir).len(), 1, "{:?}", files(&cache_dir));
+}
+
+#[test]
+fn a_build_killed_after_its_cache_was_there_leaves_nothing() {
+    let (_dir, model, cache_dir) = model_and_cache();
+    assert!(!subprocess("dies_in_the_third_layer", &model, &cache_dir).status.success());
+    let lock = files(&cache_dir).into_iter().find(|name| name.ends_with(".lock")).unwrap();
+    SMALL.ensure(&model, &cache_dir).0.unwrap();
+
+    // It was killed between publishing the cache and removing its lock.
+    let lock = File::create(cache_dir.join(lock)).unwrap();
+    lock.lock().unwrap();
+    SMALL.ensure(&model, &cache_dir).0.unwrap();
+    assert_eq!(files(&cache_dir).len(), 2, "somebody holds that lock");
+    drop(lock);
+    SMALL.ensure(&model, &cache_dir).0.unwrap();
     assert_eq!(files(&cache_dir).len(), 1, "{:?}", files(&cache_dir));
 }
 

@@ -80,11 +80,17 @@ impl Lock {
                 }
                 Err(TryLockError::Error(e)) => return Err(unwritable(&path)(e)),
             }
-            // The holder before us removed the file at the end: a lock on a file without a name keeps nobody out.
-            let inode = |stat: std::fs::Metadata| (stat.dev(), stat.ino());
-            if std::fs::metadata(&path).ok().map(inode) == file.metadata().ok().map(inode) {
+            if is_at(&file, &path) {
                 return Ok(Self { _listed: Listed::unfinished(&path), path, _file: file });
             }
+        }
+    }
+
+    /// Removes the file of a lock whose holder was killed after it had published its cache.
+    pub(super) fn sweep(dir: &Path, name: &str) {
+        let path = dir.join(format!("{name}.lock"));
+        if file::open(&path).is_ok_and(|file| file.try_lock().is_ok() && is_at(&file, &path)) {
+            let _ = std::fs::remove_file(&path);
         }
     }
 
@@ -100,6 +106,13 @@ impl Drop for Lock {
         // While it is still locked: see `take`. An error leaves an empty file, which is harmless.
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+/// Whether `path` still names a file that was locked. The last holder removes it at the end, and a lock on a file without
+/// a name keeps nobody out.
+fn is_at(file: &File, path: &Path) -> bool {
+    let inode = |stat: std::fs::Metadata| (stat.dev(), stat.ino());
+    std::fs::metadata(path).ok().map(inode) == file.metadata().ok().map(inode)
 }
 
 /// Opens or creates `path` and makes it `bytes` long with all of its space reserved.
