@@ -83,6 +83,26 @@ fn schemas() -> Vec<(String, Value)> {
     list.into_iter().map(|case| (case["name"].as_str().unwrap().to_string(), case["schema"].clone())).collect()
 }
 
+/// Another program's idea of a schema.
+struct Validator {
+    schemas: boon::Schemas,
+    schema: boon::SchemaIndex,
+}
+
+impl Validator {
+    fn new(schema: &Value) -> Self {
+        let (mut schemas, mut compiler) = (boon::Schemas::new(), boon::Compiler::new());
+        compiler.enable_format_assertions();
+        compiler.add_resource("schema.json", schema.clone()).unwrap();
+        let schema = compiler.compile("schema.json", &mut schemas).unwrap();
+        Self { schemas, schema }
+    }
+
+    fn check(&self, value: &Value) -> Result<(), String> {
+        self.schemas.validate(value, self.schema).map_err(|e| e.to_string())
+    }
+}
+
 #[test]
 fn every_answer_follows_its_schema() {
     let schemas = schemas();
@@ -92,7 +112,7 @@ fn every_answer_follows_its_schema() {
         let tokenizer = tokenizer(dir);
         let grammars = Grammars::new(&tokenizer).unwrap();
         for (name, schema) in &schemas {
-            let validator = jsonschema::options().should_validate_formats(true).build(schema).unwrap();
+            let validator = Validator::new(schema);
             for seed in 0..5 {
                 let mut constraint =
                     grammars.compile(&Grammar::JsonSchema(schema.clone())).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -107,8 +127,9 @@ fn every_answer_follows_its_schema() {
                     value => value.unwrap_or_else(|e| panic!("{name}: {e}: {text}")),
                 };
                 // A leap second, which RFC 3339 has, is one at midnight only for the validator.
-                let valid = validator.is_valid(&value) || (name.contains("time") && text.contains(":60"));
-                assert!(valid, "{name}: {text}: {}", validator.iter_errors(&value).next().unwrap());
+                let checked = validator.check(&value);
+                let valid = checked.is_ok() || (name.contains("time") && text.contains(":60"));
+                assert!(valid, "{name}: {text}: {checked:?}");
             }
         }
     }
@@ -485,7 +506,7 @@ fn replies_that_must_call_a_tool_do() {
                 let schema = &tools.iter().find(|tool| tool.name == *name).unwrap().parameters;
                 let value: Value = serde_json::from_str(arguments)
                     .unwrap_or_else(|e| panic!("{template}: {e}: {arguments}: {text:?}"));
-                assert!(jsonschema::is_valid(schema, &value), "{template}: {arguments}: {text:?}");
+                assert!(Validator::new(schema).check(&value).is_ok(), "{template}: {arguments}: {text:?}");
             }
         }
     }
@@ -511,10 +532,10 @@ fn free_text_may_call_strict_tools_only_well() {
             ],
             t if t.contains("json") => [
                 "Just text {}.",
-                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\\
-                 n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>nope\n```json\n{}\\
-                 n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n\
+                 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>nope\n```json\n{}\n\
+                 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             ],
             t if t.contains("calls▁begin") => [
                 "Just text {}.",

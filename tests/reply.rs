@@ -129,8 +129,8 @@ const TRANSCRIPTS: &[(&str, bool, &str)] = &[
     (
         FUNCTION,
         true,
-        "ok</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\\
-         nthree\n</parameter>\n<parameter=metric>\nTrue\n</parameter> \
+        "ok</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n\
+         three\n</parameter>\n<parameter=metric>\nTrue\n</parameter> \
          stray\n</function>\n</tool_call>\n<function=now>\n</function>\n</tool_call>",
     ),
     (
@@ -138,8 +138,8 @@ const TRANSCRIPTS: &[(&str, bool, &str)] = &[
         true,
         "I should call.\n</think>\n\nSure.\
          <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \
-         \"Tokyo\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\\
-         n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+         \"Tokyo\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n\
+         ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     (
         DEEPSEEK_V31,

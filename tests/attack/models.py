@@ -59,7 +59,7 @@ def change(rng, value):
         elif kind < 0.5 and isinstance(parent, list):
             parent.extend([old] * rng.choice([1, 100, 5000]))
         else:
-            parent[path[-1]] = rng.choice(ODD)
+            parent[path[-1]] = copy.deepcopy(rng.choice(ODD))
     return value
 
 

@@ -24,8 +24,8 @@ fn ask(url: &str, question: &str) -> (u16, Value, Duration) {
     let agent = ureq::Agent::new_with_config(ureq::Agent::config_builder().http_status_as_error(false).build());
     let start = Instant::now();
     let body = json!({"messages": [{"role": "user", "content": question}], "max_tokens": 2});
-    let mut answer = agent.post(format!("{url}/v1/chat/completions")).send_json(body).unwrap();
-    (answer.status().as_u16(), answer.body_mut().read_json().unwrap(), start.elapsed())
+    let mut answer = agent.post(format!("{url}/v1/chat/completions")).send(body.to_string()).unwrap();
+    (answer.status().as_u16(), serde_json::from_reader(answer.body_mut().as_reader()).unwrap(), start.elapsed())
 }
 
 /// Gone, or waiting for its parent to see that it is.

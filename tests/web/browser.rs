@@ -85,7 +85,7 @@ impl Browser {
         response: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
     ) -> Result<Value, String> {
         let mut response = response.unwrap_or_else(|e| panic!("{path}: {e}"));
-        let body: Value = response.body_mut().read_json().unwrap();
+        let body: Value = serde_json::from_reader(response.body_mut().as_reader()).unwrap();
         match body["value"]["error"].as_str() {
             Some(_) => Err(body["value"]["message"].to_string()),
             None => Ok(body["value"].clone()),
@@ -93,7 +93,7 @@ impl Browser {
     }
 
     fn try_post(&self, path: &str, body: &Value) -> Result<Value, String> {
-        self.answer(path, self.agent.post(format!("{}{path}", self.session)).send_json(body))
+        self.answer(path, self.agent.post(format!("{}{path}", self.session)).send(body.to_string()))
     }
 
     fn post(&self, path: &str, body: Value) -> Value {
