@@ -1,5 +1,5 @@
-//! The README's table of architectures is what the registries say; its table of formats is tested in
-//! cache/tests/codecs.rs.
+//! The README's table of architectures is what the registries say; cache/tests/codecs.rs tests the table of formats in
+//! docs/formats.md.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;

@@ -31,7 +31,7 @@ pub(super) fn decode(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> Read {
 pub(super) fn unsupported(dtype: Dtype) -> String {
     format!(
         "is of type {dtype:?}, which is not supported here; use a checkpoint in BF16, F16, F32 or a quantized format \
-         that README.md lists"
+         that docs/formats.md lists"
     )
 }
 

@@ -1,5 +1,5 @@
-//! The registry of formats: every [`Source`](super::Source) is of one of these, and the README's table has a row for
-//! each.
+//! The registry of formats: every [`Source`](super::Source) is of one of these, and the table of docs/formats.md has a
+//! row for each.
 
 use crate::checkpoint::{Dtype, GgmlType};
 
