@@ -32,6 +32,7 @@ kernels:
 	scripts/kernel-resources
 
 lint:
+	scripts/same-features
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps

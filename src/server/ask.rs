@@ -167,8 +167,7 @@ fn check_choices(model: &TextModel, choices: usize) -> Result<()> {
 
 /// A seed that nobody asked for.
 fn random_seed() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    RandomState::new().hash_one(std::time::Instant::now())
+    getrandom::u64().expect("Linux has random numbers")
 }
 
 /// Reads a body to its end, once there is memory for it.
