@@ -10,9 +10,9 @@ mod common;
 use std::sync::Arc;
 use std::time::Instant;
 
-use moebius::backend::Backend;
 use moebius::backend::cpu::Cpu;
 use moebius::backend::tensor::Tensor;
+use moebius::backend::{Load, Route};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::machine::memory::{Pages, read_bandwidth};
@@ -96,7 +96,7 @@ fn main() -> moebius::Result<()> {
 struct LayerRouter {
     backend: Cpu,
     config: Router,
-    weights: Vec<<Cpu as Backend>::Router>,
+    weights: Vec<<Cpu as Load>::Router>,
 }
 
 impl LayerRouter {

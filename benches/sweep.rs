@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use moebius::backend::cpu::Cpu;
 use moebius::backend::tensor::Tensor;
-use moebius::backend::{Backend, Routing};
+use moebius::backend::{Load, Route, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Pace};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
 use moebius::machine::memory::{self, Pages, read_bandwidth};

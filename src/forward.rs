@@ -287,7 +287,7 @@ impl<B: Backend> Forward for Model<B> {
                     run_layer(backend, config, layer, w, moe, &mut kv.layers[i], buffers, part)?;
                     let Some(tap) = &mut tap else { continue };
                     if steered {
-                        backend.add(additions, i, part.rows.start, &mut part.x);
+                        backend.add_vectors(additions, i, part.rows.start, &mut part.x);
                     }
                     if let (true, Ffn::Moe(_), Some(device)) = (tap.routing, &layer.ffn, &buffers.routing) {
                         let mut routing = Routing::default();

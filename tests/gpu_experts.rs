@@ -10,7 +10,7 @@ use std::sync::Arc;
 use common::cosine;
 use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, random, team};
 use moebius::backend::cuda::{CudaBackend, CudaRouting};
-use moebius::backend::{Backend, Routing};
+use moebius::backend::{Load, Route, Routing};
 use moebius::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::model::{Router, Scoring};

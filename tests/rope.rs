@@ -4,9 +4,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-use moebius::backend::Backend;
 use moebius::backend::batch::Batch;
 use moebius::backend::cpu::Cpu;
+use moebius::backend::{Attend, Memory};
 use moebius::machine::workers::Team;
 use moebius::model::Attention;
 use serde_json::Value;

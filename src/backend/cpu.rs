@@ -15,7 +15,7 @@ use half::bf16;
 use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::tensor::{HostTensor, Tensor};
-use crate::backend::{Addition, Backend, DeltaRule, Routing, Softmax};
+use crate::backend::{Addition, Attend, DeltaRule, Dense, Load, Memory, Record, Recur, Route, Routing, Softmax};
 use crate::config::{DenseBits, KvBits};
 use crate::kernel::{Activations, Kernel, Rows};
 use crate::machine::memory::Buffer;
@@ -141,23 +141,10 @@ fn lock(scratch: &Mutex<Scratch>) -> MutexGuard<'_, Scratch> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Backend for Cpu {
-    type Tensor = Tensor;
+impl Memory for Cpu {
     type Batch = Batch;
-    type Linear = Linear;
-    type LatentUp = LatentUp;
-    type LatentScratch = LatentScratch;
-    type DeltaNet = DeltaNet;
-    type DeltaScratch = ();
-    type Norm = Vec<f32>;
-    type Additions = Vec<Addition<Vec<f32>>>;
-    type Router = RouterWeights;
-    type Embedding = Embedding;
-    type Kv = Kv;
-    type State = State;
-    type Shortlister = ();
+    type Tensor = Tensor;
     type Host = Vec<f32>;
-    type Routing = Routing;
 
     fn batch(&self, _max_tokens: usize) -> Result<Batch> {
         Ok(Batch::default())
@@ -175,31 +162,8 @@ impl Backend for Cpu {
         self.tensor(max_rows, cols)
     }
 
-    fn additions(&self, _layers: usize) -> Result<Vec<Addition<Vec<f32>>>> {
-        Ok(Vec::new())
-    }
-
-    fn set_additions(&self, to: &mut Vec<Addition<Vec<f32>>>, mut additions: Vec<Addition<Vec<f32>>>) -> Result<()> {
-        additions.sort_by_key(|addition| addition.layer); // stable: of a layer they stay in order
-        *to = additions;
-        Ok(())
-    }
-
-    fn routing(&self, _max_tokens: usize, _top_k: usize) -> Result<Routing> {
-        Ok(Routing::default())
-    }
-
-    fn read_routing(&self, routing: &Routing, out: &mut Routing) -> Result<()> {
-        out.clone_from(routing);
-        Ok(())
-    }
-
     fn set_rows(&self, t: &mut Tensor, rows: usize) {
         t.set_rows(rows);
-    }
-
-    fn shortlister(&self, _: usize, _: usize) -> Result<()> {
-        Ok(())
     }
 
     fn host(&self, numbers: usize) -> Result<Vec<f32>> {
@@ -216,6 +180,15 @@ impl Backend for Cpu {
         out.extend_from_slice(t.data());
         Ok(())
     }
+}
+
+impl Load for Cpu {
+    type Linear = Linear;
+    type LatentUp = LatentUp;
+    type DeltaNet = DeltaNet;
+    type Norm = Vec<f32>;
+    type Router = RouterWeights;
+    type Embedding = Embedding;
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
         Linear::new(weight, bias, bits, self.team.nodes())
@@ -227,6 +200,10 @@ impl Backend for Cpu {
             key: Heads::new(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads), self.team.nodes())?,
             value: Heads::new(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim), self.team.nodes())?,
         })
+    }
+
+    fn load_delta_net(&self, config: &model::DeltaNet, rule: DeltaRule) -> Result<DeltaNet> {
+        Ok(DeltaNet::new(config, rule))
     }
 
     fn load_norm(&self, weight: Vec<f32>) -> Result<Vec<f32>> {
@@ -242,20 +219,8 @@ impl Backend for Cpu {
         Ok(RouterWeights { weight, bias, correction_bias })
     }
 
-    fn load_delta_net(&self, config: &model::DeltaNet, rule: DeltaRule) -> Result<DeltaNet> {
-        Ok(DeltaNet::new(config, rule))
-    }
-
-    fn state(&self, slots: usize, config: &model::DeltaNet) -> Result<State> {
-        State::new(slots, config)
-    }
-
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {
         Ok(Embedding(Buffer::from_bf16(&weight)?))
-    }
-
-    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
-        Kv::new(blocks, heads, key_dim, value_dim, bits)
     }
 
     fn linear_bytes(&self, w: &Linear) -> usize {
@@ -265,6 +230,10 @@ impl Backend for Cpu {
     fn latent_up_bytes(&self, w: &LatentUp) -> usize {
         w.key.bytes() + w.value.bytes()
     }
+}
+
+impl Dense for Cpu {
+    type Shortlister = ();
 
     fn embed(&self, embedding: &Embedding, batch: &Batch, out: &mut Tensor) {
         self.each_row(out, |t, out, _| {
@@ -298,6 +267,44 @@ impl Backend for Cpu {
 
     fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
         self.apply(x, [(w, out)], linear::Write::Add);
+    }
+
+    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, _| kernel.silu_mul(gate.row(t), up.row(t), out));
+    }
+
+    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| kernel.sigmoid_mul(gate.row(t), x));
+    }
+
+    fn gate_rows(&self, w: &Vec<f32>, h: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| {
+            let mut gate = [0.0];
+            kernel.dot_f32(Rows::new(w, 1, w.len()), Rows::new(h.row(t), 1, w.len()), &mut gate);
+            kernel.scale(x, 1.0 / (1.0 + (-gate[0]).exp()));
+        });
+    }
+
+    fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
+        for (i, &row) in rows.iter().enumerate() {
+            out.row_mut(at + i).copy_from_slice(x.row(row - first));
+        }
+    }
+
+    fn shortlister(&self, _: usize, _: usize) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Attend for Cpu {
+    type Kv = Kv;
+    type LatentScratch = LatentScratch;
+
+    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
+        Kv::new(blocks, heads, key_dim, value_dim, bits)
     }
 
     fn rope_angles(&self, inv_freq: &Vec<f32>, factor: f32, batch: &Batch, out: &mut Tensor) {
@@ -336,7 +343,7 @@ impl Backend for Cpu {
         self.store(kv, batch, key, value);
     }
 
-    fn attention(
+    fn attend(
         &self,
         kv: &Kv,
         batch: &Batch,
@@ -345,39 +352,7 @@ impl Backend for Cpu {
         q: &Tensor,
         out: &mut Tensor,
     ) {
-        self.attend(kv, batch, num_heads, softmax, q, out);
-    }
-
-    fn delta_scratch(&self, _: &model::DeltaNet, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn delta_net(
-        &self,
-        state: &mut State,
-        batch: &Batch,
-        config: (&model::DeltaNet, f32),
-        w: &DeltaNet,
-        (): &mut (),
-        h: &Tensor,
-        (qkv, z): (&Tensor, &Tensor),
-        out: &mut Tensor,
-    ) {
-        self.run_delta_net(state, batch, config, w, h, (qkv, z), out);
-    }
-
-    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
-        let kernel = self.kernel;
-        self.each_row(x, |t, x, _| kernel.sigmoid_mul(gate.row(t), x));
-    }
-
-    fn gate_rows(&self, w: &Vec<f32>, h: &Tensor, x: &mut Tensor) {
-        let kernel = self.kernel;
-        self.each_row(x, |t, x, _| {
-            let mut gate = [0.0];
-            kernel.dot_f32(Rows::new(w, 1, w.len()), Rows::new(h.row(t), 1, w.len()), &mut gate);
-            kernel.scale(x, 1.0 / (1.0 + (-gate[0]).exp()));
-        });
+        self.attend_tiles(kv, batch, num_heads, softmax, q, out);
     }
 
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
@@ -387,7 +362,7 @@ impl Backend for Cpu {
         })
     }
 
-    fn latent_attention(
+    fn attend_latent(
         &self,
         kv: &Kv,
         batch: &Batch,
@@ -409,7 +384,7 @@ impl Backend for Cpu {
             query,
             config.kv_lora_rank,
         );
-        self.attend(
+        self.attend_tiles(
             kv,
             batch,
             config.num_heads,
@@ -419,23 +394,66 @@ impl Backend for Cpu {
         );
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }
+}
 
-    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
-        let kernel = self.kernel;
-        self.each_row(out, |t, out, _| kernel.silu_mul(gate.row(t), up.row(t), out));
+impl Recur for Cpu {
+    type State = State;
+    type DeltaScratch = ();
+
+    fn state(&self, slots: usize, config: &model::DeltaNet) -> Result<State> {
+        State::new(slots, config)
+    }
+
+    fn delta_scratch(&self, _: &model::DeltaNet, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn delta_net(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        config: (&model::DeltaNet, f32),
+        w: &DeltaNet,
+        (): &mut (),
+        h: &Tensor,
+        (qkv, z): (&Tensor, &Tensor),
+        out: &mut Tensor,
+    ) {
+        self.run_delta_net(state, batch, config, w, h, (qkv, z), out);
+    }
+}
+
+impl Route for Cpu {
+    type Routing = Routing;
+
+    fn routing(&self, _max_tokens: usize, _top_k: usize) -> Result<Routing> {
+        Ok(Routing::default())
+    }
+
+    fn read_routing(&self, routing: &Routing, out: &mut Routing) -> Result<()> {
+        out.clone_from(routing);
+        Ok(())
     }
 
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
         self.choose(w, router, x, out);
     }
+}
 
-    fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
-        for (i, &row) in rows.iter().enumerate() {
-            out.row_mut(at + i).copy_from_slice(x.row(row - first));
-        }
+impl Record for Cpu {
+    type Additions = Vec<Addition<Vec<f32>>>;
+
+    fn additions(&self, _layers: usize) -> Result<Vec<Addition<Vec<f32>>>> {
+        Ok(Vec::new())
     }
 
-    fn add(&self, additions: &Vec<Addition<Vec<f32>>>, layer: usize, first: usize, x: &mut Tensor) {
+    fn set_additions(&self, to: &mut Vec<Addition<Vec<f32>>>, mut additions: Vec<Addition<Vec<f32>>>) -> Result<()> {
+        additions.sort_by_key(|addition| addition.layer); // stable: of a layer they stay in order
+        *to = additions;
+        Ok(())
+    }
+
+    fn add_vectors(&self, additions: &Vec<Addition<Vec<f32>>>, layer: usize, first: usize, x: &mut Tensor) {
         let from = additions.partition_point(|addition| addition.layer < layer);
         let additions = &additions[from..additions.partition_point(|addition| addition.layer <= layer)];
         if additions.is_empty() {

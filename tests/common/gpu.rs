@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use half::bf16;
-use moebius::backend::Backend;
 use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::backend::cpu::Cpu;
 use moebius::backend::cuda::{self, CudaBackend};
 use moebius::backend::tensor::HostTensor;
+use moebius::backend::{Backend, Memory};
 use moebius::config::{Device, EngineConfig, KvBits};
 use moebius::cuda::Cuda;
 use moebius::kernel::random::Random;

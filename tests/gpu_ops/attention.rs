@@ -1,6 +1,6 @@
 //! Grouped-query attention over the paged cache, and what queries, keys and values go through before it.
 
-use moebius::backend::{Backend, Heads, Softmax};
+use moebius::backend::{Attend, Backend, Dense, Heads, Load, Memory, Softmax};
 use moebius::config::KvBits;
 
 use crate::common;
@@ -51,7 +51,7 @@ fn check_attention(
         let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
         let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
-        b.attention(&kv, &b.on_device(&last), heads, &all_of(scale(dim)), &b.filled(cols, &q), &mut out);
+        b.attend(&kv, &b.on_device(&last), heads, &all_of(scale(dim)), &b.filled(cols, &q), &mut out);
         b.numbers(&out)
     });
     check(&format!("{heads} heads on {kv_heads} of {dim}, {bits}, {sequences:?}"), &got, &want, ATTENTION);
@@ -127,7 +127,7 @@ fn attention_in_windows_and_with_sinks() {
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
                     let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
                     let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
-                    b.attention(&kv, &b.on_device(&last), heads, &softmax, &b.filled(cols, &q), &mut out);
+                    b.attend(&kv, &b.on_device(&last), heads, &softmax, &b.filled(cols, &q), &mut out);
                     b.numbers(&out)
                 });
                 check(
@@ -160,7 +160,7 @@ fn fp8_rounds_to_even_and_saturates() {
         let (batch, none) = (b.on_device(&batch), b.filled(64, &vec![0.0; rows * 64]));
         b.kv_write(&mut kv, &batch, &none, Some(&b.filled(64, &v)));
         let mut out = b.tensor(rows, 64).unwrap();
-        b.attention(&kv, &batch, 1, &all_of(1.0), &none, &mut out);
+        b.attend(&kv, &batch, 1, &all_of(1.0), &none, &mut out);
         b.numbers(&out)
     });
     assert_eq!(got, want);
@@ -196,7 +196,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             let prepared = $b.numbers(&q);
             let queries: Vec<f32> = last_rows(&all, &last, &prepared, cols);
             let mut out = $b.tensor(last.len(), cols).unwrap();
-            $b.attention(&kv, &$b.on_device(&last), heads, &all_of(scale), &$b.filled(cols, &queries), &mut out);
+            $b.attend(&kv, &$b.on_device(&last), heads, &all_of(scale), &$b.filled(cols, &queries), &mut out);
             (prepared, $b.numbers(&out))
         }};
     }
@@ -208,7 +208,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             Heads { x: q, heads, dim, norm: norm(0), rope_at: form.at },
             Heads { x: k, heads: kv_heads, dim, norm: norm(1), rope_at: form.at },
         );
-        b.heads(kv, batch, angles, form.interleaved, q, k, Some(v));
+        b.prepare_heads(kv, batch, angles, form.interleaved, q, k, Some(v));
     });
     let in_turn = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
         for (x, cols, w) in [(&mut *q, cols, &weights[0]), (&mut *k, kv_cols, &weights[1])] {

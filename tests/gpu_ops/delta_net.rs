@@ -1,7 +1,7 @@
 //! Gated DeltaNet: ragged batches from zeros and from a kept state, in parts and at once.
 
 use moebius::backend::batch::Batch;
-use moebius::backend::{Backend, DeltaRule};
+use moebius::backend::{DeltaRule, Load, Recur};
 use moebius::model::DeltaNet;
 
 use crate::common;

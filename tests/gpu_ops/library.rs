@@ -1,6 +1,6 @@
 //! Products by cuBLASLt, where it is there, whether it is faster or not.
 
-use moebius::backend::Backend;
+use moebius::backend::{Dense, Load, Memory};
 use moebius::config::{DenseBits, KvBits};
 
 use crate::common;

@@ -1,6 +1,6 @@
 //! Dense products in every precision, and those with something before or behind them.
 
-use moebius::backend::Backend;
+use moebius::backend::{Dense, Load, Memory};
 use moebius::config::DenseBits;
 use moebius_cache::pack::{MatrixLayout, unpack_matrix};
 use moebius_cache::quantize::quantize_matrix;

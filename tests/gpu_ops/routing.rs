@@ -1,6 +1,6 @@
 //! Choosing experts: every way of scoring, with ties, and after a norm.
 
-use moebius::backend::{Backend, Routing};
+use moebius::backend::{Load, Memory, Route, Routing};
 use moebius::model::{GroupScore, Groups, Router, Scoring};
 
 use crate::common;

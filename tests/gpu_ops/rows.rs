@@ -1,6 +1,6 @@
 //! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
-use moebius::backend::{Addition, Backend};
+use moebius::backend::{Addition, Attend, Dense, Load, Memory, Record};
 
 use crate::common;
 use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, ragged, random};
@@ -173,7 +173,7 @@ fn additions_go_to_their_rows_after_their_layer() {
                     b.set_additions(&mut additions, list.iter().map(addition).collect()).unwrap();
                     let after = |layer| {
                         let mut x = b.filled_f32(cols, &x);
-                        b.add(&additions, layer, first, &mut x);
+                        b.add_vectors(&additions, layer, first, &mut x);
                         b.numbers(&x)
                     };
                     [after(0), after(1), after(2), after(3)]

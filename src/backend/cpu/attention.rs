@@ -181,7 +181,7 @@ impl<'s> Sums<'s> {
 }
 
 impl Cpu {
-    pub(super) fn attend(
+    pub(super) fn attend_tiles(
         &self,
         kv: &Kv,
         batch: &Batch,

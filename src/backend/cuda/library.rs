@@ -1,6 +1,6 @@
 //! Dense products of many tokens by cuBLASLt, on devices on which it is clearly faster than our own kernels.
 
-use super::linear::{MANY_TOKENS, Out, Product};
+use super::product::{MANY_TOKENS, Out, Product};
 use super::{CudaBackend, RECORDED_TOKENS};
 use crate::Result;
 use crate::cuda::cublas_lt::{CublasLt, Shape};

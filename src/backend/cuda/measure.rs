@@ -1,31 +1,14 @@
-//! What the device can do, measured: the limits that a bench is held against.
+//! The rate of a large product, measured.
 
 use half::bf16;
 
 use super::CudaBackend;
-use super::linear::{Out, Product};
+use super::product::{Out, Product};
 use crate::Result;
-use crate::backend::Rates;
 use crate::cuda::{Address, DeviceBuffer};
 use crate::kernel::random::Random;
 
-/// Bytes that are copied.
-const COPY_BYTES: usize = 256 << 20;
-
-/// Rows, columns and depth of the product.
-const WIDE: usize = 8192;
-
 impl CudaBackend {
-    /// Best of some runs of a copy within the device's memory, a copy to it, and a large product.
-    pub(super) fn measure(&self) -> Result<Rates> {
-        let cuda = &self.cuda;
-        let taken = cuda.allocated();
-        // An emulated device takes minutes for what a real one does in a millisecond.
-        let (bytes, wide) = if cuda.info.is_emulated() { (1 << 20, 64) } else { (COPY_BYTES, WIDE) };
-        let (memory, link) = (cuda.vram_bandwidth(2 * bytes)?, cuda.pcie_bandwidth(bytes)?);
-        Ok(Rates { device: cuda.info.name.clone(), memory, link, products: self.large_product(wide)?, taken })
-    }
-
     /// Operations a second of a product of `wide` tokens, outputs and inputs.
     pub(super) fn large_product(&self, wide: usize) -> Result<f64> {
         let cuda = &self.cuda;

@@ -4,7 +4,7 @@
 use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
-use super::linear::{FEW_TOKENS, Out, Product};
+use super::product::{FEW_TOKENS, Out, Product};
 use crate::cuda::{Address, DeviceInfo, launch};
 
 /// Tokens of a tile of the grouped products.

@@ -60,9 +60,9 @@ pub(super) fn attention<B: Backend>(
     }
     let queries = Heads { x: &mut *q, heads: config.num_heads, dim, norm: q_norm, rope_at: 0 };
     let keys = Heads { x: k, heads: config.num_kv_heads, dim, norm: k_norm, rope_at: 0 };
-    backend.heads(kv, step.batch, step.angles, step.interleaved, queries, keys, Some(v));
+    backend.prepare_heads(kv, step.batch, step.angles, step.interleaved, queries, keys, Some(v));
     let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref() };
-    backend.attention(kv, step.batch, config.num_heads, &softmax, q, out);
+    backend.attend(kv, step.batch, config.num_heads, &softmax, q, out);
     if let Some(gate) = gate {
         backend.sigmoid_mul(gate, out);
     }

@@ -85,7 +85,7 @@ pub(super) fn attention<B: Backend>(
         norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)),
         rope_at: rank,
     };
-    backend.heads(kv, step.batch, step.angles, step.interleaved, queries, latents, None);
-    backend.latent_attention(kv, step.batch, config, &weights.up, scratch, q, out);
+    backend.prepare_heads(kv, step.batch, step.angles, step.interleaved, queries, latents, None);
+    backend.attend_latent(kv, step.batch, config, &weights.up, scratch, q, out);
     backend.linear_add(&weights.o, out, x);
 }

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::attention::{Kv, LatentScratch};
+use super::attend::Kv;
+use super::attend_latent::LatentScratch;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::Softmax;
 use crate::cuda::kernels::Argument;
@@ -123,7 +124,7 @@ impl CudaBackend {
 
     /// Attention of `rows` over a segment of expanded latents, whose context ends at `end`, if there is a kernel for
     /// such heads.
-    #[allow(clippy::too_many_arguments)] // as `Backend::latent_attention`, and which part
+    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`, and which part
     pub(super) fn attend_expanded_wgmma(
         &self,
         batch: &CudaBatch,

@@ -1,14 +1,13 @@
 //! Gated DeltaNet on the device (kernels/delta_net.cu).
 
-use std::sync::Arc;
-
 use half::bf16;
 
-use super::{CudaBackend, CudaBatch, RouterWeights, Tensor};
+use super::load::Rule;
+use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
-use crate::backend::{Backend, DeltaRule};
+use crate::backend::Recur;
 use crate::cuda::kernels::Argument;
-use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::DeltaNet;
 
 /// Tokens that a block of the convolution takes.
@@ -16,15 +15,6 @@ const CONV_TOKENS: usize = 64;
 
 /// Columns of a state that a block has.
 const COLUMNS: usize = 32;
-
-/// What a layer has beside its projections.
-pub struct Rule {
-    taps: DeviceBuffer<f32>,    // [conv_width, conv_dim]
-    gates: RouterWeights,       // [b and a, value heads, hidden]
-    rates: DeviceBuffer<f32>,   // [value heads], exp(A_log)
-    dt_bias: DeviceBuffer<f32>, // [value heads]
-    norm: DeviceBuffer<f32>,    // [value_head_dim]
-}
 
 /// Of a layer, by slot.
 pub struct State {
@@ -66,41 +56,25 @@ unsafe impl Argument for DeltaBatch {}
 #[allow(unsafe_code)]
 unsafe impl Argument for DeltaShape {}
 
-impl Rule {
-    pub(super) fn new(backend: &CudaBackend, config: &DeltaNet, rule: DeltaRule) -> Result<Self> {
-        let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&backend.cuda, numbers);
-        let (taps, rates) = (rule.taps(config), rule.rates);
-        Ok(Self {
-            taps: upload(&taps)?,
-            gates: backend.load_router(rule.gates, None, None)?,
-            rates: upload(&rates)?,
-            dt_bias: upload(&rule.dt_bias)?,
-            norm: upload(&rule.norm)?,
+impl Recur for CudaBackend {
+    type State = State;
+    type DeltaScratch = DeltaScratch;
+
+    fn state(&self, slots: usize, config: &DeltaNet) -> Result<State> {
+        Ok(State {
+            inputs: DeviceBuffer::zeros(&self.cuda, slots * (config.conv_width - 1) * config.conv_dim())?,
+            heads: DeviceBuffer::zeros(&self.cuda, slots * config.value_dim() * config.key_head_dim)?,
         })
     }
-}
 
-impl State {
-    pub(super) fn new(cuda: &Arc<Cuda>, slots: usize, config: &DeltaNet) -> Result<Self> {
-        Ok(Self {
-            inputs: DeviceBuffer::zeros(cuda, slots * (config.conv_width - 1) * config.conv_dim())?,
-            heads: DeviceBuffer::zeros(cuda, slots * config.value_dim() * config.key_head_dim)?,
+    fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<DeltaScratch> {
+        Ok(DeltaScratch {
+            gates: DeviceBuffer::new(&self.cuda, max_tokens * 2 * config.num_value_heads)?,
+            mixed: DeviceBuffer::new(&self.cuda, max_tokens * config.conv_dim())?,
         })
     }
-}
 
-impl DeltaScratch {
-    pub(super) fn new(cuda: &Arc<Cuda>, config: &DeltaNet, max_tokens: usize) -> Result<Self> {
-        Ok(Self {
-            gates: DeviceBuffer::new(cuda, max_tokens * 2 * config.num_value_heads)?,
-            mixed: DeviceBuffer::new(cuda, max_tokens * config.conv_dim())?,
-        })
-    }
-}
-
-impl CudaBackend {
-    #[allow(clippy::too_many_arguments)] // as `Backend::delta_net`
-    pub(super) fn apply_rule(
+    fn delta_net(
         &self,
         state: &mut State,
         batch: &CudaBatch,
@@ -123,7 +97,7 @@ impl CudaBackend {
             taps: config.conv_width as i32,
             eps,
         };
-        self.router_logits(&w.gates, h, 2 * heads, scratch.gates.address());
+        self.route_logits(&w.gates, h, 2 * heads, scratch.gates.address());
         launch!(self.cuda, stream, "delta_conv", [channels.div_ceil(128), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)], 128, 0;
             qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32, config.conv_width as i32);
         launch!(self.cuda, stream, "delta_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 256, 0;

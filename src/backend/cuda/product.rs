@@ -3,46 +3,17 @@
 use std::sync::Arc;
 
 use half::bf16;
-use moebius_cache::Precision;
-use moebius_cache::pack::MatrixLayout;
 
-use super::{CudaBackend, Data, RouterWeights, Tensor};
-use crate::backend::tensor::HostTensor;
-use crate::config::DenseBits;
+use super::{CudaBackend, Tensor};
+use crate::Result;
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, Cuda, DeviceBuffer, TensorMap, launch};
-use crate::{Error, Result};
 
 /// Tokens up to which weights are multiplied as they are read.
 pub(super) const FEW_TOKENS: usize = 8;
 
 /// Tokens from which on Hopper's own instructions are faster, and a library may be.
 pub(super) const MANY_TOKENS: usize = 128;
-
-/// Tokens times experts up to which the router's f32 weights are multiplied as they are.
-const FEW_LOGITS: usize = 8192;
-
-/// Weights `[n, k]` and a bias `[n]`.
-pub struct Linear {
-    n: usize,
-    k: usize,
-    weight: Weight,
-    bias: Option<DeviceBuffer<f32>>,
-}
-
-enum Weight {
-    /// Rows as checkpoints have them.
-    Bf16(DeviceBuffer<bf16>),
-    /// Tiles as experts have them.
-    Packed(Precision, DeviceBuffer<u8>),
-}
-
-/// What becomes of what was in `out`.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum Write {
-    Set,
-    Add,
-}
 
 /// What products that are cut along k leave and count. A library's products leave what they like in `partial`.
 pub(super) struct Workspace {
@@ -203,7 +174,7 @@ static WGMMA_N256: Tile = tile!(128, 256, 197_760, "gemm_wgmma", "n256");
 
 /// What a product of few tokens does besides.
 #[derive(Clone, Copy)]
-enum Form {
+pub(super) enum Form {
     Plain,
     /// `x` is the residual stream, to be normed with these weights and this epsilon.
     Norm(Address<f32>, f32),
@@ -211,131 +182,7 @@ enum Form {
     Gated,
 }
 
-/// The product of `w` and the rows of `x`, whose numbers are at `from`.
-fn product(x: &Tensor, from: Address<bf16>, w: &Linear, out: &mut Tensor, write: Write) -> Product {
-    assert_eq!((x.cols, x.rows, out.cols), (w.k, out.rows, w.n), "a product of other shapes");
-    let (y, out) = match (&out.data, write) {
-        (Data::Bf16(y), Write::Set) => (y.address().cast(), Out::Bf16),
-        (Data::F32(y), Write::Set) => (y.address().cast(), Out::F32),
-        (Data::F32(y), Write::Add) => (y.address().cast(), Out::F32Add),
-        (Data::Bf16(_), Write::Add) => panic!("only the residual stream is added to"),
-    };
-    Product {
-        x: from,
-        x_pitch: x.cols,
-        x_batch: 0,
-        w: match &w.weight {
-            Weight::Bf16(weight) => weight.address(),
-            Weight::Packed(..) => Address::NULL,
-        },
-        w_batch: 0,
-        bias: w.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address),
-        y,
-        y_pitch: w.n,
-        y_batch: 0,
-        tokens: x.rows,
-        n: w.n,
-        k: w.k,
-        batch: 1,
-        out,
-    }
-}
-
-/// Numbers of a weight as bf16.
-pub(super) fn to_bf16(weight: &HostTensor<'_>) -> Vec<bf16> {
-    match weight {
-        HostTensor::Bf16 { data, .. } => data.to_vec(),
-        HostTensor::F32 { data, .. } => data.iter().map(|w| bf16::from_f32(*w)).collect(),
-    }
-}
-
-/// A weight on the device as checkpoints have it.
-pub(super) fn upload_bf16(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
-    match weight {
-        HostTensor::Bf16 { data, .. } => DeviceBuffer::from_slice(cuda, data),
-        HostTensor::F32 { data, .. } if cuda.is_plan() => DeviceBuffer::new(cuda, data.len()),
-        HostTensor::F32 { .. } => DeviceBuffer::from_slice(cuda, &to_bf16(weight)),
-    }
-}
-
-impl Linear {
-    pub(super) fn new(
-        cuda: &Arc<Cuda>,
-        weight: HostTensor<'_>,
-        bias: Option<Vec<f32>>,
-        bits: DenseBits,
-    ) -> Result<Self> {
-        let (n, k) = (weight.rows(), weight.cols());
-        if !k.is_multiple_of(8) {
-            return Err(Error::Model(format!(
-                "the GPU needs rows of multiples of 8 weights, and one has {k}: use --device cpu"
-            )));
-        }
-        let bias = bias.map(|bias| DeviceBuffer::from_slice(cuda, &bias)).transpose()?;
-        let weight = match bits.precision(k).unwrap_or(Precision::Bf16) {
-            Precision::Bf16 => Weight::Bf16(upload_bf16(cuda, &weight)?),
-            precision => {
-                let layout = MatrixLayout::new(n, k, precision)?;
-                let packed = match cuda.is_plan() {
-                    true => DeviceBuffer::new(cuda, layout.bytes())?,
-                    false => DeviceBuffer::from_slice(cuda, &crate::backend::cpu::packed(&layout, &weight))?,
-                };
-                Weight::Packed(precision, packed)
-            }
-        };
-        Ok(Self { n, k, weight, bias })
-    }
-
-    /// Whether its weights are as checkpoints have them.
-    pub(super) fn is_bf16(&self) -> bool {
-        matches!(self.weight, Weight::Bf16(_))
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        match &self.weight {
-            Weight::Bf16(w) => w.bytes(),
-            Weight::Packed(_, w) => w.bytes(),
-        }
-    }
-}
-
 impl CudaBackend {
-    pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
-        let packed = jobs.iter().any(|(w, _)| !w.is_bf16());
-        let products = jobs.map(|(w, out)| {
-            let p = product(x, x.bf16(), w, out, write);
-            if let Weight::Packed(precision, bytes) = &w.weight {
-                self.packed_product(*precision, bytes.address(), p);
-            }
-            p
-        });
-        if packed {
-            return;
-        }
-        if x.rows <= FEW_TOKENS && products.iter().all(|p| p.out == products[0].out) {
-            products.chunks(3).for_each(|some| self.gemv(some, Form::Plain));
-        } else {
-            products.iter().for_each(|p| self.product(p));
-        }
-    }
-
-    /// Products of the norm of at most [`FEW_TOKENS`] rows.
-    pub(super) fn few_of_norm<const N: usize>(
-        &self,
-        x: &Tensor,
-        (norm, eps): (&DeviceBuffer<f32>, f32),
-        jobs: [(&Linear, &mut Tensor); N],
-    ) {
-        let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
-        products.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
-    }
-
-    /// `out = silu(gate x) * up x` of at most [`FEW_TOKENS`] rows.
-    pub(super) fn few_gated(&self, x: &Tensor, (gate, up): (&Linear, &Linear), out: &mut Tensor) {
-        let [gate, up] = [gate, up].map(|w| product(x, x.bf16(), w, out, Write::Set));
-        self.gemv(&[gate, up], Form::Gated);
-    }
-
     /// One product of any number of tokens.
     pub(super) fn product(&self, p: &Product) {
         if p.n.is_multiple_of(8) && p.tokens > FEW_TOKENS {
@@ -350,7 +197,7 @@ impl CudaBackend {
     }
 
     /// Up to three products of one `x` of at most [`FEW_TOKENS`] rows.
-    fn gemv(&self, products: &[Product], form: Form) {
+    pub(super) fn gemv(&self, products: &[Product], form: Form) {
         let Some(first) = products.first() else { return };
         let mut job = [NO_JOB; 3];
         for (job, p) in job.iter_mut().zip(products) {
@@ -468,17 +315,12 @@ impl CudaBackend {
         launch!(self.cuda, &self.cuda.compute, tile.kernels[p.out as usize], [blocks, splits, p.batch], 288, tile.shared; argument);
     }
 
-    /// Router logits `[T, experts]`, as exact as f32 weights allow.
-    pub(super) fn router_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
-        if x.rows * experts <= FEW_LOGITS || !experts.is_multiple_of(8) {
-            launch!(self.cuda, &self.cuda.compute, "router_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
-                x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
-            return;
-        }
+    /// `y = W x` in f32, `W` the sum of three matrices `[n, k]`, one after the other.
+    pub(super) fn gemm_split3(&self, x: &Tensor, parts: Address<bf16>, n: usize, y: Address<f32>) {
         let argument = Gemm {
             x: x.bf16(),
-            w: w.parts.address(),
-            y: logits.cast(),
+            w: parts,
+            y: y.cast(),
             bias: Address::NULL,
             partial: Address::NULL,
             counters: Address::NULL,
@@ -486,12 +328,12 @@ impl CudaBackend {
             w_batch: 0,
             y_batch: 0,
             x_pitch: x.cols as i32,
-            y_pitch: experts as i32,
+            y_pitch: n as i32,
             tokens: x.rows as i32,
-            n: experts as i32,
+            n: n as i32,
             k: x.cols as i32,
         };
-        let grid = [x.rows.div_ceil(64) * experts.div_ceil(64), 1, 1];
+        let grid = [x.rows.div_ceil(64) * n.div_ceil(64), 1, 1];
         launch!(self.cuda, &self.cuda.compute, "gemm_split3_m64n64", grid, 128, 98_304; argument);
     }
 }

@@ -1,0 +1,97 @@
+//! `Attend`: attention over cached keys and values, or latents, and what queries and keys go through before it.
+
+use super::dense::Dense;
+use super::load::Load;
+use crate::Result;
+use crate::config::KvBits;
+use crate::model::Mla;
+
+/// Queries or keys on their way from a product to attention.
+pub struct Heads<'a, B: Load> {
+    /// `[T, heads * dim]`
+    pub x: &'a mut B::Tensor,
+    /// How many.
+    pub heads: usize,
+    /// Numbers of a head.
+    pub dim: usize,
+    /// RMS norm of the first so many numbers of a head, and its epsilon; all of them, or there is one head.
+    pub norm: Option<(&'a B::Norm, usize, f32)>,
+    /// Where in a head the rotated numbers begin.
+    pub rope_at: usize,
+}
+
+/// How scores become shares of the values that a head of grouped-query attention reads.
+pub struct Softmax<'a, B: Load> {
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// A token sees itself and the `window - 1` before it; `None`: all before it.
+    pub window: Option<usize>,
+    /// A score for each head, which takes part and brings no value.
+    pub sinks: Option<&'a B::Norm>, // [num_heads]
+}
+
+/// Rotary angles, the KV cache and softmax attention over it. `T` is the number of tokens in the batch.
+pub trait Attend: Dense {
+    /// KV storage of one layer, in blocks of [`BLOCK_SIZE`](crate::backend::batch::BLOCK_SIZE) positions.
+    type Kv: Send;
+    /// Activations of latent attention.
+    type LatentScratch: Send;
+
+    /// KV storage for keys of `key_dim` and values of `value_dim` numbers for each of `heads`.
+    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Self::Kv>;
+    /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward
+    /// pass.
+    fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
+    /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
+    fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Self::Tensor);
+    /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first
+    /// numbers of the keys. The tokens of a sequence come in the order of their positions.
+    fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
+    /// Norms and rotates queries and keys, and stores keys and values; `k` is not to be used any more. What it means is
+    /// written here; a device may do it at once.
+    #[allow(clippy::too_many_arguments)] // queries, keys, values, and where to
+    fn prepare_heads(
+        &self,
+        kv: &mut Self::Kv,
+        batch: &Self::Batch,
+        angles: &Self::Tensor,
+        interleaved: bool,
+        q: Heads<'_, Self>,
+        k: Heads<'_, Self>,
+        v: Option<&Self::Tensor>,
+    ) {
+        for Heads { x, heads, dim, norm, rope_at } in [q, Heads { x: &mut *k.x, ..k }] {
+            if let Some((norm, width, eps)) = norm {
+                self.rms_norm_heads(x, norm, eps, 0..if width == dim { heads * dim } else { width });
+            }
+            self.rope(x, dim, rope_at, interleaved, angles);
+        }
+        self.kv_write(kv, batch, k.x, v);
+    }
+    /// Causal attention of `q` `[T, num_heads * key_dim]` over the cached positions of each token's sequence, itself
+    /// included; `out` is `[T, num_heads * value_dim]`.
+    fn attend(
+        &self,
+        kv: &Self::Kv,
+        batch: &Self::Batch,
+        num_heads: usize,
+        softmax: &Softmax<'_, Self>,
+        q: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
+    /// Activations for [`Attend::attend_latent`] on at most `max_tokens` tokens.
+    fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
+    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads *
+    /// v]`.
+    #[allow(clippy::too_many_arguments)] // what attention takes, and how latents become keys and values
+    fn attend_latent(
+        &self,
+        kv: &Self::Kv,
+        batch: &Self::Batch,
+        config: &Mla,
+        up: &Self::LatentUp,
+        scratch: &mut Self::LatentScratch,
+        q: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
+}

@@ -1,0 +1,191 @@
+//! Latent attention's two ways: absorbed for single rows, where reading the cache is the cost, and expanded for tiles,
+//! where arithmetic is.
+
+use half::bf16;
+
+use super::attend::{HEADS, Kv};
+use super::batch::DECODE_ROWS;
+use super::load::LatentUp;
+use super::product::{Out, Product};
+use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
+use crate::Result;
+use crate::backend::batch::BLOCK_SIZE;
+use crate::cuda::{Address, DeviceBuffer, launch};
+use crate::model::Mla;
+
+/// Bytes that the keys and values of a segment of context may take, expanded from latents.
+const EXPANDED_BYTES: usize = 256 << 20;
+
+/// Activations of latent attention.
+pub struct LatentScratch {
+    query: DeviceBuffer<bf16>,   // [DECODE_ROWS, heads, rank + rope]: in the latent's space
+    mixed: DeviceBuffer<bf16>,   // [DECODE_ROWS, heads, rank]
+    latents: DeviceBuffer<bf16>, // [segment, rank]
+    pub(super) rotated: DeviceBuffer<bf16>, // [segment, rope]
+    pub(super) expanded: DeviceBuffer<bf16>, // [segment, heads, nope + v]
+    pub(super) segment: usize,   // positions that are expanded at a time
+    pub(super) max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
+    pub(super) sum: DeviceBuffer<f32>, // [rows, heads]
+    pub(super) acc: DeviceBuffer<f32>, // [rows, heads, v]
+}
+
+impl LatentScratch {
+    /// Positions of a segment, for contexts of up to `context`.
+    fn segment(config: &Mla, context: usize) -> usize {
+        let position = 2 * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim);
+        (EXPANDED_BYTES / position / BLOCK_SIZE * BLOCK_SIZE).clamp(BLOCK_SIZE, context.next_multiple_of(BLOCK_SIZE))
+    }
+
+    pub(super) fn new(backend: &CudaBackend, config: &Mla, max_tokens: usize, context: usize) -> Result<Self> {
+        let cuda = &backend.cuda;
+        let (heads, rank, rope) = (config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim);
+        let segment = Self::segment(config, context);
+        // A context of one segment leaves nothing in between.
+        let rows = if context > segment { max_tokens } else { 0 };
+        let decode = max_tokens.min(DECODE_ROWS);
+        Ok(Self {
+            query: DeviceBuffer::zeros(cuda, decode * heads * (rank + rope))?,
+            mixed: DeviceBuffer::zeros(cuda, decode * heads * rank)?,
+            latents: DeviceBuffer::zeros(cuda, segment * rank)?,
+            rotated: DeviceBuffer::zeros(cuda, segment * rope)?,
+            expanded: DeviceBuffer::zeros(cuda, segment * heads * (config.qk_nope_head_dim + config.v_head_dim))?,
+            segment,
+            max: DeviceBuffer::zeros(cuda, rows * heads)?,
+            sum: DeviceBuffer::zeros(cuda, rows * heads)?,
+            acc: DeviceBuffer::zeros(cuda, rows * heads * config.v_head_dim)?,
+        })
+    }
+}
+
+impl CudaBackend {
+    /// Single rows, in the latent's space.
+    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`
+    pub(super) fn attend_absorbed(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        config: &Mla,
+        up: &LatentUp,
+        scratch: &LatentScratch,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        let (heads, nope, rope, v, rank) = (
+            config.num_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+        );
+        let (key_dim, rows, stream) = (rank + rope, batch.decode, &self.cuda.compute);
+        let product = Product {
+            x: q.bf16(),
+            x_pitch: heads * (nope + rope),
+            x_batch: nope + rope,
+            w: up.key_up.address(),
+            w_batch: rank * nope,
+            bias: Address::NULL,
+            y: scratch.query.address().cast(),
+            y_pitch: heads * key_dim,
+            y_batch: key_dim,
+            tokens: rows,
+            n: rank,
+            k: nope,
+            batch: heads,
+            out: Out::Bf16,
+        };
+        self.product(&product);
+        launch!(self.cuda, stream, "copy_heads", [rows, 1, 1], ROW_THREADS, 0;
+            q.bf16(), scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32, key_dim as i32, rank as i32);
+
+        let wide = heads > HEADS;
+        let h = if wide { 32 } else { 16 };
+        let name = match (wide, kv.fp8) {
+            (false, false) => "attention_decode_mla_16_bf16",
+            (true, false) => "attention_decode_mla_32_bf16",
+            (false, true) => "attention_decode_mla_16_e4m3",
+            (true, true) => "attention_decode_mla_32_e4m3",
+        };
+        let shared = if kv.fp8 { 56_832 } else { 74_752 } + 512 * h;
+        let parts = heads.div_ceil(h);
+        let blocks_at_once = self.cuda.info.multiprocessors * if wide { 1 } else { 2 };
+        let splits = (blocks_at_once / (rows * parts)).clamp(1, self.limits.context.div_ceil(16).min(256));
+        launch!(self.cuda, stream, name, [splits, parts, rows], 8 * h as u32, shared;
+            scratch.query.address(), kv.keys.address(), scratch.mixed.address(), self.attention.partial.address(), self.attention.states.address(),
+            batch.decode_rows(), batch.positions(), batch.token_seq(), batch.seq_blocks(), batch.block_table(),
+            heads as i32, key_dim as i32, rank as i32, config.scale);
+        self.combine(batch, splits, heads, rank, Address::NULL, scratch.mixed.address());
+
+        self.product(&Product {
+            x: scratch.mixed.address(),
+            x_pitch: heads * rank,
+            x_batch: rank,
+            w: up.kv_b.address().add(nope * rank),
+            w_batch: (nope + v) * rank,
+            y: out.bf16().cast(),
+            y_pitch: heads * v,
+            y_batch: v,
+            n: v,
+            k: rank,
+            ..product
+        });
+    }
+
+    /// Rows of one sequence over a segment of its context that ends at `end`.
+    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`, and which part
+    pub(super) fn attend_expanded(
+        &self,
+        kv: &Kv,
+        batch: &CudaBatch,
+        config: &Mla,
+        up: &LatentUp,
+        scratch: &LatentScratch,
+        q: &Tensor,
+        out: &mut Tensor,
+        (sequence, rows): (usize, std::ops::Range<usize>),
+        segment: std::ops::Range<usize>,
+        end: usize,
+    ) {
+        let (heads, nope, rope, v, rank) = (
+            config.num_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+        );
+        let (stream, positions) = (&self.cuda.compute, segment.len());
+        let gather = if kv.fp8 { "gather_latents_e4m3" } else { "gather_latents_bf16" };
+        launch!(self.cuda, stream, gather, [(positions * (rank + rope) / 8).div_ceil(256), 1, 1], 256, 0;
+            kv.keys.address(), scratch.latents.address(), scratch.rotated.address(), batch.seq_blocks(), batch.block_table(), sequence as i32,
+            segment.start as i32, segment.end as i32, rank as i32, rope as i32);
+        self.product(&Product {
+            x: scratch.latents.address(),
+            x_pitch: rank,
+            x_batch: 0,
+            w: up.kv_b.address(),
+            w_batch: 0,
+            bias: Address::NULL,
+            y: scratch.expanded.address().cast(),
+            y_pitch: heads * (nope + v),
+            y_batch: 0,
+            tokens: positions,
+            n: heads * (nope + v),
+            k: rank,
+            batch: 1,
+            out: Out::Bf16,
+        });
+        if self.attend_expanded_wgmma(batch, config, scratch, q, out, &rows, &segment, end) {
+            return;
+        }
+        let (name, key, value, tile) = match (nope + rope, v) {
+            (..=64, ..=64) => ("attention_prefill_mla_64_64", 64, 64, 128),
+            (..=192, ..=128) => ("attention_prefill_mla_192_128", 192, 128, 128),
+            _ => ("attention_prefill_mla_256_256", 256, 256, 64),
+        };
+        let shared = 2 * (tile + 64) * (key + 8) + 128 * (value + 8);
+        launch!(self.cuda, stream, name, [heads, rows.len().div_ceil(tile), 1], 128, shared;
+            q.bf16(), scratch.expanded.address(), scratch.rotated.address(), out.bf16(), scratch.max.address(), scratch.sum.address(),
+            scratch.acc.address(), batch.positions(), rows.start as i32, rows.end as i32, segment.start as i32, segment.end as i32,
+            i32::from(segment.start == 0), i32::from(segment.end == end), heads as i32, nope as i32, rope as i32, v as i32, config.scale);
+    }
+}

@@ -1,0 +1,238 @@
+//! Ops on rows: a block of threads for each, or a product.
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::load::{Linear, Weight};
+use super::memory::Data;
+use super::product::{FEW_TOKENS, Form, Out, Product};
+use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
+use crate::Result;
+use crate::backend::Dense;
+use crate::backend::tensor::Shortlist;
+use crate::cuda::{Address, DeviceBuffer, PinnedBuffer, launch};
+
+/// Numbers that a block of the kernel sorts, and how many of them it keeps.
+const PART: usize = 1024;
+const KEPT: usize = 64;
+
+/// What a launch leaves for the next, and the last one for the host.
+pub struct Shortlister {
+    best: [DeviceBuffer<f32>; 2],
+    ids: [DeviceBuffer<i32>; 2],
+    sums: DeviceBuffer<f32>,                 // [rows, blocks, 2]
+    inverse_temperatures: DeviceBuffer<f32>, // [rows]
+    host_best: PinnedBuffer<f32>,            // [rows, KEPT]
+    host_ids: PinnedBuffer<i32>,             // [rows, KEPT]
+    host_sums: PinnedBuffer<f32>,
+}
+
+/// What becomes of what was in `out`.
+#[derive(Clone, Copy, PartialEq)]
+enum Write {
+    Set,
+    Add,
+}
+
+/// The product of `w` and the rows of `x`, whose numbers are at `from`.
+fn product(x: &Tensor, from: Address<bf16>, w: &Linear, out: &mut Tensor, write: Write) -> Product {
+    assert_eq!((x.cols, x.rows, out.cols), (w.k, out.rows, w.n), "a product of other shapes");
+    let (y, out) = match (&out.data, write) {
+        (Data::Bf16(y), Write::Set) => (y.address().cast(), Out::Bf16),
+        (Data::F32(y), Write::Set) => (y.address().cast(), Out::F32),
+        (Data::F32(y), Write::Add) => (y.address().cast(), Out::F32Add),
+        (Data::Bf16(_), Write::Add) => panic!("only the residual stream is added to"),
+    };
+    Product {
+        x: from,
+        x_pitch: x.cols,
+        x_batch: 0,
+        w: match &w.weight {
+            Weight::Bf16(weight) => weight.address(),
+            Weight::Packed(..) => Address::NULL,
+        },
+        w_batch: 0,
+        bias: w.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address),
+        y,
+        y_pitch: w.n,
+        y_batch: 0,
+        tokens: x.rows,
+        n: w.n,
+        k: w.k,
+        batch: 1,
+        out,
+    }
+}
+
+impl CudaBackend {
+    /// The products of some weights and one `x`.
+    fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
+        let packed = jobs.iter().any(|(w, _)| !w.is_bf16());
+        let products = jobs.map(|(w, out)| {
+            let p = product(x, x.bf16(), w, out, write);
+            if let Weight::Packed(precision, bytes) = &w.weight {
+                self.packed_product(*precision, bytes.address(), p);
+            }
+            p
+        });
+        if packed {
+            return;
+        }
+        if x.rows <= FEW_TOKENS && products.iter().all(|p| p.out == products[0].out) {
+            products.chunks(3).for_each(|some| self.gemv(some, Form::Plain));
+        } else {
+            products.iter().for_each(|p| self.product(p));
+        }
+    }
+}
+
+impl Dense for CudaBackend {
+    type Shortlister = Shortlister;
+    const SHORTLISTS: bool = true;
+
+    fn embed(&self, embedding: &DeviceBuffer<bf16>, batch: &CudaBatch, out: &mut Tensor) {
+        launch!(self.cuda, &self.cuda.compute, "embed", [out.rows, 1, 1], ROW_THREADS, 0; embedding.address(), batch.tokens(), out.f32(), out.cols as i32);
+    }
+
+    fn rms_norm(&self, x: &Tensor, w: &DeviceBuffer<f32>, eps: f32, out: &mut Tensor) {
+        assert_eq!((x.rows, x.cols, w.len()), (out.rows, out.cols, x.cols));
+        let (stream, cols) = (&self.cuda.compute, x.cols as i32);
+        match &x.data {
+            Data::F32(x) => {
+                launch!(self.cuda, stream, "rms_norm_f32", [out.rows, 1, 1], ROW_THREADS, 0; x.address(), w.address(), eps, out.bf16(), cols);
+            }
+            Data::Bf16(x) => {
+                launch!(self.cuda, stream, "rms_norm_bf16", [out.rows, 1, 1], ROW_THREADS, 0; x.address(), w.address(), eps, out.bf16(), cols);
+            }
+        }
+    }
+
+    fn rms_norm_heads(&self, x: &mut Tensor, w: &DeviceBuffer<f32>, eps: f32, cols: Range<usize>) {
+        let runs = cols.len() / w.len();
+        launch!(self.cuda, &self.cuda.compute, "rms_norm_heads", [x.rows, runs.div_ceil(8), 1], ROW_THREADS, 0;
+            x.bf16(), w.address(), eps, x.cols as i32, cols.start as i32, w.len() as i32, runs as i32);
+    }
+
+    fn linears<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N]) {
+        self.apply(x, jobs, Write::Set);
+    }
+
+    fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
+        self.apply(x, [(w, out)], Write::Add);
+    }
+
+    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        let numbers = out.rows * out.cols;
+        launch!(self.cuda, &self.cuda.compute, "silu_mul", [numbers.div_ceil(4 * 256), 1, 1], ROW_THREADS, 0;
+            gate.bf16(), up.bf16(), out.bf16(), numbers as i64);
+    }
+
+    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
+        let numbers = x.rows * x.cols;
+        launch!(self.cuda, &self.cuda.compute, "sigmoid_mul", [numbers.div_ceil(4 * 256), 1, 1], ROW_THREADS, 0;
+            gate.bf16(), x.bf16(), numbers as i64);
+    }
+
+    fn gate_rows(&self, w: &DeviceBuffer<f32>, h: &Tensor, x: &mut Tensor) {
+        assert!((x.rows, w.len()) == (h.rows, h.cols));
+        launch!(self.cuda, &self.cuda.compute, "gate_rows", [x.rows, 1, 1], ROW_THREADS, 0;
+            w.address(), h.bf16(), x.bf16(), h.cols as i32, x.cols as i32);
+    }
+
+    fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
+        let mut staged = self.staged_rows.borrow_mut();
+        staged.clear();
+        staged.extend(rows.iter().map(|&row| row as u32));
+        let to = self.gather_rows.address().add(at);
+        self.cuda.upload(&self.cuda.compute, to, &staged);
+        launch!(self.cuda, &self.cuda.compute, "gather_rows", [rows.len(), 1, 1], ROW_THREADS, 0;
+            x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
+    }
+
+    fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Shortlister> {
+        let cuda = &self.cuda;
+        let blocks = max_rows * cols.div_ceil(PART);
+        let kept = || DeviceBuffer::new(cuda, blocks * KEPT);
+        let ids = || DeviceBuffer::new(cuda, blocks * KEPT);
+        Ok(Shortlister {
+            best: [kept()?, kept()?],
+            ids: [ids()?, ids()?],
+            sums: DeviceBuffer::new(cuda, 2 * blocks)?,
+            inverse_temperatures: DeviceBuffer::new(cuda, max_rows)?,
+            host_best: PinnedBuffer::new(cuda, max_rows * KEPT)?,
+            host_ids: PinnedBuffer::new(cuda, max_rows * KEPT)?,
+            host_sums: PinnedBuffer::new(cuda, 2 * blocks)?,
+        })
+    }
+
+    fn shortlist(
+        &self,
+        s: &mut Shortlister,
+        logits: &Tensor,
+        inverse_temperatures: &[f32],
+        out: &mut Vec<Shortlist>,
+    ) -> Result<()> {
+        let (cuda, rows, blocks) = (&self.cuda, logits.rows, logits.cols.div_ceil(PART));
+        assert_eq!(inverse_temperatures.len(), rows);
+        cuda.upload(&cuda.compute, s.inverse_temperatures.address(), inverse_temperatures);
+        let (mut values, mut ids, mut n, mut sums) = (logits.f32(), Address::NULL, logits.cols, s.sums.address());
+        for level in 0.. {
+            let (best, best_ids) = (s.best[level % 2].address(), s.ids[level % 2].address());
+            launch!(cuda, &cuda.compute, "shortlist", [n.div_ceil(PART), rows, 1], 512, 0;
+                values, ids, best, best_ids, s.inverse_temperatures.address(), sums, n as i32, n as i32);
+            (values, ids, sums, n) = (best, best_ids, Address::NULL, n.div_ceil(PART) * KEPT);
+            if n == KEPT {
+                break;
+            }
+        }
+        cuda.download(&cuda.compute, values, &mut s.host_best[..rows * KEPT]);
+        cuda.download(&cuda.compute, ids, &mut s.host_ids[..rows * KEPT]);
+        cuda.download(&cuda.compute, s.sums.address(), &mut s.host_sums[..rows * blocks * 2]);
+        cuda.synchronize()?;
+
+        out.resize_with(rows, Shortlist::default);
+        for (row, list) in out.iter_mut().enumerate() {
+            let at = row * KEPT..(row + 1) * KEPT;
+            let best = s.host_ids[at.clone()].iter().zip(&s.host_best[at]);
+            list.best.clear();
+            list.best.extend(best.take(logits.cols).map(|(&id, &logit)| (id as u32, logit)));
+            let largest = f64::from(list.best[0].1);
+            let part = |part: &[f32]| {
+                f64::from(part[1]) * ((f64::from(part[0]) - largest) * f64::from(inverse_temperatures[row])).exp()
+            };
+            list.total = s.host_sums[row * blocks * 2..(row + 1) * blocks * 2].chunks(2).map(part).sum();
+        }
+        Ok(())
+    }
+
+    fn norm_linears<const N: usize>(
+        &self,
+        x: &Tensor,
+        (norm, eps): (&DeviceBuffer<f32>, f32),
+        h: &mut Tensor,
+        jobs: [(&Linear, &mut Tensor); N],
+    ) {
+        if x.rows <= FEW_TOKENS && jobs.iter().all(|(w, _)| w.is_bf16()) {
+            let products = jobs.map(|(w, out)| product(x, x.f32().cast(), w, out, Write::Set));
+            return products.chunks(3).for_each(|some| self.gemv(some, Form::Norm(norm.address(), eps)));
+        }
+        self.rms_norm(x, norm, eps, h);
+        self.linears(h, jobs);
+    }
+
+    fn gated_linears(
+        &self,
+        x: &Tensor,
+        (gate, up): (&Linear, &Linear),
+        buffers: (&mut Tensor, &mut Tensor),
+        out: &mut Tensor,
+    ) {
+        if x.rows <= FEW_TOKENS && gate.is_bf16() && up.is_bf16() {
+            let [gate, up] = [gate, up].map(|w| product(x, x.bf16(), w, out, Write::Set));
+            return self.gemv(&[gate, up], Form::Gated);
+        }
+        self.linears(x, [(gate, &mut *buffers.0), (up, &mut *buffers.1)]);
+        self.silu_mul(buffers.0, buffers.1, out);
+    }
+}

@@ -1,0 +1,175 @@
+//! Resident weights in VRAM.
+
+use std::sync::Arc;
+
+use half::bf16;
+use moebius_cache::Precision;
+use moebius_cache::pack::MatrixLayout;
+
+use super::CudaBackend;
+use crate::backend::tensor::HostTensor;
+use crate::backend::{DeltaRule, Load};
+use crate::config::DenseBits;
+use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::model::{DeltaNet, Mla};
+use crate::{Error, Result};
+
+/// Weights `[n, k]` and a bias `[n]`.
+pub struct Linear {
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) weight: Weight,
+    pub(super) bias: Option<DeviceBuffer<f32>>,
+}
+
+/// Weights `[n, k]`.
+pub(super) enum Weight {
+    /// Rows as checkpoints have them.
+    Bf16(DeviceBuffer<bf16>),
+    /// Tiles as experts have them.
+    Packed(Precision, DeviceBuffer<u8>),
+}
+
+impl Linear {
+    /// Whether its weights are as checkpoints have them.
+    pub(super) fn is_bf16(&self) -> bool {
+        matches!(self.weight, Weight::Bf16(_))
+    }
+}
+
+/// `kv_b_proj` as it is, and its key half transposed.
+pub struct LatentUp {
+    pub(super) kv_b: DeviceBuffer<bf16>,   // [heads, nope + v, rank]
+    pub(super) key_up: DeviceBuffer<bf16>, // [heads, rank, nope]
+}
+
+/// What a layer of gated DeltaNet has beside its projections.
+pub struct Rule {
+    pub(super) taps: DeviceBuffer<f32>,    // [conv_width, conv_dim]
+    pub(super) gates: RouterWeights,       // [b and a, value heads, hidden]
+    pub(super) rates: DeviceBuffer<f32>,   // [value heads], exp(A_log)
+    pub(super) dt_bias: DeviceBuffer<f32>, // [value heads]
+    pub(super) norm: DeviceBuffer<f32>,    // [value_head_dim]
+}
+
+/// Router weights, the bias of the logits and the bias for choosing.
+pub struct RouterWeights {
+    pub(super) weight: DeviceBuffer<f32>, // [experts, hidden]
+    pub(super) parts: DeviceBuffer<bf16>, // [3, experts, hidden]: their sum is `weight`
+    bias: Option<DeviceBuffer<f32>>,
+    correction_bias: Option<DeviceBuffer<f32>>,
+}
+
+impl RouterWeights {
+    /// The bias of the logits, if there is one.
+    pub(super) fn bias(&self) -> Address<f32> {
+        self.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address)
+    }
+
+    /// The bias for choosing, if there is one.
+    pub(super) fn correction_bias(&self) -> Address<f32> {
+        self.correction_bias.as_ref().map_or(Address::NULL, DeviceBuffer::address)
+    }
+}
+
+/// A weight on the device as checkpoints have it.
+fn upload_bf16(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
+    match weight {
+        HostTensor::Bf16 { data, .. } => DeviceBuffer::from_slice(cuda, data),
+        HostTensor::F32 { data, .. } if cuda.is_plan() => DeviceBuffer::new(cuda, data.len()),
+        HostTensor::F32 { data, .. } => {
+            let data: Vec<bf16> = data.iter().map(|w| bf16::from_f32(*w)).collect();
+            DeviceBuffer::from_slice(cuda, &data)
+        }
+    }
+}
+
+impl Load for CudaBackend {
+    type Linear = Linear;
+    type LatentUp = LatentUp;
+    type DeltaNet = Rule;
+    type Norm = DeviceBuffer<f32>;
+    type Router = RouterWeights;
+    type Embedding = DeviceBuffer<bf16>;
+
+    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
+        let (n, k) = (weight.rows(), weight.cols());
+        if !k.is_multiple_of(8) {
+            return Err(Error::Model(format!(
+                "the GPU needs rows of multiples of 8 weights, and one has {k}: use --device cpu"
+            )));
+        }
+        let bias = bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose()?;
+        let weight = match bits.precision(k).unwrap_or(Precision::Bf16) {
+            Precision::Bf16 => Weight::Bf16(upload_bf16(&self.cuda, &weight)?),
+            precision => {
+                let layout = MatrixLayout::new(n, k, precision)?;
+                let packed = match self.cuda.is_plan() {
+                    true => DeviceBuffer::new(&self.cuda, layout.bytes())?,
+                    false => DeviceBuffer::from_slice(&self.cuda, &crate::backend::cpu::packed(&layout, &weight))?,
+                };
+                Weight::Packed(precision, packed)
+            }
+        };
+        Ok(Linear { n, k, weight, bias })
+    }
+
+    fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
+        let cuda = &self.cuda;
+        if cuda.is_plan() {
+            let numbers = config.num_heads * config.kv_lora_rank;
+            let (nope, v) = (config.qk_nope_head_dim, config.v_head_dim);
+            return Ok(LatentUp {
+                kv_b: DeviceBuffer::new(cuda, numbers * (nope + v))?,
+                key_up: DeviceBuffer::new(cuda, numbers * nope)?,
+            });
+        }
+        let key_up = kv_b.head_rows(config.num_heads, 0, config.qk_nope_head_dim).transpose_heads(config.num_heads);
+        Ok(LatentUp { kv_b: upload_bf16(cuda, &kv_b)?, key_up: upload_bf16(cuda, &key_up)? })
+    }
+
+    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Rule> {
+        let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&self.cuda, numbers);
+        let (taps, rates) = (rule.taps(config), rule.rates);
+        Ok(Rule {
+            taps: upload(&taps)?,
+            gates: self.load_router(rule.gates, None, None)?,
+            rates: upload(&rates)?,
+            dt_bias: upload(&rule.dt_bias)?,
+            norm: upload(&rule.norm)?,
+        })
+    }
+
+    fn load_norm(&self, weight: Vec<f32>) -> Result<DeviceBuffer<f32>> {
+        DeviceBuffer::from_slice(&self.cuda, &weight)
+    }
+
+    fn load_router(
+        &self,
+        weight: Vec<f32>,
+        bias: Option<Vec<f32>>,
+        correction_bias: Option<Vec<f32>>,
+    ) -> Result<RouterWeights> {
+        let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
+        let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
+        let (grid, count) = ([weight.len().div_ceil(256), 1, 1], weight.len() as i32);
+        launch!(self.cuda, &self.cuda.compute, "split_f32", grid, 256, 0; weight.address(), parts.address(), count);
+        let upload = |bias: Option<Vec<f32>>| bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose();
+        Ok(RouterWeights { weight, parts, bias: upload(bias)?, correction_bias: upload(correction_bias)? })
+    }
+
+    fn load_embedding(&self, weight: HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
+        upload_bf16(&self.cuda, &weight)
+    }
+
+    fn linear_bytes(&self, w: &Linear) -> usize {
+        match &w.weight {
+            Weight::Bf16(w) => w.bytes(),
+            Weight::Packed(_, w) => w.bytes(),
+        }
+    }
+
+    fn latent_up_bytes(&self, w: &LatentUp) -> usize {
+        w.kv_b.bytes()
+    }
+}

@@ -1,0 +1,196 @@
+//! Experts for each token: logits, and the choice.
+
+use half::bf16;
+
+use super::load::RouterWeights;
+use super::product::FEW_TOKENS;
+use super::{CudaBackend, Tensor};
+use crate::Result;
+use crate::backend::{Dense, Route, Routing};
+use crate::cuda::kernels::Argument;
+use crate::cuda::{Address, DeviceBuffer, launch};
+use crate::model::{GroupScore, Router, Scoring};
+
+/// Tokens times experts up to which the router's f32 weights are multiplied as they are.
+const FEW_LOGITS: usize = 8192;
+
+/// Experts and weights of every token, on the device.
+pub struct CudaRouting {
+    ids: DeviceBuffer<i32>,     // [tokens, top_k]
+    weights: DeviceBuffer<f32>, // [tokens, top_k]
+    tokens: usize,
+    top_k: usize,
+    logits: DeviceBuffer<f32>,  // [tokens, experts]
+    counter: DeviceBuffer<u32>, // of blocks that have ended
+}
+
+impl CudaRouting {
+    /// Experts of each token, `[tokens, top_k]`; below 0: none.
+    pub fn ids(&self) -> Address<i32> {
+        self.ids.address()
+    }
+
+    /// The same on the host. Waits for the device.
+    pub fn read_ids(&self, out: &mut Vec<i32>) -> Result<()> {
+        out.resize(self.tokens * self.top_k, 0);
+        self.ids.read(out)
+    }
+
+    /// Their weights.
+    pub fn weights(&self) -> Address<f32> {
+        self.weights.address()
+    }
+
+    /// Tokens of the batch.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Experts of a token.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+}
+
+/// Of the kernel `choose_experts`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouterShape {
+    experts: i32,
+    top_k: i32,
+    sigmoid: i32,
+    normalize: i32,
+    groups: i32,
+    group_top_k: i32,
+    group_by_two: i32,
+    scaling: f32,
+}
+
+// SAFETY: `RouterShape` of kernels/router.cu has the same fields.
+#[allow(unsafe_code)]
+unsafe impl Argument for RouterShape {}
+
+impl RouterShape {
+    fn new(experts: usize, router: &Router) -> Self {
+        Self {
+            experts: experts as i32,
+            top_k: router.top_k as i32,
+            sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
+            normalize: i32::from(router.normalize),
+            groups: router.groups.map_or(0, |g| g.count) as i32,
+            group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
+            group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
+            scaling: router.scaling,
+        }
+    }
+}
+
+/// Of the kernel `route_few`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouteFew {
+    x: Address<f32>,
+    norm: Address<f32>,
+    h: Address<bf16>,
+    w: Address<f32>,
+    offsets: Address<f32>,
+    bias: Address<f32>,
+    logits: Address<f32>,
+    counter: Address<u32>,
+    ids: Address<i32>,
+    weights: Address<f32>,
+    shape: RouterShape,
+    tokens: i32,
+    hidden: i32,
+    eps: f32,
+}
+
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Argument for RouteFew {}
+
+/// Experts of a layer that the routing kernel can choose from.
+const MAX_EXPERTS: usize = 512;
+
+impl CudaBackend {
+    /// Router logits `[T, experts]`, as exact as f32 weights allow.
+    pub(super) fn route_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
+        if x.rows * experts <= FEW_LOGITS || !experts.is_multiple_of(8) {
+            launch!(self.cuda, &self.cuda.compute, "router_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
+                x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
+            return;
+        }
+        self.gemm_split3(x, w.parts.address(), experts, logits);
+    }
+}
+
+impl Route for CudaBackend {
+    type Routing = CudaRouting;
+
+    fn routing(&self, max_tokens: usize, top_k: usize) -> Result<CudaRouting> {
+        Ok(CudaRouting {
+            ids: DeviceBuffer::zeros(&self.cuda, max_tokens * top_k)?,
+            weights: DeviceBuffer::zeros(&self.cuda, max_tokens * top_k)?,
+            tokens: 0,
+            top_k,
+            logits: DeviceBuffer::new(&self.cuda, max_tokens * MAX_EXPERTS)?,
+            counter: DeviceBuffer::zeros(&self.cuda, 1)?,
+        })
+    }
+
+    fn read_routing(&self, routing: &CudaRouting, out: &mut Routing) -> Result<()> {
+        let choices = routing.tokens * routing.top_k;
+        out.top_k = routing.top_k;
+        out.ids.resize(choices, 0);
+        out.weights.resize(choices, 0.0);
+        routing.ids.read(&mut out.ids)?;
+        routing.weights.read(&mut out.weights)
+    }
+
+    fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut CudaRouting) {
+        let experts = w.weight.len() / x.cols;
+        assert!(
+            experts <= MAX_EXPERTS && router.top_k <= 32 && router.groups.is_none_or(|g| g.count <= 32),
+            "checked when loading"
+        );
+        out.tokens = x.rows;
+        self.route_logits(w, x, experts, out.logits.address());
+        let shape = RouterShape::new(experts, router);
+        launch!(self.cuda, &self.cuda.compute, "choose_experts", [x.rows.div_ceil(4), 1, 1], 128, 0;
+            out.logits.address(), w.bias(), w.correction_bias(), shape, x.rows as i32, out.ids.address(), out.weights.address());
+    }
+
+    fn norm_route(
+        &self,
+        x: &Tensor,
+        (norm, eps): (&DeviceBuffer<f32>, f32),
+        h: &mut Tensor,
+        w: &RouterWeights,
+        router: &Router,
+        out: &mut CudaRouting,
+    ) {
+        if x.rows > FEW_TOKENS {
+            self.rms_norm(x, norm, eps, h);
+            return self.route(w, router, h, out);
+        }
+        out.tokens = x.rows;
+        let shape = RouterShape::new(w.weight.len() / x.cols, router);
+        let argument = RouteFew {
+            x: x.f32(),
+            norm: norm.address(),
+            h: h.bf16(),
+            w: w.weight.address(),
+            offsets: w.bias(),
+            bias: w.correction_bias(),
+            logits: out.logits.address(),
+            counter: out.counter.address(),
+            ids: out.ids.address(),
+            weights: out.weights.address(),
+            shape,
+            tokens: x.rows as i32,
+            hidden: x.cols as i32,
+            eps,
+        };
+        launch!(self.cuda, &self.cuda.compute, "route_few", [shape.experts as usize + 1, 1, 1], 256, 0; argument);
+    }
+}

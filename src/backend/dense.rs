@@ -1,0 +1,76 @@
+//! `Dense`: ops on rows, from token ids to logits.
+
+use std::ops::Range;
+
+use super::load::Load;
+use super::tensor::Shortlist;
+use crate::Result;
+
+/// Embedding, norms, products, gates, logits. `T` is the number of tokens in the batch.
+pub trait Dense: Load {
+    /// What finds the largest logits of rows.
+    type Shortlister: Send;
+
+    /// `out[t] = embedding[tokens[t]]`, f32.
+    fn embed(&self, embedding: &Self::Embedding, batch: &Self::Batch, out: &mut Self::Tensor);
+    /// `out[t] = norm(x[t])`.
+    fn rms_norm(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, out: &mut Self::Tensor);
+    /// RMS norm, in place, of every run of `w.len()` numbers in the columns `cols` of each row.
+    fn rms_norm_heads(&self, x: &mut Self::Tensor, w: &Self::Norm, eps: f32, cols: Range<usize>);
+    /// `out[t] = W x[t] + b`.
+    fn linear(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor) {
+        self.linears(x, [(w, out)]);
+    }
+    /// Several at once of the same `x` and the same precision.
+    fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
+    /// `out[t] += W x[t] + b`.
+    fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
+    /// `out[t] = silu(gate[t]) * up[t]`.
+    fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
+    /// `x = x * sigmoid(gate)`.
+    fn sigmoid_mul(&self, gate: &Self::Tensor, x: &mut Self::Tensor);
+    /// `x[t] *= sigmoid(w . h[t])`, `w` `[hidden]`.
+    fn gate_rows(&self, w: &Self::Norm, h: &Self::Tensor, x: &mut Self::Tensor);
+    /// `out[at + i] = x[rows[i] - first]`, both f32.
+    fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
+
+    /// Whether [`shortlist`](Dense::shortlist) is there.
+    const SHORTLISTS: bool = false;
+    /// Allocates what [`shortlist`](Dense::shortlist) needs for at most `max_rows` rows of `cols` numbers.
+    fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Self::Shortlister>;
+    /// The largest of each row of `logits`, f32, and what the row weighs at an inverse temperature.
+    fn shortlist(
+        &self,
+        _: &mut Self::Shortlister,
+        _logits: &Self::Tensor,
+        _inverse_temperatures: &[f32],
+        _out: &mut Vec<Shortlist>,
+    ) -> Result<()> {
+        panic!("not where SHORTLISTS is false")
+    }
+
+    // Several of the ops above in a row: what they mean. A device may do them at once.
+
+    /// Products of `norm(x)`, for which `h` is there.
+    fn norm_linears<const N: usize>(
+        &self,
+        x: &Self::Tensor,
+        (norm, eps): (&Self::Norm, f32),
+        h: &mut Self::Tensor,
+        jobs: [(&Self::Linear, &mut Self::Tensor); N],
+    ) {
+        self.rms_norm(x, norm, eps, h);
+        self.linears(h, jobs);
+    }
+    /// `out = silu(gate x) * up x`, for which `buffers` are there.
+    fn gated_linears(
+        &self,
+        x: &Self::Tensor,
+        (gate, up): (&Self::Linear, &Self::Linear),
+        buffers: (&mut Self::Tensor, &mut Self::Tensor),
+        out: &mut Self::Tensor,
+    ) {
+        self.linears(x, [(gate, &mut *buffers.0), (up, &mut *buffers.1)]);
+        self.silu_mul(buffers.0, buffers.1, out);
+    }
+}

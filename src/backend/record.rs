@@ -1,0 +1,90 @@
+//! `Record`: how a whole pass runs: replayed, steered, measured.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::load::Load;
+use crate::Result;
+
+/// What passes have in common that run the same ops: one token for each of so many sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Form {
+    /// Tokens.
+    pub tokens: usize,
+    /// Whether something may be added to the residual stream.
+    pub steered: bool,
+}
+
+/// A multiple of a vector, for rows of the residual stream.
+pub struct Addition<N> {
+    /// After this layer.
+    pub layer: usize,
+    /// Of the batch.
+    pub rows: Range<usize>,
+    /// `[hidden]`
+    pub vector: Arc<N>,
+    /// What it is multiplied with.
+    pub coefficient: f32,
+}
+
+/// What a device was measured to do in a second.
+#[derive(Clone, Debug)]
+pub struct Rates {
+    /// What it is called.
+    pub device: String,
+    /// Bytes that its memory reads and writes.
+    pub memory: f64,
+    /// Bytes that come to it from the host.
+    pub link: f64,
+    /// Operations of products of BF16 matrices, two to a weight and a token.
+    pub products: f64,
+    /// Bytes of its memory that are taken.
+    pub taken: u64,
+}
+
+/// The time that kernels of one name took.
+#[derive(Clone, Debug)]
+pub struct OpTime {
+    /// The kernel's.
+    pub name: &'static str,
+    /// How often it ran.
+    pub launches: usize,
+    /// All together, the gaps behind them included.
+    pub seconds: f64,
+}
+
+/// Recorded passes, what is added to the residual stream at addresses that they know, and times.
+pub trait Record: Load {
+    /// What a pass adds to the residual stream.
+    type Additions: Send;
+
+    /// Runs a pass that `record` computes op by op, or, where the device has recorded one of the same form before, that
+    /// one again. Returns whether the pass ran as a recording.
+    fn replay(&self, form: Form, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        let _ = form;
+        record().map(|()| false)
+    }
+    /// A list of additions after any of so many layers, empty.
+    fn additions(&self, layers: usize) -> Result<Self::Additions>;
+    /// Brings a list to the device, in place of the one before.
+    fn set_additions(&self, to: &mut Self::Additions, additions: Vec<Addition<Self::Norm>>) -> Result<()>;
+    /// `x[t] += coefficient * vector` for all additions after `layer`, in their order, f32; rounded after the product
+    /// and after the sum. Row 0 of `x` is row `first` of the batch.
+    fn add_vectors(&self, additions: &Self::Additions, layer: usize, first: usize, x: &mut Self::Tensor);
+    /// Measures the device; `None`: it is the CPU.
+    fn rates(&self) -> Result<Option<Rates>> {
+        Ok(None)
+    }
+    /// Keeps the time of every op from now on, or no more. Recorded passes are forgotten.
+    fn profiling(&self, on: bool) {
+        let _ = on;
+    }
+    /// Times of ops since the last call.
+    fn take_profile(&self) -> Result<Vec<OpTime>> {
+        Ok(Vec::new())
+    }
+    /// Must be called on the thread that runs the ops, before the first.
+    fn enter_thread(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,51 @@
+//! `Route`: which experts each token goes to.
+
+use super::dense::Dense;
+use crate::Result;
+use crate::model::Router;
+
+/// Which experts each token goes to, and with what weight.
+#[derive(Clone, Debug, Default)]
+pub struct Routing {
+    /// Experts per token.
+    pub top_k: usize,
+    /// [tokens, top_k]; an id below 0 or beyond the layer's experts is skipped.
+    pub ids: Vec<i32>,
+    /// [tokens, top_k]
+    pub weights: Vec<f32>,
+}
+
+impl Routing {
+    /// Puts the tokens of `more` behind its own.
+    pub fn append(&mut self, more: &Self) {
+        self.top_k = more.top_k;
+        self.ids.extend_from_slice(&more.ids);
+        self.weights.extend_from_slice(&more.weights);
+    }
+}
+
+/// Router logits, and experts chosen from them.
+pub trait Route: Dense {
+    /// Experts and weights of every token.
+    type Routing: Send;
+
+    /// Allocates a routing of at most `max_tokens` tokens.
+    fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Self::Routing>;
+    /// Copies a routing to the host.
+    fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
+    /// Chooses and weights experts for every token; scaling is in the weights.
+    fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
+    /// `h = norm(x)`, and its routing. What it means is written here; a device may do it at once.
+    fn norm_route(
+        &self,
+        x: &Self::Tensor,
+        (norm, eps): (&Self::Norm, f32),
+        h: &mut Self::Tensor,
+        w: &Self::Router,
+        router: &Router,
+        out: &mut Self::Routing,
+    ) {
+        self.rms_norm(x, norm, eps, h);
+        self.route(w, router, h, out);
+    }
+}
