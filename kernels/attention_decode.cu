@@ -5,7 +5,7 @@
 // values[...], group = heads / kv_heads. Of these positions only the last `window` are seen; `sinks` [heads], if there
 // are any, are scores that take part in each head's softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
-// attention_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds
+// attend_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds
 // both of 64_64, 96_96, 128_128, 192_128, 256_256.
 //
 // A block takes one of `splits` equal shares of the pages that a row sees, for up to 16 heads of a group: they are the
@@ -19,7 +19,7 @@
 // With splits == 1 `out` is written at once and the workspace is not touched. Otherwise the shares go to
 //   partial f32 [n, heads, splits, value_dim] and state {maximum, sum} f32 [n, heads, splits, 2] (an empty share has
 //   maximum -inf and no partial), and
-// attention_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits
+// attend_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits
 // <= 256.
 #include "decode.cuh"
 
@@ -183,19 +183,19 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,   \
             block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
     }
-DECODE(attention_decode_64_64_bf16, 64, 64, 3, bf16)
-DECODE(attention_decode_96_96_bf16, 96, 96, 2, bf16)
-DECODE(attention_decode_128_128_bf16, 128, 128, 2, bf16)
-DECODE(attention_decode_192_128_bf16, 192, 128, 2, bf16)
-DECODE(attention_decode_256_256_bf16, 256, 256, 1, bf16)
-DECODE(attention_decode_64_64_e4m3, 64, 64, 4, e4m3)
-DECODE(attention_decode_96_96_e4m3, 96, 96, 4, e4m3)
-DECODE(attention_decode_128_128_e4m3, 128, 128, 4, e4m3)
-DECODE(attention_decode_192_128_e4m3, 192, 128, 3, e4m3)
-DECODE(attention_decode_256_256_e4m3, 256, 256, 2, e4m3)
+DECODE(attend_decode_64_64_bf16, 64, 64, 3, bf16)
+DECODE(attend_decode_96_96_bf16, 96, 96, 2, bf16)
+DECODE(attend_decode_128_128_bf16, 128, 128, 2, bf16)
+DECODE(attend_decode_192_128_bf16, 192, 128, 2, bf16)
+DECODE(attend_decode_256_256_bf16, 256, 256, 1, bf16)
+DECODE(attend_decode_64_64_e4m3, 64, 64, 4, e4m3)
+DECODE(attend_decode_96_96_e4m3, 96, 96, 4, e4m3)
+DECODE(attend_decode_128_128_e4m3, 128, 128, 4, e4m3)
+DECODE(attend_decode_192_128_e4m3, 192, 128, 3, e4m3)
+DECODE(attend_decode_256_256_e4m3, 256, 256, 2, e4m3)
 
 // Adds up the shares of a row's head, 64 columns to a block.
-KERNEL(attention_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
+KERNEL(attend_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
     int heads, int value_dim, const float* sinks) {
     begin_kernel();
     __shared__ float weights[256], maxima[4], sums[4];

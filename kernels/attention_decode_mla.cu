@@ -5,7 +5,7 @@
 // keys[0..=positions[t]][0..value_dim].
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16; key_dim <= 576, value_dim <= 512, multiples of 8. A
 //   negative rows[i] is skipped.
-// attention_decode_mla_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block (16 if heads <= 16).
+// attend_latent_decode_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block (16 if heads <= 16).
 //
 // A block takes one of `splits` equal shares of a row's units of 16 positions. For every 16 heads there are 4 warps;
 // each multiplies a quarter of the key's dimensions (its queries stay in registers), they add up their scores through
@@ -18,7 +18,7 @@
 //   dynamic shared bytes: STAGES * 16 * (576 * B + 16) + 512 * H; bf16: B = 2, STAGES = 4 (74752 + 512 * H), e4m3: B =
 //   1, STAGES = 6 (56832 + 512 * H) splits: floor(multiprocessors * 2 / (n * ceil(heads / 16))) for H = 16,
 //   floor(multiprocessors / (n * ceil(heads / 32))) for H = 32, within 1..=256, and no more than ceil(max context / 16)
-// Workspace and attention_combine as in attention_decode.cu.
+// Workspace and attend_combine as in attention_decode.cu.
 #include "decode.cuh"
 
 constexpr int UNIT = 16, LATENT = 576;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
         decode_mla<H / 16, STAGES, Cache>(q, keys, out, partial, states, rows, positions, token_seq, seq_blocks,       \
             block_table, heads, key_dim, value_dim, scale);                                                            \
     }
-DECODE_MLA(attention_decode_mla_16_bf16, 16, 4, bf16)
-DECODE_MLA(attention_decode_mla_32_bf16, 32, 4, bf16)
-DECODE_MLA(attention_decode_mla_16_e4m3, 16, 6, e4m3)
-DECODE_MLA(attention_decode_mla_32_e4m3, 32, 6, e4m3)
+DECODE_MLA(attend_latent_decode_16_bf16, 16, 4, bf16)
+DECODE_MLA(attend_latent_decode_32_bf16, 32, 4, bf16)
+DECODE_MLA(attend_latent_decode_16_e4m3, 16, 6, e4m3)
+DECODE_MLA(attend_latent_decode_32_e4m3, 32, 6, e4m3)

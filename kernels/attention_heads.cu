@@ -9,8 +9,8 @@
 // angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i, 2i + 1). In between all is f32.
 // A warp takes a head. Dimensions, `at`, and norm_width are multiples of 8, dim <= 576.
 //
-//   attention_heads_{bf16|e4m3} (const AttentionHeads a)     grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) /
-//   8)), 256 threads, no dynamic shared memory
+//   prepare_heads_{bf16|e4m3} (const PrepareHeads a): grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / 8)),
+//   256 threads, no dynamic shared memory
 #include "attention.cuh"
 
 constexpr int HEADS_WARPS = 8, MAX_DIM = 576;
@@ -21,7 +21,7 @@ struct Heads {
     int heads, dim, norm_width, at;
     float eps;
 };
-struct AttentionHeads {
+struct PrepareHeads {
     Heads q, k;
     const bf16* v;
     const float* angles;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_pair(e4m3* to, float a, float b) {
     *reinterpret_cast<uint16_t*>(to) = pack_e4m3(a, b);
 }
 
-template <class Cache> __device__ __forceinline__ void attention_heads(const AttentionHeads& a) {
+template <class Cache> __device__ __forceinline__ void prepare_heads(const PrepareHeads& a) {
     __shared__ float rows[HEADS_WARPS][MAX_DIM];
     begin_kernel();
     const int t = blockIdx.x, lane = threadIdx.x % WARP;
@@ -95,5 +95,5 @@ template <class Cache> __device__ __forceinline__ void attention_heads(const Att
     for (int i = 2 * lane; i < dim; i += 2 * WARP) store_pair(to + i, row[i], row[i + 1]);
 }
 
-KERNEL(attention_heads_bf16, HEADS_WARPS* WARP, const __grid_constant__ AttentionHeads a) { attention_heads<bf16>(a); }
-KERNEL(attention_heads_e4m3, HEADS_WARPS* WARP, const __grid_constant__ AttentionHeads a) { attention_heads<e4m3>(a); }
+KERNEL(prepare_heads_bf16, HEADS_WARPS* WARP, const __grid_constant__ PrepareHeads a) { prepare_heads<bf16>(a); }
+KERNEL(prepare_heads_e4m3, HEADS_WARPS* WARP, const __grid_constant__ PrepareHeads a) { prepare_heads<e4m3>(a); }

@@ -4,7 +4,7 @@
 // are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already.
 //   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / (heads / kv_heads)]) values[...]
 // Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in
-// each head's softmax and bring no value. attention_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <=
+// each head's softmax and bring no value. attend_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <=
 // VD, both multiples of 8: choose the first that holds both of
 //   64_64, 96_96, 128_128, 192_128 with ROWS = 128 query rows to a tile, 256_256 with ROWS = 64.
 // tiles[n]: {sequence, first row in the batch}; a tile ends after ROWS rows or at seq_first[sequence + 1]. Best order:
@@ -161,13 +161,13 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
         prefill<KD, VD, MT, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks,          \
             block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
     }
-PREFILL(attention_prefill_64_64_bf16, 64, 64, 2, bf16)
-PREFILL(attention_prefill_96_96_bf16, 96, 96, 2, bf16)
-PREFILL(attention_prefill_128_128_bf16, 128, 128, 2, bf16)
-PREFILL(attention_prefill_192_128_bf16, 192, 128, 2, bf16)
-PREFILL(attention_prefill_256_256_bf16, 256, 256, 1, bf16)
-PREFILL(attention_prefill_64_64_e4m3, 64, 64, 2, e4m3)
-PREFILL(attention_prefill_96_96_e4m3, 96, 96, 2, e4m3)
-PREFILL(attention_prefill_128_128_e4m3, 128, 128, 2, e4m3)
-PREFILL(attention_prefill_192_128_e4m3, 192, 128, 2, e4m3)
-PREFILL(attention_prefill_256_256_e4m3, 256, 256, 1, e4m3)
+PREFILL(attend_prefill_64_64_bf16, 64, 64, 2, bf16)
+PREFILL(attend_prefill_96_96_bf16, 96, 96, 2, bf16)
+PREFILL(attend_prefill_128_128_bf16, 128, 128, 2, bf16)
+PREFILL(attend_prefill_192_128_bf16, 192, 128, 2, bf16)
+PREFILL(attend_prefill_256_256_bf16, 256, 256, 1, bf16)
+PREFILL(attend_prefill_64_64_e4m3, 64, 64, 2, e4m3)
+PREFILL(attend_prefill_96_96_e4m3, 96, 96, 2, e4m3)
+PREFILL(attend_prefill_128_128_e4m3, 128, 128, 2, e4m3)
+PREFILL(attend_prefill_192_128_e4m3, 192, 128, 2, e4m3)
+PREFILL(attend_prefill_256_256_e4m3, 256, 256, 1, e4m3)

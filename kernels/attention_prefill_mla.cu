@@ -1,14 +1,14 @@
 // Causal attention of one sequence's new tokens over a segment of its context, with MLA's keys and values expanded (not
 // absorbed): flash_tile.cuh.
 //
-// A context is walked in segments [from, to): gather_latents, a product with kv_b_proj into `expanded`, then this
+// A context is walked in segments [from, to): attend_latent_gather, a product with kv_b_proj into `expanded`, then this
 // kernel; the softmax's state rests in between.
 //   expanded [to - from, heads, nope + value_dim]: a position's key without rotation, then its value; rotated [to -
 //   from, rope]: the rotated part of the key, for all heads q [T, heads * (nope + rope)], out [T, heads * value_dim]
 //   bf16; queries are rows row_first..row_end of the batch, all of one sequence, their positions consecutive state f32,
 //   by row - row_first: max, sum [rows, heads], acc [rows, heads, value_dim]. `first` != 0: nothing is read from it;
 //   `last` != 0: out is written, not the state.
-// attention_prefill_mla_{KD}_{VD} serves nope + rope <= KD, value_dim <= VD (multiples of 8): 64_64 and 192_128 with
+// attend_latent_prefill_{KD}_{VD} serves nope + rope <= KD, value_dim <= VD (multiples of 8): 64_64 and 192_128 with
 // ROWS = 128, 256_256 with ROWS = 64.
 //   grid (heads, ceil((row_end - row_first) / ROWS)), 128 threads, dynamic shared bytes: 2 * (ROWS + 64) * (KD + 8) +
 //   128 * (VD + 8)
@@ -98,6 +98,6 @@ __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded,
         prefill_mla<KD, VD, MT>(q, expanded, rotated, out, max, sum, acc, positions, row_first, row_end, from, to,     \
             first, last, heads, nope, rope, value_dim, scale);                                                         \
     }
-PREFILL_MLA(attention_prefill_mla_64_64, 64, 64, 2)
-PREFILL_MLA(attention_prefill_mla_192_128, 192, 128, 2)
-PREFILL_MLA(attention_prefill_mla_256_256, 256, 256, 1)
+PREFILL_MLA(attend_latent_prefill_64_64, 64, 64, 2)
+PREFILL_MLA(attend_latent_prefill_192_128, 192, 128, 2)
+PREFILL_MLA(attend_latent_prefill_256_256, 256, 256, 1)

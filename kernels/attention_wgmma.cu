@@ -18,9 +18,9 @@
 //
 // Launch: 384 threads
 //   kernel                              argument          grid                                         shared bytes
-//   attention_prefill_wgmma_64_64       AttentionWgmma    (heads, tiles)                                     83,072
-//   attention_prefill_wgmma_128_128     AttentionWgmma    (heads, tiles)                                    164,992
-//   attention_prefill_mla_wgmma         LatentWgmma       (heads, ceil((row_end - row_first) / 128))        214,144
+//   attend_prefill_wgmma_64_64          AttentionWgmma    (heads, tiles)                                     83,072
+//   attend_prefill_wgmma_128_128        AttentionWgmma    (heads, tiles)                                    164,992
+//   attend_latent_prefill_wgmma         LatentWgmma       (heads, ceil((row_end - row_first) / 128))        214,144
 #include "flash_tile.cuh"
 
 struct AttentionWgmma {
@@ -296,9 +296,9 @@ __device__ __forceinline__ void latent_wgmma(const LatentWgmma& a) {
     {}
 #endif
 
-KERNEL_BLOCKS(attention_prefill_wgmma_64_64, THREADS, 1, const __grid_constant__ AttentionWgmma a)
+KERNEL_BLOCKS(attend_prefill_wgmma_64_64, THREADS, 1, const __grid_constant__ AttentionWgmma a)
 WITH_WGMMA(attention_wgmma<1>(a))
-    KERNEL_BLOCKS(attention_prefill_wgmma_128_128, THREADS, 1, const __grid_constant__ AttentionWgmma a)
-        WITH_WGMMA(attention_wgmma<2>(a))
-            KERNEL_BLOCKS(attention_prefill_mla_wgmma, THREADS, 1, const __grid_constant__ LatentWgmma a)
-                WITH_WGMMA(latent_wgmma(a))
+KERNEL_BLOCKS(attend_prefill_wgmma_128_128, THREADS, 1, const __grid_constant__ AttentionWgmma a)
+WITH_WGMMA(attention_wgmma<2>(a))
+KERNEL_BLOCKS(attend_latent_prefill_wgmma, THREADS, 1, const __grid_constant__ LatentWgmma a)
+WITH_WGMMA(latent_wgmma(a))

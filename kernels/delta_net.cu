@@ -12,11 +12,12 @@
 // asked of memory is small: a token of a block takes the latency of two dot products.
 //
 // Launch, in this order:
-//   delta_conv    grid (ceil(channels / 128), sequences, ceil(most tokens of a sequence / 64)), 128 threads: mixed [T,
-//   channels] of qkv, both bf16; taps <= 8 delta_rule    grid (value_heads, ceil(value_dim / 32), sequences), 256
-//   threads: out [T, value_heads * value_dim] bf16, and the inputs that are kept;
-//                 key_dim <= 128, a multiple of 4
-//   delta_norm    grid (T, ceil(value_heads / 8)), 256 threads: out in place; value_dim even
+//   delta_net_conv: grid (ceil(channels / 128), sequences, ceil(most tokens of a sequence / 64)), 128 threads.
+//       mixed [T, channels] of qkv, both bf16; taps <= 8
+//   delta_net_rule: grid (value_heads, ceil(value_dim / 32), sequences), 256 threads.
+//       out [T, value_heads * value_dim] bf16, and the inputs that are kept; key_dim <= 128, a multiple of 4
+//   delta_net_norm: grid (T, ceil(value_heads / 8)), 256 threads.
+//       out in place; value_dim even
 #include "common.cuh"
 
 struct DeltaBatch {
@@ -33,8 +34,8 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf
 constexpr int MAX_TAPS = 8, CONV_THREADS = 128, CONV_TOKENS = 64;
 
 // Each thread takes a channel through some tokens of a sequence; the inputs that a token still needs are in registers.
-KERNEL(delta_conv, CONV_THREADS, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed, DeltaBatch batch,
-    int channels, int width) {
+KERNEL(delta_net_conv, CONV_THREADS, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
+    DeltaBatch batch, int channels, int width) {
     begin_kernel();
     const int c = blockIdx.x * CONV_THREADS + threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
     const int from = first + blockIdx.z * CONV_TOKENS, end = min(batch.seq_first[s + 1], from + CONV_TOKENS);
@@ -92,7 +93,7 @@ __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.
 
 // A column of the state lies in the registers of eight neighbouring threads: part p has inputs 32 i + 4 p and the three
 // behind them.
-KERNEL(delta_rule, RULE_THREADS, const bf16* qkv, const bf16* mixed, const float* gates, const float* rates,
+KERNEL(delta_net_rule, RULE_THREADS, const bf16* qkv, const bf16* mixed, const float* gates, const float* rates,
     const float* dt_bias, float* inputs, float* heads, bf16* out, DeltaBatch batch, DeltaShape shape) {
     __shared__ float4 keys[STAGED][MAX_KEY / 4], queries[STAGED][MAX_KEY / 4]; // zeros past key_dim
     __shared__ float values[STAGED][COLUMNS], decays[STAGED], betas[STAGED], overlaps[STAGED];
@@ -194,7 +195,7 @@ KERNEL(delta_rule, RULE_THREADS, const bf16* qkv, const bf16* mixed, const float
 }
 
 // A warp to a head.
-KERNEL(delta_norm, 256, bf16* out, const bf16* z, const float* w, DeltaShape shape) {
+KERNEL(delta_net_norm, 256, bf16* out, const bf16* z, const float* w, DeltaShape shape) {
     begin_kernel();
     const int head = blockIdx.y * 8 + threadIdx.x / WARP, lane = threadIdx.x % WARP, pairs = shape.value_dim / 2;
     if (head >= shape.value_heads) return;

@@ -4,9 +4,8 @@
 // rounds to nearest and cuts at 448.
 //   Row t goes to position positions[t] of sequence token_seq[t]. Rows with a negative position are skipped.
 //   grid (T), 128 threads, no dynamic shared memory.
-// gather_latents_{bf16|e4m3}: positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...]: keys
-// [blocks, 1, 64, rank + rope] to
-//   latents [to - from, rank] and rotated [to - from, rope] bf16.
+// attend_latent_gather_{bf16|e4m3}: positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...].
+//   keys [blocks, 1, 64, rank + rope] to latents [to - from, rank] and rotated [to - from, rope] bf16.
 //   grid (ceil((to - from) * (rank + rope) / 8 / 256)), 256 threads, no dynamic shared memory.
 // Dimensions are multiples of 8.
 #include "attention.cuh"
@@ -58,5 +57,5 @@ KV_WRITE(kv_write_e4m3, e4m3)
         const uint4 x = load_8(keys + ((size_t)block * PAGE + position % PAGE) * (rank + rope) + col);                 \
         store_8(col < rank ? latents + (size_t)row * rank + col : rotated + (size_t)row * rope + col - rank, x);       \
     }
-GATHER_LATENTS(gather_latents_bf16, bf16)
-GATHER_LATENTS(gather_latents_e4m3, e4m3)
+GATHER_LATENTS(attend_latent_gather_bf16, bf16)
+GATHER_LATENTS(attend_latent_gather_e4m3, e4m3)

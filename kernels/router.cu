@@ -7,11 +7,10 @@
 // Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to 512 experts,
 // top 32.
 //
-//   choose_experts   from logits [tokens, experts]                                                            grid
-//   (ceil(tokens / 4)), 128 threads route_few        up to 8 tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then
-//   the same               grid (experts + 1), 256 threads
-//                    A block owns an expert, and the last one of these to end chooses; one more writes h. `counter`:
-//                    one u32, 0 between launches.
+//   route_choose: grid (ceil(tokens / 4)), 128 threads. From logits [tokens, experts].
+//   route_few: grid (experts + 1), 256 threads. Up to 8 tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the
+//       same. A block owns an expert, and the last one of these to end chooses; one more writes h. `counter`: one
+//       u32, 0 between launches.
 #include "common.cuh"
 
 constexpr int MAX_EXPERTS = 512, TOKENS = 4, FEW = 8;
@@ -97,7 +96,7 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
     }
 }
 
-KERNEL(choose_experts, TOKENS* WARP, const float* logits, const float* offsets, const float* bias, RouterShape shape,
+KERNEL(route_choose, TOKENS* WARP, const float* logits, const float* offsets, const float* bias, RouterShape shape,
     int tokens, int* ids, float* weights) {
     __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
     begin_kernel();

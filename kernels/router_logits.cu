@@ -5,13 +5,13 @@
 // Where tokens times experts are more than 8,192, gemm_split3 (gemm.cu) is faster.
 //
 // Launch: grid (experts, div_ceil(tokens, 8)), 256 threads, no dynamic shared memory.
-//   router_logits(h, w, logits, h_pitch, tokens, experts, k)
+//   route_logits(h, w, logits, h_pitch, tokens, experts, k)
 #include "common.cuh"
 
 constexpr int LOGITS_THREADS = 256, TOKENS = 8;
 
-KERNEL(router_logits, LOGITS_THREADS, const bf16* h, const float* w, float* logits, int h_pitch, int tokens,
-    int experts, int k) {
+KERNEL(route_logits, LOGITS_THREADS, const bf16* h, const float* w, float* logits, int h_pitch, int tokens, int experts,
+    int k) {
     begin_kernel();
     __shared__ float parts[LOGITS_THREADS / WARP][TOKENS];
     const int tid = threadIdx.x, first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first);

@@ -142,7 +142,7 @@ KERNEL(gate_rows, ROW_THREADS, const float* w, const bf16* h, bf16* x, int hidde
 }
 
 // out[i] = x[rows[i] - first], f32
-KERNEL(gather_rows, ROW_THREADS, const float* x, const uint32_t* rows, int first, float* out, int cols) {
+KERNEL(gather, ROW_THREADS, const float* x, const uint32_t* rows, int first, float* out, int cols) {
     begin_kernel();
     const float* from = x + (size_t)(rows[blockIdx.x] - first) * cols;
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS)
@@ -172,8 +172,8 @@ KERNEL(add_vectors, ROW_THREADS, const uint32_t* range, const Addition* addition
 
 // Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out
 // out_dim.
-KERNEL(copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at, int out_dim,
-    int out_at) {
+KERNEL(attend_latent_copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at,
+    int out_dim, int out_at) {
     begin_kernel();
     for (int i = threadIdx.x; i < heads * width; i += ROW_THREADS) {
         const size_t head = (size_t)blockIdx.x * heads + i / width;

@@ -70,12 +70,12 @@ macro_rules! size {
     ($key:literal, $value:literal, $stages:expr) => {
         Size {
             decode: [
-                concat!("attention_decode_", $key, "_", $value, "_bf16"),
-                concat!("attention_decode_", $key, "_", $value, "_e4m3"),
+                concat!("attend_decode_", $key, "_", $value, "_bf16"),
+                concat!("attend_decode_", $key, "_", $value, "_e4m3"),
             ],
             prefill: [
-                concat!("attention_prefill_", $key, "_", $value, "_bf16"),
-                concat!("attention_prefill_", $key, "_", $value, "_e4m3"),
+                concat!("attend_prefill_", $key, "_", $value, "_bf16"),
+                concat!("attend_prefill_", $key, "_", $value, "_e4m3"),
             ],
             key: $key,
             value: $value,
@@ -150,7 +150,7 @@ impl From<Heads<'_, CudaBackend>> for HeadsArgument {
 /// Of kernels/attention_heads.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct AttentionHeads {
+struct PrepareHeads {
     q: HeadsArgument,
     k: HeadsArgument,
     v: Address<bf16>,
@@ -168,7 +168,7 @@ struct AttentionHeads {
 
 // SAFETY: the struct of the same name in the kernel's file has the same fields.
 #[allow(unsafe_code)]
-unsafe impl crate::cuda::kernels::Argument for AttentionHeads {}
+unsafe impl crate::cuda::kernels::Argument for PrepareHeads {}
 
 impl CudaBackend {
     /// Puts the parts of a split context together.
@@ -182,7 +182,7 @@ impl CudaBackend {
         out: Address<bf16>,
     ) {
         if splits > 1 {
-            launch!(self.cuda, &self.cuda.compute, "attention_combine", [batch.decode * heads, value_dim.div_ceil(64), 1], 128, 0;
+            launch!(self.cuda, &self.cuda.compute, "attend_combine", [batch.decode * heads, value_dim.div_ceil(64), 1], 128, 0;
                 self.attention.partial.address(), self.attention.states.address(), out, batch.decode_rows(), splits as i32, heads as i32,
                 value_dim as i32, sinks);
         }
@@ -235,9 +235,9 @@ impl Attend for CudaBackend {
         k: Heads<'_, Self>,
         v: Option<&Tensor>,
     ) {
-        let name = if kv.fp8 { "attention_heads_e4m3" } else { "attention_heads_bf16" };
+        let name = if kv.fp8 { "prepare_heads_e4m3" } else { "prepare_heads_bf16" };
         let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
-        let argument = AttentionHeads {
+        let argument = PrepareHeads {
             q: q.into(),
             k: k.into(),
             v: v.map_or(Address::NULL, Tensor::bf16),

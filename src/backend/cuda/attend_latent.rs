@@ -95,16 +95,16 @@ impl CudaBackend {
             out: Out::Bf16,
         };
         self.product(&product);
-        launch!(self.cuda, stream, "copy_heads", [rows, 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, stream, "attend_latent_copy_heads", [rows, 1, 1], ROW_THREADS, 0;
             q.bf16(), scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32, key_dim as i32, rank as i32);
 
         let wide = heads > HEADS;
         let h = if wide { 32 } else { 16 };
         let name = match (wide, kv.fp8) {
-            (false, false) => "attention_decode_mla_16_bf16",
-            (true, false) => "attention_decode_mla_32_bf16",
-            (false, true) => "attention_decode_mla_16_e4m3",
-            (true, true) => "attention_decode_mla_32_e4m3",
+            (false, false) => "attend_latent_decode_16_bf16",
+            (true, false) => "attend_latent_decode_32_bf16",
+            (false, true) => "attend_latent_decode_16_e4m3",
+            (true, true) => "attend_latent_decode_32_e4m3",
         };
         let shared = if kv.fp8 { 56_832 } else { 74_752 } + 512 * h;
         let parts = heads.div_ceil(h);
@@ -154,7 +154,7 @@ impl CudaBackend {
             config.kv_lora_rank,
         );
         let (stream, positions) = (&self.cuda.compute, segment.len());
-        let gather = if kv.fp8 { "gather_latents_e4m3" } else { "gather_latents_bf16" };
+        let gather = if kv.fp8 { "attend_latent_gather_e4m3" } else { "attend_latent_gather_bf16" };
         launch!(self.cuda, stream, gather, [(positions * (rank + rope) / 8).div_ceil(256), 1, 1], 256, 0;
             kv.keys.address(), scratch.latents.address(), scratch.rotated.address(), batch.seq_blocks(), batch.block_table(), sequence as i32,
             segment.start as i32, segment.end as i32, rank as i32, rope as i32);
@@ -178,9 +178,9 @@ impl CudaBackend {
             return;
         }
         let (name, key, value, tile) = match (nope + rope, v) {
-            (..=64, ..=64) => ("attention_prefill_mla_64_64", 64, 64, 128),
-            (..=192, ..=128) => ("attention_prefill_mla_192_128", 192, 128, 128),
-            _ => ("attention_prefill_mla_256_256", 256, 256, 64),
+            (..=64, ..=64) => ("attend_latent_prefill_64_64", 64, 64, 128),
+            (..=192, ..=128) => ("attend_latent_prefill_192_128", 192, 128, 128),
+            _ => ("attend_latent_prefill_256_256", 256, 256, 64),
         };
         let shared = 2 * (tile + 64) * (key + 8) + 128 * (value + 8);
         launch!(self.cuda, stream, name, [heads, rows.len().div_ceil(tile), 1], 128, shared;

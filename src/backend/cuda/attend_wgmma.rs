@@ -114,9 +114,9 @@ impl CudaBackend {
             sinks: softmax.sinks.map_or(Address::NULL, DeviceBuffer::address),
         };
         let (name, shared) = if wide {
-            ("attention_prefill_wgmma_128_128", shared(2, 2))
+            ("attend_prefill_wgmma_128_128", shared(2, 2))
         } else {
-            ("attention_prefill_wgmma_64_64", shared(1, 1))
+            ("attend_prefill_wgmma_64_64", shared(1, 1))
         };
         launch!(self.cuda, &self.cuda.compute, name, [heads, batch.tiles[0], 1], THREADS, shared; argument);
         true
@@ -162,7 +162,7 @@ impl CudaBackend {
             scale: config.scale,
         };
         let grid = [heads, rows.len().div_ceil(QUERIES), 1];
-        launch!(self.cuda, &self.cuda.compute, "attention_prefill_mla_wgmma", grid, THREADS, shared(3, 2); argument);
+        launch!(self.cuda, &self.cuda.compute, "attend_latent_prefill_wgmma", grid, THREADS, shared(3, 2); argument);
         true
     }
 }

@@ -146,7 +146,7 @@ impl Dense for CudaBackend {
         staged.extend(rows.iter().map(|&row| row as u32));
         let to = self.gather_rows.address().add(at);
         self.cuda.upload(&self.cuda.compute, to, &staged);
-        launch!(self.cuda, &self.cuda.compute, "gather_rows", [rows.len(), 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, "gather", [rows.len(), 1, 1], ROW_THREADS, 0;
             x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
     }
 

@@ -98,12 +98,12 @@ impl Recur for CudaBackend {
             eps,
         };
         self.route_logits(&w.gates, h, 2 * heads, scratch.gates.address());
-        launch!(self.cuda, stream, "delta_conv", [channels.div_ceil(128), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)], 128, 0;
+        launch!(self.cuda, stream, "delta_net_conv", [channels.div_ceil(128), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)], 128, 0;
             qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32, config.conv_width as i32);
-        launch!(self.cuda, stream, "delta_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 256, 0;
+        launch!(self.cuda, stream, "delta_net_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 256, 0;
             qkv.bf16(), scratch.mixed.address(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(), state.inputs.address(),
             state.heads.address(), out.bf16(), sequences, shape);
-        launch!(self.cuda, stream, "delta_norm", [batch.rows(), heads.div_ceil(8), 1], 256, 0;
+        launch!(self.cuda, stream, "delta_net_norm", [batch.rows(), heads.div_ceil(8), 1], 256, 0;
             out.bf16(), z.bf16(), w.norm.address(), shape);
     }
 }

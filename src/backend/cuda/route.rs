@@ -52,7 +52,7 @@ impl CudaRouting {
     }
 }
 
-/// Of the kernel `choose_experts`.
+/// Of the kernel `route_choose`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RouterShape {
@@ -116,7 +116,7 @@ impl CudaBackend {
     /// Router logits `[T, experts]`, as exact as f32 weights allow.
     pub(super) fn route_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
         if x.rows * experts <= FEW_LOGITS || !experts.is_multiple_of(8) {
-            launch!(self.cuda, &self.cuda.compute, "router_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
+            launch!(self.cuda, &self.cuda.compute, "route_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
                 x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
             return;
         }
@@ -156,7 +156,7 @@ impl Route for CudaBackend {
         out.tokens = x.rows;
         self.route_logits(w, x, experts, out.logits.address());
         let shape = RouterShape::new(experts, router);
-        launch!(self.cuda, &self.cuda.compute, "choose_experts", [x.rows.div_ceil(4), 1, 1], 128, 0;
+        launch!(self.cuda, &self.cuda.compute, "route_choose", [x.rows.div_ceil(4), 1, 1], 128, 0;
             out.logits.address(), w.bias(), w.correction_bias(), shape, x.rows as i32, out.ids.address(), out.weights.address());
     }
 
