@@ -414,13 +414,13 @@ fn run_layer<B: Backend>(
     match (&layer.ffn, &w.ffn, experts, routing) {
         (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => {
             backend.rms_norm(x, norm.0, norm.1, h);
-            mlp(backend, w, mlp_buffers, mlp_width(layer), h, x);
+            mlp(backend, w, mlp_buffers, layer.ffn.mlp_width(), h, x);
         }
         (Ffn::Moe(moe), FfnWeights::Moe { router, shared }, Some((experts, moe_index)), Some(routing)) => {
             backend.norm_route(x, norm, h, router, &moe.router, routing);
             experts.submit(moe_index, h, routing)?;
             if let Some(w) = shared {
-                mlp(backend, w, mlp_buffers, mlp_width(layer), h, x);
+                mlp(backend, w, mlp_buffers, layer.ffn.mlp_width(), h, x);
             }
             experts.finish(x)?;
         }
@@ -453,7 +453,7 @@ fn take_residual<B: Backend>(
 
 impl<B: Backend> Buffers<B> {
     fn new(backend: &B, config: &ModelConfig, max_tokens: usize) -> Result<Self> {
-        let mut widths: Vec<usize> = config.layers.iter().filter_map(mlp_width).collect();
+        let mut widths: Vec<usize> = config.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
         widths.sort_unstable();
         widths.dedup();
         let tensor = |cols| backend.tensor(max_tokens, cols);
@@ -494,12 +494,4 @@ fn mlp<B: Backend>(
         backend.gate_rows(gate, h, product);
     }
     backend.linear_add(&w.down, product, x);
-}
-
-/// Width of the layer's dense MLP or shared expert.
-pub(crate) fn mlp_width(layer: &LayerConfig) -> Option<usize> {
-    match &layer.ffn {
-        Ffn::Dense { intermediate_size } => Some(*intermediate_size),
-        Ffn::Moe(moe) => moe.shared_intermediate_size,
-    }
 }

@@ -40,12 +40,12 @@ use crate::experts::cpu::CpuExperts;
 use crate::experts::{Between, ExpertExecutor};
 use crate::forward::kv_cache::{self, KvCache};
 use crate::forward::weights::Weights;
-use crate::forward::{Forward, Limits, Model, mlp_width};
+use crate::forward::{Forward, Limits, Model};
 use crate::kernel::{self, Activations, Kernel, Simd};
 use crate::machine::topology::{self, Topology};
 use crate::machine::workers::Team;
 use crate::model::families;
-use crate::model::{Activation, Attention, Ffn, LayerConfig, ModelConfig};
+use crate::model::{Activation, Attention, ModelConfig};
 use crate::{Error, Result};
 use place::{SMALL_BYTES, place};
 pub use precision::{for_checkpoint, for_folder, precision};
@@ -395,28 +395,6 @@ fn remedy(model: &ModelConfig, config: &EngineConfig, as_asked: Option<Precision
         .map_or("no precision makes it fit, so use a machine with more memory, or a smaller model", |(.., flags)| flags)
 }
 
-/// Dense matrices `[n, k]` of one layer.
-pub(crate) fn dense_matrices(model: &ModelConfig, layer: &LayerConfig) -> Vec<(usize, usize)> {
-    let h = model.hidden_size;
-    let mut matrices = match &layer.attention {
-        Attention::Gqa(a) => {
-            let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
-            let gate = a.output_gate.then_some((q, h));
-            [(q, h), (kv, h), (kv, h), (h, q)].into_iter().chain(gate).collect()
-        }
-        Attention::DeltaNet(a) => vec![(a.conv_dim(), h), (a.value_dim(), h), (h, a.value_dim())],
-        Attention::Mla(a) => {
-            let q = a.num_heads * a.qk_head_dim();
-            let query = a.q_lora_rank.map_or(vec![(q, h)], |rank| vec![(rank, h), (q, rank)]);
-            [query, vec![(a.cache_dim(), h), (h, a.num_heads * a.v_head_dim)]].concat()
-        }
-    };
-    if let Some(width) = mlp_width(layer) {
-        matrices.extend([(width, h), (width, h), (h, width)]);
-    }
-    matrices
-}
-
 /// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
 pub(crate) fn activation_bytes(
     model: &ModelConfig,
@@ -435,7 +413,7 @@ pub(crate) fn activation_bytes(
         Some(numbers) if numbers < 1 << 56 => Activations::bytes(kernel, precision, k, rows) as u128,
         _ => u128::from(u64::MAX), // a config that lies
     };
-    let matrices = model.layers.iter().flat_map(|layer| dense_matrices(model, layer));
+    let matrices = model.layers.iter().flat_map(|layer| layer.matrices(model.hidden_size));
     let dense = |k| config.dense.precision(k).unwrap_or(Precision::Bf16);
     let inputs = matrices.map(|(_, k)| prepared(dense(k), k, tokens)).max().unwrap_or(0);
     let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
@@ -452,7 +430,7 @@ pub(crate) fn activation_bytes(
         }
     });
     let attention = attention.sum::<usize>();
-    let mut widths: Vec<usize> = model.layers.iter().filter_map(mlp_width).collect();
+    let mut widths: Vec<usize> = model.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
     widths.sort_unstable();
     widths.dedup();
     let routing = model.moe().map_or(0, |moe| moe.num_experts + 2 * moe.router.top_k);
@@ -502,11 +480,8 @@ pub(crate) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
                 a.num_heads as u128 * head
             }
         };
-        let router = match &layer.ffn {
-            Ffn::Dense { .. } => 0,
-            Ffn::Moe(moe) => wide(&[4, h, moe.num_experts]),
-        };
-        dense_matrices(model, layer).into_iter().map(linear).sum::<u128>() + heads + router
+        let router = layer.ffn.moe().map_or(0, |moe| wide(&[4, h, moe.num_experts]));
+        layer.matrices(h).into_iter().map(linear).sum::<u128>() + heads + router
     });
     saturated(
         layers.sum::<u128>()

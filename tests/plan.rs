@@ -212,7 +212,7 @@ mod gpu {
             moe.num_experts = 513;
         });
         for (model, what) in
-            [(attention, "heads of 20 numbers"), (delta_net, "keys of up to 128"), (experts, "at most 512 experts")]
+            [(attention, "heads of 20 elements"), (delta_net, "keys of up to 128"), (experts, "at most 512 experts")]
         {
             let refused = plan("a model", &model, &config, None).unwrap_err().to_string();
             assert!(refused.contains(what) && refused.ends_with(": use --device cpu"), "{refused}");

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::KvBits;
-use crate::model::{Attention, ModelConfig};
+use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// Whose text it is, any number: sequences of one tenant share blocks, those of two never do.
@@ -252,10 +252,10 @@ impl<B: Backend> KvCache<B> {
     /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are
     /// first used.
     pub fn new(backend: &B, model: &ModelConfig, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
-        let layers = model.layers.iter().map(|layer| match &layer.attention {
-            Attention::DeltaNet(a) => backend.state(slots, a).map(LayerCache::State),
-            attention => {
-                let (heads, key_dim, value_dim) = attention.kv_dims();
+        let layers = model.layers.iter().map(|layer| match layer.attention.recurrent() {
+            Some(a) => backend.state(slots, a).map(LayerCache::State),
+            None => {
+                let (heads, key_dim, value_dim) = layer.attention.kv_dims();
                 backend.kv(blocks, heads, key_dim, value_dim, bits).map(LayerCache::Kv)
             }
         });

@@ -18,14 +18,14 @@ use std::sync::Arc;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use super::{Machine, dense_matrices, resident_bytes};
+use super::{Machine, resident_bytes};
 use crate::Result;
 use crate::backend::Routing;
 use crate::config::EngineConfig;
 use crate::experts::{CpuExperts, ExpertMemory};
 use crate::load::synthetic;
 use crate::machine::memory::{Pages, read_bandwidth};
-use crate::model::{Attention, Ffn, ModelConfig};
+use crate::model::{Ffn, LayerConfig, ModelConfig, Moe};
 
 /// What a model is expected to do.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
@@ -69,12 +69,6 @@ struct Work {
 impl Work {
     fn of(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>) -> Result<Self> {
         let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
-        let dense = |layer| dense_matrices(model, layer).iter().map(|&(n, k)| n as f64 * k as f64).sum::<f64>();
-        let attention = |layer: &crate::model::LayerConfig| match &layer.attention {
-            Attention::Gqa(a) => 2 * a.num_heads * a.head_dim,
-            Attention::Mla(a) => a.num_heads * (a.qk_head_dim() + a.v_head_dim),
-            Attention::DeltaNet(_) => 0,
-        };
         let moe = model.moe();
         let layout = match (moe, precision) {
             (Some(moe), Some(precision)) => {
@@ -87,8 +81,8 @@ impl Work {
             // A token's states are read and written.
             dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0)
                 + 2.0 * model.state_bytes_per_sequence() as f64,
-            dense_products: model.layers.iter().map(dense).sum(),
-            attention_products: model.layers.iter().map(|layer| attention(layer) as f64).sum(),
+            dense_products: model.layers.iter().map(|layer| layer.dense_products(model.hidden_size) as f64).sum(),
+            attention_products: model.layers.iter().map(|layer| layer.attention.products_per_pair() as f64).sum(),
             top_k: moe.map_or(0, |moe| moe.router.top_k),
             num_experts: moe.map_or(1, |moe| moe.num_experts),
             moe_layers: model.moe_layers().count(),
@@ -150,13 +144,9 @@ impl CpuRates {
 
 /// Products a second with `experts` random experts, `each` tokens to every one of them.
 fn products(model: &ModelConfig, machine: &Machine, precision: Precision, experts: usize, each: usize) -> Result<f64> {
-    let Some(layer) = model.layers.iter().find(|layer| matches!(layer.ffn, Ffn::Moe(_))) else {
-        return Ok(f64::INFINITY);
-    };
-    let mut layer = layer.clone();
-    if let Ffn::Moe(moe) = &mut layer.ffn {
-        moe.num_experts = experts;
-    }
+    let Some(moe) = model.moe() else { return Ok(f64::INFINITY) };
+    let ffn = Ffn::Moe(Moe { num_experts: experts, ..moe.clone() });
+    let layer = LayerConfig { attention: model.layers[0].attention.clone(), ffn };
     let cache = synthetic::experts(&ModelConfig { layers: vec![layer], ..model.clone() }, precision)?;
     let (layout, memory) = (cache.layout(), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
     let tokens = experts * each;
@@ -210,7 +200,7 @@ mod gpu {
     use crate::cuda::DeviceInfo;
     use crate::experts::gpu::Speeds;
     use crate::load::gpu::GpuPlan;
-    use crate::model::{Attention, ModelConfig};
+    use crate::model::ModelConfig;
     use moebius_cache::Precision;
 
     /// What a GPU and the box around it do in a second.
@@ -243,10 +233,6 @@ mod gpu {
         const VRAM_SHARE: f64 = 0.8;
         const HANDOFF_S: f64 = 10e-6;
         const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
-        let layer_s = |attention: &Attention| match attention {
-            Attention::Gqa(_) | Attention::DeltaNet(_) => 30e-6,
-            Attention::Mla(_) => 44e-6,
-        };
         let work = Work::of(model, config, precision)?;
         let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
         let others = work.num_experts - resident;
@@ -255,7 +241,7 @@ mod gpu {
         let share = resident as f64 / all;
         let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
         let mut decode = own / (VRAM_SHARE * rates.vram_bytes)
-            + model.layers.iter().map(|layer| layer_s(&layer.attention)).sum::<f64>();
+            + model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();
         if let (Some(speeds), true) = (&rates.speeds, others > 0) {
             decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
         }

@@ -133,14 +133,98 @@ impl Mla {
     }
 }
 
+/// What a kind of attention needs and costs: nobody else asks which kind it is.
 impl Attention {
-    /// KV heads, and numbers of a key and of a value of each; zeros where there are none. Latent attention's values are
-    /// the first numbers of its keys.
+    /// KV heads, and elements of a key and of a value of each; zeros where there are none. Latent attention's values
+    /// are the first elements of its keys.
     pub fn kv_dims(&self) -> (usize, usize, usize) {
         match self {
             Attention::Gqa(a) => (a.num_kv_heads, a.head_dim, a.head_dim),
             Attention::Mla(a) => (1, a.cache_dim(), a.kv_lora_rank),
             Attention::DeltaNet(_) => (0, 0, 0),
+        }
+    }
+
+    /// The recurrent state that replaces keys and values, if this kind has one.
+    pub fn recurrent(&self) -> Option<&DeltaNet> {
+        match self {
+            Attention::DeltaNet(a) => Some(a),
+            Attention::Gqa(_) | Attention::Mla(_) => None,
+        }
+    }
+
+    /// Its projections, `[n, k]` each, in a model of this width.
+    pub fn matrices(&self, hidden: usize) -> Vec<(usize, usize)> {
+        match self {
+            Attention::Gqa(a) => {
+                let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
+                let gate = a.output_gate.then_some((q, hidden));
+                [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)].into_iter().chain(gate).collect()
+            }
+            Attention::DeltaNet(a) => {
+                vec![(a.conv_dim(), hidden), (a.value_dim(), hidden), (hidden, a.value_dim())]
+            }
+            Attention::Mla(a) => {
+                let q = a.num_heads * a.qk_head_dim();
+                let query = a.q_lora_rank.map_or(vec![(q, hidden)], |rank| vec![(rank, hidden), (q, rank)]);
+                [query, vec![(a.cache_dim(), hidden), (hidden, a.num_heads * a.v_head_dim)]].concat()
+            }
+        }
+    }
+
+    /// Products of a token besides those of [`matrices`](Attention::matrices): with its own state, or to make keys and
+    /// values of its latent.
+    pub fn inner_products(&self) -> usize {
+        match self {
+            Attention::Gqa(_) => 0,
+            Attention::DeltaNet(a) => 4 * a.value_dim() * a.key_head_dim,
+            Attention::Mla(a) => a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim),
+        }
+    }
+
+    /// Products of a token and one that it attends to.
+    pub fn products_per_pair(&self) -> usize {
+        match self {
+            Attention::Gqa(a) => 2 * a.num_heads * a.head_dim,
+            Attention::DeltaNet(_) => 0,
+            Attention::Mla(a) => a.num_heads * (a.qk_head_dim() + a.v_head_dim),
+        }
+    }
+
+    /// Seconds that a GPU takes for a layer of this kind in decode, whatever it reads. Measured on an H200.
+    pub fn gpu_seconds(&self) -> f64 {
+        match self {
+            Attention::Gqa(_) | Attention::DeltaNet(_) => 30e-6,
+            Attention::Mla(_) => 44e-6,
+        }
+    }
+
+    /// What the GPU's kernels lack for it, if anything.
+    pub fn gpu_lacks(&self) -> Option<String> {
+        match self {
+            Attention::Gqa(a) => (a.head_dim > 256 || !a.head_dim.is_multiple_of(8))
+                .then(|| format!("the GPU has no attention for heads of {} elements", a.head_dim)),
+            Attention::Mla(a) => {
+                let widths = [a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim];
+                let fits = a.kv_lora_rank <= 512
+                    && a.cache_dim() <= 576
+                    && a.qk_head_dim() <= 256
+                    && widths.iter().all(|n| n.is_multiple_of(8));
+                (!fits).then(|| format!("the GPU has no latent attention of rank {}", a.kv_lora_rank))
+            }
+            Attention::DeltaNet(a) => {
+                let fits = a.key_head_dim <= 128
+                    && a.key_head_dim.is_multiple_of(4)
+                    && a.value_head_dim.is_multiple_of(2)
+                    && a.conv_width <= 8;
+                (!fits).then(|| {
+                    format!(
+                        "the GPU has gated DeltaNet for keys of up to 128 elements and convolutions of up to 8, not {} \
+                         and {}",
+                        a.key_head_dim, a.conv_width
+                    )
+                })
+            }
         }
     }
 }

@@ -70,13 +70,24 @@ pub struct LayerConfig {
     pub ffn: Ffn,
 }
 
+impl LayerConfig {
+    /// Dense matrices, `[n, k]` each, in a model of this width: projections, and a dense MLP or the shared expert.
+    pub fn matrices(&self, hidden: usize) -> Vec<(usize, usize)> {
+        let mlp = self.ffn.mlp_width().map_or(vec![], |width| vec![(width, hidden), (width, hidden), (hidden, width)]);
+        [self.attention.matrices(hidden), mlp].concat()
+    }
+
+    /// Products of a token with all that is dense, in a model of this width.
+    pub fn dense_products(&self, hidden: usize) -> usize {
+        let matrices = self.matrices(hidden);
+        matrices.iter().map(|(n, k)| n * k).sum::<usize>() + self.attention.inner_products()
+    }
+}
+
 impl ModelConfig {
     /// The MoE layers in order: model layer number and configuration.
     pub fn moe_layers(&self) -> impl Iterator<Item = (usize, &Moe)> {
-        self.layers.iter().enumerate().filter_map(|(i, l)| match &l.ffn {
-            Ffn::Moe(moe) => Some((i, moe)),
-            Ffn::Dense { .. } => None,
-        })
+        self.layers.iter().enumerate().filter_map(|(i, layer)| Some((i, layer.ffn.moe()?)))
     }
 
     /// The routed experts' dimensions; `None`: a dense model.
@@ -112,10 +123,7 @@ impl ModelConfig {
 
     /// Bytes of recurrent state one sequence takes over all layers.
     pub fn state_bytes_per_sequence(&self) -> usize {
-        let bytes = |layer: &LayerConfig| match &layer.attention {
-            Attention::DeltaNet(a) => size_of::<f32>() * a.state_len(),
-            Attention::Gqa(_) | Attention::Mla(_) => 0,
-        };
-        self.layers.iter().map(bytes).sum()
+        let states = self.layers.iter().filter_map(|layer| layer.attention.recurrent());
+        states.map(|state| size_of::<f32>() * state.state_len()).sum()
     }
 }

@@ -117,7 +117,7 @@ fn model(f: &Fields<'_>, rope: Rope, layers: Vec<LayerConfig>) -> Result<ModelCo
         layers,
     };
     model.moe().map_or(Ok(()), check_router)?;
-    if model.layers.iter().all(|layer| matches!(layer.attention, Attention::DeltaNet(_))) {
+    if model.layers.iter().all(|layer| layer.attention.recurrent().is_some()) {
         return Err(Error::Model("no layer has full attention: is this the config of the whole checkpoint?".into()));
     }
     Ok(model)

@@ -12,6 +12,24 @@ pub enum Ffn {
     Moe(Moe),
 }
 
+impl Ffn {
+    /// Rows of `gate` and `up` of the dense MLP or the shared expert; `None`: there is neither.
+    pub fn mlp_width(&self) -> Option<usize> {
+        match self {
+            Ffn::Dense { intermediate_size } => Some(*intermediate_size),
+            Ffn::Moe(moe) => moe.shared_intermediate_size,
+        }
+    }
+
+    /// Router and experts; `None`: it is dense.
+    pub fn moe(&self) -> Option<&Moe> {
+        match self {
+            Ffn::Dense { .. } => None,
+            Ffn::Moe(moe) => Some(moe),
+        }
+    }
+}
+
 /// Mixture of experts: `scaling * sum_i w_i expert_i(x) + shared(x)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Moe {
@@ -29,6 +47,25 @@ pub struct Moe {
     pub expert_bias: bool,
     /// How experts are chosen and weighted.
     pub router: Router,
+}
+
+impl Moe {
+    /// Products of a token with the router and its routed experts, in a model of this width.
+    pub fn products(&self, hidden: usize) -> usize {
+        hidden * (3 * self.router.top_k * self.intermediate_size + self.num_experts)
+    }
+
+    /// What the GPU's kernels lack for it, if anything, in a model of this width.
+    pub fn gpu_lacks(&self, hidden: usize) -> Option<String> {
+        if self.num_experts > 512 || self.router.top_k > 32 || self.router.groups.is_some_and(|g| g.count > 32) {
+            let n = self.num_experts;
+            return Some(format!("the GPU chooses among at most 512 experts, 32 at a time, and a layer has {n}"));
+        }
+        (!self.intermediate_size.is_multiple_of(8) || !hidden.is_multiple_of(8)).then(|| {
+            let width = self.intermediate_size;
+            format!("the GPU needs experts whose width is a multiple of 8, and it is {width}")
+        })
+    }
 }
 
 /// From `gate x` and `up x` to what `down` is multiplied with.

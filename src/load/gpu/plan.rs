@@ -1,7 +1,6 @@
 //! What goes where on a GPU, decided before anything is loaded: the same constructors run on a device that only counts.
 
 use half::bf16;
-use memmap2::MmapMut;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
@@ -16,8 +15,8 @@ use crate::experts::{Between, CpuExperts};
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
-use crate::load::{Machine, dense_matrices, expert_bytes, gib};
-use crate::model::{Attention, ModelConfig};
+use crate::load::{Machine, expert_bytes, gib};
+use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.
@@ -245,52 +244,11 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
         return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into()));
     }
     crate::load::check_context(model, config)?;
-    let refuse = |what: String| Err(Error::Model(format!("{what}: use --device cpu")));
-    for layer in &model.layers {
-        match &layer.attention {
-            Attention::Gqa(a) if a.head_dim > 256 || !a.head_dim.is_multiple_of(8) => {
-                return refuse(format!("the GPU has no attention for heads of {} numbers", a.head_dim));
-            }
-            Attention::Mla(a)
-                if a.kv_lora_rank > 512
-                    || a.cache_dim() > 576
-                    || a.qk_head_dim() > 256
-                    || [a.kv_lora_rank, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim]
-                        .iter()
-                        .any(|n| !n.is_multiple_of(8)) =>
-            {
-                return refuse(format!("the GPU has no latent attention of rank {}", a.kv_lora_rank));
-            }
-            Attention::DeltaNet(a)
-                if a.key_head_dim > 128
-                    || !a.key_head_dim.is_multiple_of(4)
-                    || !a.value_head_dim.is_multiple_of(2)
-                    || a.conv_width > 8 =>
-            {
-                return refuse(format!(
-                    "the GPU has gated DeltaNet for keys of up to 128 numbers and convolutions of up to 8, not {} and \
-                     {}",
-                    a.key_head_dim, a.conv_width
-                ));
-            }
-            _ => {}
-        }
+    let mut lacking = model.layers.iter().filter_map(|layer| layer.attention.gpu_lacks());
+    match lacking.next().or_else(|| model.moe()?.gpu_lacks(model.hidden_size)) {
+        Some(lack) => Err(Error::Model(format!("{lack}: use --device cpu"))),
+        None => Ok(()),
     }
-    if let Some(moe) = model.moe() {
-        if moe.num_experts > 512 || moe.router.top_k > 32 || moe.router.groups.is_some_and(|g| g.count > 32) {
-            return refuse(format!(
-                "the GPU chooses among at most 512 experts, 32 at a time, and a layer has {}",
-                moe.num_experts
-            ));
-        }
-        if !moe.intermediate_size.is_multiple_of(8) || !model.hidden_size.is_multiple_of(8) {
-            return refuse(format!(
-                "the GPU needs experts whose width is a multiple of 8, and it is {}",
-                moe.intermediate_size
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// Errors: `--vram` is more than there is, or nothing at all.
@@ -342,7 +300,7 @@ impl Counted {
         let cuda = Cuda::plan(device.clone());
         let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, context))?;
         let own = cuda.allocated();
-        let weights = Weights::load(&backend, &Shapes::new(model)?, model, config.dense, &|_, _| Ok(()))?;
+        let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
         let weights_bytes = cuda.allocated() - own;
         let kv = KvCache::new(&backend, model, kv_blocks, config.max_sequences, config.kv)?;
         let kv_bytes = cuda.allocated() - own - weights_bytes;
@@ -357,34 +315,14 @@ pub(super) fn gpu_limits(config: &EngineConfig, context: usize) -> gpu::Limits {
     gpu::Limits { context, table: config.max_sequences * context.div_ceil(BLOCK_SIZE) }
 }
 
-/// Weights of the right shapes without contents: pages of zeros that nobody reads.
-struct Shapes(MmapMut);
-
-impl Shapes {
-    fn new(model: &ModelConfig) -> Result<Self> {
-        let hidden = model.hidden_size;
-        let layers = model.layers.iter().flat_map(|layer| {
-            let up = match &layer.attention {
-                Attention::Gqa(_) | Attention::DeltaNet(_) => 0,
-                Attention::Mla(a) => a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank,
-            };
-            dense_matrices(model, layer).into_iter().map(|(n, k)| n.saturating_mul(k)).chain([up])
-        });
-        let ends = [model.vocab_size.saturating_mul(hidden), model.moe().map_or(0, |moe| moe.num_experts * hidden)];
-        let bytes = layers.chain(ends).max().unwrap_or(0).saturating_mul(2);
-        MmapMut::map_anon(bytes.max(1))
-            .map(Self)
-            .map_err(|e| Error::Resources(format!("no address space for a plan: {e}")))
-    }
-}
+/// Weights of the right shapes: zeros that nobody reads, so they take no memory.
+struct Shapes;
 
 impl TensorSource for Shapes {
     fn matrix(&self, _: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
-        let zeros: &[bf16] = bytemuck::cast_slice(&self.0);
-        match zeros.get(..rows * cols) {
-            Some(data) => Ok(HostTensor::Bf16 { data: data.into(), cols }),
-            None => Ok(HostTensor::Bf16 { data: vec![bf16::ZERO; rows * cols].into(), cols }),
-        }
+        let zeros: Vec<bf16> = bytemuck::allocation::try_zeroed_vec(rows.saturating_mul(cols))
+            .map_err(|()| Error::Resources("there is no address space to plan in: raise `ulimit -v`".into()))?;
+        Ok(HostTensor::Bf16 { data: zeros.into(), cols })
     }
 
     fn vector(&self, _: &str, len: usize) -> Result<Vec<f32>> {

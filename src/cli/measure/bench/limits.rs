@@ -1,7 +1,7 @@
 //! What a pass moves and computes, and how fast the machine's parts could do each.
 
 use crate::experts::Traffic;
-use crate::model::{Attention, Ffn, LayerConfig, ModelConfig};
+use crate::model::{LayerConfig, ModelConfig};
 
 /// Bytes and operations.
 #[derive(Clone, Copy, Debug, Default)]
@@ -49,33 +49,9 @@ pub(super) fn products(model: &ModelConfig, tokens: usize) -> f64 {
     // A token sees itself and those before it.
     let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
     let layer = |layer: &LayerConfig| {
-        let hidden = model.hidden_size;
-        let (weights, scores) = match &layer.attention {
-            Attention::Gqa(a) => {
-                let gate = if a.output_gate { a.num_heads } else { 0 };
-                (hidden * (2 * (a.num_heads + a.num_kv_heads) + gate) * a.head_dim, 2 * a.num_heads * a.head_dim)
-            }
-            Attention::DeltaNet(a) => {
-                (hidden * (a.conv_dim() + 2 * a.value_dim()) + 4 * a.value_dim() * a.key_head_dim, 0)
-            }
-            Attention::Mla(a) => {
-                let q = a.num_heads * a.qk_head_dim();
-                let query = a.q_lora_rank.map_or(hidden * q, |rank| rank * (hidden + q));
-                let up = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim);
-                (
-                    query + hidden * a.cache_dim() + up + a.num_heads * a.v_head_dim * hidden,
-                    a.num_heads * (a.qk_head_dim() + a.v_head_dim),
-                )
-            }
-        };
-        let ffn = match &layer.ffn {
-            Ffn::Dense { intermediate_size } => 3 * hidden * intermediate_size,
-            Ffn::Moe(moe) => {
-                let width = moe.router.top_k * moe.intermediate_size + moe.shared_intermediate_size.unwrap_or(0);
-                3 * hidden * width + hidden * moe.num_experts
-            }
-        };
-        2.0 * ((weights + ffn) as f64 * tokens as f64 + scores as f64 * pairs)
+        let routed = layer.ffn.moe().map_or(0, |moe| moe.products(model.hidden_size));
+        let each = (layer.dense_products(model.hidden_size) + routed) as f64;
+        2.0 * (each * tokens as f64 + layer.attention.products_per_pair() as f64 * pairs)
     };
     model.layers.iter().map(layer).sum()
 }
