@@ -11,7 +11,11 @@ use moebius_cache::format::{Contents, ExpertCache, MAGIC};
 use moebius_cache::pack::{ExpertLayout, largest_group_size};
 use moebius_cache::quantize::quantize_expert;
 
-use super::{LoadProgress, Machine, cache_dir, cache_job, for_checkpoint, place::place, precision};
+use super::LoadProgress;
+use super::cache::{cache_dir, cache_job};
+use super::machine::Machine;
+use super::place::place;
+use super::precision::{for_checkpoint, precision};
 use crate::config::{EngineConfig, ExpertBits};
 use crate::experts::{Between, ExpertMemory, ExpertService};
 use crate::model::families;

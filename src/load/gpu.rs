@@ -8,8 +8,11 @@ use std::time::{Duration, Instant};
 use moebius_cache::Precision;
 use moebius_cache::format::ExpertCache;
 
+use super::assemble::Loaded;
+use super::budget::gib;
+use super::machine::{Machine, RESERVE_BYTES, watch_memory};
 use super::speed::{self, Expected, GpuRates};
-use super::{LoadProgress, Loaded, Machine, RESERVE_BYTES, gib, place, watch_memory};
+use super::{LoadProgress, place::place};
 use crate::backend::Routing;
 use crate::backend::cuda::CudaBackend;
 use crate::backend::source::TensorSource;

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use moebius_cache::format::ExpertCache;
 
-use super::{LoadProgress, RESERVE_BYTES, gib};
+use super::LoadProgress;
+use super::budget::gib;
+use super::machine::RESERVE_BYTES;
 use crate::config::{EngineConfig, ExpertsMemory, Numa};
 use crate::experts::ExpertMemory;
 use crate::machine::memory::{self, Pages, read_bandwidth};

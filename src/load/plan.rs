@@ -8,8 +8,9 @@ use serde::Serialize;
 
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::{CPU_BATCH_TOKENS, DenseBits, EngineConfig};
+use crate::load::budget::{Budget, activation_bytes, expert_bytes, gib, resident_bytes};
 use crate::load::speed::{self, CpuRates, Expected};
-use crate::load::{self, Budget, Machine, activation_bytes, expert_bytes, gib, resident_bytes};
+use crate::load::{self, Machine};
 use crate::machine::topology::Topology;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
@@ -225,7 +226,7 @@ mod gpu {
         /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there
         /// is no size to assume one of.
         pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
-            let found = match load::open_gpu(config) {
+            let found = match load::budget::open_gpu(config) {
                 Ok(found) => found,
                 Err(_) if config.vram.is_some() => None,
                 Err(error) => {

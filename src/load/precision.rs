@@ -7,7 +7,7 @@ use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::codec::{Quantization, kept_by_all};
 use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 
-use super::cache_job;
+use super::cache::cache_job;
 use crate::config::{EngineConfig, ExpertBits};
 use crate::model::ModelConfig;
 use crate::{Error, Result};

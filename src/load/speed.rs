@@ -18,7 +18,8 @@ use std::sync::Arc;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use super::{Machine, resident_bytes};
+use super::budget::resident_bytes;
+use super::machine::Machine;
 use crate::Result;
 use crate::backend::Routing;
 use crate::config::EngineConfig;

@@ -15,7 +15,8 @@ use crate::experts::{Between, CpuExperts};
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
-use crate::load::{Machine, expert_bytes, gib};
+use crate::load::Machine;
+use crate::load::budget::{check_context, expert_bytes, gib};
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 
@@ -243,7 +244,7 @@ fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
     if config.kv == KvBits::Bf16x2 {
         return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into()));
     }
-    crate::load::check_context(model, config)?;
+    check_context(model, config)?;
     let mut lacking = model.layers.iter().filter_map(|layer| layer.attention.gpu_lacks());
     match lacking.next().or_else(|| model.moe()?.gpu_lacks(model.hidden_size)) {
         Some(lack) => Err(Error::Model(format!("{lack}: use --device cpu"))),

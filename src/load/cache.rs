@@ -1,0 +1,46 @@
+//! Where caches of packed experts are kept, and the conversion that makes one.
+
+use std::path::PathBuf;
+
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::convert::{ExpertSource, Job, LayerSource};
+
+use crate::config::EngineConfig;
+use crate::model::{Activation, ModelConfig};
+use crate::{Error, Result};
+
+/// Where expert caches are kept.
+pub fn cache_dir(config: &EngineConfig) -> Result<PathBuf> {
+    if let Some(dir) = &config.cache_dir {
+        return Ok(dir.clone());
+    }
+    let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let base = var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|home| home.join(".cache")));
+    base.map(|b| b.join("moebius"))
+        .ok_or_else(|| Error::Invalid("neither HOME nor XDG_CACHE_HOME is set: give --cache-dir".into()))
+}
+
+/// The conversion that a model in `precision` needs.
+pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig, precision: Precision) -> Job<'a> {
+    let moe = model.moe().expect("a model with a precision of experts has experts");
+    let layers = model.moe_layers().map(|(layer, moe)| {
+        let expert = |e: usize| {
+            let tensor =
+                |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
+            let [gate, up, down] = model.names.experts.map(tensor);
+            ExpertSource { gate, up, down }
+        };
+        LayerSource { layer, experts: (0..moe.num_experts).map(expert).collect() }
+    });
+    Job {
+        checkpoint,
+        model: name.to_string(),
+        hidden: model.hidden_size,
+        intermediate: moe.intermediate_size,
+        num_experts: moe.num_experts,
+        precision,
+        weights_suffice: !moe.expert_bias && moe.activation == Activation::Silu,
+        layers: layers.collect(),
+    }
+}
