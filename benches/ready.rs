@@ -24,7 +24,7 @@ use moebius::cuda::{Cuda, DeviceInfo};
 use moebius::engine::{self, Event, Request};
 use moebius::forward::weights::Weights;
 use moebius::load::synthetic::Synthetic;
-use moebius::load::{self, LoadProgress};
+use moebius::load::{self, Kept, LoadProgress, Spec};
 use moebius::machine::topology::{self, Topology};
 use moebius::model::ModelConfig;
 use moebius::model::families::{self, shapes};
@@ -248,8 +248,9 @@ fn convert(dir: &Path) -> Result<Value> {
     let (source, config) = (checkpoint_in(dir), config_in(dir));
     let started = Instant::now();
     let (model, checkpoint) = (families::read(&source)?, Checkpoint::open(&source)?);
-    let precision =
-        load::precision(&model, &config)?.ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
+    let precision = Spec::new(&model, &config, Kept::of(&model, &checkpoint))?
+        .precision
+        .ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
     let job = load::cache_job("ready", &checkpoint, &model, precision);
     convert::ensure(&job, &load::cache_dir(&config)?, &|_| {})?;
     let seconds = started.elapsed().as_secs_f64();

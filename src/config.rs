@@ -175,9 +175,6 @@ impl KvBits {
 pub struct EngineConfig {
     /// Precision of the routed experts, in prefill and decode alike.
     pub experts: ExpertBits,
-    /// What keeps the checkpoint's experts as they are, found by
-    /// [`load::for_checkpoint`](crate::load::for_checkpoint), not for the user to say; `None`: plain numbers.
-    pub kept: Option<Precision>,
     /// Inputs that share a scale (32, 64 or 128); `None`: the checkpoint's own, else the largest that divides.
     pub group_size: Option<usize>,
     /// Precision of everything else (router and norms are always f32).
@@ -231,7 +228,6 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             experts: ExpertBits::default(),
-            kept: None,
             group_size: None,
             dense: DenseBits::default(),
             max_context: None,

@@ -3,14 +3,15 @@
 //! ```text
 //! machine       workers, their kernels, and the memory there is
 //! cache         where packed experts are kept, and the conversion that makes them
-//! precision     what the experts become
+//! spec          a model as it is to run, and what its experts become
 //! synthetic     random weights of a known shape
 //! place         where the experts' bytes lie
 //! experts       routed experts alone, for other engines
 //! components    what each part of a checkpoint is stored as and becomes
+//! memory        what a model takes of the CPU's memory
+//! speed         how fast it will be
 //! gpu           what goes where on a GPU
 //! budget        what fits
-//! speed         how fast it will be
 //! assemble      weights and experts put together
 //! plan          all of this before anything is loaded
 //! ```
@@ -25,27 +26,35 @@ pub mod experts;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 mod machine;
+mod memory;
 pub(crate) mod place;
 pub mod plan;
-mod precision;
+mod spec;
 pub mod speed;
 pub mod synthetic;
 
 use std::path::Path;
+use std::sync::Arc;
 
+use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Progress};
+use moebius_cache::format::ExpertCache;
 
 use crate::Result;
+use crate::backend::source::TensorSource;
 use crate::config::EngineConfig;
+use crate::forward::Forward;
+use crate::kernel::Kernel;
 use crate::machine::topology::Topology;
+use crate::machine::workers::Team;
 use crate::model::families;
-pub use assemble::{Loaded, assemble};
-pub use budget::Budget;
+pub use assemble::assemble;
+pub use budget::{Budget, CpuPlan};
 pub use cache::{cache_dir, cache_job};
 pub(crate) use machine::{AMX_REFUSED, LEAST_BYTES};
 pub use machine::{Machine, machine};
-pub use precision::{for_checkpoint, for_folder, precision};
+pub use spec::{Kept, Spec};
 
 /// What loading tells whoever waits.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +70,36 @@ pub enum LoadProgress<'a> {
     Experts(&'a str),
 }
 
+/// A model in memory, and what it may use.
+pub struct Loaded {
+    /// Ready to run.
+    pub model: Box<dyn Forward>,
+    /// Blocks of its KV cache.
+    pub kv_blocks: usize,
+    /// Tokens a sequence may hold.
+    pub max_context: usize,
+    /// Tokens of one forward pass.
+    pub max_batch_tokens: usize,
+    /// What it runs on, what takes how much VRAM and how fast it should be, in one line; `None`: the CPU alone.
+    pub device: Option<String>,
+    /// Of the routed experts; `None` for a dense model.
+    pub precision: Option<Precision>,
+    /// Runs the ops.
+    pub team: Arc<Team>,
+    /// Its instruction set.
+    pub kernel: &'static dyn Kernel,
+    /// RAM that can be taken, asked for at each new request.
+    pub available_bytes: fn() -> u64,
+}
+
+/// What a model is loaded from.
+pub struct Stored<'a> {
+    /// Everything but the routed experts.
+    pub resident: &'a dyn TensorSource,
+    /// The routed experts, packed; `None`: a dense model.
+    pub experts: Option<ExpertCache>,
+}
+
 /// Loads the model in `dir`, converting its experts first if no cache of them is there.
 ///
 /// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
@@ -73,15 +112,14 @@ pub fn load(
     let model = families::read(dir)?;
     let machine = machine(config, &Topology::read())?;
     let checkpoint = Checkpoint::open(dir)?;
-    let config = &for_checkpoint(config, &model, &checkpoint);
-    let precision = precision(&model, config)?;
-    let budget = Budget::new(&model, config, precision, &machine)?;
-    let experts = match precision {
+    let spec = Spec::new(&model, config, Kept::of(&model, &checkpoint))?;
+    let budget = Budget::new(&spec, &machine)?;
+    let experts = match spec.precision {
         None => None,
         Some(precision) => {
             let job = cache_job(name, &checkpoint, &model, precision);
             Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
         }
     };
-    assemble(model, &checkpoint, experts, config, budget, machine, report)
+    assemble(&spec, Stored { resident: &checkpoint, experts }, budget, machine, report)
 }

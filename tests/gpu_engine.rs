@@ -16,7 +16,7 @@ use moebius::cuda::Cuda;
 use moebius::engine::{self, Activation, CaptureWanted, EngineHandle, Event, Layers, Positions, Request, Steer};
 use moebius::forward::kv_cache::BlockPool;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
-use moebius::load::{self, Loaded};
+use moebius::load::{self, Kept, Loaded, Spec};
 use moebius::text::tokenizer::Tokenizer;
 
 fn is_real() -> bool {
@@ -103,9 +103,9 @@ fn thirty_questions_with_experts_anywhere() {
 /// The first VRAM budget, in steps of `step_bytes` from the least that suffices, whose plan is as `wanted`.
 fn budget(dir: &std::path::Path, config: &EngineConfig, step_bytes: u64, wanted: impl Fn(&GpuPlan) -> bool) -> u64 {
     let model = moebius::model::families::read(dir).unwrap();
-    let precision = load::precision(&model, config).unwrap();
+    let spec = Spec::new(&model, config, Kept::of_folder(&model, dir).unwrap()).unwrap();
     let info = &Cuda::open(0).unwrap().info;
-    let plan = |vram| GpuPlan::new(&model, &EngineConfig { vram: Some(vram), ..config.clone() }, precision, info);
+    let plan = |vram| GpuPlan::new(&spec.with(&EngineConfig { vram: Some(vram), ..config.clone() }), info);
     let (mut little, mut much) = (CONTEXT_BYTES, CONTEXT_BYTES + (8 << 30));
     while much - little > step_bytes {
         let middle = (little + much) / 2;

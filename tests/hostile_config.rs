@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::{demo_dir, fixture_dir, small};
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits};
 use moebius::kernel;
-use moebius::load::{self, Budget, Machine};
+use moebius::load::{Budget, CpuPlan, Kept, Machine, Spec};
 use moebius::machine::workers::Team;
 use moebius::model::families;
 use proptest::prelude::*;
@@ -130,9 +130,8 @@ fn survives(config: &Value) {
             for available_bytes in [0, 8 << 30, u64::MAX] {
                 let machine =
                     Machine { team: Arc::new(Team::new(&[0]).unwrap()), kernel: kernel::best(), available_bytes };
-                let precision = load::precision(&model, &engine);
-                let budget = precision.and_then(|precision| Budget::new(&model, &engine, precision, &machine));
-                if let Ok(Budget::Cpu { max_context, kv_blocks }) = budget {
+                let budget = Spec::new(&model, &engine, Kept::NOTHING).and_then(|spec| Budget::new(&spec, &machine));
+                if let Ok(Budget::Cpu(CpuPlan { max_context, kv_blocks, .. })) = budget {
                     assert!(max_context <= model.max_context && kv_blocks > 0);
                 }
             }

@@ -10,7 +10,6 @@ const KNOWN: &[(&str, &str)] = &[
     ("kernel/avx_vnni", "avx2"),
     ("kernel/avx2", "amx"),
     ("kernel/amx", "avx512"),
-    ("load/gpu", "speed"),
     ("server/steer", "ask"),
 ];
 

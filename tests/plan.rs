@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use common::checkpoint::{Checkpoint, moebius};
 use moebius::backend::batch::Batch;
 use moebius::config::{Device, EngineConfig, ExpertBits, ExpertsMemory};
-use moebius::load;
 use moebius::load::plan::{Plan, plan};
+use moebius::load::{self, Kept, Spec};
 use moebius::model::families;
 use serde_json::Value;
 
@@ -45,7 +45,8 @@ fn ram_is_what_loading_takes() {
         ..Default::default()
     };
     let model = families::read(&checkpoint.dir()).unwrap();
-    let plan = plan("test", &model, &config, None).unwrap();
+    let spec = Spec::new(&model, &config, Kept::of_folder(&model, &checkpoint.dir()).unwrap()).unwrap();
+    let plan = plan("test", &spec, None).unwrap();
     // Converted before it is measured: that takes memory of its own.
     drop(load::load("test", &checkpoint.dir(), &config, &|_| {}).unwrap());
     let before = anonymous_bytes();
@@ -127,8 +128,8 @@ mod gpu {
     use crate::common::{cache_dir, fixture_dir};
     use moebius::config::{DenseBits, KvBits, PrefillOn};
     use moebius::cuda::Cuda;
-    use moebius::load::Budget;
     use moebius::load::gpu::CONTEXT_BYTES;
+    use moebius::load::{Budget, Stored};
     use moebius::machine::topology::Topology;
     use moebius::model::{Attention, Ffn};
     use moebius_cache::checkpoint::Checkpoint as Source;
@@ -139,18 +140,17 @@ mod gpu {
         let config =
             on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(256), ..config });
         let model = families::read(dir).unwrap();
-        let planned = plan("test", &model, &config, None).unwrap();
-
         let machine = load::machine(&config, &Topology::read()).unwrap();
-        let (source, precision) = (Source::open(dir).unwrap(), load::precision(&model, &config).unwrap());
-        let Budget::Gpu(cuda, own) = Budget::new(&model, &config, precision, &machine).unwrap() else {
-            panic!("{what}: on the CPU")
-        };
-        let job = load::cache_job("test", &source, &model, precision.unwrap());
+        let source = Source::open(dir).unwrap();
+        let spec = Spec::new(&model, &config, Kept::of(&model, &source)).unwrap();
+        let planned = plan("test", &spec, None).unwrap();
+        let Budget::Gpu(cuda, own) = Budget::new(&spec, &machine).unwrap() else { panic!("{what}: on the CPU") };
+        let job = load::cache_job("test", &source, &model, spec.precision.unwrap());
         let experts = moebius_cache::convert::ensure(&job, &cache_dir(), &|_| {}).unwrap();
         let budget = Budget::Gpu(cuda.clone(), own);
         let lines = Mutex::new(Vec::new());
-        let loaded = load::assemble(model, &source, Some(experts), &config, budget, machine, &|progress| {
+        let stored = Stored { resident: &source, experts: Some(experts) };
+        let loaded = load::assemble(&spec, stored, budget, machine, &|progress| {
             if let load::LoadProgress::Experts(line) = progress {
                 lines.lock().unwrap().push(line.to_string());
             }
@@ -214,7 +214,8 @@ mod gpu {
         for (model, what) in
             [(attention, "heads of 20 elements"), (delta_net, "keys of up to 128"), (experts, "at most 512 experts")]
         {
-            let refused = plan("a model", &model, &config, None).unwrap_err().to_string();
+            let refused =
+                plan("a model", &Spec::new(&model, &config, Kept::NOTHING).unwrap(), None).unwrap_err().to_string();
             assert!(refused.contains(what) && refused.ends_with(": use --device cpu"), "{refused}");
         }
     }

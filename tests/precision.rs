@@ -8,6 +8,7 @@ use moebius::backend::Routing;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::experts::{CpuExperts, ExpertMemory};
+use moebius::load::{Kept, Spec};
 use moebius::machine::topology::Topology;
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::unpack_expert;
@@ -26,9 +27,9 @@ fn naive_expert(weights: &[Vec<f32>; 3], x: &[f32]) -> Vec<f64> {
 /// The cache file that loading this model has made.
 fn cache_of(dir: &std::path::Path, config: &EngineConfig) -> ExpertCache {
     let model = moebius::model::families::read(dir).unwrap();
-    let precision = moebius::load::precision(&model, config).unwrap().unwrap();
     let checkpoint = moebius_cache::checkpoint::Checkpoint::open(dir).unwrap();
-    let job = moebius::load::cache_job("test", &checkpoint, &model, precision);
+    let spec = Spec::new(&model, config, Kept::of(&model, &checkpoint)).unwrap();
+    let job = moebius::load::cache_job("test", &checkpoint, &model, spec.precision.unwrap());
     moebius_cache::convert::ensure(&job, &common::cache_dir(), &|_| {}).unwrap()
 }
 

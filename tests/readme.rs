@@ -8,6 +8,7 @@ use common::{fixture_dir, root, small};
 use moebius::config::{Device, EngineConfig};
 use moebius::hub::gguf;
 use moebius::load::plan::plan;
+use moebius::load::{Kept, Spec};
 use moebius::model::ModelConfig;
 use moebius::model::families::{self, ARCHITECTURES, Architecture};
 
@@ -28,7 +29,8 @@ fn example(model_type: &str) -> ModelConfig {
 #[cfg(feature = "cuda")]
 fn on_gpu(model: &ModelConfig) -> String {
     let config = EngineConfig { device: Device::Cuda(0), vram: Some(4 << 40), ..EngineConfig::default() };
-    plan("a model", model, &config, Some(8 << 40)).map_or_else(|refused| refused.to_string(), |_| "yes".into())
+    let spec = Spec::new(model, &config, Kept::NOTHING).unwrap();
+    plan("a model", &spec, Some(8 << 40)).map_or_else(|refused| refused.to_string(), |_| "yes".into())
 }
 
 /// What the registry has runs on the CPU: tests/oracle.rs.

@@ -3,7 +3,7 @@
 
 use moebius::config::EngineConfig;
 use moebius::kernel;
-use moebius::load::{self, Budget, Machine};
+use moebius::load::{Budget, Kept, Machine, Spec};
 use moebius::machine::workers::Team;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
@@ -12,6 +12,6 @@ libfuzzer_sys::fuzz_target!(|text: &str| {
         let config = EngineConfig::default();
         let team = Team::new(&[0]).expect("one worker is the caller");
         let machine = Machine { team: team.into(), kernel: kernel::best(), available_bytes: 8 << 30 };
-        let _ = load::precision(&model, &config).and_then(|precision| Budget::new(&model, &config, precision, &machine));
+        let _ = Spec::new(&model, &config, Kept::NOTHING).and_then(|spec| Budget::new(&spec, &machine));
     }
 });

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use crate::load::LoadProgress;
 use crate::load::components::{Component, components};
+use crate::load::{Kept, LoadProgress, Spec};
 use crate::model::families;
 use crate::{Error, Result, hub, load, log};
 use moebius_cache::checkpoint::Checkpoint;
@@ -79,11 +79,11 @@ fn with_job(
     let dir = hub::resolve(&args.model, &cache_dir)?;
     let model = families::read(&dir)?;
     let checkpoint = Checkpoint::open(&dir)?;
-    let config = load::for_checkpoint(&config, &model, &checkpoint);
-    match load::precision(&model, &config)? {
+    let spec = Spec::new(&model, &config, Kept::of(&model, &checkpoint))?;
+    match spec.precision {
         Some(precision) => {
             let job = load::cache_job(&args.model, &checkpoint, &model, precision);
-            act(&job, &cache_dir, &|| components(&checkpoint, &model, &config))
+            act(&job, &cache_dir, &|| components(&checkpoint, &spec))
         }
         None => Err(Error::Invalid(format!("{} has no routed experts: there is nothing to convert", args.model))),
     }

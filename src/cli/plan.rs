@@ -1,7 +1,7 @@
 //! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only
 //! config.json is downloaded.
 
-use crate::load::plan;
+use crate::load::{Kept, Spec, plan};
 use crate::model::families::{self, shapes};
 use crate::{Result, hub, load};
 
@@ -23,20 +23,20 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let mut config = args.engine.to_config()?;
-    let (name, model) = match (&args.subject.model, &args.subject.shape) {
+    let config = args.engine.to_config()?;
+    let (name, model, kept) = match (&args.subject.model, &args.subject.shape) {
         (Some(name), _) => {
             let dir = hub::resolve_config(name, &load::cache_dir(&config)?)?;
             let model = families::read(&dir)?;
-            config = load::for_folder(&config, &model, &dir)?;
-            (name, model)
+            let kept = Kept::of_folder(&model, &dir)?;
+            (name, model, kept)
         }
         (None, shape) => {
             let shape = shape.as_ref().expect("clap demands a model or a shape");
-            (shape, shapes::shape(shape, args.subject.layers)?)
+            (shape, shapes::shape(shape, args.subject.layers)?, Kept::NOTHING)
         }
     };
-    let plan = plan::plan(name, &model, &config, args.ram)?;
+    let plan = plan::plan(name, &Spec::new(&model, &config, kept)?, args.ram)?;
     match args.json {
         true => print_line(&serde_json::to_string(&plan).expect("a plan of numbers and strings is JSON")),
         false => print_line(plan.to_string().trim_end()),

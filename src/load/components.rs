@@ -6,9 +6,9 @@ use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::rounding;
 
-use crate::config::EngineConfig;
+use super::spec::Spec;
 use crate::model::ModelConfig;
-use crate::{Error, Result, load};
+use crate::{Error, Result};
 
 /// Matrices of one role in one format.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,11 +47,11 @@ impl std::fmt::Display for Component {
     }
 }
 
-/// Every role and format among the matrices that `model` uses. `config` is that of the run, `auto` decided.
+/// Every role and format among the matrices that the model of `spec` uses.
 ///
 /// Errors: a tensor of an unknown type, or holding NaN.
-pub fn components(checkpoint: &Checkpoint, model: &ModelConfig, config: &EngineConfig) -> Result<Vec<Component>> {
-    let experts = load::precision(model, config)?;
+pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Component>> {
+    let Spec { model, config, precision: experts, .. } = *spec;
     let mut found: BTreeMap<(String, String), Component> = BTreeMap::new();
     for (name, shape) in checkpoint.matrices() {
         let Some(role) = role(&name, model) else { continue };

@@ -15,7 +15,7 @@ use super::LoadProgress;
 use super::cache::{cache_dir, cache_job};
 use super::machine::Machine;
 use super::place::place;
-use super::precision::{for_checkpoint, precision};
+use super::spec::{Kept, Spec};
 use crate::config::{EngineConfig, ExpertBits};
 use crate::experts::{Between, ExpertMemory, ExpertService};
 use crate::model::families;
@@ -47,8 +47,8 @@ pub fn open_experts(
     } else {
         let model = families::read(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
-        let config = &for_checkpoint(config, &model, &checkpoint);
-        let precision = precision(&model, config)?
+        let precision = Spec::new(&model, config, Kept::of(&model, &checkpoint))?
+            .precision
             .ok_or_else(|| Error::Invalid(format!("{name} is a dense model: give a model with routed experts")))?;
         let job = cache_job(name, &checkpoint, &model, precision);
         let cache = convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?;

@@ -1,22 +1,25 @@
 //! Loading onto a GPU, as planned.
+//!
+//! ```text
+//! plan     what goes where
+//! speed    how fast it will be
+//! ```
 
 mod plan;
+mod speed;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moebius_cache::Precision;
-use moebius_cache::format::ExpertCache;
-
-use super::assemble::Loaded;
-use super::budget::gib;
-use super::machine::{Machine, RESERVE_BYTES, watch_memory};
-use super::speed::{self, Expected, GpuRates};
-use super::{LoadProgress, place::place};
+use super::machine::{Machine, gib, watch_memory};
+use super::place::place;
+use super::spec::Spec;
+use super::speed::Expected;
+use super::{LoadProgress, Loaded, Stored};
+use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::CudaBackend;
-use crate::backend::source::TensorSource;
-use crate::config::{DenseBits, EngineConfig, ExpertsMemory, PrefillOn};
+use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::Cuda;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
 use crate::experts::{Between, CpuExperts, ExpertExecutor};
@@ -27,28 +30,26 @@ use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::ModelConfig;
-use crate::{Error, Result};
 use plan::gpu_limits;
 pub use plan::{CONTEXT_BYTES, GpuPlan};
+pub use speed::{GpuRates, on_gpu};
 
 /// Puts a model together on a device.
 pub(super) fn assemble(
-    model: ModelConfig,
-    source: &dyn TensorSource,
-    experts: Option<ExpertCache>,
-    config: &EngineConfig,
+    spec: &Spec<'_>,
+    Stored { resident, experts }: Stored<'_>,
     (cuda, plan): (Arc<Cuda>, GpuPlan),
     Machine { team, kernel, .. }: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
+    let Spec { model, config, precision, .. } = *spec;
     // While there is room for it.
     let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
     let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, plan.max_context))?;
-    let weights = Weights::load(&backend, source, &model, config.dense, &|done, layers| {
+    let weights = Weights::load(&backend, resident, model, config.dense, &|done, layers| {
         report(LoadProgress::Weights(done, layers));
         watch_memory()
     })?;
-    let precision = experts.as_ref().map(|cache| cache.header().precision);
     let mut speeds = None;
     let executor: Option<Box<dyn ExpertExecutor<CudaBackend>>> = match (experts, plan.sizes, precision) {
         (Some(cache), Some(sizes), Some(precision)) => {
@@ -59,7 +60,7 @@ pub(super) fn assemble(
                 false => config.clone(),
             };
             let memory = Arc::new(place(cache, &place_config, &team, report)?);
-            let between = Between::load(source, &model)?;
+            let between = Between::load(resident, model)?;
             let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(between);
             let measured = if all {
                 Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
@@ -78,12 +79,12 @@ pub(super) fn assemble(
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, &model, plan.kv_blocks, config.max_sequences, config.kv)?;
+    let kv = KvCache::new(&backend, model, plan.kv_blocks, config.max_sequences, config.kv)?;
     let rates = GpuRates { vram_bytes, speeds };
-    let expected = speed::on_gpu(&plan, &model, config, precision, &rates)?;
-    let device = describe(&plan, &model, speeds, backend.library(), &expected);
+    let expected = on_gpu(&plan, spec, &rates)?;
+    let device = describe(&plan, model, speeds, backend.library(), &expected);
     report(LoadProgress::Experts(&device));
-    let model = Box::new(Model::new(backend, model, weights, executor, kv, plan.limits)?);
+    let model = Box::new(Model::new(backend, model.clone(), weights, executor, kv, plan.limits)?);
     cuda.synchronize()?;
     Ok(Loaded {
         model,
@@ -168,29 +169,4 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
     }
     let products = (3 * layout.gate.n * layout.gate.k * tokens * sizes.top_k) as f64;
     Ok(Speeds { cpu_bytes, cpu_products: products / seconds, pcie_bytes })
-}
-
-/// Refuses experts in RAM that are more than there is. Errors: `Error::Resources`.
-pub(crate) fn check_ram(
-    plan: &GpuPlan,
-    model: &ModelConfig,
-    config: &EngineConfig,
-    precision: Option<Precision>,
-    machine: &Machine,
-) -> Result<()> {
-    let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
-    let needed = plan.ram.saturating_add(plan.host_bytes(model, precision, machine)?);
-    if needed <= available {
-        return Ok(());
-    }
-    let advice = if config.dense == DenseBits::Bf16 {
-        "use --experts int4, or --dense int8 to keep more experts in VRAM"
-    } else {
-        "use --experts int4"
-    };
-    Err(Error::Resources(format!(
-        "the experts need {:.1} GiB of memory and {:.1} are free: {advice}",
-        gib(needed),
-        gib(available)
-    )))
 }

@@ -65,3 +65,8 @@ pub(super) fn watch_memory() -> Result<()> {
         available >> 20
     )))
 }
+
+/// Bytes as people read them.
+pub(crate) fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1u64 << 30) as f64
+}

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use moebius_cache::format::ExpertCache;
 
 use super::LoadProgress;
-use super::budget::gib;
-use super::machine::RESERVE_BYTES;
+use super::machine::{RESERVE_BYTES, gib};
 use crate::config::{EngineConfig, ExpertsMemory, Numa};
 use crate::experts::ExpertMemory;
 use crate::machine::memory::{self, Pages, read_bandwidth};

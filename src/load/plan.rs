@@ -3,17 +3,16 @@
 //!
 //! Decided by what loading decides with, so the plan is what loading does.
 
-use moebius_cache::Precision;
 use serde::Serialize;
 
+use super::budget::CpuPlan;
+use super::machine::{Machine, gib, machine};
+use super::spec::Spec;
+use super::speed::{self, CpuRates, Expected};
+use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
-use crate::config::{CPU_BATCH_TOKENS, DenseBits, EngineConfig};
-use crate::load::budget::{Budget, activation_bytes, expert_bytes, gib, resident_bytes};
-use crate::load::speed::{self, CpuRates, Expected};
-use crate::load::{self, Machine};
+use crate::config::{DenseBits, EngineConfig};
 use crate::machine::topology::Topology;
-use crate::model::ModelConfig;
-use crate::{Error, Result};
 
 /// The plan, as `--json` prints it.
 #[derive(Debug, Serialize)]
@@ -96,13 +95,12 @@ impl Plan {
 /// is available here.
 ///
 /// Errors: what loading would refuse, with the flag that helps.
-pub fn plan(name: &str, model: &ModelConfig, config: &EngineConfig, ram: Option<u64>) -> Result<Plan> {
-    let mut machine = load::machine(config, &Topology::read())?;
+pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
+    let mut machine = machine(spec.config, &Topology::read())?;
     machine.available_bytes = ram.unwrap_or(machine.available_bytes);
-    let precision = load::precision(model, config)?;
-    let planner = Planner { name, model, config, precision, machine: &machine };
+    let planner = Planner { name, spec: *spec, machine: &machine };
     #[cfg(feature = "cuda")]
-    if let Some(device) = gpu::Device::find(config)? {
+    if let Some(device) = gpu::Device::find(spec.config)? {
         return planner.on_gpu(&device);
     }
     planner.on_cpu()
@@ -110,33 +108,27 @@ pub fn plan(name: &str, model: &ModelConfig, config: &EngineConfig, ram: Option<
 
 struct Planner<'a> {
     name: &'a str,
-    model: &'a ModelConfig,
-    config: &'a EngineConfig,
-    precision: Option<Precision>,
+    spec: Spec<'a>,
     machine: &'a Machine,
 }
 
 impl Planner<'_> {
     fn on_cpu(&self) -> Result<Plan> {
-        let Self { model, config, precision, machine, .. } = *self;
-        #[allow(irrefutable_let_patterns)] // in a build without the GPU side
-        let Budget::Cpu { max_context, kv_blocks } = Budget::on_cpu(model, config, precision, machine)? else {
-            return Err(Error::Invalid("a budget of the CPU is of the CPU".into()));
-        };
-        let tokens = config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS);
-        let experts = expert_bytes(model, precision)?;
-        let states = (model.state_bytes_per_sequence() * config.max_sequences) as u64;
+        let Self { spec, machine, .. } = *self;
+        let CpuPlan { weights, experts, buffers, states, kv, max_context, kv_blocks } = CpuPlan::new(&spec, machine)?;
+        let config = spec.config;
         let parts = [
-            ("dense weights", resident_bytes(model, config.dense), 0),
+            ("dense weights", weights, 0),
             ("experts", experts, 0),
-            ("KV cache", (kv_blocks * BLOCK_SIZE) as u64 * model.kv_bytes_per_token(config.kv.parts()) as u64, 0),
+            ("KV cache", kv, 0),
             ("recurrent state", states, 0),
-            ("activations", activation_bytes(model, config, precision, machine)?, 0),
+            ("activations", buffers, 0),
             ("expert cache", 0, experts),
         ];
-        let parts = parts.into_iter().filter(|part| part.0 != "recurrent state" || model.has_recurrent_state());
-        let rates = CpuRates::measure(model, config, precision, machine, tokens)?;
-        let expected = |config: &EngineConfig| speed::on_cpu(model, config, precision, &rates, tokens);
+        let parts = parts.into_iter().filter(|part| part.0 != "recurrent state" || spec.model.has_recurrent_state());
+        let tokens = spec.cpu_tokens();
+        let rates = CpuRates::measure(&spec, machine, tokens)?;
+        let expected = |config: &EngineConfig| speed::on_cpu(&spec.with(config), &rates, tokens);
         let now = expected(config)?;
         let mut advice = Vec::new();
         if config.dense == DenseBits::Bf16 {
@@ -169,13 +161,13 @@ impl Planner<'_> {
     fn about(&self) -> Plan {
         Plan {
             model: self.name.into(),
-            layers: self.model.layers.len(),
-            experts: self.precision.map_or("none".into(), |precision| precision.to_string()),
-            dense: self.config.dense.to_string(),
-            kv: self.config.kv.to_string(),
+            layers: self.spec.model.layers.len(),
+            experts: self.spec.precision.map_or("none".into(), |precision| precision.to_string()),
+            dense: self.spec.config.dense.to_string(),
+            kv: self.spec.config.kv.to_string(),
             ram_limit_bytes: self.machine.available_bytes,
-            model_context: self.model.max_context,
-            num_experts: self.model.moe().map_or(0, |moe| moe.num_experts),
+            model_context: self.spec.model.max_context,
+            num_experts: self.spec.model.moe().map_or(0, |moe| moe.num_experts),
             device: String::new(),
             is_assumed: false,
             parts: Vec::new(),
@@ -201,11 +193,12 @@ mod gpu {
     use std::sync::Arc;
 
     use super::*;
+    use crate::Error;
     use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::{Cuda, DeviceInfo};
     use crate::experts::gpu::Speeds as CostModel;
-    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, check_ram};
-    use crate::load::speed::GpuRates;
+    use crate::load::budget::open_gpu;
+    use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, on_gpu};
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
     const ASSUMED_VRAM_BYTES: f64 = 1000e9;
@@ -226,7 +219,7 @@ mod gpu {
         /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there
         /// is no size to assume one of.
         pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
-            let found = match load::budget::open_gpu(config) {
+            let found = match open_gpu(config) {
                 Ok(found) => found,
                 Err(_) if config.vram.is_some() => None,
                 Err(error) => {
@@ -264,31 +257,28 @@ mod gpu {
 
     impl Planner<'_> {
         pub(super) fn on_gpu(&self, device: &Device) -> Result<Plan> {
-            let Self { model, config, precision, machine, .. } = *self;
-            let plan = GpuPlan::new(model, config, precision, &device.info)?;
-            check_ram(&plan, model, config, precision, machine)?;
-            let cpu = CpuRates::measure(model, config, precision, machine, 128)?;
+            let Self { spec, machine, .. } = *self;
+            let plan = GpuPlan::new(&spec, &device.info)?;
+            plan.check_ram(&spec, machine)?;
+            let cpu = CpuRates::measure(&spec, machine, 128)?;
             let costs = CostModel {
                 cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
                 cpu_products: cpu.expert_products,
                 pcie_bytes: device.pcie_bytes,
             };
             let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
-            let expected =
-                |plan: &GpuPlan, config: &EngineConfig| speed::on_gpu(plan, model, config, precision, &rates);
-            let now = expected(&plan, config)?;
-
-            let experts = expert_bytes(model, precision)?;
+            let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
+            let now = expected(&plan, &spec)?;
             let part = |name, vram_bytes, ram_bytes, disk_bytes| Part { name, vram_bytes, ram_bytes, disk_bytes };
             let parts = vec![
                 part("driver and kernels", CONTEXT_BYTES, 0, 0),
                 part("dense weights", plan.weights, 0, 0),
                 part("KV cache", plan.kv, 0, 0),
-                part("buffers", plan.buffers, plan.host_bytes(model, precision, machine)?, 0),
+                part("buffers", plan.buffers, plan.host_bytes(&spec, machine)?, 0),
                 part("resident experts", plan.resident, 0, 0),
                 part("passing experts", plan.ring, 0, 0),
                 part(if plan.ring > 0 { "experts, pinned" } else { "experts" }, 0, plan.ram, 0),
-                part("expert cache", 0, 0, experts),
+                part("expert cache", 0, 0, spec.expert_bytes()?),
             ];
             Ok(Plan {
                 device: device.info.name.clone(),
@@ -314,12 +304,13 @@ mod gpu {
             device: &Device,
             plan: &GpuPlan,
             now: &Expected,
-            expected: &dyn Fn(&GpuPlan, &EngineConfig) -> Result<Expected>,
+            expected: &dyn Fn(&GpuPlan, &Spec<'_>) -> Result<Expected>,
         ) -> Vec<String> {
-            let Self { model, config, precision, .. } = *self;
+            let Spec { model, config, .. } = self.spec;
             let other = |config: &EngineConfig, info: &DeviceInfo| {
-                let plan = GpuPlan::new(model, config, precision, info).ok()?;
-                let then = expected(&plan, config).ok()?;
+                let spec = self.spec.with(config);
+                let plan = GpuPlan::new(&spec, info).ok()?;
+                let then = expected(&plan, &spec).ok()?;
                 Some((plan, then))
             };
             let mut advice = Vec::new();
@@ -333,7 +324,7 @@ mod gpu {
                 };
                 // The least that is enough, to half a GiB: more VRAM also goes to the context.
                 let step = 1u64 << 29;
-                let (mut least, mut enough) = (0, 4 * expert_bytes(model, precision).unwrap_or(0) / step + 8);
+                let (mut least, mut enough) = (0, 4 * self.spec.expert_bytes().unwrap_or(0) / step + 8);
                 while least + 1 < enough {
                     let middle = (least + enough) / 2;
                     match with(plan.vram + middle * step) {

@@ -18,13 +18,13 @@ use std::sync::Arc;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
-use super::budget::resident_bytes;
 use super::machine::Machine;
+use super::memory::resident_bytes;
+use super::spec::Spec;
+use super::synthetic;
 use crate::Result;
 use crate::backend::Routing;
-use crate::config::EngineConfig;
 use crate::experts::{CpuExperts, ExpertMemory};
-use crate::load::synthetic;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::model::{Ffn, LayerConfig, ModelConfig, Moe};
 
@@ -56,27 +56,22 @@ fn round(x: f64) -> String {
 }
 
 /// What a token takes.
-struct Work {
+pub(super) struct Work {
     layers: usize,
-    dense_bytes: f64,
-    dense_products: f64,     // of a token, without the output head
-    attention_products: f64, // of a token and one it looks at
-    top_k: usize,
-    num_experts: usize,
-    moe_layers: usize,
-    layout: Option<ExpertLayout>,
+    pub(super) dense_bytes: f64,
+    pub(super) dense_products: f64,     // of a token, without the output head
+    pub(super) attention_products: f64, // of a token and one it attends to
+    pub(super) top_k: usize,
+    pub(super) num_experts: usize,
+    pub(super) moe_layers: usize,
+    pub(super) layout: Option<ExpertLayout>,
 }
 
 impl Work {
-    fn of(model: &ModelConfig, config: &EngineConfig, precision: Option<Precision>) -> Result<Self> {
+    pub(super) fn of(spec: &Spec<'_>) -> Result<Self> {
+        let Spec { model, config, .. } = *spec;
         let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
         let moe = model.moe();
-        let layout = match (moe, precision) {
-            (Some(moe), Some(precision)) => {
-                Some(ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?)
-            }
-            _ => None,
-        };
         Ok(Self {
             layers: model.layers.len(),
             // A token's states are read and written.
@@ -87,15 +82,15 @@ impl Work {
             top_k: moe.map_or(0, |moe| moe.router.top_k),
             num_experts: moe.map_or(1, |moe| moe.num_experts),
             moe_layers: model.moe_layers().count(),
-            layout,
+            layout: spec.expert_layout()?,
         })
     }
 
-    fn expert_bytes(&self) -> f64 {
+    pub(super) fn expert_bytes(&self) -> f64 {
         self.layout.as_ref().map_or(0.0, |layout| layout.bytes() as f64)
     }
 
-    fn expert_products(&self) -> f64 {
+    pub(super) fn expert_products(&self) -> f64 {
         self.layout.as_ref().map_or(0.0, |layout| 3.0 * layout.gate.n as f64 * layout.gate.k as f64)
     }
 }
@@ -116,13 +111,8 @@ const SAMPLE_BYTES: usize = 256 << 20;
 
 impl CpuRates {
     /// Measures, on random weights of the model's dimensions and with batches of `tokens`. Takes about a second.
-    pub fn measure(
-        model: &ModelConfig,
-        config: &EngineConfig,
-        precision: Option<Precision>,
-        machine: &Machine,
-        tokens: usize,
-    ) -> Result<Self> {
+    pub fn measure(spec: &Spec<'_>, machine: &Machine, tokens: usize) -> Result<Self> {
+        let Spec { model, config, precision, .. } = *spec;
         let sample = SAMPLE_BYTES.min((crate::machine::topology::available_bytes() / 8) as usize).max(1);
         let read_bytes = 1e9 * read_bandwidth(&machine.team, sample, Pages::Huge, 3)?;
         let dense_precision = config.dense.precision(model.hidden_size).unwrap_or(Precision::Bf16);
@@ -166,16 +156,10 @@ fn products(model: &ModelConfig, machine: &Machine, precision: Precision, expert
 }
 
 /// On the CPU alone, prompts in batches of `tokens`.
-pub fn on_cpu(
-    model: &ModelConfig,
-    config: &EngineConfig,
-    precision: Option<Precision>,
-    rates: &CpuRates,
-    tokens: usize,
-) -> Result<Expected> {
+pub fn on_cpu(spec: &Spec<'_>, rates: &CpuRates, tokens: usize) -> Result<Expected> {
     const SHARE: f64 = 0.8;
     const LAYER_S: f64 = 80e-6;
-    let work = Work::of(model, config, precision)?;
+    let work = Work::of(spec)?;
     let experts = (work.moe_layers * work.top_k) as f64;
     let read = SHARE * rates.read_bytes;
     let layers = work.layers as f64 * LAYER_S;
@@ -190,134 +174,11 @@ pub fn on_cpu(
     Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
 }
 
-#[cfg(feature = "cuda")]
-pub use gpu::{GpuRates, on_gpu};
-
-#[cfg(feature = "cuda")]
-mod gpu {
-    use super::{Expected, Work};
-    use crate::Result;
-    use crate::config::{EngineConfig, PrefillOn};
-    use crate::cuda::DeviceInfo;
-    use crate::experts::gpu::Speeds;
-    use crate::load::gpu::GpuPlan;
-    use crate::model::ModelConfig;
-    use moebius_cache::Precision;
-
-    /// What a GPU and the box around it do in a second.
-    #[derive(Clone, Copy, Debug)]
-    pub struct GpuRates {
-        /// Bytes of VRAM.
-        pub vram_bytes: f64,
-        /// Of what experts in RAM need; `None` where there are none.
-        pub speeds: Option<Speeds>,
-    }
-
-    /// Products a second of long prompts: measured on Hopper, elsewhere in proportion to the width of the tensor cores.
-    fn products(device: &DeviceInfo) -> f64 {
-        let multiprocessor = match device.capability {
-            (9, _) => 1.7e12,
-            (8, 0) | (10, _) => 0.65e12,
-            _ => 0.33e12,
-        };
-        device.multiprocessors as f64 * multiprocessor
-    }
-
-    /// On a GPU, as planned.
-    pub fn on_gpu(
-        plan: &GpuPlan,
-        model: &ModelConfig,
-        config: &EngineConfig,
-        precision: Option<Precision>,
-        rates: &GpuRates,
-    ) -> Result<Expected> {
-        const VRAM_SHARE: f64 = 0.8;
-        const HANDOFF_S: f64 = 10e-6;
-        const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
-        let work = Work::of(model, config, precision)?;
-        let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
-        let others = work.num_experts - resident;
-        let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);
-
-        let share = resident as f64 / all;
-        let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
-        let mut decode = own / (VRAM_SHARE * rates.vram_bytes)
-            + model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();
-        if let (Some(speeds), true) = (&rates.speeds, others > 0) {
-            decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
-        }
-
-        let tokens = plan.limits.tokens.min(plan.max_context);
-        let n = tokens as f64;
-        // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on
-        // the GPU.
-        let (crossing, cpu, streamed) = match (&rates.speeds, &work.layout, plan.sizes) {
-            (Some(speeds), Some(layout), Some(sizes)) if others > 0 => {
-                let streamed = match config.prefill {
-                    PrefillOn::Cpu => 0,
-                    PrefillOn::Gpu => others,
-                    PrefillOn::Auto if tokens > sizes.cpu_tokens => others,
-                    PrefillOn::Auto => speeds.streamed(others, work.num_experts, tokens, sizes.top_k, layout),
-                };
-                let cpu = speeds.cpu_seconds(work.num_experts, tokens, sizes.top_k, layout);
-                (streamed as f64 * work.expert_bytes() / speeds.pcie_bytes, (others - streamed) as f64 * cpu, streamed)
-            }
-            _ => (0.0, 0.0, 0),
-        };
-        let rate = products(&plan.device);
-        let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
-        let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
-        // Copies run beside all of the GPU's work, the CPU only beside the experts'.
-        let least = model.layers.len() as f64 * PREFILL_LAYER_S;
-        let prefill = (least + rest + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
-        Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
-    }
-
-    #[cfg(test)]
-    mod tests {
-        use super::*;
-        use crate::config::EngineConfig;
-        use crate::model::families::shapes;
-
-        /// One H200 beside 16 cores, as measured.
-        #[test]
-        fn what_was_measured_is_expected() {
-            let device = DeviceInfo {
-                name: "H200".into(),
-                capability: (9, 0),
-                multiprocessors: 132,
-                shared_bytes: 0,
-                total_bytes: 140 << 30,
-                free_bytes: 140 << 30,
-            };
-            let speeds = Speeds { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
-            for (name, resident, decode, prefill) in [
-                ("qwen3-30b-a3b", None, 398.0, 50_000.0),
-                ("qwen3-30b-a3b", Some(0), 98.0, 30_100.0),
-                ("deepseek-v2-lite", None, 483.0, 81_900.0),
-                ("deepseek-v2-lite", Some(0), 143.0, 59_800.0),
-            ] {
-                let model = shapes::shape(name, None).unwrap();
-                let config = EngineConfig { resident_experts: resident, ..EngineConfig::default() };
-                let precision = crate::load::precision(&model, &config).unwrap();
-                let plan = GpuPlan::new(&model, &config, precision, &device).unwrap();
-                let rates = GpuRates { vram_bytes: 4.15e12, speeds: Some(speeds) };
-                let expected = on_gpu(&plan, &model, &config, precision, &rates).unwrap();
-                let near = |a: f64, b: f64| (a / b).max(b / a) < 1.15;
-                assert_eq!(expected.prefill_tokens, 8192);
-                assert!(
-                    near(expected.decode_tok_per_s, decode) && near(expected.prefill_tok_per_s, prefill),
-                    "{name} {resident:?}: {expected}, measured {decode} and {prefill}"
-                );
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DenseBits;
+    use crate::config::{DenseBits, EngineConfig};
+    use crate::load::Kept;
     use crate::model::families::shapes;
 
     /// Records of 2 and 16 cores.
@@ -333,9 +194,9 @@ mod tests {
         ] {
             let model = shapes::shape(name, None).unwrap();
             let config = EngineConfig { dense, ..EngineConfig::default() };
-            let precision = crate::load::precision(&model, &config).unwrap();
+            let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
             let rates = CpuRates { read_bytes: gb_per_s * 1e9, dense_products: 1e12, expert_products: 1e12 };
-            let expected = on_cpu(&model, &config, precision, &rates, 512).unwrap();
+            let expected = on_cpu(&spec, &rates, 512).unwrap();
             let ratio = expected.decode_tok_per_s / decode;
             assert!((0.85..1.2).contains(&ratio), "{name} {dense}: {expected}, measured {decode}");
         }

@@ -60,8 +60,9 @@ pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
 pub fn experts_rounding(dir: &std::path::Path) -> f64 {
     let (model, checkpoint) =
         (moebius::model::families::read(dir).unwrap(), moebius_cache::Checkpoint::open(dir).unwrap());
-    let config = load::for_checkpoint(&EngineConfig::default(), &model, &checkpoint);
-    let components = load::components::components(&checkpoint, &model, &config).unwrap();
+    let config = EngineConfig::default();
+    let spec = load::Spec::new(&model, &config, load::Kept::of(&model, &checkpoint)).unwrap();
+    let components = load::components::components(&checkpoint, &spec).unwrap();
     components.iter().filter(|component| component.is_experts()).map(|component| component.rounding).fold(0.0, f64::max)
 }
 

@@ -7,7 +7,7 @@ use moebius::backend::source::TensorSource;
 use moebius::backend::tensor::HostTensor;
 use moebius::config::EngineConfig;
 use moebius::load::synthetic;
-use moebius::load::{self, Budget, Loaded};
+use moebius::load::{self, Budget, Kept, Loaded, Spec, Stored};
 use moebius::machine::topology::Topology;
 use moebius::model::ModelConfig;
 use moebius::model::families;
@@ -80,10 +80,10 @@ fn numbers(name: &str, len: usize, scale: f32) -> Vec<f32> {
 pub fn load(name: &str, config: &EngineConfig) -> Loaded {
     let model: ModelConfig = families::parse(&self::config(name).to_string()).unwrap();
     let machine = load::machine(config, &Topology::read()).unwrap();
-    let precision = load::precision(&model, config).unwrap();
-    let budget = Budget::new(&model, config, precision, &machine).unwrap();
-    let experts = precision.map(|precision| synthetic::experts(&model, precision).unwrap());
-    load::assemble(model, &Random, experts, config, budget, machine, &|_| {}).unwrap()
+    let spec = Spec::new(&model, config, Kept::NOTHING).unwrap();
+    let budget = Budget::new(&spec, &machine).unwrap();
+    let experts = spec.precision.map(|precision| synthetic::experts(&model, precision).unwrap());
+    load::assemble(&spec, Stored { resident: &Random, experts }, budget, machine, &|_| {}).unwrap()
 }
 
 /// A demo model or a small one.

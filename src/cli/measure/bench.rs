@@ -16,7 +16,7 @@ use crate::forward::kv_cache::{BlockPool, BlockTable};
 use crate::forward::tap::Tap;
 use crate::kernel::random::Random;
 use crate::load::synthetic::{self, Synthetic};
-use crate::load::{self, Budget, LoadProgress, Loaded};
+use crate::load::{self, Budget, Kept, LoadProgress, Loaded, Spec, Stored};
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
 use crate::model::ModelConfig;
@@ -53,10 +53,10 @@ pub fn load_shape(
 ) -> Result<Loaded> {
     let model = shapes::shape(name, layers)?;
     let machine = load::machine(config, &Topology::read())?;
-    let precision = load::precision(&model, config)?;
-    let budget = Budget::new(&model, config, precision, &machine)?;
-    let experts = precision.map(|p| synthetic::experts(&model, p)).transpose()?;
-    load::assemble(model.clone(), &Synthetic::of(&model), experts, config, budget, machine, report)
+    let spec = Spec::new(&model, config, Kept::NOTHING)?;
+    let budget = Budget::new(&spec, &machine)?;
+    let experts = spec.precision.map(|p| synthetic::experts(&model, p)).transpose()?;
+    load::assemble(&spec, Stored { resident: &Synthetic::of(&model), experts }, budget, machine, report)
 }
 
 /// Loads a model or shape and measures it.

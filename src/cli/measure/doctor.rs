@@ -10,6 +10,7 @@ use moebius_cache::format::ExpertCache;
 use crate::config::EngineConfig;
 use crate::kernel::{self, Simd};
 use crate::load::components::components;
+use crate::load::{Kept, Spec};
 use crate::machine::memory::{self, Buffer, Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
 use crate::machine::workers::{SCHEDSTAT, Team};
@@ -53,8 +54,8 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
 /// Errors: it is not there, or cannot be read.
 pub fn examine_model(dir: &Path) -> Result<Vec<Finding>> {
     let (model, checkpoint) = (families::read(dir)?, Checkpoint::open(dir)?);
-    let config = load::for_checkpoint(&EngineConfig::default(), &model, &checkpoint);
-    let components = components(&checkpoint, &model, &config)?;
+    let config = EngineConfig::default();
+    let components = components(&checkpoint, &Spec::new(&model, &config, Kept::of(&model, &checkpoint))?)?;
     Ok(components.iter().map(|component| finding("model", component.to_string(), None)).collect())
 }
 

@@ -1,23 +1,21 @@
 //! What goes where on a GPU, decided before anything is loaded: the same constructors run on a device that only counts.
 
 use half::bf16;
-use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::backend::source::TensorSource;
 use crate::backend::tensor::HostTensor;
-use crate::config::{EngineConfig, KvBits, PrefillOn};
+use crate::config::{DenseBits, EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::experts::{Between, CpuExperts};
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
-use crate::load::Machine;
-use crate::load::budget::{check_context, expert_bytes, gib};
-use crate::model::ModelConfig;
+use crate::load::machine::{Machine, RESERVE_BYTES, gib};
+use crate::load::spec::Spec;
 use crate::{Error, Result};
 
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.
@@ -66,51 +64,86 @@ impl GpuPlan {
     }
 
     /// RAM that will be taken beside the experts: what both sides see, and the CPU's work space.
-    pub fn host_bytes(&self, model: &ModelConfig, precision: Option<Precision>, machine: &Machine) -> Result<u64> {
-        let logits = (4 * self.limits.logit_rows * model.vocab_size) as u64;
-        let (Some(sizes), Some(moe), Some(precision)) = (&self.sizes, model.moe(), precision) else {
-            return Ok(logits);
-        };
-        let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
-        let cpu =
-            CpuExperts::bytes(&layout, machine.kernel, machine.team.threads(), sizes.cpu_tokens, sizes.top_k) as u64;
-        Ok(logits + cpu + GpuExperts::host_bytes(&layout, model.moe_layers().count(), sizes))
+    pub fn host_bytes(&self, spec: &Spec<'_>, machine: &Machine) -> Result<u64> {
+        let logits = (4 * self.limits.logit_rows * spec.model.vocab_size) as u64;
+        let (Some(sizes), Some(layout)) = (&self.sizes, spec.expert_layout()?) else { return Ok(logits) };
+        let threads = machine.team.threads();
+        let cpu = CpuExperts::bytes(&layout, machine.kernel, threads, sizes.cpu_tokens, sizes.top_k) as u64;
+        Ok(logits + cpu + GpuExperts::host_bytes(&layout, spec.model.moe_layers().count(), sizes))
     }
 
     /// Decides. Errors: `Error::Resources` with the flag that helps where it does not fit; `Error::Invalid` for flags
     /// that exclude each other.
-    pub fn new(
-        model: &ModelConfig,
-        config: &EngineConfig,
-        precision: Option<Precision>,
-        device: &DeviceInfo,
-    ) -> Result<Self> {
-        check(model, config)?;
-        check_vram(config, device)?;
-        let vram = config.vram.unwrap_or(device.free_bytes);
-        let budget = vram.saturating_sub(CONTEXT_BYTES);
+    pub fn new(spec: &Spec<'_>, device: &DeviceInfo) -> Result<Self> {
+        check(spec)?;
+        check_vram(spec.config, device)?;
+        Planner { spec: *spec, device, vram: spec.config.vram.unwrap_or(device.free_bytes) }.plan()
+    }
+
+    /// Refuses experts in RAM that are more than there is. Errors: `Error::Resources`.
+    pub(crate) fn check_ram(&self, spec: &Spec<'_>, machine: &Machine) -> Result<()> {
+        let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
+        let needed = self.ram.saturating_add(self.host_bytes(spec, machine)?);
+        if needed <= available {
+            return Ok(());
+        }
+        let advice = match spec.config.dense {
+            DenseBits::Bf16 => "use --experts int4, or --dense int8 to keep more experts in VRAM",
+            _ => "use --experts int4",
+        };
+        Err(Error::Resources(format!(
+            "the experts need {:.1} GiB of memory and {:.1} are free: {advice}",
+            gib(needed),
+            gib(available)
+        )))
+    }
+}
+
+/// Who decides what goes where.
+struct Planner<'a> {
+    spec: Spec<'a>,
+    device: &'a DeviceInfo,
+    vram: u64, // that may be taken, driver included
+}
+
+/// A plan for parts of some size, or the VRAM that it would need at least, without the driver's.
+enum Attempt {
+    Fits(GpuPlan),
+    Needs(u64),
+}
+
+impl Planner<'_> {
+    /// VRAM for weights, buffers, KV cache and experts.
+    fn budget(&self) -> u64 {
+        self.vram.saturating_sub(CONTEXT_BYTES)
+    }
+
+    /// The plan with the largest parts that fit.
+    fn plan(&self) -> Result<GpuPlan> {
+        let config = self.spec.config;
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
-        let chunks = CHUNKS.into_iter().filter(|&chunk| chunk < pass).chain([pass.min(CHUNKS[0])]).max();
-        let mut sizes: Vec<usize> = CHUNKS.into_iter().filter(|&chunk| chunk < pass).chain(chunks).collect();
-        sizes.sort_unstable_by(|a, b| b.cmp(a));
-        sizes.dedup();
+        let largest = pass.min(CHUNKS[0]);
         let mut least = 0;
-        for chunk in sizes {
-            let pass = if config.max_batch_tokens.is_some() { pass } else { chunk };
-            match Self::with_chunk(model, config, precision, device, vram, budget, pass, chunk)? {
-                Ok(plan) => return Ok(plan),
-                Err(needed) => least = needed,
+        for chunk in [largest].into_iter().chain(CHUNKS.into_iter().filter(|&chunk| chunk < largest)) {
+            let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
+            let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
+            match self.attempt(limits)? {
+                Attempt::Fits(plan) => return Ok(plan),
+                Attempt::Needs(bytes) => least = bytes,
             }
         }
+        Err(self.refusal(least))
+    }
+
+    /// What to do about `least` bytes that do not fit.
+    fn refusal(&self, least: u64) -> Error {
+        let config = self.spec.config;
         // What would fit with the least context of all is only too long.
-        let shorter = EngineConfig { max_context: None, ..config.clone() };
-        let fits = match config.max_context {
-            Some(asked) => Self::new(model, &shorter, precision, device)
-                .ok()
-                .map(|plan| plan.max_context)
-                .filter(|&fits| fits < asked),
-            None => None,
-        };
+        let fits = config.max_context.and_then(|chosen| {
+            let shorter = EngineConfig { max_context: None, ..config.clone() };
+            let plan = Planner { spec: self.spec.with(&shorter), ..*self }.plan().ok()?;
+            Some(plan.max_context).filter(|&fits| fits < chosen)
+        });
         let advice = match (fits, config.vram) {
             (Some(fits), _) => format!("use --max-context {fits}, --kv fp8 or --dense int8"),
             (None, Some(_)) => {
@@ -118,64 +151,92 @@ impl GpuPlan {
             }
             (None, None) => "use --dense int8, a smaller --max-batch-tokens, or --device cpu".into(),
         };
-        Err(Error::Resources(format!(
+        Error::Resources(format!(
             "the model needs {:.1} GiB of VRAM with its experts in RAM, and {:.1} may be taken: {advice}",
             gib(least + CONTEXT_BYTES),
-            gib(vram)
-        )))
+            gib(self.vram)
+        ))
     }
 
-    /// The plan for parts of `chunk` tokens, or what it would need at least.
-    #[allow(clippy::too_many_arguments)] // one decision, cut out of its loop
-    fn with_chunk(
-        model: &ModelConfig,
-        config: &EngineConfig,
-        precision: Option<Precision>,
-        device: &DeviceInfo,
-        vram: u64,
-        budget: u64,
-        pass: usize,
-        chunk: usize,
-    ) -> Result<std::result::Result<Self, u64>> {
-        let limits = Limits { tokens: pass, chunk_tokens: chunk, logit_rows: config.max_sequences };
+    /// The plan for passes of these limits.
+    fn attempt(&self, limits: Limits) -> Result<Attempt> {
+        let Spec { model, config, .. } = self.spec;
         let wanted = config.max_context.unwrap_or(model.max_context).min(model.max_context);
-        let none = Counted::of(model, config, device, limits, wanted, 0)?;
-        let block = Counted::of(model, config, device, limits, wanted, 1)?.kv - none.kv;
-        let fixed = none.weights + none.buffers;
-        let Some((layers, moe)) = model.moe().map(|moe| (model.moe_layers().count(), moe)) else {
-            return Ok(Self::settle(model, config, device, vram, budget, limits, &none, block, None, 0));
+        let counted = Counted::of(self, limits, wanted, 0)?;
+        let block = Counted::of(self, limits, wanted, 1)?.kv - counted.kv;
+        let (Some(layout), Some(moe)) = (self.spec.expert_layout()?, model.moe()) else {
+            return Ok(self.context(limits, &counted, block));
         };
-        let precision = precision.expect("experts have a precision");
-        let layout = ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision)?;
-        let (experts, stride) = (moe.num_experts, layout.bytes().next_multiple_of(64) as u64);
-        let cpu_tokens = if config.prefill == PrefillOn::Cpu { chunk } else { chunk.min(CPU_TOKENS) };
-        let none_resident = Sizes { tokens: chunk, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
-        let work = GpuExperts::device_bytes(&layout, layers, experts, &none_resident) + Between::bytes(model);
-        // The context first, as asked for, or a quarter of what is left; then the experts.
-        let mut plan =
-            match Self::settle(model, config, device, vram, budget, limits, &none, block, Some(none_resident), work) {
-                Ok(plan) => plan,
-                Err(needed) => return Ok(Err(needed)),
-            };
-        let left = budget - fixed - work - plan.kv;
-        let all = layers as u64 * experts as u64 * stride;
+        let cpu_tokens = match config.prefill {
+            PrefillOn::Cpu => limits.chunk_tokens,
+            _ => limits.chunk_tokens.min(CPU_TOKENS),
+        };
+        let sizes = Sizes { tokens: limits.chunk_tokens, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
+        let layers = model.moe_layers().count();
+        let work = GpuExperts::device_bytes(&layout, layers, moe.num_experts, &sizes) + Between::bytes(model);
+        // The context first, as chosen, or a quarter of what is left; then the experts.
+        match self.context(limits, &Counted { buffers: counted.buffers + work, ..counted }, block) {
+            Attempt::Fits(plan) => self.experts(plan, &layout, sizes),
+            needs => Ok(needs),
+        }
+    }
+
+    /// Context and KV cache, of `block` bytes a block, beside what was counted.
+    fn context(&self, limits: Limits, counted: &Counted, block: u64) -> Attempt {
+        let Spec { model, config, .. } = self.spec;
+        let budget = self.budget();
+        let fixed = counted.weights + counted.buffers;
+        let blocks_of = |tokens: usize| tokens.div_ceil(BLOCK_SIZE);
+        let least = blocks_of(config.max_context.unwrap_or(model.max_context.min(2048)));
+        let is_wide = limits.chunk_tokens > CHUNKS[CHUNKS.len() - 1] && counted.buffers > budget / 2;
+        if fixed + least as u64 * block > budget || is_wide {
+            return Attempt::Needs(fixed + least as u64 * block);
+        }
+        let quarter = ((budget - fixed) / 4 / block.max(1)) as usize;
+        let max_context = config.max_context.unwrap_or(model.max_context.min(quarter.max(least) * BLOCK_SIZE));
+        let one = blocks_of(max_context);
+        let kv_blocks = quarter.clamp(one, one * config.max_sequences);
+        Attempt::Fits(GpuPlan {
+            device: self.device.clone(),
+            vram: self.vram,
+            weights: counted.weights,
+            buffers: counted.buffers,
+            kv: kv_blocks as u64 * block,
+            resident: 0,
+            ring: 0,
+            ram: 0,
+            max_context,
+            kv_blocks,
+            limits,
+            sizes: None,
+        })
+    }
+
+    /// `plan` with its experts: residents, those that pass through, and the others in RAM.
+    fn experts(&self, plan: GpuPlan, layout: &ExpertLayout, sizes: Sizes) -> Result<Attempt> {
+        let Spec { model, config, .. } = self.spec;
+        let layers = model.moe_layers().count() as u64;
+        let experts = model.moe().map_or(0, |moe| moe.num_experts);
+        let stride = layout.bytes().next_multiple_of(64) as u64;
+        let taken = plan.weights + plan.buffers + plan.kv;
+        let left = self.budget() - taken;
         let (resident, ring) = match config.resident_experts {
             Some(n) if n > experts => {
                 return Err(Error::Invalid(format!(
                     "--resident-experts {n}: a layer has {experts} experts, so give at most {experts}, or auto"
                 )));
             }
-            Some(n) if layers as u64 * n as u64 * stride > left => {
-                let fit = left / (layers as u64 * stride);
+            Some(n) if layers * n as u64 * stride > left => {
+                let fit = left / (layers * stride);
                 return Err(Error::Resources(format!(
                     "--resident-experts {n} do not fit the VRAM: give at most {fit}, or auto"
                 )));
             }
-            Some(n) => (n, (left - layers as u64 * n as u64 * stride) / stride),
-            None if all <= left => (experts, 0),
+            Some(n) => (n, (left - layers * n as u64 * stride) / stride),
+            None if layers * experts as u64 * stride <= left => (experts, 0),
             None => {
                 let ring = (2 * experts as u64).min(left / 2 / stride);
-                (((left - ring * stride) / (layers as u64 * stride)) as usize, ring)
+                (((left - ring * stride) / (layers * stride)) as usize, ring)
             }
         };
         let ring = match resident == experts || config.prefill == PrefillOn::Cpu {
@@ -183,68 +244,26 @@ impl GpuPlan {
             false => (ring as usize).min(2 * (experts - resident)) / 2 * 2,
         };
         // Prompts larger than the CPU takes need the ring.
-        if resident < experts && ring == 0 && cpu_tokens < chunk {
-            return Ok(Err(fixed + work + plan.kv + 2 * stride));
+        if resident < experts && ring == 0 && sizes.cpu_tokens < sizes.tokens {
+            return Ok(Attempt::Needs(taken + 2 * stride));
         }
-        plan.resident = layers as u64 * resident as u64 * stride;
-        plan.ring = ring as u64 * stride;
-        plan.ram = if resident == experts { 0 } else { expert_bytes(model, Some(precision))? };
-        plan.sizes = Some(Sizes { resident, ring, ..none_resident });
-        Ok(Ok(plan))
-    }
-
-    /// Context and KV cache beside `work` bytes of the experts' work space.
-    #[allow(clippy::too_many_arguments)] // one decision, cut out of its loop
-    fn settle(
-        model: &ModelConfig,
-        config: &EngineConfig,
-        device: &DeviceInfo,
-        vram: u64,
-        budget: u64,
-        limits: Limits,
-        none: &Counted,
-        block: u64,
-        sizes: Option<Sizes>,
-        work: u64,
-    ) -> std::result::Result<Self, u64> {
-        let fixed = none.weights + none.buffers + work;
-        let block_of = |tokens: usize| tokens.div_ceil(BLOCK_SIZE);
-        let least = block_of(config.max_context.unwrap_or(model.max_context.min(2048)));
-        if fixed + least as u64 * block > budget
-            || (limits.chunk_tokens > CHUNKS[5] && none.buffers + work > budget / 2)
-        {
-            return Err(fixed + least as u64 * block);
-        }
-        let quarter = ((budget - fixed) / 4 / block.max(1)) as usize;
-        let context = match config.max_context {
-            Some(n) => n,
-            None => model.max_context.min(quarter.max(least) * BLOCK_SIZE),
-        };
-        let one = block_of(context);
-        let kv_blocks = quarter.clamp(one, one * config.max_sequences);
-        Ok(Self {
-            device: device.clone(),
-            vram,
-            weights: none.weights,
-            buffers: none.buffers + work,
-            kv: kv_blocks as u64 * block,
-            resident: 0,
-            ring: 0,
-            ram: 0,
-            max_context: context,
-            kv_blocks,
-            limits,
-            sizes,
-        })
+        Ok(Attempt::Fits(GpuPlan {
+            resident: layers * resident as u64 * stride,
+            ring: ring as u64 * stride,
+            ram: if resident == experts { 0 } else { self.spec.expert_bytes()? },
+            sizes: Some(Sizes { resident, ring, ..sizes }),
+            ..plan
+        }))
     }
 }
 
 /// What the GPU side cannot do, said before anything is loaded.
-fn check(model: &ModelConfig, config: &EngineConfig) -> Result<()> {
-    if config.kv == KvBits::Bf16x2 {
+fn check(spec: &Spec<'_>) -> Result<()> {
+    let model = spec.model;
+    if spec.config.kv == KvBits::Bf16x2 {
         return Err(Error::Invalid("--kv bf16x2 is for the CPU: use --kv bf16 or fp8, or --device cpu".into()));
     }
-    check_context(model, config)?;
+    spec.check_context()?;
     let mut lacking = model.layers.iter().filter_map(|layer| layer.attention.gpu_lacks());
     match lacking.next().or_else(|| model.moe()?.gpu_lacks(model.hidden_size)) {
         Some(lack) => Err(Error::Model(format!("{lack}: use --device cpu"))),
@@ -290,15 +309,9 @@ struct Counted {
 }
 
 impl Counted {
-    fn of(
-        model: &ModelConfig,
-        config: &EngineConfig,
-        device: &DeviceInfo,
-        limits: Limits,
-        context: usize,
-        kv_blocks: usize,
-    ) -> Result<Self> {
-        let cuda = Cuda::plan(device.clone());
+    fn of(planner: &Planner<'_>, limits: Limits, context: usize, kv_blocks: usize) -> Result<Self> {
+        let Spec { model, config, .. } = planner.spec;
+        let cuda = Cuda::plan(planner.device.clone());
         let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, context))?;
         let own = cuda.allocated();
         let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;

@@ -1,0 +1,113 @@
+//! How fast a model will run on a GPU, as planned: the formulas stand in `load/speed.rs`.
+
+use super::plan::GpuPlan;
+use crate::Result;
+use crate::config::PrefillOn;
+use crate::cuda::DeviceInfo;
+use crate::experts::gpu::Speeds;
+use crate::load::spec::Spec;
+use crate::load::speed::{Expected, Work};
+
+/// What a GPU and the box around it do in a second.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuRates {
+    /// Bytes of VRAM.
+    pub vram_bytes: f64,
+    /// Of what experts in RAM need; `None` where there are none.
+    pub speeds: Option<Speeds>,
+}
+
+/// Products a second of long prompts: measured on Hopper, elsewhere in proportion to the width of the tensor cores.
+fn products(device: &DeviceInfo) -> f64 {
+    let multiprocessor = match device.capability {
+        (9, _) => 1.7e12,
+        (8, 0) | (10, _) => 0.65e12,
+        _ => 0.33e12,
+    };
+    device.multiprocessors as f64 * multiprocessor
+}
+
+/// On a GPU, as planned.
+pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expected> {
+    const VRAM_SHARE: f64 = 0.8;
+    const HANDOFF_S: f64 = 10e-6;
+    const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
+    let work = Work::of(spec)?;
+    let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
+    let others = work.num_experts - resident;
+    let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);
+
+    let share = resident as f64 / all;
+    let own = work.dense_bytes + share * moe_layers * top_k * work.expert_bytes();
+    let mut decode = own / (VRAM_SHARE * rates.vram_bytes)
+        + spec.model.layers.iter().map(|layer| layer.attention.gpu_seconds()).sum::<f64>();
+    if let (Some(speeds), true) = (&rates.speeds, others > 0) {
+        decode += moe_layers * ((1.0 - share) * top_k * work.expert_bytes() / speeds.cpu_bytes + HANDOFF_S);
+    }
+
+    let tokens = plan.limits.tokens.min(plan.max_context);
+    let n = tokens as f64;
+    // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on
+    // the GPU.
+    let (crossing, cpu, streamed) = match (&rates.speeds, &work.layout, plan.sizes) {
+        (Some(speeds), Some(layout), Some(sizes)) if others > 0 => {
+            let streamed = match spec.config.prefill {
+                PrefillOn::Cpu => 0,
+                PrefillOn::Gpu => others,
+                PrefillOn::Auto if tokens > sizes.cpu_tokens => others,
+                PrefillOn::Auto => speeds.streamed(others, work.num_experts, tokens, sizes.top_k, layout),
+            };
+            let cpu = speeds.cpu_seconds(work.num_experts, tokens, sizes.top_k, layout);
+            (streamed as f64 * work.expert_bytes() / speeds.pcie_bytes, (others - streamed) as f64 * cpu, streamed)
+        }
+        _ => (0.0, 0.0, 0),
+    };
+    let rate = products(&plan.device);
+    let on_gpu = (resident + streamed) as f64 / all * n * top_k * work.expert_products() / rate;
+    let rest = n * (work.dense_products + n / 2.0 * work.attention_products) / rate;
+    // Copies run beside all of the GPU's work, the CPU only beside the experts'.
+    let least = spec.model.layers.len() as f64 * PREFILL_LAYER_S;
+    let prefill = (least + rest + moe_layers * on_gpu.max(cpu)).max(moe_layers * crossing);
+    Ok(Expected { decode_tok_per_s: 1.0 / decode, prefill_tok_per_s: n / prefill, prefill_tokens: tokens })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::EngineConfig;
+    use crate::load::Kept;
+    use crate::model::families::shapes;
+
+    /// One H200 beside 16 cores, as measured.
+    #[test]
+    fn what_was_measured_is_expected() {
+        let device = DeviceInfo {
+            name: "H200".into(),
+            capability: (9, 0),
+            multiprocessors: 132,
+            shared_bytes: 0,
+            total_bytes: 140 << 30,
+            free_bytes: 140 << 30,
+        };
+        let speeds = Speeds { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
+        for (name, resident, decode, prefill) in [
+            ("qwen3-30b-a3b", None, 398.0, 50_000.0),
+            ("qwen3-30b-a3b", Some(0), 98.0, 30_100.0),
+            ("deepseek-v2-lite", None, 483.0, 81_900.0),
+            ("deepseek-v2-lite", Some(0), 143.0, 59_800.0),
+        ] {
+            let model = shapes::shape(name, None).unwrap();
+            let config = EngineConfig { resident_experts: resident, ..EngineConfig::default() };
+            let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
+            let plan = GpuPlan::new(&spec, &device).unwrap();
+            let rates = GpuRates { vram_bytes: 4.15e12, speeds: Some(speeds) };
+            let expected = on_gpu(&plan, &spec, &rates).unwrap();
+            let near = |a: f64, b: f64| (a / b).max(b / a) < 1.15;
+            assert_eq!(expected.prefill_tokens, 8192);
+            assert!(
+                near(expected.decode_tok_per_s, decode) && near(expected.prefill_tok_per_s, prefill),
+                "{name} {resident:?}: {expected}, measured {decode} and {prefill}"
+            );
+        }
+    }
+}

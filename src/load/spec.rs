@@ -1,0 +1,153 @@
+//! A model as it is to run: what it is, what the user chose, and which precision its routed experts get.
+
+use std::path::Path;
+
+use moebius_cache::Precision;
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::codec::{Quantization, kept_by_all};
+use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, largest_group_size};
+
+use super::cache::cache_job;
+use crate::config::{CPU_BATCH_TOKENS, EngineConfig, ExpertBits};
+use crate::model::ModelConfig;
+use crate::{Error, Result};
+
+/// A model, the choices for a run of it, and what they make of its routed experts.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec<'a> {
+    /// What it is.
+    pub model: &'a ModelConfig,
+    /// What the user chose.
+    pub config: &'a EngineConfig,
+    /// Of the routed experts; `None`: a dense model.
+    pub precision: Option<Precision>,
+    kept: Kept,
+}
+
+/// The precision that keeps a checkpoint's routed experts as they are, exactly where that can be.
+#[derive(Clone, Copy, Debug)]
+pub struct Kept(Option<Precision>); // none: they are plain numbers
+
+impl Kept {
+    /// Of weights that no checkpoint holds.
+    pub const NOTHING: Self = Self(None);
+
+    /// What keeps the experts in `checkpoint`.
+    ///
+    /// Whoever reads a tensor says what is wrong with it, after everything that can be refused without reading any.
+    pub fn of(model: &ModelConfig, checkpoint: &Checkpoint) -> Self {
+        if model.moe().is_none() {
+            return Self(None);
+        }
+        let job = cache_job("", checkpoint, model, Precision::Bf16);
+        let mut all = Vec::new();
+        // Formats change from layer to layer and between gate, up and down, not from expert to expert.
+        for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
+            let Ok(sources) = job.sources(expert) else { return Self(None) };
+            all.extend(sources);
+        }
+        Self(kept_by_all(&all))
+    }
+
+    /// The same from a `config.json` alone, whose weights need not be here.
+    pub fn of_folder(model: &ModelConfig, dir: &Path) -> Result<Self> {
+        match Checkpoint::open(dir) {
+            Ok(checkpoint) => Ok(Self::of(model, &checkpoint)),
+            Err(_) => {
+                let moe = model.moe();
+                let inputs = moe.map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
+                Ok(Self(Quantization::of_folder(dir)?.kept_by(&inputs)))
+            }
+        }
+    }
+}
+
+impl<'a> Spec<'a> {
+    /// Decides the precision. Errors: no group size divides the experts' rows, or the chosen one does not.
+    pub fn new(model: &'a ModelConfig, config: &'a EngineConfig, kept: Kept) -> Result<Self> {
+        Ok(Self { model, config, precision: precision(model, config, kept)?, kept })
+    }
+
+    /// The same model and experts with other choices for everything else.
+    pub fn with<'b>(&self, config: &'b EngineConfig) -> Spec<'b>
+    where
+        'a: 'b,
+    {
+        Spec { config, ..*self }
+    }
+
+    /// As with `--experts int4`, where that can be.
+    pub(super) fn with_int4(&self) -> Self {
+        let config = EngineConfig { experts: ExpertBits::Int4, ..self.config.clone() };
+        Self { precision: precision(self.model, &config, self.kept).unwrap_or(self.precision), ..*self }
+    }
+
+    /// How a routed expert is packed; `None`: a dense model.
+    pub(super) fn expert_layout(&self) -> Result<Option<ExpertLayout>> {
+        let (Some(precision), Some(moe)) = (self.precision, self.model.moe()) else { return Ok(None) };
+        Ok(Some(ExpertLayout::new(self.model.hidden_size, moe.intermediate_size, precision)?))
+    }
+
+    /// Bytes of all packed routed experts.
+    pub(super) fn expert_bytes(&self) -> Result<u64> {
+        let Some(layout) = self.expert_layout()? else { return Ok(0) };
+        let experts: u64 = self.model.moe_layers().map(|(_, moe)| moe.num_experts as u64).sum();
+        Ok(experts.saturating_mul(layout.bytes() as u64))
+    }
+
+    /// Tokens of a pass on the CPU.
+    pub(super) fn cpu_tokens(&self) -> usize {
+        self.config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS)
+    }
+
+    /// Refuses limits that no device can run the model with. Errors: `Error::Invalid`.
+    pub(super) fn check_context(&self) -> Result<()> {
+        if self.config.max_sequences == 0 || self.config.max_batch_tokens == Some(0) {
+            return Err(Error::Invalid("an engine needs at least one sequence and one token in a batch".into()));
+        }
+        let limit = self.model.max_context;
+        match self.config.max_context {
+            Some(n @ 0..=1) => Err(Error::Invalid(format!(
+                "--max-context {n} leaves no room for a prompt and its answer: give at least 2"
+            ))),
+            Some(n) if n > limit => Err(Error::Invalid(format!(
+                "--max-context {n} is beyond the {limit} positions this model was made for: give at most {limit}"
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// As chosen, or as kept.
+fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): Kept) -> Result<Option<Precision>> {
+    let Some(moe) = model.moe() else { return Ok(None) };
+    let (hidden, width) = (model.hidden_size, moe.intermediate_size);
+    let largest = largest_group_size(&[hidden, width]);
+    let group_size = || match config.group_size {
+        Some(g) if !GROUP_SIZES.contains(&g) => Err(Error::Invalid(format!("--group-size {g} is not 32, 64 or 128"))),
+        Some(g) if hidden % g != 0 || width % g != 0 => Err(Error::Invalid(format!(
+            "--group-size {g} does not divide this model's rows of {hidden} and {width} weights: {}",
+            match largest {
+                Some(fits) => format!("use --group-size {fits}"),
+                None => "use --experts bf16".into(),
+            }
+        ))),
+        Some(g) => Ok(g),
+        None => kept.and_then(Precision::group_size).into_iter().chain(largest).min().ok_or_else(|| {
+            Error::Invalid(format!(
+                "rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"
+            ))
+        }),
+    };
+    let int8 = || group_size().map(Precision::int8);
+    let int4 = || group_size().map(Precision::int4);
+    let precision = match (config.experts, kept) {
+        (ExpertBits::Bf16, _) | (ExpertBits::Auto, Some(Precision::Bf16)) => Precision::Bf16,
+        (ExpertBits::Auto, Some(Precision::Mxfp4)) if config.group_size.is_none_or(|group_size| group_size == 32) => {
+            Precision::Mxfp4
+        }
+        (ExpertBits::Int8, _) | (ExpertBits::Auto, Some(Precision::Int8 { .. } | Precision::Mxfp4)) => int8()?,
+        (ExpertBits::Int4, _) | (ExpertBits::Auto, Some(Precision::Int4 { .. }) | None) => int4()?,
+    };
+    Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales())))
+}
