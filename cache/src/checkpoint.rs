@@ -191,7 +191,7 @@ impl Checkpoint {
             }
         }
         let bytes: u64 = shards.iter().map(|shard| shard.file_bytes()).sum();
-        let larger_than_memory = available_memory_bytes().is_some_and(|available| bytes > available / 2);
+        let larger_than_memory = bytes > crate::limits::available_bytes() / 2;
         Ok(Self {
             dir: dir.to_path_buf(),
             shards,
@@ -316,11 +316,4 @@ fn all_files(dir: &Path) -> Result<Vec<PathBuf>> {
     }
     files.sort();
     Ok(files)
-}
-
-/// `MemAvailable` of Linux; `None` where there is no such file.
-pub(crate) fn available_memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }

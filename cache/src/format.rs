@@ -79,7 +79,8 @@ impl ExpertCache {
         let too_large = |why: String| {
             Error::Invalid(format!("{} of experts {why}; use fewer layers or --experts int4", readable_bytes(bytes)))
         };
-        if let Some(available) = crate::checkpoint::available_memory_bytes().filter(|&available| bytes > available) {
+        let available = crate::limits::available_bytes();
+        if bytes > available {
             return Err(too_large(format!("do not fit into {} of free memory", readable_bytes(available))));
         }
         let mut map =

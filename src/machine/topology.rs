@@ -5,6 +5,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use moebius_cache::limits::{self, ControlGroup, meminfo_bytes};
+
 /// One physical core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Core {
@@ -145,8 +147,8 @@ impl Topology {
             cores.entry(first).or_insert(Core { cpus: Vec::new(), node }).cpus.push(cpu);
         }
 
-        let (cgroup_bytes, cgroup_used, cgroup_cpus) = cgroup(&text);
-        let available_bytes = available(&meminfo, cgroup_bytes, cgroup_used);
+        let group = ControlGroup::read(&text);
+        let available_bytes = group.available_bytes(&meminfo);
         let first = usable.first().copied().unwrap_or(0);
         let caches = (0..8)
             .filter_map(|i| {
@@ -168,8 +170,8 @@ impl Topology {
             caches,
             total_bytes,
             available_bytes,
-            cgroup_bytes,
-            cgroup_cpus,
+            cgroup_bytes: group.memory_bytes,
+            cgroup_cpus: group.cpus,
             huge_pages: huge
                 .split_once('[')
                 .and_then(|(_, s)| s.split_once(']'))
@@ -238,77 +240,12 @@ pub fn cpu_has_amx() -> bool {
 /// RAM that can be taken right now, as [`Topology::available_bytes`], and within `ulimit -v`, without reading all the
 /// rest.
 pub fn available_bytes() -> u64 {
-    let text = |path: &str| std::fs::read_to_string(Path::new("/").join(path)).unwrap_or_default().trim().to_string();
-    let (limit, used, _) = cgroup(&text);
-    available(&text("proc/meminfo"), limit, used).min(moebius_cache::limits::address_space_bytes().unwrap_or(u64::MAX))
+    limits::available_bytes().min(limits::address_space_bytes().unwrap_or(u64::MAX))
 }
 
 /// The most RAM that this process ever had, mapped files included.
 pub fn peak_bytes() -> u64 {
     meminfo_bytes(&std::fs::read_to_string("/proc/self/status").unwrap_or_default(), "VmHWM").unwrap_or(0)
-}
-
-/// What the machine has, within the control group's limit.
-fn available(meminfo: &str, cgroup_limit: Option<u64>, cgroup_used: u64) -> u64 {
-    let machine = meminfo_bytes(meminfo, "MemAvailable").or(meminfo_bytes(meminfo, "MemFree")).unwrap_or(0);
-    cgroup_limit.map_or(machine, |limit| machine.min(limit.saturating_sub(cgroup_used)))
-}
-
-/// Limit and use of memory and the CPU quota of this process's control group, version 2 or 1.
-///
-/// In a container the group's own directory is usually mounted as the root of the hierarchy; elsewhere
-/// /proc/self/cgroup names it. Limits of every level up to the root apply.
-fn cgroup(text: &impl Fn(&str) -> String) -> (Option<u64>, u64, Option<f64>) {
-    let own = text("proc/self/cgroup");
-    let path = |controller: &str| {
-        let line = own.lines().find(|l| l.split(':').nth(1).is_some_and(|c| c.split(',').any(|c| c == controller)));
-        line.and_then(|l| l.splitn(3, ':').nth(2)).unwrap_or("/").trim_matches('/').to_string()
-    };
-    let levels = |base: &str, controller: &str| {
-        let mut dirs = vec![base.to_string()];
-        for part in path(controller).split('/').filter(|p| !p.is_empty()) {
-            dirs.push(format!("{}/{part}", dirs[dirs.len() - 1]));
-        }
-        dirs
-    };
-    // Version 1 writes "no limit" as a huge number.
-    let bytes = |file: String| text(&file).parse::<u64>().ok().filter(|&b| b < 1 << 60);
-    let mut memory: Option<(u64, u64)> = None;
-    let mut quota: Option<f64> = None;
-    let mut tighten = |cpus: f64| quota = Some(quota.map_or(cpus, |q| q.min(cpus)));
-    let mut groups: Vec<(Option<u64>, u64)> = Vec::new();
-    // Pages of files count as used there, and can be had again: a mapped cache must not look like memory that is gone.
-    let files = |dir: &str| {
-        let stat = text(&format!("{dir}/memory.stat"));
-        let of = |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
-        let either = |v2, v1| of(v1).or_else(|| of(v2)).unwrap_or(0);
-        either("active_file ", "total_active_file ") + either("inactive_file ", "total_inactive_file ")
-    };
-    for dir in levels("sys/fs/cgroup", "") {
-        let used = bytes(format!("{dir}/memory.current")).unwrap_or(0);
-        groups.push((bytes(format!("{dir}/memory.max")), used.saturating_sub(files(&dir))));
-        let max = text(&format!("{dir}/cpu.max"));
-        if let Some((Ok(limit), Ok(period))) = max.split_once(' ').map(|(l, p)| (l.parse::<f64>(), p.parse::<f64>())) {
-            tighten(limit / period);
-        }
-    }
-    for dir in levels("sys/fs/cgroup/memory", "memory") {
-        let used = bytes(format!("{dir}/memory.usage_in_bytes")).unwrap_or(0);
-        groups.push((bytes(format!("{dir}/memory.limit_in_bytes")), used.saturating_sub(files(&dir))));
-    }
-    for dir in levels("sys/fs/cgroup/cpu", "cpu") {
-        let value = |name: &str| text(&format!("{dir}/{name}")).parse::<f64>().ok().filter(|&v| v > 0.0);
-        if let (Some(limit), Some(period)) = (value("cpu.cfs_quota_us"), value("cpu.cfs_period_us")) {
-            tighten(limit / period);
-        }
-    }
-    for (limit, used) in groups {
-        if let Some(limit) = limit.filter(|&l| memory.is_none_or(|(m, u)| l.saturating_sub(used) < m.saturating_sub(u)))
-        {
-            memory = Some((limit, used));
-        }
-    }
-    (memory.map(|m| m.0), memory.map_or(0, |m| m.1), quota)
 }
 
 /// `0-3,8,10-11`; what does not parse is left out.
@@ -335,13 +272,6 @@ fn parse_size(size: &str) -> Option<u64> {
         _ => return None,
     };
     digits.parse::<u64>().ok()?.checked_mul(unit)
-}
-
-/// `MemTotal:  123 kB`, with `Node 0 ` in front in a node's file.
-fn meminfo_bytes(meminfo: &str, name: &str) -> Option<u64> {
-    let line =
-        meminfo.lines().find(|l| l.split(':').next().is_some_and(|key| key.split_whitespace().last() == Some(name)))?;
-    line.split_once(':')?.1.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 #[cfg(test)]
