@@ -77,7 +77,7 @@ impl Work {
             // A token's states are read and written.
             dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0)
                 + 2.0 * model.state_bytes_per_sequence() as f64,
-            dense_products: model.layers.iter().map(|layer| layer.dense_products(model.hidden_size) as f64).sum(),
+            dense_products: model.layers.iter().map(|layer| layer.dense_products(model.hidden_size)).sum(),
             attention_products: model.layers.iter().map(|layer| layer.attention.products_per_pair() as f64).sum(),
             top_k: moe.map_or(0, |moe| moe.router.top_k),
             num_experts: moe.map_or(1, |moe| moe.num_experts),

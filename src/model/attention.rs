@@ -174,11 +174,13 @@ impl Attention {
 
     /// Products of a token besides those of [`matrices`](Attention::matrices): with its own state, or to make keys and
     /// values of its latent.
-    pub fn inner_products(&self) -> usize {
+    pub fn inner_products(&self) -> f64 {
         match self {
-            Attention::Gqa(_) => 0,
-            Attention::DeltaNet(a) => 4 * a.value_dim() * a.key_head_dim,
-            Attention::Mla(a) => a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim),
+            Attention::Gqa(_) => 0.0,
+            Attention::DeltaNet(a) => 4.0 * a.value_dim() as f64 * a.key_head_dim as f64,
+            Attention::Mla(a) => {
+                a.kv_lora_rank as f64 * a.num_heads as f64 * (a.qk_nope_head_dim + a.v_head_dim) as f64
+            }
         }
     }
 

@@ -78,9 +78,9 @@ impl LayerConfig {
     }
 
     /// Products of a token with all that is dense, in a model of this width.
-    pub fn dense_products(&self, hidden: usize) -> usize {
+    pub fn dense_products(&self, hidden: usize) -> f64 {
         let matrices = self.matrices(hidden);
-        matrices.iter().map(|(n, k)| n * k).sum::<usize>() + self.attention.inner_products()
+        matrices.iter().map(|&(n, k)| n as f64 * k as f64).sum::<f64>() + self.attention.inner_products()
     }
 }
 

@@ -114,17 +114,10 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         expert_bias: false,
         router,
     };
-    let num_layers = f.num_layers()?;
     let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
-    let kinds = f.strings("mlp_layer_types")?;
-    if kinds.as_ref().is_some_and(|k| k.len() != num_layers || !k.iter().all(|kind| ["dense", "sparse"].contains(kind)))
-    {
-        return Err(Error::Model(format!(
-            "`mlp_layer_types` does not say dense or sparse for each of {num_layers} layers"
-        )));
-    }
+    let kinds = f.layer_kinds("mlp_layer_types", ["sparse", "dense"])?;
     let is_moe = |layer: usize| match &kinds {
-        Some(kinds) => kinds[layer] == "sparse",
+        Some(kinds) => kinds[layer],
         None => layer >= first_dense && layer % frequency == 0,
     };
     let ffn = |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };

@@ -185,11 +185,16 @@ impl<'a> Fields<'a> {
         list.ok_or_else(|| wrong(name, "a list of layer numbers"))
     }
 
-    /// A list of strings, as `layer_types`; `None` when absent.
-    pub(super) fn strings(&self, name: &str) -> Result<Option<Vec<&'a str>>> {
+    /// Of each layer, whether it is the first of two kinds, as `layer_types` says; `None` when absent.
+    pub(super) fn layer_kinds(&self, name: &str, kinds: [&str; 2]) -> Result<Option<Vec<bool>>> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let list: Option<Vec<_>> = value.as_array().and_then(|a| a.iter().map(Value::as_str).collect());
-        list.map(Some).ok_or_else(|| wrong(name, "a list of strings"))
+        let is_first = |kind: &Value| kind.as_str().filter(|kind| kinds.contains(kind)).map(|kind| kind == kinds[0]);
+        let list: Option<Vec<bool>> = value.as_array().and_then(|list| list.iter().map(is_first).collect());
+        let num_layers = self.num_layers()?;
+        list.filter(|list| list.len() == num_layers).map(Some).ok_or_else(|| {
+            let [first, second] = kinds;
+            Error::Model(format!("`{name}` does not say {first} or {second} for each of {num_layers} layers"))
+        })
     }
 
     pub(super) fn object(&self, name: &str) -> Result<Option<Fields<'a>>> {
@@ -226,64 +231,14 @@ impl<'a> Fields<'a> {
         if theta <= 1.0 {
             return Err(wrong("rope_theta", "a number above 1"));
         }
-        let mut softmax_mscale = 1.0;
-        let scaling = match scaling {
-            None => RopeScaling::None,
+        let (scaling, softmax_mscale) = match scaling {
+            None => (RopeScaling::None, 1.0),
             Some(s) => match s.str_or("rope_type", s.str_or("type", "default")?)? {
-                "default" => RopeScaling::None,
-                "linear" => RopeScaling::Linear { factor: s.positive("factor")? },
-                "yarn" => {
-                    let factor = s.positive("factor")?;
-                    let (mscale, all) = (s.f64_or("mscale", 0.0)?, s.f64_or("mscale_all_dim", 0.0)?);
-                    let attention_factor = if s.get("attention_factor").is_some() {
-                        s.positive("attention_factor")?
-                    } else if mscale != 0.0 && all != 0.0 {
-                        Yarn::mscale(factor, mscale) / Yarn::mscale(factor, all)
-                    } else {
-                        Yarn::mscale(factor, 1.0)
-                    };
-                    if all != 0.0 {
-                        softmax_mscale = Yarn::mscale(factor, all);
-                    }
-                    if !(usable(softmax_mscale) && usable(attention_factor)) {
-                        return Err(Error::Model(format!(
-                            "`factor` {factor}, `mscale` {mscale} and `mscale_all_dim` {all} make no usable scale"
-                        )));
-                    }
-                    let original = match s.optional_dim("original_max_position_embeddings")? {
-                        Some(n) => n,
-                        None => self.dim("max_position_embeddings")?,
-                    };
-                    RopeScaling::Yarn(Yarn {
-                        factor,
-                        original_max_position: original as f64,
-                        beta_fast: s.positive_or("beta_fast", 32.0)?,
-                        beta_slow: s.positive_or("beta_slow", 1.0)?,
-                        attention_factor: attention_factor as f32,
-                        truncate: s.bool_or("truncate", true)?,
-                    })
-                }
-                "llama3" => {
-                    let (low, high) = (s.positive("low_freq_factor")?, s.positive("high_freq_factor")?);
-                    if high <= low {
-                        return Err(wrong("high_freq_factor", "above `low_freq_factor`"));
-                    }
-                    RopeScaling::Llama3(Llama3 {
-                        factor: s.positive("factor")?,
-                        original_max_position: s.dim("original_max_position_embeddings")? as f64,
-                        low_freq_factor: low,
-                        high_freq_factor: high,
-                    })
-                }
-                "factors" => {
-                    let list = s.get("factors").and_then(Value::as_array);
-                    let factors: Option<Vec<f32>> =
-                        list.and_then(|list| list.iter().map(|f| Some(f.as_f64()? as f32)).collect());
-                    match factors.filter(|f| f.len() == dim / 2 && f.iter().all(|f| usable(f64::from(*f)))) {
-                        Some(factors) => RopeScaling::Factors(factors),
-                        None => return Err(wrong("factors", &format!("{} positive numbers", dim / 2))),
-                    }
-                }
+                "default" => (RopeScaling::None, 1.0),
+                "linear" => (RopeScaling::Linear { factor: s.positive("factor")? }, 1.0),
+                "yarn" => s.yarn(self)?,
+                "llama3" => (s.llama3()?, 1.0),
+                "factors" => (s.factors(dim / 2)?, 1.0),
                 other => {
                     return Err(Error::Model(format!(
                         "rope scaling `{other}` is not supported; default, linear, yarn and llama3 are"
@@ -292,6 +247,61 @@ impl<'a> Fields<'a> {
             },
         };
         Ok((Rope { dim, theta, interleaved, scaling }, softmax_mscale))
+    }
+
+    /// YaRN's fields, in a `whole` config, and its `mscale`.
+    fn yarn(&self, whole: &Fields<'_>) -> Result<(RopeScaling, f64)> {
+        let factor = self.positive("factor")?;
+        let (mscale, all) = (self.f64_or("mscale", 0.0)?, self.f64_or("mscale_all_dim", 0.0)?);
+        let attention_factor = if self.get("attention_factor").is_some() {
+            self.positive("attention_factor")?
+        } else if mscale != 0.0 && all != 0.0 {
+            Yarn::mscale(factor, mscale) / Yarn::mscale(factor, all)
+        } else {
+            Yarn::mscale(factor, 1.0)
+        };
+        let softmax_mscale = if all != 0.0 { Yarn::mscale(factor, all) } else { 1.0 };
+        if !(usable(softmax_mscale) && usable(attention_factor)) {
+            return Err(Error::Model(format!(
+                "`factor` {factor}, `mscale` {mscale} and `mscale_all_dim` {all} make no usable scale"
+            )));
+        }
+        let original = match self.optional_dim("original_max_position_embeddings")? {
+            Some(n) => n,
+            None => whole.dim("max_position_embeddings")?,
+        };
+        let yarn = Yarn {
+            factor,
+            original_max_position: original as f64,
+            beta_fast: self.positive_or("beta_fast", 32.0)?,
+            beta_slow: self.positive_or("beta_slow", 1.0)?,
+            attention_factor: attention_factor as f32,
+            truncate: self.bool_or("truncate", true)?,
+        };
+        Ok((RopeScaling::Yarn(yarn), softmax_mscale))
+    }
+
+    /// Llama 3's fields.
+    fn llama3(&self) -> Result<RopeScaling> {
+        let (low, high) = (self.positive("low_freq_factor")?, self.positive("high_freq_factor")?);
+        if high <= low {
+            return Err(wrong("high_freq_factor", "above `low_freq_factor`"));
+        }
+        Ok(RopeScaling::Llama3(Llama3 {
+            factor: self.positive("factor")?,
+            original_max_position: self.dim("original_max_position_embeddings")? as f64,
+            low_freq_factor: low,
+            high_freq_factor: high,
+        }))
+    }
+
+    /// A factor for each of `count` frequencies.
+    fn factors(&self, count: usize) -> Result<RopeScaling> {
+        let list = self.get("factors").and_then(Value::as_array);
+        let factors: Option<Vec<f32>> = list.and_then(|list| list.iter().map(|f| Some(f.as_f64()? as f32)).collect());
+        let usable = |factors: &Vec<f32>| factors.len() == count && factors.iter().all(|f| usable(f64::from(*f)));
+        let factors = factors.filter(usable).ok_or_else(|| wrong("factors", &format!("{count} positive numbers")))?;
+        Ok(RopeScaling::Factors(factors))
     }
 
     fn positive(&self, name: &str) -> Result<f64> {

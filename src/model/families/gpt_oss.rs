@@ -12,16 +12,9 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     let bias = if f.bool_or("attention_bias", true)? { Bias::All } else { Bias::None };
     let attention = Gqa { bias, sinks: true, ..f.gqa()? };
-    let (num_layers, window) = (f.num_layers()?, f.dim_or("sliding_window", 128)?);
-    let kinds = f.strings("layer_types")?;
-    if kinds.as_ref().is_some_and(|k| {
-        k.len() != num_layers || !k.iter().all(|kind| ["sliding_attention", "full_attention"].contains(kind))
-    }) {
-        return Err(Error::Model(format!(
-            "`layer_types` does not say sliding_attention or full_attention for each of {num_layers} layers"
-        )));
-    }
-    let slides = |layer: usize| kinds.as_ref().map_or(layer % 2 == 0, |kinds| kinds[layer] == "sliding_attention");
+    let window = f.dim_or("sliding_window", 128)?;
+    let kinds = f.layer_kinds("layer_types", ["sliding_attention", "full_attention"])?;
+    let slides = |layer: usize| kinds.as_ref().map_or(layer % 2 == 0, |kinds| kinds[layer]);
     let limit = f.f64_or("swiglu_limit", 7.0)?;
     if limit <= 0.0 {
         return Err(Error::Model(format!("swiglu_limit {limit} is not a positive number")));

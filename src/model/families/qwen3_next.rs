@@ -58,17 +58,9 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
         shared_gate: true,
         ..qwen_moe::moe(f, normalize)?
     };
-    let (num_layers, interval) = (f.num_layers()?, f.dim_or("full_attention_interval", 4)?);
-    let kinds = f.strings("layer_types")?;
-    if kinds.as_ref().is_some_and(|k| {
-        k.len() != num_layers || !k.iter().all(|kind| ["linear_attention", "full_attention"].contains(kind))
-    }) {
-        return Err(Error::Model(format!(
-            "`layer_types` does not say linear_attention or full_attention for each of {num_layers} layers"
-        )));
-    }
-    let is_full =
-        |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer] == "full_attention");
+    let interval = f.dim_or("full_attention_interval", 4)?;
+    let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
+    let is_full = |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer]);
     let attention =
         |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
     let (rope, _) = f.rope(f.rotary_dim(full.head_dim, 0.25)?, false, 10_000_000.0)?;

@@ -50,7 +50,7 @@ pub(super) fn products(model: &ModelConfig, tokens: usize) -> f64 {
     let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
     let layer = |layer: &LayerConfig| {
         let routed = layer.ffn.moe().map_or(0, |moe| moe.products(model.hidden_size));
-        let each = (layer.dense_products(model.hidden_size) + routed) as f64;
+        let each = layer.dense_products(model.hidden_size) + routed as f64;
         2.0 * (each * tokens as f64 + layer.attention.products_per_pair() as f64 * pairs)
     };
     model.layers.iter().map(layer).sum()
