@@ -277,8 +277,8 @@ fn size(dir: &Path) -> u64 {
 /// As `moebius serve` does, to the first token of the first answer.
 fn load(dir: &Path, how: &str) -> Result<Value> {
     let (device, resident_experts) = match how {
-        "gpu" => (Device::Cuda(0), None),
-        "gpu-ram" => (Device::Cuda(0), Some(0)),
+        "gpu" => (Device::Cuda(vec![0]), None),
+        "gpu-ram" => (Device::Cuda(vec![0]), Some(0)),
         "cpu" => (Device::Cpu, None),
         _ => return Err(Error::Invalid(format!("loads={how}: give some of gpu, gpu-ram and cpu"))),
     };

@@ -97,15 +97,15 @@ pub enum ExpertsMemory {
 }
 
 /// What a model runs on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub enum Device {
     /// The first GPU, or the CPU where there is none.
     #[default]
     Auto,
     /// The CPU alone.
     Cpu,
-    /// The GPU of this number.
-    Cuda(usize),
+    /// The GPUs of these numbers.
+    Cuda(Vec<usize>),
 }
 
 impl std::str::FromStr for Device {
@@ -115,10 +115,10 @@ impl std::str::FromStr for Device {
         match s {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
+            "cuda" => Ok(Self::Cuda(vec![0])),
             _ => s
                 .strip_prefix("cuda:")
-                .and_then(|n| n.parse().ok())
+                .and_then(|list| list.split(',').map(|n| n.parse().ok()).collect())
                 .map(Self::Cuda)
                 .ok_or_else(|| "give auto, cpu or cuda:0".to_string()),
         }
@@ -130,7 +130,10 @@ impl std::fmt::Display for Device {
         match self {
             Self::Auto => f.pad("auto"),
             Self::Cpu => f.pad("cpu"),
-            Self::Cuda(n) => write!(f, "cuda:{n}"),
+            Self::Cuda(list) => {
+                let numbers: Vec<String> = list.iter().map(usize::to_string).collect();
+                f.pad(&format!("cuda:{}", numbers.join(",")))
+            }
         }
     }
 }
@@ -248,6 +251,28 @@ impl Default for EngineConfig {
             resident_experts: None,
             prefill: PrefillOn::default(),
             trust_content: false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_named_as_they_are_given() {
+        for (text, device) in [
+            ("auto", Device::Auto),
+            ("cpu", Device::Cpu),
+            ("cuda:3", Device::Cuda(vec![3])),
+            ("cuda:0,1", Device::Cuda(vec![0, 1])),
+        ] {
+            assert_eq!(device.to_string(), text);
+            assert_eq!(text.parse(), Ok(device));
+        }
+        assert_eq!("cuda".parse(), Ok(Device::Cuda(vec![0])));
+        for wrong in ["", "cuda:", "cuda:x", "cuda:0,", "cuda:0 1", "gpu"] {
+            assert!(wrong.parse::<Device>().is_err_and(|e| e.contains("cuda:0")), "{wrong}");
         }
     }
 }

@@ -119,6 +119,11 @@ fn limits_have_remedies() {
         &["needs", "are free", "more memory"],
     );
     refused(&["plan", "demo", "--device", "cuda:7"], &["cuda:7", "use --device cpu"]);
+    #[cfg(feature = "cuda")]
+    for flags in [&["--vram", "16GiB"][..], &[]] {
+        let several = [&["plan", "demo", "--device", "cuda:0,1"], flags].concat();
+        refused(&several, &["cuda:0,1", "several GPUs are not supported yet: give one"]);
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -195,7 +200,7 @@ mod gpu {
 
     #[test]
     fn what_the_gpu_lacks_is_named() {
-        let config = EngineConfig { device: Device::Cuda(0), vram: Some(24 << 30), ..EngineConfig::default() };
+        let config = EngineConfig { device: Device::Cuda(vec![0]), vram: Some(24 << 30), ..EngineConfig::default() };
         let of = |name: &str| families::read(&fixture_dir(name)).unwrap();
         let (mut attention, mut delta_net, mut experts) = (of("qwen3_moe"), of("qwen3_next"), of("qwen3_moe"));
         attention.layers.iter_mut().for_each(|layer| {

@@ -28,7 +28,7 @@ fn example(model_type: &str) -> ModelConfig {
 /// Whether a GPU could take it, were there room, and if not, why.
 #[cfg(feature = "cuda")]
 fn on_gpu(model: &ModelConfig) -> String {
-    let config = EngineConfig { device: Device::Cuda(0), vram: Some(4 << 40), ..EngineConfig::default() };
+    let config = EngineConfig { device: Device::Cuda(vec![0]), vram: Some(4 << 40), ..EngineConfig::default() };
     let spec = Spec::new(model, &config, Kept::NOTHING).unwrap();
     plan("a model", &spec, Some(8 << 40)).map_or_else(|refused| refused.to_string(), |_| "yes".into())
 }

@@ -177,7 +177,7 @@ impl EngineArgs {
             lock: self.lock,
             numa: self.numa,
             experts_memory: self.experts_memory,
-            device: self.device,
+            device: self.device.clone(),
             vram: self.vram,
             resident_experts: self.resident_experts.0,
             prefill: self.prefill,

@@ -50,8 +50,8 @@ impl Budget {
             return Ok(Self::Gpu(cuda, plan));
         }
         #[cfg(not(feature = "cuda"))]
-        if let Device::Cuda(n) = spec.config.device {
-            return Err(Error::Device(format!("--device cuda:{n}: this build has no GPU side; use --device cpu")));
+        if let device @ Device::Cuda(_) = &spec.config.device {
+            return Err(Error::Device(format!("--device {device}: this build has no GPU side; use --device cpu")));
         }
         CpuPlan::new(spec, machine).map(Self::Cpu)
     }
@@ -116,13 +116,19 @@ fn check_no_gpu(config: &EngineConfig) -> Result<()> {
     }
 }
 
-/// The GPU to run on, if any. Errors: `Error::Device` when one was asked for that cannot be used.
+/// The GPU to run on, if any. Errors: `Error::Device` when the chosen one cannot be used; `Error::Invalid` for several.
 #[cfg(feature = "cuda")]
 pub(super) fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::Cuda>>> {
-    match config.device {
+    match &config.device {
         Device::Cpu => Ok(None),
-        Device::Cuda(ordinal) => crate::cuda::Cuda::open(ordinal).map(Some),
         Device::Auto => Ok(crate::cuda::Cuda::open(0).ok()),
+        Device::Cuda(numbers) => match numbers[..] {
+            [number] => crate::cuda::Cuda::open(number).map(Some),
+            _ => Err(Error::Invalid(format!(
+                "--device {}: several GPUs are not supported yet: give one, as in --device cuda:0",
+                config.device
+            ))),
+        },
     }
 }
 

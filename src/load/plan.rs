@@ -221,6 +221,7 @@ mod gpu {
         pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
             let found = match open_gpu(config) {
                 Ok(found) => found,
+                Err(error @ Error::Invalid(_)) => return Err(error),
                 Err(_) if config.vram.is_some() => None,
                 Err(error) => {
                     return Err(Error::Device(format!("{error}, or give --vram to plan for a GPU that is not here")));

@@ -32,7 +32,7 @@ pub fn device() -> Option<&'static str> {
 
 /// On the GPU.
 pub fn on_gpu(config: EngineConfig) -> EngineConfig {
-    EngineConfig { device: Device::Cuda(0), ..config }
+    EngineConfig { device: Device::Cuda(vec![0]), ..config }
 }
 
 /// Returns from a test, and says so past the test runner, where there is nothing to run it on; `real`: on the emulator
