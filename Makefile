@@ -36,6 +36,9 @@ lint:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+	$(MAKE) $(PYTHON)/maturin || true
+	@[ -x $(PYTHON)/clang-format ] || echo "no PyPI: the layout of kernels is not checked"
+	[ ! -x $(PYTHON)/clang-format ] || $(PYTHON)/clang-format --dry-run --Werror $(wildcard kernels/*.cu kernels/*.cuh kernels/emulator/*.cc kernels/emulator/*.h)
 
 # The Python package: a wheel of the same profile and folder as the tests', installed where target/python is, and its tests.
 python: $(PYTHON)/maturin
@@ -46,7 +49,7 @@ python: $(PYTHON)/maturin
 
 $(PYTHON)/maturin:
 	python3 -m venv target/python
-	$(PYTHON)/pip install --quiet gguf maturin mypy numpy pytest
+	$(PYTHON)/pip install --quiet clang-format==23.1.5 gguf maturin mypy numpy pytest
 
 # What a hostile client, model, hub or disk might do, against a release build; the report is target/attack/report.md.
 MINUTES = 30
