@@ -7,6 +7,6 @@ from moebius import _moebius
 
 
 def main() -> int:
-    # The command has its own ways with Ctrl-C; Python's handler would only note it, and never run.
+    # The command handles Ctrl-C itself; Python's handler would only record it, and never run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _moebius.main(sys.argv)

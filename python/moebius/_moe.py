@@ -1,4 +1,4 @@
-"""The routed experts of one layer, computed on the CPU for whichever engine runs the rest of the model."""
+"""The routed experts of one layer, computed on the CPU for another engine, which runs the rest of the model."""
 
 from __future__ import annotations
 
@@ -21,47 +21,49 @@ def _empty_like(x: Any) -> Any:
         return x.new_empty(tuple(x.shape))
     if hasattr(x, "__array_namespace__"):
         return x.__array_namespace__().empty_like(x)
-    raise TypeError("no array like x can be made: give out=")
+    raise TypeError("cannot make an array like x: give out=")
 
 
 def _on_cpu(x: Any) -> bool:
     try:
         return x.__dlpack_device__()[0] in (1, 3)
     except AttributeError:
-        raise TypeError("x is no array: expected one with __dlpack__, as numpy's and torch's have") from None
+        raise TypeError("x is not an array: expected one with __dlpack__, such as numpy's and torch's") from None
 
 
 class MoE:
     """The routed experts of one layer: ``out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](x[t])``.
 
-    An expert is ``down @ (silu(gate @ x) * (up @ x))``, or what its model has in that place. Shared experts and
-    ``routed_scaling_factor`` are the caller's. All layers of a process share one copy of a model's experts, in the page cache where
-    they are mapped from a file, and one team of threads.
+    An expert is ``down @ (silu(gate @ x) * (up @ x))``, or the model's own function. The caller computes shared experts
+    and applies ``routed_scaling_factor``. All layers of a process share one copy of a model's experts (in the page
+    cache, if they are mapped from a file) and one team of threads.
 
-    Arrays are numpy's, torch's or anyone's with ``__dlpack__``, contiguous: ``x`` ``[tokens, hidden]`` in float32, float16 or bfloat16,
-    ``topk_ids`` ``[tokens, top_k]`` in int32 or int64, ``topk_weights`` ``[tokens, top_k]`` in float32. An id that is negative, past
-    the end or masked is skipped. torch is never imported.
+    Arrays are contiguous, from numpy, torch or any library with ``__dlpack__``: ``x`` ``[tokens, hidden]`` in float32,
+    float16 or bfloat16, ``topk_ids`` ``[tokens, top_k]`` in int32 or int64, ``topk_weights`` ``[tokens, top_k]`` in
+    float32. Ids that are negative, out of range or masked are skipped. torch is never imported.
 
-    On CUDA, :meth:`submit_forward` and :meth:`sync_forward` only enqueue work on the given stream; both may be recorded into a CUDA
-    graph, and what was given to ``submit_forward`` may be overwritten by later work on that stream. Graphs that were recorded on the
-    same stream must not run at the same time.
+    On CUDA, :meth:`submit_forward` and :meth:`sync_forward` only enqueue work on the given stream. Both can be recorded
+    into a CUDA graph. Later work on that stream may overwrite the arrays given to ``submit_forward``. Graphs that were
+    recorded on the same stream must not run at the same time.
 
     Args:
-        model: a folder in the Hugging Face layout, a GGUF file, a hub id, or a Moebius cache file, of experts that have no biases. The first
-            use converts the experts.
+        model: a folder in the Hugging Face layout, a GGUF file, a Hugging Face id, or a Moebius cache file. Its experts
+            must have no biases. The first use converts the experts.
         layer: the layer's number in the model.
-        weights: instead of a model, ``(gate, up, down)``: ``[experts, intermediate, hidden]`` twice and ``[experts, hidden,
-            intermediate]``, of any float type, on the CPU; ``layer`` is 0.
-        num_gpu_experts: the first so many experts are computed by the caller, and skipped here.
-        gpu_experts_mask: the same by a bool array of all experts on the CPU, which is read again at every call: write it in place.
-        precision: ``auto`` (as the checkpoint has it, int4 of one that is not quantized), ``bf16``, ``int8`` or ``int4``.
-        group_size: weights that share a scale.
-        cache_dir: where converted experts are kept; ``~/.cache/moebius`` by default.
-        threads: workers, for the whole process and as the first to ask says; at most, and by default, the physical cores.
-        load: read the layer and compare its checksums now. Otherwise :meth:`load_weights` does, or each expert's first use.
+        weights: instead of a model, ``(gate, up, down)``: ``[experts, intermediate, hidden]`` twice and ``[experts,
+            hidden, intermediate]``, of any float type, on the CPU; ``layer`` is 0.
+        num_gpu_experts: the caller computes this many first experts, and they are skipped here.
+        gpu_experts_mask: the same as a bool array of all experts on the CPU. Every call reads it again: write it in
+            place.
+        precision: ``auto`` (the precision of a quantized checkpoint, int4 for others), ``bf16``, ``int8`` or ``int4``.
+        group_size: number of weights that share a scale.
+        cache_dir: directory of converted experts; ``~/.cache/moebius`` by default.
+        threads: workers of the whole process; the first caller decides. Maximum and default: the physical cores.
+        load: read the layer and verify its checksums now. Otherwise :meth:`load_weights` does, or each expert's first
+            use.
 
     Raises:
-        ValueError: something does not fit, with what would.
+        ValueError: an argument does not fit; the message says what would.
         RuntimeError: a file is damaged or missing, or memory is short.
     """
 
@@ -103,7 +105,7 @@ class MoE:
 
     @property
     def gpu_experts_mask(self) -> Any:
-        """The experts that the caller computes, as it was given. Writing into it takes effect at the next call."""
+        """The mask of experts that the caller computes. Writing into it takes effect at the next call."""
         return self._mask
 
     @gpu_experts_mask.setter
@@ -115,7 +117,7 @@ class MoE:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the layer."""
+        """Number of experts in the layer."""
         return self._layer.num_experts
 
     @property
@@ -130,41 +132,42 @@ class MoE:
 
     @property
     def precision(self) -> str:
-        """How the weights are stored, ``int4-g32`` for example."""
+        """Storage of the weights, such as ``int4-g32``."""
         return self._layer.precision
 
     @property
     def threads(self) -> int:
-        """Workers that compute it."""
+        """Number of workers."""
         return self._layer.threads
 
     def load_weights(self, physical_to_logical_map: Any = None) -> None:
-        """Reads the layer and compares its checksums.
+        """Reads the layer and verifies its checksums.
 
-        ``physical_to_logical_map``: integers ``[ids]`` on the CPU, the expert that each id stands for; by default its own number.
+        ``physical_to_logical_map``: integers ``[ids]`` on the CPU, the expert of each id; by default the id itself.
         """
         self._layer.load(physical_to_logical_map)
         at, layers = self._layer.place
         log.info("layer %d of %d (%s, %d threads)", at + 1, layers, self.precision, self.threads)
 
     def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None) -> Any:
-        """The sum for arrays on the CPU, in ``out`` or a new array like ``x``."""
+        """Computes arrays on the CPU, into ``out`` or a new array like ``x``."""
         if out is None:
             out = _empty_like(x)
         self._layer.forward(x, topk_ids, topk_weights, out)
         return out
 
     def submit_forward(self, x: Any, topk_ids: Any, topk_weights: Any, stream: int = 0) -> None:
-        """Starts a batch: on CUDA by enqueuing it on ``stream``, the integer that CUDA knows it by. Arrays on the CPU are computed at once."""
+        """Starts a batch. On CUDA, enqueues it on ``stream``, the integer handle of a CUDA stream. Arrays on the CPU are
+        computed at once."""
         if _on_cpu(x):
             self._computed.append(self.forward(x, topk_ids, topk_weights))
         else:
             self._layer.submit(x, topk_ids, topk_weights, stream)
 
     def sync_forward(self, x: Any, stream: int = 0, *, out: Any = None) -> Any:
-        """The sum of the oldest batch that was submitted on ``stream`` and not asked for; on CUDA it is there in the order of the stream.
+        """Returns the sum of the oldest batch submitted on ``stream``. On CUDA the result is ready in stream order.
 
-        ``x`` says the shape, the type and the device. Returns ``out`` or a new array like ``x``.
+        ``x`` gives shape, type and device. Returns ``out`` or a new array like ``x``.
         """
         if _on_cpu(x):
             if not self._computed:
@@ -180,9 +183,9 @@ class MoE:
         return out
 
     def expert_weights(self, expert: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """``gate``, ``up`` and ``down`` of an expert as they are computed with, in float32."""
+        """``gate``, ``up`` and ``down`` of an expert with the values used in the computation, in float32."""
         return self._layer.expert_weights(expert)
 
     @staticmethod
     def set_capture_batch_sizes(sizes: list[int]) -> None:
-        """Nothing needs to be prepared: buffers are made at the first use of a size and never move."""
+        """Does nothing: buffers are allocated at the first use of a size and never move."""

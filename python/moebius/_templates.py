@@ -1,4 +1,4 @@
-"""Chat templates are rendered by processes of their own. This file is what they run: without the package, whose imports take long."""
+"""The program of the child processes that render chat templates. It does not import the package, which takes long."""
 
 import sys
 from importlib import import_module
@@ -6,7 +6,7 @@ from os.path import dirname
 
 
 def command(extension: str) -> list[str]:
-    """The command line of such a process; `extension` is the file of the extension module."""
+    """The command line of such a process. `extension` is the file of the extension module."""
     return [sys.executable or "python3", "-I", "-S", __file__, dirname(extension)]
 
 

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model that runs in this process. It may be used by many threads and tasks at the same time, whose requests share each step.
+    """A model that runs in this process. Many threads and tasks can use it at the same time: their requests share each
+    step of the model.
 
-    `model` is `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B; the keywords are the flags of `moebius serve`.
-    How far loading is is said on stderr, unless `quiet`. Leaving `with`, `close()` or dropping it gives back all memory.
+    `model` is `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B. The keywords are the
+    flags of `moebius serve`. Loading progress is printed to stderr unless `quiet=True`. Leaving `with`, `close()` or
+    dropping the object frees all memory.
 
-    Everything raises ValueError for what is asked wrongly, `moebius.Error` for what the engine cannot do, and `moebius.Busy`, one of
-    these, when too many requests wait.
+    All methods raise ValueError for invalid arguments, `moebius.Error` when the engine fails, and `moebius.Busy`, a
+    kind of `moebius.Error`, when too many requests wait.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, quiet: bool = False, **engine: Unpack[options.EngineOptions]) -> None:
@@ -42,10 +44,10 @@ class LLM:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What runs: model, precisions, context, threads, device."""
+        """The running model: name, precisions, context, threads, device."""
         return self._model.info()
 
-    # One prompt to its answer, as a stream.
+    # Streams of one answer.
 
     def stream(
         self,
@@ -55,7 +57,7 @@ class LLM:
         steer: Sequence[Steer] = (),
         capture: Capture | Layers | None = None,
     ) -> Stream:
-        """Continues a prompt, text or token ids, as it comes. For `for` and for `async for`."""
+        """Continues a prompt, which is text or token ids, as a stream for `for` and `async for`."""
         params = sampling_params or SamplingParams()
         fields = params._fields() | residual.fields(steer, capture)
         form = params._form()
@@ -75,7 +77,7 @@ class LLM:
         steer: Sequence[Steer] = (),
         capture: Capture | Layers | None = None,
     ) -> Stream:
-        """Answers a conversation as it comes. Messages and tools are those of OpenAI's chat completions."""
+        """Answers a conversation as a stream. Messages and tools have the format of OpenAI's chat completions."""
         params = sampling_params or SamplingParams()
         fields = {
             "messages": messages,
@@ -118,7 +120,8 @@ class LLM:
         steer: Sequence[Steer] = (),
         capture: Capture | Layers | None = None,
     ) -> Output | list[Output]:
-        """Continues a prompt, text or token ids, or a list of them, which share each step of the model. As many run at once as the engine takes."""
+        """Continues a prompt, which is text or token ids, or a list of prompts. The prompts of a list run together, as many
+        as the engine admits."""
         starts, one = self._starts(prompts, sampling_params, steer, capture)
         streams: list[Stream] = []
         try:
@@ -171,7 +174,7 @@ class LLM:
         return outputs[0] if one else outputs
 
     def chat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Unpack[options.ChatOptions]) -> Output:
-        """Answers a conversation; the keywords are those of `stream_chat`."""
+        """Answers a conversation. The keywords are those of `stream_chat`."""
         with self.stream_chat(messages, sampling_params, **how) as stream:
             return stream.finish()
 
@@ -180,7 +183,7 @@ class LLM:
         with self.stream_chat(messages, sampling_params, **how) as stream:
             return await stream.afinish()
 
-    # What it computes on the way.
+    # Hidden states and logits.
 
     @overload
     def capture(
@@ -195,7 +198,8 @@ class LLM:
     def capture(
         self, prompts: Prompt | Prompts, layers: Layers = "all", *, positions: Positions = "all", steer: Sequence[Steer] = ()
     ) -> dict[int, Floats] | list[dict[int, Floats]]:
-        """The residual stream of a prompt, or of each of a list: after each of the layers, [positions, hidden_size]. Nothing is generated."""
+        """The residual stream of a prompt, or of each prompt of a list, after each of `layers`: [positions, hidden_size].
+        Generates nothing."""
         read = self._read(prompts, residual.Capture(layers, positions), steer)
         return [output.hidden for output in read] if isinstance(read, list) else read.hidden
 
@@ -208,13 +212,13 @@ class LLM:
     def logits(
         self, prompts: Prompt | Prompts, *, positions: Positions = "all", steer: Sequence[Steer] = ()
     ) -> Floats | list[Floats]:
-        """The logits of a prompt, or of each of a list: [positions, vocab_size], each row for the token that follows."""
+        """The logits of a prompt, or of each prompt of a list: [positions, vocab_size]. Each row is for the next token."""
         read = self._read(prompts, residual.Capture([], positions, logits=True), steer)
         rows = [output.logits for output in (read if isinstance(read, list) else [read]) if output.logits is not None]
         return rows if isinstance(read, list) else rows[0]
 
     def close(self) -> None:
-        """Cancels what runs, stops the engine and gives back its memory."""
+        """Cancels running requests, stops the engine and frees its memory."""
         for stream in list(self._streams):
             stream.close()
         self._model.close()
@@ -226,7 +230,7 @@ class LLM:
         self.close()
 
     def _read(self, prompts: Prompt | Prompts, capture: Capture, steer: Sequence[Steer]) -> Output | list[Output]:
-        """Outputs without an answer."""
+        """Outputs of a prefill without an answer."""
         read = cast("Callable[..., Output | list[Output]]", self.generate)
         return read(prompts, SamplingParams(max_tokens=0), steer=steer, capture=capture)
 
@@ -238,17 +242,18 @@ class LLM:
     def _starts(
         self, prompts: Prompt | Prompts, params: Params, steer: Sequence[Steer], capture: Capture | Layers | None
     ) -> tuple[Iterator[Callable[[], Stream]], bool]:
-        """What starts each answer, and whether it is one that was asked for rather than a list."""
+        """Functions that start each answer, and whether `prompts` is a single prompt."""
         one = isinstance(prompts, str) or len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
         batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
         each: Iterable[SamplingParams | None] = params if isinstance(params, Sequence) else [params] * len(batch)
         if isinstance(params, Sequence) and len(params) != len(batch):
-            raise ValueError(f"there are {len(batch)} prompts and {len(params)} sampling_params: give one for all, or one for each")
+            raise ValueError(f"{len(batch)} prompts but {len(params)} sampling_params: give one for all, or one per prompt")
         return (partial(self.stream, prompt, one_params, steer=steer, capture=capture) for prompt, one_params in zip(batch, each)), one
 
     @staticmethod
     def _fill(streams: list[Stream], starts: Iterable[Callable[[], Stream]]) -> Iterator[Stream]:
-        """Starts answers, into `streams`. Yields the first of them that is not finished whenever the engine takes no more: the caller finishes it."""
+        """Starts answers and appends them to `streams`. When the engine admits no more, yields the first unfinished one for
+        the caller to finish."""
         finished = 0
         for start in starts:
             while True:

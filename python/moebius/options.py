@@ -1,4 +1,4 @@
-"""The options of an engine: those of the command `moebius serve`, as keywords."""
+"""The options of the engine: flags of `moebius serve`, as keywords."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineOptions(TypedDict, total=False):
-    """Keywords of `moebius.LLM`. `moebius serve --help` says what each does; what is left away, or None, is the default."""
+    """Keywords of `moebius.LLM`. `moebius serve --help` describes them. A missing keyword, or None, means the default."""
 
     experts: Literal["auto", "bf16", "int8", "int4"] | None
     group_size: Literal[32, 64, 128] | None
@@ -51,7 +51,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
-    """The options as the command's flags. Errors: TypeError for one that there is not, naming the nearest."""
+    """The options as flags of the command. Errors: TypeError for an unknown option, with the nearest known one."""
     takes_value = {name: takes_value for name, takes_value, _ in _moebius.engine_options()}
     out = []
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""What comes of a request."""
+"""The results of a request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """More of an answer. The texts of all chunks, joined, are the answer's."""
+    """A piece of an answer. The texts of all chunks join to the answer's text."""
 
     text: str
     reasoning: str
-    """What the model thinks before it answers; in chats only."""
+    """Reasoning of the model; in chats only."""
     token_ids: list[int]
 
     def __str__(self) -> str:
@@ -24,7 +24,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool; its arguments are JSON, if the model wrote it well."""
+    """A call of a tool. Its arguments are JSON, unless the model made a mistake."""
 
     id: str
     name: str
@@ -33,7 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model held a token to be, and those that it held to be likeliest, best first. Natural logarithms."""
+    """The logprob of a token, and of the likeliest tokens, best first. Natural logarithms."""
 
     token_id: int
     logprob: float
@@ -42,16 +42,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Stats:
-    """Where the time of an answer went."""
+    """Tokens and times of an answer."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Tokens of the prompt that were in the cache already."""
+    """Tokens of the prompt that were in the prefix cache."""
     completion_tokens: int
     queued_s: float
     """From submission to the first forward pass."""
     prefill_s: float
-    """From there to the first token."""
+    """From the first forward pass to the first token."""
     decode_s: float
     """From the first token to the last."""
     decode_bytes: int
@@ -65,24 +65,24 @@ class Output:
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    """Of the whole answer, thoughts and calls included."""
+    """Tokens of the whole answer, reasoning and calls included."""
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    """None: it was cut off."""
+    """None: the answer was cancelled."""
     stats: Stats
     reasoning: str
-    """What the model thought before it answered; in chats only."""
+    """Reasoning of the model; in chats only."""
     tool_calls: list[ToolCall]
-    """In chats with tools."""
+    """Calls of tools; in chats with tools."""
     logprobs: list[TokenLogprob]
-    """If `SamplingParams.logprobs` asked for them."""
+    """One per token, if `SamplingParams.logprobs` is set."""
     hidden: dict[int, Floats]
-    """If captured: by layer, [positions, hidden_size]. Complete with the answer, and empty before."""
+    """If captured: by layer, [positions, hidden_size]. Empty until the answer is complete."""
     logits: Floats | None
     """If captured: [positions, vocab_size]."""
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, to go on with in the next `chat`."""
+        """The answer as a message for the next `chat`."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -95,7 +95,7 @@ class Output:
 
 
 def to_output(fields: dict[str, Any], hidden: dict[int, Floats], logits: Floats | None) -> Output:
-    """Makes it of what the extension module gives."""
+    """Makes an Output of the extension module's fields."""
     return Output(
         **{
             **fields,

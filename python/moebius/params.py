@@ -1,4 +1,4 @@
-"""How an answer is asked for."""
+"""Sampling parameters and limits of an answer."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen, and when an answer ends. What is None is the model's own default.
+    """Sampling parameters, and when an answer ends. None means the model's own default.
 
-    At most one of `json`, `json_object`, `regex`, `choice` and `grammar` says what the answer must look like.
+    At most one of `json`, `json_object`, `regex`, `choice` and `grammar` constrains the text of the answer.
     """
 
     temperature: float | None = None
-    """Randomness; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = None
-    """Keep the smallest set of tokens whose probabilities sum to this."""
+    """Sample from the smallest set of tokens whose probabilities sum to this."""
     top_k: int | None = None
-    """Keep this many tokens; 0 keeps all."""
+    """Sample from this many of the likeliest tokens; 0 means all."""
     min_p: float | None = None
-    """Drop tokens below this share of the best one's probability."""
+    """Drop tokens less likely than this times the likeliest token."""
     repetition_penalty: float | None = None
-    """Divides the logits of tokens in prompt and answer."""
+    """Divides positive logits of tokens in prompt and answer, and multiplies negative ones."""
     presence_penalty: float | None = None
-    """Taken off the logits of tokens that the answer has."""
+    """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float | None = None
-    """The same for each time that it has them."""
+    """Subtracted from the logits of tokens in the answer for each occurrence."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of single tokens."""
+    """Added to the logits of these token ids."""
     seed: int | None = None
-    """Same seed, same text."""
+    """Random seed; the same seed gives the same text."""
     max_tokens: int | None = 256
-    """Tokens to generate at most; None: up to the end of the context."""
+    """Maximum tokens to generate; None: up to the end of the context."""
     stop: str | Sequence[str] | None = None
-    """Texts that end the answer and are not part of it."""
+    """Texts that end the answer. They are not part of it."""
     ignore_eos: bool = False
-    """Go on after an end token."""
+    """Continue after an end token."""
     logprobs: int | None = None
-    """Tell how likely each token was, beside this many of the likeliest."""
+    """Return the logprob of each token, and of this many of the likeliest tokens."""
     json: Mapping[str, Any] | str | None = None
     """JSON that this schema validates."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """Text that this regular expression matches as a whole."""
+    """Text that this regular expression matches whole."""
     choice: Sequence[str] | None = None
     """One of these texts."""
     grammar: str | None = None
@@ -59,7 +59,7 @@ class SamplingParams:
                 raise ValueError(f"{name} is {value}: it must not be negative")
 
     def _fields(self) -> dict[str, object]:
-        """What the extension module takes."""
+        """The fields for the extension module."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens")
         return {
             **{name: getattr(self, name) for name in names},
@@ -71,18 +71,18 @@ class SamplingParams:
         }
 
     def _form(self) -> dict[str, object]:
-        """What the answer must look like, as the server's fields have it."""
+        """The format of the answer, as fields of the server's API."""
         guides = {"json": self.json, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         given: dict[str, object] = {name: guide for name, guide in guides.items() if guide is not None}
         if len(given) + self.json_object > 1:
-            raise ValueError("an answer has one form: give one of json, json_object, regex, choice and grammar")
+            raise ValueError("an answer has only one format: give one of json, json_object, regex, choice and grammar")
         if self.json_object:
             return {"response_format": {"type": "json_object"}}
         return {"structured_outputs": given} if given else {}
 
 
 def to_json(value: object) -> str:
-    """JSON of what people give. Errors: TypeError for what has none."""
+    """JSON of a value, its mappings and sequences. Errors: TypeError for other types."""
     return _json.dumps(value, default=_plain)
 
 

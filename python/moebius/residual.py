@@ -1,4 +1,4 @@
-"""The residual stream: what is added to it, and what is taken from it."""
+"""The residual stream: steering and capture."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Steer:
-    """Adds `coefficient * vector` to the residual stream after a layer, at some positions of a sequence: its prompt from 0 on, then what is generated."""
+    """Adds `coefficient * vector` to the residual stream after a layer. Positions count from 0 through the prompt and the
+    generated tokens."""
 
     layer: int
-    """The first is 0."""
+    """Number of the layer, from 0."""
     vector: ArrayLike = field(repr=False)
-    """Of `LLM.info["hidden_size"]` numbers."""
+    """`LLM.info["hidden_size"]` elements."""
     coefficient: float = 1.0
     positions: Positions = "all"
-    """Or 'prompt', 'generated', or ranges without their ends: [(0, 5), (9, None)]."""
+    """'all', 'prompt', 'generated', or ranges with excluded ends: [(0, 5), (9, None)]."""
 
     def __post_init__(self) -> None:
         vector = np.ascontiguousarray(self.vector, dtype=np.float32)
         if vector.ndim != 1:
-            raise ValueError(f"a steering vector has {vector.ndim} dimensions: give one")
-        # Requests that are steered by the same object share it, on a GPU too.
+            raise ValueError(f"a steering vector must have one dimension, not {vector.ndim}")
+        # Requests with the same object share its vector, also on a GPU.
         object.__setattr__(self, "_vector", _moebius.Vector(vector))
 
     def _fields(self) -> tuple[object, ...]:
@@ -43,15 +44,15 @@ class Steer:
 
 @dataclass(frozen=True)
 class Capture:
-    """What a request wants to be told: the residual stream after some layers, before the final norm, at some positions.
+    """Captures the residual stream after some layers, before the final norm, at some positions.
 
-    The last generated token is never read, and so has no row.
+    The last generated token is not an input of the model, so it has no row.
     """
 
     layers: Layers = "all"
     positions: Positions = "all"
     logits: bool = False
-    """The logits at these positions, too."""
+    """Also capture the logits at these positions."""
 
     def _fields(self) -> tuple[object, ...]:
         layers = None if self.layers == "all" else [self.layers] if isinstance(self.layers, int) else list(self.layers)
@@ -63,6 +64,6 @@ def _positions(positions: Positions) -> str | list[tuple[int | None, ...]]:
 
 
 def fields(steer: Sequence[Steer], capture: Capture | Layers | None) -> dict[str, Any]:
-    """What the extension module takes."""
+    """The fields for the extension module."""
     wanted = capture if isinstance(capture, Capture) or capture is None else Capture(capture)
     return {"steer": [one._fields() for one in steer], "capture": wanted and wanted._fields()}

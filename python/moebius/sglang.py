@@ -1,33 +1,35 @@
-"""Moebius computes the CPU's experts of an unmodified SGLang.
+"""Computes the CPU experts of an unmodified SGLang with Moebius.
 
-Installed beside SGLang (``pip install ./python sglang`` in a clone), it needs no more than::
+Install it next to SGLang (``pip install ./python sglang`` in a clone), and run::
 
     python -m sglang.launch_server --model-path MODEL --kt-weight-path MODEL --kt-num-gpu-experts 16
 
-SGLang finds :func:`plugin` by itself, and says so in one line of its log (``SGLANG_PLUGINS`` restricts which plugins are loaded: name ``moebius``).
-For KTransformers' fork of SGLang, which has no plugins: ``SGLANG_EXTERNAL_MODEL_PACKAGE=moebius.sglang_fork``.
+SGLang finds :func:`plugin` by itself and logs it in one line. If ``SGLANG_PLUGINS`` restricts the plugins, it must name
+``moebius``. KTransformers' fork of SGLang has no plugins: set ``SGLANG_EXTERNAL_MODEL_PACKAGE=moebius.sglang_fork``.
 
-The flags, and what they mean here:
+The flags and their meaning here:
 
 ``--kt-weight-path PATH``
-    The model: a folder in the Hugging Face layout (BF16, FP8, INT4, whatever Moebius reads), a GGUF file, a hub id or a Moebius cache
-    file. Nothing needs to be converted: the first start does, into ``~/.cache/moebius``. Usually the same as ``--model-path``.
+    The model: a folder in the Hugging Face layout (BF16, FP8, INT4 or any other format that Moebius reads), a GGUF
+    file, a Hugging Face id or a Moebius cache file. The first start converts it into ``~/.cache/moebius``. Usually the
+    same as ``--model-path``.
 ``--kt-num-gpu-experts N``
-    The first N experts of each layer are computed by SGLang on the GPU.
+    SGLang computes the first N experts of each layer on the GPU.
 ``--kt-method METHOD``
-    ``AMXINT4`` (SGLang's default), ``RAWINT4``, ``GPTQ_INT4``, ``FP8``, ``FP8_PERCHANNEL``, ``LLAMAFILE``, ``MXFP4`` and ``AUTO`` all mean what keeps
-    the checkpoint as it is, or INT4 where it is not quantized; ``AMXINT8`` and ``MOE_INT8`` mean INT8, ``MOE_INT4`` INT4 and ``BF16`` BF16.
+    ``AMXINT4`` (SGLang's default), ``RAWINT4``, ``GPTQ_INT4``, ``FP8``, ``FP8_PERCHANNEL``, ``LLAMAFILE``, ``MXFP4`` and
+    ``AUTO`` all keep the precision of a quantized checkpoint, and mean INT4 for others. ``AMXINT8`` and ``MOE_INT8``
+    mean INT8, ``MOE_INT4`` INT4 and ``BF16`` BF16.
 ``--kt-cpuinfer N``
-    Threads; at most, and by default, the physical cores. No core needs to be left free.
+    Threads. Maximum and default: the number of physical cores. No core needs to stay free.
 ``--kt-threadpool-count N``, ``--kt-numa-nodes``
-    Not used: every NUMA node that the process may use has a slice of each expert, and workers of its own.
+    Ignored: every NUMA node that the process may use has a slice of each expert and its own workers.
 ``--kt-max-deferred-experts-per-token N``
-    0 is used, and said once: to defer experts gives another model.
+    Ignored with one warning: 0 is used, because deferring experts changes the model.
 ``--chunked-prefill-size``
     Batches may have any size.
 
-SGLang 0.5.23 multiplies the GPU's experts twice by ``routed_scaling_factor`` in some models, and the CPU's not at all in others; with :func:`plugin` all
-are multiplied once. See :func:`method_class`.
+SGLang 0.5.23 multiplies the GPU's experts twice by ``routed_scaling_factor`` in some models, and does not multiply the
+CPU's in others. With :func:`plugin` all are multiplied once. See :func:`method_class`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from moebius._moe import MoE
 
 log = logging.getLogger("moebius")
 
-#: What ``--kt-method`` may be, and the precision that it is here.
+#: Values of ``--kt-method``, and their precision here.
 METHODS = {
     **dict.fromkeys(["AUTO", "AMXINT4", "RAWINT4", "GPTQ_INT4", "FP8", "FP8_PERCHANNEL", "LLAMAFILE", "MXFP4"], "auto"),
     **dict.fromkeys(["AMXINT8", "MOE_INT8"], "int8"),
@@ -51,19 +53,20 @@ METHODS = {
     "BF16": "bf16",
 }
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         log.warning(text)
 
 
 class KTMoEWrapper(MoE):
-    """:class:`moebius.MoE` as SGLang, or KTransformers' fork of it, makes and calls it: with ``num_gpu_experts`` or ``gpu_experts_mask``.
+    """:class:`moebius.MoE` with the interface of SGLang and of KTransformers' fork, which pass ``num_gpu_experts`` or
+    ``gpu_experts_mask``.
 
-    Keywords that are not known here are ignored, with one warning.
+    Ignores unknown keywords with one warning.
     """
 
     def __init__(
@@ -90,16 +93,18 @@ class KTMoEWrapper(MoE):
         if method not in METHODS:
             raise ValueError(f"--kt-method {method} is unknown: use one of {', '.join(METHODS)}")
         if max_deferred_experts_per_token:
-            _say_once("--kt-max-deferred-experts-per-token: 0 is used, since to defer experts gives another model")
+            _warn_once("--kt-max-deferred-experts-per-token: 0 is used, because deferring experts changes the model")
         if unknown:
-            _say_once(f"KTMoEWrapper ignores what it does not know: {', '.join(sorted(unknown))}")
+            _warn_once(f"KTMoEWrapper ignores unknown arguments: {', '.join(sorted(unknown))}")
         super().__init__(weight_path, layer_idx, precision=METHODS[method], threads=cpuinfer_threads, load=False)
         for what, given, own in [
             ("hidden_size", hidden_size, self.hidden_size),
             ("moe_intermediate_size", moe_intermediate_size, self.intermediate_size),
         ]:
             if given != own:
-                raise ValueError(f"--kt-weight-path {weight_path} has {what} {own} and the model {given}: give the same model's")
+                raise ValueError(
+                    f"--kt-weight-path {weight_path} has {what} {own}, but the model has {given}: use the same model"
+                )
         self._ids = num_experts
         if gpu_experts_mask is not None:
             self.gpu_experts_mask = gpu_experts_mask
@@ -107,26 +112,27 @@ class KTMoEWrapper(MoE):
             self.gpu_experts_mask = np.arange(num_experts) < (num_gpu_experts or 0)
 
     def load_weights(self, physical_to_logical_map: Any = None) -> None:
-        """Reads the layer; ``physical_to_logical_map`` says which expert each of SGLang's ids is."""
+        """Reads the layer. ``physical_to_logical_map`` maps SGLang's ids to experts."""
         ids = self.num_experts if physical_to_logical_map is None else len(physical_to_logical_map)
         if ids != self._ids:
             raise ValueError(
-                f"SGLang has {self._ids} experts in a layer and the map {ids}: start it with --disable-shared-experts-fusion, "
-                "since shared experts are not among those of --kt-weight-path"
+                f"SGLang has {self._ids} experts in a layer, but the map has {ids}: start SGLang with "
+                "--disable-shared-experts-fusion, because --kt-weight-path has no shared experts"
             )
         super().load_weights(physical_to_logical_map)
 
 
 class _OfNoMethod:
-    """What a model of SGLang's is told is KTEPWrapperMethod."""
+    """Stands in for KTEPWrapperMethod in SGLang's models, so that they treat the method like any other."""
 
 
 def method_class(kt_ep_wrapper: Any) -> type:
     """SGLang's own ``KTEPWrapperMethod`` with the experts' sum scaled once.
 
-    Its GPU methods return the sum times ``routed_scaling_factor``, unless the router's weights have it already. The CPU's part lacks
-    it, and so SGLang's DeepSeek multiplies the merged sum once more and the GPU's part twice, while its GLM does so on one of two paths. Here the CPU's part is
-    scaled as the GPU's is, and models treat the method as they do any other.
+    SGLang's GPU methods return the sum times ``routed_scaling_factor``, unless the router's weights already include it.
+    The CPU's part lacks the factor. So SGLang's DeepSeek multiplies the merged sum once more, and thus the GPU's part
+    twice; its GLM does so on one of two paths. This class scales the CPU's part like the GPU's, and models treat the
+    method like any other.
     """
 
     class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):  # type: ignore[misc]
@@ -147,7 +153,7 @@ def method_class(kt_ep_wrapper: Any) -> type:
 
 
 def plugin() -> None:
-    """SGLang calls this in each of its processes."""
+    """Installs Moebius. SGLang calls this in each of its processes."""
     from sglang.srt.layers.moe import kt_ep_wrapper  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found,unused-ignore]
 

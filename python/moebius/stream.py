@@ -1,4 +1,4 @@
-"""An answer as it comes."""
+"""An answer as a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """One answer as it comes: iterate it with `for`, or with `async for`. Leaving `with`, `close()` or dropping it cancels the request."""
+    """One answer as a stream: iterate over it with `for` or `async for`. Leaving `with`, `close()` or dropping it cancels
+    the request."""
 
     def __init__(self, answer: _moebius.Stream) -> None:
         self._answer = answer
@@ -52,7 +53,7 @@ class Stream:
 
     @property
     def output(self) -> Output:
-        """The answer as far as it has come; whole after the last chunk."""
+        """The answer so far; complete after the last chunk."""
         fields = self._answer.output()
         if fields["finish_reason"] is None:
             return to_output(fields, {}, None)
@@ -60,18 +61,18 @@ class Stream:
         return to_output(fields, *self._captured)
 
     def finish(self) -> Output:
-        """Waits for the end. Returns the whole answer."""
+        """Waits for the end and returns the whole answer."""
         self._answer.finish()
         return self.output
 
     async def afinish(self) -> Output:
-        """The same for async code."""
+        """`finish` for async code."""
         async for _ in self:
             pass
         return self.output
 
     def close(self) -> None:
-        """Cancels the request, if it has not ended."""
+        """Cancels the request if it has not ended."""
         self._answer.close()
 
     def __enter__(self) -> Stream:

@@ -22,11 +22,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Every token id of the model is smaller."""
+        """Size of the vocabulary: all token ids of the model are smaller."""
         return self._model.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. `add_special_tokens` adds what the tokenizer puts around a prompt; those spelled out in the text are known either way."""
+        """Token ids of a text. `add_special_tokens` adds those that the tokenizer puts around a prompt. Special tokens
+        spelled out in the text are recognized in any case."""
         return self._model.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -64,6 +65,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> list[int] | str:
-        """What the model's chat template makes of a conversation, as token ids or as text; `variables` are further ones of the template."""
+        """Renders a conversation with the model's chat template, as token ids or as text. `variables` are additional
+        variables of the template."""
         text = self._model.render(to_json(messages), to_json(tools), to_json(variables), add_generation_prompt)
         return self._model.encode(text, False) if tokenize else text

@@ -106,7 +106,7 @@ def test_forms(llm: LLM) -> None:
     assert isinstance(json.loads(text(json=schema))["n"], int)
     assert isinstance(json.loads(text(json=json.dumps(schema)))["n"], int)
     assert text(grammar='start: "a" "b"') == "ab"
-    with pytest.raises(ValueError, match="one form"):
+    with pytest.raises(ValueError, match="one format"):
         text(choice=["a"], regex="b")
     with pytest.raises(ValueError, match="enforced"):
         text(regex="(")

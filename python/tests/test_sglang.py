@@ -17,7 +17,7 @@ TOP_K = 2
 
 @pytest.fixture(autouse=True)
 def nothing_said():
-    moebius.sglang._said.clear()
+    moebius.sglang._warned.clear()
 
 
 @pytest.fixture(scope="module")

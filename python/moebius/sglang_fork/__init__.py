@@ -1,4 +1,7 @@
-"""Moebius in KTransformers' fork of SGLang: ``SGLANG_EXTERNAL_MODEL_PACKAGE=moebius.sglang_fork``. See :mod:`moebius.sglang`."""
+"""Moebius in KTransformers' fork of SGLang: ``SGLANG_EXTERNAL_MODEL_PACKAGE=moebius.sglang_fork``.
+
+See :mod:`moebius.sglang`.
+"""
 
 import logging
 
