@@ -1,6 +1,8 @@
-"""One layer of routed experts, `moebius.MoE` beside kt-kernel, from the same INT4 weights in groups of 32 (kt's RAWINT4): time and error against f64.
+"""One layer of routed experts, `moebius.MoE` beside kt-kernel, from the same INT4 weights in groups of 32 (kt's
+RAWINT4): time and error against f64.
 
-Needs torch (for bf16 tensors) and kt-kernel (`pip install --no-deps kt-kernel==0.7.2`). Its wrapper class needs CUDA, so what is driven is its extension.
+Needs torch (for bf16 tensors) and kt-kernel (`pip install --no-deps kt-kernel==0.7.2`). Its wrapper class needs CUDA,
+so what is driven is its extension.
 Each takes its turn in blocks, with a pause between them: kt's threads go on spinning for 50 ms after a call.
 
     python python/benches/beside_kt.py [--threads 2] [--out benches/record/NAME.json]
@@ -50,13 +52,37 @@ def checkpoint(folder, experts, width, hidden, rng):
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text + b"".join(blobs))
     config = dict(
-        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=hidden, moe_intermediate_size=width, num_experts=experts,
-        num_experts_per_tok=8, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=1024, intermediate_size=6144,
-        rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=4096, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], hidden_act="silu",
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        hidden_size=hidden,
+        moe_intermediate_size=width,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=1024,
+        intermediate_size=6144,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=4096,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        hidden_act="silu",
         tie_word_embeddings=False,
         quantization_config=dict(
-            quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed", ignore=["lm_head"],
-            config_groups=dict(group_0=dict(targets=["Linear"], weights=dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP))),
+            quant_method="compressed-tensors",
+            format="pack-quantized",
+            quantization_status="compressed",
+            ignore=["lm_head"],
+            config_groups=dict(
+                group_0=dict(
+                    targets=["Linear"],
+                    weights=dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP),
+                )
+            ),
         ),
     )
     (folder / "config.json").write_text(json.dumps(config))
@@ -82,7 +108,9 @@ class KtKernel:
     def forward(self, x, ids, weights):
         count, out = torch.tensor([x.shape[0]], dtype=torch.int32), torch.empty_like(x)
         self.cpu.submit(
-            self.moe.forward_task(count.data_ptr(), ids.shape[1], ids.data_ptr(), weights.data_ptr(), x.data_ptr(), out.data_ptr(), False)
+            self.moe.forward_task(
+                count.data_ptr(), ids.shape[1], ids.data_ptr(), weights.data_ptr(), x.data_ptr(), out.data_ptr(), False
+            )
         )
         self.cpu.sync()
         return out
@@ -114,13 +142,27 @@ def main():
         ours = moebius.MoE(folder, 0, cache_dir=Path(folder) / "cache", threads=arguments.threads)
         kt_threads = arguments.kt_threads or arguments.threads
         theirs = KtKernel(packed, scales, experts, width, hidden, top_k, kt_threads, max(batches))
-        print(f"{experts} experts of {hidden} x {width}, top {top_k}, {ours.precision}, {ours.threads} threads; kt {kt.__cpu_variant__}, {kt_threads}")
-        record = dict(shape=arguments.shape, threads=arguments.threads, kt_threads=kt_threads, precision=ours.precision, kt_variant=kt.__cpu_variant__, batches={})
+        print(
+            f"{experts} experts of {hidden} x {width}, top {top_k}, {ours.precision}, {ours.threads} threads; kt "
+            f"{kt.__cpu_variant__}, {kt_threads}"
+        )
+        record = dict(
+            shape=arguments.shape,
+            threads=arguments.threads,
+            kt_threads=kt_threads,
+            precision=ours.precision,
+            kt_variant=kt.__cpu_variant__,
+            batches={},
+        )
         for tokens in batches:
             x = torch.randn(tokens, hidden).to(torch.bfloat16)
             # Many routings, so that one layer's weights do not stay in caches more than a model's do.
             routings = [
-                (torch.from_numpy(np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)])), torch.rand(tokens, top_k)) for _ in range(16)
+                (
+                    torch.from_numpy(np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)])),
+                    torch.rand(tokens, top_k),
+                )
+                for _ in range(16)
             ]
             times = {"moebius": [], "kt": []}
             runs = max(3, min(40, 400 // tokens))
@@ -134,15 +176,20 @@ def main():
                     time.sleep(0.2)
             expected = reference(ours, x, *routings[0])
             errors = {
-                name: float(np.linalg.norm(engine.forward(x, *routings[0]).double().numpy() - expected) / np.linalg.norm(expected))
+                name: float(
+                    np.linalg.norm(engine.forward(x, *routings[0]).double().numpy() - expected)
+                    / np.linalg.norm(expected)
+                )
                 for name, engine in (("moebius", ours), ("kt", theirs))
             }
             median = {name: statistics.median(t) for name, t in times.items()}
             best = {name: min(t) for name, t in times.items()}
             record["batches"][tokens] = dict(median_us=median, best_us=best, error=errors)
             print(
-                f"batch {tokens:4}: moebius {median['moebius']:9.0f} us (best {best['moebius']:.0f}), kt {median['kt']:9.0f} (best {best['kt']:.0f}), "
-                f"{median['kt'] / median['moebius']:.2f} times as fast; error {errors['moebius']:.2e}, kt {errors['kt']:.2e}"
+                f"batch {tokens:4}: moebius {median['moebius']:9.0f} us (best {best['moebius']:.0f}), kt "
+                f"{median['kt']:9.0f} (best {best['kt']:.0f}), "
+                f"{median['kt'] / median['moebius']:.2f} times as fast; error {errors['moebius']:.2e}, kt "
+                f"{errors['kt']:.2e}"
             )
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(record, indent=1) + "\n")

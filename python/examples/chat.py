@@ -19,5 +19,10 @@ print(f"{stream.output.stats.completion_tokens} tokens, the first after {1000 * 
 # An answer that must be one of these, and one that must be JSON.
 text = llm.chat(messages[:1], moebius.SamplingParams(choice=["Paris", "Rome"])).text
 print("choice:", text)
-schema = {"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["sum"], "additionalProperties": False}
+schema = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
 print("json:", llm.chat(messages[-2:-1], moebius.SamplingParams(temperature=0, json=schema)).text)

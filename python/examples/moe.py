@@ -6,7 +6,9 @@ from moebius import MoE
 
 # A layer of a model; "Qwen/Qwen3-30B-A3B", a folder or a GGUF file would do as well.
 moe = MoE("demo", layer=0, num_gpu_experts=2)
-print(f"{moe.num_experts} experts of {moe.hidden_size} x {moe.intermediate_size}, {moe.precision}, {moe.threads} threads")
+print(
+    f"{moe.num_experts} experts of {moe.hidden_size} x {moe.intermediate_size}, {moe.precision}, {moe.threads} threads"
+)
 
 rng = np.random.default_rng(0)
 x = rng.standard_normal((5, moe.hidden_size)).astype(np.float32)

@@ -1,6 +1,6 @@
 """Starts SGLang with Moebius's experts, or says what would be started where SGLang or a GPU is missing.
 
-    python sglang_server.py Qwen/Qwen3-30B-A3B --gpu-experts 16
+python sglang_server.py Qwen/Qwen3-30B-A3B --gpu-experts 16
 """
 
 import argparse
@@ -15,7 +15,14 @@ parser.add_argument("--gpu-experts", type=int, default=0, help="of each layer, c
 arguments, more = parser.parse_known_args()
 
 command = [sys.executable, "-m", "sglang.launch_server", "--model-path", arguments.model]
-command += ["--kt-weight-path", arguments.model, "--kt-num-gpu-experts", str(arguments.gpu_experts), "--disable-shared-experts-fusion", *more]
+command += [
+    "--kt-weight-path",
+    arguments.model,
+    "--kt-num-gpu-experts",
+    str(arguments.gpu_experts),
+    "--disable-shared-experts-fusion",
+    *more,
+]
 
 # SGLang finds Moebius by this entry point, in each of its processes.
 (plugin,) = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == "moebius"]

@@ -157,7 +157,8 @@ class MoE:
         return out
 
     def submit_forward(self, x: Any, topk_ids: Any, topk_weights: Any, stream: int = 0) -> None:
-        """Starts a batch. On CUDA, enqueues it on ``stream``, the integer handle of a CUDA stream. Arrays on the CPU are
+        """Starts a batch. On CUDA, enqueues it on ``stream``, the integer handle of a CUDA stream. Arrays on the CPU
+        are
         computed at once."""
         if _on_cpu(x):
             self._computed.append(self.forward(x, topk_ids, topk_weights))
@@ -182,7 +183,9 @@ class MoE:
         self._layer.sync(out, stream)
         return out
 
-    def expert_weights(self, expert: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def expert_weights(
+        self, expert: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """``gate``, ``up`` and ``down`` of an expert with the values used in the computation, in float32."""
         return self._layer.expert_weights(expert)
 

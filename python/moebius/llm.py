@@ -37,7 +37,9 @@ class LLM:
     kind of `moebius.Error`, when too many requests wait.
     """
 
-    def __init__(self, model: str | os.PathLike[str], *, quiet: bool = False, **engine: Unpack[options.EngineOptions]) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], *, quiet: bool = False, **engine: Unpack[options.EngineOptions]
+    ) -> None:
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._model = _moebius.Model(os.fspath(model), options.flags(engine), quiet)
         self.tokenizer = Tokenizer(self._model)
@@ -120,7 +122,8 @@ class LLM:
         steer: Sequence[Steer] = (),
         capture: Capture | Layers | None = None,
     ) -> Output | list[Output]:
-        """Continues a prompt, which is text or token ids, or a list of prompts. The prompts of a list run together, as many
+        """Continues a prompt, which is text or token ids, or a list of prompts. The prompts of a list run together,
+        as many
         as the engine admits."""
         starts, one = self._starts(prompts, sampling_params, steer, capture)
         streams: list[Stream] = []
@@ -173,12 +176,22 @@ class LLM:
                 stream.close()
         return outputs[0] if one else outputs
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Unpack[options.ChatOptions]) -> Output:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **how: Unpack[options.ChatOptions],
+    ) -> Output:
         """Answers a conversation. The keywords are those of `stream_chat`."""
         with self.stream_chat(messages, sampling_params, **how) as stream:
             return stream.finish()
 
-    async def achat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Unpack[options.ChatOptions]) -> Output:
+    async def achat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **how: Unpack[options.ChatOptions],
+    ) -> Output:
         """`chat` for async code. Cancelling the task cancels the request."""
         with self.stream_chat(messages, sampling_params, **how) as stream:
             return await stream.afinish()
@@ -187,7 +200,12 @@ class LLM:
 
     @overload
     def capture(
-        self, prompts: str | Sequence[int], layers: Layers = "all", *, positions: Positions = "all", steer: Sequence[Steer] = ()
+        self,
+        prompts: str | Sequence[int],
+        layers: Layers = "all",
+        *,
+        positions: Positions = "all",
+        steer: Sequence[Steer] = (),
     ) -> dict[int, Floats]: ...
 
     @overload
@@ -196,23 +214,34 @@ class LLM:
     ) -> list[dict[int, Floats]]: ...
 
     def capture(
-        self, prompts: Prompt | Prompts, layers: Layers = "all", *, positions: Positions = "all", steer: Sequence[Steer] = ()
+        self,
+        prompts: Prompt | Prompts,
+        layers: Layers = "all",
+        *,
+        positions: Positions = "all",
+        steer: Sequence[Steer] = (),
     ) -> dict[int, Floats] | list[dict[int, Floats]]:
-        """The residual stream of a prompt, or of each prompt of a list, after each of `layers`: [positions, hidden_size].
+        """The residual stream of a prompt, or of each prompt of a list, after each of `layers`: [positions,
+        hidden_size].
         Generates nothing."""
         read = self._read(prompts, residual.Capture(layers, positions), steer)
         return [output.hidden for output in read] if isinstance(read, list) else read.hidden
 
     @overload
-    def logits(self, prompts: str | Sequence[int], *, positions: Positions = "all", steer: Sequence[Steer] = ()) -> Floats: ...
+    def logits(
+        self, prompts: str | Sequence[int], *, positions: Positions = "all", steer: Sequence[Steer] = ()
+    ) -> Floats: ...
 
     @overload
-    def logits(self, prompts: Prompts, *, positions: Positions = "all", steer: Sequence[Steer] = ()) -> list[Floats]: ...
+    def logits(
+        self, prompts: Prompts, *, positions: Positions = "all", steer: Sequence[Steer] = ()
+    ) -> list[Floats]: ...
 
     def logits(
         self, prompts: Prompt | Prompts, *, positions: Positions = "all", steer: Sequence[Steer] = ()
     ) -> Floats | list[Floats]:
-        """The logits of a prompt, or of each prompt of a list: [positions, vocab_size]. Each row is for the next token."""
+        """The logits of a prompt, or of each prompt of a list: [positions, vocab_size]. Each row is for the next
+        token."""
         read = self._read(prompts, residual.Capture([], positions, logits=True), steer)
         rows = [output.logits for output in (read if isinstance(read, list) else [read]) if output.logits is not None]
         return rows if isinstance(read, list) else rows[0]
@@ -226,7 +255,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _read(self, prompts: Prompt | Prompts, capture: Capture, steer: Sequence[Steer]) -> Output | list[Output]:
@@ -247,12 +278,18 @@ class LLM:
         batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
         each: Iterable[SamplingParams | None] = params if isinstance(params, Sequence) else [params] * len(batch)
         if isinstance(params, Sequence) and len(params) != len(batch):
-            raise ValueError(f"{len(batch)} prompts but {len(params)} sampling_params: give one for all, or one per prompt")
-        return (partial(self.stream, prompt, one_params, steer=steer, capture=capture) for prompt, one_params in zip(batch, each)), one
+            raise ValueError(
+                f"{len(batch)} prompts but {len(params)} sampling_params: give one for all, or one per prompt"
+            )
+        return (
+            partial(self.stream, prompt, one_params, steer=steer, capture=capture)
+            for prompt, one_params in zip(batch, each)
+        ), one
 
     @staticmethod
     def _fill(streams: list[Stream], starts: Iterable[Callable[[], Stream]]) -> Iterator[Stream]:
-        """Starts answers and appends them to `streams`. When the engine admits no more, yields the first unfinished one for
+        """Starts answers and appends them to `streams`. When the engine admits no more, yields the first unfinished
+        one for
         the caller to finish."""
         finished = 0
         for start in starts:

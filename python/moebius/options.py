@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class EngineOptions(TypedDict, total=False):
-    """Keywords of `moebius.LLM`. `moebius serve --help` describes them. A missing keyword, or None, means the default."""
+    """Keywords of `moebius.LLM`. `moebius serve --help` describes them. A missing keyword, or None, means the
+    default."""
 
     experts: Literal["auto", "bf16", "int8", "int4"] | None
     group_size: Literal[32, 64, 128] | None

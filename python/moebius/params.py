@@ -60,7 +60,16 @@ class SamplingParams:
 
     def _fields(self) -> dict[str, object]:
         """The fields for the extension module."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens")
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "max_tokens",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "logit_bias": list((self.logit_bias or {}).items()),

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Steer:
-    """Adds `coefficient * vector` to the residual stream after a layer. Positions count from 0 through the prompt and the
+    """Adds `coefficient * vector` to the residual stream after a layer. Positions count from 0 through the prompt and
+    the
     generated tokens."""
 
     layer: int

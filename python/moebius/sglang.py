@@ -16,7 +16,8 @@ The flags and their meaning here:
 ``--kt-num-gpu-experts N``
     SGLang computes the first N experts of each layer on the GPU.
 ``--kt-method METHOD``
-    ``AMXINT4`` (SGLang's default), ``RAWINT4``, ``GPTQ_INT4``, ``FP8``, ``FP8_PERCHANNEL``, ``LLAMAFILE``, ``MXFP4`` and
+    ``AMXINT4`` (SGLang's default), ``RAWINT4``, ``GPTQ_INT4``, ``FP8``, ``FP8_PERCHANNEL``, ``LLAMAFILE``, ``MXFP4``
+    and
     ``AUTO`` all keep the precision of a quantized checkpoint, and mean INT4 for others. ``AMXINT8`` and ``MOE_INT8``
     mean INT8, ``MOE_INT4`` INT4 and ``BF16`` BF16.
 ``--kt-cpuinfer N``

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """One answer as a stream: iterate over it with `for` or `async for`. Leaving `with`, `close()` or dropping it cancels
+    """One answer as a stream: iterate over it with `for` or `async for`. Leaving `with`, `close()` or dropping it
+    cancels
     the request."""
 
     def __init__(self, answer: _moebius.Stream) -> None:
@@ -78,13 +79,17 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

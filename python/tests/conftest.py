@@ -39,6 +39,8 @@ def python(cache: str) -> Callable[..., subprocess.Popen[str]]:
         how = [str(program)] if isinstance(program, Path) else ["-c", program]
         command = [sys.executable, *how, cache, *args]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=prepare)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=prepare
+        )
 
     return start

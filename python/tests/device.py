@@ -89,11 +89,23 @@ class Array:
     def write(self, values, stream):
         """Enqueues a copy; the host's memory may be used again at once."""
         values = np.ascontiguousarray(values, self.dtype)
-        self.driver("cuMemcpyHtoDAsync_v2", self.pointer, values.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(values.nbytes), ctypes.c_void_p(stream))
+        self.driver(
+            "cuMemcpyHtoDAsync_v2",
+            self.pointer,
+            values.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_size_t(values.nbytes),
+            ctypes.c_void_p(stream),
+        )
 
     def read(self, stream):
         values = np.empty(self.shape, self.dtype)
-        self.driver("cuMemcpyDtoHAsync_v2", values.ctypes.data_as(ctypes.c_void_p), self.pointer, ctypes.c_size_t(values.nbytes), ctypes.c_void_p(stream))
+        self.driver(
+            "cuMemcpyDtoHAsync_v2",
+            values.ctypes.data_as(ctypes.c_void_p),
+            self.pointer,
+            ctypes.c_size_t(values.nbytes),
+            ctypes.c_void_p(stream),
+        )
         self.driver.synchronize(stream)
         return values
 

@@ -143,7 +143,8 @@ stream = llm.stream("x", moebius.SamplingParams(max_tokens=50, ignore_eos=True))
 child = os.fork()
 if child == 0:
     said = []
-    for use in (lambda: llm.generate("x"), lambda: next(stream), lambda: moebius.LLM("demo", quiet=True, cache_dir=sys.argv[1])):
+    for use in (lambda: llm.generate("x"), lambda: next(stream), lambda: moebius.LLM("demo", quiet=True,
+    cache_dir=sys.argv[1])):
         try:
             use()
         except moebius.Error as error:
@@ -175,7 +176,9 @@ def test_a_fork_is_told(python: Start, program: str, said: str) -> None:
 
 def test_loading_is_said_unless_quiet(python: Start) -> None:
     for quiet in (True, False):
-        program = f"import sys, moebius\nmoebius.LLM('demo', quiet={quiet}, cache_dir=sys.argv[1], device='cpu').close()"
+        program = (
+            f"import sys, moebius\nmoebius.LLM('demo', quiet={quiet}, cache_dir=sys.argv[1], device='cpu').close()"
+        )
         with python(program) as process:
             _, err = process.communicate(timeout=60)
         assert process.returncode == 0

@@ -14,7 +14,9 @@ from conftest import ROOT
 
 def run(program: Path, folder: Path) -> str:
     env = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
-    said = subprocess.run([sys.executable, str(program)], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    said = subprocess.run(
+        [sys.executable, str(program)], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
     assert said.returncode == 0, said.stderr
     return said.stdout
 

@@ -24,7 +24,11 @@ def test_an_answer_is_the_commands(llm: LLM, cache: str) -> None:
     said = subprocess.run([*command, "--device=cpu", "--cache-dir", cache], capture_output=True, text=True, check=True)
     theirs = json.loads(said.stdout)
     ours = llm.generate("What is", SHORT)
-    assert (ours.token_ids, ours.text, ours.finish_reason) == (theirs["tokens"], theirs["text"], theirs["finish_reason"])
+    assert (ours.token_ids, ours.text, ours.finish_reason) == (
+        theirs["tokens"],
+        theirs["text"],
+        theirs["finish_reason"],
+    )
     assert len(ours.token_ids) == 12 and ours.finish_reason == "length"
     assert ours.stats.completion_tokens == 12 and ours.stats.prompt_tokens == len(ours.prompt_token_ids)
 
@@ -76,15 +80,21 @@ def test_a_closed_stream_is_cancelled(llm: LLM) -> None:
 
 def test_sampling(llm: LLM) -> None:
     def text(**how: object) -> str:
-        return llm.generate("What", SamplingParams(max_tokens=20, ignore_eos=True, **how)).text  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **how)  # type: ignore[arg-type]
+        return llm.generate("What", params).text
 
     hot = {"temperature": 5.0}
     assert text(**hot, seed=1) == text(**hot, seed=1) != text(**hot, seed=-2)
     assert text(**hot, top_k=1) == text(temperature=0)
     token = llm.generate("What", SHORT).token_ids[0]
-    assert llm.generate("What", SamplingParams(temperature=0, max_tokens=1, logit_bias={token: -100.0})).token_ids != [token]
+    assert llm.generate("What", SamplingParams(temperature=0, max_tokens=1, logit_bias={token: -100.0})).token_ids != [
+        token
+    ]
     whole = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SHORT)
-    stopped = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0, stop=whole.text[4:8]))
+    stopped = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        SamplingParams(temperature=0, stop=whole.text[4:8]),
+    )
     assert stopped.text == whole.text[:4] and stopped.finish_reason == "stop"
 
 
@@ -98,11 +108,17 @@ def test_logprobs(llm: LLM) -> None:
 
 def test_forms(llm: LLM) -> None:
     def text(**form: object) -> str:
-        return llm.generate("What is", SamplingParams(temperature=0, max_tokens=200, **form)).text  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0, max_tokens=200, **form)  # type: ignore[arg-type]
+        return llm.generate("What is", params).text
 
     assert text(choice=["maybe", "perhaps"]) in ("maybe", "perhaps")
     assert text(regex="[0-9]{3}-[0-9]{2}").replace("-", "").isdigit()
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     assert isinstance(json.loads(text(json=schema))["n"], int)
     assert isinstance(json.loads(text(json=json.dumps(schema)))["n"], int)
     assert text(grammar='start: "a" "b"') == "ab"
@@ -125,7 +141,15 @@ def test_chat(llm: LLM) -> None:
 
 
 def test_tools(llm: LLM) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            },
+        }
+    ]
     messages = [{"role": "user", "content": "What is 2+2?"}]
     try:
         output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=None), tools=tools, tool_choice="required")
@@ -144,7 +168,9 @@ def test_tokenizer(llm: LLM) -> None:
     assert all(0 <= id < tokenizer.vocab_size for id in ids)
     assert tokenizer.eos_token_ids and tokenizer.decode(tokenizer.eos_token_ids) != ""
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-    assert "Hi" in text and tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == tokenizer.encode(text, False)
+    assert "Hi" in text and tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == tokenizer.encode(
+        text, False
+    )
 
 
 def test_hostile_templates(cache: str, tmp_path: Path) -> None:
@@ -165,7 +191,17 @@ def test_options(llm: LLM, cache: str) -> None:
     names = [name for name, _, _ in moebius._moebius.engine_options()]
     assert sorted(names) == sorted(moebius.EngineOptions.__annotations__)
     assert llm.info["model"] == "demo" and llm.info["device"] == "cpu"
-    with LLM("demo", quiet=True, cache_dir=cache, device="cpu", max_context=64, threads=1, experts="bf16", no_prefix_cache=True, lock=False) as other:
+    with LLM(
+        "demo",
+        quiet=True,
+        cache_dir=cache,
+        device="cpu",
+        max_context=64,
+        threads=1,
+        experts="bf16",
+        no_prefix_cache=True,
+        lock=False,
+    ) as other:
         assert (other.info["max_context"], other.info["threads"], other.info["experts"]) == (64, 1, "bf16")
         # Two engines in one process do not disturb each other.
         assert other.generate("What is", SHORT).token_ids and llm.generate("What is", SHORT).token_ids

@@ -98,7 +98,9 @@ def test_ids_may_be_physical():
     x, ids, weights = random_batch(np.random.default_rng(5), 7, TOP_K, len(logical), HIDDEN)
     experts = unpacked(moe)
     mask = np.arange(len(logical)) < 2
-    assert error(moe.forward(x, ids, weights), reference([experts[e] for e in logical], x, ids, weights, mask)) < tolerance(moe)
+    assert error(
+        moe.forward(x, ids, weights), reference([experts[e] for e in logical], x, ids, weights, mask)
+    ) < tolerance(moe)
     with pytest.raises(ValueError, match="names expert 8 of 8"):
         moe.load_weights(np.array([0, 8]))
 
@@ -243,7 +245,13 @@ print(moe.threads, np.median(times))
 """
     medians = {}
     for threads in (1, 1000):
-        run = subprocess.run([sys.executable, "-c", code, str(threads)], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(threads)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parent,
+        )
         assert run.returncode == 0, run.stderr
         count, median = run.stdout.split()
         medians[int(count)] = float(median)

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""`MoE` on a real GPU with torch: inside CUDA graphs, on several streams, from two processes. Skipped by name where there is no GPU."""
+"""`MoE` on a real GPU with torch: inside CUDA graphs, on several streams, from two processes. Skipped by name where
+there is no GPU."""
 
 import multiprocessing
 import os
@@ -11,7 +12,9 @@ import pytest
 
 from moe_reference import TOLERANCE, error, random_weights, reference
 
-torch = pytest.importorskip("torch", reason="torch is not installed: the GPU side of MoE is tested on the emulator only")
+torch = pytest.importorskip(
+    "torch", reason="torch is not installed: the GPU side of MoE is tested on the emulator only"
+)
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU: the GPU side of MoE is tested on the emulator only", allow_module_level=True)
 
@@ -198,7 +201,9 @@ def qwen3_layers():
     """Four layers, more than a cache holds: of eight random experts, over and over."""
     rng = np.random.default_rng(0)
     sizes = (SHAPE["width"], SHAPE["hidden"]), (SHAPE["width"], SHAPE["hidden"]), (SHAPE["hidden"], SHAPE["width"])
-    weights = tuple(np.tile(rng.random((8, *size), np.float32) - 0.5, (SHAPE["experts"] // 8, 1, 1)) / 16 for size in sizes)
+    weights = tuple(
+        np.tile(rng.random((8, *size), np.float32) - 0.5, (SHAPE["experts"] // 8, 1, 1)) / 16 for size in sizes
+    )
     return [moebius.MoE(weights=weights, precision="int4", group_size=128) for _ in range(4)]
 
 
@@ -235,6 +240,7 @@ def test_time_of_a_layer_of_qwen3_30b(qwen3_layers, tokens):
         cpu.append(time.perf_counter() - start)
     print(
         f"Qwen3-30B shape, int4-g128, {moes[0].threads} threads, batch {tokens}, "
-        f"{len(set(inputs[0][1].flatten().tolist()))} experts of a layer: {1e6 * statistics.median(times):.0f} us a layer in a graph, "
+        f"{len(set(inputs[0][1].flatten().tolist()))} experts of a layer: {1e6 * statistics.median(times):.0f} us a "
+        f"layer in a graph, "
         f"best {1e6 * min(times):.0f}; forward on CPU tensors {1e6 * statistics.median(cpu):.0f}"
     )

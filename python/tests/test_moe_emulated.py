@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""`MoE` in the order of CUDA streams: kernels, events, host functions and graphs on kernels/emulator, where no GPU is needed."""
+"""`MoE` in the order of CUDA streams: kernels, events, host functions and graphs on kernels/emulator, where no GPU is
+needed."""
 
 import os
 import subprocess
@@ -17,8 +18,14 @@ if "MOEBIUS_TEST_EMULATED" not in os.environ:
     def test_on_the_emulator():
         if not EMULATOR.exists():
             pytest.skip(f"{EMULATOR} is not built: make emulator")
-        run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__], env=os.environ | {"MOEBIUS_TEST_EMULATED": "1"}, cwd=Path(__file__).parent,
-                             capture_output=True, text=True, timeout=500)
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", __file__],
+            env=os.environ | {"MOEBIUS_TEST_EMULATED": "1"},
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
 else:
@@ -74,7 +81,10 @@ else:
         streams = [driver.stream(), driver.stream()]
         for _ in range(20):
             batches = [random_batch(rng, int(rng.integers(1, 9)), TOP_K, EXPERTS, HIDDEN) for _ in range(4)]
-            calls = [(layer, stream, batch) for (layer, stream), batch in zip([(moe, 0), (other, 0), (moe, 1), (other, 1)], batches)]
+            calls = [
+                (layer, stream, batch)
+                for (layer, stream), batch in zip([(moe, 0), (other, 0), (moe, 1), (other, 1)], batches)
+            ]
             arrays = [on_device(driver, batch) for batch in batches]
             outs = [driver.array(np.zeros_like(batch[0])) for batch in batches]
             for (layer, stream, _), array in zip(calls, arrays):

@@ -19,6 +19,8 @@ def test_moe() -> None:
 def test_sglang_says_what_it_starts() -> None:
     if importlib.util.find_spec("sglang") is not None:
         pytest.skip("SGLang is installed: the example would start a server")
-    run = subprocess.run([sys.executable, EXAMPLES / "sglang_server.py", "demo"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / "sglang_server.py", "demo"], capture_output=True, text=True, timeout=60
+    )
     assert "moebius.sglang:plugin" in run.stdout and "--kt-weight-path demo" in run.stdout
     assert "pip install sglang" in run.stderr

@@ -24,13 +24,24 @@ def tensors(model: str, file: str) -> dict[str, Any]:
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
     body = memoryview(data)[8 + length :]
-    return {name: np.frombuffer(body[slice(*t["data_offsets"])], TYPES[t["dtype"]]).reshape(t["shape"]) for name, t in header.items()}
+    return {
+        name: np.frombuffer(body[slice(*t["data_offsets"])], TYPES[t["dtype"]]).reshape(t["shape"])
+        for name, t in header.items()
+    }
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v2_lite"])
 def model(request: pytest.FixtureRequest, cache: str) -> Iterator[tuple[str, LLM]]:
     # As exact as it gets, and in chunks that cut prompts.
-    with LLM(FIXTURES / request.param, quiet=True, cache_dir=cache, device="cpu", experts="bf16", kv="bf16x2", max_batch_tokens=32) as llm:
+    with LLM(
+        FIXTURES / request.param,
+        quiet=True,
+        cache_dir=cache,
+        device="cpu",
+        experts="bf16",
+        kv="bf16x2",
+        max_batch_tokens=32,
+    ) as llm:
         yield request.param, llm
 
 
@@ -45,7 +56,9 @@ def test_what_is_captured_is_transformers(model: tuple[str, LLM]) -> None:
     reference = tensors(name, "reference.safetensors")
     prompts = [reference[f"{prompt}.input_ids"].tolist() for prompt in ("short", "mid")]
     alone = [llm.capture(prompt) for prompt in prompts]
-    for prompt, ids, hidden, logits, beside in zip(("short", "mid"), prompts, alone, llm.logits(prompts), llm.capture(prompts)):
+    for prompt, ids, hidden, logits, beside in zip(
+        ("short", "mid"), prompts, alone, llm.logits(prompts), llm.capture(prompts)
+    ):
         assert sorted(hidden) == list(range(llm.info["layers"]))
         for layer, rows in hidden.items():
             assert rows.shape == (len(ids), llm.info["hidden_size"])
@@ -64,7 +77,9 @@ def test_what_steering_does_is_transformers(model: tuple[str, LLM]) -> None:
         Steer(layer, vectors[vector], float(coefficient), [(start, end)])
         for (layer, vector, start, end), coefficient in zip(steered["steers"].tolist(), steered["coefficients"])
     ]
-    output = llm.generate(ids, SamplingParams(max_tokens=0), steer=steer, capture=Capture(logits=True, positions=[(12, 16)]))
+    output = llm.generate(
+        ids, SamplingParams(max_tokens=0), steer=steer, capture=Capture(logits=True, positions=[(12, 16)])
+    )
     for layer, want in enumerate(steered["hidden_states"]):
         assert error(output.hidden[layer], want) < 1e-4
     assert output.logits is not None and error(output.logits, steered["logits"]) < 1e-4
@@ -101,7 +116,9 @@ def test_steering_changes_its_own_request_only(llm: LLM) -> None:
 
 def test_arrays_are_of_the_rows_themselves(llm: LLM) -> None:
     rows = llm.capture("What is", [0])[0]
-    assert rows.flags.c_contiguous and rows.flags.writeable and not rows.flags.owndata, "Rust's memory, not a copy of it"
+    assert rows.flags.c_contiguous and rows.flags.writeable and not rows.flags.owndata, (
+        "Rust's memory, not a copy of it"
+    )
     stream = llm.stream("What is", SamplingParams(max_tokens=2), capture=0)
     next(stream)
     output = stream.finish()

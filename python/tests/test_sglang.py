@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""`moebius.sglang` in the place of kt_kernel: as it is made and called, and within SGLang's own, unmodified modules where SGLang can be imported."""
+"""`moebius.sglang` in the place of kt_kernel: as it is made and called, and within SGLang's own, unmodified modules
+where SGLang can be imported."""
 
 import logging
 import os
@@ -111,7 +112,7 @@ def test_a_layer_is_announced(shape, caplog):
     assert any(r.message.startswith("layer 1 of ") for r in caplog.records)
 
 
-# --- within SGLang ------------------------------------------------------------------------------------------------------------------
+# --- within SGLang --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,8 @@ def test_the_plugin_is_found_and_announced_in_one_line(sglang):
 
 
 class GpuMethod:
-    """What SGLang's methods for the GPU do: experts that are not masked, times `routed_scaling_factor` unless the weights have it."""
+    """What SGLang's methods for the GPU do: experts that are not masked, times `routed_scaling_factor` unless the
+    weights have it."""
 
     def create_weights(self, layer, num_experts, **_):
         layer.gpu_experts = num_experts
@@ -182,7 +184,9 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
 
     identity = torch.arange(experts).repeat(2, 1)
     metadata = types.SimpleNamespace(physical_to_logical_map_cpu=identity)
-    monkeypatch.setattr(expert_location_dispatch, "get_global_expert_location_metadata", lambda: metadata, raising=False)
+    monkeypatch.setattr(
+        expert_location_dispatch, "get_global_expert_location_metadata", lambda: metadata, raising=False
+    )
     config = kt.KTConfig(0, gpu_experts, None, 2, "demo", 512, None, "BF16", num_layers=2)
     method = kt.KTEPWrapperMethod(GpuMethod(), config)
     layer = types.SimpleNamespace(
@@ -196,9 +200,7 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
     model = types.ModuleType("sglang.srt.models.of_a_test")
     model.KTEPWrapperMethod = kt.KTEPWrapperMethod
     monkeypatch.setitem(__import__("sys").modules, model.__name__, model)
-    method.create_weights(
-        layer, experts, shape["hidden_size"], shape["moe_intermediate_size"], torch.bfloat16
-    )
+    method.create_weights(layer, experts, shape["hidden_size"], shape["moe_intermediate_size"], torch.bfloat16)
     runner = types.SimpleNamespace(activation="silu", routed_scaling_factor=factor, num_local_experts=experts)
     method.create_moe_runner(layer, runner)
     method.process_weights_after_loading(layer)
@@ -208,7 +210,11 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
     rng = np.random.default_rng(1)
     for tokens in (1, 7):
         x, ids, weights = random_batch(rng, tokens, TOP_K, experts, shape["hidden_size"])
-        x, given, weights = torch.from_numpy(x).to(on, torch.bfloat16), torch.from_numpy(ids.copy()).to(on), torch.from_numpy(weights).to(on)
+        x, given, weights = (
+            torch.from_numpy(x).to(on, torch.bfloat16),
+            torch.from_numpy(ids.copy()).to(on),
+            torch.from_numpy(weights).to(on),
+        )
         if fused:
             weights = weights * (factor or 1)
 
@@ -225,7 +231,9 @@ def test_a_layer_through_sglangs_own_wrapper(sglang, shape, monkeypatch, factor,
                 chosen, out = run()
             x.copy_(torch.randn_like(x))
             graph.replay()
-        expected = reference(numbers, x.float().cpu().numpy(), ids, weights.cpu().numpy()) * (1 if fused else factor or 1)
+        expected = reference(numbers, x.float().cpu().numpy(), ids, weights.cpu().numpy()) * (
+            1 if fused else factor or 1
+        )
         assert error(out.float().cpu().numpy(), expected) < 0.01
         assert (chosen < gpu_experts).all(), "SGLang overwrites the ids that it gave"
 

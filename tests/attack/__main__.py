@@ -4,9 +4,12 @@
     make attack MINUTES=5 ONLY=hub,privacy   some areas for less
     make attack SEED=7                       other random numbers; a seed repeats what its run tried
 
-Each area tries a list and then, while its share of the time lasts, random kin of it. Exit code 1 when something broke; each such thing has a
-file under target/attack/broke with what brings it about. Nothing leaves this machine, and what is attacked runs under a memory limit.
+Each area tries a list and then, while its share of the time lasts, random kin of it. Exit code 1 when something
+broke; each such thing has a
+file under target/attack/broke with what brings it about. Nothing leaves this machine, and what is attacked runs under
+a memory limit.
 """
+
 import argparse
 import importlib
 import pathlib
@@ -20,12 +23,27 @@ import traceback
 import common
 
 # Areas, each a file with a function `attack(area)`, and their shares of the time.
-AREAS = {"load": 5, "sockets": 4, "memory": 2, "builds": 3, "caches": 2, "models": 4, "templates": 2, "bombs": 2, "shapes": 2, "privacy": 1, "hub": 1,
-         "process": 2, "costs": 1}
+AREAS = {
+    "load": 5,
+    "sockets": 4,
+    "memory": 2,
+    "builds": 3,
+    "caches": 2,
+    "models": 4,
+    "templates": 2,
+    "bombs": 2,
+    "shapes": 2,
+    "privacy": 1,
+    "hub": 1,
+    "process": 2,
+    "costs": 1,
+}
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="make attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="make attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--binary", default=common.ROOT / "target" / "release" / "moebius", type=pathlib.Path)
     parser.add_argument("--minutes", default=30, type=float)
     parser.add_argument("--seed", default=1, type=int)
@@ -72,7 +90,10 @@ def report(areas, seed):
         kinds = {}  # what broke in the same way is one entry
         for what, path in area.broken:
             kinds.setdefault(what.replace("|", "/")[:200], []).append(path.name)
-        broken = "<br>".join(what + f" ({names[0]}" + (f" and {len(names) - 1} more)" if names[1:] else ")") for what, names in kinds.items())
+        broken = "<br>".join(
+            what + f" ({names[0]}" + (f" and {len(names) - 1} more)" if names[1:] else ")")
+            for what, names in kinds.items()
+        )
         lines.append(f"| {area.name} | {area.tried} | {area.tried - len(area.broken)} | {broken} |")
     notes = [f"{area.name}: {note}" for area in areas for note in area.notes]
     text = "\n".join([f"seed {seed}", "", *lines, "", *notes])

@@ -1,4 +1,6 @@
-"""Builds of a cache that are killed, run side by side, or lose their source: the next one is right, bit for bit, and leaves nothing behind."""
+"""Builds of a cache that are killed, run side by side, or lose their source: the next one is right, bit for bit, and
+leaves nothing behind."""
+
 import hashlib
 import json
 import struct
@@ -16,13 +18,29 @@ def checkpoint(area):
     bits = area.random.randbytes(1 << 20)
     # Weights of a size that models have: random signs and fractions, exponents near 2^-7.
     block = bytes(b & 0x7F if i % 2 == 0 else 0x3C | b & 0x80 for i, b in enumerate(bits))
-    tensors = {"model.embed_tokens.weight": [544, HIDDEN], "lm_head.weight": [544, HIDDEN], "model.norm.weight": [HIDDEN]}
+    tensors = {
+        "model.embed_tokens.weight": [544, HIDDEN],
+        "lm_head.weight": [544, HIDDEN],
+        "model.norm.weight": [HIDDEN],
+    }
     for layer in range(LAYERS):
         head = f"model.layers.{layer}"
-        tensors |= {f"{head}.input_layernorm.weight": [HIDDEN], f"{head}.post_attention_layernorm.weight": [HIDDEN],
-                    f"{head}.self_attn.q_norm.weight": [64], f"{head}.self_attn.k_norm.weight": [64], f"{head}.mlp.gate.weight": [EXPERTS, HIDDEN],
-                    **{f"{head}.self_attn.{name}_proj.weight": shape for name,
-                    shape in (("q", [256, HIDDEN]), ("k", [64, HIDDEN]), ("v", [64, HIDDEN]), ("o", [HIDDEN, 256]))}}
+        tensors |= {
+            f"{head}.input_layernorm.weight": [HIDDEN],
+            f"{head}.post_attention_layernorm.weight": [HIDDEN],
+            f"{head}.self_attn.q_norm.weight": [64],
+            f"{head}.self_attn.k_norm.weight": [64],
+            f"{head}.mlp.gate.weight": [EXPERTS, HIDDEN],
+            **{
+                f"{head}.self_attn.{name}_proj.weight": shape
+                for name, shape in (
+                    ("q", [256, HIDDEN]),
+                    ("k", [64, HIDDEN]),
+                    ("v", [64, HIDDEN]),
+                    ("o", [HIDDEN, 256]),
+                )
+            },
+        }
         for e in range(EXPERTS):
             for name, shape in (("gate", [WIDTH, HIDDEN]), ("up", [WIDTH, HIDDEN]), ("down", [HIDDEN, WIDTH])):
                 tensors[f"{head}.mlp.experts.{e}.{name}_proj.weight"] = shape
@@ -33,12 +51,30 @@ def checkpoint(area):
         index |= dict.fromkeys(part, file)
         write(path / file, {name: tensors[name] for name in part}, block, area.random)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH,
-              "num_experts": EXPERTS,
-              "num_experts_per_tok": 2, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 544,
-              "intermediate_size": 1024, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "norm_topk_prob": True,
-              "decoder_sparse_step": 1,
-              "mlp_only_layers": [], "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "torch_dtype": "bfloat16"}
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": WIDTH,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 544,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+    }
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -60,7 +96,8 @@ def write(path, tensors, block, rng):
 
 
 def digest(folder):
-    """The cache files of a folder and what is in them, but for their descriptions: these hold the times of the sources."""
+    """The cache files of a folder and what is in them, but for their descriptions: these hold the times of the
+    sources."""
     found = {}
     for file in sorted(folder.glob("*.moebius")):
         data = file.read_bytes()
@@ -113,8 +150,14 @@ def attack(area):
 def side_by_side(area, model, want):
     cache = area.folder("cache")
     results = []
-    threads = [threading.Thread(target=lambda: results.append(area.run("cache", "build", model, "--experts", "int4", cache=cache,
-        timeout=200))) for _ in range(4)]
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(
+                area.run("cache", "build", model, "--experts", "int4", cache=cache, timeout=200)
+            )
+        )
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -125,7 +168,8 @@ def side_by_side(area, model, want):
 
 
 def cut_source(area, model, way):
-    """A shard that becomes shorter while it is converted: a sentence, and the next build, of the whole shard again, is right."""
+    """A shard that becomes shorter while it is converted: a sentence, and the next build, of the whole shard again,
+    is right."""
     want, seconds = way
     shard = model / "model-00002-of-00002.safetensors"
     whole, size = shard.read_bytes(), shard.stat().st_size

@@ -1,4 +1,5 @@
 """Damaged and lying cache files: rebuilt, refused in words, or without effect; never another answer."""
+
 import json
 import os
 import struct
@@ -7,11 +8,21 @@ from common import FIXTURES, model_folder
 
 MASK = (1 << 64) - 1
 P32_1, P32_2, P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-P64_1, P64_2, P64_3, P64_4, P64_5 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+P64_1, P64_2, P64_3, P64_4, P64_5 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
 SECRET = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
-    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
-    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e")
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
 
 
 def fold(a, b):
@@ -81,12 +92,27 @@ def lies(rng, good):
     if kind in ("field", "source"):
         place = cache.description if kind == "field" else cache.description["source"]
         name = rng.choice(list(place))
-        place[name] = rng.choice([odd, -odd, str(odd), None, [], {}, True, {"bits": "int8", "group_size": 32}, {"bits": "bf16"}, [place[name]] * 3,
-            "x" * 5000])
+        place[name] = rng.choice(
+            [
+                odd,
+                -odd,
+                str(odd),
+                None,
+                [],
+                {},
+                True,
+                {"bits": "int8", "group_size": 32},
+                {"bits": "bf16"},
+                [place[name]] * 3,
+                "x" * 5000,
+            ]
+        )
         text = json.dumps(cache.description).encode()
         size = struct.unpack_from("<I", good, 12)[0]
         if len(text) > cache.table - 64:
-            return f"{kind} {name}, too long for its place", bytes(cache.data[:64] + text[: size] + cache.data[64 + size :])
+            return f"{kind} {name}, too long for its place", bytes(
+                cache.data[:64] + text[:size] + cache.data[64 + size :]
+            )
         cache.data[64 : 64 + size] = text.ljust(size) if len(text) <= size else text[:size]
         return f"{kind} {name}", cache.sign()
     if kind == "prefix":
@@ -134,8 +160,16 @@ def attack(area):
     want, path = answer(alone), next(cache.glob("*.moebius"))
     good = path.read_bytes()
     first = Cache(good)
-    area.check("the checksum as this program computes it", struct.unpack_from("<Q", good, 24)[0] != first.checksum() and "another one", str(alone))
-    area.check("the same once more", area.run(*command, cache=cache).out.split('"timings"')[0] != alone.out.split('"timings"')[0] and "another answer")
+    area.check(
+        "the checksum as this program computes it",
+        struct.unpack_from("<Q", good, 24)[0] != first.checksum() and "another one",
+        str(alone),
+    )
+    area.check(
+        "the same once more",
+        area.run(*command, cache=cache).out.split('"timings"')[0] != alone.out.split('"timings"')[0]
+        and "another answer",
+    )
     ends = {"answered": 0, "refused": 0}
     tried = 0
     while tried < 40 or area.time():
@@ -143,7 +177,11 @@ def attack(area):
         if tried % 10 == 9:  # the file that remembers the state of the sources
             what, data = "sources.json", None
             for side in cache.glob("*.sources.json"):
-                side.write_bytes(area.random.choice([b"", b"{", b"[]", b"null", b"[" * 100_000, side.read_bytes()[:-5], area.random.randbytes(300)]))
+                side.write_bytes(
+                    area.random.choice(
+                        [b"", b"{", b"[]", b"null", b"[" * 100_000, side.read_bytes()[:-5], area.random.randbytes(300)]
+                    )
+                )
         else:
             path.write_bytes(data)
             if area.random.random() < 0.5:
@@ -153,7 +191,10 @@ def attack(area):
         got = answer(result)
         problem = result.problem(60) or (got is not None and got != want and f"another answer: {got}, not {want}")
         ends["refused" if got is None else "answered"] += 1
-        if not area.check(f"a cache with {what}", problem, str(result), keep=path if path.exists() else None) or got is None:
+        if (
+            not area.check(f"a cache with {what}", problem, str(result), keep=path if path.exists() else None)
+            or got is None
+        ):
             for file in cache.iterdir():
                 file.unlink()
         if not path.exists():

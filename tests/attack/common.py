@@ -1,4 +1,6 @@
-"""What all areas share: processes under a memory limit, a server and questions to it, and a record of what was tried and what broke."""
+"""What all areas share: processes under a memory limit, a server and questions to it, and a record of what was tried
+and what broke."""
+
 import ctypes
 import http.client
 import json
@@ -51,7 +53,8 @@ class Area:
         print(f"    {text}", flush=True)
 
     def check(self, what, problem, reproduction="", keep=None):
-        """Counts one thing that was tried. `problem`: what broke, or nothing. `keep`: a file or folder that brings it about."""
+        """Counts one thing that was tried. `problem`: what broke, or nothing. `keep`: a file or folder that brings it
+        about."""
         self.tried += 1
         what = what.replace("\n", "\\n")
         if not problem:
@@ -64,7 +67,10 @@ class Area:
             kept = path.with_suffix("")
             (shutil.copytree if pathlib.Path(keep).is_dir() else shutil.copyfile)(keep, kept)
         again = f"make attack ONLY={self.name} SEED={self.seed}"
-        path.write_text(f"{what}\n{problem}\n\nseed: {self.seed}\nagain: {again}\nkept: {kept}\n\n{reproduction}\n", errors="replace")
+        path.write_text(
+            f"{what}\n{problem}\n\nseed: {self.seed}\nagain: {again}\nkept: {kept}\n\n{reproduction}\n",
+            errors="replace",
+        )
         self.broken.append((f"{what}: {problem}", path))
         print(f"    BROKE {what}: {problem}\n          {path.relative_to(ROOT)}", flush=True)
         return False
@@ -95,7 +101,13 @@ def environment(**more):
     """A small environment with a home of its own; a value of None leaves one out."""
     home = OUT / "home"
     home.mkdir(parents=True, exist_ok=True)
-    own = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", "HF_ENDPOINT": "http://127.0.0.1:1", **more}
+    own = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+        "HF_ENDPOINT": "http://127.0.0.1:1",
+        **more,
+    }
     return {name: str(value) for name, value in own.items() if value is not None}
 
 
@@ -170,7 +182,8 @@ def _before(group, limits):
 
 
 class Result:
-    """How a process ended: `code` (below 0: by this signal; None: it was killed for its time), what it said, what it took."""
+    """How a process ended: `code` (below 0: by this signal; None: it was killed for its time), what it said, what it
+    took."""
 
     def __init__(self, command, code, out, err, seconds, rss_mb):
         self.command, self.code, self.out, self.err = command, code, out, err
@@ -178,7 +191,8 @@ class Result:
 
     def __str__(self):
         end = "out of time" if self.code is None else f"exit {self.code}"
-        return f"$ {self.command}\n{end}, {self.seconds:.1f} s, {self.rss_mb} MiB\nstdout: {self.out[:2000]}\nstderr: {self.err[:4000]}"
+        head = f"$ {self.command}\n{end}, {self.seconds:.1f} s, {self.rss_mb} MiB"
+        return f"{head}\nstdout: {self.out[:2000]}\nstderr: {self.err[:4000]}"
 
     def problem(self, seconds=30, rss_mb=2048, codes=(0, 1, 2)):
         """What is wrong with this end; nothing if it is an answer, or a refusal in words."""
@@ -207,8 +221,15 @@ def run(command, timeout=30, env=None, limits=None, stdin=None, stdout=None, std
     line = " ".join([f"{k}={shlex.quote(v)}" for k, v in env.items() if k != "PATH"] + [shlex.join(command)])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()
-        child = subprocess.Popen(command, env=env, stdin=stdin or subprocess.DEVNULL, stdout=stdout or out, stderr=stderr or err,
-                                 start_new_session=True, preexec_fn=_before(group, limits))
+        child = subprocess.Popen(
+            command,
+            env=env,
+            stdin=stdin or subprocess.DEVNULL,
+            stdout=stdout or out,
+            stderr=stderr or err,
+            start_new_session=True,
+            preexec_fn=_before(group, limits),
+        )
         end = start + (timeout if kill_after is None else kill_after)
         late, pause = False, 0.002
         while True:
@@ -250,7 +271,12 @@ def ask(port, path, body=None, method=None, headers=None, timeout=60, source="12
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout, source_address=(source, 0))
     try:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method or ("GET" if body is None else "POST"), path, data, {"content-type": "application/json", **(headers or {})})
+        connection.request(
+            method or ("GET" if body is None else "POST"),
+            path,
+            data,
+            {"content-type": "application/json", **(headers or {})},
+        )
         answer = connection.getresponse()
         return Reply(answer.status, answer.headers, answer.read(), time.monotonic() - start)
     finally:
@@ -279,13 +305,33 @@ def together(count, work, timeout=300):
 class Server:
     """`moebius serve` on a port of its own."""
 
-    def __init__(self, area, *args, model="demo", cache=None, env=None, group=None, limits=None, log="off", stderr=None, threads=1, wait=60):
+    def __init__(
+        self,
+        area,
+        *args,
+        model="demo",
+        cache=None,
+        env=None,
+        group=None,
+        limits=None,
+        log="off",
+        stderr=None,
+        threads=1,
+        wait=60,
+    ):
         command = area.command("serve", model, "--port", "0", "--log", log, "--threads", threads, *args, cache=cache)
         self.line = shlex.join(command)
         self.log = area.dir / f"server-{area.tried}-{time.monotonic_ns()}.log"
         with open(self.log, "wb") as file:
-            self.process = subprocess.Popen(command, env=env or environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr or file,
-                                            start_new_session=True, preexec_fn=_before(group, limits))
+            self.process = subprocess.Popen(
+                command,
+                env=env or environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr or file,
+                start_new_session=True,
+                preexec_fn=_before(group, limits),
+            )
         self.pid = self.process.pid
         timer = threading.Timer(wait, self.process.kill)
         timer.start()
@@ -349,7 +395,11 @@ class Server:
             reply = self.ask("/health", timeout=20)
         except FAILURES as failure:
             return self.end() or f"/health: {failure!r}"
-        return "" if reply.status == 200 and reply.seconds < seconds else f"/health: {reply.status} after {reply.seconds:.1f} s"
+        return (
+            ""
+            if reply.status == 200 and reply.seconds < seconds
+            else f"/health: {reply.status} after {reply.seconds:.1f} s"
+        )
 
     def end(self):
         """How it ended, if it did."""
@@ -357,7 +407,11 @@ class Server:
             code = self.process.wait(0.5)
         except subprocess.TimeoutExpired:
             return ""
-        return f"the server ended by {signal.Signals(-code).name}" if code < 0 else f"the server ended with exit code {code}"
+        return (
+            f"the server ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"the server ended with exit code {code}"
+        )
 
     def stop(self, with_signal=signal.SIGKILL, timeout=60):
         """Ends it; gives its exit code, or None if it had to be killed."""

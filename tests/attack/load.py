@@ -1,4 +1,6 @@
-"""200 clients at once: every answer is the one that was given alone, nothing is left of those who misbehave, and /health stays quick."""
+"""200 clients at once: every answer is the one that was given alone, nothing is left of those who misbehave, and
+/health stays quick."""
+
 import collections
 import json
 import multiprocessing
@@ -12,16 +14,32 @@ from common import FAILURES, ROOT, ask, together
 CLIENTS, PROCESSES = 200, 4
 GROWTH_MB = 100
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
-NONSENSE = [b"", b"{", b"[]", b"null", b'{"messages": 3}', b'{"prompt": "a", "max_tokens": -1}', b'{"prompt": "a", "temperature": "hot"}',
-            b'{"prompt": [1e9]}', b'{"prompt": "a", "model": "nobody"}', b'\xff\xfe', b'{"prompt": "a", "colour": 1}', b'{"messages": []}',
-            b'{"prompt": "a", "logit_bias": {"x": 1}}', b'{"prompt": "a", "n": 1000}', b"[" * 1000]
+NONSENSE = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"messages": 3}',
+    b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": "a", "temperature": "hot"}',
+    b'{"prompt": [1e9]}',
+    b'{"prompt": "a", "model": "nobody"}',
+    b"\xff\xfe",
+    b'{"prompt": "a", "colour": 1}',
+    b'{"messages": []}',
+    b'{"prompt": "a", "logit_bias": {"x": 1}}',
+    b'{"prompt": "a", "n": 1000}',
+    b"[" * 1000,
+]
 
 
 def body_of(path, question):
     text = {"max_tokens": 24, "temperature": 0}
     user = [{"role": "user", "content": question}]
-    return {"/v1/completions": {"prompt": question, **text}, "/v1/responses": {"input": question, "max_output_tokens": 24, "temperature": 0}}.get(
-        path, {"messages": user, **text})
+    return {
+        "/v1/completions": {"prompt": question, **text},
+        "/v1/responses": {"input": question, "max_output_tokens": 24, "temperature": 0},
+    }.get(path, {"messages": user, **text})
 
 
 def said(path, told):
@@ -51,7 +69,8 @@ def streamed(path, body):
 
 
 def head(path, length):
-    return f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {length}\r\n\r\n".encode()
 
 
 class Client:
@@ -61,8 +80,12 @@ class Client:
         self.port, self.cases, self.random, self.counts, self.wrong = port, cases, random.Random(seed), counts, wrong
 
     def run(self, until):
-        acts = [self.whole] * 6 + [self.stream] * 6 + [self.nonsense] * 3 + [self.too_long, self.leave, self.leave, self.unread, self.half, self.huge,
-            self.capture]
+        acts = (
+            [self.whole] * 6
+            + [self.stream] * 6
+            + [self.nonsense] * 3
+            + [self.too_long, self.leave, self.leave, self.unread, self.half, self.huge, self.capture]
+        )
         while time.monotonic() < until:
             act = self.random.choice(acts)
             try:
@@ -76,13 +99,17 @@ class Client:
         if reply.status == 429 and not reply.headers.get("retry-after"):
             self.wrong.append(("429 without Retry-After", path, str(body)[:300]))
         if reply.status >= 500:
-            self.wrong.append((f"status {reply.status}", path, str(body)[:300], reply.body[:300].decode(errors="replace")))
+            self.wrong.append(
+                (f"status {reply.status}", path, str(body)[:300], reply.body[:300].decode(errors="replace"))
+            )
         return reply
 
     def compare(self, path, body, answer, text):
         self.counts["right" if text == answer else "wrong"] += 1
         if text != answer:
-            self.wrong.append(("another answer than alone", path, json.dumps(body), f"alone: {answer!r}", f"now: {text!r}"))
+            self.wrong.append(
+                ("another answer than alone", path, json.dumps(body), f"alone: {answer!r}", f"now: {text!r}")
+            )
 
     def whole(self):
         path, body, answer = self.random.choice(self.cases)
@@ -137,7 +164,9 @@ class Client:
 
     def half(self):
         with self.connect() as wire:
-            wire.sendall(head("/v1/completions", 1000)[: 1 + self.random.randrange(90)] + b"{" * self.random.randrange(3))
+            wire.sendall(
+                head("/v1/completions", 1000)[: 1 + self.random.randrange(90)] + b"{" * self.random.randrange(3)
+            )
             time.sleep(self.random.random())
         self.counts["half requests"] += 1
 
@@ -145,7 +174,10 @@ class Client:
 def clients(port, cases, seed, seconds, results):
     """One process of them."""
     counts, wrong, until = collections.Counter(), [], time.monotonic() + seconds
-    threads = [threading.Thread(target=Client(port, cases, f"{seed}/{i}", counts, wrong).run, args=(until,)) for i in range(CLIENTS // PROCESSES)]
+    threads = [
+        threading.Thread(target=Client(port, cases, f"{seed}/{i}", counts, wrong).run, args=(until,))
+        for i in range(CLIENTS // PROCESSES)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -170,7 +202,10 @@ def watch(port, seconds, results):
 def let_loose(server, cases, seed, seconds):
     """200 clients and a watcher for so long. Gives counts, what was wrong, and the times of /health."""
     results, health = multiprocessing.Queue(), multiprocessing.Queue()
-    jobs = [multiprocessing.Process(target=clients, args=(server.port, cases, f"{seed}/{i}", seconds, results)) for i in range(PROCESSES)]
+    jobs = [
+        multiprocessing.Process(target=clients, args=(server.port, cases, f"{seed}/{i}", seconds, results))
+        for i in range(PROCESSES)
+    ]
     jobs.append(multiprocessing.Process(target=watch, args=(server.port, seconds, health)))
     for job in jobs:
         job.start()
@@ -189,7 +224,11 @@ def quiet(server):
     """Waits until nothing runs; what still does after a minute."""
     end = time.monotonic() + 60
     while True:
-        busy = [f"{name} {n:.0f}" for name in ("requests_running", "requests_waiting", "kv_blocks_used") if (n := server.metric(name))]
+        busy = [
+            f"{name} {n:.0f}"
+            for name in ("requests_running", "requests_waiting", "kv_blocks_used")
+            if (n := server.metric(name))
+        ]
         if not busy or time.monotonic() > end:
             return ", ".join(busy)
         time.sleep(0.2)
@@ -216,10 +255,17 @@ def attack(area):
         area.check("nothing is left of them", left and f"left behind: {left}", server.line)
         area.check("descriptors", now[0] > descriptors + 2 and f"{descriptors} before, {now[0]} after", server.line)
         area.check("threads", now[1] > threads + 8 and f"{threads} before, {now[1]} after", server.line)
-        area.check("memory", now[2] - rss > GROWTH_MB and f"{rss} MiB before, {now[2]} after, most {server.peak_mb()}", server.line)
+        area.check(
+            "memory",
+            now[2] - rss > GROWTH_MB and f"{rss} MiB before, {now[2]} after, most {server.peak_mb()}",
+            server.line,
+        )
         p99, most = times[int(len(times) * 0.99)], times[-1]
         area.check("/health", (p99 > 0.5 or most > 3) and f"99% within {p99:.2f} s, longest {most:.2f} s", server.line)
-        area.note(f"/health: median {1e3 * times[len(times) // 2]:.1f} ms, 99% {1e3 * p99:.0f} ms, longest {1e3 * most:.0f} ms")
+        area.note(
+            f"/health: median {1e3 * times[len(times) // 2]:.1f} ms, 99% {1e3 * p99:.0f} ms, longest "
+            f"{1e3 * most:.0f} ms"
+        )
         area.note(f"memory: {rss} MiB, then {now[2]}, most {server.peak_mb()}")
         area.check("the server", server.problem(), server.line)
     stop_with_clients(area, cases)
@@ -228,13 +274,26 @@ def attack(area):
 def stop_with_clients(area, cases):
     """SIGTERM while 40 are answered: all of them get the rest."""
     import signal
+
     for end in (signal.SIGTERM, signal.SIGINT):
         with area.serve("--max-sequences", 40) as server:
             timer = threading.Timer(0.5, server.process.send_signal, (end,))
             timer.start()
-            replies = together(40, lambda i: ask(server.port, "/v1/completions", {"prompt": f"{i} is", "max_tokens": 300, "ignore_eos": True}))
-            whole = sum(not isinstance(r, Exception) and r.status == 200 and r.json()["usage"]["completion_tokens"] == 300 for r in replies)
+            replies = together(
+                40,
+                lambda i: ask(
+                    server.port, "/v1/completions", {"prompt": f"{i} is", "max_tokens": 300, "ignore_eos": True}
+                ),
+            )
+            whole = sum(
+                not isinstance(r, Exception) and r.status == 200 and r.json()["usage"]["completion_tokens"] == 300
+                for r in replies
+            )
             refused = sum(not isinstance(r, Exception) and r.status == 503 for r in replies)
             code = server.stop(end)
             ok = whole + refused == 40 and whole > 0 and code == 0
-            area.check(f"{end.name} with 40 clients", not ok and f"{whole} whole, {refused} refused, exit code {code}", server.line)
+            area.check(
+                f"{end.name} with 40 clients",
+                not ok and f"{whole} whole, {refused} refused, exit code {code}",
+                server.line,
+            )

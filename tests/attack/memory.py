@@ -1,4 +1,6 @@
-"""Requests that are small to send and large to serve, one at a time and 64 together, to a server with 1 GiB of memory."""
+"""Requests that are small to send and large to serve, one at a time and 64 together, to a server with 1 GiB of
+memory."""
+
 import json
 import threading
 import time
@@ -17,7 +19,10 @@ def requests(rng):
     nested = ",".join(['{"":0}'] * ((BODY_BYTES - 100) // 7))
     deep = "[" * 100 + "]" * 100
     return {
-        "capture of numbers": ("/v1/capture", {"prompt": ids, "layers": "all", "logits": True, "encoding_format": "float"}),
+        "capture of numbers": (
+            "/v1/capture",
+            {"prompt": ids, "layers": "all", "logits": True, "encoding_format": "float"},
+        ),
         "capture in base64": ("/v1/capture", {"prompt": ids, "layers": "all", "logits": True}),
         "a prompt of 16 MB": ("/v1/completions", {"prompt": words, "max_tokens": 1}),
         "a message of 16 MB": ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}]}),
@@ -27,10 +32,22 @@ def requests(rng):
         "/detokenize of 3 M tokens": ("/detokenize", {"tokens": [100] * 3_000_000}),
         "small objects, 16 MB": ("/v1/chat/completions", b'{"messages":[' + nested.encode() + b"]}"),
         "prompts, 16 MB of them": ("/v1/completions", {"prompt": ["a"] * (BODY_BYTES // 6), "max_tokens": 1}),
-        "ids, 16 MB of them": ("/v1/completions", b'{"max_tokens":1,"prompt":[' + b"1," * (BODY_BYTES // 2 - 40) + b"1]}"),
-        "deep lists, 16 MB": ("/v1/chat/completions", f'{{"messages":[{",".join([deep] * (BODY_BYTES // 202))}]}}'.encode()),
-        "a schema of 16 MB": ("/v1/completions", {"prompt": "a", "max_tokens": 1, "guided_json": {"enum": [str(i) for i in range(1_000_000)]}}),
-        "a long n with long answers": ("/v1/completions", {"prompt": ids, "n": 16, "max_tokens": 100, "logprobs": 5, "ignore_eos": True}),
+        "ids, 16 MB of them": (
+            "/v1/completions",
+            b'{"max_tokens":1,"prompt":[' + b"1," * (BODY_BYTES // 2 - 40) + b"1]}",
+        ),
+        "deep lists, 16 MB": (
+            "/v1/chat/completions",
+            f'{{"messages":[{",".join([deep] * (BODY_BYTES // 202))}]}}'.encode(),
+        ),
+        "a schema of 16 MB": (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 1, "guided_json": {"enum": [str(i) for i in range(1_000_000)]}},
+        ),
+        "a long n with long answers": (
+            "/v1/completions",
+            {"prompt": ids, "n": 16, "max_tokens": 100, "logprobs": 5, "ignore_eos": True},
+        ),
         "a vector of 16 MB": ("/v1/completions", {"prompt": "a", "steer": [{"layer": 0, "vector": [0.5] * 3_000_000}]}),
     }
 
@@ -60,12 +77,21 @@ def one(area, name, path, body, count, group):
         peak = server.peak_mb() if server.alive() else 0
         seen = {}
         for reply in replies:
-            kind = "no answer in time" if reply is None else type(reply).__name__ if isinstance(reply, Exception) else str(reply.status)
+            kind = (
+                "no answer in time"
+                if reply is None
+                else type(reply).__name__
+                if isinstance(reply, Exception)
+                else str(reply.status)
+            )
             seen[kind] = seen.get(kind, 0) + 1
-        how = f"{server.line}\nin a control group of {LIMIT_BYTES >> 20} MiB\n{count} x POST {path} of {len(data)} bytes: {data[:200]!r}...\n"
+        how = f"{server.line}\nin a control group of {LIMIT_BYTES >> 20} MiB\n"
+        how += f"{count} x POST {path} of {len(data)} bytes: {data[:200]!r}...\n"
         how += f"answers: {seen}\npeak: {peak} MiB"
         what = name if count == 1 else f"{name}, {count} together"
-        problem = server.problem(5.0) or any(kind.startswith("5") and kind != "503" for kind in seen) and f"answers: {seen}"
+        problem = (
+            server.problem(5.0) or any(kind.startswith("5") and kind != "503" for kind in seen) and f"answers: {seen}"
+        )
         area.check(what, problem or (max(worst) > 5 and f"/health took {max(worst):.1f} s meanwhile"), how)
         return peak
 
@@ -73,7 +99,10 @@ def one(area, name, path, body, count, group):
 def attack(area):
     group = Group(LIMIT_BYTES)
     if not group.made:
-        area.note("left out: this machine lets us make no memory control group (another limit, as of address space, would be no substitute)")
+        area.note(
+            "left out: this machine lets us make no memory control group (another limit, as of address space, would "
+            "be no substitute)"
+        )
         return
     try:
         for name, (path, body) in requests(area.random).items():

@@ -1,4 +1,5 @@
 """1,100 sockets of one client, held in five ways, while another client, from another address, wants to be served."""
+
 import multiprocessing
 import socket
 import time
@@ -8,9 +9,20 @@ from common import FAILURES, ask
 SOCKETS = 1100
 OTHER = "127.0.0.2"  # where the normal client comes from
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: " + b"a" * 4000
-BODY = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 60000\r\n\r\n" + b'{"prompt": "' + b"a" * 50000
+BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
+    b"60000\r\n\r\n"
+    + b'{"prompt": "'
+    + b"a" * 50000
+)
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
-WAYS = {"silent": None, "headers by the byte": HEADERS, "headers by the byte, opened anew": HEADERS, "bodies by the byte": BODY, "kept alive": VERSION}
+WAYS = {
+    "silent": None,
+    "headers by the byte": HEADERS,
+    "headers by the byte, opened anew": HEADERS,
+    "bodies by the byte": BODY,
+    "kept alive": VERSION,
+}
 
 
 def hold(port, way, seconds):

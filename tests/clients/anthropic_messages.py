@@ -6,7 +6,21 @@ import json
 import anthropic
 from anthropic import Anthropic, AsyncAnthropic
 
-from common import ANSWER, KEY, KEYED_URL, QUESTION, TIME, TOOLS_URL, URL, WEATHER, is_weather, metric, refused, run, wait_for
+from common import (
+    ANSWER,
+    KEY,
+    KEYED_URL,
+    QUESTION,
+    TIME,
+    TOOLS_URL,
+    URL,
+    WEATHER,
+    is_weather,
+    metric,
+    refused,
+    run,
+    wait_for,
+)
 
 client = Anthropic(base_url=URL, api_key="none", max_retries=0, _strict_response_validation=True)
 tooled = Anthropic(base_url=TOOLS_URL, api_key="none", max_retries=0, _strict_response_validation=True)
@@ -23,7 +37,9 @@ def create(on=client, **fields):
 
 def test_plain():
     message = create()
-    assert (message.type, message.role, message.model) == ("message", "assistant", "demo") and message.id.startswith("msg")
+    assert (message.type, message.role, message.model) == ("message", "assistant", "demo") and message.id.startswith(
+        "msg"
+    )
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     [block] = message.content
     assert (block.type, block.text) == ("text", ANSWER)
@@ -36,7 +52,11 @@ def test_stream():
         events = list(stream)
         final = stream.get_final_message()
     kinds = [event.type for event in events if event.type != "text"]
-    assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"], kinds
+    assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-3:] == [
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ], kinds
     assert set(kinds[2:-3]) == {"content_block_delta"}
     assert final.content[0].text == ANSWER and final.stop_reason == "end_turn"
     plain = create()
@@ -50,7 +70,11 @@ def test_stream():
 
 def test_raw_events():
     events = list(create(stream=True))
-    assert events[0].message.content == [] and events[0].message.stop_reason is None and events[0].message.usage.output_tokens >= 0
+    assert (
+        events[0].message.content == []
+        and events[0].message.stop_reason is None
+        and events[0].message.usage.output_tokens >= 0
+    )
     assert all(type(event).__name__.startswith("Raw") for event in events), events
     assert "".join(event.delta.text for event in events if event.type == "content_block_delta") == ANSWER
     [end] = [event for event in events if event.type == "message_delta"]
@@ -58,7 +82,12 @@ def test_raw_events():
 
 
 def test_a_stream_that_is_closed_frees_its_request():
-    stream = create(stream=True, messages=[{"role": "user", "content": "Tell me everything."}], max_tokens=3500, extra_body={"temperature": 1.0})
+    stream = create(
+        stream=True,
+        messages=[{"role": "user", "content": "Tell me everything."}],
+        max_tokens=3500,
+        extra_body={"temperature": 1.0},
+    )
     next(iter(stream))
     stream.close()
     wait_for(lambda: metric(URL, "requests_running") == 0)
@@ -68,7 +97,9 @@ def test_system_and_blocks():
     text = create(system="You are a helpful assistant.").usage
     blocks = create(
         system=[{"type": "text", "text": "You are a helpful assistant.", "cache_control": {"type": "ephemeral"}}],
-        messages=[{"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}
+        ],
         metadata={"user_id": "ann"},
     ).usage
     total = lambda usage: usage.input_tokens + usage.cache_read_input_tokens
@@ -104,7 +135,11 @@ def test_turns():
 
 
 def test_consecutive_turns_are_one():
-    count = lambda *turns: client.messages.count_tokens(model="demo", messages=[{"role": role, "content": text} for role, text in turns]).input_tokens
+    count = lambda *turns: (
+        client.messages.count_tokens(
+            model="demo", messages=[{"role": role, "content": text} for role, text in turns]
+        ).input_tokens
+    )
     assert count(("user", "What is"), ("user", "2+2?")) == count(("user", "What is\n\n2+2?"))
     end = ("user", QUESTION)
     assert count(end, ("assistant", "4"), ("assistant", "Four."), end) == count(end, ("assistant", "4\n\nFour."), end)
@@ -136,7 +171,11 @@ def test_results_go_back():
     use = called.content[-1]
     for content in ("clear", [{"type": "text", "text": "clear"}]):
         result = {"type": "tool_result", "tool_use_id": use.id, "content": content, "is_error": False}
-        turns = [*ask["messages"], {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+        turns = [
+            *ask["messages"],
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": [result]},
+        ]
         again = create(tooled, **with_tools | {"messages": turns})
         assert again.content is not None and again.stop_reason in ("end_turn", "max_tokens", "tool_use")
     turns[-1]["content"].append({"type": "text", "text": "And now?"})
@@ -177,7 +216,11 @@ def test_errors():
         try:
             create(**fields)
         except anthropic.BadRequestError as error:
-            assert error.body["type"] == "error" and error.body["error"]["type"] == "invalid_request_error" and error.body["error"]["message"], error.body
+            assert (
+                error.body["type"] == "error"
+                and error.body["error"]["type"] == "invalid_request_error"
+                and error.body["error"]["message"]
+            ), error.body
             assert error.type == "invalid_request_error" and error.request_id == error.body["request_id"], error.body
             continue
         raise AssertionError(fields)
@@ -190,7 +233,13 @@ def test_errors():
 
 
 def test_a_full_queue():
-    long = {**ask, "messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 4000, "stream": True, "extra_body": {"temperature": 1.0}}
+    long = {
+        **ask,
+        "messages": [{"role": "user", "content": "Tell me everything."}],
+        "max_tokens": 4000,
+        "stream": True,
+        "extra_body": {"temperature": 1.0},
+    }
     stop = []
     try:
         seen = 0

@@ -24,15 +24,25 @@ ANSWER = "2 + 2 = 4"
 # A tool whose arguments cannot be long, so that a model that knows no tools comes to the end of a forced call.
 WEATHER = {
     "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Tokyo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Tokyo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-TIME = {"type": "object", "properties": {"zone": {"type": "string", "enum": ["UTC", "CET"]}}, "required": ["zone"], "additionalProperties": False}
+TIME = {
+    "type": "object",
+    "properties": {"zone": {"type": "string", "enum": ["UTC", "CET"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
 
 
 def is_weather(arguments):
-    return set(arguments) == {"city", "days"} and arguments["city"] in ("Paris", "Tokyo") and 1 <= arguments["days"] <= 9
+    return (
+        set(arguments) == {"city", "days"} and arguments["city"] in ("Paris", "Tokyo") and 1 <= arguments["days"] <= 9
+    )
 
 
 @contextlib.contextmanager

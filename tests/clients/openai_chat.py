@@ -12,7 +12,21 @@ import openai
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from common import ANSWER, KEY, KEYED_URL, QUESTION, TIME, TOOLS_URL, URL, WEATHER, is_weather, metric, refused, run, wait_for
+from common import (
+    ANSWER,
+    KEY,
+    KEYED_URL,
+    QUESTION,
+    TIME,
+    TOOLS_URL,
+    URL,
+    WEATHER,
+    is_weather,
+    metric,
+    refused,
+    run,
+    wait_for,
+)
 
 client = OpenAI(base_url=URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True)
 tooled = OpenAI(base_url=TOOLS_URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True)
@@ -39,13 +53,19 @@ def test_plain():
     assert usage.prompt_tokens > 5 and usage.completion_tokens > 5
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     dumped = answer.model_dump()
-    assert dumped["choices"][0]["message"]["content"] == ANSWER and dumped["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    assert (
+        dumped["choices"][0]["message"]["content"] == ANSWER
+        and dumped["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    )
 
 
 def test_roles_and_parts():
     messages = [
         {"role": "developer", "content": "You are a helpful assistant."},
-        {"role": "user", "content": [{"type": "text", "text": "Name the capital of "}, {"type": "text", "text": "Kenya."}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Name the capital of "}, {"type": "text", "text": "Kenya."}],
+        },
         {"role": "assistant", "content": "The capital of Kenya is Nairobi."},
         {"role": "user", "content": QUESTION, "name": "ann"},
     ]
@@ -89,7 +109,9 @@ def test_n_stop_seed_limit():
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     again = chat.create(model="demo", messages=ask, n=3, temperature=1.5, seed=7, max_tokens=12)
     assert [c.message.content for c in answer.choices] == [c.message.content for c in again.choices]
-    other = chat.create(model="demo", messages=[{"role": "user", "content": "Tell me"}], n=8, temperature=2, seed=8, max_tokens=12)
+    other = chat.create(
+        model="demo", messages=[{"role": "user", "content": "Tell me"}], n=8, temperature=2, seed=8, max_tokens=12
+    )
     assert len({c.message.content for c in other.choices}) > 1
     streamed = ["", "", ""]
     for chunk in chat.create(model="demo", messages=ask, n=3, temperature=1.5, seed=7, max_tokens=12, stream=True):
@@ -120,21 +142,37 @@ def test_logprobs():
 
 def test_logit_bias_and_penalties():
     first = chat.create(model="demo", messages=ask, logprobs=True, max_tokens=1).choices[0].logprobs.content[0].token
-    request = urllib.request.Request(URL + "/tokenize", data=json.dumps({"prompt": first, "add_special_tokens": False}).encode())
+    request = urllib.request.Request(
+        URL + "/tokenize", data=json.dumps({"prompt": first, "add_special_tokens": False}).encode()
+    )
     body = json.load(urllib.request.urlopen(request))
     [token] = body["tokens"]
-    without = chat.create(model="demo", messages=ask, max_tokens=1, logit_bias={str(token): -100}).choices[0].message.content
+    without = (
+        chat.create(model="demo", messages=ask, max_tokens=1, logit_bias={str(token): -100}).choices[0].message.content
+    )
     assert without != first
-    assert chat.create(model="demo", messages=ask, presence_penalty=1, frequency_penalty=-1, user="ann", metadata={"a": "b"}, store=False).choices
+    assert chat.create(
+        model="demo",
+        messages=ask,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        user="ann",
+        metadata={"a": "b"},
+        store=False,
+    ).choices
 
 
 def test_json():
     prompt = [{"role": "user", "content": "JSON"}]
-    [choice] = chat.create(model="demo", messages=prompt, response_format={"type": "json_object"}, max_tokens=2000).choices
+    [choice] = chat.create(
+        model="demo", messages=prompt, response_format={"type": "json_object"}, max_tokens=2000
+    ).choices
     if choice.finish_reason == "stop":
         assert isinstance(json.loads(choice.message.content), dict)
     schema = {"name": "weather", "strict": True, "schema": WEATHER}
-    [choice] = chat.create(model="demo", messages=prompt, response_format={"type": "json_schema", "json_schema": schema}).choices
+    [choice] = chat.create(
+        model="demo", messages=prompt, response_format={"type": "json_schema", "json_schema": schema}
+    ).choices
     assert choice.finish_reason == "stop" and is_weather(json.loads(choice.message.content))
 
 
@@ -160,10 +198,17 @@ def call_of(message, name):
 
 def test_tools():
     create = tooled.chat.completions.create
-    [choice] = create(model="tools", messages=ask, tools=[weather, clock], tool_choice={"type": "function", "function": {"name": "weather"}}).choices
+    [choice] = create(
+        model="tools",
+        messages=ask,
+        tools=[weather, clock],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    ).choices
     assert choice.finish_reason in ("stop", "tool_calls") and choice.message.content is None
     assert is_weather(call_of(choice.message, "weather"))
-    [choice] = create(model="tools", messages=ask, tools=[weather], tool_choice="required", parallel_tool_calls=False).choices
+    [choice] = create(
+        model="tools", messages=ask, tools=[weather], tool_choice="required", parallel_tool_calls=False
+    ).choices
     assert choice.finish_reason == "tool_calls", choice
     assert is_weather(call_of(choice.message, "weather"))
     [free] = create(model="tools", messages=ask, tools=[weather], tool_choice="none").choices
@@ -171,14 +216,23 @@ def test_tools():
     [free] = create(model="tools", messages=ask, tools=[weather], max_tokens=200).choices
     assert free.message.content or free.message.tool_calls
     [strict] = create(
-        model="tools", messages=ask, tools=[{"type": "function", "function": {**weather["function"], "strict": True}}], tool_choice="required", parallel_tool_calls=False
+        model="tools",
+        messages=ask,
+        tools=[{"type": "function", "function": {**weather["function"], "strict": True}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
     ).choices
     assert is_weather(call_of(strict.message, "weather"))
 
 
 def test_tools_streamed():
     stream = tooled.chat.completions.create(
-        model="tools", messages=ask, tools=[weather, clock], tool_choice="required", parallel_tool_calls=False, stream=True
+        model="tools",
+        messages=ask,
+        tools=[weather, clock],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream=True,
     )
     ids, name, arguments, ends = [], "", "", []
     for chunk in stream:
@@ -206,12 +260,20 @@ def test_tools_with_the_helper():
 
 def test_a_result_goes_back():
     create = tooled.chat.completions.create
-    first = create(model="tools", messages=ask, tools=[weather], tool_choice="required", parallel_tool_calls=False).choices[0].message
+    first = (
+        create(model="tools", messages=ask, tools=[weather], tool_choice="required", parallel_tool_calls=False)
+        .choices[0]
+        .message
+    )
     messages = [*ask, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": '{"sky": "clear"}'}]
     answer = create(model="tools", messages=messages, tools=[weather], max_tokens=50)
     assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
     assert answer.usage.prompt_tokens > 40
-    dumped = [*ask, first.model_dump(), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": [{"type": "text", "text": "x"}]}]
+    dumped = [
+        *ask,
+        first.model_dump(),
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": [{"type": "text", "text": "x"}]},
+    ]
     assert create(model="tools", messages=dumped, tools=[weather], max_tokens=5).choices
 
 
@@ -229,11 +291,21 @@ def test_errors():
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages", "context_length_exceeded"),
         ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
         ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}}, "response_format", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+            "response_format",
+            None,
+        ),
         ({"logprobs": False, "top_logprobs": 3}, "top_logprobs", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ]:
-        with refused(openai.BadRequestError, param=param, status_code=400, type="invalid_request_error", **({"code": code} if code else {})):
+        with refused(
+            openai.BadRequestError,
+            param=param,
+            status_code=400,
+            type="invalid_request_error",
+            **({"code": code} if code else {}),
+        ):
             chat.create(**{"model": "demo", "messages": ask, **fields})
     with refused(openai.NotFoundError, code="model_not_found", param="model"):
         chat.create(model="gpt-4", messages=ask)
@@ -279,7 +351,9 @@ def test_raw_responses():
 
 def test_timeouts():
     with refused(openai.APITimeoutError):
-        client.with_options(timeout=0.05).chat.completions.create(model="demo", messages=ask, max_tokens=3500, extra_body={"ignore_eos": True})
+        client.with_options(timeout=0.05).chat.completions.create(
+            model="demo", messages=ask, max_tokens=3500, extra_body={"ignore_eos": True}
+        )
     wait_for(lambda: metric(URL, "requests_running") == 0)
 
 
@@ -315,7 +389,9 @@ def test_models():
 
 
 async def test_async():
-    async with AsyncOpenAI(base_url=URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True) as aclient:
+    async with AsyncOpenAI(
+        base_url=URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    ) as aclient:
         create = aclient.chat.completions.create
         answers = await asyncio.gather(*(create(model="demo", messages=ask) for _ in range(16)))
         assert {answer.choices[0].message.content for answer in answers} == {ANSWER}

@@ -24,19 +24,43 @@ def test_plain():
     answer = create(model="demo", input=QUESTION)
     assert (answer.object, answer.status, answer.model, answer.output_text) == ("response", "completed", "demo", ANSWER)
     [message] = answer.output
-    assert (message.type, message.role, message.status, message.content[0].type) == ("message", "assistant", "completed", "output_text")
+    assert (message.type, message.role, message.status, message.content[0].type) == (
+        "message",
+        "assistant",
+        "completed",
+        "output_text",
+    )
     usage = answer.usage
-    assert usage.input_tokens > 5 and usage.output_tokens > 5 and usage.total_tokens == usage.input_tokens + usage.output_tokens
-    assert answer.error is None and answer.incomplete_details is None and answer.parallel_tool_calls and answer.tools == []
+    assert (
+        usage.input_tokens > 5
+        and usage.output_tokens > 5
+        and usage.total_tokens == usage.input_tokens + usage.output_tokens
+    )
+    assert (
+        answer.error is None and answer.incomplete_details is None and answer.parallel_tool_calls and answer.tools == []
+    )
     assert answer.tool_choice == "auto" and answer.text.format.type == "text"
     assert json.loads(answer.model_dump_json())["output"][0]["content"][0]["text"] == ANSWER
 
 
 def test_fields_are_repeated():
     answer = create(
-        model="demo", instructions="Be brief.", input=QUESTION, temperature=0.5, top_p=0.9, max_output_tokens=40, metadata={"a": "b"}, user="ann", store=False
+        model="demo",
+        instructions="Be brief.",
+        input=QUESTION,
+        temperature=0.5,
+        top_p=0.9,
+        max_output_tokens=40,
+        metadata={"a": "b"},
+        user="ann",
+        store=False,
     )
-    assert (answer.instructions, answer.temperature, answer.metadata, answer.max_output_tokens) == ("Be brief.", 0.5, {"a": "b"}, 40)
+    assert (answer.instructions, answer.temperature, answer.metadata, answer.max_output_tokens) == (
+        "Be brief.",
+        0.5,
+        {"a": "b"},
+        40,
+    )
     assert abs(answer.top_p - 0.9) < 1e-6 and answer.user == "ann"
 
 
@@ -69,7 +93,9 @@ def test_items_go_back_as_they_came():
             {"role": "user", "content": "Name the capital of Kenya."},
         ],
     )
-    assert chat.choices[0].message.content == second.output_text and chat.usage.prompt_tokens == second.usage.input_tokens
+    assert (
+        chat.choices[0].message.content == second.output_text and chat.usage.prompt_tokens == second.usage.input_tokens
+    )
 
 
 def test_incomplete():
@@ -85,8 +111,18 @@ def test_stream_events():
     events = list(create(model="demo", input=QUESTION, stream=True))
     kinds = [event.type for event in events]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"], kinds
-    assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"], kinds
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ], kinds
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ], kinds
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     assert "".join(event.delta for event in events[4:-4]) == ANSWER == events[-4].text
     assert events[0].response.status == "in_progress" and events[0].response.output == []
@@ -114,8 +150,14 @@ def test_tools():
     answer = tooled.responses.create(**forced, input=QUESTION)
     [call] = [item for item in answer.output if item.type == "function_call"]
     assert call.name == "weather" and call.status == "completed" and call.call_id and call.id.startswith("fc")
-    assert is_weather(json.loads(call.arguments)) and answer.tools[0].name == "weather" and answer.tool_choice == "required"
-    named = tooled.responses.create(**{**forced, "tool_choice": {"type": "function", "name": "weather"}}, input=QUESTION)
+    assert (
+        is_weather(json.loads(call.arguments))
+        and answer.tools[0].name == "weather"
+        and answer.tool_choice == "required"
+    )
+    named = tooled.responses.create(
+        **{**forced, "tool_choice": {"type": "function", "name": "weather"}}, input=QUESTION
+    )
     assert named.output[-1].name == "weather" and named.tool_choice.name == "weather"
     assert tooled.responses.create(**{**forced, "tool_choice": "none"}, input=QUESTION).output_text == ANSWER
     history = [{"role": "user", "content": QUESTION}, *answer.output]
@@ -155,7 +197,10 @@ def test_errors():
         ({"background": True}, "background"),
         ({"temperature": 9}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input[0].content",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": []}, "input"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
@@ -168,7 +213,9 @@ def test_errors():
 
 
 async def test_async():
-    async with AsyncOpenAI(base_url=URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True) as aclient:
+    async with AsyncOpenAI(
+        base_url=URL + "/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    ) as aclient:
         assert (await aclient.responses.create(model="demo", input=QUESTION)).output_text == ANSWER
         async with aclient.responses.stream(model="demo", input=QUESTION) as stream:
             async for _ in stream:

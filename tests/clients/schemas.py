@@ -19,12 +19,19 @@ client = OpenAI(base_url=URL + "/v1", api_key="none", max_retries=20, timeout=60
 
 
 def tokens(text):
-    request = urllib.request.Request(URL + "/tokenize", data=json.dumps({"prompt": text, "add_special_tokens": False}).encode())
+    request = urllib.request.Request(
+        URL + "/tokenize", data=json.dumps({"prompt": text, "add_special_tokens": False}).encode()
+    )
     return json.load(urllib.request.urlopen(request))["tokens"]
 
 
 # The demo has never seen JSON and would fill a string for ever: what closes one, or ends the answer, is made likelier.
-ENDS = {str(token): bias for bias, ends in ((8, ":Z0"), (14, ('"', "}", "]", "<|end|>"))) for end in ends for token in tokens(end)}
+ENDS = {
+    str(token): bias
+    for bias, ends in ((8, ":Z0"), (14, ('"', "}", "]", "<|end|>")))
+    for end in ends
+    for token in tokens(end)
+}
 
 
 def answer(case, seed):
@@ -42,7 +49,7 @@ def answer(case, seed):
 
 
 def check(case, seed):
-    """"stop", "length", or what is wrong."""
+    """ "stop", "length", or what is wrong."""
     try:
         reason, text = answer(case, seed)
         if reason == "stop":
@@ -61,5 +68,8 @@ counts = collections.Counter(result if result in ("stop", "length") else "wrong"
 wrong = [result for result in results if result not in ("stop", "length")]
 print("\n".join(wrong), file=sys.stderr)
 cut = collections.Counter(case["name"] for (case, _), result in zip(jobs, results) if result == "length")
-print(f"{len(cases)} schemas, {len(results)} answers: {counts['stop']} valid, {counts['length']} cut off {dict(cut)}, {counts['wrong']} wrong")
+print(
+    f"{len(cases)} schemas, {len(results)} answers: {counts['stop']} valid, {counts['length']} cut off {dict(cut)}, "
+    f"{counts['wrong']} wrong"
+)
 sys.exit(1 if wrong or counts["stop"] < 0.95 * len(results) else 0)

@@ -1,13 +1,17 @@
 """GGUF files for tests, made by the `gguf` package: an implementation of the format that is not ours.
 
     make.py model FIXTURE OUT TYPE[,EXPERT_TYPE...] [--split N] [--fuse] [--old] [--config JSON]
-                              the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors; fields of its config replaced;
-                              gate and up of experts in one tensor; the delta rule's projections in one, as the oldest files of Qwen3-Next
+                              the fixture's weights; OUT.gguf, and what its blocks stand for: OUT/model.safetensors;
+                              fields of its config replaced;
+                              gate and up of experts in one tensor; the delta rule's projections in one, as the oldest
+                              files of Qwen3-Next
     make.py vocabulary IN OUT the tokenizer of a GGUF file that has nothing else, in a file that looks like a model
     make.py blocks OUT        random blocks of every type, each beside what `gguf` dequantizes them to
 
-Several types are given to the matrices of experts in turn, so that they differ from layer to layer and from gate to up to down.
+Several types are given to the matrices of experts in turn, so that they differ from layer to layer and from gate to
+up to down.
 """
+
 import argparse
 import json
 import pathlib
@@ -190,8 +194,11 @@ def llama3_factors(rope, dim):
 
 
 def delta_orders(c, tiled):
-    """Where the rows of the delta rule's projections and its heads go: what the file has at i is the checkpoint's order[i]."""
-    keys, heads, key_dim, dim = (c["linear_" + name] for name in ["num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"])
+    """Where the rows of the delta rule's projections and its heads go: what the file has at i is the checkpoint's
+    order[i]."""
+    keys, heads, key_dim, dim = (
+        c["linear_" + name] for name in ["num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"]
+    )
     each = heads // keys
     if not tiled:
         groups = np.arange(2 * keys * key_dim + 2 * heads * dim).reshape(keys, -1)
@@ -210,9 +217,15 @@ def model(fixture, out, types, split, fuse, old, changes):
     experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 0)))
     layers = c["num_hidden_layers"]
     tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
-    # Layers beyond the last draft tokens, which only GLM's converter keeps; what is computed from the config is not converted.
+    # Layers beyond the last draft tokens, which only GLM's converter keeps; what is computed from the config is not
+    # converted.
     keep = layers + (c.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0)
-    beyond = lambda name: "rotary_emb" in name or name.startswith(("mtp.", "model.visual.")) or (match := re.match(r"model\.layers\.(\d+)\.", name)) and int(match[1]) >= keep
+    beyond = lambda name: (
+        "rotary_emb" in name
+        or name.startswith(("mtp.", "model.visual."))
+        or (match := re.match(r"model\.layers\.(\d+)\.", name))
+        and int(match[1]) >= keep
+    )
     tensors = {name: values for name, values in tensors.items() if not beyond(name)}
     table = gguf.get_tensor_name_map(model_arch, keep)
     name_of = lambda stem: table.get_name(stem.replace("language_model.", ""))
@@ -240,7 +253,9 @@ def model(fixture, out, types, split, fuse, old, changes):
     types = [Type[t] for t in types.split(",")]
     rope = c.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
-        w.add_tensor("rope_freqs.weight", llama3_factors(rope | {"theta": c["rope_theta"]}, c["head_dim"]).astype(np.float32))
+        w.add_tensor(
+            "rope_freqs.weight", llama3_factors(rope | {"theta": c["rope_theta"]}, c["head_dim"]).astype(np.float32)
+        )
     orders = delta_orders(c, arch == "qwen35moe") if arch in ("qwen3next", "qwen35moe") else {}
     turn = 0
     fused = {}
@@ -253,7 +268,11 @@ def model(fixture, out, types, split, fuse, old, changes):
             fused[head, part] = keys, stacked
             if (head, "gate_proj") in fused and (head, "up_proj") in fused:
                 both = [fused[head, part] for part in ("gate_proj", "up_proj")]
-                values = add(f"blk.{layer}.ffn_gate_up_exps.weight", np.concatenate([stacked for _, stacked in both], 1), types[0])
+                values = add(
+                    f"blk.{layer}.ffn_gate_up_exps.weight",
+                    np.concatenate([stacked for _, stacked in both], 1),
+                    types[0],
+                )
                 for (keys, _), half in zip(both, np.split(values, 2, 1)):
                     stand_for.update(zip(keys, half))
             continue
@@ -283,7 +302,11 @@ def model(fixture, out, types, split, fuse, old, changes):
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
             k_b, v_b = by_head[:, :-v], by_head[:, -v:]
-            k_b = add(name_of(stem.replace("kv_b_proj", "k_b_proj")) + ".weight", np.ascontiguousarray(k_b.transpose(0, 2, 1)), types[0])
+            k_b = add(
+                name_of(stem.replace("kv_b_proj", "k_b_proj")) + ".weight",
+                np.ascontiguousarray(k_b.transpose(0, 2, 1)),
+                types[0],
+            )
             v_b = add(name_of(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
@@ -312,7 +335,11 @@ def model(fixture, out, types, split, fuse, old, changes):
             continue
         if ".linear_attn." in key and "heads" in orders and not stem.endswith(".norm"):
             part = stem.rsplit(".", 1)[1]
-            order = orders[{"in_proj_qkv": "channels", "conv1d": "channels", "in_proj_a": "heads", "in_proj_b": "heads"}.get(part, "values")]
+            order = orders[
+                {"in_proj_qkv": "channels", "conv1d": "channels", "in_proj_a": "heads", "in_proj_b": "heads"}.get(
+                    part, "values"
+                )
+            ]
             kind = Type.F32 if part == "conv1d" else types[0]
             reorder(name_of(stem) + ".weight", key, values, kind, order, axis=1 if part == "out_proj" else 0)
             continue
@@ -324,7 +351,11 @@ def model(fixture, out, types, split, fuse, old, changes):
             stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             continue
         # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
-        kind = Type.F32 if key.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight", "conv1d.weight")) else types[0]
+        kind = (
+            Type.F32
+            if key.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight", "conv1d.weight"))
+            else types[0]
+        )
         stand_for[key] = add(name_of(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()
@@ -339,8 +370,21 @@ def model(fixture, out, types, split, fuse, old, changes):
 
 BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 # Where a block has its f16 scales: random bits there would be infinities.
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2],
-          "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
+HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "MXFP4": [],
+}
 
 
 def blocks(out):
