@@ -7,7 +7,7 @@ use std::time::Instant;
 use moebius::engine::sampler::Constraint;
 use moebius::kernel::random::Random;
 use moebius::text::grammar::{Grammar, Grammars};
-use moebius::text::reply::{Part, Syntax, Tool, ToolChoice};
+use moebius::text::reply::{Calls, Part, Start, Syntax, Tool, ToolChoice};
 use moebius::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
@@ -451,14 +451,9 @@ fn call_tools(strict: bool) -> Vec<Tool> {
 }
 
 /// Joins a reply's parts: reasoning, content, and calls with their arguments.
-fn parts_of(
-    syntax: &Syntax,
-    tools: &[Tool],
-    in_reasoning: bool,
-    text: &str,
-) -> (String, String, Vec<(String, String)>) {
+fn parts_of(syntax: &Syntax, tools: &[Tool], start: Start, text: &str) -> (String, String, Vec<(String, String)>) {
     let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
-    let mut parser = syntax.parser(tools, in_reasoning);
+    let mut parser = syntax.parser(tools, start);
     let mut parts = Vec::new();
     parser.push(text, &mut parts);
     parser.finish(&mut parts);
@@ -480,23 +475,24 @@ fn replies_that_must_call_a_tool_do() {
         let syntax = Syntax::of(template);
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();
-        for (seed, choice, parallel, in_reasoning, strict) in [
-            (1, ToolChoice::Required, true, false, true),
-            (2, ToolChoice::Required, true, true, false),
-            (3, ToolChoice::Required, false, false, true),
-            (4, ToolChoice::Named("get_weather".into()), true, false, true),
-            (5, ToolChoice::Named("get_weather".into()), true, true, false),
-            (6, ToolChoice::Named("now".into()), false, true, true),
-            (7, ToolChoice::Required, true, false, true),
-            (8, ToolChoice::Required, true, true, true),
+        for (seed, choice, calls, start, strict) in [
+            (1, ToolChoice::Required, Calls::Several, Start::Answer, true),
+            (2, ToolChoice::Required, Calls::Several, Start::Reasoning, false),
+            (3, ToolChoice::Required, Calls::One, Start::Answer, true),
+            (4, ToolChoice::Named("get_weather".into()), Calls::Several, Start::Answer, true),
+            (5, ToolChoice::Named("get_weather".into()), Calls::Several, Start::Reasoning, false),
+            (6, ToolChoice::Named("now".into()), Calls::One, Start::Reasoning, true),
+            (7, ToolChoice::Required, Calls::Several, Start::Answer, true),
+            (8, ToolChoice::Required, Calls::Several, Start::Reasoning, true),
         ] {
             let tools = call_tools(strict);
-            let grammar = syntax.grammar(&tools, &choice, parallel, in_reasoning && syntax.thinks()).unwrap().unwrap();
+            let start = if syntax.thinks() { start } else { Start::Answer };
+            let grammar = syntax.grammar(&tools, &choice, calls, start).unwrap().unwrap();
             let mut constraint = grammars.compile(&grammar).unwrap_or_else(|e| panic!("{template}: {e}: {grammar:?}"));
             walks += 1;
             let Some(text) = walk(&tokenizer, &mut *constraint, seed, 600, &closers(template)) else { continue };
             finished += 1;
-            let (_, content, calls) = parts_of(&syntax, &tools, in_reasoning && syntax.thinks(), &text);
+            let (_, content, calls) = parts_of(&syntax, &tools, start, &text);
             assert!(!calls.is_empty() && content.is_empty(), "{template} {choice:?}: {text:?} {content:?}");
             if let ToolChoice::Named(name) = &choice {
                 assert!(calls.len() == 1 && calls[0].0 == *name, "{template}: {text:?}");
@@ -519,10 +515,13 @@ fn free_text_may_call_strict_tools_only_well() {
         let syntax = Syntax::of(template);
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();
-        let loose = syntax.grammar(&call_tools(false), &ToolChoice::Auto, true, false).unwrap();
-        assert_eq!((loose, syntax.grammar(&call_tools(true), &ToolChoice::None, true, false).unwrap()), (None, None));
+        let loose = syntax.grammar(&call_tools(false), &ToolChoice::Auto, Calls::Several, Start::Answer).unwrap();
+        assert_eq!(
+            (loose, syntax.grammar(&call_tools(true), &ToolChoice::None, Calls::Several, Start::Answer).unwrap()),
+            (None, None)
+        );
         let tools = call_tools(true);
-        let grammar = syntax.grammar(&tools, &ToolChoice::Auto, true, false).unwrap().unwrap();
+        let grammar = syntax.grammar(&tools, &ToolChoice::Auto, Calls::Several, Start::Answer).unwrap().unwrap();
         let calls = match template {
             t if t.contains("<|channel|>") => [
                 "<|channel|>final<|message|>Just text {}.",
@@ -582,20 +581,20 @@ fn free_text_may_call_strict_tools_only_well() {
 
 #[test]
 fn formats_come_after_the_reasoning() {
-    for (template, in_reasoning, good, bad) in [
-        ("<think>", true, "hm {} \n</think>\n\n{}", "{}"),
-        ("<think>", false, "<think>\nhm</think>{}", "hm</think>{}"),
-        ("<think>", false, "{\"a\": 1}", "x{}"),
-        ("plain", false, "{}", "<think></think>{}"),
+    for (template, start, good, bad) in [
+        ("<think>", Start::Reasoning, "hm {} \n</think>\n\n{}", "{}"),
+        ("<think>", Start::Answer, "<think>\nhm</think>{}", "hm</think>{}"),
+        ("<think>", Start::Answer, "{\"a\": 1}", "x{}"),
+        ("plain", Start::Answer, "{}", "<think></think>{}"),
         (
             "<|channel|> <|message|>",
-            false,
+            Start::Answer,
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}",
             "{}",
         ),
         (
             "<|channel|> <|message|>",
-            true,
+            Start::Reasoning,
             "hm<|end|><|start|>assistant<|channel|>final<|message|>{}",
             "<|channel|>final<|message|>{}",
         ),
@@ -605,7 +604,7 @@ fn formats_come_after_the_reasoning() {
         {
             let tokenizer = with_specials(specials);
             let grammars = Grammars::new(&tokenizer).unwrap();
-            let grammar = Syntax::of(template).after_reasoning(Grammar::Json, in_reasoning).unwrap();
+            let grammar = Syntax::of(template).after_reasoning(Grammar::Json, start);
             assert!(takes(&tokenizer, &grammars, &grammar, good), "{template} {good}");
             assert!(!takes(&tokenizer, &grammars, &grammar, bad), "{template} {bad}");
         }
@@ -615,9 +614,9 @@ fn formats_come_after_the_reasoning() {
 #[test]
 fn tools_that_cannot_be_called_are_refused_in_words() {
     let refused = |template: &str, tools: &[Tool], choice: ToolChoice| {
-        Syntax::of(template).grammar(tools, &choice, true, false).unwrap_err().to_string()
+        Syntax::of(template).grammar(tools, &choice, Calls::Several, Start::Answer).unwrap_err().to_string()
     };
-    assert!(refused("plain", &call_tools(true), ToolChoice::Required).contains("knows no tools"));
+    assert!(refused("plain", &call_tools(true), ToolChoice::Required).contains("no syntax for tools"));
     assert!(refused("<tool_call>", &[], ToolChoice::Required).contains("'tools' is empty"));
     assert!(refused("<tool_call>", &call_tools(true), ToolChoice::Named("nope".into())).contains("no tool 'nope'"));
     let tool = Tool {

@@ -1,7 +1,7 @@
 //! Replies as models write them, read whole, character by character and cut anywhere.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
-use moebius::text::reply::{Part, Syntax, Tool};
+use moebius::text::reply::{Part, Start, Syntax, Tool};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -71,7 +71,8 @@ impl Answer {
 
 /// Reads `text` cut at these places, of which those inside a character are passed over.
 fn read(template: &str, in_reasoning: bool, text: &str, cuts: &[usize]) -> Answer {
-    let mut parser = Syntax::of(template).parser(tools(), in_reasoning);
+    let start = if in_reasoning { Start::Reasoning } else { Start::Answer };
+    let mut parser = Syntax::of(template).parser(tools(), start);
     let mut parts = Vec::new();
     let mut start = 0;
     for &cut in cuts {
@@ -382,17 +383,17 @@ fn harmony() {
 
 #[test]
 fn arguments_stream() {
-    let mut parser = Syntax::of(HERMES).parser(tools(), false);
+    let mut parser = Syntax::of(HERMES).parser(tools(), Start::Answer);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"ci", &mut parts);
     assert!(
         matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0, json }] if name == "get_weather" && json == "{\"ci")
     );
-    let mut parser = Syntax::of(FUNCTION).parser(tools(), false);
+    let mut parser = Syntax::of(FUNCTION).parser(tools(), Start::Answer);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\nline 1\nli", &mut parts);
     assert_eq!(Answer::of(&parts).calls[0].1, "{\"content\": \"line 1\\nli");
-    let mut parser = Syntax::of(HERMES).parser(tools(), false);
+    let mut parser = Syntax::of(HERMES).parser(tools(), Start::Answer);
     let mut parts = Vec::new();
     parser.push("Hello <", &mut parts);
     assert_eq!(parts, [Part::Content("Hello".into())], "a space and `<` may belong to a call");
@@ -418,7 +419,7 @@ fn without_tools_or_markers_text_is_content() {
     for template in ["plain", HERMES, KIMI] {
         let syntax = Syntax::of(template);
         let tools = if template == "plain" { tools() } else { Vec::new() };
-        let mut parser = syntax.parser(&tools[..], false);
+        let mut parser = syntax.parser(&tools[..], Start::Answer);
         let mut parts = Vec::new();
         for c in text.chars() {
             parser.push(&c.to_string(), &mut parts);
@@ -435,17 +436,17 @@ fn without_tools_or_markers_text_is_content() {
 
 #[test]
 fn prompts_open_reasoning() {
-    for (template, prompt, opened) in [
-        (HERMES, "<|im_start|>assistant\n<think>\n", true),
-        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", false),
-        (HERMES, "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", false),
-        (DEEPSEEK_V31, "<｜Assistant｜><think>", true),
-        (DEEPSEEK_V31, "<｜Assistant｜></think>", false),
-        (HARMONY, "<|start|>assistant", false),
-        (HARMONY, "<|start|>assistant<|channel|>analysis<|message|>", true),
-        ("plain", "<think>", false),
+    for (template, prompt, start) in [
+        (HERMES, "<|im_start|>assistant\n<think>\n", Start::Reasoning),
+        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", Start::Answer),
+        (HERMES, "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", Start::Answer),
+        (DEEPSEEK_V31, "<｜Assistant｜><think>", Start::Reasoning),
+        (DEEPSEEK_V31, "<｜Assistant｜></think>", Start::Answer),
+        (HARMONY, "<|start|>assistant", Start::Answer),
+        (HARMONY, "<|start|>assistant<|channel|>analysis<|message|>", Start::Reasoning),
+        ("plain", "<think>", Start::Answer),
     ] {
-        assert_eq!(Syntax::of(template).opens_reasoning(prompt), opened, "{prompt}");
+        assert_eq!(Syntax::of(template).start(prompt), start, "{prompt}");
     }
 }
 

@@ -11,7 +11,7 @@ use super::text::encode_conversation;
 use crate::text::chat_template::RenderOptions;
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
-use crate::text::reply::{Tool, ToolChoice};
+use crate::text::reply::{Calls, Start, Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -41,13 +41,13 @@ pub(super) struct Conversation {
 pub(super) struct Tools {
     pub(super) list: Vec<Tool>,
     pub(super) choice: ToolChoice,
-    /// Several calls in one answer.
-    pub(super) parallel: bool,
+    /// How many calls one answer may make.
+    pub(super) calls: Calls,
 }
 
 impl Default for Tools {
     fn default() -> Self {
-        Self { list: Vec::new(), choice: ToolChoice::Auto, parallel: true }
+        Self { list: Vec::new(), choice: ToolChoice::Auto, calls: Calls::Several }
     }
 }
 
@@ -55,8 +55,8 @@ impl Default for Tools {
 pub(super) struct Prompt {
     /// Token ids.
     pub(super) ids: Vec<u32>,
-    /// The answer begins within the model's thoughts.
-    pub(super) in_reasoning: bool,
+    /// Where the answer begins.
+    pub(super) start: Start,
 }
 
 impl Conversation {
@@ -126,25 +126,27 @@ impl Conversation {
         syntax.adapt_history(&mut messages);
         let options = RenderOptions { add_generation_prompt: true, tools, kwargs: self.kwargs.clone() };
         let mut text = model.render(&messages, &options).map_err(|e| ApiError::of_field("messages", e))?;
-        let mut in_reasoning = syntax.opens_reasoning(text.as_str());
+        let mut start = syntax.start(text.as_str());
         if let Some(begun) = begun {
             let part = |name: &str| begun[name].as_str().unwrap_or_default();
             let (reasoning, content) = (part("reasoning_content"), part("content"));
-            in_reasoning = in_reasoning && content.is_empty();
+            if !content.is_empty() {
+                start = Start::Answer;
+            }
             model.push_answer(&mut text, reasoning);
             if !reasoning.is_empty() && !content.is_empty() {
                 text.push("\n</think>\n\n");
             }
             model.push_answer(&mut text, content);
         }
-        Ok(Prompt { ids: encode_conversation(model, "messages", &text)?, in_reasoning })
+        Ok(Prompt { ids: encode_conversation(model, "messages", &text)?, start })
     }
 
     /// What to ask the engine for it.
     pub(super) fn ask(&self, model: &TextModel, options: Options) -> Result<Ask> {
-        let Prompt { ids, in_reasoning } = self.prompt(model)?;
+        let Prompt { ids, start } = self.prompt(model)?;
         let syntax = model.syntax();
-        let Tools { list, choice, parallel } = &self.tools;
+        let Tools { list, choice, calls } = &self.tools;
         let tools: &[Tool] = if matches!(choice, ToolChoice::None) { &[] } else { list };
         let form = match &self.format {
             Some((param, _)) if !tools.is_empty() => {
@@ -153,17 +155,11 @@ impl Conversation {
                 );
                 return Err(ApiError::bad_field(param, message));
             }
-            Some((param, format)) => {
-                let grammar =
-                    syntax.after_reasoning(format.clone(), in_reasoning).map_err(|e| ApiError::of_field(param, e))?;
-                Some((*param, grammar))
-            }
+            Some((param, format)) => Some((*param, syntax.after_reasoning(format.clone(), start))),
             None if tools.is_empty() => None,
             None => {
-                let grammar = syntax
-                    .grammar(tools, choice, *parallel, in_reasoning)
-                    .map_err(|e| ApiError::of_field("tools", e))?;
-                grammar.map(|grammar| ("tools", grammar))
+                let grammar = syntax.grammar(tools, choice, *calls, start);
+                grammar.map_err(|e| ApiError::of_field("tools", e))?.map(|grammar| ("tools", grammar))
             }
         };
         // Text of a model that neither thinks nor calls is content as it is.
@@ -174,7 +170,7 @@ impl Conversation {
             "messages",
             vec![ids],
             form.as_ref().map(|(param, grammar)| (*param, grammar)),
-            || parses.then(|| syntax.parser(shared.clone(), in_reasoning)),
+            || parses.then(|| syntax.parser(shared.clone(), start)),
         )?;
         ask.special_tokens = parses && syntax.needs_special_tokens();
         Ok(ask)
@@ -227,8 +223,7 @@ impl Tools {
                 _ => return Err(wrong_choice()),
             },
         };
-        let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-        Self { list, choice, parallel }.check()
+        Self { list, choice, calls: read_calls(fields)? }.check()
     }
 
     /// Refuses a choice that the list does not have.
@@ -245,6 +240,14 @@ impl Tools {
             _ => Ok(self),
         }
     }
+}
+
+/// How many calls `parallel_tool_calls` allows.
+pub(super) fn read_calls(fields: &mut Fields) -> Result<Calls> {
+    Ok(match fields.boolean("parallel_tool_calls")? {
+        Some(false) => Calls::One,
+        _ => Calls::Several,
+    })
 }
 
 /// `none`, `auto` or `required`.

@@ -20,7 +20,7 @@ use super::steer::read_steer;
 use crate::engine::SamplingParams;
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
-use crate::text::reply::{Tool, ToolChoice};
+use crate::text::reply::{Calls, Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -162,7 +162,9 @@ fn read_tools(fields: &mut Fields) -> Result<Tools> {
     let list = list.iter().enumerate().map(|(i, tool)| read_tool(&format!("tools[{i}]"), tool));
     let mut tools = Tools { list: check_tools(list.collect::<Result<_>>()?)?, ..Tools::default() };
     if let Some(choice) = fields.object("tool_choice")? {
-        tools.parallel = choice.get("disable_parallel_tool_use") != Some(&Value::Bool(true));
+        if choice.get("disable_parallel_tool_use") == Some(&Value::Bool(true)) {
+            tools.calls = Calls::One;
+        }
         tools.choice = match (choice.get("type").and_then(Value::as_str), choice.get("name").and_then(Value::as_str)) {
             (Some("auto"), _) => ToolChoice::Auto,
             (Some("any"), _) => ToolChoice::Required,

@@ -13,8 +13,8 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
 use super::ask::{Ask, Options, understand};
 use super::conversation::{
-    Conversation, Tools, check_count, check_tools, choice_by_word, read_content, read_function, response_format,
-    wrong_choice,
+    Conversation, Tools, check_count, check_tools, choice_by_word, read_calls, read_content, read_function,
+    response_format, wrong_choice,
 };
 use super::error::ApiError;
 use super::fields::Fields;
@@ -22,7 +22,7 @@ use super::front::{Caller, new_id};
 use super::{App, unix_seconds};
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
-use crate::text::reply::{Part, ToolChoice};
+use crate::text::reply::{Calls, Part, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -103,7 +103,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Strin
         ("max_output_tokens".to_string(), json!(max_output_tokens)),
         ("temperature".to_string(), json!(options.sampling.temperature)),
         ("top_p".to_string(), json!(options.sampling.top_p)),
-        ("parallel_tool_calls".to_string(), json!(tools.parallel)),
+        ("parallel_tool_calls".to_string(), json!(tools.calls == Calls::Several)),
         ("tools".to_string(), raw_tools),
         ("tool_choice".to_string(), raw_choice),
         ("text".to_string(), text),
@@ -148,8 +148,7 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, Value, Value)> {
         (_, Some("function"), Some(name)) => ToolChoice::Named(name.into()),
         _ => return Err(wrong_choice()),
     };
-    let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-    Ok((Tools { list, choice, parallel }.check()?, raw_tools, raw_choice))
+    Ok((Tools { list, choice, calls: read_calls(fields)? }.check()?, raw_tools, raw_choice))
 }
 
 /// `input`: a text, or items of a conversation, what the model said before among them.

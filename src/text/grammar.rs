@@ -1,8 +1,8 @@
-//! What an answer may look like: JSON, a JSON schema, a regular expression, a grammar, and what a reply's syntax puts
+//! Constraints of an answer's text: JSON, a JSON schema, a regular expression, a grammar, and the syntax of a reply
 //! around them.
 //!
-//! A [`Grammar`] is compiled against a model's vocabulary to a [`Constraint`], which says at each step what tokens may
-//! come next.
+//! A [`Grammar`] is compiled against a model's vocabulary to a [`Constraint`], which masks the tokens that may not come
+//! next.
 
 use std::sync::Arc;
 
@@ -22,37 +22,42 @@ mod schema;
 pub enum Grammar {
     /// Any JSON object.
     Json,
-    /// JSON that this schema validates; a schema with a part that cannot be enforced is refused.
+    /// JSON that this schema validates. A schema with a part that cannot be enforced is refused.
     JsonSchema(Value),
     /// JSON that follows this schema as far as it can be enforced.
     LooseSchema(Value),
-    /// Text that this regular expression, in the syntax of the crate `regex`, matches as a whole.
+    /// Text that this regular expression, in the syntax of the crate `regex`, matches whole.
     Regex(String),
     /// Text that a grammar in llguidance's variant of Lark derives.
     Lark(String),
     /// One of these texts.
     Choice(Vec<String>),
-    /// This text; what of it is a special token of the model comes as that token.
+    /// This text. Special tokens of the model in it come as those tokens.
     Literal(String),
-    /// Any text up to and with the first occurrence of this one.
+    /// Any text up to and including the first occurrence of this one.
     Until(String),
     /// Any text in which this one does not occur.
     Without(String),
-    /// One after the other.
+    /// All of them, one after another.
     Sequence(Vec<Grammar>),
     /// One of them.
     Either(Vec<Grammar>),
-    /// It, any number of times.
+    /// The grammar, any number of times.
     Repeated(Box<Grammar>),
 }
 
 impl Grammar {
-    /// This text.
+    /// Only this text.
     pub fn literal(text: &str) -> Self {
         Self::Literal(text.into())
     }
 
-    /// Whether a part of it follows a schema as far as it can be enforced.
+    /// All of `items`, one after another.
+    pub fn sequence<const N: usize>(items: [Grammar; N]) -> Self {
+        Self::Sequence(items.into())
+    }
+
+    /// Whether a part of it is a loose schema.
     fn is_loose(&self) -> bool {
         match self {
             Self::LooseSchema(_) => true,
@@ -62,7 +67,7 @@ impl Grammar {
         }
     }
 
-    /// It, with no more than the types of schemas that need not be enforced.
+    /// The grammar with only the types of loose schemas.
     fn loosened(&self) -> Self {
         match self {
             Self::LooseSchema(schema) => Self::LooseSchema(schema::type_only(schema)),
@@ -73,7 +78,7 @@ impl Grammar {
         }
     }
 
-    /// It, or nothing.
+    /// The grammar, or nothing.
     pub fn optional(self) -> Self {
         Self::Either(vec![self, Self::Sequence(Vec::new())])
     }
@@ -88,12 +93,12 @@ pub struct Grammars {
 }
 
 impl Grammars {
-    /// Sorts the vocabulary. Errors: `Error::Model` when it cannot be used.
+    /// Sorts the vocabulary. Errors: `Error::Model` when the vocabulary cannot be used.
     pub fn new(tokenizer: &Tokenizer) -> Result<Self> {
         let vocab_size = tokenizer.vocab_size();
         let mut eos: Vec<u32> = tokenizer.eos_ids().iter().copied().filter(|&id| (id as usize) < vocab_size).collect();
         let special: Vec<u32> = tokenizer.special_ids().into_iter().filter(|&id| (id as usize) < vocab_size).collect();
-        // Behind a byte that no UTF-8 has, a token is never part of a text: only its id names it.
+        // With a byte in front that UTF-8 never has, a token is never part of a text: only its id names it.
         let hidden = |bytes: &[u8]| [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat();
         let word = |id: u32| match tokenizer.token_bytes(id) {
             [] => Vec::new(),
@@ -102,13 +107,12 @@ impl Grammars {
         };
         let mut words: Vec<Vec<u8>> = (0..vocab_size as u32).map(word).collect();
         if eos.is_empty() {
-            // A model without an end has one here, outside the logits.
+            // A model without an end token gets one here, outside the logits.
             eos.push(vocab_size as u32);
             words.push(hidden(b"<end>"));
         }
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, eos[0]), &words).with_eos_tokens(&eos);
-        // It claims no canonical way to cut text into tokens: every way is allowed, and the model takes the one it
-        // knows.
+        // It claims no canonical tokenization: every way to cut the text is allowed, and the model chooses its own.
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let mut factory = ParserFactory::new_simple(&env).map_err(|e| {
             Error::Model(format!("constrained output cannot use the model's vocabulary: {}", one_line(&e)))
@@ -121,7 +125,7 @@ impl Grammars {
 
     /// The constraint of one answer.
     ///
-    /// Errors: `Error::Invalid` saying what of the grammar is wrong, not supported or too large.
+    /// Errors: `Error::Invalid` names what is wrong, not supported or too large in the grammar.
     pub fn compile(&self, grammar: &Grammar) -> Result<Box<dyn Constraint>> {
         let matcher = match self.matcher(grammar) {
             Err(_) if grammar.is_loose() => self.matcher(&grammar.loosened())?,
@@ -133,7 +137,7 @@ impl Grammars {
     fn matcher(&self, grammar: &Grammar) -> Result<Matcher> {
         let source = lark::source(grammar, &self.specials)?;
         let mut matcher = Matcher::new(self.factory.create_parser(source));
-        // No token yet: it tells whether anything but the end may come, and what went wrong.
+        // Without a token, this reports whether anything but the end may come, and errors of the grammar.
         matcher
             .consume_tokens(&[])
             .map_err(|e| Error::Invalid(format!("the output format cannot be enforced: {}", one_line(&e))))?;
@@ -141,7 +145,7 @@ impl Grammars {
     }
 }
 
-/// A grammar on its way through one answer.
+/// The state of a grammar within one answer.
 struct Matching {
     matcher: Matcher,
     eos: Vec<u32>,
@@ -193,7 +197,7 @@ impl Constraint for Matching {
     }
 }
 
-/// What an error of the grammar engine says, without its dump of states.
+/// The message of the grammar engine's error, without its dump of states.
 fn one_line(error: &impl std::fmt::Display) -> String {
     let text = error.to_string();
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && *line != "<non-verbose/>");
@@ -201,7 +205,7 @@ fn one_line(error: &impl std::fmt::Display) -> String {
     if first.starts_with("panic:") {
         return "it cannot be read".into();
     }
-    // An expression's error names its place in a drawing, and what is wrong after it.
+    // The error of an expression draws its place, and then says what is wrong.
     let reason = lines.next_back().filter(|_| first.ends_with(':')).map(|last| format!(" {last}")).unwrap_or_default();
     format!("{first}{reason}").chars().take(300).collect()
 }

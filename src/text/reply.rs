@@ -1,68 +1,104 @@
 //! What a model's text means: reasoning, content and calls of tools, in the syntax that its own chat template speaks.
+//!
+//! A format of calls is one row of `format`. Detection (`syntax`), the grammar (`calls`) and the parser (`tags`) read
+//! it.
+//!
+//! ```text
+//! id, json, format     ids of calls; how far JSON reaches; the rows
+//! schema               what a tool's schema says of its arguments
+//! pipe                 text in, parts out
+//! head, parameters     the two halves of a call
+//! tags, harmony        the parsers
+//! parser               one reply
+//! calls                the grammar of calls
+//! history              past calls, as templates read them
+//! syntax               a chat template's syntax
+//! ```
 
 use serde_json::Value;
 
 mod calls;
+mod format;
 mod harmony;
-mod header;
+mod head;
 mod history;
 mod id;
 mod json;
+mod parameters;
 mod parser;
+mod pipe;
+mod schema;
 mod syntax;
 mod tags;
-mod xml;
 
 pub(crate) use json::Strings;
 pub use parser::Parser;
-pub(crate) use parser::overlap;
+pub(crate) use pipe::overlap;
 pub use syntax::Syntax;
 
 /// A function that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tool {
-    /// What the model calls it by.
+    /// Its name.
     pub name: String,
-    /// What the model is told about it.
+    /// Its description for the model.
     pub description: Option<String>,
-    /// JSON schema of its arguments.
+    /// The JSON schema of its arguments.
     pub parameters: Value,
-    /// Whether arguments must follow the schema.
+    /// Whether the arguments must follow the schema.
     pub strict: bool,
 }
 
-/// Which tools an answer calls.
+/// Which tools an answer may or must call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ToolChoice {
-    /// None.
+    /// No tool.
     None,
-    /// As the model likes.
+    /// Those that the model chooses.
     Auto,
-    /// At least one.
+    /// At least one tool.
     Required,
-    /// This one, once.
+    /// This tool, once.
     Named(String),
 }
 
-/// A piece of an answer. Pieces of one kind that follow each other belong together.
+/// How many calls an answer may make.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Calls {
+    /// One call.
+    One,
+    /// Any number of calls, in parallel.
+    Several,
+}
+
+/// Where the prompt leaves a reply.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Start {
+    /// Inside its reasoning, which the prompt has opened.
+    Reasoning,
+    /// Before anything.
+    Answer,
+}
+
+/// A piece of an answer. Consecutive pieces of one kind belong together.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Part {
-    /// More of what the model thinks before it answers.
+    /// More reasoning before the answer.
     Reasoning(String),
     /// More of the answer.
     Content(String),
-    /// A call begins.
+    /// The beginning of a call.
     Call {
-        /// Counts the calls of an answer from 0.
+        /// The number of the call, from 0.
         index: usize,
-        /// The model's own id where its syntax has one, else one that no other call has.
+        /// The model's own id if its syntax has one, else a unique one.
         id: String,
-        /// The tool.
+        /// The name of the tool.
         name: String,
     },
-    /// More of a call's arguments, which joined are JSON if the model wrote it well.
+    /// More of a call's arguments. Joined they are JSON, unless the model made a mistake.
     Arguments {
-        /// The call.
+        /// The number of the call.
         index: usize,
         /// A piece of JSON.
         json: String,

@@ -1,9 +1,8 @@
-//! Past calls as templates read them. Clients send arguments as text that holds JSON; most templates loop over an
-//! object.
+//! Past calls in the form that templates read. Clients send arguments as JSON text; most templates loop over an object.
 
 use serde_json::Value;
 
-/// What a template expects.
+/// The form that a template expects.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct History {
     arguments_as_text: bool,
@@ -14,7 +13,7 @@ impl History {
     pub(super) fn of(source: &str) -> Self {
         let joins =
             ["arguments'] +", "arguments']+", "+ tool['function']['arguments']", "+tool['function']['arguments']"];
-        // A template that asks what arguments are takes either; one that only joins them to text needs text.
+        // A template that tests the type of arguments accepts both; one that only joins them to text needs text.
         let asks = ["arguments is string", "arguments'] is string", "arguments is mapping", "arguments'] is mapping"];
         let arguments_as_text =
             joins.iter().any(|join| source.contains(join)) && !asks.iter().any(|ask| source.contains(ask));
@@ -24,7 +23,7 @@ impl History {
     }
 }
 
-/// Changes `messages` in place; what is not of the expected form stays as it is.
+/// Changes `messages` in place. Values of an unexpected form stay as they are.
 pub(super) fn adapt(history: History, messages: &mut [Value]) {
     for message in messages.iter_mut().filter_map(Value::as_object_mut) {
         if message.get("role").and_then(Value::as_str) == Some("assistant") {

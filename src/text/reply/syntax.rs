@@ -2,118 +2,139 @@
 
 use std::sync::Arc;
 
+use super::format::{Format, Markup};
+use super::harmony::{self, Harmony};
 use super::history::{self, History};
-use super::{Parser, Tool, ToolChoice, calls};
-use crate::Result;
+use super::parser::{Machine, Parser};
+use super::pipe::Output;
+use super::tags::Tags;
+use super::{Calls, Start, Tool, ToolChoice, calls};
 use crate::text::grammar::Grammar;
-
-/// How the calls of a model look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
-    Hermes,
-    /// `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
-    Function,
-    /// `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and later.
-    Pairs,
-    /// `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and fenced JSON in a section: DeepSeek-V3 and R1.
-    DeepSeekFenced,
-    /// `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{..}` in a section: DeepSeek-V3.1.
-    DeepSeek,
-    /// `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{..}` in a section: Kimi K2.
-    Kimi,
-    /// `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a section: MiniMax-M2.
-    Invoke,
-    /// Messages on channels, of which some have a tool as recipient: gpt-oss.
-    Harmony,
-}
+use crate::{Error, Result};
 
 /// The syntax of a model's replies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Syntax {
-    format: Option<Format>,
-    thinks: bool,
+    layout: Layout,
     history: History,
 }
 
+/// How a reply is laid out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Layout {
+    /// Thoughts, then text with calls in it, between tags.
+    Tags(Markup),
+    /// Messages on channels: gpt-oss.
+    Harmony,
+}
+
 impl Syntax {
-    /// The syntax of this chat template. A template without any known marker has none: all text is content.
-    pub fn of(template_source: &str) -> Self {
-        let has = |marker: &str| template_source.contains(marker);
-        let format = if has("<|channel|>") && has("<|message|>") {
-            Some(Format::Harmony)
-        } else if has("<｜tool▁calls▁begin｜>") {
-            Some(if has("```json") { Format::DeepSeekFenced } else { Format::DeepSeek })
-        } else if has("<|tool_calls_section_begin|>") {
-            Some(Format::Kimi)
-        } else if has("<minimax:tool_call>") {
-            Some(Format::Invoke)
-        } else if has("<tool_call>") && has("<arg_key>") {
-            Some(Format::Pairs)
-        } else if has("<tool_call>") && has("<function=") {
-            Some(Format::Function)
-        } else if has("<tool_call>") {
-            Some(Format::Hermes)
-        } else {
-            None
+    /// The syntax of this chat template. In the replies of a template without any known marker, all text is content.
+    pub fn of(template: &str) -> Self {
+        let layout = match harmony::MARKS.iter().all(|mark| template.contains(mark)) {
+            true => Layout::Harmony,
+            false => Layout::Tags(Markup {
+                thinks: ["<think>", "</think>"].iter().any(|mark| template.contains(mark)),
+                format: Format::of(template),
+            }),
         };
-        let thinks = format == Some(Format::Harmony) || has("<think>") || has("</think>");
-        Self { format, thinks, history: History::of(template_source) }
+        Self { layout, history: History::of(template) }
     }
 
     /// Whether the model can call tools.
     pub fn calls_tools(&self) -> bool {
-        self.format.is_some()
+        !matches!(self.layout, Layout::Tags(Markup { format: None, .. }))
     }
 
     /// Whether a reply may begin with reasoning.
     pub fn thinks(&self) -> bool {
-        self.thinks
+        !matches!(self.layout, Layout::Tags(Markup { thinks: false, .. }))
     }
 
-    /// Whether text must be decoded with special tokens spelled out: a marker may be one. End tokens are no part of the
-    /// text.
+    /// Whether text must be decoded with special tokens spelled out, because a marker may be one. End tokens are no
+    /// part of the text.
     pub fn needs_special_tokens(&self) -> bool {
-        self.format.is_some() || self.thinks
+        self.calls_tools() || self.thinks()
     }
 
-    /// Whether the prompt that the template rendered leaves the reply inside its reasoning.
-    pub fn opens_reasoning(&self, prompt: &str) -> bool {
-        let prompt = prompt.trim_end();
-        match self.format {
-            Some(Format::Harmony) => prompt.ends_with("<|channel|>analysis<|message|>"),
-            _ => self.thinks && prompt.ends_with("<think>"),
+    /// Where the prompt that the template rendered leaves the reply.
+    pub fn start(&self, prompt: &str) -> Start {
+        let opened = match self.layout {
+            Layout::Harmony => harmony::ANALYSIS,
+            Layout::Tags(Markup { thinks: true, .. }) => "<think>",
+            Layout::Tags(_) => return Start::Answer,
+        };
+        if prompt.trim_end().ends_with(opened) { Start::Reasoning } else { Start::Answer }
+    }
+
+    /// A parser of one reply. Without `tools`, nothing is a call.
+    pub fn parser(&self, tools: impl Into<Arc<[Tool]>>, start: Start) -> Parser {
+        let tools = tools.into();
+        let machine = match self.layout {
+            Layout::Harmony => Machine::Harmony(Box::new(Harmony::new(start))),
+            Layout::Tags(Markup { thinks, format }) => match format.filter(|_| !tools.is_empty()) {
+                None if !thinks => Machine::Plain,
+                format => Machine::Tags(Box::new(Tags::new(Markup { thinks, format }, start))),
+            },
+        };
+        Parser::new(machine, Output::new(tools))
+    }
+
+    /// The grammar of a whole reply that calls tools as `choice` demands. `None`: any text will do.
+    ///
+    /// With `Auto` and a strict tool, text is free, but every call follows its schema. Calls of tools that are not
+    /// strict follow their schemas as far as those can be enforced.
+    ///
+    /// Errors: `Error::Invalid` when the model cannot call tools, when there are none, or none of that name.
+    pub fn grammar(&self, tools: &[Tool], choice: &ToolChoice, calls: Calls, start: Start) -> Result<Option<Grammar>> {
+        let is_free = || !self.calls_tools() || !tools.iter().any(|tool| tool.strict);
+        let (tools, calls): (Vec<&Tool>, Calls) = match choice {
+            ToolChoice::None => return Ok(None),
+            ToolChoice::Auto if is_free() => return Ok(None),
+            ToolChoice::Named(name) => (tools.iter().filter(|tool| tool.name == *name).collect(), Calls::One),
+            ToolChoice::Auto | ToolChoice::Required => (tools.iter().collect(), calls),
+        };
+        let must_call = *choice != ToolChoice::Auto;
+        let reply = match self.layout {
+            Layout::Tags(Markup { format: None, .. }) => {
+                return Err(Error::Invalid(
+                    "this model's chat template has no syntax for tools: leave out 'tool_choice'".into(),
+                ));
+            }
+            _ if tools.is_empty() => {
+                return Err(Error::Invalid(match choice {
+                    ToolChoice::Named(name) => {
+                        format!("there is no tool '{name}' in 'tools': choose one that is there")
+                    }
+                    _ => "a tool must be called, but 'tools' is empty".into(),
+                }));
+            }
+            Layout::Tags(Markup { format: Some(format), .. }) if must_call => calls::alone(format, &tools, calls)?,
+            Layout::Tags(Markup { format: Some(format), .. }) => calls::among_text(format, &tools, calls)?,
+            Layout::Harmony if must_call => harmony::call(&tools),
+            Layout::Harmony => harmony::call_or_answer(&tools),
+        };
+        Ok(Some(self.thoughts_then(reply, start)))
+    }
+
+    /// The grammar of a whole reply: the model thinks as it likes, then answers in `grammar`.
+    pub fn after_reasoning(&self, grammar: Grammar, start: Start) -> Grammar {
+        let answer = match self.layout {
+            Layout::Harmony => Grammar::sequence([Grammar::literal(harmony::FINAL), grammar]),
+            Layout::Tags(_) => grammar,
+        };
+        self.thoughts_then(answer, start)
+    }
+
+    fn thoughts_then(&self, rest: Grammar, start: Start) -> Grammar {
+        match self.layout {
+            Layout::Harmony => harmony::analysis_then(rest, start),
+            Layout::Tags(markup) => calls::thoughts_then(markup, rest, start),
         }
     }
 
-    /// What reads a reply. Without `tools`, nothing is a call.
-    pub fn parser(&self, tools: impl Into<Arc<[Tool]>>, in_reasoning: bool) -> Parser {
-        Parser::new(self.format, self.thinks, tools.into(), in_reasoning)
-    }
-
-    /// The grammar of a whole reply that calls tools as `choice` demands; `None`: anything goes.
-    ///
-    /// With `Auto` and a strict tool, text is free, but every call follows its schema. Tools that are not strict follow
-    /// theirs as far as it can be enforced.
-    ///
-    /// Errors: `Error::Invalid` when the model cannot call tools, when there are none, or none of that name.
-    pub fn grammar(
-        &self,
-        tools: &[Tool],
-        choice: &ToolChoice,
-        parallel: bool,
-        in_reasoning: bool,
-    ) -> Result<Option<Grammar>> {
-        calls::grammar(self.format, self.thinks, tools, choice, parallel, in_reasoning)
-    }
-
-    /// For the format of a response: the model thinks as it likes, then answers in `grammar`.
-    pub fn after_reasoning(&self, grammar: Grammar, in_reasoning: bool) -> Result<Grammar> {
-        Ok(calls::after_reasoning(self.format, self.thinks, grammar, in_reasoning))
-    }
-
-    /// Brings past messages into the form that the template reads: arguments of calls as objects or as text, no content
-    /// as null or as empty text. `messages` are as clients send them.
+    /// Brings past messages, as clients send them, into the form that the template reads: arguments of calls as objects
+    /// or as text, no content as null or as empty text.
     pub fn adapt_history(&self, messages: &mut [serde_json::Value]) {
         history::adapt(self.history, messages);
     }

@@ -1,17 +1,17 @@
 //! Replies with tags: `<think>` first, then content, in which calls stand between markers.
 //!
 //! ```text
-//! Start ─▶ Reasoning ─▶ Content ─▶ Header ─▶ Json | Raw | Parameters ─▶ Close ─┐
-//!   └───────────────────▶ ▲  ▲        └ no call: as content ┘                 │
-//!                            └────────────────────────────────────────────────┘
+//! Start ─▶ Reasoning ─▶ Content ─▶ Head ─▶ Json | Raw | Parameters ─▶ Close ─┐
+//!   └───────────────────▶ ▲  ▲       └ no call: as content ┘                 │
+//!                            └───────────────────────────────────────────────┘
 //! ```
 
-use super::Part;
-use super::header::{self, Arguments, Header};
+use super::Start;
+use super::format::{Arguments, Format, Markup};
+use super::head::{self, Head};
 use super::json::{Scan, Scanner};
-use super::parser::{Output, content, first, reasoning, settled};
-use super::syntax::Format;
-use super::xml::{self, Parameters};
+use super::parameters::{self, Parameters};
+use super::pipe::{Input, Output, first};
 
 /// Text that waits is read with every token up to here: far above any marker, name or white space of a model that means
 /// well.
@@ -19,11 +19,8 @@ const EAGER_BYTES: usize = 4096;
 
 #[derive(Debug)]
 pub(super) struct Tags {
-    format: Option<Format>,
-    thinks: bool,
-    calls: bool,  // tools may be called
-    text: String, // not yet said
-    again: usize, // bytes of it before which another look would find nothing
+    markup: Markup,
+    again: usize, // bytes of waiting text before which another look would find nothing
     state: State,
     trim: bool,       // white space that follows a marker is dropped
     in_section: bool, // calls of this section may follow
@@ -31,14 +28,12 @@ pub(super) struct Tags {
 
 #[derive(Debug)]
 enum State {
-    /// Nothing but white space yet. `in_reasoning`: the prompt opened it.
-    Start {
-        in_reasoning: bool,
-    },
+    /// Nothing but white space yet.
+    Start(Start),
     Reasoning,
     Content,
     /// A call may begin behind this many bytes of white space.
-    Header {
+    Head {
         blank: usize,
     },
     /// Arguments that are JSON, up to their end.
@@ -54,61 +49,46 @@ enum State {
 }
 
 impl Tags {
-    pub(super) fn new(format: Option<Format>, thinks: bool, calls: bool, in_reasoning: bool) -> Self {
-        let calls = calls && format.is_some();
-        Self {
-            format,
-            thinks,
-            calls,
-            text: String::new(),
-            again: 0,
-            state: State::Start { in_reasoning },
-            trim: false,
-            in_section: false,
-        }
+    pub(super) fn new(markup: Markup, start: Start) -> Self {
+        Self { markup, again: 0, state: State::Start(start), trim: false, in_section: false }
     }
 
-    pub(super) fn push(&mut self, text: &str, output: &mut Output, parts: &mut Vec<Part>) {
-        self.text.push_str(text);
-        if self.text.len() < self.again {
+    pub(super) fn read(&mut self, input: &mut Input, output: &mut Output) {
+        if input.text.len() < self.again && !input.ended {
             return;
         }
-        while self.step(false, output, parts) {}
+        while self.step(input, output) {}
         // What waits is read from its beginning, so a long text is read again only when it is longer by a part of
         // itself.
-        self.again = if self.text.len() < EAGER_BYTES { 0 } else { self.text.len() + self.text.len() / 8 };
+        let length = input.text.len();
+        self.again = if length < EAGER_BYTES { 0 } else { length + length / 8 };
     }
 
-    pub(super) fn finish(&mut self, output: &mut Output, parts: &mut Vec<Part>) {
-        while self.step(true, output, parts) {}
-    }
-
-    /// One transition; whether another may follow. With `end`, no text follows, and none is left waiting.
-    fn step(&mut self, end: bool, output: &mut Output, parts: &mut Vec<Part>) -> bool {
+    /// One transition; whether another may follow. At the end of the input no text is left waiting.
+    fn step(&mut self, input: &mut Input, output: &mut Output) -> bool {
         if self.trim {
-            let blank = self.text.len() - self.text.trim_start().len();
-            self.text.drain(..blank);
-            self.trim = self.text.is_empty();
+            input.skip_blank();
+            self.trim = input.text.is_empty();
         }
         match &mut self.state {
-            State::Start { in_reasoning } => {
-                let in_reasoning = *in_reasoning;
-                self.start(end, in_reasoning)
+            State::Start(start) => {
+                let start = *start;
+                self.start(start, input)
             }
-            State::Reasoning => self.reasoning(end, parts),
-            State::Content => self.content(end, parts),
-            State::Header { blank } => {
+            State::Reasoning => self.reasoning(input, output),
+            State::Content => self.content(input, output),
+            State::Head { blank } => {
                 let blank = *blank;
-                self.header(end, blank, output, parts)
+                self.head(blank, input, output)
             }
-            State::Json { .. } => self.json(end, output, parts),
-            State::Raw => self.raw(end, output, parts),
-            State::Parameters(parameters) => match parameters.step(&mut self.text, end, output, parts) {
-                xml::Step::Wait => false,
-                xml::Step::More => true,
-                xml::Step::Done => self.go(State::Close),
+            State::Json { .. } => self.json(input, output),
+            State::Raw => self.raw(input, output),
+            State::Parameters(parameters) => match parameters.step(input, output) {
+                parameters::Step::Wait => false,
+                parameters::Step::More => true,
+                parameters::Step::Done => self.go(State::Close),
             },
-            State::Close => self.close(end),
+            State::Close => self.close(input),
         }
     }
 
@@ -117,172 +97,176 @@ impl Tags {
         true
     }
 
-    /// What begins a call.
-    fn openers(&self) -> &'static [&'static str] {
-        match self.format {
-            Some(format) if self.calls => header::openers(format, self.in_section),
-            _ => &[],
-        }
+    fn format(&self) -> &'static Format {
+        self.markup.format.expect("only a format has calls")
     }
 
-    fn start(&mut self, end: bool, in_reasoning: bool) -> bool {
-        let text = self.text.trim_start();
-        let blank = self.text.len() - text.len();
-        if self.thinks && !end && "<think>".starts_with(text) && text.len() < "<think>".len() {
+    fn start(&mut self, start: Start, input: &mut Input) -> bool {
+        let text = input.text.trim_start();
+        let blank = input.text.len() - text.len();
+        if self.markup.thinks && !input.ended && "<think>".starts_with(text) && text.len() < "<think>".len() {
             return false;
         }
-        if self.thinks && text.starts_with("<think>") {
-            self.text.drain(..blank + "<think>".len());
+        if self.markup.thinks && text.starts_with("<think>") {
+            input.skip(blank + "<think>".len());
             self.trim = true;
             return self.go(State::Reasoning);
         }
-        self.trim = in_reasoning;
-        self.go(if in_reasoning { State::Reasoning } else { State::Content })
+        self.trim = start == Start::Reasoning;
+        self.go(if start == Start::Reasoning { State::Reasoning } else { State::Content })
     }
 
-    fn reasoning(&mut self, end: bool, parts: &mut Vec<Part>) -> bool {
+    fn reasoning(&mut self, input: &mut Input, output: &mut Output) -> bool {
         // A section of calls is unmistakable: some models forget to close their reasoning before it.
         let mut ends = vec!["</think>"];
-        ends.extend(self.openers().first().filter(|_| self.format.is_some_and(header::has_sections)));
-        match first(&self.text, &ends) {
+        let section = self.markup.format.and_then(|format| format.section.as_ref());
+        ends.extend(section.map(|section| section.open.trim_end()));
+        match first(&input.text, &ends) {
             Some((at, marker)) => {
-                reasoning(self.text[..at].trim_end(), parts);
-                self.text.drain(..if marker == "</think>" { at + marker.len() } else { at });
+                output.reasoning(input.text[..at].trim_end());
+                input.skip(if marker == "</think>" { at + marker.len() } else { at });
                 self.trim = true;
                 self.go(State::Content)
             }
             None => {
-                let said = if end { self.text.len() } else { settled(&self.text, &ends) };
-                reasoning(&self.text[..said], parts);
-                self.text.drain(..said);
+                let settled = input.settled(&ends);
+                output.reasoning(&input.text[..settled]);
+                input.skip(settled);
                 false
             }
         }
     }
 
-    fn content(&mut self, end: bool, parts: &mut Vec<Part>) -> bool {
-        let mut markers = self.openers().to_vec();
-        let section_end = self.format.filter(|_| self.in_section).and_then(header::section_end);
-        markers.extend(section_end);
-        match first(&self.text, &markers) {
+    fn content(&mut self, input: &mut Input, output: &mut Output) -> bool {
+        let (mut markers, mut section_end) = (Vec::new(), None);
+        if let Some(format) = self.markup.format {
+            markers.extend(format.starts);
+            if self.in_section {
+                section_end = format.section.as_ref().map(|section| section.close.trim_start());
+                markers.push(format.opener);
+                markers.extend(section_end);
+            }
+        }
+        match first(&input.text, &markers) {
             Some((at, marker)) => {
-                let said = self.text[..at].trim_end().len();
-                content(&self.text[..said], parts);
+                let settled = input.text[..at].trim_end().len();
+                output.content(&input.text[..settled]);
                 if Some(marker) == section_end {
-                    self.text.drain(..at + marker.len());
+                    input.skip(at + marker.len());
                     (self.trim, self.in_section) = (true, false);
                     return true;
                 }
-                self.text.drain(..said);
-                self.go(State::Header { blank: at - said })
+                input.skip(settled);
+                self.go(State::Head { blank: at - settled })
             }
             None => {
-                let said = if end || markers.is_empty() { self.text.len() } else { settled(&self.text, &markers) };
-                content(&self.text[..said], parts);
-                self.text.drain(..said);
+                let settled = input.settled(&markers);
+                output.content(&input.text[..settled]);
+                input.skip(settled);
                 false
             }
         }
     }
 
-    fn header(&mut self, end: bool, blank: usize, output: &mut Output, parts: &mut Vec<Part>) -> bool {
-        let format = self.format.expect("only a format has openers");
-        let header = header::read(format, &self.text[blank..], end);
-        match header {
-            Header::Open if !end => return false,
-            Header::Begin { name, id, length, arguments } if output.tool(&name).is_some() => {
-                output.call(&name, id, parts);
-                self.text.drain(..blank + length);
-                self.in_section = header::has_sections(format);
-                return self.go(match arguments {
-                    Arguments::Json => State::Json { scanner: Scanner::default(), begun: false },
-                    Arguments::Whole(json) => {
-                        output.arguments(&json, parts);
+    fn head(&mut self, blank: usize, input: &mut Input, output: &mut Output) -> bool {
+        let format = self.format();
+        match head::read(format, input, blank) {
+            Head::Open => return false,
+            Head::Call { name, id, length, arguments } if output.tool(&name).is_some() => {
+                output.call(&name, id);
+                input.skip(blank + length);
+                self.in_section = format.section.is_some();
+                return self.go(match (arguments, &format.arguments) {
+                    (Some(json), _) => {
+                        output.arguments(&json);
                         State::Close
                     }
-                    Arguments::Parameters => State::Parameters(Parameters::new(format, &name)),
+                    (None, Arguments::Json) => State::Json { scanner: Scanner::default(), begun: false },
+                    (None, Arguments::Parameters(frame)) => State::Parameters(Parameters::new(format, *frame, &name)),
                 });
             }
             _ => {}
         }
-        // No call that anyone could answer: its marker is content, and what follows is read again.
-        let marker = header::openers(format, true).iter().find(|opener| self.text[blank..].starts_with(**opener));
+        // No call, or one of a tool that the request does not have: its marker is content, and what follows is read
+        // again.
+        let mut markers = format.starts.iter().chain([&format.opener]);
+        let marker = markers.find(|marker| input.text[blank..].starts_with(**marker));
         let length = blank + marker.map_or(0, |marker| marker.len());
-        content(&self.text[..length], parts);
-        self.text.drain(..length);
+        output.content(&input.text[..length]);
+        input.skip(length);
         self.go(State::Content)
     }
 
-    fn json(&mut self, end: bool, output: &mut Output, parts: &mut Vec<Part>) -> bool {
+    fn json(&mut self, input: &mut Input, output: &mut Output) -> bool {
+        let format = self.format();
         let State::Json { scanner, begun } = &mut self.state else { return false };
         // A marker that is a special token is one wherever it stands; a tag may stand in a string.
-        let marker = self.format.filter(|&format| header::has_sections(format)).and_then(header::call_end);
+        let marker = format.section.as_ref().map(|_| format.closer);
         if !*begun {
-            let blank = self.text.len() - self.text.trim_start().len();
-            self.text.drain(..blank);
-            match self.text.bytes().next() {
-                None if end => return self.empty(output, parts),
+            input.skip_blank();
+            match input.text.bytes().next() {
+                None if input.ended => return self.empty(output),
                 None => return false,
                 Some(b'{') => *begun = true,
-                Some(b'<') if marker.is_some_and(|marker| marker.starts_with(&*self.text) && !end) => return false,
-                Some(_) if marker.is_some_and(|marker| self.text.starts_with(marker)) => {
-                    return self.empty(output, parts);
+                Some(b'<') if marker.is_some_and(|marker| marker.starts_with(&*input.text) && !input.ended) => {
+                    return false;
+                }
+                Some(_) if marker.is_some_and(|marker| input.text.starts_with(marker)) => {
+                    return self.empty(output);
                 }
                 Some(_) => return self.go(State::Raw),
             }
         }
-        let stop = marker.and_then(|marker| self.text.find(marker));
-        let held = marker.filter(|_| !end).map_or(0, |marker| super::parser::overlap(&self.text, marker));
-        let known = stop.unwrap_or(self.text.len() - held);
-        let (mut said, mut complete) = (known, stop.is_some());
-        for (at, byte) in self.text[..known].bytes().enumerate() {
+        let stop = marker.and_then(|marker| input.text.find(marker));
+        let known = stop.unwrap_or(input.text.len() - marker.map_or(0, |marker| input.held(&[marker])));
+        let (mut length, mut complete) = (known, stop.is_some());
+        for (at, byte) in input.text[..known].bytes().enumerate() {
             match scanner.push(byte) {
-                Scan::Alien if marker.is_none() => (said, complete) = (at, true),
-                Scan::End => (said, complete) = (at + 1, true),
+                Scan::Alien if marker.is_none() => (length, complete) = (at, true),
+                Scan::End => (length, complete) = (at + 1, true),
                 _ => continue,
             }
             break;
         }
-        output.arguments(&self.text[..said], parts);
-        self.text.drain(..said);
+        output.arguments(&input.text[..length]);
+        input.skip(length);
         complete && self.go(State::Close)
     }
 
     /// A call without a word of arguments.
-    fn empty(&mut self, output: &mut Output, parts: &mut Vec<Part>) -> bool {
-        output.arguments("{}", parts);
+    fn empty(&mut self, output: &mut Output) -> bool {
+        output.arguments("{}");
         self.go(State::Close)
     }
 
-    fn raw(&mut self, end: bool, output: &mut Output, parts: &mut Vec<Part>) -> bool {
-        let markers: Vec<_> = self.format.and_then(header::call_end).into_iter().collect();
-        let stop = first(&self.text, &markers).map(|(at, _)| at);
-        let said = match stop {
-            Some(at) => self.text[..at].trim_end().len(),
-            None if end => self.text.len(),
-            None => settled(&self.text, &markers),
+    fn raw(&mut self, input: &mut Input, output: &mut Output) -> bool {
+        let closer = self.format().closer.trim_start();
+        let stop = input.text.find(closer);
+        let length = match stop {
+            Some(at) => input.text[..at].trim_end().len(),
+            None => input.settled(&[closer]),
         };
-        output.arguments(&self.text[..said], parts);
-        self.text.drain(..said);
+        output.arguments(&input.text[..length]);
+        input.skip(length);
         stop.is_some() && self.go(State::Close)
     }
 
     /// Drops what closes a call, and no other text.
-    fn close(&mut self, end: bool) -> bool {
-        let format = self.format.expect("only a format has calls");
-        let junk: &[char] =
-            if header::has_parameters(format) { &[' ', '\n', '\r', '\t'] } else { &[' ', '\n', '\r', '\t', '}', '`'] };
-        let rest = self.text.trim_start_matches(junk);
-        let blank = self.text.len() - rest.len();
-        self.text.drain(..blank);
-        let marker = header::call_end(format).unwrap_or_default();
-        if self.text.starts_with(marker) {
-            self.text.drain(..marker.len());
-        } else if marker.starts_with(&*self.text) {
-            if !end {
+    fn close(&mut self, input: &mut Input) -> bool {
+        let format = self.format();
+        let junk: &[char] = match format.arguments {
+            Arguments::Json => &[' ', '\n', '\r', '\t', '}', '`'],
+            Arguments::Parameters(_) => &[' ', '\n', '\r', '\t'],
+        };
+        input.skip(input.text.len() - input.text.trim_start_matches(junk).len());
+        let closer = format.closer.trim_start();
+        if input.text.starts_with(closer) {
+            input.skip(closer.len());
+        } else if closer.starts_with(&*input.text) {
+            if !input.ended {
                 return false;
             }
-            self.text.clear();
+            input.text.clear();
         }
         self.trim = true;
         self.go(State::Content)
@@ -293,38 +277,41 @@ impl Tags {
 mod tests {
     use super::*;
     use crate::text::reply::Tool;
+    use crate::text::reply::format::{HERMES, KIMI, QWEN_CODER};
     use serde_json::json;
 
-    /// Text that can neither be said nor dropped yet.
+    /// Text that can neither go out nor be dropped yet.
     #[test]
     fn a_long_wait_is_not_read_with_every_token() {
         let tool = Tool { name: "f".into(), description: None, parameters: json!({}), strict: false };
         for (format, before, unit) in [
             (None, "", " "),
-            (Some(Format::Hermes), "a", "\n"),
-            (Some(Format::Hermes), "<tool_call>", " "),
-            (Some(Format::Hermes), "<tool_call>{\"name\": \"", "x"),
-            (Some(Format::Hermes), "<tool_call>{\"arguments\": \"", "x"),
-            (Some(Format::Function), "<tool_call>\n<function=f>\n", "x"),
-            (Some(Format::Function), "<tool_call>\n<function=f>\n<parameter=", "x"),
-            (Some(Format::Function), "<tool_call>\n<function=f>\n<parameter=a>\n", "1"),
-            (Some(Format::Kimi), "<|tool_calls_section_begin|>", " "),
+            (Some(&HERMES), "a", "\n"),
+            (Some(&HERMES), "<tool_call>", " "),
+            (Some(&HERMES), "<tool_call>{\"name\": \"", "x"),
+            (Some(&HERMES), "<tool_call>{\"arguments\": \"", "x"),
+            (Some(&QWEN_CODER), "<tool_call>\n<function=f>\n", "x"),
+            (Some(&QWEN_CODER), "<tool_call>\n<function=f>\n<parameter=", "x"),
+            (Some(&QWEN_CODER), "<tool_call>\n<function=f>\n<parameter=a>\n", "1"),
+            (Some(&KIMI), "<|tool_calls_section_begin|>", " "),
         ] {
-            let mut output = Output::of([tool.clone()].into());
-            let mut tags = Tags::new(format, true, true, false);
-            let mut parts = Vec::new();
-            tags.push(before, &mut output, &mut parts);
+            let mut output = Output::new([tool.clone()].into());
+            let mut tags = Tags::new(Markup { thinks: true, format }, Start::Answer);
+            let mut input = Input { text: before.into(), ended: false };
+            tags.read(&mut input, &mut output);
             let mut read = 0;
             for _ in 0..100_000 {
-                let length = tags.text.len() + unit.len();
+                input.text.push_str(unit);
+                let length = input.text.len();
                 let reads = length >= tags.again;
-                tags.push(unit, &mut output, &mut parts);
+                tags.read(&mut input, &mut output);
                 read += if reads { length } else { 0 };
             }
-            assert!(tags.text.len() >= 100_000, "{before:?} waits");
+            assert!(input.text.len() >= 100_000, "{before:?} waits");
             assert!(read < 20_000_000, "{before:?}: {read} bytes are read");
-            tags.finish(&mut output, &mut parts);
-            assert!(tags.text.is_empty());
+            input.ended = true;
+            tags.read(&mut input, &mut output);
+            assert!(input.text.is_empty());
         }
     }
 }
