@@ -4,6 +4,7 @@
 //! ```text
 //! demo      the model in the binary
 //! gguf      a GGUF file as a folder in the Hugging Face layout
+//! failure   why a file could not be had
 //! answer    what a hub says, checked before any of it becomes a path
 //! client    requests; the token goes to the hub and to nobody else
 //! folder    the local copy, which other tools of Hugging Face share
@@ -17,6 +18,7 @@
 mod answer;
 mod client;
 pub mod demo;
+mod failure;
 mod fetch;
 mod folder;
 pub mod gguf;
@@ -30,7 +32,8 @@ use moebius_cache::checkpoint::gguf::in_folder as find_gguf;
 use crate::engine::generation_config::read_json;
 use crate::{Error, Result};
 use answer::{Commit, is_plain};
-use client::{Client, Failure};
+use client::Client;
+use failure::Failure;
 use folder::Folder;
 
 /// A directory with the `config.json` of `model`, named as for [`resolve`]: of a repository that is not here, nothing

@@ -3,7 +3,7 @@
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 use serde_json::Value;
 
-use super::client::{Failure, Result};
+use super::failure::{Failure, Result};
 
 /// A commit: 40 hexadecimal digits.
 #[derive(Clone, Debug, PartialEq, Eq)]

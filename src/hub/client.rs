@@ -1,6 +1,5 @@
 //! Requests to a hub: the token goes to the hub itself and to nobody whom it redirects to.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use ureq::http::header::{ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, CONTENT_RANGE, ETAG, LOCATION, RANGE};
@@ -8,6 +7,7 @@ use ureq::http::{Method, Request, Response, Uri};
 use ureq::{Agent, Body, BodyReader};
 
 use super::answer::{Announced, Commit, Listing, Tag, quoted};
+use super::failure::{Failure, Result};
 
 /// Redirects that one request follows.
 const MAX_REDIRECTS: usize = 5;
@@ -17,23 +17,6 @@ const SILENCE: Duration = Duration::from_secs(60);
 
 /// Bytes of a list of files at most.
 const MAX_LIST_BYTES: u64 = 64 << 20;
-
-pub(super) type Result<T> = std::result::Result<T, Failure>;
-
-/// Why there is no file.
-#[derive(Debug)]
-pub(super) enum Failure {
-    /// The hub says no, with this HTTP status.
-    Status(u16),
-    /// The hub's answer is not to be used, and why.
-    Refused(String),
-    /// The connection broke: another attempt may go further.
-    Broken(String),
-    /// Another process has this lock.
-    Locked(PathBuf),
-    /// This machine cannot keep the file: why, and what helps.
-    Local(String),
-}
 
 /// Which redirects are followed.
 #[derive(Clone, Copy, PartialEq, Eq)]

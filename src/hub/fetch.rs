@@ -12,7 +12,8 @@ use moebius_cache::convert::free_bytes;
 use ring::digest::Context;
 
 use super::answer::{Announced, Commit};
-use super::client::{Client, Failure, Result};
+use super::client::Client;
+use super::failure::{Failure, Result};
 use super::folder::Folder;
 
 /// A connection that breaks in the middle of a file is taken up again this often.
