@@ -1,24 +1,29 @@
 //! The HTTP server: the APIs of OpenAI and Anthropic over one [`TextModel`].
 //!
 //! ```text
-//! error                      every answer that is a refusal
-//! fields, structure, text    a body: read whole, and counted before it takes memory
-//! memory                     what all requests may take together
-//! chunked                    an answer that is written while it is sent
-//! connections                sockets, who has a place, TLS, timeouts
-//! front                      who may ask, request ids, the log, panics
-//! steer                      what is added to the residual stream, and vectors by name
-//! ask, answer                what to ask the engine; what it says, as parts
+//! error                      refusals
+//! fields, structure, text    a body as fields, its memory, its text as tokens
+//! memory                     what all requests together may take
+//! chunked, write             answers that are written while they are sent
+//! connections                sockets, places, TLS, timeouts
+//! front                      before every route: keys, request ids, the log, panics
+//! body                       reads a body and understands it
+//! steer                      steering vectors, and their names
+//! ask                        what an endpoint asks the engine
+//! answer, events             the engine's answer as steps, and as server-sent events
+//! tools, format              tools of a request; the format of its answer
 //! conversation               messages of all APIs to those of a chat template
-//! completions, chat, responses, messages, capture, tokens, metrics    one file for each endpoint
-//! web                        the page for people
-//! local                      a conversation on the command line
+//! completions, chat, responses, messages, capture, tokens, metrics, health    the endpoints
+//! web                        the chat page
+//! local                      the same for callers in this process
+//! running                    from the start to the end of a server
 //! ```
 //!
 //! Imports machine, forward, load, engine and text. Read `chat` first.
 
 mod answer;
 mod ask;
+mod body;
 mod capture;
 mod chat;
 mod chunked;
@@ -26,18 +31,24 @@ mod completions;
 mod connections;
 mod conversation;
 mod error;
+mod events;
 mod fields;
+mod format;
 mod front;
+mod health;
 pub mod local;
 mod memory;
 mod messages;
 mod metrics;
 mod responses;
+mod running;
 mod steer;
 mod structure;
 mod text;
 mod tokens;
+mod tools;
 mod web;
+mod write;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -45,8 +56,6 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::extract::{Path, State};
-use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
@@ -57,27 +66,28 @@ use crate::{Error, Result};
 use error::ApiError;
 use front::Keys;
 use metrics::HttpMetrics;
+pub use running::Running;
 
-/// What a user can choose about the server.
+/// Options of the server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Who may ask: anyone if empty, else whoever has one of these.
+    /// API keys. Empty: no key is required.
     pub api_keys: Vec<String>,
-    /// Requests share the prefixes that were read, whoever asks; otherwise those of one key do.
+    /// Share one prefix cache among all keys instead of one cache per key.
     pub share_prefixes: bool,
-    /// Web pages of these origins may ask, `*` for all; the server's own page always may.
+    /// Origins of web pages that may use the server, `*` for all. Its own page always may.
     pub cors_origins: Vec<String>,
-    /// Certificate chain and private key, in PEM.
+    /// Files of the certificate chain and the private key (PEM).
     pub tls: Option<(PathBuf, PathBuf)>,
-    /// Anyone who reaches the port may ask.
+    /// Accept every client that reaches the port.
     pub insecure: bool,
-    /// How long running answers may go on after the signal to stop.
+    /// How long running answers may continue after the signal to stop.
     pub drain: Duration,
-    /// Prompts and answers go into the log.
+    /// Write prompts and answers to the log.
     pub log_prompts: bool,
-    /// Connections at the same time, as far as the system's limit of open files goes.
+    /// Maximum connections, as far as the limit of open files allows.
     pub max_connections: usize,
-    /// How long a client may take to send a request, or to take what it is sent.
+    /// Maximum time for a client to send a request or to read an answer.
     pub client_timeout: Duration,
 }
 
@@ -97,7 +107,7 @@ impl Default for ServerOptions {
     }
 }
 
-/// A server that has its port and waits for a model.
+/// A server that has its port and is not yet started.
 pub struct Server {
     listener: std::net::TcpListener,
     address: SocketAddr,
@@ -106,14 +116,14 @@ pub struct Server {
 }
 
 impl Server {
-    /// Takes the port and checks the options.
+    /// Binds the port and checks the options.
     ///
-    /// Errors: `Error::Invalid` when the port is taken, not allowed, or not an address of this machine, when others
-    /// could reach it without a key, or when certificate and key are not usable.
+    /// Errors: `Error::Invalid` when the address cannot be bound, when others could reach it without a key, or when
+    /// certificate and key cannot be used.
     pub fn bind(address: SocketAddr, options: ServerOptions) -> Result<Self> {
         if !address.ip().is_loopback() && options.api_keys.is_empty() && !options.insecure {
             return Err(Error::Invalid(format!(
-                "others could reach {} without a key: give one with --api-key-file or --api-key, or say --insecure",
+                "other machines could reach {} without a key: give a key with --api-key-file, or allow it with --insecure",
                 address.ip()
             )));
         }
@@ -124,7 +134,7 @@ impl Server {
                     format!("{address} is in use by another program: choose another --port")
                 }
                 std::io::ErrorKind::PermissionDenied => {
-                    format!("we may not listen on {address}: choose a --port above 1023")
+                    format!("no permission to listen on {address}: choose a --port above 1023")
                 }
                 _ => format!("cannot listen on {address} ({e}): check --host and --port"),
             })
@@ -134,20 +144,20 @@ impl Server {
         Ok(Self { listener, address, options, tls })
     }
 
-    /// Where it listens, with the real port.
+    /// The address it listens on, with the real port.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What clients put before the paths.
+    /// The base URL for clients.
     pub fn url(&self) -> String {
         format!("{}://{}", if self.tls.is_some() { "https" } else { "http" }, self.address)
     }
 
-    /// Begins to answer: until there is a model, that it is being loaded.
+    /// Starts to answer. Until it has a model, it answers that the model is being loaded.
     pub fn start(self) -> Result<Running> {
         let failed = |e: std::io::Error| Error::Resources(format!("the server cannot run: {e}"));
-        moebius_cache::threads::probe(4)?; // tokio panics where its two do not start
+        moebius_cache::threads::probe(4)?; // tokio panics when its two threads cannot start
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
         let app = Arc::new(App::new(&self));
@@ -165,87 +175,6 @@ impl Server {
         };
         let done = runtime.spawn(connections.serve(listener));
         Ok(Running { runtime, app, stop, done, drain: self.options.drain })
-    }
-}
-
-/// A server that answers.
-pub struct Running {
-    runtime: tokio::runtime::Runtime,
-    app: Arc<App>,
-    stop: tokio::sync::watch::Sender<bool>,
-    done: tokio::task::JoinHandle<()>,
-    drain: Duration,
-}
-
-impl Running {
-    /// From now on requests are answered with `model`.
-    pub fn set_model(&self, model: TextModel) {
-        let _ = self.app.model.set(model);
-    }
-
-    /// Does `act` at each SIGHUP, which does not end the process any more. Errors: `Error::Resources`.
-    pub fn on_hangup(&self, mut act: impl FnMut() + Send + 'static) -> Result<()> {
-        use tokio::signal::unix::{SignalKind, signal};
-        let _context = self.runtime.enter();
-        let mut hangups =
-            signal(SignalKind::hangup()).map_err(|e| Error::Resources(format!("cannot watch for SIGHUP: {e}")))?;
-        self.runtime.spawn(async move {
-            while hangups.recv().await.is_some() {
-                act();
-            }
-        });
-        Ok(())
-    }
-
-    /// Answers until Ctrl-C or SIGTERM; then running answers may end, until a second signal or the time to drain has
-    /// passed.
-    pub fn wait(self) {
-        let signals = async {
-            signal().await;
-            tracing::info!("stopping: running answers may end");
-            Some(signal())
-        };
-        self.wait_until(signals);
-    }
-
-    /// As [`wait`](Running::wait), until `stop` ends; what it gives ends the wait for running answers.
-    pub fn wait_until<F: Future<Output = ()>>(self, stop: impl Future<Output = Option<F>>) {
-        let Self { runtime, app, stop: tell, mut done, drain } = self;
-        runtime.block_on(async {
-            let again = tokio::select! {
-                _ = &mut done => return,
-                again = stop => again,
-            };
-            app.draining.store(true, Relaxed);
-            let _ = tell.send(true);
-            let impatient = async {
-                match again {
-                    Some(again) => again.await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                _ = done => {}
-                () = impatient => {}
-                () = tokio::time::sleep(drain) => {}
-            }
-        });
-        // Tokenizing may still run on another thread; nobody waits for it.
-        runtime.shutdown_background();
-    }
-}
-
-async fn signal() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let terminate = async {
-        match signal(SignalKind::terminate()) {
-            Ok(mut signal) => drop(signal.recv().await),
-            Err(_) => std::future::pending().await,
-        }
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        () = terminate => {}
     }
 }
 
@@ -284,17 +213,17 @@ impl App {
         }
     }
 
-    /// The model. Errors: it is still being loaded, or the server stops.
+    /// The model. Errors: it is still being loaded, or the server is stopping.
     fn model(&self) -> std::result::Result<&TextModel, ApiError> {
         if self.draining.load(Relaxed) {
-            return Err(ApiError::unavailable("The server is stopping and takes no new requests", None));
+            return Err(ApiError::unavailable("The server is stopping and accepts no new requests", None));
         }
         self.model
             .get()
-            .ok_or_else(|| ApiError::unavailable("The model is still being loaded; ask again in a while", Some(5)))
+            .ok_or_else(|| ApiError::unavailable("The model is still being loaded; try again later", Some(5)))
     }
 
-    /// Refuses a request for another model. A directory goes by its last part too.
+    /// Refuses a request for another model. A directory may also go by its last part.
     fn check_model(&self, asked: &str) -> std::result::Result<(), ApiError> {
         let name = &self.model()?.engine().info().model;
         let short = std::path::Path::new(name).file_name().and_then(|name| name.to_str());
@@ -308,7 +237,7 @@ impl App {
             "object": "model",
             "created": self.created,
             "owned_by": "moebius",
-            // What Anthropic's clients look for; its API has the epoch for a release nobody knows.
+            // For Anthropic's clients; its API has the epoch for an unknown release date.
             "type": "model",
             "display_name": info.model,
             "created_at": "1970-01-01T00:00:00Z",
@@ -329,7 +258,7 @@ impl App {
     }
 }
 
-/// What a request that sets nothing is sampled with.
+/// The default sampling parameters.
 fn sampling(defaults: &SamplingParams) -> Value {
     json!({
         "temperature": defaults.temperature,
@@ -342,14 +271,14 @@ fn sampling(defaults: &SamplingParams) -> Value {
 
 fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
     let router = Router::new()
-        .route("/health", get(health))
-        .route("/ready", get(ready))
+        .route("/health", get(health::health))
+        .route("/ready", get(health::ready))
         .route("/version", get(async || Json(json!({"version": env!("CARGO_PKG_VERSION")}))))
         .route("/metrics", get(metrics::show))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*name}", get(model_by_name))
+        .route("/v1/models", get(health::models))
+        .route("/v1/models/{*name}", get(health::model_by_name))
         .route("/v1/chat/completions", post(chat::answer))
         .route("/v1/completions", post(completions::answer))
         .route("/v1/responses", post(responses::answer))
@@ -372,7 +301,7 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
     })
 }
 
-/// Reads a body as an endpoint would and asks nobody: the refusal, if there is one. For tests that send anything.
+/// Reads a body as an endpoint would, without an answer. Errors: the refusal. For tests of arbitrary bodies.
 #[doc(hidden)]
 pub fn read_request(model: &TextModel, path: &str, body: &[u8]) -> std::result::Result<(), String> {
     let read = |body: &[u8]| -> std::result::Result<(), ApiError> {
@@ -388,35 +317,6 @@ pub fn read_request(model: &TextModel, path: &str, body: &[u8]) -> std::result::
         fields.finish()
     };
     read(body).map_err(|refusal| refusal.to_json().to_string())
-}
-
-/// Whether the process works: a supervisor asks here, also while a model is being loaded.
-async fn health(State(app): State<Arc<App>>) -> Response {
-    match app.model.get() {
-        None => Json(json!({"status": "loading"})).into_response(),
-        Some(model) if model.engine().is_running() => Json(json!({"status": "ok"})).into_response(),
-        Some(_) => ApiError::from(Error::Stopped("start it again".into())).into_response(),
-    }
-}
-
-/// Whether requests would be answered: a load balancer asks here.
-async fn ready(State(app): State<Arc<App>>) -> std::result::Result<Response, ApiError> {
-    app.model()?;
-    Ok(health(State(app)).await)
-}
-
-async fn models(State(app): State<Arc<App>>) -> std::result::Result<Json<Value>, ApiError> {
-    let model = app.describe()?;
-    let id = model["id"].clone();
-    Ok(Json(json!({"object": "list", "data": [model], "has_more": false, "first_id": id, "last_id": id})))
-}
-
-async fn model_by_name(
-    State(app): State<Arc<App>>,
-    Path(name): Path<String>,
-) -> std::result::Result<Json<Value>, ApiError> {
-    app.check_model(&name)?;
-    Ok(Json(app.describe()?))
 }
 
 fn unix_seconds() -> u64 {

@@ -5,12 +5,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Sibling files that know each other. Each is waiting for its mend; none may be added.
-const KNOWN: &[(&str, &str)] = &[
-    ("kernel/avx_vnni", "avx2"),
-    ("kernel/avx2", "amx"),
-    ("kernel/amx", "avx512"),
-    ("server/steer", "ask"),
-];
+const KNOWN: &[(&str, &str)] =
+    &[("kernel/avx_vnni", "avx2"), ("kernel/avx2", "amx"), ("kernel/amx", "avx512")];
 
 fn source() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src")

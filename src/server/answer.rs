@@ -1,18 +1,11 @@
-//! What the engine says to one request: parts of all its choices as they come, their end, and what is told about them.
+//! The engine's answer to one request: the parts of all its choices as they come, their ends, usage and timings.
 
 use std::collections::VecDeque;
-use std::convert::Infallible;
-use std::io::{self, Write};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::response::sse::{Event, KeepAlive, Sse};
-use axum::response::{IntoResponse, Response};
-use serde::Serialize;
-use serde_json::{Map, Value, json};
-use tokio_stream::Stream;
+use serde_json::{Value, json};
 
 use super::App;
 use super::ask::Ask;
@@ -24,9 +17,6 @@ use crate::text::reply::{Parser, Part};
 use crate::text::stream::{Delta, TextStream};
 
 type Result<T> = std::result::Result<T, ApiError>;
-
-/// Silence on a stream after which a comment is sent, so that proxies do not give up on a long prompt.
-const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
 /// Why a choice ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +30,7 @@ pub(super) enum Finish {
 }
 
 impl Finish {
-    /// OpenAI's word for it.
+    /// OpenAI's name of it.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -52,9 +42,9 @@ impl Finish {
 
 /// A step of an answer, with the number of its choice.
 pub(super) enum Step {
-    /// More of it, and how likely the tokens were that have come since the last part, if that was asked for.
+    /// More of it, and the logprobs of the tokens since the last part, if they were requested.
     Part(usize, Part, Vec<(u32, Logprobs)>),
-    /// Nothing more of this choice.
+    /// The end of this choice.
     End(usize, Finish, Vec<(u32, Logprobs)>),
 }
 
@@ -66,7 +56,7 @@ pub(super) struct Answer {
     n: usize,
     steps: VecDeque<Step>,
     turn: usize,
-    said: Option<String>, // for the log
+    logged: Option<String>, // text of the answer so far, for the log
     #[allow(dead_code)] // held until it is dropped
     logprobs: Option<Held>,
 }
@@ -89,7 +79,7 @@ pub(super) struct Usage {
 }
 
 impl Usage {
-    /// As OpenAI has it.
+    /// In OpenAI's format.
     pub(super) fn to_json(self) -> Value {
         json!({
             "prompt_tokens": self.prompt_tokens,
@@ -102,21 +92,21 @@ impl Usage {
 }
 
 impl Answer {
-    /// Asks the engine, once there is memory for what it will tell.
+    /// Submits the requests to the engine, once there is memory for the logprobs.
     pub(super) async fn start(app: &Arc<App>, caller: Caller, ask: Ask) -> Result<Self> {
         let model = app.model()?;
         let logprobs = match ask.logprobs_bytes(model.engine().info().max_context) {
             0 => None,
-            bytes => Some(app.memory.told.admit(caller.client, bytes).await?),
+            bytes => Some(app.memory.outgoing.admit(caller.client, bytes).await?),
         };
         let mut choices = Vec::with_capacity(ask.choices.len());
-        let mut said = None;
+        let mut logged = None;
         let steer = app.vectors.resolve(caller.tenant, &ask.steer)?;
         for (mut request, parser) in ask.choices {
             caller.sign(&mut request);
             request.steer.clone_from(&steer);
             if app.log_prompts {
-                said = Some(String::new());
+                logged = Some(String::new());
                 let prompt = model.tokenizer().decode(&request.prompt, false)?;
                 tracing::info!(request_id = caller.request_id, prompt, "asked");
             }
@@ -126,10 +116,10 @@ impl Answer {
             }
             choices.push(Choice { stats: text.stats(), text, parser, reasoning_tokens: 0, finish: None });
         }
-        Ok(Self { app: app.clone(), caller, choices, n: ask.n, steps: VecDeque::new(), turn: 0, said, logprobs })
+        Ok(Self { app: app.clone(), caller, choices, n: ask.n, steps: VecDeque::new(), turn: 0, logged, logprobs })
     }
 
-    /// Tokens so far; of choices that share a prompt it counts once.
+    /// Tokens so far. A prompt that choices share counts once.
     pub(super) fn usage(&self) -> Usage {
         let mut usage = Usage::default();
         for (i, choice) in self.choices.iter().enumerate() {
@@ -148,7 +138,7 @@ impl Answer {
         self.choices[0].text.stopped_at()
     }
 
-    /// Where the time of the first choice went, in the names that llama.cpp's server gave them.
+    /// Timings of the first choice, with the field names of llama.cpp's server.
     pub(super) fn timings(&self) -> Value {
         let stats = &self.choices[0].stats;
         let ms = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
@@ -173,7 +163,7 @@ impl Answer {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Step>>> {
+    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Step>>> {
         loop {
             if let Some(step) = self.steps.pop_front() {
                 return Poll::Ready(Some(Ok(step)));
@@ -201,14 +191,14 @@ impl Answer {
         }
     }
 
-    /// Takes in what choice `i` said.
+    /// Adds the steps of what choice `i` has generated.
     fn take(&mut self, i: usize, delta: Delta) {
         let choice = &mut self.choices[i];
         let mut parts = Vec::new();
         let end = match delta {
             Delta::Text(text) => {
-                if let Some(said) = &mut self.said {
-                    said.push_str(&text);
+                if let Some(logged) = &mut self.logged {
+                    logged.push_str(&text);
                 }
                 match &mut choice.parser {
                     Some(parser) => parser.push(&text, &mut parts),
@@ -259,97 +249,8 @@ impl Drop for Answer {
                 "said"
             );
         }
-        if let Some(answer) = &self.said {
+        if let Some(answer) = &self.logged {
             tracing::info!(request_id = self.caller.request_id, answer, "said");
-        }
-    }
-}
-
-/// Writes an answer as a whole, with the lists of logprobs that `logprobs` writes for each choice: as values they would
-/// take ten times as much.
-pub(super) fn write_whole(
-    out: &mut dyn Write,
-    mut object: Map<String, Value>,
-    logprobs: impl Fn(usize, &mut dyn Write) -> io::Result<()>,
-) -> io::Result<()> {
-    let Some(Value::Array(choices)) = object.remove("choices") else { return Err(io::ErrorKind::InvalidData.into()) };
-    open_object(out, Value::Object(object))?;
-    out.write_all(b",\"choices\":[")?;
-    for (i, mut choice) in choices.into_iter().enumerate() {
-        choice.as_object_mut().map(|choice| choice.remove("logprobs"));
-        out.write_all(if i > 0 { b"," } else { b"" })?;
-        open_object(out, choice)?;
-        out.write_all(b",\"logprobs\":")?;
-        logprobs(i, out)?;
-        out.write_all(b"}")?;
-    }
-    out.write_all(b"]}")
-}
-
-/// Writes an object that has members, so that more can follow.
-pub(super) fn open_object(out: &mut dyn Write, object: Value) -> io::Result<()> {
-    let text = object.to_string();
-    out.write_all(text.strip_suffix('}').unwrap_or(&text).as_bytes())
-}
-
-/// Writes a list entry by entry.
-pub(super) fn write_list<T: Serialize>(out: &mut dyn Write, entries: impl Iterator<Item = T>) -> io::Result<()> {
-    out.write_all(b"[")?;
-    for (i, entry) in entries.enumerate() {
-        out.write_all(if i > 0 { b"," } else { b"" })?;
-        serde_json::to_writer(&mut *out, &entry)?;
-    }
-    out.write_all(b"]")
-}
-
-/// How an endpoint says an answer in events.
-pub(super) trait Shape: Send + Unpin + 'static {
-    /// Before the first step.
-    fn open(&mut self) -> Vec<Event>;
-    /// For each step.
-    fn step(&mut self, step: Step, answer: &Answer) -> Vec<Event>;
-    /// After the last.
-    fn close(&mut self, answer: &Answer) -> Vec<Event>;
-    /// When it went wrong; the status line is long gone.
-    fn fail(&mut self, error: ApiError) -> Event {
-        Event::default().data(error.to_json().to_string())
-    }
-}
-
-/// An answer as server-sent events. A client that goes away drops it, and with it the request.
-pub(super) fn stream<S: Shape>(answer: Answer, mut shape: S) -> Response {
-    let events = shape.open().into();
-    let stream = EventStream { answer: Some(answer), shape, events };
-    Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
-}
-
-struct EventStream<S> {
-    answer: Option<Answer>, // until it has ended
-    shape: S,
-    events: VecDeque<Event>,
-}
-
-impl<S: Shape> Stream for EventStream<S> {
-    type Item = std::result::Result<Event, Infallible>;
-
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let Self { answer: slot, shape, events } = &mut *self;
-        loop {
-            if let Some(event) = events.pop_front() {
-                return Poll::Ready(Some(Ok(event)));
-            }
-            let Some(answer) = slot else { return Poll::Ready(None) };
-            match std::task::ready!(answer.poll_next(context)) {
-                Some(Ok(step)) => events.extend(shape.step(step, answer)),
-                Some(Err(error)) => {
-                    events.push_back(shape.fail(error));
-                    *slot = None;
-                }
-                None => {
-                    events.extend(shape.close(answer));
-                    *slot = None;
-                }
-            }
         }
     }
 }
@@ -357,9 +258,9 @@ impl<S: Shape> Stream for EventStream<S> {
 /// A piece of an answer that has ended or still grows.
 #[derive(Clone, Debug)]
 pub(super) enum Item {
-    /// Thoughts.
+    /// Reasoning.
     Reasoning(String),
-    /// Words.
+    /// Text.
     Content(String),
     /// A call of a tool, with its arguments as JSON.
     Call { id: String, name: String, arguments: String },
@@ -370,7 +271,7 @@ pub(super) enum Item {
 pub(super) struct Items(pub(super) Vec<Item>);
 
 impl Items {
-    /// Whether a part begins an item; else it is more of the last one.
+    /// Whether a part begins an item; else it continues the last one.
     pub(super) fn begins(&self, part: &Part) -> bool {
         !matches!(
             (part, self.0.last()),
@@ -380,7 +281,7 @@ impl Items {
         )
     }
 
-    /// Takes in a part. Returns the text that it adds to the last item.
+    /// Adds a part. Returns the text that it adds to the last item.
     pub(super) fn add(&mut self, part: Part) -> String {
         if self.begins(&part) {
             self.0.push(match &part {

@@ -1,4 +1,4 @@
-//! `/v1/capture`: the residual stream and logits of a prompt and of what is generated after it.
+//! `/v1/capture`: residual stream and logits of a prompt and of the generated tokens.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -14,8 +14,8 @@ use base64::prelude::BASE64_STANDARD;
 use base64::write::EncoderWriter;
 use serde_json::{Map, Value, json};
 
-use super::answer::{open_object, write_list};
-use super::ask::{Options, understand};
+use super::ask::Options;
+use super::body::understand;
 use super::chunked::chunked;
 use super::completions::one_prompt;
 use super::conversation::Conversation;
@@ -24,16 +24,17 @@ use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::memory::give_back;
 use super::steer::{Steering, read_layers, read_positions};
+use super::write::{open_object, write_list};
 use super::{App, unix_seconds};
 use crate::engine::{Activation, CaptureWanted, Captured, Event, Events, FinishReason, Request, RequestStats};
 use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Bytes of numbers of one answer at most.
+/// Maximum bytes of numbers in one answer.
 const MAX_BYTES: usize = 256 << 20;
 
-/// How numbers are written.
+/// Encoding of the numbers.
 #[derive(Clone, Copy)]
 pub(super) enum Encoding {
     /// Little-endian f32 in base64, in JSON.
@@ -52,7 +53,7 @@ pub(super) async fn answer(
 ) -> Result<Response> {
     let asked = understand(&app, caller.client, body, read).await?;
     let Asked { mut request, steering, encoding, bytes } = asked;
-    let held = app.memory.told.admit(caller.client, bytes as u64).await?;
+    let held = app.memory.outgoing.admit(caller.client, bytes as u64).await?;
     let model = app.model()?.clone();
     caller.sign(&mut request);
     request.steer = app.vectors.resolve(caller.tenant, &steering)?;
@@ -72,7 +73,7 @@ pub(super) async fn answer(
     Ok(([(CONTENT_TYPE, kind)], body).into_response())
 }
 
-/// What a body asks for.
+/// What a request asks for.
 pub(super) struct Asked {
     request: Request,
     steering: Vec<Steering>,
@@ -80,7 +81,7 @@ pub(super) struct Asked {
     bytes: usize, // of all numbers
 }
 
-/// What to ask for, and how to write what comes.
+/// Reads the request and the encoding of its answer.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
     let prompt = match fields.take("prompt") {
         Some(prompt) => {
@@ -127,7 +128,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
     Ok(Asked { request, steering: ask.steer, encoding, bytes })
 }
 
-/// What came of a request.
+/// The answer to a request.
 struct Found {
     tokens: Vec<u32>,
     rows: BTreeMap<Activation, Rows>,
@@ -135,7 +136,7 @@ struct Found {
     stats: RequestStats,
 }
 
-/// What was captured of one kind.
+/// Captured rows of one kind.
 #[derive(Default)]
 struct Rows {
     positions: Vec<Range<usize>>,
@@ -148,7 +149,7 @@ impl Rows {
         self.parts.iter().map(Vec::len).sum::<usize>() / rows.max(1)
     }
 
-    /// As little-endian bytes, which every machine has that this runs on.
+    /// Little-endian bytes; every supported machine is little-endian.
     fn bytes(&self) -> impl Iterator<Item = &[u8]> {
         self.parts.iter().map(|part| bytemuck::cast_slice(part))
     }
@@ -208,7 +209,7 @@ impl Found {
     fn write_json(&self, model: &TextModel, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
         let positions = self.positions();
         let generated = &self.tokens[self.stats.prompt_tokens..];
-        let told = json!({
+        let head = json!({
             "id": new_id("capture"),
             "object": "capture",
             "created": unix_seconds(),
@@ -221,7 +222,7 @@ impl Found {
                 "total_tokens": self.tokens.len(),
             },
         });
-        open_object(out, told)?;
+        open_object(out, head)?;
         out.write_all(b",\"tokens\":")?;
         serde_json::to_writer(&mut *out, &self.tokens)?;
         out.write_all(b",\"positions\":")?;
@@ -263,7 +264,7 @@ impl Found {
             };
             tensor(name, "F32", vec![positions.len(), rows.width(positions.len())], 4);
         }
-        // The format wants tensors to begin at multiples of 8.
+        // The format aligns tensors to 8 bytes.
         let header = Value::Object(header).to_string();
         let padded = header.len().next_multiple_of(8);
         out.write_all(&(padded as u64).to_le_bytes())?;

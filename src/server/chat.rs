@@ -9,13 +9,16 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Shape, Step, stream, write_list, write_whole};
-use super::ask::{Ask, Options, streaming, understand};
+use super::answer::{Answer, Finish, Step};
+use super::ask::{Ask, Options, streaming};
+use super::body::understand;
 use super::chunked::chunked_json;
 use super::conversation::Conversation;
 use super::error::ApiError;
+use super::events::{Shape, stream};
 use super::fields::Fields;
 use super::front::{Caller, new_id};
+use super::write::{write_list, write_whole};
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
 use crate::text::model::TextModel;
@@ -64,7 +67,7 @@ pub(super) async fn answer(
     }))
 }
 
-/// What to ask for, whether to stream, and whether the stream tells usage.
+/// Reads the request: what to ask, whether to stream, and whether the stream ends with the usage.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
     let mut options = Options::read(model, fields)?;
@@ -130,11 +133,11 @@ impl Whole {
     }
 }
 
-/// A token with how likely it was. Its bytes are exact where its text is half a character.
+/// A token and its logprob. Its bytes are exact even if its text is half a character.
 fn logprob(model: &TextModel, (token, logprobs): &(u32, Logprobs)) -> Value {
     let one = |token: u32, logprob: f32| {
         let bytes = model.tokenizer().token_bytes(token);
-        // OpenAI has no infinities: what cannot come is as good as that.
+        // OpenAI has no infinities; this value stands for impossible tokens.
         json!({"token": String::from_utf8_lossy(bytes), "logprob": logprob.max(-9999.0), "bytes": bytes})
     };
     let mut entry = one(*token, logprobs.logprob);
@@ -142,7 +145,7 @@ fn logprob(model: &TextModel, (token, logprobs): &(u32, Logprobs)) -> Value {
     entry
 }
 
-/// The wire form of one answer: what its objects have in common.
+/// The fields that all objects of one answer have.
 struct Chat {
     id: String,
     created: u64,
@@ -167,7 +170,7 @@ impl Chat {
         Event::default().data(Value::Object(object).to_string())
     }
 
-    /// One chunk of a stream. With usage asked for, every chunk but the last has a null, as OpenAI sends it.
+    /// One chunk of a stream. If usage was requested, every chunk but the last has a null usage, as OpenAI sends it.
     fn chunk(&self, i: usize, delta: Value, finish: Option<Finish>, logprobs: &[(u32, Logprobs)]) -> Event {
         let logprobs = match logprobs {
             [] => Value::Null,

@@ -1,4 +1,4 @@
-//! A body that is written while it is sent: its writer waits for the client, but not for long.
+//! A body that is written while it is sent. Its writer waits for the client, but not for long.
 
 use std::io::{self, Write};
 use std::pin::Pin;
@@ -13,16 +13,16 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::Stream;
 
-/// Bytes that are written before they are sent.
+/// Bytes that are written ahead of the client.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Bytes a second that a client takes of a large answer at least, and brings of a body, after a first wait.
+/// Least bytes per second that a client must read of a large answer or send of a body, after an initial wait.
 pub(super) const SLOWEST: u64 = 64 << 10;
 
-/// What `write` writes, on a thread of its own, chunk by chunk as the client takes it.
+/// A body that `write` writes on its own thread, chunk by chunk as the client reads it.
 ///
-/// A client that takes less than 64 KiB a second, once `patience` has passed, or that goes away, makes a write fail;
-/// its body then breaks off.
+/// A write fails when the client disconnects, or reads less than 64 KiB per second after `patience`. The body then
+/// breaks off.
 pub(super) fn chunked(
     patience: Duration,
     write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'static,
@@ -32,7 +32,7 @@ pub(super) fn chunked(
     tokio::task::spawn_blocking(move || {
         let until = Instant::now() + patience;
         let mut out = Chunks { chunks, chunk: Vec::with_capacity(CHUNK_BYTES), handle, patience, until };
-        // Who does not get the end is told by the body's.
+        // A body that breaks off tells the client that its end is missing.
         let _ = write(&mut out).and_then(|()| out.finish());
     });
     Body::from_stream(Sent(sent))
@@ -56,7 +56,7 @@ struct Chunks {
 
 enum Chunk {
     More(Bytes),
-    /// Nothing is missing.
+    /// All of it was written.
     End,
 }
 
@@ -78,7 +78,7 @@ impl Chunks {
 
 impl Write for Chunks {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // All of them at once: an encoder between us may pass on that only a part was taken, or nothing.
+        // All bytes at once: an encoder in between may pass on that only a part was written, or nothing.
         let mut rest = bytes;
         while !rest.is_empty() {
             let (now, later) = rest.split_at(rest.len().min(CHUNK_BYTES - self.chunk.len()));
@@ -95,7 +95,7 @@ impl Write for Chunks {
         let chunk = std::mem::replace(&mut self.chunk, Vec::with_capacity(CHUNK_BYTES));
         let worth = Duration::from_secs_f64(chunk.len() as f64 / SLOWEST as f64);
         self.send(Chunk::More(chunk.into()))?;
-        // Who was fast may not be slow for long either.
+        // A fast start does not buy a long pause.
         self.until = (self.until + worth).min(Instant::now() + self.patience + worth);
         Ok(())
     }
@@ -121,7 +121,7 @@ mod tests {
     use http_body_util::BodyExt;
     use tokio::sync::oneshot;
 
-    /// A body of so many bytes, and what its writer learns.
+    /// A body of `bytes` bytes, and the result of its writer.
     fn written(patience: Duration, bytes: usize) -> (Body, oneshot::Receiver<io::Result<()>>) {
         let (tell, told) = oneshot::channel();
         let body = chunked(patience, move |out| {

@@ -1,4 +1,4 @@
-//! `/v1/completions`: plain text continued, whole and as server-sent events.
+//! `/v1/completions`: continues plain text, whole and as server-sent events.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -10,14 +10,17 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Shape, Step, stream, write_list, write_whole};
-use super::ask::{Ask, Options, streaming, token_ids, understand};
+use super::answer::{Answer, Finish, Step};
+use super::ask::{Ask, Options, streaming, token_ids};
+use super::body::understand;
 use super::chunked::chunked_json;
-use super::conversation::read_format;
 use super::error::ApiError;
+use super::events::{Shape, stream};
 use super::fields::Fields;
+use super::format::read_format;
 use super::front::{Caller, new_id};
 use super::text::encode_prompt;
+use super::write::{write_list, write_whole};
 use super::{App, unix_seconds};
 use crate::engine::Logprobs;
 use crate::text::model::TextModel;
@@ -25,7 +28,7 @@ use crate::text::reply::Part;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Prompts of one request at most.
+/// Maximum prompts of one request.
 const MAX_PROMPTS: usize = 64;
 
 /// Answers `/v1/completions`.
@@ -68,12 +71,13 @@ pub(super) async fn answer(
     }))
 }
 
-/// What to ask for, the prompts to repeat, whether to stream, and whether the stream tells usage.
+/// Reads the request: what to ask, the prompts to repeat, whether to stream, and whether the stream ends with the
+/// usage.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<Arc<str>>, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
     let prompts = prompts(model, fields)?;
     let mut options = Options::read(model, fields)?;
-    // This API answers with 16 tokens unless told.
+    // This API answers with 16 tokens by default.
     options.max_tokens = options.max_tokens.or(Some(16));
     options.logprobs = fields.integer("logprobs", 0)?;
     if options.logprobs > Some(20) {
@@ -82,7 +86,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<A
     if let Some(best_of) = fields.integer("best_of", 1)?.filter(|&best_of| best_of != options.n) {
         return Err(ApiError::bad_field(
             "best_of",
-            format!("'best_of' is {best_of}: answers are not ranked here, so it must equal 'n'"),
+            format!("'best_of' is {best_of}, but this server does not rank answers: it must equal 'n'"),
         ));
     }
     let echo = match fields.boolean("echo")?.unwrap_or(false) {
@@ -133,7 +137,7 @@ pub(super) fn one_prompt(model: &TextModel, prompt: &Value, wrong: impl Fn() -> 
     }
 }
 
-/// What a step says here, where there is nothing but content.
+/// The content of a step: these answers have no other parts.
 struct Said {
     choice: usize,
     text: Option<String>,
@@ -153,14 +157,14 @@ impl From<Step> for Said {
     }
 }
 
-/// The wire form of one answer: what its objects have in common.
+/// The fields that all objects of one answer have.
 struct Text {
     id: String,
     created: u64,
     name: String,
     include_usage: bool,
     echo: Vec<Arc<str>>, // by choice
-    offsets: Vec<usize>, // by choice: bytes of the tokens told so far
+    offsets: Vec<usize>, // by choice: bytes of the tokens sent so far
     model: TextModel,
 }
 
@@ -188,7 +192,7 @@ impl Text {
         Event::default().data(Value::Object(object).to_string())
     }
 
-    /// The lists of this API for some tokens of a stream.
+    /// This API's lists for some tokens of a stream.
     fn logprobs(&mut self, i: usize, tokens: &[(u32, Logprobs)]) -> Value {
         let mut text = Vec::new();
         if self.write_logprobs(i, tokens, &mut text).is_err() {
@@ -199,7 +203,7 @@ impl Text {
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// The lists of this API: tokens, how likely they were, the likeliest, and where in the text they begin.
+    /// This API's lists: tokens, their logprobs, the likeliest tokens, and their offsets in the text.
     fn write_logprobs(&self, i: usize, tokens: &[(u32, Logprobs)], out: &mut dyn Write) -> io::Result<()> {
         if tokens.is_empty() {
             return out.write_all(b"null");

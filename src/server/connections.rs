@@ -1,8 +1,8 @@
-//! Sockets: who has a place, how patient we are, and TLS.
+//! Sockets: places for connections, timeouts and TLS.
 //!
 //! ```text
-//! places       how many connections there are, and who leaves when all places are taken
-//! line         a socket and its bodies, which tell what the connection is busy with
+//! places       the connections, and which one is closed when all places are taken
+//! line         a socket and its bodies, which report what the connection is busy with
 //! tls          certificate and key
 //! open_files   the system's limit of sockets
 //! ```
@@ -39,25 +39,25 @@ pub(super) use places::Places;
 use places::{Activity, Place};
 pub(super) use tls::Tls;
 
-/// Headers of a request at most, and bytes of its first line and headers together.
+/// Maximum headers of a request, and bytes of its first line and headers together.
 const MAX_HEADERS: usize = 100;
 const MAX_HEAD_BYTES: usize = 64 << 10;
 
-/// Newcomers that the system holds for us; when they are more, it lets them wait for a second and try again.
+/// New connections that the system queues. It makes further ones wait for a second and retry.
 const BACKLOG: i32 = 4096;
 
-/// While all places are taken, so many newcomers come in at once, and then none for a moment: those who come again as
-/// soon as they are put out shall take neither the processor, nor the places of others before their heads have come.
+/// While all places are taken, this many new connections are accepted at once, and then none for a moment. Clients that
+/// reconnect at once should take neither the CPU, nor the places of others before their heads have arrived.
 const AT_ONCE: usize = 4;
 const MOMENT: Duration = Duration::from_millis(1);
 
-/// How long we wait when the system has no socket for us.
+/// Pause when the system has no free socket.
 const NO_SOCKET: Duration = Duration::from_millis(10);
 
-/// What a body that is on its way may take when the server stops.
+/// Time for a body to arrive when the server stops.
 const LAST_BODIES: Duration = Duration::from_secs(1);
 
-/// In a request's extensions: it came over the reserve, where not everything is answered.
+/// Marks a request that came over a reserve place, where few routes are answered.
 #[derive(Clone)]
 pub(super) struct OfReserve;
 
@@ -69,7 +69,7 @@ pub(super) fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
     Ok(listener)
 }
 
-/// What all connections have in common.
+/// What all connections share.
 pub(super) struct Server {
     pub(super) tls: Option<Tls>,
     pub(super) router: Router,
@@ -79,7 +79,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Answers on `listener` until it is told to stop; then what is being answered may end.
+    /// Answers on `listener` until `stop`. Running answers then complete.
     pub(super) async fn serve(self, listener: TcpListener) {
         let server = Arc::new(self);
         let (alive, mut all_gone) = mpsc::channel::<()>(1);
@@ -90,7 +90,7 @@ impl Server {
             }
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
-                () = told(&mut stop) => break,
+                () = stopped(&mut stop) => break,
             };
             match accepted {
                 Ok((socket, peer)) => server.welcome(socket, peer, alive.clone()),
@@ -109,7 +109,7 @@ impl Server {
         }
     }
 
-    /// Gives a newcomer a place, and answers it until the place goes to others.
+    /// Gives a new connection a place, and answers it until it loses the place.
     fn welcome(self: &Arc<Self>, socket: TcpStream, peer: SocketAddr, alive: mpsc::Sender<()>) {
         let Some((place, ended)) = self.places.enter(peer.ip()) else { return };
         let _ = socket.set_nodelay(true); // each event of a stream is a packet
@@ -134,7 +134,7 @@ impl Server {
         }
     }
 
-    /// Requests of one connection, one after the other.
+    /// Answers the requests of one connection, one after another.
     async fn answer_all(&self, socket: impl AsyncRead + AsyncWrite + Unpin, peer: SocketAddr, place: Arc<Place>) {
         let line = Line::new(socket, place.clone(), self.patience);
         let connection = hyper::server::conn::http1::Builder::new()
@@ -145,10 +145,10 @@ impl Server {
             .serve_connection(TokioIo::new(line), service_fn(|request| self.answer(request, peer, place.clone())));
         let mut connection = pin!(connection);
         let mut stop = self.stop.clone();
-        // What goes wrong on a connection concerns its client, who is told by status or by the end of it.
+        // An error of a connection concerns only its client, which sees a status or the end of the connection.
         tokio::select! {
             _ = connection.as_mut() => return,
-            () = told(&mut stop) => connection.as_mut().graceful_shutdown(),
+            () = stopped(&mut stop) => connection.as_mut().graceful_shutdown(),
         }
         let _ = connection.await;
     }
@@ -175,6 +175,6 @@ impl Server {
     }
 }
 
-async fn told(stop: &mut watch::Receiver<bool>) {
+async fn stopped(stop: &mut watch::Receiver<bool>) {
     drop(stop.wait_for(|&stop| stop).await);
 }

@@ -1,4 +1,4 @@
-//! What the chat APIs have in common: messages, tools and the form of the answer, from a body to a prompt.
+//! What the chat APIs have in common: messages of a body become those of a chat template, and a prompt.
 
 use std::sync::Arc;
 
@@ -7,53 +7,37 @@ use serde_json::{Map, Value, json};
 use super::ask::{Ask, Options};
 use super::error::ApiError;
 use super::fields::Fields;
+use super::format::read_format;
 use super::text::encode_conversation;
+use super::tools::{MAX_TOOL_BYTES, Tools, tool_json};
 use crate::text::chat_template::RenderOptions;
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
-use crate::text::reply::{Calls, Start, Tool, ToolChoice};
+use crate::text::reply::{Start, Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Messages, and tools, of one request at most.
+/// Maximum messages of one request.
 const MAX_MESSAGES: usize = 10_000;
-const MAX_TOOLS: usize = 256;
 
-/// Bytes of tool definitions at most: a grammar may be made of them.
-const MAX_TOOL_BYTES: usize = 1 << 20;
-
-/// A conversation to be continued.
+/// A conversation to continue.
 #[derive(Default)]
 pub(super) struct Conversation {
-    /// As chat templates expect them.
+    /// Messages as chat templates expect them.
     pub(super) messages: Vec<Value>,
-    /// What the model may call.
+    /// Tools that the model may call.
     pub(super) tools: Tools,
-    /// What the answer has to look like, and the field that says it.
+    /// The format of the answer, and the field that gave it.
     pub(super) format: Option<(&'static str, Grammar)>,
-    /// Further variables of the chat template.
+    /// Additional variables of the chat template.
     pub(super) kwargs: Map<String, Value>,
-    /// The last message is the beginning of the answer.
+    /// Whether the last message is the beginning of the answer.
     pub(super) continues: bool,
 }
 
-/// Tools, and how they may be called.
-pub(super) struct Tools {
-    pub(super) list: Vec<Tool>,
-    pub(super) choice: ToolChoice,
-    /// How many calls one answer may make.
-    pub(super) calls: Calls,
-}
-
-impl Default for Tools {
-    fn default() -> Self {
-        Self { list: Vec::new(), choice: ToolChoice::Auto, calls: Calls::Several }
-    }
-}
-
-/// A conversation as the model reads it.
+/// A conversation as token ids.
 pub(super) struct Prompt {
-    /// Token ids.
+    /// The token ids.
     pub(super) ids: Vec<u32>,
     /// Where the answer begins.
     pub(super) start: Start,
@@ -89,7 +73,7 @@ impl Conversation {
         let continues = fields.boolean("continue_final_message")?.unwrap_or(false);
         let ends_open = messages.last().is_some_and(|message| message["role"] == "assistant");
         if continues && !ends_open {
-            let message = "'continue_final_message' wants the last message to be the assistant's";
+            let message = "'continue_final_message' requires that the last message is the assistant's";
             return Err(ApiError::bad_field("continue_final_message", message));
         }
         if fields.boolean("add_generation_prompt")? == Some(continues) {
@@ -100,7 +84,7 @@ impl Conversation {
             .check("messages")
     }
 
-    /// Refuses a conversation, given by the field `param`, of no messages or too many.
+    /// Refuses a conversation, which the field `param` gave, with no messages or too many.
     pub(super) fn check(self, param: &str) -> Result<Self> {
         check_count(param, self.messages.len()).map(|()| self)
     }
@@ -116,7 +100,7 @@ impl Conversation {
             _ if !syntax.calls_tools() => {
                 return Err(ApiError::bad_field(
                     "tools",
-                    "This model's chat template has no tools: leave 'tools' away, or serve another model",
+                    "This model's chat template does not support tools: leave out 'tools', or serve another model",
                 ));
             }
             _ => Some(self.tools.list.iter().map(tool_json).collect()),
@@ -142,7 +126,7 @@ impl Conversation {
         Ok(Prompt { ids: encode_conversation(model, "messages", &text)?, start })
     }
 
-    /// What to ask the engine for it.
+    /// Asks the engine to continue it.
     pub(super) fn ask(&self, model: &TextModel, options: Options) -> Result<Ask> {
         let Prompt { ids, start } = self.prompt(model)?;
         let syntax = model.syntax();
@@ -150,9 +134,7 @@ impl Conversation {
         let tools: &[Tool] = if matches!(choice, ToolChoice::None) { &[] } else { list };
         let form = match &self.format {
             Some((param, _)) if !tools.is_empty() => {
-                let message = format!(
-                    "'{param}' cannot be had together with tools that may be called: set 'tool_choice' to \"none\""
-                );
+                let message = format!("'{param}' cannot be combined with tools: set 'tool_choice' to \"none\"");
                 return Err(ApiError::bad_field(param, message));
             }
             Some((param, format)) => Some((*param, syntax.after_reasoning(format.clone(), start))),
@@ -162,7 +144,7 @@ impl Conversation {
                 grammar.map_err(|e| ApiError::of_field("tools", e))?.map(|grammar| ("tools", grammar))
             }
         };
-        // Text of a model that neither thinks nor calls is content as it is.
+        // All text of a model that neither thinks nor calls is content.
         let parses = syntax.thinks() || !tools.is_empty();
         let shared: Arc<[Tool]> = tools.into();
         let mut ask = options.ask(
@@ -177,142 +159,28 @@ impl Conversation {
     }
 }
 
-/// Refuses no messages or too many, before they are looked at.
+/// Refuses no messages or too many.
 pub(super) fn check_count(param: &str, messages: usize) -> Result<()> {
     match messages {
         1..=MAX_MESSAGES => Ok(()),
-        0 => Err(ApiError::bad_field(param, format!("'{param}' has no message"))),
+        0 => Err(ApiError::bad_field(param, format!("'{param}' is empty: it needs at least one message"))),
         _ => Err(ApiError::bad_field(param, format!("'{param}' has more than {MAX_MESSAGES} messages"))),
     }
 }
 
-/// Refuses variables of the template that are larger than tools may be.
+/// Refuses template variables that are larger than tools may be.
 fn check_variables(kwargs: &Map<String, Value>) -> Result<()> {
     let bytes: usize = kwargs.iter().map(|(name, value)| name.len() + value.to_string().len()).sum();
     match bytes <= MAX_TOOL_BYTES {
         true => Ok(()),
         false => {
-            let message = format!("'chat_template_kwargs' may have {MAX_TOOL_BYTES} bytes at most");
+            let message = format!("'chat_template_kwargs' is too large: the limit is {MAX_TOOL_BYTES} bytes");
             Err(ApiError::bad_field("chat_template_kwargs", message))
         }
     }
 }
 
-impl Tools {
-    /// Reads `tools`, `tool_choice` and `parallel_tool_calls` as OpenAI's chat completions have them.
-    fn read(fields: &mut Fields) -> Result<Self> {
-        let list = match fields.take("tools") {
-            None => Vec::new(),
-            Some(Value::Array(list)) => list,
-            Some(_) => return Err(ApiError::bad_field("tools", "'tools' must be a list")),
-        };
-        let list = list.iter().enumerate().map(|(i, tool)| {
-            let place = format!("tools[{i}]");
-            match tool["type"].as_str() {
-                Some("function") => read_function(&format!("{place}.function"), &tool["function"]),
-                Some(_) => Err(ApiError::unsupported(&format!("{place}.type"))),
-                None => Err(ApiError::bad_field(&place, format!("{place} must be an object of type \"function\""))),
-            }
-        });
-        let list = check_tools(list.collect::<Result<Vec<_>>>()?)?;
-        let choice = match fields.take("tool_choice") {
-            None => ToolChoice::Auto,
-            Some(Value::String(word)) => choice_by_word(&word)?,
-            Some(choice) => match (choice["type"].as_str(), choice["function"]["name"].as_str()) {
-                (Some("function"), Some(name)) => ToolChoice::Named(name.into()),
-                _ => return Err(wrong_choice()),
-            },
-        };
-        Self { list, choice, calls: read_calls(fields)? }.check()
-    }
-
-    /// Refuses a choice that the list does not have.
-    pub(super) fn check(self) -> Result<Self> {
-        let known = |name: &String| self.list.iter().any(|tool| &tool.name == name);
-        match &self.choice {
-            ToolChoice::Named(name) if !known(name) => Err(ApiError::bad_field(
-                "tool_choice",
-                format!("'tool_choice' names '{name}', which is not among the tools"),
-            )),
-            ToolChoice::Required if self.list.is_empty() => {
-                Err(ApiError::bad_field("tool_choice", "'tool_choice' wants a call, and there are no tools"))
-            }
-            _ => Ok(self),
-        }
-    }
-}
-
-/// How many calls `parallel_tool_calls` allows.
-pub(super) fn read_calls(fields: &mut Fields) -> Result<Calls> {
-    Ok(match fields.boolean("parallel_tool_calls")? {
-        Some(false) => Calls::One,
-        _ => Calls::Several,
-    })
-}
-
-/// `none`, `auto` or `required`.
-pub(super) fn choice_by_word(word: &str) -> Result<ToolChoice> {
-    match word {
-        "none" => Ok(ToolChoice::None),
-        "auto" => Ok(ToolChoice::Auto),
-        "required" => Ok(ToolChoice::Required),
-        _ => Err(wrong_choice()),
-    }
-}
-
-pub(super) fn wrong_choice() -> ApiError {
-    ApiError::bad_field("tool_choice", "'tool_choice' must be \"none\", \"auto\", \"required\", or name a function")
-}
-
-/// Refuses too many tools, too large ones, and two of one name.
-pub(super) fn check_tools(tools: Vec<Tool>) -> Result<Vec<Tool>> {
-    let bytes: usize = tools.iter().map(|tool| tool_json(tool).to_string().len()).sum();
-    if tools.len() > MAX_TOOLS || bytes > MAX_TOOL_BYTES {
-        let message = format!("'tools' may have at most {MAX_TOOLS} entries and {MAX_TOOL_BYTES} bytes together");
-        return Err(ApiError::bad_field("tools", message));
-    }
-    let mut names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
-    names.sort_unstable();
-    match names.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(ApiError::bad_field("tools", format!("'tools' has two functions called '{}'", pair[0]))),
-        None => Ok(tools),
-    }
-}
-
-/// A tool as chat templates expect it.
-fn tool_json(tool: &Tool) -> Value {
-    let mut function = Map::from_iter([("name".to_string(), json!(tool.name))]);
-    function.extend(tool.description.as_ref().map(|text| ("description".to_string(), json!(text))));
-    function.insert("parameters".into(), tool.parameters.clone());
-    json!({"type": "function", "function": function})
-}
-
-/// A function's definition: name, description, parameters, strict.
-pub(super) fn read_function(place: &str, function: &Value) -> Result<Tool> {
-    let wrong = |what: &str| ApiError::bad_field(place, format!("{place} {what}"));
-    let Some(map) = function.as_object() else { return Err(wrong("must be an object with a name")) };
-    if let Some(unknown) =
-        map.keys().find(|name| !["type", "name", "description", "parameters", "strict"].contains(&name.as_str()))
-    {
-        return Err(ApiError::unsupported(&format!("{place}.{unknown}")));
-    }
-    let valid = |name: &&str| {
-        (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
-    };
-    let name = map.get("name").and_then(Value::as_str).filter(valid);
-    let name =
-        name.ok_or_else(|| wrong("must have a name of at most 64 letters, digits, dashes, dots and underscores"))?;
-    let parameters = match map.get("parameters") {
-        None | Some(Value::Null) => json!({"type": "object", "properties": {}}),
-        Some(schema @ Value::Object(_)) => schema.clone(),
-        Some(_) => return Err(wrong("must have a JSON schema as its parameters")),
-    };
-    let description = map.get("description").and_then(Value::as_str).map(String::from);
-    let strict = map.get("strict").and_then(Value::as_bool).unwrap_or(false);
-    Ok(Tool { name: name.into(), description, parameters, strict })
-}
-
-/// One message as chat templates expect it: a role they know, and its content as one string.
+/// One message as chat templates expect it: with a known role, and its content as one string.
 fn read_message(i: usize, message: &Value) -> Result<Value> {
     let place = |field: &str| format!("messages[{i}].{field}");
     let Some(message) = message.as_object() else {
@@ -357,7 +225,7 @@ fn read_message(i: usize, message: &Value) -> Result<Value> {
             _ => return Err(ApiError::unsupported(&place(name))),
         }
     }
-    // Only what the assistant said by calling may be without words.
+    // Only a message of the assistant with calls may have no content.
     let content = match message.get("content") {
         None | Some(Value::Null) if !calls.is_empty() => String::new(),
         content => read_content(&place("content"), content)?,
@@ -369,7 +237,7 @@ fn read_message(i: usize, message: &Value) -> Result<Value> {
     Ok(Value::Object(out))
 }
 
-/// A call that the assistant made before.
+/// A past call of the assistant.
 fn read_call(place: &str, call: &Value) -> Result<Value> {
     let function = &call["function"];
     let (Some(name), Some(arguments)) = (function["name"].as_str(), function["arguments"].as_str()) else {
@@ -398,74 +266,4 @@ pub(super) fn read_content(place: &str, content: Option<&Value>) -> Result<Strin
         (Some(_), _) => Err(ApiError::unsupported(place)),
     };
     parts.iter().map(text).collect()
-}
-
-/// `response_format`, or one of the fields by which other servers have grammars, with its name.
-pub(super) fn read_format(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)>> {
-    let mut found: Vec<(&'static str, Grammar)> = Vec::new();
-    if let Some(format) = fields.object("response_format")?
-        && let Some(grammar) = response_format("response_format", &Value::Object(format))?
-    {
-        found.push(("response_format", grammar));
-    }
-    if let Some(map) = fields.object("structured_outputs")? {
-        for (name, value) in map.iter().filter(|(_, value)| !value.is_null()) {
-            found.push(("structured_outputs", guide(&format!("structured_outputs.{name}"), name, value)?));
-        }
-    }
-    for (field, name) in
-        [("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice"), ("guided_grammar", "grammar")]
-    {
-        if let Some(value) = fields.take(field) {
-            found.push((field, guide(field, name, &value)?));
-        }
-    }
-    match found.len() {
-        0 | 1 => Ok(found.pop()),
-        _ => Err(ApiError::bad_field(
-            found[1].0,
-            format!("'{}' and '{}' cannot be had together", found[0].0, found[1].0),
-        )),
-    }
-}
-
-/// OpenAI's `response_format`, given by the field `place`; `None`: free text.
-pub(super) fn response_format(place: &str, format: &Value) -> Result<Option<Grammar>> {
-    let wrong = |message: String| ApiError::bad_field(place, message);
-    match format["type"].as_str() {
-        Some("text") => Ok(None),
-        Some("json_object") => Ok(Some(Grammar::Json)),
-        Some("json_schema") => match &format["json_schema"]["schema"] {
-            schema @ (Value::Object(_) | Value::Bool(_)) => Ok(Some(Grammar::JsonSchema(schema.clone()))),
-            _ => Err(wrong(format!("'{place}' must have a JSON schema"))),
-        },
-        Some(_) => Err(ApiError::unsupported(&format!("{place}.type"))),
-        None => Err(wrong(format!("'{place}' must have a type: text, json_object or json_schema"))),
-    }
-}
-
-fn guide(place: &str, name: &str, value: &Value) -> Result<Grammar> {
-    let wrong = |what: &str| ApiError::bad_field(place, format!("'{place}' must be {what}"));
-    let text = || value.as_str().map(String::from).ok_or_else(|| wrong("a string"));
-    match name {
-        "json" => match value {
-            Value::Object(_) => Ok(Grammar::JsonSchema(value.clone())),
-            Value::String(text) => {
-                serde_json::from_str(text).map(Grammar::JsonSchema).map_err(|_| wrong("a JSON schema"))
-            }
-            _ => Err(wrong("a JSON schema")),
-        },
-        "regex" => Ok(Grammar::Regex(text()?)),
-        "grammar" => Ok(Grammar::Lark(text()?)),
-        "choice" => {
-            let list = value
-                .as_array()
-                .filter(|list| (1..=1000).contains(&list.len()))
-                .ok_or_else(|| wrong("a list of strings"))?;
-            let strings =
-                list.iter().map(|entry| entry.as_str().map(String::from).ok_or_else(|| wrong("a list of strings")));
-            Ok(Grammar::Choice(strings.collect::<Result<_>>()?))
-        }
-        _ => Err(ApiError::unsupported(place)),
-    }
 }

@@ -1,4 +1,4 @@
-//! Every refusal in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+//! Refusals in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
 use axum::Json;
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::Error;
 
-/// An HTTP status with OpenAI's error object.
+/// An HTTP status and OpenAI's error object.
 #[derive(Clone, Debug)]
 pub(super) struct ApiError {
     status: StatusCode,
@@ -23,21 +23,21 @@ impl ApiError {
         Self { status, message: message.into(), param: param.map(String::from), code, retry_after: None }
     }
 
-    /// The request cannot be understood at all.
+    /// The request cannot be parsed.
     pub(super) fn bad_request(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, message, None, None)
     }
 
-    /// A body that did not arrive: too large, or cut off.
+    /// The body did not arrive whole.
     pub(super) fn body(status: StatusCode, message: impl Into<String>) -> Self {
         Self::new(status, message, None, None)
     }
 
-    /// More than anyone may send.
+    /// The body exceeds the limit.
     pub(super) fn body_too_large(limit: usize) -> Self {
         Self::new(
             StatusCode::PAYLOAD_TOO_LARGE,
-            format!("The request body is too large: at most {limit} bytes are taken"),
+            format!("The request body is too large: the limit is {limit} bytes"),
             None,
             None,
         )
@@ -48,7 +48,7 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, message, Some(param), Some("invalid_value"))
     }
 
-    /// What came of a field: its own fault where the request is wrong.
+    /// An error that a field caused. An invalid request is blamed on the field.
     pub(super) fn of_field(param: &str, error: Error) -> Self {
         match error {
             Error::Invalid(message) => Self::bad_field(param, message),
@@ -56,7 +56,7 @@ impl ApiError {
         }
     }
 
-    /// A field that is known and would change the answer, which we cannot do.
+    /// A known field that this server does not support.
     pub(super) fn unsupported(param: &str) -> Self {
         Self::new(
             StatusCode::BAD_REQUEST,
@@ -66,7 +66,7 @@ impl ApiError {
         )
     }
 
-    /// A field nobody knows.
+    /// An unknown field.
     pub(super) fn unknown_field(param: &str) -> Self {
         Self::new(
             StatusCode::BAD_REQUEST,
@@ -76,29 +76,29 @@ impl ApiError {
         )
     }
 
-    /// No key, or one that is not ours.
+    /// The API key is missing or wrong.
     pub(super) fn wrong_key() -> Self {
-        let message = "This server wants an API key, as 'Authorization: Bearer KEY'; none or a wrong one was given";
+        let message = "This server requires an API key ('Authorization: Bearer KEY'): the key is missing or wrong";
         Self::new(StatusCode::UNAUTHORIZED, message, None, Some("invalid_api_key"))
     }
 
-    /// Somebody who may not ask here.
+    /// The client may not use this server.
     pub(super) fn forbidden(message: impl Into<String>) -> Self {
         Self::new(StatusCode::FORBIDDEN, message, None, Some("forbidden"))
     }
 
-    /// Nobody is answered now; `retry_after`: in how many seconds it is worth asking again.
+    /// The server cannot answer now. `retry_after`: seconds until a retry makes sense.
     pub(super) fn unavailable(message: &str, retry_after: Option<u64>) -> Self {
         Self { retry_after, ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message, None, Some("unavailable")) }
     }
 
-    /// More is asked for at the same time than is taken.
+    /// Too many requests at the same time.
     pub(super) fn too_many(what: impl Into<String>) -> Self {
         let refused = Self::new(StatusCode::TOO_MANY_REQUESTS, what, None, Some("rate_limit_exceeded"));
         Self { retry_after: Some(2), ..refused }
     }
 
-    /// The client took too long to send what it wants.
+    /// The client took too long to send its request.
     pub(super) fn too_slow() -> Self {
         Self::new(StatusCode::REQUEST_TIMEOUT, "The request body did not arrive in time", None, Some("timeout"))
     }
@@ -119,7 +119,7 @@ impl ApiError {
     pub(super) fn wrong_method(method: &Method, path: &str) -> Self {
         Self::new(
             StatusCode::METHOD_NOT_ALLOWED,
-            format!("{path} does not take {method}"),
+            format!("{path} does not accept {method}"),
             None,
             Some("method_not_allowed"),
         )
@@ -130,18 +130,18 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, message, Some(param), Some("context_length_exceeded"))
     }
 
-    /// A bug of ours in one request.
+    /// A bug of the server.
     pub(super) fn internal() -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "The server failed on this request", None, None)
     }
 
-    /// The error object, as it also goes into a stream that has begun.
+    /// The error object, also for a stream that has begun.
     pub(super) fn to_json(&self) -> Value {
         let kind = if self.status.is_client_error() { "invalid_request_error" } else { "server_error" };
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
     }
 
-    /// The same in Anthropic's shape, for the request of this id.
+    /// The same in Anthropic's format.
     pub(super) fn to_anthropic_json(&self, request_id: &str) -> Value {
         let kind = match self.status.as_u16() {
             401 => "authentication_error",
@@ -156,7 +156,7 @@ impl ApiError {
         json!({"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id})
     }
 
-    /// A response in Anthropic's shape.
+    /// A response in Anthropic's format.
     pub(super) fn to_anthropic(&self, request_id: &str) -> Response {
         self.respond(self.to_anthropic_json(request_id))
     }
@@ -185,7 +185,7 @@ impl From<Error> for ApiError {
     }
 }
 
-/// What it is without HTTP.
+/// The error without HTTP.
 impl From<ApiError> for Error {
     fn from(error: ApiError) -> Self {
         match error.status.is_client_error() {
@@ -198,7 +198,7 @@ impl From<ApiError> for Error {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = self.respond(self.to_json());
-        // For whoever has to say it in another shape.
+        // For the middleware, which may have to send it in another format.
         response.extensions_mut().insert(self);
         response
     }

@@ -1,5 +1,4 @@
-//! Reads a request body field by field. What nobody has read at the end is refused by name, so nothing is ignored in
-//! silence.
+//! Reads a request body field by field. Fields left unread at the end are refused by name, so none is ignored silently.
 
 use serde_json::{Map, Value, json};
 
@@ -7,11 +6,11 @@ use super::error::ApiError;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Fields that change nothing about the answer: bookkeeping of OpenAI's own service.
+/// Fields that do not change the answer: bookkeeping of OpenAI's own service.
 const HARMLESS: [&str; 7] =
     ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"];
 
-/// The members of a JSON object that are still unread. A null is the same as an absent field.
+/// The unread members of a JSON object. Null counts as absent.
 pub(super) struct Fields(Map<String, Value>);
 
 impl Fields {
@@ -24,7 +23,7 @@ impl Fields {
         }
     }
 
-    /// The members of an object within a body.
+    /// The fields of an object within a body.
     pub(super) fn from(map: Map<String, Value>) -> Self {
         Self(map)
     }
@@ -63,20 +62,20 @@ impl Fields {
         self.take_as(name, &what, |value| value.as_f64().filter(|x| range.contains(x)).map(|x| x as f32))
     }
 
-    /// A whole number that is at least `least`.
+    /// A whole number of at least `least`.
     pub(super) fn integer(&mut self, name: &str, least: u64) -> Result<Option<usize>> {
         let what = format!("a whole number of at least {least}");
         self.take_as(name, &what, |value| value.as_u64().filter(|&n| n >= least).and_then(|n| usize::try_from(n).ok()))
     }
 
-    /// A seed: any 64-bit whole number, negative ones included.
+    /// A seed: any 64-bit whole number, also a negative one.
     pub(super) fn seed(&mut self) -> Result<Option<u64>> {
         self.take_as("seed", "a whole number of 64 bits", |value| {
             value.as_u64().or(value.as_i64().map(i64::cast_unsigned))
         })
     }
 
-    /// Refuses a known field that we cannot honour, unless its value asks for what happens anyway.
+    /// Refuses a known field that this server does not support, unless its value is the default.
     pub(super) fn only(&mut self, name: &str, neutral: &[Value]) -> Result<()> {
         match self.take(name) {
             Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(name)),
@@ -84,7 +83,8 @@ impl Fields {
         }
     }
 
-    /// Refuses what is left and is not harmless; fields that OpenAI knows are told apart from those that nobody knows.
+    /// Refuses the remaining fields, except harmless ones. Fields of OpenAI's API are refused as unsupported, others as
+    /// unknown.
     pub(super) fn finish(mut self) -> Result<()> {
         for (name, neutral) in [
             ("suffix", &[json!("")][..]),

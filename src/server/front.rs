@@ -1,4 +1,4 @@
-//! Before every route: who may ask, a request's id, the log, and a panic that is nobody else's.
+//! Before every route: access, request ids, the log, and panics.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, SocketAddr};
@@ -23,37 +23,37 @@ use crate::engine::{self, Tenant};
 use crate::{Error, Result};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Anthropic's name for the same.
+/// Anthropic's name of it.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// Paths that say nothing about anybody's requests: open without a key.
+/// Paths that reveal nothing about requests: open without a key.
 const OPEN: [&str; 3] = ["/health", "/ready", "/version"];
 
-/// Paths that are answered even where all places are taken.
+/// Paths that are answered even when all places are taken.
 const ALWAYS: [&str; 3] = ["/health", "/ready", "/metrics"];
 
-/// A request's id and whom it is from, for the log, for taking turns and for keeping clients apart.
+/// A request's id and its client, for the log, for fair turns and for keeping clients apart.
 #[derive(Clone, Debug)]
 pub(super) struct Caller {
     /// The client's own id for the request, if it sent a plain one.
     pub(super) request_id: String,
-    /// The same number for the same key, or without keys the same address.
+    /// A number for the client's key, or without keys for its address.
     pub(super) client: u64,
-    /// Whose vectors it may use: its key's, or without keys everybody's.
+    /// Whose vectors it may use: those of its key, or without keys those of all clients.
     pub(super) tenant: Tenant,
     /// Whose prefixes it shares.
     pub(super) prefixes: Tenant,
 }
 
 impl Caller {
-    /// Says in a request whom it is for.
+    /// Writes the client into an engine request.
     pub(super) fn sign(&self, request: &mut engine::Request) {
         (request.client, request.tenant) = (self.client, self.prefixes);
     }
 }
 
-/// The keys that open this server.
+/// The API keys of this server.
 pub(super) struct Keys(Vec<String>);
 
 impl Keys {
@@ -61,8 +61,8 @@ impl Keys {
         Self(keys.to_vec())
     }
 
-    /// The number of the key that `headers` give; `None`: there is none among ours. Takes as long for any key of the
-    /// same length.
+    /// The index of the key in `headers`. `None`: it is not one of these. Takes the same time for all keys of one
+    /// length.
     fn find(&self, headers: &HeaderMap) -> Option<usize> {
         let bearer = headers.get(AUTHORIZATION).and_then(|value| {
             let (scheme, key) = value.as_bytes().split_at_checked(7)?;
@@ -79,11 +79,11 @@ impl Keys {
     }
 }
 
-/// The names under which this server may be asked. A page of somebody else's that had its own name point here could
-/// otherwise use a server without keys.
+/// The host names that this server accepts. Otherwise a foreign web page could point its own name here and use a server
+/// without keys (DNS rebinding).
 pub(super) struct Hosts {
     local_only: bool,
-    origins: Vec<String>, // of pages that may ask beside our own
+    origins: Vec<String>, // of pages that may use this server, besides its own
 }
 
 impl Hosts {
@@ -102,7 +102,7 @@ impl Hosts {
             return Ok(());
         }
         Err(ApiError::forbidden(format!(
-            "This server answers to its address only, not to '{name}': start it with --api-key-file, or with \
+            "This server accepts only requests to its address, not to '{name}': start it with --api-key-file, or with \
              --insecure behind a proxy"
         )))
     }
@@ -114,11 +114,11 @@ impl Hosts {
         if own || self.origins.iter().any(|allowed| allowed == "*" || origin.eq_ignore_ascii_case(allowed)) {
             return Ok(());
         }
-        Err(ApiError::forbidden("Pages of other origins may not use this server: allow this one with --cors-origin"))
+        Err(ApiError::forbidden("Pages of other origins may not use this server: allow this origin with --cors-origin"))
     }
 }
 
-/// The two parts of `name:port`. Names are the same in any case, and with the dot that ends a full one.
+/// The two parts of `name:port`, with the name in lower case and without a final dot.
 fn name_and_port(host: &str) -> (String, &str) {
     let (name, port) = match host.strip_prefix('[') {
         Some(rest) => rest.split_once(']').unwrap_or((rest, "")),
@@ -127,7 +127,7 @@ fn name_and_port(host: &str) -> (String, &str) {
     (name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase(), port.trim_start_matches(':'))
 }
 
-/// Which pages of other origins may read our answers; `None`: none. Errors: `Error::Invalid` for what is no origin.
+/// The origins whose pages may read answers. `None`: no other origin. Errors: `Error::Invalid` for a malformed origin.
 pub(super) fn cors(origins: &[String]) -> Result<Option<CorsLayer>> {
     if origins.is_empty() {
         return Ok(None);
@@ -150,7 +150,7 @@ pub(super) fn cors(origins: &[String]) -> Result<Option<CorsLayer>> {
     Ok(Some(layer.allow_headers(tower_http::cors::AllowHeaders::mirror_request()).expose_headers([REQUEST_ID])))
 }
 
-/// Lets a request through to its route, and its answer out.
+/// Passes a request to its route, and its answer back.
 pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let started = Instant::now();
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
@@ -164,7 +164,7 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
         Err(refusal) => refusal.into_response(),
         Ok(caller) => {
             request.extensions_mut().insert(caller);
-            // A bug in one request is told to whoever made it, and to nobody else.
+            // A panic in one request concerns only its client.
             AssertUnwindSafe(next.run(request))
                 .catch_unwind()
                 .await
@@ -194,7 +194,7 @@ pub(super) async fn front(State(app): State<Arc<App>>, mut request: Request, nex
     response
 }
 
-/// Whom a request is from: who takes turns with others, and who has a place of its own. Errors: it may not ask.
+/// The client of a request. Errors: it may not use the server.
 fn admit(app: &App, request: &Request) -> std::result::Result<(u64, Tenant), ApiError> {
     let headers = request.headers();
     app.hosts.check(headers)?;
@@ -202,13 +202,13 @@ fn admit(app: &App, request: &Request) -> std::result::Result<(u64, Tenant), Api
     let path = request.uri().path();
     if request.extensions().get::<OfReserve>().is_some() && !ALWAYS.contains(&path) {
         return Err(ApiError::unavailable(
-            "The server answers as many connections as it may (--max-connections); ask again in a while",
+            "The server has reached its maximum of connections (--max-connections); try again later",
             Some(2),
         ));
     }
     let is_page = request.method() == Method::GET && !path.starts_with("/v1/") && path != "/metrics";
     if app.keys.0.is_empty() {
-        // A page of another origin can send a request without asking first; only its answer would be kept from it.
+        // A page of another origin can send requests without a preflight; CORS would only keep the answer from it.
         app.hosts.check_origin(headers)?;
         if let Some(ConnectInfo(peer)) = request.extensions().get::<ConnectInfo<SocketAddr>>() {
             peer.ip().hash(&mut hasher);
@@ -216,7 +216,7 @@ fn admit(app: &App, request: &Request) -> std::result::Result<(u64, Tenant), Api
     } else if !is_page {
         let key = app.keys.find(headers).ok_or_else(ApiError::wrong_key)?;
         key.hash(&mut hasher);
-        // One key alone has nobody to be kept apart from.
+        // With a single key there are no clients to keep apart.
         if app.keys.0.len() > 1 {
             tenant = Tenant(key as u32 + 1);
         }
@@ -235,7 +235,7 @@ fn request_id(headers: &HeaderMap) -> String {
     }
 }
 
-/// An id that no other object of this server has.
+/// A unique id.
 pub(super) fn new_id(prefix: &str) -> String {
     static IDS: AtomicU64 = AtomicU64::new(0);
     format!("{prefix}-{:x}{:08x}", unix_seconds(), IDS.fetch_add(1, Relaxed))

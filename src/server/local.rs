@@ -1,28 +1,27 @@
-//! What the endpoints understand, for callers in the same process: the Python package asks as a client would, without
-//! HTTP.
+//! The chat endpoint for callers in this process: the Python package asks as a client would, without HTTP.
 
 use super::ask::Options;
-use super::conversation::{Conversation, read_format};
+use super::conversation::Conversation;
 use super::fields::Fields;
+use super::format::read_format;
 use crate::Result;
 use crate::engine::{Constraint, Request};
 use crate::text::model::TextModel;
 use crate::text::reply::Parser;
 use crate::text::stream::TextStream;
 
-/// A conversation that is being answered.
+/// A running answer to a conversation.
 pub struct Chat {
     /// The answer.
     pub text: TextStream,
-    /// What tells its parts apart; `None`: it is all content.
+    /// The parser of its parts. `None`: all of it is content.
     pub parser: Option<Parser>,
-    /// The conversation, as the model reads it.
+    /// Token ids of the conversation.
     pub prompt: Vec<u32>,
 }
 
-/// Asks for the answer to a conversation. `fields` is a JSON object with those fields of `/v1/chat/completions` that
-/// are about it: messages, tools, the form of the answer. `request` says the rest; its prompt and constraint are made
-/// here.
+/// Answers a conversation. `fields` is a JSON object with the fields of `/v1/chat/completions` for messages, tools and
+/// the format of the answer. `request` has the other options; this function fills in its prompt and constraint.
 ///
 /// Errors: `Error::Invalid` naming the field.
 pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Request) -> Result<Chat> {
@@ -49,8 +48,7 @@ pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Reques
     Ok(Chat { text, parser, prompt })
 }
 
-/// The form of an answer, from a JSON object with those fields that endpoints have for it: `response_format`,
-/// `structured_outputs`.
+/// The format of an answer, from a JSON object with `response_format` or `structured_outputs`.
 ///
 /// Errors: `Error::Invalid` naming the field.
 pub fn constraint(model: &TextModel, fields: &str) -> Result<Option<Box<dyn Constraint>>> {

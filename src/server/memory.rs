@@ -1,11 +1,12 @@
-//! The memory that requests may take: counted before it is taken, in turn, and given back to the system.
+//! The memory of requests: counted before it is taken, admitted in turn, and returned to the system.
 //!
 //! ```text
 //! bodies -> understood (JSON, text, tokens) -> the engine, which keeps its own count
-//!                                           -> told (captured rows, logprobs), until the client has it
+//!                                           -> outgoing (captured rows, logprobs), until the client has it
 //! ```
-//! Each of the three has a [`Budget`]. A request holds what it takes of one as long as it takes it, and waits for the
-//! next one only.
+//! Each of the three has a [`Budget`]. A request holds bytes of a budget while it uses them, and waits only for the
+//! next
+//! budget.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,40 +20,40 @@ use crate::machine::topology;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// How long a request waits for memory that others hold.
+/// How long a request waits for memory that other requests hold.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long a reading of the free memory is believed; what was admitted since then is counted anyway.
+/// How long a reading of the free memory stays valid. Bytes admitted since then are counted as well.
 const FRESH: Duration = Duration::from_millis(20);
 
-/// How often those who wait look whether memory was freed outside of this process.
+/// How often waiting requests check for memory freed outside of this process.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What takes no more than this does not wait behind those that take more, and may have the last quarter.
+/// Requests up to this size do not wait behind larger ones, and may use the last quarter.
 const SMALL_BYTES: u64 = 1 << 20;
 
-/// What takes at least this is given back to the system when it is freed.
+/// Memory of at least this size is returned to the system when it is freed.
 const LARGE_BYTES: u64 = 16 << 20;
 
 /// The budgets of a server.
 pub(super) struct Memory {
     /// Bodies as they arrive.
     pub(super) bodies: Arc<Budget>,
-    /// What is made of bodies until the engine has the request.
+    /// Parsed bodies, until the engine has the request.
     pub(super) understood: Arc<Budget>,
-    /// What is told beside words, until its client has it: captured rows, logprobs.
-    pub(super) told: Arc<Budget>,
+    /// Answers besides text, until the client has them: captured rows, logprobs.
+    pub(super) outgoing: Arc<Budget>,
 }
 
 impl Default for Memory {
     fn default() -> Self {
-        // Three quarters together, so that all of them leave some even while nothing of it is taken yet.
+        // Together three quarters, so that some memory stays free even before admitted bytes are used.
         let budget = |eighths| Arc::new(Budget::new(eighths, topology::available_bytes));
-        Self { bodies: budget(1), understood: budget(3), told: budget(2) }
+        Self { bodies: budget(1), understood: budget(3), outgoing: budget(2) }
     }
 }
 
-/// Bytes that requests may hold together: a share of what is free, so that it shrinks as they take it.
+/// Bytes that requests may hold together: a share of the free memory, which shrinks as they use it.
 pub(super) struct Budget {
     eighths: u64,
     available: fn() -> u64,
@@ -73,7 +74,7 @@ struct Waiting {
     admitted: oneshot::Sender<Held>,
 }
 
-/// Bytes of a budget, until it is dropped.
+/// Bytes of a budget, held until dropped.
 pub(super) struct Held {
     budget: Arc<Budget>,
     client: u64,
@@ -89,22 +90,22 @@ impl Budget {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `client` may take `bytes`. While others wait, no client gets more than half.
+    /// Waits until `client` may hold `bytes`. While others wait, no client gets more than half.
     ///
-    /// Errors: it could never have so much, or not in time.
+    /// Errors: the budget never has that much, or not in time.
     pub(super) async fn admit(self: &Arc<Self>, client: u64, bytes: u64) -> Result<Held> {
-        let mut told = self.stand_in_line(client, bytes)?;
+        let mut turn = self.stand_in_line(client, bytes)?;
         let until = tokio::time::Instant::now() + PATIENCE;
         self.advance();
         loop {
             let look = tokio::time::Instant::now() + LOOK;
-            match tokio::time::timeout_at(look.min(until), &mut told).await {
+            match tokio::time::timeout_at(look.min(until), &mut turn).await {
                 Ok(Ok(held)) => return Ok(held),
                 Ok(Err(_)) => return Err(ApiError::internal()),
                 Err(_) if look < until => self.look(),
                 Err(_) => {
                     return Err(ApiError::too_many(
-                        "Other requests hold the memory that this one takes: try again in a while",
+                        "Other requests hold the memory that this request needs: try again later",
                     ));
                 }
             }
@@ -123,25 +124,25 @@ impl Budget {
             );
             return Err(ApiError::unavailable(&message, Some(30)));
         }
-        let (admitted, told) = oneshot::channel();
+        let (admitted, turn) = oneshot::channel();
         state.line.push(Waiting { client, bytes, admitted });
-        Ok(told)
+        Ok(turn)
     }
 
-    /// What all may hold where so much is free, for one that takes `bytes`.
+    /// Bytes that all requests may hold when `free` bytes are free, for a request of `bytes`.
     fn room(&self, free: u64, bytes: u64) -> u64 {
         let room = free.saturating_sub(LEAST_BYTES) / 8 * self.eighths;
         if bytes <= SMALL_BYTES { room } else { room - room / 4 }
     }
 
-    /// Admits those who can be after a while without news; once for all who wait.
+    /// Admits waiting requests after a while without changes; once for all of them.
     fn look(self: &Arc<Self>) {
         if self.lock().read.is_none_or(|(at, _)| at.elapsed() >= FRESH) {
             self.advance();
         }
     }
 
-    /// Admits those who can be, in order.
+    /// Admits waiting requests in order.
     fn advance(self: &Arc<Self>) {
         let mut state = self.lock();
         let free = if state.line.is_empty() { 0 } else { state.free(self.available) };
@@ -153,7 +154,7 @@ impl Budget {
         for Waiting { client, bytes, admitted } in std::mem::take(line) {
             let room = self.room(free, bytes);
             let own = by_client.get(&client).copied().unwrap_or(0);
-            // One that holds nothing is never over its share: it could not take half as much and be done.
+            // A client that holds nothing is never over its share: it could not make do with half.
             let greedy = several && own > 0 && own + bytes > room / 2;
             let small = bytes <= SMALL_BYTES;
             if greedy || (blocked && !small) || *held + bytes > room {
@@ -167,14 +168,14 @@ impl Budget {
         }
         drop(state);
         for (admitted, held) in next {
-            // Of one that has gone meanwhile, it is dropped here.
+            // If the waiter has gone meanwhile, its bytes are dropped here.
             let _ = admitted.send(held);
         }
     }
 }
 
 impl State {
-    /// Bytes that are free; of what is held, nothing may be taken yet.
+    /// Free bytes. Held bytes may not be in use yet.
     fn free(&mut self, available: fn() -> u64) -> u64 {
         match self.read {
             Some((at, free)) if at.elapsed() < FRESH => free,
@@ -191,7 +192,7 @@ impl Held {
         Ok(())
     }
 
-    /// How many bytes it holds.
+    /// Bytes held.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -212,7 +213,7 @@ impl Drop for Held {
     }
 }
 
-/// Gives back what `held` counted, once it is freed: the allocator keeps it otherwise. Takes too long for an async
+/// Returns freed memory that `held` counted to the system, which the allocator would keep. Too slow for an async
 /// thread.
 pub(super) fn give_back(held: Held) {
     if held.bytes >= LARGE_BYTES {

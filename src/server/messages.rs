@@ -10,13 +10,16 @@ use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
 use super::App;
-use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
-use super::ask::{Ask, Options, stops, understand};
-use super::conversation::{Conversation, Tools, check_count, check_tools, read_content, read_function};
+use super::answer::{Answer, Finish, Item, Items, Step, Usage};
+use super::ask::{Ask, Options, stops};
+use super::body::understand;
+use super::conversation::{Conversation, check_count, read_content};
 use super::error::ApiError;
+use super::events::{Shape, stream};
 use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::steer::read_steer;
+use super::tools::{Tools, check_tools, read_function};
 use crate::engine::SamplingParams;
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
@@ -61,7 +64,7 @@ pub(super) async fn count_tokens(
     Ok(Json(json!({"input_tokens": count})))
 }
 
-/// What to ask for, and whether to stream.
+/// Reads the request, and whether to stream.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)> {
     let max_tokens = fields.integer("max_tokens", 1)?;
     let options = Options {
@@ -103,7 +106,7 @@ fn conversation(model: &TextModel, fields: &mut Fields) -> Result<Conversation> 
     Conversation { messages, tools: read_tools(fields)?, format, kwargs, continues }.check("messages")
 }
 
-/// The form of the answer, and how much to think.
+/// The format of the answer, and the effort of reasoning.
 fn read_output_config(
     model: &TextModel,
     mut config: Map<String, Value>,
@@ -132,7 +135,7 @@ fn read_output_config(
     }
 }
 
-/// Whether to think, as the variables by which templates have it.
+/// The template variables that switch reasoning on or off.
 fn thinking(model: &TextModel, field: Option<Map<String, Value>>) -> Result<Map<String, Value>> {
     let Some(field) = field else { return Ok(Map::new()) };
     let on = match field.get("type").and_then(Value::as_str) {
@@ -144,11 +147,9 @@ fn thinking(model: &TextModel, field: Option<Map<String, Value>>) -> Result<Map<
         ["enable_thinking", "thinking"].into_iter().filter(|name| model.has_template_variable(name)).collect();
     match (model.syntax().thinks(), on) {
         (true, false) if switches.is_empty() => {
-            Err(ApiError::bad_field("thinking", "This model always thinks: leave 'thinking' away"))
+            Err(ApiError::bad_field("thinking", "This model always thinks: leave out 'thinking'"))
         }
-        (false, true) => {
-            Err(ApiError::bad_field("thinking", "This model does not think before it answers: leave 'thinking' away"))
-        }
+        (false, true) => Err(ApiError::bad_field("thinking", "This model has no reasoning: leave out 'thinking'")),
         _ => Ok(switches.into_iter().map(|name| (name.to_string(), json!(on))).collect()),
     }
 }
@@ -181,7 +182,7 @@ fn read_tools(fields: &mut Fields) -> Result<Tools> {
     tools.check()
 }
 
-/// A tool of the client; those that Anthropic runs itself are refused.
+/// A tool of the client. Tools that Anthropic runs itself are refused.
 fn read_tool(place: &str, tool: &Value) -> Result<Tool> {
     if tool.get("type").is_some_and(|kind| !kind.is_null() && kind != "custom") {
         return Err(ApiError::unsupported(&format!("{place}.type")));
@@ -201,8 +202,8 @@ fn read_tool(place: &str, tool: &Value) -> Result<Tool> {
     read_function(place, &Value::Object(function))
 }
 
-/// A message of the user or the assistant, as one or more that templates know: what came of calls is a message of its
-/// own there.
+/// A message of the user or the assistant as one or more messages for templates, which have each tool result as its own
+/// message.
 fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()> {
     let role = match message["role"].as_str() {
         Some(role @ ("user" | "assistant" | "system")) => role,
@@ -248,7 +249,7 @@ fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()
             (None, _) => return Err(ApiError::bad_field(&place, format!("{place} must be a block with a type"))),
         }
     }
-    // A message of results alone says nothing of its own.
+    // A message of only tool results has no text.
     if text.is_empty() && calls.is_empty() && out.last().is_some_and(|last| last["role"] == "tool") && role == "user" {
         return Ok(());
     }
@@ -259,7 +260,7 @@ fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()
     if !calls.is_empty() {
         own["tool_calls"] = calls.into();
     }
-    // Turns of the same role are one; templates would refuse them, or have them apart.
+    // Consecutive turns of one role are joined; templates would refuse or separate them.
     match out.last_mut() {
         Some(last) if last["role"] == role && role != "system" && last.get("tool_calls").is_none() => join(last, own),
         _ => out.push(own),
@@ -267,7 +268,7 @@ fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()
     Ok(())
 }
 
-/// Adds a message to the one before it.
+/// Appends a message to the one before it.
 fn join(last: &mut Value, more: Value) {
     let Value::Object(more) = more else { return };
     for (name, value) in more {
@@ -282,7 +283,7 @@ fn join(last: &mut Value, more: Value) {
     }
 }
 
-/// One answer in Anthropic's form.
+/// One answer in Anthropic's format.
 struct Messages {
     id: String,
     name: String,
@@ -291,7 +292,7 @@ struct Messages {
 }
 
 impl Messages {
-    /// The message object: as it begins, or with all that `answer` said.
+    /// The message object: empty at its start, or with the whole of `answer`.
     fn message(&self, used: Usage, answer: Option<&Answer>) -> Value {
         let content: Vec<Value> = if answer.is_some() { self.items.0.iter().map(block).collect() } else { Vec::new() };
         json!({
@@ -312,7 +313,7 @@ impl Messages {
     }
 }
 
-/// Tokens as Anthropic counts them: what was in the cache is not input.
+/// Usage as Anthropic counts it: cached tokens are not input.
 fn usage(usage: Usage) -> Value {
     json!({
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -328,7 +329,7 @@ fn block(item: &Item) -> Value {
         Item::Reasoning(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
         Item::Content(text) => json!({"type": "text", "text": text}),
         Item::Call { id, name, arguments } => {
-            // The model may have been cut off in the middle of them.
+            // The arguments may be cut off in the middle.
             let input =
                 serde_json::from_str::<Value>(arguments).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
             json!({"type": "tool_use", "id": id, "name": name, "input": input})
@@ -336,7 +337,7 @@ fn block(item: &Item) -> Value {
     }
 }
 
-/// A message as it comes, block by block.
+/// A message as a stream of blocks.
 struct Streamed {
     shape: Messages,
     opening: Value,

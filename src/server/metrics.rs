@@ -1,4 +1,4 @@
-//! `/metrics`: what the engine and the server count, as Prometheus reads it.
+//! `/metrics`: counters of the engine and the server in Prometheus format.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use super::App;
 use crate::engine::RequestStats;
 
-/// What the server counts.
+/// Counters of the server.
 #[derive(Default)]
 pub(super) struct HttpMetrics {
     responses: Mutex<BTreeMap<(String, u16), u64>>, // by route and status
@@ -23,13 +23,13 @@ pub(super) struct HttpMetrics {
 }
 
 impl HttpMetrics {
-    /// A response was sent.
+    /// Counts a response.
     pub(super) fn count(&self, route: &str, status: u16) {
         let mut responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
         *responses.entry((route.to_string(), status)).or_default() += 1;
     }
 
-    /// An answer has ended.
+    /// Records the end of an answer.
     pub(super) fn observe(&self, stats: &RequestStats) {
         if stats.completion_tokens > 0 {
             self.first_token.observe(stats.queued + stats.prefill);

@@ -1,5 +1,5 @@
-//! OpenAI's `/v1/responses`, whole and as server-sent events. Nothing is stored: a client sends back what was said
-//! before.
+//! OpenAI's `/v1/responses`, whole and as server-sent events. The server stores nothing: clients send the whole
+//! conversation.
 
 use std::sync::Arc;
 
@@ -10,15 +10,16 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Item, Items, Shape, Step, Usage, stream};
-use super::ask::{Ask, Options, understand};
-use super::conversation::{
-    Conversation, Tools, check_count, check_tools, choice_by_word, read_calls, read_content, read_function,
-    response_format, wrong_choice,
-};
+use super::answer::{Answer, Finish, Item, Items, Step, Usage};
+use super::ask::{Ask, Options};
+use super::body::understand;
+use super::conversation::{Conversation, check_count, read_content};
 use super::error::ApiError;
+use super::events::{Shape, stream};
 use super::fields::Fields;
+use super::format::response_format;
 use super::front::{Caller, new_id};
+use super::tools::{Tools, check_tools, choice_by_word, read_calls, read_function, wrong_choice};
 use super::{App, unix_seconds};
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
@@ -26,7 +27,7 @@ use crate::text::reply::{Calls, Part, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Bytes at most of what nobody but the client reads, and of which it gets a copy.
+/// Maximum bytes of fields that are only echoed to the client.
 const MAX_KEPT_BYTES: usize = 64 << 10;
 
 /// Answers `/v1/responses`.
@@ -60,7 +61,7 @@ pub(super) async fn answer(
     Ok(Json(shape.response(Some(answer.usage()))).into_response())
 }
 
-/// What to ask for, the fields of a request that a response repeats, and whether to stream.
+/// Reads the request, the fields that the response repeats, and whether to stream.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, String, bool)> {
     let streams = fields.boolean("stream")?.unwrap_or(false);
     fields.only("previous_response_id", &[])?;
@@ -95,7 +96,10 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Strin
         (fields.take("metadata").unwrap_or_else(|| json!({})), fields.take("user").unwrap_or_default());
     for (name, value) in [("metadata", &metadata), ("user", &user)] {
         if value.to_string().len() > MAX_KEPT_BYTES {
-            return Err(ApiError::bad_field(name, format!("'{name}' may have {MAX_KEPT_BYTES} bytes at most")));
+            return Err(ApiError::bad_field(
+                name,
+                format!("'{name}' is too large: the limit is {MAX_KEPT_BYTES} bytes"),
+            ));
         }
     }
     let echo = Map::from_iter([
@@ -115,14 +119,14 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Strin
     Ok((conversation.ask(model, options)?, Value::Object(echo).to_string(), streams))
 }
 
-/// `text`: the form of the answer.
+/// `text`: the format of the answer.
 fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Grammar)>)> {
     let mut text = fields.object("text")?.unwrap_or_default();
     let format = text.remove("format").filter(|format| !format.is_null()).unwrap_or_else(|| json!({"type": "text"}));
     if let Some((name, _)) = text.iter().find(|(_, value)| !value.is_null()) {
         return Err(ApiError::unsupported(&format!("text.{name}")));
     }
-    // The schema stands beside its name here, and within an object of its own in chat completions.
+    // The schema is beside its name here, and in an object of its own in chat completions.
     let grammar = match format["type"] == "json_schema" {
         true => response_format(
             "text.format",
@@ -133,7 +137,7 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Gramma
     Ok((json!({ "format": format }), grammar.map(|grammar| ("text.format", grammar))))
 }
 
-/// Tools, and `tools` and `tool_choice` as they came.
+/// The tools, and `tools` and `tool_choice` as the client sent them.
 fn read_tools(fields: &mut Fields) -> Result<(Tools, Value, Value)> {
     let raw_tools = fields.take("tools").unwrap_or_else(|| json!([]));
     let list = raw_tools.as_array().ok_or_else(|| ApiError::bad_field("tools", "'tools' must be a list"))?;
@@ -151,7 +155,7 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, Value, Value)> {
     Ok((Tools { list, choice, calls: read_calls(fields)? }.check()?, raw_tools, raw_choice))
 }
 
-/// `input`: a text, or items of a conversation, what the model said before among them.
+/// `input`: a text, or the items of a conversation, including those of the model.
 fn read_input(fields: &mut Fields, messages: &mut Vec<Value>) -> Result<()> {
     let items = match fields.take("input") {
         Some(Value::String(text)) => {
@@ -210,7 +214,7 @@ fn read_input(fields: &mut Fields, messages: &mut Vec<Value>) -> Result<()> {
     Ok(())
 }
 
-/// The message to which what the assistant said or called belongs: the last one, if it is the assistant's.
+/// The message that an item of the assistant belongs to: the last one if it is the assistant's, else a new one.
 fn assistant(messages: &mut Vec<Value>) -> &mut Value {
     if messages.last().is_none_or(|last| last["role"] != "assistant") {
         messages.push(json!({"role": "assistant", "content": ""}));
@@ -218,7 +222,7 @@ fn assistant(messages: &mut Vec<Value>) -> &mut Value {
     messages.last_mut().expect("just made sure")
 }
 
-/// One answer in the form of this API.
+/// One answer in this API's format.
 struct Responses {
     id: String,
     created: u64,
@@ -231,7 +235,7 @@ struct Responses {
 }
 
 impl Responses {
-    /// Takes in a part. Returns the text that it adds to the last item.
+    /// Adds a part. Returns the text that it adds to the last item.
     fn add(&mut self, part: Part) -> String {
         if self.items.begins(&part) {
             self.ids.push(new_id(match &part {
@@ -243,7 +247,7 @@ impl Responses {
         self.items.add(part)
     }
 
-    /// The response object; `used`: it is over.
+    /// The response object. `used`: the answer has ended.
     fn response(&self, used: Option<Usage>) -> Value {
         let cut = self.finish == Some(Finish::Length);
         let status = match used {
@@ -296,7 +300,7 @@ impl Responses {
         Event::default().event(kind).data(data.to_string())
     }
 
-    /// What ends the last item.
+    /// The last item, complete.
     fn end_item(&mut self) -> Vec<Event> {
         let Some(i) = self.items.0.len().checked_sub(1) else { return Vec::new() };
         let status = if self.finish == Some(Finish::Length) { "incomplete" } else { "completed" };
@@ -322,7 +326,7 @@ impl Responses {
         events
     }
 
-    /// What begins the last item: the same, but empty.
+    /// The last item, still empty.
     fn begin_item(&mut self, i: usize) -> Vec<Event> {
         let id = self.ids[i].clone();
         let mut item = self.item(i, "in_progress");

@@ -1,5 +1,4 @@
-//! Steering: the field `steer`, layers and positions as bodies say them, and vectors that have a name, at
-//! `/v1/vectors`.
+//! Steering: the fields `steer`, `layers` and `positions`, and the named vectors at `/v1/vectors`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,7 +12,7 @@ use base64::prelude::BASE64_STANDARD;
 use serde_json::{Map, Value, json};
 
 use super::App;
-use super::ask::understand;
+use super::body::understand;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::front::Caller;
@@ -23,28 +22,28 @@ use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Vectors with a name that a key has at most, and bytes of a name.
+/// Maximum named vectors of a key, and bytes of a name.
 const MAX_VECTORS: usize = 256;
 const MAX_NAME_BYTES: usize = 64;
-/// Numbers of all keys' vectors together: where keys are many, each has fewer.
+/// Maximum elements of all keys' vectors. With many keys, each key has fewer vectors.
 const MAX_NUMBERS: usize = 64 << 20;
 
 /// Vectors of one tenant, by name.
 type Names = BTreeMap<String, Arc<[f32]>>;
 
-/// Vectors that have a name, of each key its own.
+/// The named vectors of each key.
 pub(super) struct Vectors {
     tenants: usize,
     names: Mutex<BTreeMap<Tenant, Names>>,
 }
 
 impl Vectors {
-    /// For the clients of so many keys; of none: they have them together.
+    /// For `keys` keys. Without keys, all clients share the vectors.
     pub(super) fn of(keys: usize) -> Self {
         Self { tenants: keys.max(1), names: Mutex::default() }
     }
 
-    /// Does something with the vectors of `tenant`.
+    /// Calls `what` with the vectors of `tenant`.
     fn with<T>(&self, tenant: Tenant, what: impl FnOnce(&mut Names) -> T) -> T {
         what(self.names.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant).or_default())
     }
@@ -53,21 +52,19 @@ impl Vectors {
         self.with(tenant, |names| names.get(name).cloned())
     }
 
-    /// Gives `vector` a name of `tenant`'s. Errors: `tenant` has as many names as it may.
+    /// Stores `vector` as `tenant`'s vector `name`. Errors: `tenant` has too many vectors.
     fn put(&self, tenant: Tenant, name: String, vector: Arc<[f32]>) -> Result<()> {
         let share = (MAX_NUMBERS / vector.len().max(1) / self.tenants).clamp(1, MAX_VECTORS);
         self.with(tenant, |names| {
             if names.len() >= share && !names.contains_key(&name) {
-                return Err(ApiError::too_many(format!(
-                    "There are {share} vectors, and no more may be: delete one first"
-                )));
+                return Err(ApiError::too_many(format!("{share} vectors is the maximum: delete one first")));
             }
             names.insert(name, vector);
             Ok(())
         })
     }
 
-    /// What a body asks for, its names looked up. Errors: there is no vector of a name.
+    /// Looks up the names in `steering`. Errors: a vector does not exist.
     pub(super) fn resolve(&self, tenant: Tenant, steering: &[Steering]) -> Result<Vec<Steer>> {
         let one = |Steering { layer, vector, coefficient, positions }: &Steering| {
             let vector = match vector {
@@ -129,7 +126,7 @@ pub(super) fn read_steer(model: &TextModel, fields: &mut Fields) -> Result<Vec<S
 }
 
 impl Steering {
-    /// What can be told before a name is looked up.
+    /// Checks what is known before names are looked up.
     fn check(&self, info: &EngineInfo) -> crate::Result<()> {
         let vector = match &self.vector {
             Vector::Given(vector) => vector.clone(),
@@ -144,7 +141,7 @@ impl Steering {
 pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
     let wrong = || {
         let message = "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end \
-                       not included, null: none)";
+                       excluded, null: to the last position)";
         ApiError::bad_field("positions", message)
     };
     let range = |range: &Value| -> Option<Range<usize>> {
@@ -166,7 +163,7 @@ pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
     Ok(positions)
 }
 
-/// Reads `layers`: `"all"`, or a list of numbers; none if it is absent.
+/// Reads `layers`: `"all"`, or a list of layer numbers. Absent: none.
 pub(super) fn read_layers(model: &TextModel, fields: &mut Fields) -> Result<Layers> {
     let wrong = || ApiError::bad_field("layers", "'layers' must be \"all\" or a list of layer numbers");
     let layers = match fields.take("layers") {
@@ -186,9 +183,7 @@ fn numbers(name: &str, value: &Value) -> Result<Arc<[f32]>> {
     let wrong = || {
         ApiError::bad_field(
             name,
-            format!(
-                "'{name}' must be a list of numbers, or base64 of little-endian 32-bit floats where no name can stand"
-            ),
+            format!("'{name}' must be a list of numbers; /v1/vectors also takes base64 of little-endian 32-bit floats"),
         )
     };
     match value {
@@ -204,7 +199,7 @@ fn numbers(name: &str, value: &Value) -> Result<Arc<[f32]>> {
     }
 }
 
-/// `PUT /v1/vectors/{name}`: `{"vector": [..] or base64}` becomes the vector of that name.
+/// `PUT /v1/vectors/{name}`: stores the vector of `{"vector": [..] or base64}`.
 pub(super) async fn put(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -223,31 +218,31 @@ pub(super) async fn put(
         Ok(vector)
     };
     let vector = understand(&app, caller.client, body, read).await?;
-    let told = describe(&name, &vector);
+    let described = describe(&name, &vector);
     app.vectors.put(caller.tenant, name, vector)?;
-    Ok(Json(told.into()))
+    Ok(Json(described.into()))
 }
 
-/// `GET /v1/vectors`: what there is.
+/// `GET /v1/vectors`: lists the vectors.
 pub(super) async fn list(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Json<Value> {
     let all =
         |names: &mut Names| names.iter().map(|(name, vector)| describe(name, vector).into()).collect::<Vec<Value>>();
     Json(json!({"object": "list", "data": app.vectors.with(caller.tenant, all)}))
 }
 
-/// `GET /v1/vectors/{name}`: it, with its numbers.
+/// `GET /v1/vectors/{name}`: the vector with its elements.
 pub(super) async fn get(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>> {
     let vector = app.vectors.get(caller.tenant, &name).ok_or_else(|| ApiError::no_such_vector(&name))?;
-    let mut told = describe(&name, &vector);
-    told.insert("vector".into(), json!(&vector[..]));
-    Ok(Json(told.into()))
+    let mut described = describe(&name, &vector);
+    described.insert("vector".into(), json!(&vector[..]));
+    Ok(Json(described.into()))
 }
 
-/// `DELETE /v1/vectors/{name}`. Requests that run keep it.
+/// `DELETE /v1/vectors/{name}`. Running requests keep the vector.
 pub(super) async fn delete(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -259,8 +254,8 @@ pub(super) async fn delete(
 
 fn describe(name: &str, vector: &[f32]) -> Map<String, Value> {
     let norm = vector.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
-    let told = json!({"id": name, "object": "vector", "size": vector.len(), "norm": norm});
-    told.as_object().cloned().expect("just written as an object")
+    let vector = json!({"id": name, "object": "vector", "size": vector.len(), "norm": norm});
+    vector.as_object().cloned().expect("just written as an object")
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
-//! What a JSON text becomes in memory, told from its bytes as they arrive: a list of empty objects grows by a hundred
-//! times.
+//! The memory that a JSON text will take when parsed, computed while its bytes arrive: a list of empty objects grows a
+//! hundredfold.
 
 use super::error::ApiError;
 use crate::text::reply::Strings;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Bytes that the values of a body may take: three million token ids do, or a hundred thousand messages.
+/// Maximum bytes of the values of a body: three million token ids, or a hundred thousand messages.
 const MAX_BYTES: u64 = 512 << 20;
 
 /// Bytes of an object, with places for the four members that its first one makes; copies of it are made on the way to a
@@ -19,8 +19,8 @@ const MEMBER: u64 = 320;
 /// Of one more value, in a list that has doubled.
 const VALUE: u64 = 144;
 
-/// The structure of a JSON text up to where it was read. Of a text that is not JSON it tells something; the parser
-/// stops there.
+/// The structure of a JSON text as far as it was read. For a text that is not JSON the result means nothing; the parser
+/// refuses it.
 #[derive(Default)]
 pub(super) struct Structure {
     bytes: u64,
@@ -28,7 +28,7 @@ pub(super) struct Structure {
 }
 
 impl Structure {
-    /// Reads on. Errors: the values take more than any honest request does.
+    /// Reads more. Errors: the values take more than any honest request.
     pub(super) fn read(&mut self, text: &[u8]) -> Result<()> {
         for &byte in text {
             if self.strings.have(byte) {
@@ -45,12 +45,12 @@ impl Structure {
         match self.bytes <= MAX_BYTES {
             true => Ok(()),
             false => Err(ApiError::bad_request(
-                "The request body has too many objects, lists and numbers: send less at a time",
+                "The request body has too many objects, lists and numbers: send smaller requests",
             )),
         }
     }
 
-    /// Bytes that its values take, without their text.
+    /// Bytes of its values without their text.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -1,5 +1,5 @@
-//! Text of requests to token ids. A tokenizer takes more than a hundred bytes for each byte of a text, so a long one is
-//! looked at in pieces first.
+//! Text of requests to token ids. A tokenizer takes more than a hundred bytes per byte of text, so a long text is first
+//! tokenized in pieces to see whether it fits.
 
 use std::sync::PoisonError;
 
@@ -12,31 +12,29 @@ use crate::text::tokenizer::Tokenizer;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Bytes that a tokenizer takes for one of a text: what it was, where it came from, and that again for each of its
-/// words.
+/// Bytes that a tokenizer takes per byte of text: the text, its offsets, and both again for each word.
 const ENCODING: u64 = 140;
 
-/// Texts above this are tokenized one at a time.
+/// Longer texts are tokenized one at a time.
 pub(super) const ENCODED_AT_ONCE: u64 = 256 << 10;
 
-/// Bytes of a text that are tokenized by themselves to see how many tokens it has.
+/// Bytes of a piece that is tokenized to count tokens.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// Bytes of a token of ordinary text at most: a text that is shorter than so many for each token of the context may
-/// well fit.
+/// Maximum bytes per token of ordinary text. A text with fewer bytes per token of the context may fit.
 const TOKEN_BYTES: usize = 8;
 
-/// Bytes of a text that `/tokenize` takes, if the context is not larger.
+/// Maximum bytes of a text for `/tokenize`, unless the context is larger.
 const TOKENIZED_BYTES: usize = 1 << 20;
 
-/// Memory that tokenizing a text of so many bytes takes.
+/// Memory to tokenize a text of `bytes` bytes.
 pub(super) fn encoding_bytes(text: u64) -> u64 {
     ENCODING * text
 }
 
 /// Token ids of a prompt, which the field `param` gave.
 ///
-/// Errors: it cannot fit the context, which is told before all of it is tokenized, or the memory.
+/// Errors: the prompt does not fit the context, which is found before all of it is tokenized, or the memory.
 pub(super) fn encode_prompt(model: &TextModel, param: &str, text: &str, add_special: bool) -> Result<Vec<u32>> {
     check_context(model, param, text)?;
     encode(model, text, || model.tokenizer().encode(text, add_special))
@@ -48,28 +46,27 @@ pub(super) fn encode_conversation(model: &TextModel, param: &str, prompt: &Promp
     encode(model, prompt.as_str(), || model.encode(prompt))
 }
 
-/// Refuses what cannot fit the context.
+/// Refuses a text that does not fit the context.
 fn check_context(model: &TextModel, param: &str, text: &str) -> Result<()> {
     let limit = model.engine().info().max_context;
     if text.len() > PIECE_BYTES.max(TOKEN_BYTES * limit)
         && let Some(least) = more_tokens_than(limit, model.tokenizer(), text)?
     {
         let message = format!(
-            "This model's context holds {limit} tokens, answer included; the prompt has more than {least} tokens"
+            "This model's context holds {limit} tokens including the answer, and the prompt has more than {least} tokens"
         );
         return Err(ApiError::context_length(message, param));
     }
     Ok(())
 }
 
-/// Token ids of a text that nobody has to answer.
+/// Token ids of a text for `/tokenize`.
 ///
-/// Errors: it is too long for one request, or for the memory.
+/// Errors: the text is too long for one request, or for the memory.
 pub(super) fn encode_text(model: &TextModel, param: &str, text: &str, add_special: bool) -> Result<Vec<u32>> {
     let most = TOKENIZED_BYTES.max(TOKEN_BYTES * model.engine().info().max_context);
     if text.len() > most {
-        let message =
-            format!("'{param}' has {} bytes and {most} are tokenized at a time: send it in parts", text.len());
+        let message = format!("'{param}' has {} bytes, and the limit is {most}: send it in parts", text.len());
         return Err(ApiError::bad_field(param, message));
     }
     encode(model, text, || model.tokenizer().encode(text, add_special))
@@ -77,7 +74,7 @@ pub(super) fn encode_text(model: &TextModel, param: &str, text: &str, add_specia
 
 fn encode(model: &TextModel, text: &str, tokenize: impl FnOnce() -> crate::Result<Vec<u32>>) -> Result<Vec<u32>> {
     let long = text.len() as u64 > ENCODED_AT_ONCE;
-    // What takes half a GiB for a moment is done by one after the other, so that what is free now is free for this one.
+    // Texts that take half a GiB for a moment go one after another, so that the free memory seen here stays free.
     let _turn = long.then(|| model.long_text().lock().unwrap_or_else(PoisonError::into_inner));
     if long {
         let needed = encoding_bytes(text.len() as u64);
@@ -96,9 +93,9 @@ fn encode(model: &TextModel, text: &str, tokenize: impl FnOnce() -> crate::Resul
     Ok(tokenize()?)
 }
 
-/// A number of tokens above `limit` that a text has at least, if it has; tokenizes no more of it than tells.
+/// A lower bound of a text's tokens, if it is above `limit`. Tokenizes only as much as needed.
 ///
-/// A cut changes the tokens beside it, a few of the thousands of a piece; an eighth of them all is far more than that.
+/// A cut changes only a few of the thousands of tokens of a piece; an eighth is a generous margin.
 fn more_tokens_than(limit: usize, tokenizer: &Tokenizer, text: &str) -> Result<Option<usize>> {
     let (mut rest, mut tokens) = (text, 0);
     while !rest.is_empty() {

@@ -10,7 +10,8 @@ use axum::{Extension, Json};
 use serde_json::{Value, json};
 
 use super::App;
-use super::ask::{token_ids, understand};
+use super::ask::token_ids;
+use super::body::understand;
 use super::conversation::Conversation;
 use super::error::ApiError;
 use super::front::Caller;
@@ -19,13 +20,13 @@ use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// Token ids of `prompt`, or of what the chat template makes of `messages` (and `tools`).
+/// Answers `/tokenize`: token ids of `prompt`, or of `messages` and `tools` in the chat template.
 pub(super) async fn tokenize(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response> {
-    let told = understand(&app, caller.client, body, |model, fields| {
+    let answer = understand(&app, caller.client, body, |model, fields| {
         let ids = match fields.string("prompt")? {
             Some(text) => {
                 let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
@@ -36,10 +37,10 @@ pub(super) async fn tokenize(
         let spelled = fields.boolean("return_token_strs")?.unwrap_or(false);
         tokenized(model, &ids, spelled)
     });
-    Ok(([(CONTENT_TYPE, "application/json")], told.await?).into_response())
+    Ok(([(CONTENT_TYPE, "application/json")], answer.await?).into_response())
 }
 
-/// The answer as text: values of a million tokens would take a hundred times as much.
+/// Writes the answer as text: as values, a million tokens would take a hundred times the memory.
 fn tokenized(model: &TextModel, ids: &[u32], spelled: bool) -> Result<String> {
     let list = |one: &dyn Fn(u32) -> crate::Result<String>| -> crate::Result<String> {
         let mut list = String::from("[");
@@ -58,17 +59,17 @@ fn tokenized(model: &TextModel, ids: &[u32], spelled: bool) -> Result<String> {
     Ok(format!(r#"{{"count":{count},"max_model_len":{limit},"tokens":{numbers},"token_strs":{texts}}}"#))
 }
 
-/// The text of `tokens`.
+/// Answers `/detokenize`: the text of `tokens`.
 pub(super) async fn detokenize(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Json<Value>> {
-    let told = understand(&app, caller.client, body, |model, fields| {
+    let answer = understand(&app, caller.client, body, |model, fields| {
         let tokens = fields.take("tokens").ok_or_else(|| ApiError::bad_field("tokens", "'tokens' is missing"))?;
         let ids = token_ids(model, "tokens", &tokens)?;
         drop(tokens); // decoding takes as much
         Ok(json!({"prompt": model.tokenizer().decode(&ids, false)?}))
     });
-    Ok(Json(told.await?))
+    Ok(Json(answer.await?))
 }

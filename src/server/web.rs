@@ -1,6 +1,6 @@
-//! The chat page at `/`: plain files in the binary, with the headers that keep a page of untrusted text harmless.
+//! The chat page at `/`: plain files in the binary, with headers that make untrusted text harmless.
 //!
-//! The files are in `web/`; `index.html` says which of them does what.
+//! The files are in `web/`; `index.html` describes them.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -18,7 +18,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::error::ApiError;
 
-/// Nothing but our own files and our own API; no inline script or style, no string that becomes markup or code.
+/// Only the server's own files and API. No inline script or style, and no string becomes markup or code.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for \
                       'script'; trusted-types 'none'";
@@ -67,7 +67,7 @@ async fn file(Path(name): Path<String>, uri: Uri, headers: HeaderMap) -> Respons
     }
 }
 
-/// Browsers keep the files and ask each time whether they have changed, so that a new server never meets an old page.
+/// Browsers cache the files and revalidate them each time, so that a new server never meets an old page.
 fn answer(file: &File, request: &HeaderMap) -> Response {
     let headers = [
         (ETAG, file.etag.as_str()),

@@ -96,7 +96,7 @@ fn our_own_server_speaks_https_to_those_who_have_a_key() {
     let swapped =
         ["serve", "demo", "--port", "0", "--tls-cert", key.to_str().unwrap(), "--tls-key", cert.to_str().unwrap()];
     let refused = Command::new(env!("CARGO_BIN_EXE_moebius")).args(swapped).output().unwrap();
-    assert!(text(&refused.stderr).contains("not usable for TLS"), "{}", text(&refused.stderr));
+    assert!(text(&refused.stderr).contains("cannot be used for TLS"), "{}", text(&refused.stderr));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A client's socket and bodies, which tell its [`Place`] what it is busy with.
+//! A client's socket and bodies, which report to its [`Place`] what the connection is busy with.
 
 use std::future::Future;
 use std::io;
@@ -14,7 +14,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::places::{Place, worth};
 
-/// A socket that fails when its client lets us wait too long before it takes what it is sent.
+/// A socket whose writes fail when the client reads too slowly.
 pub(super) struct Line<S> {
     socket: S,
     place: Arc<Place>,
@@ -26,7 +26,7 @@ impl<S> Line<S> {
         Self { socket, place, patience: Patience::new(patience) }
     }
 
-    /// What came of sending: so many bytes were taken, or none can be.
+    /// The result of a write: the bytes written, or that none can be.
     fn watch<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -80,7 +80,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Line<S> {
     }
 }
 
-/// How long a client has let us wait, less what it took meanwhile at the least rate.
+/// How long the client has kept the server waiting, less the time that its bytes would take at the least rate.
 struct Patience {
     limit: Duration,
     waited: Duration,
@@ -104,7 +104,7 @@ impl Patience {
         self.waited = self.waited.saturating_sub(worth(bytes));
     }
 
-    /// Nothing moves; ready when that has gone on for too long.
+    /// Nothing moves. Ready when that has lasted too long.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<()> {
         let (limit, waited) = (self.limit, self.waited);
         let (_, end) = self.wait.get_or_insert_with(|| {
@@ -136,7 +136,7 @@ impl Body for Arriving {
         if let Poll::Ready(Some(Ok(frame))) = &poll {
             self.place.reads(frame.data_ref().map_or(0, Bytes::len));
         }
-        // Whoever read it may keep it; from its end on the client waits for us.
+        // The reader may keep the body; from its end on the client waits for the server.
         if matches!(poll, Poll::Ready(None)) || self.body.is_end_stream() {
             self.place.has_read();
         }

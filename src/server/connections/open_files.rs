@@ -2,10 +2,10 @@
 
 use super::places::RESERVE;
 
-/// What is open beside sockets: the model's files, the log, the runtime's, and sockets that are about to close.
+/// Open files besides connections: the model's, the log's, the runtime's, and sockets that are about to close.
 const OTHERS: u64 = 128;
 
-/// Raises the limit as far as `sockets` want and the system lets us. Returns how many fit.
+/// Raises the limit for `sockets` as far as the system allows. Returns how many fit.
 pub(in crate::server) fn fit(sockets: usize) -> usize {
     let beside = RESERVE as u64 + OTHERS;
     let limit = raise(sockets as u64 + beside);
@@ -18,7 +18,7 @@ pub(in crate::server) fn fit(sockets: usize) -> usize {
     sockets.min(fitting as usize)
 }
 
-/// Raises the limit to `wanted`, or as far as it goes. Returns what it is then.
+/// Raises the limit to `wanted`, or as far as possible. Returns the new limit.
 #[allow(unsafe_code)]
 fn raise(wanted: u64) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };

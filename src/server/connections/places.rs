@@ -1,13 +1,13 @@
-//! Places for connections, and who leaves when all are taken.
+//! Places for connections, and which connection is closed when all are taken.
 //!
 //! ```text
-//! a newcomer:  a place is free         it is theirs
-//!              `victim` names one      that connection ends, and its place is theirs
-//!              all are being answered  a place of the reserve, where only /health, /ready and /metrics are answered
-//! the victim:  never whom we work for, only who lets us wait
-//!              of the network that has more than half of the places, if there is one; its newcomers take nobody else's
-//!              first who has been idle longest between two requests
-//!              then whom we have waited for longest: to send a head or a body, to take an answer
+//! new connection:  a place is free          takes it
+//!                  `victim` names one       closes that connection and takes its place
+//!                  all are being answered   takes a reserve place, which answers only /health, /ready and /metrics
+//! the victim:      never a connection that waits for the server, only one that the server waits for
+//!                  of the network with more than half of the places, if there is one; it takes no other's place
+//!                  first the one idle longest between two requests
+//!                  then the one waited for longest: to send a head or a body, to read an answer
 //! ```
 
 use std::collections::BTreeMap;
@@ -18,13 +18,13 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// Bytes a second that a client sends of a body, or takes of an answer, without letting us wait.
+/// Bytes per second of a body or an answer below which the server counts as waiting.
 pub(super) const LEAST_RATE: u32 = 1 << 10;
 
-/// Places beside the regular ones.
+/// Reserve places besides the regular ones.
 pub(super) const RESERVE: usize = 64;
 
-/// What a handshake and a head take on a long line. Without it whoever just came would lose to bodies that trickle at
+/// Time of a handshake and a head on a slow line. Without it new connections would lose to bodies that trickle at
 /// `LEAST_RATE`.
 const HEAD_TIME: Duration = Duration::from_millis(250);
 
@@ -80,19 +80,20 @@ impl Places {
         Self { size, table: Mutex::default() }
     }
 
-    /// Connections that have places, and how many have ended because others wanted theirs.
+    /// Connections with places, and how many were closed in favour of others.
     pub(in crate::server) fn count(&self) -> (usize, u64) {
         let table = self.lock();
         (table.pools.iter().map(Pool::len).sum(), table.ended)
     }
 
-    /// Whether the next newcomer needs somebody else's place.
+    /// Whether the next connection needs the place of another.
     pub(super) fn are_taken(&self) -> bool {
         self.lock().pools[0].len() >= self.size
     }
 
-    /// A place for a client of this address, and what ends when the place goes to others; `None`: even the reserve is
-    /// being answered.
+    /// A place for a client of this address, and a future that ends when it loses the place. `None`: even the reserve
+    /// is
+    /// full.
     pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<(Place, oneshot::Receiver<()>)> {
         let network = network(address);
         let mut table = self.lock();
@@ -106,13 +107,13 @@ impl Places {
         Some((Place { places: self.clone(), pool, id }, ended))
     }
 
-    /// Ends a connection that lets us wait, whoever's it is: file handles have run out.
+    /// Closes any connection that the server waits for, because file handles have run out.
     pub(super) fn make_room(&self) {
         let nobody = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
         self.lock().end_one(0, nobody);
     }
 
-    /// Ends all connections that are busy with one of these.
+    /// Closes all connections that are busy with one of these.
     pub(super) fn end(&self, activities: &[Activity]) {
         for pool in &mut self.lock().pools {
             pool.retain(|_, (connection, _)| !activities.contains(&connection.activity));
@@ -125,7 +126,7 @@ impl Places {
 }
 
 impl Table {
-    /// Ends one connection for a newcomer of `network`. Returns whether there was one that could.
+    /// Closes one connection for a new one of `network`. Returns whether there was one to close.
     fn end_one(&mut self, pool: usize, network: IpAddr) -> bool {
         let connections = self.pools[pool].iter().map(|(&id, (connection, _))| (id, *connection));
         let victim = victim(connections, network);
@@ -135,7 +136,7 @@ impl Table {
 }
 
 impl Place {
-    /// Whether others want it as soon as it is idle.
+    /// Whether another connection wants it as soon as it is idle.
     pub(super) fn is_wanted(&self) -> bool {
         self.pool == 1 || self.places.are_taken()
     }
@@ -144,7 +145,7 @@ impl Place {
         self.pool == 1
     }
 
-    /// A request's head is there. Returns false if the place is somebody else's already.
+    /// A request's head has arrived. Returns false if the place is already lost.
     pub(super) fn begins(&self, has_body: bool) -> bool {
         self.update(|connection| {
             connection.activity = if has_body { Activity::Body } else { Activity::Answer };
@@ -152,12 +153,12 @@ impl Place {
         })
     }
 
-    /// Bytes have come.
+    /// Bytes have arrived.
     pub(super) fn hears(&self) {
         self.update_if(&[Activity::Idle], Activity::Head, Some(Instant::now() + HEAD_TIME));
     }
 
-    /// So many bytes of the body have come.
+    /// `bytes` bytes of the body have arrived.
     pub(super) fn reads(&self, bytes: usize) {
         self.update(|connection| {
             if connection.activity == Activity::Body {
@@ -166,7 +167,7 @@ impl Place {
         });
     }
 
-    /// The body is there, or nobody wants it.
+    /// The body has arrived, or is not wanted.
     pub(super) fn has_read(&self) {
         self.update_if(&[Activity::Body], Activity::Answer, None);
     }
@@ -176,12 +177,12 @@ impl Place {
         self.update_if(&[Activity::Body, Activity::Answer], Activity::LastBytes, None);
     }
 
-    /// All that there was to send is sent.
+    /// Everything has been sent.
     pub(super) fn has_sent(&self) {
         self.update_if(&[Activity::LastBytes], Activity::Idle, Some(Instant::now()));
     }
 
-    /// The client takes nothing of its answer since then, or takes it again.
+    /// The client has read nothing of its answer since then, or reads again.
     pub(super) fn stalls(&self, since: Option<Instant>) {
         self.update(|connection| {
             if matches!(connection.activity, Activity::Answer | Activity::LastBytes) {
@@ -210,12 +211,12 @@ impl Drop for Place {
     }
 }
 
-/// How long so many bytes take at the least rate.
+/// How long `bytes` bytes take at the least rate.
 pub(super) fn worth(bytes: usize) -> Duration {
     Duration::from_secs(bytes as u64) / LEAST_RATE
 }
 
-/// What one subscriber has: an IPv4 address, or 64 bits of an IPv6 address.
+/// The network of one subscriber: an IPv4 address, or 64 bits of an IPv6 address.
 fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from(u128::from(address) >> 64 << 64)),
@@ -223,7 +224,7 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Whose place a newcomer takes.
+/// The connection that loses its place to a new one.
 fn victim(connections: impl Iterator<Item = (u64, Connection)> + Clone, newcomer: IpAddr) -> Option<u64> {
     let longest = |network: Option<IpAddr>| {
         let candidates = connections.clone().filter(|(_, c)| network.is_none_or(|network| c.network == network));
@@ -237,9 +238,9 @@ fn victim(connections: impl Iterator<Item = (u64, Connection)> + Clone, newcomer
     }
 }
 
-/// What is more than half of all, if anything is.
+/// The value that makes up more than half of all, if there is one.
 fn majority<T: PartialEq + Copy>(all: impl Iterator<Item = T> + Clone) -> Option<T> {
-    // Boyer and Moore: pairs of different ones are taken away; only what is left can be more than half.
+    // Boyer and Moore: remove pairs of different values; only what is left can be more than half.
     let (mut left, mut more) = (None, 0);
     for one in all.clone() {
         match more {

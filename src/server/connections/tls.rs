@@ -18,7 +18,7 @@ impl Tls {
     /// Errors: `Error::Invalid` naming the file that cannot be used.
     pub(in crate::server) fn load(chain: &Path, key: &Path) -> Result<Self> {
         let unusable = |path: &Path, e: &dyn std::fmt::Display| {
-            Error::Invalid(format!("{}: not usable for TLS: {e}", path.display()))
+            Error::Invalid(format!("{} cannot be used for TLS: {e}", path.display()))
         };
         let certificates = CertificateDer::pem_file_iter(chain)
             .and_then(|all| all.collect::<std::result::Result<Vec<_>, _>>())
