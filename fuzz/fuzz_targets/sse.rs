@@ -1,7 +1,7 @@
 //! Any bytes as a stream of events: no panic, no more kept than an event may have, and cutting changes nothing.
 #![no_main]
 
-use moebius::cli::measure::bench::serve::sse::{Parser, TooLarge};
+use moebius::cli::measure::server::sse::{Parser, TooLarge};
 
 fn read(pieces: &[&[u8]]) -> Result<Vec<String>, TooLarge> {
     let (mut parser, mut events) = (Parser::default(), Vec::new());

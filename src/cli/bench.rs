@@ -1,8 +1,9 @@
-//! `moebius bench`: prefill and decode speed of a model, or of a real model's dimensions with random weights.
+//! `moebius bench`: prefill and decode speed of a model, or of a model's dimensions with random weights.
 
 mod serve;
 
-use crate::cli::measure::bench::{self, Plan, Source};
+use crate::cli::measure::bench::{self, Source, Workload};
+use crate::load::LoadProgress;
 use crate::{Error, Result, hub, load};
 
 use super::args::{EngineArgs, SubjectArgs};
@@ -16,22 +17,22 @@ pub(crate) struct Args {
     command: Option<Command>,
     #[command(flatten)]
     subject: SubjectArgs,
-    /// Print one JSON object: machine, model, precision, rows.
+    /// Print one JSON object with machine, model, precision and rows.
     #[arg(long)]
     json: bool,
-    /// Lengths of the prompts to measure.
+    /// Prompt lengths to prefill.
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "128,512")]
     prompt_tokens: Vec<usize>,
-    /// Tokens that each sequence decodes.
+    /// Tokens to decode per sequence.
     #[arg(long, value_name = "N", default_value_t = 64)]
     decode_tokens: usize,
-    /// Sequences that decode together.
-    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    /// Numbers of sequences to decode together.
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1", value_parser = counts(1024))]
     batch: Vec<u64>,
-    /// Runs of each measurement, after one to warm up; the median counts.
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    /// Runs per measurement after one warm-up run; the median counts.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = counts(1000))]
     runs: u64,
-    /// Also where a pass's time on the GPU goes, kernel by kernel.
+    /// Also measure each GPU kernel of a pass.
     #[arg(long)]
     ops: bool,
     #[command(flatten)]
@@ -43,6 +44,11 @@ enum Command {
     Serve(Box<serve::Args>),
 }
 
+/// Numbers from 1 to `most`.
+fn counts(most: u64) -> clap::builder::RangedU64ValueParser<u64> {
+    clap::value_parser!(u64).range(1..=most)
+}
+
 pub(crate) fn run(args: Args) -> Result<()> {
     if let Some(Command::Serve(args)) = args.command {
         return serve::run(*args);
@@ -52,7 +58,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         return Err(Error::Invalid("a prompt of 0 tokens cannot be measured: give at least 1".into()));
     }
     let batches = args.batch.iter().map(|&sequences| sequences as usize).collect();
-    let plan = Plan {
+    let workload = Workload {
         prompt_tokens: args.prompt_tokens,
         decode_tokens: args.decode_tokens,
         batches,
@@ -60,14 +66,15 @@ pub(crate) fn run(args: Args) -> Result<()> {
         ops: args.ops,
     };
     let status = Status::new();
+    let progress = |p: LoadProgress<'_>| status.loading(p);
     let report = match (&args.subject.model, &args.subject.shape) {
         (Some(model), _) => {
             let dir = hub::resolve(model, &load::cache_dir(&config)?)?;
-            bench::run(model, Source::Directory(&dir), &config, &plan, &|p| status.loading(p))?
+            bench::run(model, Source::Directory(&dir), &config, &workload, &progress)?
         }
         (None, shape) => {
             let shape = shape.as_deref().expect("clap demands a model or a shape");
-            bench::run(shape, Source::Shape { layers: args.subject.layers }, &config, &plan, &|p| status.loading(p))?
+            bench::run(shape, Source::Shape { layers: args.subject.layers }, &config, &workload, &progress)?
         }
     };
     drop(status);

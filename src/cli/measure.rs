@@ -1,4 +1,11 @@
-//! What `moebius bench` and `moebius doctor` measure: an engine, any server under load, this machine.
+//! What the commands `bench` and `doctor` measure.
+//!
+//! ```text
+//! bench     an engine in this process: `moebius bench`
+//! server    any OpenAI-compatible server under load: `moebius bench serve`
+//! doctor    this machine: `moebius doctor`
+//! ```
 
 pub mod bench;
 pub mod doctor;
+pub mod server;

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fake::{Fake, Reply, chat};
-use moebius::cli::measure::bench::serve::{Amount, Endpoint, FailureKind, Load, Options, PromptSource, Report, run};
+use moebius::cli::measure::server::{Amount, Endpoint, FailureKind, Load, Options, PromptSource, Report, run};
 use serde_json::json;
 
 fn options(url: String) -> Options {
@@ -118,7 +118,7 @@ fn failures_are_counted_by_kind_and_measured_by_none() {
         "{report}"
     );
     assert_eq!(
-        (count(FailureKind::Told), count(FailureKind::Timeout), count(FailureKind::Empty)),
+        (count(FailureKind::Reported), count(FailureKind::Timeout), count(FailureKind::Empty)),
         (2, 2, 1),
         "{report}"
     );
@@ -145,13 +145,9 @@ fn refused_fields_are_left_out_and_that_is_said() {
     });
     let report = measure(&options(server.url()));
     let notes = report.notes.join("\n");
-    for word in [
-        "ignore_eos",
-        "stream_options",
-        "max_completion_tokens",
-        "each word is taken for one",
-        "each chunk counts as one",
-    ] {
+    for word in
+        ["ignore_eos", "stream_options", "max_completion_tokens", "each word counts as one", "each chunk counts as one"]
+    {
         assert!(notes.contains(word), "{notes}");
     }
     let level = &report.levels[0];

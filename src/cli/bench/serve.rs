@@ -1,9 +1,9 @@
-//! `moebius bench serve`: a server under load, ours or another.
+//! `moebius bench serve`: measures any OpenAI-compatible server under load.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::measure::bench::serve::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
+use crate::cli::measure::server::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
 use crate::{Error, Result};
 
 use crate::cli::args::{one_of, parse_duration, read_text};
@@ -11,31 +11,32 @@ use crate::cli::print_line;
 use crate::cli::terminal::Status;
 
 const LOADS: &str = "\
-Each load is measured by itself. With --concurrency, clients wait for their answers; with --rate, requests arrive at \
-                     random times whatever became of those before, and their times count from when they were to \
-                     arrive. Ctrl-C prints what was measured until then. Certificates are checked against the \
-                     system's authorities, or the PEM file that SSL_CERT_FILE names.";
+Each load is measured separately. With --concurrency, every client waits for its answer before it sends the next \
+                     request. With --rate, requests arrive at random times, also while earlier ones still run, and \
+                     latencies count from the planned arrival. Ctrl-C prints what was measured so far. TLS \
+                     certificates are checked against the system's authorities, or against the PEM file in \
+                     SSL_CERT_FILE.";
 
-/// Measure a server: throughput, time to first token and inter-token latency of any OpenAI-compatible URL.
+/// Measure throughput, time to first token and inter-token latency of an OpenAI-compatible server.
 #[derive(clap::Args)]
 #[command(after_help = LOADS)]
 pub(crate) struct Args {
-    /// The API.
+    /// Base URL of the API.
     #[arg(long, default_value = "http://127.0.0.1:8080/v1")]
     url: String,
-    /// The model to ask [default: the one that the server has].
+    /// Model name to send [default: the only model of the server].
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// A file with the server's key.
+    /// File with the server's API key.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// The server's key; others on this machine can read it here.
+    /// The server's API key. Other users can see the command line: prefer --api-key-file.
     #[arg(long, value_name = "KEY", conflicts_with = "api_key_file")]
     api_key: Option<String>,
-    /// Clients, each with one request at a time.
+    /// Numbers of concurrent clients, each with one request at a time.
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1,2,4,8,16")]
     concurrency: Vec<usize>,
-    /// Requests that arrive per second, on average.
+    /// Average request rates per second, instead of clients.
     #[arg(
         long,
         value_name = "R,R",
@@ -44,34 +45,35 @@ pub(crate) struct Args {
         conflicts_with = "concurrency"
     )]
     rate: Vec<f64>,
-    /// Requests of each load [default: 8 per client].
+    /// Requests per load [default: 8 per client].
     #[arg(long, value_name = "N", conflicts_with = "duration")]
     requests: Option<usize>,
-    /// How long each load sends requests, as in 90s or 5m [default with --rate: 60s].
+    /// Duration of each load, such as 90s or 5m [default with --rate: 60s].
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     duration: Option<Duration>,
-    /// Tokens of a prompt, about, by the server's own count; no two prompts begin alike.
+    /// Approximate tokens per prompt, as the server counts them; all prompts differ from their first token on.
     #[arg(long, value_name = "N", default_value_t = 512)]
     prompt_tokens: usize,
-    /// Of those, how many all prompts have in common.
+    /// Tokens at the start of all prompts that are the same.
     #[arg(long, value_name = "N", default_value_t = 0)]
     shared_prefix_tokens: usize,
-    /// Prompts of your own, one a line: text, a JSON string, or a JSON object with `prompt` or `messages`.
+    /// File of prompts, one per line: text, a JSON string, or a JSON object with `prompt` or `messages`.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_tokens", "shared_prefix_tokens"])]
     prompts: Option<PathBuf>,
-    /// Tokens of an answer, where the server knows `ignore_eos`; else at most.
+    /// Tokens per answer; a maximum if the server does not support `ignore_eos`.
     #[arg(long, value_name = "N", default_value_t = 128)]
     output_tokens: usize,
-    /// Which of the API's two to ask.
+    /// Endpoint to measure.
     #[arg(long, default_value = "chat", value_parser = one_of(&Endpoint::ALL))]
     endpoint: Endpoint,
-    /// Of prompts and arrivals [default: another in each run, lest the server know its prompts].
+    /// Random seed of prompts and arrivals [default: a new one per run, so that the server cannot have cached the
+    /// prompts].
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Requests before each load that do not count.
+    /// Warm-up requests before each load, which do not count.
     #[arg(long, value_name = "N", default_value_t = 1)]
     warmup: usize,
-    /// How long one request may take.
+    /// Maximum time of one request.
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_duration)]
     timeout: Duration,
     /// Print one JSON object.
@@ -83,7 +85,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let json = args.json;
     let options = args.into_options()?;
     let status = Status::new();
-    let report = serve::run(&options, &|Progress { load, done, total }| {
+    let report = server::run(&options, &|Progress { load, done, total }| {
         status.report(&load.to_string(), done, total, false);
     })?;
     drop(status);
@@ -95,7 +97,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     match report.failures().first() {
         _ if report.completed() > 0 => Ok(()),
         Some(failed) => Err(Error::Invalid(format!(
-            "no request was answered; most had: {} ({}): look into the server's log, or lower the load",
+            "no request was answered; the most frequent failure was {} ({}): check the server's log, or lower the load",
             failed.kind, failed.example
         ))),
         None => Err(Error::Invalid("stopped before a request was answered: let it run longer".into())),

@@ -1,8 +1,7 @@
-//! How fast a model runs on this box, and how fast it could: prefill and decode beside what the machine's parts allow.
+//! How fast a model prefills and decodes on this machine, next to the limits of its memory, link and GPU.
 
 mod limits;
 mod report;
-pub mod serve;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -26,12 +25,12 @@ use crate::{Error, Result};
 use limits::{Speed, Work};
 pub use report::{Distinct, Gpu, Machine, Op, PrecisionReport, Report, Row};
 
-/// Bytes over which the read bandwidth is measured: more than any processor's cache.
+/// Bytes over which the read bandwidth is measured: more than the cache of any processor.
 pub const BANDWIDTH_BYTES: usize = 2 << 30;
 
 /// What to run.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct Workload {
     /// Prompt lengths to prefill.
     pub prompt_tokens: Vec<usize>,
     /// Tokens to decode in each run.
@@ -40,7 +39,7 @@ pub struct Plan {
     pub batches: Vec<usize>,
     /// Runs of each row; the median counts.
     pub runs: usize,
-    /// Whether to tell where the GPU's time goes.
+    /// Whether to time each GPU kernel.
     pub ops: bool,
 }
 
@@ -59,83 +58,65 @@ pub fn load_shape(
     load::assemble(&spec, Stored { resident: &Synthetic::of(&model), experts }, budget, machine, report)
 }
 
+impl Workload {
+    /// Sequences of the widest batch.
+    fn sequences(&self) -> usize {
+        self.batches.iter().copied().max().unwrap_or(1).max(1)
+    }
+
+    /// Tokens of the longest prompt.
+    fn longest(&self) -> usize {
+        self.prompt_tokens.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Refuses a workload that does not fit what was loaded.
+    fn check(&self, loaded: &Loaded) -> Result<()> {
+        let (sequences, limit) = (self.sequences(), loaded.max_batch_tokens);
+        if sequences > limit {
+            return Err(Error::Invalid(format!(
+                "{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens"
+            )));
+        }
+        let (needed, context) = (self.longest().max(self.decode_tokens.saturating_add(CONTEXT)), loaded.max_context);
+        if needed > context {
+            let remedy = match context < loaded.model.config().max_context {
+                true => "raise --max-context",
+                false => "lower --prompt-tokens or --decode-tokens",
+            };
+            return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {remedy}")));
+        }
+        Ok(())
+    }
+}
+
 /// Loads a model or shape and measures it.
 pub fn run(
     model: &str,
     source: Source<'_>,
     config: &EngineConfig,
-    plan: &Plan,
+    workload: &Workload,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Report> {
     let started = Instant::now();
     let topology = Topology::read(); // before this thread is pinned to one core
-    // Room for the longest prompt and all sequences of the widest batch.
-    let sequences = plan.batches.iter().copied().max().unwrap_or(1).max(1);
-    let longest = plan.prompt_tokens.iter().copied().max().unwrap_or(1);
-    let config = EngineConfig { max_sequences: sequences.max(config.max_sequences), ..config.clone() };
+    let config = EngineConfig { max_sequences: workload.sequences().max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {
         Source::Directory(dir) => load::load(model, dir, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));
-    if sequences > loaded.max_batch_tokens {
-        let limit = loaded.max_batch_tokens;
-        return Err(Error::Invalid(format!(
-            "{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens"
-        )));
-    }
-    let needed = longest.max(plan.decode_tokens.saturating_add(CONTEXT));
-    if needed > loaded.max_context {
-        let context = loaded.max_context;
-        let advice = if context < loaded.model.config().max_context {
-            "raise --max-context"
-        } else {
-            "lower --prompt-tokens or --decode-tokens"
-        };
-        return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {advice}")));
-    }
+    workload.check(&loaded)?;
     // As the engine's thread does; not pinned is slower, not wrong.
     let _ = loaded.team.pin_caller();
-    let bandwidth =
-        read_bandwidth(&loaded.team, BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize), Pages::Huge, 5)?;
-    let dense = loaded.model.resident_bytes_per_token();
+    let bytes = BANDWIDTH_BYTES.min((topology::available_bytes() / 4) as usize);
+    let bandwidth = read_bandwidth(&loaded.team, bytes, Pages::Huge, 5)?;
     let rates = loaded.model.rates()?;
-    let mut bench = Bench {
-        speed: speed(bandwidth, rates.as_ref()),
-        on_device: rates.is_some(),
-        loaded: &mut loaded,
-        dense,
-        random: Random(42),
-        ops: plan.ops,
-    };
-    let mut rows = Vec::new();
-    for &tokens in &plan.prompt_tokens {
-        rows.push(bench.prefill(tokens, plan.runs)?);
-    }
-    if plan.decode_tokens > 0 {
-        for &batch in &plan.batches {
-            rows.push(bench.decode(plan.decode_tokens, batch, plan.runs)?);
-        }
-    }
-    let distinct_experts = bench.distinct(longest)?;
-    let experts = experts_per_token_bytes(loaded.model.config(), &loaded);
+    let mut bench = Bench::new(&mut loaded, speed(bandwidth, rates.as_ref()), rates.is_some(), workload.ops);
+    let rows = bench.rows(workload)?;
+    let distinct_experts = bench.distinct(workload.longest())?;
+    let dense = bench.dense;
     Ok(Report {
-        machine: Machine {
-            cpu: topology.cpu_model.clone(),
-            cores: topology.cores.len(),
-            threads: loaded.team.threads(),
-            simd: loaded.kernel.simd().to_string(),
-            memory_gib: gib(topology.total_bytes),
-            read_gb_per_s: bandwidth,
-            gpu: rates.map(|r| Gpu {
-                name: r.device,
-                memory_gb_per_s: r.memory / 1e9,
-                link_gb_per_s: r.link / 1e9,
-                tflops: r.products / 1e12,
-                taken_gib: gib(r.taken),
-                resident_experts: loaded.model.resident_experts(),
-            }),
-        },
+        machine: machine(&topology, &loaded, bandwidth, rates),
         model: model.to_string(),
         layers: loaded.model.config().layers.len(),
         precision: PrecisionReport {
@@ -145,10 +126,29 @@ pub fn run(
         },
         ready_s,
         peak_ram_gib,
-        bytes_per_token: dense + experts,
+        bytes_per_token: dense + experts_per_token_bytes(loaded.model.config(), &loaded),
         distinct_experts,
         rows,
     })
+}
+
+fn machine(topology: &Topology, loaded: &Loaded, read_gb_per_s: f64, rates: Option<Rates>) -> Machine {
+    Machine {
+        cpu: topology.cpu_model.clone(),
+        cores: topology.cores.len(),
+        threads: loaded.team.threads(),
+        simd: loaded.kernel.simd().to_string(),
+        memory_gib: gib(topology.total_bytes),
+        read_gb_per_s,
+        gpu: rates.map(|r| Gpu {
+            name: r.device,
+            memory_gb_per_s: r.memory / 1e9,
+            link_gb_per_s: r.link / 1e9,
+            tflops: r.products / 1e12,
+            taken_gib: gib(r.taken),
+            resident_experts: loaded.model.resident_experts(),
+        }),
+    }
 }
 
 /// Where the model comes from.
@@ -170,7 +170,7 @@ struct Bench<'a> {
     loaded: &'a mut Loaded,
     speed: Speed,
     on_device: bool,
-    dense: u64, // bytes that a pass reads besides experts
+    dense: u64, // bytes that a pass reads in addition to experts
     random: Random,
     ops: bool,
 }
@@ -184,13 +184,31 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / (1u64 << 30) as f64
 }
 
-impl Bench<'_> {
+impl<'a> Bench<'a> {
+    fn new(loaded: &'a mut Loaded, speed: Speed, on_device: bool, ops: bool) -> Self {
+        let dense = loaded.model.resident_bytes_per_token();
+        Self { loaded, speed, on_device, dense, random: Random(42), ops }
+    }
+
+    fn rows(&mut self, workload: &Workload) -> Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        for &tokens in &workload.prompt_tokens {
+            rows.push(self.prefill(tokens, workload.runs)?);
+        }
+        if workload.decode_tokens > 0 {
+            for &batch in &workload.batches {
+                rows.push(self.decode(workload.decode_tokens, batch, workload.runs)?);
+            }
+        }
+        Ok(rows)
+    }
+
     fn tokens(&mut self, n: usize) -> Vec<u32> {
         let vocab = self.loaded.model.config().vocab_size as u64;
         (0..n).map(|_| (self.random.bits() % vocab) as u32).collect()
     }
 
-    /// One pass over `tokens` of the sequence in `slot`, in chunks; seconds.
+    /// Seconds to prefill `tokens` of the sequence in `slot`, in chunks.
     fn read(&mut self, tokens: &[u32], blocks: &[u32], slot: usize, mut tap: Option<&mut Tap>) -> Result<f64> {
         let started = Instant::now();
         let mut batch = Batch::default();
@@ -256,7 +274,7 @@ impl Bench<'_> {
                     batch.push(&[*id], CONTEXT + i, table).slot = slot;
                 }
                 self.loaded.model.forward(&batch, None)?;
-                // As the engine asks for tokens.
+                // As the engine samples.
                 if !self.loaded.model.shortlists(&rows, &temperatures, &mut lists)? {
                     self.loaded.model.logits(&rows)?;
                 }
@@ -274,7 +292,7 @@ impl Bench<'_> {
         Ok(row)
     }
 
-    /// What `passes` passes over so many tokens each move and compute.
+    /// What `passes` passes over `tokens` tokens each move and compute.
     fn work(&self, moved: Traffic, passes: usize, tokens: usize, products: f64) -> Work {
         let model = self.loaded.model.config();
         let resident = model.moe().map_or(0.0, |moe| {
@@ -312,8 +330,9 @@ impl Bench<'_> {
         }
     }
 
-    /// How many experts each layer of one prefill really uses: a bench that routes all tokens to a few measures its
-    /// cache.
+    /// How many experts each layer of one prefill uses. A bench that routes all tokens to a few experts would measure
+    /// the
+    /// CPU's cache.
     fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
         let mut blocks = BlockTable::default();

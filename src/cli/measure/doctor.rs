@@ -1,4 +1,4 @@
-//! What this machine has, and what of it costs speed: the findings that `moebius doctor` prints.
+//! The findings of `moebius doctor`: what this machine has, and what slows it down.
 
 mod gpu;
 
@@ -20,17 +20,17 @@ use crate::{Result, load};
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// The subject.
     pub name: &'static str,
-    /// What it is.
+    /// What was found.
     pub value: String,
-    /// Where it costs speed: what it costs and the remedy, as a sentence.
+    /// If it costs speed: the cost and the remedy in one sentence.
     pub cost: Option<String>,
 }
 
-/// Looks at the machine; measuring takes a second or two and `bandwidth_bytes` of memory.
+/// Examines the machine. Measuring takes a second or two and `bandwidth_bytes` of memory.
 ///
-/// `cache_dir` is where expert caches are kept; it need not exist yet.
+/// `cache_dir` is the directory of expert caches. It need not exist yet.
 pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) -> Vec<Finding> {
     let mut findings = vec![
         cpu(topology),
@@ -49,9 +49,9 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
     findings
 }
 
-/// In which formats the parts of the checkpoint in `dir` are stored and what they become, by default.
+/// The formats in which the parts of the checkpoint in `dir` are stored, and what they become by default.
 ///
-/// Errors: it is not there, or cannot be read.
+/// Errors: the checkpoint does not exist, or cannot be read.
 pub fn examine_model(dir: &Path) -> Result<Vec<Finding>> {
     let (model, checkpoint) = (families::read(dir)?, Checkpoint::open(dir)?);
     let config = EngineConfig::default();
@@ -79,13 +79,10 @@ fn simd(available: &[Simd], cpu_has_amx: bool) -> Finding {
     let best = available.last().copied().unwrap_or(Simd::Scalar);
     let cost = match best {
         Simd::Scalar => Some(
-            "without AVX2 the kernels are bound by instructions, some ten times slower than memory: use a CPU of 2013 \
-             or later"
-                .to_string(),
+            "without AVX2 the kernels are about ten times slower than memory: use a CPU of 2013 or later".to_string(),
         ),
         Simd::Amx => None,
-        _ => cpu_has_amx
-            .then(|| format!("prompts are read several times slower than they could be: {}", load::AMX_REFUSED)),
+        _ => cpu_has_amx.then(|| format!("prefill is several times slower than it could be: {}", load::AMX_REFUSED)),
     };
     finding("SIMD", format!("{best} (available: {})", names.join(", ")), cost.as_deref())
 }
@@ -94,7 +91,7 @@ fn cores(topology: &Topology) -> Finding {
     let mut value =
         format!("{} usable, {} worker threads by default", topology.cores.len(), topology.default_threads());
     if !topology.isolated.is_empty() {
-        value += &format!("; {} isolated CPUs are left alone", topology.isolated.len());
+        value += &format!("; {} isolated CPUs are not used", topology.isolated.len());
     }
     finding("physical cores", value, None)
 }
@@ -103,16 +100,16 @@ fn cores(topology: &Topology) -> Finding {
 fn neighbours(schedstat: &Path) -> Finding {
     // Zeros where it keeps the file and does not count.
     let counted = std::fs::read_to_string(schedstat).is_ok_and(|text| !text.starts_with("0 "));
-    let cost = "the kernel does not count waiting (CONFIG_SCHED_INFO), so a core that another program keeps busy \
-                slows all of them down: leave it out with `taskset`";
+    let cost = "the kernel does not count waiting times (CONFIG_SCHED_INFO), so a core that another program keeps \
+                busy slows all cores down: exclude that core with `taskset`";
     match counted {
-        true => finding("busy neighbours", "their cores are left to them", None),
-        false => finding("busy neighbours", "cannot be noticed", Some(cost)),
+        true => finding("busy neighbours", "detected; their cores are not used", None),
+        false => finding("busy neighbours", "cannot be detected", Some(cost)),
     }
 }
 
 fn smt(topology: &Topology) -> Finding {
-    let value = if topology.has_smt() { "on; one thread per core is used" } else { "off, or hidden" };
+    let value = if topology.has_smt() { "on; one thread per core is used" } else { "off or hidden" };
     finding("SMT", value, None)
 }
 
@@ -122,8 +119,8 @@ fn quota(topology: &Topology) -> Finding {
     let limits: Vec<String> = [cpus, memory].into_iter().flatten().collect();
     let value = if limits.is_empty() { "no limit".to_string() } else { limits.join(", ") };
     let tight = topology.cgroup_cpus.is_some_and(|c| c < topology.cores.len() as f64);
-    let cost = "the quota is below the cores, so fewer threads are used: raise the container's CPU limit, or pin it \
-                to CPUs instead";
+    let cost = "the CPU quota is below the number of cores, so fewer threads are used: raise the container's CPU \
+                limit, or pin the container to CPUs instead";
     finding("control group", value, tight.then_some(cost))
 }
 
@@ -136,12 +133,12 @@ fn nodes(topology: &Topology) -> Finding {
     let mut value = nodes.join("; ");
     let several = topology.memory_nodes().len() > 1;
     if several {
-        value += "; each with cores holds a slice of every expert";
+        value += "; every node with cores holds a slice of each expert";
     }
     let refused =
         Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
-    let cost = "memory cannot be bound to a node here, so some of it may come from another: let the container do so \
-                (--cap-add SYS_NICE)";
+    let cost = "memory cannot be bound to a node, so some of it may come from another node: allow it to the \
+                container (--cap-add SYS_NICE)";
     finding("NUMA", value, (several && refused).then_some(cost))
 }
 
@@ -149,7 +146,7 @@ fn memory(topology: &Topology) -> Finding {
     finding("memory", format!("{} available of {}", gib(topology.available_bytes), gib(topology.total_bytes)), None)
 }
 
-/// Huge pages and what they bring, as measured.
+/// The setting of huge pages, and the read bandwidth with and without them.
 fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
     let measure = |pages| {
         let team = Team::on_nodes(&topology.seats(topology.default_threads()))?;
@@ -166,7 +163,7 @@ fn bandwidth(topology: &Topology, bytes: usize) -> Vec<Finding> {
     vec![setting, finding("read bandwidth", value, None)]
 }
 
-/// What the page cache gives the largest cache file.
+/// The pages in which the largest cache file is mapped.
 fn mapped(dir: &Path) -> Finding {
     let files = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|entry| {
         let meta = entry.metadata().ok().filter(|meta| meta.is_file())?;
@@ -176,11 +173,11 @@ fn mapped(dir: &Path) -> Finding {
     let Some(cache) = largest else { return finding("mapped experts", "no cache file yet", None) };
     let name = cache.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
     match memory::huge_share(&load::place::spots(&cache)) {
-        None => finding("mapped experts", format!("{name}: the system does not tell in what pages"), None),
+        None => finding("mapped experts", format!("{name}: the system does not report the page size"), None),
         Some(share) if share > 0.5 => finding("mapped experts", format!("{name}: in huge pages"), None),
         Some(_) => {
             let value =
-                format!("{name}: in small pages; copied into huge ones at start if those are read a tenth faster");
+                format!("{name}: in small pages; copied to huge pages at start if they are at least a tenth faster");
             finding("mapped experts", value, None)
         }
     }

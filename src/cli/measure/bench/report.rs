@@ -1,34 +1,34 @@
-//! What a bench found, as JSON and as a table.
+//! The results of a bench, as JSON and as a table.
 
 use serde::Serialize;
 
-/// One run of everything, as `--json` prints it.
+/// One run, as `--json` prints it.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Where it ran.
+    /// The machine.
     pub machine: Machine,
-    /// What ran.
+    /// Name of the model.
     pub model: String,
-    /// Layers that ran.
+    /// Number of layers.
     pub layers: usize,
-    /// In what precision.
+    /// Precision of the weights and the KV cache.
     pub precision: PrecisionReport,
     /// Seconds from the start of loading until ready.
     pub ready_s: f64,
-    /// The most RAM that the process took until then, mapped files included.
+    /// Peak RAM of the process until then, mapped files included.
     pub peak_ram_gib: f64,
     /// Weight bytes that one decoded token reads.
     pub bytes_per_token: u64,
-    /// Least and most distinct experts that one layer used in the longest prefill.
+    /// Distinct experts that a layer used in the longest prefill.
     pub distinct_experts: Option<Distinct>,
     /// Results.
     pub rows: Vec<Row>,
 }
 
-/// The box.
+/// The machine.
 #[derive(Debug, Serialize)]
 pub struct Machine {
-    /// As the processor calls itself.
+    /// Model name of the processor.
     pub cpu: String,
     /// Physical cores this process may use.
     pub cores: usize,
@@ -38,46 +38,46 @@ pub struct Machine {
     pub simd: String,
     /// RAM of the machine.
     pub memory_gib: f64,
-    /// Measured with all workers, in huge pages where there are some.
+    /// Read bandwidth, measured with all workers, in huge pages if there are any.
     pub read_gb_per_s: f64,
-    /// The GPU, if one takes part.
+    /// The GPU, if one is used.
     pub gpu: Option<Gpu>,
 }
 
-/// The GPU, and what it was measured to do.
+/// The GPU and its measured rates.
 #[derive(Debug, Serialize)]
 pub struct Gpu {
-    /// As the driver calls it.
+    /// Name that the driver gives.
     pub name: String,
-    /// Bytes of its memory, read and written, in a second.
+    /// Bandwidth of its memory, read and written.
     pub memory_gb_per_s: f64,
-    /// From pinned memory of the host.
+    /// Bandwidth from pinned host memory.
     pub link_gb_per_s: f64,
-    /// Of a large product of BF16 matrices.
+    /// Rate of a large product of BF16 matrices.
     pub tflops: f64,
-    /// Its memory that is taken.
+    /// Its memory that is in use.
     pub taken_gib: f64,
-    /// Experts of each layer that live on it.
+    /// Experts of each layer in its memory.
     pub resident_experts: usize,
 }
 
-/// Precisions that ran.
+/// Precisions of the run.
 #[derive(Debug, Serialize)]
 pub struct PrecisionReport {
     /// Of the routed experts.
     pub experts: String,
     /// Of the rest.
     pub dense: String,
-    /// Of keys and values.
+    /// Of the KV cache.
     pub kv: String,
 }
 
-/// Spread of the routing.
+/// Distinct experts per layer.
 #[derive(Debug, Serialize)]
 pub struct Distinct {
-    /// Of the layer that used fewest.
+    /// In the layer that used the fewest.
     pub least: usize,
-    /// Of the layer that used most.
+    /// In the layer that used the most.
     pub most: usize,
     /// Experts of a layer.
     pub of: usize,
@@ -85,42 +85,42 @@ pub struct Distinct {
     pub tokens: usize,
 }
 
-/// One measured number.
+/// One measurement.
 #[derive(Debug, Serialize)]
 pub struct Row {
     /// `prefill` or `decode`.
     pub phase: &'static str,
-    /// Tokens of the prompt, or decoded by each sequence.
+    /// Tokens of the prompt, or decoded per sequence.
     pub tokens: usize,
-    /// Sequences together.
+    /// Sequences in the batch.
     pub batch: usize,
-    /// Where the routed experts are: `ram`, `vram`, or both.
+    /// Location of the routed experts: `ram`, `vram`, or both.
     pub experts: &'static str,
-    /// Where everything else runs.
+    /// Device of everything else.
     pub device: &'static str,
-    /// Median over the runs, all sequences together.
+    /// Tokens of all sequences per second, median of the runs.
     pub tok_per_s: f64,
-    /// What the busiest of the machine's parts would allow by itself.
+    /// Limit that the busiest part of the machine sets.
     pub limit_tok_per_s: f64,
-    /// Which part that is: `ram`, `link` (PCIe), `vram`, or `products`.
+    /// That part: `ram`, `link` (PCIe), `vram`, or `products`.
     pub limited_by: &'static str,
-    /// Of the limit.
+    /// Share of the limit that was reached.
     pub share_of_limit: f64,
     /// Weights read from RAM per second, by the CPU or the GPU.
     pub ram_gb_per_s: f64,
-    /// Time of each kind of kernel, where asked for.
+    /// Time of each kernel, if requested.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ops: Vec<Op>,
 }
 
-/// The time that the kernels of one name take in one pass that is marked, so that they do not overlap.
+/// Time of the kernels of one name in one pass. Timing keeps them from overlapping.
 #[derive(Debug, Serialize)]
 pub struct Op {
-    /// The kernel's.
+    /// Name of the kernel.
     pub name: &'static str,
-    /// How often it runs.
+    /// Number of launches.
     pub launches: usize,
-    /// All launches together.
+    /// Microseconds of all launches.
     pub us: f64,
 }
 
@@ -165,7 +165,7 @@ impl std::fmt::Display for Report {
         }
         for r in self.rows.iter().filter(|r| !r.ops.is_empty()) {
             let all: f64 = r.ops.iter().map(|op| op.us).sum();
-            writeln!(f, "\n{} of {} tokens, batch {}: {all:.0} us marked", r.phase, r.tokens, r.batch)?;
+            writeln!(f, "\n{} of {} tokens, batch {}: {all:.0} us of kernels", r.phase, r.tokens, r.batch)?;
             for Op { name, launches, us } in &r.ops {
                 writeln!(f, "{name:36} {launches:>6} {us:>10.1} us {:>5.1}%", 100.0 * us / all)?;
             }

@@ -1,4 +1,4 @@
-//! What `doctor` says of GPUs: which there are, whether this build runs on them, and what holds them back.
+//! The GPUs that `doctor` finds: whether this build runs on them, and what slows them down.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use super::{Finding, finding};
 #[cfg(feature = "cuda")]
 use crate::backend::cuda::{CudaBackend, Limits, ProductRates};
 
-/// A line for each GPU, or one that says why there is none.
+/// One finding per GPU, or one that says why there is none.
 pub(super) fn examine() -> Vec<Finding> {
     let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| driver_version(&text));
     let card = has_card(Path::new("/sys/bus/pci/devices"));
@@ -16,7 +16,7 @@ pub(super) fn examine() -> Vec<Finding> {
         Err(error) => vec![without(driver.as_deref(), card, &error.to_string())],
     };
     #[cfg(not(feature = "cuda"))]
-    vec![without(driver.as_deref(), card, "this build has no GPU side: build it with the feature `cuda`")]
+    vec![without(driver.as_deref(), card, "this build has no GPU support: build it with the feature `cuda`")]
 }
 
 /// `580.65.06` of "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 ...".
@@ -25,19 +25,19 @@ fn driver_version(text: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(is_version).map(String::from)
 }
 
-/// Whether a display controller of NVIDIA's is on the PCI bus.
+/// Whether the PCI bus has a display controller of NVIDIA.
 fn has_card(pci: &Path) -> bool {
     let text = |path: &Path, name: &str| std::fs::read_to_string(path.join(name)).unwrap_or_default();
     let is_card = |path: &Path| text(path, "vendor").trim() == "0x10de" && text(path, "class").starts_with("0x03");
     std::fs::read_dir(pci).into_iter().flatten().flatten().any(|entry| is_card(&entry.path()))
 }
 
-/// No GPU can be used: `why`, and what to do where there is a card or a driver.
+/// No GPU can be used: `why`, and a remedy if there is a card or a driver.
 fn without(driver: Option<&str>, card: bool, why: &str) -> Finding {
     let value = match (driver, card) {
-        (Some(driver), _) => format!("driver {driver}, not used: everything runs on the CPU"),
-        (None, true) => "there is one of NVIDIA's, not used: everything runs on the CPU".into(),
-        (None, false) => return finding("GPU", "none found; everything runs on the CPU", None),
+        (Some(driver), _) => format!("driver {driver} found, but not used: everything runs on the CPU"),
+        (None, true) => "NVIDIA GPU found, but not used: everything runs on the CPU".into(),
+        (None, false) => return finding("GPU", "none found: everything runs on the CPU", None),
     };
     let remedy = if why.contains("is installed") { ": install driver 580 or newer" } else { "" };
     finding("GPU", value, Some(&format!("{why}{remedy}")))
@@ -47,17 +47,12 @@ fn without(driver: Option<&str>, card: bool, why: &str) -> Finding {
 fn devices(driver: Option<&str>) -> Vec<Finding> {
     let devices = crate::cuda::devices();
     if devices.is_empty() {
-        let value = format!(
-            "driver {} is there and shows no GPU; everything runs on the CPU",
-            driver.unwrap_or("of unknown version")
-        );
+        let value =
+            format!("driver {} shows no GPU: everything runs on the CPU", driver.unwrap_or("of unknown version"));
         return vec![finding(
             "GPU",
             value,
-            Some(
-                "where a container hides it, start that with --gpus all; else look at nvidia-smi and \
-                 CUDA_VISIBLE_DEVICES",
-            ),
+            Some("in a container, start it with --gpus all; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"),
         )];
     }
     devices.iter().enumerate().map(|(i, info)| device(i, info, driver)).collect()
@@ -85,8 +80,7 @@ fn device(ordinal: usize, info: &crate::cuda::DeviceInfo, driver: Option<&str>) 
         ),
         Ok((free, pcie, vram, rates)) => {
             let value = format!(
-                "{what}, {} of {} of VRAM free, read and written with {vram:.0} GB/s; PCIe {pcie:.1} GB/s; this build \
-                 has kernels for it; {}",
+                "{what}, {} of {} of VRAM free, VRAM {vram:.0} GB/s, PCIe {pcie:.1} GB/s; supported by this build; {}",
                 super::gib(free),
                 super::gib(info.total_bytes),
                 products(&rates)
@@ -97,7 +91,7 @@ fn device(ordinal: usize, info: &crate::cuda::DeviceInfo, driver: Option<&str>) 
     }
 }
 
-/// How fast dense products are, and whose.
+/// How fast dense products are with our own GEMM and with cuBLASLt.
 #[cfg(feature = "cuda")]
 fn products(rates: &ProductRates) -> String {
     let own = format!("BF16 products {:.0} TFLOP/s with our own GEMM", rates.own / 1e12);
@@ -106,35 +100,35 @@ fn products(rates: &ProductRates) -> String {
             format!(
                 "{own}, {:.0} with {name}: {} used",
                 rate / 1e12,
-                if rates.library_used { "that is" } else { "our own is" }
+                if rates.library_used { "cuBLASLt is" } else { "our own is" }
             )
         }
-        Err(_) => format!("{own}, cuBLASLt is not there"),
+        Err(_) => format!("{own}, cuBLASLt not found"),
     }
 }
 
-/// Where our own products are not written for the GPU's newest instructions, cuBLASLt may be faster.
+/// Where our own GEMM does not use the GPU's newest instructions, cuBLASLt may be faster.
 #[cfg(feature = "cuda")]
 fn no_library(info: &crate::cuda::DeviceInfo, rates: &ProductRates) -> Option<String> {
     let why = rates.library.as_ref().err().filter(|_| !info.has_wgmma() && !info.is_emulated())?;
-    Some(format!("long prompts may be read faster with cuBLASLt: {why}"))
+    Some(format!("cuBLASLt may make prefill of long prompts faster: {why}"))
 }
 
-/// What holds a GPU back that can be used.
+/// What slows a usable GPU down.
 #[cfg(feature = "cuda")]
 fn slow(pcie_gb_per_s: f64, free: u64, total: u64) -> Option<String> {
-    /// PCIe 4.0 with 16 lanes brings 25.
+    /// PCIe 4.0 with 16 lanes gives 25.
     const PCIE: f64 = 20.0;
     if pcie_gb_per_s < PCIE {
         return Some(format!(
-            "long prompts fetch experts over PCIe, and it brings {pcie_gb_per_s:.1} GB/s: a slot with 16 lanes of \
-             PCIe 4.0 brings 25 (`nvidia-smi -q` tells lanes and generation)"
+            "prefill of long prompts reads experts over PCIe, which gives {pcie_gb_per_s:.1} GB/s: a slot with 16 lanes \
+             of PCIe 4.0 gives 25 (`nvidia-smi -q` shows lanes and generation)"
         ));
     }
     let held = 1.0 - free as f64 / total as f64;
     (held > 0.25).then(|| {
         format!(
-            "other programs hold {:.0}% of its VRAM, where experts could be: `nvidia-smi` tells which",
+            "other programs hold {:.0}% of its VRAM, which experts could use: `nvidia-smi` lists them",
             100.0 * held
         )
     })
@@ -151,7 +145,7 @@ mod tests {
         assert!(no_driver.cost.unwrap().ends_with("install driver 580 or newer"));
         let old = without(Some("535.104.05"), true, "the NVIDIA driver is for CUDA 12.2: install driver 580 or newer");
         assert!(
-            old.value.starts_with("driver 535.104.05, not used")
+            old.value.starts_with("driver 535.104.05 found, but not used")
                 && old.cost.unwrap().ends_with("install driver 580 or newer")
         );
     }
@@ -183,11 +177,11 @@ mod tests {
         let used = products(&rates(Ok((name(), 700e12)), true));
         assert_eq!(
             used,
-            "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): that is used"
+            "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): cuBLASLt is used"
         );
         assert!(products(&rates(Ok((name(), 210e12)), false)).ends_with("our own is used"));
         let missing = || rates(Err(crate::Error::Device("libcublasLt.so.13 is not found".into())), false);
-        assert!(products(&missing()).ends_with("cuBLASLt is not there"));
+        assert!(products(&missing()).ends_with("cuBLASLt not found"));
         let card = |capability| crate::cuda::DeviceInfo {
             name: "a card".into(),
             capability,

@@ -1,8 +1,8 @@
-//! Load: clients that wait for their answers (a closed loop), or requests that arrive whatever became of those before
-//! (an open one).
+//! Sends the requests of one load: from clients that wait for their answers (a closed loop), or at random times whether
+//! or not earlier requests have ended (an open loop).
 //!
-//! In an open loop a request's time begins when it was to arrive. A generator that waits for a slow server, and counts
-//! from when it got round to sending, would leave out the very waiting that it is to measure (coordinated omission).
+//! In an open loop the time of a request counts from its planned arrival. A generator that waits for a slow server and
+//! counts from the actual sending would leave out the wait that it should measure (coordinated omission).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,10 +19,11 @@ use super::report::{Failure, FailureKind, Failures, Level, Spread};
 use super::{Amount, Load};
 use crate::kernel::random::Random;
 
-/// A client waits so long after a failure: a server that refuses at once would be asked thousands of times a second.
+/// Pause of a client after a failure. Without it, a server that refuses at once would get thousands of requests a
+/// second.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Requests of an open loop that are under way at once; more arrivals wait, on their own time.
+/// Concurrent requests of an open loop. More arrivals wait, and their time runs.
 const MAX_UNDER_WAY: usize = 4096;
 
 /// What all requests of a run share.
@@ -41,14 +42,15 @@ impl Target {
     }
 }
 
-/// One request that is over.
+/// The end of one request.
 struct Outcome {
     end: Duration,          // since the level's start
     late: Option<Duration>, // sent, after it was to arrive
     result: std::result::Result<Answered, Failure>,
 }
 
-/// Runs one load until its amount is done or `stop` resolves, which is told. `progress` gets what is done, of how much.
+/// Runs one load until its amount is done or `stop` resolves; returns whether it was stopped. `progress` gets what is
+/// done, and of how much.
 pub(super) async fn measure(
     target: &Arc<Target>,
     load: Load,
@@ -87,7 +89,7 @@ pub(super) async fn measure(
     }
 }
 
-/// One client: the next request when the last one is over.
+/// One client, which sends the next request when the last one has ended.
 async fn client(
     target: Arc<Target>,
     amount: Amount,
@@ -106,7 +108,7 @@ async fn client(
     }
 }
 
-/// Requests at random times, `rate` a second on average, each independent of the others (a Poisson process).
+/// Sends requests at random, independent times, on average `rate` per second (a Poisson process).
 async fn arrivals(
     target: Arc<Target>,
     rate: f64,
@@ -136,7 +138,7 @@ async fn arrivals(
     while requests.join_next().await.is_some() {}
 }
 
-/// When requests arrive.
+/// The times at which requests arrive.
 fn times(seed: u64, rate: f64) -> impl Iterator<Item = Duration> {
     let mut random = Random(!seed); // not the prompts' numbers
     let mut seconds = 0.0;
@@ -162,7 +164,7 @@ fn level(load: Load, outcomes: Vec<Outcome>) -> Level {
     let failures = failures.list();
     let per_second = |amount: f64| if seconds > 0.0 { amount / seconds } else { 0.0 };
     let output: u64 = answers.iter().map(Answered::tokens).sum();
-    // A sum over some of the requests would be no sum.
+    // A sum over only some of the requests would mislead.
     let prompts: Option<Vec<u64>> = answers.iter().map(|answer| answer.usage.prompt_tokens).collect();
     let cached: Option<Vec<u64>> = answers.iter().map(|answer| answer.usage.cached_tokens).collect();
     let spread = |value: &dyn Fn(&Answered) -> Option<f64>| Spread::of(answers.iter().filter_map(value).collect());
@@ -195,7 +197,7 @@ fn ms(time: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::measure::bench::serve::api::Usage;
+    use crate::cli::measure::server::api::Usage;
 
     #[test]
     fn arrivals_are_a_poisson_process() {

@@ -1,15 +1,20 @@
-//! How fast a server is to those who use it: throughput, time to first token and inter-token latency of any
-//! OpenAI-compatible URL, under load from clients or at a rate. It knows no engine, so that one way of measuring fits
-//! all servers.
+//! How fast a server is for its users: throughput, time to first token and inter-token latency of any OpenAI-compatible
+//! URL, under load from clients or at a rate of arrivals. It knows no engine, so it measures all servers alike.
 //!
-//! `client` connects, `sse` reads streams, `api` asks and times one request, `prompts` says what, `load` when, `report`
-//! what came out.
+//! ```text
+//! client     connects
+//! sse        reads streams of events
+//! report     the results
+//! api        sends and times one request
+//! prompts    the content of requests
+//! run        sends the requests of one load
+//! ```
 
 mod api;
 mod client;
-mod load;
 mod prompts;
 mod report;
+mod run;
 pub mod sse;
 
 use std::fmt;
@@ -20,45 +25,44 @@ use std::time::{Duration, Instant};
 use crate::{Error, Result};
 use api::{Answered, Api, Fields, cannot};
 use client::Client;
-use load::Target;
 use prompts::{Measure, Prompt, Prompts};
 pub use report::{Failed, FailureKind, Level, Report, Spread};
+use run::Target;
 
-/// Upper bounds of what a user can ask for, of clients, requests of a level, and tokens: a slip of the finger must not
-/// fill memory.
+/// Upper bounds of clients, requests per load, tokens and times, so that a typing error does not fill memory.
 const MAX_CLIENTS: usize = 4096;
 const MAX_REQUESTS: usize = 1_000_000;
 const MAX_TOKENS: usize = 4_000_000;
 const MAX_DURATION: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// What to measure, and how.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The API, with its `/v1`.
+    /// Base URL of the API, with its `/v1`.
     pub url: String,
-    /// Sent as a bearer token.
+    /// Bearer token.
     pub api_key: Option<String>,
-    /// `None`: the one that the server has.
+    /// `None`: the only model of the server.
     pub model: Option<String>,
-    /// Which of the API's two.
+    /// Endpoint of the API.
     pub endpoint: Endpoint,
-    /// Loads, measured one after the other.
+    /// Loads, measured one after another.
     pub loads: Vec<Load>,
-    /// How much of each; `None`: 8 requests per client, or a minute of arrivals.
+    /// Length of each load; `None`: 8 requests per client, or a minute of arrivals.
     pub amount: Option<Amount>,
-    /// What is asked.
+    /// Source of the prompts.
     pub prompts: PromptSource,
-    /// Tokens of each answer.
+    /// Tokens per answer.
     pub output_tokens: usize,
-    /// Of prompts and arrivals.
+    /// Random seed of prompts and arrivals.
     pub seed: u64,
-    /// Requests before each load that do not count.
+    /// Warm-up requests before each load, which do not count.
     pub warmup: usize,
-    /// For one request, from its start or planned arrival to its end.
+    /// Maximum time of one request, from its start or planned arrival to its end.
     pub timeout: Duration,
 }
 
-/// Where requests go.
+/// An endpoint of the API.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Endpoint {
     /// `/chat/completions`.
@@ -68,7 +72,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Both.
+    /// Both endpoints.
     pub const ALL: [Self; 2] = [Self::Chat, Self::Completions];
 
     fn name(self) -> &'static str {
@@ -85,12 +89,12 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// What makes requests.
+/// How requests arrive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
-    /// So many clients, each with one request at a time.
+    /// From this number of clients, each with one request at a time.
     Clients(usize),
-    /// So many requests per second on average, at random times, whatever became of those before.
+    /// At random times, on average this many per second, whether or not earlier requests have ended.
     Rate(f64),
 }
 
@@ -104,17 +108,17 @@ impl fmt::Display for Load {
     }
 }
 
-/// When a load is done.
+/// When a load ends.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Amount {
-    /// After so many requests.
+    /// After this number of requests.
     Requests(usize),
-    /// After this time no more are sent; those under way are waited for.
+    /// After this time. Requests that still run are completed.
     Duration(Duration),
 }
 
 impl Amount {
-    /// Whether a request may be sent at this time, after `sent` others.
+    /// Whether another request may be sent after `sent` requests and this time.
     fn allows(self, sent: usize, elapsed: Duration) -> bool {
         match self {
             Self::Requests(n) => sent < n,
@@ -123,43 +127,43 @@ impl Amount {
     }
 }
 
-/// What requests ask.
+/// Where prompts come from.
 #[derive(Clone, Debug)]
 pub enum PromptSource {
-    /// Random words of about `tokens` tokens by the server's own count, all different but for the first `shared` ones.
+    /// Random words of about `tokens` tokens as the server counts them. All prompts differ after `shared` tokens.
     Random {
-        /// Tokens of a prompt.
+        /// Tokens per prompt.
         tokens: usize,
-        /// Of those, how many all prompts have in common.
+        /// Tokens at the start of all prompts that are the same.
         shared: usize,
     },
     /// Lines of a file: text, JSON strings, or JSON objects with `prompt` or `messages`.
     Lines(String),
 }
 
-/// How far a load is.
+/// Progress of a load.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Which.
+    /// The load.
     pub load: Load,
-    /// Requests, or seconds.
+    /// Requests or seconds done.
     pub done: u64,
-    /// Of how many.
+    /// Requests or seconds in all.
     pub total: u64,
 }
 
 /// Measures all loads, until they are done or Ctrl-C is pressed.
 ///
-/// Errors: options out of range, or a server that cannot be reached or refuses the first request. Later failures are in
-/// the report.
+/// Errors: an option is out of range, the server cannot be reached, or it refuses the first request. The report counts
+/// later failures.
 pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
     check(options)?;
     let failed = |e: std::io::Error| Error::Resources(format!("the measurement cannot run: {e}"));
-    moebius_cache::threads::probe(4)?; // tokio panics where its two do not start
+    moebius_cache::threads::probe(4)?; // tokio panics when its two threads cannot start
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(failed)?;
     let report = runtime.block_on(async {
         let mut stop = pin!(async {
-            // Where signals cannot be had, Ctrl-C ends the process as ever.
+            // Without signal handling, Ctrl-C ends the process.
             if tokio::signal::ctrl_c().await.is_err() {
                 std::future::pending().await
             }
@@ -167,19 +171,19 @@ pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
         let mut notes = Vec::new();
         let target = tokio::select! {
             target = prepare(options, &mut notes) => Arc::new(target?),
-            () = &mut stop => return Err(Error::Invalid("stopped before anything was measured: let the first requests end".into())),
+            () = &mut stop => return Err(stopped_early()),
         };
         let (mut levels, mut interrupted) = (Vec::new(), false);
         for &load in &options.loads {
             if options.warmup > 0 {
                 let clients = if let Load::Clients(clients) = load { clients.min(options.warmup) } else { 1 };
                 let amount = Amount::Requests(options.warmup);
-                (_, interrupted) = load::measure(&target, Load::Clients(clients), amount, &mut stop, &|_, _| {}).await;
+                (_, interrupted) = run::measure(&target, Load::Clients(clients), amount, &mut stop, &|_, _| {}).await;
             }
             if !interrupted {
                 let amount = options.amount.unwrap_or(load.default_amount());
                 let report = |done, total| progress(Progress { load, done, total });
-                let (level, stopped) = load::measure(&target, load, amount, &mut stop, &report).await;
+                let (level, stopped) = run::measure(&target, load, amount, &mut stop, &report).await;
                 levels.push(level);
                 interrupted = stopped;
             }
@@ -188,13 +192,20 @@ pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
             }
         }
         if levels.iter().any(|level| level.counted_as_chunks > 0) {
-            notes.push("the server did not count the tokens of all answers: where it did not, each chunk counts as one".into());
+            notes.push(UNCOUNTED.into());
         }
         Ok(report(options, &target, notes, levels, interrupted))
     });
-    // The system may still look up a name on another thread; nobody waits for it.
+    // A name lookup may still run on another thread, whose end is not waited for.
     runtime.shutdown_background();
     report
+}
+
+const UNCOUNTED: &str =
+    "the server did not count the tokens of all answers: where it did not, each chunk counts as one token";
+
+fn stopped_early() -> Error {
+    Error::Invalid("stopped before anything was measured: let the first requests end".into())
 }
 
 fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Vec<Level>, interrupted: bool) -> Report {
@@ -202,7 +213,7 @@ fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Ve
     match &target.prompts {
         Prompts::Lines(lines) if lines.len() < requests => {
             notes.push(format!(
-                "{} prompts for {requests} requests: they repeat, and a prefix cache may know them",
+                "{} prompts for {requests} requests: prompts repeat, and a prefix cache may hold them",
                 lines.len()
             ));
         }
@@ -211,7 +222,7 @@ fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Ve
     if levels.iter().any(|level| level.completed + level.failed >= MAX_REQUESTS)
         && matches!(options.amount, Some(Amount::Duration(_)))
     {
-        notes.push(format!("no load has more than {MAX_REQUESTS} requests: it ended with them, before its time"));
+        notes.push(format!("a load ends after {MAX_REQUESTS} requests, even before its duration is over"));
     }
     let (prompt_tokens, shared_prefix_tokens) = match options.prompts {
         PromptSource::Random { tokens, shared } => (Some(tokens), shared),
@@ -257,12 +268,12 @@ fn check(options: &Options) -> Result<()> {
     match options.amount {
         Some(Amount::Requests(requests)) => within("--requests", requests, 1, MAX_REQUESTS)?,
         Some(Amount::Duration(duration)) if duration.is_zero() || duration > MAX_DURATION => {
-            return Err(Error::Invalid("--duration is out of range: give more than nothing and at most a week".into()));
+            return Err(Error::Invalid("--duration is out of range: give more than 0 and at most a week".into()));
         }
         _ => {}
     }
     if options.timeout.is_zero() || options.timeout > MAX_DURATION {
-        return Err(Error::Invalid("--timeout is out of range: give more than nothing and at most a week".into()));
+        return Err(Error::Invalid("--timeout is out of range: give more than 0 and at most a week".into()));
     }
     if let PromptSource::Random { tokens, shared } = options.prompts {
         within("--prompt-tokens", tokens, 1, MAX_TOKENS)?;
@@ -276,7 +287,7 @@ fn check(options: &Options) -> Result<()> {
     within("--warmup", options.warmup, 0, MAX_REQUESTS)
 }
 
-/// Learns how the server wants to be asked and how many tokens it takes a word for.
+/// Finds out which fields the server accepts and how many tokens a word has.
 async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
     let client = Client::new(&options.url, options.api_key.as_deref())?;
     let lines = match &options.prompts {
@@ -304,10 +315,10 @@ async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
     Ok(Target { api, prompts, output_tokens: options.output_tokens, next: next.into(), seed: options.seed })
 }
 
-/// Random prompts that [`measure`] asks; the load's come after them.
+/// Random prompts that [`measure`] sends; those of the loads come after them.
 const PROBES: u64 = 2;
 
-/// Learns from two prompts how many tokens the server takes a word for.
+/// Finds out with two prompts how many tokens a word has.
 async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String>) -> Result<Measure> {
     let (few, most) = (16, 1024);
     let (mut words, mut counts) = (few, Vec::new());
@@ -315,18 +326,17 @@ async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String
         let prompt = Prompts::Random { seed, words, shared: 0 }.get(number);
         let Some(count) = probe(api, &prompt, notes).await?.usage.prompt_tokens else { break };
         counts.push((words, count as usize));
-        // Then one of about the length asked, where that is not too long: no longer, since the template's share is not
-        // yet known.
+        // Then one of about the wanted length, up to a bound: the share of the template is not yet known.
         words = (tokens.saturating_mul(few) / (count as usize).max(1)).clamp(2 * few, most);
     }
     let measure = if let [few, many] = counts[..] { Measure::through(few, many) } else { None };
     if measure.is_none() {
-        notes.push("the server does not count the tokens of prompts: each word is taken for one".into());
+        notes.push("the server does not count the tokens of prompts: each word counts as one".into());
     }
     Ok(measure.unwrap_or(Measure::UNKNOWN))
 }
 
-/// Asks for one token. Fields that the server refuses are left out from here on, and that is noted.
+/// Requests one token. Leaves out the fields that the server refuses from here on, and notes that.
 async fn probe(api: &mut Api, prompt: &Prompt, notes: &mut Vec<String>) -> Result<Answered> {
     loop {
         match api.ask(api.body(prompt, 1), Instant::now()).await {

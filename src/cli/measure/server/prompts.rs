@@ -1,4 +1,4 @@
-//! What the requests ask: random words of about as many tokens as wanted, no two alike, or the lines of a file.
+//! The prompts: different random words of about the wanted number of tokens, or the lines of a file.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use super::Endpoint;
 use crate::kernel::random::Random;
 use crate::{Error, Result};
 
-/// Common and short, so that most tokenizers have one token for each; how many it takes is measured, not assumed.
+/// Common, short words: most tokenizers have one token for each. How many a server counts is measured.
 const WORDS: [&str; 64] = [
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
     "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system",
@@ -16,14 +16,14 @@ const WORDS: [&str; 64] = [
     "car",
 ];
 
-/// Numbers that one prompt may draw before it runs into the next one's.
+/// Random numbers reserved for each prompt.
 const DRAWS: u64 = 1 << 24;
 
 /// One request's prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Prompt {
     Text(String),
-    /// As a line of a file has them; for chat.
+    /// The messages of a chat, as in a line of a file.
     Messages(Value),
 }
 
@@ -35,17 +35,17 @@ pub(super) struct Measure {
 }
 
 impl Measure {
-    /// What is assumed of a server that does not count.
+    /// The assumption for a server that does not count.
     pub(super) const UNKNOWN: Self = Self { template: 0.0, per_word: 1.0 };
 
-    /// The line through two prompts that a server counted, `(words, tokens)`; `None` where it counts something else.
+    /// The line through two prompts as `(words, tokens)`. `None` if the counts do not fit one.
     pub(super) fn through(few: (usize, usize), many: (usize, usize)) -> Option<Self> {
         let per_word = (many.1 as f64 - few.1 as f64) / (many.0 as f64 - few.0 as f64);
         let template = (few.1 as f64 - per_word * few.0 as f64).max(0.0);
         (per_word.is_finite() && per_word > 0.0).then_some(Self { template, per_word })
     }
 
-    /// Words for a prompt of so many tokens; at least one.
+    /// Words for a prompt of `tokens` tokens; at least one.
     fn words(&self, tokens: usize) -> usize {
         ((tokens as f64 - self.template) / self.per_word).round().clamp(1.0, (DRAWS - 1) as f64) as usize
     }
@@ -55,15 +55,15 @@ impl Measure {
 pub(super) enum Prompts {
     /// Random words; the first `shared` of them are the same in all prompts.
     Random { seed: u64, words: usize, shared: usize },
-    /// One after the other, and again from the start.
+    /// One after another, then again from the start.
     Lines(Vec<Prompt>),
 }
 
 impl Prompts {
-    /// Prompts of about `tokens` tokens of which `shared` are in common.
+    /// Prompts of about `tokens` tokens. The first `shared` of them are the same.
     pub(super) fn random(seed: u64, tokens: usize, shared: usize, measure: Measure) -> Self {
         let words = measure.words(tokens);
-        // The template's tokens begin every prompt anyway.
+        // The template's tokens start every prompt anyway.
         let shared = if shared == 0 { 0 } else { measure.words(shared).min(words) };
         Self::Random { seed, words, shared }
     }
@@ -86,7 +86,7 @@ fn draw(mut random: Random, words: usize) -> impl Iterator<Item = &'static str> 
     (0..words).map(move |_| WORDS[(random.bits() % WORDS.len() as u64) as usize])
 }
 
-/// The prompts of a file, one a line: text, a JSON string, or a JSON object with `prompt` or `messages`. Empty lines
+/// The prompts of a file, one per line: text, a JSON string, or a JSON object with `prompt` or `messages`. Empty lines
 /// are left out.
 pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
     let wrong = |line: usize, why: &str| Error::Invalid(format!("line {} of --prompts {why}", line + 1));
@@ -96,7 +96,7 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
             Ok(Value::String(text)) => Prompt::Text(text),
             Ok(Value::Object(mut object)) => match (object.remove("messages"), object.remove("prompt")) {
                 (Some(messages), _) if messages.as_array().is_none_or(Vec::is_empty) => {
-                    return Err(wrong(i, "has no list of messages in 'messages': write one message or more"));
+                    return Err(wrong(i, "has no list of messages in 'messages': write at least one message"));
                 }
                 (Some(_), _) if endpoint == Endpoint::Completions => {
                     return Err(wrong(i, "has messages: measure them with --endpoint chat"));
@@ -104,7 +104,7 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
                 (Some(messages), _) => Prompt::Messages(messages),
                 (None, Some(Value::String(text))) => Prompt::Text(text),
                 (None, _) => {
-                    return Err(wrong(i, "has neither 'messages' nor a string in 'prompt': give it one of them"));
+                    return Err(wrong(i, "has neither 'messages' nor a string in 'prompt': add one of them"));
                 }
             },
             Err(e) if line.trim_start().starts_with('{') => {
@@ -114,7 +114,7 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
         });
     }
     match prompts.is_empty() {
-        true => Err(Error::Invalid("--prompts has no lines: write a prompt into each".into())),
+        true => Err(Error::Invalid("--prompts has no lines: write one prompt per line".into())),
         false => Ok(prompts),
     }
 }

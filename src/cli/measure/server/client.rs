@@ -18,10 +18,10 @@ use crate::{Error, Result};
 
 type Sender = SendRequest<Full<Bytes>>;
 
-/// Bytes of one answer at most; a stream without end must not fill memory.
+/// Maximum bytes of one answer, so that an endless stream does not fill memory.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 
-/// A server, its key, and connections to it that wait for the next request.
+/// A server, its key, and idle connections to it.
 pub(super) struct Client {
     host: String, // an IPv6 address without its brackets
     port: u16,
@@ -33,9 +33,10 @@ pub(super) struct Client {
 }
 
 impl Client {
-    /// Reads the URL, and for https the certificate authorities that the system trusts; connects to nothing yet.
+    /// Parses the URL and, for https, loads the system's certificate authorities. Does not connect yet.
     pub(super) fn new(url: &str, api_key: Option<&str>) -> Result<Self> {
-        let wrong = |why: &str| Error::Invalid(format!("--url {url} {why}: give one such as http://127.0.0.1:8080/v1"));
+        let wrong =
+            |why: &str| Error::Invalid(format!("--url {url} {why}: give a URL such as http://127.0.0.1:8080/v1"));
         let uri: Uri = url.parse().map_err(|_| wrong("is not a URL"))?;
         let secure = match uri.scheme_str() {
             Some("http") => false,
@@ -47,7 +48,7 @@ impl Client {
         }
         let authority = uri.authority().ok_or_else(|| wrong("names no host"))?;
         if authority.as_str().contains('@') {
-            return Err(Error::Invalid("--url has a name or password in it: give the key with --api-key-file".into()));
+            return Err(Error::Invalid("--url contains a name or password: give the key with --api-key-file".into()));
         }
         let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_string();
         if host.is_empty() {
@@ -56,7 +57,7 @@ impl Client {
         let tls = secure.then(|| connector(&host)).transpose()?;
         let key = api_key.map(|key| {
             let mut header = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-                Error::Invalid("the API key has characters that HTTP does not carry: check --api-key".into())
+                Error::Invalid("the API key has characters that are not allowed in HTTP: check --api-key".into())
             })?;
             header.set_sensitive(true);
             Ok::<_, Error>(header)
@@ -72,15 +73,15 @@ impl Client {
         })
     }
 
-    /// Sends a request to `path` below the URL, and gives the answer when its head is there.
+    /// Sends a request to `path` below the URL. Returns the answer when its head has arrived.
     pub(super) async fn send(
         &self,
         method: Method,
         path: &str,
         body: Bytes,
     ) -> std::result::Result<Answer<'_>, Failure> {
-        // A server may close a connection that waits at any moment: that one fails is no failure of the server's. A new
-        // one's is.
+        // A server may close an idle connection at any moment, so its failure is not the server's. The failure of a new
+        // connection is.
         if let Some(sender) = self.take_idle()
             && let Ok(answer) = self.send_on(sender, &method, path, &body).await
         {
@@ -139,7 +140,7 @@ impl Client {
 
 async fn handshake(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> hyper::Result<Sender> {
     let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // Ends with its sender; what breaks it reaches whoever waits for an answer.
+    // Ends with its sender. An error of the connection reaches the request that waits on it.
     tokio::spawn(connection);
     Ok(sender)
 }
@@ -164,8 +165,7 @@ fn connector(host: &str) -> Result<(TlsConnector, ServerName<'static>)> {
     Ok((TlsConnector::from(Arc::new(config)), name))
 }
 
-/// An answer whose head is there. Dropped before its end, it closes the connection, by which a server knows that nobody
-/// listens.
+/// An answer whose head has arrived. Dropping it before its end closes the connection, so that the server stops.
 pub(super) struct Answer<'a> {
     client: &'a Client,
     sender: Option<Sender>,
@@ -179,13 +179,13 @@ impl Answer<'_> {
         self.response.status().as_u16()
     }
 
-    /// Whether it says of itself that it is one JSON object, and so no stream.
+    /// Whether its content type is JSON, so that it is no stream.
     pub(super) fn is_json(&self) -> bool {
         let content_type = self.response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         content_type.is_some_and(|value| value.trim_start().to_ascii_lowercase().starts_with("application/json"))
     }
 
-    /// The next bytes; `None` at the end, when the connection is free for another request.
+    /// The next bytes. `None` at the end, when the connection is free for another request.
     pub(super) async fn chunk(&mut self) -> std::result::Result<Option<Bytes>, Failure> {
         while let Some(frame) = self.response.body_mut().frame().await {
             let broken = |e: hyper::Error| {
@@ -207,7 +207,7 @@ impl Answer<'_> {
         Ok(None)
     }
 
-    /// The body as text, as far as its first `limit` bytes.
+    /// The first `limit` bytes of the body as text.
     pub(super) async fn text(mut self, limit: usize) -> std::result::Result<String, Failure> {
         let mut bytes = Vec::new();
         while let Some(chunk) = self.chunk().await? {

@@ -13,10 +13,10 @@ use super::report::{Failure, FailureKind, one_line};
 use super::sse;
 use crate::{Error, Result};
 
-/// Bytes that are read of an error, and of a list of models.
+/// Bytes to read of an error, or of a list of models.
 const MAX_TEXT_BYTES: usize = 1 << 20;
 
-/// A server, and how it wants to be asked.
+/// A server, and the fields that it accepts.
 pub(super) struct Api {
     pub(super) client: Client,
     pub(super) endpoint: Endpoint,
@@ -25,7 +25,7 @@ pub(super) struct Api {
     pub(super) fields: Fields,
 }
 
-/// Fields that make a measurement exact, and that not every server takes.
+/// Fields that make a measurement exact. Not every server accepts them.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Fields {
     ignore_eos: bool,
@@ -40,8 +40,8 @@ impl Default for Fields {
 }
 
 impl Fields {
-    /// Leaves out what a server has refused, and says what that means; `None` when the failure is not about these
-    /// fields.
+    /// Leaves out the field that a server has refused. Returns what that means; `None` when the failure is about
+    /// something else.
     pub(super) fn give_way(&mut self, failure: &Failure) -> Option<&'static str> {
         const NO_EOS: &str = "the server refuses 'ignore_eos': answers may be shorter than asked";
         const NO_USAGE: &str = "the server refuses 'stream_options': tokens are counted as chunks";
@@ -57,7 +57,7 @@ impl Fields {
         }
         let eos = self.ignore_eos && named("ignore_eos");
         let usage = self.include_usage && (named("stream_options") || named("include_usage"));
-        // A refusal that names neither: both go.
+        // The refusal names neither field: leave out both.
         let (eos, usage) = if eos || usage { (eos, usage) } else { (self.ignore_eos, self.include_usage) };
         (self.ignore_eos, self.include_usage) = (self.ignore_eos && !eos, self.include_usage && !usage);
         match (eos, usage) {
@@ -83,7 +83,7 @@ pub(super) struct Answered {
     pub(super) usage: Usage,
 }
 
-/// What the server counted, where it did.
+/// The server's token counts, as far as it sends them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Usage {
     pub(super) prompt_tokens: Option<u64>,
@@ -97,12 +97,12 @@ impl Answered {
         self.usage.completion_tokens.is_some_and(|tokens| tokens > 0)
     }
 
-    /// Tokens of the answer: by the server's count, else its chunks.
+    /// Tokens of the answer as the server counts them, else its chunks.
     pub(super) fn tokens(&self) -> u64 {
         self.usage.completion_tokens.filter(|_| self.is_counted()).unwrap_or(self.chunks as u64)
     }
 
-    /// Milliseconds between two tokens, on average; `None` where there are no two, or all came at once.
+    /// Mean milliseconds between two tokens. `None` if there are fewer than two, or all came at once.
     pub(super) fn inter_token_ms(&self) -> Option<f64> {
         let more = self.tokens().saturating_sub(1);
         (more > 0 && self.chunks > 1).then(|| 1e3 * (self.last - self.first).as_secs_f64() / more as f64)
@@ -173,7 +173,7 @@ impl Api {
         reading.finish(start.elapsed())
     }
 
-    /// The model to ask: of a server that has one, that one.
+    /// The model of a server that has only one.
     pub(super) async fn only_model(client: &Client, timeout: Duration) -> Result<String> {
         let ask = async {
             let answer = client.send(Method::GET, "/models", Bytes::new()).await?;
@@ -191,9 +191,7 @@ impl Api {
             list["data"].as_array().into_iter().flatten().filter_map(|model| model["id"].as_str()).collect();
         match names[..] {
             [name] => Ok(name.to_string()),
-            [] => Err(Error::Invalid(
-                "the server's list of models is empty or no such list: name the model with --model".into(),
-            )),
+            [] => Err(Error::Invalid("the server lists no models: name the model with --model".into())),
             [one, two, ..] => {
                 let names = format!("{}, {}", one_line(one), one_line(two));
                 Err(Error::Invalid(format!("the server has several models ({names}, ...): choose one with --model")))
@@ -202,27 +200,27 @@ impl Api {
     }
 }
 
-/// An error that ends the run, with what may help.
+/// An error that ends the run, with a remedy.
 pub(super) fn cannot(what: &str, failure: &Failure) -> Error {
     let remedy = match failure.kind {
         FailureKind::Connect => "start the server, or check --url and, for https, SSL_CERT_FILE",
-        FailureKind::Http(401 | 403) => "give its key with --api-key-file",
-        FailureKind::Http(404) => "check --url, which mostly ends in /v1, and --model",
+        FailureKind::Http(401 | 403) => "give the server's key with --api-key-file",
+        FailureKind::Http(404) => "check --url, which usually ends in /v1, and --model",
         FailureKind::Http(400 | 413 | 422) => {
-            "check --prompt-tokens, --output-tokens and --endpoint against what the server takes"
+            "check --prompt-tokens, --output-tokens and --endpoint against the server's limits"
         }
-        FailureKind::Timeout => "raise --timeout, or look why the server is slow",
+        FailureKind::Timeout => "raise --timeout, or find out why the server is slow",
         FailureKind::Malformed => "check that --url is an OpenAI-compatible API",
-        _ => "look into the server's log",
+        _ => "check the server's log",
     };
     Error::Invalid(format!(
-        "the server does not give {what} ({}: {}): {remedy}",
+        "cannot get {what} from the server ({}: {}): {remedy}",
         failure.kind,
         one_line(&failure.message)
     ))
 }
 
-/// What a body says about an error, in the shapes that servers have.
+/// The message of an error, in the formats of common servers.
 fn error_message(text: &str) -> String {
     let value: Value = serde_json::from_str(text).unwrap_or_default();
     let said = [&value["error"]["message"], &value["error"], &value["message"], &value["detail"]]
@@ -231,7 +229,7 @@ fn error_message(text: &str) -> String {
     one_line(said.unwrap_or(text))
 }
 
-/// An answer that is being read.
+/// An answer while it is read.
 #[derive(Default)]
 struct Reading {
     answered: Answered,
@@ -254,7 +252,7 @@ impl Reading {
             return;
         };
         if !chunk["error"].is_null() {
-            self.failure = Some(Failure::new(FailureKind::Told, error_message(data)));
+            self.failure = Some(Failure::new(FailureKind::Reported, error_message(data)));
             return;
         }
         if let Some(usage) = chunk["usage"].as_object() {
@@ -300,7 +298,7 @@ impl Reading {
     }
 }
 
-/// Whether a chunk's choice carries something that was generated: an answer, reasoning, or a call of a tool.
+/// Whether a chunk's choice has generated text: an answer, reasoning, or a call of a tool.
 fn has_text(choice: &Value) -> bool {
     let delta = &choice["delta"];
     let texts =
@@ -355,8 +353,11 @@ mod tests {
         assert_eq!(kind(&[]), FailureKind::Broken);
         assert_eq!(kind(&[text, (6, "{\"choices\": [")]), FailureKind::Malformed);
         assert_eq!(kind(&[text, (6, "[1]"), (7, "[DONE]")]), FailureKind::Malformed);
-        assert_eq!(kind(&[text, (6, r#"{"error":{"message":"out of memory"}}"#), (7, "[DONE]")]), FailureKind::Told);
-        // Shapes that say nothing are no text, and no panic.
+        assert_eq!(
+            kind(&[text, (6, r#"{"error":{"message":"out of memory"}}"#), (7, "[DONE]")]),
+            FailureKind::Reported
+        );
+        // Unknown shapes count as no text, without a panic.
         assert_eq!(
             read(&[(1, r#"{"choices":null,"usage":7}"#), (2, r#"{"choices":[1,{"delta":null}]}"#), (3, "[DONE]")])
                 .unwrap()

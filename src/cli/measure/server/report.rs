@@ -1,4 +1,4 @@
-//! What a server was measured to do, as JSON and as tables.
+//! The results of a measurement of a server, as JSON and as tables.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,30 +10,30 @@ use super::Load;
 /// One run, as `--json` prints it. Times are in milliseconds unless a name says otherwise.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The server.
+    /// URL of the server.
     pub url: String,
-    /// The model that was asked.
+    /// Name of the model.
     pub model: String,
     /// `chat` or `completions`.
     pub endpoint: &'static str,
-    /// Asked for; `None` where the prompts came from a file.
+    /// Requested tokens per prompt. `None` if the prompts came from a file.
     pub prompt_tokens: Option<usize>,
-    /// Of the prompt's tokens, those that all prompts begin with.
+    /// Requested tokens at the start of all prompts that are the same.
     pub shared_prefix_tokens: usize,
-    /// Asked for.
+    /// Requested tokens per answer.
     pub output_tokens: usize,
-    /// Of prompts and arrivals.
+    /// Random seed of prompts and arrivals.
     pub seed: u64,
-    /// What the numbers rest on and a reader should know.
+    /// What a reader should know about the numbers.
     pub notes: Vec<String>,
-    /// Whether somebody stopped it: the last level holds what was finished until then.
+    /// Whether the run was stopped early. The last level then has the requests that had ended.
     pub interrupted: bool,
-    /// Results, a level of load each.
+    /// Results of each load.
     pub levels: Vec<Level>,
 }
 
 impl Report {
-    /// Requests that were answered, all levels together.
+    /// Answered requests of all levels.
     pub fn completed(&self) -> usize {
         self.levels.iter().map(|level| level.completed).sum()
     }
@@ -48,52 +48,52 @@ impl Report {
     }
 }
 
-/// What one load did.
+/// Results of one load.
 #[derive(Debug, Serialize)]
 pub struct Level {
-    /// Of a closed loop: clients that each sent one request after the other.
+    /// Closed loop: number of clients, each with one request at a time.
     pub clients: Option<usize>,
-    /// Of an open loop: requests per second that arrived on average, whatever became of those before.
+    /// Open loop: mean arrivals per second.
     pub rate: Option<f64>,
     /// From the first request to the end of the last answer.
     pub seconds: f64,
     /// Requests that were answered to the end, with text.
     pub completed: usize,
-    /// Requests that were not; no other number has them.
+    /// Requests that failed. No other number includes them.
     pub failed: usize,
     /// Answers per second.
     pub requests_per_s: f64,
-    /// Tokens of answers per second.
+    /// Output tokens per second.
     pub output_tok_per_s: f64,
-    /// Tokens of prompts and answers per second; `None` where the server does not count prompts.
+    /// Prompt and output tokens per second. `None` if the server does not count prompts.
     pub total_tok_per_s: Option<f64>,
-    /// Of a request, by the server's count.
+    /// Prompt tokens per request, as the server counts them.
     pub prompt_tokens: Option<Spread>,
-    /// Of those, all requests together, tokens that came from the server's prefix cache; `None` where it does not say.
+    /// Prompt tokens of all requests from the server's prefix cache. `None` if the server does not report them.
     pub cached_prompt_tokens: Option<u64>,
-    /// Of a request.
+    /// Output tokens per request.
     pub output_tokens: Option<Spread>,
-    /// Answers whose tokens the server did not count: there each chunk with text counts as one.
+    /// Answers whose tokens the server did not count. Each of their chunks with text counts as one token.
     pub counted_as_chunks: usize,
     /// From the request, or its planned arrival, to the first chunk with text.
     pub first_token_ms: Option<Spread>,
-    /// Of a request: from the first chunk with text to the last, divided by its tokens less one.
+    /// Time from the first to the last chunk with text, divided by the tokens less one.
     pub inter_token_ms: Option<Spread>,
-    /// Between two chunks with text, of all requests.
+    /// Between two chunks with text.
     pub gap_ms: Option<Spread>,
     /// From the request, or its planned arrival, to the end of the answer.
     pub latency_ms: Option<Spread>,
-    /// At a rate: how long after its planned arrival a request was sent. It is a part of the times above, and this
-    /// side's doing.
+    /// Open loop: how long after its planned arrival a request was sent. The times above include this delay of the load
+    /// generator.
     pub sent_late_ms: Option<Spread>,
-    /// What went wrong, the most frequent kind first.
+    /// Failures, the most frequent kind first.
     pub failures: Vec<Failed>,
 }
 
-/// A distribution; percentiles are samples (nearest rank), so that of few ones the 99th is the largest.
+/// A distribution. Percentiles are samples (nearest rank), so with few samples p99 is the largest.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Spread {
-    /// Sum over number.
+    /// Mean.
     pub mean: f64,
     /// Least sample.
     pub min: f64,
@@ -105,15 +105,15 @@ pub struct Spread {
     pub p99: f64,
     /// Largest sample.
     pub max: f64,
-    /// How many there are.
+    /// Number of samples.
     pub samples: usize,
 }
 
-/// Of fewer samples the 99th percentile is the largest one.
+/// With fewer samples, p99 is the largest one.
 const FEW: usize = 100;
 
 impl Spread {
-    /// `None` of nothing.
+    /// `None` without samples.
     pub fn of(mut samples: Vec<f64>) -> Option<Self> {
         samples.sort_unstable_by(f64::total_cmp);
         let (min, max) = (*samples.first()?, *samples.last()?);
@@ -127,11 +127,11 @@ impl Spread {
 /// Failures of one kind.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Failed {
-    /// Which.
+    /// The kind.
     pub kind: FailureKind,
-    /// How many.
+    /// Number of failures.
     pub count: usize,
-    /// What the first one said.
+    /// Message of the first one.
     pub example: String,
 }
 
@@ -142,14 +142,14 @@ pub enum FailureKind {
     Connect,
     /// A status other than 200.
     Http(u16),
-    /// Not done in the time that a request has.
+    /// The request took longer than the timeout.
     Timeout,
     /// The connection, or the stream on it, ended before the answer did.
     Broken,
     /// Not a stream of events with JSON.
     Malformed,
-    /// The server said within the stream that it failed.
-    Told,
+    /// The server reported an error within the stream.
+    Reported,
     /// An answer without any text.
     Empty,
 }
@@ -162,7 +162,7 @@ impl fmt::Display for FailureKind {
             Self::Timeout => f.write_str("timeout"),
             Self::Broken => f.write_str("broken stream"),
             Self::Malformed => f.write_str("malformed stream"),
-            Self::Told => f.write_str("error in the stream"),
+            Self::Reported => f.write_str("error in the stream"),
             Self::Empty => f.write_str("empty answer"),
         }
     }
@@ -204,7 +204,7 @@ impl Failures {
     }
 }
 
-/// The beginning of what a server wrote, with nothing for a terminal to obey.
+/// The beginning of a server's text, without control characters.
 pub(super) fn one_line(text: &str) -> String {
     const CHARS: usize = 200;
     let mut chars = text.trim().chars().map(|c| if c.is_control() { ' ' } else { c });
@@ -215,9 +215,9 @@ pub(super) fn one_line(text: &str) -> String {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let prompts = match (self.prompt_tokens, self.shared_prefix_tokens) {
-            (None, _) => "prompts of a file".to_string(),
+            (None, _) => "prompts from a file".to_string(),
             (Some(n), 0) => format!("prompts of {n} tokens"),
-            (Some(n), shared) => format!("prompts of {n} tokens, the first {shared} the same"),
+            (Some(n), shared) => format!("prompts of {n} tokens with a common prefix of {shared}"),
         };
         let Self { url, model, endpoint, output_tokens, seed, .. } = self;
         writeln!(
@@ -236,14 +236,14 @@ impl fmt::Display for Report {
             self.summary(f)?;
         }
         if self.interrupted {
-            writeln!(f, "\nstopped early: the last load has what was finished until then")?;
+            writeln!(f, "\nstopped early: the last load shows the requests that had ended")?;
         }
         Ok(())
     }
 }
 
 impl Report {
-    /// All levels beside each other.
+    /// A table of all levels.
     fn summary(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let heads = (
             "load",
@@ -329,7 +329,7 @@ impl fmt::Display for Level {
             writeln!(f, "  {name:20} {mean:>9.1} {p50:>9.1} {p95:>9.1} {p99:>9.1} {max:>9.1} {samples:>8}")?;
         }
         if self.completed < FEW {
-            writeln!(f, "  few samples: of fewer than {FEW} answers p99 is the slowest")?;
+            writeln!(f, "  few samples: with fewer than {FEW} answers, p99 is the slowest")?;
         }
         Ok(())
     }
