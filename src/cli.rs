@@ -1,9 +1,9 @@
 //! The command line: one file per subcommand, the flags they share, and how errors reach a person.
 //!
 //! ```text
-//! args, terminal, process                                       flags, what a person sees, what a process must set
-//! measure                                                       speed, of an engine, a server, a machine
-//! open                                                          a model by its name, with progress
+//! args, terminal, process                                       shared flags, status lines, signals and limits
+//! measure                                                       how fast an engine, a server, a machine is
+//! open                                                          opens a model by its name, with progress
 //! bench, cache, capture, chat, doctor, generate, plan, serve    the subcommands
 //! ```
 //!
@@ -31,11 +31,11 @@ use crate::{Error, Result, log};
 use clap::{Parser, Subcommand};
 pub use open::{open, options};
 
-/// The only argument of a process that renders chat templates for another: nothing for people, so `--help` does not
-/// tell of it.
+/// The only argument of a child process that renders chat templates. It is not for people, so `--help` does not list
+/// it.
 pub const RENDER_TEMPLATES: &str = "--render-templates";
 
-/// Mixture-of-experts language models larger than your GPU, on one box.
+/// Run mixture-of-experts language models larger than your GPU, on one machine.
 #[derive(Parser)]
 #[command(name = "moebius", version, propagate_version = true, max_term_width = 110)]
 struct Cli {
@@ -45,33 +45,33 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Talk with a model in the terminal, or through a pipe, one question per line.
+    /// Chat with a model in the terminal, or answer questions from a pipe, one per line.
     Chat(chat::Args),
     /// Complete one prompt.
     Generate(generate::Args),
-    /// A chat page, and the APIs of OpenAI and Anthropic, over HTTP.
+    /// Serve a chat page and OpenAI- and Anthropic-compatible APIs over HTTP.
     Serve(serve::Args),
-    /// Say what would go where, what context fits and how fast it would be, without loading weights.
+    /// Show where the weights would go, which context fits and the expected speed, without loading weights.
     Plan(plan::Args),
-    /// Build, check or describe the packed experts of a model.
+    /// Build, verify or describe the packed experts of a model.
     #[command(subcommand)]
     Cache(cache::Command),
-    /// Write what one forward pass computes as safetensors.
+    /// Run one forward pass and write its logits, hidden states or routing as safetensors.
     Capture(capture::Args),
-    /// Measure prefill and decode, beside what the machine allows.
+    /// Measure prefill and decode speed, next to the limits of this machine.
     Bench(bench::Args),
-    /// Examine this machine and say what would make it faster.
+    /// Examine this machine and suggest what would make it faster.
     Doctor(doctor::Args),
 }
 
-/// Parses a command line, its program's name first, runs it, and turns an error into one sentence on stderr. A wrong
-/// flag, and `--help`, end the process.
+/// Parses a command line, with the program's name first, and runs it. An error becomes one sentence on stderr. A wrong
+/// flag and `--help` end the process.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.into_iter().collect();
     if args.get(1).is_some_and(|arg| arg == RENDER_TEMPLATES) {
         return chat_template::render_for_parent();
     }
-    std::panic::set_hook(Box::new(|panic| log::say(&format!("error: internal error, please report it: {panic}"))));
+    std::panic::set_hook(Box::new(|panic| log::print(&format!("error: internal error, please report it: {panic}"))));
     let _end = End;
     let command = Cli::parse_from(args).command;
     let result = process::prepare().and_then(|()| match command {
@@ -88,13 +88,13 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            log::say(&format!("error: {}", terminal::sentence(&e.to_string())));
+            log::print(&format!("error: {}", terminal::sentence(&e.to_string())));
             ExitCode::FAILURE
         }
     }
 }
 
-/// The end of the command, after a panic too: what was said reaches its reader.
+/// Flushes the log at the end of the command, also after a panic.
 struct End;
 
 impl Drop for End {
@@ -105,7 +105,7 @@ impl Drop for End {
 
 const STDOUT: &str = "stdout";
 
-/// The reader of our output has seen enough, as in `moebius generate ... | head`.
+/// Whether the reader of stdout has closed it, as in `moebius generate ... | head`.
 fn is_broken_pipe(error: &Error) -> bool {
     matches!(error, Error::Io { path, source } if source.kind() == std::io::ErrorKind::BrokenPipe && path.as_os_str() == STDOUT)
 }

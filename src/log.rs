@@ -1,5 +1,5 @@
-//! What is said on stderr and in the log. A reader that is gone or stuck neither ends nor slows who writes: lines that
-//! do not fit into a queue are dropped, counted, and the next line that is read says how many they were.
+//! Lines on stderr and in the log. A reader that is gone or stuck neither ends nor slows the writer: lines that do not
+//! fit a queue are dropped and counted, and the next line that gets through reports their number.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// Bytes of a queue; a longer line is taken when it is empty.
+/// Bytes of a queue. An empty queue takes a longer line too.
 const QUEUE_BYTES: usize = 1 << 20;
 /// How long the end of the process waits for readers.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -21,10 +21,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 static STDERR: OnceLock<Arc<Queue>> = OnceLock::new();
 static FILE: OnceLock<Arc<Queue>> = OnceLock::new();
 static DROPPED: AtomicU64 = AtomicU64::new(0);
-static TOLD: AtomicU64 = AtomicU64::new(0);
+static REPORTED: AtomicU64 = AtomicU64::new(0);
 
-/// Says a line on stderr, as far as anybody reads it.
-pub(crate) fn say(line: &str) {
+/// Prints a line on stderr, if something reads it.
+pub(crate) fn print(line: &str) {
     let line = format!("{line}\n");
     match STDERR.get() {
         Some(queue) => queue.push(line.as_bytes()),
@@ -32,13 +32,13 @@ pub(crate) fn say(line: &str) {
     }
 }
 
-/// From now on nobody waits for who reads stderr. Errors: `Error::Resources`.
+/// Queues stderr: from now on no writer waits for its reader. Errors: `Error::Resources`.
 pub(crate) fn queue_stderr() -> Result<Arc<Queue>> {
     let queue = Arc::new(Queue::start(io::stderr())?);
     Ok(STDERR.get_or_init(|| queue).clone())
 }
 
-/// The log in a file, and what to set when the file was moved away: the next line goes to one opened anew.
+/// Logs to a file. Setting the flag makes the next line reopen it, after the file was moved away.
 ///
 /// Errors: `Error::Invalid` when the file cannot be opened, else as [`queue_stderr`].
 pub(crate) fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
@@ -48,17 +48,17 @@ pub(crate) fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
     Ok((FILE.get_or_init(|| queue).clone(), moved))
 }
 
-/// Waits a moment for the last lines: before the process ends.
+/// Waits a moment for the last lines, before the process ends.
 pub(crate) fn finish() {
     [&STDERR, &FILE].into_iter().filter_map(OnceLock::get).for_each(|queue| queue.finish(PATIENCE));
 }
 
-/// Lines that nobody read, and that could not be written.
+/// Lines that were not read or could not be written.
 pub(crate) fn dropped_lines() -> u64 {
     DROPPED.load(Relaxed)
 }
 
-/// Lines that wait for a reader, and the thread that waits with them. When it is dropped, the thread ends after the
+/// Lines that wait for a reader, and the thread that writes them. When the queue is dropped, the thread ends after the
 /// last line.
 pub struct Queue(Arc<Shared>);
 
@@ -76,7 +76,7 @@ struct State {
 }
 
 impl Queue {
-    /// Lines for `out`. Errors: `Error::Resources` when there is no descriptor or thread for it.
+    /// A queue for `out`. Errors: `Error::Resources` when there is no descriptor or thread for it.
     pub fn start(out: impl AsFd) -> Result<Self> {
         let out = out.as_fd().try_clone_to_owned().map_err(refused)?;
         Self::to(File::from(out))
@@ -103,7 +103,7 @@ impl Queue {
         self.0.changed.notify_all();
     }
 
-    /// Waits until all that was pushed is written, but no longer than `patience`.
+    /// Waits until all lines are written, but no longer than `patience`.
     pub fn finish(&self, patience: Duration) {
         let busy = |state: &mut State| state.writing || !state.waiting.is_empty();
         drop(self.0.changed.wait_timeout_while(self.0.lock(), patience, busy));
@@ -145,7 +145,7 @@ impl Shared {
         state.writing = true;
         drop(state);
         match write_patiently(out, &lines) {
-            Ok(()) => tell_dropped(),
+            Ok(()) => report_dropped(),
             Err(_) => count_dropped(&lines),
         }
         self.lock().writing = false;
@@ -154,7 +154,7 @@ impl Shared {
     }
 }
 
-/// As `write_all`; a descriptor that does not block, because somebody shares it, is asked again.
+/// As `write_all`, but retries on a descriptor that another process has made non-blocking.
 fn write_patiently(out: &mut impl Write, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match out.write(bytes) {
@@ -172,13 +172,13 @@ fn count_dropped(lines: &[u8]) {
     DROPPED.fetch_add(lines.iter().filter(|&&byte| byte == b'\n').count() as u64, Relaxed);
 }
 
-/// Lines are read again: says once how many were not.
-fn tell_dropped() {
+/// Lines are read again: logs once how many were dropped.
+fn report_dropped() {
     let dropped = dropped_lines();
-    if TOLD.fetch_max(dropped, Relaxed) < dropped {
+    if REPORTED.fetch_max(dropped, Relaxed) < dropped {
         tracing::warn!(
             dropped,
-            "lines were dropped since the start, because nobody read them or they could not be written"
+            "lines of the log were dropped since the start: they were not read, or could not be written"
         );
     }
 }
@@ -189,7 +189,7 @@ fn refused(e: io::Error) -> Error {
     ))
 }
 
-/// A file that is appended to, and opened again when it was moved away.
+/// A file to append to, reopened after it was moved away.
 struct LogFile {
     path: PathBuf,
     file: File,
@@ -205,7 +205,7 @@ impl LogFile {
     }
 }
 
-/// A pipe is one that somebody reads: without, this is an error, and later nobody waits for the reader.
+/// A pipe without a reader is an error here, and later writes do not wait for the reader.
 fn append(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(libc::O_NONBLOCK).open(path)
 }
@@ -217,7 +217,7 @@ impl Write for LogFile {
                 Ok(file) => self.file = file,
                 Err(e) => {
                     tracing::error!(
-                        "{} cannot be opened again ({e}): the log goes on in the file that was open",
+                        "{} cannot be reopened ({e}): the log continues in the open file",
                         self.path.display()
                     )
                 }

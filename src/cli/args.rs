@@ -12,42 +12,42 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use moebius_cache::pack::GROUP_SIZES;
 
-/// More of either takes memory for nothing.
+/// More threads or larger batches would only waste memory.
 const MAX_THREADS: usize = 1024;
 const MAX_BATCH_TOKENS: usize = 1 << 16;
 
-/// What is looked at: a model, or the dimensions of one.
+/// The subject of a measurement or a plan: a model, or only its dimensions.
 #[derive(Args)]
 #[command(group(clap::ArgGroup::new("what").required(true)))]
 pub(crate) struct SubjectArgs {
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     #[arg(group = "what")]
     pub(crate) model: Option<String>,
-    /// The dimensions of a known model, which needs no download.
+    /// Use the dimensions of a known model; nothing is downloaded.
     #[arg(long, value_name = "NAME", group = "what", value_parser = PossibleValuesParser::new(shapes::names()))]
     pub(crate) shape: Option<String>,
-    /// Only this many layers of the shape.
+    /// Use only the first N layers of the shape.
     #[arg(long, value_name = "N", requires = "shape", conflicts_with = "model")]
     pub(crate) layers: Option<usize>,
 }
 
-/// Which packed experts, and where they are kept.
+/// The precision of packed experts, and their directory.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct PackedArgs {
-    /// Precision of the routed experts: auto keeps what a quantized checkpoint has, and makes int4 of others.
+    /// Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to int4.
     #[arg(long, default_value = "auto", value_parser = one_of(&ExpertBits::ALL))]
     experts: ExpertBits,
-    /// Inputs that share a scale [default: the checkpoint's own, else the largest that divides].
+    /// Inputs that share one scale [default: the checkpoint's group size, else the largest that divides].
     #[arg(long, value_parser = one_of(&GROUP_SIZES))]
     group_size: Option<usize>,
-    /// Where packed experts and the demo model are kept [default: ~/.cache/moebius].
+    /// Directory of packed experts and the demo model [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
     cache_dir: Option<PathBuf>,
 }
 
 impl PackedArgs {
-    /// The choices as the engine takes them, the cache directory decided.
+    /// The engine's configuration, with the cache directory filled in.
     pub(crate) fn to_config(&self) -> Result<EngineConfig> {
         let mut config = EngineConfig {
             experts: self.experts,
@@ -69,45 +69,47 @@ pub(crate) struct EngineArgs {
     /// Precision of attention, shared experts, dense layers and the output head.
     #[arg(long, default_value = "bf16", value_parser = one_of(&DenseBits::ALL))]
     dense: DenseBits,
-    /// Precision of keys and values: bf16x2 is nearly f32, at twice the memory.
+    /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16.
     #[arg(long, default_value = "bf16", value_parser = one_of(&KvBits::ALL))]
     kv: KvBits,
-    /// Tokens of prompt plus answer that a conversation may hold [default: the model's limit, or what memory allows].
+    /// Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows].
     #[arg(long, value_name = "N")]
     max_context: Option<usize>,
-    /// Tokens of one forward pass: the size of a prefill chunk [default: 512; on a GPU up to 8192, as VRAM allows].
+    /// Maximum tokens of one forward pass, the size of a prefill chunk [default: 512; on a GPU up to 8192, as VRAM
+    /// allows].
     #[arg(long, value_name = "N")]
     max_batch_tokens: Option<usize>,
     /// Worker threads [default: one per physical core].
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
-    /// Instruction set of the CPU kernels [default: the best this machine has].
+    /// Instruction set of the CPU kernels [default: the best that this machine supports].
     #[arg(long, value_parser = one_of(&Simd::ALL))]
     simd: Option<Simd>,
-    /// Lock the experts in RAM.
+    /// Lock the experts in RAM, so that the system cannot evict them.
     #[arg(long)]
     lock: bool,
-    /// What NUMA nodes are used for: a slice of every expert on each, nothing, or the experts' pages in turn.
+    /// Use of NUMA nodes: each holds a slice of every expert (auto), ignored (off), or the experts' pages alternate
+    /// (interleave).
     #[arg(long, default_value = "auto", value_parser = one_of(&Numa::ALL))]
     numa: Numa,
-    /// Where the experts are read from: the mapped cache file, a copy in huge pages, or what is faster.
+    /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
     #[arg(long, default_value = "auto", value_parser = one_of(&ExpertsMemory::ALL))]
     experts_memory: ExpertsMemory,
-    /// What to run on: auto (the first GPU, if there is one), cpu, cuda:0.
+    /// Device to run on: auto (the first GPU, else the CPU), cpu or cuda:0.
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: Device,
-    /// VRAM to take at most, as in 16GiB [default: what is free].
+    /// Maximum VRAM to use, such as 16GiB [default: all that is free].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     vram: Option<u64>,
-    /// Experts of each layer that live in VRAM: auto (as many as fit), or a number.
+    /// Experts of each layer to keep in VRAM: auto (as many as fit), or a number.
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
     resident_experts: Auto,
-    /// Where the routed experts of prompts run, beside a GPU.
+    /// Where to compute the routed experts during prefill when there is a GPU; auto chooses the faster.
     #[arg(long, default_value = "auto", value_parser = one_of(&PrefillOn::ALL))]
     prefill: PrefillOn,
 }
 
-/// A number, or whatever is best.
+/// A number, or the best one.
 #[derive(Clone, Copy)]
 struct Auto(Option<usize>);
 
@@ -149,7 +151,7 @@ pub(crate) fn parse_duration(s: &str) -> std::result::Result<Duration, String> {
 }
 
 impl EngineArgs {
-    /// The choices as the engine takes them, the cache directory decided.
+    /// The engine's configuration, with the cache directory filled in.
     pub(crate) fn to_config(&self) -> Result<EngineConfig> {
         for (flag, value) in [
             ("--threads", self.threads),
@@ -186,12 +188,12 @@ impl EngineArgs {
     }
 }
 
-/// What the words of messages may do.
+/// How far the text of messages is trusted.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Messages")]
 pub(crate) struct ContentArgs {
-    /// Let special tokens count that messages spell out; without it they are plain text, and only the chat template
-    /// writes special tokens.
+    /// Treat special tokens spelled out in messages as special tokens; by default they are plain text, and only the
+    /// chat template writes special tokens.
     #[arg(long)]
     trust_content: bool,
 }
@@ -203,21 +205,21 @@ impl ContentArgs {
     }
 }
 
-/// How much at the same time.
+/// How many requests run at the same time.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Load")]
 pub(crate) struct SchedulingArgs {
-    /// Requests that run at the same time.
+    /// Maximum requests that run at the same time.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     max_sequences: u16,
-    /// Requests that may wait; more are told to come back later.
+    /// Maximum requests that wait; the server refuses more with status 429.
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_queue: usize,
-    /// Milliseconds between two tokens of a running answer while others' prompts are read, at most: prompts are read
-    /// in parts that take no longer.
+    /// Maximum milliseconds between two tokens of an answer while other requests prefill; longer prompts are prefilled
+    /// in parts.
     #[arg(long, value_name = "MS", default_value_t = 500)]
     max_gap: u64,
-    /// Do not keep what was read for requests that begin alike.
+    /// Do not reuse the KV cache of a common prefix.
     #[arg(long)]
     no_prefix_cache: bool,
 }
@@ -235,40 +237,40 @@ impl SchedulingArgs {
     }
 }
 
-/// One of `all`, by its name.
+/// Parses the name of one of `all`.
 pub(crate) fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
     let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");
     PossibleValuesParser::new(all.iter().map(ToString::to_string)).map(named)
 }
 
-/// How tokens are chosen; what is not given is the model's own default.
+/// Sampling parameters; the model has a default for each.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
-    /// Randomness; 0 is greedy [default: the model's own, else 0].
+    /// Sampling temperature; 0 is greedy [default: the model's own, else 0].
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Keep the smallest set of tokens whose probabilities sum to this.
+    /// Sample from the smallest set of tokens whose probabilities sum to P.
     #[arg(long, value_name = "P")]
     top_p: Option<f32>,
-    /// Keep this many tokens; 0 keeps all.
+    /// Sample from the K likeliest tokens; 0 means all.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Drop tokens below this share of the best one's probability.
+    /// Drop tokens less likely than P times the likeliest token.
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
-    /// Same seed, same text.
+    /// Random seed; the same seed gives the same text.
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
 }
 
 impl SamplingArgs {
-    /// Refuses what is out of range, before a model is loaded for it.
+    /// Refuses values out of range before a model is loaded.
     pub(crate) fn check(&self) -> Result<()> {
         crate::text::model::check_sampling(&self.over(&Default::default()))
     }
 
-    /// The model's defaults with what was given on the command line.
+    /// The model's defaults, overridden by the command line.
     pub(crate) fn over(&self, defaults: &crate::engine::SamplingParams) -> crate::engine::SamplingParams {
         crate::engine::SamplingParams {
             temperature: self.temperature.unwrap_or(defaults.temperature),

@@ -1,4 +1,4 @@
-//! `moebius cache`: the offline converter of a checkpoint's experts.
+//! `moebius cache`: converts a checkpoint's experts, verifies and describes the result.
 
 use std::path::Path;
 
@@ -16,17 +16,17 @@ use super::terminal::Status;
 
 #[derive(clap::Subcommand)]
 pub(crate) enum Command {
-    /// Convert a checkpoint's experts once, so that later starts take a moment.
+    /// Convert the experts of a checkpoint once, so that later starts are fast.
     Build(BuildArgs),
-    /// Compare every byte of a built cache with its checksums.
+    /// Verify the checksums of a built cache.
     Verify(Args),
-    /// Say what a built cache holds: dimensions, precision, source, size; and in which formats the checkpoint is.
+    /// Describe a built cache (dimensions, precision, source, size) and the formats of its checkpoint.
     Info(Args),
 }
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     model: String,
     #[command(flatten)]
     packed: PackedArgs,
@@ -34,7 +34,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Args)]
 pub(crate) struct BuildArgs {
-    /// Build even if there is a cache that fits, as when it is damaged.
+    /// Build the cache again even if one exists, for example because it is damaged.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -49,14 +49,14 @@ pub(crate) fn run(command: Command) -> Result<()> {
             let cache = make(job, cache_dir, &|p| status.loading(LoadProgress::Convert(&p)))?;
             drop(status);
             for component in components()?.iter().filter(|component| component.is_experts()) {
-                log::say(&component.to_string());
+                log::print(&component.to_string());
             }
             print_line(&cache.path().display().to_string())
         }),
         Command::Verify(args) => with_job(&args, |job, cache_dir, _| {
             let cache = built(job, cache_dir)?;
             let status = Status::new();
-            cache.verify(&|done, total| status.report("comparing with checksums", done, total, true))?;
+            cache.verify(&|done, total| status.report("verifying checksums", done, total, true))?;
             drop(status);
             print_line(&format!("{} is intact", cache.path().display()))
         }),
@@ -69,7 +69,7 @@ pub(crate) fn run(command: Command) -> Result<()> {
     }
 }
 
-/// Finds the model and says what its conversion is.
+/// Finds the model and its conversion, and calls `act` with both.
 fn with_job(
     args: &Args,
     act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>,
@@ -93,7 +93,7 @@ fn built(job: &Job<'_>, cache_dir: &Path) -> Result<ExpertCache> {
     match convert::locate(job, cache_dir)? {
         Some(path) => Ok(ExpertCache::open(&path)?),
         None => Err(Error::Invalid(format!(
-            "{} has no {} cache in {}: make one with `moebius cache build` and the same flags",
+            "{} has no {} cache in {}: build one with `moebius cache build` and the same flags",
             job.model,
             job.precision,
             cache_dir.display()

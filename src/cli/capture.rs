@@ -12,24 +12,24 @@ use super::terminal::Status;
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("input").required(true)))]
 pub(crate) struct Args {
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     model: String,
-    /// The prompt as text.
+    /// Prompt as text.
     #[arg(long, value_name = "TEXT", group = "input")]
     prompt: Option<String>,
-    /// The prompt as token ids, separated by commas.
+    /// Prompt as token ids, separated by commas.
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', group = "input")]
     tokens: Option<Vec<u32>>,
-    /// The prompt as a JSON array of token ids.
+    /// File with the prompt as a JSON array of token ids.
     #[arg(long, value_name = "F.json", group = "input")]
     tokens_file: Option<PathBuf>,
-    /// Where to write.
+    /// Output file.
     #[arg(long, value_name = "F.safetensors")]
     out: PathBuf,
     /// Write `logits` [T, vocab] f32.
     #[arg(long)]
     logits: bool,
-    /// Write `hidden.{i}` [T, hidden] f32, the residual stream after layer i: `all`, or layers separated by commas.
+    /// Write `hidden.{i}` [T, hidden] f32, the residual stream after layer i, for `all` layers or a list.
     #[arg(long, value_name = "all|0,5,9")]
     hidden: Option<Layers>,
     /// Write `router.{i}.ids` [T, top_k] i32 and `router.{i}.weights` [T, top_k] f32 of every MoE layer.

@@ -1,4 +1,4 @@
-//! `moebius chat`: a conversation in the terminal, or through a pipe, one question per line.
+//! `moebius chat`: a conversation in the terminal, or questions from a pipe, one per line.
 
 mod commands;
 mod conversation;
@@ -21,13 +21,13 @@ use conversation::Conversation;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     #[arg(default_value = demo::NAME)]
     model: String,
-    /// Instructions that hold for the whole conversation.
+    /// System prompt: instructions for the whole conversation.
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Tokens of an answer at most [default: up to the context's end].
+    /// Maximum tokens of an answer [default: up to the end of the context].
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     #[command(flatten)]
@@ -47,7 +47,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     model.template()?;
 
     let mut conversation = Conversation::new(args.system, args.sampling.over(model.sampling()), args.max_tokens);
-    // One small runtime: an answer and Ctrl-C are waited for together.
+    // A small runtime waits for the answer and for Ctrl-C.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -61,7 +61,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
 }
 
-/// A pipe: every line of stdin is a question, stdout gets the answers and nothing else.
+/// Answers every line of stdin. Only answers go to stdout.
 fn answer_lines(
     model: &TextModel,
     conversation: &mut Conversation,
@@ -76,8 +76,8 @@ fn answer_lines(
         match commands::run(line.trim(), conversation) {
             Outcome::Question => {}
             Outcome::Quit => break,
-            Outcome::Say(text) => {
-                log::say(&text);
+            Outcome::Print(text) => {
+                log::print(&text);
                 continue;
             }
         }
@@ -90,7 +90,7 @@ fn answer_lines(
     Ok(())
 }
 
-/// A terminal: line editing, history, commands.
+/// Converses in a terminal with line editing, history and commands.
 fn converse(
     model: &TextModel,
     conversation: &mut Conversation,
@@ -124,14 +124,14 @@ fn converse(
         match commands::run(line.trim(), conversation) {
             Outcome::Question => {}
             Outcome::Quit => break,
-            Outcome::Say(text) => {
+            Outcome::Print(text) => {
                 screen.note(&text)?;
                 continue;
             }
         }
         match answer(model, conversation, line, runtime, screen) {
             Ok(Ending::Complete(reason, stats)) => {
-                let cut = if reason == FinishReason::Length { " · cut at its token limit" } else { "" };
+                let cut = if reason == FinishReason::Length { " · stopped at the token limit" } else { "" };
                 screen.write("\n")?;
                 screen.note(&(terminal::summary(&stats) + cut))?;
             }
@@ -139,7 +139,7 @@ fn converse(
                 screen.write("\n")?;
                 screen.note("stopped")?;
             }
-            // A question that cannot be asked leaves the conversation as it was.
+            // A refused question leaves the conversation as it was.
             Err(e @ Error::Invalid(_)) => screen.note(&format!("error: {e}"))?,
             Err(e) => return Err(e),
         }
@@ -153,7 +153,7 @@ enum Ending {
     Interrupted,
 }
 
-/// Asks `question` and shows the answer as it comes; both become part of the conversation.
+/// Asks `question` and prints the answer as it comes; both become part of the conversation.
 fn answer(
     model: &TextModel,
     conversation: &mut Conversation,
@@ -166,7 +166,7 @@ fn answer(
         Ok((request, dropped)) => {
             if dropped > 0 {
                 let turns = if dropped == 1 { "turn" } else { "turns" };
-                screen.aside(&format!("(the context is full: the oldest {dropped} {turns} are forgotten)"));
+                screen.aside(&format!("(the context is full: the oldest {dropped} {turns} were dropped)"));
             }
             request
         }
@@ -194,12 +194,12 @@ fn answer(
             }
         }
     });
-    // What was said before Ctrl-C was said.
+    // An answer that Ctrl-C ended keeps what was printed.
     conversation.answered(text.trim_end().to_string());
     result
 }
 
-/// Standard output, and how a person or a program sees it.
+/// Standard output, as a terminal or a pipe.
 struct Screen {
     terminal: bool,
     colours: bool,
@@ -220,14 +220,14 @@ impl Screen {
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(stdout_error)
     }
 
-    /// A dim line of ours on stdout.
+    /// Prints a dim line that is not the model's on stdout.
     fn note(&self, text: &str) -> Result<()> {
         self.write(&format!("{}\n", terminal::dim(text, self.colours)))
     }
 
-    /// A dim line of ours that must not mix with piped answers.
+    /// Prints a dim line on stderr, where it does not mix with piped answers.
     fn aside(&self, text: &str) {
-        log::say(&terminal::dim(text, self.colours));
+        log::print(&terminal::dim(text, self.colours));
     }
 }
 
@@ -249,13 +249,13 @@ impl Editor {
         if let Some(path) = history
             && path.is_file()
         {
-            // A history that cannot be read is no reason not to talk.
+            // An unreadable history does not keep anyone from chatting.
             let _ = inner.load_history(path);
         }
         Ok(Self { inner, history: history.map(Path::to_path_buf) })
     }
 
-    /// One message; a backslash at a line's end continues it on the next.
+    /// Reads one message; a backslash at the end of a line continues it on the next.
     fn read(&mut self, screen: &Screen) -> std::result::Result<String, ReadlineError> {
         let mut message = String::new();
         loop {
@@ -279,9 +279,9 @@ impl Editor {
     }
 
     fn save(&mut self) {
-        // A pipe of that name would keep us until somebody reads it.
+        // Opening a pipe of that name would block.
         if let Some(path) = self.history.as_ref().filter(|path| path.is_file() || !path.exists()) {
-            // Losing history, say in a read-only directory, is no reason to stop talking.
+            // A history that cannot be saved, for example in a read-only directory, does not end the chat.
             let _ = self.inner.save_history(path);
         }
     }

@@ -12,13 +12,13 @@ use super::print_line;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Also in which formats a model's parts are stored and what they become: `demo`, a directory, a GGUF file, or a
-    /// hub id.
+    /// Also show in which formats the parts of this model are stored and what they become: `demo`, a directory, a GGUF
+    /// file, or a Hugging Face id.
     model: Option<String>,
-    /// Where packed experts are kept [default: ~/.cache/moebius].
+    /// Directory of packed experts [default: ~/.cache/moebius].
     #[arg(long, value_name = "DIR")]
     cache_dir: Option<PathBuf>,
-    /// Print a JSON array: name, value and cost of each line.
+    /// Print a JSON array with name, value and cost of each finding.
     #[arg(long)]
     json: bool,
 }

@@ -1,4 +1,4 @@
-//! `moebius generate`: one prompt in, its continuation out.
+//! `moebius generate`: continues one prompt.
 
 use std::io::{IsTerminal, Read, Write};
 use std::path::PathBuf;
@@ -16,30 +16,30 @@ use super::{print_line, stdout_error};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     model: String,
-    /// The text to continue; `-`, or nothing when stdin is a pipe, reads stdin.
+    /// Text to continue; `-`, or no text when stdin is a pipe, reads stdin.
     #[arg(conflicts_with_all = ["file", "tokens_file"])]
     prompt: Option<String>,
-    /// Read the prompt from a text file (a newline at its very end is not part of it).
+    /// Read the prompt from a text file, without its last newline.
     #[arg(long, value_name = "F", conflicts_with = "tokens_file")]
     file: Option<PathBuf>,
-    /// Read the prompt as a JSON array of token ids, taken as they are.
+    /// Read the prompt from a JSON array of token ids.
     #[arg(long, value_name = "F.json", conflicts_with = "chat")]
     tokens_file: Option<PathBuf>,
-    /// Tokens to generate at most.
+    /// Maximum tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_tokens: usize,
-    /// Go on after an end token.
+    /// Continue after an end token.
     #[arg(long)]
     ignore_eos: bool,
-    /// End before this text; may be given several times.
+    /// Stop before this text; may be repeated.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Put the prompt through the model's chat template, as a user's message.
+    /// Format the prompt as a user's message with the model's chat template.
     #[arg(long)]
     chat: bool,
-    /// Print one JSON object: tokens, text, finish_reason, timings.
+    /// Print one JSON object with tokens, text, finish_reason and timings.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -104,7 +104,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     print_line("")?;
     if std::io::stderr().is_terminal() {
-        log::say(&terminal::dim(&terminal::summary(&stats), terminal::colours(&std::io::stderr())));
+        log::print(&terminal::dim(&terminal::summary(&stats), terminal::colours(&std::io::stderr())));
     }
     Ok(())
 }
@@ -121,7 +121,7 @@ fn read_prompt(args: &Args) -> Result<Prompt> {
         Some(text) => return Ok(Prompt::Text(text.into())),
         None if std::io::stdin().is_terminal() => {
             return Err(Error::Invalid(
-                "there is no prompt: give it as an argument, with --file, with --tokens-file, or through a pipe".into(),
+                "no prompt given: pass it as an argument, with --file, with --tokens-file, or through a pipe".into(),
             ));
         }
         None => {}
@@ -132,7 +132,7 @@ fn read_prompt(args: &Args) -> Result<Prompt> {
     Ok(Prompt::Text(without_last_newline(text)))
 }
 
-/// Editors and `echo` end a file with a newline that nobody meant as a part of the prompt.
+/// Editors and `echo` end a file with a newline that is not meant as part of the prompt.
 fn without_last_newline(mut text: String) -> String {
     if text.ends_with('\n') {
         text.pop();

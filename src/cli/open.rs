@@ -1,4 +1,4 @@
-//! A model opened as the commands open one, for the Python package: by their flags, with their words on stderr.
+//! Opens a model for the Python package as the commands do: by their flags, with their progress on stderr.
 
 use std::ffi::OsString;
 
@@ -21,11 +21,11 @@ struct Options {
     content: ContentArgs,
 }
 
-/// An option of an engine, as the commands have it.
+/// An option of the engine.
 pub struct EngineOption {
     /// Its flag without dashes: `max_context` of `--max-context`.
     pub name: String,
-    /// Whether it takes a value, or is there or not.
+    /// Whether it takes a value; else it is a switch.
     pub takes_value: bool,
     /// What it does, and its default.
     pub help: String,
@@ -47,15 +47,15 @@ pub fn options() -> Vec<EngineOption> {
     Options::command().get_arguments().map(of).collect()
 }
 
-/// Finds or downloads `model` and starts its engine with the choices of `flags`, as `--max-context=4096`. Says on
-/// stderr how far loading is, unless `quiet`.
+/// Finds or downloads `model` and starts its engine with `flags` such as `--max-context=4096`. Prints the progress of
+/// loading on stderr, unless `quiet`.
 ///
-/// Errors: `Error::Invalid` for a flag that is none, or has a wrong value; else as [`TextModel::open`].
+/// Errors: `Error::Invalid` for an unknown flag or a wrong value; else as [`TextModel::open`].
 pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {
     let options = Options::try_parse_from(flags).map_err(|e| {
         let text = e.to_string();
-        let said = text.trim_start_matches("error: ").lines().take_while(|line| !line.is_empty()).map(str::trim);
-        Error::Invalid(said.collect::<Vec<_>>().join(" "))
+        let message = text.trim_start_matches("error: ").lines().take_while(|line| !line.is_empty()).map(str::trim);
+        Error::Invalid(message.collect::<Vec<_>>().join(" "))
     })?;
     let config = options.content.over(options.scheduling.over(options.engine.to_config()?));
     let status = (!quiet).then(Status::new);
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn a_wrong_option_is_one_sentence() {
-        for (flag, said) in [
+        for (flag, message) in [
             (
                 "--experts=int3",
                 "invalid value 'int3' for '--experts <EXPERTS>' [possible values: auto, bf16, int8, int4]",
@@ -81,7 +81,7 @@ mod tests {
             ("--max-contxt=1", "unexpected argument '--max-contxt' found"),
         ] {
             let error = open("demo", &[flag.into()], true).err().expect("it is wrong");
-            assert_eq!(error.to_string(), said);
+            assert_eq!(error.to_string(), message);
         }
     }
 

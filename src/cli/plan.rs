@@ -1,5 +1,5 @@
-//! `moebius plan`: what goes where and how fast it will be, without loading weights. Of a model on the hub only
-//! config.json is downloaded.
+//! `moebius plan`: where the weights go and how fast the model will be, without loading weights. Of a model on the hub
+//! only config.json is downloaded.
 
 use crate::load::{Kept, Spec, plan};
 use crate::model::families::{self, shapes};
@@ -12,10 +12,10 @@ use super::print_line;
 pub(crate) struct Args {
     #[command(flatten)]
     subject: SubjectArgs,
-    /// RAM that may be taken, as in 64GiB [default: what is available here].
+    /// RAM to plan with, such as 64GiB [default: what is available here].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     ram: Option<u64>,
-    /// Print one JSON object, sizes in bytes.
+    /// Print one JSON object with sizes in bytes.
     #[arg(long)]
     json: bool,
     #[command(flatten)]

@@ -1,16 +1,16 @@
-//! What a process is given by its system: signals and limits.
+//! Signals and limits of the process.
 #![allow(unsafe_code)] // signals
 
 use std::io::IsTerminal;
 
 use crate::{Error, Result};
 
-/// Descriptors below which what we run on panics.
+/// Below this limit of open files the async runtime panics.
 const LEAST_FILES: libc::rlim_t = 64;
 
-/// What every command needs before it begins. Errors: `Error::Resources` for too few open files.
+/// Prepares the process for any command. Errors: `Error::Resources` for too few open files.
 pub(super) fn prepare() -> Result<()> {
-    // A file that would exceed `ulimit -f` is an error of the write then, with words, instead of the end.
+    // Without SIGXFSZ a write beyond `ulimit -f` fails with an error instead of ending the process.
     // SAFETY: ignoring a signal runs no code of ours.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     moebius_cache::cut::end_in_words();
@@ -18,14 +18,14 @@ pub(super) fn prepare() -> Result<()> {
     // SAFETY: `files` has room for the answer.
     match unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut files) } {
         0 if files.rlim_cur < LEAST_FILES => Err(Error::Resources(format!(
-            "this process may open {} files, and needs {LEAST_FILES}: raise `ulimit -n`",
+            "this process may open only {} files and needs {LEAST_FILES}: raise `ulimit -n`",
             files.rlim_cur
         ))),
         _ => Ok(()),
     }
 }
 
-/// Whether SIGHUP says that our terminal is gone: we have one, and nobody (`nohup`) has said to stay.
+/// Whether SIGHUP means that the terminal is gone: the process has one and does not ignore the signal (`nohup`).
 pub(super) fn ends_with_terminal() -> bool {
     (std::io::stdin().is_terminal() || std::io::stderr().is_terminal()) && !hangup_is_ignored()
 }
@@ -38,7 +38,7 @@ fn hangup_is_ignored() -> bool {
     known && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
-/// Sends SIGTERM to ourselves.
+/// Sends SIGTERM to this process.
 pub(super) fn terminate() {
     // SAFETY: it changes no memory.
     unsafe { libc::kill(libc::getpid(), libc::SIGTERM) };

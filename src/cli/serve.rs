@@ -18,12 +18,12 @@ use super::terminal::Status;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `demo`, a directory, a GGUF file, or a hub id such as Qwen/Qwen3-30B-A3B.
+    /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     model: String,
-    /// Address to listen on; any but this machine's own (127.0.0.1) wants a key.
+    /// Address to listen on; an address other than this machine's own (127.0.0.1) requires an API key.
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
-    /// Port to listen on; 0 chooses a free one.
+    /// Port to listen on; 0 chooses a free port.
     #[arg(long, default_value_t = 8080)]
     port: u16,
     #[command(flatten)]
@@ -34,13 +34,13 @@ pub(crate) struct Args {
     clients: ClientArgs,
     #[command(flatten)]
     content: ContentArgs,
-    /// How the log is written.
+    /// Format of the log.
     #[arg(long, value_enum, default_value_t = Log::Text, value_name = "FORM", help_heading = "Log")]
     log: Log,
-    /// Append the log to a file, which SIGHUP opens again [default: stderr].
+    /// Append the log to this file, which SIGHUP reopens [default: stderr].
     #[arg(long, value_name = "FILE", help_heading = "Log")]
     log_file: Option<PathBuf>,
-    /// Write prompts and answers into the log.
+    /// Write prompts and answers to the log.
     #[arg(long, help_heading = "Log")]
     log_prompts: bool,
     #[command(flatten)]
@@ -54,45 +54,44 @@ enum Log {
     Off,
 }
 
-/// Who may ask.
+/// Who may use the server.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Access")]
 struct AccessArgs {
-    /// A key that clients must give; may be repeated. Others see the command line: prefer a file.
+    /// API key that clients must send; may be repeated. Other users can see the command line: prefer --api-key-file.
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
-    /// A file with keys, one per line.
+    /// File with API keys, one per line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Let all keys share what was read of prompts: saves memory and time, and lets one key find out what another
-    /// asked.
+    /// Share one prefix cache among all keys. This saves memory and time, but one key can find out what another asked.
     #[arg(long)]
     share_prefixes: bool,
-    /// Let anyone ask who reaches the port, under any name.
+    /// Accept every client that reaches the port, without a key and under any host name.
     #[arg(long)]
     insecure: bool,
-    /// A web page's origin that may use this server, such as https://chat.example.com, or *; may be repeated.
+    /// Origin of web pages that may use this server, such as https://chat.example.com, or *; may be repeated.
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
-    /// Certificate chain in PEM: serve https.
+    /// Certificate chain (PEM); the server then speaks HTTPS.
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// Its private key in PEM.
+    /// Private key of the certificate (PEM).
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
 }
 
-/// What clients may take.
+/// Limits for clients.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Load")]
 struct ClientArgs {
-    /// Connections at the same time; a newcomer beyond them ends the one that has been idle longest.
+    /// Maximum connections; a new one beyond them closes the connection that has been idle longest.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_connections: usize,
-    /// Seconds that a client may take to send a request, or to take what it is sent.
+    /// Maximum seconds for a client to send a request or to read an answer.
     #[arg(long, value_name = "S", default_value_t = 30)]
     client_timeout: u64,
-    /// Seconds that running answers may go on after the signal to stop.
+    /// Seconds that running answers may continue after the signal to stop.
     #[arg(long, value_name = "S", default_value_t = 30)]
     drain: u64,
 }
@@ -106,11 +105,11 @@ impl AccessArgs {
                 text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(String::from),
             );
             if keys.is_empty() {
-                return Err(Error::Invalid(format!("{} holds no key: write one per line", path.display())));
+                return Err(Error::Invalid(format!("{} contains no key: write one key per line", path.display())));
             }
         }
         match keys.iter().any(|key| key.is_empty() || !key.bytes().all(|b| b.is_ascii_graphic())) {
-            true => Err(Error::Invalid("an API key must be of letters, digits and signs, without spaces".into())),
+            true => Err(Error::Invalid("an API key must consist of visible ASCII characters without spaces".into())),
             false => Ok(keys),
         }
     }
@@ -134,12 +133,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let keys = match (options.api_keys.len(), options.share_prefixes) {
         (0 | 1, _) => String::new(),
         (n, true) => format!(
-            "{n} keys share one prefix cache: `cached_tokens` and time tell one what another asked \
-             (--share-prefixes)\n"
+            "{n} keys share one prefix cache (--share-prefixes): `cached_tokens` and response times reveal to one \
+             what another asked\n"
         ),
-        (n, false) => format!("{n} keys have a prefix cache each (--share-prefixes joins them)\n"),
+        (n, false) => format!("{n} keys have separate prefix caches (--share-prefixes joins them)\n"),
     };
-    // The port first: to learn after minutes of loading that it is taken would be unkind.
+    // The port first: a taken port should not be found out after minutes of loading.
     let server = Server::bind(SocketAddr::new(args.host, args.port), options)?;
     let url = server.url();
     let server = server.start()?;
@@ -150,21 +149,21 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
     let info = model.engine().info();
     let announcement = format!(
-        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\na page to chat with is \
-         at {url}\n{keys}",
+        "serving {} at {url}/v1 ({} experts, {} dense, {} kv, {} context, ready in {:.1} s)\nchat page: \
+         {url}\n{keys}",
         info.model, info.experts, info.dense, info.kv, info.max_context, info.ready_s
     );
     server.set_model(model);
-    // Whoever started us may not read it, and is served all the same.
+    // Serving does not wait for a reader of stdout.
     Queue::start(std::io::stdout())?.push(announcement.as_bytes());
     if args.access.insecure && !args.host.is_loopback() {
-        log::say(&format!("note: there is no access control: whoever reaches {url} may use the model"));
+        log::print(&format!("note: there is no access control: everyone who reaches {url} can use the model"));
     }
     server.wait();
     Ok(())
 }
 
-/// Opens the log, and gives what SIGHUP does: end with the terminal, or open the file again.
+/// Opens the log. Returns what SIGHUP does: end with the terminal, or reopen the file.
 fn begin_log(form: Log, file: Option<&Path>) -> Result<Box<dyn FnMut() + Send>> {
     let stderr = log::queue_stderr()?;
     let (queue, moved) = match file {
@@ -182,10 +181,10 @@ fn begin_log(form: Log, file: Option<&Path>) -> Result<Box<dyn FnMut() + Send>> 
         Log::Off => {}
     }
     if process::ends_with_terminal() {
-        // Only once: the shell and the system both send it, and a second SIGTERM would end at once.
-        let mut told = false;
+        // Only once: the shell and the system both send SIGHUP, and a second SIGTERM would end at once.
+        let mut terminated = false;
         return Ok(Box::new(move || {
-            if !std::mem::replace(&mut told, true) {
+            if !std::mem::replace(&mut terminated, true) {
                 process::terminate();
             }
         }));
@@ -193,7 +192,7 @@ fn begin_log(form: Log, file: Option<&Path>) -> Result<Box<dyn FnMut() + Send>> 
     Ok(Box::new(move || {
         if let Some(moved) = &moved {
             moved.store(true, Relaxed);
-            tracing::info!("SIGHUP: the log file is opened again");
+            tracing::info!("SIGHUP: the log file was reopened");
         }
     }))
 }

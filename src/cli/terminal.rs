@@ -1,5 +1,4 @@
-//! What a person sees besides the answer: a status line while loading, dim lines, and nothing that the model could
-//! inject.
+//! Output for people besides the answer: a status line while loading, dim lines, text without control characters.
 
 use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
@@ -11,21 +10,21 @@ use crate::log;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moebius_cache::convert::Phase;
 
-/// What is being done, on stderr: a bar in a terminal; elsewhere a line now and then, for work that takes long.
+/// Progress on stderr: a bar in a terminal, elsewhere a line every ten seconds.
 pub(crate) struct Status {
     bar: Option<ProgressBar>,
-    last_told: Mutex<Instant>,
+    last_line: Mutex<Instant>,
 }
 
 impl Status {
     pub(crate) fn new() -> Self {
-        Self { bar: std::io::stderr().is_terminal().then(ProgressBar::hidden), last_told: Mutex::new(Instant::now()) }
+        Self { bar: std::io::stderr().is_terminal().then(ProgressBar::hidden), last_line: Mutex::new(Instant::now()) }
     }
 
     /// Shows how far loading is.
     pub(crate) fn loading(&self, progress: LoadProgress<'_>) {
         match progress {
-            // Said once and kept: these explain why a start takes long, or what became of a file.
+            // These lines stay: they explain why a start takes long, or what happened to a file.
             LoadProgress::Convert(p) if matches!(p.phase, Phase::Replacing(_) | Phase::Waiting | Phase::Removed(_)) => {
                 self.note(&p.phase.to_string());
             }
@@ -40,7 +39,7 @@ impl Status {
     fn note(&self, line: &str) {
         match &self.bar {
             Some(bar) if !bar.is_hidden() => bar.println(line),
-            _ => log::say(line),
+            _ => log::print(line),
         }
     }
 
@@ -48,16 +47,16 @@ impl Status {
     pub(crate) fn report(&self, what: &str, done: u64, total: u64, bytes: bool) {
         const PATIENCE: Duration = Duration::from_secs(10);
         let Some(bar) = &self.bar else {
-            let mut last_told = self.last_told.lock().unwrap_or_else(PoisonError::into_inner);
-            if last_told.elapsed() >= PATIENCE {
-                *last_told = Instant::now();
+            let mut last_line = self.last_line.lock().unwrap_or_else(PoisonError::into_inner);
+            if last_line.elapsed() >= PATIENCE {
+                *last_line = Instant::now();
                 let share = (done * 100).checked_div(total).map_or(String::new(), |percent| format!(": {percent} %"));
-                log::say(&format!("{what}{share}"));
+                log::print(&format!("{what}{share}"));
             }
             return;
         };
         if bar.is_hidden() {
-            // Only now: a download before this draws bars of its own, and a fast start draws none.
+            // Not earlier: a download draws its own bars, and a fast start draws none.
             bar.set_draw_target(ProgressDrawTarget::stderr());
             bar.enable_steady_tick(Duration::from_millis(100));
         }
@@ -84,23 +83,23 @@ impl Drop for Status {
     }
 }
 
-/// Whether `stream` shows colours: a terminal, and NO_COLOR unset or empty.
+/// Whether `stream` shows colours: it is a terminal, and NO_COLOR is unset or empty.
 pub(crate) fn colours(stream: &impl IsTerminal) -> bool {
     stream.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
-/// Dim text, where colours are shown.
+/// `text` in dim, if `colours` are shown.
 pub(crate) fn dim(text: &str, colours: bool) -> String {
     if colours { format!("\x1b[2m{text}\x1b[0m") } else { text.to_string() }
 }
 
-/// Text of a model without control characters, which a terminal would obey.
+/// Text of a model without control characters, which could control the terminal.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
 }
 
-/// Text of an error as one line of bounded length, with nothing for the terminal to obey: a file or a server may have
-/// written a part of it.
+/// Text of an error as one line of bounded length without control characters: parts of it may come from a file or a
+/// server.
 pub(crate) fn sentence(text: &str) -> String {
     const WORD: usize = 200;
     const LINE: usize = 2000; // words of many spaces

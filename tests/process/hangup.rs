@@ -74,7 +74,7 @@ fn a_log_that_cannot_be_opened_again_goes_on_where_it_was() {
     std::fs::hard_link(&path, &kept).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
     server.process.signal(libc::SIGHUP);
-    wait_for("words about it", || log_of(&kept).contains("cannot be opened again").then_some(()));
+    wait_for("words about it", || log_of(&kept).contains("cannot be reopened").then_some(()));
     server.ask("GET", "/v1/later", "");
     wait_for("later lines", || log_of(&kept).contains("/v1/later").then_some(()));
     assert_eq!(server.stop().code(), Some(0));

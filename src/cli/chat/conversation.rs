@@ -1,4 +1,4 @@
-//! The turns of a chat, and how they fit the model's context.
+//! The turns of a chat, dropped from the oldest on when they do not fit the context.
 
 use crate::engine::{Request, SamplingParams};
 use crate::text::chat_template::RenderOptions;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 /// Context kept free for an answer, where the context is large enough.
 const ROOM_FOR_ANSWER: usize = 512;
 
-/// Questions, answers, and how answers are to be made.
+/// Questions, answers, and the parameters of the next answer.
 pub(crate) struct Conversation {
     pub(crate) system: Option<String>,
     pub(crate) sampling: SamplingParams,
@@ -30,7 +30,7 @@ impl Conversation {
         self.turns.push(json!({"role": "assistant", "content": answer}));
     }
 
-    /// Forgets the last question.
+    /// Removes the last question.
     pub(crate) fn take_back(&mut self) {
         self.turns.pop();
     }
@@ -39,7 +39,7 @@ impl Conversation {
         self.turns.clear();
     }
 
-    /// The request for the next answer, and how many old turns had to be forgotten for it to fit.
+    /// The request for the next answer, and the number of old turns dropped to make it fit.
     pub(crate) fn request(&mut self, model: &TextModel) -> Result<(Request, usize)> {
         let context = model.engine().info().max_context;
         let limit = context.saturating_sub(ROOM_FOR_ANSWER.min(context / 4));
@@ -51,8 +51,8 @@ impl Conversation {
             }
             if 2 * dropped + 2 >= self.turns.len() {
                 return Err(Error::Invalid(format!(
-                    "this message alone has {} tokens and the context holds {context}, answer included: shorten it or \
-                     raise --max-context",
+                    "this message alone has {} tokens, and the context holds {context} with the answer: shorten the \
+                     message or raise --max-context",
                     prompt.len()
                 )));
             }
