@@ -3,10 +3,10 @@
 //! ```text
 //! tokenizer        text to tokens and back
 //! chat_template    a conversation to a prompt
-//! content          whose words are whose in a prompt
-//! grammar          what an answer may look like
-//! reply            what the text of an answer means: thoughts, words, calls
-//! stream           tokens to text, as they come
+//! content          which text of a prompt is the template's
+//! grammar          constraints of an answer's text
+//! reply            reasoning, content and calls in an answer's text
+//! stream           an answer's tokens as text, as they come
 //! model            an engine with its text side
 //! ```
 //!

@@ -1,4 +1,5 @@
-//! Arrays of any library, by the DLPack protocol (<https://dmlc.github.io/dlpack>): where they lie and what they are, without a copy.
+//! Arrays of any library, by the DLPack protocol (<https://dmlc.github.io/dlpack>): where they lie and what they are,
+//! without a copy.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};

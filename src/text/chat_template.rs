@@ -1,9 +1,9 @@
 //! A model's own chat template (Jinja), rendered the way Hugging Face's tokenizers render it.
 //!
-//! Its author is a stranger, and neither stack nor memory nor time of an interpreter can be bounded from within. The
-//! `moebius` command and the Python package therefore render in processes of their own ([`render_in`]), whose limits
-//! the kernel enforces: `process` is their parent's side, `child` theirs. A program that embeds the crate renders in
-//! its own process unless it says the same; size and steps are bounded there, and no more.
+//! A template is untrusted, and an interpreter cannot bound its own stack, memory and time. The `moebius` command and
+//! the Python package therefore render in child processes ([`render_in`]), whose limits the kernel enforces: `process`
+//! is the parent's side, `child` the child's. A program that embeds the crate renders in its own process unless it
+//! calls [`render_in`]; there only size and steps are bounded.
 
 mod child;
 mod frame;
@@ -26,23 +26,23 @@ use crate::engine::generation_config::read_json;
 use crate::text::tokenizer::special_token;
 use crate::{Error, Result};
 
-/// Bytes of a template at most: real ones have less than 40 KiB.
+/// Maximum bytes of a template; real ones have less than 40 KiB.
 const MAX_SOURCE_BYTES: usize = 256 << 10;
 
-/// Bytes of a JSON file that may hold a template, or its special tokens, at most; real ones have up to 1.2 MiB, and as
-/// values they take 25 times that.
+/// Maximum bytes of a JSON file with a template or its special tokens. Real ones have up to 1.2 MiB, and take 25 times
+/// that as values.
 const MAX_FILE_BYTES: u64 = 8 << 20;
 
-/// Bytes of a rendered text at most; less for a small conversation, see [`text_limit`].
+/// Maximum bytes of a rendered text; less for a small conversation, see [`text_limit`].
 const MAX_TEXT_BYTES: usize = 32 << 20;
 
-/// The command line of processes that render.
+/// The command line of child processes.
 static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// From now on, templates are rendered by processes of `command`, a program that calls [`render_for_parent`] and its
-/// arguments, instead of in this process. The first call counts.
+/// Renders templates in child processes of `command` from now on. It is a program that calls [`render_for_parent`], and
+/// its arguments. Only the first call counts.
 ///
-/// Panics: there is no program.
+/// Panics: `command` is empty.
 pub fn render_in(command: Vec<OsString>) {
     assert!(!command.is_empty(), "a command begins with its program");
     let _ = COMMAND.set(command);
@@ -55,30 +55,30 @@ pub struct ChatTemplate {
     renderer: Renderer,
 }
 
-/// Who renders.
+/// Where the template is rendered.
 enum Renderer {
     Here(Jinja),
     Processes(Processes),
 }
 
-/// Why there is no text.
+/// Why rendering failed.
 enum Failure {
-    /// The template refuses the conversation, in these words.
+    /// The template refuses the conversation with this message.
     Refused(String),
-    /// The template cannot be rendered: what it does.
+    /// The template cannot be rendered, and why.
     Broken(String),
-    /// It is not the template's fault.
+    /// The machine failed, not the template.
     Machine(Error),
 }
 
-/// What a template sees beside the messages.
+/// What a template gets besides the messages.
 #[derive(Clone, Debug, Default)]
 pub struct RenderOptions {
-    /// End with the opening of the assistant's turn.
+    /// Whether the prompt ends with the start of the assistant's turn.
     pub add_generation_prompt: bool,
     /// Tool definitions, as the client wrote them.
     pub tools: Option<Value>,
-    /// Further variables, such as `enable_thinking`.
+    /// Additional variables, such as `enable_thinking`.
     pub kwargs: Map<String, Value>,
 }
 
@@ -105,14 +105,14 @@ impl ChatTemplate {
         }
         let remedy = |e| match e {
             Error::Model(what) => {
-                Error::Model(format!("{what}; put another one, called chat_template.jinja, into {}", dir.display()))
+                Error::Model(format!("{what}; put another template, as chat_template.jinja, into {}", dir.display()))
             }
             other => other,
         };
         Self::compile(&source, special_tokens).map(Some).map_err(remedy)
     }
 
-    /// The template with this text. Errors: `Error::Model` when it is not one, or cannot be compiled within its limits.
+    /// Compiles a template. Errors: `Error::Model` when it is malformed, or cannot be compiled within its limits.
     pub fn compile(source: &str, special_tokens: Map<String, Value>) -> Result<Self> {
         let compiled = match COMMAND.get() {
             _ if source.len() > MAX_SOURCE_BYTES => {
@@ -130,15 +130,16 @@ impl ChatTemplate {
         }
     }
 
-    /// Its text.
+    /// The text of the template.
     pub fn source(&self) -> &str {
         &self.source
     }
 
     /// The prompt for `messages`, special tokens spelled out.
     ///
-    /// Errors: `Error::Invalid` with the template's own words when it refuses the conversation, or when it fails or
-    /// needs too much; `Error::Busy` when too many wait for it; `Error::Resources` when no process can be started.
+    /// Errors: `Error::Invalid` when the template refuses the conversation, fails or exceeds a limit; `Error::Busy`
+    /// when
+    /// too many conversations wait for it; `Error::Resources` when no process can be started.
     pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<String> {
         let variables = Variables { special_tokens: &self.special_tokens, messages, options };
         let rendered = match &self.renderer {
@@ -158,7 +159,7 @@ impl ChatTemplate {
     }
 }
 
-/// All variables of a template. Of two with one name the later counts.
+/// All variables of a template. The last of those with the same name counts.
 struct Variables<'a> {
     special_tokens: &'a Map<String, Value>,
     messages: &'a [Value],
@@ -180,13 +181,13 @@ impl Serialize for Variables<'_> {
     }
 }
 
-/// Bytes of the text that may be made of so many bytes of variables: many answers may be in memory at the same time,
-/// and honest templates add less to a message than its JSON has.
+/// Maximum bytes of the text for this many bytes of variables. Many texts may be in memory at the same time, and
+/// ordinary templates add less to a message than its JSON has.
 fn text_limit(variables_bytes: usize) -> usize {
     ((1 << 20) + variables_bytes.saturating_mul(8)).min(MAX_TEXT_BYTES)
 }
 
-/// A template's file, if it is there; of one that is too large, no more than it takes to be refused.
+/// A template's file, if it exists. Of a file that is too large, only enough to refuse it.
 fn read_source(path: &Path) -> Result<Option<String>> {
     let mut bytes = Vec::new();
     match moebius_cache::file::open(path)
@@ -202,7 +203,7 @@ fn read_source(path: &Path) -> Result<Option<String>> {
     }
 }
 
-/// A JSON file; `null` when it is not there.
+/// A JSON file; `null` if it does not exist.
 fn read_small_json(path: &Path) -> Result<Value> {
     if std::fs::metadata(path).is_ok_and(|file| file.len() > MAX_FILE_BYTES) {
         let limit = MAX_FILE_BYTES >> 20;

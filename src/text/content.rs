@@ -1,14 +1,14 @@
-//! Tells the words of a conversation from the words of its chat template, so that only the template can write a turn's
-//! marker.
+//! Separates the text of a conversation from the text of its chat template, so that only the template can write special
+//! tokens such as a turn's marker.
 //!
 //! ```text
-//! messages, tools ─────────────────────────────────────────────▶ template ─▶ text
-//!        └─ each `<`, `|`, `>` with a mark behind it, a ───────▶ template ─▶ the same text with marks,
-//!           character that nobody uses                                       or a template that looks at what is marked: mark less
+//! messages, tools ───────────────────────────────────────▶ template ─▶ text
+//!        └─ each `<`, `|`, `>` followed by a mark, a ────▶ template ─▶ the same text with marks, or another one
+//!           private-use character                                      (the template looks at marked text: mark less)
 //! ```
-//! A token such as `<|im_start|>` in the text is the template's when no mark stands in it. One that a user wrote, or
-//! had the template put together of parts, is read as plain text. Markers of thoughts and calls keep their meaning in
-//! what the assistant said, since templates read it again.
+//! A token such as `<|im_start|>` in the text is the template's if it contains no mark. One that a user wrote, or made
+//! the template assemble from parts, is encoded as plain text. Markers of reasoning and calls keep their meaning in
+//! messages of the assistant, since templates parse them again.
 
 use std::sync::Once;
 
@@ -19,7 +19,7 @@ use crate::text::chat_template::{ChatTemplate, RenderOptions};
 use crate::text::tokenizer::{Tokenizer, inserted, removed, unused_character};
 use crate::{Error, Result};
 
-/// A prompt as text, of which it is known what a conversation wrote and what its template.
+/// The text of a prompt, with the places that the conversation wrote.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PromptText {
     text: String,
@@ -27,33 +27,33 @@ pub struct PromptText {
 }
 
 impl PromptText {
-    /// All of it.
+    /// The whole text.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// Adds words of ours.
+    /// Appends text that counts as the template's.
     pub fn push(&mut self, text: &str) {
         self.text += text;
     }
 }
 
-/// A text that is all the template's.
+/// A text that is wholly the template's.
 impl From<String> for PromptText {
     fn from(text: String) -> Self {
         Self { text, content: Vec::new() }
     }
 }
 
-/// Renderings that are compared, where the template has a clock.
+/// Maximum renderings to compare, for templates with a clock.
 const MAX_TRIES: usize = 2;
 
-/// The tokens that give a prompt its form.
+/// The markers that structure a prompt.
 pub struct Markers {
     all: Vec<Marker>,
     search: AhoCorasick, // for their texts
     signs: Vec<char>,    // of which tokens are made, beside words
-    told: Once,          // that a conversation could not be told apart
+    warned: Once,        // that a conversation could not be separated
 }
 
 struct Marker {
@@ -62,20 +62,20 @@ struct Marker {
     spared: bool,   // templates look for it: of a thought or a call, which assistants write, or no token
 }
 
-/// What is marked.
+/// What to mark.
 #[derive(Clone, Copy, PartialEq)]
 enum Marking {
     /// Every sign, wherever it stands.
     Signs,
-    /// Signs but for those in what templates look for.
+    /// Signs, except within markers that templates look for.
     Sparing,
-    /// The beginning of other markers.
+    /// Only the beginning of other markers.
     Whole,
 }
 
 impl Markers {
-    /// The special tokens, and those added ones that the template itself writes. Errors: `Error::Model` when they are
-    /// too many.
+    /// The special tokens, and the added tokens that the template writes. Errors: `Error::Model` when they are too
+    /// many.
     pub fn of(tokenizer: &Tokenizer, template: &str) -> Result<Self> {
         let gives_form = |(text, special): &(String, bool)| {
             !text.trim().is_empty() && (*special || text.chars().count() > 1 && template.contains(text.as_str()))
@@ -84,7 +84,7 @@ impl Markers {
         let tokens = tokenizer.added_tokens().into_iter().filter(gives_form).map(|(text, _)| text);
         let mut all: Vec<Marker> =
             tokens.map(|text| Marker { spared: of_reply(&text), text, is_token: true }).collect();
-        // A slash is in every path, and no token has it but behind another sign.
+        // Slashes are in every path, and tokens have them only behind another sign.
         let is_sign = |c: &char| !c.is_alphanumeric() && !c.is_whitespace() && !['_', '/'].contains(c);
         let mut signs: Vec<char> = all.iter().flat_map(|marker| marker.text.chars()).filter(is_sign).collect();
         signs.sort_unstable();
@@ -96,10 +96,10 @@ impl Markers {
         }
         let search = AhoCorasick::new(all.iter().map(|marker| &marker.text))
             .map_err(|e| Error::Model(format!("the model's tokenizer has too many special tokens: {e}")))?;
-        Ok(Self { all, search, signs, told: Once::new() })
+        Ok(Self { all, search, signs, warned: Once::new() })
     }
 
-    /// What `template` makes of a conversation.
+    /// Renders a conversation with `template`.
     ///
     /// Errors: as [`ChatTemplate::render`], or when the conversation uses every character for private use.
     pub fn render(&self, template: &ChatTemplate, messages: &[Value], options: &RenderOptions) -> Result<PromptText> {
@@ -120,16 +120,16 @@ impl Markers {
             }
             text = later;
         }
-        self.told.call_once(|| {
+        self.warned.call_once(|| {
             tracing::warn!(
-                "the model's chat template looks into messages: special tokens that they spell out count as the \
+                "the model's chat template looks into messages: special tokens spelled out in messages count as the \
                  template's own"
             );
         });
         Ok(text.into())
     }
 
-    /// Where the conversation wrote signs into `text`; `None` when the template treats marked words in another way.
+    /// Where the conversation wrote signs into `text`. `None`: the template treats marked text differently.
     fn written(
         &self,
         template: &ChatTemplate,
@@ -142,7 +142,7 @@ impl Markers {
             options.tools.iter().chain([&kwargs]).chain(messages).map(Value::to_string).collect();
         let mark =
             unused_character(strings.iter().map(String::as_str).chain([text, template.source()])).ok_or_else(|| {
-                Error::Invalid("this conversation has every character for private use: leave one out".into())
+                Error::Invalid("this conversation contains every private-use character: leave one out".into())
             })?;
         for marking in [Marking::Signs, Marking::Sparing, Marking::Whole] {
             let kwargs =
@@ -152,9 +152,9 @@ impl Markers {
                 messages.iter().map(|message| self.marked_message(message, marking, mark)).collect();
             let marked = match template.render(&messages, &RenderOptions { tools, kwargs, ..options.clone() }) {
                 Ok(marked) => marked,
-                // It refuses marked words, or they are too long for it. The fewest marks there are must not be too
-                // many: what cannot be told apart for want of time or memory would count as the
-                // template's own.
+                // The template refuses marked text, or it is too long. With the fewest marks this is an error:
+                // otherwise
+                // a lack of time or memory would make the text count as the template's own.
                 Err(Error::Invalid(_)) if marking != Marking::Whole => continue,
                 Err(e) => return Err(e),
             };
@@ -166,19 +166,19 @@ impl Markers {
         Ok(None)
     }
 
-    /// Adds what the assistant is to have said already.
+    /// Appends the beginning of the assistant's answer.
     pub fn push_answer(&self, prompt: &mut PromptText, text: &str) {
         let at = prompt.text.len();
         prompt.content.extend(self.places(text, Marking::Sparing).into_iter().map(|place| at + place));
         prompt.text += text;
     }
 
-    /// Token ids of `prompt`: markers that the conversation wrote are plain text.
+    /// Token ids of `prompt`, in which markers that the conversation wrote are plain text.
     pub fn encode(&self, tokenizer: &Tokenizer, prompt: &PromptText) -> Result<Vec<u32>> {
         tokenizer.encode_cut(&prompt.text, &self.cuts(prompt))
     }
 
-    /// Where markers that the conversation wrote, if only in part, are to be cut.
+    /// Where to cut markers that the conversation wrote, even in part.
     fn cuts(&self, prompt: &PromptText) -> Vec<usize> {
         let PromptText { text, content } = prompt;
         if content.is_empty() {
@@ -196,7 +196,7 @@ impl Markers {
         cuts
     }
 
-    /// Whether any string has something to mark.
+    /// Whether any string contains something to mark.
     fn touches(&self, value: &Value) -> bool {
         let marks = |text: &str| text.contains(&self.signs[..]) || self.search.is_match(text);
         match value {
@@ -244,7 +244,7 @@ impl Markers {
     }
 }
 
-/// Words such as `<image>` that a template has.
+/// Tags such as `<image>` in a template.
 fn tags(template: &str) -> impl Iterator<Item = &str> {
     let ends = |rest: &str| rest.find(|c: char| c == '>' || c.is_whitespace() || ['\'', '"'].contains(&c));
     template.match_indices('<').filter_map(move |(at, _)| {

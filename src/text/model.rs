@@ -1,4 +1,4 @@
-//! An engine with its text side: what `chat`, `generate` and the server talk to.
+//! An engine with its text side, which `chat`, `generate` and the server use.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -31,10 +31,10 @@ pub struct TextModel {
 }
 
 impl TextModel {
-    /// Finds or downloads `model`, reads its text side, and starts its engine; `report` hears what takes time.
+    /// Finds or downloads `model`, reads its text side, and starts its engine. `report` gets the progress.
     pub fn open(model: &str, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Self> {
         let dir = hub::resolve(model, &load::cache_dir(config)?)?;
-        // A missing tokenizer is found before minutes of conversion, not after.
+        // The tokenizer first: its absence should not be found out after minutes of conversion.
         let mut text = TextSide::load(&dir)?;
         if config.trust_content {
             text.trust_content();
@@ -42,7 +42,7 @@ impl TextModel {
         Ok(Self::new(engine::start(model, &dir, config, report)?, text))
     }
 
-    /// Joins a running engine and the text side of its checkpoint.
+    /// Joins a running engine with the text side of its checkpoint.
     pub fn new(engine: EngineHandle, text: TextSide) -> Self {
         let source = text.template.as_ref().map_or("", ChatTemplate::source);
         Self {
@@ -57,7 +57,7 @@ impl TextModel {
         }
     }
 
-    /// The engine behind it.
+    /// The engine.
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
     }
@@ -67,12 +67,12 @@ impl TextModel {
         &self.tokenizer
     }
 
-    /// To be held while a long text is tokenized, which takes more than a hundred times its size.
+    /// Held while a long text is tokenized, which takes more than a hundred times its size.
     pub(crate) fn long_text(&self) -> &Mutex<()> {
         &self.long_text
     }
 
-    /// How the model's authors sample; greedy unless they say otherwise.
+    /// The default sampling parameters of the model's authors; greedy if they give none.
     pub fn sampling(&self) -> &SamplingParams {
         &self.sampling
     }
@@ -84,7 +84,7 @@ impl TextModel {
         self.encode(&self.render(messages, options)?)
     }
 
-    /// The text of that prompt, and which of it the messages wrote.
+    /// The text of that prompt, with the places that the messages wrote.
     pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<PromptText> {
         match &self.markers {
             Some(markers) => markers.render(self.template()?, messages, options),
@@ -92,7 +92,7 @@ impl TextModel {
         }
     }
 
-    /// Adds the beginning of the answer to a prompt.
+    /// Appends the beginning of the answer to a prompt.
     pub fn push_answer(&self, prompt: &mut PromptText, text: &str) {
         match &self.markers {
             Some(markers) => markers.push_answer(prompt, text),
@@ -100,7 +100,7 @@ impl TextModel {
         }
     }
 
-    /// Token ids of a prompt. What a message spells like a special token is plain text, unless content is trusted.
+    /// Token ids of a prompt. Special tokens spelled out in messages are plain text, unless content is trusted.
     pub fn encode(&self, prompt: &PromptText) -> Result<Vec<u32>> {
         match &self.markers {
             Some(markers) => markers.encode(&self.tokenizer, prompt),
@@ -108,18 +108,18 @@ impl TextModel {
         }
     }
 
-    /// What makes prompts of conversations. Errors: `Error::Invalid` when the model has none.
+    /// The model's chat template. Errors: `Error::Invalid` when the model has none.
     pub fn template(&self) -> Result<&ChatTemplate> {
         self.template.as_deref().ok_or_else(|| {
             Error::Invalid(format!(
                 "{} has no chat template: complete plain text with `generate` or /v1/completions, or put a \
-                 chat_template.jinja beside its config.json",
+                 chat_template.jinja next to its config.json",
                 self.engine.info().model
             ))
         })
     }
 
-    /// Whether its chat template looks at a variable of this name.
+    /// Whether its chat template uses a variable of this name.
     pub fn has_template_variable(&self, name: &str) -> bool {
         let source = self.template.as_deref().map_or("", ChatTemplate::source);
         let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
@@ -128,14 +128,14 @@ impl TextModel {
             .any(|(at, _)| !source[..at].ends_with(word) && !source[at + name.len()..].starts_with(word))
     }
 
-    /// How its replies mark thoughts and calls of tools.
+    /// How its replies mark reasoning and calls of tools.
     pub fn syntax(&self) -> &Syntax {
         &self.syntax
     }
 
-    /// A constraint that holds an answer to `grammar`. The first one takes a while: the vocabulary is sorted for it.
+    /// A constraint that holds an answer to `grammar`. The first one takes a while because it sorts the vocabulary.
     ///
-    /// Errors: `Error::Invalid` when the grammar is not one, or too large.
+    /// Errors: `Error::Invalid` when the grammar is malformed or too large.
     pub fn compile(&self, grammar: &Grammar) -> Result<Box<dyn Constraint>> {
         match self.grammars.get_or_init(|| Grammars::new(&self.tokenizer)) {
             Ok(grammars) => grammars.compile(grammar),
@@ -155,7 +155,7 @@ impl TextModel {
     }
 }
 
-/// What of a checkpoint is about text: tokenizer, chat template, default sampling.
+/// The text side of a checkpoint: tokenizer, chat template, default sampling parameters.
 pub struct TextSide {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
@@ -164,22 +164,22 @@ pub struct TextSide {
 }
 
 impl TextSide {
-    /// Reads it from a checkpoint's directory.
+    /// Reads the text side from a checkpoint's directory.
     pub fn load(dir: &Path) -> Result<Self> {
-        // The template first: it refuses files that are too large to be read, and the tokenizer reads some of them too.
+        // The template first: it refuses files that are too large, and the tokenizer reads some of them too.
         let template = ChatTemplate::load(dir)?;
         let tokenizer = Tokenizer::load(dir)?;
         let markers = template.as_ref().map(|template| Markers::of(&tokenizer, template.source())).transpose()?;
         Ok(Self { tokenizer, template, markers, sampling: GenerationConfig::load(dir)?.sampling })
     }
 
-    /// Special tokens that messages spell out count as the template's own.
+    /// Treats special tokens spelled out in messages as the template's own.
     pub fn trust_content(&mut self) {
         self.markers = None;
     }
 }
 
-/// Refuses what cannot be sampled with. Errors: `Error::Invalid` naming the parameter and its range.
+/// Checks sampling parameters. Errors: `Error::Invalid` names the parameter and its range.
 pub fn check_sampling(sampling: &SamplingParams) -> Result<()> {
     let rules = [
         ("temperature", sampling.temperature, 0.0..=100.0, "from 0 (greedy) to 100"),

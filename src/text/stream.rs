@@ -29,7 +29,7 @@ pub struct TextStream {
     logprobs: Vec<(u32, Logprobs)>, // of tokens since they were last taken
     captured: Vec<Captured>,        // since it was last taken
     stats: RequestStats,            // up to the last token received
-    end: Option<Result<(FinishReason, RequestStats)>>, // to be told after the last text
+    end: Option<Result<(FinishReason, RequestStats)>>, // emitted after the last text
     ended: bool,
 }
 
@@ -52,17 +52,17 @@ impl TextStream {
         })
     }
 
-    /// Spells special tokens out instead of leaving them away: markers of tool calls may be such.
+    /// Spells out special tokens instead of leaving them out: markers of tool calls may be special tokens.
     pub fn spell_special_tokens(&mut self) {
         self.decoder.special = true;
     }
 
-    /// The tokens received since the last call, with how likely they were, if the request asked for it.
+    /// The tokens received since the last call with their logprobs, if the request asked for them.
     pub fn take_logprobs(&mut self) -> Vec<(u32, Logprobs)> {
         std::mem::take(&mut self.logprobs)
     }
 
-    /// What was captured since the last call, if the request asked for it.
+    /// Rows captured since the last call, if the request asked for them.
     pub fn take_captured(&mut self) -> Vec<Captured> {
         std::mem::take(&mut self.captured)
     }
@@ -77,7 +77,7 @@ impl TextStream {
         &self.tokens
     }
 
-    /// Where the time went up to the last token received.
+    /// Timings up to the last token received.
     pub fn stats(&self) -> RequestStats {
         self.stats
     }
@@ -91,7 +91,7 @@ impl TextStream {
         }
     }
 
-    /// Waits for the next step as long as `timeout`; pending: it takes longer. Not for async code.
+    /// Waits for the next step for at most `timeout`; pending after that. Not for async code.
     pub fn next_within(&mut self, timeout: Duration) -> Poll<Option<Result<Delta>>> {
         let until = Instant::now() + timeout;
         let waker = Waker::from(Arc::new(Unpark(thread::current())));
@@ -123,7 +123,7 @@ impl TextStream {
         }
     }
 
-    /// What can be said without another event: the end, once; then nothing forever.
+    /// The step that needs no further event: the end, once, and then `None`.
     fn pending(&mut self) -> Option<Option<Result<Delta>>> {
         if self.ended {
             return Some(None);
@@ -133,7 +133,7 @@ impl TextStream {
         Some(Some(end.map(|(reason, stats)| Delta::End(reason, stats))))
     }
 
-    /// Takes in one event, or the engine's silence, and gives the text that it releases.
+    /// Takes one event, or the engine's silence. Returns the text that it completes.
     fn on_event(&mut self, event: Option<Event>) -> Option<String> {
         let text = match event {
             Some(Event::Token(Token { id, logprobs, stats })) => {
@@ -160,7 +160,7 @@ impl TextStream {
             None => self.fail(Error::Stopped("it gave no reason".into())),
         };
         if self.stops.matched.is_some() {
-            // Nobody reads what comes after a stop string: closing tells the engine to free the sequence now.
+            // Text after a stop string is not read: closing makes the engine free the sequence now.
             self.events.close();
             let stats = match &self.end {
                 Some(Ok((_, stats))) => *stats,
@@ -186,7 +186,7 @@ impl Wake for Unpark {
     }
 }
 
-/// Finds stop strings in text that comes in pieces, holding back what may be the beginning of one.
+/// Finds stop strings in text that comes in pieces. Holds back text that may be the beginning of one.
 struct StopStrings {
     stops: Vec<String>,
     held: String,
@@ -196,14 +196,12 @@ struct StopStrings {
 impl StopStrings {
     fn new(stops: Vec<String>) -> Result<Self> {
         if stops.iter().any(String::is_empty) {
-            return Err(Error::Invalid(
-                "a stop string is empty: it would end every answer before its first word".into(),
-            ));
+            return Err(Error::Invalid("a stop string is empty: it would end every answer at once".into()));
         }
         Ok(Self { stops, held: String::new(), matched: None })
     }
 
-    /// The text that `piece` makes certain. After a match, nothing.
+    /// The text that is certain after `piece`. After a match, nothing.
     fn push(&mut self, piece: &str) -> String {
         if self.matched.is_some() {
             return String::new();
@@ -221,7 +219,7 @@ impl StopStrings {
         std::mem::replace(&mut self.held, rest)
     }
 
-    /// What was held back for a stop string that did not come.
+    /// The text held back for a stop string that did not come.
     fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
@@ -265,7 +263,8 @@ mod tests {
             let pieces: Vec<String> = chars.chunks(cut).map(|c| c.iter().collect()).collect();
             let mut matcher = StopStrings::new(stops.clone()).unwrap();
             let got: String = pieces.iter().map(|p| matcher.push(p)).collect::<String>() + &matcher.finish();
-            // The stop string that is complete first wins; of those complete in the same piece, the one that begins first.
+            // The stop string that is complete first wins; of those complete in the same piece, the one that begins
+            // first.
             match stops.iter().filter_map(|s| text.find(s.as_str())).min() {
                 None => prop_assert_eq!(got, text),
                 Some(_) => {

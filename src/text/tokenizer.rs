@@ -1,4 +1,4 @@
-//! Text to token ids and back, with an incremental decoder whose pieces add up to the whole text.
+//! Text to token ids and back, with an incremental decoder whose pieces join to the whole text.
 
 mod bytes;
 mod cut;
@@ -26,7 +26,7 @@ pub struct Tokenizer {
     path: PathBuf,
 }
 
-/// Bytes of a file at most; the largest vocabularies take a tenth.
+/// Maximum bytes of a file; the largest vocabularies take a tenth.
 const MAX_FILE_BYTES: u64 = 512 << 20;
 
 impl Tokenizer {
@@ -41,7 +41,7 @@ impl Tokenizer {
             )));
         }
         let (mut inner, growth) = read(&path)?;
-        // Settings of a training run that some files carry: a prompt must arrive whole and unpadded.
+        // Some files keep settings of training. A prompt must be whole and unpadded.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| unusable(&path, &e.to_string()))?;
 
@@ -62,25 +62,27 @@ impl Tokenizer {
         &self.eos_ids
     }
 
-    /// Rows of the model's embedding: every valid token id is smaller.
+    /// Rows of the model's embedding. Every valid token id is smaller.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// Token ids of `text`; `add_special` adds what the tokenizer puts around a prompt, such as BOS.
+    /// Token ids of `text`. `add_special` adds the tokens that the tokenizer puts around a prompt, such as BOS.
     ///
     /// Special tokens spelled out in the text become their ids either way, as chat templates need.
     ///
-    /// Errors: `Error::Invalid` for a text that the tokenizer makes too much of, or does not take; `Error::Model` when
-    /// its file makes it panic.
+    /// Errors: `Error::Invalid` for a text that is too long for the tokenizer, or refused by it; `Error::Model` when
+    /// its
+    /// file makes it panic.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         self.encode_with(text, || self.inner.encode_fast(text, add_special))
     }
 
-    /// Token ids of `text`, in which no added token reaches over one of `cuts`: byte offsets, ascending. Other ids are
-    /// as without them.
+    /// Token ids of `text` in which no added token crosses one of `cuts`, which are ascending byte offsets. Other ids
+    /// are
+    /// as without cuts.
     ///
-    /// Nothing is put around the text. Errors: as [`Tokenizer::encode`].
+    /// Adds nothing around the text. Errors: as [`Tokenizer::encode`].
     pub(crate) fn encode_cut(&self, text: &str, cuts: &[usize]) -> Result<Vec<u32>> {
         match cuts {
             [] => self.encode(text, false),
@@ -95,7 +97,7 @@ impl Tokenizer {
     ) -> Result<Vec<u32>> {
         if !self.growth.allows(text.len()) {
             return Err(Error::Invalid(format!(
-                "this text of {} bytes is too long for the model's tokenizer, which may make a multiple of it: \
+                "this text of {} bytes is too long for the model's tokenizer, which may lengthen it several times: \
                  shorten it",
                 text.len()
             )));
@@ -104,21 +106,20 @@ impl Tokenizer {
         Ok(encoding.map_err(|e| Error::Invalid(format!("cannot tokenize the text: {e}")))?.get_ids().to_vec())
     }
 
-    /// Text of `ids`; ids the tokenizer does not know give nothing.
+    /// Text of `ids`. Unknown ids give no text.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let text = guarded(|| self.inner.decode(ids, skip_special))
             .ok_or_else(|| unusable(&self.path, "it fails on these tokens"))?;
         text.map_err(|e| Error::Model(format!("cannot decode tokens: {e}")))
     }
 
-    /// Whether a text has `id` in it: unknown ids never are, and special tokens only where they are spelled out.
+    /// Whether `id` shows in text: unknown ids never do, and special tokens only if they are spelled out.
     pub(crate) fn writes(&self, id: u32, special: bool) -> bool {
         let token = self.inner.id_to_token(id);
         token.is_some_and(|token| special || !self.inner.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// The bytes that a token adds to an answer, special tokens spelled out; nothing for ids the tokenizer does not
-    /// know.
+    /// The bytes that a token adds to an answer, with special tokens spelled out. Empty for unknown ids.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.bytes.get(id)
     }
@@ -134,7 +135,7 @@ impl Tokenizer {
         self.inner.get_added_tokens_decoder().into_values().map(|token| (token.content, token.special)).collect()
     }
 
-    /// Special tokens: not part of an answer's text unless asked for.
+    /// Special tokens, which are not part of an answer's text unless spelled out.
     pub fn special_ids(&self) -> Vec<u32> {
         let mut ids: Vec<u32> = self
             .inner
@@ -147,7 +148,7 @@ impl Tokenizer {
         ids
     }
 
-    /// Refuses ids that the model has no embedding for.
+    /// Refuses ids without an embedding.
     pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
         match ids.iter().find(|&&id| id as usize >= self.vocab_size) {
             Some(id) => {
@@ -158,7 +159,7 @@ impl Tokenizer {
     }
 }
 
-/// Reads a file that others wrote, and how much it may make of a text.
+/// Reads an untrusted file, and bounds how much it may lengthen a text.
 fn read(path: &Path) -> Result<(tokenizers::Tokenizer, Growth)> {
     let mut file = moebius_cache::file::open(path).map_err(Error::io(path))?;
     let length = file.metadata().map_err(Error::io(path))?.len();
@@ -169,7 +170,7 @@ fn read(path: &Path) -> Result<(tokenizers::Tokenizer, Growth)> {
     file.read_to_end(&mut bytes).map_err(Error::io(path))?;
     let not_one = |e: &dyn std::fmt::Display| unusable(path, &e.to_string());
     let stages: Stages = serde_json::from_slice(&bytes).map_err(|e| not_one(&e))?;
-    // A normalizer is at work while its file is read, on the added tokens: it is looked at before.
+    // The normalizer already runs on the added tokens while the file is read, so it is checked before.
     let read = || {
         let growth = Growth::of(&stages).map_err(|e| not_one(&e))?;
         let inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| not_one(&e))?;

@@ -57,7 +57,7 @@ fn a_hostile_template_is_refused_at_the_start() {
             assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
             assert!(stderr.starts_with("error: the model's chat template cannot be used: "), "{stderr}");
             assert!(
-                stderr.contains(why) && stderr.contains("put another one, called chat_template.jinja, into"),
+                stderr.contains(why) && stderr.contains("put another template, as chat_template.jinja, into"),
                 "{stderr}"
             );
         }

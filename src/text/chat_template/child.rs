@@ -1,7 +1,7 @@
-//! A process that renders one template: it takes its own limits, compiles, and answers until its stdin ends.
+//! The child process that renders one template: it sets its own limits, compiles, and answers until its stdin ends.
 //!
-//! Who breaks a limit dies of it: of SIGPROF for time, of SIGSEGV or SIGABRT for stack and memory. The parent sees
-//! which.
+//! A child that exceeds a limit is killed: by SIGPROF for time, by SIGSEGV or SIGABRT for stack and memory. The parent
+//! sees the signal.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
@@ -12,20 +12,19 @@ use super::frame::{self, Answer};
 use super::jinja::Jinja;
 use super::{Failure, MAX_SOURCE_BYTES, text_limit};
 
-/// Address space that compiling or rendering may take, above what the process has at its start: stack, heap, the
-/// conversation itself.
+/// Address space for compiling or rendering above that of the process at its start: stack, heap, the conversation.
 pub(super) const MAX_GROWTH_BYTES: u64 = 192 << 20;
 
-/// A process that keeps more than this ends itself: the next rendering would have less left.
+/// A process that keeps more than this exits, because the next rendering would have less left.
 const MAX_KEPT_BYTES: u64 = 32 << 20;
 
 /// Processor time of one compilation or rendering.
 pub(super) const MAX_CPU_SECONDS: u64 = 2;
 
-/// Bytes of variables at most: twice the largest body that the server takes.
+/// Maximum bytes of variables: twice the largest body that the server accepts.
 pub(super) const MAX_VARIABLES_BYTES: usize = 32 << 20;
 
-/// <sys/time.h>; the libc crate has it for other systems only.
+/// From <sys/time.h>; the libc crate has it for other systems only.
 const ITIMER_PROF: libc::c_int = 2;
 
 /// Renders chat templates for the process that started this one and holds the other end of stdin, a socket. Returns
@@ -38,7 +37,7 @@ pub fn render_for_parent() -> ExitCode {
 }
 
 fn serve() -> io::Result<()> {
-    // What a panic says is of no use, and finding its place takes memory.
+    // The message of a panic is of no use, and a backtrace takes memory.
     std::panic::set_hook(Box::new(|_| {}));
     leave_descriptors();
     let mut socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
@@ -68,7 +67,7 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// Closes what the parent's parents left open, such as a lock.
+/// Closes descriptors inherited from the parent, such as a lock.
 fn leave_descriptors() {
     // SAFETY: nothing in this process has opened a descriptor yet. An old kernel without the call leaves them open,
     // which is no more than untidy.

@@ -1,33 +1,34 @@
-//! What goes between a process that renders templates and its parent: a length, then so many bytes.
+//! The protocol between a child process that renders templates and its parent: frames of a length and that many bytes.
 //!
-//! First the template, answered when it is compiled; then the variables of each rendering, as JSON, each answered with
-//! its text.
+//! The parent sends the template first, which the child answers when it is compiled. Then it sends the variables of
+//! each
+//! rendering as JSON, and the child answers each with the text.
 
 use std::io::{self, Read, Write};
 
 use super::Failure;
 
-/// Bytes of an answer that are not text.
+/// Bytes of an answer besides its text.
 const ANSWER_HEAD: usize = 2;
 
-/// Bytes of an error at most.
+/// Maximum bytes of an error.
 const MAX_ERROR_BYTES: usize = 4096;
 
-/// What a process says.
+/// An answer of the child.
 pub(super) struct Answer {
     pub(super) text: Result<String, Failure>,
-    /// It ends itself now.
+    /// The child exits now.
     pub(super) leaves: bool,
 }
 
-/// Sends one frame, whose parts are joined.
+/// Sends one frame of joined parts.
 pub(super) fn write(to: &mut impl Write, parts: &[&[u8]]) -> io::Result<()> {
     let bytes: usize = parts.iter().map(|part| part.len()).sum();
     to.write_all(&(bytes as u64).to_le_bytes())?;
     parts.iter().try_for_each(|part| to.write_all(part))
 }
 
-/// The next frame, of at most `limit` bytes; `None` at the end.
+/// Receives the next frame of at most `limit` bytes. `None` at the end.
 pub(super) fn read(from: &mut impl Read, limit: usize) -> io::Result<Option<Vec<u8>>> {
     let mut length = Vec::new();
     from.take(8).read_to_end(&mut length)?;
@@ -54,7 +55,7 @@ impl Answer {
         write(to, &[&[kind, u8::from(self.leaves)], text.as_bytes()])
     }
 
-    /// The next answer, with a text of at most `limit` bytes.
+    /// Receives the next answer, with a text of at most `limit` bytes.
     pub(super) fn read(from: &mut impl Read, limit: usize) -> io::Result<Self> {
         let mut bytes = read(from, limit.max(MAX_ERROR_BYTES) + ANSWER_HEAD)?.ok_or(io::ErrorKind::UnexpectedEof)?;
         let text = bytes.split_off(ANSWER_HEAD.min(bytes.len()));

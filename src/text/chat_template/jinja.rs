@@ -1,5 +1,6 @@
-//! The template engine: minijinja with what Hugging Face's tokenizers add to Jinja. It bounds steps and the text;
-//! stack, memory and time are its caller's.
+//! The template engine: minijinja with the extensions of Hugging Face's tokenizers. It bounds steps and text. Its
+//! caller
+//! bounds stack, memory and time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,10 +10,10 @@ use minijinja::{Environment, ErrorKind};
 use super::Failure;
 use super::strftime::strftime_now;
 
-/// Steps a template may take: far above any real conversation, far below a hang.
+/// Maximum steps of a template: far above any real conversation, far below a hang.
 const FUEL: u64 = 20_000_000;
 
-/// Characters of an error's words at most: a template may write them.
+/// Maximum characters of an error, which a template may write.
 const MAX_WORDS: usize = 200;
 
 type Result<T> = std::result::Result<T, Failure>;
@@ -34,7 +35,7 @@ impl Jinja {
         Ok(Self(env))
     }
 
-    /// The text that the template makes of `variables`, of at most `limit` bytes.
+    /// Renders `variables` to a text of at most `limit` bytes.
     pub(super) fn render(&self, variables: Value, limit: usize) -> Result<String> {
         let template = self.0.get_template("chat_template").expect("compile() added it");
         let mut text = Bounded { bytes: Vec::new(), limit, full: false };
@@ -50,7 +51,7 @@ impl Jinja {
     }
 }
 
-/// minijinja has places where it panics.
+/// Catches panics of minijinja.
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Failure::Broken("it breaks the template engine".into())))
@@ -78,8 +79,8 @@ impl std::io::Write for Bounded {
     }
 }
 
-/// `{% generation %}` marks the assistant's words for training masks. As a condition that always holds it changes
-/// nothing else, whitespace control included.
+/// `{% generation %}` marks the assistant's text for training masks. A condition that always holds replaces it, which
+/// changes nothing else, whitespace control included.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -99,13 +100,13 @@ fn without_generation_tags(source: &str) -> String {
     out + rest
 }
 
-/// What a template says when it refuses a conversation; carried through the engine as an error's source.
+/// The message of a template that refuses a conversation, passed through the engine as the source of an error.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
 
 fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Error> {
-    // Once: the message may be as long as memory is.
+    // Formatted once: the message may be as long as memory allows.
     Err(minijinja::Error::from(ErrorKind::InvalidOperation).with_source(Raised(message)))
 }
 
@@ -124,7 +125,7 @@ fn broken(error: &minijinja::Error) -> Failure {
     Failure::Broken(words(&error.to_string()))
 }
 
-/// What a template, or the engine about it, says, on one line of bounded length.
+/// The error message of a template or of the engine, on one line of bounded length.
 fn words(text: &str) -> String {
     let mut chars = text.trim().chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut line: String = chars.by_ref().take(MAX_WORDS).collect();
@@ -134,7 +135,7 @@ fn words(text: &str) -> String {
     line
 }
 
-/// `json.dumps(value, ensure_ascii=False)`: nothing escaped for HTML, a space after each comma and colon.
+/// `json.dumps(value, ensure_ascii=False)`: no HTML escapes, a space after each comma and colon.
 fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja::Error> {
     let indent: Option<usize> = kwargs.get("indent")?;
     let sort_keys: Option<bool> = kwargs.get("sort_keys")?;

@@ -1,5 +1,4 @@
-//! The processes that render a template, seen from their parent: how many there are, how long they may take, what their
-//! end means.
+//! The parent's side of the processes that render a template: their number, their time, and what their end means.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -15,17 +14,19 @@ use super::frame::{self, Answer};
 use super::{Failure, text_limit};
 use crate::Error;
 
-/// Processes of one template at most: a rendering takes a millisecond, and each may take [`MAX_GROWTH_BYTES`].
+/// Maximum processes of one template. A rendering takes a millisecond, and each process up to [`MAX_GROWTH_BYTES`].
 const MAX_PROCESSES: usize = 2;
 
-/// Patience with one rendering, and with waiting for a place: long, as processor time is what is bounded, and the
-/// machine may be busy.
+/// Timeout of one rendering, and of the wait for a place. It is long because CPU time is bounded, and the machine may
+/// be
+/// busy.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 type Result<T> = std::result::Result<T, Failure>;
 
-/// The processes of one template. They are kept, as starting one takes longer than rendering; one that breaks a limit
-/// is replaced.
+/// The processes of one template. They are kept because starting one takes longer than rendering. A process that
+/// exceeds
+/// a limit is replaced.
 pub(super) struct Processes {
     command: &'static [OsString],
     places: Mutex<Places>,
@@ -38,7 +39,7 @@ struct Places {
 }
 
 impl Processes {
-    /// Starts the first one. Errors: the template cannot be compiled.
+    /// Starts the first process. Errors: the template cannot be compiled.
     pub(super) fn start(command: &'static [OsString], source: &str) -> Result<Self> {
         let first = Process::start(command, source)?;
         Ok(Self {
@@ -48,7 +49,7 @@ impl Processes {
         })
     }
 
-    /// The text that the template makes of variables, given as JSON.
+    /// Renders variables, given as JSON.
     pub(super) fn render(&self, source: &str, variables: &[u8]) -> Result<String> {
         if variables.len() > MAX_VARIABLES_BYTES {
             return Err(Failure::Broken(format!("it has more than {} MiB", MAX_VARIABLES_BYTES >> 20)));
@@ -70,12 +71,11 @@ impl Processes {
         let wait = self.freed.wait_timeout_while(self.lock(), PATIENCE, |places| places.free == 0);
         let (mut places, waited) = wait.unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
-            let message =
-                "the model's chat template is slow, and too many conversations wait for it: try again in a while";
+            let message = "the model's chat template is slow, and too many conversations wait for it: try again later";
             return Err(Failure::Machine(Error::Busy(message.into())));
         }
         places.free -= 1;
-        // One that somebody has killed is no loss.
+        // A process that was killed is replaced.
         let idle =
             std::iter::from_fn(|| places.idle.pop()).find_map(|mut process| process.is_running().then_some(process));
         Ok(Place { of: self, idle })
@@ -86,7 +86,7 @@ impl Processes {
     }
 }
 
-/// One rendering's place among the processes; the one it leaves here is kept.
+/// The place of one rendering. The process that it leaves here is kept.
 struct Place<'a> {
     of: &'a Processes,
     idle: Option<Process>,
@@ -111,8 +111,7 @@ impl Process {
     fn start(command: &[OsString], source: &str) -> Result<Self> {
         let cannot = |e: io::Error| {
             let message = format!(
-                "cannot start {}, which renders chat templates: {e}; free memory, or let more processes run (ulimit \
-                 -u)",
+                "cannot start {}, which renders chat templates: {e}; free memory, or allow more processes (ulimit -u)",
                 command[0].display()
             );
             Failure::Machine(Error::Resources(message))
@@ -123,10 +122,11 @@ impl Process {
             .stdin(OwnedFd::from(theirs))
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Nobody would read one, and making it takes long.
+            // A backtrace would not be read, and takes long.
             .env("RUST_BACKTRACE", "0")
-            // Of a group of its own, so that Ctrl-C in a terminal is not for it. It ends with the socket, however this
-            // process ends.
+            // In its own process group, so that Ctrl-C in a terminal does not reach it. It ends with the socket,
+            // however
+            // this process ends.
             .process_group(0)
             .spawn()
             .map_err(cannot)?;
@@ -142,16 +142,16 @@ impl Process {
         answer.map_err(|e| self.end(&e))
     }
 
-    /// What became of it, after a failure to talk to it.
+    /// Why the process failed, after an error on its socket.
     fn end(&mut self, failure: &io::Error) -> Failure {
-        // One that has closed its socket is past being killed, so its own end is what is told.
+        // A process that has closed its socket is already ending, so its exit status counts.
         let _ = self.child.kill();
         let status = self.child.wait();
         let closed =
             matches!(failure.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
         let late = matches!(failure.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
         match status.as_ref().ok().and_then(ExitStatusExt::signal) {
-            _ if late => Failure::Broken(format!("it does not end within {} seconds", PATIENCE.as_secs())),
+            _ if late => Failure::Broken(format!("it does not finish within {} seconds", PATIENCE.as_secs())),
             Some(libc::SIGPROF) if closed => Failure::Broken(format!("it takes more than {MAX_CPU_SECONDS} seconds")),
             Some(_) if closed => Failure::Broken(format!(
                 "it nests too deeply, or takes more than {} MiB of memory",
@@ -180,7 +180,7 @@ impl Drop for Process {
     }
 }
 
-/// A socket whose every use together ends in time.
+/// A socket whose uses together have one deadline.
 struct Timed<'a> {
     socket: &'a UnixStream,
     until: Instant,

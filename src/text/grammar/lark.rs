@@ -1,4 +1,4 @@
-//! Grammars in the words of llguidance: one Lark grammar, beside it the schemas and grammars that it refers to by name.
+//! Grammars for llguidance: one Lark grammar, and the schemas and grammars that it refers to by name.
 
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::regex_to_lark;
@@ -29,10 +29,10 @@ impl Specials {
     }
 }
 
-/// What llguidance compiles.
+/// The input of llguidance.
 pub(super) fn source(grammar: &Grammar, specials: &Specials) -> Result<TopLevelGrammar> {
     let mut writer = Writer { specials, rules: String::new(), parts: Vec::new(), names: 0 };
-    // Alone, a schema or a grammar is its own source: errors then name its lines.
+    // A single schema or grammar is its own source, so that errors name its lines.
     let root = match grammar {
         Grammar::Json | Grammar::JsonSchema(_) | Grammar::LooseSchema(_) | Grammar::Lark(_) => {
             writer.expression(grammar)?;
@@ -50,7 +50,7 @@ pub(super) fn source(grammar: &Grammar, specials: &Specials) -> Result<TopLevelG
 }
 
 fn too_long(what: &str) -> Error {
-    Error::Invalid(format!("{what} is too long: {} KiB are allowed", MAX_BYTES >> 10))
+    Error::Invalid(format!("{what} is too long: the limit is {} KiB", MAX_BYTES >> 10))
 }
 
 struct Writer<'a> {
@@ -61,7 +61,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// `grammar` as an expression of Lark; what needs a name gets a rule or a part.
+    /// `grammar` as an expression of Lark. Parts that need a name become rules or grammars of their own.
     fn expression(&mut self, grammar: &Grammar) -> Result<String> {
         Ok(match grammar {
             Grammar::Json => self.schema(&json!({"type": "object"}), false)?,
@@ -103,7 +103,7 @@ impl Writer<'_> {
         Ok(format!("({})", items.join(between)))
     }
 
-    /// Text and special tokens, each as what it is.
+    /// Text as strings, special tokens as token ids.
     fn literal(&self, text: &str) -> String {
         let mut items = Vec::new();
         let (mut plain, mut at) = (0, 0);
@@ -147,7 +147,7 @@ fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// A pattern for whole texts: anchors around it say nothing, and the grammar engine knows none.
+/// A pattern for whole texts, without its outer anchors, which the grammar engine does not know.
 fn whole(regex: &str) -> &str {
     let regex = regex.strip_prefix('^').unwrap_or(regex);
     match regex.strip_suffix('$') {

@@ -1,24 +1,24 @@
-//! JSON schemas that strangers send: bounded before they are compiled, and compiled to JSON that ends.
+//! Untrusted JSON schemas: bounded before they are compiled, and compiled so that their JSON ends.
 
 use llguidance::api::ParserLimits;
 use serde_json::{Value, json};
 
 use crate::{Error, Result};
 
-/// Bytes of a schema, of a grammar, or of all choices.
+/// Maximum bytes of a schema, of a grammar, or of all choices.
 pub(super) const MAX_BYTES: usize = 256 << 10;
 
-/// How deep a schema may nest, well below what its compiler's stack holds.
+/// Maximum nesting of a schema, well below what its compiler's stack holds.
 const MAX_DEPTH: usize = 64;
 
-/// Properties of one object. What optional ones cost grows with their square: about a second for as many as these.
+/// Maximum properties of one object. The cost of optional ones is quadratic: about a second at this number.
 const MAX_PROPERTIES: usize = 1000;
 
-/// What may stand between two tokens of JSON: a space, or a line's end and its indentation. Without a bound a weak
-/// model can write blanks forever.
+/// White space between two tokens of JSON: a space, or a line break and indentation. Without a bound a weak model can
+/// write blanks forever.
 const WHITESPACE: &str = r" |\r?\n(?: {0,40}|\t{0,10})";
 
-/// What one grammar may cost: 40 MB of lexer states and, for a step, some 20 ms. Objects of thousands of optional
+/// Maximum cost of a grammar: 40 MB of lexer states and about 20 ms per step. Objects with thousands of optional
 /// properties need long rows.
 pub(super) fn limits() -> ParserLimits {
     ParserLimits {
@@ -29,7 +29,7 @@ pub(super) fn limits() -> ParserLimits {
     }
 }
 
-/// A schema that says of values what `schema` says of their type.
+/// A schema with only the type that `schema` has.
 pub(super) fn type_only(schema: &Value) -> Value {
     match schema["type"].as_str() {
         Some(name @ ("object" | "array" | "string" | "integer" | "number" | "boolean" | "null")) => {
@@ -39,21 +39,21 @@ pub(super) fn type_only(schema: &Value) -> Value {
     }
 }
 
-/// `schema` with the options it is compiled with.
+/// `schema` with the options for its compiler.
 ///
 /// Errors: `Error::Invalid` when it is too long, too deep or too wide.
 pub(super) fn prepared(schema: &Value, loose: bool) -> Result<Value> {
     let (depth, properties) = extent(schema);
     if depth > MAX_DEPTH {
-        return Err(Error::Invalid(format!("the JSON schema is nested too deeply: {MAX_DEPTH} levels are allowed")));
+        return Err(Error::Invalid(format!("the JSON schema is nested too deeply: the limit is {MAX_DEPTH} levels")));
     }
     if properties > MAX_PROPERTIES {
         return Err(Error::Invalid(format!(
-            "an object in the JSON schema has too many properties: {MAX_PROPERTIES} are allowed"
+            "an object in the JSON schema has too many properties: the limit is {MAX_PROPERTIES}"
         )));
     }
     if schema.to_string().len() > MAX_BYTES {
-        return Err(Error::Invalid(format!("the JSON schema is too long: {} KiB are allowed", MAX_BYTES >> 10)));
+        return Err(Error::Invalid(format!("the JSON schema is too long: the limit is {} KiB", MAX_BYTES >> 10)));
     }
     let mut schema = match schema {
         Value::Object(fields) => fields.clone(),
@@ -64,7 +64,7 @@ pub(super) fn prepared(schema: &Value, loose: bool) -> Result<Value> {
     Ok(Value::Object(schema))
 }
 
-/// Levels of nesting and the largest object, without recursion: the value may come from anywhere.
+/// The levels of nesting and the size of the largest object, computed without recursion because the value is untrusted.
 fn extent(value: &Value) -> (usize, usize) {
     let (mut deepest, mut largest) = (0, 0);
     let mut open = vec![(value, 1)];

@@ -1,13 +1,13 @@
-//! The bytes that each token writes, as the tokenizer's decoder spells them.
+//! The bytes of each token, as the tokenizer's decoder spells them.
 
-/// What each token writes: token `id` has `text[ends[id - 1]..ends[id]]`.
+/// The bytes of all tokens: those of `id` are `text[ends[id - 1]..ends[id]]`.
 pub(super) struct TokenBytes {
     text: Vec<u8>,
     ends: Vec<u32>,
 }
 
 impl TokenBytes {
-    /// Asks the tokenizer's decoder how it spells bytes: GPT-2's alphabet, `<0xNN>`, or `▁` for a space.
+    /// Finds out how the tokenizer's decoder spells bytes: GPT-2's alphabet, `<0xNN>`, or `▁` for a space.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Self {
         let decoder =
             tokenizer.get_decoder().and_then(|decoder| serde_json::to_value(decoder).ok()).unwrap_or_default();
@@ -18,8 +18,7 @@ impl TokenBytes {
         let added = tokenizer.get_added_tokens_decoder();
         let mut out = Self { text: Vec::new(), ends: Vec::new() };
         for (id, token) in tokens {
-            // A hole in the ids writes nothing; an id far beyond all others is a broken file, not a reason to fill
-            // memory.
+            // A missing id has no bytes. An id far beyond all others means a broken file, and must not fill memory.
             if (id as usize) < out.ends.len() || id as usize > out.ends.len() + (1 << 22) {
                 continue;
             }

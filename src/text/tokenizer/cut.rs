@@ -1,8 +1,8 @@
-//! Encoding a text of which some added tokens are to be read as plain text.
+//! Encodes a text in which some added tokens are plain text.
 //!
-//! The library has no way to say where. So each cut is marked with a character that the text does not have, added
-//! tokens are looked for, and the marks are taken away before words are: the ids are those of a search that missed
-//! these tokens.
+//! The library has no option for that. So each cut is marked with a character that the text does not have. The library
+//! then finds the added tokens, and the marks are removed before it splits words: the result is that of a search that
+//! missed these tokens.
 
 use tokenizers::{Encoding, Model, NormalizedString, Normalizer, OffsetType, PreTokenizer, Result, Token};
 
@@ -10,7 +10,7 @@ use super::mark::{inserted, unused_character};
 
 /// See [`super::Tokenizer::encode_cut`].
 pub(super) fn encode(tokenizer: &tokenizers::Tokenizer, text: &str, cuts: &[usize]) -> Result<Encoding> {
-    let mark = unused_character([text]).ok_or("the text has every character for private use: leave one out")?;
+    let mark = unused_character([text]).ok_or("the text contains every private-use character: leave one out")?;
     let normalizer = tokenizer.get_normalizer();
     let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(normalizer, &inserted(text, cuts, mark));
     let spelled = spelled(normalizer, mark)?;
@@ -26,7 +26,7 @@ pub(super) fn encode(tokenizer: &tokenizers::Tokenizer, text: &str, cuts: &[usiz
     tokenizer.post_process(encoding, None, false)
 }
 
-/// What a normalizer makes of the mark, where it spells characters anew, as bytes for one.
+/// The mark after a normalizer that respells characters, for example as bytes.
 fn spelled(normalizer: Option<&tokenizers::NormalizerWrapper>, mark: char) -> Result<String> {
     let mut alone = NormalizedString::from(mark.to_string());
     normalizer.map_or(Ok(()), |normalizer| normalizer.normalize(&mut alone))?;
@@ -41,7 +41,7 @@ fn without(piece: &mut NormalizedString, mark: char, spelled: &str) -> Result<()
     piece.replace(spelled, "")
 }
 
-/// Tokens of a word. Some vocabularies have their special tokens among the words, and these are cut behind their first
+/// Tokens of a word. Some vocabularies have their special tokens among the words; these are cut after their first
 /// character.
 fn plain(model: &tokenizers::ModelWrapper, text: &str, is_special: &impl Fn(&Token) -> bool) -> Result<Vec<Token>> {
     let tokens = model.tokenize(text)?;

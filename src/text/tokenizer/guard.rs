@@ -1,5 +1,5 @@
-//! What the author of a `tokenizer.json` can do to whoever loads it: panics become errors, and how much may become of a
-//! text is known before it does.
+//! Protects against a malicious `tokenizer.json`: panics become errors, and the growth of a text is bounded before it
+//! happens.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -10,24 +10,24 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper};
 
-/// Bytes that a text may have once it is normalized; each takes 17 bytes of memory.
+/// Maximum bytes of a normalized text; each takes 17 bytes of memory.
 const MAX_NORMALIZED_BYTES: f64 = (128 << 20) as f64;
 
-/// Bytes that one byte may become: of a text in the normalizer, and of a token in the decoder.
+/// Maximum growth of a text in the normalizer, and of a token in the decoder, in bytes per byte.
 const MAX_TEXT_GROWTH: f64 = 65536.0;
 const MAX_DECODED_GROWTH: f64 = 256.0;
 
-/// Times that a template of the post-processor may repeat the text.
+/// Maximum repetitions of the text in a template of the post-processor.
 const MAX_REPEATS: f64 = 16.0;
 
-/// Normalizers, pre-tokenizers and decoders in a row.
+/// Maximum normalizers, pre-tokenizers and decoders in a sequence.
 const MAX_STAGES: usize = 64;
 
 thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work` on what others wrote; `None` when it panics, of which stderr hears nothing.
+/// Runs `work` on an untrusted file. `None` when it panics, without a message on stderr.
 pub(super) fn guarded<T>(work: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -44,7 +44,7 @@ pub(super) fn guarded<T>(work: impl FnOnce() -> T) -> Option<T> {
     result.ok()
 }
 
-/// What a file says beside its vocabulary.
+/// The parts of a file besides its vocabulary.
 #[derive(Deserialize)]
 pub(super) struct Stages {
     #[serde(default)]
@@ -65,12 +65,12 @@ struct Added {
     content: String,
 }
 
-/// How much a text grows at most before it is cut into tokens.
+/// Maximum growth of a text before it is cut into tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Growth(f64);
 
 impl Growth {
-    /// Errors: what makes too much of a text, as the rest of a sentence that begins with the file's name.
+    /// Errors: the part that lengthens a text too much, as the rest of a sentence that begins with the file's name.
     pub(super) fn of(stages: &Stages) -> Result<Self, String> {
         let normalizer = known::<NormalizerWrapper>(&stages.normalizer)?;
         let pre_tokenizer = known::<PreTokenizerWrapper>(&stages.pre_tokenizer)?;
@@ -124,7 +124,7 @@ fn count(stage: &Value) -> usize {
     inner(stage).map_or(1, |stages| stages.iter().map(count).sum())
 }
 
-/// Bytes that become of one byte at most; of a post-processor, how often it repeats the text.
+/// Maximum bytes per byte; for a post-processor, how often it repeats the text.
 fn factor(stage: &Value) -> f64 {
     if let Some(stages) = inner(stage) {
         return stages.iter().map(factor).product();
@@ -132,16 +132,16 @@ fn factor(stage: &Value) -> f64 {
     let bytes = |name: &str| stage[name].as_str().map_or(0.0, |text| text.len() as f64);
     match stage["type"].as_str().unwrap_or_default() {
         "Replace" => match stage["pattern"]["String"].as_str() {
-            // The library's replacing panics, or does not end, where the pattern is nothing.
+            // The library's replacement panics, or does not end, for an empty pattern.
             Some("") => f64::INFINITY,
             Some(pattern) => (bytes("content") / pattern.len() as f64).max(1.0),
-            // An expression may match a byte, or nothing before each.
+            // An expression may match each byte, or the empty text before each.
             None => bytes("content") + 1.0,
         },
-        // Each stretch between two added tokens begins anew.
+        // The text between two added tokens is normalized separately.
         "Prepend" => 1.0 + bytes("prepend"),
         "Precompiled" => longest_replacement(stage),
-        // The most that Unicode's forms make of a character: U+0390 decomposed, U+FDFA spelled out.
+        // The largest growth of a character in Unicode's forms: U+0390 decomposed, U+FDFA spelled out.
         "NFC" | "NFD" => 3.0,
         "NFKC" | "NFKD" => 11.0,
         "Lowercase" => 1.5,
@@ -158,9 +158,9 @@ fn factor(stage: &Value) -> f64 {
     }
 }
 
-/// Bytes of the longest text that a `Precompiled` normalizer puts for another.
+/// Bytes of the longest replacement of a `Precompiled` normalizer.
 ///
-/// Its base64 holds the size of a trie, the trie, and the texts, each with a zero behind it.
+/// Its base64 holds the size of a trie, the trie, and the zero-terminated texts.
 fn longest_replacement(stage: &Value) -> f64 {
     use base64::Engine;
     let text = stage["precompiled_charsmap"].as_str().unwrap_or_default();

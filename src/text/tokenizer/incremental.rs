@@ -3,7 +3,7 @@
 use super::Tokenizer;
 use crate::Result;
 
-/// Replacement characters at a text's end may be bytes of a character whose last byte is still to come: three at most.
+/// Up to three replacement characters at the end of a text may be bytes of an incomplete character.
 const MAX_HALF: usize = 3;
 
 /// Tokens that a step decodes at most, and the last of them that stay where the others are let go. Three halves of
@@ -12,7 +12,7 @@ const MAX_HALF: usize = 3;
 const MAX_IDS: usize = 24;
 const KEPT_IDS: usize = 12;
 
-/// Decodes tokens as they come: every piece is final, and the pieces joined are the text of the whole.
+/// Decodes tokens as they come. Every piece is final, and the pieces join to the text of the whole.
 ///
 /// ```text
 /// ids:  [ context ... read) ........ end
@@ -35,9 +35,9 @@ pub struct Incremental {
 }
 
 impl Incremental {
-    /// The text that `id` completes; empty while a character is incomplete.
+    /// The text that `id` completes. Empty while a character is incomplete.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
-        // What no decoder sees is nobody's neighbour.
+        // An id that the decoder does not see has no neighbours.
         if !tokenizer.writes(id, self.special) {
             return Ok(String::new());
         }
@@ -61,7 +61,7 @@ impl Incremental {
         }
     }
 
-    /// What was held back, as it stands.
+    /// The text held back, as it is.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
         let text = self.decode(tokenizer, 0)?;
         let piece = match text.strip_prefix(self.out.as_str()) {

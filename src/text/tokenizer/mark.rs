@@ -1,8 +1,8 @@
-//! A character that a text does not have, and what it marks.
+//! Marks in a text, made of a character that the text does not have.
 
 use std::collections::HashSet;
 
-/// A character of the planes for private use that none of `texts` has; `None` when they have all of them.
+/// A private-use character that none of `texts` has. `None` when they have all of them.
 pub(crate) fn unused_character<'t>(texts: impl IntoIterator<Item = &'t str>) -> Option<char> {
     let planes = '\u{F0000}'..='\u{10FFFD}';
     let used: HashSet<char> = texts.into_iter().flat_map(str::chars).filter(|c| planes.contains(c)).collect();
@@ -21,7 +21,7 @@ pub(crate) fn inserted(text: &str, offsets: &[usize], mark: char) -> String {
     out + &text[from..]
 }
 
-/// `text` without `mark`, and the byte offsets where it stood.
+/// `text` without `mark`, and the byte offsets of the marks.
 pub(crate) fn removed(text: &str, mark: char) -> (String, Vec<usize>) {
     let mut out = String::with_capacity(text.len());
     let mut offsets = Vec::new();
