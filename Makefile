@@ -9,7 +9,7 @@ test: emulator
 	cargo test --workspace --no-fail-fast
 	[ ! -x $(PYTHON)/maturin ] || $(MAKE) python
 
-# The kernels compiled for the CPU behind the CUDA driver's interface: what tests of the GPU side use where there is no GPU.
+# The kernels compiled for the CPU behind the CUDA driver's interface. GPU tests use it on machines without a GPU.
 EMULATOR = target/emulator
 EMULATOR_FLAGS = -std=c++17 -O2 -march=x86-64-v3 -fPIC -DEMULATED -Wno-unknown-pragmas -Wno-ignored-attributes -Ikernels
 KERNELS = $(patsubst kernels/%.cu,$(EMULATOR)/%.o,$(wildcard kernels/*.cu))
@@ -38,12 +38,14 @@ lint:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 	$(MAKE) $(PYTHON)/maturin || true
 	@[ -x $(PYTHON)/clang-format ] || echo "no PyPI: the layout of kernels is not checked"
-	[ ! -x $(PYTHON)/clang-format ] || $(PYTHON)/clang-format --dry-run --Werror $(wildcard kernels/*.cu kernels/*.cuh kernels/emulator/*.cc kernels/emulator/*.h)
+	[ ! -x $(PYTHON)/clang-format ] || $(PYTHON)/clang-format --dry-run --Werror \
+		$(wildcard kernels/*.cu kernels/*.cuh kernels/emulator/*.cc kernels/emulator/*.h)
 
-# The Python package: a wheel of the same profile and folder as the tests', installed where target/python is, and its tests.
+# The Python package: builds a wheel with the tests' profile, installs it into target/python, and runs its tests.
 python: $(PYTHON)/maturin
 	rm -rf target/wheels
-	PATH="$(CURDIR)/$(PYTHON):$$PATH" $(PYTHON)/maturin build --manifest-path python/Cargo.toml --profile dev --out target/wheels
+	PATH="$(CURDIR)/$(PYTHON):$$PATH" $(PYTHON)/maturin build --manifest-path python/Cargo.toml --profile dev \
+		--out target/wheels
 	$(PYTHON)/pip install --quiet --force-reinstall --no-deps target/wheels/moebius-*.whl
 	$(PYTHON)/pytest -q python/tests
 

@@ -256,7 +256,8 @@ fn convert(dir: &Path) -> Result<Value> {
     let seconds = started.elapsed().as_secs_f64();
     let read = expert_bytes(&model) as f64;
     Ok(json!({
-        "precision": precision.to_string(), "seconds": seconds, "source_gb": read / 1e9, "source_gb_per_s": read / seconds / 1e9,
+        "precision": precision.to_string(), "seconds": seconds, "source_gb": read / 1e9,
+            "source_gb_per_s": read / seconds / 1e9,
         "peak_ram_gib": gib(topology::peak_bytes()), "cache_gb": size(&dir.join("cache")) as f64 / 1e9,
     }))
 }
@@ -304,7 +305,9 @@ fn load(dir: &Path, how: &str) -> Result<Value> {
         _ => return Err(Error::Invalid("an answer without a token".into())),
     }
     Ok(json!({
-        "load": how, "gb": bytes as f64 / 1e9, "ready_s": ready, "gb_per_s": bytes as f64 / ready / 1e9, "first_token_s": first_token,
-        "peak_ram_gib_ready": gib(peak), "peak_ram_gib": gib(topology::peak_bytes()), "said": lines.into_inner().unwrap_or_default(),
+        "load": how, "gb": bytes as f64 / 1e9, "ready_s": ready, "gb_per_s": bytes as f64 / ready / 1e9,
+            "first_token_s": first_token,
+        "peak_ram_gib_ready": gib(peak), "peak_ram_gib": gib(topology::peak_bytes()),
+            "said": lines.into_inner().unwrap_or_default(),
     }))
 }

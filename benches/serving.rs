@@ -93,8 +93,11 @@ fn main() {
                 rates.sort_by(f64::total_cmp);
                 rates[1]
             };
-            let first = |change: &dyn Fn(Request) -> Request| rate(&|i, request| if i == 0 { change(request) } else { request });
-            json!({"streams": n, "plain": rate(&plain), "one_steered": first(&steered), "all_steered": rate(&|_, request| steered(request)),
+            let first = |change: &dyn Fn(Request) -> Request| {
+                rate(&|i, request| if i == 0 { change(request) } else { request })
+            };
+            json!({"streams": n, "plain": rate(&plain), "one_steered": first(&steered), "all_steered": rate(&|_,
+                request| steered(request)),
                 "one_captured": first(&captured), "all_captured": rate(&|_, request| captured(request))})
         })
         .into();
@@ -124,14 +127,17 @@ fn main() {
     let turn = |text: Vec<u32>| {
         let asked = Instant::now();
         let (at, stats) = next(&mut ask(&engine, text, 1)).unwrap();
-        json!({"first_token_ms": (at - asked).as_secs_f64() * 1e3, "cached_tokens": stats.cached_tokens, "prompt_tokens": stats.prompt_tokens})
+        json!({"first_token_ms": (at - asked).as_secs_f64() * 1e3, "cached_tokens": stats.cached_tokens,
+            "prompt_tokens": stats.prompt_tokens})
     };
     let next_turn = turn([text, prompt(50, 3)].concat());
     let alone = turn(prompt(long, 4));
     let report = json!({
-        "bench": "serving", "shape": shape, "device": engine.info().device, "threads": engine.info().threads, "dense": engine.info().dense,
+        "bench": "serving", "shape": shape, "device": engine.info().device, "threads": engine.info().threads,
+            "dense": engine.info().dense,
         "together": together, "steering_and_capture": tapped,
-        "while_reading": {"prompt_tokens": long, "max_gap_ms": gap, "seconds": read.prefill.as_secs_f64(), "answer_tokens": gaps.len(),
+        "while_reading": {"prompt_tokens": long, "max_gap_ms": gap, "seconds": read.prefill.as_secs_f64(),
+            "answer_tokens": gaps.len(),
             "gap_ms": {"p50": quantile(0.5), "p95": quantile(0.95), "p99": quantile(0.99), "max": quantile(1.0)}},
         "alone": alone, "next_turn": next_turn,
     });

@@ -362,12 +362,12 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
             row.name
         );
         list.push(serde_json::json!({
-            "setting": row.name, "us": median, "us_10": low, "us_90": high, "gb_s": gb_s, "of_default": ratio, "error": error
+            "setting": row.name, "us": median, "us_10": low, "us_90": high, "gb_s": gb_s, "of_default": ratio,
+                "error": error
         }));
     }
-    Ok(
-        serde_json::json!({ "shape": shape.name, "layer_bytes": bytes, "turns": turns, "read_gb_s": limits, "rows": list }),
-    )
+    Ok(serde_json::json!({ "shape": shape.name, "layer_bytes": bytes, "turns": turns, "read_gb_s": limits,
+            "rows": list }))
 }
 
 /// Of some numbers those at these shares of their order.

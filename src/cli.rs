@@ -107,7 +107,8 @@ const STDOUT: &str = "stdout";
 
 /// Whether the reader of stdout has closed it, as in `moebius generate ... | head`.
 fn is_broken_pipe(error: &Error) -> bool {
-    matches!(error, Error::Io { path, source } if source.kind() == std::io::ErrorKind::BrokenPipe && path.as_os_str() == STDOUT)
+    matches!(error, Error::Io { path,
+        source } if source.kind() == std::io::ErrorKind::BrokenPipe && path.as_os_str() == STDOUT)
 }
 
 /// Maps a failure to write to stdout.

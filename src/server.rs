@@ -123,7 +123,8 @@ impl Server {
     pub fn bind(address: SocketAddr, options: ServerOptions) -> Result<Self> {
         if !address.ip().is_loopback() && options.api_keys.is_empty() && !options.insecure {
             return Err(Error::Invalid(format!(
-                "other machines could reach {} without a key: give a key with --api-key-file, or allow it with --insecure",
+                "other machines could reach {} without a key: give a key with --api-key-file, or allow it with \
+                 --insecure",
                 address.ip()
             )));
         }

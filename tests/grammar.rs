@@ -282,7 +282,10 @@ fn hostile_formats_are_refused_or_cheap() {
         .collect();
     let properties: serde_json::Map<String, Value> =
         (0..1000).map(|i| (format!("p{i}"), json!({"type": "integer"}))).collect();
-    let either = |n: usize| json!({"anyOf": (0..n).map(|i| json!({"type": "object", "properties": {"a": {"const": i}}})).collect::<Vec<_>>()});
+    let either = |n: usize| {
+        json!({"anyOf": (0..n).map(|i| json!({"type": "object",
+        "properties": {"a": {"const": i}}})).collect::<Vec<_>>()})
+    };
     let schemas = [
         nested(500, |inner| json!({"type": "array", "items": inner})),
         nested(30, |inner| json!({"type": "object", "properties": {"a": inner.clone()}, "required": ["a"]})),
@@ -313,7 +316,8 @@ fn hostile_formats_are_refused_or_cheap() {
         json!({"enum": (0..20_000).map(|i| format!("value {i}")).collect::<Vec<_>>()}),
         json!({"enum": []}),
         either(2000),
-        json!({"allOf": (0..12).map(|i| json!({"anyOf": [{"required": [format!("a{i}")]}, {"required": [format!("b{i}")]}]})).collect::<Vec<_>>()}),
+        json!({"allOf": (0..12).map(|i| json!({"anyOf": [{"required": [format!("a{i}")]},
+            {"required": [format!("b{i}")]}]})).collect::<Vec<_>>()}),
         json!({"not": {}}),
         json!({"if": {}, "then": {}}),
         json!({"type": "array", "uniqueItems": true}),
@@ -426,7 +430,8 @@ fn with_specials(specials: &[&str]) -> Tokenizer {
     let added = file["added_tokens"].as_array_mut().unwrap();
     let taken: Vec<String> = added.iter().map(|token| token["content"].as_str().unwrap().to_string()).collect();
     for (i, special) in specials.iter().filter(|special| !taken.iter().any(|taken| taken == *special)).enumerate() {
-        added.push(json!({"id": 1050 + i, "content": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}));
+        added.push(json!({"id": 1050 + i, "content": special, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true}));
     }
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
@@ -437,13 +442,16 @@ fn with_specials(specials: &[&str]) -> Tokenizer {
 
 fn call_tools(strict: bool) -> Vec<Tool> {
     let tool = |name: &str, parameters: Value| Tool { name: name.into(), description: None, parameters, strict };
-    let place = json!({"type": "object", "properties": {"lat": {"type": "number", "minimum": -90, "maximum": 90}}, "required": ["lat"], "additionalProperties": false});
+    let place = json!({"type": "object", "properties": {"lat": {"type": "number", "minimum": -90, "maximum": 90}},
+        "required": ["lat"], "additionalProperties": false});
     vec![
         tool("now", json!({"type": "object", "properties": {}, "additionalProperties": false})),
         tool(
             "get_weather",
-            json!({"type": "object", "$defs": {"place": place}, "required": ["city", "days", "unit"], "additionalProperties": false, "properties": {
-                "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}, "unit": {"enum": ["c", "f"]},
+            json!({"type": "object", "$defs": {"place": place}, "required": ["city", "days", "unit"],
+                "additionalProperties": false, "properties": {
+                "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                    "unit": {"enum": ["c", "f"]},
                 "at": {"$ref": "#/$defs/place"}, "hours": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
             }}),
         ),

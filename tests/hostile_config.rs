@@ -80,7 +80,8 @@ fn hostile() -> Vec<Value> {
         json!({}),
         json!({"rope_type": "yarn", "factor": 1e-38, "mscale": -1e30, "mscale_all_dim": 1e30}),
         json!({"type": "yarn", "factor": 4, "beta_fast": 0, "beta_slow": -1, "original_max_position_embeddings": 1}),
-        json!({"rope_type": "llama3", "factor": 1e-38, "low_freq_factor": 4.0, "high_freq_factor": 1e38, "original_max_position_embeddings": 1}),
+        json!({"rope_type": "llama3", "factor": 1e-38, "low_freq_factor": 4.0, "high_freq_factor": 1e38,
+            "original_max_position_embeddings": 1}),
         json!(["linear_attention", "linear_attention", "linear_attention", "linear_attention"]),
         json!([[[[[[[[{"a": [null]}]]]]]]]]),
     ]
@@ -228,13 +229,15 @@ proptest! {
     #[test]
     fn several_fields_turned_into_anything(
         of in 0usize..19,
-        changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), any::<Option<u64>>()), 1..6),
+        changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(),
+            any::<Option<u64>>()), 1..6),
     ) {
         let mut config = configs().swap_remove(of);
         let (paths, values) = (fields(&config), hostile());
         for (path, value, number) in changes {
             // Half of the numbers small, where a dimension is likely to be accepted.
-            let to = number.map_or_else(|| values[value.index(values.len())].clone(), |n| json!(if n % 2 == 0 { n % 300 } else { n }));
+            let to = number.map_or_else(|| values[value.index(values.len())].clone(),
+                |n| json!(if n % 2 == 0 { n % 300 } else { n }));
             change(&mut config, &paths[path.index(paths.len())], Some(to));
         }
         survives(&config);

@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 /// What tells the templates apart: excerpts of how they write an assistant's calls.
 const HERMES: &str =
     r#"<think> {{- '<tool_call>\n{"name": "' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}"#;
-const FUNCTION: &str = r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
+const FUNCTION: &str = r#"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}
+{% for k, v in tool_call.arguments|items %}<parameter= </think>"#;
 const DEEPSEEK_R1: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '```json' + \
                            tool['function']['arguments'] + '```' </think>";
 const DEEPSEEK_V31: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + \
@@ -25,13 +26,15 @@ fn tools() -> Vec<Tool> {
         tool(
             "get_weather",
             json!({"type": "object", "required": ["city"], "properties": {
-                "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "at": {"type": ["string", "null"]}
+                "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"},
+                    "at": {"type": ["string", "null"]}
             }}),
         ),
         tool(
             "write_file",
             json!({"type": "object", "properties": {
-                "path": {"type": "string"}, "content": {"type": "string"}, "lines": {"type": "array", "items": {"type": "integer"}}
+                "path": {"type": "string"}, "content": {"type": "string"}, "lines": {"type": "array",
+                    "items": {"type": "integer"}}
             }}),
         ),
         tool("now", json!({"type": "object", "properties": {}})),
@@ -386,9 +389,8 @@ fn arguments_stream() {
     let mut parser = Syntax::of(HERMES).parser(tools(), Start::Answer);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"ci", &mut parts);
-    assert!(
-        matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0, json }] if name == "get_weather" && json == "{\"ci")
-    );
+    assert!(matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0,
+            json }] if name == "get_weather" && json == "{\"ci"));
     let mut parser = Syntax::of(FUNCTION).parser(tools(), Start::Answer);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\nline 1\nli", &mut parts);
@@ -519,19 +521,22 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn cuts_make_no_difference(text in pieces(), template in 0usize..8, in_reasoning in any::<bool>(), cuts in prop::collection::vec(0usize..400, 0..12)) {
+    fn cuts_make_no_difference(text in pieces(), template in 0usize..8, in_reasoning in any::<bool>(),
+        cuts in prop::collection::vec(0usize..400, 0..12)) {
         let template = [HERMES, FUNCTION, DEEPSEEK_R1, DEEPSEEK_V31, KIMI, GLM, MINIMAX, HARMONY][template];
         let mut cuts = cuts;
         cuts.sort_unstable();
         let whole = Answer { ids: Vec::new(), ..read(template, in_reasoning, &text, &[]) };
         let cut = Answer { ids: Vec::new(), ..read(template, in_reasoning, &text, &cuts) };
         prop_assert_eq!(&whole, &cut);
-        let single = Answer { ids: Vec::new(), ..read(template, in_reasoning, &text, &(0..text.len()).collect::<Vec<_>>()) };
+        let single = Answer { ids: Vec::new(), ..read(template, in_reasoning, &text,
+            &(0..text.len()).collect::<Vec<_>>()) };
         prop_assert_eq!(whole, single);
     }
 
     #[test]
-    fn transcripts_can_be_cut_anywhere(which in 0..TRANSCRIPTS.len(), cuts in prop::collection::vec(0usize..600, 0..16)) {
+    fn transcripts_can_be_cut_anywhere(which in 0..TRANSCRIPTS.len(), cuts in prop::collection::vec(0usize..600,
+        0..16)) {
         let (template, in_reasoning, text) = TRANSCRIPTS[which];
         let mut cuts = cuts;
         cuts.sort_unstable();

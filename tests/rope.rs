@@ -14,9 +14,11 @@ use serde_json::Value;
 /// Completes a config with dimensions that do not matter here.
 fn model(config: &Value) -> moebius::model::ModelConfig {
     let mut full = serde_json::json!({
-        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 128, "q_lora_rank": null, "kv_lora_rank": 8, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 8, "vocab_size": 16, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "qk_rope_head_dim": 64, "v_head_dim": 8, "vocab_size": 16, "n_routed_experts": 4, "num_experts": 4,
+            "num_experts_per_tok": 2,
     });
     full.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
     moebius::model::families::parse(&full.to_string()).unwrap()

@@ -171,7 +171,8 @@ fn write_layer(dir: &Path, layer: usize, format: Format) {
                 ("weight_packed", Dtype::I32, |n, k| vec![n, k / 8], noise.bytes(count / 2)),
                 ("weight_scale", Dtype::BF16, |n, k| vec![n, k / 32], repeat(&brain, count / 32)),
             ],
-            r#"{"quantization_config":{"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"num_bits":4,"type":"int"}}}}}"#,
+            r#"{"quantization_config":{"quant_method":"compressed-tensors",
+            "config_groups":{"g":{"weights":{"num_bits":4,"type":"int"}}}}}"#,
         ),
         Format::Gptq => (
             vec![

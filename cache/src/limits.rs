@@ -36,7 +36,8 @@ impl ControlGroup {
         let mut quota: Option<f64> = None;
         let mut tighten = |cpus: f64| quota = Some(quota.map_or(cpus, |q| q.min(cpus)));
         let mut groups: Vec<(Option<u64>, u64)> = Vec::new();
-        // Pages of files count as used there, and can be had again: a mapped cache must not look like memory that is gone.
+        // Pages of files count as used there, and can be had again: a mapped cache must not look like memory that is
+        // gone.
         let files = |dir: &str| {
             let stat = text(&format!("{dir}/memory.stat"));
             let of = |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());

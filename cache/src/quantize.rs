@@ -1,7 +1,7 @@
 //! Rows of f32 to integer codes with one scale per group.
 //!
 //! ```text
-//! for each group:  for each candidate scale:  q = round(w / s), keep the s whose best refit leaves the least squared error
+//! for each group:  for each candidate scale:  q = round(w / s), keep the s whose best refit has the least error
 //!                  s = sum(w q) / sum(q q), rounded to its type;  q = round(w / s)
 //! ```
 //!
@@ -72,11 +72,13 @@ pub fn quantize_expert(layout: &ExpertLayout, gate: &[f32], up: &[f32], down: &[
 }
 
 multiversion!(
-    /// Quantizes whole rows, group after group: `weights` [n, k] finite, `codes` [n, k], `scales` [n, k / group_size], rounded to their type.
+    /// Quantizes whole rows, group after group: `weights` [n, k] finite, `codes` [n, k], `scales` [n, k / group_size],
+    /// rounded to their type.
     ///
     /// A group whose largest magnitude is below 2^-100, or whose scale is below its type's, gets scale 0.
     /// Panics: a length does not fit, or `precision` has no groups (a bug).
-    pub fn quantize_rows(precision: Precision, weights: &[f32], codes: &mut [i8], scales: &mut [f32]) = [rows::<Avx512>, rows::<Avx2>, rows::<Plain>]
+    pub fn quantize_rows(precision: Precision, weights: &[f32], codes: &mut [i8],
+        scales: &mut [f32]) = [rows::<Avx512>, rows::<Avx2>, rows::<Plain>]
 );
 
 multiversion!(
@@ -263,7 +265,8 @@ mod tests {
             Precision::Mxfp4,
         ] {
             let mut results = Vec::new();
-            multiversion!(fn only_avx2(p: Precision, w: &[f32], c: &mut [i8], s: &mut [f32]) = [rows::<Avx2>, rows::<Avx2>, rows::<Plain>]);
+            multiversion!(fn only_avx2(p: Precision, w: &[f32], c: &mut [i8], s: &mut [f32]) = [rows::<Avx2>,
+                rows::<Avx2>, rows::<Plain>]);
             for run in [quantize_rows, only_avx2, rows::<Plain>] {
                 let groups = weights.len() / precision.group_size().expect("groups");
                 let (mut codes, mut scales) = (vec![0; weights.len()], vec![0.0; groups]);

@@ -6,7 +6,8 @@
 /// `multiversion!(fn name(arg: Type, ...) -> Type = [avx512, avx2, plain])`: `name` runs the best of the three
 /// `#[inline(always)]` functions, which may well be the same one.
 macro_rules! multiversion {
-    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = [$avx512:path, $avx2:path, $plain:path]) => {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = [$avx512:path,
+        $avx2:path, $plain:path]) => {
         $(#[$doc])*
         #[allow(unsafe_code)]
         $vis fn $name($($arg: $type),*) $(-> $out)? {

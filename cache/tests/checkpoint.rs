@@ -18,7 +18,10 @@ fn file(header: &str, data_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-const GOOD: &str = r#"{"a":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},"b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}}"#;
+const GOOD: &str = concat!(
+    r#"{"a":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},"#,
+    r#""b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}}"#
+);
 
 fn error(bytes: &[u8]) -> String {
     parse_safetensors(bytes).unwrap_err()

@@ -178,7 +178,8 @@ fn compressed_tensors_of_4_and_8_bits() {
     let (bytes, scales) = (numbers(N * K, 256, 9), bf16_scales(N));
     let want: Vec<f32> = (0..N * K).map(|i| bytes[i] as u8 as i8 as f32 * scales[i / K]).collect();
     let plain = Written::new(json!({"quant_method": "compressed-tensors",
-        "config_groups": {"g": {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"}}}}));
+        "config_groups": {"g": {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "symmetric": true,
+            "strategy": "channel"}}}}));
     let written = plain.add("a.weight", Dtype::I8, &[N, K], bytes.iter().map(|&b| b as u8).collect()).bf16s(
         "a.weight_scale",
         &[N, 1],

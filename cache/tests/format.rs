@@ -115,8 +115,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_bytes_behind_the_magic_are_refused(tail in proptest::collection::vec(any::<u8>(), 0..9000), digits in 1usize..19) {
-        let json = format!(r#"{{"model":"m","hidden":{0},"intermediate":{0},"num_experts":{0},"num_layers":{0},"precision":{{"bits":"bf16"}},"source":null}}"#, "9".repeat(digits));
+    fn random_bytes_behind_the_magic_are_refused(tail in proptest::collection::vec(any::<u8>(), 0..9000),
+        digits in 1usize..19) {
+        let json = format!(r#"{{"model":"m","hidden":{0},"intermediate":{0},"num_experts":{0},"num_layers":{0},
+                "precision":{{"bits":"bf16"}},"source":null}}"#, "9".repeat(digits));
         let mut bytes = b"MOEBIUS\0\x03\0\0\0".to_vec();
         bytes.extend((json.len() as u32).to_le_bytes());
         bytes.resize(64, 0);

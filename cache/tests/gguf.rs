@@ -247,7 +247,8 @@ proptest! {
             bytes.truncate(bytes.len().saturating_sub(cut));
         }
         if let Ok(parsed) = parse(&bytes) {
-            prop_assert!(parsed.tensors.values().all(|entry| bytes.get(entry.bytes.clone()).is_some_and(|b| !b.is_empty())));
+            prop_assert!(parsed.tensors.values().all(|entry| bytes.get(entry.bytes.clone()).is_some_and(|b| !b.is_empty(
+                ))));
         }
     }
 

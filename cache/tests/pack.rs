@@ -51,7 +51,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_packed_matrix_unpacks_to_its_weights(n in 1usize..70, groups in 1usize..5, precision in precision(), seed: u64) {
+    fn a_packed_matrix_unpacks_to_its_weights(n in 1usize..70, groups in 1usize..5, precision in precision(),
+        seed: u64) {
         let k = groups * precision.group_size().unwrap_or(24);
         let layout = MatrixLayout::new(n, k, precision).unwrap();
         let (codes, scales, plain, truth) = random_weights(n, k, precision, seed);
@@ -73,13 +74,15 @@ proptest! {
         let up = random_weights(intermediate, hidden, precision, seed ^ 1);
         let down = random_weights(hidden, intermediate, precision, seed ^ 2);
         let mut bytes = vec![0x55; layout.bytes()];
-        let view = |m: &'static str| match m { "gate" => weights(&gate.0, &gate.1, &gate.2), "up" => weights(&up.0, &up.1, &up.2), _ => weights(&down.0, &down.1, &down.2) };
+        let view = |m: &'static str| match m { "gate" => weights(&gate.0, &gate.1, &gate.2), "up" => weights(&up.0,
+            &up.1, &up.2), _ => weights(&down.0, &down.1, &down.2) };
         pack_expert(&layout, view("gate"), view("up"), view("down"), &mut bytes);
         prop_assert_eq!(unpack_expert(&layout, &bytes), [gate.3, up.3, down.3]);
     }
 
     #[test]
-    fn quantized_weights_are_near_their_source(n in 1usize..20, groups in 1usize..4, precision in precision(), seed: u64, exponent in -40i32..40) {
+    fn quantized_weights_are_near_their_source(n in 1usize..20, groups in 1usize..4, precision in precision(),
+        seed: u64, exponent in -40i32..40) {
         let k = groups * precision.group_size().unwrap_or(32);
         let layout = MatrixLayout::new(n, k, precision).unwrap();
         let exponent = if precision.scales() == ScaleType::F16 { exponent.min(15) } else { exponent };
@@ -90,10 +93,12 @@ proptest! {
         let group = precision.group_size().unwrap_or(1);
         for (w, q) in source.chunks(group).zip(back.chunks(group)) {
             let largest = w.iter().fold(0f32, |a, x| a.max(x.abs()));
-            // Half a step of the largest-value scale bounds the root mean square of its error; the search never does worse.
+            // Half a step of the largest-value scale bounds the root mean square of its error; the search never does
+            // worse.
             // F16 ends at 6e-8, and is coarse before.
             let least = if precision.scales() == ScaleType::F16 { 127.0 * 6e-8 } else { 0.0 };
-            let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0, Precision::Int4 { .. } => largest / 6.9, Precision::Mxfp4 => largest / 2.9 };
+            let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0,
+                Precision::Int4 { .. } => largest / 6.9, Precision::Mxfp4 => largest / 2.9 };
             let step = step.max(least);
             let squares: f32 = w.iter().zip(q).map(|(w, q)| ((w - q) / step).powi(2)).sum();
             prop_assert!(squares <= 0.25 * group as f32, "{squares} of {group}");

@@ -10,8 +10,10 @@ use serde_json::{Map, json};
 const METHODS: [&str; 8] = [
     r#"{}"#,
     r#"{"quantization_config":{"quant_method":"fp8","weight_block_size":[3,5]}}"#,
-    r#"{"quantization_config":{"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"num_bits":4,"type":"int","symmetric":false}}}}}"#,
-    r#"{"quantization_config":{"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"num_bits":8,"type":"int"}}}}}"#,
+    r#"{"quantization_config":{"quant_method":"compressed-tensors",
+    "config_groups":{"g":{"weights":{"num_bits":4,"type":"int","symmetric":false}}}}}"#,
+    r#"{"quantization_config":{"quant_method":"compressed-tensors",
+    "config_groups":{"g":{"weights":{"num_bits":8,"type":"int"}}}}}"#,
     r#"{"quantization_config":{"quant_method":"gptq","bits":4,"sym":true}}"#,
     r#"{"quantization_config":{"quant_method":"gptq","bits":8,"desc_act":true}}"#,
     r#"{"quantization_config":{"quant_method":"awq","bits":4}}"#,

@@ -1,4 +1,5 @@
-//! Any bytes: refused, or every layer lies inside of them. The header's checksum is made right first, else nothing gets past it.
+//! Any bytes: refused, or every layer lies inside of them. The header's checksum is made right first, else nothing gets
+//! past it.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -152,7 +152,8 @@ impl ExpertLayer {
 impl ExpertLayer {
     /// A layer of `model`: a folder, GGUF file, hub id or cache file; or of `weights`, three arrays.
     #[new]
-    #[pyo3(signature = (model, layer, *, weights=None, precision=None, group_size=None, cache_dir=None, threads=None, report=None))]
+    #[pyo3(signature = (model, layer, *, weights=None, precision=None, group_size=None, cache_dir=None, threads=None,
+        report=None))]
     #[allow(clippy::too_many_arguments)] // keywords
     fn new(
         py: Python<'_>,

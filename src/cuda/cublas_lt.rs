@@ -76,7 +76,8 @@ macro_rules! functions {
                 // SAFETY: the library's own initializers run.
                 let library = unsafe { libloading::Library::new(path)? };
                 // SAFETY: the types are the functions'.
-                let found = unsafe { Self { version: 0, path: path.into(), $($field: *library.get(concat!($symbol, "\0").as_bytes())?,)* } };
+                let found = unsafe { Self { version: 0, path: path.into(), $($field: *library.get(concat!($symbol,
+                    "\0").as_bytes())?,)* } };
                 // The library stays: the driver keeps what it has registered.
                 std::mem::forget(library);
                 // SAFETY: takes nothing.
@@ -99,8 +100,10 @@ functions! {
     preference_create: "cublasLtMatmulPreferenceCreate", fn(*mut Opaque) -> Status;
     preference_set: "cublasLtMatmulPreferenceSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> Status;
     preference_destroy: "cublasLtMatmulPreferenceDestroy", fn(Opaque) -> Status;
-    heuristic: "cublasLtMatmulAlgoGetHeuristic", fn(Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, c_int, *mut Heuristic, *mut c_int) -> Status;
-    matmul: "cublasLtMatmul", fn(Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64, Opaque, *const Algo, u64, usize, CUstream) -> Status;
+    heuristic: "cublasLtMatmulAlgoGetHeuristic", fn(Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, c_int,
+        *mut Heuristic, *mut c_int) -> Status;
+    matmul: "cublasLtMatmul", fn(Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64,
+        Opaque, *const Algo, u64, usize, CUstream) -> Status;
 }
 
 /// The library, looked for once. Errors: where it was looked for, or which other version was found.

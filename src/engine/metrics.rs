@@ -14,7 +14,8 @@ macro_rules! metrics {
         impl Metrics {
             /// Name, description, `counter` or `gauge`, and value of each.
             pub fn all(&self) -> impl Iterator<Item = (&'static str, &'static str, &'static str, u64)> {
-                [$((stringify!($field), concat!($($doc),*), stringify!($kind), self.$field.load(Relaxed)),)*].into_iter()
+                [$((stringify!($field), concat!($($doc),*), stringify!($kind),
+                    self.$field.load(Relaxed)),)*].into_iter()
             }
         }
     };

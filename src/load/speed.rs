@@ -6,7 +6,7 @@
 //! decode, CPU alone   a token's bytes / (0.8 x read bandwidth) + 80 us a layer
 //! decode, GPU         (dense + resident experts) / (0.8 x VRAM bandwidth) + 30 us a layer (latent attention: 44)
 //!                     + others / (0.9 x read bandwidth) + 10 us a layer
-//! prefill             products / rate; on a GPU the slowest of its own products, PCIe and the CPU's share, layer by layer
+//! prefill             products / rate; on a GPU the slowest of its products, PCIe and the CPU's share, layer by layer
 //! ```
 //!
 //! Shares and microseconds are those that make the records true within some 15 percent: on the CPU benches/record, on

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! dispatch  worker 0 writes `start`; the others spin on that one line
-//! barrier   each worker writes its own line, worker 0 gathers them and writes `barrier`; the others spin on that one line
+//! barrier   each worker writes its own line, worker 0 gathers them and writes `barrier`; the others spin on it
 //! end       each worker writes its own line, worker 0 gathers them
 //! ```
 //!

@@ -152,11 +152,16 @@ mod tests {
     #[test]
     fn both_styles_of_config_say_the_same() {
         let hub = serde_json::json!({
-            "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-            "num_attention_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-            "vocab_size": 100, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
-            "rope_theta": 50000.0, "rope_scaling": { "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
+            "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+                "num_hidden_layers": 3,
+            "num_attention_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "vocab_size": 100, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096,
+                "torch_dtype": "bfloat16",
+            "rope_theta": 50000.0, "rope_scaling": { "type": "yarn", "factor": 4.0,
+                "original_max_position_embeddings": 1024,
                 "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0 },
         });
         let mut five = hub.clone();
@@ -179,8 +184,10 @@ mod tests {
     fn factors_of_frequencies_are_as_many_as_there_are() {
         let llama = |factors: Value| {
             let config = serde_json::json!({
-                "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8,
-                "vocab_size": 100, "max_position_embeddings": 4096, "rope_scaling": { "type": "factors", "factors": factors },
+                "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+                    "num_attention_heads": 8,
+                "vocab_size": 100, "max_position_embeddings": 4096, "rope_scaling": { "type": "factors",
+                    "factors": factors },
             });
             parse(&config.to_string())
         };

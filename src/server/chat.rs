@@ -175,7 +175,8 @@ impl Chat {
         let logprobs = match logprobs {
             [] => Value::Null,
             tokens => {
-                json!({"content": tokens.iter().map(|token| logprob(&self.model, token)).collect::<Vec<_>>(), "refusal": null})
+                json!({"content": tokens.iter().map(|token| logprob(&self.model, token)).collect::<Vec<_>>(),
+                    "refusal": null})
             }
         };
         let choice =

@@ -246,9 +246,8 @@ fn read_call(place: &str, call: &Value) -> Result<Value> {
             format!("{place} must be a function with a name and arguments, as the server sent it"),
         ));
     };
-    Ok(
-        json!({"id": call["id"].as_str().unwrap_or_default(), "type": "function", "function": {"name": name, "arguments": arguments}}),
-    )
+    Ok(json!({"id": call["id"].as_str().unwrap_or_default(), "type": "function", "function": {"name": name,
+            "arguments": arguments}}))
 }
 
 /// A string, or text parts joined.

@@ -282,13 +282,16 @@ impl Responses {
         let id = &self.ids[i];
         match &self.items.0[i] {
             Item::Reasoning(text) => {
-                json!({"type": "reasoning", "id": id, "status": status, "summary": [], "content": [{"type": "reasoning_text", "text": text}]})
+                json!({"type": "reasoning", "id": id, "status": status, "summary": [],
+                    "content": [{"type": "reasoning_text", "text": text}]})
             }
             Item::Content(text) => {
-                json!({"type": "message", "id": id, "status": status, "role": "assistant", "content": [text_part(text)]})
+                json!({"type": "message", "id": id, "status": status, "role": "assistant",
+                    "content": [text_part(text)]})
             }
             Item::Call { id: call_id, name, arguments } => {
-                json!({"type": "function_call", "id": id, "status": status, "call_id": call_id, "name": name, "arguments": arguments})
+                json!({"type": "function_call", "id": id, "status": status, "call_id": call_id, "name": name,
+                    "arguments": arguments})
             }
         }
     }

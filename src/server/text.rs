@@ -53,7 +53,8 @@ fn check_context(model: &TextModel, param: &str, text: &str) -> Result<()> {
         && let Some(least) = more_tokens_than(limit, model.tokenizer(), text)?
     {
         let message = format!(
-            "This model's context holds {limit} tokens including the answer, and the prompt has more than {least} tokens"
+            "This model's context holds {limit} tokens including the answer, and the prompt has more than {least} \
+             tokens"
         );
         return Err(ApiError::context_length(message, param));
     }

@@ -29,8 +29,9 @@ macro_rules! files {
 
 /// Name and text of every file.
 const FILES: &[(&str, &str)] = &files! {
-    "index.html" "style.css" "messages.css" "favicon.svg" "theme.js" "app.js" "answers.js" "api.js" "composer.js" "connection.js"
-    "conversation.js" "dom.js" "highlight.js" "inline.js" "link.js" "markdown.js" "messages.js" "notices.js" "settings.js" "sidebar.js" "store.js"
+    "index.html" "style.css" "messages.css" "favicon.svg" "theme.js" "app.js" "answers.js" "api.js" "composer.js"
+    "connection.js" "conversation.js" "dom.js" "highlight.js" "inline.js" "link.js" "markdown.js" "messages.js"
+    "notices.js" "settings.js" "sidebar.js" "store.js"
 };
 
 struct File {

@@ -291,7 +291,8 @@ mod tests {
         let shown = || ChatTemplate::load(dir.path()).unwrap().unwrap().render(&[], &RenderOptions::default()).unwrap();
         write(
             "tokenizer_config.json",
-            r#"{"chat_template": [{"name":"rag","template":"r"},{"name":"default","template":"d{{ eos_token }}"}], "eos_token": {"content": "</s>"}}"#,
+            r#"{"chat_template": [{"name":"rag","template":"r"},{"name":"default","template":"d{{ eos_token }}"}],
+            "eos_token": {"content": "</s>"}}"#,
         );
         assert_eq!(shown(), "d</s>");
         write("chat_template.jinja", "file {{ bos_token is defined }}");
@@ -327,8 +328,10 @@ mod tests {
         #[test]
         fn any_pieces_of_templates_are_no_panic(
             pieces in proptest::collection::vec(proptest::sample::select(vec![
-                "{%", "%}", "{{", "}}", "-", "+", "{#", "#}", " ", "\n", "generation", "endgeneration", "if true", "endif", "for m in messages",
-                "endfor", "m", ".content", "[0]", "[::-1]", "messages", "|", "tojson", "(indent=99)", "raise_exception('é')", "strftime_now('%')",
+                "{%", "%}", "{{", "}}", "-", "+", "{#", "#}", " ", "\n", "generation", "endgeneration", "if true",
+                    "endif", "for m in messages",
+                "endfor", "m", ".content", "[0]", "[::-1]", "messages", "|", "tojson", "(indent=99)",
+                    "raise_exception('é')", "strftime_now('%')",
                 ".strip()", "é", "'", "set x =", "namespace()", "1", "/", "0",
             ]), 0..24),
         ) {

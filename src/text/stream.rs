@@ -258,7 +258,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_make_no_difference(text in "[abé]{0,20}", stops in proptest::collection::vec("[abé]{1,4}", 0..3), cut in 1usize..4) {
+        fn pieces_make_no_difference(text in "[abé]{0,20}", stops in proptest::collection::vec("[abé]{1,4}", 0..3),
+            cut in 1usize..4) {
             let chars: Vec<char> = text.chars().collect();
             let pieces: Vec<String> = chars.chunks(cut).map(|c| c.iter().collect()).collect();
             let mut matcher = StopStrings::new(stops.clone()).unwrap();

@@ -262,9 +262,12 @@ pub(crate) mod tests {
             json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
             json!({"normalizer": {"type": "Sequence", "normalizers": [many, many, many, many]}}),
             json!({"decoder": {"type": "Sequence", "decoders": [many, many, many, many]}}),
-            json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(".repeat(100_000)}, "behavior": "Isolated", "invert": false}}),
-            json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "((a{900}){900}){900}"}, "behavior": "Isolated", "invert": false}}),
-            json!({"model": {"type": "BPE", "vocab": {"é": 0, "a": 1}, "merges": [["a", "é"]], "continuing_subword_prefix": "x"}}),
+            json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(".repeat(100_000)},
+                "behavior": "Isolated", "invert": false}}),
+            json!({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "((a{900}){900}){900}"},
+                "behavior": "Isolated", "invert": false}}),
+            json!({"model": {"type": "BPE", "vocab": {"é": 0, "a": 1}, "merges": [["a", "é"]],
+                "continuing_subword_prefix": "x"}}),
         ] {
             let said = parts.to_string().chars().take(100).collect::<String>();
             let error = load_with(parts).err().expect(&said).to_string();

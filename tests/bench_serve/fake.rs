@@ -173,7 +173,8 @@ pub(crate) fn chat(body: &Value, first: u64, gap: u64) -> Vec<(u64, String)> {
     events.push((0, data(json!({"choices": [{"delta": {}, "finish_reason": "length"}]}))));
     if body["stream_options"]["include_usage"] == true {
         let details = json!({"cached_tokens": 4});
-        let usage = json!({"prompt_tokens": prompt_tokens(body), "completion_tokens": tokens, "prompt_tokens_details": details});
+        let usage = json!({"prompt_tokens": prompt_tokens(body), "completion_tokens": tokens,
+            "prompt_tokens_details": details});
         events.push((0, data(json!({"choices": [], "usage": usage}))));
     }
     events.push((0, "data: [DONE]\n\n".into()));

@@ -60,8 +60,10 @@ impl Checkpoint {
     pub fn synthetic(layers: usize) -> Self {
         const EXPERTS: usize = 32;
         let this = Self::empty();
-        let config = json!({"model_type": "qwen3_moe", "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-            "num_experts": EXPERTS, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_hidden_layers": layers, "vocab_size": 64,
+        let config = json!({"model_type": "qwen3_moe", "hidden_size": 512, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32,
+            "num_experts": EXPERTS, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+                "num_hidden_layers": layers, "vocab_size": 64,
             "max_position_embeddings": 256, "norm_topk_prob": true});
         std::fs::write(this.dir().join("config.json"), config.to_string()).unwrap();
         let ends = [

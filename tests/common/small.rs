@@ -15,8 +15,10 @@ use serde_json::{Value, json};
 
 /// What every model here has in common.
 fn base(model_type: &str, other: Value) -> Value {
-    let mut config = json!({"model_type": model_type, "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 3, "max_position_embeddings": 4096,
+    let mut config = json!({"model_type": model_type, "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 3,
+            "max_position_embeddings": 4096,
         "rope_theta": 10000.0, "rms_norm_eps": 1e-5});
     config.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
     config
@@ -32,14 +34,17 @@ pub fn config(name: &str) -> Value {
             json!({"num_hidden_layers": 3, "num_local_experts": 7, "sliding_window": window, "rope_scaling": yarn}),
         )
     };
-    let qwen = json!({"num_hidden_layers": 4, "full_attention_interval": 2, "num_experts": 8, "shared_expert_intermediate_size": 96,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 48});
+    let qwen = json!({"num_hidden_layers": 4, "full_attention_interval": 2, "num_experts": 8,
+        "shared_expert_intermediate_size": 96,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24,
+            "linear_value_head_dim": 48});
     match name {
         "gpt-oss" => gpt_oss(24),
         "gpt-oss-wide" => gpt_oss(300),
         "qwen3-next" => base("qwen3_next", qwen),
         "qwen3.5" => {
-            json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen), "vision_config": {"depth": 1}})
+            json!({"model_type": "qwen3_5_moe", "text_config": base("qwen3_5_moe_text", qwen),
+                "vision_config": {"depth": 1}})
         }
         "minimax-m2" => base("minimax_m2", json!({"num_hidden_layers": 2, "num_local_experts": 8, "rotary_dim": 16})),
         "llama" => {

@@ -114,13 +114,15 @@ fn bodies(questions: &[&str]) -> Vec<(&'static str, Value)> {
     }
     // At random, but by seed; with penalties, which look at all that was said; and held to a form.
     for seed in 0..5 {
-        let fields = json!({"messages": [user("Tell me something.")], "temperature": 1.2, "top_p": 0.95, "seed": seed, "max_tokens": 50});
+        let fields = json!({"messages": [user("Tell me something.")], "temperature": 1.2, "top_p": 0.95, "seed": seed,
+            "max_tokens": 50});
         all.push((CHAT, fields));
         let fields =
             json!({"messages": [user(questions[seed])], "temperature": 0, "frequency_penalty": 1.0, "max_tokens": 50});
         all.push((CHAT, fields));
     }
-    let schema = json!({"type": "object", "properties": {"city": {"enum": ["Paris", "Tokyo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    let schema = json!({"type": "object", "properties": {"city": {"enum": ["Paris", "Tokyo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9}},
         "required": ["city", "days"], "additionalProperties": false});
     let format = json!({"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}});
     for question in &questions[..3] {

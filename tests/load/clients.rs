@@ -245,7 +245,8 @@ async fn read_slowly(world: &World, random: &mut Random) -> Result<()> {
 
 /// Asks for much more than it reads, and goes.
 async fn stall(world: &World, random: &mut Random) -> Result<()> {
-    let body = json!({"messages": [{"role": "user", "content": "Go on."}], "ignore_eos": true, "max_tokens": 400, "stream": true});
+    let body = json!({"messages": [{"role": "user", "content": "Go on."}], "ignore_eos": true, "max_tokens": 400,
+        "stream": true});
     let mut wire = Wire::open_slow(world.address).await?;
     wire.send(&post(CHAT, body.to_string().as_bytes())).await?;
     wire.read_some(500).await?;

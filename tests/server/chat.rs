@@ -77,7 +77,8 @@ fn requests_reach_the_engine_as_asked() {
     let mut server = start();
     let body = with(
         hello(),
-        json!({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 42, "max_tokens": 9, "ignore_eos": true}),
+        json!({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 42, "max_tokens": 9,
+            "ignore_eos": true}),
     );
     let _stream = send(server.address, "POST", "/v1/chat/completions", body.to_string().as_bytes());
     let Submission { request, events: _events, .. } = server.next();
@@ -164,7 +165,8 @@ fn penalties_biases_and_logprobs_reach_the_engine_and_come_back() {
 
 fn weather() -> Value {
     let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]});
-    json!({"tools": [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": parameters}}]})
+    json!({"tools": [{"type": "function", "function": {"name": "weather", "description": "of a city",
+        "parameters": parameters}}]})
 }
 
 #[test]

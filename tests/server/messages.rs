@@ -123,7 +123,8 @@ fn a_message_streams_block_by_block() {
     let turn = json!({"messages": [
         {"role": "user", "content": [{"type": "text", "text": "Oslo?", "cache_control": {"type": "ephemeral"}}]},
         {"role": "assistant", "content": content},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": content[2]["id"], "content": [{"type": "text", "text": "rain"}]}]}
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": content[2]["id"],
+            "content": [{"type": "text", "text": "rain"}]}]}
     ], "system": [{"type": "text", "text": "Be kind."}]});
     let (status, counted) = post(server.address, "/v1/messages/count_tokens", turn);
     assert_eq!(status, 200, "{counted}");
@@ -231,7 +232,8 @@ fn a_response_is_answered() {
 #[test]
 fn a_response_streams_item_by_item() {
     let server = saying_in(TEMPLATE, THOUGHT_AND_CALL);
-    let tools = json!([{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]);
+    let tools = json!([{"type": "function", "name": "weather", "parameters": {"type": "object",
+        "properties": {"city": {"type": "string"}}}}]);
     let body =
         json!({"input": "Oslo?", "tools": tools, "stream": true, "chat_template_kwargs": {"enable_thinking": true}});
     let events = events(&server, "/v1/responses", body.clone());

@@ -72,9 +72,11 @@ fn what_would_change_the_answer_is_refused_by_name() {
         assert_eq!(body["error"]["type"], "invalid_request_error");
         assert!(body["error"]["message"].is_string() && body["error"].get("code").is_some());
     }
-    let neutral = json!({"n": 1, "user": "me", "tools": null, "presence_penalty": 0, "logprobs": false, "metadata": {}, "store": false});
+    let neutral = json!({"n": 1, "user": "me", "tools": null, "presence_penalty": 0, "logprobs": false, "metadata": {},
+        "store": false});
     assert_eq!(post(server.address, "/v1/chat/completions", with(hello(), neutral)).0, 200);
-    let parts = json!({"messages": [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}]});
+    let parts = json!({"messages": [{"role": "developer", "content": "s"}, {"role": "user",
+        "content": [{"type": "text", "text": "a"}]}]});
     assert_eq!(post(server.address, "/v1/chat/completions", with(hello(), parts)).0, 200);
 }
 

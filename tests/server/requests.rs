@@ -15,15 +15,19 @@ fn fields() -> Vec<(&'static str, Vec<Value>)> {
             "messages",
             vec![
                 json!([{"role": "user", "content": "hi"}]),
-                json!([{"role": "system", "content": [{"type": "text", "text": "s"}]}, {"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "r"}]),
-                json!([{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "y"}]}, {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n", "input": {}}]}]),
+                json!([{"role": "system", "content": [{"type": "text", "text": "s"}]}, {"role": "user",
+                    "content": "u"}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c",
+                        "content": "r"}]),
+                json!([{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "y"}]},
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n", "input": {}}]}]),
             ],
         ),
         (
             "input",
             vec![
                 json!("hi"),
-                json!([{"role": "user", "content": "u"}, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, {"type": "reasoning", "content": [{"text": "t"}]}]),
+                json!([{"role": "user", "content": "u"}, {"type": "function_call", "call_id": "c", "name": "f",
+                    "arguments": "{}"}, {"type": "reasoning", "content": [{"text": "t"}]}]),
             ],
         ),
         ("prompt", vec![json!("x"), json!([1, 2]), json!(["a", [3]])]),
@@ -112,7 +116,8 @@ proptest! {
                 for bytes in [text.as_bytes(), &text.as_bytes()[..cut.min(text.len())]] {
                     if let Err(refusal) = read_request(&model, path, bytes) {
                         let refusal: Value = serde_json::from_str(&refusal).unwrap();
-                        prop_assert!(refusal["error"]["message"].as_str().is_some_and(|message| !message.contains("failed on this request")), "{}", refusal);
+                        prop_assert!(refusal["error"]["message"].as_str().is_some_and(|message| !message.contains(
+                            "failed on this request")), "{}", refusal);
                     }
                 }
             }

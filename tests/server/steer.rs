@@ -151,7 +151,10 @@ fn capture(submission: &Submission) {
 #[test]
 fn captured_rows_in_every_encoding() {
     let mut server = start();
-    let body = |encoding: &str| json!({"prompt": [5, 6, 7], "layers": [2], "logits": true, "max_tokens": 1, "encoding_format": encoding});
+    let body = |encoding: &str| {
+        json!({"prompt": [5, 6, 7], "layers": [2], "logits": true, "max_tokens": 1,
+        "encoding_format": encoding})
+    };
     let mut answer = |encoding: &str| {
         let socket = send(server.address, "POST", "/v1/capture", body(encoding).to_string().as_bytes());
         let submission = server.next();

@@ -94,7 +94,8 @@ fn a_template_from_elsewhere_renders_as_in_this_process() {
     // What a number, a map's order or a character is must not change between two processes.
     let source = "{{ messages|tojson }}{{ tools|tojson }}{% for k, v in kwargs.items() %}{{ k }}={{ v }} {% endfor \
                   %}{{ bos_token }}{{ 'x' in messages[0] }}";
-    let kwargs = json!({"kwargs": {"z": 1, "a": 18446744073709551615u64, "é": -1.5, "": null, "big": 1e15, "\u{0}\u{1f600}": [[], {}]}, "bos_token": "<other>"});
+    let kwargs = json!({"kwargs": {"z": 1, "a": 18446744073709551615u64, "é": -1.5, "": null, "big": 1e15,
+        "\u{0}\u{1f600}": [[], {}]}, "bos_token": "<other>"});
     let options = RenderOptions {
         tools: Some(json!([{"b": 1, "a": {"x": false}}])),
         kwargs: kwargs.as_object().unwrap().clone(),

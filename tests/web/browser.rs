@@ -61,7 +61,8 @@ impl Browser {
         let profile = tempfile::tempdir().unwrap();
         let data = format!("--user-data-dir={}", profile.path().display());
         let mut options = json!({"args": [
-            "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+            "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                "--disable-background-networking",
             "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,860", data,
             "--force-prefers-reduced-motion", // what slides in is hard to click
         ]});
@@ -72,7 +73,8 @@ impl Browser {
         let agent =
             ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(2 * PATIENCE)).build().into();
         let mut browser = Self { driver, session: format!("http://127.0.0.1:{port}"), agent, _profile: profile };
-        let asked = json!({"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}});
+        let asked = json!({"capabilities": {"alwaysMatch": {"goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"}}}});
         let session = browser.post("/session", asked);
         browser.session += &format!("/session/{}", session["sessionId"].as_str().unwrap());
         browser.go(address);

@@ -88,7 +88,10 @@ impl Reply {
             _ => None,
         };
         let tokens = self.deltas.len();
-        let chunk = |delta: &Value, reason: Option<&str>| json!({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]});
+        let chunk = |delta: &Value, reason: Option<&str>| {
+            json!({"choices": [{"index": 0, "delta": delta,
+            "finish_reason": reason}]})
+        };
         let mut events: Vec<String> = self.deltas.iter().map(|delta| chunk(delta, None).to_string()).collect();
         if let Some(reason) = refusal {
             events.push(chunk(&json!({}), Some(reason)).to_string());

@@ -1,7 +1,8 @@
 //! The chat page in headless Chromium, against the real server: its own files, its own headers, over a socket.
 //!
 //! Where there is no chromedriver (Debian: chromium-driver), tests that need it are skipped by name.
-#![allow(clippy::unwrap_used, unreachable_pub)] // helpers of tests are outside #[test] functions, and nothing imports a test
+// Helpers of tests are outside #[test] functions, and nothing imports a test.
+#![allow(clippy::unwrap_used, unreachable_pub)]
 
 mod browser;
 mod chat;

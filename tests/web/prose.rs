@@ -39,7 +39,8 @@ fn markdown_becomes_what_it_means() {
         ("1. a\n  - b\n2. c", "<ol><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ol>"),
         (
             "- [x] a\n- [ ] b",
-            "<ul><li class=\"task\"><input type=\"checkbox\" disabled=\"\" aria-label=\"done\" checked=\"\"><p>a</p></li>",
+            "<ul><li class=\"task\"><input type=\"checkbox\" disabled=\"\" aria-label=\"done\" checked=\"\"><p>a</p>\
+             </li>",
         ),
         ("> a\n> > b\n\nc", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>"),
         (
@@ -48,23 +49,28 @@ fn markdown_becomes_what_it_means() {
         ),
         (
             "see https://x.org/a_(b)_c. (http://y.org/)",
-            "<p>see <a href=\"https://x.org/a_(b)_c\">https://x.org/a_(b)_c</a>. (<a href=\"http://y.org/\">http://y.org/</a>)</p>",
+            "<p>see <a href=\"https://x.org/a_(b)_c\">https://x.org/a_(b)_c</a>. (<a href=\"http://y.org/\">\
+             http://y.org/</a>)</p>",
         ),
         ("![alt](https://x.org/i.png)", "<p><a href=\"https://x.org/i.png\" class=\"image\">alt</a></p>"),
         (
             "[a [b](https://x.org) c](https://y.org) ![d [e](https://x.org)](https://y.org)",
-            "<p>[a <a href=\"https://x.org/\">b</a> c](<a href=\"https://y.org/\">https://y.org</a>) <a href=\"https://y.org/\" class=\"image\">d <a href=\"https://x.org/\">e</a></a></p>",
+            "<p>[a <a href=\"https://x.org/\">b</a> c](<a href=\"https://y.org/\">https://y.org</a>) <a \
+             href=\"https://y.org/\" class=\"image\">d <a href=\"https://x.org/\">e</a></a></p>",
         ),
         ("` a ` and `  ` and ` a`", "<p><code>a</code> and <code>  </code> and <code> a</code></p>"),
         ("$x_1 + y_1$ costs $5 and $6", "<p><span class=\"math\">x_1 + y_1</span> costs $5 and $6</p>"),
         (
             "\\(a_b\\) and\n\n$$\n\\sum_i x_i\n$$\n\n\\[ y \\]",
-            "<p><span class=\"math\">a_b</span> and</p><div class=\"math\">\\sum_i x_i</div><div class=\"math\">y</div>",
+            "<p><span class=\"math\">a_b</span> and</p><div class=\"math\">\\sum_i x_i</div><div class=\"math\">\
+             y</div>",
         ),
         (
             "| a | b |\n|:-:|--:|\n| `x|y` | 1\\|2 |\n\nz",
-            "<div class=\"table\" tabindex=\"0\"><table><thead><tr><th class=\"center\" scope=\"col\">a</th><th class=\"right\" scope=\"col\">b</th></tr></thead>\
-             <tbody><tr><td class=\"center\"><code>x|y</code></td><td class=\"right\">1|2</td></tr></tbody></table></div><p>z</p>",
+            "<div class=\"table\" tabindex=\"0\"><table><thead><tr><th class=\"center\" scope=\"col\">a</th><th \
+             class=\"right\" scope=\"col\">b</th></tr></thead>\
+             <tbody><tr><td class=\"center\"><code>x|y</code></td><td class=\"right\">1|2</td></tr></tbody></table>\
+             </div><p>z</p>",
         ),
         ("a<br>b <b>c</b>", "<p>a<br>b &lt;b&gt;c&lt;/b&gt;</p>"),
         ("", ""),
@@ -86,8 +92,10 @@ fn hostile_text_stays_text() {
     let texts = [
         "<script>window.hacked = 1</script>",
         "<img src=x onerror=\"window.hacked = 1\">",
-        "[a](javascript:window.hacked=1) [b](JaVaScRiPt:alert(1)) [c](data:text/html,x) [d](vbscript:x) [e](file:///etc/passwd)",
-        "[f](java\nscript:x) [g](\u{1}javascript:x) [h](&#106;avascript:x) <javascript:x> [i](//evil.org) ![j](javascript:x)",
+        "[a](javascript:window.hacked=1) [b](JaVaScRiPt:alert(1)) [c](data:text/html,x) [d](vbscript:x) \
+         [e](file:///etc/passwd)",
+        "[f](java\nscript:x) [g](\u{1}javascript:x) [h](&#106;avascript:x) <javascript:x> [i](//evil.org) \
+         ![j](javascript:x)",
         "[k](https://x.org/\"onclick=\"x) `<script>` **<i>**",
         "```html\n<script>window.hacked = 1</script>",
         "| <svg onload=x> |\n|---|\n| <iframe src=javascript:x> |",
@@ -272,7 +280,8 @@ fn a_long_block_that_grows_leaves_the_page_its_time() {
 fn streaming_ends_where_the_whole_text_begins() {
     let server = Server::real();
     let browser = open!(server);
-    let text = "# Title\n\nSome **bold *nested* text** with `code` and [a link](https://x.org).\n\n1. one\n\n2. two\n   - \
+    let text = "# Title\n\nSome **bold *nested* text** with `code` and [a link](https://x.org).\n\n1. one\n\n2. \
+                two\n   - \
          deep\n\n     more\n10. ten\n\n```rust\nfn main() {\n    println!(\"```\");\n}\n```\n\n| a | b \
          |\n|---|--:|\n| 1 | *2* |\nc | d\n\n> quote\n> - in it\n\n$$\nx\n$$\n\n- [ ] task\n* other\n\n***\nlast \
          *line*\n";

@@ -232,7 +232,8 @@ mod tests {
             (json!({"quant_method": "awq", "bits": 4, "version": "gemv"}), "`gemv`"),
             (json!({"quant_method": "fp8", "fmt": "e5m2"}), "`e5m2`"),
             (
-                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}}}),
+                json!({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized",
+                    "weights": {"num_bits": 4, "type": "float"}}}}),
                 "nvfp4",
             ),
             (json!({"quant_method": "compressed-tensors"}), "without a group"),

@@ -194,7 +194,8 @@ fn fp8_in_blocks() -> Example {
 
 pub fn ct(bits: usize, symmetric: bool) -> Written {
     Written::new(json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 64}}}}))
+        "config_groups": {"group_0": {"weights": {"num_bits": bits, "type": "int", "symmetric": symmetric,
+            "strategy": "group", "group_size": 64}}}}))
 }
 
 /// Rows packed into words; zero points, if there are any, packed down the rows.
@@ -243,7 +244,8 @@ pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Exa
     };
     let want: Vec<f32> = (0..N * K).map(|i| weight(i / K, i % K)).collect();
     let plain = (0..K as u32).map(|input| input / group as u32).collect();
-    let config = json!({"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order,
+    let config = json!({"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
+        "desc_act": act_order,
         "checkpoint_format": version});
     let written = Written::new(config)
         .words("a.qweight", &[K * bits / 32, N], pack_down(&fields, N, bits))

@@ -83,11 +83,13 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
     };
     let own = match metadata.architecture.as_str() {
         "qwen3moe" => {
-            json!({"model_type": "qwen3_moe", "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
+            json!({"model_type": "qwen3_moe", "head_dim": key_length, "num_experts": experts,
+                "norm_topk_prob": normalized(true),
             "mlp_only_layers": dense_layers()})
         }
         "qwen2moe" => json!({"model_type": "qwen2_moe", "num_experts": experts, "norm_topk_prob": normalized(false),
-            "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"), "mlp_only_layers": dense_layers()}),
+            "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
+                "mlp_only_layers": dense_layers()}),
         "qwen3" => json!({"model_type": "qwen3", "head_dim": key_length}),
         "olmoe" => json!({"model_type": "olmoe", "num_experts": experts, "norm_topk_prob": normalized(false)}),
         "llama" if experts > 0 => {
@@ -95,15 +97,20 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
         }
         "llama" => json!({"model_type": "llama", "head_dim": key_length}),
         "minimax-m2" => json!({"model_type": "minimax_m2", "head_dim": key_length, "num_local_experts": experts,
-            "intermediate_size": number("expert_feed_forward_length"), "rotary_dim": number("rope.dimension_count"), "use_qk_norm": true}),
+            "intermediate_size": number("expert_feed_forward_length"), "rotary_dim": number("rope.dimension_count"),
+                "use_qk_norm": true}),
         "gpt-oss" => {
-            json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts, "attention_bias": true,
+            json!({"model_type": "gpt_oss", "head_dim": key_length, "num_local_experts": experts,
+                "attention_bias": true,
             "intermediate_size": number("expert_feed_forward_length"),
-            "layer_types": each_layer.map(|i| if i % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect::<Vec<_>>()})
+            "layer_types": each_layer.map(|i| if i % 2 == 0 { "sliding_attention" } else {
+                "full_attention" }).collect::<Vec<_>>()})
         }
         "glm4moe" => json!({"model_type": "glm4_moe", "head_dim": key_length, "n_routed_experts": experts,
-            "n_shared_experts": number("expert_shared_count"), "first_k_dense_replace": number("leading_dense_block_count"),
-            "norm_topk_prob": normalized(true), "use_qk_norm": of_layer("self_attn.q_norm.weight"), "attention_bias": of_layer("self_attn.q_proj.bias"),
+            "n_shared_experts": number("expert_shared_count"),
+                "first_k_dense_replace": number("leading_dense_block_count"),
+            "norm_topk_prob": normalized(true), "use_qk_norm": of_layer("self_attn.q_norm.weight"),
+                "attention_bias": of_layer("self_attn.q_proj.bias"),
             "rotary_dim": number("rope.dimension_count")}),
         "qwen3next" | "qwen35moe" => {
             let (values, heads) = (number("ssm.inner_size").unwrap_or(0), number("ssm.time_step_rank").unwrap_or(0));
@@ -111,9 +118,11 @@ pub(super) fn config(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Val
             let kind = |layer| if is_linear(layer) { "linear_attention" } else { "full_attention" };
             let tiled = metadata.architecture == "qwen35moe";
             // The converter adds one to norms.
-            json!({"model_type": if tiled { "qwen3_5_moe_text" } else { "qwen3_next" }, "norm_offset": 0, "linear_value_heads_tiled": tiled,
+            json!({"model_type": if tiled { "qwen3_5_moe_text" } else { "qwen3_next" }, "norm_offset": 0,
+                "linear_value_heads_tiled": tiled,
                 "head_dim": key_length, "num_experts": experts, "norm_topk_prob": normalized(true),
-                "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"), "mlp_only_layers": dense_layers(),
+                "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
+                    "mlp_only_layers": dense_layers(),
                 "layer_types": each_layer.clone().map(kind).collect::<Vec<_>>(),
                 "linear_conv_kernel_dim": number("ssm.conv_kernel"), "linear_key_head_dim": number("ssm.state_size"),
                 "linear_num_key_heads": number("ssm.group_count"), "linear_num_value_heads": heads,
@@ -163,12 +172,11 @@ fn deepseek(metadata: &Metadata, experts: u64, normalized: bool) -> Result<Value
             )));
         }
     };
-    Ok(
-        json!({"model_type": model_type, "topk_method": method, "scoring_func": scoring, "n_routed_experts": experts, "norm_topk_prob": normalized,
+    Ok(json!({"model_type": model_type, "topk_method": method, "scoring_func": scoring, "n_routed_experts": experts,
+            "norm_topk_prob": normalized,
         "n_shared_experts": number("expert_shared_count"), "first_k_dense_replace": number("leading_dense_block_count"),
         "q_lora_rank": number("attention.q_lora_rank"), "kv_lora_rank": need("attention.kv_lora_rank")?,
-        "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}),
-    )
+        "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}))
 }
 
 /// A number that a converter may have written for each layer. Errors: they differ.

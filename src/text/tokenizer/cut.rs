@@ -71,7 +71,10 @@ mod tests {
         let words = ["<unk>", "<", ">", "s", "t", "a", "b", " ", "▁", "▁a", "ab", "Ġ", "Ċ"];
         let vocab: serde_json::Map<_, _> =
             words.iter().enumerate().map(|(id, word)| (word.to_string(), json!(id))).collect();
-        let token = |id: usize, text: &str, special: bool| json!({"id": id, "content": text, "special": special, "normalized": !special, "single_word": false, "lstrip": false, "rstrip": false});
+        let token = |id: usize, text: &str, special: bool| {
+            json!({"id": id, "content": text, "special": special,
+            "normalized": !special, "single_word": false, "lstrip": false, "rstrip": false})
+        };
         file["added_tokens"] = json!([token(words.len(), "<s>", true), token(words.len() + 1, "<t>", false)]);
         if file["model"].is_null() {
             file["model"] =

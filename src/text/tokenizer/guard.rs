@@ -201,14 +201,18 @@ mod tests {
         let byte_level =
             json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
         let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false});
-        let llama = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace(json!({"String": " "}), "▁")]});
+        let llama = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+            replace(json!({"String": " "}), "▁")]});
         let pair = json!({"type": "Sequence", "pretokenizers": [split, byte_level]});
         for stages in [
             json!({}),
-            json!({"normalizer": {"type": "NFC"}, "pre_tokenizer": pair, "decoder": byte_level, "post_processor": byte_level}),
-            json!({"normalizer": llama, "decoder": {"type": "Sequence", "decoders": [replace(json!({"String": "▁"}), " "), {"type": "ByteFallback"},
+            json!({"normalizer": {"type": "NFC"}, "pre_tokenizer": pair, "decoder": byte_level,
+                "post_processor": byte_level}),
+            json!({"normalizer": llama, "decoder": {"type": "Sequence", "decoders": [replace(json!({"String": "▁"}),
+                " "), {"type": "ByteFallback"},
                 {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}}),
-            json!({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}, replace(json!({"Regex": " {2,}"}), "▁")]}, "pre_tokenizer": metaspace,
+            json!({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"},
+                replace(json!({"Regex": " {2,}"}), "▁")]}, "pre_tokenizer": metaspace,
                 "decoder": metaspace}),
         ] {
             let growth = growth(stages.clone()).unwrap();
@@ -242,7 +246,8 @@ mod tests {
                 "its normalizer with its pre_tokenizer may make",
             ),
             (
-                json!({"pre_tokenizer": {"type": "Sequence", "pretokenizers": vec![json!({"type": "BertPreTokenizer"}); 65]}}),
+                json!({"pre_tokenizer": {"type": "Sequence",
+                    "pretokenizers": vec![json!({"type": "BertPreTokenizer"}); 65]}}),
                 "more than 64 stages",
             ),
             (decoder(json!([many.clone()])), "its decoder may make"),

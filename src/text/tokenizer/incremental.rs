@@ -128,12 +128,15 @@ mod tests {
         }
         let file = json!({
             "version": "1.0", "truncation": null, "padding": null,
-            "added_tokens": [{"id": 263, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}],
+            "added_tokens": [{"id": 263, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true}],
             "normalizer": null, "pre_tokenizer": null, "post_processor": null,
             "decoder": {"type": "Sequence", "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                    {"type": "Fuse"},
                 {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-            "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null, "end_of_word_suffix": null,
+            "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+                "end_of_word_suffix": null,
                 "fuse_unk": true, "byte_fallback": true, "ignore_merges": false, "vocab": vocab, "merges": []}
         });
         load(file)
@@ -186,7 +189,8 @@ mod tests {
             |bytes: &[u8]| bytes.iter().filter_map(|&byte| char::from_u32(alphabet(byte.into()))).collect::<String>();
         let mut tokens: Vec<String> = (0..=255).map(|byte| spelled(&[byte])).collect();
         tokens.extend([&b"\xA9\xC3"[..], b"\x9F\x98", b"\x80\xE2", b"\x98\x80\xF0", b" a"].map(spelled));
-        let special = json!([{"id": tokens.len(), "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+        let special = json!([{"id": tokens.len(), "content": "<s>", "single_word": false, "lstrip": false,
+            "rstrip": false,
             "normalized": false, "special": true}]);
         let vocab: serde_json::Map<_, _> =
             tokens.into_iter().enumerate().map(|(id, token)| (token, json!(id))).collect();
@@ -271,7 +275,8 @@ mod tests {
         #[test]
         fn any_bytes_stream_to_the_whole(
             ids in proptest::collection::vec(
-                prop_oneof![Just(0x80u32), Just(0x98), Just(0x9F), Just(0xA9), Just(0xC3), Just(0xE2), Just(0xF0), Just(0x41), 256u32..263, 0u32..256],
+                prop_oneof![Just(0x80u32), Just(0x98), Just(0x9F), Just(0xA9), Just(0xC3), Just(0xE2), Just(0xF0),
+                    Just(0x41), 256u32..263, 0u32..256],
                 0..300,
             ),
         ) {
@@ -281,7 +286,8 @@ mod tests {
 
         /// No bytes keep back what follows them for longer than a character has bytes.
         #[test]
-        fn any_bytes_of_sentencepiece_come_to_an_end(bytes in proptest::collection::vec(prop_oneof![1u32..257, 0x80u32..0x100], 0..100)) {
+        fn any_bytes_of_sentencepiece_come_to_an_end(bytes in proptest::collection::vec(prop_oneof![1u32..257,
+            0x80u32..0x100], 0..100)) {
             let tokenizer = sentencepiece();
             let text = bounded(&tokenizer, bytes.into_iter().chain([258, 259, 258, 259]));
             prop_assert!(text.ends_with("abab"), "{:?}", text);

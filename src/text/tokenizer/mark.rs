@@ -47,7 +47,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn marks_come_out_where_they_went_in(text in "[a<é]{0,20}", places in proptest::collection::vec(0usize..30, 0..6)) {
+        fn marks_come_out_where_they_went_in(text in "[a<é]{0,20}", places in proptest::collection::vec(0usize..30,
+            0..6)) {
             let mut offsets: Vec<usize> = places.into_iter().filter(|&at| text.is_char_boundary(at)).collect();
             offsets.sort_unstable();
             prop_assert_eq!(removed(&inserted(&text, &offsets, '\u{F0000}'), '\u{F0000}'), (text, offsets));

@@ -121,8 +121,8 @@ fn slow(pcie_gb_per_s: f64, free: u64, total: u64) -> Option<String> {
     const PCIE: f64 = 20.0;
     if pcie_gb_per_s < PCIE {
         return Some(format!(
-            "prefill of long prompts reads experts over PCIe, which gives {pcie_gb_per_s:.1} GB/s: a slot with 16 lanes \
-             of PCIe 4.0 gives 25 (`nvidia-smi -q` shows lanes and generation)"
+            "prefill of long prompts reads experts over PCIe, which gives {pcie_gb_per_s:.1} GB/s: a slot with 16 \
+             lanes of PCIe 4.0 gives 25 (`nvidia-smi -q` shows lanes and generation)"
         ));
     }
     let held = 1.0 - free as f64 / total as f64;
@@ -177,7 +177,8 @@ mod tests {
         let used = products(&rates(Ok((name(), 700e12)), true));
         assert_eq!(
             used,
-            "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): cuBLASLt is used"
+            "BF16 products 200 TFLOP/s with our own GEMM, 700 with cuBLASLt 13.1.0 (libcublasLt.so.13): cuBLASLt is \
+             used"
         );
         assert!(products(&rates(Ok((name(), 210e12)), false)).ends_with("our own is used"));
         let missing = || rates(Err(crate::Error::Device("libcublasLt.so.13 is not found".into())), false);

@@ -333,7 +333,8 @@ mod tests {
             (30, r#"{"choices":[{"delta":{},"finish_reason":"length"}]}"#),
             (
                 31,
-                r#"{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":5}}}"#,
+                r#"{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,
+                "prompt_tokens_details":{"cached_tokens":5}}}"#,
             ),
             (32, "[DONE]"),
         ]);

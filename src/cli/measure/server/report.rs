@@ -358,7 +358,8 @@ mod tests {
         fn percentiles_by_definition(samples in prop::collection::vec(0.0..1e6f64, 1..300)) {
             let spread = Spread::of(samples.clone()).unwrap();
             for (p, value) in [(50.0, spread.p50), (95.0, spread.p95), (99.0, spread.p99)] {
-                let enough = |x: f64| samples.iter().filter(|&&s| s <= x).count() as f64 * 100.0 >= p * samples.len() as f64;
+                let enough = |x: f64| samples.iter().filter(|&&s| s <= x).count() as f64 * 100.0 >= p * samples.len(
+                    ) as f64;
                 let least = samples.iter().copied().filter(|&s| enough(s)).fold(f64::INFINITY, f64::min);
                 prop_assert_eq!(value, least);
             }

@@ -145,7 +145,8 @@ mod tests {
                 // Two ends that do not read as one: after CR, a lone LF would be its second half.
                 text += if text.ends_with('\r') { "\r\n" } else { ends.next().unwrap() };
             }
-            let mut places: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).chain([0, text.len()]).collect();
+            let mut places: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).chain([0,
+                text.len()]).collect();
             places.sort_unstable();
             let pieces = places.windows(2).map(|w| &text.as_bytes()[w[0]..w[1]]);
             prop_assert_eq!(read(pieces), payloads);
@@ -153,7 +154,8 @@ mod tests {
 
         /// Any bytes: no panic, and cutting changes nothing.
         #[test]
-        fn any_bytes_in_any_pieces(bytes in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'\r'), Just(b':'), Just(b'd'), any::<u8>()], 0..200), cut in any::<prop::sample::Index>()) {
+        fn any_bytes_in_any_pieces(bytes in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'\r'), Just(b':'),
+            Just(b'd'), any::<u8>()], 0..200), cut in any::<prop::sample::Index>()) {
             let (a, b) = bytes.split_at(cut.index(bytes.len() + 1));
             prop_assert_eq!(read([a, b]), read([&bytes[..]]));
         }

@@ -37,7 +37,8 @@ proptest! {
         let newcomer = host(newcomer);
         let held = |network: IpAddr| table.iter().filter(|c| c.network == network).count();
         let crowd = table.iter().map(|c| c.network).find(|&network| 2 * held(network) > table.len());
-        let waits = |network: Option<IpAddr>| table.iter().filter(move |c| c.since.is_some() && network.is_none_or(|n| n == c.network));
+        let waits = |network: Option<IpAddr>| table.iter().filter(move |c| c.since.is_some() && network.is_none_or(
+            |n| n == c.network));
         let Some(victim) = chosen(&table, newcomer) else {
             // Only where everybody waits for us, or all of the crowd and the newcomer is one of them.
             prop_assert_eq!(waits(crowd.filter(|&crowd| crowd == newcomer)).count(), 0);
