@@ -1,5 +1,4 @@
-//! Arrays of any library, by the DLPack protocol (<https://dmlc.github.io/dlpack>): where they lie and what they are,
-//! without a copy.
+//! Arrays of any library through the DLPack protocol (<https://dmlc.github.io/dlpack>), without a copy.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};
@@ -41,7 +40,7 @@ struct ManagedVersioned {
     tensor: Tensor,
 }
 
-/// The newest version that this reads.
+/// The newest supported version.
 const MAJOR: u32 = 1;
 const READ_ONLY: u64 = 1;
 
@@ -62,14 +61,14 @@ impl Drop for Owner {
     }
 }
 
-/// Where an array lies.
+/// The device of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Cpu,
     Cuda(i32),
 }
 
-/// What its numbers are.
+/// The type of its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Float(RowType),
@@ -77,7 +76,7 @@ pub(crate) enum Kind {
     Bool,
 }
 
-/// An array of somebody else's, kept alive.
+/// An array of another library, kept alive.
 pub(crate) struct View {
     _owner: Owner,
     data: u64,
@@ -88,21 +87,21 @@ pub(crate) struct View {
     pub(crate) shape: Vec<usize>,
 }
 
-// SAFETY: an address and numbers; deleters take the GIL where they need it.
+// SAFETY: an address and numbers; deleters take the GIL if they need it.
 unsafe impl Send for View {}
 // SAFETY: as above.
 unsafe impl Sync for View {}
 
 impl View {
-    /// What `object` exports; `name` is for messages.
+    /// The array that `object` exports. `name` is for messages.
     ///
-    /// Errors: TypeError when it is no array, of a type or on a device that is not known; ValueError when its rows do
-    /// not lie one after the other.
+    /// Errors: TypeError when it is not an array, or has an unknown type or device; ValueError when it is not
+    /// contiguous.
     pub(crate) fn of(object: &Bound<'_, PyAny>, name: &'static str) -> PyResult<Self> {
         let py = object.py();
         let no_array = |_| {
             PyTypeError::new_err(format!(
-                "{name} is no array: expected one with __dlpack__, as numpy's and torch's have"
+                "{name} is not an array: expected one with __dlpack__, such as numpy's and torch's"
             ))
         };
         let (device_type, device_id): (i32, i32) =
@@ -118,7 +117,7 @@ impl View {
         };
         let kwargs = PyDict::new(py);
         if place != Place::Cpu {
-            // Nothing to wait for: all happens on the stream of the caller's.
+            // Nothing to wait for: all work happens on the caller's stream.
             kwargs.set_item("stream", -1)?;
         }
         kwargs.set_item("max_version", (MAJOR, 0))?;
@@ -171,7 +170,7 @@ impl View {
         let data = (tensor.data as u64).wrapping_add(tensor.byte_offset);
         let view = Self { data, read_only, name, place, kind, shape, _owner: owner };
         if !view.data.is_multiple_of(view.number_bytes() as u64) {
-            return Err(PyValueError::new_err(format!("{name} is not aligned to its numbers: give a copy")));
+            return Err(PyValueError::new_err(format!("{name} is not aligned to its elements: give a copy")));
         }
         Ok(view)
     }
@@ -192,11 +191,11 @@ impl View {
         self.shape.iter().product::<usize>() * self.number_bytes()
     }
 
-    /// What lies there, on the CPU.
+    /// The elements, on the CPU.
     pub(crate) fn as_bytes(&self) -> &[u8] {
         assert_eq!(self.place, Place::Cpu);
         match self.bytes() {
-            // Aligned to whatever it is taken for.
+            // Aligned for any type.
             0 => bytemuck::cast_slice::<u64, u8>(&[]),
             // SAFETY: the array is as long and contiguous, as checked, and lives with its owner. Whoever writes it
             // meanwhile gets what they asked for: all bits are numbers.
@@ -204,14 +203,11 @@ impl View {
         }
     }
 
-    /// The same, to be written. Errors: it is read-only.
+    /// The elements, writable. Errors: the array is read-only.
     pub(crate) fn as_bytes_mut(&mut self) -> PyResult<&mut [u8]> {
         assert_eq!(self.place, Place::Cpu);
         if self.read_only {
-            return Err(PyValueError::new_err(format!(
-                "{} is read-only: give an array that can be written",
-                self.name
-            )));
+            return Err(PyValueError::new_err(format!("{} is read-only: give a writable array", self.name)));
         }
         Ok(match self.bytes() {
             0 => bytemuck::cast_slice_mut::<u64, u8>(&mut []),
@@ -220,7 +216,7 @@ impl View {
         })
     }
 
-    /// Integers as 32 bits; what does not fit is -1.
+    /// Integers as 32 bits. Those that do not fit become -1.
     pub(crate) fn ids(&self) -> PyResult<Vec<i32>> {
         match self.kind {
             Kind::Int(4) => Ok(bytemuck::cast_slice(self.as_bytes()).to_vec()),
@@ -243,7 +239,7 @@ impl View {
         }
     }
 
-    /// A row of flags that may be changed while this lives.
+    /// A row of flags that may change while this lives.
     pub(crate) fn flag(&self, i: usize) -> bool {
         debug_assert!(self.kind == Kind::Bool && self.place == Place::Cpu);
         if i >= self.shape[0] {
@@ -256,7 +252,7 @@ impl View {
     }
 
     pub(crate) fn wrong_type(&self, expected: &str) -> PyErr {
-        PyTypeError::new_err(format!("{} has numbers of another type: expected {expected}", self.name))
+        PyTypeError::new_err(format!("{} has another element type: expected {expected}", self.name))
     }
 
     pub(crate) fn wrong_shape(&self, expected: &str) -> PyErr {
@@ -264,7 +260,7 @@ impl View {
     }
 }
 
-/// The structure in a capsule, which is marked as used, and whether it is read-only.
+/// The structure in a capsule, and whether it is read-only. Marks the capsule as used.
 fn take(capsule: &Bound<'_, PyAny>, name: &'static str) -> PyResult<(Owner, bool)> {
     let valid = |which: &CStr| {
         // SAFETY: the GIL is held, the object lives.
@@ -284,14 +280,12 @@ fn take(capsule: &Bound<'_, PyAny>, name: &'static str) -> PyResult<(Owner, bool
         // SAFETY: the producer made it; the first fields and the deleter are the same in all versions.
         let (major, flags) = unsafe { ((*managed).major, (*managed).flags) };
         if major > MAJOR {
-            return Err(PyTypeError::new_err(format!(
-                "{name} is exported by DLPack {major}: version {MAJOR} is understood"
-            )));
+            return Err(PyTypeError::new_err(format!("{name} uses DLPack {major}: version {MAJOR} is supported")));
         }
         return Ok((owner, flags & READ_ONLY != 0));
     }
     if valid(c"dltensor") {
         return Ok((Owner::Old(pointer(c"dltensor", c"used_dltensor").cast()), false));
     }
-    Err(PyTypeError::new_err(format!("{name} has a __dlpack__ that gives no DLPack capsule")))
+    Err(PyTypeError::new_err(format!("{name} has a __dlpack__ that does not return a DLPack capsule")))
 }

@@ -1,4 +1,4 @@
-//! The extension module `moebius._moebius`: thin bindings, a file for each class. What people import is in `moebius/`.
+//! The extension module `moebius._moebius`: thin bindings, one file per class. The package itself is in `moebius/`.
 
 mod dlpack;
 mod error;
@@ -12,7 +12,7 @@ use std::ffi::OsString;
 
 use pyo3::prelude::*;
 
-/// The engine, as Python sees it.
+/// The engine for Python.
 #[pymodule]
 mod _moebius {
     #[pymodule_export]
@@ -32,11 +32,11 @@ mod _moebius {
 #[pyfunction]
 fn main(py: Python<'_>, args: Vec<OsString>) -> u8 {
     let code = py.detach(|| moebius::cli::main(args));
-    // What an `ExitCode` holds cannot be read, only compared.
+    // An `ExitCode` cannot be read, only compared.
     u8::from(code != std::process::ExitCode::SUCCESS)
 }
 
-/// Has chat templates rendered by processes of this command line, which calls `render_templates`.
+/// Renders chat templates in processes of this command line, which calls `render_templates`.
 #[pyfunction]
 fn render_templates_in(command: Vec<OsString>) {
     moebius::text::chat_template::render_in(command);
@@ -49,7 +49,7 @@ fn render_templates(py: Python<'_>) -> u8 {
     u8::from(code != std::process::ExitCode::SUCCESS)
 }
 
-/// Name, whether it takes a value, and words of every option of an engine.
+/// Name, whether it takes a value, and help of every option of the engine.
 #[pyfunction]
 fn engine_options() -> Vec<(String, bool, String)> {
     moebius::cli::options().into_iter().map(|option| (option.name, option.takes_value, option.help)).collect()

@@ -22,7 +22,7 @@ pub(crate) struct Model {
     model: Owned<TextModel>,
 }
 
-/// How an answer is asked for; what is `None` is the model's own.
+/// Sampling parameters and limits; `None` means the model's own default.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Params<'py> {
@@ -70,7 +70,7 @@ impl Params<'_> {
     }
 }
 
-/// What runs.
+/// Description of the running model.
 #[derive(IntoPyObject)]
 struct Info {
     model: String,
@@ -97,9 +97,9 @@ impl Model {
         let (sender, mut opened) = channel();
         let open = move || drop(sender.send(moebius::cli::open(&model, &flags, quiet)));
         let thread = std::thread::Builder::new().name("open".into()).spawn(open);
-        thread.map_err(|e| Error::new_err(format!("no thread can be started: {e}")))?;
+        thread.map_err(|e| Error::new_err(format!("cannot start a thread: {e}")))?;
         loop {
-            // Whoever interrupts leaves the thread behind, which frees what it has loaded when it is done.
+            // After an interrupt the thread goes on, and frees what it has loaded when it is done.
             match py.detach({
                 let opened = &mut opened;
                 move || opened.recv_timeout(PATIENCE)
@@ -107,13 +107,13 @@ impl Model {
                 Ok(model) => return Ok(Self { model: Owned::new(model.map_err(exception)?) }),
                 Err(RecvTimeoutError::Timeout) => py.check_signals()?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::new_err("a bug ended the loading, and what it said is on stderr"));
+                    return Err(Error::new_err("loading ended with a bug: its message is on stderr"));
                 }
             }
         }
     }
 
-    /// What is running.
+    /// Description of the running model.
     fn info(&self) -> PyResult<Info> {
         let model = self.running()?;
         let info = model.engine().info();
@@ -134,7 +134,7 @@ impl Model {
         })
     }
 
-    /// Continues a prompt; `form` is a JSON object that says what the answer has to look like.
+    /// Continues a prompt. `form` is a JSON object with the format of the answer.
     fn generate(
         &self,
         py: Python<'_>,
@@ -147,8 +147,9 @@ impl Model {
         let rows = Rows::new(request.capture.as_ref(), model.engine().info());
         let text = prompt.extract::<String>().ok();
         if text.is_none() {
-            request.prompt =
-                prompt.extract().map_err(|_| PyTypeError::new_err("a prompt is a text, or a list of token ids"))?;
+            request.prompt = prompt
+                .extract()
+                .map_err(|_| PyTypeError::new_err("a prompt must be a string or a list of token ids"))?;
         }
         let started = py.detach(|| {
             if let Some(text) = text {
@@ -185,7 +186,8 @@ impl Model {
         self.running()?.tokenizer().decode(&ids, skip_special_tokens).map_err(exception)
     }
 
-    /// Text of a conversation, by the model's chat template: messages, tools or null, and further variables, as JSON.
+    /// Renders a conversation with the model's chat template: messages, tools or null, and additional variables, as
+    /// JSON.
     fn render(
         &self,
         py: Python<'_>,
@@ -195,7 +197,7 @@ impl Model {
         add_generation_prompt: bool,
     ) -> PyResult<String> {
         let model = self.running()?;
-        let wrong = |what: &str| PyValueError::new_err(format!("{what}: this is not what a chat template takes"));
+        let wrong = |what: &str| PyValueError::new_err(format!("{what}: not valid for a chat template"));
         let Ok(messages) = serde_json::from_str::<Vec<Value>>(messages) else { return Err(wrong("messages")) };
         let Ok(tools) = serde_json::from_str(tools) else { return Err(wrong("tools")) };
         let Ok(kwargs) = serde_json::from_str(variables) else { return Err(wrong("variables")) };
@@ -215,7 +217,7 @@ impl Model {
         Ok(self.running()?.tokenizer().vocab_size())
     }
 
-    /// Stops the engine and gives back its memory, once running answers have ended or are closed.
+    /// Stops the engine and frees its memory, once running answers have ended or are closed.
     fn close(&self, py: Python<'_>) {
         let Some(model) = self.model.take() else { return };
         let engine = model.engine().clone();

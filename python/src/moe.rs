@@ -1,6 +1,6 @@
-//! The routed experts of one layer, for other engines: what `moebius.MoE` is made of.
+//! The routed experts of one layer for other engines, behind `moebius.MoE`.
 //!
-//! One store for each model and one team serve all layers of a process.
+//! All layers of a process share one store per model and one team.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The workers, as many as the first caller asked for.
+/// The workers. The first caller decides their number.
 fn machine(config: &EngineConfig) -> moebius::Result<&'static Machine> {
     static STARTING: Mutex<()> = Mutex::new(());
     let _one = lock(&STARTING);
@@ -46,7 +46,7 @@ fn machine(config: &EngineConfig) -> moebius::Result<&'static Machine> {
     Ok(MACHINE.get_or_init(|| machine))
 }
 
-/// Says what takes long, at most every tenth of it.
+/// Reports the progress of long work, at most every tenth of it.
 fn report(to: &Option<Py<PyAny>>) -> impl Fn(LoadProgress<'_>) + Sync {
     let said = AtomicUsize::new(usize::MAX);
     let to = to.as_ref().map(|to| Python::attach(|py| to.clone_ref(py)));
@@ -63,7 +63,7 @@ fn report(to: &Option<Py<PyAny>>) -> impl Fn(LoadProgress<'_>) + Sync {
             LoadProgress::Experts(text) => (text.to_string(), 300),
         };
         if let (Some(to), true) = (&to, said.swap(part, Ordering::Relaxed) != part) {
-            // A report that fails is nobody's loss.
+            // A failed report is ignored: it is only progress.
             Python::attach(|py| drop(to.call1(py, (text,))));
         }
     }
@@ -141,7 +141,7 @@ impl ExpertLayer {
         }
         if ids.place != x.place || weights.place != x.place {
             return Err(PyTypeError::new_err(
-                "x, topk_ids and topk_weights are on different devices: bring them to one",
+                "x, topk_ids and topk_weights are on different devices: move them to one",
             ));
         }
         Ok(([tokens, hidden], rows, top_k))
@@ -150,7 +150,7 @@ impl ExpertLayer {
 
 #[pymethods]
 impl ExpertLayer {
-    /// A layer of `model`: a folder, GGUF file, hub id or cache file; or of `weights`, three arrays.
+    /// A layer of `model` (a folder, GGUF file, Hugging Face id or cache file) or of `weights` (three arrays).
     #[new]
     #[pyo3(signature = (model, layer, *, weights=None, precision=None, group_size=None, cache_dir=None, threads=None,
         report=None))]
@@ -203,7 +203,7 @@ impl ExpertLayer {
         let index = cache.layer_index(layer).ok_or_else(|| {
             let layers: Vec<usize> = cache.header().layers.iter().map(|entry| entry.layer).collect();
             PyValueError::new_err(format!(
-                "layer {layer} has no routed experts: {} layers have, {:?} to {:?}",
+                "layer {layer} has no routed experts: {} layers have some, {:?} to {:?}",
                 layers.len(),
                 layers.first(),
                 layers.last()
@@ -231,25 +231,25 @@ impl ExpertLayer {
         self.cache().num_experts()
     }
 
-    /// Its place among the layers with experts, and how many those are.
+    /// Its index among the layers with experts, and the number of these layers.
     #[getter]
     fn place(&self) -> (usize, usize) {
         (self.index, self.cache().num_layers())
     }
 
-    /// How the weights are stored.
+    /// Storage of the weights.
     #[getter]
     fn precision(&self) -> String {
         self.cache().header().precision.to_string()
     }
 
-    /// Workers that compute it.
+    /// Number of workers.
     #[getter]
     fn threads(&self) -> usize {
         self.layer.service().team().threads()
     }
 
-    /// Reads the layer and compares its checksums; ids mean the experts that `logical` says.
+    /// Reads the layer and verifies its checksums. `logical` maps ids to experts.
     fn load(&self, py: Python<'_>, logical: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         if let Some(logical) = logical {
             let view = View::of(logical, "physical_to_logical_map")?;
@@ -261,7 +261,7 @@ impl ExpertLayer {
         py.detach(|| self.layer.load()).map_err(exception)
     }
 
-    /// Ids whose flag is set are skipped; the flags are read at every call.
+    /// Skips ids whose flag is set. Every call reads the flags.
     fn set_mask(&self, mask: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let Some(mask) = mask else {
             self.layer.set_skip(None);
@@ -319,7 +319,7 @@ impl ExpertLayer {
         let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
         let Place::Cuda(device) = x.place else { return Err(PyTypeError::new_err("x is on the CPU: use forward")) };
         if !x.address().is_multiple_of(16) || !(shape[1] * rows.bytes()).is_multiple_of(16) {
-            return Err(PyValueError::new_err("rows of x do not begin at multiples of 16 bytes: give x.clone()"));
+            return Err(PyValueError::new_err("rows of x are not aligned to 16 bytes: give x.clone()"));
         }
         let Kind::Int(id_bytes) = ids.kind else { return Err(ids.wrong_type("int32 or int64")) };
         let batch = DeviceTokens {
@@ -339,7 +339,7 @@ impl ExpertLayer {
         Ok(())
     }
 
-    /// Enqueues on the same stream what brings the sum of the oldest batch there to `out`.
+    /// Enqueues on the same stream the copy of the oldest batch's sum to `out`.
     fn sync(&self, py: Python<'_>, out: &Bound<'_, PyAny>, stream: usize) -> PyResult<()> {
         let out = View::of(out, "out")?;
         let mut under_way = lock(&self.under_way);
@@ -356,7 +356,7 @@ impl ExpertLayer {
             return Err(out.wrong_shape(&format!("{shape:?}, of the type and on the device of what was submitted")));
         }
         if !out.address().is_multiple_of(16) {
-            return Err(PyValueError::new_err("out does not begin at a multiple of 16 bytes: give another one"));
+            return Err(PyValueError::new_err("out is not aligned to 16 bytes: give another array"));
         }
         let Some((device, ticket)) = under_way.remove(at).ticket else { return Ok(()) };
         drop(under_way);
@@ -364,7 +364,7 @@ impl ExpertLayer {
         py.detach(|| port(device, self.layer.service())?.sync(ticket, address)).map_err(exception)
     }
 
-    /// Gate, up and down of an expert as they are computed with, f32.
+    /// Gate, up and down of an expert with the values used in the computation, f32.
     #[allow(clippy::type_complexity)] // three arrays
     fn expert_weights<'py>(
         &self,
@@ -393,7 +393,7 @@ impl ExpertLayer {
     }
 }
 
-/// The experts' side of a device, opened at its first use.
+/// The state of a device for experts, opened at its first use.
 fn port(device: i32, service: &ExpertService) -> moebius::Result<Arc<StreamPort>> {
     let mut ports = lock(&PORTS);
     if let Some(port) = ports.get(&device) {

@@ -1,4 +1,4 @@
-//! What belongs to one process: a fork has its bytes, but not the threads that serve it.
+//! Values of one process: a fork has their bytes, but not the threads that serve them.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -6,8 +6,9 @@ use pyo3::PyResult;
 
 use crate::error::Error;
 
-/// A value that can be given up early, and that is neither used nor dropped in a fork: its locks may be held there by
-/// threads that are not.
+/// A value that can be closed early, and that is neither used nor dropped in a fork: threads that do not exist there
+/// may
+/// hold its locks.
 pub(crate) struct Owned<T> {
     value: Mutex<Option<T>>,
     process: u32,
@@ -18,14 +19,17 @@ impl<T> Owned<T> {
         Self { value: Mutex::new(Some(value)), process: std::process::id() }
     }
 
-    /// Lends the value, to one thread at a time. Errors: it was given up, or belongs to another process.
+    /// Lends the value to one thread at a time. Errors: it is closed, or belongs to another process.
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut T) -> R) -> PyResult<R> {
         same_process(self.process)?;
         let mut value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
-        value.as_mut().map(f).ok_or_else(|| Error::new_err("it is closed: open another moebius.LLM"))
+        value
+            .as_mut()
+            .map(f)
+            .ok_or_else(|| Error::new_err("it is closed: start another request, or open another moebius.LLM"))
     }
 
-    /// Gives the value up; `None`: it has been, or belongs to another process.
+    /// Takes the value out. `None`: it is closed, or belongs to another process.
     pub(crate) fn take(&self) -> Option<T> {
         same_process(self.process).ok()?;
         self.value.lock().unwrap_or_else(PoisonError::into_inner).take()
@@ -40,8 +44,9 @@ impl<T> Drop for Owned<T> {
     }
 }
 
-/// Refuses to start an engine in a fork of a process that has started one: thread pools of that one are waited for, but
-/// not there.
+/// Refuses to start an engine in a fork of a process that has started one: it would wait for thread pools that exist
+/// only
+/// in the parent.
 pub(crate) fn check_start() -> PyResult<()> {
     static FIRST: OnceLock<u32> = OnceLock::new();
     same_process(*FIRST.get_or_init(std::process::id))

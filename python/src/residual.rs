@@ -1,4 +1,4 @@
-//! The residual stream: what is added to it, and what is taken from it.
+//! The residual stream: steering and capture.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use numpy::{PyArray2, PyReadonlyArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A vector that requests share, and of which a GPU holds one copy.
+/// A vector that requests share. A GPU holds one copy of it.
 #[pyclass(frozen)]
 pub(crate) struct Vector(Arc<[f32]>);
 
@@ -21,7 +21,7 @@ impl Vector {
     }
 }
 
-/// Positions of a sequence: a word, or ranges without their ends, `None` being that of the sequence.
+/// Positions of a sequence: a word, or ranges with excluded ends; `None` means the end of the sequence.
 #[derive(FromPyObject)]
 pub(crate) enum At {
     Word(String),
@@ -36,7 +36,7 @@ impl At {
                 "prompt" => Ok(Positions::Prompt),
                 "generated" => Ok(Positions::Generated),
                 _ => Err(PyValueError::new_err(format!(
-                    "positions are {word:?}: give 'all', 'prompt', 'generated', or ranges as [(0, 5), (9, 12)]"
+                    "positions are {word:?}: give 'all', 'prompt', 'generated', or ranges such as [(0, 5), (9, 12)]"
                 ))),
             },
             At::Ranges(ranges) => {
@@ -54,14 +54,14 @@ pub(crate) fn steer((layer, vector, coefficient, at): SteerBy<'_>) -> PyResult<S
     Ok(Steer { layer, vector: vector.get().0.clone(), coefficient, positions: at.positions()? })
 }
 
-/// Layers, `None` for all; positions; whether logits are wanted.
+/// Layers (`None`: all), positions, and whether to capture logits.
 pub(crate) type Wanted = (Option<Vec<usize>>, At, bool);
 
 pub(crate) fn wanted((layers, at, logits): Wanted) -> PyResult<CaptureWanted> {
     Ok(CaptureWanted { layers: layers.map_or(Layers::All, Layers::Some), positions: at.positions()?, logits })
 }
 
-/// What was captured of one sequence, as it comes.
+/// Captured rows of one sequence, as they come.
 #[derive(Default)]
 pub(crate) struct Rows(BTreeMap<Activation, (usize, Vec<f32>)>); // columns, and rows one after the other
 
@@ -69,7 +69,7 @@ pub(crate) struct Rows(BTreeMap<Activation, (usize, Vec<f32>)>); // columns, and
 pub(crate) type Arrays<'py> = (BTreeMap<usize, Bound<'py, PyArray2<f32>>>, Option<Bound<'py, PyArray2<f32>>>);
 
 impl Rows {
-    /// None yet of what is wanted of a model.
+    /// Empty arrays for what was requested.
     pub(crate) fn new(wanted: Option<&CaptureWanted>, model: &EngineInfo) -> Self {
         let Some(wanted) = wanted else { return Self::default() };
         let hidden = (0..model.layers)
@@ -79,7 +79,7 @@ impl Rows {
         Self(hidden.chain(logits).map(|(what, columns)| (what, (columns, Vec::new()))).collect())
     }
 
-    /// Takes in more.
+    /// Adds rows.
     pub(crate) fn extend(&mut self, captured: Vec<Captured>) {
         for Captured { what, rows: more, .. } in captured {
             if let Some((_, rows)) = self.0.get_mut(&what) {
@@ -91,7 +91,7 @@ impl Rows {
         }
     }
 
-    /// Gives all to Python, without a copy.
+    /// Moves all rows to Python, without a copy.
     pub(crate) fn into_arrays(self, py: Python<'_>) -> Arrays<'_> {
         let (mut hidden, mut logits) = (BTreeMap::new(), None);
         for (what, (columns, rows)) in self.0 {

@@ -1,4 +1,4 @@
-//! `Stream`: one answer as it comes.
+//! `Stream`: one answer as a stream.
 
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -16,13 +16,13 @@ use crate::error::{Error, exception};
 use crate::owned::Owned;
 use crate::residual::{Arrays, Rows};
 
-/// How long a wait goes on before Python is asked for signals.
+/// Time between two checks for Python's signals while waiting.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(50);
 
-/// More of an answer: text, thoughts, tokens.
+/// A piece of an answer: text, reasoning, tokens.
 type Chunk = (String, String, Vec<u32>);
 
-/// A token, how likely it was, and the likeliest with theirs.
+/// A token, its logprob, and the likeliest tokens with theirs.
 type TokenLogprob = (u32, f32, Vec<(u32, f32)>);
 
 /// One answer. Closing it, or dropping it, cancels the request.
@@ -34,14 +34,14 @@ pub(crate) struct Stream {
 struct Answer {
     text: TextStream,
     parser: Option<Parser>,
-    told: usize,                                  // tokens that chunks had
+    emitted: usize,                               // tokens that chunks had
     next: Option<moebius::Result<Option<Chunk>>>, // found by `ready`, for `next`
     wake: Option<(UnixStream, Arc<Socket>)>,      // for `ready`
     rows: Rows,
     output: Output,
 }
 
-/// An answer as a whole, as far as it has come.
+/// An answer so far.
 #[derive(Clone, Default, IntoPyObject)]
 struct Output {
     prompt_token_ids: Vec<u32>,
@@ -54,7 +54,7 @@ struct Output {
     stats: Stats,
 }
 
-/// Where the time of an answer went.
+/// Tokens and times of an answer.
 #[derive(Clone, Default, IntoPyObject)]
 struct Stats {
     prompt_tokens: usize,
@@ -82,7 +82,7 @@ impl From<RequestStats> for Stats {
 
 #[pymethods]
 impl Stream {
-    /// Waits for more of the answer; `None`: it is complete. A signal, as Ctrl-C sends it, cancels the request.
+    /// Waits for more of the answer. `None`: it is complete. A signal such as that of Ctrl-C cancels the request.
     fn next(&self, py: Python<'_>) -> PyResult<Option<Chunk>> {
         loop {
             py.check_signals().inspect_err(|_| self.close())?;
@@ -98,22 +98,22 @@ impl Stream {
         Ok(())
     }
 
-    /// Whether `next` returns at once. If not, `fileno` becomes readable when it is worth asking again.
+    /// Whether `next` returns at once. If not, `fileno` becomes readable when that may have changed.
     fn ready(&self) -> PyResult<bool> {
         self.answer.with(Answer::ready)?
     }
 
-    /// What an event loop waits for after `ready`.
+    /// The file descriptor that an event loop waits for after `ready`.
     fn fileno(&self) -> PyResult<i32> {
         self.answer.with(|answer| Ok(answer.socket()?.0.as_raw_fd()))?
     }
 
-    /// What has come so far.
+    /// The answer so far.
     fn output(&self) -> PyResult<Output> {
         self.answer.with(|answer| answer.output())
     }
 
-    /// Gives away what was captured, arrays by layer and of logits; what comes later is not kept.
+    /// Moves out the captured rows: arrays by layer, and logits. Later rows are not kept.
     fn captured<'py>(&self, py: Python<'py>) -> PyResult<Arrays<'py>> {
         Ok(self.answer.with(|answer| std::mem::take(&mut answer.rows))?.into_arrays(py))
     }
@@ -127,7 +127,7 @@ impl Stream {
 impl Stream {
     pub(crate) fn new(text: TextStream, parser: Option<Parser>, prompt: Vec<u32>, rows: Rows) -> Self {
         let output = Output { prompt_token_ids: prompt, ..Default::default() };
-        Self { answer: Owned::new(Answer { text, parser, told: 0, next: None, wake: None, rows, output }) }
+        Self { answer: Owned::new(Answer { text, parser, emitted: 0, next: None, wake: None, rows, output }) }
     }
 }
 
@@ -142,7 +142,7 @@ impl Answer {
     fn ready(&mut self) -> PyResult<bool> {
         if self.next.is_none() {
             let (receiver, sender) = self.socket()?;
-            // What woke the loop is taken out before it is looked for, so that no later wake is lost.
+            // The wake-up byte is read before the state is checked, so that no later wake-up is lost.
             while (&*receiver).read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
             let waker = Waker::from(sender.clone());
             if let Poll::Ready(next) = self.step(|text| text.poll_next(&mut Context::from_waker(&waker))) {
@@ -160,13 +160,13 @@ impl Answer {
                 Ok((receiver, sender))
             });
             let (receiver, sender) =
-                pair.map_err(|e| Error::new_err(format!("no socket to wait by can be opened: {e}")))?;
+                pair.map_err(|e| Error::new_err(format!("cannot open a socket pair to wait on: {e}")))?;
             self.wake = Some((receiver, Arc::new(Socket(sender))));
         }
         Ok(self.wake.as_ref().expect("just opened"))
     }
 
-    /// Takes in what `wait` gives until there is something to tell.
+    /// Reads steps from `wait` until there is a chunk to emit.
     fn step(
         &mut self,
         mut wait: impl FnMut(&mut TextStream) -> Poll<Option<moebius::Result<Delta>>>,
@@ -184,18 +184,18 @@ impl Answer {
                 Ok(delta) => self.take(delta),
                 Err(error) => return Poll::Ready(Err(error)),
             };
-            let tokens = &self.text.tokens()[self.told..];
+            let tokens = &self.text.tokens()[self.emitted..];
             let silent = text.is_empty() && reasoning.is_empty();
             if silent && (!ended || tokens.is_empty()) {
                 continue;
             }
             let chunk = (text, reasoning, tokens.to_vec());
-            self.told += tokens.len();
+            self.emitted += tokens.len();
             return Poll::Ready(Ok(Some(chunk)));
         }
     }
 
-    /// Takes in a step of the answer. Returns the text and thoughts that it adds.
+    /// Adds a step of the answer. Returns the text and reasoning that it adds.
     fn take(&mut self, delta: Delta) -> (String, String) {
         let mut parts = Vec::new();
         match (delta, &mut self.parser) {
@@ -243,7 +243,7 @@ impl Answer {
     }
 }
 
-/// Wakes an event loop: a byte makes the other end readable. A full socket is readable already.
+/// Wakes an event loop: a byte makes the other end readable. A full socket is already readable.
 struct Socket(UnixStream);
 
 impl Wake for Socket {

@@ -102,14 +102,12 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
         "# HELP moebius_connections Open connections.\n# TYPE moebius_connections gauge\nmoebius_connections \
          {connections}"
     );
-    let _ = writeln!(
-        out,
-        "# HELP moebius_connections_ended_total Connections that ended because others wanted their place."
-    );
+    let _ =
+        writeln!(out, "# HELP moebius_connections_ended_total Connections that were closed to make room for others.");
     let _ = writeln!(out, "# TYPE moebius_connections_ended_total counter\nmoebius_connections_ended_total {ended}");
     let http = &app.http;
     http.first_token.write("time_to_first_token_seconds", "From submission to the first token.", &mut out);
-    http.per_token.write("time_per_output_token_seconds", "Between two tokens of an answer, its mean.", &mut out);
+    http.per_token.write("time_per_output_token_seconds", "Mean time between two tokens of an answer.", &mut out);
     http.request.write("request_seconds", "From submission to the last token.", &mut out);
     let _ = writeln!(
         out,
@@ -121,8 +119,8 @@ pub(super) async fn show(State(app): State<Arc<App>>) -> Response {
     }
     let _ = writeln!(
         out,
-        "# HELP moebius_log_lines_dropped_total Lines on stderr and in the log that could not be written, or nobody \
-         read.\n# TYPE moebius_log_lines_dropped_total counter\nmoebius_log_lines_dropped_total {}",
+        "# HELP moebius_log_lines_dropped_total Lines of stderr and of the log that were dropped.\n# TYPE \
+         moebius_log_lines_dropped_total counter\nmoebius_log_lines_dropped_total {}",
         crate::log::dropped_lines()
     );
     ([(CONTENT_TYPE, "text/plain; version=0.0.4")], out).into_response()
