@@ -212,7 +212,7 @@ pub(crate) struct SchedulingArgs {
     /// Maximum requests that run at the same time.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     max_sequences: u16,
-    /// Maximum requests that wait; the server refuses more with status 429.
+    /// Maximum requests that wait; more are refused (HTTP 429).
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_queue: usize,
     /// Maximum milliseconds between two tokens of an answer while other requests prefill; longer prompts are prefilled
