@@ -184,3 +184,22 @@ pub(super) const MINIMAX: Format = Format {
     closer: "",
     between: "\n",
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_hold_together() {
+        for format in FORMATS {
+            assert_eq!(Format::of(&format.marks.join(" ")), Some(format), "an earlier row takes its templates");
+            let first = format.section.as_ref().map_or(format.opener, |section| section.open.trim_end());
+            assert_eq!(format.starts[0], first, "the grammar's first text starts a call for the parser too");
+            let end = match &format.arguments {
+                Arguments::Parameters(frame) if !frame.end.is_empty() => frame.end,
+                _ => format.closer,
+            };
+            assert!(!end.trim().is_empty(), "{format:?}: nothing ends the arguments");
+        }
+    }
+}
