@@ -14,43 +14,22 @@
 use std::ops::Range;
 
 use half::bf16;
-use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::Cpu;
-use crate::Result;
-use crate::backend::batch::{BLOCK_SIZE, Batch};
-use crate::backend::tensor::Tensor;
-use crate::config::KvBits;
+use crate::backend::batch::BLOCK_SIZE;
 use crate::machine::memory::Buffer;
-use crate::machine::workers::Shared;
-
-/// Positions of a batch from which on all workers store them.
-const PARALLEL_POSITIONS: usize = 32;
 
 /// Keys and values of one layer.
 pub struct Kv {
-    heads: usize,
+    pub(super) heads: usize,
     pub(super) parts: usize,
     pub(super) keys: MatrixLayout,   // of a block and head
     pub(super) values: MatrixLayout, // of a block and head
-    key: Buffer<bf16>,               // [blocks, heads, parts, keys]
-    value: Buffer<bf16>,             // [blocks, heads, parts, values]
+    pub(super) key: Buffer<bf16>,    // [blocks, heads, parts, keys]
+    pub(super) value: Buffer<bf16>,  // [blocks, heads, parts, values]
 }
 
 impl Kv {
-    pub(super) fn new(blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Self> {
-        let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
-        let values = MatrixLayout::new(value_dim, BLOCK_SIZE, Precision::Bf16)?;
-        let zeros = |layout: &MatrixLayout| Buffer::zeros(blocks * heads * bits.parts() * layout.bytes() / 2);
-        Ok(Self { heads, parts: bits.parts(), keys, values, key: zeros(&keys)?, value: zeros(&values)? })
-    }
-
-    /// KV heads.
-    pub(super) fn heads(&self) -> usize {
-        self.heads
-    }
-
     /// Numbers of a value, in whole tiles.
     pub(super) fn value_width(&self) -> usize {
         self.values.tiles() * TILE_ROWS
@@ -68,52 +47,9 @@ impl Kv {
 }
 
 /// Where matrix `i` lies.
-fn range(layout: &MatrixLayout, i: usize) -> Range<usize> {
+pub(super) fn range(layout: &MatrixLayout, i: usize) -> Range<usize> {
     let len = layout.bytes() / 2;
     i * len..(i + 1) * len
-}
-
-impl Cpu {
-    /// Stores the batch's rows; `value: None` takes values from the beginning of each key.
-    pub(super) fn store(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
-        let (heads, parts, keys, values) = (kv.heads, kv.parts, kv.keys, kv.values);
-        let (key_data, value_data) = (Shared::new(&mut kv.key), Shared::new(&mut kv.value));
-        let (value_rows, value_stride) = (value.unwrap_or(key), if value.is_some() { values.n } else { keys.k });
-        // One worker stores all positions of a block: neighbours share words.
-        let store = |worker: usize, workers: usize| {
-            for span in &batch.spans {
-                for (t, position) in span.rows.clone().zip(span.start..) {
-                    if position / BLOCK_SIZE % workers != worker {
-                        continue;
-                    }
-                    let block = batch.slot(span, position) / BLOCK_SIZE;
-                    for head in 0..heads {
-                        for part in 0..parts {
-                            let at = (block * heads + head) * parts + part;
-                            // SAFETY: a block belongs to one sequence, and in it to one worker.
-                            #[allow(unsafe_code)]
-                            let (key_block, value_block) = unsafe {
-                                (key_data.slice_mut(range(&keys, at)), value_data.slice_mut(range(&values, at)))
-                            };
-                            let key = &key.row(t)[head * keys.k..][..keys.k];
-                            put_row(key_block, position % BLOCK_SIZE, key, part, keys.tile_bytes() / 2);
-                            put_column(
-                                value_block,
-                                position % BLOCK_SIZE,
-                                &value_rows.row(t)[head * value_stride..][..values.n],
-                                part,
-                            );
-                        }
-                    }
-                }
-            }
-        };
-        if batch.len() < PARALLEL_POSITIONS {
-            store(0, 1);
-        } else {
-            self.team.run(&|worker| store(worker.index, worker.count));
-        }
-    }
 }
 
 /// The rounded number, or what rounding left.
@@ -123,7 +59,7 @@ fn part_of(x: f32, part: usize) -> bf16 {
 }
 
 /// A part of row `row` of a packed matrix.
-fn put_row(to: &mut [bf16], row: usize, x: &[f32], part: usize, tile_len: usize) {
+pub(super) fn put_row(to: &mut [bf16], row: usize, x: &[f32], part: usize, tile_len: usize) {
     let tile = &mut to[row / TILE_ROWS * tile_len..][..tile_len];
     for (line, pair) in tile.as_chunks_mut::<32>().0.iter_mut().zip(x.chunks(2)) {
         for (to, x) in line[row % TILE_ROWS * 2..].iter_mut().zip(pair) {
@@ -134,7 +70,7 @@ fn put_row(to: &mut [bf16], row: usize, x: &[f32], part: usize, tile_len: usize)
 
 /// A part of input `input` of every row of a packed matrix. The first of 32 inputs clears the others: attention reads
 /// them all, and whatever a block held before, zero times it must be zero.
-fn put_column(to: &mut [bf16], input: usize, x: &[f32], part: usize) {
+pub(super) fn put_column(to: &mut [bf16], input: usize, x: &[f32], part: usize) {
     const TILE: usize = BLOCK_SIZE * TILE_ROWS;
     for (tile, x) in to.as_chunks_mut::<TILE>().0.iter_mut().zip(x.chunks(TILE_ROWS)) {
         if input.is_multiple_of(BF16_INPUTS) {

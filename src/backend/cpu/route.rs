@@ -3,15 +3,28 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-use super::{Cpu, RouterWeights, take};
-use crate::backend::Routing;
+use super::load::RouterWeights;
+use super::{Cpu, take};
+use crate::Result;
 use crate::backend::tensor::Tensor;
+use crate::backend::{Route, Routing};
 use crate::kernel::Rows;
 use crate::machine::workers::Shared;
 use crate::model::{GroupScore, Groups, Router, Scoring};
 
-impl Cpu {
-    pub(super) fn choose(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
+impl Route for Cpu {
+    type Routing = Routing;
+
+    fn routing(&self, _max_tokens: usize, _top_k: usize) -> Result<Routing> {
+        Ok(Routing::default())
+    }
+
+    fn read_routing(&self, routing: &Routing, out: &mut Routing) -> Result<()> {
+        out.clone_from(routing);
+        Ok(())
+    }
+
+    fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
         let (tokens, k) = (x.rows(), x.cols());
         let experts = w.weight.len() / k;
         out.top_k = router.top_k;
@@ -55,13 +68,7 @@ impl Cpu {
 }
 
 /// One token's experts, best first. `logits` become scores.
-pub(super) fn choose_one(
-    router: &Router,
-    logits: &mut [f32],
-    bias: Option<&[f32]>,
-    ids: &mut [i32],
-    weights: &mut [f32],
-) {
+fn choose_one(router: &Router, logits: &mut [f32], bias: Option<&[f32]>, ids: &mut [i32], weights: &mut [f32]) {
     let scores = logits;
     match router.scoring {
         Scoring::Sigmoid => scores.iter_mut().for_each(|s| *s = 1.0 / (1.0 + (-*s).exp())),

@@ -14,9 +14,10 @@
 
 use std::ops::Range;
 
+use super::load::DeltaNet;
 use super::{Cpu, Scratch, lock, take};
 use crate::Result;
-use crate::backend::DeltaRule;
+use crate::backend::Recur;
 use crate::backend::batch::{Batch, Span};
 use crate::backend::tensor::Tensor;
 use crate::kernel::{DeltaToken, Kernel, Rows};
@@ -27,45 +28,10 @@ use crate::model;
 /// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
 const L2_EPS: f32 = 1e-6;
 
-/// Of a layer.
-pub struct DeltaNet {
-    taps: Vec<f32>,     // [conv_width, conv_dim]
-    gates: Vec<f32>,    // [b and a, value heads, hidden]
-    rates: Vec<f32>,    // [value heads], exp(A_log)
-    dt_bias: Vec<f32>,  // [value heads]
-    norm: Vec<f32>,     // [value_head_dim]
-    of_query: Vec<f32>, // [key_head_dim], what makes an L2 norm, scaled, of an RMS norm
-    of_key: Vec<f32>,   // [key_head_dim]
-}
-
 /// Of a layer, by slot.
 pub struct State {
     inputs: Buffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
     heads: Buffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
-}
-
-impl DeltaNet {
-    pub(super) fn new(config: &model::DeltaNet, rule: DeltaRule) -> Self {
-        let dim = config.key_head_dim as f32;
-        Self {
-            taps: rule.taps(config),
-            rates: rule.rates,
-            gates: rule.gates,
-            dt_bias: rule.dt_bias,
-            norm: rule.norm,
-            of_query: vec![1.0 / dim; config.key_head_dim],
-            of_key: vec![1.0 / dim.sqrt(); config.key_head_dim],
-        }
-    }
-}
-
-impl State {
-    pub(super) fn new(slots: usize, config: &model::DeltaNet) -> Result<Self> {
-        Ok(Self {
-            inputs: Buffer::zeros(slots * (config.conv_width - 1) * config.conv_dim())?,
-            heads: Buffer::zeros(slots * config.value_dim() * config.key_head_dim)?,
-        })
-    }
 }
 
 /// One op, as all workers see it.
@@ -82,14 +48,29 @@ struct Op<'a> {
     out: Shared<'a, f32>,
 }
 
-impl Cpu {
-    #[allow(clippy::too_many_arguments)] // as `Backend::delta_net`
-    pub(super) fn run_delta_net(
+impl Recur for Cpu {
+    type State = State;
+    type DeltaScratch = ();
+
+    fn state(&self, slots: usize, config: &model::DeltaNet) -> Result<State> {
+        Ok(State {
+            inputs: Buffer::zeros(slots * (config.conv_width - 1) * config.conv_dim())?,
+            heads: Buffer::zeros(slots * config.value_dim() * config.key_head_dim)?,
+        })
+    }
+
+    fn delta_scratch(&self, _: &model::DeltaNet, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // as `Recur::delta_net`
+    fn delta_net(
         &self,
         state: &mut State,
         batch: &Batch,
         (config, eps): (&model::DeltaNet, f32),
         w: &DeltaNet,
+        (): &mut (),
         h: &Tensor,
         (qkv, z): (&Tensor, &Tensor),
         out: &mut Tensor,

@@ -1,19 +1,18 @@
-//! Weights in host memory and `y = W x + b` over them.
+//! Ops on rows: products over packed weights, and what needs a row alone.
 
 use std::ops::Range;
 
-use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
-use rayon::prelude::*;
 
+use super::load::{Embedding, Heads, Linear};
 use super::{Cpu, PARALLEL, Scratch, lock, take};
-use crate::backend::tensor::{HostTensor, Tensor};
-use crate::config::DenseBits;
-use crate::kernel::{ActivationRows, Kernel, Start};
-use crate::machine::memory::Buffer;
+use crate::Result;
+use crate::backend::Dense;
+use crate::backend::batch::Batch;
+use crate::backend::tensor::Tensor;
+use crate::kernel::{ActivationRows, Kernel, Rows, Start};
 use crate::machine::workers::{Claims, Cut, Shared};
-use crate::{Error, Result};
 
 /// Tiles that go through the kernel together.
 const TILES: usize = 6;
@@ -22,114 +21,9 @@ const TOKENS: usize = 64;
 /// Half of a small L2.
 const RUN_BYTES: usize = 512 << 10;
 
-impl Buffer<bf16> {
-    /// Copies a weight, rounding f32 to bf16.
-    pub(super) fn from_bf16(weight: &HostTensor<'_>) -> Result<Self> {
-        const CHUNK: usize = 1 << 18;
-        let mut buffer = Self::zeros(weight.rows() * weight.cols())?;
-        match weight {
-            HostTensor::Bf16 { data, .. } => {
-                buffer
-                    .par_chunks_mut(CHUNK)
-                    .zip(data.par_chunks(CHUNK))
-                    .for_each(|(to, from)| to.copy_from_slice(from));
-            }
-            HostTensor::F32 { data, .. } => {
-                buffer.par_chunks_mut(CHUNK).zip(data.par_chunks(CHUNK)).for_each(|(to, from)| {
-                    to.iter_mut().zip(from).for_each(|(t, f)| *t = bf16::from_f32(*f));
-                });
-            }
-        }
-        Ok(buffer)
-    }
-}
-
-/// Packed weights `[n, k]` of `y = W x + b`.
-pub struct Linear {
-    layout: MatrixLayout,
-    tiles: Buffer<u8>,
-    bias: Option<Vec<f32>>,
-}
-
-impl Linear {
-    pub(super) fn new(
-        weight: HostTensor<'_>,
-        bias: Option<Vec<f32>>,
-        bits: DenseBits,
-        nodes: &[usize],
-    ) -> Result<Self> {
-        let (n, k) = (weight.rows(), weight.cols());
-        let why = || {
-            Error::Invalid(format!(
-                "a weight with rows of {k} numbers cannot be stored in groups of 32: use --dense bf16"
-            ))
-        };
-        let layout = MatrixLayout::new(n, k, bits.precision(k).ok_or_else(why)?)?;
-        let mut tiles = interleaved(layout.bytes(), nodes)?;
-        pack(&layout, &weight, 0, &mut tiles);
-        Ok(Self { layout, tiles, bias })
-    }
-
-    /// Bytes of the weights.
-    pub(super) fn bytes(&self) -> usize {
-        self.tiles.len()
-    }
-}
-
-/// Room for weights that any worker may read: from all nodes' memory in turn, so that each step uses every node's
-/// bandwidth.
-fn interleaved(bytes: usize, nodes: &[usize]) -> Result<Buffer<u8>> {
-    let buffer = Buffer::zeros(bytes)?;
-    if nodes.len() > 1 {
-        // Refused in some containers: pages then lie where they are first written.
-        let _ = buffer.interleave(nodes);
-    }
-    Ok(buffer)
-}
-
-/// A whole matrix, packed on all cores.
-pub(crate) fn packed(layout: &MatrixLayout, weight: &HostTensor<'_>) -> Vec<u8> {
-    let mut tiles = vec![0; layout.bytes()];
-    pack(layout, weight, 0, &mut tiles);
-    tiles
-}
-
-/// Packs the matrix that begins at row `first` of `weight` on all cores; of other forms than packed there is a tile at
-/// a time.
-fn pack(layout: &MatrixLayout, weight: &HostTensor<'_>, first: usize, tiles: &mut [u8]) {
-    tiles.par_chunks_mut(layout.tile_bytes()).enumerate().for_each(|(i, tile)| {
-        let (from, to) = (i * TILE_ROWS, layout.n.min((i + 1) * TILE_ROWS));
-        let layout = MatrixLayout { n: to - from, ..*layout };
-        moebius_cache::quantize::quantize_matrix(&layout, &weight.rows_to_f32(first + from..first + to), tile);
-    });
-}
-
-/// Packed weights `[heads, n, k]`, each head with tiles of its own.
-pub(super) struct Heads {
-    heads: usize,
-    layout: MatrixLayout, // of one head
-    tiles: Buffer<u8>,
-}
-
-impl Heads {
-    pub(super) fn new(heads: usize, weight: HostTensor<'_>, nodes: &[usize]) -> Result<Self> {
-        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
-        let mut tiles = interleaved(heads * layout.bytes(), nodes)?;
-        for (head, tiles) in tiles.chunks_exact_mut(layout.bytes()).enumerate() {
-            pack(&layout, &weight, head * layout.n, tiles);
-        }
-        Ok(Self { heads, layout, tiles })
-    }
-
-    /// Bytes of the weights.
-    pub(super) fn bytes(&self) -> usize {
-        self.tiles.len()
-    }
-}
-
 /// What happens to the numbers already in the output.
 #[derive(Clone, Copy)]
-pub(super) enum Write {
+enum Write {
     Set,
     Add,
 }
@@ -166,7 +60,7 @@ impl Output<'_> {
 
 impl Cpu {
     /// `out = W x + b` or `out += W x + b` for some weights and one `x`, in one dispatch.
-    pub(super) fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
+    fn apply<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N], write: Write) {
         let (rows, k, kernel) = (x.rows(), x.cols(), self.kernel);
         let precision = jobs[0].0.layout.precision;
         let jobs = jobs.map(|(w, out)| {
@@ -242,6 +136,73 @@ impl Cpu {
                 }
             }
         });
+    }
+}
+
+impl Dense for Cpu {
+    type Shortlister = ();
+
+    fn embed(&self, embedding: &Embedding, batch: &Batch, out: &mut Tensor) {
+        self.each_row(out, |t, out, _| {
+            let row = &embedding.0[batch.tokens[t] as usize * out.len()..][..out.len()];
+            for (o, w) in out.iter_mut().zip(row) {
+                *o = w.to_f32();
+            }
+        });
+    }
+
+    fn rms_norm(&self, x: &Tensor, w: &Vec<f32>, eps: f32, out: &mut Tensor) {
+        assert_eq!((x.rows(), x.cols()), (out.rows(), out.cols()));
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, _| kernel.rms_norm(x.row(t), w, eps, out));
+    }
+
+    fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
+        let kernel = self.kernel;
+        self.each_row(x, |_, row, scratch| {
+            let scratch = take(&mut scratch.values, w.len());
+            for part in row[cols.clone()].chunks_exact_mut(w.len()) {
+                scratch.copy_from_slice(part);
+                kernel.rms_norm(scratch, w, eps, part);
+            }
+        });
+    }
+
+    fn linears<const N: usize>(&self, x: &Tensor, jobs: [(&Linear, &mut Tensor); N]) {
+        self.apply(x, jobs, Write::Set);
+    }
+
+    fn linear_add(&self, w: &Linear, x: &Tensor, out: &mut Tensor) {
+        self.apply(x, [(w, out)], Write::Add);
+    }
+
+    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, _| kernel.silu_mul(gate.row(t), up.row(t), out));
+    }
+
+    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| kernel.sigmoid_mul(gate.row(t), x));
+    }
+
+    fn gate_rows(&self, w: &Vec<f32>, h: &Tensor, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| {
+            let mut gate = [0.0];
+            kernel.dot_f32(Rows::new(w, 1, w.len()), Rows::new(h.row(t), 1, w.len()), &mut gate);
+            kernel.scale(x, 1.0 / (1.0 + (-gate[0]).exp()));
+        });
+    }
+
+    fn gather(&self, x: &Tensor, rows: &[usize], first: usize, out: &mut Tensor, at: usize) {
+        for (i, &row) in rows.iter().enumerate() {
+            out.row_mut(at + i).copy_from_slice(x.row(row - first));
+        }
+    }
+
+    fn shortlister(&self, _: usize, _: usize) -> Result<()> {
+        Ok(())
     }
 }
 

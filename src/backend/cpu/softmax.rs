@@ -1,4 +1,4 @@
-//! Causal attention over paged KV: tiles of query rows against one KV block at a time, with a running softmax.
+//! The softmax of causal attention over paged KV: tiles of query rows against one KV block at a time, with a running softmax.
 //!
 //! ```text
 //! for each tile of queries (tokens of one sequence x heads of one KV head), spread over the workers:
@@ -16,23 +16,22 @@
 //! what is before it: what a row skips or masks changes none of its bits.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use moebius_cache::Precision;
 use moebius_cache::pack::TILE_ROWS;
 
-use super::{Cpu, Kv, Scratch, lock, take};
-use crate::backend::Softmax;
+use super::kv::Kv;
+use super::{Scratch, take};
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Tensor;
 use crate::kernel::{Kernel, Start};
 use crate::machine::workers::Shared;
 
 /// Query rows (tokens x heads) of one tile.
-const TILE: usize = 64;
+pub(super) const TILE: usize = 64;
 
 /// Positions whose softmax is summed up on its own.
-const SEGMENT: usize = 1024;
+pub(super) const SEGMENT: usize = 1024;
 
 /// Positions whose scores are there at once: a running softmax is brought up to date so often.
 const STEP: usize = 256;
@@ -40,25 +39,21 @@ const STEP: usize = 256;
 /// Tiles of values whose sums stay in L1 while the blocks of a step pass.
 const VALUE_TILES: usize = 8;
 
-/// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a
-/// tile.
-const PARTIAL_SUMS: usize = 16 << 20;
-
 /// One op, as all workers see it.
-struct Op<'a> {
-    kernel: &'a dyn Kernel,
-    kv: &'a Kv,
-    batch: &'a Batch,
-    num_heads: usize,
-    scale: f32,
-    window: usize,            // positions that a token sees, its own included
-    sinks: Option<&'a [f32]>, // [num_heads]
-    q: &'a Tensor,
-    cut: Cut,
+pub(super) struct Op<'a> {
+    pub(super) kernel: &'a dyn Kernel,
+    pub(super) kv: &'a Kv,
+    pub(super) batch: &'a Batch,
+    pub(super) num_heads: usize,
+    pub(super) scale: f32,
+    pub(super) window: usize,            // positions that a token sees, its own included
+    pub(super) sinks: Option<&'a [f32]>, // [num_heads]
+    pub(super) q: &'a Tensor,
+    pub(super) cut: Cut,
 }
 
 /// One tile of queries.
-struct Tile<'a> {
+pub(super) struct Tile<'a> {
     span: &'a Span,
     first_row: usize, // in the batch
     tokens: usize,
@@ -68,7 +63,7 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.tokens * self.heads
     }
 
@@ -79,7 +74,7 @@ impl Tile<'_> {
 }
 
 /// How one op is cut into tiles; the same numbers for every span.
-struct Cut {
+pub(super) struct Cut {
     kv_heads: usize,
     group: usize, // query heads of one KV head
     heads: usize, // of one tile; divides nothing in particular
@@ -87,11 +82,11 @@ struct Cut {
 }
 
 impl Cut {
-    fn new(kv_heads: usize, group: usize, heads: usize) -> Self {
+    pub(super) fn new(kv_heads: usize, group: usize, heads: usize) -> Self {
         Self { kv_heads, group, heads, tokens: (TILE / heads).max(1) }
     }
 
-    fn tiles_of(&self, span: &Span) -> usize {
+    pub(super) fn tiles_of(&self, span: &Span) -> usize {
         span.rows.len().div_ceil(self.tokens) * self.kv_heads * self.group.div_ceil(self.heads)
     }
 
@@ -114,7 +109,7 @@ impl Cut {
     }
 
     /// Tile `i` of all spans.
-    fn find<'a>(&self, batch: &'a Batch, mut i: usize) -> Tile<'a> {
+    pub(super) fn find<'a>(&self, batch: &'a Batch, mut i: usize) -> Tile<'a> {
         for span in &batch.spans {
             let tiles = self.tiles_of(span);
             if i < tiles {
@@ -127,7 +122,7 @@ impl Cut {
 }
 
 /// The softmax of some positions for the rows of a tile, not yet divided.
-struct Sums<'s> {
+pub(super) struct Sums<'s> {
     acc: &'s mut [f32], // [parts][rows][part of value_dim]
     max: &'s mut [f32], // [rows]
     sum: &'s mut [f32], // [rows]
@@ -135,11 +130,11 @@ struct Sums<'s> {
 
 impl<'s> Sums<'s> {
     /// Numbers that `new` takes: whole cache lines.
-    fn len(rows: usize, width: usize) -> usize {
+    pub(super) fn len(rows: usize, width: usize) -> usize {
         (rows * (width + 2)).next_multiple_of(16)
     }
 
-    fn new(memory: &'s mut [f32], rows: usize, width: usize) -> Self {
+    pub(super) fn new(memory: &'s mut [f32], rows: usize, width: usize) -> Self {
         let (acc, memory) = memory.split_at_mut(rows * width);
         let (max, memory) = memory.split_at_mut(rows);
         Self { acc, max, sum: &mut memory[..rows] }
@@ -163,7 +158,7 @@ impl<'s> Sums<'s> {
     }
 
     /// Takes in the sums of later positions.
-    fn merge(&mut self, kernel: &dyn Kernel, later: &Sums<'_>) {
+    pub(super) fn merge(&mut self, kernel: &dyn Kernel, later: &Sums<'_>) {
         for r in 0..self.max.len() {
             if later.max[r] == f32::NEG_INFINITY {
                 continue; // no position seen
@@ -180,84 +175,6 @@ impl<'s> Sums<'s> {
     }
 }
 
-impl Cpu {
-    pub(super) fn attend_tiles(
-        &self,
-        kv: &Kv,
-        batch: &Batch,
-        num_heads: usize,
-        softmax: &Softmax<'_, Cpu>,
-        q: &Tensor,
-        out: &mut Tensor,
-    ) {
-        let (window, sinks) = (softmax.window.unwrap_or(usize::MAX), softmax.sinks.map(Vec::as_slice));
-        let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads(), kv.values.n);
-        assert!(
-            q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads()) && out.cols() == num_heads * dim
-        );
-        let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
-        let mut cut = Cut::new(kv.heads(), group, group.min(TILE));
-        let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
-        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its
-        // heads.
-        let few = count(&cut) < 2 * threads;
-        let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
-        if few && (!split || count(&cut) * longest < threads) {
-            let per_worker = (batch.len() * num_heads).div_ceil(threads);
-            cut = Cut::new(kv.heads(), group, group.min(TILE).min(per_worker).max(1));
-        }
-        let total = count(&cut);
-        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
-        let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
-        let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
-        let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);
-        if !split {
-            return self.team.run(&|worker| {
-                let mut scratch = lock(&scratch[worker.index]);
-                while let Some(i) = claim(0, total) {
-                    let tile = op.cut.find(batch, i);
-                    op.all(&tile, &mut scratch, &output);
-                }
-            });
-        }
-        let width = kv.value_width();
-        let part = Sums::len(TILE, width);
-        let mut partial = self.partial.borrow_mut();
-        let partial = Shared::new(take(&mut partial, total * longest * part));
-        self.team.run(&|worker| {
-            let mut scratch = lock(&scratch[worker.index]);
-            while let Some(i) = claim(0, total * longest) {
-                let tile = op.cut.find(batch, i / longest);
-                if op.segments(&tile).contains(&(i % longest)) {
-                    // SAFETY: this part belongs to whoever claimed it.
-                    #[allow(unsafe_code)]
-                    let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
-                    let mut sums = Sums::new(memory, tile.rows(), width);
-                    op.prepare(&tile, &mut scratch);
-                    op.segment(&tile, i % longest, &mut scratch, &mut sums);
-                }
-            }
-            worker.barrier();
-            while let Some(i) = claim(1, total) {
-                let tile = op.cut.find(batch, i);
-                let sums = |segment: usize| {
-                    let at = (i * longest + segment) * part;
-                    // SAFETY: after the barrier all parts of a tile belong to whoever claimed it.
-                    #[allow(unsafe_code)]
-                    let memory = unsafe { partial.slice_mut(at..at + part) };
-                    Sums::new(memory, tile.rows(), width)
-                };
-                let segments = op.segments(&tile);
-                let mut first = sums(segments.start);
-                for segment in segments.skip(1) {
-                    first.merge(kernel, &sums(segment));
-                }
-                op.write(&tile, &first, &output);
-            }
-        });
-    }
-}
-
 impl Op<'_> {
     /// The first position that a token at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
@@ -265,12 +182,12 @@ impl Op<'_> {
     }
 
     /// Segments that a tile's tokens see something of.
-    fn segments(&self, tile: &Tile<'_>) -> Range<usize> {
+    pub(super) fn segments(&self, tile: &Tile<'_>) -> Range<usize> {
         self.first_seen(tile.position()) / SEGMENT..(tile.position() + tile.tokens).div_ceil(SEGMENT)
     }
 
     /// A whole tile, one segment after the other.
-    fn all(&self, tile: &Tile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
+    pub(super) fn all(&self, tile: &Tile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
         self.prepare(tile, scratch);
         let (rows, width) = (tile.rows(), self.kv.value_width());
         let len = Sums::len(rows, width);
@@ -288,7 +205,7 @@ impl Op<'_> {
     }
 
     /// Brings the tile's queries, scaled, into the form that keys are multiplied with.
-    fn prepare(&self, tile: &Tile<'_>, scratch: &mut Scratch) {
+    pub(super) fn prepare(&self, tile: &Tile<'_>, scratch: &mut Scratch) {
         let dim = self.kv.keys.k;
         let Scratch { activations, row, .. } = scratch;
         let row = take(row, dim);
@@ -307,7 +224,7 @@ impl Op<'_> {
     }
 
     /// The sums of one segment for a tile whose queries are prepared.
-    fn segment(&self, tile: &Tile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
+    pub(super) fn segment(&self, tile: &Tile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
         let (kernel, kv, rows) = (self.kernel, self.kv, tile.rows());
         let Scratch { activations, probabilities, scores, .. } = scratch;
         let scores = take(scores, rows * STEP);
@@ -375,7 +292,7 @@ impl Op<'_> {
     }
 
     /// Divides by the sum, and by what the head's sink adds to it, and puts each row in its place.
-    fn write(&self, tile: &Tile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
+    pub(super) fn write(&self, tile: &Tile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
         let dim = self.kv.values.n;
         for r in 0..tile.rows() {
             let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);

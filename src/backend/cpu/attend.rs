@@ -1,0 +1,245 @@
+//! Attention on the CPU: queries are cut into tiles, which workers claim (`softmax`).
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use moebius_cache::Precision;
+use moebius_cache::pack::MatrixLayout;
+
+use super::kv::{Kv, put_column, put_row, range};
+use super::load::LatentUp;
+use super::softmax::{Cut, Op, SEGMENT, Sums, TILE};
+use super::{Cpu, lock, take};
+use crate::Result;
+use crate::backend::batch::{BLOCK_SIZE, Batch};
+use crate::backend::tensor::Tensor;
+use crate::backend::{Attend, Memory, Softmax};
+use crate::config::KvBits;
+use crate::machine::memory::Buffer;
+use crate::machine::workers::Shared;
+use crate::model::Mla;
+
+/// Positions of a batch from which on all workers store them.
+const PARALLEL_POSITIONS: usize = 32;
+
+/// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a
+/// tile.
+const PARTIAL_SUMS: usize = 16 << 20;
+
+/// Latent attention in the latent's space.
+pub struct LatentScratch {
+    query: Tensor, // [T, heads, kv_lora_rank + rope]
+    mixed: Tensor, // [T, heads, kv_lora_rank]
+}
+
+impl Cpu {
+    /// Copies columns `[x_at, x_at + width)` of each head of `x` to `out_at` of each head of `out`.
+    fn copy_heads(&self, num_heads: usize, width: usize, x: &Tensor, x_at: usize, out: &mut Tensor, out_at: usize) {
+        assert_eq!(x.rows(), out.rows());
+        let (from, to) = (x.cols() / num_heads, out.cols() / num_heads);
+        self.each_row(out, |t, out, _| {
+            for (x, out) in x.row(t).chunks_exact(from).zip(out.chunks_exact_mut(to)) {
+                out[out_at..][..width].copy_from_slice(&x[x_at..][..width]);
+            }
+        });
+    }
+}
+
+impl Attend for Cpu {
+    type Kv = Kv;
+    type LatentScratch = LatentScratch;
+
+    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
+        let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
+        let values = MatrixLayout::new(value_dim, BLOCK_SIZE, Precision::Bf16)?;
+        let zeros = |layout: &MatrixLayout| Buffer::zeros(blocks * heads * bits.parts() * layout.bytes() / 2);
+        Ok(Kv { heads, parts: bits.parts(), keys, values, key: zeros(&keys)?, value: zeros(&values)? })
+    }
+
+    fn rope_angles(&self, inv_freq: &Vec<f32>, factor: f32, batch: &Batch, out: &mut Tensor) {
+        let half = inv_freq.len();
+        for (t, &position) in batch.positions.iter().enumerate() {
+            let (cos, sin) = out.row_mut(t).split_at_mut(half);
+            for i in 0..half {
+                let angle = position as f32 * inv_freq[i];
+                (cos[i], sin[i]) = (angle.cos() * factor, angle.sin() * factor);
+            }
+        }
+    }
+
+    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
+        let half = angles.cols() / 2;
+        let turn = |a: &mut f32, b: &mut f32, cos: f32, sin: f32| (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+        self.each_row(x, |t, row, _| {
+            let (cos, sin) = angles.row(t).split_at(half);
+            for head in row.chunks_exact_mut(head_dim) {
+                let part = &mut head[at..at + 2 * half];
+                if interleaved {
+                    for ([a, b], (cos, sin)) in part.as_chunks_mut::<2>().0.iter_mut().zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
+                } else {
+                    let (first, second) = part.split_at_mut(half);
+                    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
+                        turn(a, b, *cos, *sin);
+                    }
+                }
+            }
+        });
+    }
+
+    fn kv_write(&self, kv: &mut Kv, batch: &Batch, key: &Tensor, value: Option<&Tensor>) {
+        let (heads, parts, keys, values) = (kv.heads, kv.parts, kv.keys, kv.values);
+        let (key_data, value_data) = (Shared::new(&mut kv.key), Shared::new(&mut kv.value));
+        let (value_rows, value_stride) = (value.unwrap_or(key), if value.is_some() { values.n } else { keys.k });
+        // One worker stores all positions of a block: neighbours share words.
+        let store = |worker: usize, workers: usize| {
+            for span in &batch.spans {
+                for (t, position) in span.rows.clone().zip(span.start..) {
+                    if position / BLOCK_SIZE % workers != worker {
+                        continue;
+                    }
+                    let block = batch.slot(span, position) / BLOCK_SIZE;
+                    for head in 0..heads {
+                        for part in 0..parts {
+                            let at = (block * heads + head) * parts + part;
+                            // SAFETY: a block belongs to one sequence, and in it to one worker.
+                            #[allow(unsafe_code)]
+                            let (key_block, value_block) = unsafe {
+                                (key_data.slice_mut(range(&keys, at)), value_data.slice_mut(range(&values, at)))
+                            };
+                            let key = &key.row(t)[head * keys.k..][..keys.k];
+                            put_row(key_block, position % BLOCK_SIZE, key, part, keys.tile_bytes() / 2);
+                            put_column(
+                                value_block,
+                                position % BLOCK_SIZE,
+                                &value_rows.row(t)[head * value_stride..][..values.n],
+                                part,
+                            );
+                        }
+                    }
+                }
+            }
+        };
+        if batch.len() < PARALLEL_POSITIONS {
+            store(0, 1);
+        } else {
+            self.team.run(&|worker| store(worker.index, worker.count));
+        }
+    }
+
+    fn attend(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        num_heads: usize,
+        softmax: &Softmax<'_, Cpu>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        let (window, sinks) = (softmax.window.unwrap_or(usize::MAX), softmax.sinks.map(Vec::as_slice));
+        let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads, kv.values.n);
+        assert!(
+            q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
+        );
+        let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
+        let mut cut = Cut::new(kv.heads, group, group.min(TILE));
+        let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
+        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its
+        // heads.
+        let few = count(&cut) < 2 * threads;
+        let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
+        if few && (!split || count(&cut) * longest < threads) {
+            let per_worker = (batch.len() * num_heads).div_ceil(threads);
+            cut = Cut::new(kv.heads, group, group.min(TILE).min(per_worker).max(1));
+        }
+        let total = count(&cut);
+        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
+        let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
+        let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);
+        if !split {
+            return self.team.run(&|worker| {
+                let mut scratch = lock(&scratch[worker.index]);
+                while let Some(i) = claim(0, total) {
+                    let tile = op.cut.find(batch, i);
+                    op.all(&tile, &mut scratch, &output);
+                }
+            });
+        }
+        let width = kv.value_width();
+        let part = Sums::len(TILE, width);
+        let mut partial = self.partial.borrow_mut();
+        let partial = Shared::new(take(&mut partial, total * longest * part));
+        self.team.run(&|worker| {
+            let mut scratch = lock(&scratch[worker.index]);
+            while let Some(i) = claim(0, total * longest) {
+                let tile = op.cut.find(batch, i / longest);
+                if op.segments(&tile).contains(&(i % longest)) {
+                    // SAFETY: this part belongs to whoever claimed it.
+                    #[allow(unsafe_code)]
+                    let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
+                    let mut sums = Sums::new(memory, tile.rows(), width);
+                    op.prepare(&tile, &mut scratch);
+                    op.segment(&tile, i % longest, &mut scratch, &mut sums);
+                }
+            }
+            worker.barrier();
+            while let Some(i) = claim(1, total) {
+                let tile = op.cut.find(batch, i);
+                let sums = |segment: usize| {
+                    let at = (i * longest + segment) * part;
+                    // SAFETY: after the barrier all parts of a tile belong to whoever claimed it.
+                    #[allow(unsafe_code)]
+                    let memory = unsafe { partial.slice_mut(at..at + part) };
+                    Sums::new(memory, tile.rows(), width)
+                };
+                let segments = op.segments(&tile);
+                let mut first = sums(segments.start);
+                for segment in segments.skip(1) {
+                    first.merge(kernel, &sums(segment));
+                }
+                op.write(&tile, &first, &output);
+            }
+        });
+    }
+
+    fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
+        Ok(LatentScratch {
+            query: self.tensor(max_tokens, config.num_heads * config.cache_dim())?,
+            mixed: self.tensor(max_tokens, config.num_heads * config.kv_lora_rank)?,
+        })
+    }
+
+    fn attend_latent(
+        &self,
+        kv: &Kv,
+        batch: &Batch,
+        config: &Mla,
+        up: &LatentUp,
+        LatentScratch { query, mixed }: &mut LatentScratch,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        query.set_rows(q.rows());
+        mixed.set_rows(q.rows());
+        // Absorbed, whatever the number of tokens: one way of computing, hence equal bits.
+        self.apply_heads(&up.key, q, 0, query, 0);
+        self.copy_heads(
+            config.num_heads,
+            config.qk_rope_head_dim,
+            q,
+            config.qk_nope_head_dim,
+            query,
+            config.kv_lora_rank,
+        );
+        self.attend(
+            kv,
+            batch,
+            config.num_heads,
+            &Softmax { scale: config.scale, window: None, sinks: None },
+            query,
+            mixed,
+        );
+        self.apply_heads(&up.value, mixed, 0, out, 0);
+    }
+}
