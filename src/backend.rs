@@ -37,12 +37,12 @@ mod route;
 pub mod source;
 pub mod tensor;
 
-pub use attend::{Attend, Heads, Softmax};
+pub use attend::{Attend, Heads, Rotary, Softmax};
 pub use dense::Dense;
 pub use load::{DeltaRule, Load};
 pub use memory::Memory;
 pub use record::{Addition, Form, OpTime, Rates, Record};
-pub use recur::Recur;
+pub use recur::{DeltaInputs, Recur};
 pub use route::{Route, Routing};
 
 /// A device that runs the model: it does all of these.

@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use crate::backend::batch::Batch;
 use crate::backend::tensor::Shortlist;
-use crate::backend::{Addition, Backend, Form, OpTime, Rates, Routing};
+use crate::backend::{Addition, Backend, Form, OpTime, Rates, Rotary, Routing};
 use crate::experts::{ExpertExecutor, Traffic};
 use crate::forward::attention::{AttentionBuffers, Step, attention};
 use crate::forward::kv_cache::{KvCache, LayerCache};
@@ -408,8 +408,10 @@ fn run_layer<B: Backend>(
     let Buffers { h, attention: attention_buffers, mlp: mlp_buffers, routing } = buffers;
     let Part { batch, x, angles, .. } = part;
 
-    let step = Step { backend, batch, angles, norm_eps: config.norm_eps, interleaved: config.rope.interleaved };
-    attention(&step, &layer.attention, &w.attention, &w.attention_norm, cache, attention_buffers, h, x);
+    let rotary = Rotary { angles, interleaved: config.rope.interleaved };
+    let step = Step { backend, batch, rotary, norm_eps: config.norm_eps };
+    let of_layer = attention::Layer { config: &layer.attention, weights: &w.attention, norm: &w.attention_norm, cache };
+    attention(&step, of_layer, attention_buffers, h, x);
     let norm = (&w.ffn_norm, config.norm_eps);
     match (&layer.ffn, &w.ffn, experts, routing) {
         (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => {

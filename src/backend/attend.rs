@@ -2,6 +2,7 @@
 
 use super::dense::Dense;
 use super::load::Load;
+use super::memory::Memory;
 use crate::Result;
 use crate::config::KvBits;
 use crate::model::Mla;
@@ -18,6 +19,14 @@ pub struct Heads<'a, B: Load> {
     pub norm: Option<(&'a B::Norm, usize, f32)>,
     /// Where in a head the rotated numbers begin.
     pub rope_at: usize,
+}
+
+/// How heads are rotated by their tokens' positions.
+pub struct Rotary<'a, B: Memory> {
+    /// `[T, rotated numbers of a head]`: cos, then sin.
+    pub angles: &'a B::Tensor,
+    /// Pairs are neighbours; otherwise a number of the first half and one of the second.
+    pub interleaved: bool,
 }
 
 /// How scores become shares of the values that a head of grouped-query attention reads.
@@ -43,19 +52,17 @@ pub trait Attend: Dense {
     /// pass.
     fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
-    fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Self::Tensor);
+    fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>);
     /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first
     /// numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
     /// Norms and rotates queries and keys, and stores keys and values; `k` is not to be used any more. What it means is
     /// written here; a device may do it at once.
-    #[allow(clippy::too_many_arguments)] // queries, keys, values, and where to
     fn prepare_heads(
         &self,
         kv: &mut Self::Kv,
         batch: &Self::Batch,
-        angles: &Self::Tensor,
-        interleaved: bool,
+        rotary: &Rotary<'_, Self>,
         q: Heads<'_, Self>,
         k: Heads<'_, Self>,
         v: Option<&Self::Tensor>,
@@ -64,7 +71,7 @@ pub trait Attend: Dense {
             if let Some((norm, width, eps)) = norm {
                 self.rms_norm_heads(x, norm, eps, 0..if width == dim { heads * dim } else { width });
             }
-            self.rope(x, dim, rope_at, interleaved, angles);
+            self.rope(x, dim, rope_at, rotary);
         }
         self.kv_write(kv, batch, k.x, v);
     }
@@ -74,7 +81,6 @@ pub trait Attend: Dense {
         &self,
         kv: &Self::Kv,
         batch: &Self::Batch,
-        num_heads: usize,
         softmax: &Softmax<'_, Self>,
         q: &Self::Tensor,
         out: &mut Self::Tensor,
@@ -83,12 +89,10 @@ pub trait Attend: Dense {
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
     /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads *
     /// v]`.
-    #[allow(clippy::too_many_arguments)] // what attention takes, and how latents become keys and values
     fn attend_latent(
         &self,
         kv: &Self::Kv,
         batch: &Self::Batch,
-        config: &Mla,
         up: &Self::LatentUp,
         scratch: &mut Self::LatentScratch,
         q: &Self::Tensor,

@@ -18,6 +18,8 @@ pub struct DeltaRule {
     pub dt_bias: Vec<f32>,
     /// `[value_head_dim]`
     pub norm: Vec<f32>,
+    /// Epsilon of the norm.
+    pub eps: f32,
 }
 
 impl DeltaRule {

@@ -1,8 +1,19 @@
 //! `Recur`: layers whose memory of a sequence is a state of fixed size.
 
 use super::load::Load;
+use super::memory::Memory;
 use crate::Result;
 use crate::model::DeltaNet;
+
+/// What gated DeltaNet reads of the batch's tokens.
+pub struct DeltaInputs<'a, B: Memory> {
+    /// `[T, hidden]`: its gates are made of it.
+    pub h: &'a B::Tensor,
+    /// `[T, conv_dim]`
+    pub qkv: &'a B::Tensor,
+    /// `[T, value_dim]`
+    pub z: &'a B::Tensor,
+}
 
 /// Recurrent state and what moves it on. `T` is the number of tokens in the batch.
 pub trait Recur: Load {
@@ -15,19 +26,15 @@ pub trait Recur: Load {
     fn state(&self, slots: usize, config: &DeltaNet) -> Result<Self::State>;
     /// Activations for [`Recur::delta_net`] on at most `max_tokens` tokens.
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
-    /// Gated DeltaNet between its projections: `h` `[T, hidden]`, `qkv` `[T, conv_dim]`, `z` and `out` `[T,
-    /// value_dim]`. Each sequence goes on from the state in its span's slot, from zeros at position 0, and leaves
-    /// there what comes next. A batch has one span of a sequence.
-    #[allow(clippy::too_many_arguments)] // what it is, what it has, what it reads, what it changes
+    /// Gated DeltaNet between its projections; `out` is `[T, value_dim]`. Each sequence goes on from the state in its
+    /// span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
     fn delta_net(
         &self,
         state: &mut Self::State,
         batch: &Self::Batch,
-        config: (&DeltaNet, f32),
         w: &Self::DeltaNet,
         scratch: &mut Self::DeltaScratch,
-        h: &Self::Tensor,
-        qkv_z: (&Self::Tensor, &Self::Tensor),
+        inputs: DeltaInputs<'_, Self>,
         out: &mut Self::Tensor,
     );
 }

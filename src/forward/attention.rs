@@ -5,7 +5,7 @@ mod gqa;
 mod mla;
 
 use crate::Result;
-use crate::backend::Backend;
+use crate::backend::{Backend, Rotary};
 use crate::forward::kv_cache::LayerCache;
 use crate::forward::weights::AttentionWeights;
 use crate::model::{Attention, ModelConfig};
@@ -46,23 +46,29 @@ pub struct Step<'a, B: Backend> {
     pub backend: &'a B,
     /// The tokens.
     pub batch: &'a B::Batch,
-    /// cos and sin of the batch's positions.
-    pub angles: &'a B::Tensor,
+    /// How heads are rotated at the batch's positions.
+    pub rotary: Rotary<'a, B>,
     /// Epsilon of the norms.
     pub norm_eps: f32,
-    /// Rotary pairs are neighbours.
-    pub interleaved: bool,
+}
+
+/// Attention of one layer: what it is, what it has, and what it keeps of its sequences. A kind's file names its own.
+pub struct Layer<'a, B: Backend, C = Attention, W = AttentionWeights<B>, K = LayerCache<B>> {
+    /// Its shape.
+    pub config: &'a C,
+    /// Projections.
+    pub weights: &'a W,
+    /// Before attention.
+    pub norm: &'a B::Norm,
+    /// Keys and values, or recurrent state.
+    pub cache: &'a mut K,
 }
 
 /// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the way.
 /// `x` is `[T, hidden]`, `h` a buffer like it.
-#[allow(clippy::too_many_arguments)] // what a layer is, what it has, what it changes
 pub fn attention<B: Backend>(
     step: &Step<'_, B>,
-    config: &Attention,
-    weights: &AttentionWeights<B>,
-    norm: &B::Norm,
-    cache: &mut LayerCache<B>,
+    Layer { config, weights, norm, cache }: Layer<'_, B>,
     buffers: &mut AttentionBuffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
@@ -70,13 +76,16 @@ pub fn attention<B: Backend>(
     let AttentionBuffers { gqa, mla, delta_net } = buffers;
     match (config, weights, cache) {
         (Attention::Gqa(c), AttentionWeights::Gqa(w), LayerCache::Kv(kv)) => {
-            gqa::attention(step, c, w, norm, kv, gqa.as_mut().expect(THERE), h, x);
+            let layer = Layer { config: c, weights: w, norm, cache: kv };
+            gqa::attention(step, layer, gqa.as_mut().expect(THERE), h, x);
         }
         (Attention::Mla(c), AttentionWeights::Mla(w), LayerCache::Kv(kv)) => {
-            mla::attention(step, c, w, norm, kv, mla.as_mut().expect(THERE), h, x);
+            let layer = Layer { config: c, weights: w, norm, cache: kv };
+            mla::attention(step, layer, mla.as_mut().expect(THERE), h, x);
         }
         (Attention::DeltaNet(c), AttentionWeights::DeltaNet(w), LayerCache::State(state)) => {
-            delta_net::attention(step, c, w, norm, state, delta_net.as_mut().expect(THERE), h, x);
+            let layer = Layer { config: c, weights: w, norm, cache: state };
+            delta_net::attention(step, layer, delta_net.as_mut().expect(THERE), h, x);
         }
         _ => panic!("configuration, weights and cache of one layer are of one kind"),
     }

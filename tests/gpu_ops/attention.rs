@@ -1,6 +1,6 @@
 //! Grouped-query attention over the paged cache, and what queries, keys and values go through before it.
 
-use moebius::backend::{Attend, Backend, Dense, Heads, Load, Memory, Softmax};
+use moebius::backend::{Attend, Backend, Dense, Heads, Load, Memory, Rotary, Softmax};
 use moebius::config::KvBits;
 
 use crate::common;
@@ -51,7 +51,7 @@ fn check_attention(
         let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
         let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
-        b.attend(&kv, &b.on_device(&last), heads, &all_of(scale(dim)), &b.filled(cols, &q), &mut out);
+        b.attend(&kv, &b.on_device(&last), &all_of(scale(dim)), &b.filled(cols, &q), &mut out);
         b.numbers(&out)
     });
     check(&format!("{heads} heads on {kv_heads} of {dim}, {bits}, {sequences:?}"), &got, &want, ATTENTION);
@@ -127,7 +127,7 @@ fn attention_in_windows_and_with_sinks() {
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
                     let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
                     let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
-                    b.attend(&kv, &b.on_device(&last), heads, &softmax, &b.filled(cols, &q), &mut out);
+                    b.attend(&kv, &b.on_device(&last), &softmax, &b.filled(cols, &q), &mut out);
                     b.numbers(&out)
                 });
                 check(
@@ -160,7 +160,7 @@ fn fp8_rounds_to_even_and_saturates() {
         let (batch, none) = (b.on_device(&batch), b.filled(64, &vec![0.0; rows * 64]));
         b.kv_write(&mut kv, &batch, &none, Some(&b.filled(64, &v)));
         let mut out = b.tensor(rows, 64).unwrap();
-        b.attend(&kv, &batch, 1, &all_of(1.0), &none, &mut out);
+        b.attend(&kv, &batch, &all_of(1.0), &none, &mut out);
         b.numbers(&out)
     });
     assert_eq!(got, want);
@@ -173,6 +173,12 @@ struct Form {
     at: usize,
     interleaved: bool,
     norm: bool,
+}
+
+impl Form {
+    fn rotary<'a, B: Backend>(&self, angles: &'a B::Tensor) -> Rotary<'a, B> {
+        Rotary { angles, interleaved: self.interleaved }
+    }
 }
 
 fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: KvBits, sides: &Sides) {
@@ -196,7 +202,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             let prepared = $b.numbers(&q);
             let queries: Vec<f32> = last_rows(&all, &last, &prepared, cols);
             let mut out = $b.tensor(last.len(), cols).unwrap();
-            $b.attend(&kv, &$b.on_device(&last), heads, &all_of(scale), &$b.filled(cols, &queries), &mut out);
+            $b.attend(&kv, &$b.on_device(&last), &all_of(scale), &$b.filled(cols, &queries), &mut out);
             (prepared, $b.numbers(&out))
         }};
     }
@@ -208,14 +214,14 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             Heads { x: q, heads, dim, norm: norm(0), rope_at: form.at },
             Heads { x: k, heads: kv_heads, dim, norm: norm(1), rope_at: form.at },
         );
-        b.prepare_heads(kv, batch, angles, form.interleaved, q, k, Some(v));
+        b.prepare_heads(kv, batch, &form.rotary(angles), q, k, Some(v));
     });
     let in_turn = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
         for (x, cols, w) in [(&mut *q, cols, &weights[0]), (&mut *k, kv_cols, &weights[1])] {
             if form.norm {
                 b.rms_norm_heads(x, w, eps, 0..cols);
             }
-            b.rope(x, dim, form.at, form.interleaved, angles);
+            b.rope(x, dim, form.at, &form.rotary(angles));
         }
         b.kv_write(kv, batch, k, Some(v));
     });
@@ -225,7 +231,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             if form.norm {
                 b.rms_norm_heads(x, w, eps, 0..cols);
             }
-            b.rope(x, dim, form.at, form.interleaved, angles);
+            b.rope(x, dim, form.at, &form.rotary(angles));
         }
         let [k, v] = [&*k, v].map(|x| b.filled(kv_cols, &b.cached(&b.numbers(x), bits).0));
         b.kv_write(kv, batch, &k, Some(&v));

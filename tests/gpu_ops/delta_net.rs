@@ -1,7 +1,7 @@
 //! Gated DeltaNet: ragged batches from zeros and from a kept state, in parts and at once.
 
 use moebius::backend::batch::Batch;
-use moebius::backend::{DeltaRule, Load, Recur};
+use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
 use moebius::model::DeltaNet;
 
 use crate::common;
@@ -26,6 +26,7 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
         rates: some(heads, 73, 1.5).iter().map(|a| a.exp()).collect(),
         dt_bias: some(heads, 74, 2.0),
         norm: some(config.value_head_dim, 75, 1.0),
+        eps: 1e-6,
     };
     let (got, want) = both!(sides, |b| {
         let w = b.load_delta_net(config, rule()).unwrap();
@@ -45,7 +46,8 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
                 (b.filled(HIDDEN, &random(rows * HIDDEN, seed)), b.filled(values, &random(rows * values, seed + 1)));
             let qkv = b.filled(channels, &random(rows * channels, seed + 2));
             let mut out = b.filled(values, &vec![9.0; rows * values]);
-            b.delta_net(&mut state, &b.on_device(&batch), (config, 1e-6), &w, &mut scratch, &h, (&qkv, &z), &mut out);
+            let inputs = DeltaInputs { h: &h, qkv: &qkv, z: &z };
+            b.delta_net(&mut state, &b.on_device(&batch), &w, &mut scratch, inputs, &mut out);
             all.extend(b.numbers(&out));
         }
         all

@@ -1,6 +1,6 @@
 //! Latent attention: absorbed for single rows, expanded for prompts, in one segment of the context or several.
 
-use moebius::backend::{Attend, Heads, Load, Memory};
+use moebius::backend::{Attend, Heads, Load, Memory, Rotary};
 use moebius::config::KvBits;
 use moebius::model::Mla;
 
@@ -59,7 +59,7 @@ pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, us
         let mut scratch = b.latent_scratch(config, last.len()).unwrap();
         let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
         let up = b.load_latent_up(config, host(rank, &kv_b)).unwrap();
-        b.attend_latent(&kv, &b.on_device(&last), config, &up, &mut scratch, &b.filled(cols, &q), &mut out);
+        b.attend_latent(&kv, &b.on_device(&last), &up, &mut scratch, &b.filled(cols, &q), &mut out);
         b.numbers(&out)
     });
     check(&format!("{config:?}, {bits}, {sequences:?}"), &got, &want, LATENT);
@@ -119,11 +119,12 @@ fn latents_go_into_the_cache_normed_and_rotated() {
             let queries = Heads { x: &mut q, heads: 4, dim, norm: None, rope_at: nope };
             let keys =
                 Heads { x: &mut latents, heads: 1, dim: rank + rope, norm: Some((&norm, rank, 1e-6)), rope_at: rank };
-            b.prepare_heads(&mut kv, &batch, &angles, interleaved, queries, keys, None);
+            let rotary = Rotary { angles: &angles, interleaved };
+            b.prepare_heads(&mut kv, &batch, &rotary, queries, keys, None);
             let (mut scratch, mut out) =
                 (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
             let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
-            b.attend_latent(&kv, &batch, &config, &up, &mut scratch, &q, &mut out);
+            b.attend_latent(&kv, &batch, &up, &mut scratch, &q, &mut out);
             (b.numbers(&q), b.numbers(&out))
         });
         check(&format!("queries, interleaved {interleaved}"), &got.0, &want.0, Within::BF16);

@@ -1,6 +1,6 @@
 //! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
-use moebius::backend::{Addition, Attend, Dense, Load, Memory, Record};
+use moebius::backend::{Addition, Attend, Dense, Load, Memory, Record, Rotary};
 
 use crate::common;
 use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, ragged, random};
@@ -94,7 +94,8 @@ fn rope_turns_pairs_and_leaves_the_rest() {
                 let (x, angles) = (random(rows * heads * dim, 6), random(rows * turned, 7));
                 let (got, want) = both!(sides, |b| {
                     let mut x = b.filled(heads * dim, &x);
-                    b.rope(&mut x, dim, at, interleaved, &b.filled_f32(turned, &angles));
+                    let angles = b.filled_f32(turned, &angles);
+                    b.rope(&mut x, dim, at, &Rotary { angles: &angles, interleaved });
                     b.numbers(&x)
                 });
                 let what =

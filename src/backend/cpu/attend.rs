@@ -12,7 +12,7 @@ use super::{Cpu, lock, take};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::backend::tensor::Tensor;
-use crate::backend::{Attend, Memory, Softmax};
+use crate::backend::{Attend, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
@@ -66,7 +66,8 @@ impl Attend for Cpu {
         }
     }
 
-    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
+    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
+        let &Rotary { angles, interleaved } = rotary;
         let half = angles.cols() / 2;
         let turn = |a: &mut f32, b: &mut f32, cos: f32, sin: f32| (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         self.each_row(x, |t, row, _| {
@@ -127,16 +128,9 @@ impl Attend for Cpu {
         }
     }
 
-    fn attend(
-        &self,
-        kv: &Kv,
-        batch: &Batch,
-        num_heads: usize,
-        softmax: &Softmax<'_, Cpu>,
-        q: &Tensor,
-        out: &mut Tensor,
-    ) {
+    fn attend(&self, kv: &Kv, batch: &Batch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
         let (window, sinks) = (softmax.window.unwrap_or(usize::MAX), softmax.sinks.map(Vec::as_slice));
+        let num_heads = q.cols() / kv.keys.k;
         let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads, kv.values.n);
         assert!(
             q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
@@ -214,12 +208,12 @@ impl Attend for Cpu {
         &self,
         kv: &Kv,
         batch: &Batch,
-        config: &Mla,
         up: &LatentUp,
         LatentScratch { query, mixed }: &mut LatentScratch,
         q: &Tensor,
         out: &mut Tensor,
     ) {
+        let config = &up.config;
         query.set_rows(q.rows());
         mixed.set_rows(q.rows());
         // Absorbed, whatever the number of tokens: one way of computing, hence equal bits.
@@ -232,14 +226,8 @@ impl Attend for Cpu {
             query,
             config.kv_lora_rank,
         );
-        self.attend(
-            kv,
-            batch,
-            config.num_heads,
-            &Softmax { scale: config.scale, window: None, sinks: None },
-            query,
-            mixed,
-        );
+        let softmax = Softmax { scale: config.scale, window: None, sinks: None };
+        self.attend(kv, batch, &softmax, query, mixed);
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }
 }

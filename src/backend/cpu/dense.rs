@@ -95,7 +95,8 @@ impl Cpu {
                     let here = |tile: usize| tile.clamp(before, before + tiles) - before;
                     let of_this = here(run.start)..here(run.end);
                     before += tiles;
-                    multiply(kernel, &w.layout, &w.tiles, of_this, rows, x, y, |first, col, cols, y, stride| {
+                    let weights = Tiles { layout: &w.layout, packed: &w.tiles, range: of_this };
+                    multiply(kernel, weights, rows, x, y, |first, col, cols, y, stride| {
                         output.store(first, col, cols, y, stride)
                     });
                 }
@@ -117,7 +118,7 @@ impl Cpu {
             for unit in worker.share(w.heads * parts) {
                 let (head, part) = (unit / parts, unit % parts);
                 let tiles = layout.tiles() * part / parts..layout.tiles() * (part + 1) / parts;
-                let weights = &w.tiles[head * layout.bytes()..][..layout.bytes()];
+                let packed = &w.tiles[head * layout.bytes()..][..layout.bytes()];
                 for first in (0..rows).step_by(TOKENS) {
                     let tokens = TOKENS.min(rows - first);
                     let prepared = activations.start(kernel, Precision::Bf16, layout.k, tokens);
@@ -130,7 +131,8 @@ impl Cpu {
                         }
                     }
                     let x = |tokens| activations.rows(tokens);
-                    multiply(kernel, layout, weights, tiles.clone(), tokens, x, y, |from, col, cols, y, stride| {
+                    let weights = Tiles { layout, packed, range: tiles.clone() };
+                    multiply(kernel, weights, tokens, x, y, |from, col, cols, y, stride| {
                         output.store(first + from, head * out_head + out_at + col, cols, y, stride);
                     });
                 }
@@ -206,14 +208,18 @@ impl Dense for Cpu {
     }
 }
 
+/// Some tiles of packed weights.
+struct Tiles<'a> {
+    layout: &'a MatrixLayout,
+    packed: &'a [u8],
+    range: Range<usize>,
+}
+
 /// Some tiles of packed weights times all tokens; `store(first token, column, columns, values, stride)` gets the
 /// results, which pass through `y`.
-#[allow(clippy::too_many_arguments)]
 fn multiply<'x>(
     kernel: &dyn Kernel,
-    layout: &MatrixLayout,
-    packed: &[u8],
-    tiles: Range<usize>,
+    Tiles { layout, packed, range: tiles }: Tiles<'_>,
     tokens: usize,
     x: impl Fn(Range<usize>) -> ActivationRows<'x>,
     y: &mut Vec<f32>,

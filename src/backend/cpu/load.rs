@@ -68,17 +68,20 @@ impl Heads {
 
 /// `kv_b_proj` split for absorption.
 pub struct LatentUp {
+    pub(super) config: Mla,
     pub(super) key: Heads,   // per head [kv_lora_rank, nope]: moves a query into the latent's space
     pub(super) value: Heads, // per head [v_head_dim, kv_lora_rank]: reads a value out of a latent
 }
 
 /// What a layer of gated DeltaNet has beside its projections.
 pub struct DeltaNet {
+    pub(super) config: model::DeltaNet,
     pub(super) taps: Vec<f32>,     // [conv_width, conv_dim]
     pub(super) gates: Vec<f32>,    // [b and a, value heads, hidden]
     pub(super) rates: Vec<f32>,    // [value heads], exp(A_log)
     pub(super) dt_bias: Vec<f32>,  // [value heads]
     pub(super) norm: Vec<f32>,     // [value_head_dim]
+    pub(super) eps: f32,           // of the norm
     pub(super) of_query: Vec<f32>, // [key_head_dim], what makes an L2 norm, scaled, of an RMS norm
     pub(super) of_key: Vec<f32>,   // [key_head_dim]
 }
@@ -134,6 +137,7 @@ impl Load for Cpu {
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
         let (heads, nope) = (config.num_heads, config.qk_nope_head_dim);
         Ok(LatentUp {
+            config: config.clone(),
             key: Heads::new(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads), self.team.nodes())?,
             value: Heads::new(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim), self.team.nodes())?,
         })
@@ -142,11 +146,13 @@ impl Load for Cpu {
     fn load_delta_net(&self, config: &model::DeltaNet, rule: DeltaRule) -> Result<DeltaNet> {
         let dim = config.key_head_dim as f32;
         Ok(DeltaNet {
+            config: config.clone(),
             taps: rule.taps(config),
             rates: rule.rates,
             gates: rule.gates,
             dt_bias: rule.dt_bias,
             norm: rule.norm,
+            eps: rule.eps,
             of_query: vec![1.0 / dim; config.key_head_dim],
             of_key: vec![1.0 / dim.sqrt(); config.key_head_dim],
         })

@@ -17,9 +17,9 @@ use std::ops::Range;
 use super::load::DeltaNet;
 use super::{Cpu, Scratch, lock, take};
 use crate::Result;
-use crate::backend::Recur;
 use crate::backend::batch::{Batch, Span};
 use crate::backend::tensor::Tensor;
+use crate::backend::{DeltaInputs, Recur};
 use crate::kernel::{DeltaToken, Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
@@ -38,7 +38,6 @@ pub struct State {
 struct Op<'a> {
     kernel: &'a dyn Kernel,
     config: &'a model::DeltaNet,
-    eps: f32,
     w: &'a DeltaNet,
     h: &'a Tensor,
     qkv: &'a Tensor,
@@ -63,18 +62,16 @@ impl Recur for Cpu {
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments)] // as `Recur::delta_net`
     fn delta_net(
         &self,
         state: &mut State,
         batch: &Batch,
-        (config, eps): (&model::DeltaNet, f32),
         w: &DeltaNet,
         (): &mut (),
-        h: &Tensor,
-        (qkv, z): (&Tensor, &Tensor),
+        DeltaInputs { h, qkv, z }: DeltaInputs<'_, Self>,
         out: &mut Tensor,
     ) {
+        let config = &w.config;
         assert!(qkv.cols() == config.conv_dim() && z.cols() == config.value_dim() && out.cols() == z.cols());
         for (i, span) in batch.spans.iter().enumerate() {
             let alone = batch.spans[..i].iter().all(|other| other.slot != span.slot);
@@ -86,7 +83,6 @@ impl Recur for Cpu {
         let op = Op {
             kernel: self.kernel,
             config,
-            eps,
             w,
             h,
             qkv,
@@ -151,7 +147,7 @@ impl Op<'_> {
                 #[allow(unsafe_code)]
                 let state = unsafe { self.heads.slice_mut(at..at + dim * width) };
                 kernel.delta_step(state, &DeltaToken { q, k, v, decay, beta }, read);
-                kernel.rms_norm(read, &w.norm, self.eps, normed);
+                kernel.rms_norm(read, &w.norm, w.eps, normed);
                 let at = t * config.value_dim() + head * width;
                 // SAFETY: a row's columns of a head belong to one unit.
                 #[allow(unsafe_code)]

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::attend_latent::LatentScratch;
+use super::attend_latent::{LatentOp, LatentScratch, Segment};
 use super::batch::{TILE_ROWS, blocks};
 use super::load::LatentUp;
 use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
-use crate::backend::{Attend, Heads, Softmax};
+use crate::backend::{Attend, Heads, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 use crate::model::Mla;
@@ -211,7 +211,8 @@ impl Attend for CudaBackend {
             batch.positions(), inv_freq.address(), factor, out.f32(), inv_freq.len() as i32);
     }
 
-    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, interleaved: bool, angles: &Tensor) {
+    fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
+        let &Rotary { angles, interleaved } = rotary;
         launch!(self.cuda, &self.cuda.compute, "rope", [x.rows, 1, 1], ROW_THREADS, 0;
             x.bf16(), angles.f32(), (x.cols / head_dim) as i32, head_dim as i32, at as i32, (angles.cols / 2) as i32, i32::from(interleaved));
     }
@@ -224,17 +225,16 @@ impl Attend for CudaBackend {
             batch.rows() as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
     }
 
-    #[allow(clippy::too_many_arguments)] // as `Attend::prepare_heads`
     fn prepare_heads(
         &self,
         kv: &mut Kv,
         batch: &CudaBatch,
-        angles: &Tensor,
-        interleaved: bool,
+        rotary: &Rotary<'_, Self>,
         q: Heads<'_, Self>,
         k: Heads<'_, Self>,
         v: Option<&Tensor>,
     ) {
+        let &Rotary { angles, interleaved } = rotary;
         let name = if kv.fp8 { "prepare_heads_e4m3" } else { "prepare_heads_bf16" };
         let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
         let argument = PrepareHeads {
@@ -255,15 +255,9 @@ impl Attend for CudaBackend {
         launch!(self.cuda, &self.cuda.compute, name, [batch.rows(), runs.div_ceil(8), 1], 256, 0; argument);
     }
 
-    fn attend(
-        &self,
-        kv: &Kv,
-        batch: &CudaBatch,
-        heads: usize,
-        softmax: &Softmax<'_, Self>,
-        q: &Tensor,
-        out: &mut Tensor,
-    ) {
+    fn attend(&self, kv: &Kv, batch: &CudaBatch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
+        let heads = q.cols / kv.key_dim;
+        assert!(heads * kv.key_dim == q.cols && heads * kv.value_dim == out.cols && heads.is_multiple_of(kv.heads));
         let size = Size::of(kv.key_dim, kv.value_dim);
         let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
         let (scale, window) = (softmax.scale, softmax.window.unwrap_or(usize::MAX).min(NO_WINDOW));
@@ -294,35 +288,24 @@ impl Attend for CudaBackend {
         LatentScratch::new(self, config, max_tokens, self.limits.context)
     }
 
-    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`
     fn attend_latent(
         &self,
         kv: &Kv,
         batch: &CudaBatch,
-        config: &Mla,
         up: &LatentUp,
         scratch: &mut LatentScratch,
         q: &Tensor,
         out: &mut Tensor,
     ) {
+        let op = LatentOp { kv, batch, up, scratch, q, out };
         if batch.decode > 0 {
-            self.attend_absorbed(kv, batch, config, up, scratch, q, out);
+            self.attend_absorbed(&op);
         }
         for (sequence, rows, start) in &batch.long {
             let end = start + rows.len();
             for from in (0..end).step_by(scratch.segment) {
-                self.attend_expanded(
-                    kv,
-                    batch,
-                    config,
-                    up,
-                    scratch,
-                    q,
-                    out,
-                    (*sequence, rows.clone()),
-                    from..end.min(from + scratch.segment),
-                    end,
-                );
+                let positions = from..end.min(from + scratch.segment);
+                self.attend_expanded(&op, &Segment { sequence: *sequence, rows: rows.clone(), positions, end });
             }
         }
     }

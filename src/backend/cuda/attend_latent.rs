@@ -1,6 +1,8 @@
 //! Latent attention's two ways: absorbed for single rows, where reading the cache is the cost, and expanded for tiles,
 //! where arithmetic is.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::attend::{HEADS, Kv};
@@ -57,19 +59,29 @@ impl LatentScratch {
     }
 }
 
+/// One op, as both ways see it.
+pub(super) struct LatentOp<'a> {
+    pub(super) kv: &'a Kv,
+    pub(super) batch: &'a CudaBatch,
+    pub(super) up: &'a LatentUp,
+    pub(super) scratch: &'a LatentScratch,
+    pub(super) q: &'a Tensor,
+    pub(super) out: &'a Tensor,
+}
+
+/// Rows of one sequence and a segment of the context that they see.
+pub(super) struct Segment {
+    pub(super) sequence: usize,
+    pub(super) rows: Range<usize>,
+    pub(super) positions: Range<usize>,
+    pub(super) end: usize, // of the rows' context
+}
+
 impl CudaBackend {
     /// Single rows, in the latent's space.
-    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`
-    pub(super) fn attend_absorbed(
-        &self,
-        kv: &Kv,
-        batch: &CudaBatch,
-        config: &Mla,
-        up: &LatentUp,
-        scratch: &LatentScratch,
-        q: &Tensor,
-        out: &mut Tensor,
-    ) {
+    pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>) {
+        let &LatentOp { kv, batch, up, scratch, q, out } = op;
+        let config = &up.config;
         let (heads, nope, rope, v, rank) = (
             config.num_heads,
             config.qk_nope_head_dim,
@@ -131,21 +143,11 @@ impl CudaBackend {
         });
     }
 
-    /// Rows of one sequence over a segment of its context that ends at `end`.
-    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`, and which part
-    pub(super) fn attend_expanded(
-        &self,
-        kv: &Kv,
-        batch: &CudaBatch,
-        config: &Mla,
-        up: &LatentUp,
-        scratch: &LatentScratch,
-        q: &Tensor,
-        out: &mut Tensor,
-        (sequence, rows): (usize, std::ops::Range<usize>),
-        segment: std::ops::Range<usize>,
-        end: usize,
-    ) {
+    /// Rows of one sequence over a segment of its context.
+    pub(super) fn attend_expanded(&self, op: &LatentOp<'_>, part: &Segment) {
+        let &LatentOp { kv, batch, up, scratch, q, out } = op;
+        let Segment { sequence, rows, positions: segment, end } = part;
+        let (config, sequence, end) = (&up.config, *sequence, *end);
         let (heads, nope, rope, v, rank) = (
             config.num_heads,
             config.qk_nope_head_dim,
@@ -174,7 +176,7 @@ impl CudaBackend {
             batch: 1,
             out: Out::Bf16,
         });
-        if self.attend_expanded_wgmma(batch, config, scratch, q, out, &rows, &segment, end) {
+        if self.attend_expanded_wgmma(op, part) {
             return;
         }
         let (name, key, value, tile) = match (nope + rope, v) {

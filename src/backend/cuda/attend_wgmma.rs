@@ -1,16 +1,13 @@
 //! Attention of prompts with Hopper's own instructions, where they have a kernel for it.
 
-use std::ops::Range;
-
 use half::bf16;
 
 use super::attend::Kv;
-use super::attend_latent::LatentScratch;
+use super::attend_latent::{LatentOp, Segment};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::Softmax;
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, DeviceBuffer, TensorMap, launch};
-use crate::model::Mla;
 
 /// Queries of a block, positions of a step.
 const QUERIES: usize = 128;
@@ -122,20 +119,11 @@ impl CudaBackend {
         true
     }
 
-    /// Attention of `rows` over a segment of expanded latents, whose context ends at `end`, if there is a kernel for
-    /// such heads.
-    #[allow(clippy::too_many_arguments)] // as `Attend::attend_latent`, and which part
-    pub(super) fn attend_expanded_wgmma(
-        &self,
-        batch: &CudaBatch,
-        config: &Mla,
-        scratch: &LatentScratch,
-        q: &Tensor,
-        out: &mut Tensor,
-        rows: &Range<usize>,
-        segment: &Range<usize>,
-        end: usize,
-    ) -> bool {
+    /// A segment of expanded latents, if there is a kernel for such heads.
+    pub(super) fn attend_expanded_wgmma(&self, op: &LatentOp<'_>, part: &Segment) -> bool {
+        let &LatentOp { batch, up, scratch, q, out, .. } = op;
+        let Segment { rows, positions: segment, end, .. } = part;
+        let config = &up.config;
         let heads = config.num_heads;
         if !self.cuda.info.has_wgmma()
             || (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) != (128, 64, 128)
@@ -157,7 +145,7 @@ impl CudaBackend {
             from: segment.start as i32,
             to: segment.end as i32,
             first: i32::from(segment.start == 0),
-            last: i32::from(segment.end == end),
+            last: i32::from(segment.end == *end),
             heads: heads as i32,
             scale: config.scale,
         };

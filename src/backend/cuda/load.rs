@@ -39,17 +39,20 @@ impl Linear {
 
 /// `kv_b_proj` as it is, and its key half transposed.
 pub struct LatentUp {
+    pub(super) config: Mla,
     pub(super) kv_b: DeviceBuffer<bf16>,   // [heads, nope + v, rank]
     pub(super) key_up: DeviceBuffer<bf16>, // [heads, rank, nope]
 }
 
 /// What a layer of gated DeltaNet has beside its projections.
 pub struct Rule {
+    pub(super) config: DeltaNet,
     pub(super) taps: DeviceBuffer<f32>,    // [conv_width, conv_dim]
     pub(super) gates: RouterWeights,       // [b and a, value heads, hidden]
     pub(super) rates: DeviceBuffer<f32>,   // [value heads], exp(A_log)
     pub(super) dt_bias: DeviceBuffer<f32>, // [value heads]
     pub(super) norm: DeviceBuffer<f32>,    // [value_head_dim]
+    pub(super) eps: f32,
 }
 
 /// Router weights, the bias of the logits and the bias for choosing.
@@ -120,23 +123,26 @@ impl Load for CudaBackend {
             let numbers = config.num_heads * config.kv_lora_rank;
             let (nope, v) = (config.qk_nope_head_dim, config.v_head_dim);
             return Ok(LatentUp {
+                config: config.clone(),
                 kv_b: DeviceBuffer::new(cuda, numbers * (nope + v))?,
                 key_up: DeviceBuffer::new(cuda, numbers * nope)?,
             });
         }
         let key_up = kv_b.head_rows(config.num_heads, 0, config.qk_nope_head_dim).transpose_heads(config.num_heads);
-        Ok(LatentUp { kv_b: upload_bf16(cuda, &kv_b)?, key_up: upload_bf16(cuda, &key_up)? })
+        Ok(LatentUp { config: config.clone(), kv_b: upload_bf16(cuda, &kv_b)?, key_up: upload_bf16(cuda, &key_up)? })
     }
 
     fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Rule> {
         let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&self.cuda, numbers);
         let (taps, rates) = (rule.taps(config), rule.rates);
         Ok(Rule {
+            config: config.clone(),
             taps: upload(&taps)?,
             gates: self.load_router(rule.gates, None, None)?,
             rates: upload(&rates)?,
             dt_bias: upload(&rule.dt_bias)?,
             norm: upload(&rule.norm)?,
+            eps: rule.eps,
         })
     }
 

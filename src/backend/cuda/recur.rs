@@ -5,7 +5,7 @@ use half::bf16;
 use super::load::Rule;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
-use crate::backend::Recur;
+use crate::backend::{DeltaInputs, Recur};
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::DeltaNet;
@@ -78,13 +78,12 @@ impl Recur for CudaBackend {
         &self,
         state: &mut State,
         batch: &CudaBatch,
-        (config, eps): (&DeltaNet, f32),
         w: &Rule,
         scratch: &mut DeltaScratch,
-        h: &Tensor,
-        (qkv, z): (&Tensor, &Tensor),
+        DeltaInputs { h, qkv, z }: DeltaInputs<'_, Self>,
         out: &mut Tensor,
     ) {
+        let (config, eps) = (&w.config, w.eps);
         let (stream, channels, heads) = (&self.cuda.compute, config.conv_dim(), config.num_value_heads);
         assert!(qkv.cols() == channels && z.cols() == config.value_dim() && out.cols() == z.cols());
         let sequences =

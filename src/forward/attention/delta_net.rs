@@ -1,9 +1,9 @@
 //! Gated DeltaNet: linear attention whose memory is one matrix per head and sequence, whatever the length of the
 //! context.
 
-use super::Step;
+use super::{Layer, Step};
 use crate::Result;
-use crate::backend::Backend;
+use crate::backend::{Backend, DeltaInputs};
 use crate::forward::weights::DeltaNetWeights;
 use crate::model::DeltaNet;
 
@@ -29,13 +29,9 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
-#[allow(clippy::too_many_arguments)] // as `super::attention`
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    config: &DeltaNet,
-    weights: &DeltaNetWeights<B>,
-    norm: &B::Norm,
-    state: &mut B::State,
+    Layer { weights, norm, cache: state, .. }: Layer<'_, B, DeltaNet, DeltaNetWeights<B>, B::State>,
     Buffers { qkv, z, out, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
@@ -44,6 +40,6 @@ pub(super) fn attention<B: Backend>(
     // Its gates read `h` as well, which `norm_linears` may leave out.
     backend.rms_norm(x, norm, eps, h);
     backend.linears(h, [(&weights.qkv, &mut *qkv), (&weights.z, &mut *z)]);
-    backend.delta_net(state, step.batch, (config, eps), &weights.rule, scratch, h, (qkv, z), out);
+    backend.delta_net(state, step.batch, &weights.rule, scratch, DeltaInputs { h, qkv, z }, out);
     backend.linear_add(&weights.o, out, x);
 }

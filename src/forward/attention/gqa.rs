@@ -1,6 +1,6 @@
 //! Grouped-query attention.
 
-use super::Step;
+use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::weights::GqaWeights;
@@ -30,13 +30,9 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
-#[allow(clippy::too_many_arguments)] // as `super::attention`
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    config: &Gqa,
-    weights: &GqaWeights<B>,
-    norm: &B::Norm,
-    kv: &mut B::Kv,
+    Layer { config, weights, norm, cache: kv }: Layer<'_, B, Gqa, GqaWeights<B>, B::Kv>,
     Buffers { q, k, v, out, gate }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
@@ -60,9 +56,9 @@ pub(super) fn attention<B: Backend>(
     }
     let queries = Heads { x: &mut *q, heads: config.num_heads, dim, norm: q_norm, rope_at: 0 };
     let keys = Heads { x: k, heads: config.num_kv_heads, dim, norm: k_norm, rope_at: 0 };
-    backend.prepare_heads(kv, step.batch, step.angles, step.interleaved, queries, keys, Some(v));
+    backend.prepare_heads(kv, step.batch, &step.rotary, queries, keys, Some(v));
     let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref() };
-    backend.attend(kv, step.batch, config.num_heads, &softmax, q, out);
+    backend.attend(kv, step.batch, &softmax, q, out);
     if let Some(gate) = gate {
         backend.sigmoid_mul(gate, out);
     }

@@ -11,7 +11,7 @@
 //!
 //! Source: DeepSeek-V2 report, section 2.1.
 
-use super::Step;
+use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, Heads};
 use crate::forward::weights::{MlaQuery, MlaWeights};
@@ -48,13 +48,9 @@ impl<B: Backend> Buffers<B> {
     }
 }
 
-#[allow(clippy::too_many_arguments)] // as `super::attention`
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    config: &Mla,
-    weights: &MlaWeights<B>,
-    norm: &B::Norm,
-    kv: &mut B::Kv,
+    Layer { config, weights, norm, cache: kv }: Layer<'_, B, Mla, MlaWeights<B>, B::Kv>,
     buffers: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
@@ -85,7 +81,7 @@ pub(super) fn attention<B: Backend>(
         norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)),
         rope_at: rank,
     };
-    backend.prepare_heads(kv, step.batch, step.angles, step.interleaved, queries, latents, None);
-    backend.attend_latent(kv, step.batch, config, &weights.up, scratch, q, out);
+    backend.prepare_heads(kv, step.batch, &step.rotary, queries, latents, None);
+    backend.attend_latent(kv, step.batch, &weights.up, scratch, q, out);
     backend.linear_add(&weights.o, out, x);
 }

@@ -58,6 +58,7 @@ impl<B: Backend> Loader<'_, B> {
             rates,
             dt_bias: vector("dt_bias", heads)?,
             norm: vector("norm.weight", a.value_head_dim)?,
+            eps: self.model.norm_eps,
         };
         let (qkv, z, o, rule) = match a.tiled {
             true => untiled(a, hidden, (qkv, z, o, rule)),
@@ -93,6 +94,7 @@ fn untiled<'a>(a: &DeltaNet, hidden: usize, (qkv, z, o, rule): Tensors<'_>) -> T
         rates: rows_by(&rule.rates, 1, &of_heads),
         dt_bias: rows_by(&rule.dt_bias, 1, &of_heads),
         norm: rule.norm,
+        eps: rule.eps,
     };
     (qkv.rows_by(&channels), z.rows_by(&values), o.cols_by(&values), rule)
 }
@@ -125,6 +127,7 @@ mod tests {
             rates: rows(6, 0),
             dt_bias: rows(6, 5),
             norm: vec![7.0, 8.0],
+            eps: 1e-6,
         };
         let o = [rows(12, 0), rows(12, 1)].concat();
         let file = (matrix(file_channels.clone(), 1), matrix(twice(&rows(12, 0)), 2), matrix(o, 12), rule);
