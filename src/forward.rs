@@ -11,6 +11,7 @@
 //! ```text
 //! kv_cache     blocks of keys and values; recurrent state, where layers have that instead
 //! weights      resident weights by layer
+//! join         where results enter the residual stream
 //! attention    one file for each kind
 //! tap          what is added to the residual stream, and taken from it
 //! ```
@@ -18,6 +19,7 @@
 //! Imports config, model, backend and experts. Read [`Model::forward`](Forward::forward) first.
 
 pub mod attention;
+mod join;
 pub mod kv_cache;
 pub mod tap;
 pub mod weights;
@@ -30,6 +32,7 @@ use crate::backend::tensor::Shortlist;
 use crate::backend::{Addition, Backend, Form, OpTime, Rates, Rotary, Routing};
 use crate::experts::{ExpertExecutor, Traffic};
 use crate::forward::attention::{AttentionBuffers, Step, attention};
+use crate::forward::join::{Partial, join};
 use crate::forward::kv_cache::{KvCache, LayerCache};
 use crate::forward::tap::{Add, Tap, intersection};
 use crate::forward::weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
@@ -411,20 +414,20 @@ fn run_layer<B: Backend>(
     let rotary = Rotary { angles, interleaved: config.rope.interleaved };
     let step = Step { backend, batch, rotary, norm_eps: config.norm_eps };
     let of_layer = attention::Layer { config: &layer.attention, weights: &w.attention, norm: &w.attention_norm, cache };
-    attention(&step, of_layer, attention_buffers, h, x);
+    attention(&step, of_layer, attention_buffers, h, x)?;
     let norm = (&w.ffn_norm, config.norm_eps);
     match (&layer.ffn, &w.ffn, experts, routing) {
         (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => {
             backend.rms_norm(x, norm.0, norm.1, h);
-            mlp(backend, w, mlp_buffers, layer.ffn.mlp_width(), h, x);
+            mlp(backend, w, mlp_buffers, layer.ffn.mlp_width(), h, x)?;
         }
         (Ffn::Moe(moe), FfnWeights::Moe { router, shared }, Some((experts, moe_index)), Some(routing)) => {
             backend.norm_route(x, norm, h, router, &moe.router, routing);
             experts.submit(moe_index, h, routing)?;
             if let Some(w) = shared {
-                mlp(backend, w, mlp_buffers, layer.ffn.mlp_width(), h, x);
+                mlp(backend, w, mlp_buffers, layer.ffn.mlp_width(), h, x)?;
             }
-            experts.finish(x)?;
+            join(backend, Partial::Experts(experts), x)?;
         }
         _ => panic!("configuration, weights and experts of one layer are of one kind"),
     }
@@ -488,12 +491,12 @@ fn mlp<B: Backend>(
     width: Option<usize>,
     h: &B::Tensor,
     x: &mut B::Tensor,
-) {
+) -> Result<()> {
     let MlpBuffers { gate, up, product, .. } =
         buffers.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width");
     backend.gated_linears(h, (&w.gate, &w.up), (gate, up), product);
     if let Some(gate) = &w.output_gate {
         backend.gate_rows(gate, h, product);
     }
-    backend.linear_add(&w.down, product, x);
+    join(backend, Partial::Product(&w.down, product), x)
 }

@@ -72,20 +72,20 @@ pub fn attention<B: Backend>(
     buffers: &mut AttentionBuffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
-) {
+) -> Result<()> {
     let AttentionBuffers { gqa, mla, delta_net } = buffers;
     match (config, weights, cache) {
         (Attention::Gqa(c), AttentionWeights::Gqa(w), LayerCache::Kv(kv)) => {
             let layer = Layer { config: c, weights: w, norm, cache: kv };
-            gqa::attention(step, layer, gqa.as_mut().expect(THERE), h, x);
+            gqa::attention(step, layer, gqa.as_mut().expect(THERE), h, x)
         }
         (Attention::Mla(c), AttentionWeights::Mla(w), LayerCache::Kv(kv)) => {
             let layer = Layer { config: c, weights: w, norm, cache: kv };
-            mla::attention(step, layer, mla.as_mut().expect(THERE), h, x);
+            mla::attention(step, layer, mla.as_mut().expect(THERE), h, x)
         }
         (Attention::DeltaNet(c), AttentionWeights::DeltaNet(w), LayerCache::State(state)) => {
             let layer = Layer { config: c, weights: w, norm, cache: state };
-            delta_net::attention(step, layer, delta_net.as_mut().expect(THERE), h, x);
+            delta_net::attention(step, layer, delta_net.as_mut().expect(THERE), h, x)
         }
         _ => panic!("configuration, weights and cache of one layer are of one kind"),
     }

@@ -4,6 +4,7 @@
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, DeltaInputs};
+use crate::forward::join::{Partial, join};
 use crate::forward::weights::DeltaNetWeights;
 use crate::model::DeltaNet;
 
@@ -35,11 +36,11 @@ pub(super) fn attention<B: Backend>(
     Buffers { qkv, z, out, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
-) {
+) -> Result<()> {
     let (backend, eps) = (step.backend, step.norm_eps);
     // Its gates read `h` as well, which `norm_linears` may leave out.
     backend.rms_norm(x, norm, eps, h);
     backend.linears(h, [(&weights.qkv, &mut *qkv), (&weights.z, &mut *z)]);
     backend.delta_net(state, step.batch, &weights.rule, scratch, DeltaInputs { h, qkv, z }, out);
-    backend.linear_add(&weights.o, out, x);
+    join(backend, Partial::Product(&weights.o, out), x)
 }

@@ -3,6 +3,7 @@
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, Heads, Softmax};
+use crate::forward::join::{Partial, join};
 use crate::forward::weights::GqaWeights;
 use crate::model::{Gqa, QkNorm};
 
@@ -36,7 +37,7 @@ pub(super) fn attention<B: Backend>(
     Buffers { q, k, v, out, gate }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
-) {
+) -> Result<()> {
     let (backend, eps, dim) = (step.backend, step.norm_eps, config.head_dim);
     let qkv = [(&weights.q, &mut *q), (&weights.k, &mut *k), (&weights.v, &mut *v)];
     match (&weights.output_gate, &mut *gate) {
@@ -62,5 +63,5 @@ pub(super) fn attention<B: Backend>(
     if let Some(gate) = gate {
         backend.sigmoid_mul(gate, out);
     }
-    backend.linear_add(&weights.o, out, x);
+    join(backend, Partial::Product(&weights.o, out), x)
 }

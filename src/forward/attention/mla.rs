@@ -14,6 +14,7 @@
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, Heads};
+use crate::forward::join::{Partial, join};
 use crate::forward::weights::{MlaQuery, MlaWeights};
 use crate::model::Mla;
 
@@ -54,7 +55,7 @@ pub(super) fn attention<B: Backend>(
     buffers: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
-) {
+) -> Result<()> {
     let (backend, norm) = (step.backend, (norm, step.norm_eps));
     let Buffers { q_latent, q_latent_normed, q, latent, scratch, out } = buffers;
     match (&weights.q, q_latent, q_latent_normed) {
@@ -83,5 +84,5 @@ pub(super) fn attention<B: Backend>(
     };
     backend.prepare_heads(kv, step.batch, &step.rotary, queries, latents, None);
     backend.attend_latent(kv, step.batch, &weights.up, scratch, q, out);
-    backend.linear_add(&weights.o, out, x);
+    join(backend, Partial::Product(&weights.o, out), x)
 }
