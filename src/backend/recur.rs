@@ -24,6 +24,9 @@ pub trait Recur: Load {
 
     /// Recurrent state of `slots` sequences.
     fn state(&self, slots: usize, config: &DeltaNet) -> Result<Self::State>;
+    /// Copies the state in slot `from` to slot `to`: a sequence that goes on from either goes on alike. Never part of a
+    /// recorded pass.
+    fn copy_state(&self, state: &mut Self::State, from: usize, to: usize);
     /// Activations for [`Recur::delta_net`] on at most `max_tokens` tokens.
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
     /// Gated DeltaNet between its projections; `out` is `[T, value_dim]`. Each sequence goes on from the state in its

@@ -17,19 +17,24 @@ const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms
 /// the last down.
 const STEPS: [&[usize]; 4] = [&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
 
-fn check_rule(sides: &Sides, config: &DeltaNet) {
-    let (channels, values, heads) = (config.conv_dim(), config.value_dim(), config.num_value_heads);
+/// What gated DeltaNet has beside its projections.
+fn rule(config: &DeltaNet) -> DeltaRule {
     let some = |n: usize, seed: u64, by: f32| -> Vec<f32> { random(n, seed).iter().map(|x| x * by).collect() };
-    let rule = || DeltaRule {
-        conv: some(channels * config.conv_width, 71, 1.0),
+    let heads = config.num_value_heads;
+    DeltaRule {
+        conv: some(config.conv_dim() * config.conv_width, 71, 1.0),
         gates: some(2 * heads * HIDDEN, 72, 0.2),
         rates: some(heads, 73, 1.5).iter().map(|a| a.exp()).collect(),
         dt_bias: some(heads, 74, 2.0),
         norm: some(config.value_head_dim, 75, 1.0),
         eps: 1e-6,
-    };
+    }
+}
+
+fn check_rule(sides: &Sides, config: &DeltaNet) {
+    let (channels, values) = (config.conv_dim(), config.value_dim());
     let (got, want) = both!(sides, |b| {
-        let w = b.load_delta_net(config, rule()).unwrap();
+        let w = b.load_delta_net(config, rule(config)).unwrap();
         let mut state = b.state(4, config).unwrap();
         #[allow(clippy::let_unit_value)] // on the CPU it is nothing
         let mut scratch = b.delta_scratch(config, 256).unwrap();
@@ -83,4 +88,38 @@ fn delta_rule_from_zeros_and_from_a_state() {
             ..plain
         },
     );
+}
+
+/// A snapshot: what was copied to another slot and back goes on as if nothing had come between.
+#[test]
+fn a_copied_state_goes_on_with_the_same_bits() {
+    need_gpu!();
+    let b = &Sides::new().gpu;
+    let config = DeltaNet {
+        num_key_heads: 2,
+        num_value_heads: 4,
+        key_head_dim: 32,
+        value_head_dim: 40,
+        conv_width: 4,
+        tiled: false,
+    };
+    let (w, tokens) = (b.load_delta_net(&config, rule(&config)).unwrap(), 7);
+    let (mut state, mut scratch) = (b.state(3, &config).unwrap(), b.delta_scratch(&config, tokens).unwrap());
+    let tensor = |cols: usize, seed: u64| b.filled(cols, &random(tokens * cols, seed));
+    let (h, qkv, z) = (tensor(HIDDEN, 76), tensor(config.conv_dim(), 77), tensor(config.value_dim(), 78));
+    let mut out = tensor(config.value_dim(), 79);
+    let mut run = |state: &mut _, start: usize, slot: usize| {
+        let mut batch = Batch::default();
+        batch.push(&vec![1; tokens], start, &[0]).slot = slot;
+        let inputs = DeltaInputs { h: &h, qkv: &qkv, z: &z };
+        b.delta_net(state, &b.on_device(&batch), &w, &mut scratch, inputs, &mut out);
+        b.numbers(&out)
+    };
+    run(&mut state, 0, 1);
+    b.copy_state(&mut state, 1, 2);
+    let first = run(&mut state, tokens, 1);
+    assert_ne!(run(&mut state, 2 * tokens, 1), first, "the state has moved on");
+    b.copy_state(&mut state, 2, 1);
+    assert_eq!(run(&mut state, tokens, 1), first);
+    assert_eq!(run(&mut state, tokens, 2), first, "the copy was left alone");
 }

@@ -30,6 +30,7 @@ const L2_EPS: f32 = 1e-6;
 
 /// Of a layer, by slot.
 pub struct State {
+    slots: usize,
     inputs: Buffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
     heads: Buffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
 }
@@ -53,9 +54,18 @@ impl Recur for Cpu {
 
     fn state(&self, slots: usize, config: &model::DeltaNet) -> Result<State> {
         Ok(State {
+            slots,
             inputs: Buffer::zeros(slots * (config.conv_width - 1) * config.conv_dim())?,
             heads: Buffer::zeros(slots * config.value_dim() * config.key_head_dim)?,
         })
+    }
+
+    fn copy_state(&self, state: &mut State, from: usize, to: usize) {
+        assert!(from.max(to) < state.slots, "a slot that is there");
+        for part in [&mut state.inputs, &mut state.heads] {
+            let len = part.len() / state.slots;
+            part.copy_within(from * len..(from + 1) * len, to * len);
+        }
     }
 
     fn delta_scratch(&self, _: &model::DeltaNet, _: usize) -> Result<()> {
@@ -75,10 +85,7 @@ impl Recur for Cpu {
         assert!(qkv.cols() == config.conv_dim() && z.cols() == config.value_dim() && out.cols() == z.cols());
         for (i, span) in batch.spans.iter().enumerate() {
             let alone = batch.spans[..i].iter().all(|other| other.slot != span.slot);
-            assert!(
-                alone && (span.slot + 1) * config.value_dim() * config.key_head_dim <= state.heads.len(),
-                "a slot for each sequence"
-            );
+            assert!(alone && span.slot < state.slots, "a slot for each sequence");
         }
         let op = Op {
             kernel: self.kernel,
@@ -212,4 +219,58 @@ impl Op<'_> {
 /// `ln(1 + e^x)`, which is `x` where f32 cannot tell.
 fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Load;
+    use crate::kernel::random::Random;
+    use crate::machine::workers::Team;
+
+    #[test]
+    fn a_copied_state_goes_on_with_the_same_bits() {
+        let config = model::DeltaNet {
+            num_key_heads: 2,
+            num_value_heads: 4,
+            key_head_dim: 16,
+            value_head_dim: 8,
+            conv_width: 4,
+            tiled: false,
+        };
+        let (hidden, heads) = (24, config.num_value_heads);
+        let mut random = Random(7);
+        let mut some = |n: usize| (0..n).map(|_| random.uniform() as f32 - 0.5).collect::<Vec<_>>();
+        let cpu = Cpu::new(std::sync::Arc::new(Team::new(&[0]).unwrap()), crate::kernel::best());
+        let rule = crate::backend::DeltaRule {
+            conv: some(config.conv_dim() * config.conv_width),
+            gates: some(2 * heads * hidden),
+            rates: vec![0.5; heads],
+            dt_bias: some(heads),
+            norm: some(config.value_head_dim),
+            eps: 1e-6,
+        };
+        let w = cpu.load_delta_net(&config, rule).unwrap();
+        let mut state = cpu.state(3, &config).unwrap();
+        let tokens = 9;
+        let mut tensor = |cols: usize| {
+            let mut t = Tensor::new(tokens, cols);
+            t.data_mut().copy_from_slice(&some(tokens * cols));
+            t
+        };
+        let (h, qkv, z) = (tensor(hidden), tensor(config.conv_dim()), tensor(config.value_dim()));
+        let run = |state: &mut State, start: usize, slot: usize| {
+            let (mut batch, mut out) = (Batch::default(), Tensor::new(tokens, config.value_dim()));
+            batch.push(&vec![1; tokens], start, &[0]).slot = slot;
+            cpu.delta_net(state, &batch, &w, &mut (), DeltaInputs { h: &h, qkv: &qkv, z: &z }, &mut out);
+            out.data().to_vec()
+        };
+        run(&mut state, 0, 1);
+        cpu.copy_state(&mut state, 1, 2);
+        let first = run(&mut state, tokens, 1);
+        assert_ne!(run(&mut state, 2 * tokens, 1), first, "the state has moved on");
+        cpu.copy_state(&mut state, 2, 1);
+        assert_eq!(run(&mut state, tokens, 1), first);
+        assert_eq!(run(&mut state, tokens, 2), first, "the copy was left alone");
+    }
 }

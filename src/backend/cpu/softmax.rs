@@ -1,4 +1,5 @@
-//! The softmax of causal attention over paged KV: tiles of query rows against one KV block at a time, with a running softmax.
+//! The softmax of causal attention over paged KV: tiles of query rows against one KV block at a time, and a running
+//! maximum.
 //!
 //! ```text
 //! for each tile of queries (tokens of one sequence x heads of one KV head), spread over the workers:

@@ -18,6 +18,7 @@ const COLUMNS: usize = 32;
 
 /// Of a layer, by slot.
 pub struct State {
+    slots: usize,
     inputs: DeviceBuffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
     heads: DeviceBuffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
 }
@@ -62,9 +63,19 @@ impl Recur for CudaBackend {
 
     fn state(&self, slots: usize, config: &DeltaNet) -> Result<State> {
         Ok(State {
+            slots,
             inputs: DeviceBuffer::zeros(&self.cuda, slots * (config.conv_width - 1) * config.conv_dim())?,
             heads: DeviceBuffer::zeros(&self.cuda, slots * config.value_dim() * config.key_head_dim)?,
         })
+    }
+
+    fn copy_state(&self, state: &mut State, from: usize, to: usize) {
+        assert!(from.max(to) < state.slots, "a slot that is there");
+        for part in [&state.inputs, &state.heads] {
+            let len = part.len() / state.slots;
+            let slot = |i: usize| part.address().add(i * len);
+            self.cuda.copy_within(&self.cuda.compute, slot(to), slot(from), len * size_of::<f32>());
+        }
     }
 
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<DeltaScratch> {
