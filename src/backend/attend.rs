@@ -11,13 +11,14 @@ use crate::model::Mla;
 pub struct Heads<'a, B: Load> {
     /// `[T, heads * dim]`
     pub x: &'a mut B::Tensor,
-    /// How many.
+    /// Number of heads.
     pub heads: usize,
-    /// Numbers of a head.
+    /// Width of a head.
     pub dim: usize,
-    /// RMS norm of the first so many numbers of a head, and its epsilon; all of them, or there is one head.
+    /// RMS norm: weights, how many numbers of a head it covers from the first on, and epsilon. It covers `dim`, or
+    /// there is one head.
     pub norm: Option<(&'a B::Norm, usize, f32)>,
-    /// Where in a head the rotated numbers begin.
+    /// First rotated number of a head.
     pub rope_at: usize,
 }
 
@@ -29,13 +30,13 @@ pub struct Rotary<'a, B: Memory> {
     pub interleaved: bool,
 }
 
-/// How scores become shares of the values that a head of grouped-query attention reads.
+/// How a head of grouped-query attention turns scores into weights of values.
 pub struct Softmax<'a, B: Load> {
     /// Multiplies the scores.
     pub scale: f32,
     /// A token sees itself and the `window - 1` before it; `None`: all before it.
     pub window: Option<usize>,
-    /// A score for each head, which takes part and brings no value.
+    /// A score per head that takes part in the softmax and has no value.
     pub sinks: Option<&'a B::Norm>, // [num_heads]
 }
 
@@ -56,8 +57,8 @@ pub trait Attend: Dense {
     /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first
     /// numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
-    /// Norms and rotates queries and keys, and stores keys and values; `k` is not to be used any more. What it means is
-    /// written here; a device may do it at once.
+    /// Norms and rotates queries and keys, and stores keys and values; `k` is undefined afterwards. The default is what
+    /// it means, a device may fuse it.
     fn prepare_heads(
         &self,
         kv: &mut Self::Kv,

@@ -21,7 +21,7 @@ pub trait Dense: Load {
     fn linear(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor) {
         self.linears(x, [(w, out)]);
     }
-    /// Several at once of the same `x` and the same precision.
+    /// Several products of one `x`, their weights in one precision.
     fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
@@ -34,11 +34,11 @@ pub trait Dense: Load {
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
 
-    /// Whether [`shortlist`](Dense::shortlist) is there.
+    /// Whether the device has [`shortlist`](Dense::shortlist).
     const SHORTLISTS: bool = false;
     /// Allocates what [`shortlist`](Dense::shortlist) needs for at most `max_rows` rows of `cols` numbers.
     fn shortlister(&self, max_rows: usize, cols: usize) -> Result<Self::Shortlister>;
-    /// The largest of each row of `logits`, f32, and what the row weighs at an inverse temperature.
+    /// The largest of each row of `logits`, f32, and the weight of the whole row at its inverse temperature.
     fn shortlist(
         &self,
         _: &mut Self::Shortlister,
@@ -49,9 +49,9 @@ pub trait Dense: Load {
         panic!("not where SHORTLISTS is false")
     }
 
-    // Several of the ops above in a row: what they mean. A device may do them at once.
+    // Several of the ops above in a row: the default is what they mean, a device may fuse them.
 
-    /// Products of `norm(x)`, for which `h` is there.
+    /// Products of `norm(x)`. `h` has room for the norm, and a device may leave it unwritten.
     fn norm_linears<const N: usize>(
         &self,
         x: &Self::Tensor,
@@ -62,7 +62,7 @@ pub trait Dense: Load {
         self.rms_norm(x, norm, eps, h);
         self.linears(h, jobs);
     }
-    /// `out = silu(gate x) * up x`, for which `buffers` are there.
+    /// `out = silu(gate x) * up x`. `buffers` have room for the products, and a device may leave them unwritten.
     fn gated_linears(
         &self,
         x: &Self::Tensor,

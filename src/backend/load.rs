@@ -6,7 +6,7 @@ use crate::Result;
 use crate::config::DenseBits;
 use crate::model::{DeltaNet, Mla};
 
-/// What gated DeltaNet has beside its projections, on its way to a backend.
+/// Weights of gated DeltaNet other than its projections, on their way to a device.
 pub struct DeltaRule {
     /// `[conv_dim, conv_width]`, the last one for the token itself.
     pub conv: Vec<f32>,
@@ -34,9 +34,9 @@ impl DeltaRule {
 pub trait Load: Memory {
     /// Weights of `y = W x + b`.
     type Linear: Send;
-    /// `kv_b_proj`: keys and values of latent attention out of latents.
+    /// `kv_b_proj`, which makes keys and values of latents, and the configuration of latent attention.
     type LatentUp: Send;
-    /// Gated DeltaNet between its projections.
+    /// Weights of gated DeltaNet other than its projections, and its configuration.
     type DeltaNet: Send;
     /// Norm weights `[n]`, f32.
     type Norm: Send + Sync;
@@ -50,12 +50,12 @@ pub trait Load: Memory {
     /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a
     /// key of a latent, then those that make a value.
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
-    /// Takes over what gated DeltaNet has beside its projections.
+    /// Takes over the weights of gated DeltaNet other than its projections.
     fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet>;
     /// Takes over norm weights.
     fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
-    /// Takes over router weights `[experts, hidden]`, the bias of the logits and the bias for choosing, `[experts]`
-    /// each.
+    /// Takes over router weights `[experts, hidden]`, the bias of the logits, and the bias that ranks experts without
+    /// entering their weights, `[experts]` each.
     fn load_router(
         &self,
         weight: Vec<f32>,

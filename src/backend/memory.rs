@@ -7,13 +7,13 @@ use crate::Result;
 
 /// Allocates, fills and reads what ops work on. `T` is the number of tokens in the batch.
 ///
-/// Ops may run later than they are called: what one fails at is told by the next call that returns a `Result`.
+/// Ops may be asynchronous: the error of one is returned by the next call that returns a `Result`.
 pub trait Memory: Sized + Send + 'static {
     /// What ops need to know of a batch.
     type Batch: Send;
     /// Activations `[rows, cols]`, allocated once at their largest.
     type Tensor: Send;
-    /// Numbers on the host that the device copies to fast.
+    /// f32 on the host, in memory that the device copies to fast.
     type Host: DerefMut<Target = [f32]> + Send;
 
     /// Room for batches of at most `max_tokens` tokens.
@@ -24,9 +24,9 @@ pub trait Memory: Sized + Send + 'static {
     fn tensor(&self, max_rows: usize, cols: usize) -> Result<Self::Tensor>;
     /// Allocates activations that are f32 on every device: residual stream, angles, logits.
     fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Self::Tensor>;
-    /// Takes `rows` rows of `t` into use.
+    /// Sets how many rows of `t` are in use.
     fn set_rows(&self, t: &mut Self::Tensor, rows: usize);
-    /// Allocates so many numbers on the host.
+    /// Allocates `numbers` f32 on the host.
     fn host(&self, numbers: usize) -> Result<Self::Host>;
     /// Copies rows of `t`, f32, to the host: `out` is `[rows, cols]`.
     fn read_rows(&self, t: &Self::Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()>;

@@ -19,37 +19,37 @@ pub struct Form {
 pub struct Addition<N> {
     /// After this layer.
     pub layer: usize,
-    /// Of the batch.
+    /// Rows of the batch.
     pub rows: Range<usize>,
     /// `[hidden]`
     pub vector: Arc<N>,
-    /// What it is multiplied with.
+    /// Multiplies the vector.
     pub coefficient: f32,
 }
 
-/// What a device was measured to do in a second.
+/// Measured rates of a device, per second.
 #[derive(Clone, Debug)]
 pub struct Rates {
-    /// What it is called.
+    /// The device's name.
     pub device: String,
     /// Bytes that its memory reads and writes.
     pub memory: f64,
-    /// Bytes that come to it from the host.
+    /// Bytes from the host to its memory.
     pub link: f64,
     /// Operations of products of BF16 matrices, two to a weight and a token.
     pub products: f64,
-    /// Bytes of its memory that are taken.
+    /// Bytes of its memory in use.
     pub taken: u64,
 }
 
 /// The time that kernels of one name took.
 #[derive(Clone, Debug)]
 pub struct OpTime {
-    /// The kernel's.
+    /// The kernel's name.
     pub name: &'static str,
     /// How often it ran.
     pub launches: usize,
-    /// All together, the gaps behind them included.
+    /// Sum over all launches, the gaps after them included.
     pub seconds: f64,
 }
 
@@ -64,9 +64,9 @@ pub trait Record: Load {
         let _ = form;
         record().map(|()| false)
     }
-    /// A list of additions after any of so many layers, empty.
+    /// An empty list of additions for a model of `layers` layers.
     fn additions(&self, layers: usize) -> Result<Self::Additions>;
-    /// Brings a list to the device, in place of the one before.
+    /// Replaces the list on the device.
     fn set_additions(&self, to: &mut Self::Additions, additions: Vec<Addition<Self::Norm>>) -> Result<()>;
     /// `x[t] += coefficient * vector` for all additions after `layer`, in their order, f32; rounded after the product
     /// and after the sum. Row 0 of `x` is row `first` of the batch.
@@ -75,7 +75,7 @@ pub trait Record: Load {
     fn rates(&self) -> Result<Option<Rates>> {
         Ok(None)
     }
-    /// Keeps the time of every op from now on, or no more. Recorded passes are forgotten.
+    /// Starts or stops to time every op. Recorded passes are dropped.
     fn profiling(&self, on: bool) {
         let _ = on;
     }

@@ -30,7 +30,8 @@ pub trait Recur: Load {
     /// Activations for [`Recur::delta_net`] on at most `max_tokens` tokens.
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
     /// Gated DeltaNet between its projections; `out` is `[T, value_dim]`. Each sequence goes on from the state in its
-    /// span's slot, from zeros at position 0, and leaves there what comes next. A batch has one span of a sequence.
+    /// span's slot, from zeros at position 0, and leaves there what comes next. A batch has at most one span of a
+    /// sequence.
     fn delta_net(
         &self,
         state: &mut Self::State,

@@ -33,9 +33,9 @@ pub trait Route: Dense {
     fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Self::Routing>;
     /// Copies a routing to the host.
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
-    /// Chooses and weights experts for every token; scaling is in the weights.
+    /// Chooses every token's experts and their weights, scaling included.
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
-    /// `h = norm(x)`, and its routing. What it means is written here; a device may do it at once.
+    /// `h = norm(x)`, and its routing. The default is what it means, a device may fuse it.
     fn norm_route(
         &self,
         x: &Self::Tensor,
