@@ -5,6 +5,7 @@
 //! between      what stands between an expert's products
 //! memory       the bytes of every expert: mapped, copied, a slice per NUMA node
 //! cpu          all experts on the CPU
+//! cost         what experts in RAM cost on the CPU and over PCIe
 //! residency    who is in VRAM
 //! gpu          each expert where it is cheapest: VRAM, the link, the CPU
 //! service      experts alone, for other engines
@@ -14,6 +15,7 @@
 //! Imports machine, kernel, cuda, model and backend. Read `cpu` first.
 
 pub mod between;
+pub mod cost;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;

@@ -11,7 +11,8 @@ use common::cosine;
 use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, random, team};
 use moebius::backend::cuda::{CudaBackend, CudaRouting};
 use moebius::backend::{Load, Route, Routing};
-use moebius::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
+use moebius::experts::cost::CostModel;
+use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::model::{Router, Scoring};
 use moebius_cache::format::{Contents, ExpertCache};
@@ -87,8 +88,8 @@ fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts
     };
     let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring };
     let cpu_bytes = if place == Place::Streamed { 1.0 } else { 1e9 };
-    let speeds = Speeds { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
-    GpuExperts::new(b.cuda().clone(), on_cpu(store), store.header().precision, sizes, speeds, None::<Prefill>).unwrap()
+    let costs = CostModel { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
+    GpuExperts::new(b.cuda().clone(), on_cpu(store), store.header().precision, sizes, costs, None::<Prefill>).unwrap()
 }
 
 /// Random choices, ids that are no experts among them, and an expert that most tokens choose.

@@ -21,6 +21,7 @@ use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
+use super::cost::CostModel;
 use super::residency::{Move, Use};
 use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
 use crate::Result;
@@ -37,57 +38,6 @@ const FEW_TOKENS: usize = 4;
 
 /// Tokens up to which a batch is no prompt, whatever the user says of prompts.
 const NO_PROMPT: usize = 8;
-
-/// What can be done with a batch, from measured speeds.
-#[derive(Clone, Copy, Debug)]
-pub struct Speeds {
-    /// Bytes of experts that the CPU reads in a second.
-    pub cpu_bytes: f64,
-    /// Products of a weight and an activation that it computes in a second, many tokens to an expert.
-    pub cpu_products: f64,
-    /// Bytes that cross PCIe in a second.
-    pub pcie_bytes: f64,
-}
-
-impl Speeds {
-    /// What kernels reach of plain reading's bandwidth.
-    pub const CPU_SHARE: f64 = 0.9;
-
-    /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with
-    /// `top_k` each.
-    pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
-        let weights = (3 * layout.gate.n * layout.gate.k) as f64;
-        let share = top_k as f64 / all as f64;
-        let chosen = Self::chosen(all, tokens, top_k);
-        (chosen * layout.bytes() as f64 / self.cpu_bytes).max(tokens as f64 * share * weights / self.cpu_products)
-    }
-
-    /// The share of `all` experts that at least one of `tokens` tokens chooses, in the mean.
-    fn chosen(all: usize, tokens: usize, top_k: usize) -> f64 {
-        1.0 - (1.0 - top_k as f64 / all as f64).powi(tokens.min(1 << 20) as i32)
-    }
-
-    /// Whether so few experts are chosen that only those should cross.
-    fn picks(all: usize, tokens: usize, top_k: usize) -> bool {
-        Self::chosen(all, tokens, top_k) < 0.7
-    }
-
-    /// How many of `experts` to stream for `tokens` tokens with `top_k` each, so that PCIe and CPU end together.
-    pub fn streamed(&self, experts: usize, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> usize {
-        let cpu = self.cpu_seconds(all, tokens, top_k, layout);
-        let crossing = if Self::picks(all, tokens, top_k) { Self::chosen(all, tokens, top_k) } else { 1.0 };
-        let stream = crossing * layout.bytes() as f64 / self.pcie_bytes;
-        let together = |n: usize| (n as f64 * stream).max((experts - n) as f64 * cpu);
-        // A split costs the hand-over of all hidden states: it must pay.
-        let (all_cpu, all_streamed) = (experts as f64 * cpu, experts as f64 * stream);
-        let best = (0..=experts).min_by(|&a, &b| together(a).total_cmp(&together(b))).unwrap_or(0);
-        match together(best) < 0.85 * all_cpu.min(all_streamed) {
-            true => best,
-            false if all_cpu <= all_streamed => 0,
-            false => experts,
-        }
-    }
-}
 
 /// What the executor allocates for.
 #[derive(Clone, Copy, Debug)]
@@ -116,7 +66,7 @@ pub struct GpuExperts {
     layers: usize,
     experts: usize,
     sizes: Sizes,
-    speeds: Speeds,
+    costs: CostModel,
     forced: Option<Prefill>,
 
     resident: DeviceBuffer<u8>,                // [layers, resident, stride]
@@ -180,7 +130,7 @@ impl GpuExperts {
         mut cpu: CpuExperts,
         precision: Precision,
         sizes: Sizes,
-        speeds: Speeds,
+        costs: CostModel,
         forced: Option<Prefill>,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
@@ -228,7 +178,7 @@ impl GpuExperts {
             between: DeviceBetween::new(&cuda, cpu.between(), layers)?,
             layers,
             experts,
-            speeds,
+            costs,
             forced,
             tables: DeviceBuffer::from_slice(&cuda, &tables)?,
             marks: None,
@@ -281,7 +231,7 @@ impl GpuExperts {
             Some(Prefill::Cpu) if !must => 0,
             Some(Prefill::Gpu) if tokens > NO_PROMPT => others,
             _ if must => others,
-            _ => self.speeds.streamed(others, self.experts, tokens, self.sizes.top_k, &self.layout),
+            _ => self.costs.streamed(others, self.experts, tokens, self.sizes.top_k, &self.layout),
         }
     }
 
@@ -346,7 +296,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             self.handoff.publish(&self.cuda, layer, x, routing, table, self.experts, self.counts(layer));
         }
         let gpu = if streamed > 0 {
-            match Speeds::picks(self.experts, tokens, top_k) {
+            match CostModel::picks(self.experts, tokens, top_k) {
                 true => self.stream_chosen(layer, streamed, x, routing, cpu)?,
                 false => self.stream(layer, streamed, x, routing, cpu)?,
             }

@@ -21,7 +21,8 @@ use crate::backend::Routing;
 use crate::backend::cuda::CudaBackend;
 use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::Cuda;
-use crate::experts::gpu::{GpuExperts, Prefill, Sizes, Speeds};
+use crate::experts::cost::CostModel;
+use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
 use crate::experts::{Between, CpuExperts, ExpertExecutor};
 use crate::forward::Model;
 use crate::forward::kv_cache::KvCache;
@@ -63,7 +64,7 @@ pub(super) fn assemble(
             let between = Between::load(resident, model)?;
             let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(between);
             let measured = if all {
-                Speeds { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
+                CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
             } else {
                 measure(&cuda, &team, &mut cpu, &sizes)?
             };
@@ -103,7 +104,7 @@ pub(super) fn assemble(
 fn describe(
     plan: &GpuPlan,
     model: &ModelConfig,
-    speeds: Option<Speeds>,
+    speeds: Option<CostModel>,
     library: Option<String>,
     expected: &Expected,
 ) -> String {
@@ -147,13 +148,13 @@ const DEVICE_TURN: Duration = Duration::from_micros(400);
 const SAMPLE_BYTES: usize = 128 << 20;
 
 /// Measures what decides where experts run.
-fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -> Result<Speeds> {
+fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -> Result<CostModel> {
     let sample = SAMPLE_BYTES
         .min((topology::available_bytes() / 16) as usize)
         .min(cpu.memory().bytes() as usize)
         .next_multiple_of(4096);
     let pcie_bytes = cuda.pcie_bandwidth(sample)?;
-    let cpu_bytes = Speeds::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
+    let cpu_bytes = CostModel::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 
     let layout = cpu.memory().cache().layout();
     let (experts, tokens) = (cpu.memory().cache().num_experts(), sizes.cpu_tokens.min(128));
@@ -168,5 +169,5 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
     let products = (3 * layout.gate.n * layout.gate.k * tokens * sizes.top_k) as f64;
-    Ok(Speeds { cpu_bytes, cpu_products: products / seconds, pcie_bytes })
+    Ok(CostModel { cpu_bytes, cpu_products: products / seconds, pcie_bytes })
 }

@@ -196,7 +196,7 @@ mod gpu {
     use crate::Error;
     use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::{Cuda, DeviceInfo};
-    use crate::experts::gpu::Speeds as CostModel;
+    use crate::experts::cost::CostModel;
     use crate::load::budget::open_gpu;
     use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, on_gpu};
 

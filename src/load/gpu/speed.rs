@@ -4,7 +4,7 @@ use super::plan::GpuPlan;
 use crate::Result;
 use crate::config::PrefillOn;
 use crate::cuda::DeviceInfo;
-use crate::experts::gpu::Speeds;
+use crate::experts::cost::CostModel;
 use crate::load::spec::Spec;
 use crate::load::speed::{Expected, Work};
 
@@ -14,7 +14,7 @@ pub struct GpuRates {
     /// Bytes of VRAM.
     pub vram_bytes: f64,
     /// Of what experts in RAM need; `None` where there are none.
-    pub speeds: Option<Speeds>,
+    pub speeds: Option<CostModel>,
 }
 
 /// Products a second of long prompts: measured on Hopper, elsewhere in proportion to the width of the tensor cores.
@@ -89,7 +89,7 @@ mod tests {
             total_bytes: 140 << 30,
             free_bytes: 140 << 30,
         };
-        let speeds = Speeds { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
+        let speeds = CostModel { cpu_bytes: 0.9 * 137e9, cpu_products: 1.5e12, pcie_bytes: 55e9 };
         for (name, resident, decode, prefill) in [
             ("qwen3-30b-a3b", None, 398.0, 50_000.0),
             ("qwen3-30b-a3b", Some(0), 98.0, 30_100.0),
