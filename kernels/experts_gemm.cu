@@ -1,9 +1,9 @@
 // Routed experts over many tokens: the grouped products of the tiles that experts_sort.cu has cut, and their sum.
 //
 //   gate_up   h[i, intermediate] = silu(gate_e x[token]) * (up_e x[token])    for the pair at position i of pair_slot;
-//   or what `between` says (between.cuh) down      y[pair, hidden] = down_e h[i] + bias_e                          rows
-//   of pairs not computed here are left alone combine   out[token] += sum_slot weight[token, slot] * y[pair] in order
-//   of slots, those whose expert is here
+//   or what `epilogue` says (epilogue.cuh) down      y[pair, hidden] = down_e h[i] + bias_e rows of pairs not computed
+//   here are left alone combine   out[token] += sum_slot weight[token, slot] * y[pair] in order of slots, those whose
+//   expert is here
 //
 // h [pairs, intermediate] and y [pairs, hidden] are bf16, sums f32. TOKENS is one of 16, 32, 64, 128, the tile_tokens
 // given to experts_sort; choose it by the pairs of an expert on average, tokens * top_k / num_experts: 16 up to 12, 32
@@ -15,10 +15,10 @@
 //   experts_gate_up_FORMAT_tTOKENS   grid (ceil(ceil(intermediate / 16) / 4), pairs / TOKENS + num_experts), block 128
 //       (tiles: *const int4, pair_slot: *const i32, experts: *const u64, x: *const bf16 [tokens, hidden], h: *mut bf16,
 //       hidden: i32, intermediate: i32,
-//        group: i32, f16: i32 (scales are, not bf16), top_k: i32, between: Between)
+//        group: i32, f16: i32 (scales are, not bf16), top_k: i32, epilogue: Epilogue)
 //   experts_down_FORMAT_tTOKENS      grid (ceil(ceil(hidden / 16) / 8), pairs / TOKENS + num_experts), block 128
 //       (tiles, pair_slot, experts, h: *const bf16, y: *mut bf16, hidden: i32, intermediate: i32, group: i32, f16: i32,
-//       top_k: i32, between: Between)
+//       top_k: i32, epilogue: Epilogue)
 //   Dynamic shared bytes of both (GemmShape::SHARED; above 48 KB the function's limit must be raised first):
 //       TOKENS         16      32      64     128     on Hopper      64     128
 //       int4_g64    51200   67584   50176   82944                 75264  103680
@@ -31,12 +31,12 @@
 //       (ids: *const i32 [tokens, top_k], weights: *const f32 [tokens, top_k], experts: *const u64, y: *const bf16,
 //       out: *mut f32 [tokens, hidden],
 //        hidden: i32, num_experts: i32, top_k: i32), top_k <= 32, hidden a multiple of 8
-#include "between.cuh"
+#include "epilogue.cuh"
 #include "packed_gemm.cuh"
 
 template <class S>
 __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* x,
-    bf16* h, int hidden, int intermediate, int group, bool f16, int top_k, const Between& between) {
+    bf16* h, int hidden, int intermediate, int group, bool f16, int top_k, const Epilogue& epilogue) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
@@ -56,9 +56,9 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const int token = token_at + 8 * j + c;
-                    const float first = activate(between, tile.x, row, intermediate, acc[i][j][c], acc[i + 1][j][c]);
+                    const float first = activate(epilogue, tile.x, row, intermediate, acc[i][j][c], acc[i + 1][j][c]);
                     const float second =
-                        activate(between, tile.x, row + 1, intermediate, acc[i][j][c + 2], acc[i + 1][j][c + 2]);
+                        activate(epilogue, tile.x, row + 1, intermediate, acc[i][j][c + 2], acc[i + 1][j][c + 2]);
                     if (token < tokens)
                         *reinterpret_cast<uint32_t*>(h + (size_t)(tile.y + token) * intermediate + row) =
                             pack_bf16(first, second);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
 
 template <class S>
 __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,
-    bf16* y, int hidden, int intermediate, int group, bool f16, const Between& between) {
+    bf16* y, int hidden, int intermediate, int group, bool f16, const Epilogue& epilogue) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
                 for (int i = 0; i < S::WARP_TILES; i++) {
                     const int row = (first_tile + tile_at + i) * TILE_ROWS + row_at;
                     if (row >= hidden) continue;
-                    const float first = acc[i][j][c] + down_bias(between, tile.x, row, hidden),
-                                second = acc[i][j][c + 2] + down_bias(between, tile.x, row + 1, hidden);
+                    const float first = acc[i][j][c] + down_bias(epilogue, tile.x, row, hidden),
+                                second = acc[i][j][c + 2] + down_bias(epilogue, tile.x, row + 1, hidden);
                     *reinterpret_cast<uint32_t*>(to + row) = pack_bf16(first, second);
                 }
             }
@@ -104,15 +104,15 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
 #define GROUPED(format, F, SPAN, TOKENS)                                                                               \
     KERNEL_BLOCKS(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles,          \
         const int* pair_slot, const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate,           \
-        int group, int f16, int top_k, const __grid_constant__ Between between) {                                      \
+        int group, int f16, int top_k, const __grid_constant__ Epilogue epilogue) {                                    \
         gate_up<GemmShape<F, SPAN, TOKENS>>(                                                                           \
-            tiles, pair_slot, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, top_k, between);          \
+            tiles, pair_slot, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, top_k, epilogue);         \
     }                                                                                                                  \
     KERNEL_BLOCKS(experts_down_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles,             \
         const int* pair_slot, const uint64_t* experts, const bf16* h, bf16* y, int hidden, int intermediate,           \
-        int group, int f16, int, const __grid_constant__ Between between) {                                            \
+        int group, int f16, int, const __grid_constant__ Epilogue epilogue) {                                          \
         down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
-            tiles, pair_slot, experts, h, y, hidden, intermediate, group, F != MXFP4 && f16, between);                 \
+            tiles, pair_slot, experts, h, y, hidden, intermediate, group, F != MXFP4 && f16, epilogue);                \
     }
 #define GROUPED_ALL(format, F, SPAN)                                                                                   \
     GROUPED(format, F, SPAN, 16) GROUPED(format, F, SPAN, 32) GROUPED(format, F, SPAN, 64) GROUPED(format, F, SPAN, 128)

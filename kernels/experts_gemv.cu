@@ -3,8 +3,8 @@
 //
 //   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token])           pair = token * top_k + slot;
 //   pairs not computed here are left alone;
-//                                                                                       or what `between` says
-//                                                                                       (between.cuh)
+//                                                                                       or what `epilogue` says
+//                                                                                       (epilogue.cuh)
 //   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e)   f32, one writer
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The
@@ -16,11 +16,11 @@
 //
 //   experts_gate_up_gemv_FORMAT   grid (ceil(intermediate / 16), tokens * top_k), block 256, no dynamic shared memory
 //       (ids: *const i32 [tokens, top_k], experts: *const u64, x: *const bf16, h: *mut bf16, hidden: i32, intermediate:
-//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, between: Between)
+//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, epilogue: Epilogue)
 //   experts_down_gemv_FORMAT      grid (ceil(hidden / 16), tokens), block 512, no dynamic shared memory
 //       (ids, weights: *const f32 [tokens, top_k], experts, h: *const bf16, out: *mut f32, hidden: i32, intermediate:
-//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, between: Between)
-#include "between.cuh"
+//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, epilogue: Epilogue)
+#include "epilogue.cuh"
 #include "packed_gemv.cuh"
 
 constexpr int GATE_UP_THREADS = 256, GATE_UP_WARPS = GATE_UP_THREADS / WARP, DOWN_THREADS = 512,
@@ -35,7 +35,7 @@ struct At {
 
 template <Format F, int DEPTH>
 __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts, const bf16* x, bf16* h, int hidden,
-    int intermediate, int group, bool f16, int num_experts, int top_k, const Between& between) {
+    int intermediate, int group, bool f16, int num_experts, int top_k, const Epilogue& epilogue) {
     __shared__ float part[GATE_UP_WARPS][TILE_ROWS];
     const int pair = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     begin_kernel();
@@ -60,12 +60,13 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
     float gate = 0.0f, up = 0.0f;
 #pragma unroll
     for (int w = 0; w < GATE_UP_WARPS; w += 2) gate += part[w][threadIdx.x], up += part[w + 1][threadIdx.x];
-    h[(size_t)pair * intermediate + to] = to_bf16(activate(between, e, to, intermediate, gate, up));
+    h[(size_t)pair * intermediate + to] = to_bf16(activate(epilogue, e, to, intermediate, gate, up));
 }
 
 template <Format F, int DEPTH>
 __device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
-    float* out, int hidden, int intermediate, int group, bool f16, int num_experts, int top_k, const Between& between) {
+    float* out, int hidden, int intermediate, int group, bool f16, int num_experts, int top_k,
+    const Epilogue& epilogue) {
     __shared__ float part[DOWN_WARPS][TILE_ROWS];
     const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Lane j knows slot j; those that are here, in order, share out the units.
@@ -111,11 +112,11 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     const int to = blockIdx.x * TILE_ROWS + lane;
     const bool exists = lane < TILE_ROWS && to < hidden;
     float total = 0.0f;
-    if (between.down) {
+    if (epilogue.down) {
         for (int s = 0; s < slots; s++) {
             const int from = __shfl_sync(ALL_LANES, e, s);
             const float share = __shfl_sync(ALL_LANES, weight, s);
-            if (exists) total += share * between.down[(size_t)from * hidden + to];
+            if (exists) total += share * epilogue.down[(size_t)from * hidden + to];
         }
     }
     if (!exists) return;
@@ -127,15 +128,15 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
 #define GEMV(format, F, DEPTH, DOWN_DEPTH)                                                                             \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, const int* ids, const uint64_t* experts, const bf16* x,     \
         bf16* h, int hidden, int intermediate, int group, int f16, int num_experts, int top_k,                         \
-        const __grid_constant__ Between between) {                                                                     \
+        const __grid_constant__ Epilogue epilogue) {                                                                   \
         gate_up<F, DEPTH>(                                                                                             \
-            ids, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, between);          \
+            ids, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, epilogue);         \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, const int* ids, const float* weights, const uint64_t* experts,    \
         const bf16* h, float* out, int hidden, int intermediate, int group, int f16, int num_experts, int top_k,       \
-        const __grid_constant__ Between between) {                                                                     \
+        const __grid_constant__ Epilogue epilogue) {                                                                   \
         down<F, DOWN_DEPTH>(ids, weights, experts, h, out, hidden, intermediate, group, F != MXFP4 && f16,             \
-            num_experts, top_k, between);                                                                              \
+            num_experts, top_k, epilogue);                                                                             \
     }
 #ifndef INT4_DEPTH
 #define INT4_DEPTH 8

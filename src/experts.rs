@@ -2,7 +2,7 @@
 //! stream.
 //!
 //! ```text
-//! between      what stands between an expert's products
+//! epilogue     biases, and the activation between an expert's products
 //! memory       the bytes of every expert: mapped, copied, a slice per NUMA node
 //! cpu          all experts on the CPU
 //! cost         what experts in RAM cost on the CPU and over PCIe
@@ -14,9 +14,9 @@
 //!
 //! Imports machine, kernel, cuda, model and backend. Read `cpu` first.
 
-pub mod between;
 pub mod cost;
 pub mod cpu;
+pub mod epilogue;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod memory;
@@ -25,8 +25,8 @@ pub mod service;
 #[cfg(feature = "cuda")]
 pub mod stream;
 
-pub use between::Between;
 pub use cpu::{CpuExperts, Pace};
+pub use epilogue::Epilogue;
 pub use memory::ExpertMemory;
 pub use service::{ExpertService, RowType, ServedLayer};
 

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
 
-use super::between::Between;
+use super::epilogue::Epilogue;
 use super::memory::ExpertMemory;
 use super::{ExpertExecutor, Traffic};
 use crate::Result;
@@ -101,7 +101,7 @@ impl Active {
 /// All routed experts of a model, computed where they lie.
 pub struct CpuExperts {
     memory: Arc<ExpertMemory>,
-    between: Between,
+    epilogue: Epilogue,
     claims: Vec<[Claims; 2]>, // [nodes], of each phase
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
@@ -154,7 +154,7 @@ impl CpuExperts {
             pace: Pace::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
             memory,
-            between: Between::default(),
+            epilogue: Epilogue::default(),
             team,
             kernel,
             layout,
@@ -162,14 +162,14 @@ impl CpuExperts {
     }
 
     /// With biases, and another activation than SiLU.
-    pub fn with(self, between: Between) -> Self {
-        Self { between, ..self }
+    pub fn with(self, epilogue: Epilogue) -> Self {
+        Self { epilogue, ..self }
     }
 
-    /// What is between products.
+    /// Biases and activation.
     #[cfg(feature = "cuda")]
-    pub(super) fn between(&self) -> &Between {
-        &self.between
+    pub(super) fn epilogue(&self) -> &Epilogue {
+        &self.epilogue
     }
 
     /// Goes on at another pace.
@@ -340,7 +340,7 @@ impl CpuExperts {
             kernel: self.kernel,
             layout: self.layout,
             memory: &self.memory,
-            between: &self.between,
+            epilogue: &self.epilogue,
             layer: self.layer,
             active: &self.active,
             pair_tokens: &self.pair_tokens[..pairs],
@@ -366,7 +366,7 @@ struct Step<'a> {
     kernel: &'a dyn Kernel,
     layout: ExpertLayout,
     memory: &'a ExpertMemory,
-    between: &'a Between,
+    epilogue: &'a Epilogue,
     layer: usize,
     active: &'a [Active],
     pair_tokens: &'a [u32],
@@ -552,7 +552,7 @@ impl<'a> Step<'a> {
                 gate.as_chunks_mut::<TILE_ROWS>().0[i] = *from_gate;
                 up.as_chunks_mut::<TILE_ROWS>().0[i] = *from_up;
             }
-            self.between.activate(self.kernel, (self.layer, active.expert), &rows, width, (gate, up, h));
+            self.epilogue.activate(self.kernel, (self.layer, active.expert), &rows, width, (gate, up, h));
             for (pair, h) in pairs.zip(h.chunks_exact(width)) {
                 // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tiles.
                 let to = unsafe { self.hidden.slice_mut(pair * n + rows.start..pair * n + rows.end) };
@@ -572,7 +572,7 @@ impl<'a> Step<'a> {
             // SAFETY: after the second barrier nobody writes these rows.
             let h = unsafe { self.hidden_q.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
-            self.between.finish((self.layer, active.expert), &rows, width, y);
+            self.epilogue.finish((self.layer, active.expert), &rows, width, y);
             for (pair, y) in pairs.zip(y.chunks_exact(width)) {
                 let token = self.pair_tokens[pair] as usize;
                 // SAFETY: in phase 2 these columns of `out` belong to whoever claimed the tile.

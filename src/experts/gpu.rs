@@ -10,7 +10,7 @@
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
 
-mod between;
+mod epilogue;
 mod handoff;
 mod learning;
 mod ring;
@@ -27,7 +27,7 @@ use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
 use crate::Result;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor, packed};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Registered, launch};
-use between::DeviceBetween;
+use epilogue::DeviceEpilogue;
 use handoff::Handoff;
 use learning::Learning;
 use ring::Ring;
@@ -62,7 +62,7 @@ pub struct GpuExperts {
     memory: Arc<ExpertMemory>,
     layout: ExpertLayout,
     format: packed::Format,
-    between: DeviceBetween,
+    epilogue: DeviceEpilogue,
     layers: usize,
     experts: usize,
     sizes: Sizes,
@@ -175,7 +175,7 @@ impl GpuExperts {
         let half = (sizes.ring / 2).min(experts - sizes.resident);
         Ok(Self {
             format: precision.into(),
-            between: DeviceBetween::new(&cuda, cpu.between(), layers)?,
+            epilogue: DeviceEpilogue::new(&cuda, cpu.epilogue(), layers)?,
             layers,
             experts,
             costs,
@@ -275,10 +275,10 @@ impl GpuExperts {
         let rows = pairs / tile + experts;
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(16).div_ceil(4), rows, 1], 128, shared;
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32, intermediate as i32, self.format.group,
-            self.format.f16, top_k as i32, self.between.of(layer));
+            self.format.f16, top_k as i32, self.epilogue.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(16).div_ceil(8), rows, 1], 128, shared;
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32, intermediate as i32,
-            self.format.group, self.format.f16, top_k as i32, self.between.of(layer));
+            self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
     }
 }
 
@@ -307,7 +307,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
             launch!(self.cuda, &self.cuda.compute, self.format.few().0, [self.layout.down.k.div_ceil(16), tokens * top_k, 1], 256, 0;
                 routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.format.f16, self.experts as i32,
-                top_k as i32, self.between.of(layer));
+                top_k as i32, self.epilogue.of(layer));
             Some(Gpu::Few { table })
         } else {
             self.grouped(layer, table, x, routing, Address::NULL);
@@ -332,7 +332,7 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
             Some(Gpu::Few { table }) => {
                 launch!(self.cuda, stream, self.format.few().1, [hidden.div_ceil(16), tokens, 1], 512, 0;
                     ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.format.f16,
-                    self.experts as i32, top_k as i32, self.between.of(layer));
+                    self.experts as i32, top_k as i32, self.epilogue.of(layer));
             }
             Some(Gpu::Many { table }) => {
                 launch!(self.cuda, stream, "experts_combine", [tokens, hidden.div_ceil(2048), 1], 256, 0;

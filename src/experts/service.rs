@@ -11,7 +11,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::cpu::{CpuExperts, PARALLEL_VALUES};
-use super::{Between, ExpertMemory};
+use super::{Epilogue, ExpertMemory};
 use crate::backend::Routing;
 use crate::kernel::Kernel;
 use crate::machine::workers::{Shared, Team};
@@ -107,8 +107,8 @@ struct Compute {
 
 impl ExpertService {
     /// Computes with the team; of buffers, only those of a part are taken.
-    pub fn new(memory: Arc<ExpertMemory>, between: Between, team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
-        let cpu = CpuExperts::new(memory.clone(), team.clone(), kernel, PART_PAIRS, 1).with(between);
+    pub fn new(memory: Arc<ExpertMemory>, epilogue: Epilogue, team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
+        let cpu = CpuExperts::new(memory.clone(), team.clone(), kernel, PART_PAIRS, 1).with(epilogue);
         let compute = Mutex::new(Compute { cpu, x: Vec::new(), y: Vec::new(), routing: Routing::default() });
         Self { memory, team, compute }
     }

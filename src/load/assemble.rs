@@ -11,7 +11,7 @@ use super::{LoadProgress, Loaded, Stored};
 use crate::Result;
 use crate::backend::cpu::Cpu;
 use crate::experts::cpu::CpuExperts;
-use crate::experts::{Between, ExpertExecutor};
+use crate::experts::{Epilogue, ExpertExecutor};
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
@@ -48,7 +48,7 @@ pub fn assemble(
                 tokens,
                 moe.router.top_k,
             );
-            Some(Box::new(experts.with(Between::load(resident, model)?)))
+            Some(Box::new(experts.with(Epilogue::load(resident, model)?)))
         }
         _ => None,
     };

@@ -17,7 +17,7 @@ use super::machine::Machine;
 use super::place::place;
 use super::spec::{Kept, Spec};
 use crate::config::{EngineConfig, ExpertBits};
-use crate::experts::{Between, ExpertMemory, ExpertService};
+use crate::experts::{Epilogue, ExpertMemory, ExpertService};
 use crate::model::families;
 use crate::{Error, Result};
 
@@ -33,7 +33,7 @@ pub fn open_experts(
     machine: &Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<ExpertService> {
-    let (cache, between) = if is_cache_file(dir) {
+    let (cache, epilogue) = if is_cache_file(dir) {
         let cache = ExpertCache::open(dir)?;
         if let Some(source) = cache.header().source.as_ref().filter(|source| !source.weights_suffice) {
             return Err(Error::Invalid(format!(
@@ -43,7 +43,7 @@ pub fn open_experts(
                 source.dir
             )));
         }
-        (cache, Between::default())
+        (cache, Epilogue::default())
     } else {
         let model = families::read(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
@@ -52,10 +52,10 @@ pub fn open_experts(
             .ok_or_else(|| Error::Invalid(format!("{name} is a dense model: give a model with routed experts")))?;
         let job = cache_job(name, &checkpoint, &model, precision);
         let cache = convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?;
-        (cache, Between::load(&checkpoint, &model)?)
+        (cache, Epilogue::load(&checkpoint, &model)?)
     };
     let memory = place(cache, config, &machine.team, report)?;
-    Ok(ExpertService::new(Arc::new(memory), between, machine.team.clone(), machine.kernel))
+    Ok(ExpertService::new(Arc::new(memory), epilogue, machine.team.clone(), machine.kernel))
 }
 
 /// Whether it is a file that begins as our caches do.
@@ -107,5 +107,5 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
         bytes[..packed.len()].copy_from_slice(&packed);
     })?;
     let memory = ExpertMemory::mapped(Arc::new(cache));
-    Ok(ExpertService::new(Arc::new(memory), Between::default(), machine.team.clone(), machine.kernel))
+    Ok(ExpertService::new(Arc::new(memory), Epilogue::default(), machine.team.clone(), machine.kernel))
 }

@@ -23,7 +23,7 @@ use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::Cuda;
 use crate::experts::cost::CostModel;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
-use crate::experts::{Between, CpuExperts, ExpertExecutor};
+use crate::experts::{CpuExperts, Epilogue, ExpertExecutor};
 use crate::forward::Model;
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
@@ -61,8 +61,8 @@ pub(super) fn assemble(
                 false => config.clone(),
             };
             let memory = Arc::new(place(cache, &place_config, &team, report)?);
-            let between = Between::load(resident, model)?;
-            let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(between);
+            let epilogue = Epilogue::load(resident, model)?;
+            let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(epilogue);
             let measured = if all {
                 CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
             } else {

@@ -8,7 +8,7 @@ use super::spec::Spec;
 use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::DenseBits;
-use crate::experts::Between;
+use crate::experts::Epilogue;
 use crate::experts::cpu::CpuExperts;
 use crate::kernel::Activations;
 use crate::model::{Attention, ModelConfig};
@@ -92,7 +92,7 @@ pub(super) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
     });
     saturated(
         layers.sum::<u128>()
-            + u128::from(Between::bytes(model))
+            + u128::from(Epilogue::bytes(model))
             + wide(&[2, h, model.vocab_size])
             + linear((model.vocab_size, h)),
     )

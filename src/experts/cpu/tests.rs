@@ -254,8 +254,8 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
         "num_attention_heads": 1, "head_dim": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": 8,
         "max_position_embeddings": 8, "swiglu_limit": 0.5});
     let model = crate::model::families::parse(&config.to_string()).unwrap();
-    let between = || Between::load(&Biases, &model).unwrap();
-    assert_eq!(Between::bytes(&model), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
+    let epilogue = || Epilogue::load(&Biases, &model).unwrap();
+    assert_eq!(Epilogue::bytes(&model), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
     let store = store(hidden, width, Precision::Bf16);
     let (x, routing) = inputs(9, hidden);
     let own = |part: &str, len: usize| {
@@ -285,7 +285,7 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
         }
     }
     let run = |threads, simd, x: &[f32], routing: &Routing| {
-        run(&mut executor(store.clone(), threads, simd).with(between()), 1, x, routing)
+        run(&mut executor(store.clone(), threads, simd).with(epilogue()), 1, x, routing)
     };
     let truth = run(1, Simd::Scalar, &x, &routing);
     for (got, want) in truth.iter().map(|&bits| f32::from_bits(bits)).zip(&expected) {

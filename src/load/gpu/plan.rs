@@ -10,7 +10,7 @@ use crate::backend::tensor::HostTensor;
 use crate::config::{DenseBits, EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
-use crate::experts::{Between, CpuExperts};
+use crate::experts::{CpuExperts, Epilogue};
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
@@ -173,7 +173,7 @@ impl Planner<'_> {
         };
         let sizes = Sizes { tokens: limits.chunk_tokens, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
         let layers = model.moe_layers().count();
-        let work = GpuExperts::device_bytes(&layout, layers, moe.num_experts, &sizes) + Between::bytes(model);
+        let work = GpuExperts::device_bytes(&layout, layers, moe.num_experts, &sizes) + Epilogue::bytes(model);
         // The context first, as chosen, or a quarter of what is left; then the experts.
         match self.context(limits, &Counted { buffers: counted.buffers + work, ..counted }, block) {
             Attempt::Fits(plan) => self.experts(plan, &layout, sizes),

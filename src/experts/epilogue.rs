@@ -1,4 +1,4 @@
-//! What routed experts do beside their products: biases, and the activation between the two.
+//! The epilogue of an expert's products: biases, and the activation between the two.
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use crate::backend::source::TensorSource;
 use crate::kernel::Kernel;
 use crate::model::{Activation, ModelConfig, Moe};
 
-/// Of all layers of a model.
-pub struct Between {
+/// Biases and activation of all layers of a model.
+pub struct Epilogue {
     activation: Activation,
     biases: Vec<Biases>, // by MoE layer; empty: there are none
 }
 
-/// Of one layer.
+/// The biases of one layer.
 struct Biases {
     gate: Bias,
     up: Bias,
@@ -26,14 +26,14 @@ struct Bias {
     rows: usize,
 }
 
-impl Default for Between {
+impl Default for Epilogue {
     /// SiLU, no biases.
     fn default() -> Self {
         Self { activation: Activation::Silu, biases: Vec::new() }
     }
 }
 
-impl Between {
+impl Epilogue {
     /// As the model has it. Errors: a tensor is missing, misshapen or not finite.
     pub fn load(source: &dyn TensorSource, model: &ModelConfig) -> Result<Self> {
         let biased = model.moe_layers().filter(|(_, moe)| moe.expert_bias);
@@ -61,7 +61,7 @@ impl Between {
         Ok(Self { activation: model.moe().map_or(Activation::Silu, |moe| moe.activation), biases })
     }
 
-    /// Bytes that [`load`](Between::load) keeps.
+    /// Bytes that [`load`](Epilogue::load) keeps.
     pub fn bytes(model: &ModelConfig) -> u64 {
         let of = |moe: &Moe| 4 * moe.num_experts as u64 * (2 * moe.intermediate_size + model.hidden_size) as u64;
         model.moe_layers().filter(|(_, moe)| moe.expert_bias).map(|(_, moe)| of(moe)).fold(0, u64::saturating_add)

@@ -1,23 +1,23 @@
-//! What stands between an expert's products, on the device (kernels/between.cuh).
+//! The epilogue of an expert's products on the device (kernels/epilogue.cuh).
 
 use std::sync::Arc;
 
 use crate::Result;
 use crate::cuda::kernels::Argument;
 use crate::cuda::{Address, Cuda, DeviceBuffer};
-use crate::experts::Between;
+use crate::experts::Epilogue;
 use crate::model::Activation;
 
 /// Biases and activation of all layers.
-pub(super) struct DeviceBetween {
+pub(super) struct DeviceEpilogue {
     activation: Activation,
     biases: Vec<[DeviceBuffer<f32>; 3]>, // by MoE layer: of gate, up and down, [experts, rows]; empty: there are none
 }
 
-/// `Between` of the kernels' file.
+/// `Epilogue` of kernels/epilogue.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct OfLayer {
+pub(super) struct LayerEpilogue {
     gate: Address<f32>,
     up: Address<f32>,
     down: Address<f32>,
@@ -27,11 +27,11 @@ pub(super) struct OfLayer {
 
 // SAFETY: the struct in the kernels' file has the same fields.
 #[allow(unsafe_code)]
-unsafe impl Argument for OfLayer {}
+unsafe impl Argument for LayerEpilogue {}
 
-impl DeviceBetween {
+impl DeviceEpilogue {
     /// Copies the biases of `layers` layers to the device.
-    pub(super) fn new(cuda: &Arc<Cuda>, host: &Between, layers: usize) -> Result<Self> {
+    pub(super) fn new(cuda: &Arc<Cuda>, host: &Epilogue, layers: usize) -> Result<Self> {
         let upload = |[gate, up, down]: [&[f32]; 3]| {
             let upload = |bias| DeviceBuffer::from_slice(cuda, bias);
             Ok([upload(gate)?, upload(up)?, upload(down)?])
@@ -40,14 +40,14 @@ impl DeviceBetween {
         Ok(Self { activation: host.activation(), biases })
     }
 
-    /// What kernels are told of a MoE layer.
-    pub(super) fn of(&self, layer: usize) -> OfLayer {
+    /// A MoE layer's, as kernels take it.
+    pub(super) fn of(&self, layer: usize) -> LayerEpilogue {
         let (limit, alpha) = match self.activation {
             Activation::Silu => (0.0, 0.0),
             Activation::ClampedSwiglu { limit, alpha } => (limit, alpha),
         };
         let [gate, up, down] =
             self.biases.get(layer).map_or([Address::NULL; 3], |biases| biases.each_ref().map(DeviceBuffer::address));
-        OfLayer { gate, up, down, limit, alpha }
+        LayerEpilogue { gate, up, down, limit, alpha }
     }
 }
