@@ -6,7 +6,8 @@
 //! memory       the bytes of every expert: mapped, copied, a slice per NUMA node
 //! cpu          all experts on the CPU
 //! cost         what experts in RAM cost on the CPU and over PCIe
-//! residency    who is in VRAM
+//! residency    which expert is in VRAM, which in RAM
+//! popularity   how often each is chosen, and which should move
 //! gpu          each expert where it is cheapest: VRAM, the link, the CPU
 //! service      experts alone, for other engines
 //! stream       the same inside another engine's CUDA stream
@@ -20,6 +21,7 @@ pub mod epilogue;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod memory;
+pub mod popularity;
 pub mod residency;
 pub mod service;
 #[cfg(feature = "cuda")]

@@ -12,7 +12,7 @@ use common::gpu::{need_gpu, on_gpu};
 use common::{Fixture, greedy};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::engine::capture::{Wanted, capture};
-use moebius::experts::residency::Use;
+use moebius::experts::popularity::Popularity;
 use moebius::load::{self, Loaded};
 
 const RESIDENT: usize = 3;
@@ -66,7 +66,7 @@ fn the_most_chosen_become_residents() {
 
     let files: Vec<_> = std::fs::read_dir(cache.path()).unwrap().flat_map(|f| walk(&f.unwrap().path())).collect();
     let path = files.iter().find(|path| path.extension().is_some_and(|e| e == "use")).expect("counts are saved");
-    let used = Use::load(path, layers, experts).expect("what was saved is read");
+    let used = Popularity::load(path, layers, experts).expect("what was saved is read");
     assert!(
         (0..layers).any(|layer| used.order(layer)[..RESIDENT] != [0, 1, 2]),
         "a fixture that happens to prefer its first experts"

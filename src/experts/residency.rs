@@ -1,128 +1,72 @@
-//! Which experts are worth a place on the device: those chosen most, as counted while the model runs.
-//!
-//! ```text
-//! counts   of every expert of every layer, halved every so many tokens, kept in a file beside the cache
-//! start    the most chosen of each layer become residents
-//! running  now and then: where an outsider is chosen clearly more often than a resident, they change places
-//! ```
+//! Where every routed expert lives: one table, and the moves that change it.
 
-use std::path::{Path, PathBuf};
-
-use crate::{Error, Result};
-
-/// Tokens after which a choice counts half.
-const HALF_LIFE: f64 = 50_000.0;
-
-/// An outsider must be chosen so much more often than a resident that a move pays, and chance does not move experts
-/// back and forth.
-const CLEARLY: (f32, f32) = (1.25, 8.0); // times, plus
-
-/// First line of the file.
-const HEADER: &str = "moebius expert use 1";
-
-/// How often the experts were chosen.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Use {
-    layers: usize,
-    experts: usize,
-    counts: Vec<f32>, // [layers, experts]
+/// Where an expert's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In VRAM, in this slot of its layer.
+    Vram(usize),
+    /// In RAM alone.
+    Ram,
 }
 
-/// An outsider that takes a resident's place.
+/// An expert in RAM that takes a slot of VRAM; the one that was there goes back to RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     /// Counted among MoE layers.
     pub layer: usize,
-    /// Where the resident is in its layer's order.
-    pub resident: usize,
-    /// Where the outsider is.
-    pub outsider: usize,
+    /// The slot in its layer.
+    pub slot: usize,
+    /// The expert that comes.
+    pub expert: u16,
 }
 
-impl Use {
-    /// Nothing is known yet.
-    pub fn new(layers: usize, experts: usize) -> Self {
-        Self { layers, experts, counts: vec![0.0; layers * experts] }
+/// The place of each expert of each layer. All slots of VRAM are taken, as many in each layer.
+#[derive(Clone, Debug)]
+pub struct Residency {
+    slots: usize,
+    layers: Vec<Vec<u16>>, // [layers, experts]: those in VRAM by slot, then those in RAM, the most chosen first
+}
+
+impl Residency {
+    /// The first `slots` experts of each layer's order are in VRAM.
+    pub fn new(orders: impl IntoIterator<Item = Vec<u16>>, slots: usize) -> Self {
+        let layers: Vec<Vec<u16>> = orders.into_iter().collect();
+        assert!(layers.iter().all(|layer| slots <= layer.len()), "{slots} slots are more than there are experts");
+        Self { slots, layers }
     }
 
-    /// Adds choices, `[layers, experts]`, that some tokens with `top_k` each made.
-    pub fn add(&mut self, choices: &[u32], top_k: usize) {
-        assert_eq!(choices.len(), self.counts.len());
-        let all: f64 = choices.iter().map(|&n| f64::from(n)).sum();
-        let tokens = all / (self.layers * top_k).max(1) as f64;
-        let keep = 0.5f64.powf(tokens / HALF_LIFE) as f32;
-        for (count, &new) in self.counts.iter_mut().zip(choices) {
-            *count = *count * keep + new as f32;
+    /// MoE layers.
+    pub fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Slots of VRAM of each layer.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// The experts of a layer that are in VRAM, by slot.
+    pub fn in_vram(&self, layer: usize) -> &[u16] {
+        &self.layers[layer][..self.slots]
+    }
+
+    /// The experts of a layer that are in RAM alone, in the order in which they cross.
+    pub fn in_ram(&self, layer: usize) -> &[u16] {
+        &self.layers[layer][self.slots..]
+    }
+
+    /// Where an expert is.
+    pub fn place(&self, layer: usize, expert: u16) -> Place {
+        match self.in_vram(layer).iter().position(|&other| other == expert) {
+            Some(slot) => Place::Vram(slot),
+            None => Place::Ram,
         }
     }
 
-    /// The experts of a layer, the most chosen first; equals by number.
-    pub fn order(&self, layer: usize) -> Vec<u16> {
-        let counts = &self.counts[layer * self.experts..(layer + 1) * self.experts];
-        let mut order: Vec<u16> = (0..self.experts as u16).collect();
-        order.sort_by(|&a, &b| counts[b as usize].total_cmp(&counts[a as usize]));
-        order
-    }
-
-    /// At most `limit` moves that gain most, one in a layer; the first `residents` of each order are residents.
-    pub fn moves(&self, orders: &[Vec<u16>], residents: usize, limit: usize) -> Vec<Move> {
-        if residents == 0 || residents >= self.experts {
-            return Vec::new();
-        }
-        let (times, plus) = CLEARLY;
-        let mut moves: Vec<(f32, Move)> = Vec::new();
-        for (layer, order) in orders.iter().enumerate() {
-            let count = |place: usize| self.counts[layer * self.experts + order[place] as usize];
-            let by_count = |a: &usize, b: &usize| count(*a).total_cmp(&count(*b));
-            let (Some(resident), Some(outsider)) =
-                ((0..residents).min_by(by_count), (residents..self.experts).max_by(by_count))
-            else {
-                continue;
-            };
-            if count(outsider) > times * count(resident) + plus {
-                moves.push((count(outsider) - count(resident), Move { layer, resident, outsider }));
-            }
-        }
-        moves.sort_by(|a, b| b.0.total_cmp(&a.0));
-        moves.into_iter().take(limit).map(|(_, m)| m).collect()
-    }
-
-    /// The file beside a cache.
-    pub fn path_of(cache: &Path) -> PathBuf {
-        cache.with_extension("use")
-    }
-
-    /// Reads what was saved for a model of so many layers and experts; `None` if there is nothing that fits.
-    pub fn load(path: &Path, layers: usize, experts: usize) -> Option<Self> {
-        let text = moebius_cache::file::read_text(path).ok()?;
-        let mut lines = text.lines();
-        if lines.next()? != HEADER {
-            return None;
-        }
-        let row = |line: &str| {
-            line.split(' ')
-                .map(|n| n.parse().ok().filter(|n: &f32| n.is_finite() && *n >= 0.0))
-                .collect::<Option<Vec<f32>>>()
-        };
-        let rows: Vec<Vec<f32>> = lines.map(row).collect::<Option<_>>()?;
-        let fits = rows.len() == layers && rows.iter().all(|row| row.len() == experts);
-        fits.then(|| Self { layers, experts, counts: rows.concat() })
-    }
-
-    /// Writes it as a whole or not at all. Errors: `Error::Io`.
-    pub fn save(&self, path: &Path) -> Result<()> {
-        let mut text = String::from(HEADER);
-        for row in self.counts.chunks(self.experts) {
-            text.push('\n');
-            let numbers: Vec<String> = row.iter().map(|n| format!("{n:.1}")).collect();
-            text += &numbers.join(" ");
-        }
-        let partial = path.with_extension(format!("use.{}", std::process::id()));
-        let written = std::fs::write(&partial, text).and_then(|()| std::fs::rename(&partial, path));
-        written.map_err(|e| {
-            let _ = std::fs::remove_file(&partial);
-            Error::io(path)(e)
-        })
+    /// Makes a move. Panics: the expert is not in RAM (a bug).
+    pub fn make(&mut self, Move { layer, slot, expert }: Move) {
+        let rank = self.in_ram(layer).iter().position(|&other| other == expert).expect("a move is out of RAM");
+        self.layers[layer].swap(slot, self.slots + rank);
     }
 }
 
@@ -130,67 +74,14 @@ impl Use {
 mod tests {
     use super::*;
 
-    fn choices(layers: usize, experts: usize, of: impl Fn(usize, usize) -> u32) -> Vec<u32> {
-        (0..layers * experts).map(|i| of(i / experts, i % experts)).collect()
-    }
-
     #[test]
-    fn the_most_chosen_come_first() {
-        let mut used = Use::new(2, 4);
-        used.add(&choices(2, 4, |layer, expert| [[1, 9, 5, 9], [3, 0, 0, 8]][layer][expert]), 2);
-        assert_eq!(used.order(0), [1, 3, 2, 0]);
-        assert_eq!(used.order(1), [3, 0, 1, 2]);
-    }
-
-    #[test]
-    fn moves_gain_most_and_end() {
-        let mut used = Use::new(2, 4);
-        used.add(
-            &choices(2, 4, |layer, expert| if layer == 0 { [10, 20, 300, 12][expert] } else { [5, 50, 2, 90][expert] }),
-            2,
-        );
-        let mut orders = vec![vec![0, 1, 2, 3], vec![0, 1, 2, 3]];
-        let moves = used.moves(&orders, 2, 8);
-        assert_eq!(moves, [Move { layer: 0, resident: 0, outsider: 2 }, Move { layer: 1, resident: 0, outsider: 3 }]);
-        assert_eq!(used.moves(&orders, 2, 1).len(), 1);
-        for Move { layer, resident, outsider } in moves {
-            orders[layer].swap(resident, outsider);
-        }
-        assert_eq!(used.moves(&orders, 2, 8), [], "near equals stay where they are");
-        assert_eq!(used.moves(&orders, 4, 8), [], "all are residents");
-        assert_eq!(used.moves(&orders, 0, 8), [], "none is");
-    }
-
-    #[test]
-    fn old_choices_fade() {
-        let mut used = Use::new(1, 2);
-        used.add(&[1000, 0], 1);
-        for _ in 0..300 {
-            used.add(&[0, 1000], 1);
-        }
-        assert!(used.counts[0] < 20.0, "{:?}", used.counts);
-        assert_eq!(used.order(0), [1, 0]);
-    }
-
-    #[test]
-    fn a_file_brings_it_back_and_a_wrong_one_is_ignored() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = Use::path_of(&dir.path().join("model.experts"));
-        let mut used = Use::new(2, 3);
-        used.add(&[1, 2, 3, 40, 50, 60], 2);
-        used.save(&path).unwrap();
-        assert_eq!(Use::load(&path, 2, 3), Some(used));
-        assert_eq!(Use::load(&path, 3, 3), None, "of another model");
-        for text in [
-            "",
-            "moebius expert use 2\n1 2 3",
-            "moebius expert use 1\n1 2 x\n1 2 3",
-            "moebius expert use 1\n1 2 NaN\n1 2 3",
-            "\0\0",
-        ] {
-            std::fs::write(&path, text).unwrap();
-            assert_eq!(Use::load(&path, 2, 3), None, "{text:?}");
-        }
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
+    fn a_move_changes_two_places_and_no_other() {
+        let mut residency = Residency::new([vec![3, 0, 2, 1], vec![0, 1, 2, 3]], 2);
+        let places = |residency: &Residency, layer| [0, 1, 2, 3].map(|expert| residency.place(layer, expert));
+        assert_eq!(places(&residency, 0), [Place::Vram(1), Place::Ram, Place::Ram, Place::Vram(0)]);
+        residency.make(Move { layer: 0, slot: 1, expert: 1 });
+        assert_eq!(places(&residency, 0), [Place::Ram, Place::Vram(1), Place::Ram, Place::Vram(0)]);
+        assert_eq!((residency.in_vram(0), residency.in_ram(0)), (&[3, 1][..], &[2, 0][..]));
+        assert_eq!(places(&residency, 1), [Place::Vram(0), Place::Vram(1), Place::Ram, Place::Ram]);
     }
 }

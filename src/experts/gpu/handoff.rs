@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use half::bf16;
 
 use super::Sizes;
+use super::products::LayerInput;
 use crate::Result;
 use crate::backend::Routing;
-use crate::backend::cuda::{CudaRouting, Tensor};
+use crate::backend::cuda::Tensor;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, launch};
 use crate::experts::CpuExperts;
 use crate::experts::cpu::PARALLEL_VALUES;
@@ -67,17 +68,15 @@ impl Handoff {
 
     /// Enqueues what brings hidden states and routing to the host; ids that are in `table` are left out. Choices are
     /// counted in `used`.
-    #[allow(clippy::too_many_arguments)] // what a layer's experts are given, and where they are
     pub(super) fn publish(
         &self,
         cuda: &Cuda,
-        layer: usize,
-        x: &Tensor,
-        routing: &CudaRouting,
+        input: &LayerInput<'_>,
         table: Address<u64>,
         experts: usize,
         used: Address<u32>,
     ) {
+        let LayerInput { layer, x, routing } = *input;
         let Self { h, ids, weights, down, count, arrived, .. } = self;
         let (numbers, choices) = (routing.tokens() * x.cols(), routing.tokens() * routing.top_k());
         launch!(cuda, &cuda.compute, "publish", [blocks(numbers), 1, 1], 1024, 0;

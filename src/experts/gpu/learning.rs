@@ -4,14 +4,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Sizes;
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer};
-use crate::experts::residency::{Move, Use};
+use crate::experts::popularity::Popularity;
+use crate::experts::residency::{Move, Residency};
 
 /// Counts of chosen experts on their way from the device, and what follows from them.
 pub(super) struct Learning {
-    used: Use,
+    popularity: Popularity,
     path: Option<PathBuf>,
     counts: DeviceBuffer<u32>,   // [layers, experts], since the start
     snapshot: PinnedBuffer<u32>, // the same, as they were some passes ago
@@ -32,10 +32,10 @@ const MOVES: usize = 2;
 const SAVE: Duration = Duration::from_secs(60);
 
 impl Learning {
-    /// Goes on from what is known of the use of `all` experts. Counts are saved in `path`, if there is one.
-    pub(super) fn new(cuda: &Arc<Cuda>, used: Use, path: Option<PathBuf>, all: usize) -> Result<Self> {
+    /// Goes on from what is known of `all` experts. Counts are saved in `path`, if there is one.
+    pub(super) fn new(cuda: &Arc<Cuda>, popularity: Popularity, path: Option<PathBuf>, all: usize) -> Result<Self> {
         Ok(Self {
-            used,
+            popularity,
             path,
             counts: DeviceBuffer::zeros(cuda, all)?,
             snapshot: PinnedBuffer::new(cuda, all)?,
@@ -53,24 +53,24 @@ impl Learning {
     }
 
     /// What to move before the next pass.
-    pub(super) fn next_moves(&mut self, cuda: &Cuda, order: &[Vec<u16>], sizes: Sizes) -> Result<Vec<Move>> {
+    pub(super) fn next_moves(&mut self, cuda: &Cuda, residency: &Residency, top_k: usize) -> Result<Vec<Move>> {
         self.passes += 1;
         if self.passes.is_multiple_of(LOOK) {
-            self.look(cuda, order, sizes)?;
+            self.look(cuda, residency, top_k)?;
         }
         let now = self.moves.len().min(MOVES);
         Ok(self.moves.drain(..now).collect())
     }
 
     /// Takes in the last snapshot, asks for the next, and decides what to move.
-    fn look(&mut self, cuda: &Cuda, order: &[Vec<u16>], sizes: Sizes) -> Result<()> {
+    fn look(&mut self, cuda: &Cuda, residency: &Residency, top_k: usize) -> Result<()> {
         if self.passes > LOOK {
             cuda.wait_host(&self.taken)?; // long ago
             let new: Vec<u32> =
                 self.snapshot.iter().zip(&self.before).map(|(now, before)| now.wrapping_sub(*before)).collect();
             self.before.copy_from_slice(&self.snapshot);
-            self.used.add(&new, sizes.top_k);
-            self.moves = self.used.moves(order, sizes.resident, LOOK as usize * MOVES);
+            self.popularity.add(&new, top_k);
+            self.moves = self.popularity.moves(residency, LOOK as usize * MOVES);
         }
         cuda.download(&cuda.compute, self.counts.address(), &mut self.snapshot);
         cuda.record(&self.taken, &cuda.compute);
@@ -84,7 +84,7 @@ impl Learning {
     fn save(&mut self) {
         self.saved = Instant::now();
         if let Some(path) = &self.path {
-            let _ = self.used.save(path);
+            let _ = self.popularity.save(path);
         }
     }
 }

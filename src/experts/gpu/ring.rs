@@ -5,97 +5,90 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::GpuExperts;
+use super::products::LayerInput;
 use crate::Result;
-use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Event};
+use crate::experts::ExpertMemory;
 
 /// Two halves of VRAM that experts pass through: one is filled while the other is used.
 pub(super) struct Ring {
+    cuda: Arc<Cuda>,
+    memory: Arc<ExpertMemory>,
     bytes: DeviceBuffer<u8>,   // [2, half, stride]
     half: usize,               // experts of a half
     tables: DeviceBuffer<u64>, // [2, experts]
     filled: [Event; 2],
     used: [Event; 2],
-    holds: [Option<(usize, Range<usize>)>; 2], // layer, and places in its order
+    holds: [Option<Part>; 2],
+    copied_bytes: u64, // since the start
+}
+
+/// Experts of a layer that cross together: a run of those in RAM ([`Residency::in_ram`]).
+///
+/// [`Residency::in_ram`]: crate::experts::residency::Residency::in_ram
+#[derive(Clone, Debug, PartialEq)]
+struct Part {
+    layer: usize,
+    ranks: Range<usize>,
 }
 
 impl Ring {
     /// Room for `half` experts twice.
-    pub(super) fn new(cuda: &Arc<Cuda>, half: usize, stride: usize, experts: usize) -> Result<Self> {
+    pub(super) fn new(cuda: &Arc<Cuda>, memory: Arc<ExpertMemory>, half: usize) -> Result<Self> {
         let events = || Ok::<_, crate::Error>([Event::new(cuda)?, Event::new(cuda)?]);
         Ok(Self {
-            bytes: DeviceBuffer::new(cuda, 2 * half * stride)?,
+            bytes: DeviceBuffer::new(cuda, 2 * half * memory.stride())?,
             half,
-            tables: DeviceBuffer::zeros(cuda, 2 * experts)?,
+            tables: DeviceBuffer::zeros(cuda, 2 * memory.cache().num_experts())?,
             filled: events()?,
             used: events()?,
             holds: [None, None],
+            copied_bytes: 0,
+            cuda: cuda.clone(),
+            memory,
         })
     }
 
-    /// The half that holds these experts, or that they should come to.
-    fn slot(&self, layer: usize, places: &Range<usize>, halves: usize) -> usize {
-        let held = self.holds.iter().position(|holds| holds.as_ref() == Some(&(layer, places.clone())));
+    /// Bytes that have crossed since the start.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.copied_bytes
+    }
+
+    /// What `streamed` experts of a layer are cut into.
+    fn parts(&self, layer: usize, streamed: usize) -> impl ExactSizeIterator<Item = Part> + use<> {
+        let half = self.half.max(1);
+        (0..streamed).step_by(half).map(move |from| Part { layer, ranks: from..streamed.min(from + half) })
+    }
+
+    /// The half that holds a part, or that it should come to; a layer has `parts` of them.
+    fn half_of(&self, part: &Part, parts: usize) -> usize {
+        let held = self.holds.iter().position(|holds| holds.as_ref() == Some(part));
         // The one that was filled longer ago: they alternate.
         held.unwrap_or_else(|| {
-            let newest = |i: usize| self.holds[i].as_ref().map_or(0, |(l, p)| (l * halves.max(1) + p.start) + 1);
+            let newest =
+                |i: usize| self.holds[i].as_ref().map_or(0, |held| (held.layer * parts.max(1) + held.ranks.start) + 1);
             usize::from(newest(1) < newest(0))
         })
     }
 
-    /// What was said of this layer's places is no longer so.
+    fn holds(&self, part: &Part) -> bool {
+        self.holds.iter().flatten().any(|held| held == part)
+    }
+
+    /// Other experts of this layer are in RAM now: what its parts were is no longer so.
     pub(super) fn forget(&mut self, layer: usize) {
-        self.holds
-            .iter_mut()
-            .filter(|held| held.as_ref().is_some_and(|(l, _)| *l == layer))
-            .for_each(|held| *held = None);
-    }
-}
-
-impl GpuExperts {
-    /// A table of `layer` that is not 0 for residents and for `streamed` others.
-    pub(super) fn marks(&mut self, layer: usize, streamed: usize) -> Result<Address<u64>> {
-        if self.marks.as_ref().is_none_or(|(n, _)| *n != streamed) {
-            let mut marks = vec![0u64; self.layers * self.experts];
-            for (layer, order) in self.order.iter().enumerate() {
-                for &expert in &order[..self.sizes.resident + streamed] {
-                    marks[layer * self.experts + expert as usize] = 1;
-                }
-            }
-            // A pass that still runs reads the old one.
-            self.cuda.synchronize()?;
-            self.marks = Some((streamed, DeviceBuffer::from_slice(&self.cuda, &marks)?));
-        }
-        Ok(self.marks.as_ref().map_or(Address::NULL, |(_, marks)| marks.address().add(layer * self.experts)))
+        self.holds.iter_mut().filter(|held| held.as_ref().is_some_and(|h| h.layer == layer)).for_each(|h| *h = None);
     }
 
-    /// Enqueues the copies of some experts of `layer` into half `slot` of the ring, unless they are there.
-    fn fill(&mut self, slot: usize, layer: usize, places: Range<usize>) -> Result<()> {
-        if self.ring.holds[slot].as_ref() == Some(&(layer, places.clone())) {
-            return Ok(());
-        }
-        let mut numbers: Vec<usize> = self.order[layer][places.clone()].iter().map(|&expert| expert as usize).collect();
-        numbers.sort_unstable();
-        // Residents are computed with the first half.
-        self.copy(slot, layer, &numbers, places.start == self.sizes.resident)?;
-        self.ring.holds[slot] = Some((layer, places));
-        Ok(())
-    }
-
-    /// Enqueues the copies of experts of `layer`, in ascending order, into half `slot` of the ring, and its table, with
-    /// residents in it or not.
-    fn copy(&mut self, slot: usize, layer: usize, numbers: &[usize], with_residents: bool) -> Result<()> {
-        if !self.checked[layer] {
-            self.cpu.check_layer(layer)?;
-            self.checked[layer] = true;
-        }
-        let Self { cuda, ring, memory, .. } = self;
-        let (stride, experts) = (memory.stride(), self.experts);
-        cuda.wait(&cuda.copy, &ring.used[slot]);
-        let mut table = vec![0u64; experts];
-        let mut to = ring.bytes.address().add(slot * ring.half * stride);
+    /// Enqueues the copies of experts of `layer`, in ascending order, into a half, and its table: their addresses over
+    /// those of `table`.
+    fn copy(&mut self, half: usize, layer: usize, experts: &[usize], mut table: Vec<u64>) {
+        let Self { cuda, memory, .. } = &*self;
+        let (stride, bytes) = (memory.stride(), memory.cache().layout().bytes());
+        cuda.wait(&cuda.copy, &self.used[half]);
+        let mut to = self.bytes.address().add(half * self.half * stride);
         // Neighbours in the file cross together.
-        for run in numbers.chunk_by(|a, b| a + 1 == *b) {
+        for run in experts.chunk_by(|a, b| a + 1 == *b) {
             memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| {
                 cuda.upload(&cuda.copy, to.add(offset), bytes)
             });
@@ -104,81 +97,91 @@ impl GpuExperts {
                 to = to.add(stride);
             }
         }
-        if with_residents {
-            let residents = &self.host_tables[layer * experts..(layer + 1) * experts];
-            table.iter_mut().zip(residents).filter(|(_, resident)| **resident != 0).for_each(|(t, r)| *t = *r);
+        cuda.upload(&cuda.copy, self.table(half), &table);
+        cuda.record(&self.filled[half], &cuda.copy);
+        self.copied_bytes += (experts.len() * bytes) as u64;
+    }
+
+    fn table(&self, half: usize) -> Address<u64> {
+        self.tables.address().add(half * self.memory.cache().num_experts())
+    }
+}
+
+impl GpuExperts {
+    /// Enqueues the copies of a part into a half of the ring, unless they are there.
+    fn fill(&mut self, half: usize, part: Part) -> Result<()> {
+        if self.ring.holds[half].as_ref() == Some(&part) {
+            return Ok(());
         }
-        cuda.upload(&cuda.copy, ring.tables.address().add(slot * experts), &table);
-        cuda.record(&ring.filled[slot], &cuda.copy);
-        self.streamed_bytes += (numbers.len() * self.layout.bytes()) as u64;
+        let Part { layer, ranks } = part.clone();
+        let with_residents = ranks.start == 0;
+        let mut experts: Vec<usize> = self.residency.in_ram(layer)[ranks].iter().map(|&e| e as usize).collect();
+        experts.sort_unstable();
+        self.copy(half, layer, &experts, with_residents)?;
+        self.ring.holds[half] = Some(part);
         Ok(())
     }
 
-    /// Halves that `streamed` experts of a layer take: the places in its order.
-    fn halves(&self, streamed: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (first, end, half) = (self.sizes.resident, self.sizes.resident + streamed, self.ring.half);
-        (first..end).step_by(half.max(1)).map(move |at| at..end.min(at + half))
+    /// Enqueues the copies of experts of `layer`, in ascending order, into a half of the ring. Residents are computed
+    /// with the first of a layer.
+    fn copy(&mut self, half: usize, layer: usize, experts: &[usize], with_residents: bool) -> Result<()> {
+        self.cpu.check_layer(layer)?;
+        let table = match with_residents {
+            true => self.residents.addresses(&self.residency, layer).collect(),
+            false => vec![0; self.experts()],
+        };
+        self.ring.copy(half, layer, experts, table);
+        Ok(())
     }
 
-    /// Streams experts of `layer` and computes `y` with them and with the residents. `counted`: choices already are.
-    pub(super) fn stream(
-        &mut self,
-        layer: usize,
-        streamed: usize,
-        x: &Tensor,
-        routing: &CudaRouting,
-        counted: bool,
-    ) -> Result<()> {
-        let count = self.halves(streamed).count();
-        for (i, places) in self.halves(streamed).enumerate() {
-            let slot = self.ring.slot(layer, &places, count);
-            self.fill(slot, layer, places)?;
+    /// Streams experts of a layer and computes `y` with them and with the residents. `counted`: choices already are.
+    pub(super) fn stream(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
+        let layer = input.layer;
+        let mut parts = self.ring.parts(layer, streamed);
+        let count = parts.len();
+        let mut part = parts.next();
+        while let Some(now) = part {
+            let half = self.ring.half_of(&now, count);
+            self.fill(half, now)?;
             // What comes next is on its way while this is computed.
-            let next = self.halves(streamed).nth(i + 1).map(|places| (layer, places));
-            let first =
-                || self.halves(streamed).next().filter(|_| layer + 1 < self.layers).map(|places| (layer + 1, places));
-            if let Some((layer, places)) = next.or_else(first)
-                && !self.ring.holds.contains(&Some((layer, places.clone())))
+            part = parts.next();
+            let first = || self.ring.parts(layer + 1, streamed).next().filter(|_| layer + 1 < self.residency.layers());
+            if let Some(next) = part.clone().or_else(first)
+                && !self.ring.holds(&next)
             {
-                self.fill(1 - slot, layer, places)?;
+                self.fill(1 - half, next)?;
             }
-            self.multiply(slot, layer, x, routing, counted);
+            self.multiply(half, input, counted);
         }
         Ok(())
     }
 
     /// As [`stream`](GpuExperts::stream), but only those of the `streamed` that some token chose cross: for few tokens
     /// waiting for the routing costs less than copies that nobody needs.
-    pub(super) fn stream_chosen(
-        &mut self,
-        layer: usize,
-        streamed: usize,
-        x: &Tensor,
-        routing: &CudaRouting,
-        counted: bool,
-    ) -> Result<()> {
+    pub(super) fn stream_chosen(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
+        let layer = input.layer;
         let mut ids = Vec::new();
-        routing.read_ids(&mut ids)?;
+        input.routing.read_ids(&mut ids)?;
         let chosen: HashSet<i32> = ids.into_iter().collect();
-        let candidates = &self.order[layer][self.sizes.resident..self.sizes.resident + streamed];
-        let mut numbers: Vec<usize> =
+        let candidates = &self.residency.in_ram(layer)[..streamed];
+        let mut experts: Vec<usize> =
             candidates.iter().filter(|&&e| chosen.contains(&i32::from(e))).map(|&e| e as usize).collect();
-        numbers.sort_unstable();
+        experts.sort_unstable();
         // Once at least, for the residents.
-        for i in 0..numbers.len().div_ceil(self.ring.half).max(1) {
-            let (slot, from) = (i % 2, i * self.ring.half);
-            self.ring.holds[slot] = None;
-            self.copy(slot, layer, &numbers[from..numbers.len().min(from + self.ring.half)], i == 0)?;
-            self.multiply(slot, layer, x, routing, counted);
+        for i in 0..experts.len().div_ceil(self.ring.half).max(1) {
+            let (half, from) = (i % 2, i * self.ring.half);
+            self.ring.holds[half] = None;
+            self.copy(half, layer, &experts[from..experts.len().min(from + self.ring.half)], i == 0)?;
+            self.multiply(half, input, counted);
         }
         Ok(())
     }
 
-    /// `y` of the experts in half `slot` of the ring, once they are there.
-    fn multiply(&self, slot: usize, layer: usize, x: &Tensor, routing: &CudaRouting, counted: bool) {
-        self.cuda.wait(&self.cuda.compute, &self.ring.filled[slot]);
-        let used = if counted { Address::NULL } else { self.counts(layer) };
-        self.grouped(layer, self.ring.tables.address().add(slot * self.experts), x, routing, used);
-        self.cuda.record(&self.ring.used[slot], &self.cuda.compute);
+    /// `y` of the experts in a half of the ring, once they are there.
+    fn multiply(&self, half: usize, input: &LayerInput<'_>, counted: bool) {
+        self.cuda.wait(&self.cuda.compute, &self.ring.filled[half]);
+        let used = if counted { Address::NULL } else { self.counts(input.layer) };
+        self.products.grouped(self.ring.table(half), input, used);
+        self.cuda.record(&self.ring.used[half], &self.cuda.compute);
     }
 }

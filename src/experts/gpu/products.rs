@@ -1,0 +1,120 @@
+//! Products of experts that are in VRAM, for good or in passing: as they are read, once for each token, or sorted by
+//! expert and in tiles (kernels/experts_gemv.cu, experts_sort.cu, experts_gemm.cu).
+
+use std::sync::Arc;
+
+use half::bf16;
+use moebius_cache::Precision;
+use moebius_cache::pack::ExpertLayout;
+
+use super::Sizes;
+use super::epilogue::DeviceEpilogue;
+use crate::Result;
+use crate::backend::cuda::{CudaRouting, Tensor, packed};
+use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::experts::CpuExperts;
+
+/// What the products need beside weights and tokens.
+pub(super) struct Products {
+    cuda: Arc<Cuda>,
+    layout: ExpertLayout,
+    format: packed::Format,
+    epilogue: DeviceEpilogue,
+    experts: usize,
+    pair_slot: DeviceBuffer<i32>, // [pairs]
+    offsets: DeviceBuffer<i32>,   // [experts + 1]
+    tiles: DeviceBuffer<i32>,     // [pairs / 16 + experts + 1, 4]
+    h: DeviceBuffer<bf16>,        // [pairs, intermediate]
+    y: DeviceBuffer<bf16>,        // [pairs, hidden]
+}
+
+/// What a layer's experts are given.
+#[derive(Clone, Copy)]
+pub(super) struct LayerInput<'a> {
+    pub(super) layer: usize,
+    pub(super) x: &'a Tensor, // [tokens, hidden]
+    pub(super) routing: &'a CudaRouting,
+}
+
+/// What ends a layer, after its input is gone.
+#[derive(Clone, Copy)]
+pub(super) struct Choices {
+    pub(super) layer: usize,
+    pub(super) tokens: usize,
+    pub(super) top_k: usize,
+    pub(super) ids: Address<i32>,     // [tokens, top_k]
+    pub(super) weights: Address<f32>, // [tokens, top_k]
+}
+
+impl From<&LayerInput<'_>> for Choices {
+    fn from(LayerInput { layer, routing, .. }: &LayerInput<'_>) -> Self {
+        let (tokens, top_k) = (routing.tokens(), routing.top_k());
+        Self { layer: *layer, tokens, top_k, ids: routing.ids(), weights: routing.weights() }
+    }
+}
+
+impl Products {
+    /// Allocates for `sizes`.
+    pub(super) fn new(cuda: &Arc<Cuda>, cpu: &CpuExperts, precision: Precision, sizes: &Sizes) -> Result<Self> {
+        let cache = cpu.memory().cache();
+        let (layout, experts, pairs) = (cache.layout(), cache.num_experts(), sizes.tokens * sizes.top_k);
+        Ok(Self {
+            layout,
+            format: precision.into(),
+            epilogue: DeviceEpilogue::new(cuda, cpu.epilogue(), cache.num_layers())?,
+            experts,
+            pair_slot: DeviceBuffer::new(cuda, pairs)?,
+            offsets: DeviceBuffer::new(cuda, experts + 1)?,
+            tiles: DeviceBuffer::new(cuda, 4 * (pairs / 16 + experts + 1))?,
+            h: DeviceBuffer::new(cuda, pairs * layout.down.k)?,
+            y: DeviceBuffer::new(cuda, pairs * layout.down.n)?,
+            cuda: cuda.clone(),
+        })
+    }
+
+    /// `h` of few tokens, by the experts in `table`.
+    pub(super) fn few_gate_up(&self, table: Address<u64>, input: &LayerInput<'_>) {
+        let LayerInput { layer, x, routing } = *input;
+        let (tokens, top_k) = (routing.tokens(), routing.top_k());
+        let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
+        launch!(self.cuda, &self.cuda.compute, self.format.few().0, [self.layout.down.k.div_ceil(16), tokens * top_k, 1], 256, 0;
+            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.format.f16, self.experts as i32,
+            top_k as i32, self.epilogue.of(layer));
+    }
+
+    /// Adds the products of `h` with `down`, weighted, to `out`.
+    pub(super) fn few_down(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
+        let Choices { layer, tokens, top_k, ids, weights } = choices;
+        let (stream, hidden, intermediate) = (&self.cuda.compute, self.layout.gate.k, self.layout.down.k);
+        launch!(self.cuda, stream, self.format.few().1, [hidden.div_ceil(16), tokens, 1], 512, 0;
+            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.format.f16,
+            self.experts as i32, top_k as i32, self.epilogue.of(layer));
+    }
+
+    /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
+    pub(super) fn grouped(&self, table: Address<u64>, input: &LayerInput<'_>, used: Address<u32>) {
+        let LayerInput { layer, x, routing } = *input;
+        let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
+        let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
+        let pairs = tokens * top_k;
+        let (tile, gate_up, down, shared) = self.format.grouped(&cuda.info, pairs / experts);
+        launch!(cuda, stream, "experts_sort", [experts, 1, 1], 1024, 0;
+            routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(), pairs as i32, experts as i32, tile as i32, used);
+        let (hidden, intermediate) = (layout.gate.k, layout.down.k);
+        let rows = pairs / tile + experts;
+        launch!(cuda, stream, gate_up, [intermediate.div_ceil(16).div_ceil(4), rows, 1], 128, shared;
+            self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32, intermediate as i32, self.format.group,
+            self.format.f16, top_k as i32, self.epilogue.of(layer));
+        launch!(cuda, stream, down, [hidden.div_ceil(16).div_ceil(8), rows, 1], 128, shared;
+            self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32, intermediate as i32,
+            self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
+    }
+
+    /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
+    pub(super) fn combine(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
+        let Choices { tokens, top_k, ids, weights, .. } = choices;
+        let (stream, hidden) = (&self.cuda.compute, self.layout.gate.k);
+        launch!(self.cuda, stream, "experts_combine", [tokens, hidden.div_ceil(2048), 1], 256, 0;
+            ids, weights, table, self.y.address(), out.f32(), hidden as i32, self.experts as i32, top_k as i32);
+    }
+}
