@@ -80,8 +80,8 @@ const READ_COST: usize = 8;
 /// Place of an id that is no expert.
 const NO_PAIR: u32 = u32::MAX;
 
-/// Below this many values one thread quantizes faster than a team wakes.
-pub(super) const PARALLEL_VALUES: usize = 1 << 14;
+/// Below this many values one thread converts faster than a team wakes.
+const PARALLEL_VALUES: usize = 1 << 14;
 
 /// One expert with tokens to work on.
 #[derive(Clone, Copy)]
@@ -227,9 +227,12 @@ impl CpuExperts {
         checked
     }
 
-    /// Who computes them.
-    pub fn team(&self) -> &Team {
-        &self.team
+    /// `work(t, row t of rows)` for rows of `cols`, by the team where that pays.
+    pub(super) fn each_row<T: Send + Sync>(&self, rows: &mut [T], cols: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+        match rows.len() < PARALLEL_VALUES {
+            true => rows.chunks_exact_mut(cols).enumerate().for_each(|(t, row)| work(t, row)),
+            false => self.team.each_chunk(rows, cols, work),
+        }
     }
 
     /// Where the experts are.

@@ -3,18 +3,17 @@
 //!
 //! All layers share one team and one set of buffers, so calls go one after the other. Batches of any size are cut into
 //! parts.
-#![allow(unsafe_code)]
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::cpu::{CpuExperts, PARALLEL_VALUES};
+use super::cpu::CpuExperts;
 use super::{Epilogue, ExpertMemory};
 use crate::backend::Routing;
 use crate::kernel::Kernel;
-use crate::machine::workers::{Shared, Team};
+use crate::machine::workers::Team;
 use crate::{Error, Result};
 
 /// Tokens that are computed together, and pairs of a token and an expert.
@@ -219,7 +218,8 @@ impl ServedLayer {
 
     fn part(&self, compute: &mut Compute, part: Tokens<'_>, tokens: usize, out: &mut [u8]) -> Result<()> {
         let Compute { cpu, x, y, routing } = compute;
-        let numbers = tokens * self.service.memory.cache().header().hidden;
+        let hidden = self.service.memory.cache().header().hidden;
+        let numbers = tokens * hidden;
         if x.len() < numbers {
             x.resize(numbers, 0.0);
             y.resize(numbers, 0.0);
@@ -239,37 +239,12 @@ impl ServedLayer {
             routing.weights.clear();
             routing.weights.extend_from_slice(part.weights);
         }
-        let size = part.rows.bytes();
-        each_share(cpu.team(), numbers, (&mut *x, &mut *y), |range, x, y| {
-            part.rows.read(&part.x[range.start * size..range.end * size], x);
-            y.fill(0.0);
-        });
+        let row_bytes = hidden * part.rows.bytes();
+        cpu.each_row(x, hidden, |t, x| part.rows.read(&part.x[t * row_bytes..][..row_bytes], x));
+        cpu.each_row(y, hidden, |_, y| y.fill(0.0));
         cpu.submit_rows(self.index, x, routing)?;
         cpu.finish_rows(y)?;
-        let out = Shared::new(out);
-        each_share(cpu.team(), numbers, (&mut *x, &mut *y), |range, _, y| {
-            // SAFETY: shares are disjoint.
-            part.rows.write(y, unsafe { out.slice_mut(range.start * size..range.end * size) });
-        });
+        cpu.each_row(out, row_bytes, |t, out| part.rows.write(&y[t * hidden..][..hidden], out));
         Ok(())
     }
-}
-
-/// `work(range, x[range], y[range])` for all of `0..numbers`, by the team where that pays.
-fn each_share(
-    team: &Team,
-    numbers: usize,
-    (x, y): (&mut [f32], &mut [f32]),
-    work: impl Fn(std::ops::Range<usize>, &mut [f32], &mut [f32]) + Sync,
-) {
-    if numbers < PARALLEL_VALUES {
-        return work(0..numbers, x, y);
-    }
-    let (x, y) = (Shared::new(x), Shared::new(y));
-    team.run(&|worker| {
-        let range = worker.share(numbers);
-        // SAFETY: workers' shares are disjoint.
-        let (x, y) = unsafe { (x.slice_mut(range.clone()), y.slice_mut(range.clone())) };
-        work(range, x, y);
-    });
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bytemuck::Pod;
 use memmap2::{Advice, MmapMut};
 
-use crate::machine::workers::{Shared, Team, Worker};
+use crate::machine::workers::Team;
 use crate::{Error, Result};
 
 /// Arenas of the allocator at most: what is freed in one is of no use to the others.
@@ -193,24 +193,16 @@ const STRETCH: usize = 64 << 20;
 /// `total_bytes` should be several times the last-level cache. Errors: `Error::Resources` when there is no such memory.
 pub fn read_bandwidth(team: &Team, total_bytes: usize, pages: Pages, passes: usize) -> Result<f64> {
     let mut memory = Buffer::<u8>::with_pages(total_bytes.next_multiple_of(STRETCH), pages)?;
-    let stretches = memory.len() / STRETCH;
-    let view = Shared::new(&mut memory);
-    let part = |worker: &Worker<'_>, i: usize| {
-        let share = worker.share(STRETCH);
-        i * STRETCH + share.start..i * STRETCH + share.end
-    };
     // Pages come to the node of whoever writes them first.
-    for i in 0..stretches {
-        // SAFETY: shares are disjoint.
-        team.run(&|worker| unsafe { view.slice_mut(part(worker, i)) }.fill(1));
+    for stretch in memory.chunks_exact_mut(STRETCH) {
+        team.each_share(stretch, 1, |_, _, part| part.fill(1));
     }
     let mut best = Duration::MAX;
     let sink = AtomicU64::new(0);
-    for i in (0..passes).flat_map(|_| 0..stretches) {
+    for stretch in (0..passes).flat_map(|_| memory.chunks_exact(STRETCH)) {
         let start = Instant::now();
         team.run(&|worker| {
-            // SAFETY: nobody writes any more.
-            sink.fetch_or(read(unsafe { view.slice(part(worker, i)) }), Relaxed);
+            sink.fetch_or(read(&stretch[worker.share(STRETCH)]), Relaxed);
         });
         best = best.min(start.elapsed());
     }

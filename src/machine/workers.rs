@@ -1,5 +1,12 @@
 //! A team of pinned threads that runs one closure on all of them: spins briefly for the next, then sleeps.
 //!
+//! ```text
+//! gate      a word that threads wait on
+//! claims    work that workers take in runs
+//! shared    one slice of which each worker writes its own parts
+//! roster    which workers rest
+//! ```
+//!
 //! A decode step dispatches some hundred times a second per layer, so waking must cost nothing while work is near and
 //! nothing may burn while it is not. Nothing here allocates after [`Team::new`].
 //!
@@ -13,142 +20,36 @@
 //! waits for its slowest: workers whose core somebody else uses are sent to rest (`roster`).
 #![allow(unsafe_code)]
 
+mod claims;
+mod gate;
 mod roster;
+mod shared;
 
 use std::any::Any;
 use std::cell::UnsafeCell;
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{
-    AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
-    Ordering::{Acquire, Relaxed, SeqCst},
+    AtomicBool, AtomicU32, AtomicU64,
+    Ordering::{Relaxed, SeqCst},
 };
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::machine::topology::Seat;
 use crate::{Error, Result};
 
+pub use claims::{Claims, Cut};
+pub(crate) use gate::Gate;
 pub(crate) use roster::SCHEDSTAT;
 use roster::{Clock, Roster};
-
-/// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
-/// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
-const SPIN_US: u32 = 50;
+pub use shared::Shared;
 
 /// The rank of a worker that rests.
 const RESTING: u32 = u32::MAX;
 
 type Work = dyn Fn(&Worker<'_>) + Sync;
-
-/// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are
-/// not there.
-pub(crate) struct Gate {
-    value: AtomicU32,
-    asleep: AtomicU32,
-    spin_us: AtomicU32, // before a thread that waits here sleeps
-}
-
-impl Gate {
-    pub(crate) const fn new(value: u32) -> Self {
-        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
-    }
-
-    /// The value; what its writer wrote before is visible.
-    pub(crate) fn get(&self) -> u32 {
-        self.value.load(Acquire)
-    }
-
-    /// Returns when `ready(value)`.
-    #[inline]
-    pub(crate) fn wait(&self, ready: impl Fn(u32) -> bool) {
-        self.wait_doing(ready, || false);
-    }
-
-    /// As [`wait`](Gate::wait), with something small to do over and over while it says that there is more.
-    #[inline]
-    fn wait_doing(&self, ready: impl Fn(u32) -> bool, meanwhile: impl FnMut() -> bool) {
-        if !ready(self.get()) {
-            self.wait_long(ready, meanwhile);
-        }
-    }
-
-    #[cold]
-    fn wait_long(&self, ready: impl Fn(u32) -> bool, mut meanwhile: impl FnMut() -> bool) {
-        while meanwhile() {
-            if ready(self.get()) {
-                return;
-            }
-        }
-        let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
-        loop {
-            for _ in 0..32 {
-                std::hint::spin_loop();
-                if ready(self.get()) {
-                    return;
-                }
-            }
-            if start.elapsed() > spin {
-                break;
-            }
-        }
-        // Sequentially consistent here and in `set`: of the count and the value at least one is seen by the other side.
-        self.asleep.fetch_add(1, SeqCst);
-        loop {
-            let value = self.value.load(SeqCst);
-            if ready(value) {
-                break;
-            }
-            // SAFETY: the word outlives the call; the kernel only compares it with `value`.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_futex,
-                    self.value.as_ptr(),
-                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-                    value,
-                    std::ptr::null::<libc::timespec>(),
-                );
-            }
-        }
-        self.asleep.fetch_sub(1, SeqCst);
-    }
-
-    /// Changes the value and wakes the sleepers.
-    fn set(&self, value: u32) {
-        self.value.swap(value, SeqCst);
-        self.wake();
-    }
-
-    /// Adds one, as one of several writers, and wakes the sleepers.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn add(&self) {
-        self.value.fetch_add(1, SeqCst);
-        self.wake();
-    }
-
-    fn wake(&self) {
-        if self.asleep.load(SeqCst) > 0 {
-            // SAFETY: the word outlives the call; waking touches no memory of ours.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_futex,
-                    self.value.as_ptr(),
-                    libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
-                    i32::MAX,
-                );
-            }
-        }
-    }
-
-    /// Adds one, as its only writer, and wakes the sleepers.
-    fn step(&self) -> u32 {
-        let next = self.value.load(Relaxed).wrapping_add(1);
-        self.set(next);
-        next
-    }
-}
 
 /// What the threads of a team share. Each word that somebody spins on has its own cache lines.
 struct State {
@@ -476,99 +377,6 @@ fn pin(cpu: usize) -> Result<()> {
     }
 }
 
-/// How work is cut into runs: a part of it first, in as many equal runs as there are workers, for long sequential
-/// reads; then the same part of the rest, and so on, so that cores of unequal speed finish together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
-    /// Runs of each worker; those of the last level are all the rest.
-    pub levels: u32,
-    /// Each level leaves a 2^-halvings of what it found.
-    pub halvings: u32,
-}
-
-impl Cut {
-    /// The last runs are a 32nd of a worker's share.
-    pub const DEFAULT: Cut = Cut { levels: 6, halvings: 1 };
-}
-
-/// Work that workers take in runs, see [`Cut`].
-#[derive(Default)]
-#[repr(align(128))]
-pub struct Claims(AtomicUsize);
-
-impl Claims {
-    /// Nothing is taken any more.
-    pub fn reset(&mut self) {
-        *self.0.get_mut() = 0;
-    }
-
-    /// The next run of `0..total`, possibly empty, that is shared by so many workers; `None`: all is taken.
-    pub fn next(&self, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
-        let run = self.0.fetch_add(1, Relaxed);
-        let start = |run: usize| {
-            let (level, i) = ((run / workers) as u32, run % workers);
-            let left = total >> (cut.halvings * level.min(cut.levels - 1));
-            match level + 1 {
-                next if next > cut.levels => total,
-                next if next == cut.levels => total - left + left * i / workers,
-                _ => total - left + (left - (left >> cut.halvings)) * i / workers,
-            }
-        };
-        (run < workers * cut.levels as usize).then(|| start(run)..start(run + 1))
-    }
-}
-
-/// A slice whose disjoint parts are written by several workers.
-pub struct Shared<'a, T> {
-    data: *mut T,
-    len: usize,
-    _borrow: PhantomData<&'a mut [T]>,
-}
-
-// SAFETY: access goes through unsafe methods whose contract is that no part is used by two threads unless all only
-// read.
-unsafe impl<T: Send + Sync> Sync for Shared<'_, T> {}
-// SAFETY: as above.
-unsafe impl<T: Send + Sync> Send for Shared<'_, T> {}
-
-impl<'a, T> Shared<'a, T> {
-    /// Takes the slice for as long as the view lives.
-    pub fn new(data: &'a mut [T]) -> Self {
-        Self { data: data.as_mut_ptr(), len: data.len(), _borrow: PhantomData }
-    }
-
-    /// Elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// A part to write. Panics: the range ends after the slice.
-    ///
-    /// # Safety
-    /// Until the part is dropped or the next [`Worker::barrier`], nothing else may read or write any element of it.
-    #[allow(clippy::mut_from_ref)]
-    pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [T] {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
-        // SAFETY: in bounds as just checked; exclusive by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(range.start), range.len()) }
-    }
-
-    /// A part to read. Panics: the range ends after the slice.
-    ///
-    /// # Safety
-    /// While the part lives, nothing may write any element of it.
-    pub unsafe fn slice(&self, range: Range<usize>) -> &[T] {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
-        // SAFETY: in bounds as just checked; not written meanwhile by the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.data.add(range.start), range.len()) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicUsize;
@@ -578,21 +386,6 @@ mod tests {
     /// `threads` workers on whatever CPUs there are.
     fn team(threads: usize) -> Team {
         Team::new(&crate::machine::topology::Topology::read().worker_cpus(threads)).unwrap()
-    }
-
-    #[test]
-    fn claims_cover_everything_once_in_runs_that_shrink() {
-        for (workers, total) in [(1, 1), (1, 1000), (2, 7), (3, 100), (16, 128), (16, 100_000), (5, 0)] {
-            let claims = Claims::default();
-            let runs: Vec<_> = std::iter::from_fn(|| claims.next(Cut::DEFAULT, workers, total)).collect();
-            assert_eq!((runs[0].start, runs[runs.len() - 1].end), (0, total));
-            assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
-            let longest = |runs: &[Range<usize>]| runs.iter().map(|run| run.len()).max().unwrap_or(0);
-            assert!(
-                longest(&runs[runs.len() - workers..]) <= longest(&runs[..workers]).div_ceil(8).max(1),
-                "{workers}, {total}"
-            );
-        }
     }
 
     #[test]

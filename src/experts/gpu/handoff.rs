@@ -14,8 +14,6 @@ use crate::backend::Routing;
 use crate::backend::cuda::Tensor;
 use crate::cuda::{Address, Cuda, DeviceBuffer, PinnedBuffer, launch};
 use crate::experts::CpuExperts;
-use crate::experts::cpu::PARALLEL_VALUES;
-use crate::machine::workers::Shared;
 
 /// Memory that both sides see.
 pub(super) struct Handoff {
@@ -132,23 +130,11 @@ impl Handoff {
 
     fn compute(&mut self, cpu: &mut CpuExperts, layer: usize, tokens: usize, top_k: usize) -> Result<()> {
         let (numbers, choices) = (tokens * self.hidden, tokens * top_k);
-        let take = |x: &mut [f32], y: &mut [f32], h: &[bf16]| {
-            x.iter_mut().zip(h).for_each(|(x, h)| *x = h.to_f32());
-            y.fill(0.0);
-        };
-        let (x, y, h) = (&mut self.x[..numbers], &mut self.y[..numbers], &self.h[..numbers]);
-        if numbers < PARALLEL_VALUES {
-            take(x, y, h);
-        } else {
-            let (x, y) = (Shared::new(x), Shared::new(y));
-            cpu.team().run(&|worker| {
-                let part = worker.share(numbers);
-                // SAFETY: workers' shares are disjoint.
-                #[allow(unsafe_code)]
-                let (x, y) = unsafe { (x.slice_mut(part.clone()), y.slice_mut(part.clone())) };
-                take(x, y, &h[part]);
-            });
-        }
+        let (hidden, h) = (self.hidden, &self.h[..numbers]);
+        cpu.each_row(&mut self.x[..numbers], hidden, |t, x| {
+            x.iter_mut().zip(&h[t * hidden..]).for_each(|(x, h)| *x = h.to_f32());
+        });
+        cpu.each_row(&mut self.y[..numbers], hidden, |_, y| y.fill(0.0));
         self.routing.top_k = top_k;
         self.routing.ids.clear();
         self.routing.ids.extend_from_slice(&self.ids[..choices]);

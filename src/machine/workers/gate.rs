@@ -1,0 +1,119 @@
+//! A word that threads wait on: they spin for a while, then sleep.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{
+    AtomicU32,
+    Ordering::{Acquire, Relaxed, SeqCst},
+};
+use std::time::{Duration, Instant};
+
+/// How long a waiting thread spins before it sleeps: longer than the gaps inside a decode step, shorter than a
+/// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
+const SPIN_US: u32 = 50;
+
+/// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are
+/// not there.
+pub(crate) struct Gate {
+    value: AtomicU32,
+    asleep: AtomicU32,
+    pub(super) spin_us: AtomicU32, // before a thread that waits here sleeps
+}
+
+impl Gate {
+    pub(crate) const fn new(value: u32) -> Self {
+        Self { value: AtomicU32::new(value), asleep: AtomicU32::new(0), spin_us: AtomicU32::new(SPIN_US) }
+    }
+
+    /// The value; what its writer wrote before is visible.
+    pub(crate) fn get(&self) -> u32 {
+        self.value.load(Acquire)
+    }
+
+    /// Returns when `ready(value)`.
+    #[inline]
+    pub(crate) fn wait(&self, ready: impl Fn(u32) -> bool) {
+        self.wait_doing(ready, || false);
+    }
+
+    /// As [`wait`](Gate::wait), with something small to do over and over while it says that there is more.
+    #[inline]
+    pub(super) fn wait_doing(&self, ready: impl Fn(u32) -> bool, meanwhile: impl FnMut() -> bool) {
+        if !ready(self.get()) {
+            self.wait_long(ready, meanwhile);
+        }
+    }
+
+    #[cold]
+    fn wait_long(&self, ready: impl Fn(u32) -> bool, mut meanwhile: impl FnMut() -> bool) {
+        while meanwhile() {
+            if ready(self.get()) {
+                return;
+            }
+        }
+        let (start, spin) = (Instant::now(), Duration::from_micros(u64::from(self.spin_us.load(Relaxed))));
+        loop {
+            for _ in 0..32 {
+                std::hint::spin_loop();
+                if ready(self.get()) {
+                    return;
+                }
+            }
+            if start.elapsed() > spin {
+                break;
+            }
+        }
+        // Sequentially consistent here and in `set`: of the count and the value at least one is seen by the other side.
+        self.asleep.fetch_add(1, SeqCst);
+        loop {
+            let value = self.value.load(SeqCst);
+            if ready(value) {
+                break;
+            }
+            // SAFETY: the word outlives the call; the kernel only compares it with `value`.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_futex,
+                    self.value.as_ptr(),
+                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                    value,
+                    std::ptr::null::<libc::timespec>(),
+                );
+            }
+        }
+        self.asleep.fetch_sub(1, SeqCst);
+    }
+
+    /// Changes the value and wakes the sleepers.
+    pub(super) fn set(&self, value: u32) {
+        self.value.swap(value, SeqCst);
+        self.wake();
+    }
+
+    /// Adds one, as one of several writers, and wakes the sleepers.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn add(&self) {
+        self.value.fetch_add(1, SeqCst);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        if self.asleep.load(SeqCst) > 0 {
+            // SAFETY: the word outlives the call; waking touches no memory of ours.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_futex,
+                    self.value.as_ptr(),
+                    libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+                    i32::MAX,
+                );
+            }
+        }
+    }
+
+    /// Adds one, as its only writer, and wakes the sleepers.
+    pub(super) fn step(&self) -> u32 {
+        let next = self.value.load(Relaxed).wrapping_add(1);
+        self.set(next);
+        next
+    }
+}
