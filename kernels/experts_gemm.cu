@@ -1,9 +1,13 @@
 // Routed experts over many tokens: the grouped products of the tiles that experts_sort.cu has cut, and their sum.
 //
-//   gate_up   h[i, intermediate] = silu(gate_e x[token]) * (up_e x[token])    for the pair at position i of pair_slot;
-//   or what `epilogue` says (epilogue.cuh) down      y[pair, hidden] = down_e h[i] + bias_e rows of pairs not computed
-//   here are left alone combine   out[token] += sum_slot weight[token, slot] * y[pair] in order of slots, those whose
-//   expert is here
+//   gate_up   h[i, intermediate] = silu(gate_e x[token]) * (up_e x[token])
+//             for the pair at position i of pair_slot; or what `epilogue` says (epilogue.cuh)
+//
+//   down      y[pair, hidden] = down_e h[i] + bias_e
+//             rows of pairs not computed here are left alone
+//
+//   combine   out[token] += sum_slot weight[token, slot] * y[pair]
+//             in order of slots, those whose expert is here
 //
 // h [pairs, intermediate] and y [pairs, hidden] are bf16, sums f32. TOKENS is one of 16, 32, 64, 128, the tile_tokens
 // given to experts_sort; choose it by the pairs of an expert on average, tokens * top_k / num_experts: 16 up to 12, 32

@@ -1,10 +1,9 @@
 // Routed experts in decode, 1 to 8 tokens: two kernels, no sorting, each weight read once for each token that asks for
 // it (L2 sees the second).
 //
-//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token])           pair = token * top_k + slot;
-//   pairs not computed here are left alone;
-//                                                                                       or what `epilogue` says
-//                                                                                       (epilogue.cuh)
+//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token])    pair = token * top_k + slot
+//             or what `epilogue` says (epilogue.cuh); pairs not computed here are left alone
+//
 //   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e)   f32, one writer
 //
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The
