@@ -177,6 +177,16 @@ impl ExpertCache {
         matches!(self.memory, Memory::File(_))
     }
 
+    /// Asks for the bytes of one expert, which is read soon: the system brings them from the file meanwhile. What lies
+    /// in no file is there.
+    pub fn will_need(&self, i: usize, expert: usize) {
+        if let Memory::File(map) = &self.memory {
+            let offset = self.header.layers[i].offset as usize + expert * self.layout.bytes();
+            // Advice: a system that ignores it reads the pages when they are touched.
+            let _ = map.advise_range(Advice::WillNeed, offset, self.layout.bytes());
+        }
+    }
+
     /// Gives back the memory of layer index `i`, where it is needed for a copy of it: a file is read again when it is
     /// used again, random weights become zeros.
     pub fn forget_layer(&mut self, i: usize) {

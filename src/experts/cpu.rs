@@ -240,8 +240,10 @@ impl CpuExperts {
         &self.memory
     }
 
-    /// Checks the checksums of the layer's active experts that were never used before, on the whole team.
+    /// Asks for the layer's active experts, and checks the checksums of those that were never used before, on the whole
+    /// team.
     fn check(&mut self) -> Result<()> {
+        self.memory.want(self.layer, self.active.iter().map(|active| active.expert));
         let base = self.layer * self.counts.len();
         if self.active.iter().all(|a| self.checked[base + a.expert]) {
             return Ok(());

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use moebius_cache::format::ExpertCache;
@@ -21,9 +21,10 @@ use crate::{Error, Result};
 pub struct ExpertMemory {
     cache: Arc<ExpertCache>, // the bytes themselves while there is no copy
     layout: ExpertLayout,
-    gate: Vec<usize>, // [nodes + 1]: the first tile of each node's slice
-    down: Vec<usize>, // [nodes + 1]
-    copy: Vec<Slice>, // [nodes], or empty: mapped
+    gate: Vec<usize>,        // [nodes + 1]: the first tile of each node's slice
+    down: Vec<usize>,        // [nodes + 1]
+    copy: Vec<Slice>,        // [nodes], or empty: mapped
+    wanted: Vec<AtomicBool>, // [layers, experts]: their pages were asked for
 }
 
 /// What one node holds: of every expert a run of `gate` and `up` tiles, then a run of `down` tiles.
@@ -91,11 +92,14 @@ impl ExpertMemory {
             });
             std::iter::once(0).chain(ends).collect()
         };
-        Self { gate: bounds(layout.gate.tiles()), down: bounds(layout.down.tiles()), cache, layout, copy: Vec::new() }
+        let all = cache.num_layers() * cache.num_experts();
+        let wanted = (0..all).map(|_| AtomicBool::new(false)).collect();
+        let (gate, down) = (bounds(layout.gate.tiles()), bounds(layout.down.tiles()));
+        Self { gate, down, cache, layout, copy: Vec::new(), wanted }
     }
 
     fn copy_layer(&mut self, layer: usize, team: &Team) -> Result<()> {
-        let Self { cache, layout, gate, down, copy } = self;
+        let Self { cache, layout, gate, down, copy, .. } = self;
         let (nodes, experts) = (copy.len(), cache.num_experts());
         let claims: Vec<AtomicUsize> = (0..nodes).map(|_| AtomicUsize::new(0)).collect();
         let strides: Vec<usize> = copy.iter().map(|slice| slice.stride).collect();
@@ -167,6 +171,7 @@ impl ExpertMemory {
 
     /// Tiles of `gate` and `up`, alternating, in one run of bytes. Panics: the tiles are not all of one node (a bug).
     pub fn gate_up_tiles(&self, layer: usize, expert: usize, tiles: Range<usize>) -> &[u8] {
+        self.assert_wanted(layer, expert);
         let (layout, len) = (&self.layout, 2 * tiles.len() * self.layout.gate.tile_bytes());
         if self.copy.is_empty() {
             return &self.cache.expert(layer, expert)[layout.gate_tile(tiles.start)..][..len];
@@ -177,6 +182,7 @@ impl ExpertMemory {
 
     /// Tiles of `down` in one run of bytes. Panics: the tiles are not all of one node (a bug).
     pub fn down_tiles(&self, layer: usize, expert: usize, tiles: Range<usize>) -> &[u8] {
+        self.assert_wanted(layer, expert);
         let (layout, bytes) = (&self.layout, self.layout.down.tile_bytes());
         if self.copy.is_empty() {
             return &self.cache.expert(layer, expert)[layout.down_tile(tiles.start)..][..tiles.len() * bytes];
@@ -227,9 +233,37 @@ impl ExpertMemory {
         (0..self.cache.num_layers()).map(|layer| self.cache.layer(layer)).collect()
     }
 
+    /// Experts of a layer whose bytes are read next, in this layer or the one before: whoever reads them says so first.
+    ///
+    /// The first time, the pages of a mapped expert are asked for, all experts' at once; later there is nothing to do.
+    pub fn want(&self, layer: usize, experts: impl IntoIterator<Item = usize>) {
+        let wanted = &self.wanted[layer * self.cache.num_experts()..][..self.cache.num_experts()];
+        for expert in experts {
+            // Read before it is written: cores that only pass by share the line.
+            if !wanted[expert].load(Relaxed) && !wanted[expert].swap(true, Relaxed) && !self.is_copy() {
+                self.cache.will_need(layer, expert);
+            }
+        }
+    }
+
+    fn assert_wanted(&self, layer: usize, expert: usize) {
+        debug_assert!(
+            self.is_copy() || self.wanted[layer * self.cache.num_experts() + expert].load(Relaxed),
+            "expert {expert} of layer {layer} is read before it is wanted"
+        );
+    }
+
+    /// The experts of a layer that were ever [`want`](ExpertMemory::want)ed.
+    #[cfg(test)]
+    pub(super) fn wanted(&self, layer: usize) -> Vec<usize> {
+        let experts = self.cache.num_experts();
+        (0..experts).filter(|expert| self.wanted[layer * experts + expert].load(Relaxed)).collect()
+    }
+
     /// Compares an expert with its checksum, where that was not done while copying. Errors: `Error::Cache` when it is
     /// damaged.
     pub fn check_expert(&self, layer: usize, expert: usize) -> Result<()> {
+        self.assert_wanted(layer, expert);
         match self.is_copy() {
             true => Ok(()),
             false => Ok(self.cache.check_expert(layer, expert)?),

@@ -299,3 +299,25 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
         Routing { top_k: TOP_K, ids: routing.ids[last.clone()].to_vec(), weights: routing.weights[last].to_vec() };
     assert_eq!(run(2, kernel::best().simd(), &x[8 * hidden..], &one), truth[8 * hidden..], "alone");
 }
+
+#[test]
+fn exactly_the_chosen_experts_are_wanted_and_before_they_are_read() {
+    let (hidden, intermediate) = dims(Precision::Bf16);
+    let store = store(hidden, intermediate, Precision::Bf16);
+    let routing = |ids: [i32; TOP_K]| Routing { top_k: TOP_K, ids: ids.to_vec(), weights: vec![1.0; TOP_K] };
+    let mut experts = executor(store.clone(), 2, Simd::Scalar);
+    let memory = experts.memory().clone();
+    let mut submit = |layer, ids| experts.submit_rows(layer, &vec![0.5; hidden], &routing(ids)).unwrap();
+    submit(1, [5, -1, 2]);
+    assert_eq!([memory.wanted(0), memory.wanted(1)], [vec![], vec![2, 5]]);
+    submit(1, [2, 3, EXPERTS as i32]);
+    assert_eq!([memory.wanted(0), memory.wanted(1)], [vec![], vec![2, 3, 5]]);
+}
+
+#[test]
+#[cfg(debug_assertions)]
+#[should_panic(expected = "before it is wanted")]
+fn bytes_that_nobody_wanted_are_not_read() {
+    let (hidden, intermediate) = dims(Precision::Bf16);
+    let _ = ExpertMemory::mapped(store(hidden, intermediate, Precision::Bf16)).check_expert(0, 3);
+}

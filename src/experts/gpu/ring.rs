@@ -137,6 +137,11 @@ impl GpuExperts {
     /// Streams experts of a layer and computes `y` with them and with the residents. `counted`: choices already are.
     pub(super) fn stream(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
         let layer = input.layer;
+        if layer + 1 < self.residency.layers() {
+            // From the file while this layer's cross.
+            let next = &self.residency.in_ram(layer + 1)[..streamed];
+            self.memory.want(layer + 1, next.iter().map(|&expert| expert as usize));
+        }
         let mut parts = self.ring.parts(layer, streamed);
         let count = parts.len();
         let mut part = parts.next();
