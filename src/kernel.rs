@@ -6,7 +6,7 @@
 //! activations     rows in the form that the weights' precision asks for
 //! shared          what has no order to exploit, written once and compiled for each instruction set
 //! scalar          the truth
-//! avx_vnni, avx2, amx, avx512
+//! avx2, avx_vnni, avx512, amx
 //! ```
 //!
 //! The order of every sum is part of an operation's definition, so a wider instruction set changes its speed only.
@@ -55,20 +55,46 @@ pub enum Simd {
     Amx,
 }
 
+/// The row of an instruction set.
+struct Isa {
+    simd: Simd,
+    name: &'static str,
+    /// Its kernels; `None` when this CPU lacks it, or the system does not let it be used.
+    detect: fn() -> Option<&'static dyn Kernel>,
+}
+
+/// What a file for x86-64 detects; nothing elsewhere.
+macro_rules! x86 {
+    ($isa:ident) => {{
+        #[cfg(target_arch = "x86_64")]
+        let detect = $isa::detect;
+        #[cfg(not(target_arch = "x86_64"))]
+        let detect = || None;
+        detect
+    }};
+}
+
+/// Every instruction set there are kernels for, slowest first.
+const ISAS: [Isa; 5] = [
+    Isa { simd: Simd::Scalar, name: "scalar", detect: scalar::detect },
+    Isa { simd: Simd::Avx2, name: "avx2", detect: x86!(avx2) },
+    Isa { simd: Simd::AvxVnni, name: "avx-vnni", detect: x86!(avx_vnni) },
+    Isa { simd: Simd::Avx512, name: "avx512", detect: x86!(avx512) },
+    Isa { simd: Simd::Amx, name: "amx", detect: x86!(amx) },
+];
+
 impl Simd {
-    /// Every instruction set there are kernels for, slowest first.
-    pub const ALL: [Simd; 5] = [Simd::Scalar, Simd::Avx2, Simd::AvxVnni, Simd::Avx512, Simd::Amx];
+    /// All of them, slowest first.
+    pub const ALL: [Simd; 5] = [ISAS[0].simd, ISAS[1].simd, ISAS[2].simd, ISAS[3].simd, ISAS[4].simd];
+
+    fn row(self) -> &'static Isa {
+        ISAS.iter().find(|isa| isa.simd == self).expect("every instruction set has a row")
+    }
 }
 
 impl std::fmt::Display for Simd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            Simd::Scalar => "scalar",
-            Simd::Avx2 => "avx2",
-            Simd::AvxVnni => "avx-vnni",
-            Simd::Avx512 => "avx512",
-            Simd::Amx => "amx",
-        })
+        f.pad(self.row().name)
     }
 }
 
@@ -76,8 +102,8 @@ impl std::str::FromStr for Simd {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self> {
-        let names = Simd::ALL.map(|simd| simd.to_string());
-        let found = Simd::ALL.into_iter().find(|simd| simd.to_string() == s);
+        let names = ISAS.each_ref().map(|isa| isa.name);
+        let found = ISAS.iter().find(|isa| isa.name == s).map(|isa| isa.simd);
         found
             .ok_or_else(|| Error::Invalid(format!("unknown instruction set {s:?}: choose one of {}", names.join(", "))))
     }
@@ -85,16 +111,7 @@ impl std::str::FromStr for Simd {
 
 /// The kernels of one instruction set; `None` when this CPU lacks it, or the system does not let it be used.
 pub fn get(simd: Simd) -> Option<&'static dyn Kernel> {
-    #[cfg(target_arch = "x86_64")]
-    return match simd {
-        Simd::Scalar => Some(&scalar::Scalar),
-        Simd::Avx2 => avx2::Avx2::detect().map(|kernel| kernel as &dyn Kernel),
-        Simd::AvxVnni => avx2::Avx2::detect_vnni().map(|kernel| kernel as &dyn Kernel),
-        Simd::Avx512 => avx512::Avx512::detect().map(|kernel| kernel as &dyn Kernel),
-        Simd::Amx => avx512::Avx512::detect_amx().map(|kernel| kernel as &dyn Kernel),
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    (simd == Simd::Scalar).then_some(&scalar::Scalar)
+    (simd.row().detect)()
 }
 
 /// The instruction sets this CPU has kernels for, slowest first.
@@ -104,7 +121,7 @@ pub fn available() -> Vec<Simd> {
 
 /// The fastest kernels this CPU can run.
 pub fn best() -> &'static dyn Kernel {
-    Simd::ALL.into_iter().rev().find_map(get).expect("the scalar kernels run everywhere")
+    ISAS.iter().rev().find_map(|isa| (isa.detect)()).expect("the scalar kernels run everywhere")
 }
 
 /// A matrix seen row by row: `rows` rows of `cols` elements, `stride` elements apart.

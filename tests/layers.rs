@@ -4,9 +4,6 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Sibling files that know each other. Each is waiting for its mend; none may be added.
-const KNOWN: &[(&str, &str)] = &[("kernel/avx_vnni", "avx2"), ("kernel/avx2", "amx"), ("kernel/amx", "avx512")];
-
 /// Files and folders with lines of more than 120 columns, and why.
 const WIDE: &[(&str, &str)] = &[
     ("src/backend/cuda/", "a launch of a kernel per line"),
@@ -130,8 +127,7 @@ fn imports_go_down_within_rooms_too() {
                 let code = code(&file);
                 let siblings = named(&code, &"super::".repeat(depth));
                 for name in siblings.into_iter().chain(named(&code, &format!("crate::{room}::"))) {
-                    let known = KNOWN.contains(&(&format!("{room}/{module}"), &name));
-                    let is_fine = known || rung(&name) <= rung(module);
+                    let is_fine = rung(&name) <= rung(module);
                     assert!(is_fine, "{} imports {name}, which stands above it on the room's map", file.display());
                 }
             }

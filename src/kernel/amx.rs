@@ -15,33 +15,74 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
+use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{e2m1_lookup, scales16};
+use super::avx512::{self, e2m1_lookup, scales16};
 use super::shared::{self, PREFETCH_TOKENS};
 use super::tiles::codes::{INT4, INT8, MXFP4};
 use super::tiles::{Scales, Stream, e2m1_table};
-use super::{ActivationRows, Start, Tiles};
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
-pub(super) const SPLIT_WORDS: usize = 32;
+const SPLIT_WORDS: usize = 32;
 
 /// Tokens from which on unpacking weights to bytes pays against VNNI, which needs no bytes: later, the smaller the
 /// groups.
-pub(super) fn least_tokens(x: &ActivationRows<'_>) -> usize {
+fn least_tokens(x: &ActivationRows<'_>) -> usize {
     if x.group == 32 { 10 } else { 6 }
 }
 
-/// Whether there are tiles of INT8 and BF16, and the system lets this process use them; asks for that on the first
-/// call.
-pub(super) fn detect() -> bool {
+/// Exists only where [`detect`] found the features: that is what every call below relies on.
+struct Amx;
+
+/// AVX-512 with tiles of INT8 and BF16, where the system lets this process use them; asks for that on the first call.
+pub(super) fn detect() -> Option<&'static dyn Kernel> {
     static GRANTED: OnceLock<bool> = OnceLock::new();
-    *GRANTED.get_or_init(|| {
+    let is_here = *GRANTED.get_or_init(|| {
         let features = __cpuid_count(7, 0).edx;
         let has = |bit: u32| features >> bit & 1 == 1;
-        has(22) && has(24) && has(25) && granted()
-    })
+        avx512::is_here() && has(22) && has(24) && has(25) && granted()
+    });
+    is_here.then_some(&Amx as &dyn Kernel)
+}
+
+impl Kernel for Amx {
+    fn simd(&self) -> Simd {
+        Simd::Amx
+    }
+
+    fn split_words(&self) -> usize {
+        SPLIT_WORDS
+    }
+
+    fn split(&self, x: &[f32], out: &mut [f32]) {
+        // SAFETY: the features were detected.
+        unsafe { split(x, out) }
+    }
+
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
+        let count = x.check(self, layout, tiles, out);
+        // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+        unsafe {
+            match layout.precision {
+                Precision::Bf16 => split_tiles(layout, tiles, x, start, out, count),
+                _ if x.len() < least_tokens(x) => avx512::each_tile(layout, tiles, x, start, out, count),
+                Precision::Int4 { .. } => packed_tiles::<INT4>(layout, tiles, x, start, out, count),
+                Precision::Int8 { .. } => packed_tiles::<INT8>(layout, tiles, x, start, out, count),
+                Precision::Mxfp4 => packed_tiles::<MXFP4>(layout, tiles, x, start, out, count),
+            }
+        }
+    }
+
+    fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
+        check_dot(&w, &x, out);
+        // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
+        unsafe { avx512::dot(w, x, out) }
+    }
+
+    shared::elementwise!("avx512f,avx512bw,avx512vl,avx2,fma");
 }
 
 /// Asks the kernel for the state of tiles, which programs do not have by default.
@@ -114,9 +155,9 @@ macro_rules! multiply {
     };
 }
 
-/// [`super::Kernel::split`]
+/// [`Kernel::split`]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) fn split(x: &[f32], out: &mut [f32]) {
+fn split(x: &[f32], out: &mut [f32]) {
     assert_eq!(out.len(), x.len().div_ceil(BF16_INPUTS) * SPLIT_WORDS);
     for (x, out) in x.chunks(BF16_INPUTS).zip(out.as_chunks_mut::<SPLIT_WORDS>().0) {
         let parts = shared::split_block(x);
@@ -162,7 +203,7 @@ macro_rules! begin {
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn split_tiles(
+unsafe fn split_tiles(
     layout: &MatrixLayout,
     tiles: &Tiles<'_>,
     x: &ActivationRows<'_>,
@@ -359,7 +400,7 @@ struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn packed_tiles<const KIND: u8>(
+unsafe fn packed_tiles<const KIND: u8>(
     layout: &MatrixLayout,
     tiles: &Tiles<'_>,
     x: &ActivationRows<'_>,

@@ -9,28 +9,23 @@ use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 use super::activations::CODES as BLOCK;
 use super::tiles::codes::{INT4, INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
-use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, avx_vnni, check_dot, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
-/// Exists only where [`Avx2::detect`] found the features: that is what every call below relies on.
-pub(super) struct Avx2 {
-    vnni: bool,
+/// Exists only where [`detect`] found the features: that is what every call below relies on.
+struct Avx2;
+
+/// Whether this CPU has AVX2, FMA and F16C.
+pub(super) fn is_here() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
 }
 
-impl Avx2 {
-    pub(super) fn detect() -> Option<&'static Self> {
-        let found =
-            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-        found.then_some(&Self { vnni: false })
-    }
-
-    pub(super) fn detect_vnni() -> Option<&'static Self> {
-        (Self::detect().is_some() && is_x86_feature_detected!("avxvnni")).then_some(&Self { vnni: true })
-    }
+pub(super) fn detect() -> Option<&'static dyn Kernel> {
+    is_here().then_some(&Avx2 as &dyn Kernel)
 }
 
 impl Kernel for Avx2 {
     fn simd(&self) -> Simd {
-        if self.vnni { Simd::AvxVnni } else { Simd::Avx2 }
+        Simd::Avx2
     }
 
     fn split_words(&self) -> usize {
@@ -39,35 +34,21 @@ impl Kernel for Avx2 {
 
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
-        let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
-        for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
-            let (scales, lines) = Scales::split(layout, tile);
-            let mut t = 0;
-            while t < x.len() {
-                let take = if x.len() - t >= 2 { 2 } else { 1 };
-                let (now, out) = (x.part(t, take), &mut out[(t * count + i) * TILE_ROWS..]);
-                // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
-                unsafe {
-                    match (layout.precision, self.vnni, take) {
-                        (Precision::Bf16, _, 2) => split_block::<2>(lines, &now, out, to),
-                        (Precision::Bf16, ..) => split_block::<1>(lines, &now, out, to),
-                        (Precision::Int4 { .. }, true, 2) => avx_vnni::block::<INT4, 2>(scales, lines, &now, out, to),
-                        (Precision::Int4 { .. }, true, _) => avx_vnni::block::<INT4, 1>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, true, 2) => avx_vnni::block::<INT8, 2>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, true, _) => avx_vnni::block::<INT8, 1>(scales, lines, &now, out, to),
-                        (Precision::Mxfp4, true, 2) => avx_vnni::block::<MXFP4, 2>(scales, lines, &now, out, to),
-                        (Precision::Mxfp4, true, _) => avx_vnni::block::<MXFP4, 1>(scales, lines, &now, out, to),
-                        (Precision::Int4 { .. }, false, 2) => block::<INT4, 2>(scales, lines, &now, out, to),
-                        (Precision::Int4 { .. }, false, _) => block::<INT4, 1>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, false, 2) => block::<INT8, 2>(scales, lines, &now, out, to),
-                        (Precision::Int8 { .. }, false, _) => block::<INT8, 1>(scales, lines, &now, out, to),
-                        (Precision::Mxfp4, false, 2) => block::<MXFP4, 2>(scales, lines, &now, out, to),
-                        (Precision::Mxfp4, false, _) => block::<MXFP4, 1>(scales, lines, &now, out, to),
-                    }
+        each_block(layout, tiles, x, start, out, count, |scales, lines, x, out, to| {
+            // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+            unsafe {
+                match (layout.precision, x.len()) {
+                    (Precision::Bf16, 2) => split_block::<2>(lines, x, out, to),
+                    (Precision::Bf16, _) => split_block::<1>(lines, x, out, to),
+                    (Precision::Int4 { .. }, 2) => block::<INT4, 2>(scales, lines, x, out, to),
+                    (Precision::Int4 { .. }, _) => block::<INT4, 1>(scales, lines, x, out, to),
+                    (Precision::Int8 { .. }, 2) => block::<INT8, 2>(scales, lines, x, out, to),
+                    (Precision::Int8 { .. }, _) => block::<INT8, 1>(scales, lines, x, out, to),
+                    (Precision::Mxfp4, 2) => block::<MXFP4, 2>(scales, lines, x, out, to),
+                    (Precision::Mxfp4, _) => block::<MXFP4, 1>(scales, lines, x, out, to),
                 }
-                t += take;
             }
-        }
+        });
     }
 
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
@@ -78,6 +59,25 @@ impl Kernel for Avx2 {
 
     shared::elementwise! { "avx2,fma"; fn split(&self, x: &[f32], out: &mut [f32]); }
     shared::elementwise!("avx2,fma");
+}
+
+/// Each tile with two tokens at a time, or the last one: `block(scales, lines, tokens, their results, ..)`.
+pub(super) fn each_block(
+    layout: &MatrixLayout,
+    tiles: &Tiles<'_>,
+    x: &ActivationRows<'_>,
+    start: Start,
+    out: &mut [f32],
+    count: usize,
+    block: impl Fn(Scales<'_>, &[u8], &ActivationRows<'_>, &mut [f32], To),
+) {
+    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
+    for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
+        let (scales, lines) = Scales::split(layout, tile);
+        for t in (0..x.len()).step_by(2) {
+            block(scales, lines, &x.part(t, 2.min(x.len() - t)), &mut out[(t * count + i) * TILE_ROWS..], to);
+        }
+    }
 }
 
 /// What the sums of a block of tokens begin with.
@@ -227,8 +227,11 @@ pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m256i {
 
 /// `T` tokens through one BF16 tile; of a block of 32 inputs first the lower 8 rows, then the upper, so that all sums
 /// are in registers.
+///
+/// # Safety
+/// AVX2 and FMA; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+pub(super) unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let odd_mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);
     // SAFETY: as promised to this function.
     let mut acc = unsafe { sums::<T>(to, out) };
@@ -269,8 +272,12 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
     }
 }
 
+/// [`Kernel::dot_f32`]
+///
+/// # Safety
+/// AVX2 and FMA.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
+pub(super) unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
     shared::dot_blocks(w.rows, x.rows, x.cols, [2, 2], |r, t, block| {
         // SAFETY: `dot_blocks` stays inside the rows and tokens it was given.
         unsafe {

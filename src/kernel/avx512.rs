@@ -10,70 +10,38 @@ use super::activations::CODES as BLOCK;
 use super::shared::PREFETCH_TOKENS;
 use super::tiles::codes::{INT4, INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
-use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, amx, check_dot, shared};
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
-/// Exists only where [`Avx512::detect`] found the features: that is what every call below relies on.
-pub(super) struct Avx512 {
-    amx: bool,
+/// Exists only where [`detect`] found the features: that is what every call below relies on.
+struct Avx512;
+
+/// Whether this CPU has AVX-512 F, BW, VL and VNNI.
+pub(super) fn is_here() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+        && is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
 }
 
-impl Avx512 {
-    pub(super) fn detect() -> Option<&'static Self> {
-        let found = is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512vnni")
-            && is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma");
-        found.then_some(&Self { amx: false })
-    }
-
-    pub(super) fn detect_amx() -> Option<&'static Self> {
-        (Self::detect().is_some() && amx::detect()).then_some(&Self { amx: true })
-    }
+pub(super) fn detect() -> Option<&'static dyn Kernel> {
+    is_here().then_some(&Avx512 as &dyn Kernel)
 }
 
 impl Kernel for Avx512 {
     fn simd(&self) -> Simd {
-        if self.amx { Simd::Amx } else { Simd::Avx512 }
+        Simd::Avx512
     }
 
     fn split_words(&self) -> usize {
-        if self.amx { amx::SPLIT_WORDS } else { 2 * BF16_INPUTS }
-    }
-
-    fn split(&self, x: &[f32], out: &mut [f32]) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-        fn plain(x: &[f32], out: &mut [f32]) {
-            shared::split(x, out);
-        }
-        // SAFETY: the features were detected.
-        unsafe { if self.amx { amx::split(x, out) } else { plain(x, out) } }
+        2 * BF16_INPUTS
     }
 
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
         let count = x.check(self, layout, tiles, out);
         // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
-        unsafe {
-            match layout.precision {
-                Precision::Bf16 if self.amx => amx::split_tiles(layout, tiles, x, start, out, count),
-                Precision::Int4 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<INT4>(layout, tiles, x, start, out, count)
-                }
-                Precision::Int8 { .. } if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<INT8>(layout, tiles, x, start, out, count)
-                }
-                Precision::Mxfp4 if self.amx && x.len() >= amx::least_tokens(x) => {
-                    amx::packed_tiles::<MXFP4>(layout, tiles, x, start, out, count)
-                }
-                _ => {
-                    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
-                    for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
-                        one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], to);
-                    }
-                }
-            }
-        }
+        unsafe { each_tile(layout, tiles, x, start, out, count) }
     }
 
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
@@ -82,7 +50,27 @@ impl Kernel for Avx512 {
         unsafe { dot(w, x, out) }
     }
 
+    shared::elementwise! { "avx512f,avx512bw,avx512vl,avx2,fma"; fn split(&self, x: &[f32], out: &mut [f32]); }
     shared::elementwise!("avx512f,avx512bw,avx512vl,avx2,fma");
+}
+
+/// `count` tiles, one after the other.
+///
+/// # Safety
+/// AVX-512 F, BW, VL and VNNI; what `ActivationRows::check` promises.
+pub(super) unsafe fn each_tile(
+    layout: &MatrixLayout,
+    tiles: &Tiles<'_>,
+    x: &ActivationRows<'_>,
+    start: Start,
+    out: &mut [f32],
+    count: usize,
+) {
+    let to = To { start, stride: count * TILE_ROWS, stream: tiles.stream() };
+    for (i, tile) in tiles.bytes.chunks_exact(layout.tile_bytes()).enumerate() {
+        // SAFETY: as promised to this function.
+        unsafe { one_tile(layout, tile, x, &mut out[i * TILE_ROWS..], to) };
+    }
 }
 
 /// Tokens that share one pass over a tile of codes: two accumulators each, and the weights, in 32 registers.
@@ -306,8 +294,12 @@ pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m512i {
     _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }
 
+/// [`Kernel::dot_f32`]
+///
+/// # Safety
+/// AVX-512 F, BW and VL.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
+pub(super) unsafe fn dot(w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
     shared::dot_blocks(w.rows, x.rows, x.cols, [4, 6], |r, t, block| {
         // SAFETY: `dot_blocks` stays inside the rows and tokens it was given.
         unsafe {

@@ -3,21 +3,64 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::pack::TILE_ROWS;
+use moebius_cache::Precision;
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
-use super::ActivationRows;
 use super::activations::CODES as BLOCK;
-use super::avx2::{e2m1_lookup, four, scales8, sums};
-use super::tiles::codes::{INT8, MXFP4};
+use super::avx2::{self, e2m1_lookup, four, scales8, sums};
+use super::tiles::codes::{INT4, INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
+use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
+
+/// Exists only where [`detect`] found the features: that is what every call below relies on.
+struct AvxVnni;
+
+pub(super) fn detect() -> Option<&'static dyn Kernel> {
+    (avx2::is_here() && is_x86_feature_detected!("avxvnni")).then_some(&AvxVnni as &dyn Kernel)
+}
+
+impl Kernel for AvxVnni {
+    fn simd(&self) -> Simd {
+        Simd::AvxVnni
+    }
+
+    fn split_words(&self) -> usize {
+        2 * BF16_INPUTS
+    }
+
+    fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]) {
+        let count = x.check(self, layout, tiles, out);
+        avx2::each_block(layout, tiles, x, start, out, count, |scales, lines, x, out, to| {
+            // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
+            unsafe {
+                match (layout.precision, x.len()) {
+                    (Precision::Bf16, 2) => avx2::split_block::<2>(lines, x, out, to),
+                    (Precision::Bf16, _) => avx2::split_block::<1>(lines, x, out, to),
+                    (Precision::Int4 { .. }, 2) => block::<INT4, 2>(scales, lines, x, out, to),
+                    (Precision::Int4 { .. }, _) => block::<INT4, 1>(scales, lines, x, out, to),
+                    (Precision::Int8 { .. }, 2) => block::<INT8, 2>(scales, lines, x, out, to),
+                    (Precision::Int8 { .. }, _) => block::<INT8, 1>(scales, lines, x, out, to),
+                    (Precision::Mxfp4, 2) => block::<MXFP4, 2>(scales, lines, x, out, to),
+                    (Precision::Mxfp4, _) => block::<MXFP4, 1>(scales, lines, x, out, to),
+                }
+            }
+        });
+    }
+
+    fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
+        check_dot(&w, &x, out);
+        // SAFETY: the features were detected; `Rows` keeps its rows inside its slice.
+        unsafe { avx2::dot(w, x, out) }
+    }
+
+    shared::elementwise! { "avx2,fma"; fn split(&self, x: &[f32], out: &mut [f32]); }
+    shared::elementwise!("avx2,fma");
+}
 
 /// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the
 /// codes' sum.
-///
-/// # Safety
-/// AVX2, FMA, F16C and AVX-VNNI; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-pub(super) unsafe fn block<const CODES: u8, const T: usize>(
+unsafe fn block<const CODES: u8, const T: usize>(
     scales: Scales<'_>,
     lines: &[u8],
     x: &ActivationRows<'_>,

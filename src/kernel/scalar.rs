@@ -8,7 +8,12 @@ use super::activations::CODES;
 use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Plain Rust.
-pub(super) struct Scalar;
+struct Scalar;
+
+/// Every CPU has it.
+pub(super) fn detect() -> Option<&'static dyn Kernel> {
+    Some(&Scalar)
+}
 
 impl Kernel for Scalar {
     fn simd(&self) -> Simd {
