@@ -1,4 +1,4 @@
-//! What the time of one small MoE layer at one token goes into, and which settings of `Pace` would take less of it.
+//! What the time of one small MoE layer at one token goes into, and which settings of `Tuning` would take less of it.
 //!
 //! `cargo bench --bench sweep [-- seconds=N] [threads=N] [shape=NAME] [only=TEXT] [json=FILE]`. All settings take
 //! turns, a few layers each, so that whatever else the machine does meets all of them; a row is the median over all
@@ -14,7 +14,7 @@ use std::time::Instant;
 use moebius::backend::cpu::Cpu;
 use moebius::backend::tensor::Tensor;
 use moebius::backend::{Load, Route, Routing};
-use moebius::experts::{CpuExperts, ExpertMemory, Pace};
+use moebius::experts::{CpuExperts, ExpertMemory, Tuning};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
 use moebius::machine::memory::{self, Pages, read_bandwidth};
 use moebius::machine::topology::Topology;
@@ -28,7 +28,7 @@ use common::{SHAPES, STORE_BYTES, Shape, routing, store, uniform};
 const TURN: usize = 12;
 const PRECISION: Precision = Precision::int4(128);
 
-/// `Pace::ahead`: bytes into L2, bytes into L1.
+/// `Tuning::ahead`: bytes into L2, bytes into L1.
 const AHEAD: [(usize, usize); 14] = [
     (0, 0),
     (0, 1024),
@@ -45,33 +45,33 @@ const AHEAD: [(usize, usize); 14] = [
     (8192, 1024),
     (16384, 1024),
 ];
-/// `Pace::idle_bytes`.
+/// `Tuning::idle_bytes`.
 const IDLE_KIB: [usize; 4] = [0, 32, 512, 1024];
-/// `Pace::gate_cut`, `Pace::down_cut`: levels, halvings.
+/// `Tuning::gate_cut`, `Tuning::down_cut`: levels, halvings.
 const CUTS: [(u32, u32); 6] = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3)];
-/// `Pace::gate_tiles`, `Pace::down_tiles`.
+/// `Tuning::gate_tiles`, `Tuning::down_tiles`.
 const TILES: [(usize, usize); 6] = [(1, 4), (4, 4), (2, 1), (2, 2), (2, 8), (4, 8)];
 
 /// The settings that are compared: each differs in one thing from the default.
-fn settings() -> Vec<(String, Pace)> {
-    let base = Pace::default();
+fn settings() -> Vec<(String, Tuning)> {
+    let base = Tuning::default();
     let mut all = vec![("default".to_string(), base)];
     for (l2, l1) in AHEAD {
-        all.push((format!("ahead l2={l2} l1={l1}"), Pace { ahead: Ahead { l2, l1 }, ..base }));
+        all.push((format!("ahead l2={l2} l1={l1}"), Tuning { ahead: Ahead { l2, l1 }, ..base }));
     }
-    all.push(("as before: no look-ahead, no idle".into(), Pace { look_ahead: false, idle_bytes: 0, ..base }));
-    all.push(("no look-ahead".into(), Pace { look_ahead: false, ..base }));
+    all.push(("as before: no look-ahead, no idle".into(), Tuning { look_ahead: false, idle_bytes: 0, ..base }));
+    all.push(("no look-ahead".into(), Tuning { look_ahead: false, ..base }));
     for kib in IDLE_KIB {
-        all.push((format!("idle {kib} KiB"), Pace { idle_bytes: kib << 10, ..base }));
+        all.push((format!("idle {kib} KiB"), Tuning { idle_bytes: kib << 10, ..base }));
     }
     for (levels, halvings) in CUTS {
         let cut = Cut { levels, halvings };
-        all.push((format!("gate cut {levels} levels / {halvings}"), Pace { gate_cut: cut, ..base }));
-        all.push((format!("down cut {levels} levels / {halvings}"), Pace { down_cut: cut, ..base }));
-        all.push((format!("both cut {levels} levels / {halvings}"), Pace { gate_cut: cut, down_cut: cut, ..base }));
+        all.push((format!("gate cut {levels} levels / {halvings}"), Tuning { gate_cut: cut, ..base }));
+        all.push((format!("down cut {levels} levels / {halvings}"), Tuning { down_cut: cut, ..base }));
+        all.push((format!("both cut {levels} levels / {halvings}"), Tuning { gate_cut: cut, down_cut: cut, ..base }));
     }
     for (gate_tiles, down_tiles) in TILES {
-        all.push((format!("tiles gate {gate_tiles} down {down_tiles}"), Pace { gate_tiles, down_tiles, ..base }));
+        all.push((format!("tiles gate {gate_tiles} down {down_tiles}"), Tuning { gate_tiles, down_tiles, ..base }));
     }
     all
 }
@@ -137,8 +137,8 @@ impl Kernel for Reader {
 
 /// What takes turns.
 enum Way {
-    /// An executor (index) at a pace, with the router before it or not.
-    Layer(usize, Pace, bool),
+    /// An executor (index) at a tuning, with the router before it or not.
+    Layer(usize, Tuning, bool),
     /// The router alone.
     Router,
     /// Every worker reads its even share of each active expert, in one dispatch without a barrier.
@@ -213,13 +213,13 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
         // Of the others only what may be different for them.
         let some =
             |name: &str| name == "default" || name.starts_with("as before") || (i == 3 && name.starts_with("ahead"));
-        for (name, pace) in settings.iter().filter(|setting| i == 0 || some(&setting.0)) {
-            add(format!("{prefix}{name}"), Way::Layer(i, *pace, false));
+        for (name, tuning) in settings.iter().filter(|setting| i == 0 || some(&setting.0)) {
+            add(format!("{prefix}{name}"), Way::Layer(i, *tuning, false));
         }
     }
     // What differs between two rows of one setting is noise.
-    add("default, once more".into(), Way::Layer(0, Pace::default(), false));
-    add("router, then default".into(), Way::Layer(0, Pace::default(), true));
+    add("default, once more".into(), Way::Layer(0, Tuning::default(), false));
+    add("router, then default".into(), Way::Layer(0, Tuning::default(), true));
     add("router alone".into(), Way::Router);
     add("16 dispatches".into(), Way::Dispatch);
     add("16 barriers".into(), Way::Barrier);
@@ -251,8 +251,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     while started.elapsed().as_secs_f64() < seconds || turns < 3 {
         turns += 1;
         for row in &mut rows {
-            if let Way::Layer(i, pace, _) = row.way {
-                executors[i].set_pace(pace);
+            if let Way::Layer(i, tuning, _) = row.way {
+                executors[i].set_tuning(tuning);
             }
             for turn in 0..TURN {
                 layer = (layer + 1) % store.num_layers();

@@ -27,7 +27,7 @@ pub mod service;
 #[cfg(feature = "cuda")]
 pub mod stream;
 
-pub use cpu::{CpuExperts, Pace};
+pub use cpu::{CpuExperts, Tuning};
 pub use epilogue::Epilogue;
 pub use memory::ExpertMemory;
 pub use service::{ExpertService, RowType, ServedLayer};

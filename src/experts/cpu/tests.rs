@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{MatrixLayout, Weights, pack_matrix, unpack_expert};
+use moebius_cache::pack::{MatrixLayout, TILE_ROWS, Weights, pack_matrix, unpack_expert};
 use moebius_cache::{Precision, ScaleType};
 
 use super::*;

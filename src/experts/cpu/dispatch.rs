@@ -1,0 +1,123 @@
+//! One `finish`, as all workers see it: the two phases of a layer.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+
+use moebius_cache::pack::{ExpertLayout, TILE_ROWS};
+
+use super::pieces::{Idle, LayerWork, Piece, Pieces};
+use super::tuning::{TOKEN_BLOCK, Tuning};
+use crate::experts::Epilogue;
+use crate::kernel::{Activations, ActivationsMut, Kernel, Start, Tiles};
+use crate::machine::workers::{Shared, Worker};
+
+/// What the workers read and write.
+pub(super) struct Dispatch<'a> {
+    pub(super) kernel: &'a dyn Kernel,
+    pub(super) layout: ExpertLayout,
+    pub(super) work: LayerWork<'a>,
+    pub(super) epilogue: &'a Epilogue,
+    pub(super) pair_tokens: &'a [u32],
+    pub(super) pair_weights: &'a [f32],
+    pub(super) tokens: usize,
+    pub(super) x: &'a Activations,
+    pub(super) hidden: Shared<'a, f32>,
+    pub(super) hidden_q: ActivationsMut<'a>,
+    pub(super) out: Shared<'a, f32>,
+    pub(super) results: Shared<'a, f32>,
+}
+
+impl<'a> Dispatch<'a> {
+    /// What one worker does.
+    pub(super) fn run(&'a self, worker: &Worker<'_>) {
+        let room = self.work.tuning.results();
+        // SAFETY: each worker has its own part.
+        let results = unsafe { self.results.slice_mut(worker.index * room..(worker.index + 1) * room) };
+        let own = worker.node % self.work.memory.nodes();
+        let (mut gate, mut down) = (Pieces::new(&self.work, 0, own), Pieces::new(&self.work, 1, own));
+        let Tuning { look_ahead, idle_bytes, .. } = self.work.tuning;
+        let bytes = |piece: Option<&Piece<'a>>| piece.map_or(&[][..], |piece| piece.bytes);
+
+        // What is read next is known, and on its way, before a piece is done; after the last one of gate it is the
+        // first one of down.
+        let (mut piece, mut first_down) = (gate.next(worker), None);
+        while let Some(now) = piece {
+            let mut next = None;
+            if look_ahead {
+                next = gate.next(worker);
+                first_down = if next.is_none() { down.next(worker) } else { None };
+            }
+            self.gate_up(&now, bytes(next.as_ref().or(first_down.as_ref())), results);
+            piece = if look_ahead { next } else { gate.next(worker) };
+        }
+        let first_down = first_down.or_else(|| down.next(worker));
+        let mut idle = Idle { pieces: down.clone(), at: bytes(first_down.as_ref()), left: idle_bytes };
+        worker.barrier_doing(|| idle.step());
+        let k = self.layout.down.k;
+        for pair in worker.share(self.pair_tokens.len()) {
+            // SAFETY: phase 1 is over: `hidden` is only read, and this worker alone converts this pair.
+            unsafe { self.hidden_q.put(self.kernel, pair..pair + 1, self.hidden.slice(pair * k..(pair + 1) * k)) };
+        }
+        worker.barrier_doing(|| idle.step());
+        let mut piece = first_down;
+        while let Some(now) = piece {
+            let next = if look_ahead { down.next(worker) } else { None };
+            self.down(&now, bytes(next.as_ref()), results);
+            piece = if look_ahead { next } else { down.next(worker) };
+        }
+    }
+
+    /// `hidden[pair][rows of the tiles]` for all pairs of an expert.
+    fn gate_up(&self, Piece { active, tiles, bytes }: &Piece<'_>, next: &[u8], results: &mut [f32]) {
+        let n = self.layout.gate.n;
+        let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
+        let width = tiles.len() * TILE_ROWS;
+        let weights = Tiles::before(bytes, next, self.work.tuning.ahead);
+        for pairs in blocks(active.pairs) {
+            let len = pairs.len() * width;
+            let (y, rest) = results.split_at_mut(2 * len);
+            let (gate, rest) = rest.split_at_mut(len);
+            let (up, rest) = rest.split_at_mut(len);
+            let h = &mut rest[..len];
+            let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
+            self.kernel.matmul(&self.layout.gate, &weights, &x, Start::Zero, y);
+            for (i, y) in y.as_chunks::<{ 2 * TILE_ROWS }>().0.iter().enumerate() {
+                let [from_gate, from_up]: &[[f32; TILE_ROWS]; 2] = bytemuck::cast_ref(y);
+                gate.as_chunks_mut::<TILE_ROWS>().0[i] = *from_gate;
+                up.as_chunks_mut::<TILE_ROWS>().0[i] = *from_up;
+            }
+            self.epilogue.activate(self.kernel, (self.work.layer, active.expert), &rows, width, (gate, up, h));
+            for (pair, h) in pairs.zip(h.chunks_exact(width)) {
+                // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tiles.
+                let to = unsafe { self.hidden.slice_mut(pair * n + rows.start..pair * n + rows.end) };
+                to.copy_from_slice(&h[..rows.len()]);
+            }
+        }
+    }
+
+    /// `out[token][rows of the tiles] += weight * (down tiles . hidden[pair])` for all pairs of an expert.
+    fn down(&self, Piece { active, tiles, bytes }: &Piece<'_>, next: &[u8], results: &mut [f32]) {
+        let n = self.layout.down.n;
+        let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
+        let width = tiles.len() * TILE_ROWS;
+        let weights = Tiles::before(bytes, next, self.work.tuning.ahead);
+        for pairs in blocks(active.pairs) {
+            let y = &mut results[..pairs.len() * width];
+            // SAFETY: after the second barrier nobody writes these rows.
+            let h = unsafe { self.hidden_q.rows(pairs.clone()) };
+            self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
+            self.epilogue.finish((self.work.layer, active.expert), &rows, width, y);
+            for (pair, y) in pairs.zip(y.chunks_exact(width)) {
+                let token = self.pair_tokens[pair] as usize;
+                // SAFETY: in phase 2 these columns of `out` belong to whoever claimed the tile.
+                let out = unsafe { self.out.slice_mut(token * n + rows.start..token * n + rows.end) };
+                self.kernel.add_scaled(&y[..rows.len()], self.pair_weights[pair], out);
+            }
+        }
+    }
+}
+
+/// Cuts a range of pairs into blocks of at most [`TOKEN_BLOCK`].
+fn blocks((start, end): (usize, usize)) -> impl Iterator<Item = Range<usize>> {
+    (start..end).step_by(TOKEN_BLOCK).map(move |from| from..end.min(from + TOKEN_BLOCK))
+}

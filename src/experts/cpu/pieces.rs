@@ -1,0 +1,148 @@
+//! What a worker claims of a layer: some tiles of an expert that go through the kernel together.
+
+use std::ops::Range;
+
+use super::tuning::Tuning;
+use crate::experts::ExpertMemory;
+use crate::kernel::fetch;
+use crate::machine::workers::{Claims, Worker};
+
+/// Tokens whose arithmetic takes as long as reading the weights does: what a tile costs is this plus its tokens.
+pub(super) const READ_COST: usize = 8;
+
+/// One expert with tokens to work on.
+#[derive(Clone, Copy)]
+pub(super) struct Active {
+    pub(super) expert: usize,
+    pub(super) pairs: (usize, usize), // its pairs, from and to
+    pub(super) cost: usize,           // of one tile of each expert before this one
+}
+
+impl Active {
+    /// What one of its tiles costs.
+    fn tile_cost(&self) -> usize {
+        READ_COST + self.pairs.1 - self.pairs.0
+    }
+}
+
+/// A layer's work, and where it is claimed.
+pub(super) struct LayerWork<'a> {
+    pub(super) memory: &'a ExpertMemory,
+    pub(super) layer: usize,
+    pub(super) active: &'a [Active],
+    pub(super) claims: &'a [[Claims; 2]], // [nodes], of each phase
+    pub(super) tuning: Tuning,
+}
+
+/// What a worker does of one phase, claimed run by run. Each piece goes through the kernel as a whole.
+#[derive(Clone)]
+pub(super) struct Pieces<'s> {
+    work: &'s LayerWork<'s>,
+    phase: usize, // 0: gate and up, 1: down
+    own: usize,   // the worker's node
+    turn: usize,  // nodes whose tiles are all taken
+    run: Range<usize>,
+    expert: usize,      // index into the active ones: the next of this run
+    left: Range<usize>, // tiles of the one before it
+}
+
+/// Some tiles of an expert that go through the kernel together.
+#[derive(Clone)]
+pub(super) struct Piece<'s> {
+    pub(super) active: &'s Active,
+    pub(super) tiles: Range<usize>,
+    pub(super) bytes: &'s [u8],
+}
+
+impl<'s> Pieces<'s> {
+    pub(super) fn new(work: &'s LayerWork<'s>, phase: usize, own: usize) -> Self {
+        Self { work, phase, own, turn: 0, run: 0..0, expert: work.active.len(), left: 0..0 }
+    }
+
+    /// The node whose slice the run is of, and the tiles of that.
+    fn slice(&self) -> (usize, Range<usize>) {
+        let memory = self.work.memory;
+        let node = (self.own + self.turn) % memory.nodes();
+        (node, if self.phase == 0 { memory.gate_tiles_of(node) } else { memory.down_tiles_of(node) })
+    }
+
+    /// The tiles of an expert that are in the run.
+    fn tiles_of(&self, active: &Active) -> Range<usize> {
+        let slice = self.slice().1;
+        if self.phase == 1 {
+            return slice.start + self.run.start..slice.start + self.run.end;
+        }
+        // A tile belongs to the run in which its cost begins.
+        let tiles = slice.len();
+        let first = |cost: usize| {
+            slice.start + cost.saturating_sub(active.cost * tiles).div_ceil(active.tile_cost()).min(tiles)
+        };
+        first(self.run.start)..first(self.run.end)
+    }
+
+    /// The next piece of the run that was claimed last.
+    fn next_of_run(&mut self) -> Option<Piece<'s>> {
+        let LayerWork { memory, layer, active, tuning, .. } = self.work;
+        while self.left.is_empty() {
+            self.left = self.tiles_of(active.get(self.expert)?);
+            self.expert += 1;
+        }
+        let most = if self.phase == 0 { tuning.gate_tiles } else { tuning.down_tiles };
+        let tiles = self.left.start..self.left.end.min(self.left.start + most);
+        self.left.start = tiles.end;
+        let active = &active[self.expert - 1];
+        let bytes = match self.phase {
+            0 => memory.gate_up_tiles(*layer, active.expert, tiles.clone()),
+            _ => memory.down_tiles(*layer, active.expert, tiles.clone()),
+        };
+        Some(Piece { active, tiles, bytes })
+    }
+
+    /// The next piece; claims a run, first of its own node's, where there is none left of the last one.
+    pub(super) fn next(&mut self, worker: &Worker<'_>) -> Option<Piece<'s>> {
+        loop {
+            if let Some(piece) = self.next_of_run() {
+                return Some(piece);
+            }
+            let LayerWork { memory, claims, active, tuning, .. } = self.work;
+            if self.turn == memory.nodes() {
+                return None;
+            }
+            let (node, slice) = self.slice();
+            let workers = if memory.nodes() == 1 { worker.count } else { worker.count_on(node).max(1) };
+            let last = active[active.len() - 1];
+            let (cut, total) = match self.phase {
+                0 => (tuning.gate_cut, (last.cost + last.tile_cost()) * slice.len()),
+                _ => (tuning.down_cut, slice.len()),
+            };
+            match claims[node][self.phase].next(cut, workers, total) {
+                Some(run) => (self.run, self.expert) = (run, 0),
+                None => self.turn += 1,
+            }
+        }
+    }
+}
+
+/// What a worker brings into L2 while it has to wait.
+pub(super) struct Idle<'s> {
+    pub(super) pieces: Pieces<'s>, // only the run that is claimed
+    pub(super) at: &'s [u8],
+    pub(super) left: usize, // bytes
+}
+
+impl Idle<'_> {
+    /// A few cache lines; `false`: that was all.
+    pub(super) fn step(&mut self) -> bool {
+        const LINES: usize = 8;
+        while self.at.is_empty() && self.left > 0 {
+            match self.pieces.next_of_run() {
+                Some(piece) => self.at = piece.bytes,
+                None => self.left = 0,
+            }
+        }
+        let bytes = (64 * LINES).min(self.at.len()).min(self.left);
+        fetch(self.at.as_ptr(), bytes.div_ceil(64));
+        (self.at, self.left) = (&self.at[bytes..], self.left - bytes);
+        self.left > 0
+    }
+}
