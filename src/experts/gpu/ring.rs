@@ -20,6 +20,7 @@ pub(super) struct Ring {
     filled: [Event; 2],
     used: [Event; 2],
     holds: [Option<Part>; 2],
+    newest: usize,     // the half that was filled last
     copied_bytes: u64, // since the start
 }
 
@@ -43,6 +44,7 @@ impl Ring {
             filled: events()?,
             used: events()?,
             holds: [None, None],
+            newest: 1,
             copied_bytes: 0,
             cuda: cuda.clone(),
             memory,
@@ -55,20 +57,14 @@ impl Ring {
     }
 
     /// What `streamed` experts of a layer are cut into.
-    fn parts(&self, layer: usize, streamed: usize) -> impl ExactSizeIterator<Item = Part> + use<> {
+    fn parts(&self, layer: usize, streamed: usize) -> impl Iterator<Item = Part> + use<> {
         let half = self.half.max(1);
         (0..streamed).step_by(half).map(move |from| Part { layer, ranks: from..streamed.min(from + half) })
     }
 
-    /// The half that holds a part, or that it should come to; a layer has `parts` of them.
-    fn half_of(&self, part: &Part, parts: usize) -> usize {
-        let held = self.holds.iter().position(|holds| holds.as_ref() == Some(part));
-        // The one that was filled longer ago: they alternate.
-        held.unwrap_or_else(|| {
-            let newest =
-                |i: usize| self.holds[i].as_ref().map_or(0, |held| (held.layer * parts.max(1) + held.ranks.start) + 1);
-            usize::from(newest(1) < newest(0))
-        })
+    /// The half that holds a part, or that it should come to: they alternate.
+    fn half_of(&self, part: &Part) -> usize {
+        self.holds.iter().position(|held| held.as_ref() == Some(part)).unwrap_or(1 - self.newest)
     }
 
     fn holds(&self, part: &Part) -> bool {
@@ -99,6 +95,7 @@ impl Ring {
         }
         cuda.upload(&cuda.copy, self.table(half), &table);
         cuda.record(&self.filled[half], &cuda.copy);
+        self.newest = half;
         self.copied_bytes += (experts.len() * bytes) as u64;
     }
 
@@ -143,10 +140,9 @@ impl GpuExperts {
             self.memory.want(layer + 1, next.iter().map(|&expert| expert as usize));
         }
         let mut parts = self.ring.parts(layer, streamed);
-        let count = parts.len();
         let mut part = parts.next();
         while let Some(now) = part {
-            let half = self.ring.half_of(&now, count);
+            let half = self.ring.half_of(&now);
             self.fill(half, now)?;
             // What comes next is on its way while this is computed.
             part = parts.next();
