@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! A  activations  [16 tokens][64 bytes]      as `Activations` lie
-//! B  weights      [16 lines][16 rows x 4 B]  BF16 as they lie; integers as signed bytes, unpacked once per group
+//! B  weights      [16 lines][16 rows x 4 B]  BF16 as they lie; integers as signed bytes, unpacked once for all tokens
 //! C  results      [16 tokens][16 rows]       i32 of one group, or f32
 //! ```
 //!
@@ -139,14 +139,22 @@ macro_rules! zero {
 }
 macro_rules! load {
     ($tile:literal, $from:expr, $stride:expr) => {
-        asm!(concat!("tileloadd tmm", $tile, ", [{p} + {s}]"), p = in(reg) $from, s = in(reg) $stride, options(nostack,
-            preserves_flags, readonly))
+        asm!(
+            concat!("tileloadd tmm", $tile, ", [{p} + {s}]"),
+            p = in(reg) $from,
+            s = in(reg) $stride,
+            options(nostack, preserves_flags, readonly)
+        )
     };
 }
 macro_rules! store {
     ($tile:literal, $to:expr, $stride:expr) => {
-        asm!(concat!("tilestored [{p} + {s}], tmm", $tile), p = in(reg) $to, s = in(reg) $stride, options(nostack,
-            preserves_flags))
+        asm!(
+            concat!("tilestored [{p} + {s}], tmm", $tile),
+            p = in(reg) $to,
+            s = in(reg) $stride,
+            options(nostack, preserves_flags)
+        )
     };
 }
 macro_rules! multiply {
