@@ -1,4 +1,4 @@
-// A layer's tokens on their way to the CPU's experts and back, on a stream of another engine's (src/experts/stream.rs):
+// A layer's tokens on their way to the CPU's experts and back, on a stream of another engine's (src/experts/stream_port.rs):
 // nothing but kernels, so that they can be recorded.
 //
 //   publish_rows  writes the tokens' hidden states as they are, and their routing, into mapped pinned memory, counts

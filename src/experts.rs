@@ -2,15 +2,16 @@
 //! stream.
 //!
 //! ```text
-//! epilogue     biases, and the activation between an expert's products
-//! memory       the bytes of every expert: mapped, copied, a slice per NUMA node
-//! cpu          all experts on the CPU
-//! cost         what experts in RAM cost on the CPU and over PCIe
-//! residency    which expert is in VRAM, which in RAM
-//! popularity   how often each is chosen, and which should move
-//! gpu          each expert where it is cheapest: VRAM, the link, the CPU
-//! service      experts alone, for other engines
-//! stream       the same inside another engine's CUDA stream
+//! epilogue      biases, and the activation between an expert's products
+//! memory        the bytes of every expert: mapped, copied, a slice per NUMA node
+//! cpu           all experts on the CPU
+//! cost          what experts in RAM cost on the CPU and over PCIe
+//! residency     which expert is in VRAM, which in RAM
+//! popularity    how often each is chosen, and which should move
+//! mailbox       how a device hands tokens to the CPU's experts
+//! gpu           each expert where it is cheapest: VRAM, the link, the CPU
+//! service       experts alone, for other engines
+//! stream_port   the same in the order of another engine's CUDA stream
 //! ```
 //!
 //! Imports machine, kernel, cuda, model and backend. Read `cpu` first.
@@ -20,12 +21,14 @@ pub mod cpu;
 pub mod epilogue;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+#[cfg(feature = "cuda")]
+mod mailbox;
 pub mod memory;
 pub mod popularity;
 pub mod residency;
 pub mod service;
 #[cfg(feature = "cuda")]
-pub mod stream;
+pub mod stream_port;
 
 pub use cpu::{CpuExperts, Tuning};
 pub use epilogue::Epilogue;

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use moebius::config::{Device, EngineConfig, ExpertBits};
 use moebius::experts::service::Tokens;
-use moebius::experts::stream::{DeviceTokens, StreamPort, Ticket};
+use moebius::experts::stream_port::{DeviceTokens, StreamPort, Ticket};
 use moebius::experts::{ExpertService, RowType, ServedLayer};
 use moebius::hub;
 use moebius::load::experts::{ExpertArrays, is_cache_file, open_experts, pack_experts};

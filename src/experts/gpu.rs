@@ -1,11 +1,20 @@
 //! Routed experts beside a CUDA backend: in VRAM, streamed into it, or on the CPU, each where it is cheapest.
 //!
 //! ```text
-//! few tokens    experts in VRAM by two kernels; the CPU computes the others: kernels publish hidden states and routing into
-//!               memory that both see, and wait for the sum; nothing is copied or called in between
+//! few tokens    experts in VRAM by two kernels; the CPU computes the others: kernels publish hidden states and
+//!               routing into memory that both see, and wait for the sum; nothing is copied or called in between
 //! many tokens   experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute stream;
-//!               grouped products read them in that form; in between, the CPU takes the share that lets both end together. Where
-//!               few of a layer are chosen, only those cross, once the routing is known
+//!               grouped products read them in that form; in between, the CPU takes the share that lets both end
+//!               together. Where few of a layer are chosen, only those cross, once the routing is known
+//! ```
+//!
+//! ```text
+//! epilogue     biases and activation on the device
+//! products     of experts in VRAM: as they are read, or grouped
+//! residents    experts that live in VRAM, and the tables of their addresses
+//! ring         experts that pass through VRAM
+//! handoff      the CPU's part, through a mailbox
+//! learning     counts of chosen experts, and the moves that follow
 //! ```
 //!
 //! Which experts of a layer are on the GPU for a batch is one table of addresses on the device: 0 means the CPU's.
@@ -23,6 +32,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
 use super::cost::CostModel;
+use super::mailbox::LINE;
 use super::popularity::Popularity;
 use super::residency::{Move, Residency};
 use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
@@ -163,7 +173,7 @@ impl GpuExperts {
     /// Bytes of pinned RAM that [`new`](GpuExperts::new) takes, and of what is converted for the CPU.
     pub fn host_bytes(layout: &ExpertLayout, layers: usize, sizes: &Sizes) -> u64 {
         let (hidden, tokens) = (layout.gate.k, sizes.cpu_tokens);
-        (tokens * (2 * hidden + 4 * hidden + 4 * hidden + 8 * sizes.top_k) + 2 * layers * handoff::LINE * 4) as u64
+        (tokens * (2 * hidden + 4 * hidden + 4 * hidden + 8 * sizes.top_k) + 2 * layers * LINE * 4) as u64
     }
 
     /// Experts of a layer, wherever they are.

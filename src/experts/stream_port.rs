@@ -1,8 +1,9 @@
 //! Routed experts in the order of another engine's CUDA streams, recorded into its graphs or not.
 //!
 //! ```text
-//! submit   publish_rows on the engine's stream: tokens and routing to pinned memory, a record into the ring (kernels/stream.cu)
-//!          and somebody wakes the owner: this thread, or, while a graph is recorded, a host function on a branch beside it
+//! submit   publish_rows on the engine's stream: tokens and routing to pinned memory, a record into the ring
+//!          (kernels/stream.cu), and somebody wakes the owner: this thread, or, while a graph is recorded, a host
+//!          function on a branch beside it
 //! owner    worker 0 of the team: reads records in order, computes, counts the slot's `up`; polls a little, then sleeps
 //! sync     the branch joins; fetch_rows waits for `up` and copies the sum to the engine's memory
 //! ```
@@ -13,12 +14,14 @@
 //! when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use super::mailbox::{Mailbox, Room, blocks};
 use super::service::{RowType, ServedLayer, Tokens};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Stream, launch};
 use crate::machine::workers::{Gate, Team};
@@ -38,12 +41,12 @@ const SPIN: Duration = Duration::from_micros(400);
 /// The experts' side of a device.
 pub struct StreamPort {
     cuda: Arc<Cuda>,
-    desk: &'static Desk,
-    lanes: Mutex<HashMap<(usize, bool), Lane>>, // by stream, and whether it is being recorded
+    mailroom: &'static Mailroom,
+    streams: Mutex<HashMap<(usize, bool), StreamSlots>>, // by stream, and whether it is being recorded
 }
 
 /// What the owner and the streams share. Graphs may run as long as the process does, so it lives as long.
-struct Desk {
+struct Mailroom {
     ring: PinnedBuffer<u32>, // [RECORDS, RECORD]
     head: DeviceBuffer<u32>,
     wakes: Gate,
@@ -54,27 +57,17 @@ struct Desk {
 
 /// Room for one batch in flight.
 struct Slot {
-    x: PinnedBuffer<u8>,
-    ids: PinnedBuffer<i32>,
-    weights: PinnedBuffer<f32>,
-    y: Mutex<PinnedBuffer<u8>>,
-    y_address: Address<u8>,
-    up: PinnedBuffer<u32>,
-    count: DeviceBuffer<u32>,
-    arrived: DeviceBuffer<u32>,
+    mailbox: Mailbox,
     forked: Event,
     woken: Event,
 }
 
 // SAFETY: device buffers are addresses here, which nobody reads on the host.
 #[allow(unsafe_code)]
-unsafe impl Sync for Slot {}
-// SAFETY: as above.
-#[allow(unsafe_code)]
-unsafe impl Sync for Desk {}
+unsafe impl Sync for Mailroom {}
 
 /// The slots of a stream.
-struct Lane {
+struct StreamSlots {
     side: Stream,
     slots: Vec<(usize, bool)>, // index, and whether a batch is in it
 }
@@ -101,7 +94,7 @@ pub struct DeviceTokens {
 #[derive(Debug)]
 pub struct Ticket {
     slot: usize,
-    lane: (usize, bool),
+    stream: (usize, bool),
     bytes: usize,
 }
 
@@ -116,20 +109,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Blocks for so many bytes: enough to fill PCIe, few for few tokens.
-fn blocks(bytes: usize) -> usize {
-    (bytes >> 15).clamp(1, 16)
-}
-
 impl StreamPort {
     /// Opens device `ordinal` for experts that `team` computes, and starts the thread that owns the team from now on.
     /// Errors: `Error::Device`.
     pub fn open(ordinal: usize, team: &Arc<Team>) -> Result<Self> {
         let cuda = Cuda::open(ordinal)?;
-        let desk = cuda.as_guest(|| {
+        let mailroom = cuda.as_guest(|| {
             cuda.kernels.get("publish_rows");
             cuda.kernels.get("fetch_rows");
-            let desk = Desk {
+            let mailroom = Mailroom {
                 ring: PinnedBuffer::new(&cuda, RECORDS * RECORD)?,
                 head: DeviceBuffer::zeros(&cuda, 1)?,
                 wakes: Gate::new(0),
@@ -138,7 +126,7 @@ impl StreamPort {
                 failed: Mutex::default(),
             };
             cuda.synchronize()?;
-            Ok(&*Box::leak(Box::new(desk)))
+            Ok(&*Box::leak(Box::new(mailroom)))
         })?;
         team.spin_for(SPIN);
         let team = team.clone();
@@ -147,22 +135,22 @@ impl StreamPort {
             .spawn(move || {
                 // Where it is refused, the owner goes wherever the system puts it.
                 let _ = team.pin_caller();
-                desk.own();
+                mailroom.own();
             })
             .map_err(|e| Error::Resources(format!("cannot start the experts' thread: {e}; raise `ulimit -u`")))?;
-        Ok(Self { cuda, desk, lanes: Mutex::default() })
+        Ok(Self { cuda, mailroom, streams: Mutex::default() })
     }
 
     /// Makes a layer known. It is kept as long as the process lives: recorded graphs may ask for it.
     pub fn add_layer(&self, layer: Arc<ServedLayer>) -> usize {
-        let mut layers = self.desk.layers.write().unwrap_or_else(PoisonError::into_inner);
+        let mut layers = self.mailroom.layers.write().unwrap_or_else(PoisonError::into_inner);
         layers.push(layer);
         layers.len() - 1
     }
 
     /// Errors: what went wrong since the last call; the sums of that were NaN.
     pub fn check(&self) -> Result<()> {
-        match lock(&self.desk.failed).take() {
+        match lock(&self.mailroom.failed).take() {
             Some(text) => Err(Error::Device(text)),
             None => self.cuda.check(),
         }
@@ -178,34 +166,35 @@ impl StreamPort {
             let handle = stream;
             let stream = Stream::of_another(handle);
             let capturing = stream.is_capturing()?;
-            let hidden = self.desk.layers.read().unwrap_or_else(PoisonError::into_inner)[layer].service().memory().cache().header().hidden;
+            let hidden = self.mailroom.layer(layer).service().memory().cache().header().hidden;
             let (bytes, choices) = (batch.tokens * hidden * batch.rows.bytes(), batch.tokens * batch.top_k);
-            let mut lanes = lock(&self.lanes);
-            let lane = match lanes.entry((handle, capturing)) {
-                std::collections::hash_map::Entry::Occupied(lane) => lane.into_mut(),
-                std::collections::hash_map::Entry::Vacant(none) => none.insert(Lane { side: Stream::beside()?, slots: Vec::new() }),
+            let mut streams = lock(&self.streams);
+            let slots = match streams.entry((handle, capturing)) {
+                Entry::Occupied(slots) => slots.into_mut(),
+                Entry::Vacant(none) => none.insert(StreamSlots { side: Stream::beside()?, slots: Vec::new() }),
             };
-            let index = self.slot(lane, bytes, choices)?;
-            let slot = self.desk.slot(index);
+            let index = self.slot(slots, bytes, choices)?;
+            let slot = self.mailroom.slot(index);
             if capturing {
                 self.cuda.record(&slot.forked, &stream);
-                self.cuda.wait(&lane.side, &slot.forked);
-                // SAFETY: the desk lives as long as the process.
+                self.cuda.wait(&slots.side, &slot.forked);
+                // SAFETY: the mailroom lives as long as the process.
                 #[allow(unsafe_code)]
                 unsafe {
-                    self.cuda.call_host(&lane.side, wake, std::ptr::from_ref(&self.desk.wakes).cast_mut().cast())
+                    self.cuda.call_host(&slots.side, wake, std::ptr::from_ref(&self.mailroom.wakes).cast_mut().cast())
                 };
-                self.cuda.record(&slot.woken, &lane.side);
+                self.cuda.record(&slot.woken, &slots.side);
             } else {
-                self.desk.wakes.add();
+                self.mailroom.wakes.add();
             }
+            let Mailbox { x, ids, weights, arrived, count, .. } = &slot.mailbox;
             launch!(self.cuda, &stream, "publish_rows", [blocks(bytes), 1, 1], 1024, 0;
                 Address::<u8>::of_another(batch.x), Address::<u8>::of_another(batch.ids), Address::<u8>::of_another(batch.weights), (bytes / 16) as i32,
-                choices as i32, (batch.id_bytes / 4) as i32, slot.x.address(), slot.ids.address(), slot.weights.address(), slot.arrived.address(),
-                slot.count.address(), self.desk.head.address(), self.desk.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
+                choices as i32, (batch.id_bytes / 4) as i32, x.address(), ids.address(), weights.address(), arrived.address(),
+                count.address(), self.mailroom.head.address(), self.mailroom.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
                 batch.top_k as i32, batch.rows as i32);
             self.cuda.check()?;
-            Ok(Ticket { slot: index, lane: (handle, capturing), bytes })
+            Ok(Ticket { slot: index, stream: (handle, capturing), bytes })
         })
     }
 
@@ -213,58 +202,48 @@ impl StreamPort {
     /// aligned to 16 bytes.
     pub fn sync(&self, ticket: Ticket, out: u64) -> Result<()> {
         self.cuda.as_guest(|| {
-            let slot = self.desk.slot(ticket.slot);
-            let (handle, capturing) = ticket.lane;
+            let slot = self.mailroom.slot(ticket.slot);
+            let (handle, capturing) = ticket.stream;
             let stream = Stream::of_another(handle);
             if capturing {
                 self.cuda.wait(&stream, &slot.woken);
             }
+            let Mailbox { count, up, y_address, .. } = &slot.mailbox;
             launch!(self.cuda, &stream, "fetch_rows", [blocks(ticket.bytes), 1, 1], 1024, 0;
-                slot.count.address(), slot.up.address(), slot.y_address, Address::<u8>::of_another(out), (ticket.bytes / 16) as i32);
-            if let Some(lane) = lock(&self.lanes).get_mut(&ticket.lane) {
-                lane.slots.iter_mut().filter(|(index, _)| *index == ticket.slot).for_each(|(_, busy)| *busy = false);
+                count.address(), up.address(), *y_address, Address::<u8>::of_another(out), (ticket.bytes / 16) as i32);
+            if let Some(of) = lock(&self.streams).get_mut(&ticket.stream) {
+                of.slots.iter_mut().filter(|(index, _)| *index == ticket.slot).for_each(|(_, busy)| *busy = false);
             }
             self.cuda.check()
         })
     }
 
-    /// A slot of the lane that nobody is in and that is large enough; made if there is none.
-    fn slot(&self, lane: &mut Lane, bytes: usize, choices: usize) -> Result<usize> {
+    /// A slot of the stream that nobody is in and that is large enough; made if there is none.
+    fn slot(&self, of: &mut StreamSlots, bytes: usize, choices: usize) -> Result<usize> {
         let fits = |index: usize| {
-            let slot = self.desk.slot(index);
-            slot.x.len() >= bytes && slot.ids.len() >= choices
+            let slot = self.mailroom.slot(index);
+            slot.mailbox.x.len() >= bytes && slot.mailbox.ids.len() >= choices
         };
-        if let Some((index, busy)) = lane.slots.iter_mut().find(|(index, busy)| !busy && fits(*index)) {
+        if let Some((index, busy)) = of.slots.iter_mut().find(|(index, busy)| !busy && fits(*index)) {
             *busy = true;
             return Ok(*index);
         }
-        if lane.slots.iter().filter(|(_, busy)| *busy).count() >= SLOTS {
+        if of.slots.iter().filter(|(_, busy)| *busy).count() >= SLOTS {
             return Err(Error::Invalid(format!(
                 "{SLOTS} batches of one stream wait for their sync_forward: call it before the next submit_forward"
             )));
         }
         let (bytes, choices) = (bytes.next_power_of_two().max(1 << 14), choices.next_power_of_two().max(128));
         let cuda = &self.cuda;
-        let y = PinnedBuffer::new(cuda, bytes)?;
-        let slot = Slot {
-            x: PinnedBuffer::new(cuda, bytes)?,
-            ids: PinnedBuffer::new(cuda, choices)?,
-            weights: PinnedBuffer::new(cuda, choices)?,
-            y_address: y.address(),
-            y: Mutex::new(y),
-            up: PinnedBuffer::new(cuda, 1)?,
-            count: DeviceBuffer::zeros(cuda, 1)?,
-            arrived: DeviceBuffer::zeros(cuda, 1)?,
-            forked: Event::new(cuda)?,
-            woken: Event::new(cuda)?,
-        };
+        let room = Room { x: bytes, y: bytes, choices, counters: 1 };
+        let slot = Slot { mailbox: Mailbox::new(cuda, &room)?, forked: Event::new(cuda)?, woken: Event::new(cuda)? };
         cuda.synchronize()?;
-        let mut slots = self.desk.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.mailroom.slots.write().unwrap_or_else(PoisonError::into_inner);
         if slots.len() == RECORDS {
             return Err(Error::Resources(format!("{RECORDS} batches of all streams have a place: use fewer streams")));
         }
         slots.push(Box::leak(Box::new(slot)));
-        lane.slots.push((slots.len() - 1, true));
+        of.slots.push((slots.len() - 1, true));
         Ok(slots.len() - 1)
     }
 }
@@ -279,7 +258,11 @@ unsafe extern "C" fn wake(gate: *mut c_void) {
     unsafe { &*gate.cast::<Gate>() }.add();
 }
 
-impl Desk {
+impl Mailroom {
+    fn layer(&self, index: usize) -> Arc<ServedLayer> {
+        self.layers.read().unwrap_or_else(PoisonError::into_inner)[index].clone()
+    }
+
     fn slot(&self, index: usize) -> &'static Slot {
         self.slots.read().unwrap_or_else(PoisonError::into_inner)[index]
     }
@@ -321,17 +304,18 @@ impl Desk {
     /// Computes a batch. Whatever happens, the stream gets an answer: it waits for it.
     fn serve(&self, [_, slot, count, layer, tokens, top_k, rows, _]: [u32; RECORD]) {
         let slot = self.slot(slot as usize);
-        let layer = self.layers.read().unwrap_or_else(PoisonError::into_inner)[layer as usize].clone();
+        let layer = self.layer(layer as usize);
         let rows = [RowType::F32, RowType::F16, RowType::Bf16][rows as usize];
         let bytes = tokens as usize * layer.service().memory().cache().header().hidden * rows.bytes();
         let choices = (tokens * top_k) as usize;
-        let mut y = lock(&slot.y);
+        let mailbox = &slot.mailbox;
+        let mut y = lock(&mailbox.y);
         let out = &mut y[..bytes];
         let batch = Tokens {
-            x: &slot.x[..bytes],
+            x: &mailbox.x[..bytes],
             rows,
-            ids: &slot.ids[..choices],
-            weights: &slot.weights[..choices],
+            ids: &mailbox.ids[..choices],
+            weights: &mailbox.weights[..choices],
             top_k: top_k as usize,
         };
         let done = catch_unwind(AssertUnwindSafe(|| layer.forward_pinned(batch, out)));
@@ -345,6 +329,6 @@ impl Desk {
             out.fill(0xff);
             lock(&self.failed).get_or_insert(text);
         }
-        slot.up.atomic(0).store(count, Ordering::Release);
+        mailbox.answer(0, count);
     }
 }
