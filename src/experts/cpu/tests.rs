@@ -321,3 +321,14 @@ fn bytes_that_nobody_wanted_are_not_read() {
     let (hidden, intermediate) = dims(Precision::Bf16);
     let _ = ExpertMemory::mapped(store(hidden, intermediate, Precision::Bf16)).check_expert(0, 3);
 }
+
+#[test]
+fn each_row_is_given_once_alone_and_by_the_team() {
+    let experts = executor(store(76, 40, Precision::Bf16), 3, Simd::Scalar);
+    let cols = 100;
+    for rows in [1, 7, PARALLEL_VALUES / cols, PARALLEL_VALUES / cols + 1, 4 * PARALLEL_VALUES / cols] {
+        let mut values = vec![0; rows * cols];
+        experts.each_row(&mut values, cols, |t, row| row.iter_mut().for_each(|value| *value += t + 1));
+        assert!(values.iter().enumerate().all(|(i, &value)| value == i / cols + 1), "{rows} rows");
+    }
+}
