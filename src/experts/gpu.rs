@@ -49,7 +49,7 @@ use ring::Ring;
 /// Measured on an H200.
 const FEW_TOKENS: usize = 4;
 
-/// Tokens up to which a batch is no prompt, whatever the user says of prompts.
+/// Tokens up to which a batch counts as decode, wherever the user wants prefill.
 const NO_PROMPT: usize = 8;
 
 /// What the executor allocates for.
@@ -85,7 +85,7 @@ pub struct GpuExperts {
     submitted: Option<Submitted>,
 }
 
-/// Where prompts' experts run, if the user says so.
+/// Where the experts of prefill run, if the user decides it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefill {
     /// On the CPU.

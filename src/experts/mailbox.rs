@@ -1,7 +1,7 @@
 //! Memory through which a device hands tokens to the CPU's experts and takes their sum, without a copy or a call.
 //!
 //! ```text
-//! device   writes x, ids and weights, counts up, and says so where its host looks (kernels/handoff.cu, stream.cu)
+//! device   writes x, ids and weights, counts up, and publishes the count (kernels/handoff.cu, stream.cu)
 //! host     computes y, then answers with that count
 //! device   waits for the answer, reads y
 //! ```
@@ -39,7 +39,7 @@ pub(super) struct Room {
     pub(super) counters: usize,
 }
 
-// SAFETY: device buffers are addresses here, which nobody reads on the host.
+// SAFETY: the host only passes the addresses of device buffers on; it never reads them.
 #[allow(unsafe_code)]
 unsafe impl Sync for Mailbox {}
 
@@ -58,13 +58,13 @@ impl Mailbox {
         })
     }
 
-    /// Lets the device go on that waits for `count`.
+    /// Answers `count`: the device that waits for it goes on.
     pub(super) fn answer(&self, counter: usize, count: u32) {
         self.up.atomic(counter * LINE).store(count, Ordering::Release);
     }
 }
 
-/// Blocks of the kernels that hand so many bytes over: enough to fill PCIe, few for few tokens.
+/// Blocks of a kernel that hands over `bytes`: enough to fill PCIe, few for few tokens.
 pub(super) fn blocks(bytes: usize) -> usize {
     (bytes >> 15).clamp(1, 16)
 }

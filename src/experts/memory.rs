@@ -233,13 +233,13 @@ impl ExpertMemory {
         (0..self.cache.num_layers()).map(|layer| self.cache.layer(layer)).collect()
     }
 
-    /// Experts of a layer whose bytes are read next, in this layer or the one before: whoever reads them says so first.
+    /// Announces that the bytes of these experts are read next; every reader calls this first, some a layer ahead.
     ///
-    /// The first time, the pages of a mapped expert are asked for, all experts' at once; later there is nothing to do.
+    /// The first call for a mapped expert asks the system for its pages. Later calls do nothing.
     pub fn want(&self, layer: usize, experts: impl IntoIterator<Item = usize>) {
         let wanted = &self.wanted[layer * self.cache.num_experts()..][..self.cache.num_experts()];
         for expert in experts {
-            // Read before it is written: cores that only pass by share the line.
+            // A load first: a store would take the cache line from the other cores.
             if !wanted[expert].load(Relaxed) && !wanted[expert].swap(true, Relaxed) && !self.is_copy() {
                 self.cache.will_need(layer, expert);
             }

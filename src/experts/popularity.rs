@@ -1,7 +1,7 @@
 //! How often each expert is chosen, as counted while the model runs; which makes it worth a place in VRAM.
 //!
 //! ```text
-//! counts   of every expert of every layer, halved every so many tokens, kept in a file beside the cache
+//! counts   of every expert of every layer, halved every 50,000 tokens, kept in a file beside the cache
 //! start    the most chosen of each layer go to VRAM
 //! running  now and then: an expert in RAM that is chosen clearly more often than one in VRAM takes its slot
 //! ```
@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// Tokens after which a choice counts half.
 const HALF_LIFE: f64 = 50_000.0;
 
-/// An expert in RAM must be chosen so much more often than one in VRAM that a move pays, and chance does not move
+/// How much more often an expert in RAM must be chosen than one in VRAM: a move must pay, and chance must not move
 /// experts back and forth.
 const CLEARLY: (f32, f32) = (1.25, 8.0); // times, plus
 
@@ -78,7 +78,7 @@ impl Popularity {
         cache.with_extension("use")
     }
 
-    /// Reads what was saved for a model of so many layers and experts; `None` if there is nothing that fits.
+    /// Reads the counts of a model of `layers` and `experts`; `None`: there are none, or they are another model's.
     pub fn load(path: &Path, layers: usize, experts: usize) -> Option<Self> {
         let text = moebius_cache::file::read_text(path).ok()?;
         let mut lines = text.lines();

@@ -89,7 +89,7 @@ pub struct Tokens<'a> {
     pub top_k: usize,
 }
 
-/// The routed experts of a model, for whoever asks.
+/// The routed experts of a model, computed for any caller.
 pub struct ExpertService {
     memory: Arc<ExpertMemory>,
     team: Arc<Team>,

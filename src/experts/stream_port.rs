@@ -62,7 +62,7 @@ struct Slot {
     woken: Event,
 }
 
-// SAFETY: device buffers are addresses here, which nobody reads on the host.
+// SAFETY: the host only passes the addresses of device buffers on; it never reads them.
 #[allow(unsafe_code)]
 unsafe impl Sync for Mailroom {}
 
@@ -218,7 +218,7 @@ impl StreamPort {
         })
     }
 
-    /// A slot of the stream that nobody is in and that is large enough; made if there is none.
+    /// A free slot of the stream that is large enough; makes one if there is none.
     fn slot(&self, of: &mut StreamSlots, bytes: usize, choices: usize) -> Result<usize> {
         let fits = |index: usize| {
             let slot = self.mailroom.slot(index);

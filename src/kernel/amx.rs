@@ -109,7 +109,7 @@ struct Config {
     rows: [u8; 16],
 }
 
-/// Tiles 0 to `results - 1` hold results, up to 5 weights, 6 and 7 `tokens` rows of activations of so many `bytes`.
+/// Tiles 0 to `results - 1` hold results, up to 5 weights, 6 and 7 `tokens` rows of activations, `bytes` long each.
 ///
 /// # Safety
 /// AMX; `release` follows.

@@ -159,8 +159,7 @@ impl Worker<'_> {
         self.barrier_doing(|| false);
     }
 
-    /// As [`barrier`](Worker::barrier); whoever waits does something small over and over while it says that there is
-    /// more.
+    /// As [`barrier`](Worker::barrier); while it waits, a worker calls `meanwhile` until that returns false.
     pub fn barrier_doing(&self, mut meanwhile: impl FnMut() -> bool) {
         let state = self.state;
         let step = state.barrier.0.get();
@@ -291,7 +290,7 @@ impl Team {
         done
     }
 
-    /// Lets workers spin for so long between dispatches before they sleep: for whoever dispatches after another
+    /// How long workers spin between dispatches before they sleep. Longer is for callers that dispatch after another
     /// device's turn.
     pub fn spin_for(&self, time: Duration) {
         self.state.start.0.spin_us.store(u32::try_from(time.as_micros()).unwrap_or(u32::MAX), Relaxed);

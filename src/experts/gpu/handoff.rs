@@ -32,7 +32,7 @@ pub(super) struct Handoff {
 const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Handoff {
-    /// Room for so many layers.
+    /// Allocates for `layers` layers and batches of `sizes.cpu_tokens`.
     pub(super) fn new(cuda: &Arc<Cuda>, layers: usize, hidden: usize, sizes: &Sizes) -> Result<Self> {
         let numbers = sizes.cpu_tokens * hidden;
         let room = Room { x: 2 * numbers, y: 4 * numbers, choices: sizes.cpu_tokens * sizes.top_k, counters: layers };
@@ -64,7 +64,7 @@ impl Handoff {
             weights.address(), used, arrived.address(), count.address().add(layer), down.address().add(layer * LINE));
     }
 
-    /// Enqueues what waits for the host's sum of so many numbers and adds it.
+    /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
     pub(super) fn fetch(&self, cuda: &Cuda, layer: usize, numbers: usize, out: &mut Tensor) {
         let Mailbox { y_address: y, up, count, .. } = &self.mailbox;
         launch!(cuda, &cuda.compute, "fetch", [blocks(2 * numbers), 1, 1], 1024, 0;

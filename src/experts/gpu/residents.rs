@@ -15,7 +15,7 @@ pub(super) struct Residents {
     stride: usize,                             // bytes from one expert to the next
     bytes: DeviceBuffer<u8>,                   // [layers, slots, stride]
     tables: DeviceBuffer<u64>,                 // [layers, experts]: addresses; 0: in RAM alone
-    marks: Option<(usize, DeviceBuffer<u64>)>, // [layers, experts]: not 0 for those in VRAM and so many others
+    marks: Option<(usize, DeviceBuffer<u64>)>, // [layers, experts]: not 0 for those in VRAM and n others
 }
 
 impl Residents {

@@ -158,7 +158,7 @@ impl GpuExperts {
     }
 
     /// As [`stream`](GpuExperts::stream), but only those of the `streamed` that some token chose cross: for few tokens
-    /// waiting for the routing costs less than copies that nobody needs.
+    /// waiting for the routing costs less than copies that no token needs.
     pub(super) fn stream_chosen(&mut self, streamed: usize, input: &LayerInput<'_>, counted: bool) -> Result<()> {
         let layer = input.layer;
         let mut ids = Vec::new();

@@ -29,7 +29,7 @@ impl Claims {
         *self.0.get_mut() = 0;
     }
 
-    /// The next run of `0..total`, possibly empty, that is shared by so many workers; `None`: all is taken.
+    /// The next run of `0..total`, possibly empty, where `workers` share it; `None`: all is taken.
     pub fn next(&self, cut: Cut, workers: usize, total: usize) -> Option<Range<usize>> {
         let run = self.0.fetch_add(1, Relaxed);
         let start = |run: usize| {

@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 /// scheduler's time slice, so that a thread whose core was taken away does not hold the others' cores as well.
 const SPIN_US: u32 = 50;
 
-/// A word that threads wait on, with a count of those asleep so that nobody makes a system call for sleepers that are
-/// not there.
+/// A word that threads wait on, with a count of those asleep: without sleepers, a change makes no system call.
 pub(crate) struct Gate {
     value: AtomicU32,
     asleep: AtomicU32,
