@@ -24,12 +24,11 @@ use moebius::cuda::{Cuda, DeviceInfo};
 use moebius::engine::{self, Event, Request};
 use moebius::forward::weights::Weights;
 use moebius::load::synthetic::Synthetic;
-use moebius::load::{self, Kept, LoadProgress, Spec};
+use moebius::load::{self, Description, LoadProgress, ModelFolder};
 use moebius::machine::topology::{self, Topology};
 use moebius::model::ModelConfig;
-use moebius::model::families::{self, shapes};
+use moebius::model::families::shapes;
 use moebius::{Error, Result};
-use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert;
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -247,14 +246,13 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Syntheti
 fn convert(dir: &Path) -> Result<Value> {
     let (source, config) = (checkpoint_in(dir), config_in(dir));
     let started = Instant::now();
-    let (model, checkpoint) = (families::read(&source)?, Checkpoint::open(&source)?);
-    let precision = Spec::new(&model, &config, Kept::of(&model, &checkpoint))?
-        .precision
-        .ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
-    let job = load::cache_job("ready", &checkpoint, &model, precision);
+    let folder = ModelFolder::open("ready", Description::read(&source)?)?;
+    let precision = folder.spec(&config)?.precision;
+    let precision = precision.ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
+    let job = load::cache_job("ready", &folder.checkpoint, &folder.model, precision);
     convert::ensure(&job, &load::cache_dir(&config)?, &|_| {})?;
     let seconds = started.elapsed().as_secs_f64();
-    let read = expert_bytes(&model) as f64;
+    let read = expert_bytes(&folder.model) as f64;
     Ok(json!({
         "precision": precision.to_string(), "seconds": seconds, "source_gb": read / 1e9,
             "source_gb_per_s": read / seconds / 1e9,
@@ -285,10 +283,10 @@ fn load(dir: &Path, how: &str) -> Result<Value> {
     };
     let config = EngineConfig { device, resident_experts, max_context: Some(4096), ..config_in(dir) };
     let source = checkpoint_in(dir);
-    let bytes = size(&dir.join("cache")) + size(&source) - expert_bytes(&families::read(&source)?);
+    let bytes = size(&dir.join("cache")) + size(&source) - expert_bytes(&Description::read(&source)?.model()?);
     let lines = std::sync::Mutex::new(Vec::new());
     let started = Instant::now();
-    let engine = engine::start("ready", &source, &config, &|progress| {
+    let engine = engine::start(&ModelFolder::open("ready", Description::read(&source)?)?, &config, &|progress| {
         if let (LoadProgress::Experts(line), Ok(mut lines)) = (progress, lines.lock()) {
             lines.push(line.to_string());
         }

@@ -23,7 +23,6 @@ pub mod sampler;
 pub mod scheduler;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -39,7 +38,7 @@ pub use crate::forward::kv_cache::Tenant;
 use crate::forward::tap::MAX_STEERS;
 pub use crate::forward::tap::{Layers, Positions, Steer};
 use crate::kernel::Simd;
-use crate::load::{self, LoadProgress, Loaded};
+use crate::load::{self, LoadProgress, Loaded, ModelFolder};
 use crate::{Error, Result};
 #[doc(hidden)]
 pub use queue::Place;
@@ -257,19 +256,17 @@ impl EngineHandle {
     }
 }
 
-/// Loads the model in `dir` and starts its engine thread. `model` is what the user called it.
+/// Loads the model in `folder` and starts its engine thread.
 ///
 /// `report` hears what takes time while loading. Errors: as [`load::load`].
 pub fn start(
-    model: &str,
-    dir: &Path,
+    folder: &ModelFolder,
     config: &EngineConfig,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<EngineHandle> {
     let started = Instant::now();
-    let end_tokens = GenerationConfig::load(dir)?.eos_ids;
-    let loaded = load::load(model, dir, config, report)?;
-    start_loaded(model, loaded, config, end_tokens, started)
+    let loaded = load::load(folder, config, report)?;
+    start_loaded(&folder.name, loaded, config, GenerationConfig::of(&folder.description).eos_ids, started)
 }
 
 /// Starts the engine thread of a model in memory, whose answers end at `end_tokens`; loading began at `started`.

@@ -13,7 +13,7 @@
 //!
 //! A hub is not trusted.
 //!
-//! Imports engine. Read [`resolve`] first.
+//! Imports load. Read [`resolve`] first.
 
 mod answer;
 mod client;
@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::gguf::in_folder as find_gguf;
 
-use crate::engine::generation_config::read_json;
+use crate::load::folder::read_json;
 use crate::{Error, Result};
 use answer::{Commit, is_plain};
 use client::Client;

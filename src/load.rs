@@ -4,6 +4,7 @@
 //! machine       workers, their kernels, and the memory there is
 //! cache         where packed experts are kept, and the conversion that makes them
 //! spec          a model as it is to run, and what its experts become
+//! folder        a model's folder, opened once
 //! synthetic     random weights of a known shape
 //! place         where the experts' bytes lie
 //! experts       routed experts alone, for other engines
@@ -23,6 +24,7 @@ mod budget;
 mod cache;
 pub mod components;
 pub mod experts;
+pub(crate) mod folder;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 mod machine;
@@ -33,11 +35,9 @@ mod spec;
 pub mod speed;
 pub mod synthetic;
 
-use std::path::Path;
 use std::sync::Arc;
 
 use moebius_cache::Precision;
-use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Progress};
 use moebius_cache::format::ExpertCache;
 
@@ -48,10 +48,10 @@ use crate::forward::Forward;
 use crate::kernel::Kernel;
 use crate::machine::topology::Topology;
 use crate::machine::workers::Team;
-use crate::model::families;
 pub use assemble::assemble;
 pub use budget::{Budget, CpuPlan};
 pub use cache::{cache_dir, cache_job};
+pub use folder::{Description, ModelFolder};
 pub(crate) use machine::{AMX_REFUSED, LEAST_BYTES};
 pub use machine::{Machine, machine};
 pub use spec::{Kept, Spec};
@@ -100,26 +100,20 @@ pub struct Stored<'a> {
     pub experts: Option<ExpertCache>,
 }
 
-/// Loads the model in `dir`, converting its experts first if no cache of them is there.
+/// Loads the model in `folder`, converting its experts first if no cache of them is there.
 ///
 /// Errors: everything that can be wrong with a checkpoint, and `Error::Resources` before loading when it cannot fit.
-pub fn load(
-    name: &str,
-    dir: &Path,
-    config: &EngineConfig,
-    report: &(dyn Fn(LoadProgress<'_>) + Sync),
-) -> Result<Loaded> {
-    let model = families::read(dir)?;
+pub fn load(folder: &ModelFolder, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Loaded> {
+    let ModelFolder { name, model, checkpoint, .. } = folder;
     let machine = machine(config, &Topology::read())?;
-    let checkpoint = Checkpoint::open(dir)?;
-    let spec = Spec::new(&model, config, Kept::of(&model, &checkpoint))?;
+    let spec = folder.spec(config)?;
     let budget = Budget::new(&spec, &machine)?;
     let experts = match spec.precision {
         None => None,
         Some(precision) => {
-            let job = cache_job(name, &checkpoint, &model, precision);
+            let job = cache_job(name, checkpoint, model, precision);
             Some(convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?)
         }
     };
-    assemble(&spec, Stored { resident: &checkpoint, experts }, budget, machine, report)
+    assemble(&spec, Stored { resident: checkpoint, experts }, budget, machine, report)
 }

@@ -220,7 +220,7 @@ fn every_fixture_generates_and_captures() {
         run(&[&capture[..], &["--logits", "--hidden", "0,2", "--router"]].concat());
         let bytes = std::fs::read(&out).unwrap();
         let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        let config = moebius::model::families::read(&fixture).unwrap();
+        let config = moebius::load::Description::read(&fixture).unwrap().model().unwrap();
         let top_k = config.moe().unwrap().router.top_k;
         let mut expected = vec![
             ("hidden.0".to_string(), safetensors::Dtype::F32, vec![3, config.hidden_size]),

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::engine::{again, greedy, prompt, read, seeded};
-use common::{cache_dir, demo_dir, resident_bytes};
+use common::{cache_dir, demo_dir, folder, resident_bytes};
 use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::engine::generation_config::GenerationConfig;
@@ -40,14 +40,15 @@ fn config(max_context: usize) -> EngineConfig {
 
 /// An engine after `change` was done to what it was loaded from.
 fn start_changed(model: &str, max_context: usize, change: impl FnOnce(&mut Loaded)) -> EngineHandle {
-    let (dir, config) = (demo_dir(model), config(max_context));
-    let mut loaded = load::load(model, &dir, &config, &|_| {}).unwrap();
+    let (folder, config) = (folder(model, &demo_dir(model)), config(max_context));
+    let mut loaded = load::load(&folder, &config, &|_| {}).unwrap();
     change(&mut loaded);
-    engine::start_loaded(model, loaded, &config, GenerationConfig::load(&dir).unwrap().eos_ids, Instant::now()).unwrap()
+    let end_tokens = GenerationConfig::of(&folder.description).eos_ids;
+    engine::start_loaded(model, loaded, &config, end_tokens, Instant::now()).unwrap()
 }
 
 fn start(model: &str, max_context: usize) -> EngineHandle {
-    engine::start(model, &demo_dir(model), &config(max_context), &|_| {}).unwrap()
+    engine::start(&folder(model, &demo_dir(model)), &config(max_context), &|_| {}).unwrap()
 }
 
 /// A whole answer, with its numbers checked.
@@ -143,7 +144,7 @@ fn an_end_token_ends_and_is_not_told() {
         &[serde_json::json!({"role": "user", "content": "What is 2+2?"})],
         &RenderOptions { add_generation_prompt: true, ..Default::default() },
     );
-    let ends = GenerationConfig::load(&demo_dir("moe-gqa")).unwrap().eos_ids;
+    let ends = GenerationConfig::of(&folder("moe-gqa", &demo_dir("moe-gqa")).description).eos_ids;
     let request = greedy(prompt.unwrap(), 100);
     let (all, reason) = answer(text.engine(), again(&request));
     assert_eq!((all.len(), reason), (100, FinishReason::Length));
@@ -231,11 +232,11 @@ impl Forward for Broken {
 
 /// The same engine with its model broken.
 fn start_broken(bug: Option<&'static str>) -> EngineHandle {
-    let (dir, config) = (demo_dir("moe-gqa"), config(256));
-    let mut loaded = load::load("broken", &dir, &config, &|_| {}).unwrap();
+    let (folder, config) = (folder("broken", &demo_dir("moe-gqa")), config(256));
+    let mut loaded = load::load(&folder, &config, &|_| {}).unwrap();
     loaded.model = Box::new(Broken(loaded.model, bug));
-    engine::start_loaded("broken", loaded, &config, GenerationConfig::load(&dir).unwrap().eos_ids, Instant::now())
-        .unwrap()
+    let end_tokens = GenerationConfig::of(&folder.description).eos_ids;
+    engine::start_loaded("broken", loaded, &config, end_tokens, Instant::now()).unwrap()
 }
 
 #[test]
@@ -254,7 +255,7 @@ fn a_damaged_expert_is_refused_whenever_it_is_asked_for() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let config = EngineConfig { cache_dir: Some(dir.path().into()), ..config(256) };
-    let load = || load::load("damaged", &demo_dir("moe-gqa"), &config, &|_| {}).unwrap();
+    let load = || load::load(&folder("damaged", &demo_dir("moe-gqa")), &config, &|_| {}).unwrap();
     drop(load());
     let mut files = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
     let path = files.find(|path| path.extension().is_some_and(|e| e == "moebius")).unwrap();
@@ -380,7 +381,7 @@ fn what_was_read_before_is_not_read_again_and_no_text_changes() {
     let _alone = alone();
     for model in MODELS {
         let plain = EngineConfig { prefix_cache: false, ..config(512) };
-        let plain = engine::start(model, &demo_dir(model), &plain, &|_| {}).unwrap();
+        let plain = engine::start(&folder(model, &demo_dir(model)), &plain, &|_| {}).unwrap();
         let engine = start(model, 512);
         // Turns of a conversation, each with the one before, a retry, and another that begins alike.
         let mut text = prompt(150, 1);
@@ -434,8 +435,7 @@ fn tenants_find_only_what_they_read_themselves() {
 fn answers_go_on_while_a_long_prompt_is_read() {
     let _alone = alone();
     let engine = engine::start(
-        "moe-gqa",
-        &demo_dir("moe-gqa"),
+        &folder("moe-gqa", &demo_dir("moe-gqa")),
         &EngineConfig { max_gap: Duration::ZERO, ..config(2048) },
         &|_| {},
     )
@@ -455,7 +455,7 @@ fn answers_go_on_while_a_long_prompt_is_read() {
 fn a_full_queue_is_told() {
     let _alone = alone();
     let config = EngineConfig { max_sequences: 1, max_queue: 2, ..config(512) };
-    let engine = engine::start("moe-gqa", &demo_dir("moe-gqa"), &config, &|_| {}).unwrap();
+    let engine = engine::start(&folder("moe-gqa", &demo_dir("moe-gqa")), &config, &|_| {}).unwrap();
     let mut running = engine.submit(greedy(prompt(9, 1), 400)).unwrap();
     assert!(matches!(running.blocking_recv(), Some(Event::Token(..))));
     let waiting: Vec<_> = (0..2).map(|i| engine.submit(greedy(prompt(9, i), 1)).unwrap()).collect();

@@ -13,7 +13,6 @@ use common::checkpoint::Checkpoint;
 use common::{Fixture, cosine, experts_rounding, load};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
-use moebius::model::families;
 use moebius_cache::codec::{Format, Library};
 use moebius_cache::{Precision, ScaleType};
 use serde_json::{Value, json};
@@ -51,7 +50,7 @@ fn exact() -> EngineConfig {
 
 /// The format of the first expert's gate in the last layer.
 fn format_of(dir: &Path) -> Format {
-    let model = families::read(dir).unwrap();
+    let model = common::model_in(dir);
     let (names, moe, layer) = (&model.names, model.moe().unwrap(), model.layers.len() - 1);
     let name = format!("{}layers.{layer}.{}.experts.0.{}.weight", names.body, names.moe, names.experts[0]);
     let checkpoint = moebius_cache::Checkpoint::open(dir).unwrap();

@@ -15,7 +15,6 @@ use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
 use moebius::hub;
 use moebius::hub::gguf;
-use moebius::model::families;
 use moebius::text::chat_template::ChatTemplate;
 use moebius::text::tokenizer::Tokenizer;
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
@@ -142,7 +141,7 @@ fn the_same_weights_give_the_same_logits() {
         let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
         let (file, stands_for) = model(&python, &dir, name, "BF16", more);
         let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
-        seen.insert(families::read(&resolved).unwrap().architecture);
+        seen.insert(common::model_in(&resolved).architecture);
         let of_gguf = logits(&resolved, &fixture, &exact());
         let want = if more.is_empty() { &fixture.dir } else { &stands_for };
         assert!(of_gguf == logits(want, &fixture, &exact()), "{name}: logits differ");

@@ -9,14 +9,14 @@ mod common;
 
 use common::engine::{greedy, prompt, read};
 use common::gpu::{device, need_gpu, on_gpu};
-use common::{Fixture, Run, cache_dir, cosine, demo_dir, step};
+use common::{Fixture, Run, cache_dir, cosine, demo_dir, folder, step};
 use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
 use moebius::cuda::Cuda;
 use moebius::engine::{self, Activation, CaptureWanted, EngineHandle, Event, Layers, Positions, Request, Steer};
 use moebius::forward::kv_cache::BlockPool;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
-use moebius::load::{self, Kept, Loaded, Spec};
+use moebius::load::{self, Loaded};
 use moebius::text::tokenizer::Tokenizer;
 
 fn is_real() -> bool {
@@ -44,7 +44,7 @@ fn places() -> [EngineConfig; 4] {
 }
 
 fn start(model: &str, config: &EngineConfig) -> EngineHandle {
-    engine::start(model, &demo_dir(model), config, &|_| {}).unwrap()
+    engine::start(&folder(model, &demo_dir(model)), config, &|_| {}).unwrap()
 }
 
 fn answer(engine: &EngineHandle, request: Request) -> Vec<u32> {
@@ -102,8 +102,8 @@ fn thirty_questions_with_experts_anywhere() {
 
 /// The first VRAM budget, in steps of `step_bytes` from the least that suffices, whose plan is as `wanted`.
 fn budget(dir: &std::path::Path, config: &EngineConfig, step_bytes: u64, wanted: impl Fn(&GpuPlan) -> bool) -> u64 {
-    let model = moebius::model::families::read(dir).unwrap();
-    let spec = Spec::new(&model, config, Kept::of_folder(&model, dir).unwrap()).unwrap();
+    let folder = folder("test", dir);
+    let spec = folder.spec(config).unwrap();
     let info = &Cuda::open(0).unwrap().info;
     let plan = |vram| GpuPlan::new(&spec.with(&EngineConfig { vram: Some(vram), ..config.clone() }), info);
     let (mut little, mut much) = (CONTEXT_BYTES, CONTEXT_BYTES + (8 << 30));
@@ -189,7 +189,7 @@ fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
         ..Default::default()
     };
     let tokens: Vec<u32> = prompt(length, 5).iter().map(|t| t % 500).collect();
-    let load = |config: &EngineConfig| load::load(fixture, &dir, config, &|_| {}).unwrap();
+    let load = |config: &EngineConfig| load::load(&folder(fixture, &dir), config, &|_| {}).unwrap();
     let want = last_logits(&mut load(&EngineConfig { device: Device::Cpu, ..exact.clone() }), &tokens, 512);
     for &pass in passes {
         let config = on_gpu(EngineConfig { max_batch_tokens: Some(pass), ..exact.clone() });
@@ -284,7 +284,7 @@ fn a_recorded_pass_gives_the_bits_of_the_first() {
     need_gpu!();
     for model in models() {
         let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Gpu, ..config() };
-        let mut loaded = load::load(model, &demo_dir(model), &config, &|_| {}).unwrap();
+        let mut loaded = load::load(&folder(model, &demo_dir(model)), &config, &|_| {}).unwrap();
         let (mut pool, mut batch) = (BlockPool::new(loaded.kv_blocks), Batch::default());
         for i in 0..10 {
             Run::new(&mut pool, 1).push(&mut batch, &[7 + 31 * i]);

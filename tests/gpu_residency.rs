@@ -27,7 +27,7 @@ fn open(fixture: &Fixture, cache: &Path) -> Loaded {
         resident_experts: Some(RESIDENT),
         ..Default::default()
     };
-    load::load("test", &fixture.dir, &on_gpu(config), &|_| {}).unwrap()
+    load::load(&common::folder("test", &fixture.dir), &on_gpu(config), &|_| {}).unwrap()
 }
 
 /// Root mean square of what logits are off by.

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Run, demo_dir, load_model, small, step};
+use common::{Run, demo_dir, folder, load_model, small, step};
 use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
 use moebius::forward::kv_cache::BlockPool;
@@ -150,7 +150,7 @@ fn where_the_experts_lie_does_not_change_bits() {
                 LoadProgress::Experts(line) => *said.lock().unwrap() = line.to_string(),
                 _ => {}
             };
-            let mut loaded = match moebius::load::load("test", &demo_dir(model), &config, &report) {
+            let mut loaded = match moebius::load::load(&folder("test", &demo_dir(model)), &config, &report) {
                 Ok(loaded) => loaded,
                 Err(error) if lock => {
                     assert!(error.to_string().contains("ulimit -l"), "{error}");

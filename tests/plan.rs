@@ -7,11 +7,11 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::checkpoint::{Checkpoint, moebius};
+use common::folder;
 use moebius::backend::batch::Batch;
 use moebius::config::{Device, EngineConfig, ExpertBits, ExpertsMemory};
+use moebius::load;
 use moebius::load::plan::{Plan, plan};
-use moebius::load::{self, Kept, Spec};
-use moebius::model::families;
 use serde_json::Value;
 
 /// Tests that look at this process's memory run one after the other.
@@ -44,13 +44,12 @@ fn ram_is_what_loading_takes() {
         cache_dir: Some(checkpoint.cache()),
         ..Default::default()
     };
-    let model = families::read(&checkpoint.dir()).unwrap();
-    let spec = Spec::new(&model, &config, Kept::of_folder(&model, &checkpoint.dir()).unwrap()).unwrap();
-    let plan = plan("test", &spec, None).unwrap();
+    let folder = folder("test", &checkpoint.dir());
+    let plan = plan("test", &folder.spec(&config).unwrap(), None).unwrap();
     // Converted before it is measured: that takes memory of its own.
-    drop(load::load("test", &checkpoint.dir(), &config, &|_| {}).unwrap());
+    drop(load::load(&folder, &config, &|_| {}).unwrap());
     let before = anonymous_bytes();
-    let mut loaded = load::load("test", &checkpoint.dir(), &config, &|_| {}).unwrap();
+    let mut loaded = load::load(&folder, &config, &|_| {}).unwrap();
     // Activations and the KV cache take their memory as it is used: one full batch, in one of the sequences.
     let mut batch = Batch::default();
     batch.push(&[1; 256], 0, &[0, 1, 2, 3]);
@@ -130,31 +129,29 @@ fn limits_have_remedies() {
 mod gpu {
     use super::*;
     use crate::common::gpu::{device, on_gpu};
-    use crate::common::{cache_dir, fixture_dir};
+    use crate::common::{cache_dir, fixture_dir, model_in};
     use moebius::config::{DenseBits, KvBits, PrefillOn};
     use moebius::cuda::Cuda;
     use moebius::load::gpu::CONTEXT_BYTES;
-    use moebius::load::{Budget, Stored};
+    use moebius::load::{Budget, Kept, Spec, Stored};
     use moebius::machine::topology::Topology;
     use moebius::model::{Attention, Ffn};
-    use moebius_cache::checkpoint::Checkpoint as Source;
 
     /// VRAM taken after loading, as planned to within 1 percent, and how many experts of a layer are there.
     #[track_caller]
     fn check(dir: &std::path::Path, what: &str, config: EngineConfig) -> usize {
         let config =
             on_gpu(EngineConfig { cache_dir: Some(cache_dir()), threads: Some(2), max_context: Some(256), ..config });
-        let model = families::read(dir).unwrap();
         let machine = load::machine(&config, &Topology::read()).unwrap();
-        let source = Source::open(dir).unwrap();
-        let spec = Spec::new(&model, &config, Kept::of(&model, &source)).unwrap();
+        let folder = folder("test", dir);
+        let spec = folder.spec(&config).unwrap();
         let planned = plan("test", &spec, None).unwrap();
         let Budget::Gpu(cuda, own) = Budget::new(&spec, &machine).unwrap() else { panic!("{what}: on the CPU") };
-        let job = load::cache_job("test", &source, &model, spec.precision.unwrap());
+        let job = load::cache_job("test", &folder.checkpoint, &folder.model, spec.precision.unwrap());
         let experts = moebius_cache::convert::ensure(&job, &cache_dir(), &|_| {}).unwrap();
         let budget = Budget::Gpu(cuda.clone(), own);
         let lines = Mutex::new(Vec::new());
-        let stored = Stored { resident: &source, experts: Some(experts) };
+        let stored = Stored { resident: &folder.checkpoint, experts: Some(experts) };
         let loaded = load::assemble(&spec, stored, budget, machine, &|progress| {
             if let load::LoadProgress::Experts(line) = progress {
                 lines.lock().unwrap().push(line.to_string());
@@ -201,7 +198,7 @@ mod gpu {
     #[test]
     fn what_the_gpu_lacks_is_named() {
         let config = EngineConfig { device: Device::Cuda(vec![0]), vram: Some(24 << 30), ..EngineConfig::default() };
-        let of = |name: &str| families::read(&fixture_dir(name)).unwrap();
+        let of = |name: &str| model_in(&fixture_dir(name));
         let (mut attention, mut delta_net, mut experts) = (of("qwen3_moe"), of("qwen3_next"), of("qwen3_moe"));
         attention.layers.iter_mut().for_each(|layer| {
             let Attention::Gqa(a) = &mut layer.attention else { panic!("grouped queries") };

@@ -8,7 +8,6 @@ use moebius::backend::Routing;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::experts::{CpuExperts, ExpertMemory};
-use moebius::load::{Kept, Spec};
 use moebius::machine::topology::Topology;
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::unpack_expert;
@@ -26,10 +25,9 @@ fn naive_expert(weights: &[Vec<f32>; 3], x: &[f32]) -> Vec<f64> {
 
 /// The cache file that loading this model has made.
 fn cache_of(dir: &std::path::Path, config: &EngineConfig) -> ExpertCache {
-    let model = moebius::model::families::read(dir).unwrap();
-    let checkpoint = moebius_cache::checkpoint::Checkpoint::open(dir).unwrap();
-    let spec = Spec::new(&model, config, Kept::of(&model, &checkpoint)).unwrap();
-    let job = moebius::load::cache_job("test", &checkpoint, &model, spec.precision.unwrap());
+    let folder = common::folder("test", dir);
+    let precision = folder.spec(config).unwrap().precision.unwrap();
+    let job = moebius::load::cache_job("test", &folder.checkpoint, &folder.model, precision);
     moebius_cache::convert::ensure(&job, &common::cache_dir(), &|_| {}).unwrap()
 }
 

@@ -8,14 +8,15 @@ use common::{fixture_dir, root, small};
 use moebius::config::{Device, EngineConfig};
 use moebius::hub::gguf;
 use moebius::load::plan::plan;
-use moebius::load::{Kept, Spec};
+use moebius::load::{Description, Kept, Spec};
 use moebius::model::ModelConfig;
 use moebius::model::families::{self, ARCHITECTURES, Architecture};
 
 /// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
 fn example(model_type: &str) -> ModelConfig {
-    let fixtures =
-        std::fs::read_dir(fixture_dir("")).unwrap().filter_map(|entry| families::read(&entry.unwrap().path()).ok());
+    let fixtures = std::fs::read_dir(fixture_dir(""))
+        .unwrap()
+        .filter_map(|entry| Description::read(&entry.unwrap().path()).ok()?.model().ok());
     let nested = small::config("qwen3.5");
     let alone = nested["text_config"].clone();
     let small = [nested, alone, small::config("gpt-oss"), small::config("llama")]

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use common::engine::{again, greedy, read, seeded};
-use common::{cache_dir, fixture_dir};
+use common::{cache_dir, fixture_dir, folder};
 use moebius::backend::batch::BLOCK_SIZE;
 use moebius::config::EngineConfig;
 use moebius::engine::capture::{Wanted, capture};
@@ -31,7 +31,7 @@ fn config() -> EngineConfig {
 }
 
 fn loaded() -> Loaded {
-    let loaded = load::load("qwen3_next", &fixture_dir("qwen3_next"), &config(), &|_| {}).unwrap();
+    let loaded = load::load(&folder("qwen3_next", &fixture_dir("qwen3_next")), &config(), &|_| {}).unwrap();
     assert!(loaded.model.config().has_recurrent_state());
     loaded
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::engine::{again, greedy, prompt, read, seeded};
-use common::{cache_dir, demo_dir, fixture_dir, worst_row};
+use common::{cache_dir, demo_dir, fixture_dir, folder, worst_row};
 use moebius::backend::batch::BLOCK_SIZE;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
@@ -39,7 +39,7 @@ fn config() -> EngineConfig {
 }
 
 fn started(dir: &std::path::Path, config: &EngineConfig, change: impl FnOnce(&mut Loaded)) -> EngineHandle {
-    let mut loaded = load::load("test", dir, config, &|_| {}).unwrap();
+    let mut loaded = load::load(&folder("test", dir), config, &|_| {}).unwrap();
     change(&mut loaded);
     engine::start_loaded("test", loaded, config, Vec::new(), Instant::now()).unwrap()
 }
@@ -166,7 +166,7 @@ fn as_hooks_of_transformers() {
 fn captured_beside_others_as_in_one_pass() {
     let _alone = alone();
     for model in ["moe-gqa", "moe-mla"] {
-        let mut loaded = load::load("test", &demo_dir(model), &config(), &|_| {}).unwrap();
+        let mut loaded = load::load(&folder("test", &demo_dir(model)), &config(), &|_| {}).unwrap();
         let wanted = Wanted { logits: true, hidden: Some(Layers::All), router: false };
         let engine = start(model);
         for round in 0..2 {
@@ -410,7 +410,7 @@ fn what_cannot_be_is_refused() {
 #[test]
 fn vectors_of_all_requests_are_bounded() {
     let _alone = alone();
-    let mut loaded = load::load("test", &demo_dir("moe-gqa"), &config(), &|_| {}).unwrap();
+    let mut loaded = load::load(&folder("test", &demo_dir("moe-gqa")), &config(), &|_| {}).unwrap();
     let hidden = loaded.model.config().hidden_size;
     let many: Vec<Arc<[f32]>> = (0..(32 << 20) / (4 * hidden)).map(|_| vec![0.5; hidden].into()).collect();
     loaded.model.hold(&mut many.iter()).unwrap();

@@ -113,6 +113,15 @@ impl Checkpoint {
     /// How weights are quantized is read from the folder's `config.json`, where there is one.
     /// Errors: `Error::Checkpoint` when there is none, a shard is missing or damaged, or shards and index disagree.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_as(path, || Quantization::of_folder(path))
+    }
+
+    /// As [`open`](Self::open), of a folder whose `config.json` was read before.
+    pub fn open_quantized(path: &Path, quantization: Quantization) -> Result<Self> {
+        Self::open_as(path, || Ok(quantization))
+    }
+
+    fn open_as(path: &Path, quantization: impl FnOnce() -> Result<Quantization>) -> Result<Self> {
         if path.is_file() && path.extension().is_some_and(|e| e == "gguf") {
             return Self::open_gguf(path.parent().unwrap_or(path), path);
         }
@@ -143,7 +152,7 @@ impl Checkpoint {
             };
         }
         let shards = files.iter().map(|file| Shard::open(file, parse_safetensors)).collect::<Result<Vec<_>>>()?;
-        let checkpoint = Self::new(dir, shards, Quantization::of_folder(dir)?)?;
+        let checkpoint = Self::new(dir, shards, quantization()?)?;
         for (name, file) in index.iter().flat_map(|index| &index.weight_map) {
             let holder = checkpoint.tensors.get(name).map(|&i| checkpoint.shards[i].path());
             if holder != Some(dir.join(file).as_path()) {

@@ -3,10 +3,8 @@
 use std::path::Path;
 
 use crate::load::components::{Component, components};
-use crate::load::{Kept, LoadProgress, Spec};
-use crate::model::families;
+use crate::load::{Description, LoadProgress, ModelFolder};
 use crate::{Error, Result, hub, load, log};
-use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{self, Job};
 use moebius_cache::format::ExpertCache;
 
@@ -76,14 +74,13 @@ fn with_job(
 ) -> Result<()> {
     let config = args.packed.to_config()?;
     let cache_dir = load::cache_dir(&config)?;
-    let dir = hub::resolve(&args.model, &cache_dir)?;
-    let model = families::read(&dir)?;
-    let checkpoint = Checkpoint::open(&dir)?;
-    let spec = Spec::new(&model, &config, Kept::of(&model, &checkpoint))?;
+    let folder = ModelFolder::open(&args.model, Description::read(&hub::resolve(&args.model, &cache_dir)?)?)?;
+    let ModelFolder { name, model, checkpoint, .. } = &folder;
+    let spec = folder.spec(&config)?;
     match spec.precision {
         Some(precision) => {
-            let job = load::cache_job(&args.model, &checkpoint, &model, precision);
-            act(&job, &cache_dir, &|| components(&checkpoint, &spec))
+            let job = load::cache_job(name, checkpoint, model, precision);
+            act(&job, &cache_dir, &|| components(checkpoint, &spec))
         }
         None => Err(Error::Invalid(format!("{} has no routed experts: there is nothing to convert", args.model))),
     }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::engine::capture::{self, Layers, Wanted};
+use crate::load::{Description, ModelFolder};
 use crate::text::tokenizer::Tokenizer;
 use crate::{Result, hub, load};
 
@@ -42,14 +43,14 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
     capture::check_out(&args.out)?;
-    let dir = hub::resolve(&args.model, &load::cache_dir(&config)?)?;
+    let description = Description::read(&hub::resolve(&args.model, &load::cache_dir(&config)?)?)?;
     let tokens = match (&args.tokens, &args.tokens_file, &args.prompt) {
         (Some(tokens), _, _) => tokens.clone(),
         (_, Some(path), _) => read_tokens(path)?,
-        (_, _, text) => Tokenizer::load(&dir)?.encode(text.as_deref().unwrap_or_default(), true)?,
+        (_, _, text) => Tokenizer::of(&description)?.encode(text.as_deref().unwrap_or_default(), true)?,
     };
     let status = Status::new();
-    let mut loaded = load::load(&args.model, &dir, &config, &|p| status.loading(p))?;
+    let mut loaded = load::load(&ModelFolder::open(&args.model, description)?, &config, &|p| status.loading(p))?;
     drop(status);
     let wanted = Wanted { logits: args.logits, hidden: args.hidden, router: args.router };
     let captured = {

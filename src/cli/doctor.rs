@@ -29,7 +29,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut findings =
         doctor::examine(&topology, &cache_dir, BANDWIDTH_BYTES.min((topology.available_bytes / 4) as usize));
     if let Some(model) = &args.model {
-        findings.extend(doctor::examine_model(&hub::resolve(model, &cache_dir)?)?);
+        findings.extend(doctor::examine_model(model, &hub::resolve(model, &cache_dir)?)?);
     }
     if args.json {
         return print_line(&serde_json::to_string(&findings).expect("findings are strings"));

@@ -1,8 +1,8 @@
 //! `moebius plan`: where the weights go and how fast the model will be, without loading weights. Of a model on the hub
 //! only config.json is downloaded.
 
-use crate::load::{Kept, Spec, plan};
-use crate::model::families::{self, shapes};
+use crate::load::{Description, Kept, Spec, plan};
+use crate::model::families::shapes;
 use crate::{Result, hub, load};
 
 use super::args::{EngineArgs, SubjectArgs, parse_bytes};
@@ -26,9 +26,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let config = args.engine.to_config()?;
     let (name, model, kept) = match (&args.subject.model, &args.subject.shape) {
         (Some(name), _) => {
-            let dir = hub::resolve_config(name, &load::cache_dir(&config)?)?;
-            let model = families::read(&dir)?;
-            let kept = Kept::of_folder(&model, &dir)?;
+            let description = Description::read(&hub::resolve_config(name, &load::cache_dir(&config)?)?)?;
+            let model = description.model()?;
+            let kept = description.kept(&model)?;
             (name, model, kept)
         }
         (None, shape) => {

@@ -1,11 +1,9 @@
 //! What a checkpoint says about generating with it: end tokens and default sampling.
 
-use std::path::Path;
-
 use serde_json::Value;
 
 use crate::engine::sampler::SamplingParams;
-use crate::{Error, Result};
+use crate::load::Description;
 
 /// `generation_config.json`, completed by `config.json`.
 #[derive(Clone, Debug, Default)]
@@ -17,15 +15,13 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads both files of a checkpoint; either may be missing.
-    pub fn load(dir: &Path) -> Result<Self> {
-        let generation = read_json(&dir.join("generation_config.json"))?.unwrap_or(Value::Null);
-        let config = read_json(&dir.join("config.json"))?.unwrap_or(Value::Null);
+    /// What a folder's description says.
+    pub fn of(Description { config, generation, .. }: &Description) -> Self {
         let mut eos_ids = Vec::new();
         for value in [&generation["eos_token_id"], &config["eos_token_id"], &config["text_config"]["eos_token_id"]] {
             collect_ids(value, &mut eos_ids);
         }
-        Ok(Self { eos_ids, sampling: sampling(&generation) })
+        Self { eos_ids, sampling: sampling(generation) }
     }
 }
 
@@ -57,21 +53,10 @@ fn collect_ids(value: &Value, ids: &mut Vec<u32>) {
     }
 }
 
-/// A JSON file of a checkpoint, or `None` when it is not there.
-pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let bytes = match moebius_cache::file::read(path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io(path)(e)),
-    };
-    serde_json::from_slice(&bytes)
-        .map(Some)
-        .map_err(|e| Error::Model(format!("{}: not valid JSON: {e}", path.display())))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Result;
 
     fn load(generation: Option<&str>, config: &str) -> Result<GenerationConfig> {
         let dir = tempfile::tempdir().unwrap();
@@ -79,7 +64,7 @@ mod tests {
         if let Some(text) = generation {
             std::fs::write(dir.path().join("generation_config.json"), text).unwrap();
         }
-        GenerationConfig::load(dir.path())
+        Description::read(dir.path()).map(|description| GenerationConfig::of(&description))
     }
 
     #[test]

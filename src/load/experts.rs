@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use moebius_cache::Precision;
-use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert;
 use moebius_cache::format::{Contents, ExpertCache, MAGIC};
 use moebius_cache::pack::{ExpertLayout, largest_group_size};
@@ -13,12 +12,11 @@ use moebius_cache::quantize::quantize_expert;
 
 use super::LoadProgress;
 use super::cache::{cache_dir, cache_job};
+use super::folder::{Description, ModelFolder};
 use super::machine::Machine;
 use super::place::place;
-use super::spec::{Kept, Spec};
 use crate::config::{EngineConfig, ExpertBits};
 use crate::experts::{Epilogue, ExpertMemory, ExpertService};
-use crate::model::families;
 use crate::{Error, Result};
 
 /// Opens the experts of the model in `dir`, converting them first if no cache of them is there; or of a cache file
@@ -45,14 +43,15 @@ pub fn open_experts(
         }
         (cache, Epilogue::default())
     } else {
-        let model = families::read(dir)?;
-        let checkpoint = Checkpoint::open(dir)?;
-        let precision = Spec::new(&model, config, Kept::of(&model, &checkpoint))?
+        let folder = ModelFolder::open(name, Description::read(dir)?)?;
+        let ModelFolder { model, checkpoint, .. } = &folder;
+        let precision = folder
+            .spec(config)?
             .precision
             .ok_or_else(|| Error::Invalid(format!("{name} is a dense model: give a model with routed experts")))?;
-        let job = cache_job(name, &checkpoint, &model, precision);
+        let job = cache_job(name, checkpoint, model, precision);
         let cache = convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?;
-        (cache, Epilogue::load(&checkpoint, &model)?)
+        (cache, Epilogue::load(checkpoint, model)?)
     };
     let memory = place(cache, config, &machine.team, report)?;
     Ok(ExpertService::new(Arc::new(memory), epilogue, machine.team.clone(), machine.kernel))

@@ -111,13 +111,11 @@ fn saturated(bytes: u128) -> u64 {
 mod tests {
     use std::path::Path;
 
-    use moebius_cache::checkpoint::Checkpoint;
-
     use super::*;
     use crate::backend::cpu::Cpu;
     use crate::config::{EngineConfig, ExpertBits};
     use crate::forward::weights::Weights;
-    use crate::load::{Kept, machine};
+    use crate::load::{Description, Kept, ModelFolder, machine};
     use crate::machine::topology::Topology;
     use crate::model::families;
 
@@ -130,7 +128,8 @@ mod tests {
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
         for name in ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v3"] {
             let dir = fixtures.join(name);
-            let (model, checkpoint) = (families::read(&dir).unwrap(), Checkpoint::open(&dir).unwrap());
+            let ModelFolder { model, checkpoint, .. } =
+                ModelFolder::open(name, Description::read(&dir).unwrap()).unwrap();
             for dense in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
                 let Machine { team, kernel, .. } = one_core();
                 let backend = Cpu::new(team, kernel);

@@ -1,7 +1,5 @@
 //! A model as it is to run: what it is, what the user chose, and which precision its routed experts get.
 
-use std::path::Path;
-
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::codec::{Quantization, kept_by_all};
@@ -49,16 +47,10 @@ impl Kept {
         Self(kept_by_all(&all))
     }
 
-    /// The same from a `config.json` alone, whose weights need not be here.
-    pub fn of_folder(model: &ModelConfig, dir: &Path) -> Result<Self> {
-        match Checkpoint::open(dir) {
-            Ok(checkpoint) => Ok(Self::of(model, &checkpoint)),
-            Err(_) => {
-                let moe = model.moe();
-                let inputs = moe.map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
-                Ok(Self(Quantization::of_folder(dir)?.kept_by(&inputs)))
-            }
-        }
+    /// What will keep the experts of a checkpoint whose weights are not here yet.
+    pub(super) fn announced(model: &ModelConfig, quantization: &Quantization) -> Self {
+        let inputs = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
+        Self(quantization.kept_by(&inputs))
     }
 }
 

@@ -12,8 +12,6 @@ mod qwen3_next;
 mod qwen_moe;
 pub mod shapes;
 
-use std::path::Path;
-
 use serde_json::Value;
 
 use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names, Rope};
@@ -60,25 +58,21 @@ pub fn supported() -> impl Iterator<Item = &'static str> {
     ARCHITECTURES.iter().map(|architecture| architecture.model_type)
 }
 
-/// Reads `config.json` of a checkpoint directory.
-///
-/// Errors: `Error::Io`; `Error::Model` naming the field, or the architecture and the supported ones.
-pub fn read(dir: &Path) -> Result<ModelConfig> {
-    let path = dir.join("config.json");
-    let bytes = moebius_cache::file::read(&path).map_err(Error::io(&path))?;
-    let text = std::str::from_utf8(&bytes)
-        .map_err(|_| Error::Model(format!("{}: not UTF-8 text: download it again", path.display())))?;
-    parse(text).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
-}
-
-/// Reads the text of a `config.json`; what it gives is of sane size, whatever the text.
+/// Reads the text of a `config.json`. Errors: as [`from_json`], and what is not JSON.
 pub fn parse(text: &str) -> Result<ModelConfig> {
     let json: Value =
         serde_json::from_str(text).map_err(|e| Error::Model(format!("not valid JSON ({e}): download it again")))?;
-    let fields = Fields::new(&json)?;
+    from_json(&json)
+}
+
+/// Reads a `config.json`; what it gives is of sane size, whatever the JSON.
+///
+/// Errors: `Error::Model` naming the field, or the architecture and the supported ones.
+pub fn from_json(json: &Value) -> Result<ModelConfig> {
+    let fields = Fields::new(json)?;
     // Which methods there are is for the codecs to say; whether they read this one is said before weights are looked
     // for.
-    moebius_cache::codec::Quantization::parse(&json).map_err(Error::Model)?;
+    moebius_cache::codec::Quantization::parse(json).map_err(Error::Model)?;
     let kind = fields.str("model_type")?;
     let Some(Architecture { reader, .. }) = ARCHITECTURES.iter().find(|architecture| architecture.model_type == kind)
     else {

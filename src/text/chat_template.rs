@@ -22,7 +22,7 @@ use serde_json::{Map, Value};
 pub use self::child::render_for_parent;
 use self::jinja::Jinja;
 use self::process::Processes;
-use crate::engine::generation_config::read_json;
+use crate::load::folder::read_json;
 use crate::text::tokenizer::special_token;
 use crate::{Error, Result};
 

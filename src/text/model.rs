@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::config::EngineConfig;
 use crate::engine::generation_config::GenerationConfig;
 use crate::engine::{self, Constraint, EngineHandle, Request, SamplingParams};
-use crate::load::{self, LoadProgress};
+use crate::load::{self, Description, LoadProgress, ModelFolder};
 use crate::text::chat_template::{ChatTemplate, RenderOptions};
 use crate::text::content::{Markers, PromptText};
 use crate::text::grammar::{Grammar, Grammars};
@@ -33,13 +33,14 @@ pub struct TextModel {
 impl TextModel {
     /// Finds or downloads `model`, reads its text side, and starts its engine. `report` gets the progress.
     pub fn open(model: &str, config: &EngineConfig, report: &(dyn Fn(LoadProgress<'_>) + Sync)) -> Result<Self> {
-        let dir = hub::resolve(model, &load::cache_dir(config)?)?;
-        // The tokenizer first: its absence should not be found out after minutes of conversion.
-        let mut text = TextSide::load(&dir)?;
+        let description = Description::read(&hub::resolve(model, &load::cache_dir(config)?)?)?;
+        // A missing tokenizer is found before minutes of conversion, not after.
+        let mut text = TextSide::of(&description)?;
         if config.trust_content {
             text.trust_content();
         }
-        Ok(Self::new(engine::start(model, &dir, config, report)?, text))
+        let folder = ModelFolder::open(model, description)?;
+        Ok(Self::new(engine::start(&folder, config, report)?, text))
     }
 
     /// Joins a running engine with the text side of its checkpoint.
@@ -164,13 +165,18 @@ pub struct TextSide {
 }
 
 impl TextSide {
-    /// Reads the text side from a checkpoint's directory.
+    /// As [`of`](TextSide::of), of a folder that nothing else is read of.
     pub fn load(dir: &Path) -> Result<Self> {
-        // The template first: it refuses files that are too large, and the tokenizer reads some of them too.
-        let template = ChatTemplate::load(dir)?;
-        let tokenizer = Tokenizer::load(dir)?;
+        Self::of(&Description::read(dir)?)
+    }
+
+    /// Reads it from a model's folder.
+    pub fn of(description: &Description) -> Result<Self> {
+        // The template first: it refuses files that are too large to be read, and the tokenizer reads some of them too.
+        let template = ChatTemplate::load(&description.dir)?;
+        let tokenizer = Tokenizer::of(description)?;
         let markers = template.as_ref().map(|template| Markers::of(&tokenizer, template.source())).transpose()?;
-        Ok(Self { tokenizer, template, markers, sampling: GenerationConfig::load(dir)?.sampling })
+        Ok(Self { tokenizer, template, markers, sampling: GenerationConfig::of(description).sampling })
     }
 
     /// Treats special tokens spelled out in messages as the template's own.

@@ -9,7 +9,9 @@ mod mark;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use crate::engine::generation_config::{GenerationConfig, read_json};
+use crate::engine::generation_config::GenerationConfig;
+use crate::load::Description;
+use crate::load::folder::read_json;
 use crate::{Error, Result};
 use bytes::TokenBytes;
 use guard::{Growth, Stages, guarded};
@@ -30,8 +32,14 @@ pub struct Tokenizer {
 const MAX_FILE_BYTES: u64 = 512 << 20;
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and the end tokens that the checkpoint's other files name.
+    /// As [`of`](Tokenizer::of), of a folder that nothing else is read of.
     pub fn load(dir: &Path) -> Result<Self> {
+        Self::of(&Description::read(dir)?)
+    }
+
+    /// Reads `tokenizer.json` and the end tokens that the checkpoint's other files name.
+    pub fn of(description: &Description) -> Result<Self> {
+        let dir = &description.dir;
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             return Err(Error::Model(format!(
@@ -45,12 +53,12 @@ impl Tokenizer {
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| unusable(&path, &e.to_string()))?;
 
-        let mut eos_ids = GenerationConfig::load(dir)?.eos_ids;
+        let mut eos_ids = GenerationConfig::of(description).eos_ids;
         let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let eos = special_token(&config["eos_token"]).and_then(|token| inner.token_to_id(token));
         eos_ids.extend(eos.filter(|id| !eos_ids.contains(id)));
 
-        let config = read_json(&dir.join("config.json"))?.unwrap_or_default();
+        let config = &description.config;
         let vocab_size = config["vocab_size"].as_u64().or(config["text_config"]["vocab_size"].as_u64());
         let vocab_size = vocab_size.map_or_else(|| inner.get_vocab_size(true), |n| n as usize);
         let bytes = TokenBytes::of(&inner);

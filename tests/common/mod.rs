@@ -11,14 +11,15 @@ pub mod small;
 
 use std::env::var_os;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::engine::sampler::argmax;
 use moebius::forward::Forward;
 use moebius::forward::kv_cache::{BlockPool, BlockTable};
-use moebius::load::{self, Loaded};
+use moebius::load::{self, Description, Loaded, ModelFolder};
+use moebius::model::ModelConfig;
 use safetensors::SafeTensors;
 
 /// A small checkpoint with what HF transformers computes from it.
@@ -51,18 +52,25 @@ pub fn say_skipped(test: &str, why: &str) {
     let _ = writeln!(std::io::stderr(), "{test}: skipped: {why}");
 }
 
+/// Opens a checkpoint's folder.
+pub fn folder(name: &str, dir: &Path) -> ModelFolder {
+    ModelFolder::open(name, Description::read(dir).unwrap()).unwrap()
+}
+
+/// What the model in a folder is.
+pub fn model_in(dir: &Path) -> ModelConfig {
+    Description::read(dir).unwrap().model().unwrap()
+}
+
 /// Loads a checkpoint with small limits.
-pub fn load(dir: &std::path::Path, config: &EngineConfig) -> Loaded {
-    load::load("test", dir, &limited(config), &|_| {}).unwrap()
+pub fn load(dir: &Path, config: &EngineConfig) -> Loaded {
+    load::load(&folder("test", dir), &limited(config), &|_| {}).unwrap()
 }
 
 /// What packing as `--experts auto` does it adds to the experts of a checkpoint, where it adds most; 0: nothing.
-pub fn experts_rounding(dir: &std::path::Path) -> f64 {
-    let (model, checkpoint) =
-        (moebius::model::families::read(dir).unwrap(), moebius_cache::Checkpoint::open(dir).unwrap());
-    let config = EngineConfig::default();
-    let spec = load::Spec::new(&model, &config, load::Kept::of(&model, &checkpoint)).unwrap();
-    let components = load::components::components(&checkpoint, &spec).unwrap();
+pub fn experts_rounding(dir: &Path) -> f64 {
+    let (folder, config) = (folder("test", dir), EngineConfig::default());
+    let components = load::components::components(&folder.checkpoint, &folder.spec(&config).unwrap()).unwrap();
     components.iter().filter(|component| component.is_experts()).map(|component| component.rounding).fold(0.0, f64::max)
 }
 

@@ -94,5 +94,9 @@ pub fn load(name: &str, config: &EngineConfig) -> Loaded {
 /// A demo model or a small one.
 pub fn model(name: &str, config: &EngineConfig) -> Loaded {
     let dir = super::demo_dir(name);
-    if Path::is_dir(&dir) { load::load("test", &dir, config, &|_| {}).unwrap() } else { load(name, config) }
+    if Path::is_dir(&dir) {
+        load::load(&super::folder("test", &dir), config, &|_| {}).unwrap()
+    } else {
+        load(name, config)
+    }
 }

@@ -15,7 +15,7 @@ use crate::forward::kv_cache::{BlockPool, BlockTable};
 use crate::forward::tap::Tap;
 use crate::kernel::random::Random;
 use crate::load::synthetic::{self, Synthetic};
-use crate::load::{self, Budget, Kept, LoadProgress, Loaded, Spec, Stored};
+use crate::load::{self, Budget, Description, Kept, LoadProgress, Loaded, ModelFolder, Spec, Stored};
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
 use crate::model::ModelConfig;
@@ -101,7 +101,7 @@ pub fn run(
     let topology = Topology::read(); // before this thread is pinned to one core
     let config = EngineConfig { max_sequences: workload.sequences().max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {
-        Source::Directory(dir) => load::load(model, dir, &config, report)?,
+        Source::Directory(dir) => load::load(&ModelFolder::open(model, Description::read(dir)?)?, &config, report)?,
         Source::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));

@@ -4,17 +4,15 @@ mod gpu;
 
 use std::path::Path;
 
-use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::format::ExpertCache;
 
 use crate::config::EngineConfig;
 use crate::kernel::{self, Simd};
 use crate::load::components::components;
-use crate::load::{Kept, Spec};
+use crate::load::{Description, ModelFolder};
 use crate::machine::memory::{self, Buffer, Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
 use crate::machine::workers::{SCHEDSTAT, Team};
-use crate::model::families;
 use crate::{Result, load};
 
 /// One line of the report.
@@ -51,11 +49,10 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
 
 /// The formats in which the parts of the checkpoint in `dir` are stored, and what they become by default.
 ///
-/// Errors: the checkpoint does not exist, or cannot be read.
-pub fn examine_model(dir: &Path) -> Result<Vec<Finding>> {
-    let (model, checkpoint) = (families::read(dir)?, Checkpoint::open(dir)?);
-    let config = EngineConfig::default();
-    let components = components(&checkpoint, &Spec::new(&model, &config, Kept::of(&model, &checkpoint))?)?;
+/// Errors: it is not there, or cannot be read.
+pub fn examine_model(name: &str, dir: &Path) -> Result<Vec<Finding>> {
+    let folder = ModelFolder::open(name, Description::read(dir)?)?;
+    let components = components(&folder.checkpoint, &folder.spec(&EngineConfig::default())?)?;
     Ok(components.iter().map(|component| finding("model", component.to_string(), None)).collect())
 }
 

@@ -1,0 +1,93 @@
+//! A model's folder, opened once: its files travel from here to everybody who reads them.
+
+use std::path::{Path, PathBuf};
+
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::codec::Quantization;
+use serde_json::Value;
+
+use super::spec::{Kept, Spec};
+use crate::config::EngineConfig;
+use crate::model::{ModelConfig, families};
+use crate::{Error, Result};
+
+/// What a folder says about its model, apart from the tensors.
+#[derive(Clone, Debug)]
+pub struct Description {
+    /// The folder.
+    pub dir: PathBuf,
+    /// `config.json`; null without one.
+    pub config: Value,
+    /// `generation_config.json`; null without one.
+    pub generation: Value,
+}
+
+impl Description {
+    /// Reads both files; either may be missing. Errors: `Error::Io`, `Error::Model` for what is not JSON.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let json = |name: &str| Ok::<_, Error>(read_json(&dir.join(name))?.unwrap_or_default());
+        Ok(Self { dir: dir.into(), config: json("config.json")?, generation: json("generation_config.json")? })
+    }
+
+    /// What the model is. Errors: `Error::Io` without a `config.json`; `Error::Model` naming the field, or the
+    /// architecture and the supported ones.
+    pub fn model(&self) -> Result<ModelConfig> {
+        let path = self.dir.join("config.json");
+        if self.config.is_null() {
+            return Err(Error::io(&path)(std::io::Error::from_raw_os_error(libc::ENOENT)));
+        }
+        families::from_json(&self.config).map_err(|e| Error::Model(format!("{}: {e}", path.display())))
+    }
+
+    /// What keeps the experts of `model`, whose weights need not be here.
+    pub fn kept(&self, model: &ModelConfig) -> Result<Kept> {
+        let quantization = self.quantization()?;
+        match Checkpoint::open_quantized(&self.dir, quantization.clone()) {
+            Ok(checkpoint) => Ok(Kept::of(model, &checkpoint)),
+            Err(_) => Ok(Kept::announced(model, &quantization)),
+        }
+    }
+
+    fn quantization(&self) -> Result<Quantization> {
+        Quantization::parse(&self.config)
+            .map_err(|what| Error::Model(format!("{}: {what}", self.dir.join("config.json").display())))
+    }
+}
+
+/// A model's folder with its tensors mapped: all that a model is loaded from.
+pub struct ModelFolder {
+    /// As the user named the model.
+    pub name: String,
+    /// What it says.
+    pub description: Description,
+    /// What the model is.
+    pub model: ModelConfig,
+    /// Its tensors.
+    pub checkpoint: Checkpoint,
+}
+
+impl ModelFolder {
+    /// Opens the checkpoint. Errors: everything that can be wrong with one before its tensors are read.
+    pub fn open(name: &str, description: Description) -> Result<Self> {
+        let model = description.model()?;
+        let checkpoint = Checkpoint::open_quantized(&description.dir, description.quantization()?)?;
+        Ok(Self { name: name.into(), description, model, checkpoint })
+    }
+
+    /// The model as it is to run. Errors: as [`Spec::new`].
+    pub fn spec<'a>(&'a self, config: &'a EngineConfig) -> Result<Spec<'a>> {
+        Spec::new(&self.model, config, Kept::of(&self.model, &self.checkpoint))
+    }
+}
+
+/// A JSON file of a checkpoint, or `None` when it is not there.
+pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
+    let bytes = match moebius_cache::file::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(path)(e)),
+    };
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|e| Error::Model(format!("{}: not valid JSON ({e}): download it again", path.display())))
+}
