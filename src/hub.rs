@@ -13,7 +13,7 @@
 //!
 //! A hub is not trusted.
 //!
-//! Imports load. Read [`resolve`] first.
+//! Imports model and load. Read [`resolve`] first.
 
 mod answer;
 mod client;

@@ -14,7 +14,7 @@ use common::{Fixture, cache_dir, experts_rounding, fixture_dir, load, root};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
 use moebius::hub;
-use moebius::hub::gguf;
+use moebius::model::families;
 use moebius::text::chat_template::ChatTemplate;
 use moebius::text::tokenizer::Tokenizer;
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
@@ -147,7 +147,7 @@ fn the_same_weights_give_the_same_logits() {
         assert!(of_gguf == logits(want, &fixture, &exact()), "{name}: logits differ");
     }
     // Kimi K2's files are those of DeepSeek-V3.
-    let registered = gguf::ARCHITECTURES.iter().flat_map(|(_, types)| *types).filter(|name| **name != "kimi_k2");
+    let registered = families::GGUF.iter().flat_map(|gguf| gguf.model_types).filter(|name| **name != "kimi_k2");
     assert_eq!(seen, registered.map(|name| name.to_string()).collect());
 }
 

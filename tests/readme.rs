@@ -6,11 +6,10 @@ mod common;
 
 use common::{fixture_dir, root, small};
 use moebius::config::{Device, EngineConfig};
-use moebius::hub::gguf;
 use moebius::load::plan::plan;
 use moebius::load::{Description, Kept, Spec};
 use moebius::model::ModelConfig;
-use moebius::model::families::{self, ARCHITECTURES, Architecture};
+use moebius::model::families::{self, ARCHITECTURES, Architecture, GGUF};
 
 /// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
 fn example(model_type: &str) -> ModelConfig {
@@ -40,7 +39,8 @@ fn on_gpu(model: &ModelConfig) -> String {
 fn supported_architectures() {
     let mut table = String::from("| models | `model_type` | in GGUF | CPU | GPU |\n|---|---|---|---|---|\n");
     for Architecture { model_type, models, .. } in ARCHITECTURES {
-        let gguf = gguf::ARCHITECTURES.iter().find(|(_, of)| of.contains(model_type)).map_or("", |(name, _)| name);
+        let gguf =
+            GGUF.iter().find(|gguf| gguf.model_types.contains(model_type)).map_or("", |gguf| gguf.names.architecture);
         table += &format!("| {models} | `{model_type}` | {gguf} | yes | {} |\n", on_gpu(&example(model_type)));
     }
     let readme = std::fs::read_to_string(root().join("README.md")).unwrap();

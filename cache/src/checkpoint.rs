@@ -110,20 +110,26 @@ impl Checkpoint {
     /// `model.safetensors.index.json` and its shards, or `model.safetensors`, or else every `*.safetensors`, or
     /// else the GGUF model in it.
     ///
-    /// How weights are quantized is read from the folder's `config.json`, where there is one.
+    /// How weights are quantized is read from the folder's `config.json`, where there is one. Tensors of GGUF files get
+    /// the names that most architectures have: [`open_as`](Self::open_as) takes those of others.
     /// Errors: `Error::Checkpoint` when there is none, a shard is missing or damaged, or shards and index disagree.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::open_as(path, || Quantization::of_folder(path))
+        Self::open_with(path, || Quantization::of_folder(path), &[])
     }
 
-    /// As [`open`](Self::open), of a folder whose `config.json` was read before.
-    pub fn open_quantized(path: &Path, quantization: Quantization) -> Result<Self> {
-        Self::open_as(path, || Ok(quantization))
+    /// As [`open`](Self::open), of a folder whose `config.json` was read before. `names`: what GGUF files of some
+    /// architectures call their tensors.
+    pub fn open_as(path: &Path, quantization: Quantization, names: &[gguf::Names]) -> Result<Self> {
+        Self::open_with(path, || Ok(quantization), names)
     }
 
-    fn open_as(path: &Path, quantization: impl FnOnce() -> Result<Quantization>) -> Result<Self> {
+    fn open_with(
+        path: &Path,
+        quantization: impl FnOnce() -> Result<Quantization>,
+        names: &[gguf::Names],
+    ) -> Result<Self> {
         if path.is_file() && path.extension().is_some_and(|e| e == "gguf") {
-            return Self::open_gguf(path.parent().unwrap_or(path), path);
+            return Self::open_gguf(path.parent().unwrap_or(path), path, names);
         }
         let dir = path;
         if !dir.is_dir() {
@@ -142,7 +148,7 @@ impl Checkpoint {
         };
         if files.is_empty() {
             return match gguf::in_folder(dir)? {
-                Some(file) => Self::open_gguf(dir, &file),
+                Some(file) => Self::open_gguf(dir, &file, names),
                 None => {
                     let what = "holds no *.safetensors and no *.gguf; give the folder of a checkpoint in one of these \
                                 formats"
@@ -163,20 +169,22 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    fn open_gguf(dir: &Path, file: &Path) -> Result<Self> {
+    fn open_gguf(dir: &Path, file: &Path, all: &[gguf::Names]) -> Result<Self> {
         let files = gguf::files_of(file)?;
-        let (mut architecture, mut heads, mut permuted) = (Value::Null, BTreeMap::new(), BTreeMap::new());
+        let (mut names, mut heads, mut permuted) = (gguf::Names::default(), BTreeMap::new(), BTreeMap::new());
         let mut shards = Vec::new();
         for (i, file) in files.iter().enumerate() {
             shards.push(Shard::open(file, |bytes| {
                 let mut parsed = gguf::parse(bytes)?;
                 gguf::check_split(&parsed.metadata, i, files.len())?;
                 if i == 0 {
-                    architecture = parsed.metadata.remove("general.architecture").unwrap_or_default();
+                    let architecture = parsed.metadata.get("general.architecture").and_then(Value::as_str);
+                    let own = all.iter().find(|names| Some(names.architecture) == architecture);
+                    names = own.copied().unwrap_or_default();
                     heads = std::mem::take(&mut parsed.metadata);
                     heads.retain(|key, _| key.contains(".attention.head_count"));
                 }
-                let (entries, reordered) = gguf::translate(parsed, &architecture, &heads)?;
+                let (entries, reordered) = gguf::translate(parsed, &names, &heads)?;
                 permuted.extend(reordered);
                 Ok(entries)
             })?);
@@ -229,6 +237,13 @@ impl Checkpoint {
     /// The tensor called `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
         self.shards[*self.tensors.get(name)?].get(name)
+    }
+
+    /// Whether there is a tensor of this name, or of a matrix in a format that has names of its own.
+    pub fn has(&self, name: &str) -> bool {
+        let stem = name.strip_suffix(".weight").unwrap_or(name);
+        let packed = |suffix: &&str| self.get(&format!("{stem}.{suffix}")).is_some();
+        self.get(name).is_some() || ["weight_packed", "qweight"].iter().any(packed)
     }
 
     /// The tensor called `name`. Errors: `Error::Checkpoint` naming it and the folder.

@@ -1,13 +1,15 @@
 //! The packed expert cache of Moebius: a checkpoint goes in, one memory-mappable file of experts comes out.
 //!
-//! This crate knows formats, not architectures: which tensors are experts is said by its caller.
+//! This crate knows formats, not architectures: its caller says which tensors are experts, and what GGUF files of an
+//! architecture call them.
 //!
-//! - [`checkpoint`]: named tensors of a folder of safetensors, memory-mapped.
-//! - [`codec`]: their bytes to f32.
+//! - [`checkpoint`]: named tensors of safetensors or GGUF files, memory-mapped.
+//! - [`codec`]: how each is stored, and its bytes to f32, or to the codes and scales it keeps.
 //! - [`quantize`]: rows of f32 to codes and scales.
 //! - [`pack`]: codes and scales to the order in which the kernels read them.
 //! - [`mod@format`]: the cache file, opened and checked.
 //! - [`convert`]: all of it, streaming, from a checkpoint to a cache file.
+//! - [`limits`], [`threads`]: what this process may take.
 //! - [`mod@file`], [`cut`]: plain files, mapped; what becomes of a process when one of them is cut off.
 #![doc = include_str!("../FORMAT.md")]
 

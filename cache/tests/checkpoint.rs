@@ -28,6 +28,20 @@ fn error(bytes: &[u8]) -> String {
 }
 
 #[test]
+fn a_matrix_is_there_in_whichever_format() {
+    let dir = TempDir::new().unwrap();
+    let entry = |name: &str, i: usize| {
+        format!(r#""{name}":{{"dtype":"I32","shape":[2,2],"data_offsets":[{},{}]}}"#, 16 * i, 16 * (i + 1))
+    };
+    let names = ["a.weight", "b.weight_packed", "c.qweight", "d"];
+    let entries: Vec<String> = names.iter().enumerate().map(|(i, name)| entry(name, i)).collect();
+    std::fs::write(dir.path().join("model.safetensors"), file(&format!("{{{}}}", entries.join(",")), 64)).unwrap();
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let has = ["a.weight", "b.weight", "c.weight", "d", "e.weight", "a"].map(|name| checkpoint.has(name));
+    assert_eq!(has, [true, true, true, true, false, false]);
+}
+
+#[test]
 fn a_lying_header_is_refused() {
     let good = file(GOOD, 16);
     assert_eq!(parse_safetensors(&good).unwrap().len(), 2);

@@ -11,8 +11,8 @@ use std::path::Path;
 
 use common::gguf_file::{File, string};
 use moebius_cache::Checkpoint;
-use moebius_cache::checkpoint::gguf::{self, files_of, hf_name, in_folder, parse};
-use moebius_cache::codec::decode_f32;
+use moebius_cache::checkpoint::gguf::{self, Names, files_of, in_folder, parse};
+use moebius_cache::codec::{Quantization, decode_f32};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -159,8 +159,10 @@ fn rows_that_llama_reordered_are_put_back() {
     };
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("a.gguf");
+    let names = Names { architecture: "llama", tensors: &[], permuted: &[("attn_q", "attention.head_count")] };
+    let open = || Checkpoint::open_as(&path, Quantization::None, &[names]);
     std::fs::write(&path, file(2).bytes()).unwrap();
-    let checkpoint = Checkpoint::open(&path).unwrap();
+    let checkpoint = open().unwrap();
     let decoded = |name: &str| {
         let (mut out, source) = ([0.0; 8], checkpoint.source(name, [8, 1]).unwrap());
         source.decode(0, &mut out).unwrap();
@@ -170,7 +172,7 @@ fn rows_that_llama_reordered_are_put_back() {
     assert_eq!(decoded("model.layers.0.self_attn.v_proj.weight"), (rows, true));
     for heads in [0, 3, 8] {
         std::fs::write(&path, file(heads).bytes()).unwrap();
-        let error = Checkpoint::open(&path).unwrap_err().to_string();
+        let error = open().unwrap_err().to_string();
         assert!(error.contains("attn_q.weight of 8 rows does not belong to"), "{error}");
     }
 }
@@ -211,27 +213,31 @@ fn splits_are_found_by_name_and_checked() {
 
 #[test]
 fn names_are_translated() {
-    for (architecture, theirs, ours) in [
-        ("qwen3moe", "output.weight", "lm_head.weight"),
-        ("qwen3moe", "blk.11.attn_q_norm.weight", "model.layers.11.self_attn.q_norm.weight"),
-        ("qwen2moe", "blk.0.ffn_gate_shexp.weight", "model.layers.0.mlp.shared_expert.gate_proj.weight"),
-        ("deepseek2", "blk.0.ffn_gate_shexp.weight", "model.layers.0.mlp.shared_experts.gate_proj.weight"),
-        ("deepseek2", "blk.3.exp_probs_b.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
-        ("minimax-m2", "blk.3.exp_probs_b.bias", "model.layers.3.block_sparse_moe.e_score_correction_bias"),
-        ("llama", "blk.3.ffn_down_exps.weight", "model.layers.3.block_sparse_moe.experts.w2.weight"),
-        ("gpt-oss", "blk.3.attn_sinks.weight", "model.layers.3.self_attn.sinks"),
-        ("qwen2moe", "blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias"),
-        ("qwen3moe", "blk.0.ffn_gate_up_exps.weight", "model.layers.0.mlp.experts.gate_up_proj.weight"),
-        ("qwen3next", "blk.0.ffn_gate_inp_shexp.weight", "model.layers.0.mlp.shared_expert_gate.weight"),
-        ("qwen3next", "blk.0.ssm_in.weight", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
-        ("qwen35moe", "blk.0.ssm_a", "model.layers.0.linear_attn.A"),
-        ("qwen35moe", "blk.0.ssm_dt.bias", "model.layers.0.linear_attn.dt_bias"),
-        ("qwen3moe", "rope_freqs.weight", "rope_freqs.weight"),
-        ("qwen3moe", "blk.0.nextn.eh_proj.weight", "blk.0.nextn.eh_proj.weight"),
-        ("qwen3moe", "blk", "blk"),
-        ("qwen3moe", "", ""),
+    let gated = Names {
+        architecture: "gated",
+        tensors: &[("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"), ("exp_probs_b.bias", "mlp.bias")],
+        permuted: &[],
+    };
+    for (names, theirs, ours) in [
+        (Names::default(), "token_embd.weight", "model.embed_tokens.weight"),
+        (Names::default(), "output.weight", "lm_head.weight"),
+        (Names::default(), "blk.11.attn_q_norm.weight", "model.layers.11.self_attn.q_norm.weight"),
+        (Names::default(), "blk.0.ffn_up_shexp.weight", "model.layers.0.mlp.shared_experts.up_proj.weight"),
+        (gated, "blk.0.ffn_up_shexp.weight", "model.layers.0.mlp.shared_expert.up_proj.weight"),
+        (Names::default(), "blk.3.exp_probs_b.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
+        (gated, "blk.3.exp_probs_b.bias", "model.layers.3.mlp.bias"),
+        (Names::default(), "blk.3.attn_sinks.weight", "model.layers.3.self_attn.sinks"),
+        (Names::default(), "blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias"),
+        (Names::default(), "blk.0.ffn_gate_up_exps.weight", "model.layers.0.mlp.experts.gate_up_proj.weight"),
+        (Names::default(), "blk.0.ssm_in.weight", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        (Names::default(), "blk.0.ssm_a", "model.layers.0.linear_attn.A"),
+        (Names::default(), "blk.0.ssm_dt.bias", "model.layers.0.linear_attn.dt_bias"),
+        (Names::default(), "rope_freqs.weight", "rope_freqs.weight"),
+        (Names::default(), "blk.0.nextn.eh_proj.weight", "blk.0.nextn.eh_proj.weight"),
+        (Names::default(), "blk", "blk"),
+        (Names::default(), "", ""),
     ] {
-        assert_eq!(hf_name(architecture, theirs), ours);
+        assert_eq!(names.hf_name(theirs), ours);
     }
 }
 

@@ -63,8 +63,6 @@ impl TensorSource for Checkpoint {
     }
 
     fn has(&self, name: &str) -> bool {
-        let stem = name.strip_suffix(".weight").unwrap_or(name);
-        self.get(name).is_some()
-            || ["weight_packed", "qweight"].iter().any(|suffix| self.get(&format!("{stem}.{suffix}")).is_some())
+        Checkpoint::has(self, name)
     }
 }

@@ -326,22 +326,3 @@ impl<B: Backend> Loader<'_, B> {
         self.backend.load_norm(weight)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use moebius_cache::checkpoint::Checkpoint;
-
-    #[test]
-    fn a_matrix_is_there_in_whichever_format() {
-        let dir = tempfile::tempdir().unwrap();
-        let bytes = [0u8; 16];
-        let view = || safetensors::tensor::TensorView::new(safetensors::Dtype::I32, vec![2, 2], &bytes).unwrap();
-        let names = ["a.weight", "b.weight_packed", "c.qweight", "d"];
-        safetensors::serialize_to_file(names.map(|name| (name, view())), None, &dir.path().join("model.safetensors"))
-            .unwrap();
-        let checkpoint = Checkpoint::open(dir.path()).unwrap();
-        let has = ["a.weight", "b.weight", "c.weight", "d", "e.weight", "a"].map(|name| checkpoint.has(name));
-        assert_eq!(has, [true, true, true, true, false, false]);
-    }
-}

@@ -7,49 +7,20 @@
 mod config;
 mod tokenizer;
 
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::{Checkpoint, gguf};
-use serde_json::{Value, json};
+use moebius_cache::codec::Quantization;
+use serde_json::json;
 use xxhash_rust::xxh3::Xxh3;
 
-pub use self::config::ARCHITECTURES;
+use crate::model::families;
+use crate::model::families::gguf::{Header, Metadata};
 use crate::{Error, Result};
 
 /// Goes up when the same metadata give other files.
 const VERSION: u32 = 2;
-
-/// What the header of a GGUF file says, with errors that name the key.
-struct Metadata {
-    values: BTreeMap<String, Value>,
-    architecture: String,
-}
-
-impl Metadata {
-    fn new(values: BTreeMap<String, Value>) -> Result<Self> {
-        let architecture = values.get("general.architecture").and_then(Value::as_str).map(String::from);
-        match architecture {
-            Some(architecture) => Ok(Self { values, architecture }),
-            None => Err(Error::Model("its metadata lack general.architecture: convert the model again".into())),
-        }
-    }
-
-    fn get(&self, key: &str) -> Option<&Value> {
-        self.values.get(key).filter(|value| !value.is_null())
-    }
-
-    /// The value of a key that begins with the architecture.
-    fn own(&self, key: &str) -> Option<&Value> {
-        self.get(&format!("{}.{key}", self.architecture))
-    }
-
-    fn strings(&self, key: &str) -> Result<Vec<&str>> {
-        let list = self.get(key).and_then(|value| value.as_array()?.iter().map(Value::as_str).collect());
-        list.ok_or_else(|| Error::Model(format!("its metadata lack the strings {key}: convert the model again")))
-    }
-}
 
 /// The folder that stands for the GGUF model at `path`, any of its files, written below `cache_dir` unless it is there.
 ///
@@ -69,8 +40,10 @@ pub fn materialize(path: &Path, cache_dir: &Path) -> Result<PathBuf> {
         other => other,
     };
     let metadata = Metadata::new(gguf::metadata(&files[0])?).map_err(named)?;
-    let checkpoint = Checkpoint::open(&files[0])?;
-    let config = config::config(&metadata, &checkpoint).map_err(named)?;
+    let names = families::GGUF.map(|gguf| gguf.names);
+    let checkpoint = Checkpoint::open_as(&files[0], Quantization::None, &names)?;
+    let header = Header { metadata: &metadata, checkpoint: &checkpoint };
+    let config = config::config(&header).map_err(named)?;
     let mut texts = tokenizer::files(&metadata).map_err(named)?;
     texts.push(("generation_config.json", json!({"eos_token_id": tokenizer::end_tokens(&metadata)}).to_string()));
     texts.push(("config.json", config.to_string()));

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::checkpoint::gguf::Names;
 use moebius_cache::codec::Quantization;
 use serde_json::Value;
 
@@ -42,7 +43,7 @@ impl Description {
     /// What keeps the experts of `model`, whose weights need not be here.
     pub fn kept(&self, model: &ModelConfig) -> Result<Kept> {
         let quantization = self.quantization()?;
-        match Checkpoint::open_quantized(&self.dir, quantization.clone()) {
+        match Checkpoint::open_as(&self.dir, quantization.clone(), &gguf_names()) {
             Ok(checkpoint) => Ok(Kept::of(model, &checkpoint)),
             Err(_) => Ok(Kept::announced(model, &quantization)),
         }
@@ -70,7 +71,7 @@ impl ModelFolder {
     /// Opens the checkpoint. Errors: everything that can be wrong with one before its tensors are read.
     pub fn open(name: &str, description: Description) -> Result<Self> {
         let model = description.model()?;
-        let checkpoint = Checkpoint::open_quantized(&description.dir, description.quantization()?)?;
+        let checkpoint = Checkpoint::open_as(&description.dir, description.quantization()?, &gguf_names())?;
         Ok(Self { name: name.into(), description, model, checkpoint })
     }
 
@@ -78,6 +79,11 @@ impl ModelFolder {
     pub fn spec<'a>(&'a self, config: &'a EngineConfig) -> Result<Spec<'a>> {
         Spec::new(&self.model, config, Kept::of(&self.model, &self.checkpoint))
     }
+}
+
+/// What GGUF files call the tensors of each family.
+fn gguf_names() -> [Names; families::GGUF.len()] {
+    families::GGUF.map(|gguf| gguf.names)
 }
 
 /// A JSON file of a checkpoint, or `None` when it is not there.

@@ -2,6 +2,7 @@
 
 mod deepseek;
 mod fields;
+pub mod gguf;
 mod glm4_moe;
 mod gpt_oss;
 mod llama;
@@ -17,6 +18,7 @@ use serde_json::Value;
 use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names, Rope};
 use crate::{Error, Result};
 use fields::Fields;
+use gguf::Gguf;
 
 type Reader = fn(&Fields<'_>) -> Result<ModelConfig>;
 
@@ -51,6 +53,21 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("olmoe", "OLMoE-1B-7B", olmoe::config),
     architecture("qwen3", "Qwen3 (dense)", llama::qwen3),
     architecture("llama", "Llama 2, 3 (dense)", llama::llama),
+];
+
+/// Every architecture of GGUF files that holds models the engine runs.
+pub const GGUF: [Gguf; 11] = [
+    deepseek::GGUF,
+    qwen_moe::GGUF_QWEN3,
+    qwen_moe::GGUF_QWEN2,
+    glm4_moe::GGUF,
+    minimax_m2::GGUF,
+    gpt_oss::GGUF,
+    llama::GGUF,
+    olmoe::GGUF,
+    qwen3_next::GGUF_NEXT,
+    qwen3_next::GGUF_QWEN3_5,
+    llama::GGUF_QWEN3,
 ];
 
 /// The supported `model_type`s.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-pub use self::names::hf_name;
+pub use self::names::Names;
 pub use self::types::GgmlType;
 use super::{Dtype, Entry};
 use crate::file::MappedFile;
@@ -282,13 +282,12 @@ pub(super) type Translated = (HashMap<String, Entry>, Vec<(String, usize)>);
 /// Tensors under the names that Hugging Face gives them.
 ///
 /// Errors: one clause.
-pub(super) fn translate(gguf: Gguf, architecture: &Value, heads: &BTreeMap<String, Value>) -> Parsed<Translated> {
-    let architecture = architecture.as_str().unwrap_or_default();
+pub(super) fn translate(gguf: Gguf, names: &Names, heads: &BTreeMap<String, Value>) -> Parsed<Translated> {
     let (mut entries, mut permuted) = (HashMap::new(), Vec::new());
     for (name, entry) in gguf.tensors {
-        let hf = hf_name(architecture, &name);
-        if let Some(key) = names::permuted_heads(architecture, &name) {
-            let count = heads.get(key).and_then(Value::as_u64).unwrap_or(0) as usize;
+        let hf = names.hf_name(&name);
+        if let Some(key) = names.permuted_heads(&name) {
+            let count = heads.get(&key).and_then(Value::as_u64).unwrap_or(0) as usize;
             let rows = entry.shape.first().copied().unwrap_or(0);
             if count == 0 || rows % count != 0 || rows / count % 2 != 0 {
                 return Err(format!("tensor {name} of {rows} rows does not belong to {count} heads; {AGAIN}"));

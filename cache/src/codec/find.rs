@@ -133,7 +133,7 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
     if let Some(view) = stack.get(part).or_else(|| stack.get(&format!("{role}_proj"))) {
         return stack.matrix(view, [n, k], turned(&view, [n, k]), ", stacked").map(Some);
     }
-    // gpt-oss, which alone has these biases, alternates the rows of gate and up; all others put one after the other.
+    // Where a stack of both has biases, rows of gate and up alternate; elsewhere one matrix follows the other.
     let alternates = stack.get("gate_up_proj_bias").is_some();
     let (all_rows, rows) = match second {
         None => (n, Rows::ALL),

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::Metadata;
+use crate::model::families::gguf::Metadata;
 use crate::{Error, Result};
 
 /// Kinds of tokens, `tokenizer.ggml.token_type`.

@@ -2,7 +2,11 @@
 //!
 //! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2 and modeling_deepseek_v3.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::{Value, json};
+
 use super::fields::Fields;
+use super::gguf::{Gguf, Header};
 use crate::model::{Activation, Attention, Ffn, GroupScore, Groups, Mla, ModelConfig, Moe, Names, Router, Scoring};
 use crate::{Error, Result};
 
@@ -122,4 +126,47 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     };
     let ffn = |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
     super::model(f, rope, super::layers(f, |_| attention.clone(), ffn)?)
+}
+
+/// DeepSeek-V2, V3 and Kimi K2 in GGUF files, which give them one name; how scores are made tells them apart.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames { architecture: "deepseek2", tensors: &[], permuted: &[] },
+    model_types: &["deepseek_v2", "deepseek_v3", "kimi_k2"],
+    config: gguf,
+};
+
+fn gguf(header: &Header<'_>) -> Result<Value> {
+    let rope = header.need("rope.dimension_count")?;
+    // Where latent attention was converted as such, the plain lengths are those of the latent.
+    let head = header.number("attention.key_length_mla").or(header.head_dim()).unwrap_or(0);
+    let value = header.number("attention.value_length_mla").or(header.number("attention.value_length"));
+    let Some(nope) = head.checked_sub(rope).filter(|nope| *nope > 0) else {
+        return Err(Error::Model(format!(
+            "its heads of {head} elements have no room for {rope} rotated ones: convert the model again"
+        )));
+    };
+    let grouped = header.number("expert_group_count").unwrap_or(1) > 1;
+    let (model_type, method, scoring) = match header.number("expert_gating_func").unwrap_or(1) {
+        0 | 1 => ("deepseek_v2", if grouped { "group_limited_greedy" } else { "greedy" }, "softmax"),
+        2 => ("deepseek_v3", "noaux_tc", "sigmoid"),
+        other => {
+            return Err(Error::Model(format!(
+                "deepseek2.expert_gating_func is {other}, which is not supported; 1 and 2 are"
+            )));
+        }
+    };
+    Ok(json!({
+        "model_type": model_type,
+        "topk_method": method,
+        "scoring_func": scoring,
+        "n_routed_experts": header.experts(),
+        "norm_topk_prob": header.normalized(false),
+        "n_shared_experts": header.number("expert_shared_count"),
+        "first_k_dense_replace": header.number("leading_dense_block_count"),
+        "q_lora_rank": header.number("attention.q_lora_rank"),
+        "kv_lora_rank": header.need("attention.kv_lora_rank")?,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": nope,
+        "v_head_dim": value,
+    }))
 }

@@ -3,7 +3,11 @@
 //! Source: HF modeling_glm4_moe.
 
 use super::deepseek;
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use crate::Result;
 use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, QkNorm, Router, Scoring};
 
@@ -37,3 +41,23 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let ffn = |layer| if layer >= first_dense { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
     super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn)?)
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames { architecture: "glm4moe", tensors: &[], permuted: &[] },
+    model_types: &["glm4_moe"],
+    config: |header| {
+        let of_layer = |part: &str| header.has(&format!("model.layers.0.{part}"));
+        Ok(json!({
+            "model_type": "glm4_moe",
+            "head_dim": header.head_dim(),
+            "n_routed_experts": header.experts(),
+            "n_shared_experts": header.number("expert_shared_count"),
+            "first_k_dense_replace": header.number("leading_dense_block_count"),
+            "norm_topk_prob": header.normalized(true),
+            "use_qk_norm": of_layer("self_attn.q_norm.weight"),
+            "attention_bias": of_layer("self_attn.q_proj.bias"),
+            "rotary_dim": header.number("rope.dimension_count"),
+        }))
+    },
+};

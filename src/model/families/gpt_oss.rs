@@ -2,7 +2,11 @@
 //!
 //! Top-k before the softmax is the same as a softmax over all, normalized over the chosen. Source: HF modeling_gpt_oss.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use super::mixtral;
 use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, Router, Scoring};
 use crate::{Error, Result};
@@ -39,3 +43,31 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let names = Names { router: "router", ..Names::default() };
     Ok(ModelConfig { names, ..super::model(f, rope, layers)? })
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "gpt-oss",
+        tensors: &[
+            ("ffn_gate_inp.weight", "mlp.router.weight"),
+            ("ffn_gate_inp.bias", "mlp.router.bias"),
+            ("ffn_gate_exps.bias", "mlp.experts.gate_proj_bias"),
+            ("ffn_up_exps.bias", "mlp.experts.up_proj_bias"),
+            ("ffn_down_exps.bias", "mlp.experts.down_proj_bias"),
+        ],
+        permuted: &[],
+    },
+    model_types: &["gpt_oss"],
+    config: |header| {
+        let kind = |layer: u64| if layer % 2 == 0 { "sliding_attention" } else { "full_attention" };
+        Ok(json!({
+            "model_type": "gpt_oss",
+            "head_dim": header.head_dim(),
+            "num_local_experts": header.experts(),
+            "attention_bias": true,
+            "intermediate_size": header.number("expert_feed_forward_length"),
+            "layer_types": header.each_layer(kind),
+            "rope_scaling": { "truncate": false },
+        }))
+    },
+};

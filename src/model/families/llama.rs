@@ -2,7 +2,11 @@
 //!
 //! Sources: HF modeling_llama and modeling_qwen3.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use crate::Result;
 use crate::model::{Attention, Bias, Gqa, ModelConfig, QkNorm};
 
@@ -25,3 +29,29 @@ fn config(f: &Fields<'_>, qk_norm: QkNorm) -> Result<ModelConfig> {
     let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
     super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| f.dense())?)
 }
+
+/// `llama` and `mixtral` in GGUF files, which give both one name.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "llama",
+        tensors: &[
+            ("ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
+            ("ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
+            ("ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
+            ("ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
+        ],
+        permuted: &[("attn_q", "attention.head_count"), ("attn_k", "attention.head_count_kv")],
+    },
+    model_types: &["mixtral", "llama"],
+    config: |header| match header.experts() {
+        0 => Ok(json!({"model_type": "llama", "head_dim": header.head_dim()})),
+        experts => Ok(json!({"model_type": "mixtral", "head_dim": header.head_dim(), "num_local_experts": experts})),
+    },
+};
+
+/// `qwen3` in GGUF files.
+pub(super) const GGUF_QWEN3: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen3", tensors: &[], permuted: &[] },
+    model_types: &["qwen3"],
+    config: |header| Ok(json!({"model_type": "qwen3", "head_dim": header.head_dim()})),
+};

@@ -2,7 +2,11 @@
 //!
 //! Source: HF modeling_minimax_m2.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use super::mixtral;
 use crate::model::{Attention, Ffn, Gqa, ModelConfig, QkNorm, Router, Scoring};
 use crate::{Error, Result};
@@ -37,3 +41,29 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let layers = super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?;
     Ok(ModelConfig { names: mixtral::NAMES, ..super::model(f, rope, layers)? })
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "minimax-m2",
+        tensors: &[
+            ("ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
+            ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"),
+            ("ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
+            ("ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
+            ("ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
+        ],
+        permuted: &[],
+    },
+    model_types: &["minimax_m2"],
+    config: |header| {
+        Ok(json!({
+            "model_type": "minimax_m2",
+            "head_dim": header.head_dim(),
+            "num_local_experts": header.experts(),
+            "intermediate_size": header.number("expert_feed_forward_length"),
+            "rotary_dim": header.number("rope.dimension_count"),
+            "use_qk_norm": true,
+        }))
+    },
+};

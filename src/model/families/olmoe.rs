@@ -2,7 +2,11 @@
 //!
 //! Source: HF modeling_olmoe.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use super::mixtral;
 use crate::Result;
 use crate::model::{Attention, Bias, Ffn, Gqa, ModelConfig, QkNorm, Router, Scoring};
@@ -28,3 +32,16 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
     super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?)
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames { architecture: "olmoe", tensors: &[], permuted: &[] },
+    model_types: &["olmoe"],
+    config: |header| {
+        Ok(json!({
+            "model_type": "olmoe",
+            "num_experts": header.experts(),
+            "norm_topk_prob": header.normalized(false),
+        }))
+    },
+};

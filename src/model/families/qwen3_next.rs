@@ -3,7 +3,11 @@
 //!
 //! Sources: HF modeling_qwen3_next and modeling_qwen3_5_moe.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::{Value, json};
+
 use super::fields::Fields;
+use super::gguf::{Gguf, Header};
 use super::qwen_moe;
 use crate::model::{Attention, Bias, DeltaNet, Gqa, ModelConfig, Moe, Names, QkNorm};
 use crate::{Error, Result};
@@ -69,4 +73,42 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     // In GGUF files the one is part of the weights.
     let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
     Ok(ModelConfig { norm_offset, names, ..super::model(f, rope, layers)? })
+}
+
+/// `qwen3_next` in GGUF files.
+pub(super) const GGUF_NEXT: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen3next", tensors: qwen_moe::GGUF_SHARED, permuted: &[] },
+    model_types: &["qwen3_next"],
+    config: |header| Ok(gguf(header, "qwen3_next", false)),
+};
+
+/// `qwen3_5_moe` in GGUF files, whose value heads are tiled.
+pub(super) const GGUF_QWEN3_5: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen35moe", tensors: qwen_moe::GGUF_SHARED, permuted: &[] },
+    model_types: &["qwen3_5_moe_text"],
+    config: |header| Ok(gguf(header, "qwen3_5_moe_text", true)),
+};
+
+fn gguf(header: &Header<'_>, model_type: &str, tiled: bool) -> Value {
+    let (values, heads) = (header.number("ssm.inner_size").unwrap_or(0), header.number("ssm.time_step_rank"));
+    let heads = heads.unwrap_or(0);
+    let is_linear = |layer: u64| header.has(&format!("model.layers.{layer}.linear_attn.A"));
+    let kind = |layer| if is_linear(layer) { "linear_attention" } else { "full_attention" };
+    json!({
+        "model_type": model_type,
+        "norm_offset": 0, // the converter adds one to norms
+        "linear_value_heads_tiled": tiled,
+        "head_dim": header.head_dim(),
+        "num_experts": header.experts(),
+        "norm_topk_prob": header.normalized(true),
+        "shared_expert_intermediate_size": header.number("expert_shared_feed_forward_length"),
+        "mlp_only_layers": header.dense_layers(),
+        "layer_types": header.each_layer(kind),
+        "linear_conv_kernel_dim": header.number("ssm.conv_kernel"),
+        "linear_key_head_dim": header.number("ssm.state_size"),
+        "linear_num_key_heads": header.number("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": values.checked_div(heads),
+        "rotary_dim": header.number("rope.dimension_count"),
+    })
 }

@@ -2,7 +2,11 @@
 //!
 //! Sources: HF modeling_qwen2_moe and modeling_qwen3_moe.
 
+use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use crate::Result;
 use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, QkNorm, Router, Scoring};
 
@@ -58,3 +62,41 @@ pub(super) fn ffn<'a>(f: &'a Fields<'_>, moe: &'a Moe) -> Result<impl Fn(usize) 
     let is_moe = move |layer| !dense_layers.contains(&layer) && (layer + 1) % step == 0;
     Ok(move |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() })
 }
+
+/// The shared expert, which is one and has a gate, in GGUF files.
+pub(super) const GGUF_SHARED: &[(&str, &str)] = &[
+    ("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
+    ("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
+    ("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
+    ("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
+];
+
+/// `qwen3_moe` in GGUF files.
+pub(super) const GGUF_QWEN3: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen3moe", tensors: &[], permuted: &[] },
+    model_types: &["qwen3_moe"],
+    config: |header| {
+        Ok(json!({
+            "model_type": "qwen3_moe",
+            "head_dim": header.head_dim(),
+            "num_experts": header.experts(),
+            "norm_topk_prob": header.normalized(true),
+            "mlp_only_layers": header.dense_layers(),
+        }))
+    },
+};
+
+/// `qwen2_moe` in GGUF files.
+pub(super) const GGUF_QWEN2: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen2moe", tensors: GGUF_SHARED, permuted: &[] },
+    model_types: &["qwen2_moe"],
+    config: |header| {
+        Ok(json!({
+            "model_type": "qwen2_moe",
+            "num_experts": header.experts(),
+            "norm_topk_prob": header.normalized(false),
+            "shared_expert_intermediate_size": header.number("expert_shared_feed_forward_length"),
+            "mlp_only_layers": header.dense_layers(),
+        }))
+    },
+};

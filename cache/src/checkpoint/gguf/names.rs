@@ -1,4 +1,4 @@
-//! From the names of tensors in GGUF files to those of Hugging Face checkpoints: one table.
+//! From the names of tensors in GGUF files to those of Hugging Face checkpoints: what most architectures have in common.
 
 /// Tensors outside of layers.
 const GLOBAL: &[(&str, &str)] =
@@ -46,65 +46,51 @@ const LAYER: &[(&str, &str)] = &[
     ("ssm_out", "linear_attn.out_proj"),
 ];
 
-const ANY: &[&str] = &[];
-/// Architectures whose shared expert is one, with a gate.
-const GATED: &[&str] = &["qwen2moe", "qwen3next", "qwen35moe"];
-
-/// Where names differ from the table, the suffix included: (architectures, GGUF name, Hugging Face name). The first
-/// that fits is taken.
-const SPECIAL: &[(&[&str], &str, &str)] = &[
-    (GATED, "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
-    (GATED, "ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
-    (GATED, "ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
-    (GATED, "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
-    (&["gpt-oss"], "ffn_gate_inp.weight", "mlp.router.weight"),
-    (&["gpt-oss"], "ffn_gate_inp.bias", "mlp.router.bias"),
-    (&["gpt-oss"], "ffn_gate_exps.bias", "mlp.experts.gate_proj_bias"),
-    (&["gpt-oss"], "ffn_up_exps.bias", "mlp.experts.up_proj_bias"),
-    (&["gpt-oss"], "ffn_down_exps.bias", "mlp.experts.down_proj_bias"),
-    (&["minimax-m2"], "ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
-    (&["minimax-m2"], "exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"),
-    (&["minimax-m2"], "ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
-    (&["minimax-m2"], "ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
-    (&["minimax-m2"], "ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
-    (&["llama"], "ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
-    (&["llama"], "ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
-    (&["llama"], "ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
-    (&["llama"], "ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
-    (ANY, "attn_sinks.weight", "self_attn.sinks"),
-    (ANY, "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
-    (ANY, "exp_probs_b", "mlp.gate.e_score_correction_bias"),
-    (ANY, "ssm_dt.bias", "linear_attn.dt_bias"),
+/// Tensors of a layer whose suffix does not stay: theirs and ours, suffix included.
+const WHOLE: &[(&str, &str)] = &[
+    ("attn_sinks.weight", "self_attn.sinks"),
+    ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+    ("exp_probs_b", "mlp.gate.e_score_correction_bias"),
+    ("ssm_dt.bias", "linear_attn.dt_bias"),
     // Minus the exponential of Hugging Face's A_log.
-    (ANY, "ssm_a", "linear_attn.A"),
+    ("ssm_a", "linear_attn.A"),
 ];
 
-/// What Hugging Face calls the tensor `name` of a GGUF file; a name that is in no table stays.
-pub fn hf_name(architecture: &str, name: &str) -> String {
-    let (stem, suffix) = name.rsplit_once('.').unwrap_or((name, ""));
-    let Some((layer, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
-        let found = GLOBAL.iter().find(|(theirs, _)| *theirs == stem);
-        return found.map_or_else(|| name.to_string(), |(_, ours)| format!("{ours}.{suffix}"));
-    };
-    let special =
-        SPECIAL.iter().find(|(of, theirs, _)| (of.is_empty() || of.contains(&architecture)) && *theirs == part);
-    if let Some((.., ours)) = special {
-        return format!("model.layers.{layer}.{ours}");
-    }
-    let stem = part.rsplit_once('.').map_or(part, |(stem, _)| stem);
-    match LAYER.iter().find(|(theirs, _)| *theirs == stem) {
-        Some((_, ours)) => format!("model.layers.{layer}.{ours}.{suffix}"),
-        None => name.to_string(),
-    }
+/// What the GGUF files of an architecture call tensors, where that differs from the tables here. The caller knows
+/// architectures; the default is one without differences.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Names {
+    /// `general.architecture`.
+    pub architecture: &'static str,
+    /// Tensors of a layer, suffix included: after `blk.N.` there, after `model.layers.N.` here.
+    pub tensors: &'static [(&'static str, &'static str)],
+    /// Tensors of a layer, without suffix, whose rows the converter reordered (half-split rotation to pairs), and the
+    /// key, after the architecture's name, of the number of their heads.
+    pub permuted: &'static [(&'static str, &'static str)],
 }
 
-/// Under which key the metadata has the number of heads whose rows the converter reordered (half-split rotation to
-/// pairs); `None`: it did not.
-pub(super) fn permuted_heads(architecture: &str, name: &str) -> Option<&'static str> {
-    let part = name.strip_prefix("blk.")?.split_once('.')?.1;
-    match (architecture, part.rsplit_once('.')?.0) {
-        ("llama", "attn_q") => Some("llama.attention.head_count"),
-        ("llama", "attn_k") => Some("llama.attention.head_count_kv"),
-        _ => None,
+impl Names {
+    /// What Hugging Face calls the tensor `name` of a GGUF file; a name that is in no table stays.
+    pub fn hf_name(&self, name: &str) -> String {
+        let (stem, suffix) = name.rsplit_once('.').unwrap_or((name, ""));
+        let Some((layer, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+            let found = GLOBAL.iter().find(|(theirs, _)| *theirs == stem);
+            return found.map_or_else(|| name.to_string(), |(_, ours)| format!("{ours}.{suffix}"));
+        };
+        if let Some((_, ours)) = self.tensors.iter().chain(WHOLE).find(|(theirs, _)| *theirs == part) {
+            return format!("model.layers.{layer}.{ours}");
+        }
+        let stem = part.rsplit_once('.').map_or(part, |(stem, _)| stem);
+        match LAYER.iter().find(|(theirs, _)| *theirs == stem) {
+            Some((_, ours)) => format!("model.layers.{layer}.{ours}.{suffix}"),
+            None => name.to_string(),
+        }
+    }
+
+    /// Under which key the metadata have the number of heads whose rows the converter reordered; `None`: it did not.
+    pub(super) fn permuted_heads(&self, name: &str) -> Option<String> {
+        let stem = name.strip_prefix("blk.")?.split_once('.')?.1.rsplit_once('.')?.0;
+        let (_, key) = self.permuted.iter().find(|(theirs, _)| *theirs == stem)?;
+        Some(format!("{}.{key}", self.architecture))
     }
 }

@@ -1,0 +1,139 @@
+//! What a family knows of GGUF files: their name for it, their names for its tensors, and what its metadata amount to.
+
+use std::collections::BTreeMap;
+
+use moebius_cache::checkpoint::Checkpoint;
+use moebius_cache::checkpoint::gguf::Names;
+use serde_json::Value;
+
+use crate::{Error, Result};
+
+/// An architecture of GGUF files.
+#[derive(Clone, Copy)]
+pub struct Gguf {
+    /// What it is called, and what its tensors are called.
+    pub names: Names,
+    /// The `model_type`s of the models it holds.
+    pub model_types: &'static [&'static str],
+    /// Fields of `config.json` that not every architecture has, as an object; null fields count as absent.
+    pub config: fn(&Header<'_>) -> Result<Value>,
+}
+
+/// The keys and values of a GGUF file's header.
+pub struct Metadata {
+    values: BTreeMap<String, Value>,
+    /// `general.architecture`
+    pub architecture: String,
+}
+
+impl Metadata {
+    /// Errors: they do not say which architecture they are of.
+    pub fn new(values: BTreeMap<String, Value>) -> Result<Self> {
+        let architecture = values.get("general.architecture").and_then(Value::as_str).map(String::from);
+        match architecture {
+            Some(architecture) => Ok(Self { values, architecture }),
+            None => Err(Error::Model("its metadata lack general.architecture: convert the model again".into())),
+        }
+    }
+
+    /// The value of a key.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.values.get(key).filter(|value| !value.is_null())
+    }
+
+    /// The value of a key that begins with the architecture's name.
+    pub fn own(&self, key: &str) -> Option<&Value> {
+        self.get(&format!("{}.{key}", self.architecture))
+    }
+
+    /// A list of strings. Errors: there is none.
+    pub fn strings(&self, key: &str) -> Result<Vec<&str>> {
+        let list = self.get(key).and_then(|value| value.as_array()?.iter().map(Value::as_str).collect());
+        list.ok_or_else(|| Error::Model(format!("its metadata lack the strings {key}: convert the model again")))
+    }
+}
+
+/// A GGUF file as families read it.
+pub struct Header<'a> {
+    /// Its keys and values.
+    pub metadata: &'a Metadata,
+    /// Its tensors, under Hugging Face's names.
+    pub checkpoint: &'a Checkpoint,
+}
+
+/// Layers of a model, at most.
+const MAX_LAYERS: u64 = 1 << 12;
+
+impl Header<'_> {
+    /// A number, by its key after the architecture's name.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        self.metadata.own(key).and_then(Value::as_u64)
+    }
+
+    /// As [`number`](Header::number). Errors: there is none.
+    pub(super) fn need(&self, key: &str) -> Result<u64> {
+        let architecture = &self.metadata.architecture;
+        let missing = || Error::Model(format!("its metadata lack {architecture}.{key}: convert the model again"));
+        self.number(key).ok_or_else(missing)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.checkpoint.get(name).is_some()
+    }
+
+    /// Layers. Those that only draft further tokens come last, and are not run.
+    pub fn num_layers(&self) -> u64 {
+        self.number("block_count").unwrap_or(0).saturating_sub(self.number("nextn_predict_layers").unwrap_or(0))
+    }
+
+    /// What `kind` says of each layer.
+    pub(super) fn each_layer<T>(&self, kind: impl FnMut(u64) -> T) -> Vec<T> {
+        (0..self.num_layers().min(MAX_LAYERS)).map(kind).collect()
+    }
+
+    /// Layers without a router.
+    pub(super) fn dense_layers(&self) -> Vec<u64> {
+        let layers = self.each_layer(|layer| layer).into_iter();
+        layers.filter(|layer| !self.has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect()
+    }
+
+    /// Routed experts of a layer.
+    pub(super) fn experts(&self) -> u64 {
+        self.number("expert_count").unwrap_or(0)
+    }
+
+    /// Width of a head.
+    pub(super) fn head_dim(&self) -> Option<u64> {
+        self.number("attention.key_length")
+    }
+
+    /// Whether the chosen experts' weights are divided by their sum; `default` where the metadata do not say.
+    pub(super) fn normalized(&self, default: bool) -> bool {
+        self.metadata.own("expert_weights_norm").and_then(Value::as_bool).unwrap_or(default)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::GGUF;
+
+    #[test]
+    fn tensors_have_the_names_of_their_architecture() {
+        for (architecture, theirs, ours) in [
+            ("qwen3moe", "blk.11.attn_q_norm.weight", "model.layers.11.self_attn.q_norm.weight"),
+            ("qwen2moe", "blk.0.ffn_gate_shexp.weight", "model.layers.0.mlp.shared_expert.gate_proj.weight"),
+            ("deepseek2", "blk.0.ffn_gate_shexp.weight", "model.layers.0.mlp.shared_experts.gate_proj.weight"),
+            ("deepseek2", "blk.3.exp_probs_b.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
+            ("minimax-m2", "blk.3.exp_probs_b.bias", "model.layers.3.block_sparse_moe.e_score_correction_bias"),
+            ("llama", "blk.3.ffn_down_exps.weight", "model.layers.3.block_sparse_moe.experts.w2.weight"),
+            ("gpt-oss", "blk.3.attn_sinks.weight", "model.layers.3.self_attn.sinks"),
+            ("gpt-oss", "blk.3.ffn_gate_inp.bias", "model.layers.3.mlp.router.bias"),
+            ("qwen3next", "blk.0.ffn_gate_inp_shexp.weight", "model.layers.0.mlp.shared_expert_gate.weight"),
+            ("qwen35moe", "blk.0.ssm_a", "model.layers.0.linear_attn.A"),
+        ] {
+            let gguf = GGUF.iter().find(|gguf| gguf.names.architecture == architecture).unwrap();
+            assert_eq!(gguf.names.hf_name(theirs), ours);
+        }
+    }
+}
