@@ -68,7 +68,10 @@ pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
+    use crate::config::EngineConfig;
 
     #[test]
     fn a_wrong_option_is_one_sentence() {
@@ -83,6 +86,24 @@ mod tests {
             let error = open("demo", &[flag.into()], true).err().expect("it is wrong");
             assert_eq!(error.to_string(), message);
         }
+    }
+
+    /// To add a choice is to add a field; then this says where its flag and its keyword are missing.
+    #[test]
+    fn every_choice_is_a_flag_and_a_keyword() {
+        let names = |lines: &mut dyn Iterator<Item = &str>| -> BTreeSet<String> {
+            let top = lines.filter_map(|line| line.strip_prefix("    ")).filter(|line| !line.starts_with([' ', '"']));
+            top.filter_map(|line| Some(line.split_once(':')?.0.to_string())).collect()
+        };
+        let fields = names(&mut format!("{:#?}", EngineConfig::default()).lines());
+        let flags: BTreeSet<String> = options().into_iter().map(|option| option.name).collect();
+        // Flags say what differs from the default.
+        let positive = flags.iter().map(|name| name.strip_prefix("no_").unwrap_or(name).to_string());
+        assert_eq!(positive.collect::<BTreeSet<_>>(), fields);
+        let python = include_str!("../../python/moebius/options.py");
+        let class = python.split("class EngineOptions").nth(1).expect("it is there");
+        let keywords = names(&mut class.lines().skip(1).take_while(|line| !line.starts_with("class")));
+        assert_eq!(keywords, flags);
     }
 
     #[test]
