@@ -28,18 +28,8 @@ pub(super) fn activation_bytes(spec: &Spec<'_>, machine: &Machine) -> Result<u64
     let inputs = matrices.map(|(_, k)| prepared(dense(k), k, tokens)).max().unwrap_or(0);
     let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
 
-    // f32 numbers of a token, as `Model::new` allocates them.
-    let attention = model.attentions().into_iter().map(|attention| match attention {
-        Attention::Gqa(a) => {
-            a.head_dim * (2 * (a.num_heads + a.num_kv_heads) + if a.output_gate { a.num_heads } else { 0 })
-        }
-        Attention::DeltaNet(a) => a.conv_dim() + 2 * a.value_dim(),
-        Attention::Mla(a) => {
-            let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
-            2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
-        }
-    });
-    let attention = attention.sum::<usize>();
+    // f32 elements of a token, as `Model::new` allocates them.
+    let attention: usize = model.attentions().into_iter().map(Attention::activation_len).sum();
     let mut widths: Vec<usize> = model.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
     widths.sort_unstable();
     widths.dedup();
@@ -78,15 +68,9 @@ pub(super) fn resident_bytes(model: &ModelConfig, dense: DenseBits) -> u64 {
     let linear = |(n, k): (usize, usize)| packed(n, k, dense.precision(k).unwrap_or(Precision::Bf16));
     let h = model.hidden_size;
     let layers = model.layers.iter().map(|layer| {
-        let heads = match &layer.attention {
-            Attention::Gqa(_) => 0,
-            Attention::DeltaNet(a) => wide(&[4, a.conv_dim(), a.conv_width]) + wide(&[8, a.num_value_heads, h]),
-            Attention::Mla(a) => {
-                let head = packed(a.kv_lora_rank, a.qk_nope_head_dim, Precision::Bf16)
-                    + packed(a.v_head_dim, a.kv_lora_rank, Precision::Bf16);
-                a.num_heads as u128 * head
-            }
-        };
+        let (heads, matrices) = layer.attention.head_matrices();
+        let head: u128 = matrices.into_iter().map(|(n, k)| packed(n, k, Precision::Bf16)).sum();
+        let heads = heads as u128 * head + 4 * layer.attention.f32_weights(h) as u128;
         let router = layer.ffn.moe().map_or(0, |moe| wide(&[4, h, moe.num_experts]));
         layer.matrices(h).into_iter().map(linear).sum::<u128>() + heads + router
     });
@@ -126,10 +110,13 @@ mod tests {
     #[test]
     fn resident_weights_take_what_was_reckoned() {
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-        for name in ["qwen3_moe", "qwen3_moe_dense_layer_sharded", "deepseek_v2_lite", "deepseek_v3"] {
-            let dir = fixtures.join(name);
-            let ModelFolder { model, checkpoint, .. } =
-                ModelFolder::open(name, Description::read(&dir).unwrap()).unwrap();
+        let folders = std::fs::read_dir(fixtures).unwrap().filter_map(|entry| {
+            let dir = entry.unwrap().path();
+            ModelFolder::open(&dir.display().to_string(), Description::read(&dir).ok()?).ok()
+        });
+        let folders: Vec<_> = folders.collect();
+        assert!(folders.len() >= 15, "those that stand in tests/fixtures");
+        for ModelFolder { name, model, checkpoint, .. } in folders {
             for dense in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
                 let Machine { team, kernel, .. } = one_core();
                 let backend = Cpu::new(team, kernel);
@@ -137,8 +124,12 @@ mod tests {
                     assert_ne!(dense, DenseBits::Bf16); // rows that have no groups
                     continue;
                 };
-                let routers: usize = model.moe_layers().map(|(_, moe)| 4 * model.hidden_size * moe.num_experts).sum();
-                let read = weights.bytes_per_token(&backend) + routers + 2 * model.hidden_size * model.vocab_size;
+                // What a token does not read, or only some of: not counted there.
+                let h = model.hidden_size;
+                let routers: usize = model.moe_layers().map(|(_, moe)| 4 * h * moe.num_experts).sum();
+                let rules: usize = model.layers.iter().map(|layer| 4 * layer.attention.f32_weights(h)).sum();
+                let rest = routers + rules + 2 * h * model.vocab_size + Between::bytes(&model) as usize;
+                let read = weights.bytes_per_token(&backend) + rest;
                 assert_eq!(resident_bytes(&model, dense), read as u64, "{name} {dense}");
             }
         }

@@ -172,6 +172,39 @@ impl Attention {
         }
     }
 
+    /// Matrices that each of its heads has, `[n, k]`, kept at 16 bits; the first number is that of the heads.
+    pub fn head_matrices(&self) -> (usize, Vec<(usize, usize)>) {
+        match self {
+            Attention::Gqa(_) | Attention::DeltaNet(_) => (0, vec![]),
+            Attention::Mla(a) => {
+                (a.num_heads, vec![(a.kv_lora_rank, a.qk_nope_head_dim), (a.v_head_dim, a.kv_lora_rank)])
+            }
+        }
+    }
+
+    /// Its weights that are f32, norms and biases apart, in a model of this width.
+    pub fn f32_weights(&self, hidden: usize) -> usize {
+        match self {
+            Attention::Gqa(_) | Attention::Mla(_) => 0,
+            Attention::DeltaNet(a) => a.conv_dim() * a.conv_width + 2 * a.num_value_heads * hidden,
+        }
+    }
+
+    /// f32 elements of a token's activations on the CPU.
+    pub fn activation_len(&self) -> usize {
+        match self {
+            Attention::Gqa(a) => {
+                let gate = if a.output_gate { a.num_heads } else { 0 };
+                a.head_dim * (2 * (a.num_heads + a.num_kv_heads) + gate)
+            }
+            Attention::DeltaNet(a) => a.conv_dim() + 2 * a.value_dim(),
+            Attention::Mla(a) => {
+                let head = a.qk_head_dim() + a.cache_dim() + a.kv_lora_rank + a.v_head_dim;
+                2 * a.q_lora_rank.unwrap_or(0) + a.cache_dim() + a.num_heads * head
+            }
+        }
+    }
+
     /// Products of a token besides those of [`matrices`](Attention::matrices): with its own state, or to make keys and
     /// values of its latent.
     pub fn inner_products(&self) -> f64 {
