@@ -1,4 +1,5 @@
-//! From `config.json` to a [`ModelConfig`]: one file per family of architectures, and this registry.
+//! From `config.json` to a [`ModelConfig`], and what GGUF files call the same: one file per family of architectures,
+//! and this registry.
 
 mod deepseek;
 mod fields;

@@ -1,4 +1,4 @@
-//! From the names of tensors in GGUF files to those of Hugging Face checkpoints: what most architectures have in common.
+//! From the names of tensors in GGUF files to those of Hugging Face checkpoints: what most architectures share.
 
 /// Tensors outside of layers.
 const GLOBAL: &[(&str, &str)] =
