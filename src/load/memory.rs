@@ -128,7 +128,7 @@ mod tests {
                 let h = model.hidden_size;
                 let routers: usize = model.moe_layers().map(|(_, moe)| 4 * h * moe.num_experts).sum();
                 let rules: usize = model.layers.iter().map(|layer| 4 * layer.attention.f32_weights(h)).sum();
-                let rest = routers + rules + 2 * h * model.vocab_size + Between::bytes(&model) as usize;
+                let rest = routers + rules + 2 * h * model.vocab_size + Epilogue::bytes(&model) as usize;
                 let read = weights.bytes_per_token(&backend) + rest;
                 assert_eq!(resident_bytes(&model, dense), read as u64, "{name} {dense}");
             }
