@@ -12,8 +12,8 @@ use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::engine::generation_config::GenerationConfig;
 use moebius::engine::{self, EngineHandle, Event, FinishReason, Request, Tenant};
-use moebius::forward::Forward;
 use moebius::forward::tap::Tap;
+use moebius::forward::{Forward, Measure};
 use moebius::load::{self, Loaded};
 use moebius::model::ModelConfig;
 use moebius::text::chat_template::RenderOptions;
@@ -192,10 +192,6 @@ impl Forward for Broken {
         self.0.max_logit_rows()
     }
 
-    fn resident_bytes_per_token(&self) -> u64 {
-        self.0.resident_bytes_per_token()
-    }
-
     fn shortlists(
         &mut self,
         rows: &[usize],
@@ -207,6 +203,16 @@ impl Forward for Broken {
 
     fn whole_rows(&mut self) -> moebius::Result<&mut [f32]> {
         self.0.whole_rows()
+    }
+
+    fn enter_thread(&self) -> Result<()> {
+        self.0.enter_thread()
+    }
+}
+
+impl Measure for Broken {
+    fn resident_bytes_per_token(&self) -> u64 {
+        self.0.resident_bytes_per_token()
     }
 
     fn traffic(&self) -> moebius::experts::Traffic {
@@ -223,10 +229,6 @@ impl Forward for Broken {
 
     fn profile(&mut self, batch: &Batch) -> moebius::Result<Vec<moebius::backend::OpTime>> {
         self.0.profile(batch)
-    }
-
-    fn enter_thread(&self) -> Result<()> {
-        self.0.enter_thread()
     }
 }
 

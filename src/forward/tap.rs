@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::Routing;
+use super::buffers::Part;
+use crate::backend::{Backend, Routing};
 use crate::{Error, Result};
 
 /// Additions of one request at most.
@@ -231,6 +232,25 @@ impl Tap {
     /// Whether something is wanted of the layers; logits are not theirs.
     pub fn takes_any(&self) -> bool {
         self.routing || self.takes.iter().any(|take| take.layers != Layers::NONE)
+    }
+
+    /// Takes what is wanted of `part` after `layer`; `routing`: where its tokens went, if the layer is an MoE layer.
+    pub(super) fn take<B: Backend>(
+        &mut self,
+        backend: &B,
+        layer: usize,
+        part: &Part<B>,
+        routing: Option<&B::Routing>,
+    ) -> Result<()> {
+        if let (true, Some(on_device)) = (self.routing, routing) {
+            let mut routing = Routing::default();
+            backend.read_routing(on_device, &mut routing)?;
+            self.routed.entry(layer).or_default().append(&routing);
+        }
+        for (number, take) in self.takes.iter().enumerate().filter(|(_, take)| take.layers.contains(layer)) {
+            part.read(backend, &take.rows, self.taken.entry((number, layer)).or_default())?;
+        }
+        Ok(())
     }
 
     /// Forgets everything but `routing`.

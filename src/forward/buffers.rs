@@ -1,0 +1,151 @@
+//! Activations of the forward pass, allocated once at their largest.
+
+use std::ops::Range;
+
+use super::attention::AttentionBuffers;
+use crate::Result;
+use crate::backend::Backend;
+use crate::backend::batch::Batch;
+use crate::model::ModelConfig;
+
+/// What a pass may hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Tokens of a pass.
+    pub tokens: usize,
+    /// Tokens that go through an op at a time. A pass of more takes each layer in parts, so that a layer's experts are
+    /// fetched once.
+    pub chunk_tokens: usize,
+    /// Rows of logits at a time.
+    pub logit_rows: usize,
+}
+
+/// A pass, cut into parts of at most `chunk_tokens` tokens.
+pub(super) struct Parts<B: Backend> {
+    all: Vec<Part<B>>,
+    used: usize, // of the last pass
+    limits: Limits,
+    cut: Batch, // a part of the batch on its way to the device
+}
+
+/// What lasts through all layers, of one part.
+pub(super) struct Part<B: Backend> {
+    pub(super) rows: Range<usize>, // of the batch
+    pub(super) batch: B::Batch,
+    pub(super) x: B::Tensor,      // [T, hidden], the residual stream
+    pub(super) angles: B::Tensor, // [T, rope.dim]
+    hidden_size: usize,
+}
+
+/// Activations within a layer, allocated once at their largest.
+pub(super) struct Buffers<B: Backend> {
+    pub(super) h: B::Tensor, // [T, hidden], a norm of x
+    pub(super) attention: AttentionBuffers<B>,
+    pub(super) mlp: Vec<MlpBuffers<B>>, // one for each width
+    pub(super) routing: Option<B::Routing>,
+}
+
+/// Activations of an MLP of one width, `[T, width]` each.
+pub(super) struct MlpBuffers<B: Backend> {
+    width: usize,
+    pub(super) gate: B::Tensor,
+    pub(super) up: B::Tensor,
+    pub(super) product: B::Tensor,
+}
+
+impl<B: Backend> Parts<B> {
+    pub(super) fn new(backend: &B, model: &ModelConfig, limits: Limits) -> Result<Self> {
+        let (tokens, hidden_size) = (limits.chunk_tokens, model.hidden_size);
+        let part = |_| {
+            Ok(Part {
+                rows: 0..0,
+                batch: backend.batch(tokens)?,
+                x: backend.tensor_f32(tokens, hidden_size)?,
+                angles: backend.tensor_f32(tokens, model.rope.dim)?,
+                hidden_size,
+            })
+        };
+        let all = (0..limits.tokens.div_ceil(tokens)).map(part).collect::<Result<_>>()?;
+        Ok(Self { all, used: 0, limits, cut: Batch::default() })
+    }
+
+    /// Brings the parts of `batch` to the device.
+    pub(super) fn cut(&mut self, backend: &B, batch: &Batch) -> &mut [Part<B>] {
+        let Self { all, used, limits: Limits { tokens, chunk_tokens, .. }, cut } = self;
+        assert!(batch.len() <= *tokens, "a batch larger than was allocated for");
+        *used = batch.len().div_ceil(*chunk_tokens);
+        let parts = &mut all[..*used];
+        for (i, part) in parts.iter_mut().enumerate() {
+            part.rows = i * *chunk_tokens..batch.len().min((i + 1) * *chunk_tokens);
+            if *used == 1 {
+                backend.set_batch(&mut part.batch, batch);
+            } else {
+                batch.part(part.rows.clone(), cut);
+                backend.set_batch(&mut part.batch, cut);
+            }
+            for t in [&mut part.x, &mut part.angles] {
+                backend.set_rows(t, part.rows.len());
+            }
+        }
+        parts
+    }
+
+    /// Copies rows of the last batch's residual stream, `out[i] = x[rows[i]]`.
+    pub(super) fn gather(&self, backend: &B, rows: &[usize], out: &mut B::Tensor) {
+        let parts = &self.all[..self.used];
+        let part_of =
+            |row: &usize| parts.iter().position(|part| part.rows.contains(row)).expect("a row of the last batch");
+        let mut at = 0;
+        for same in rows.chunk_by(|a, b| part_of(a) == part_of(b)) {
+            let part = &parts[part_of(&same[0])];
+            backend.gather(&part.x, same, part.rows.start, out, at);
+            at += same.len();
+        }
+    }
+}
+
+impl<B: Backend> Part<B> {
+    /// Appends those of the batch's `rows` that are in this part to `out`, `[rows, hidden]`.
+    pub(super) fn read(&self, backend: &B, rows: &Range<usize>, out: &mut Vec<f32>) -> Result<()> {
+        let (start, end) = (rows.start.max(self.rows.start), rows.end.min(self.rows.end));
+        if start >= end {
+            return Ok(());
+        }
+        let before = out.len();
+        out.resize(before + (end - start) * self.hidden_size, 0.0);
+        backend.read_rows(&self.x, start - self.rows.start..end - self.rows.start, &mut out[before..])
+    }
+}
+
+impl<B: Backend> Buffers<B> {
+    pub(super) fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
+        let mut widths: Vec<usize> = model.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
+        widths.sort_unstable();
+        widths.dedup();
+        let tensor = |cols| backend.tensor(max_tokens, cols);
+        let mlp = |width| Ok(MlpBuffers { width, gate: tensor(width)?, up: tensor(width)?, product: tensor(width)? });
+        Ok(Self {
+            h: tensor(model.hidden_size)?,
+            attention: AttentionBuffers::new(backend, model, max_tokens)?,
+            mlp: widths.into_iter().map(mlp).collect::<Result<_>>()?,
+            routing: model.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
+        })
+    }
+
+    pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
+        backend.set_rows(&mut self.h, rows);
+        for m in &mut self.mlp {
+            for t in [&mut m.gate, &mut m.up, &mut m.product] {
+                backend.set_rows(t, rows);
+            }
+        }
+        self.attention.set_rows(backend, rows);
+    }
+}
+
+impl<B: Backend> MlpBuffers<B> {
+    /// Those of `width`.
+    pub(super) fn of(all: &mut [Self], width: Option<usize>) -> &mut Self {
+        all.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width")
+    }
+}

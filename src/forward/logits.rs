@@ -1,0 +1,72 @@
+//! The output head: rows of the residual stream become logits.
+
+use super::buffers::Parts;
+use super::weights::Weights;
+use crate::Result;
+use crate::backend::Backend;
+use crate::backend::tensor::Shortlist;
+use crate::model::ModelConfig;
+
+/// Buffers for `R` rows at most.
+pub(super) struct Head<B: Backend> {
+    max_rows: usize,
+    vocab_size: usize,
+    norm_eps: f32,
+    last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
+    last_normed: B::Tensor, // [R, hidden]
+    logits: B::Tensor,      // [R, vocab]
+    host: B::Host,          // [R, vocab]
+    shortlister: B::Shortlister,
+    rows: usize, // of the last call
+}
+
+impl<B: Backend> Head<B> {
+    pub(super) fn new(backend: &B, model: &ModelConfig, max_rows: usize) -> Result<Self> {
+        let (hidden, vocab_size) = (model.hidden_size, model.vocab_size);
+        Ok(Self {
+            max_rows,
+            vocab_size,
+            norm_eps: model.norm_eps,
+            last: backend.tensor_f32(max_rows, hidden)?,
+            last_normed: backend.tensor(max_rows, hidden)?,
+            logits: backend.tensor_f32(max_rows, vocab_size)?,
+            rows: 0,
+            shortlister: backend.shortlister(max_rows, vocab_size)?,
+            host: backend.host(max_rows * vocab_size)?,
+        })
+    }
+
+    /// Rows of logits that one call may ask for.
+    pub(super) fn max_rows(&self) -> usize {
+        self.max_rows
+    }
+
+    /// Logits of rows of the last batch, on the device: `lm_head(norm(x[rows]))`.
+    pub(super) fn compute(&mut self, backend: &B, weights: &Weights<B>, parts: &Parts<B>, rows: &[usize]) {
+        let Self { last, last_normed, logits, .. } = self;
+        for t in [&mut *last, &mut *last_normed, &mut *logits] {
+            backend.set_rows(t, rows.len());
+        }
+        parts.gather(backend, rows, last);
+        backend.rms_norm(last, &weights.norm, self.norm_eps, last_normed);
+        backend.linear(&weights.lm_head, last_normed, logits);
+        self.rows = rows.len();
+    }
+
+    /// The largest of each computed row, if the device finds them.
+    pub(super) fn shortlists(
+        &mut self,
+        backend: &B,
+        inverse_temperatures: &[f32],
+        out: &mut Vec<Shortlist>,
+    ) -> Result<()> {
+        backend.shortlist(&mut self.shortlister, &self.logits, inverse_temperatures, out)
+    }
+
+    /// The computed rows, on the host.
+    pub(super) fn whole_rows(&mut self, backend: &B) -> Result<&mut [f32]> {
+        let host = &mut self.host[..self.rows * self.vocab_size];
+        backend.read_rows(&self.logits, 0..self.rows, host)?;
+        Ok(host)
+    }
+}

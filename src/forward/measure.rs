@@ -1,0 +1,59 @@
+//! What a model is measured by: bytes, rates, and the times of its ops.
+
+use super::Model;
+use crate::Result;
+use crate::backend::batch::Batch;
+use crate::backend::{Backend, OpTime, Rates};
+use crate::experts::Traffic;
+
+/// A model that tells what it reads and how long its ops take.
+pub trait Measure {
+    /// Bytes of resident weights that a decode step of one token reads.
+    fn resident_bytes_per_token(&self) -> u64;
+
+    /// Expert weights that were moved since the start.
+    fn traffic(&self) -> Traffic;
+
+    /// Experts of each layer that live on the device.
+    fn resident_experts(&self) -> usize;
+
+    /// Measures the device; `None`: it is the CPU. Errors: `Error::Resources` if the device has no memory left for it;
+    /// `Error::Device`.
+    fn rates(&self) -> Result<Option<Rates>>;
+
+    /// Reads the batch, and logits of its last row, twice; times of the second pass's ops, none on the CPU.
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>>;
+}
+
+impl<B: Backend> Measure for Model<B> {
+    fn resident_bytes_per_token(&self) -> u64 {
+        self.weights.bytes_per_token(&self.backend) as u64
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.experts.as_ref().map(|experts| experts.traffic()).unwrap_or_default()
+    }
+
+    fn resident_experts(&self) -> usize {
+        self.experts.as_ref().map_or(0, |experts| experts.resident())
+    }
+
+    fn rates(&self) -> Result<Option<Rates>> {
+        self.backend.rates()
+    }
+
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<OpTime>> {
+        self.backend.profiling(true);
+        let mut pass = || {
+            self.forward(batch, None)?;
+            let Self { backend, weights, parts, head, .. } = self;
+            head.compute(backend, weights, parts, &[batch.len() - 1]);
+            head.whole_rows(backend)?;
+            self.backend.take_profile()
+        };
+        // The first pass loads whatever it needs, the second may be recorded.
+        let times = pass().and_then(|_| pass());
+        self.backend.profiling(false);
+        times
+    }
+}

@@ -1,0 +1,89 @@
+//! Steering: vectors of requests on the device, and what a pass adds to the residual stream.
+
+use std::sync::Arc;
+
+use super::buffers::Part;
+use super::tap::{Add, Tap};
+use crate::backend::{Addition, Backend};
+use crate::model::ModelConfig;
+use crate::{Error, Result};
+
+/// Bytes of steering vectors on the device, of all requests together.
+const MAX_VECTOR_BYTES: usize = 32 << 20;
+
+/// Vectors on the device, and the additions of a pass.
+pub(super) struct Steering<B: Backend> {
+    hidden_size: usize,
+    vectors: Vec<Held<B::Norm>>,
+    additions: B::Additions,
+    active: bool, // in this pass
+}
+
+/// A vector of requests, `[hidden]`.
+struct Held<N> {
+    given: Arc<[f32]>,
+    on_device: Arc<N>,
+}
+
+impl<B: Backend> Steering<B> {
+    pub(super) fn new(backend: &B, model: &ModelConfig) -> Result<Self> {
+        let additions = backend.additions(model.layers.len())?;
+        Ok(Self { hidden_size: model.hidden_size, vectors: Vec::new(), additions, active: false })
+    }
+
+    /// As [`Forward::hold`](super::Forward::hold).
+    pub(super) fn hold(&mut self, backend: &B, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {
+        let before = self.vectors.len();
+        self.vectors.retain(|held| Arc::strong_count(&held.given) > 1);
+        if self.vectors.len() < before {
+            backend.set_additions(&mut self.additions, Vec::new())?; // it holds them too
+        }
+        let each = self.hidden_size * size_of::<f32>();
+        for vector in vectors {
+            assert_eq!(vector.len(), self.hidden_size, "a vector of the residual stream");
+            if self.vectors.iter().any(|held| Arc::ptr_eq(&held.given, vector)) {
+                continue;
+            }
+            if (self.vectors.len() + 1) * each > MAX_VECTOR_BYTES {
+                return Err(Error::Busy(format!(
+                    "the steering vectors of all requests take more than {} MiB: try again in a while, or use fewer",
+                    MAX_VECTOR_BYTES >> 20
+                )));
+            }
+            let on_device = Arc::new(backend.load_norm(vector.to_vec())?);
+            self.vectors.push(Held { given: vector.clone(), on_device });
+        }
+        Ok(())
+    }
+
+    /// Brings the additions of the coming pass to the device.
+    pub(super) fn prepare(&mut self, backend: &B, tap: Option<&Tap>) -> Result<()> {
+        let adds = tap.map_or(&[][..], |tap| &tap.adds);
+        self.active = !adds.is_empty();
+        if !self.active {
+            return Ok(());
+        }
+        let addition = |Add { layer, rows, vector, coefficient }: &Add| {
+            let held = self.vectors.iter().find(|held| Arc::ptr_eq(&held.given, vector));
+            Addition {
+                layer: *layer,
+                rows: rows.clone(),
+                vector: held.expect("vectors are held before they are added").on_device.clone(),
+                coefficient: *coefficient,
+            }
+        };
+        backend.set_additions(&mut self.additions, adds.iter().map(addition).collect())
+    }
+
+    /// Whether the pass adds anything.
+    pub(super) fn is_active(&self) -> bool {
+        self.active
+    }
+
+    /// Adds what the pass adds to `part` after `layer`.
+    pub(super) fn add(&self, backend: &B, layer: usize, part: &mut Part<B>) {
+        if self.active {
+            backend.add_vectors(&self.additions, layer, part.rows.start, &mut part.x);
+        }
+    }
+}
