@@ -41,7 +41,7 @@ pub use attend::{Attend, Heads, Rotary, Softmax};
 pub use dense::Dense;
 pub use load::{DeltaRule, Load};
 pub use memory::Memory;
-pub use record::{Addition, Form, OpTime, Rates, Record};
+pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, Recur};
 pub use route::{Route, Routing};
 

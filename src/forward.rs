@@ -36,7 +36,7 @@ pub mod weights;
 
 use crate::Result;
 use crate::backend::batch::Batch;
-use crate::backend::{Backend, Form, Rotary};
+use crate::backend::{Backend, Hooks, Rotary};
 use crate::experts::ExpertExecutor;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
 use attention::{Step, attention};
@@ -75,9 +75,7 @@ impl<B: Backend> Model<B> {
         }
         let parts = parts.cut(backend, batch);
         steering.prepare(backend, tap.as_deref())?;
-        let one_each =
-            batch.spans.len() == batch.len() && parts.len() == 1 && tap.as_ref().is_none_or(|tap| !tap.takes_any());
-        let form = Form { tokens: batch.len(), steered: steering.is_active() };
+        let hooks = tap.as_ref().map_or(Hooks::None, |tap| tap.hooks());
         let mut pass = || {
             for part in &mut *parts {
                 backend.embed(&weights.embedding, &part.batch, &mut part.x);
@@ -105,7 +103,8 @@ impl<B: Backend> Model<B> {
             }
             Ok(())
         };
-        let replayed = if one_each { backend.replay(form, &mut pass)? } else { pass().map(|()| false)? };
+        let replayed = backend.replay(batch, hooks, &mut pass)?;
+        assert!(!replayed || parts.len() == 1, "a recorded pass has one part");
         match experts {
             Some(experts) if replayed => experts.replayed(batch.len()),
             _ => Ok(()),

@@ -51,7 +51,7 @@ pub use route::CudaRouting;
 /// Threads of a block that works on one row.
 const ROW_THREADS: u32 = 256;
 
-/// Tokens up to which a pass of one token per sequence is recorded.
+/// Sequences up to which a decode step is recorded.
 const RECORDED_TOKENS: usize = 64;
 
 /// What the backend allocates for.

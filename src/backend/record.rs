@@ -3,16 +3,36 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::batch::Batch;
 use super::load::Load;
 use crate::Result;
 
-/// What passes have in common that run the same ops: one token for each of so many sequences.
+/// What a pass does between its layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hooks {
+    /// Nothing.
+    None,
+    /// Adds to the residual stream, on the device.
+    Add,
+    /// Brings rows to the host.
+    Read,
+}
+
+/// What the launches of a decode step depend on: steps of one shape run as the same graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Form {
-    /// Tokens.
-    pub tokens: usize,
-    /// Whether something may be added to the residual stream.
+pub struct DecodeShape {
+    /// Sequences, one token each.
+    pub sequences: usize,
+    /// Whether something is added to the residual stream.
     pub steered: bool,
+}
+
+impl DecodeShape {
+    /// The shape of a pass; `None`: part of a prompt is in it, or it needs the host between its layers.
+    pub fn of(batch: &Batch, hooks: Hooks) -> Option<Self> {
+        let decodes = batch.spans.len() == batch.len();
+        (decodes && hooks != Hooks::Read).then_some(Self { sequences: batch.len(), steered: hooks == Hooks::Add })
+    }
 }
 
 /// A multiple of a vector, for rows of the residual stream.
@@ -58,10 +78,10 @@ pub trait Record: Load {
     /// What a pass adds to the residual stream.
     type Additions: Send;
 
-    /// Runs a pass that `record` computes op by op, or, where the device has recorded one of the same form before, that
-    /// one again. Returns whether the pass ran as a recording.
-    fn replay(&self, form: Form, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
-        let _ = form;
+    /// Runs the pass over `batch` that `record` computes op by op; a device that has recorded one of the same
+    /// [`DecodeShape`] before replays that. Returns whether the pass ran as a recording.
+    fn replay(&self, batch: &Batch, hooks: Hooks, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        let _ = (batch, hooks);
         record().map(|()| false)
     }
     /// An empty list of additions for a model of `layers` layers.
@@ -86,5 +106,23 @@ pub trait Record: Load {
     /// Must be called on the thread that runs the ops, before the first.
     fn enter_thread(&self) -> Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decode_steps_that_stay_on_the_device_have_a_shape() {
+        let mut batch = Batch::default();
+        batch.push(&[1], 7, &[0]);
+        batch.push(&[2], 3, &[1]);
+        let shape = |steered| Some(DecodeShape { sequences: 2, steered });
+        assert_eq!(DecodeShape::of(&batch, Hooks::None), shape(false));
+        assert_eq!(DecodeShape::of(&batch, Hooks::Add), shape(true));
+        assert_eq!(DecodeShape::of(&batch, Hooks::Read), None);
+        batch.push(&[3, 4], 0, &[2]);
+        assert_eq!(DecodeShape::of(&batch, Hooks::None), None, "a part of a prompt");
     }
 }

@@ -75,11 +75,6 @@ impl<B: Backend> Steering<B> {
         backend.set_additions(&mut self.additions, adds.iter().map(addition).collect())
     }
 
-    /// Whether the pass adds anything.
-    pub(super) fn is_active(&self) -> bool {
-        self.active
-    }
-
     /// Adds what the pass adds to `part` after `layer`.
     pub(super) fn add(&self, backend: &B, layer: usize, part: &mut Part<B>) {
         if self.active {

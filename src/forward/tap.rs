@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::buffers::Part;
-use crate::backend::{Backend, Routing};
+use crate::backend::{Backend, Hooks, Routing};
 use crate::{Error, Result};
 
 /// Additions of one request at most.
@@ -229,9 +229,13 @@ impl Tap {
         self.adds.is_empty() && self.takes.is_empty() && !self.routing
     }
 
-    /// Whether something is wanted of the layers; logits are not theirs.
-    pub fn takes_any(&self) -> bool {
-        self.routing || self.takes.iter().any(|take| take.layers != Layers::NONE)
+    /// What it does between layers; logits come after them.
+    pub(super) fn hooks(&self) -> Hooks {
+        match self.routing || self.takes.iter().any(|take| take.layers != Layers::NONE) {
+            true => Hooks::Read,
+            false if self.adds.is_empty() => Hooks::None,
+            false => Hooks::Add,
+        }
     }
 
     /// Takes what is wanted of `part` after `layer`; `routing`: where its tokens went, if the layer is an MoE layer.

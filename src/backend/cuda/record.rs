@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use super::{CudaBackend, RECORDED_TOKENS, ROW_THREADS, Tensor};
 use crate::Result;
-use crate::backend::{Addition, Form, OpTime, Rates, Record};
+use crate::backend::batch::Batch;
+use crate::backend::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, launch};
 
 /// Bytes that are copied to measure the device.
@@ -15,10 +16,10 @@ const COPY_BYTES: usize = 256 << 20;
 /// Rows, columns and depth of the product that measures it.
 const WIDE: usize = 8192;
 
-/// Forms of passes that have run.
-pub(super) type Graphs = RefCell<HashMap<Form, Recorded>>;
+/// Decode steps that have run, by their shape.
+pub(super) type Graphs = RefCell<HashMap<DecodeShape, Recorded>>;
 
-/// Where a form of pass is on its way to being recorded.
+/// Where a shape of decode steps is on its way to being recorded.
 pub(super) enum Recorded {
     /// It has run once op by op, which allocated and loaded whatever it needs.
     Warm,
@@ -90,24 +91,24 @@ fn begins(layers: usize) -> usize {
 impl Record for CudaBackend {
     type Additions = Additions;
 
-    fn replay(&self, form: Form, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
-        if form.tokens > RECORDED_TOKENS {
+    fn replay(&self, batch: &Batch, hooks: Hooks, record: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        let Some(shape) = DecodeShape::of(batch, hooks).filter(|shape| shape.sequences <= RECORDED_TOKENS) else {
             return record().map(|()| false);
-        }
+        };
         let mut graphs = self.graphs.borrow_mut();
-        match graphs.get(&form) {
+        match graphs.get(&shape) {
             None => {
                 self.cuda.rehearse(record)?;
-                graphs.insert(form, Recorded::Warm);
+                graphs.insert(shape, Recorded::Warm);
                 return Ok(false);
             }
             Some(Recorded::Warm) => {
                 let graph = Graph::record(&self.cuda, record)?;
-                graphs.insert(form, Recorded::Graph(graph));
+                graphs.insert(shape, Recorded::Graph(graph));
             }
             Some(Recorded::Graph(_)) => {}
         }
-        if let Some(Recorded::Graph(graph)) = graphs.get(&form) {
+        if let Some(Recorded::Graph(graph)) = graphs.get(&shape) {
             graph.launch();
         }
         Ok(true)

@@ -24,8 +24,8 @@ const CHUNKS: [usize; 6] = [8192, 4096, 2048, 1024, 512, 256];
 /// Tokens of a batch that the CPU may be given experts of.
 const CPU_TOKENS: usize = 512;
 
-/// VRAM that the driver and the kernels themselves take: 530 MiB, and about one for each recorded form of pass, of
-/// which there are 128.
+/// VRAM that the driver and the kernels themselves take: 530 MiB, and about one for each recorded shape of decode
+/// steps, of which there are 128.
 pub const CONTEXT_BYTES: u64 = 680 << 20;
 
 /// What goes where on a GPU.
