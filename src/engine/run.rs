@@ -251,7 +251,7 @@ impl Engine {
         self.takers.clear();
         let mut prompt_tokens = 0;
         for i in 0..self.scheduler.plan().len() {
-            let part = self.scheduler.plan()[i];
+            let part = self.scheduler.plan()[i].clone();
             let sequence = self.scheduler.sequence(part.index);
             let answer = &mut sequence.state;
             if answer.started.is_none() {
@@ -259,15 +259,15 @@ impl Engine {
                 Metrics::add(&self.metrics.prompt_tokens_reused_total, sequence.shared);
             }
             if answer.first.is_none() {
-                prompt_tokens += part.tokens;
+                prompt_tokens += part.rows.len();
             }
             if !answer.steer.is_empty() || answer.capture.is_some() {
                 let span = &self.batch.spans[i];
                 answer.tap(part.index, sequence.prompt_tokens, span, &mut self.tap, &mut self.takers);
             }
-            if let Some(row) = part.last_row.filter(|_| answer.max_tokens > 0) {
-                self.sampled.push(part.index);
-                self.rows.push(row);
+            if answer.max_tokens > 0 {
+                self.sampled.extend(part.sampled.clone().map(|_| part.index));
+                self.rows.extend(part.sampled);
             }
         }
         Metrics::add(&self.metrics.prompt_tokens_computed_total, prompt_tokens);
@@ -301,9 +301,9 @@ impl Engine {
     /// Ends sequences that were only to be read, and have been.
     fn end_readers(&mut self) {
         for i in 0..self.scheduler.plan().len() {
-            let part = self.scheduler.plan()[i];
+            let part = self.scheduler.plan()[i].clone();
             let sequence = self.scheduler.sequence(part.index);
-            if part.last_row.is_some() && sequence.state.max_tokens == 0 {
+            if !part.sampled.is_empty() && sequence.state.max_tokens == 0 {
                 sequence.state.first = Some(Instant::now());
                 sequence.finish(FinishReason::Length, &self.metrics);
             }

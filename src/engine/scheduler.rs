@@ -1,14 +1,25 @@
-//! What runs next: sequences join and leave between steps, prompts are read in chunks beside running answers.
+//! What runs next: sequences join and leave between steps, and prefill in parts beside others that decode.
 //!
 //! The scheduler sees token counts and KV blocks, never tensors.
 
 use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
 
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::forward::kv_cache::{BlockPool, BlockTable, Tenant, Text};
 
-/// Tokens that a prompt gets at least when it gets any, unless it ends before: smaller shares cost more than they help.
+/// Tokens of prefill that a sequence gets at least when it gets any, unless it needs fewer: smaller shares cost more
+/// than they help.
 const LEAST_SHARE: usize = 32;
+
+/// What a step does for a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Reads a part of its prompt, or of what it has to compute again.
+    Prefill,
+    /// Reads its newest token, to generate the next.
+    Decode,
+}
 
 /// One sequence: its tokens, and how many of them are in the cache.
 #[derive(Debug)]
@@ -58,8 +69,18 @@ impl<T> Sequence<T> {
         Self { table: BlockTable::new(tenant), ..self }
     }
 
+    /// Tokens that are not in the cache yet.
     fn missing(&self) -> usize {
         self.tokens.len() - self.cached
+    }
+
+    /// What it needs next; `None`: nothing. A prompt of which one token is left is no more work than decode.
+    fn phase(&self) -> Option<Phase> {
+        match self.missing() {
+            0 => None,
+            1 => Some(Phase::Decode),
+            _ => Some(Phase::Prefill),
+        }
     }
 
     /// Takes what others have computed of it from `pool`, and says how many tokens that were; and the text that it has
@@ -72,14 +93,16 @@ impl<T> Sequence<T> {
 }
 
 /// One sequence's part in the step that was just planned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scheduled {
     /// Index among the running sequences.
     pub index: usize,
-    /// Its tokens in the batch.
-    pub tokens: usize,
-    /// Row of its last token in the batch if that is the sequence's last token too: the row to sample from.
-    pub last_row: Option<usize>,
+    /// What the step does for it.
+    pub phase: Phase,
+    /// Its rows of the batch.
+    pub rows: Range<usize>,
+    /// Those of them to sample from; empty: the sequence does not end here.
+    pub sampled: Range<usize>,
 }
 
 /// Waiting and running sequences, and the blocks they hold.
@@ -92,7 +115,7 @@ pub struct Scheduler<T> {
     max_sequences: usize,
     max_tokens: usize,
     plan: Vec<Scheduled>,
-    shares: Vec<(usize, usize)>, // of this step: a prompt's index, and the tokens it may read
+    shares: Vec<(usize, usize)>, // of this step's prefill: a sequence's index, and the tokens it may read
     preempted: u64,
 }
 
@@ -143,29 +166,29 @@ impl<T> Scheduler<T> {
         &mut self.running[index]
     }
 
-    /// Fills `batch` with the next step: one token of every running answer, then parts of prompts, which beside answers
-    /// have `prompt_tokens` tokens together.
+    /// Fills `batch` with the next step: one token of every sequence that decodes, then parts of those that prefill,
+    /// which beside decode have `prefill_tokens` tokens together.
     ///
     /// When the pool is empty the youngest sequence goes back to the queue and is computed again later. What frees up
     /// goes to the oldest that waits for it, so that small requests do not pass a large one forever.
-    pub fn next(&mut self, batch: &mut Batch, prompt_tokens: usize) -> &[Scheduled] {
+    pub fn next(&mut self, batch: &mut Batch, prefill_tokens: usize) -> &[Scheduled] {
         batch.clear();
         self.plan.clear();
         self.admit();
-        // Answers before prompts, so that a long prompt does not hold them up.
+        // Decode before prefill, so that a long prompt does not hold it up.
         let mut index = 0;
         while index < self.running.len() && batch.len() < self.max_tokens {
-            if self.running[index].missing() == 1 && !self.push(index, 1, batch) {
+            if self.running[index].phase() == Some(Phase::Decode) && !self.push(index, Phase::Decode, 1, batch) {
                 break;
             }
             index += 1;
         }
         let room = self.max_tokens - batch.len();
-        self.share_out(if self.plan.is_empty() { room } else { room.min(prompt_tokens) });
+        self.share_out(if self.plan.is_empty() { room } else { room.min(prefill_tokens) });
         for i in 0..self.shares.len() {
             let (index, tokens) = self.shares[i];
             // Sequences that gave way are not running any more.
-            if index >= self.running.len() || !self.push(index, tokens, batch) {
+            if index >= self.running.len() || !self.push(index, Phase::Prefill, tokens, batch) {
                 break;
             }
         }
@@ -195,15 +218,16 @@ impl<T> Scheduler<T> {
         sequence
     }
 
-    /// Cuts `tokens` into shares of the prompts that run: alike for all, what a short one leaves going to the others,
-    /// and the oldest never without.
+    /// Cuts `tokens` into shares of the sequences that prefill: alike for all, what a short one leaves going to the
+    /// others, and the oldest never without.
     ///
-    /// A prompt takes what others have computed of it. One whose next block another computes in this very step waits
+    /// A sequence takes what others have computed of it. One whose next block another computes in this very step waits
     /// for it.
     fn share_out(&mut self, tokens: usize) {
         self.shares.clear();
         let mut computing = HashSet::new();
-        for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, s)| s.missing() > 1) {
+        for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, s)| s.phase() == Some(Phase::Prefill))
+        {
             let (shared, next) = sequence.share(&mut self.pool);
             sequence.cached += shared;
             if !sequence.gave_way {
@@ -216,17 +240,17 @@ impl<T> Scheduler<T> {
         if let [_, rest @ ..] = &mut *self.shares {
             rest.sort_by_key(|&(_, missing)| missing);
         }
-        let (mut left, mut prompts) = (tokens, self.shares.len());
+        let (mut left, mut sharers) = (tokens, self.shares.len());
         for (index, share) in &mut self.shares {
             let sequence = &self.running[*index];
-            *share = (left / prompts).max(LEAST_SHARE.min(left)).min(*share);
+            *share = (left / sharers).max(LEAST_SHARE.min(left)).min(*share);
             // Whole blocks, so that the next prompt that begins alike can share them.
             let end = (sequence.cached + *share) / BLOCK_SIZE * BLOCK_SIZE;
             if *share < sequence.missing() && end > sequence.cached {
                 *share = end - sequence.cached;
             }
             left -= *share;
-            prompts -= 1;
+            sharers -= 1;
         }
         self.shares.retain(|&(_, share)| share > 0);
         self.shares.sort_unstable();
@@ -234,15 +258,16 @@ impl<T> Scheduler<T> {
 
     /// Puts the next `tokens` tokens of sequence `index` into the batch, with blocks taken from younger, not yet
     /// planned sequences if need be. Returns false when it has to wait for a step in which blocks are free.
-    fn push(&mut self, index: usize, tokens: usize, batch: &mut Batch) -> bool {
+    fn push(&mut self, index: usize, phase: Phase, tokens: usize, batch: &mut Batch) -> bool {
         loop {
             let sequence = &mut self.running[index];
             let end = sequence.cached + tokens;
             if self.pool.grow(&mut sequence.table, end) {
-                batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table).slot =
-                    sequence.slot;
-                let last_row = (end == sequence.tokens.len()).then(|| batch.len() - 1);
-                self.plan.push(Scheduled { index, tokens, last_row });
+                let span = batch.push(&sequence.tokens[sequence.cached..end], sequence.cached, &sequence.table);
+                span.slot = sequence.slot;
+                let rows = span.rows.clone();
+                let ends = usize::from(end == sequence.tokens.len());
+                self.plan.push(Scheduled { index, phase, sampled: rows.end - ends..rows.end, rows });
                 return true;
             }
             let youngest = self.running.len() - 1;
@@ -267,7 +292,7 @@ impl<T> Scheduler<T> {
     pub fn commit(&mut self) {
         for s in &self.plan {
             let sequence = &mut self.running[s.index];
-            sequence.cached += s.tokens;
+            sequence.cached += s.rows.len();
             self.pool.fill(&mut sequence.table, &sequence.tokens[..sequence.cached.min(sequence.offers)]);
         }
     }
@@ -306,13 +331,13 @@ mod tests {
     }
 
     /// Plans and runs a step; who read how many tokens.
-    fn step(s: &mut Scheduler<u32>, prompt_tokens: usize) -> Vec<(u32, usize)> {
-        let plan = s.next(&mut Batch::default(), prompt_tokens).to_vec();
+    fn step(s: &mut Scheduler<u32>, prefill_tokens: usize) -> Vec<(u32, usize)> {
+        let plan = s.next(&mut Batch::default(), prefill_tokens).to_vec();
         s.commit();
-        plan.iter().map(|part| (s.sequence(part.index).state, part.tokens)).collect()
+        plan.iter().map(|part| (s.sequence(part.index).state, part.rows.len())).collect()
     }
 
-    /// Every running sequence whose tokens are all in the cache says one more.
+    /// Every running sequence whose tokens are all in the cache gets one more.
     fn answer(s: &mut Scheduler<u32>) {
         s.running.iter_mut().filter(|q| q.missing() == 0).for_each(|q| q.tokens.push(5));
     }
@@ -321,14 +346,18 @@ mod tests {
     fn a_prompt_is_read_in_whole_blocks_and_sampled_at_its_end() {
         let (mut s, mut batch) = (scheduler(10), Batch::default());
         add(&mut s, 150, 0);
-        assert_eq!(s.next(&mut batch, 100), [Scheduled { index: 0, tokens: 64, last_row: None }]);
+        let part = |phase, rows, sampled| [Scheduled { index: 0, phase, rows, sampled }];
+        assert_eq!(s.next(&mut batch, 100), part(Phase::Prefill, 0..64, 64..64));
         s.commit();
-        assert_eq!(s.next(&mut batch, 100), [Scheduled { index: 0, tokens: 86, last_row: Some(85) }]);
+        assert_eq!(s.next(&mut batch, 100), part(Phase::Prefill, 0..86, 85..86));
         assert_eq!((batch.positions[0], batch.spans[0].start), (64, 64));
+        s.commit();
+        answer(&mut s);
+        assert_eq!(s.next(&mut batch, 100), part(Phase::Decode, 0..1, 0..1));
     }
 
     #[test]
-    fn answers_go_before_prompts_which_beside_them_are_read_in_smaller_parts() {
+    fn decode_goes_before_prefill_which_beside_it_comes_in_smaller_parts() {
         let mut s = scheduler(10);
         add(&mut s, 1, 0);
         assert_eq!(step(&mut s, 32), [(0, 1)]);
@@ -340,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_get_equal_shares_and_what_short_ones_leave() {
+    fn prefills_get_equal_shares_and_what_short_ones_leave() {
         let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
         add(&mut s, 2000, 0);
         add(&mut s, 1000, 1);
