@@ -14,6 +14,7 @@
 //! join         where results enter the residual stream
 //! attention    one file for each kind
 //! buffers      activations: of a layer, and of the parts of a pass
+//! rope         rotary angles, once for each distinct rope
 //! tap          what a pass adds to the residual stream, and takes from it
 //! steer        steering vectors on the device
 //! logits       rows of the residual stream become logits
@@ -30,6 +31,7 @@ mod join;
 pub mod kv_cache;
 mod logits;
 mod measure;
+mod rope;
 mod steer;
 pub mod tap;
 pub mod weights;
@@ -47,6 +49,7 @@ use join::{Partial, join};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
 pub use measure::Measure;
+use rope::Ropes;
 use steer::Steering;
 use tap::Tap;
 use weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
@@ -58,7 +61,7 @@ pub struct Model<B: Backend> {
     weights: Weights<B>,
     experts: Option<Box<dyn ExpertExecutor<B>>>,
     kv: KvCache<B>,
-    inv_freq: B::Norm, // [rope.dim / 2]
+    ropes: Ropes<B>,
     parts: Parts<B>,
     buffers: Buffers<B>,
     steering: Steering<B>,
@@ -69,7 +72,7 @@ impl<B: Backend> Model<B> {
     /// Reads the batch: stores its keys and values, and leaves its hidden states for [`Forward::logits`]. `tap` must
     /// not be empty, and its vectors must be [held](Forward::hold).
     pub fn forward(&mut self, batch: &Batch, mut tap: Option<&mut Tap>) -> Result<()> {
-        let Self { backend, config, weights, experts, kv, inv_freq, parts, buffers, steering, .. } = self;
+        let Self { backend, config, weights, experts, kv, ropes, parts, buffers, steering, .. } = self;
         if let Some(experts) = experts {
             experts.between_passes()?;
         }
@@ -79,16 +82,17 @@ impl<B: Backend> Model<B> {
         let mut pass = || {
             for part in &mut *parts {
                 backend.embed(&weights.embedding, &part.batch, &mut part.x);
-                backend.rope_angles(inv_freq, config.rope.attention_factor(), &part.batch, &mut part.angles);
+                ropes.angles(backend, part);
             }
             let mut moe_layers = 0..;
             for (i, (layer, weights)) in config.layers.iter().zip(&weights.layers).enumerate() {
                 let moe = matches!(layer.ffn, Ffn::Moe(_)).then(|| moe_layers.next()).flatten();
                 let mut layer = Layer {
                     backend,
-                    model: config,
+                    norm_eps: config.norm_eps,
                     config: layer,
                     weights,
+                    rope: ropes.of_layer(i),
                     cache: &mut kv.layers[i],
                     experts: experts.as_deref_mut().zip(moe),
                     buffers,
@@ -115,9 +119,10 @@ impl<B: Backend> Model<B> {
 /// One layer of a pass: what it is, what it has, and what it may change.
 struct Layer<'a, B: Backend> {
     backend: &'a B,
-    model: &'a ModelConfig,
+    norm_eps: f32,
     config: &'a LayerConfig,
     weights: &'a LayerWeights<B>,
+    rope: Option<usize>, // its angles
     cache: &'a mut LayerCache<B>,
     experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among the MoE layers
     buffers: &'a mut Buffers<B>,
@@ -126,13 +131,14 @@ struct Layer<'a, B: Backend> {
 impl<B: Backend> Layer<'_, B> {
     /// `x += attention(norm(x)); x += ffn(norm(x))`
     fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, model, config, weights, cache, experts, buffers } = self;
+        let Self { backend, norm_eps, config, weights, rope, cache, experts, buffers } = self;
         buffers.set_rows(backend, part.rows.len());
         let Buffers { h, attention: attention_buffers, mlp: mlp_buffers, routing } = &mut **buffers;
         let Part { batch, x, angles, .. } = part;
 
-        let norm_eps = model.norm_eps;
-        let rotary = Rotary { angles, interleaved: model.rope.interleaved };
+        let norm_eps = *norm_eps;
+        let rotary = rope.zip(config.attention.rope());
+        let rotary = rotary.map(|(i, rope)| Rotary { angles: &angles[i], interleaved: rope.interleaved });
         let step = Step { backend: *backend, batch, rotary, norm_eps };
         let of_layer = attention::Layer {
             config: &config.attention,
@@ -194,7 +200,7 @@ impl<B: Backend> Model<B> {
         limits: Limits,
     ) -> Result<Self> {
         Ok(Self {
-            inv_freq: backend.load_norm(config.rope.inv_freq())?,
+            ropes: Ropes::new(&backend, &config)?,
             parts: Parts::new(&backend, &config, limits)?,
             buffers: Buffers::new(&backend, &config, limits.chunk_tokens)?,
             steering: Steering::new(&backend, &config)?,

@@ -121,9 +121,10 @@ fn survives(config: &Value) {
     assert!((1..=4096).contains(&model.layers.len()));
     assert!(model.kv_bytes_per_token(1) > 0 && model.state_bytes_per_sequence() < 1 << 60);
     assert!(model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() <= 1 << 18);
-    assert!(model.rope.attention_factor().is_finite());
-    if model.rope.dim <= 1 << 16 {
-        assert!(model.rope.inv_freq().iter().all(|f| f.is_finite()), "{:?}", model.rope);
+    assert_eq!(model.ropes().len(), 1);
+    for rope in model.ropes() {
+        assert!(rope.attention_factor().is_finite());
+        assert!(rope.dim > 1 << 16 || rope.inv_freq().iter().all(|f| f.is_finite()), "{rope:?}");
     }
     for experts in [ExpertBits::Int4, ExpertBits::Bf16] {
         for (dense, max_context) in [(DenseBits::Bf16, None), (DenseBits::Int8, Some(model.max_context))] {

@@ -4,11 +4,17 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
+use common::small;
 use moebius::backend::batch::Batch;
 use moebius::backend::cpu::Cpu;
 use moebius::backend::{Attend, Memory};
+use moebius::config::{Device, EngineConfig};
+use moebius::engine::Layers;
+use moebius::engine::capture::{Wanted, capture};
 use moebius::machine::workers::Team;
-use moebius::model::Attention;
+use moebius::model::{Attention, Rope, RopeScaling};
 use serde_json::Value;
 
 /// Completes a config with dimensions that do not matter here.
@@ -37,7 +43,8 @@ fn frequencies_angles_and_scales_are_those_of_transformers() {
     assert_eq!(cases.len(), 7);
     for (name, case) in cases {
         let model = model(&case["config"]);
-        let (rope, inv_freq) = (&model.rope, model.rope.inv_freq());
+        let rope = model.ropes()[0];
+        let inv_freq = rope.inv_freq();
         for (i, (got, want)) in inv_freq.iter().zip(floats(&case["inv_freq"])).enumerate() {
             assert!((got - want).abs() <= 3e-7 * want, "{name}: frequency {i} is {got}, not {want}");
         }
@@ -79,4 +86,34 @@ fn kimis_softmax_scale_carries_mscale_squared() {
         panic!("Kimi has MLA")
     };
     assert!((a.scale - 0.1447).abs() < 1e-4, "{}", a.scale);
+}
+
+/// The residual stream after both layers of a small model whose layers have these ropes, `[tokens, hidden]` each.
+fn hidden(ropes: [&Rope; 2]) -> [Vec<f32>; 2] {
+    let mut model = moebius::model::families::parse(&small::config("llama").to_string()).unwrap();
+    for (layer, rope) in model.layers.iter_mut().zip(ropes) {
+        let Attention::Gqa(a) = &mut layer.attention else { panic!("Llama has grouped queries") };
+        a.rope = rope.clone();
+    }
+    assert_eq!(model.ropes().len(), if ropes[0] == ropes[1] { 1 } else { 2 });
+    let config =
+        EngineConfig { device: Device::Cpu, threads: Some(1), max_context: Some(128), ..EngineConfig::default() };
+    let mut loaded = small::of(model, &config);
+    let tokens: Vec<u32> = (0..40).map(|i| 7 + i * 37 % 900).collect();
+    let wanted = Wanted { hidden: Some(Layers::All), ..Wanted::default() };
+    let mut hidden = capture(&mut loaded, &tokens, &wanted, 64).unwrap().hidden;
+    [0, 1].map(|layer| hidden.remove(&layer).unwrap())
+}
+
+#[test]
+fn each_layer_turns_by_its_own_rope() {
+    let wide = Rope { dim: 32, theta: 10_000.0, interleaved: false, scaling: RopeScaling::None };
+    let part = Rope { dim: 16, theta: 500.0, ..wide.clone() };
+    let (same, other) = (hidden([&wide, &wide]), hidden([&part, &part]));
+    let (first, last) = (hidden([&part, &wide]), hidden([&wide, &part]));
+    assert!(same[0] == last[0] && other[0] == first[0], "a layer does not see the next one's rope");
+    assert!(same[0] != first[0] && same[1] != last[1] && other[1] != first[1]);
+    // Position 0 is not turned, by whatever rope.
+    let start = |hidden: &[Vec<f32>; 2]| [0, 1].map(|layer| hidden[layer][..128].to_vec());
+    assert_eq!(start(&last), start(&same));
 }

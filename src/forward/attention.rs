@@ -46,10 +46,17 @@ pub struct Step<'a, B: Backend> {
     pub backend: &'a B,
     /// The tokens.
     pub batch: &'a B::Batch,
-    /// How heads are rotated at the batch's positions.
-    pub rotary: Rotary<'a, B>,
+    /// How heads are rotated at the batch's positions, if the layer rotates.
+    pub rotary: Option<Rotary<'a, B>>,
     /// Epsilon of the norms.
     pub norm_eps: f32,
+}
+
+impl<'a, B: Backend> Step<'a, B> {
+    /// Of a layer that rotates.
+    fn rotary(&self) -> &Rotary<'a, B> {
+        self.rotary.as_ref().expect("a layer that rotates has angles")
+    }
 }
 
 /// Attention of one layer: what it is, what it has, and what it keeps of its sequences. A kind's file names its own.

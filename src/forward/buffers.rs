@@ -32,8 +32,8 @@ pub(super) struct Parts<B: Backend> {
 pub(super) struct Part<B: Backend> {
     pub(super) rows: Range<usize>, // of the batch
     pub(super) batch: B::Batch,
-    pub(super) x: B::Tensor,      // [T, hidden], the residual stream
-    pub(super) angles: B::Tensor, // [T, rope.dim]
+    pub(super) x: B::Tensor,           // [T, hidden], the residual stream
+    pub(super) angles: Vec<B::Tensor>, // [T, rope.dim], one for each distinct rope
     hidden_size: usize,
 }
 
@@ -56,12 +56,13 @@ pub(super) struct MlpBuffers<B: Backend> {
 impl<B: Backend> Parts<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, limits: Limits) -> Result<Self> {
         let (tokens, hidden_size) = (limits.chunk_tokens, model.hidden_size);
+        let ropes = model.ropes();
         let part = |_| {
             Ok(Part {
                 rows: 0..0,
                 batch: backend.batch(tokens)?,
                 x: backend.tensor_f32(tokens, hidden_size)?,
-                angles: backend.tensor_f32(tokens, model.rope.dim)?,
+                angles: ropes.iter().map(|rope| backend.tensor_f32(tokens, rope.dim)).collect::<Result<_>>()?,
                 hidden_size,
             })
         };
@@ -83,7 +84,7 @@ impl<B: Backend> Parts<B> {
                 batch.part(part.rows.clone(), cut);
                 backend.set_batch(&mut part.batch, cut);
             }
-            for t in [&mut part.x, &mut part.angles] {
+            for t in part.angles.iter_mut().chain([&mut part.x]) {
                 backend.set_rows(t, part.rows.len());
             }
         }

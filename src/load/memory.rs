@@ -34,7 +34,8 @@ pub(super) fn activation_bytes(spec: &Spec<'_>, machine: &Machine) -> Result<u64
     widths.sort_unstable();
     widths.dedup();
     let routing = model.moe().map_or(0, |moe| moe.num_experts + 2 * moe.router.top_k);
-    let token = 2 * model.hidden_size + model.rope.dim + attention + 3 * widths.iter().sum::<usize>() + routing;
+    let ropes = model.ropes().iter().map(|rope| rope.dim).sum::<usize>();
+    let token = 2 * model.hidden_size + ropes + attention + 3 * widths.iter().sum::<usize>() + routing;
     let logits = 2 * (model.hidden_size + model.vocab_size);
     // Of one worker: a tile of queries, its scores, what they weight, and two segments' sums.
     const TILE: usize = 64;

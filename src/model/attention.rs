@@ -1,5 +1,7 @@
 //! How the tokens of a sequence look at each other: one type for each kind of attention.
 
+use super::Rope;
+
 /// The attention of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Attention {
@@ -20,6 +22,8 @@ pub struct Gqa {
     pub num_kv_heads: usize,
     /// Width of one head.
     pub head_dim: usize,
+    /// Rotary embedding of queries and keys.
+    pub rope: Rope,
     /// RMS norm of queries and keys before RoPE.
     pub qk_norm: QkNorm,
     /// Biases on the projections.
@@ -110,6 +114,8 @@ pub struct Mla {
     pub qk_nope_head_dim: usize,
     /// Width of a head's rotated part; all heads share one such key.
     pub qk_rope_head_dim: usize,
+    /// Rotary embedding of that part.
+    pub rope: Rope,
     /// Width of a head's value.
     pub v_head_dim: usize,
     /// Biases on `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`.
@@ -142,6 +148,15 @@ impl Attention {
             Attention::Gqa(a) => (a.num_kv_heads, a.head_dim, a.head_dim),
             Attention::Mla(a) => (1, a.cache_dim(), a.kv_lora_rank),
             Attention::DeltaNet(_) => (0, 0, 0),
+        }
+    }
+
+    /// Its rotary embedding, if it has one.
+    pub fn rope(&self) -> Option<&Rope> {
+        match self {
+            Attention::Gqa(a) => Some(&a.rope),
+            Attention::Mla(a) => Some(&a.rope),
+            Attention::DeltaNet(_) => None,
         }
     }
 

@@ -21,8 +21,6 @@ pub struct ModelConfig {
     pub tied_embeddings: bool,
     /// What the checkpoint calls its tensors.
     pub names: Names,
-    /// Rotary embedding, the same in every layer.
-    pub rope: Rope,
     /// In order, bottom first.
     pub layers: Vec<LayerConfig>,
 }
@@ -101,6 +99,17 @@ impl ModelConfig {
         for LayerConfig { attention, .. } in &self.layers {
             if !found.iter().any(|other| std::mem::discriminant(*other) == std::mem::discriminant(attention)) {
                 found.push(attention);
+            }
+        }
+        found
+    }
+
+    /// The distinct rotary embeddings of the layers, in the order in which layers first have them.
+    pub fn ropes(&self) -> Vec<&Rope> {
+        let mut found = Vec::new();
+        for rope in self.layers.iter().filter_map(|layer| layer.attention.rope()) {
+            if !found.contains(&rope) {
+                found.push(rope);
             }
         }
         found

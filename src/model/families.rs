@@ -16,7 +16,7 @@ pub mod shapes;
 
 use serde_json::Value;
 
-use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names, Rope};
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names};
 use crate::{Error, Result};
 use fields::Fields;
 use gguf::Gguf;
@@ -114,7 +114,7 @@ pub fn from_json(json: &Value) -> Result<ModelConfig> {
 const MAX_EXPERTS: usize = 1 << 18;
 
 /// A model of these layers; what families differ in besides is as in most of them.
-fn model(f: &Fields<'_>, rope: Rope, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
+fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
     let model = ModelConfig {
         // A nested text config may leave it out.
         architecture: f.str_or("model_type", "")?.into(),
@@ -125,7 +125,6 @@ fn model(f: &Fields<'_>, rope: Rope, layers: Vec<LayerConfig>) -> Result<ModelCo
         norm_offset: 0.0,
         tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
         names: Names::default(),
-        rope,
         layers,
     };
     model.moe().map_or(Ok(()), check_router)?;
@@ -159,6 +158,7 @@ fn check_router(moe: &Moe) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Rope, RopeScaling};
 
     /// The same model as the hub's files and as transformers 5 describe it.
     #[test]
@@ -188,7 +188,8 @@ mod tests {
         fields.insert("dtype".into(), dtype);
         fields.insert("mlp_layer_types".into(), serde_json::json!(["dense", "sparse", "sparse"]));
         let (hub, five) = (parse(&hub.to_string()).unwrap(), parse(&five.to_string()).unwrap());
-        assert!(hub.rope.scaling != crate::model::RopeScaling::None && hub.moe_layers().count() == 2);
+        assert!(matches!(hub.ropes()[..], [Rope { scaling: RopeScaling::Yarn(_), .. }]));
+        assert_eq!(hub.moe_layers().count(), 2);
         assert_eq!(hub, five);
     }
 
@@ -203,8 +204,8 @@ mod tests {
             });
             parse(&config.to_string())
         };
-        let plain = llama(serde_json::json!([1, 1, 1, 1])).unwrap().rope.inv_freq();
-        let stretched = llama(serde_json::json!([1, 2.5, 8, 8])).unwrap().rope.inv_freq();
+        let plain = llama(serde_json::json!([1, 1, 1, 1])).unwrap().ropes()[0].inv_freq();
+        let stretched = llama(serde_json::json!([1, 2.5, 8, 8])).unwrap().ropes()[0].inv_freq();
         assert_eq!(stretched, [plain[0], plain[1] / 2.5, plain[2] / 8.0, plain[3] / 8.0]);
         for wrong in
             [serde_json::json!([1, 1, 1]), serde_json::json!([1, 1, 0, 1]), serde_json::json!("8"), Value::Null]

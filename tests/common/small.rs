@@ -83,7 +83,11 @@ fn numbers(name: &str, len: usize, scale: f32) -> Vec<f32> {
 
 /// A small model by name, ready to run on the CPU.
 pub fn load(name: &str, config: &EngineConfig) -> Loaded {
-    let model: ModelConfig = families::parse(&self::config(name).to_string()).unwrap();
+    of(families::parse(&self::config(name).to_string()).unwrap(), config)
+}
+
+/// A model of any configuration, whose weights depend on their names alone.
+pub fn of(model: ModelConfig, config: &EngineConfig) -> Loaded {
     let machine = load::machine(config, &Topology::read()).unwrap();
     let spec = Spec::new(&model, config, Kept::NOTHING).unwrap();
     let budget = Budget::new(&spec, &machine).unwrap();

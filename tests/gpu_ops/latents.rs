@@ -2,7 +2,7 @@
 
 use moebius::backend::{Attend, Heads, Load, Memory, Rotary};
 use moebius::config::KvBits;
-use moebius::model::Mla;
+use moebius::model::{Mla, Rope, RopeScaling};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
@@ -16,6 +16,7 @@ pub(crate) fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (us
         kv_lora_rank,
         qk_nope_head_dim: nope,
         qk_rope_head_dim: rope,
+        rope: Rope { dim: rope, theta: 10_000.0, interleaved: true, scaling: RopeScaling::None },
         v_head_dim: v,
         bias: false,
         scale,

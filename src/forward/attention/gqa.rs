@@ -57,7 +57,7 @@ pub(super) fn attention<B: Backend>(
     }
     let queries = Heads { x: &mut *q, heads: config.num_heads, dim, norm: q_norm, rope_at: 0 };
     let keys = Heads { x: k, heads: config.num_kv_heads, dim, norm: k_norm, rope_at: 0 };
-    backend.prepare_heads(kv, step.batch, &step.rotary, queries, keys, Some(v));
+    backend.prepare_heads(kv, step.batch, step.rotary(), queries, keys, Some(v));
     let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref() };
     backend.attend(kv, step.batch, &softmax, q, out);
     if let Some(gate) = gate {

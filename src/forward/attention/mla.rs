@@ -82,7 +82,7 @@ pub(super) fn attention<B: Backend>(
         norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)),
         rope_at: rank,
     };
-    backend.prepare_heads(kv, step.batch, &step.rotary, queries, latents, None);
+    backend.prepare_heads(kv, step.batch, step.rotary(), queries, latents, None);
     backend.attend_latent(kv, step.batch, &weights.up, scratch, q, out);
     join(backend, Partial::Product(&weights.o, out), x)
 }

@@ -95,7 +95,7 @@ pub(super) fn num_experts(f: &Fields<'_>) -> Result<usize> {
 fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     f.expect_silu()?;
     let rope_dim = f.dim("qk_rope_head_dim")?;
-    let (rope, mscale) = f.rope(rope_dim, f.bool_or("rope_interleave", true)?, 10_000.0)?;
+    let (rope, mscale) = f.rope_and_mscale(rope_dim, f.bool_or("rope_interleave", true)?, 10_000.0)?;
     let qk_nope_head_dim = f.dim("qk_nope_head_dim")?;
     let attention = Attention::Mla(Mla {
         num_heads: f.dim("num_attention_heads")?,
@@ -103,6 +103,7 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         kv_lora_rank: f.dim("kv_lora_rank")?,
         qk_nope_head_dim,
         qk_rope_head_dim: rope_dim,
+        rope,
         v_head_dim: f.dim("v_head_dim")?,
         bias: f.bool_or("attention_bias", false)?,
         scale: (mscale * mscale / ((qk_nope_head_dim + rope_dim) as f64).sqrt()) as f32,
@@ -125,7 +126,7 @@ fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         None => layer >= first_dense && layer % frequency == 0,
     };
     let ffn = |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
-    super::model(f, rope, super::layers(f, |_| attention.clone(), ffn)?)
+    super::model(f, super::layers(f, |_| attention.clone(), ffn)?)
 }
 
 /// DeepSeek-V2, V3 and Kimi K2 in GGUF files, which give them one name; how scores are made tells them apart.

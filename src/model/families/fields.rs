@@ -67,8 +67,16 @@ impl<'a> Fields<'a> {
         self.up_to(MAX_HEADS, &[name])
     }
 
+    /// Width of one head of grouped queries.
+    pub(super) fn head_dim(&self) -> Result<usize> {
+        match self.optional_dim("head_dim")? {
+            Some(dim) => Ok(dim),
+            None => Ok((self.dim("hidden_size")? / self.dim("num_attention_heads")?).max(1)),
+        }
+    }
+
     /// Grouped queries with nothing special about them.
-    pub(super) fn gqa(&self) -> Result<Gqa> {
+    pub(super) fn gqa(&self, rope: Rope) -> Result<Gqa> {
         let num_heads = self.dim("num_attention_heads")?;
         let num_kv_heads = self.dim_or("num_key_value_heads", num_heads)?;
         if num_heads % num_kv_heads != 0 {
@@ -76,22 +84,18 @@ impl<'a> Fields<'a> {
                 "{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
             )));
         }
-        let head_dim = match self.optional_dim("head_dim")? {
-            Some(dim) => dim,
-            None => (self.dim("hidden_size")? / num_heads).max(1),
-        };
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        let (qk_norm, bias) = (QkNorm::None, Bias::None);
+        let head_dim = self.head_dim()?;
         Ok(Gqa {
             num_heads,
             num_kv_heads,
             head_dim,
-            qk_norm,
-            bias,
+            rope,
+            qk_norm: QkNorm::None,
+            bias: Bias::None,
             window: None,
             sinks: false,
             output_gate: false,
-            scale,
+            scale: 1.0 / (head_dim as f32).sqrt(),
         })
     }
 
@@ -101,7 +105,8 @@ impl<'a> Fields<'a> {
     }
 
     /// The rotated width of heads of which a part is rotated; `factor`: that part where the config does not say.
-    pub(super) fn rotary_dim(&self, head_dim: usize, factor: f64) -> Result<usize> {
+    pub(super) fn rotary_dim(&self, factor: f64) -> Result<usize> {
+        let head_dim = self.head_dim()?;
         if let Some(dim) = self.optional_dim("rotary_dim")? {
             return if dim <= head_dim {
                 Ok(dim)
@@ -212,10 +217,15 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The rotary embedding of grouped queries.
+    pub(super) fn rope(&self, dim: usize, default_theta: f64) -> Result<Rope> {
+        self.rope_and_mscale(dim, false, default_theta).map(|(rope, _)| rope)
+    }
+
     /// The rotary embedding, from `rope_theta` + `rope_scaling` (hub) or `rope_parameters` (transformers 5).
     ///
     /// The second value is the `mscale` that multiplies DeepSeek's softmax scale twice (1 without YaRN).
-    pub(super) fn rope(&self, dim: usize, interleaved: bool, default_theta: f64) -> Result<(Rope, f64)> {
+    pub(super) fn rope_and_mscale(&self, dim: usize, interleaved: bool, default_theta: f64) -> Result<(Rope, f64)> {
         if dim == 0 || dim % 2 != 0 {
             return Err(Error::Model(format!("the rotated width of a head is {dim}, not a positive even number")));
         }

@@ -16,7 +16,8 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::Qkv } else { Bias::None };
     let qk_norm = if f.bool_or("use_qk_norm", false)? { QkNorm::PerHead } else { QkNorm::None };
-    let attention = Gqa { bias, qk_norm, ..f.gqa()? };
+    let rope = f.rope(f.rotary_dim(0.5)?, 10_000.0)?;
+    let attention = Gqa { bias, qk_norm, ..f.gqa(rope)? };
     let intermediate_size = f.dim("moe_intermediate_size")?;
     let shared = f.count_or("n_shared_experts", 1)?;
     let moe = Moe {
@@ -36,10 +37,9 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
             scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
         },
     };
-    let (rope, _) = f.rope(f.rotary_dim(attention.head_dim, 0.5)?, false, 10_000.0)?;
     let first_dense = f.count_or("first_k_dense_replace", 1)?;
     let ffn = |layer| if layer >= first_dense { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
-    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn)?)
+    super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn)?)
 }
 
 /// In GGUF files.

@@ -15,7 +15,8 @@ use crate::{Error, Result};
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     let bias = if f.bool_or("attention_bias", true)? { Bias::All } else { Bias::None };
-    let attention = Gqa { bias, sinks: true, ..f.gqa()? };
+    let rope = f.rope(f.head_dim()?, 150_000.0)?;
+    let attention = Gqa { bias, sinks: true, ..f.gqa(rope)? };
     let window = f.dim_or("sliding_window", 128)?;
     let kinds = f.layer_kinds("layer_types", ["sliding_attention", "full_attention"])?;
     let slides = |layer: usize| kinds.as_ref().map_or(layer % 2 == 0, |kinds| kinds[layer]);
@@ -34,14 +35,13 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     };
     let activation = Activation::ClampedSwiglu { limit: limit as f32, alpha: f.f64_or("swiglu_alpha", 1.702)? as f32 };
     let moe = Moe { activation, expert_bias: true, ..mixtral::moe(f, router)? };
-    let (rope, _) = f.rope(attention.head_dim, false, 150_000.0)?;
     let layers = super::layers(
         f,
         |layer| Attention::Gqa(Gqa { window: slides(layer).then_some(window), ..attention.clone() }),
         |_| Ok(Ffn::Moe(moe.clone())),
     )?;
     let names = Names { router: "router", ..Names::default() };
-    Ok(ModelConfig { names, ..super::model(f, rope, layers)? })
+    Ok(ModelConfig { names, ..super::model(f, layers)? })
 }
 
 /// In GGUF files.

@@ -25,9 +25,8 @@ pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
 fn config(f: &Fields<'_>, qk_norm: QkNorm) -> Result<ModelConfig> {
     f.expect_silu()?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
-    let attention = Gqa { qk_norm, bias, ..f.gqa()? };
-    let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
-    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| f.dense())?)
+    let attention = Gqa { qk_norm, bias, ..f.gqa(f.rope(f.head_dim()?, 10_000.0)?)? };
+    super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| f.dense())?)
 }
 
 /// `llama` and `mixtral` in GGUF files, which give both one name.

@@ -24,7 +24,8 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
             "attn_type_list names linear attention, which is not supported for minimax_m2; 1 in every layer is".into(),
         ));
     }
-    let attention = Gqa { qk_norm: QkNorm::FullWidth, ..f.gqa()? };
+    let rope = f.rope(f.rotary_dim(1.0)?, 5_000_000.0)?;
+    let attention = Gqa { qk_norm: QkNorm::FullWidth, ..f.gqa(rope)? };
     let moe = mixtral::moe(
         f,
         Router {
@@ -37,9 +38,8 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
             scaling: 1.0,
         },
     )?;
-    let (rope, _) = f.rope(f.rotary_dim(attention.head_dim, 1.0)?, false, 5_000_000.0)?;
     let layers = super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?;
-    Ok(ModelConfig { names: mixtral::NAMES, ..super::model(f, rope, layers)? })
+    Ok(ModelConfig { names: mixtral::NAMES, ..super::model(f, layers)? })
 }
 
 /// In GGUF files.

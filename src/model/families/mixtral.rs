@@ -20,7 +20,8 @@ pub(super) const NAMES: Names = Names {
 /// `mixtral`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
-    let attention = Gqa { window: f.optional_dim("sliding_window")?, ..f.gqa()? };
+    let rope = f.rope(f.head_dim()?, 10_000.0)?;
+    let attention = Gqa { window: f.optional_dim("sliding_window")?, ..f.gqa(rope)? };
     let router = Router {
         top_k: f.top_k()?,
         bias: false,
@@ -31,9 +32,8 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         scaling: 1.0,
     };
     let moe = moe(f, router)?;
-    let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
     let layers = super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?;
-    Ok(ModelConfig { names: NAMES, ..super::model(f, rope, layers)? })
+    Ok(ModelConfig { names: NAMES, ..super::model(f, layers)? })
 }
 
 /// Experts as wide as `intermediate_size`, which is there for no dense layer.

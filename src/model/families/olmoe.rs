@@ -16,7 +16,8 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.refuse("clip_qkv")?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
-    let attention = Gqa { qk_norm: QkNorm::FullWidth, bias, ..f.gqa()? };
+    let rope = f.rope(f.head_dim()?, 10_000.0)?;
+    let attention = Gqa { qk_norm: QkNorm::FullWidth, bias, ..f.gqa(rope)? };
     let moe = mixtral::moe(
         f,
         Router {
@@ -29,8 +30,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
             scaling: 1.0,
         },
     )?;
-    let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
-    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?)
+    super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?)
 }
 
 /// In GGUF files.

@@ -38,7 +38,8 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("use_sliding_window", false.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
-    let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: true, ..f.gqa()? };
+    let rope = f.rope(f.rotary_dim(0.25)?, 10_000_000.0)?;
+    let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: true, ..f.gqa(rope)? };
     let linear = DeltaNet {
         num_key_heads: f.heads("linear_num_key_heads")?,
         num_value_heads: f.heads("linear_num_value_heads")?,
@@ -67,12 +68,11 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     let is_full = |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer]);
     let attention =
         |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
-    let (rope, _) = f.rope(f.rotary_dim(full.head_dim, 0.25)?, false, 10_000_000.0)?;
     let layers = super::layers(f, attention, qwen_moe::ffn(f, &moe)?)?;
     let names = Names { shared_expert: "shared_expert", ..Names::default() };
     // In GGUF files the one is part of the weights.
     let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
-    Ok(ModelConfig { norm_offset, names, ..super::model(f, rope, layers)? })
+    Ok(ModelConfig { norm_offset, names, ..super::model(f, layers)? })
 }
 
 /// `qwen3_next` in GGUF files.

@@ -19,20 +19,23 @@ pub(super) fn qwen2(f: &Fields<'_>) -> Result<ModelConfig> {
         ..moe(f, f.bool_or("norm_topk_prob", false)?)?
     };
     let names = Names { shared_expert: "shared_expert", ..Names::default() };
-    Ok(ModelConfig { names, ..config(f, Gqa { bias, ..f.gqa()? }, moe)? })
+    Ok(ModelConfig { names, ..config(f, Gqa { bias, ..gqa(f)? }, moe)? })
 }
 
 /// `qwen3_moe`: QK norm.
 pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
-    config(f, Gqa { bias, qk_norm: QkNorm::PerHead, ..f.gqa()? }, moe(f, f.bool_or("norm_topk_prob", false)?)?)
+    config(f, Gqa { bias, qk_norm: QkNorm::PerHead, ..gqa(f)? }, moe(f, f.bool_or("norm_topk_prob", false)?)?)
+}
+
+fn gqa(f: &Fields<'_>) -> Result<Gqa> {
+    f.gqa(f.rope(f.head_dim()?, 10_000.0)?)
 }
 
 fn config(f: &Fields<'_>, attention: Gqa, moe: Moe) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("use_sliding_window", false.into())?;
-    let (rope, _) = f.rope(attention.head_dim, false, 10_000.0)?;
-    super::model(f, rope, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn(f, &moe)?)?)
+    super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn(f, &moe)?)?)
 }
 
 /// Qwen's experts, weighted by a softmax.
