@@ -5,7 +5,7 @@
 //! sampler              from logits to a token
 //! generation_config    what a checkpoint says about generating with it
 //! capture              what passes compute on the way, written down
-//! pace                 how many prompt tokens may join a step
+//! prefill_budget       how many tokens of prefill may join a step
 //! scheduler            what runs next
 //! queue                how many requests may wait
 //! run                  the thread
@@ -16,7 +16,7 @@
 pub mod capture;
 pub mod generation_config;
 pub mod metrics;
-mod pace;
+mod prefill_budget;
 mod queue;
 mod run;
 pub mod sampler;
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use crate::config::EngineConfig;
-pub use crate::engine::capture::{Activation, CaptureWanted, Captured};
+pub use crate::engine::capture::{CaptureWanted, Captured, HookPoint};
 use crate::engine::generation_config::GenerationConfig;
 use crate::engine::metrics::Metrics;
 pub use crate::engine::sampler::{Constraint, Logprobs, SamplingParams};
@@ -58,15 +58,15 @@ pub struct Request {
     pub ignore_eos: bool,
     /// What the answer may say; `None`: anything.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Tell how likely each token was, beside this many of the likeliest.
+    /// Give each token's log probability, and those of this many of the likeliest.
     pub logprobs: Option<usize>,
     /// What is added to its residual stream.
     pub steer: Vec<Steer>,
-    /// What it wants to be told of its tokens; with `max_tokens` 0 the prompt is read, and that is all.
+    /// What is captured of its tokens; with `max_tokens` 0 the prompt is read, and that is all.
     pub capture: Option<CaptureWanted>,
     /// Whom it is for, any number: when there is more to do than runs at once, clients take turns.
     pub client: u64,
-    /// With whom it shares the prefixes that were read; by default with all who say nothing.
+    /// With whom it shares the prefixes that were read; by default with all who name no tenant.
     pub tenant: Tenant,
 }
 
@@ -98,14 +98,14 @@ pub struct RequestStats {
     pub decode_bytes: u64,
 }
 
-/// What the engine tells the receiver of one request, in order; `Done` or `Failed` is last.
+/// What the engine emits to the receiver of one request, in order; `Done` or `Failed` is last.
 #[derive(Debug)]
 pub enum Event {
     /// One more token of the answer.
     Token(Token),
-    /// What the request wants to be told of tokens that were read just now: in the order of positions for each layer
-    /// and for logits, and before the token that follows. The last token of an answer is not read, so there is
-    /// nothing to tell of it.
+    /// What the request captures of tokens that were read just now: in the order of positions for each layer and for
+    /// logits, and before the token that follows. The last token of an answer is not read, so nothing is captured of
+    /// it.
     Captured(Captured),
     /// The answer is complete.
     Done(FinishReason, RequestStats),

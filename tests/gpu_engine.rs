@@ -13,7 +13,7 @@ use common::{Fixture, Run, cache_dir, cosine, demo_dir, folder, step};
 use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
 use moebius::cuda::Cuda;
-use moebius::engine::{self, Activation, CaptureWanted, EngineHandle, Event, Layers, Positions, Request, Steer};
+use moebius::engine::{self, CaptureWanted, EngineHandle, Event, HookPoint, Layers, Positions, Request, Steer};
 use moebius::forward::kv_cache::BlockPool;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
 use moebius::load::{self, Loaded};
@@ -297,7 +297,7 @@ fn a_recorded_pass_gives_the_bits_of_the_first() {
 }
 
 /// Everything of a prompt: rows by kind.
-fn captured(engine: &EngineHandle, request: Request) -> std::collections::BTreeMap<Activation, Vec<f32>> {
+fn captured(engine: &EngineHandle, request: Request) -> std::collections::BTreeMap<HookPoint, Vec<f32>> {
     let capture = Some(CaptureWanted { layers: Layers::All, positions: Positions::All, logits: true });
     let mut events = engine.submit(Request { capture, max_tokens: Some(0), ..request }).unwrap();
     let mut rows = std::collections::BTreeMap::<_, Vec<f32>>::new();
@@ -324,7 +324,7 @@ fn steering_adds_what_it_says_and_goes_with_its_request() {
         let before = answer(&engine, greedy(prompt(40, 1), 6));
         let plain = captured(&engine, greedy(prompt(40, 1), 0));
         let some = captured(&engine, at(last, Positions::Some(vec![3..7, 39..40]), greedy(prompt(40, 1), 0)));
-        let (plain, some) = (&plain[&Activation::Hidden(last)], &some[&Activation::Hidden(last)]);
+        let (plain, some) = (&plain[&HookPoint::Hidden(last)], &some[&HookPoint::Hidden(last)]);
         for (i, (got, plain)) in some.iter().zip(plain).enumerate() {
             let position = i / hidden;
             let added = if (3..7).contains(&position) || position == 39 { 2.5 * vector[i % hidden] } else { 0.0 };

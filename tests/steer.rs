@@ -15,7 +15,7 @@ use moebius::backend::batch::BLOCK_SIZE;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
 use moebius::engine::{
-    self, Activation, CaptureWanted, EngineHandle, Event, Events, FinishReason, Layers, Positions, Request,
+    self, CaptureWanted, EngineHandle, Event, Events, FinishReason, HookPoint, Layers, Positions, Request,
     RequestStats, Steer,
 };
 use moebius::load::{self, Loaded};
@@ -71,9 +71,9 @@ fn everything(request: Request) -> Request {
 }
 
 /// Tokens, and by kind: positions and rows, in the order in which they came.
-type Told = (Vec<u32>, BTreeMap<Activation, (Vec<usize>, Vec<f32>)>, Result<(FinishReason, RequestStats)>);
+type Received = (Vec<u32>, BTreeMap<HookPoint, (Vec<usize>, Vec<f32>)>, Result<(FinishReason, RequestStats)>);
 
-fn told(mut events: Events) -> Told {
+fn received(mut events: Events) -> Received {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let (mut tokens, mut rows) = (Vec::new(), BTreeMap::<_, (Vec<usize>, Vec<f32>)>::new());
     runtime.block_on(async {
@@ -94,10 +94,10 @@ fn told(mut events: Events) -> Told {
     })
 }
 
-fn ask(engine: &EngineHandle, request: Request) -> Told {
-    let told = told(engine.submit(request).unwrap());
-    assert!(told.2.is_ok(), "{:?}", told.2);
-    told
+fn ask(engine: &EngineHandle, request: Request) -> Received {
+    let received = received(engine.submit(request).unwrap());
+    assert!(received.2.is_ok(), "{:?}", received.2);
+    received
 }
 
 fn answer(engine: &EngineHandle, request: Request) -> Vec<u32> {
@@ -145,22 +145,22 @@ fn as_hooks_of_transformers() {
         let logits = floats("logits");
         let vocab = engine.info().vocab_size;
         let kept = logits.len() / vocab;
-        let last = |what: Activation, cols: usize| {
+        let last = |what: HookPoint, cols: usize| {
             let (positions, rows) = &rows[&what];
             assert_eq!(*positions, (0..n).collect::<Vec<_>>());
             rows[(n - kept) * cols..].to_vec()
         };
         // As far as tests/oracle.rs allows without steering.
-        let error = worst_row(&last(Activation::Logits, vocab), &logits, vocab);
+        let error = worst_row(&last(HookPoint::Logits, vocab), &logits, vocab);
         assert!(error < 1e-4, "{name}: logits off by {error}");
         for (layer, want) in floats("hidden_states").chunks(kept * hidden).enumerate() {
-            let error = worst_row(&last(Activation::Hidden(layer), hidden), want, hidden);
+            let error = worst_row(&last(HookPoint::Hidden(layer), hidden), want, hidden);
             assert!(error < 1e-4, "{name}: hidden state after layer {layer} off by {error}");
         }
     }
 }
 
-/// What the engine tells in parts, beside others, while it answers, has the bits of one pass over prompt and answer;
+/// What the engine emits in parts, beside others, while it answers, has the bits of one pass over prompt and answer;
 /// plain text is unchanged by being captured.
 #[test]
 fn captured_beside_others_as_in_one_pass() {
@@ -178,7 +178,7 @@ fn captured_beside_others_as_in_one_pass() {
                 })
                 .collect();
             for (request, (plain, captured)) in requests.iter().zip(events) {
-                let (tokens, rows, end) = told(captured);
+                let (tokens, rows, end) = received(captured);
                 assert_eq!(end.unwrap().1.cached_tokens, 0, "what is captured is computed, in round {round} too");
                 assert_eq!(tokens, read(plain).0);
                 // The last token is never read.
@@ -188,8 +188,8 @@ fn captured_beside_others_as_in_one_pass() {
                 assert_eq!(rows.len(), engine.info().layers + 1);
                 for (what, (at, rows)) in rows {
                     let want = match what {
-                        Activation::Hidden(layer) => &whole.hidden[&layer],
-                        Activation::Logits => &whole.logits,
+                        HookPoint::Hidden(layer) => &whole.hidden[&layer],
+                        HookPoint::Logits => &whole.logits,
                     };
                     assert_eq!(at, positions);
                     assert!(rows == *want, "{model} {what:?} of a prompt of {}", request.prompt.len());
@@ -204,7 +204,7 @@ fn captured_are_the_positions_and_layers_that_were_asked_for() {
     let _alone = alone();
     let engine = start("moe-gqa");
     let all = ask(&engine, everything(greedy(prompt(100, 1), 8)));
-    let width = |what| if what == Activation::Logits { engine.info().vocab_size } else { engine.info().hidden_size };
+    let width = |what| if what == HookPoint::Logits { engine.info().vocab_size } else { engine.info().hidden_size };
     for (positions, want) in [
         (Positions::Prompt, (0..100).collect::<Vec<_>>()),
         (Positions::Generated, (100..107).collect()),
@@ -251,22 +251,19 @@ fn steering_stays_with_its_request() {
         let apart: Vec<_> = mixed().into_iter().map(|request| ask(&engine, request)).collect();
         let events: Vec<_> = mixed().into_iter().map(|request| engine.submit(request).unwrap()).collect();
         for (i, (events, apart)) in events.into_iter().zip(&apart).enumerate() {
-            let together = told(events);
+            let together = received(events);
             assert_eq!(together.0, apart.0, "{model}: tokens of request {i}");
             assert!(together.1 == apart.1, "{model}: rows of request {i}");
         }
-        let rows = |i: usize, what: Activation| &apart[i].1[&what].1;
+        let rows = |i: usize, what: HookPoint| &apart[i].1[&what].1;
         for i in [1, 2] {
-            assert_ne!(rows(0, Activation::Logits), rows(i, Activation::Logits), "steering does something");
+            assert_ne!(rows(0, HookPoint::Logits), rows(i, HookPoint::Logits), "steering does something");
         }
-        assert_ne!(rows(3, Activation::Logits), rows(4, Activation::Logits));
+        assert_ne!(rows(3, HookPoint::Logits), rows(4, HookPoint::Logits));
         // Before the layer and position that is steered nothing changes, and there it changes by just that.
         let hidden = engine.info().hidden_size;
-        assert_eq!(
-            rows(0, Activation::Hidden(last))[..150 * hidden],
-            rows(2, Activation::Hidden(last))[..150 * hidden]
-        );
-        let (plain, changed) = (rows(0, Activation::Hidden(0)), rows(1, Activation::Hidden(0)));
+        assert_eq!(rows(0, HookPoint::Hidden(last))[..150 * hidden], rows(2, HookPoint::Hidden(last))[..150 * hidden]);
+        let (plain, changed) = (rows(0, HookPoint::Hidden(0)), rows(1, HookPoint::Hidden(0)));
         let vector = vector(&engine, 1);
         assert!((0..150 * hidden).all(|i| changed[i] == plain[i] + 2.0 * vector[i % hidden]));
     }
@@ -300,7 +297,7 @@ fn the_prefix_cache_knows_steered_text() {
     assert_eq!(cached(request()), (plain.0, 256), "and is offered as such");
 }
 
-/// Sequences that give way are computed again; what was told is not told again.
+/// Sequences that give way are computed again; what was emitted is not emitted again.
 #[test]
 fn preempted_requests_tell_each_row_once() {
     let _alone = alone();
@@ -318,10 +315,10 @@ fn preempted_requests_tell_each_row_once() {
         let apart: Vec<_> = requests().map(|request| ask(&engine, request)).collect();
         let events: Vec<_> = requests().map(|request| engine.submit(request).unwrap()).collect();
         for (events, apart) in events.into_iter().zip(&apart) {
-            let together = told(events);
+            let together = received(events);
             assert_eq!(together.0, apart.0);
             assert!(together.1 == apart.1);
-            assert_eq!(together.1[&Activation::Logits].0, (0..239).collect::<Vec<_>>());
+            assert_eq!(together.1[&HookPoint::Logits].0, (0..239).collect::<Vec<_>>());
         }
         let preempted = engine.metrics().preemptions_total.load(std::sync::atomic::Ordering::Relaxed);
         assert!(preempted > 0, "the pool was large enough for all");
@@ -340,12 +337,12 @@ fn recurrent_models() {
         [plain, changed]
     };
     let apart = requests().map(|request| ask(&engine, request));
-    let together = requests().map(|request| engine.submit(request).unwrap()).map(told);
+    let together = requests().map(|request| engine.submit(request).unwrap()).map(received);
     for (together, apart) in together.iter().zip(&apart) {
         assert!(together.0 == apart.0 && together.1 == apart.1);
     }
     let vocab = engine.info().vocab_size;
-    let logits = |i: usize| &apart[i].1[&Activation::Logits].1;
+    let logits = |i: usize| &apart[i].1[&HookPoint::Logits].1;
     assert_eq!(logits(0)[..70 * vocab], logits(1)[..70 * vocab]);
     assert_ne!(logits(0)[70 * vocab..], logits(1)[70 * vocab..]);
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use moebius::engine::{Activation, CaptureWanted, Captured, EngineInfo, Layers, Positions, Steer};
+use moebius::engine::{CaptureWanted, Captured, EngineInfo, HookPoint, Layers, Positions, Steer};
 use numpy::ndarray::Array2;
 use numpy::{PyArray2, PyReadonlyArray1};
 use pyo3::exceptions::PyValueError;
@@ -63,7 +63,7 @@ pub(crate) fn wanted((layers, at, logits): Wanted) -> PyResult<CaptureWanted> {
 
 /// Captured rows of one sequence, as they come.
 #[derive(Default)]
-pub(crate) struct Rows(BTreeMap<Activation, (usize, Vec<f32>)>); // columns, and rows one after the other
+pub(crate) struct Rows(BTreeMap<HookPoint, (usize, Vec<f32>)>); // columns, and rows one after the other
 
 /// Arrays of one sequence, by layer, and of its logits.
 pub(crate) type Arrays<'py> = (BTreeMap<usize, Bound<'py, PyArray2<f32>>>, Option<Bound<'py, PyArray2<f32>>>);
@@ -74,8 +74,8 @@ impl Rows {
         let Some(wanted) = wanted else { return Self::default() };
         let hidden = (0..model.layers)
             .filter(|&layer| wanted.layers.contains(layer))
-            .map(|layer| (Activation::Hidden(layer), model.hidden_size));
-        let logits = wanted.logits.then_some((Activation::Logits, model.vocab_size));
+            .map(|layer| (HookPoint::Hidden(layer), model.hidden_size));
+        let logits = wanted.logits.then_some((HookPoint::Logits, model.vocab_size));
         Self(hidden.chain(logits).map(|(what, columns)| (what, (columns, Vec::new()))).collect())
     }
 
@@ -99,8 +99,8 @@ impl Rows {
                 Array2::from_shape_vec((rows.len() / columns, columns), rows).expect("rows of the model's width");
             let array = PyArray2::from_owned_array(py, array);
             match what {
-                Activation::Hidden(layer) => drop(hidden.insert(layer, array)),
-                Activation::Logits => logits = Some(array),
+                HookPoint::Hidden(layer) => drop(hidden.insert(layer, array)),
+                HookPoint::Logits => logits = Some(array),
             }
         }
         (hidden, logits)

@@ -35,8 +35,9 @@ impl DecodeShape {
     }
 }
 
-/// A multiple of a vector, for rows of the residual stream.
-pub struct Addition<N> {
+/// A multiple of a vector, added to rows of the residual stream.
+#[derive(Clone, Debug)]
+pub struct Addition<N: ?Sized> {
     /// After this layer.
     pub layer: usize,
     /// Rows of the batch.

@@ -16,7 +16,7 @@ use crate::load::Loaded;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 
-/// What a request wants to be told of its tokens.
+/// What a request wants to have of its tokens.
 #[derive(Clone, Debug)]
 pub struct CaptureWanted {
     /// The residual stream after these layers.
@@ -28,7 +28,7 @@ pub struct CaptureWanted {
 }
 
 impl CaptureWanted {
-    /// Refuses what a model of `layers` layers cannot tell, and wanting nothing. Errors: `Error::Invalid`.
+    /// Refuses layers that a model of `layers` layers does not have, and wanting nothing. Errors: `Error::Invalid`.
     pub fn check(&self, layers: usize) -> Result<()> {
         if self.layers == Layers::NONE && !self.logits {
             return Err(Error::Invalid("nothing is to be captured: name layers, or ask for logits".into()));
@@ -37,8 +37,8 @@ impl CaptureWanted {
         self.positions.check()
     }
 
-    /// Bytes of all that is told of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last
-    /// generated is never read.
+    /// Bytes of all rows of a sequence of `tokens` tokens, `prompt_tokens` of them its prompt; the last generated is
+    /// never read.
     pub fn bytes(
         &self,
         prompt_tokens: usize,
@@ -57,8 +57,8 @@ impl CaptureWanted {
 /// What was captured of consecutive positions of a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Captured {
-    /// What it is.
-    pub what: Activation,
+    /// Where.
+    pub what: HookPoint,
     /// The first position; the prompt begins at 0.
     pub position: usize,
     /// How many positions.
@@ -67,22 +67,22 @@ pub struct Captured {
     pub rows: Vec<f32>,
 }
 
-/// What can be captured.
+/// Where in the forward pass rows are captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Activation {
+pub enum HookPoint {
     /// The residual stream after this layer, whatever was added to it there; before the final norm.
     Hidden(usize),
     /// Logits, before sampling changes them.
     Logits,
 }
 
-/// Logits of `rows` of the last batch, so many at a time as the model gives: `tell(row, logits)`, `[n, vocab]` from
+/// Logits of `rows` of the last batch, as many at a time as the model gives: `emit(row, logits)`, `[n, vocab]` from
 /// that row on.
-pub fn each_logits(model: &mut dyn Forward, rows: Range<usize>, mut tell: impl FnMut(usize, &[f32])) -> Result<()> {
+pub fn each_logits(model: &mut dyn Forward, rows: Range<usize>, mut emit: impl FnMut(usize, &[f32])) -> Result<()> {
     let most = model.max_logit_rows();
     for first in rows.clone().step_by(most) {
         let some: Vec<usize> = (first..rows.end.min(first + most)).collect();
-        tell(first, model.logits(&some)?);
+        emit(first, model.logits(&some)?);
     }
     Ok(())
 }

@@ -77,11 +77,11 @@ mod tests {
     }
 
     #[test]
-    fn sampling_is_greedy_unless_told() {
+    fn sampling_is_greedy_unless_do_sample() {
         let quiet = load(Some(r#"{"do_sample":false,"temperature":0.6}"#), "{}").unwrap();
         assert_eq!(quiet.sampling, SamplingParams::default());
-        let told = load(Some(r#"{"do_sample":true,"temperature":0.6,"top_p":0.95,"top_k":20}"#), "{}").unwrap();
-        assert_eq!((told.sampling.temperature, told.sampling.top_p, told.sampling.top_k), (0.6, 0.95, 20));
+        let hot = load(Some(r#"{"do_sample":true,"temperature":0.6,"top_p":0.95,"top_k":20}"#), "{}").unwrap();
+        assert_eq!((hot.sampling.temperature, hot.sampling.top_p, hot.sampling.top_k), (0.6, 0.95, 20));
     }
 
     #[test]

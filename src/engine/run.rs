@@ -9,45 +9,51 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::{
-    Activation, CaptureWanted, Captured, Event, FinishReason, Place, Request, RequestStats, Steer, Submission, Token,
+    CaptureWanted, Captured, Event, FinishReason, HookPoint, Place, Request, RequestStats, Steer, Submission, Token,
 };
+use crate::backend::Addition;
 use crate::backend::batch::{Batch, Span};
 use crate::backend::tensor::Shortlist;
 use crate::config::EngineConfig;
 use crate::engine::capture::each_logits;
 use crate::engine::metrics::Metrics;
-use crate::engine::pace::Pace;
+use crate::engine::prefill_budget::PrefillBudget;
 use crate::engine::sampler::{Logprobs, Sampler};
 use crate::engine::scheduler::{Scheduler, Sequence};
 use crate::forward::Forward;
 use crate::forward::kv_cache::BlockPool;
-use crate::forward::tap::{Add, Positions, Take, Tap};
+use crate::forward::tap::{Positions, Take, Tap};
 use crate::load::{LEAST_BYTES, Loaded};
 use crate::{Error, Result};
 
-/// What the engine keeps with a sequence.
-struct Answer {
+/// What the engine keeps with the sequence of a request.
+struct Generation {
     events: mpsc::UnboundedSender<Event>,
     sampler: Sampler,
     max_tokens: usize,
     ignore_eos: bool,
     steer: Vec<Steer>,
     capture: Option<CaptureWanted>,
-    captured: usize, // positions whose rows were told, and are not again when the sequence is computed again
-    place: Option<Place>, // while it waits for its first step
-    submitted: Instant,
-    started: Option<Instant>,
-    first: Option<Instant>,
-    last: Option<Instant>,
+    captured: usize, // positions whose rows were emitted, and are not again when the sequence is computed again
+    place: Option<Place>, // in the queue, until its first step
+    clocks: Clocks,
     decode_bytes: u64,
     ended: bool,
+}
+
+/// When a request got how far.
+struct Clocks {
+    submitted: Instant,
+    started: Option<Instant>,    // its first step
+    prefilled: Option<Instant>,  // its first token came, or its prompt was read and that was all
+    last_token: Option<Instant>, // so far
 }
 
 /// The owner of everything that runs.
 pub(super) struct Engine {
     model: Box<dyn Forward>,
-    scheduler: Scheduler<Answer>,
-    pace: Pace,
+    scheduler: Scheduler<Generation>,
+    budget: PrefillBudget,
     metrics: Arc<Metrics>,
     batch: Batch,
     sampled: Vec<usize>,            // of this step: running sequences at their end
@@ -70,14 +76,14 @@ struct Taker {
     logits: bool,
 }
 
-/// Where every answer ends.
+/// Where every generation ends.
 struct Ends {
     tokens: Vec<u32>,
     max_context: usize,
 }
 
 impl Engine {
-    /// Of a model in memory, whose answers end at `end_tokens`.
+    /// Of a model in memory, whose generations end at `end_tokens`.
     pub(super) fn new(loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, metrics: Arc<Metrics>) -> Self {
         // Recurrent state is that of a sequence's end: no other can begin with it.
         let reuse = config.prefix_cache && !loaded.model.config().has_recurrent_state();
@@ -86,7 +92,7 @@ impl Engine {
         Self {
             resident_bytes: loaded.model.resident_bytes_per_token(),
             scheduler: Scheduler::new(pool, config.max_sequences, loaded.max_batch_tokens),
-            pace: Pace::new(config.max_gap),
+            budget: PrefillBudget::new(config.max_gap),
             metrics,
             ends: Ends { tokens: end_tokens, max_context: loaded.max_context },
             available_bytes: loaded.available_bytes,
@@ -103,7 +109,7 @@ impl Engine {
         }
     }
 
-    /// Serves until all handles are dropped and all answers complete.
+    /// Serves until all handles are dropped and all generations complete.
     pub(super) fn run(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>) {
         if let Err(error) = self.model.enter_thread() {
             return self.give_up(queue, &error.to_string());
@@ -132,8 +138,8 @@ impl Engine {
         }
     }
 
-    /// Nothing here can compute any more, or be trusted to, as after a panic: whoever waits is told why, and nobody
-    /// else is let in.
+    /// Nothing here can compute any more, or be trusted to, as after a panic: all requests fail with the reason, and no
+    /// other is taken.
     pub(super) fn give_up(&mut self, queue: &mut mpsc::UnboundedReceiver<Submission>, why: &str) {
         let failed = || Event::Failed(Error::Stopped(why.into()));
         queue.close();
@@ -194,7 +200,7 @@ impl Engine {
             return refuse(error);
         }
         let (reuses, offers) = untouched(&request);
-        let answer = Answer {
+        let generation = Generation {
             events,
             sampler: Sampler::new(request.sampling, request.constraint, request.logprobs),
             max_tokens,
@@ -203,14 +209,11 @@ impl Engine {
             capture: request.capture,
             captured: 0,
             place: Some(place),
-            submitted,
-            started: None,
-            first: None,
-            last: None,
+            clocks: Clocks { submitted, started: None, prefilled: None, last_token: None },
             decode_bytes: 0,
             ended: false,
         };
-        let mut sequence = Sequence::new(request.prompt, request.client, answer).of(request.tenant);
+        let mut sequence = Sequence::new(request.prompt, request.client, generation).of(request.tenant);
         (sequence.reuses, sequence.offers) = (reuses, offers);
         self.scheduler.add(sequence);
     }
@@ -225,7 +228,7 @@ impl Engine {
         let before = self.model.traffic();
         let tap = Some(&mut self.tap).filter(|tap| !tap.is_empty());
         self.model.forward(&self.batch, tap)?;
-        self.tell_captured()?;
+        self.emit_captured()?;
         let read = self.model.traffic().since(before).total() + self.resident_bytes;
         self.scheduler.commit();
         Metrics::add(&self.metrics.steps_total, 1);
@@ -237,14 +240,14 @@ impl Engine {
         }
         self.scheduler.retire(|s| s.state.ended, drop);
         if prompt_tokens > 0 {
-            self.pace.record(prompt_tokens, now.elapsed());
+            self.budget.record(prompt_tokens, now.elapsed());
         }
         Ok(())
     }
 
     /// Plans the step that begins `now`. Returns how many tokens of prompts are in it.
     fn plan(&mut self, now: Instant) -> usize {
-        self.scheduler.next(&mut self.batch, self.pace.prompt_tokens());
+        self.scheduler.next(&mut self.batch, self.budget.tokens());
         self.sampled.clear();
         self.rows.clear();
         self.tap.clear();
@@ -253,19 +256,19 @@ impl Engine {
         for i in 0..self.scheduler.plan().len() {
             let part = self.scheduler.plan()[i].clone();
             let sequence = self.scheduler.sequence(part.index);
-            let answer = &mut sequence.state;
-            if answer.started.is_none() {
-                (answer.started, answer.place) = (Some(now), None);
+            let generation = &mut sequence.state;
+            if generation.clocks.started.is_none() {
+                (generation.clocks.started, generation.place) = (Some(now), None);
                 Metrics::add(&self.metrics.prompt_tokens_reused_total, sequence.shared);
             }
-            if answer.first.is_none() {
+            if generation.clocks.prefilled.is_none() {
                 prompt_tokens += part.rows.len();
             }
-            if !answer.steer.is_empty() || answer.capture.is_some() {
+            if !generation.steer.is_empty() || generation.capture.is_some() {
                 let span = &self.batch.spans[i];
-                answer.tap(part.index, sequence.prompt_tokens, span, &mut self.tap, &mut self.takers);
+                generation.tap(part.index, sequence.prompt_tokens, span, &mut self.tap, &mut self.takers);
             }
-            if answer.max_tokens > 0 {
+            if generation.max_tokens > 0 {
                 self.sampled.extend(part.sampled.clone().map(|_| part.index));
                 self.rows.extend(part.sampled);
             }
@@ -274,22 +277,22 @@ impl Engine {
         prompt_tokens
     }
 
-    /// Sends what the pass was asked to take.
-    fn tell_captured(&mut self) -> Result<()> {
+    /// Emits what the pass has captured.
+    fn emit_captured(&mut self) -> Result<()> {
         let Self { model, scheduler, tap, takers, vocab_size, .. } = self;
-        let mut tell = |taker: &Taker, captured: Captured| {
+        let mut emit = |taker: &Taker, captured: Captured| {
             let _ = scheduler.sequence(taker.index).state.events.send(Event::Captured(captured));
         };
         for ((number, layer), rows) in std::mem::take(&mut tap.taken) {
             let taker = &takers[number];
             let count = tap.takes[number].rows.len();
-            tell(taker, Captured { what: Activation::Hidden(layer), position: taker.position, count, rows });
+            emit(taker, Captured { what: HookPoint::Hidden(layer), position: taker.position, count, rows });
         }
         for (taker, take) in takers.iter().zip(&tap.takes).filter(|(taker, _)| taker.logits) {
             each_logits(&mut **model, take.rows.clone(), |row, logits| {
                 let position = taker.position + row - take.rows.start;
                 let (count, rows) = (logits.len() / *vocab_size, logits.to_vec());
-                tell(taker, Captured { what: Activation::Logits, position, count, rows });
+                emit(taker, Captured { what: HookPoint::Logits, position, count, rows });
             })?;
         }
         for (taker, take) in takers.iter().zip(&tap.takes) {
@@ -304,7 +307,7 @@ impl Engine {
             let part = self.scheduler.plan()[i].clone();
             let sequence = self.scheduler.sequence(part.index);
             if !part.sampled.is_empty() && sequence.state.max_tokens == 0 {
-                sequence.state.first = Some(Instant::now());
+                sequence.state.clocks.prefilled = Some(Instant::now());
                 sequence.finish(FinishReason::Length, &self.metrics);
             }
         }
@@ -327,7 +330,8 @@ impl Engine {
             ..
         } = self;
         // A bug while one chooses its token, in a grammar say, is nobody else's.
-        let one = |sequence: &mut Sequence<Answer>, choose: &mut dyn FnMut(&mut Sequence<Answer>) -> Result<bool>| {
+        let one = |sequence: &mut Sequence<Generation>,
+                   choose: &mut dyn FnMut(&mut Sequence<Generation>) -> Result<bool>| {
             let chosen = catch_unwind(AssertUnwindSafe(|| choose(sequence)));
             let chosen = chosen
                 .unwrap_or_else(|panic| Err(Error::Model(format!("a bug while choosing a token: {}", words(&*panic)))));
@@ -345,7 +349,7 @@ impl Engine {
             let decided = listed
                 && one(scheduler.sequence(index), &mut |sequence| {
                     let token = sequence.state.sampler.sample_shortlist(&lists[i], &sequence.tokens)?;
-                    token.map_or(Ok(false), |token| say(sequence, token, None, ends, read, metrics).map(|()| true))
+                    token.map_or(Ok(false), |token| emit(sequence, token, None, ends, read, metrics).map(|()| true))
                 });
             if !decided {
                 undecided.push(i);
@@ -359,16 +363,16 @@ impl Engine {
             one(scheduler.sequence(sampled[i]), &mut |sequence| {
                 let row = &mut logits[i * *vocab_size..][..*vocab_size];
                 let (token, logprobs) = sequence.state.sampler.sample(row, &sequence.tokens, sequence.prompt_tokens)?;
-                say(sequence, token, logprobs, ends, read, metrics).map(|()| true)
+                emit(sequence, token, logprobs, ends, read, metrics).map(|()| true)
             });
         }
         Ok(())
     }
 }
 
-/// Adds the next token to `sequence` and tells its receiver.
-fn say(
-    sequence: &mut Sequence<Answer>,
+/// Adds the next token to `sequence` and emits it to its receiver.
+fn emit(
+    sequence: &mut Sequence<Generation>,
     token: u32,
     logprobs: Option<Box<Logprobs>>,
     ends: &Ends,
@@ -376,18 +380,18 @@ fn say(
     metrics: &Metrics,
 ) -> Result<()> {
     let now = Instant::now();
-    let answer = &mut sequence.state;
-    if answer.first.is_some() {
-        answer.decode_bytes += read;
+    let generation = &mut sequence.state;
+    if generation.clocks.prefilled.is_some() {
+        generation.decode_bytes += read;
     }
-    answer.first.get_or_insert(now);
-    answer.last = Some(now);
+    generation.clocks.prefilled.get_or_insert(now);
+    generation.clocks.last_token = Some(now);
     Metrics::add(&metrics.generated_tokens_total, 1);
-    if !answer.ignore_eos && ends.tokens.contains(&token) {
+    if !generation.ignore_eos && ends.tokens.contains(&token) {
         sequence.finish(FinishReason::Stop, metrics);
         return Ok(());
     }
-    let complete = answer.sampler.accept(token)?;
+    let complete = generation.sampler.accept(token)?;
     sequence.tokens.push(token);
     // A receiver that is gone is noticed, and its sequence retired, before the next step.
     let _ = sequence.state.events.send(Event::Token(Token { id: token, logprobs, stats: sequence.stats() }));
@@ -401,7 +405,7 @@ fn say(
     Ok(())
 }
 
-impl Sequence<Answer> {
+impl Sequence<Generation> {
     fn finish(&mut self, reason: FinishReason, metrics: &Metrics) {
         Metrics::add(&metrics.requests_finished_total, 1);
         let stats = self.stats();
@@ -411,15 +415,15 @@ impl Sequence<Answer> {
 
     fn stats(&self) -> RequestStats {
         let between = |a: Option<Instant>, b: Option<Instant>| Option::zip(a, b).map_or(Duration::ZERO, |(a, b)| b - a);
-        let Answer { submitted, started, first, last, decode_bytes, .. } = self.state;
+        let Clocks { submitted, started, prefilled, last_token } = self.state.clocks;
         RequestStats {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.shared,
             completion_tokens: self.tokens.len() - self.prompt_tokens,
             queued: between(Some(submitted), started),
-            prefill: between(started, first),
-            decode: between(first, last),
-            decode_bytes,
+            prefill: between(started, prefilled),
+            decode: between(prefilled, last_token),
+            decode_bytes: self.state.decode_bytes,
         }
     }
 }
@@ -435,7 +439,7 @@ fn untouched(request: &Request) -> (usize, usize) {
     (offers.min(captured), offers)
 }
 
-impl Answer {
+impl Generation {
     /// Puts into `tap` what happens to its part `span` of the batch.
     fn tap(&self, index: usize, prompt_tokens: usize, span: &Span, tap: &mut Tap, takers: &mut Vec<Taker>) {
         let positions = span.start..span.start + span.rows.len();
@@ -443,7 +447,7 @@ impl Answer {
             |run: &Range<usize>| span.rows.start + run.start - span.start..span.rows.start + run.end - span.start;
         for Steer { layer, vector, coefficient, positions: at } in &self.steer {
             let runs = at.within(prompt_tokens, positions.clone());
-            tap.adds.extend(runs.map(|run| Add {
+            tap.additions.extend(runs.map(|run| Addition {
                 layer: *layer,
                 rows: rows(&run),
                 vector: vector.clone(),
@@ -466,7 +470,7 @@ impl Answer {
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(super) fn words(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("a panic without words")

@@ -71,7 +71,7 @@ pub struct Sampler {
     params: SamplingParams,
     seed: u64,
     constraint: Option<Box<dyn Constraint>>,
-    logprobs: Option<usize>, // how many of the likeliest are told
+    logprobs: Option<usize>, // how many of the likeliest are wanted
     order: Vec<u32>,         // scratch: token ids, best first as far as needed
     raw: Vec<f32>,           // scratch: logits as the model gave them
 }
@@ -242,7 +242,7 @@ impl Sampler {
     }
 }
 
-/// `logits` is `[vocab]`, as the model gave them; `top` of the likeliest are told.
+/// `logits` is `[vocab]`, as the model gave them; `top` of the likeliest are wanted.
 fn logprobs(logits: &[f32], token: u32, top: usize) -> Logprobs {
     let max = logits[argmax(logits)];
     let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
@@ -431,15 +431,15 @@ mod tests {
     fn logprobs_are_the_models_own() {
         let logits = [(0.5f32).ln(), (0.3f32).ln(), (0.15f32).ln(), (0.05f32).ln()];
         let bias = SamplingParams { logit_bias: vec![(3, 100.0)], ..Default::default() };
-        let (token, told) = Sampler::new(bias, None, Some(2)).sample(&mut logits.to_vec(), &[], 0).unwrap();
-        let Logprobs { logprob, top } = *told.unwrap();
+        let (token, logprobs) = Sampler::new(bias, None, Some(2)).sample(&mut logits.to_vec(), &[], 0).unwrap();
+        let Logprobs { logprob, top } = *logprobs.unwrap();
         assert_eq!((token, top[0].0, top[1].0, top.len()), (3, 0, 1, 2));
         for (got, want) in [(logprob, 0.05f32), (top[0].1, 0.5), (top[1].1, 0.3)] {
             assert!((got - want.ln()).abs() < 1e-5, "{got} {want}");
         }
-        let (_, told) =
+        let (_, logprobs) =
             Sampler::new(SamplingParams::default(), None, Some(9)).sample(&mut logits.to_vec(), &[], 0).unwrap();
-        assert_eq!(told.unwrap().top.len(), 4);
+        assert_eq!(logprobs.unwrap().top.len(), 4);
     }
 
     /// Allows one token.

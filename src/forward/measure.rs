@@ -6,7 +6,7 @@ use crate::backend::batch::Batch;
 use crate::backend::{Backend, OpTime, Rates};
 use crate::experts::Traffic;
 
-/// A model that tells what it reads and how long its ops take.
+/// What a model reads, and how long its ops take.
 pub trait Measure {
     /// Bytes of resident weights that a decode step of one token reads.
     fn resident_bytes_per_token(&self) -> u64;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::buffers::Part;
-use super::tap::{Add, Tap};
+use super::tap::Tap;
 use crate::backend::{Addition, Backend};
 use crate::model::ModelConfig;
 use crate::{Error, Result};
@@ -58,12 +58,12 @@ impl<B: Backend> Steering<B> {
 
     /// Brings the additions of the coming pass to the device.
     pub(super) fn prepare(&mut self, backend: &B, tap: Option<&Tap>) -> Result<()> {
-        let adds = tap.map_or(&[][..], |tap| &tap.adds);
-        self.active = !adds.is_empty();
+        let wanted = tap.map_or(&[][..], |tap| &tap.additions);
+        self.active = !wanted.is_empty();
         if !self.active {
             return Ok(());
         }
-        let addition = |Add { layer, rows, vector, coefficient }: &Add| {
+        let on_device = |Addition { layer, rows, vector, coefficient }: &Addition<[f32]>| {
             let held = self.vectors.iter().find(|held| Arc::ptr_eq(&held.given, vector));
             Addition {
                 layer: *layer,
@@ -72,7 +72,7 @@ impl<B: Backend> Steering<B> {
                 coefficient: *coefficient,
             }
         };
-        backend.set_additions(&mut self.additions, adds.iter().map(addition).collect())
+        backend.set_additions(&mut self.additions, wanted.iter().map(on_device).collect())
     }
 
     /// Adds what the pass adds to `part` after `layer`.

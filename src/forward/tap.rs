@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::buffers::Part;
-use crate::backend::{Backend, Hooks, Routing};
+use crate::backend::{Addition, Backend, Hooks, Routing};
 use crate::{Error, Result};
 
 /// Additions of one request at most.
@@ -190,7 +190,7 @@ pub fn check_vector(vector: &[f32], hidden_size: usize) -> Result<()> {
 #[derive(Debug, Default)]
 pub struct Tap {
     /// In this order, before anything is taken.
-    pub adds: Vec<Add>,
+    pub additions: Vec<Addition<[f32]>>,
     /// What is taken.
     pub takes: Vec<Take>,
     /// Whether [`Tap::routed`] is filled.
@@ -199,19 +199,6 @@ pub struct Tap {
     pub taken: BTreeMap<(usize, usize), Vec<f32>>,
     /// By MoE layer: experts and weights of every row.
     pub routed: BTreeMap<usize, Routing>,
-}
-
-/// An addition to rows of the residual stream.
-#[derive(Clone, Debug)]
-pub struct Add {
-    /// After this layer.
-    pub layer: usize,
-    /// To these rows.
-    pub rows: Range<usize>,
-    /// `[hidden]`
-    pub vector: Arc<[f32]>,
-    /// What it is multiplied with.
-    pub coefficient: f32,
 }
 
 /// Rows of the residual stream that are wanted.
@@ -226,14 +213,14 @@ pub struct Take {
 impl Tap {
     /// Nothing is added and nothing taken: the pass is as any other.
     pub fn is_empty(&self) -> bool {
-        self.adds.is_empty() && self.takes.is_empty() && !self.routing
+        self.additions.is_empty() && self.takes.is_empty() && !self.routing
     }
 
     /// What it does between layers; logits come after them.
     pub(super) fn hooks(&self) -> Hooks {
         match self.routing || self.takes.iter().any(|take| take.layers != Layers::NONE) {
             true => Hooks::Read,
-            false if self.adds.is_empty() => Hooks::None,
+            false if self.additions.is_empty() => Hooks::None,
             false => Hooks::Add,
         }
     }
@@ -259,7 +246,7 @@ impl Tap {
 
     /// Forgets everything but `routing`.
     pub fn clear(&mut self) {
-        self.adds.clear();
+        self.additions.clear();
         self.takes.clear();
         self.taken.clear();
         self.routed.clear();

@@ -26,7 +26,7 @@ use super::memory::give_back;
 use super::steer::{Steering, read_layers, read_positions};
 use super::write::{open_object, write_list};
 use super::{App, unix_seconds};
-use crate::engine::{Activation, CaptureWanted, Captured, Event, Events, FinishReason, Request, RequestStats};
+use crate::engine::{CaptureWanted, Captured, Event, Events, FinishReason, HookPoint, Request, RequestStats};
 use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
@@ -131,7 +131,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
 /// The answer to a request.
 struct Found {
     tokens: Vec<u32>,
-    rows: BTreeMap<Activation, Rows>,
+    rows: BTreeMap<HookPoint, Rows>,
     reason: FinishReason,
     stats: RequestStats,
 }
@@ -175,7 +175,7 @@ impl Rows {
 
 impl Found {
     async fn collect(mut tokens: Vec<u32>, mut events: Events) -> Result<Self> {
-        let mut rows = BTreeMap::<Activation, Rows>::new();
+        let mut rows = BTreeMap::<HookPoint, Rows>::new();
         loop {
             match events.recv().await {
                 Some(Event::Token(token)) => tokens.push(token.id),
@@ -230,13 +230,13 @@ impl Found {
         out.write_all(b",\"hidden\":{")?;
         let mut first = true;
         for (what, rows) in &self.rows {
-            let Activation::Hidden(layer) = what else { continue };
+            let HookPoint::Hidden(layer) = what else { continue };
             write!(out, "{}\"{layer}\":", if first { "" } else { "," })?;
             rows.write(positions.len(), encoding, out)?;
             first = false;
         }
         out.write_all(b"},\"logits\":")?;
-        match self.rows.get(&Activation::Logits) {
+        match self.rows.get(&HookPoint::Logits) {
             Some(rows) => rows.write(positions.len(), encoding, out)?,
             None => out.write_all(b"null")?,
         }
@@ -259,8 +259,8 @@ impl Found {
         tensor("positions".into(), "I64", vec![positions.len()], 8);
         for (what, rows) in &self.rows {
             let name = match what {
-                Activation::Hidden(layer) => format!("hidden.{layer}"),
-                Activation::Logits => "logits".into(),
+                HookPoint::Hidden(layer) => format!("hidden.{layer}"),
+                HookPoint::Logits => "logits".into(),
             };
             tensor(name, "F32", vec![positions.len(), rows.width(positions.len())], 4);
         }

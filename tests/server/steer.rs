@@ -2,7 +2,7 @@
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use moebius::engine::{Activation, Captured, Event, FinishReason, Layers, Positions, RequestStats, Submission};
+use moebius::engine::{Captured, Event, FinishReason, HookPoint, Layers, Positions, RequestStats, Submission};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
@@ -129,11 +129,11 @@ fn what_cannot_be_steered_or_captured_is_refused_by_name() {
     }
 }
 
-/// Rows as the engine tells them, in parts; each number says where it belongs.
+/// Rows as the engine emits them, in parts; each number says where it belongs.
 fn capture(submission: &Submission) {
     let n = submission.request.prompt.len();
     let number = |kind: usize, position: usize, column: usize| (kind * 1000 + position * 10 + column) as f32;
-    let tell = |what: Activation, kind: usize, positions: std::ops::Range<usize>| {
+    let emit = |what: HookPoint, kind: usize, positions: std::ops::Range<usize>| {
         let rows = positions.clone().flat_map(|p| (0..3).map(move |c| number(kind, p, c))).collect();
         submission
             .events
@@ -141,8 +141,8 @@ fn capture(submission: &Submission) {
             .unwrap();
     };
     for part in [0..1, 1..n] {
-        tell(Activation::Hidden(2), 2, part.clone());
-        tell(Activation::Logits, 9, part);
+        emit(HookPoint::Hidden(2), 2, part.clone());
+        emit(HookPoint::Logits, 9, part);
     }
     submission.events.send(token(39)).unwrap();
     done(submission);

@@ -121,7 +121,7 @@ impl Record for CudaBackend {
 
     fn set_additions(&self, to: &mut Additions, additions: Vec<Addition<DeviceBuffer<f32>>>) -> Result<()> {
         if to.grow(&self.cuda, additions.len())? {
-            self.graphs.borrow_mut().retain(|form, _| !form.steered); // they have the old address
+            self.graphs.borrow_mut().retain(|shape, _| !shape.steered); // they have the old address
         }
         to.set(&self.cuda, additions);
         Ok(())

@@ -1,29 +1,29 @@
-//! How many tokens of prompts may join a step, so that running answers keep flowing.
+//! How many tokens of prefill may join a step, so that decode keeps its rate.
 
 use std::time::Duration;
 
-/// Tokens of prompts in a step at least, however long they take: below, a prompt would hardly ever end.
+/// Tokens of prefill in a step at least, however long they take: below, a prompt would hardly ever end.
 const LEAST: usize = 32;
 
-/// How long steps take by the tokens of prompts in them, as measured while running.
+/// Tokens of prefill in a step, by how long steps with as many took while running.
 #[derive(Debug)]
-pub(super) struct Pace {
-    limit: f64,                      // seconds between two tokens of an answer
-    seconds: [Option<f64>; BUCKETS], // of a step with about `LEAST << i` tokens of prompts
+pub(super) struct PrefillBudget {
+    limit: f64,                      // seconds between two tokens of decode
+    seconds: [Option<f64>; BUCKETS], // of a step with about `LEAST << i` tokens of prefill
 }
 
 const BUCKETS: usize = 14;
 
-impl Pace {
-    /// Steps with answers in them shall not take longer than `limit`.
+impl PrefillBudget {
+    /// Steps in which sequences decode shall not take longer than `limit`.
     pub(super) fn new(limit: Duration) -> Self {
         Self { limit: limit.as_secs_f64(), seconds: [None; BUCKETS] }
     }
 
-    /// Tokens of prompts that the next step may have.
+    /// Tokens of prefill that the next step may have.
     ///
     /// A size that nobody has tried is tried when it should keep the limit, by what half of it took.
-    pub(super) fn prompt_tokens(&self) -> usize {
+    pub(super) fn tokens(&self) -> usize {
         LEAST << self.bucket()
     }
 
@@ -48,10 +48,10 @@ impl Pace {
     }
 
     /// Takes note of a step.
-    pub(super) fn record(&mut self, prompt_tokens: usize, took: Duration) {
-        let bucket = (prompt_tokens.next_power_of_two() / LEAST).max(1).ilog2() as usize;
+    pub(super) fn record(&mut self, tokens: usize, took: Duration) {
+        let bucket = (tokens.next_power_of_two() / LEAST).max(1).ilog2() as usize;
         // A step with far fewer tokens than its bucket stands for would make it look fast.
-        if bucket >= BUCKETS || 4 * prompt_tokens < 3 * (LEAST << bucket) {
+        if bucket >= BUCKETS || 4 * tokens < 3 * (LEAST << bucket) {
             return;
         }
         // What was slow once is tried again by and by: the machine may have had other things to do.
@@ -71,11 +71,11 @@ mod tests {
     use super::*;
 
     /// The sizes of some hundred steps on a machine that takes `seconds` for a number of tokens.
-    fn sizes(seconds: impl Fn(usize) -> f64, pace: &mut Pace) -> Vec<usize> {
+    fn sizes(seconds: impl Fn(usize) -> f64, budget: &mut PrefillBudget) -> Vec<usize> {
         (0..1500)
             .map(|_| {
-                let tokens = pace.prompt_tokens();
-                pace.record(tokens, Duration::from_secs_f64(seconds(tokens)));
+                let tokens = budget.tokens();
+                budget.record(tokens, Duration::from_secs_f64(seconds(tokens)));
                 tokens
             })
             .collect()
@@ -83,8 +83,8 @@ mod tests {
 
     #[test]
     fn parts_grow_to_the_limit_and_no_further() {
-        let mut pace = Pace::new(Duration::from_millis(500));
-        let all = sizes(|n| 0.02 + n as f64 / 1000.0, &mut pace);
+        let mut budget = PrefillBudget::new(Duration::from_millis(500));
+        let all = sizes(|n| 0.02 + n as f64 / 1000.0, &mut budget);
         assert_eq!((all[0], all[4]), (32, 256));
         assert!(all[4..].iter().all(|&n| n == 256 || n == 128), "{all:?}");
         assert!(all.iter().filter(|&&n| n == 256).count() > 1400, "{all:?}");
@@ -92,25 +92,25 @@ mod tests {
 
     #[test]
     fn steps_whose_time_does_not_grow_are_filled() {
-        let mut pace = Pace::new(Duration::from_millis(500));
-        assert_eq!(*sizes(|_| 0.2, &mut pace).last().unwrap(), LEAST << (BUCKETS - 1));
+        let mut budget = PrefillBudget::new(Duration::from_millis(500));
+        assert_eq!(*sizes(|_| 0.2, &mut budget).last().unwrap(), LEAST << (BUCKETS - 1));
         // Also when they take more than half of the limit, if smaller ones nearly do.
-        let mut pace = Pace::new(Duration::from_millis(520));
-        assert_eq!(*sizes(|n| (n as f64 / 1000.0).min(0.3), &mut pace).last().unwrap(), LEAST << (BUCKETS - 1));
+        let mut budget = PrefillBudget::new(Duration::from_millis(520));
+        assert_eq!(*sizes(|n| (n as f64 / 1000.0).min(0.3), &mut budget).last().unwrap(), LEAST << (BUCKETS - 1));
     }
 
     #[test]
     fn a_slow_machine_still_reads_prompts() {
-        let mut pace = Pace::new(Duration::from_millis(500));
-        assert!(sizes(|n| n as f64, &mut pace).iter().all(|&n| n == LEAST));
+        let mut budget = PrefillBudget::new(Duration::from_millis(500));
+        assert!(sizes(|n| n as f64, &mut budget).iter().all(|&n| n == LEAST));
     }
 
     #[test]
     fn a_slow_moment_passes() {
-        let mut pace = Pace::new(Duration::from_millis(500));
-        sizes(|n| n as f64 / 1000.0, &mut pace);
-        sizes(|n| n as f64 / 100.0, &mut pace);
-        assert_eq!(pace.prompt_tokens(), 32);
-        assert_eq!(*sizes(|n| n as f64 / 1000.0, &mut pace).last().unwrap(), 256);
+        let mut budget = PrefillBudget::new(Duration::from_millis(500));
+        sizes(|n| n as f64 / 1000.0, &mut budget);
+        sizes(|n| n as f64 / 100.0, &mut budget);
+        assert_eq!(budget.tokens(), 32);
+        assert_eq!(*sizes(|n| n as f64 / 1000.0, &mut budget).last().unwrap(), 256);
     }
 }
