@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
-use moebius::engine::{Request, SamplingParams};
+use moebius::engine::{Request, SamplingOverrides, SamplingParams};
 use moebius::server::local;
 use moebius::text::chat_template::RenderOptions;
 use moebius::text::model::TextModel;
@@ -46,20 +46,20 @@ struct Params<'py> {
 impl Params<'_> {
     /// The request, without prompt and constraint, and the strings that end its answer.
     fn request(self, default: &SamplingParams) -> PyResult<(Request, Vec<String>)> {
-        let sampling = SamplingParams {
-            temperature: self.temperature.unwrap_or(default.temperature),
-            top_p: self.top_p.unwrap_or(default.top_p),
-            top_k: self.top_k.unwrap_or(default.top_k),
-            min_p: self.min_p.unwrap_or(default.min_p),
-            repetition_penalty: self.repetition_penalty.unwrap_or(default.repetition_penalty),
-            presence_penalty: self.presence_penalty.unwrap_or(default.presence_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(default.frequency_penalty),
-            logit_bias: self.logit_bias,
-            seed: self.seed.or(default.seed),
+        let overrides = SamplingOverrides {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: Some(self.logit_bias),
+            seed: self.seed,
         };
         let request = Request {
             max_tokens: self.max_tokens,
-            sampling,
+            sampling: overrides.over(default),
             ignore_eos: self.ignore_eos,
             logprobs: self.logprobs,
             steer: self.steer.into_iter().map(residual::steer).collect::<PyResult<_>>()?,

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::config::{DenseBits, Device, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa, PrefillOn};
+use crate::engine::{SamplingOverrides, SamplingParams};
 use crate::kernel::Simd;
 use crate::model::families::shapes;
 use crate::{Error, Result};
@@ -271,15 +272,10 @@ impl SamplingArgs {
     }
 
     /// The model's defaults, overridden by the command line.
-    pub(crate) fn over(&self, defaults: &crate::engine::SamplingParams) -> crate::engine::SamplingParams {
-        crate::engine::SamplingParams {
-            temperature: self.temperature.unwrap_or(defaults.temperature),
-            top_p: self.top_p.unwrap_or(defaults.top_p),
-            top_k: self.top_k.unwrap_or(defaults.top_k),
-            min_p: self.min_p.unwrap_or(defaults.min_p),
-            seed: self.seed.or(defaults.seed),
-            ..defaults.clone()
-        }
+    pub(crate) fn over(&self, defaults: &SamplingParams) -> SamplingParams {
+        let Self { temperature, top_p, top_k, min_p, seed } = *self;
+        let overrides = SamplingOverrides { temperature, top_p, top_k, min_p, seed, ..SamplingOverrides::default() };
+        overrides.over(defaults)
     }
 }
 

@@ -43,6 +43,38 @@ impl Default for SamplingParams {
     }
 }
 
+/// What a request says about sampling; where it says nothing, the model's own defaults hold.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[allow(missing_docs)] // as those of `SamplingParams`
+pub struct SamplingOverrides {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<usize>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub logit_bias: Option<Vec<(u32, f32)>>,
+    pub seed: Option<u64>,
+}
+
+impl SamplingOverrides {
+    /// `defaults` with these in their place.
+    pub fn over(self, defaults: &SamplingParams) -> SamplingParams {
+        SamplingParams {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            top_k: self.top_k.unwrap_or(defaults.top_k),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+            logit_bias: self.logit_bias.unwrap_or_else(|| defaults.logit_bias.clone()),
+            seed: self.seed.or(defaults.seed),
+        }
+    }
+}
+
 /// What an answer may say next: a grammar, say.
 pub trait Constraint: Send + std::fmt::Debug {
     /// Sets the logits `[vocab]` of tokens that may not come next to -inf.
@@ -339,6 +371,14 @@ mod tests {
             counts[s.sample(&mut logits.to_vec(), &vec![0; i], i).unwrap().0 as usize] += 1;
         }
         counts
+    }
+
+    #[test]
+    fn what_a_request_does_not_say_is_the_models_own() {
+        let own = SamplingParams { temperature: 0.6, top_k: 20, seed: Some(3), ..Default::default() };
+        assert_eq!(SamplingOverrides::default().over(&own), own);
+        let greedy = SamplingOverrides { temperature: Some(0.0), seed: Some(4), ..Default::default() };
+        assert_eq!(greedy.over(&own), SamplingParams { temperature: 0.0, seed: Some(4), ..own });
     }
 
     #[test]

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::steer::{Steering, read_steer};
-use crate::engine::{Request, SamplingParams};
+use crate::engine::{Request, SamplingOverrides, SamplingParams};
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
 use crate::text::reply::Parser;
@@ -142,29 +142,29 @@ fn random_seed() -> u64 {
 }
 
 fn sampling(model: &TextModel, fields: &mut Fields) -> Result<SamplingParams> {
-    let default = model.sampling();
-    Ok(SamplingParams {
-        temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(default.temperature),
-        top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(default.top_p),
-        top_k: fields.integer("top_k", 0)?.unwrap_or(default.top_k),
-        min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(default.min_p),
-        repetition_penalty: fields.number("repetition_penalty", 0.01..=100.0)?.unwrap_or(default.repetition_penalty),
-        presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(default.presence_penalty),
-        frequency_penalty: fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(default.frequency_penalty),
+    let overrides = SamplingOverrides {
+        temperature: fields.number("temperature", 0.0..=2.0)?,
+        top_p: fields.number("top_p", 1e-6..=1.0)?,
+        top_k: fields.integer("top_k", 0)?,
+        min_p: fields.number("min_p", 0.0..=1.0)?,
+        repetition_penalty: fields.number("repetition_penalty", 0.01..=100.0)?,
+        presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?,
+        frequency_penalty: fields.number("frequency_penalty", -2.0..=2.0)?,
         logit_bias: logit_bias(model, fields)?,
         seed: fields.seed()?,
-    })
+    };
+    Ok(overrides.over(model.sampling()))
 }
 
 /// `{"token id": bias}`, biases from -100 to 100.
-fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Vec<(u32, f32)>> {
+fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Option<Vec<(u32, f32)>>> {
     let wrong = || {
         let message = format!(
             "'logit_bias' must map token ids of this model to numbers from -100 to 100, at most {MAX_BIASES} of them"
         );
         ApiError::bad_field("logit_bias", message)
     };
-    let Some(map) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    let Some(map) = fields.object("logit_bias")? else { return Ok(None) };
     if map.len() > MAX_BIASES {
         return Err(wrong());
     }
@@ -172,7 +172,7 @@ fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Vec<(u32, f32)>>
         let token = token.parse::<u32>().ok().filter(|&t| (t as usize) < model.tokenizer().vocab_size())?;
         Some((token, bias.as_f64().filter(|b| b.abs() <= 100.0)? as f32))
     };
-    map.iter().map(|entry| one(entry).ok_or_else(wrong)).collect()
+    map.iter().map(|entry| one(entry).ok_or_else(wrong)).collect::<Result<_>>().map(Some)
 }
 
 /// Stop strings: one, or a list.

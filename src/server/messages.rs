@@ -20,7 +20,7 @@ use super::fields::Fields;
 use super::front::{Caller, new_id};
 use super::steer::read_steer;
 use super::tools::{Tools, check_tools, read_function};
-use crate::engine::SamplingParams;
+use crate::engine::SamplingOverrides;
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
 use crate::text::reply::{Calls, Tool, ToolChoice};
@@ -67,14 +67,15 @@ pub(super) async fn count_tokens(
 /// Reads the request, and whether to stream.
 pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)> {
     let max_tokens = fields.integer("max_tokens", 1)?;
+    let sampling = SamplingOverrides {
+        temperature: fields.number("temperature", 0.0..=2.0)?,
+        top_p: fields.number("top_p", 1e-6..=1.0)?,
+        top_k: fields.integer("top_k", 0)?,
+        ..SamplingOverrides::default()
+    };
     let options = Options {
         max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
-        sampling: SamplingParams {
-            temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.sampling().temperature),
-            top_p: fields.number("top_p", 1e-6..=1.0)?.unwrap_or(model.sampling().top_p),
-            top_k: fields.integer("top_k", 0)?.unwrap_or(model.sampling().top_k),
-            ..model.sampling().clone()
-        },
+        sampling: sampling.over(model.sampling()),
         ignore_eos: false,
         stops: stops("stop_sequences", fields.take("stop_sequences"))?,
         n: 1,
