@@ -27,6 +27,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use serde::{Serialize, Serializer};
 use tokio::sync::mpsc;
 
 use crate::config::EngineConfig;
@@ -128,7 +129,7 @@ pub struct Token {
 pub type Events = mpsc::UnboundedReceiver<Event>;
 
 /// What is running, for people and clients to see.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct EngineInfo {
     /// The model as the user named it.
     pub model: String,
@@ -149,15 +150,21 @@ pub struct EngineInfo {
     /// Tokens of prompt plus answer a sequence may hold.
     pub max_context: usize,
     /// Requests that may wait.
+    #[serde(skip)]
     pub max_queue: usize,
     /// Worker threads.
     pub threads: usize,
     /// Instruction set of the CPU kernels.
+    #[serde(serialize_with = "as_text")]
     pub simd: Simd,
     /// `cpu`; or the GPU, what takes how much of its memory, and how fast it should be, in one line.
     pub device: String,
     /// Seconds from the start of loading until ready.
     pub ready_s: f64,
+}
+
+fn as_text<S: Serializer>(value: &Simd, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
 }
 
 /// A request on its way to the engine thread.

@@ -233,7 +233,7 @@ impl App {
 
     fn describe(&self) -> std::result::Result<Value, ApiError> {
         let info = self.model()?.engine().info();
-        Ok(json!({
+        let mut description = json!({
             "id": info.model,
             "object": "model",
             "created": self.created,
@@ -248,14 +248,12 @@ impl App {
             "num_hidden_layers": info.layers,
             "hidden_size": info.hidden_size,
             "sampling": sampling(self.model()?.sampling()),
-            "architecture": info.architecture,
-            "experts": info.experts,
-            "dense": info.dense,
-            "kv": info.kv,
-            "device": info.device,
-            "simd": info.simd.to_string(),
-            "threads": info.threads,
-        }))
+        });
+        let mut setup = json!(info);
+        for name in ["architecture", "experts", "dense", "kv", "device", "simd", "threads"] {
+            description[name] = setup[name].take();
+        }
+        Ok(description)
     }
 }
 

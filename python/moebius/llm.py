@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ class LLM:
     @property
     def info(self) -> dict[str, Any]:
         """The running model: name, precisions, context, threads, device."""
-        return self._model.info()
+        return cast("dict[str, Any]", json.loads(self._model.info()))
 
     # Streams of one answer.
 

@@ -70,24 +70,6 @@ impl Params<'_> {
     }
 }
 
-/// Description of the running model.
-#[derive(IntoPyObject)]
-struct Info {
-    model: String,
-    architecture: String,
-    experts: String,
-    dense: String,
-    kv: String,
-    layers: usize,
-    hidden_size: usize,
-    vocab_size: usize,
-    max_context: usize,
-    threads: usize,
-    simd: String,
-    device: String,
-    ready_s: f64,
-}
-
 #[pymethods]
 impl Model {
     /// Opens `model` with the command's flags.
@@ -113,25 +95,9 @@ impl Model {
         }
     }
 
-    /// Description of the running model.
-    fn info(&self) -> PyResult<Info> {
-        let model = self.running()?;
-        let info = model.engine().info();
-        Ok(Info {
-            model: info.model.clone(),
-            architecture: info.architecture.clone(),
-            experts: info.experts.clone(),
-            dense: info.dense.clone(),
-            kv: info.kv.clone(),
-            layers: info.layers,
-            hidden_size: info.hidden_size,
-            vocab_size: info.vocab_size,
-            max_context: info.max_context,
-            threads: info.threads,
-            simd: info.simd.to_string(),
-            device: info.device.clone(),
-            ready_s: info.ready_s,
-        })
+    /// Description of the running model, as JSON.
+    fn info(&self) -> PyResult<String> {
+        serde_json::to_string(self.running()?.engine().info()).map_err(|e| Error::new_err(e.to_string()))
     }
 
     /// Continues a prompt. `form` is a JSON object with the format of the answer.

@@ -15,10 +15,17 @@ fn health_and_models_are_told() {
     assert_eq!(raw(server.address, "GET", "/health", b""), (200, r#"{"status":"ok"}"#.into()));
     let (status, text) = raw(server.address, "GET", "/v1/models", b"");
     let body: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(
-        (status, &body["data"][0]["id"], &body["data"][0]["experts"]),
-        (200, &json!("models/tiny"), &json!("int4-g128"))
-    );
+    let mut model = body["data"][0].clone();
+    model["created"].take();
+    let sampling = json!({"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0});
+    let want = json!({
+        "id": "models/tiny", "object": "model", "created": null, "owned_by": "moebius", "type": "model",
+        "display_name": "models/tiny", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+        "max_input_tokens": 256, "max_model_len": 256, "num_hidden_layers": 4, "hidden_size": 8, "sampling": sampling,
+        "architecture": "qwen3_moe", "experts": "int4-g128", "dense": "bf16", "kv": "bf16", "device": "cpu",
+        "simd": "scalar", "threads": 1,
+    });
+    assert_eq!((status, model), (200, want));
     assert_eq!(raw(server.address, "GET", "/v1/models/models/tiny", b"").0, 200);
 }
 
