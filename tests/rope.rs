@@ -14,7 +14,7 @@ use moebius::config::{Device, EngineConfig};
 use moebius::engine::Layers;
 use moebius::engine::capture::{Wanted, capture};
 use moebius::machine::workers::Team;
-use moebius::model::{Attention, Rope, RopeScaling};
+use moebius::model::{Attention, Gqa, Rope, RopeScaling};
 use serde_json::Value;
 
 /// Completes a config with dimensions that do not matter here.
@@ -88,14 +88,13 @@ fn kimis_softmax_scale_carries_mscale_squared() {
     assert!((a.scale - 0.1447).abs() < 1e-4, "{}", a.scale);
 }
 
-/// The residual stream after both layers of a small model whose layers have these ropes, `[tokens, hidden]` each.
-fn hidden(ropes: [&Rope; 2]) -> [Vec<f32>; 2] {
+/// The residual stream after both layers of a small model, `[tokens, hidden]` each, whose attention is changed.
+fn hidden(change: impl Fn(usize, &mut Gqa)) -> [Vec<f32>; 2] {
     let mut model = moebius::model::families::parse(&small::config("llama").to_string()).unwrap();
-    for (layer, rope) in model.layers.iter_mut().zip(ropes) {
+    for (i, layer) in model.layers.iter_mut().enumerate() {
         let Attention::Gqa(a) = &mut layer.attention else { panic!("Llama has grouped queries") };
-        a.rope = rope.clone();
+        change(i, a);
     }
-    assert_eq!(model.ropes().len(), if ropes[0] == ropes[1] { 1 } else { 2 });
     let config =
         EngineConfig { device: Device::Cpu, threads: Some(1), max_context: Some(128), ..EngineConfig::default() };
     let mut loaded = small::of(model, &config);
@@ -109,6 +108,7 @@ fn hidden(ropes: [&Rope; 2]) -> [Vec<f32>; 2] {
 fn each_layer_turns_by_its_own_rope() {
     let wide = Rope { dim: 32, theta: 10_000.0, interleaved: false, scaling: RopeScaling::None };
     let part = Rope { dim: 16, theta: 500.0, ..wide.clone() };
+    let hidden = |ropes: [&Rope; 2]| hidden(|layer, a| a.rope = ropes[layer].clone());
     let (same, other) = (hidden([&wide, &wide]), hidden([&part, &part]));
     let (first, last) = (hidden([&part, &wide]), hidden([&wide, &part]));
     assert!(same[0] == last[0] && other[0] == first[0], "a layer does not see the next one's rope");
@@ -116,4 +116,25 @@ fn each_layer_turns_by_its_own_rope() {
     // Position 0 is not turned, by whatever rope.
     let start = |hidden: &[Vec<f32>; 2]| [0, 1].map(|layer| hidden[layer][..128].to_vec());
     assert_eq!(start(&last), start(&same));
+}
+
+#[test]
+fn each_layer_has_its_own_heads() {
+    let narrow = |a: &mut Gqa| {
+        (a.num_heads, a.num_kv_heads, a.head_dim) = (2, 1, 16);
+        a.rope = Rope { dim: 16, ..a.rope.clone() };
+    };
+    let wide = hidden(|_, _| ());
+    let mixed = hidden(|layer, a| {
+        if layer == 1 {
+            narrow(a)
+        }
+    });
+    assert!(mixed[0] == wide[0] && mixed[1] != wide[1]);
+    let other = hidden(|layer, a| {
+        if layer == 0 {
+            narrow(a)
+        }
+    });
+    assert!(other[0] != wide[0] && other[1].iter().all(|x| x.is_finite()));
 }

@@ -10,33 +10,46 @@ use crate::forward::kv_cache::LayerCache;
 use crate::forward::weights::AttentionWeights;
 use crate::model::{Attention, ModelConfig};
 
-/// Activations of attention, allocated once and used by every layer of their kind; all layers of a kind have the same
-/// widths.
+/// Activations of attention, allocated once and used by all layers of their kind and widths.
 pub struct AttentionBuffers<B: Backend> {
-    gqa: Option<gqa::Buffers<B>>,
-    mla: Option<mla::Buffers<B>>,
-    delta_net: Option<delta_net::Buffers<B>>,
+    all: Vec<(Attention, Buffers<B>)>, // and the first layer's attention that they are for
+}
+
+/// Activations of one kind of attention.
+enum Buffers<B: Backend> {
+    Gqa(gqa::Buffers<B>),
+    Mla(mla::Buffers<B>),
+    DeltaNet(delta_net::Buffers<B>),
 }
 
 impl<B: Backend> AttentionBuffers<B> {
     /// Buffers for `max_tokens` tokens.
     pub fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
-        let mut buffers = Self { gqa: None, mla: None, delta_net: None };
-        for attention in model.attentions() {
-            match attention {
-                Attention::Gqa(a) => buffers.gqa = Some(gqa::Buffers::new(backend, a, max_tokens)?),
-                Attention::Mla(a) => buffers.mla = Some(mla::Buffers::new(backend, a, max_tokens)?),
-                Attention::DeltaNet(a) => buffers.delta_net = Some(delta_net::Buffers::new(backend, a, max_tokens)?),
-            }
-        }
-        Ok(buffers)
+        let all = model.attentions().into_iter().map(|attention| {
+            let buffers = match attention {
+                Attention::Gqa(a) => Buffers::Gqa(gqa::Buffers::new(backend, a, max_tokens)?),
+                Attention::Mla(a) => Buffers::Mla(mla::Buffers::new(backend, a, max_tokens)?),
+                Attention::DeltaNet(a) => Buffers::DeltaNet(delta_net::Buffers::new(backend, a, max_tokens)?),
+            };
+            Ok((attention.clone(), buffers))
+        });
+        Ok(Self { all: all.collect::<Result<_>>()? })
     }
 
     pub(crate) fn set_rows(&mut self, backend: &B, rows: usize) {
-        let Self { gqa, mla, delta_net } = self;
-        gqa.iter_mut().for_each(|b| b.set_rows(backend, rows));
-        mla.iter_mut().for_each(|b| b.set_rows(backend, rows));
-        delta_net.iter_mut().for_each(|b| b.set_rows(backend, rows));
+        for (_, buffers) in &mut self.all {
+            match buffers {
+                Buffers::Gqa(b) => b.set_rows(backend, rows),
+                Buffers::Mla(b) => b.set_rows(backend, rows),
+                Buffers::DeltaNet(b) => b.set_rows(backend, rows),
+            }
+        }
+    }
+
+    /// Those of a layer.
+    fn of(&mut self, attention: &Attention) -> &mut Buffers<B> {
+        let found = self.all.iter_mut().find(|(of, _)| of.same_widths(attention));
+        &mut found.expect("there are buffers for every attention that the model has").1
     }
 }
 
@@ -80,22 +93,19 @@ pub fn attention<B: Backend>(
     h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) -> Result<()> {
-    let AttentionBuffers { gqa, mla, delta_net } = buffers;
-    match (config, weights, cache) {
-        (Attention::Gqa(c), AttentionWeights::Gqa(w), LayerCache::Kv(kv)) => {
-            let layer = Layer { config: c, weights: w, norm, cache: kv };
-            gqa::attention(step, layer, gqa.as_mut().expect(THERE), h, x)
+    match (config, weights, cache, buffers.of(config)) {
+        (Attention::Gqa(config), AttentionWeights::Gqa(weights), LayerCache::Kv(cache), Buffers::Gqa(buffers)) => {
+            gqa::attention(step, Layer { config, weights, norm, cache }, buffers, h, x)
         }
-        (Attention::Mla(c), AttentionWeights::Mla(w), LayerCache::Kv(kv)) => {
-            let layer = Layer { config: c, weights: w, norm, cache: kv };
-            mla::attention(step, layer, mla.as_mut().expect(THERE), h, x)
+        (Attention::Mla(config), AttentionWeights::Mla(weights), LayerCache::Kv(cache), Buffers::Mla(buffers)) => {
+            mla::attention(step, Layer { config, weights, norm, cache }, buffers, h, x)
         }
-        (Attention::DeltaNet(c), AttentionWeights::DeltaNet(w), LayerCache::State(state)) => {
-            let layer = Layer { config: c, weights: w, norm, cache: state };
-            delta_net::attention(step, layer, delta_net.as_mut().expect(THERE), h, x)
-        }
+        (
+            Attention::DeltaNet(config),
+            AttentionWeights::DeltaNet(weights),
+            LayerCache::State(cache),
+            Buffers::DeltaNet(buffers),
+        ) => delta_net::attention(step, Layer { config, weights, norm, cache }, buffers, h, x),
         _ => panic!("configuration, weights and cache of one layer are of one kind"),
     }
 }
-
-const THERE: &str = "there are buffers for every kind of attention that the model has";

@@ -160,6 +160,23 @@ impl Attention {
         }
     }
 
+    /// Whether both have activations of the same widths: layers that do share buffers.
+    pub fn same_widths(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Attention::Gqa(a), Attention::Gqa(b)) => {
+                let widths = |a: &Gqa| (a.num_heads, a.num_kv_heads, a.head_dim, a.output_gate);
+                widths(a) == widths(b)
+            }
+            (Attention::Mla(a), Attention::Mla(b)) => {
+                let latents = |a: &Mla| (a.q_lora_rank, a.kv_lora_rank);
+                let heads = |a: &Mla| (a.num_heads, a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim);
+                (latents(a), heads(a)) == (latents(b), heads(b))
+            }
+            (Attention::DeltaNet(a), Attention::DeltaNet(b)) => a == b,
+            _ => false,
+        }
+    }
+
     /// The recurrent state that replaces keys and values, if this kind has one.
     pub fn recurrent(&self) -> Option<&DeltaNet> {
         match self {

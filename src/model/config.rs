@@ -93,11 +93,11 @@ impl ModelConfig {
         self.moe_layers().next().map(|(_, moe)| moe)
     }
 
-    /// The first layer's attention of each kind.
+    /// The first layer's attention of each kind and width.
     pub fn attentions(&self) -> Vec<&Attention> {
         let mut found: Vec<&Attention> = Vec::new();
         for LayerConfig { attention, .. } in &self.layers {
-            if !found.iter().any(|other| std::mem::discriminant(*other) == std::mem::discriminant(attention)) {
+            if !found.iter().any(|other| other.same_widths(attention)) {
                 found.push(attention);
             }
         }
