@@ -1,9 +1,13 @@
 // CUDA C++ for g++: what the kernels use of the language, and the functions of ../device.cuh, on the CPU.
 //
 // A thread is a fiber. A fiber runs until it meets others (a barrier, a shuffle, a tensor core instruction); one
-// operating system thread runs all fibers of a block, block after block. Asynchronous copies happen when they are
-// waited for and no sooner, dynamic shared memory begins as NaN, device memory too, and a read past its end is a
-// segmentation fault: mistakes show.
+// operating system thread runs all fibers of a block, block after block.
+//
+// Mistakes show:
+//   - Asynchronous copies happen when the kernel waits for them, and no sooner.
+//   - Device memory and dynamic shared memory begin as NaN.
+//   - A buffer ends at a page that nobody may touch. So does dynamic shared memory, where the launch said.
+//   - A kernel that touches such a page ends there, and its stream reports error 700, an illegal address.
 #pragma once
 #include <math.h>
 #include <sched.h>
@@ -84,7 +88,7 @@ void block_barrier(int id, unsigned threads); // threads == 0: all that live
 void add_copy(const Copy& copy);
 void commit_copies();
 void wait_copies(int under_way);
-void* dynamic_shared();
+void* dynamic_shared(size_t alignment);
 
 struct Kernel {
     const char* name;
@@ -99,7 +103,11 @@ template <class... A, void (*F)(A...)> struct Invoker<F> {
     static Kernel describe(const char* name, unsigned threads) { return {name, threads, invoke, {sizeof(A)...}}; }
     struct Arguments {
         void** next;
-        template <class T> T take() { return *(T*)*next++; }
+        template <class T> T take() {
+            T argument; // copied: the driver's bytes may be less aligned
+            memcpy((void*)&argument, *next++, sizeof(T));
+            return argument;
+        }
     };
     struct Call {
         Call(A... args) { F(args...); }
@@ -121,8 +129,9 @@ template <class T> inline T shuffle(unsigned mask, T x, unsigned from) {
 
 #define REGISTER_KERNEL(name, threads)                                                                                 \
     static const int registered_##name = (emulator::add_kernel(emulator::Invoker<&name>::describe(#name, threads)), 0);
-#define DYNAMIC_SHARED_ALIGNED(type, name, alignment) DYNAMIC_SHARED(type, name) // 1024 bytes
-#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulator::dynamic_shared())
+#define DYNAMIC_SHARED(type, name) DYNAMIC_SHARED_ALIGNED(type, name, 128)
+#define DYNAMIC_SHARED_ALIGNED(type, name, alignment)                                                                  \
+    type* name = reinterpret_cast<type*>(emulator::dynamic_shared(alignment))
 
 #define threadIdx (emulator::place().thread)
 #define blockIdx (emulator::place().block)

@@ -2,6 +2,7 @@
 //
 // A stream is a thread and a queue. Capture writes what is enqueued into a list, a graph runs the list in the order of
 // its writing.
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -23,8 +24,17 @@
 
 using namespace emulator;
 typedef int Result;
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600 };
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+};
 constexpr size_t MEMORY = 64ull << 30;
+constexpr unsigned SHARED = 232448; // dynamic, of a block
 
 static std::map<std::string, Kernel>& kernels() {
     static auto& all = *new std::map<std::string, Kernel>;
@@ -53,10 +63,12 @@ static double now() {
 }
 
 struct Stream {
+    static thread_local Stream* running; // of the thread of a stream
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<Work> queue;
     bool busy = false, ending = false;
+    std::atomic<Result> error = SUCCESS; // of a kernel: none runs here any more (a real device gives up all streams)
     std::shared_ptr<Graph> capture;
     std::thread thread;
 
@@ -66,6 +78,7 @@ struct Stream {
         return capture;
     }
     void run() {
+        running = this;
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
             changed.wait(lock, [this] { return ending || !queue.empty(); });
@@ -86,9 +99,10 @@ struct Stream {
         queue.push_back(std::move(work));
         changed.notify_all();
     }
-    void wait() {
+    Result wait() {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [this] { return queue.empty() && !busy; });
+        return error;
     }
     ~Stream() {
         {
@@ -99,6 +113,8 @@ struct Stream {
         thread.join();
     }
 };
+
+thread_local Stream* Stream::running;
 
 static Stream& default_stream() {
     static Stream* stream = new Stream;
@@ -129,7 +145,7 @@ Result cuDeviceGetAttribute(int* value, int attribute, int) {
     case 16: *value = 3; break;       // multiprocessors
     case 75: *value = 9; break;       // compute capability, major
     case 76: *value = 0; break;       // minor
-    case 97: *value = 232448; break;  // shared memory a block may ask for
+    case 97: *value = SHARED; break;  // shared memory a block may ask for
     case 81: *value = 233472; break;  // shared memory of a multiprocessor
     case 38: *value = 1 << 20; break; // L2
     default: *value = 1;
@@ -217,11 +233,11 @@ Result cuStreamDestroy_v2(Stream* s) {
     }
     return s->wait(), delete s, SUCCESS;
 }
-Result cuStreamSynchronize(Stream* s) { return of(s).wait(), SUCCESS; }
+Result cuStreamSynchronize(Stream* s) { return of(s).wait(); }
 Result cuStreamQuery(Stream* s) {
     ENTER
     std::lock_guard<std::mutex> lock(of(s).mutex);
-    return of(s).queue.empty() && !of(s).busy ? SUCCESS : NOT_READY;
+    return of(s).queue.empty() && !of(s).busy ? of(s).error.load() : NOT_READY;
 }
 Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* s) {
     ENTER
@@ -301,7 +317,7 @@ Result cuFuncGetAttribute(int* value, int, const Kernel*) { return *value = 0, S
 
 static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
     unsigned shared, Stream* s, void** parameters, bool early) {
-    if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > 232448) return INVALID_VALUE;
+    if (gx == 0 || gy == 0 || gz == 0 || gy > 65535 || gz > 65535 || shared > SHARED) return INVALID_VALUE;
     if (bx * by * bz != k->threads) {
         fprintf(stderr, "kernel %s is for %u threads and was given %u\n", k->name, k->threads, bx * by * bz);
         return INVALID_VALUE;
@@ -318,15 +334,17 @@ static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, uns
     }
     for (auto& bytes : arguments->bytes) arguments->pointers.push_back(bytes.data());
     of(s).add([=] {
+        std::atomic<Result>& error = Stream::running->error;
+        const Launch launch{k, {gx, gy, gz}, {bx, by, bz}, shared, arguments->pointers.data()};
         for (unsigned z = 0; z < gz; z++)
             for (unsigned y = 0; y < gy; y++)
-                for (unsigned x = 0; x < gx; x++) {
-                    const unsigned waits =
-                        run_block(*k, dim3{x, y, z}, dim3{gx, gy, gz}, dim3{bx, by, bz}, arguments->pointers.data());
-                    if (!early || waits == k->threads) continue;
+                for (unsigned x = 0; x < gx && error == SUCCESS; x++) {
+                    const BlockEnd end = run_block(launch, dim3{x, y, z});
+                    if (end.failed) error = ILLEGAL_ADDRESS;
+                    if (end.failed || !early || end.waits == k->threads) continue;
                     fprintf(stderr,
                         "kernel %s was let begin early, and %u of its %u threads waited for the one in front of it\n",
-                        k->name, waits, k->threads);
+                        k->name, end.waits, k->threads);
                     abort();
                 }
     });

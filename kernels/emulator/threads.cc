@@ -6,6 +6,8 @@
 #undef gridDim
 #include "threads.h"
 
+#include <mutex>
+#include <signal.h>
 #include <sys/mman.h>
 #include <vector>
 
@@ -34,7 +36,7 @@ emulator_switch:
     ret
 )");
 
-constexpr size_t STACK = 256 << 10, SHARED = 232448;
+constexpr size_t STACK = 256 << 10, MOST_SHARED = 256 << 10; // what a launch may ask for is less
 constexpr unsigned MAX_THREADS = 1024;
 
 struct Fiber {
@@ -60,10 +62,11 @@ struct Barrier {
 
 struct Block {
     std::vector<Fiber> fibers = std::vector<Fiber>(MAX_THREADS);
-    unsigned char *stacks, *shared;
+    unsigned char *stacks, *shared_end; // as many bytes behind it as in front of it cannot be touched
     void* main_sp;
-    const Kernel* kernel;
-    void** parameters;
+    unsigned char* shared;          // null: the kernel has not asked for it
+    const Launch* launch = nullptr; // that runs now
+    bool failed;
     unsigned threads, live;
     std::vector<unsigned> ready; // a ring
     unsigned first, count;
@@ -74,9 +77,13 @@ struct Block {
     Block() : ready(MAX_THREADS) {
         stacks = (unsigned char*)mmap(
             nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        shared = (unsigned char*)aligned_alloc(1024, SHARED + 1024 - SHARED % 1024);
-        if (stacks == MAP_FAILED || !shared) abort();
+        auto* shared =
+            (unsigned char*)mmap(nullptr, 2 * MOST_SHARED, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (stacks == MAP_FAILED || shared == MAP_FAILED) abort();
+        shared_end = shared + MOST_SHARED;
+        mprotect(shared_end, MOST_SHARED, PROT_NONE);
     }
+    const char* name() const { return launch->kernel->name; }
     void push(unsigned fiber) { ready[(first + count++) % MAX_THREADS] = fiber; }
 };
 
@@ -84,11 +91,50 @@ thread_local Block* block;
 thread_local Fiber* current;
 
 const Place& place() { return current->place; }
-void* dynamic_shared() { return block->shared; }
+
+// It ends at `shared_end`, or as near as its alignment allows.
+void* dynamic_shared(size_t alignment) {
+    const size_t bytes = block->launch->shared_bytes;
+    return block->shared = block->shared_end - (bytes + alignment - 1) / alignment * alignment;
+}
+// What lies in between is NaN, and must stay it.
+static bool wrote_past_shared() {
+    if (!block->shared) return false;
+    for (unsigned char* p = block->shared + block->launch->shared_bytes; p < block->shared_end; p++)
+        if (*p != 0xff) return true;
+    return false;
+}
+
+static struct sigaction handler_before;
+
+// A kernel's fiber has touched what it may not: its block ends here.
+static void end_block(int, siginfo_t* info, void*) {
+    if (!block || !block->launch) { // not a kernel's: whoever handled it before does so when it happens again
+        sigaction(SIGSEGV, &handler_before, nullptr);
+        return;
+    }
+    const Place& place = current->place;
+    fprintf(stderr, "kernel %s: thread %u of block (%u, %u, %u) touched %p, ", block->name(), place.thread.x,
+        place.block.x, place.block.y, place.block.z, info->si_addr);
+    const ptrdiff_t past = (unsigned char*)info->si_addr - block->shared_end;
+    if (past >= 0 && past < (ptrdiff_t)MOST_SHARED)
+        fprintf(stderr, "past the end of its %zu bytes of dynamic shared memory\n", block->launch->shared_bytes);
+    else
+        fprintf(stderr, "which is no buffer's\n");
+    block->failed = true;
+    void* gone;
+    emulator_switch(&gone, block->main_sp);
+}
+static void catch_faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = end_block;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER; // the handler does not return
+    sigaction(SIGSEGV, &action, &handler_before);
+}
 
 static void stuck() {
     fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n",
-        block->kernel->name, block->live, current->place.block.x, current->place.block.y, current->place.block.z);
+        block->name(), block->live, current->place.block.x, current->place.block.y, current->place.block.z);
     abort();
 }
 
@@ -122,7 +168,7 @@ void block_barrier(int id, unsigned threads) {
 Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all)) {
     unsigned self = (unsigned)(current - block->fibers.data()), lane = current->place.lane;
     if (!(mask >> lane & 1)) {
-        fprintf(stderr, "kernel %s: lane %u is not in its own mask %08x\n", block->kernel->name, lane, mask);
+        fprintf(stderr, "kernel %s: lane %u is not in its own mask %08x\n", block->name(), lane, mask);
         abort();
     }
     auto& meetings = block->meetings[self / 32];
@@ -132,7 +178,7 @@ Mail* meet(unsigned mask, const void* mine, int size, void (*combine)(Mail* all)
     if (!m) {
         if (meetings.capacity() < 64) meetings.reserve(64);
         if (meetings.size() == 64) {
-            fprintf(stderr, "kernel %s: too many masks\n", block->kernel->name);
+            fprintf(stderr, "kernel %s: too many masks\n", block->name());
             abort();
         }
         meetings.push_back({});
@@ -259,7 +305,7 @@ void land_boxes(Mbarrier* barrier) {
 }
 
 static void fiber_main() {
-    block->kernel->invoke(block->parameters);
+    block->launch->kernel->invoke(block->launch->parameters);
     Block& b = *block;
     b.live--;
     // Those that wait for all that live may have waited for this one.
@@ -279,16 +325,21 @@ static void fiber_main() {
 static thread_local unsigned waits;
 void waited() { waits++; }
 
-unsigned run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** parameters) {
+BlockEnd run_block(const Launch& launch, dim3 at) {
+    static std::once_flag once;
+    std::call_once(once, catch_faults);
     if (!block) block = new Block;
     Block& b = *block;
-    b.kernel = &kernel;
-    b.parameters = parameters;
+    const dim3 threads = launch.threads;
+    b.failed = false;
     b.threads = b.live = threads.x * threads.y * threads.z;
     b.first = b.count = 0;
     waits = 0;
     boxes.clear();
-    memset(b.shared, 0xff, SHARED);
+    b.launch = &launch;
+    b.shared = nullptr;
+    const size_t cleared = (launch.shared_bytes + 1023) / 1024 * 1024; // the largest alignment
+    memset(b.shared_end - cleared, 0xff, cleared);
     for (auto& m : b.meetings) m.clear();
     for (auto& barrier : b.barriers) {
         barrier.arrived = 0;
@@ -306,7 +357,7 @@ unsigned run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void*
             f.place.thread.z = i / threads.x / threads.y;
             f.place.block = at;
             f.place.block_dim = threads;
-            f.place.grid_dim = grid;
+            f.place.grid_dim = launch.grid;
             f.place.lane = i % 32;
             f.copies.clear();
             f.group = 0;
@@ -321,7 +372,13 @@ unsigned run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void*
     b.first = 1;
     b.count--;
     emulator_switch(&b.main_sp, current->sp);
-    return waits;
+    if (!b.failed && wrote_past_shared()) {
+        fprintf(stderr, "kernel %s wrote past the end of its %zu bytes of dynamic shared memory\n", b.name(),
+            launch.shared_bytes);
+        b.failed = true;
+    }
+    b.launch = nullptr;
+    return {b.failed, waits};
 }
 
 } // namespace emulator

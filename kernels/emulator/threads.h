@@ -4,8 +4,20 @@
 
 namespace emulator {
 
-// Runs one block of a kernel to its end on the calling thread. Returns how many of its threads waited for the previous
-// kernel.
-unsigned run_block(const Kernel& kernel, dim3 at, dim3 grid, dim3 threads, void** parameters);
+// A grid of a kernel.
+struct Launch {
+    const Kernel* kernel;
+    dim3 grid, threads;
+    size_t shared_bytes; // dynamic
+    void** parameters;
+};
+
+struct BlockEnd {
+    bool failed;    // it touched memory that is nobody's
+    unsigned waits; // threads that waited for the previous kernel
+};
+
+// Runs one block to its end on the calling thread.
+BlockEnd run_block(const Launch& launch, dim3 at);
 
 } // namespace emulator

@@ -164,3 +164,53 @@ macro_rules! launch {
     };
 }
 pub(crate) use launch;
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use half::bf16;
+
+    use super::*;
+    use crate::cuda::DeviceBuffer;
+
+    /// The emulated GPU, if it was built: what a launch does wrong ends a real one for the whole process.
+    fn emulator() -> Option<Arc<Cuda>> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/emulator/libcuda.so.1");
+        // SAFETY: the library's own initializers run; it stays.
+        unsafe { libloading::Library::new(path) }.map(std::mem::forget).ok()?;
+        Cuda::open(0).ok().filter(|cuda| cuda.info.is_emulated())
+    }
+
+    /// A product of zeros by a kernel of 128 threads and 53,248 bytes, launched with others.
+    fn product(threads: u32, shared_bytes: usize) -> Option<Result<()>> {
+        const N: usize = 128;
+        const K: usize = 1024;
+        let cuda = emulator()?;
+        let zeros = |bytes| DeviceBuffer::<u8>::zeros(&cuda, bytes).unwrap();
+        let (weights, x, y) = (zeros(N * K), zeros(16 * K * 2), zeros(16 * N * 4));
+        let (x, bias) = (x.address().cast::<bf16>(), Address::<f32>::NULL);
+        let [tokens, n, k, group, flags] = [16, N, K, 32, 0].map(|n: usize| n as i32);
+        launch!(cuda, &cuda.compute, "packed_linear_int4_g32_t16", [1, 1, 1], threads, shared_bytes;
+            weights.address(), x, y.address(), bias, tokens, n, k, group, k, n, flags);
+        Some(cuda.synchronize())
+    }
+
+    #[test]
+    fn shared_memory_ends_where_the_launch_said() {
+        let Some(enough) = product(128, 53_248) else { return };
+        enough.unwrap();
+        for bytes in [53_248 - 16, 53_248 - 1024, 1024, 0] {
+            let error = product(128, bytes).unwrap().unwrap_err().to_string();
+            assert!(error.contains("error 700"), "{bytes} bytes: {error}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_has_its_own_number_of_threads() {
+        let Some(wrong) = product(256, 53_248) else { return };
+        let error = wrong.unwrap_err().to_string();
+        assert!(error.contains("packed_linear_int4_g32_t16 failed: error 1"), "{error}");
+    }
+}
