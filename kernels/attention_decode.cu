@@ -1,27 +1,34 @@
 // Attention of single query rows over the paged cache (attention.cuh), the context split among blocks: flash-decoding
 // for grouped queries. attention_decode_mla.cu serves MLA.
 //
-// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group])
-// values[...], group = heads / kv_heads. Of these positions only the last `window` are seen; `sinks` [heads], if there
-// are any, are scores that take part in each head's softmax and bring no value.
+// For i in 0..n, with t = rows[i], head h, group = heads / kv_heads:
+//   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group]) values[...]
+// A row sees the last `window` of these positions. `sinks` [heads] or null: scores that take part in each head's
+// softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
-// attend_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <= VD, multiples of 8: the first that holds
-// both of 64_64, 96_96, 128_128, 192_128, 256_256.
 //
-// A block takes one of `splits` equal shares of the pages that a row sees, for up to 16 heads of a group: they are the
-// 16 rows of the products, so that keys and values are read once. Each of the 4 warps streams its own quarter of every
-// page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
-//   grid (splits, kv_heads * ceil(group / 16), n), 128 threads
-//   dynamic shared bytes: max(STAGES * 64 * ((KD + VD) * B + 32), 256 * (VD + 8)) + 512; bf16: B = 2, STAGES = 3 for
-//   64, 2 for 96, 128 and 192_128, 1 for 256; e4m3: B = 1, STAGES = 4 for 64, 96 and 128, 3 for 192_128, 2 for 256
-//   splits: floor(multiprocessors * 2 / (n * kv_heads * ceil(group / 16))) within 1..=128, and no more than ceil(max
-//   context / 64)
-// With splits == 1 `out` is written at once and the workspace is not touched. Otherwise the shares go to
-//   partial f32 [n, heads, splits, value_dim] and state {maximum, sum} f32 [n, heads, splits, 2] (an empty share has
-//   maximum -inf and no partial), and
-// attend_combine must follow: grid (n * heads, ceil(value_dim / 64)), 128 threads, no dynamic shared memory, splits
-// <= 256.
+// attend_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, multiples of 8; its tile is (KD,
+// VD). Choose the first that holds both.
+//
+// A block takes one of `splits` equal shares of the pages that a row sees, for up to HEADS heads of a group: they are
+// the 16 rows of the products, so that keys and values are read once. Each of the 4 warps streams its own quarter of
+// every page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
+//   grid    (splits, kv_heads * ceil(group / HEADS), n)
+//   splits  floor(multiprocessors * 2 / (n * kv_heads * ceil(group / HEADS))), at least 1, at most 128, and at most
+//           ceil(max context / 64)
+//
+// With splits == 1 the block writes `out`, and nobody touches the workspace. Otherwise the shares go to
+//   partial f32 [n, heads, splits, value_dim]
+//   states {maximum, sum} f32 [n, heads, splits, 2]; an empty share has maximum -inf and no partial
+// and attend_combine must follow: grid (n * heads, ceil(value_dim / COMBINE_COLUMNS)), splits <= MAX_SPLITS.
 #include "decode.cuh"
+
+// Bytes of the warps' pages, which lie where their results lie afterwards: [4][16][VD + 8] f32.
+template <int KD, int VD, int STAGES, class Cache> __host__ __device__ constexpr int pages_bytes() {
+    return max_of(
+        4 * STAGES * 16 * (pitch_of<Cache>(KD) + pitch_of<Cache>(VD)) * (int)sizeof(Cache), 4 * HEADS * (VD + 8) * 4);
+}
+constexpr int STATES_BYTES = 4 * HEADS * 8; // {max, sum} of each warp
 
 template <int KD, int VD, int STAGES, class Cache>
 __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,
@@ -133,8 +140,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     // The warps' results, side by side where the pages were: [4][16][VD + 8] and {max, sum} [4][16].
     constexpr int PITCH = VD + 8;
     float* all = reinterpret_cast<float*>(shared);
-    float2* all_states =
-        reinterpret_cast<float2*>(shared + max_of(4 * STAGES * STAGE * (int)sizeof(Cache), 4 * 16 * PITCH * 4));
+    float2* all_states = reinterpret_cast<float2*>(shared + pages_bytes<KD, VD, STAGES, Cache>());
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int h = lane / 4 + 8 * r;
@@ -174,31 +180,36 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     }
 }
 
-#define DECODE(name, KD, VD, STAGES, Cache)                                                                            \
-    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,                \
-        float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,            \
-        const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,     \
-        const float* sinks) {                                                                                          \
+#define DECODE_ARGUMENTS(Cache)                                                                                        \
+    const bf16 *q, const AS_BYTES(Cache) * keys, const AS_BYTES(Cache) * values, bf16 *out, float *partial,            \
+        float2 *states, const int *rows, const int *positions, const int *token_seq, const int *seq_blocks,            \
+        const uint32_t *block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,     \
+        const float *sinks
+#define DECODE(name, KD, VD, STAGES, Cache, SHARED)                                                                    \
+    static_assert(SHARED == pages_bytes<KD, VD, STAGES, Cache>() + STATES_BYTES, "shared memory of " #name);           \
+    KERNEL_TILE(name, KD, VD)                                                                                          \
+    KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
         begin_kernel();                                                                                                \
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,   \
             block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
     }
-DECODE(attend_decode_64_64_bf16, 64, 64, 3, bf16)
-DECODE(attend_decode_96_96_bf16, 96, 96, 2, bf16)
-DECODE(attend_decode_128_128_bf16, 128, 128, 2, bf16)
-DECODE(attend_decode_192_128_bf16, 192, 128, 2, bf16)
-DECODE(attend_decode_256_256_bf16, 256, 256, 1, bf16)
-DECODE(attend_decode_64_64_e4m3, 64, 64, 4, e4m3)
-DECODE(attend_decode_96_96_e4m3, 96, 96, 4, e4m3)
-DECODE(attend_decode_128_128_e4m3, 128, 128, 4, e4m3)
-DECODE(attend_decode_192_128_e4m3, 192, 128, 3, e4m3)
-DECODE(attend_decode_256_256_e4m3, 256, 256, 2, e4m3)
+DECODE(attend_decode_64_64_bf16, 64, 64, 3, bf16, 55808)
+DECODE(attend_decode_96_96_bf16, 96, 96, 2, bf16, 53760)
+DECODE(attend_decode_128_128_bf16, 128, 128, 2, bf16, 70144)
+DECODE(attend_decode_192_128_bf16, 192, 128, 2, bf16, 86528)
+DECODE(attend_decode_256_256_bf16, 256, 256, 1, bf16, 68096)
+DECODE(attend_decode_64_64_e4m3, 64, 64, 4, e4m3, 41472)
+DECODE(attend_decode_96_96_e4m3, 96, 96, 4, e4m3, 57856)
+DECODE(attend_decode_128_128_e4m3, 128, 128, 4, e4m3, 74240)
+DECODE(attend_decode_192_128_e4m3, 192, 128, 3, e4m3, 68096)
+DECODE(attend_decode_256_256_e4m3, 256, 256, 2, e4m3, 70144)
 
-// Adds up the shares of a row's head, 64 columns to a block.
-KERNEL(attend_combine, 128, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
+// Adds up the shares of a row's head, COMBINE_COLUMNS columns to a block.
+constexpr int COMBINE_COLUMNS = 64;
+KERNEL(attend_combine, 128, 0, const float* partial, const float2* states, bf16* out, const int* rows, int splits,
     int heads, int value_dim, const float* sinks) {
     begin_kernel();
-    __shared__ float weights[256], maxima[4], sums[4];
+    __shared__ float weights[MAX_SPLITS], maxima[4], sums[4];
     __shared__ float4 columns[8][16];
     const int item = blockIdx.x, row = rows[item / heads], lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (row < 0) return;
@@ -223,7 +234,7 @@ KERNEL(attend_combine, 128, const float* partial, const float2* states, bf16* ou
     if (lane == 0) sums[warp] = sum;
     __syncthreads();
 
-    const int part = threadIdx.x / 16, col = blockIdx.y * 64 + threadIdx.x % 16 * 4;
+    const int part = threadIdx.x / 16, col = blockIdx.y * COMBINE_COLUMNS + threadIdx.x % 16 * 4;
     float4 x = make_float4(0, 0, 0, 0);
     if (col < value_dim) {
 #pragma unroll 8

@@ -1,27 +1,35 @@
 // Attention of single query rows with multi-head latent attention, absorbed: flash-decoding over the paged cache
 // (attention.cuh) of latents, which are keys and values at once.
 //
-// For i in 0..n, with t = rows[i], head h: out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t]])
-// keys[0..=positions[t]][0..value_dim].
-//   q [T, heads * key_dim], out [T, heads * value_dim] bf16; key_dim <= 576, value_dim <= 512, multiples of 8. A
-//   negative rows[i] is skipped.
-// attend_latent_decode_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block (16 if heads <= 16).
+// For i in 0..n, with t = rows[i], head h:
+//   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t]]) keys[0..=positions[t]][0..value_dim]
+// q [T, heads * key_dim], out [T, heads * value_dim] bf16; key_dim <= 576, value_dim <= 512, multiples of 8. A negative
+// rows[i] is skipped.
 //
-// A block takes one of `splits` equal shares of a row's units of 16 positions. For every 16 heads there are 4 warps;
+// attend_latent_decode_{16|32}_{bf16|e4m3}: 16 or 32 heads to a block, its tile (16 if heads <= 16).
+//
+// A block takes one of `splits` equal shares of a row's units of UNIT positions. For every 16 heads there are 4 warps;
 // each multiplies a quarter of the key's dimensions (its queries stay in registers), they add up their scores through
 // shared memory, compute the same softmax each, and then own a quarter of the output's columns each. One round works on
 // two units, the scores of the next and the values of the last, so that it has one barrier and much to do beside
 // waiting:
-//     wait for unit u + 1 | barrier | copy a later unit | S(u + 1), into one exchange buffer | softmax of S(u), from
-//     the other | O += P(u) V(u)
-//   grid (splits, ceil(heads / H), n), H = 16 or 32; 8 * H threads
-//   dynamic shared bytes: STAGES * 16 * (576 * B + 16) + 512 * H; bf16: B = 2, STAGES = 4 (74752 + 512 * H), e4m3: B =
-//   1, STAGES = 6 (56832 + 512 * H) splits: floor(multiprocessors * 2 / (n * ceil(heads / 16))) for H = 16,
-//   floor(multiprocessors / (n * ceil(heads / 32))) for H = 32, within 1..=256, and no more than ceil(max context / 16)
+//
+//   wait for unit u + 1
+//   barrier
+//   copy a later unit
+//   S(u + 1), into one exchange buffer
+//   softmax of S(u), from the other
+//   O += P(u) V(u)
+//
+//   grid    (splits, ceil(heads / H), n), H = 16 or 32
+//   splits  H = 16: floor(multiprocessors * 2 / (n * ceil(heads / 16)))
+//           H = 32: floor(multiprocessors / (n * ceil(heads / 32)))
+//           at least 1, at most MAX_SPLITS, and at most ceil(max context / UNIT)
 // Workspace and attend_combine as in attention_decode.cu.
 #include "decode.cuh"
 
 constexpr int UNIT = 16, LATENT = 576;
+constexpr int EXCHANGE = 2 * 4 * 2 * WARP; // float4: two buffers of [part][2 tiles of 8 positions][lane]
 
 // A unit into its tile, whose columns past the key become zero (FP8: finite). Eight threads to a row; groups of 128
 // threads take turns.
@@ -39,6 +47,11 @@ template <int GROUPS, class T> __device__ __forceinline__ void copy_unit(T* tile
         if (k / (8 * CHUNK) % GROUPS == (int)threadIdx.x / 128 && col + k < LATENT)
             copy_async_16(tile + k, from + k, row < rows && col + k < dim);
     }
+}
+
+// Bytes of the ring of tiles, and of the scores that the warps of a group of 16 heads exchange.
+template <int H, int STAGES, class Cache> constexpr int mla_shared() {
+    return STAGES * UNIT * pitch_of<Cache>(LATENT) * (int)sizeof(Cache) + H / 16 * EXCHANGE * 16;
 }
 
 template <int GROUPS, int STAGES, class Cache>
@@ -81,8 +94,8 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
         }
         copy_async_commit();
     };
-    // Scores of each part: two buffers of [part][2 tiles of 8 positions][lane][4].
-    float4* exchange = reinterpret_cast<float4*>(shared + STAGES * TILE * sizeof(Cache)) + group * 512;
+    // Scores of each part.
+    float4* exchange = reinterpret_cast<float4*>(shared + STAGES * TILE * sizeof(Cache)) + group * EXCHANGE;
     auto scores = [&](int u) {
         const Cache* tile = tiles + u % STAGES * TILE;
         float s[2][2][4] = {}; // two chains of sums: a product need not wait for the one before
@@ -168,15 +181,19 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
     }
 }
 
-#define DECODE_MLA(name, H, STAGES, Cache)                                                                             \
-    KERNEL(name, 8 * H, const bf16* q, const Cache* keys, bf16* out, float* partial, float2* states, const int* rows,  \
-        const int* positions, const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int heads,     \
-        int key_dim, int value_dim, float scale) {                                                                     \
+#define DECODE_MLA_ARGUMENTS(Cache)                                                                                    \
+    const bf16 *q, const AS_BYTES(Cache) * keys, bf16 *out, float *partial, float2 *states, const int *rows,           \
+        const int *positions, const int *token_seq, const int *seq_blocks, const uint32_t *block_table, int heads,     \
+        int key_dim, int value_dim, float scale
+#define DECODE_MLA(name, H, STAGES, Cache, SHARED)                                                                     \
+    static_assert(SHARED == mla_shared<H, STAGES, Cache>(), "shared memory of " #name);                                \
+    KERNEL_TILE(name, H)                                                                                               \
+    KERNEL(name, 8 * H, SHARED, DECODE_MLA_ARGUMENTS(Cache)) {                                                         \
         begin_kernel();                                                                                                \
         decode_mla<H / 16, STAGES, Cache>(q, keys, out, partial, states, rows, positions, token_seq, seq_blocks,       \
             block_table, heads, key_dim, value_dim, scale);                                                            \
     }
-DECODE_MLA(attend_latent_decode_16_bf16, 16, 4, bf16)
-DECODE_MLA(attend_latent_decode_32_bf16, 32, 4, bf16)
-DECODE_MLA(attend_latent_decode_16_e4m3, 16, 6, e4m3)
-DECODE_MLA(attend_latent_decode_32_e4m3, 32, 6, e4m3)
+DECODE_MLA(attend_latent_decode_16_bf16, 16, 4, bf16, 82944)
+DECODE_MLA(attend_latent_decode_32_bf16, 32, 4, bf16, 91136)
+DECODE_MLA(attend_latent_decode_16_e4m3, 16, 6, e4m3, 65024)
+DECODE_MLA(attend_latent_decode_32_e4m3, 32, 6, e4m3, 73216)

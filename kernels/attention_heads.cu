@@ -1,19 +1,19 @@
 // What queries, keys and values go through between their products and attention, in one pass: norm of heads, rotation,
 // and keys and values into the cache.
 //
-//   a head x [dim]:   x[0, norm_width) = rmsnorm, if there is a norm;   (a, b) = (a cos - b sin, b cos + a sin) for
-//   pairs of x[at, at + 2 half)
+// A head x [dim]:
+//   x[0, norm_width) = rmsnorm, if there is a norm
+//   (a, b) = (a cos - b sin, b cos + a sin) for pairs of x[at, at + 2 half)
 //
 // q [T, q.heads * q.dim] changes in place; k [T, k.heads * k.dim] and v [T, k.heads * v_dim] bf16 (v null: MLA) go to
 // the cache (layout: attention.cuh), at positions[t] of sequence token_seq[t]; a negative position is not stored.
 // angles [T, 2 half] f32: cos, then sin. Pairs are (i, i + half) or, interleaved, (2i, 2i + 1). In between all is f32.
 // A warp takes a head. Dimensions, `at`, and norm_width are multiples of 8, dim <= 576.
 //
-//   prepare_heads_{bf16|e4m3} (const PrepareHeads a): grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / 8)),
-//   256 threads, no dynamic shared memory
+// prepare_heads_{bf16|e4m3}: grid (T, ceil((q.heads + k.heads + (v ? k.heads : 0)) / HEADS_WARPS))
 #include "attention.cuh"
 
-constexpr int HEADS_WARPS = 8, MAX_DIM = 576;
+constexpr int HEADS_WARPS = 8, HEADS_THREADS = HEADS_WARPS * WARP, MAX_DIM = 576;
 
 struct Heads {
     bf16* x;
@@ -95,5 +95,5 @@ template <class Cache> __device__ __forceinline__ void prepare_heads(const Prepa
     for (int i = 2 * lane; i < dim; i += 2 * WARP) store_pair(to + i, row[i], row[i + 1]);
 }
 
-KERNEL(prepare_heads_bf16, HEADS_WARPS* WARP, const __grid_constant__ PrepareHeads a) { prepare_heads<bf16>(a); }
-KERNEL(prepare_heads_e4m3, HEADS_WARPS* WARP, const __grid_constant__ PrepareHeads a) { prepare_heads<e4m3>(a); }
+KERNEL(prepare_heads_bf16, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<bf16>(a); }
+KERNEL(prepare_heads_e4m3, HEADS_THREADS, 0, const __grid_constant__ PrepareHeads a) { prepare_heads<e4m3>(a); }

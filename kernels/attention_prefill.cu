@@ -1,17 +1,16 @@
 // Causal attention of many tokens over the paged cache (flash_tile.cuh), for grouped queries.
 //
 // q [T, heads * key_dim], out [T, heads * value_dim] bf16; cache: attention.cuh. The positions of a sequence's tokens
-// are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already.
+// are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already:
 //   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / (heads / kv_heads)]) values[...]
-// Of these positions only the last `window` are seen; `sinks` [heads], if there are any, are scores that take part in
-// each head's softmax and bring no value. attend_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD, value_dim <=
-// VD, both multiples of 8: choose the first that holds both of
-//   64_64, 96_96, 128_128, 192_128 with ROWS = 128 query rows to a tile, 256_256 with ROWS = 64.
+// It sees the last `window` of these positions. `sinks` [heads] or null: scores that take part in each head's softmax
+// and bring no value.
+//
+// attend_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, both multiples of 8; its tile is
+// (KD, VD, ROWS), ROWS query rows to a block. Choose the first that holds both.
 // tiles[n]: {sequence, first row in the batch}; a tile ends after ROWS rows or at seq_first[sequence + 1]. Best order:
 // tiles with the most positions first (9% faster than last at 8192 tokens). A tile with a negative sequence is skipped.
-//   grid (heads, n), 128 threads, dynamic shared bytes: 2 * (ROWS + 64) * (KD + 8) + 128 * (VD + 8) for bf16;
-//   2 * ROWS * (KD + 8) + 128 * (max(KD, VD) + 8) + 64 * (KD + VD) for e4m3.
-//   (bf16: 64: 46080, 96: 66560, 128: 87040, 192_128: 94208, 256: 101376)
+//   grid (heads, n)
 // Two blocks fit into a multiprocessor with 228 KB.
 #include "flash_tile.cuh"
 
@@ -38,7 +37,7 @@ template <int KD, int VD, class Cache> struct PagedTiles;
 
 // Keys have one tile, values another; each is refilled while the other is in use.
 template <int KD, int VD> struct PagedTiles<KD, VD, bf16> {
-    static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8;
+    static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8, BYTES = PAGE * (KEY_PITCH + VALUE_PITCH) * 2;
     Paged<bf16> cache;
     bf16 *key_tile, *value_tile;
 
@@ -72,7 +71,8 @@ template <int KD, int VD> struct PagedTiles<KD, VD, bf16> {
 
 // Raw pages of both, and one tile that holds keys and values by turns.
 template <int KD, int VD> struct PagedTiles<KD, VD, e4m3> {
-    static constexpr int KEY_PITCH = (KD > VD ? KD : VD) + 8, VALUE_PITCH = KEY_PITCH;
+    static constexpr int KEY_PITCH = (KD > VD ? KD : VD) + 8, VALUE_PITCH = KEY_PITCH,
+                         BYTES = PAGE * KEY_PITCH * 2 + PAGE * (KD + VD);
     Paged<e4m3> cache;
     bf16* tile;
     uint8_t *raw_keys, *raw_values;
@@ -153,21 +153,26 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
         sink_of(sinks, head));
 }
 
-#define PREFILL(name, KD, VD, MT, Cache)                                                                               \
-    KERNEL(name, 128, const bf16* q, const Cache* keys, const Cache* values, bf16* out, const int2* tiles,             \
-        const int* seq_first, const int* positions, const int* seq_blocks, const uint32_t* block_table, int heads,     \
-        int kv_heads, int key_dim, int value_dim, float scale, int window, const float* sinks) {                       \
+#define PREFILL_ARGUMENTS(Cache)                                                                                       \
+    const bf16 *q, const AS_BYTES(Cache) * keys, const AS_BYTES(Cache) * values, bf16 *out, const int2 *tiles,         \
+        const int *seq_first, const int *positions, const int *seq_blocks, const uint32_t *block_table, int heads,     \
+        int kv_heads, int key_dim, int value_dim, float scale, int window, const float *sinks
+#define PREFILL(name, KD, VD, ROWS, Cache, SHARED)                                                                     \
+    static_assert(SHARED == FlashTile<KD, VD, ROWS / 64>::QUERY_BYTES + PagedTiles<KD, VD, Cache>::BYTES,              \
+        "shared memory of " #name);                                                                                    \
+    KERNEL_TILE(name, KD, VD, ROWS)                                                                                    \
+    KERNEL(name, TILE_THREADS, SHARED, PREFILL_ARGUMENTS(Cache)) {                                                     \
         begin_kernel();                                                                                                \
-        prefill<KD, VD, MT, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks,          \
+        prefill<KD, VD, ROWS / 64, Cache>(q, keys, values, out, tiles[blockIdx.y], seq_first, positions, seq_blocks,   \
             block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
     }
-PREFILL(attend_prefill_64_64_bf16, 64, 64, 2, bf16)
-PREFILL(attend_prefill_96_96_bf16, 96, 96, 2, bf16)
-PREFILL(attend_prefill_128_128_bf16, 128, 128, 2, bf16)
-PREFILL(attend_prefill_192_128_bf16, 192, 128, 2, bf16)
-PREFILL(attend_prefill_256_256_bf16, 256, 256, 1, bf16)
-PREFILL(attend_prefill_64_64_e4m3, 64, 64, 2, e4m3)
-PREFILL(attend_prefill_96_96_e4m3, 96, 96, 2, e4m3)
-PREFILL(attend_prefill_128_128_e4m3, 128, 128, 2, e4m3)
-PREFILL(attend_prefill_192_128_e4m3, 192, 128, 2, e4m3)
-PREFILL(attend_prefill_256_256_e4m3, 256, 256, 1, e4m3)
+PREFILL(attend_prefill_64_64_bf16, 64, 64, 128, bf16, 36864)
+PREFILL(attend_prefill_96_96_bf16, 96, 96, 128, bf16, 53248)
+PREFILL(attend_prefill_128_128_bf16, 128, 128, 128, bf16, 69632)
+PREFILL(attend_prefill_192_128_bf16, 192, 128, 128, bf16, 94208)
+PREFILL(attend_prefill_256_256_bf16, 256, 256, 64, bf16, 101376)
+PREFILL(attend_prefill_64_64_e4m3, 64, 64, 128, e4m3, 35840)
+PREFILL(attend_prefill_96_96_e4m3, 96, 96, 128, e4m3, 52224)
+PREFILL(attend_prefill_128_128_e4m3, 128, 128, 128, e4m3, 68608)
+PREFILL(attend_prefill_192_128_e4m3, 192, 128, 128, e4m3, 97280)
+PREFILL(attend_prefill_256_256_e4m3, 256, 256, 64, e4m3, 100352)

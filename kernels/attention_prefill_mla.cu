@@ -3,19 +3,20 @@
 //
 // A context is walked in segments [from, to): attend_latent_gather, a product with kv_b_proj into `expanded`, then this
 // kernel; the softmax's state rests in between.
-//   expanded [to - from, heads, nope + value_dim]: a position's key without rotation, then its value; rotated [to -
-//   from, rope]: the rotated part of the key, for all heads q [T, heads * (nope + rope)], out [T, heads * value_dim]
-//   bf16; queries are rows row_first..row_end of the batch, all of one sequence, their positions consecutive state f32,
-//   by row - row_first: max, sum [rows, heads], acc [rows, heads, value_dim]. `first` != 0: nothing is read from it;
-//   `last` != 0: out is written, not the state.
-// attend_latent_prefill_{KD}_{VD} serves nope + rope <= KD, value_dim <= VD (multiples of 8): 64_64 and 192_128 with
-// ROWS = 128, 256_256 with ROWS = 64.
-//   grid (heads, ceil((row_end - row_first) / ROWS)), 128 threads, dynamic shared bytes: 2 * (ROWS + 64) * (KD + 8) +
-//   128 * (VD + 8)
+//   expanded [to - from, heads, nope + value_dim]: a position's key without rotation, then its value
+//   rotated [to - from, rope]: the rotated part of the key, for all heads
+//   q [T, heads * (nope + rope)], out [T, heads * value_dim] bf16
+//   queries are rows row_first..row_end of the batch, all of one sequence, their positions consecutive
+//   state f32, by row - row_first: max, sum [rows, heads], acc [rows, heads, value_dim]
+//   `first` != 0: the kernel reads no state; `last` != 0: it writes out, not the state
+//
+// attend_latent_prefill_{KD}_{VD} serves nope + rope <= KD and value_dim <= VD (multiples of 8); its tile is (KD, VD,
+// ROWS), ROWS query rows to a block.
+//   grid (heads, ceil((row_end - row_first) / ROWS))
 #include "flash_tile.cuh"
 
 template <int KD, int VD> struct Segment {
-    static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8;
+    static constexpr int KEY_PITCH = KD + 8, VALUE_PITCH = VD + 8, BYTES = PAGE * (KEY_PITCH + VALUE_PITCH) * 2;
     bf16 *key_tile, *value_tile;
     const bf16 *expanded, *rotated; // of the head
     uint32_t pitch;
@@ -90,14 +91,19 @@ __device__ __forceinline__ void prefill_mla(const bf16* q, const bf16* expanded,
         flash_state<false>(work, max + at, sum + at, acc + at * value_dim, heads, value_dim, rows);
 }
 
-#define PREFILL_MLA(name, KD, VD, MT)                                                                                  \
-    KERNEL(name, 128, const bf16* q, const bf16* expanded, const bf16* rotated, bf16* out, float* max, float* sum,     \
-        float* acc, const int* positions, int row_first, int row_end, int from, int to, int first, int last,           \
-        int heads, int nope, int rope, int value_dim, float scale) {                                                   \
+#define PREFILL_MLA_ARGUMENTS                                                                                          \
+    const bf16 *q, const bf16 *expanded, const bf16 *rotated, bf16 *out, float *max, float *sum, float *acc,           \
+        const int *positions, int row_first, int row_end, int from, int to, int first, int last, int heads, int nope,  \
+        int rope, int value_dim, float scale
+#define PREFILL_MLA(name, KD, VD, ROWS, SHARED)                                                                        \
+    static_assert(                                                                                                     \
+        SHARED == FlashTile<KD, VD, ROWS / 64>::QUERY_BYTES + Segment<KD, VD>::BYTES, "shared memory of " #name);      \
+    KERNEL_TILE(name, KD, VD, ROWS)                                                                                    \
+    KERNEL(name, TILE_THREADS, SHARED, PREFILL_MLA_ARGUMENTS) {                                                        \
         begin_kernel();                                                                                                \
-        prefill_mla<KD, VD, MT>(q, expanded, rotated, out, max, sum, acc, positions, row_first, row_end, from, to,     \
-            first, last, heads, nope, rope, value_dim, scale);                                                         \
+        prefill_mla<KD, VD, ROWS / 64>(q, expanded, rotated, out, max, sum, acc, positions, row_first, row_end, from,  \
+            to, first, last, heads, nope, rope, value_dim, scale);                                                     \
     }
-PREFILL_MLA(attend_latent_prefill_64_64, 64, 64, 2)
-PREFILL_MLA(attend_latent_prefill_192_128, 192, 128, 2)
-PREFILL_MLA(attend_latent_prefill_256_256, 256, 256, 1)
+PREFILL_MLA(attend_latent_prefill_64_64, 64, 64, 128, 36864)
+PREFILL_MLA(attend_latent_prefill_192_128, 192, 128, 128, 94208)
+PREFILL_MLA(attend_latent_prefill_256_256, 256, 256, 64, 101376)

@@ -16,11 +16,9 @@
 // Columns past a head come as zeros, which is how smaller heads are served. tiles, seq_first, positions, seq_blocks,
 // block_table: attention_prefill.cu; the others: attention_prefill_mla.cu.
 //
-// Launch: 384 threads
-//   kernel                              argument          grid                                         shared bytes
-//   attend_prefill_wgmma_64_64          AttentionWgmma    (heads, tiles)                                     83,072
-//   attend_prefill_wgmma_128_128        AttentionWgmma    (heads, tiles)                                    164,992
-//   attend_latent_prefill_wgmma         LatentWgmma       (heads, ceil((row_end - row_first) / 128))        214,144
+// A kernel's tile is (largest key, largest value, QUERIES). Grids:
+//   attend_prefill_wgmma_{D}_{D}     (heads, tiles)
+//   attend_latent_prefill_wgmma         (heads, ceil((row_end - row_first) / QUERIES))
 #include "flash_tile.cuh"
 
 struct AttentionWgmma {
@@ -44,9 +42,10 @@ struct LatentWgmma {
 };
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int QUERIES = 128; // of a block
 
 #ifdef HAS_WGMMA
-constexpr int QUERIES = 128, STEP = 128, STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128,
+constexpr int STEP = 128, STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128,
               COLUMNS_BYTES = 2 * BOX_BYTES; // 64 columns of 128 rows
 
 // Pages of the cache. What lies in a page after the last position is somebody else's.
@@ -106,6 +105,8 @@ struct Expanded {
 template <int KEY_BOXES, int VALUE_BOXES> struct Shared {
     static constexpr int KEY_BYTES = KEY_BOXES * COLUMNS_BYTES, VALUE_BYTES = VALUE_BOXES * COLUMNS_BYTES,
                          STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
+    // With what the swizzle's pattern may ask for in front, and 128 for the barriers.
+    static constexpr int BYTES = 1024 + KEY_BYTES + STAGES * STAGE_BYTES + 128;
     unsigned char *queries, *stages;
     uint64_t *queries_full, *keys_full, *values_full, *keys_empty, *values_empty;
 
@@ -289,16 +290,24 @@ __device__ __forceinline__ void latent_wgmma(const LatentWgmma& a) {
     else
         flash_state<false>(work, a.max + at, a.sum + at, a.acc + at * 128, a.heads, 128, rows);
 }
-#define WITH_WGMMA(body)                                                                                               \
-    { body; }
+// On other cards these kernels are empty.
+#define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
+    {                                                                                                                  \
+        static_assert(SHARED == BYTES, "shared memory");                                                               \
+        body;                                                                                                          \
+    }
 #else
-#define WITH_WGMMA(body)                                                                                               \
+#define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
     {}
 #endif
+#define PREFILL_WGMMA(name, D, SHARED)                                                                                 \
+    KERNEL_TILE(name, D, D, QUERIES)                                                                                   \
+    KERNEL_BLOCKS(name, THREADS, 1, SHARED, const __grid_constant__ AttentionWgmma a)                                  \
+    WITH_WGMMA(SHARED, (Shared<D / 64, D / 64>::BYTES), attention_wgmma<D / 64>(a))
+PREFILL_WGMMA(attend_prefill_wgmma_64_64, 64, 83072)
+PREFILL_WGMMA(attend_prefill_wgmma_128_128, 128, 164992)
 
-KERNEL_BLOCKS(attend_prefill_wgmma_64_64, THREADS, 1, const __grid_constant__ AttentionWgmma a)
-WITH_WGMMA(attention_wgmma<1>(a))
-KERNEL_BLOCKS(attend_prefill_wgmma_128_128, THREADS, 1, const __grid_constant__ AttentionWgmma a)
-WITH_WGMMA(attention_wgmma<2>(a))
-KERNEL_BLOCKS(attend_latent_prefill_wgmma, THREADS, 1, const __grid_constant__ LatentWgmma a)
-WITH_WGMMA(latent_wgmma(a))
+#define LATENT_SHARED 214144
+KERNEL_TILE(attend_latent_prefill_wgmma, 192, 128, QUERIES)
+KERNEL_BLOCKS(attend_latent_prefill_wgmma, THREADS, 1, LATENT_SHARED, const __grid_constant__ LatentWgmma a)
+WITH_WGMMA(LATENT_SHARED, (Shared<3, 2>::BYTES), latent_wgmma(a))

@@ -12,17 +12,48 @@
 #include "device.cuh"
 #endif
 
-// Defines a kernel that is launched by its name with exactly `threads` threads to a block.
-#define KERNEL(name, threads, ...)                                                                                     \
+// The contract of a launch stands here and in the kernel's file, once. contract.rs reads it when Rust is built, without
+// a C++ compiler, and Rust has what it read as crate::cuda::kernels:
+//
+//   KERNEL(name, threads, shared, parameters...)
+//       The constant kernels::name, for launch!. A launch has exactly `threads` threads to a block and `shared` bytes
+//       of dynamic shared memory. Arguments that are not of the parameters' number and types do not compile.
+//   KERNEL_BLOCKS(name, threads, blocks, shared, parameters...)
+//       The same, with registers for `blocks` blocks on a multiprocessor.
+//   KERNEL_TILE(name, a, b, c)
+//       kernels::name.tile: up to three numbers that tell kernels of one family apart; the file says which.
+//   constexpr int CONSTANT = ...;
+//       kernels::file::CONSTANT, also of the headers that the file includes. What a grid is counted in is such a
+//       constant.
+//   struct
+//       One that a kernel takes is kernels::Struct.
+//   #define SOME_ARGUMENTS ...
+//       Parameters that several kernels share: kernels::SomeArguments, which types tables of such kernels.
+//
+// Numbers are integers, constants, + - * / << and brackets; macros may make such lines. Shared bytes are written as a
+// number, and a static_assert beside it compares that with what the code uses; ON_HOPPER(hopper, other) are two
+// numbers. Pointers are Address<T>; of vectors T is their number, of void and uint4 it is u8, and so it is of
+// AS_BYTES(T), which makes kernels of several types of numbers take the same.
+//
+// To add a kernel: write KERNEL here, launch!(cuda, stream, kernels::name, grid; arguments) there, and run
+// `cargo test --lib cuda`, which compares all that was read with what compilers made of it.
+#define KERNEL(name, threads, shared, ...)                                                                             \
     extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__);                                           \
     REGISTER_KERNEL(name, threads)                                                                                     \
     extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
-
-// The same, with registers for `blocks` of them on a multiprocessor.
-#define KERNEL_BLOCKS(name, threads, blocks, ...)                                                                      \
+#define KERNEL_BLOCKS(name, threads, blocks, shared, ...)                                                              \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__);                                   \
     REGISTER_KERNEL(name, threads)                                                                                     \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
+
+#define KERNEL_TILE(name, ...) static_assert(all_positive(__VA_ARGS__), "the tile of " #name);
+template <class... A> constexpr bool all_positive(A... a) { return ((a > 0) && ...); }
+#define AS_BYTES(T) T
+#ifdef HAS_WGMMA
+#define ON_HOPPER(hopper, other) hopper
+#else
+#define ON_HOPPER(hopper, other) other
+#endif
 
 // What every kernel does before it reads what others wrote, or writes what they read: it may have been launched before
 // the one in front of it has ended.

@@ -2,6 +2,9 @@
 #pragma once
 #include "attention.cuh"
 
+constexpr int HEADS = 16;       // query heads that are the rows of a product
+constexpr int MAX_SPLITS = 256; // shares of a context
+
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 // Where the split-th of `splits` equal shares of `total` begins.

@@ -2,8 +2,8 @@
 // token by token, the gated norm.
 //
 //   q, k, v = silu(sum over taps of tap * input);   q = q / |q| / sqrt(key_dim), k = k / |k|
-//   S = decay S;   S += k (beta (v - S^T k))^T;   out = norm(S^T q) * silu(z)      decay = exp(-rate softplus(a +
-//   dt_bias)), beta = sigmoid(b)
+//   S = decay S;   S += k (beta (v - S^T k))^T;   out = norm(S^T q) * silu(z)
+//   decay = exp(-rate softplus(a + dt_bias)),   beta = sigmoid(b)
 //
 // A sequence's state is in its slot: inputs [slots, taps - 1, channels] f32, oldest first, and heads [slots,
 // value_heads, key_dim, value_dim] f32; position 0 begins from zeros. Channels: queries, then keys [key_heads,
@@ -12,11 +12,11 @@
 // asked of memory is small: a token of a block takes the latency of two dot products.
 //
 // Launch, in this order:
-//   delta_net_conv: grid (ceil(channels / 128), sequences, ceil(most tokens of a sequence / 64)), 128 threads.
-//       mixed [T, channels] of qkv, both bf16; taps <= 8
-//   delta_net_rule: grid (value_heads, ceil(value_dim / 32), sequences), 256 threads.
-//       out [T, value_heads * value_dim] bf16, and the inputs that are kept; key_dim <= 128, a multiple of 4
-//   delta_net_norm: grid (T, ceil(value_heads / 8)), 256 threads.
+//   delta_net_conv: grid (ceil(channels / CONV_THREADS), sequences, ceil(most tokens of a sequence / CONV_TOKENS))
+//       mixed [T, channels] of qkv, both bf16; taps <= MAX_TAPS
+//   delta_net_rule: grid (value_heads, ceil(value_dim / COLUMNS), sequences)
+//       out [T, value_heads * value_dim] bf16, and the inputs that are kept; key_dim <= MAX_KEY, a multiple of 4
+//   delta_net_norm: grid (T, ceil(value_heads / NORM_HEADS))
 //       out in place; value_dim even
 #include "common.cuh"
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf
 constexpr int MAX_TAPS = 8, CONV_THREADS = 128, CONV_TOKENS = 64;
 
 // Each thread takes a channel through some tokens of a sequence; the inputs that a token still needs are in registers.
-KERNEL(delta_net_conv, CONV_THREADS, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
+KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
     DeltaBatch batch, int channels, int width) {
     begin_kernel();
     const int c = blockIdx.x * CONV_THREADS + threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
@@ -93,7 +93,7 @@ __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.
 
 // A column of the state lies in the registers of eight neighbouring threads: part p has inputs 32 i + 4 p and the three
 // behind them.
-KERNEL(delta_net_rule, RULE_THREADS, const bf16* qkv, const bf16* mixed, const float* gates, const float* rates,
+KERNEL(delta_net_rule, RULE_THREADS, 0, const bf16* qkv, const bf16* mixed, const float* gates, const float* rates,
     const float* dt_bias, float* inputs, float* heads, bf16* out, DeltaBatch batch, DeltaShape shape) {
     __shared__ float4 keys[STAGED][MAX_KEY / 4], queries[STAGED][MAX_KEY / 4]; // zeros past key_dim
     __shared__ float values[STAGED][COLUMNS], decays[STAGED], betas[STAGED], overlaps[STAGED];
@@ -195,9 +195,11 @@ KERNEL(delta_net_rule, RULE_THREADS, const bf16* qkv, const bf16* mixed, const f
 }
 
 // A warp to a head.
-KERNEL(delta_net_norm, 256, bf16* out, const bf16* z, const float* w, DeltaShape shape) {
+constexpr int NORM_HEADS = 8;
+KERNEL(delta_net_norm, NORM_HEADS* WARP, 0, bf16* out, const bf16* z, const float* w, DeltaShape shape) {
     begin_kernel();
-    const int head = blockIdx.y * 8 + threadIdx.x / WARP, lane = threadIdx.x % WARP, pairs = shape.value_dim / 2;
+    const int head = blockIdx.y * NORM_HEADS + threadIdx.x / WARP, lane = threadIdx.x % WARP,
+              pairs = shape.value_dim / 2;
     if (head >= shape.value_heads) return;
     const size_t first = ((size_t)blockIdx.x * shape.value_heads + head) * shape.value_dim;
     uint32_t* row = reinterpret_cast<uint32_t*>(out + first);

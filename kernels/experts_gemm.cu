@@ -1,40 +1,28 @@
 // Routed experts over many tokens: the grouped products of the tiles that experts_sort.cu has cut, and their sum.
 //
-//   gate_up   h[i, intermediate] = silu(gate_e x[token]) * (up_e x[token])
-//             for the pair at position i of pair_slot; or what `epilogue` says (epilogue.cuh)
+//   gate_up   h[i, intermediate] = silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says (epilogue.cuh), for
+//             the pair at position i of pair_slot
+//   down      y[pair, hidden] = down_e h[i] + bias_e; rows of pairs not computed here are left alone
+//   combine   out[token] += sum_slot weight[token, slot] * y[pair] in order of slots, those whose expert is here
 //
-//   down      y[pair, hidden] = down_e h[i] + bias_e
-//             rows of pairs not computed here are left alone
+// x [tokens, hidden], h [pairs, intermediate] and y [pairs, hidden] are bf16, out [tokens, hidden] and sums f32. `f16`:
+// scales are, not bf16. hidden and intermediate: multiples of 32 and of the group (0 for bf16), for bf16 of 8. Weights
+// are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
 //
-//   combine   out[token] += sum_slot weight[token, slot] * y[pair]
-//             in order of slots, those whose expert is here
+// Grouped kernels are named by format and tile; g64 serves groups of 64 and 128:
+//   {bf16|int8_g32|int8_g64|int4_g32|int4_g64|mxfp4}_t{16|32|64|128}
+// The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
+// an expert on average, tokens * top_k / num_experts:
+//   tile         16       32       64       128
+//   on Hopper    to 14    to 24    to 112   more
+//   otherwise    to 12    to 40    to 160   more
 //
-// h [pairs, intermediate] and y [pairs, hidden] are bf16, sums f32. TOKENS is one of 16, 32, 64, 128, the tile_tokens
-// given to experts_sort; choose it by the pairs of an expert on average, tokens * top_k / num_experts: 16 up to 12, 32
-// up to 40, 64 up to 160, else 128; on Hopper 16 up to 14, 32 up to 24, 64 up to 112, else 128. Any of them is correct
-// for any number. FORMAT is bf16, int8_g32, int8_g64, int4_g32, int4_g64; g64 serves groups of 64 and 128 (`group`; 0
-// for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16 of 8. Weights are read as they lie in
-// the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
-//
-//   experts_gate_up_FORMAT_tTOKENS   grid (ceil(ceil(intermediate / 16) / 4), pairs / TOKENS + num_experts), block 128
-//       (tiles: *const int4, pair_slot: *const i32, experts: *const u64, x: *const bf16 [tokens, hidden], h: *mut bf16,
-//       hidden: i32, intermediate: i32,
-//        group: i32, f16: i32 (scales are, not bf16), top_k: i32, epilogue: Epilogue)
-//   experts_down_FORMAT_tTOKENS      grid (ceil(ceil(hidden / 16) / 8), pairs / TOKENS + num_experts), block 128
-//       (tiles, pair_slot, experts, h: *const bf16, y: *mut bf16, hidden: i32, intermediate: i32, group: i32, f16: i32,
-//       top_k: i32, epilogue: Epilogue)
-//   Dynamic shared bytes of both (GemmShape::SHARED; above 48 KB the function's limit must be raised first):
-//       TOKENS         16      32      64     128     on Hopper      64     128
-//       int4_g64    51200   67584   50176   82944                 75264  103680
-//       int4_g32    53248   69632   51200   83968                 76800  104960
-//       mxfp4       the same as int4_g32
-//       int8_g64    83968   75264   49920   74496                 the same
-//       int8_g32    86016   76800   50688   75264                 the same
-//       bf16        73728   61440   73728   98304                 the same
-//   experts_combine   grid (tokens, ceil(hidden / 2048)), block 256, no dynamic shared memory
-//       (ids: *const i32 [tokens, top_k], weights: *const f32 [tokens, top_k], experts: *const u64, y: *const bf16,
-//       out: *mut f32 [tokens, hidden],
-//        hidden: i32, num_experts: i32, top_k: i32), top_k <= 32, hidden a multiple of 8
+//   experts_gate_up_{...}   grid (ceil(ceil(intermediate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)
+//                           from x, to h
+//   experts_down_{...}      grid (ceil(ceil(hidden / TILE_ROWS) / BLOCK_TILES), pairs / tile + num_experts)
+//                           from h, to y
+//   experts_combine         grid (tokens, ceil(hidden / COMBINED))
+//                           ids and weights [tokens, top_k], top_k <= MAX_TOP_K, hidden a multiple of 8
 #include "epilogue.cuh"
 #include "packed_gemm.cuh"
 
@@ -105,32 +93,50 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     packed_gemm<S>(weights, count, intermediate, group, f16, h, intermediate, tokens, row_of, finish);
 }
 
-#define GROUPED(format, F, SPAN, TOKENS)                                                                               \
-    KERNEL_BLOCKS(experts_gate_up_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles,          \
-        const int* pair_slot, const uint64_t* experts, const bf16* x, bf16* h, int hidden, int intermediate,           \
-        int group, int f16, int top_k, const __grid_constant__ Epilogue epilogue) {                                    \
+#define GROUPED_ARGUMENTS                                                                                              \
+    const int4 *tiles, const int *pair_slot, const uint64_t *experts, const bf16 *from, bf16 *to, int hidden,          \
+        int intermediate, int group, int f16, int top_k, const __grid_constant__ Epilogue epilogue
+#define GROUPED(format, F, SPAN, TOKENS, SHARED)                                                                       \
+    static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #format);                    \
+    KERNEL_TILE(experts_gate_up_##format, TOKENS)                                                                      \
+    KERNEL_BLOCKS(experts_gate_up_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {            \
         gate_up<GemmShape<F, SPAN, TOKENS>>(                                                                           \
-            tiles, pair_slot, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, top_k, epilogue);         \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, group, F != MXFP4 && f16, top_k, epilogue);     \
     }                                                                                                                  \
-    KERNEL_BLOCKS(experts_down_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), const int4* tiles,             \
-        const int* pair_slot, const uint64_t* experts, const bf16* h, bf16* y, int hidden, int intermediate,           \
-        int group, int f16, int, const __grid_constant__ Epilogue epilogue) {                                          \
+    KERNEL_TILE(experts_down_##format, TOKENS)                                                                         \
+    KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {               \
         down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
-            tiles, pair_slot, experts, h, y, hidden, intermediate, group, F != MXFP4 && f16, epilogue);                \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, group, F != MXFP4 && f16, epilogue);            \
     }
-#define GROUPED_ALL(format, F, SPAN)                                                                                   \
-    GROUPED(format, F, SPAN, 16) GROUPED(format, F, SPAN, 32) GROUPED(format, F, SPAN, 64) GROUPED(format, F, SPAN, 128)
-GROUPED_ALL(int4_g64, INT4, 64)
-GROUPED_ALL(int4_g32, INT4, 32)
-GROUPED_ALL(mxfp4, MXFP4, 32)
-GROUPED_ALL(int8_g64, INT8, 64)
-GROUPED_ALL(int8_g32, INT8, 32)
-GROUPED_ALL(bf16, BF16, 64)
+GROUPED(int4_g64_t16, INT4, 64, 16, 51200)
+GROUPED(int4_g64_t32, INT4, 64, 32, 67584)
+GROUPED(int4_g64_t64, INT4, 64, 64, ON_HOPPER(75264, 50176))
+GROUPED(int4_g64_t128, INT4, 64, 128, ON_HOPPER(103680, 82944))
+GROUPED(int4_g32_t16, INT4, 32, 16, 53248)
+GROUPED(int4_g32_t32, INT4, 32, 32, 69632)
+GROUPED(int4_g32_t64, INT4, 32, 64, ON_HOPPER(76800, 51200))
+GROUPED(int4_g32_t128, INT4, 32, 128, ON_HOPPER(104960, 83968))
+GROUPED(mxfp4_t16, MXFP4, 32, 16, 53248)
+GROUPED(mxfp4_t32, MXFP4, 32, 32, 69632)
+GROUPED(mxfp4_t64, MXFP4, 32, 64, ON_HOPPER(76800, 51200))
+GROUPED(mxfp4_t128, MXFP4, 32, 128, ON_HOPPER(104960, 83968))
+GROUPED(int8_g64_t16, INT8, 64, 16, 83968)
+GROUPED(int8_g64_t32, INT8, 64, 32, 75264)
+GROUPED(int8_g64_t64, INT8, 64, 64, 49920)
+GROUPED(int8_g64_t128, INT8, 64, 128, 74496)
+GROUPED(int8_g32_t16, INT8, 32, 16, 86016)
+GROUPED(int8_g32_t32, INT8, 32, 32, 76800)
+GROUPED(int8_g32_t64, INT8, 32, 64, 50688)
+GROUPED(int8_g32_t128, INT8, 32, 128, 75264)
+GROUPED(bf16_t16, BF16, 64, 16, 73728)
+GROUPED(bf16_t32, BF16, 64, 32, 61440)
+GROUPED(bf16_t64, BF16, 64, 64, 73728)
+GROUPED(bf16_t128, BF16, 64, 128, 98304)
 
-constexpr int COMBINE_THREADS = 256, MAX_TOP_K = 32;
+constexpr int COMBINE_THREADS = 256, COMBINED = 8 * COMBINE_THREADS, MAX_TOP_K = 32;
 
-KERNEL(experts_combine, COMBINE_THREADS, const int* ids, const float* weights, const uint64_t* experts, const bf16* y,
-    float* out, int hidden, int num_experts, int top_k) {
+KERNEL(experts_combine, COMBINE_THREADS, 0, const int* ids, const float* weights, const uint64_t* experts,
+    const bf16* y, float* out, int hidden, int num_experts, int top_k) {
     begin_kernel();
     __shared__ int here[MAX_TOP_K];
     const int token = blockIdx.x;
@@ -139,7 +145,7 @@ KERNEL(experts_combine, COMBINE_THREADS, const int* ids, const float* weights, c
         here[threadIdx.x] = e >= 0 && e < num_experts && experts[e] != 0;
     }
     __syncthreads();
-    const int row = (blockIdx.y * COMBINE_THREADS + threadIdx.x) * 8;
+    const int row = (blockIdx.y * (COMBINED / 8) + threadIdx.x) * 8;
     if (row >= hidden) return;
     float4* to = reinterpret_cast<float4*>(out + (size_t)token * hidden + row);
     float4 a = to[0], b = to[1];

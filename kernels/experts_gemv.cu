@@ -1,24 +1,19 @@
 // Routed experts in decode, 1 to 8 tokens: two kernels, no sorting, each weight read once for each token that asks for
 // it (L2 sees the second).
 //
-//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token])    pair = token * top_k + slot
-//             or what `epilogue` says (epilogue.cuh); pairs not computed here are left alone
+//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says (epilogue.cuh);
+//             pair = token * top_k + slot; pairs not computed here are left alone
+//   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e), f32, one writer
 //
-//   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e)   f32, one writer
-//
-// A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. x, h bf16; out f32; top_k <= 32. The
-// products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with all of a warp's loads on their way
-// before the first is used. `down` reads routing and weights before the kernel in front of it has ended: gate_up must
-// stand between it and whatever wrote ids, weights and experts. FORMAT is bf16, int8, int4, mxfp4; `f16`: scales are,
+// A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
+// h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with
+// all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in
+// front of it has ended: gate_up must stand epilogue it and whatever wrote ids, weights and experts. `f16`: scales are,
 // not bf16; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16
 // of 8.
 //
-//   experts_gate_up_gemv_FORMAT   grid (ceil(intermediate / 16), tokens * top_k), block 256, no dynamic shared memory
-//       (ids: *const i32 [tokens, top_k], experts: *const u64, x: *const bf16, h: *mut bf16, hidden: i32, intermediate:
-//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, epilogue: Epilogue)
-//   experts_down_gemv_FORMAT      grid (ceil(hidden / 16), tokens), block 512, no dynamic shared memory
-//       (ids, weights: *const f32 [tokens, top_k], experts, h: *const bf16, out: *mut f32, hidden: i32, intermediate:
-//       i32, group: i32, f16: i32, num_experts: i32, top_k: i32, epilogue: Epilogue)
+//   experts_gate_up_gemv_{bf16|int8|int4|mxfp4}   grid (ceil(intermediate / TILE_ROWS), tokens * top_k)
+//   experts_down_gemv_{bf16|int8|int4|mxfp4}      grid (ceil(hidden / TILE_ROWS), tokens)
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
 
@@ -124,24 +119,23 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     out[(size_t)token * hidden + to] += total;
 }
 
+// With all of a warp's loads on their way: as deep as registers allow.
+#define EXPERTS_GATE_UP_ARGUMENTS                                                                                      \
+    const int *ids, const uint64_t *experts, const bf16 *x, bf16 *h, int hidden, int intermediate, int group, int f16, \
+        int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
+#define EXPERTS_DOWN_ARGUMENTS                                                                                         \
+    const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int hidden,              \
+        int intermediate, int group, int f16, int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
 #define GEMV(format, F, DEPTH, DOWN_DEPTH)                                                                             \
-    KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, const int* ids, const uint64_t* experts, const bf16* x,     \
-        bf16* h, int hidden, int intermediate, int group, int f16, int num_experts, int top_k,                         \
-        const __grid_constant__ Epilogue epilogue) {                                                                   \
+    KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
         gate_up<F, DEPTH>(                                                                                             \
             ids, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, epilogue);         \
     }                                                                                                                  \
-    KERNEL(experts_down_gemv_##format, DOWN_THREADS, const int* ids, const float* weights, const uint64_t* experts,    \
-        const bf16* h, float* out, int hidden, int intermediate, int group, int f16, int num_experts, int top_k,       \
-        const __grid_constant__ Epilogue epilogue) {                                                                   \
+    KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
         down<F, DOWN_DEPTH>(ids, weights, experts, h, out, hidden, intermediate, group, F != MXFP4 && f16,             \
             num_experts, top_k, epilogue);                                                                             \
     }
-#ifndef INT4_DEPTH
-#define INT4_DEPTH 8
-#define INT4_DOWN_DEPTH 9
-#endif
-GEMV(int4, INT4, INT4_DEPTH, INT4_DOWN_DEPTH)
-GEMV(mxfp4, MXFP4, INT4_DEPTH, INT4_DOWN_DEPTH)
+GEMV(int4, INT4, 8, 9)
+GEMV(mxfp4, MXFP4, 8, 9)
 GEMV(int8, INT8, 4, 5)
 GEMV(bf16, BF16, 2, 3)

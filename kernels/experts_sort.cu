@@ -5,8 +5,8 @@
 // the packed expert) is 0. The others:
 //   pair_slot[offsets[e] .. offsets[e + 1]]   pairs of expert e, increasing       [pairs], i32
 //   offsets                                   [num_experts + 1], i32
-//   tiles                                     [pairs / tile_tokens + num_experts] of (expert, first, last + 1, 0): up
-//   to tile_tokens positions of pair_slot
+//   tiles                                     [pairs / tile_tokens + num_experts] of (expert, first, last + 1, 0):
+//                                             up to tile_tokens positions of pair_slot
 // Tiles of e begin at offsets[e] / tile_tokens + e, which leaves each expert room without knowing the others' counts;
 // entries not needed have first = last.
 //
@@ -14,11 +14,8 @@
 // own. Reading them again and again from L2 costs less than the two more launches of a counting sort (pairs <= 131072,
 // num_experts <= 512).
 //
-//   experts_sort    grid num_experts, block 1024, no dynamic shared memory
-//       (ids: *const i32 [pairs] 16-byte aligned, experts: *const u64 [num_experts], pair_slot: *mut i32, offsets: *mut
-//       i32, tiles: *mut int4,
-//        pairs: i32, num_experts: i32, tile_tokens: i32, used: *mut u32 [num_experts] or null: counts pairs of each
-//        expert that is here)
+//   experts_sort    grid (num_experts); ids [pairs] aligned to 16 bytes, experts [num_experts], used [num_experts] or
+//                   null: counts pairs of each expert that is here
 #include "common.cuh"
 
 constexpr int SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / WARP, MAX_EXPERTS = 512, STEP = 4 * WARP;
@@ -29,8 +26,8 @@ __device__ __forceinline__ int4 four_ids(const int* ids, int i, int pairs) {
     return make_int4(i < pairs ? ids[i] : -1, i + 1 < pairs ? ids[i + 1] : -1, i + 2 < pairs ? ids[i + 2] : -1, -1);
 }
 
-KERNEL(experts_sort, SORT_THREADS, const int* ids, const uint64_t* experts, int* pair_slot, int* offsets, int4* tiles,
-    int pairs, int num_experts, int tile_tokens, uint32_t* used) {
+KERNEL(experts_sort, SORT_THREADS, 0, const int* ids, const uint64_t* experts, int* pair_slot, int* offsets,
+    int4* tiles, int pairs, int num_experts, int tile_tokens, uint32_t* used) {
     begin_kernel();
     __shared__ uint32_t here[MAX_EXPERTS / WARP];
     __shared__ int lower_of[SORT_WARPS], own_of[SORT_WARPS];

@@ -11,23 +11,21 @@
 // the same bits every time) and writes y. Counters begin as zero and are zero again afterwards; launches that may run
 // at the same time need workspaces of their own.
 //
-// Launch: grid (div_ceil(tokens, BM) * div_ceil(n, BN), splits, batch), 128 threads, dynamic shared memory as below
-// (above 48 KB: ask for it with cuFuncSetAttribute). Workspace for splits > 1: counters [tiles] u32, partial
-// [splits][tiles][BM BN] f32, tiles = grid x times grid z.
+// gemm_{bf16_set|f32_set|f32_add}_m{BM}n{BN}: its tile is (BM, BN).
+//   grid       (div_ceil(tokens, BM) * div_ceil(n, BN), splits, batch)
+//   workspace  for splits > 1: counters [tiles] u32, partial [splits][tiles][BM BN] f32; tiles = grid x times grid z
 //
-//   kernel (out: bf16_set, f32_set, f32_add)  BM   BN   shared bytes
-//   gemm_<out>_m32n128                         32  128        81,920
-//   gemm_<out>_m64n64                          64   64        65,536
-//   gemm_<out>_m64n128                         64  128        98,304
-//   gemm_<out>_m128n128                       128  128        98,304
-//   gemm_split3_m64n64                         64   64        98,304    f32_set; w is [3][n, k], see below
+// Which:
+//   tokens up to 32     m32n128
+//   tokens up to 256    m64n64
+//   more                m128n128 where that gives 132 tiles, else m64n128
+//   splits              max(1, min(div_ceil(256, tiles), k / 512, 8))
+// On compute capability 9.0 from 128 tokens on gemm_wgmma.cu is faster.
 //
-// Which: tokens up to 32 m32n128, up to 256 m64n64, above m128n128 where that gives 132 tiles, else m64n128; splits =
-// max(1, min(div_ceil(256, tiles), k / 512, 8)). On compute capability 9.0 from 128 tokens on gemm_wgmma.cu is faster.
-//
-// gemm_split3 multiplies with f32 weights (the router's): split_f32 has cut each into three bf16 numbers, 24 bits
-// together, whose products with bf16 are exact in f32. w_batch has no meaning there.
-//   split_f32: grid div_ceil(count, 256), 256 threads, no shared memory.
+// gemm_split3_m64n64 multiplies with f32 weights (the router's), w [3][n, k], and sets y in f32. split_f32 has cut each
+// weight into three bf16 numbers, 24 bits together, whose products with bf16 are exact in f32. w_batch has no meaning
+// there.
+//   split_f32: grid div_ceil(count, SPLIT_THREADS)
 #include "gemm.cuh"
 
 struct Gemm {
@@ -164,31 +162,28 @@ __device__ __forceinline__ void gemm(const Gemm& a) {
     }
 }
 
-#define GEMM(out, Out, ADD)                                                                                            \
-    KERNEL(gemm_##out##_m32n128, GEMM_THREADS, const __grid_constant__ Gemm a) {                                       \
-        gemm<Out, ADD, 32, 128, 32, 32, 4, 1>(a);                                                                      \
-    }                                                                                                                  \
-    KERNEL(gemm_##out##_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) {                                        \
-        gemm<Out, ADD, 64, 64, 32, 32, 4, 1>(a);                                                                       \
-    }                                                                                                                  \
-    KERNEL(gemm_##out##_m64n128, GEMM_THREADS, const __grid_constant__ Gemm a) {                                       \
-        gemm<Out, ADD, 64, 128, 32, 64, 4, 1>(a);                                                                      \
-    }                                                                                                                  \
-    KERNEL(gemm_##out##_m128n128, GEMM_THREADS, const __grid_constant__ Gemm a) {                                      \
-        gemm<Out, ADD, 128, 128, 64, 64, 3, 1>(a);                                                                     \
+#define GEMM(name, Out, ADD, BM, BN, WM, WN, STAGES, PARTS, SHARED)                                                    \
+    static_assert(SHARED == STAGES * (BM + PARTS * BN) * BK * 2, "shared memory of " #name);                           \
+    KERNEL_TILE(name, BM, BN)                                                                                          \
+    KERNEL(name, GEMM_THREADS, SHARED, const __grid_constant__ Gemm a) {                                               \
+        gemm<Out, ADD, BM, BN, WM, WN, STAGES, PARTS>(a);                                                              \
     }
+#define GEMM_TILES(out, Out, ADD)                                                                                      \
+    GEMM(gemm_##out##_m32n128, Out, ADD, 32, 128, 32, 32, 4, 1, 81920)                                                 \
+    GEMM(gemm_##out##_m64n64, Out, ADD, 64, 64, 32, 32, 4, 1, 65536)                                                   \
+    GEMM(gemm_##out##_m64n128, Out, ADD, 64, 128, 32, 64, 4, 1, 98304)                                                 \
+    GEMM(gemm_##out##_m128n128, Out, ADD, 128, 128, 64, 64, 3, 1, 98304)
+GEMM_TILES(bf16_set, bf16, false)
+GEMM_TILES(f32_set, float, false)
+GEMM_TILES(f32_add, float, true)
+GEMM(gemm_split3_m64n64, float, false, 64, 64, 32, 32, 3, 3, 98304)
 
-GEMM(bf16_set, bf16, false)
-GEMM(f32_set, float, false)
-GEMM(f32_add, float, true)
-KERNEL(gemm_split3_m64n64, GEMM_THREADS, const __grid_constant__ Gemm a) {
-    gemm<float, false, 64, 64, 32, 32, 3, 3>(a);
-}
+constexpr int SPLIT_THREADS = 256;
 
 // parts [3][count] bf16: the smallest first, as sums begin with it; w [count] f32 is the sum of the three.
-KERNEL(split_f32, 256, const float* w, bf16* parts, int count) {
+KERNEL(split_f32, SPLIT_THREADS, 0, const float* w, bf16* parts, int count) {
     begin_kernel();
-    const int i = blockIdx.x * 256 + threadIdx.x;
+    const int i = blockIdx.x * SPLIT_THREADS + threadIdx.x;
     if (i >= count) return;
     float rest = w[i];
 #pragma unroll

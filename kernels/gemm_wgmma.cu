@@ -11,18 +11,17 @@
 // FLOAT_OOB_FILL_NONE). Rows of x: tokens, or as many as its buffer has, so that a map can be kept: rows past the
 // tokens change nothing. For a batch of one its step may be anything allowed (a multiple of 16 bytes).
 //
-// Launch: grid (1 to tiles = div_ceil(tokens, 128) div_ceil(n, BN), splits, batch), 288 threads, dynamic shared memory
-// as below. Only n64 may have splits > 1; their workspace: counters [tiles batch] u32, partial [splits][tiles
-// batch][128 * 64] f32.
+// gemm_wgmma_{bf16_set|f32_set|f32_add}_n{BN}: its tile is (BM, BN). Two blocks fit on a multiprocessor, one of n256.
+//   grid       (1 to tiles = div_ceil(tokens, BM) div_ceil(n, BN), splits, batch)
+//   workspace  for splits > 1, which n64 alone may have: counters [tiles batch] u32, partial f32
+//              [splits][tiles batch][BM BN]
 //
-//   kernel (out: bf16_set, f32_set, f32_add; const GemmTma a)   BN   shared bytes   blocks on a multiprocessor
-//   gemm_wgmma_<out>_n64                                        64       99,456      2
-//   gemm_wgmma_<out>_n128                                      128       99,456      2
-//   gemm_wgmma_<out>_n256                                      256      197,760      1
-//
-// Which: n64 while div_ceil(tokens, 128) div_ceil(n, 64) batch <= 264, with splits = max(1, min(div_ceil(128, tiles
-// batch), k / 512, 8)); else n128 where n < 1024, else n256. Grid x = min(tiles, max(1, 132 blocks_on_a_multiprocessor
-// / (splits batch))).
+// Which:
+//   n64     while div_ceil(tokens, BM) div_ceil(n, 64) batch <= 264; splits = max(1, min(div_ceil(128, tiles batch),
+//           k / 512, 8))
+//   n128    else, where n < 1024
+//   n256    else
+//   grid x  min(tiles, max(1, 132 blocks_on_a_multiprocessor / (splits batch)))
 #include "gemm.cuh"
 
 struct GemmTma {
@@ -36,10 +35,11 @@ struct GemmTma {
 };
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, WGMMA_THREADS = CONSUMERS * WARPGROUP + WARP;
+constexpr int BM = CONSUMERS * 64;
 
 #ifdef HAS_WGMMA
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
-constexpr int BM = CONSUMERS * 64, BOX_ROWS = 64, ROW_BYTES = 2 * BK, BOX_BYTES = BOX_ROWS * ROW_BYTES;
+constexpr int BOX_ROWS = 64, ROW_BYTES = 2 * BK, BOX_BYTES = BOX_ROWS * ROW_BYTES;
 
 // Lane t of four neighbours gets what all of them have in pair t: afterwards pair i is what lane i had.
 __device__ __forceinline__ void transpose_pairs(float (&v)[8]) {
@@ -60,6 +60,9 @@ __device__ __forceinline__ void transpose_pairs(float (&v)[8]) {
             }
         }
 }
+
+// With what the swizzle's pattern may ask for in front, and 128 for the barriers.
+template <int BN, int STAGES> constexpr int gemm_wgmma_shared() { return 1024 + STAGES * (BM + BN) * ROW_BYTES + 128; }
 
 template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ void gemm_wgmma(const GemmTma& a) {
     constexpr int X_BYTES = BM * ROW_BYTES, STAGE_BYTES = X_BYTES + BN * ROW_BYTES;
@@ -158,19 +161,20 @@ template <class Out, bool ADD, int BN, int STAGES> __device__ __forceinline__ vo
     }
 }
 
-#define GEMM_WGMMA(out, Out, ADD, BN, STAGES)                                                                          \
-    KERNEL_BLOCKS(gemm_wgmma_##out##_n##BN, WGMMA_THREADS, BN == 256 ? 1 : 2, const __grid_constant__ GemmTma a) {     \
-        gemm_wgmma<Out, ADD, BN, STAGES>(a);                                                                           \
-    }
+#define GEMM_WGMMA(name, Out, ADD, BN, STAGES, SHARED)                                                                 \
+    static_assert(SHARED == gemm_wgmma_shared<BN, STAGES>(), "shared memory of " #name);                               \
+    GEMM_WGMMA_KERNEL(name, BN, SHARED) { gemm_wgmma<Out, ADD, BN, STAGES>(a); }
 #else
-#define GEMM_WGMMA(out, Out, ADD, BN, STAGES)                                                                          \
-    KERNEL_BLOCKS(gemm_wgmma_##out##_n##BN, WGMMA_THREADS, BN == 256 ? 1 : 2, const __grid_constant__ GemmTma a) {}
+#define GEMM_WGMMA(name, Out, ADD, BN, STAGES, SHARED)                                                                 \
+    GEMM_WGMMA_KERNEL(name, BN, SHARED) {}
 #endif
+#define GEMM_WGMMA_KERNEL(name, BN, SHARED)                                                                            \
+    KERNEL_TILE(name, BM, BN)                                                                                          \
+    KERNEL_BLOCKS(name, WGMMA_THREADS, BN == 256 ? 1 : 2, SHARED, const __grid_constant__ GemmTma a)
 #define GEMM_WGMMA_TILES(out, Out, ADD)                                                                                \
-    GEMM_WGMMA(out, Out, ADD, 64, 4)                                                                                   \
-    GEMM_WGMMA(out, Out, ADD, 128, 3)                                                                                  \
-    GEMM_WGMMA(out, Out, ADD, 256, 4)
-
+    GEMM_WGMMA(gemm_wgmma_##out##_n64, Out, ADD, 64, 4, 99456)                                                         \
+    GEMM_WGMMA(gemm_wgmma_##out##_n128, Out, ADD, 128, 3, 99456)                                                       \
+    GEMM_WGMMA(gemm_wgmma_##out##_n256, Out, ADD, 256, 4, 197760)
 GEMM_WGMMA_TILES(bf16_set, bf16, false)
 GEMM_WGMMA_TILES(f32_set, float, false)
 GEMM_WGMMA_TILES(f32_add, float, true)

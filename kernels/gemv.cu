@@ -14,19 +14,19 @@
 // Variants of x:
 //   gemv_*       x bf16
 //   gemv_norm_*  x = rmsnorm(residual): residual f32 [tokens, k] with pitch x_pitch, norm weights f32 [k], eps;
-//   residual times weights is rounded to bf16,
-//                and the sums are divided by the root mean square, which each block finds on the way
+//                residual times weights is rounded to bf16, and the sums are divided by the root mean square, which
+//                each block finds on the way
 // and of what is done with two products:
 //   gemv_silu: y = silu(gate x) (up x) in bf16; job[0] is gate with y, job[1] is up (only its w, w_batch and bias are
 //   read), equal n.
 //
-// Launch: grid (sum over jobs of div_ceil(n, 128 / k_warps), batch), 256 threads; for silu only job[0] counts. Jobs
-// that are not there have n = 0 and stand last. No dynamic shared memory.
+// Launch: grid (sum over jobs of div_ceil(n, GEMV_WARPS * ROWS / k_warps), batch); for silu only job[0] counts. Jobs
+// that are not there have n = 0 and stand last.
 //
 // Which: k_warps 8, or 4 for k <= 256.
 // The kernel in front must not write weights: they are read before it has ended. With `independent`, x is, too.
 //
-//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set (const Gemv a)
+//   gemv_bf16_set, gemv_f32_set, gemv_f32_add, gemv_silu, gemv_norm_bf16_set
 #include "common.cuh"
 
 struct GemvJob {
@@ -46,7 +46,7 @@ struct Gemv {
     int independent; // nothing here is read or written by the kernel in front, or was written by it
 };
 
-constexpr int GEMV_WARPS = 8, MAX_TOKENS = 8, ROWS = 16;
+constexpr int GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP, MAX_TOKENS = 8, ROWS = 16;
 // A thread's share of two mma for each of DEPTH x MATRICES: 16 bytes of row g and of row g + 8.
 template <int MATRICES, int DEPTH> struct Weights {
     uint4 low[MATRICES][DEPTH], high[MATRICES][DEPTH];
@@ -182,7 +182,7 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
 }
 
 #define GEMV(name, Out, ADD, NORM, SILU)                                                                               \
-    KERNEL_BLOCKS(name, GEMV_WARPS* WARP, 3, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
+    KERNEL_BLOCKS(name, GEMV_THREADS, 3, 0, const __grid_constant__ Gemv a) { gemv<Out, ADD, NORM, SILU>(a); }
 
 GEMV(gemv_bf16_set, bf16, false, false, false)
 GEMV(gemv_f32_set, float, false, false, false)

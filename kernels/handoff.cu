@@ -6,18 +6,19 @@
 //   fetch    waits for the host to bring `up` to the same count, then adds what it wrote (f32): x[t] += y[t]
 //
 // A few tokens need one block, so that a branch of the graph beside it has the other multiprocessors. Ids of experts
-// that live on the GPU
-// (`resident[id]` is an address) are published as -1: the CPU skips them. Counts of a layer go up by one with every
-// pass, on both sides, so that nobody has to clear anything while a pass may still run; `count` is the device's own,
-// and so is `arrived`, which is 0 between launches. Measured elsewhere: 7 us a layer for 14 KB each way; copy nodes
-// take 24, host function nodes 44.
+// that live on the GPU (`resident[id]` is an address) are published as -1: the CPU skips them.
 //
-// grid (blocks), 1024 threads
+// Counts of a layer go up by one with every pass, on both sides, so that nobody has to clear anything while a pass may
+// still run; `count` is the device's own, and so is `arrived`, which is 0 between launches. Measured elsewhere: 7 us a
+// layer for 14 KB each way; copy nodes take 24, host function nodes 44.
+//
+// rows_words and words count 16 bytes.
+//   grid (blocks)
 #include "common.cuh"
 
 constexpr int HANDOFF_THREADS = 1024;
 
-KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* weights, const uint64_t* resident,
+KERNEL(publish, HANDOFF_THREADS, 0, const bf16* h, const int* ids, const float* weights, const uint64_t* resident,
     int rows_words, int choices, int experts, uint4* host_h, int* host_ids, float* host_weights, uint32_t* used,
     uint32_t* arrived, uint32_t* count, uint32_t* down) {
     begin_kernel();
@@ -40,7 +41,7 @@ KERNEL(publish, HANDOFF_THREADS, const bf16* h, const int* ids, const float* wei
     store_release_system(down, ++*count);
 }
 
-KERNEL(fetch, HANDOFF_THREADS, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words) {
+KERNEL(fetch, HANDOFF_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, float* x, int words) {
     begin_kernel();
     if (threadIdx.x == 0)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);

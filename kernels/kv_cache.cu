@@ -1,12 +1,12 @@
 // Writes new keys and values to the cache (layout: attention.cuh), and gathers MLA's latents from it.
 //
-// kv_write_{bf16|e4m3}: key [T, kv_heads * key_dim], value [T, kv_heads * value_dim] bf16 (value null: MLA); E4M3
-// rounds to nearest and cuts at 448.
-//   Row t goes to position positions[t] of sequence token_seq[t]. Rows with a negative position are skipped.
-//   grid (T), 128 threads, no dynamic shared memory.
-// attend_latent_gather_{bf16|e4m3}: positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...].
-//   keys [blocks, 1, 64, rank + rope] to latents [to - from, rank] and rotated [to - from, rope] bf16.
-//   grid (ceil((to - from) * (rank + rope) / 8 / 256)), 256 threads, no dynamic shared memory.
+// kv_write_{bf16|e4m3}: grid (T)
+//   key [T, kv_heads * key_dim], value [T, kv_heads * value_dim] bf16 (value null: MLA)
+//   Row t goes to position positions[t] of sequence token_seq[t]. Rows with a negative position are skipped. E4M3
+//   rounds to nearest and cuts at 448.
+// attend_latent_gather_{bf16|e4m3}: grid (ceil((to - from) * (rank + rope) / GATHERED)), GATHERED numbers to a block
+//   positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...], keys [blocks, 1, 64, rank +
+//   rope], to latents [to - from, rank] and rotated [to - from, rope] bf16.
 // Dimensions are multiples of 8.
 #include "attention.cuh"
 
@@ -32,9 +32,9 @@ __device__ __forceinline__ void write_row(
 }
 
 #define KV_WRITE(name, Cache)                                                                                          \
-    KERNEL(name, 128, const bf16* key, const bf16* value, Cache* keys, Cache* values, const int* positions,            \
-        const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int tokens, int kv_heads,            \
-        int key_dim, int value_dim) {                                                                                  \
+    KERNEL(name, 128, 0, const bf16* key, const bf16* value, AS_BYTES(Cache) * keys, AS_BYTES(Cache) * values,         \
+        const int* positions, const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int tokens,    \
+        int kv_heads, int key_dim, int value_dim) {                                                                    \
         begin_kernel();                                                                                                \
         const int t = blockIdx.x, position = t < tokens ? positions[t] : -1;                                           \
         if (position < 0) return;                                                                                      \
@@ -46,11 +46,13 @@ __device__ __forceinline__ void write_row(
 KV_WRITE(kv_write_bf16, bf16)
 KV_WRITE(kv_write_e4m3, e4m3)
 
+constexpr int GATHER_THREADS = 256, GATHERED = 8 * GATHER_THREADS;
+
 #define GATHER_LATENTS(name, Cache)                                                                                    \
-    KERNEL(name, 256, const Cache* keys, bf16* latents, bf16* rotated, const int* seq_blocks,                          \
-        const uint32_t* block_table, int seq, int from, int to, int rank, int rope) {                                  \
+    KERNEL(name, GATHER_THREADS, 0, const AS_BYTES(Cache) * keys, bf16 * latents, bf16 * rotated,                      \
+        const int* seq_blocks, const uint32_t* block_table, int seq, int from, int to, int rank, int rope) {           \
         begin_kernel();                                                                                                \
-        const int chunks = (rank + rope) / 8, i = blockIdx.x * 256 + threadIdx.x, row = i / chunks,                    \
+        const int chunks = (rank + rope) / 8, i = blockIdx.x * (GATHERED / 8) + threadIdx.x, row = i / chunks,         \
                   col = i % chunks * 8, position = from + row;                                                         \
         if (position >= to) return;                                                                                    \
         const uint32_t block = block_table[seq_blocks[seq] + position / PAGE];                                         \

@@ -6,9 +6,11 @@
 // is multiplied in one of three ways:
 //
 //   few tokens     a warp has 2 tiles and brings both operands; codes meet activations as they are, scales are applied
-//   to the sums of a span more           warps are laid out WARPS_M x WARPS_N, one has WARP_TILES tiles x WARP_TOKENS
-//   tokens; scales are applied to the weights many, Hopper   a warp brings 2 tiles, scaled; the tensor cores read the
-//   tokens of the four from shared memory (wgmma)
+//                  to the sums of a span
+//   more           warps are laid out WARPS_M x WARPS_N, one has WARP_TILES tiles x WARP_TOKENS tokens; scales are
+//                  applied to the weights
+//   many, Hopper   a warp brings 2 tiles, scaled; the tensor cores read the tokens of the four from shared memory
+//                  (wgmma)
 //
 // Chunks of 16 bytes are stored so that neither the lines (8-byte reads: two rows of lines t, t + 4, ...) nor the rows
 // (16-byte reads: 8 inputs) meet in a bank.
@@ -47,8 +49,8 @@ template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr int ROWS_BYTES = TOKENS * K * 2, LINES_BYTES = BLOCK_TILES * TILE_BYTES,
                          SCALES_BYTES = BLOCK_TILES * SPANS * 32;
     static constexpr int LINES_AT = STAGES * ROWS_BYTES, SCALES_AT = LINES_AT + STAGES * LINES_BYTES,
-                         SHARED = SCALES_AT + STAGES * SCALES_BYTES;
-    static_assert(SHARED <= 99 << 10 || WGMMA, "what every card has");
+                         SHARED_BYTES = SCALES_AT + STAGES * SCALES_BYTES;
+    static_assert(SHARED_BYTES <= 99 << 10 || WGMMA, "what every card has");
 
     struct Stage {
         unsigned char *rows, *lines, *scales;

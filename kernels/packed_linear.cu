@@ -1,16 +1,14 @@
 // One dense matrix [n, k] in packed INT8 or INT4 tiles (packed_tile.cuh) with scales in bf16: y[token, n] = w x[token]
 // + bias, or added to y.
 //
-// `y` is f32 or bf16, `bias` f32 [n] or null. flags: 1 = y is bf16, 2 = add to y. k is a multiple of 32 and of the
-// group (32, 64, 128), n of 2; pitches are in elements, x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte
-// aligned. Both kinds take (weights: *const u8, x: *const bf16, y: *mut void, bias: *const f32, tokens: i32, n: i32, k:
-// i32, group: i32, x_pitch: i32, y_pitch: i32, flags: i32).
+// `y` is f32 or bf16, `bias` f32 [n] or null. flags: Y_IS_BF16, ADD. k is a multiple of 32 and of the group (32, 64,
+// 128), n of 2; pitches are in elements, x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
 //
-//   packed_linear_gemv_FORMAT_tT    FORMAT int8 or int4, up to T = 4 or 8 tokens: grid ceil(n / 16), block 256, no
-//   dynamic shared memory packed_linear_FORMAT_tTOKENS    FORMAT int8_g32, int8_g64, int4_g32, int4_g64 (g64: groups of
-//   64 and 128), tiles of 16, 32, 64 or 128 tokens:
-//                                   grid (ceil(ceil(n / 16) / 8), ceil(tokens / TOKENS)), block 128, dynamic shared
-//                                   bytes as in experts_gemm.cu
+// A kernel's tile is (tokens). Its name says the format; g64 serves groups of 64 and 128.
+//   packed_linear_gemv_{int8|int4}_t{4|8}: up to so many tokens
+//       grid (ceil(n / TILE_ROWS))
+//   packed_linear_{int8_g32|int8_g64|int4_g32|int4_g64}_t{16|32|64|128}: tiles of so many tokens
+//       grid (ceil(ceil(n / TILE_ROWS) / BLOCK_TILES), ceil(tokens / tile))
 #include "packed_gemm.cuh"
 #include "packed_gemv.cuh"
 
@@ -106,21 +104,35 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 #define LINEAR_ARGUMENTS                                                                                               \
     const uint8_t *weights, const bf16 *x, void *y, const float *bias, int tokens, int n, int k, int group,            \
         int x_pitch, int y_pitch, int flags
-#define LINEAR(format, F, SPAN, TOKENS)                                                                                \
-    KERNEL_BLOCKS(packed_linear_##format##_t##TOKENS, GEMM_THREADS, gemm_blocks(TOKENS), LINEAR_ARGUMENTS) {           \
+#define LINEAR(name, F, SPAN, TOKENS, SHARED)                                                                          \
+    static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #name);                      \
+    KERNEL_TILE(name, TOKENS)                                                                                          \
+    KERNEL_BLOCKS(name, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, LINEAR_ARGUMENTS) {                                 \
         packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);  \
     }
-#define LINEAR_ALL(format, F, SPAN)                                                                                    \
-    LINEAR(format, F, SPAN, 16) LINEAR(format, F, SPAN, 32) LINEAR(format, F, SPAN, 64) LINEAR(format, F, SPAN, 128)
-#define LINEAR_GEMV(format, F, SETS, DEPTH, T)                                                                         \
-    KERNEL(packed_linear_gemv_##format##_t##T, GEMV_THREADS, LINEAR_ARGUMENTS) {                                       \
+LINEAR(packed_linear_int4_g64_t16, INT4, 64, 16, 51200)
+LINEAR(packed_linear_int4_g64_t32, INT4, 64, 32, 67584)
+LINEAR(packed_linear_int4_g64_t64, INT4, 64, 64, ON_HOPPER(75264, 50176))
+LINEAR(packed_linear_int4_g64_t128, INT4, 64, 128, ON_HOPPER(103680, 82944))
+LINEAR(packed_linear_int4_g32_t16, INT4, 32, 16, 53248)
+LINEAR(packed_linear_int4_g32_t32, INT4, 32, 32, 69632)
+LINEAR(packed_linear_int4_g32_t64, INT4, 32, 64, ON_HOPPER(76800, 51200))
+LINEAR(packed_linear_int4_g32_t128, INT4, 32, 128, ON_HOPPER(104960, 83968))
+LINEAR(packed_linear_int8_g64_t16, INT8, 64, 16, 83968)
+LINEAR(packed_linear_int8_g64_t32, INT8, 64, 32, 75264)
+LINEAR(packed_linear_int8_g64_t64, INT8, 64, 64, 49920)
+LINEAR(packed_linear_int8_g64_t128, INT8, 64, 128, 74496)
+LINEAR(packed_linear_int8_g32_t16, INT8, 32, 16, 86016)
+LINEAR(packed_linear_int8_g32_t32, INT8, 32, 32, 76800)
+LINEAR(packed_linear_int8_g32_t64, INT8, 32, 64, 50688)
+LINEAR(packed_linear_int8_g32_t128, INT8, 32, 128, 75264)
+
+#define LINEAR_GEMV(name, F, SETS, DEPTH)                                                                              \
+    KERNEL_TILE(name, 4 * SETS)                                                                                        \
+    KERNEL(name, GEMV_THREADS, 0, LINEAR_ARGUMENTS) {                                                                  \
         packed_linear_gemv<F, SETS, DEPTH>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);         \
     }
-LINEAR_GEMV(int4, INT4, 1, 8, 4)
-LINEAR_GEMV(int4, INT4, 2, 8, 8)
-LINEAR_GEMV(int8, INT8, 1, 4, 4)
-LINEAR_GEMV(int8, INT8, 2, 4, 8)
-LINEAR_ALL(int4_g64, INT4, 64)
-LINEAR_ALL(int4_g32, INT4, 32)
-LINEAR_ALL(int8_g64, INT8, 64)
-LINEAR_ALL(int8_g32, INT8, 32)
+LINEAR_GEMV(packed_linear_gemv_int4_t4, INT4, 1, 8)
+LINEAR_GEMV(packed_linear_gemv_int4_t8, INT4, 2, 8)
+LINEAR_GEMV(packed_linear_gemv_int8_t4, INT8, 1, 4)
+LINEAR_GEMV(packed_linear_gemv_int8_t8, INT8, 2, 4)

@@ -4,16 +4,18 @@
 //   chosen:   the largest s + bias, among the experts of the best groups
 //   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`
 //
-// Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to 512 experts,
-// top 32.
+// Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to MAX_EXPERTS
+// experts, top MAX_TOP_K.
 //
-//   route_choose: grid (ceil(tokens / 4)), 128 threads. From logits [tokens, experts].
-//   route_few: grid (experts + 1), 256 threads. Up to 8 tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the
-//       same. A block owns an expert, and the last one of these to end chooses; one more writes h. `counter`: one
-//       u32, 0 between launches.
+//   route_choose: grid (ceil(tokens / TOKENS))
+//       From logits [tokens, experts].
+//   route_few: grid (experts + 1)
+//       Up to FEW tokens: h = rmsnorm(x) in bf16; logits = w h in f32, then the same. A block owns an expert, and the
+//       last one of these to end chooses; one more writes h. `counter`: one u32, 0 between launches.
 #include "common.cuh"
 
-constexpr int MAX_EXPERTS = 512, TOKENS = 4, FEW = 8;
+constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32, MAX_GROUPS = 32, TOKENS = 4, FEW = 8;
+static_assert(MAX_TOP_K <= WARP && MAX_GROUPS <= WARP, "a lane for each");
 
 struct RouterShape {
     int experts, top_k, sigmoid, normalize, groups, group_top_k, group_by_two;
@@ -96,7 +98,7 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
     }
 }
 
-KERNEL(route_choose, TOKENS* WARP, const float* logits, const float* offsets, const float* bias, RouterShape shape,
+KERNEL(route_choose, TOKENS* WARP, 0, const float* logits, const float* offsets, const float* bias, RouterShape shape,
     int tokens, int* ids, float* weights) {
     __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
     begin_kernel();
@@ -127,7 +129,7 @@ __device__ __forceinline__ Eight load_8(const float* p) {
     return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)};
 }
 
-KERNEL(route_few, FEW* WARP, const __grid_constant__ RouteFew a) {
+KERNEL(route_few, FEW* WARP, 0, const __grid_constant__ RouteFew a) {
     __shared__ float squares[FEW][FEW], parts[FEW][FEW]; // [token][warp]
     __shared__ float scores[FEW][MAX_EXPERTS], ranks[FEW][MAX_EXPERTS];
     __shared__ bool last;

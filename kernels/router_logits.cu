@@ -4,14 +4,13 @@
 // bases aligned to 16 bytes. A block owns an expert and eight tokens; its threads take 8 numbers of k each, in turn.
 // Where tokens times experts are more than 8,192, gemm_split3 (gemm.cu) is faster.
 //
-// Launch: grid (experts, div_ceil(tokens, 8)), 256 threads, no dynamic shared memory.
-//   route_logits(h, w, logits, h_pitch, tokens, experts, k)
+//   route_logits    grid (experts, div_ceil(tokens, TOKENS))
 #include "common.cuh"
 
 constexpr int LOGITS_THREADS = 256, TOKENS = 8;
 
-KERNEL(route_logits, LOGITS_THREADS, const bf16* h, const float* w, float* logits, int h_pitch, int tokens, int experts,
-    int k) {
+KERNEL(route_logits, LOGITS_THREADS, 0, const bf16* h, const float* w, float* logits, int h_pitch, int tokens,
+    int experts, int k) {
     begin_kernel();
     __shared__ float parts[LOGITS_THREADS / WARP][TOKENS];
     const int tid = threadIdx.x, first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first);

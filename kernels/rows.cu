@@ -8,13 +8,14 @@
 //
 // Activations are bf16, the residual stream f32; sums are f32. Widths are multiples of 8 unless said.
 //
-// launch: grid (rows), ROW_THREADS threads, no dynamic shared memory, unless said.
+// grid (rows), unless said.
 #include "common.cuh"
 
-constexpr int ROW_THREADS = 256;
+constexpr int ROW_THREADS = 256, ANGLE_THREADS = 64;
+constexpr int ROW_NUMBERS = 4 * ROW_THREADS; // of a block of silu_mul and sigmoid_mul
 
 // out[t] = table[tokens[t]]
-KERNEL(embed, ROW_THREADS, const bf16* table, const uint32_t* tokens, float* out, int cols) {
+KERNEL(embed, ROW_THREADS, 0, const bf16* table, const uint32_t* tokens, float* out, int cols) {
     begin_kernel();
     const uint4* from = reinterpret_cast<const uint4*>(table + (size_t)tokens[blockIdx.x] * cols);
     float4* to = reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols);
@@ -50,20 +51,21 @@ __device__ __forceinline__ void norm_row(const T* x, const float* w, float eps, 
     }
 }
 
-KERNEL(rms_norm_f32, ROW_THREADS, const float* x, const float* w, float eps, bf16* out, int cols) {
+KERNEL(rms_norm_f32, ROW_THREADS, 0, const float* x, const float* w, float eps, bf16* out, int cols) {
     begin_kernel();
     norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
 }
-KERNEL(rms_norm_bf16, ROW_THREADS, const bf16* x, const float* w, float eps, bf16* out, int cols) {
+KERNEL(rms_norm_bf16, ROW_THREADS, 0, const bf16* x, const float* w, float eps, bf16* out, int cols) {
     begin_kernel();
     norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
 }
 
 // In place, every run of `width` numbers from column `first` on: a warp each. Any even width.
-// grid (rows, ceil(runs / 8)), 256 threads
-KERNEL(rms_norm_heads, 256, bf16* x, const float* w, float eps, int pitch, int first, int width, int runs) {
+// grid (rows, ceil(runs / RUNS))
+constexpr int RUNS = ROW_THREADS / WARP;
+KERNEL(rms_norm_heads, ROW_THREADS, 0, bf16* x, const float* w, float eps, int pitch, int first, int width, int runs) {
     begin_kernel();
-    const int run = blockIdx.y * 8 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int run = blockIdx.y * RUNS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (run >= runs) return;
     uint32_t* row = reinterpret_cast<uint32_t*>(x + (size_t)blockIdx.x * pitch + first + (size_t)run * width);
     float sum = 0.0f;
@@ -79,10 +81,11 @@ KERNEL(rms_norm_heads, 256, bf16* x, const float* w, float eps, int pitch, int f
 }
 
 // out[t] = cos, then sin, of positions[t] * inv_freq, times `factor`. Positions may be 10^5: the angle is reduced in
-// f64, after which the fast functions are right to 2^-21. grid (rows), 64 threads
-KERNEL(rope_angles, 64, const uint32_t* positions, const float* inv_freq, float factor, float* out, int half) {
+// f64, after which the fast functions are right to 2^-21. grid (rows)
+KERNEL(rope_angles, ANGLE_THREADS, 0, const uint32_t* positions, const float* inv_freq, float factor, float* out,
+    int half) {
     begin_kernel();
-    for (int i = threadIdx.x; i < half; i += 64) {
+    for (int i = threadIdx.x; i < half; i += ANGLE_THREADS) {
         const double angle = (float)positions[blockIdx.x] * inv_freq[i];
         const float rest = (float)(angle - rint(angle * 0.15915494309189535) * 6.283185307179586);
         out[(size_t)blockIdx.x * 2 * half + i] = __cosf(rest) * factor;
@@ -91,7 +94,7 @@ KERNEL(rope_angles, 64, const uint32_t* positions, const float* inv_freq, float 
 }
 
 // Columns [at, at + 2 half) of each of `heads` heads, in place.
-KERNEL(rope, ROW_THREADS, bf16* x, const float* angles, int heads, int head_dim, int at, int half, int interleaved) {
+KERNEL(rope, ROW_THREADS, 0, bf16* x, const float* angles, int heads, int head_dim, int at, int half, int interleaved) {
     begin_kernel();
     const float* cos_row = angles + (size_t)blockIdx.x * 2 * half;
     const float* sin_row = cos_row + half;
@@ -105,10 +108,10 @@ KERNEL(rope, ROW_THREADS, bf16* x, const float* angles, int heads, int head_dim,
     }
 }
 
-// grid (ceil(numbers / 4 / 256)); numbers a multiple of 4
-KERNEL(silu_mul, ROW_THREADS, const bf16* gate, const bf16* up, bf16* out, long long numbers) {
+// grid (ceil(numbers / ROW_NUMBERS)); numbers a multiple of 4
+KERNEL(silu_mul, ROW_THREADS, 0, const bf16* gate, const bf16* up, bf16* out, long long numbers) {
     begin_kernel();
-    const long long i = 4 * ((long long)blockIdx.x * ROW_THREADS + threadIdx.x);
+    const long long i = 4 * ((long long)blockIdx.x * (ROW_NUMBERS / 4) + threadIdx.x);
     if (i >= numbers) return;
     const float4 g = load4(gate + i), u = load4(up + i);
     auto one = [](float g, float u) { return g / (1.0f + __expf(-g)) * u; };
@@ -116,16 +119,16 @@ KERNEL(silu_mul, ROW_THREADS, const bf16* gate, const bf16* up, bf16* out, long 
 }
 
 // grid and numbers as for silu_mul
-KERNEL(sigmoid_mul, ROW_THREADS, const bf16* gate, bf16* x, long long numbers) {
+KERNEL(sigmoid_mul, ROW_THREADS, 0, const bf16* gate, bf16* x, long long numbers) {
     begin_kernel();
-    const long long i = 4 * ((long long)blockIdx.x * ROW_THREADS + threadIdx.x);
+    const long long i = 4 * ((long long)blockIdx.x * (ROW_NUMBERS / 4) + threadIdx.x);
     if (i >= numbers) return;
     const float4 g = load4(gate + i), v = load4(x + i);
     auto one = [](float g, float v) { return v / (1.0f + __expf(-g)); };
     store4(x + i, one(g.x, v.x), one(g.y, v.y), one(g.z, v.z), one(g.w, v.w));
 }
 
-KERNEL(gate_rows, ROW_THREADS, const float* w, const bf16* h, bf16* x, int hidden, int cols) {
+KERNEL(gate_rows, ROW_THREADS, 0, const float* w, const bf16* h, bf16* x, int hidden, int cols) {
     begin_kernel();
     __shared__ float scratch[33];
     float dot = 0.0f;
@@ -142,7 +145,7 @@ KERNEL(gate_rows, ROW_THREADS, const float* w, const bf16* h, bf16* x, int hidde
 }
 
 // out[i] = x[rows[i] - first], f32
-KERNEL(gather, ROW_THREADS, const float* x, const uint32_t* rows, int first, float* out, int cols) {
+KERNEL(gather, ROW_THREADS, 0, const float* x, const uint32_t* rows, int first, float* out, int cols) {
     begin_kernel();
     const float* from = x + (size_t)(rows[blockIdx.x] - first) * cols;
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS)
@@ -158,7 +161,7 @@ struct Addition {
 
 // x[t] += coefficient * vector for the additions [range[0], range[1]), in their order, f32, rounded twice as the CPU
 // does it. Row 0 of x is row `first` of the batch.
-KERNEL(add_vectors, ROW_THREADS, const uint32_t* range, const Addition* additions, int first, float* x, int cols) {
+KERNEL(add_vectors, ROW_THREADS, 0, const uint32_t* range, const Addition* additions, int first, float* x, int cols) {
     begin_kernel();
     const int t = first + blockIdx.x;
     float* row = x + (size_t)blockIdx.x * cols;
@@ -172,7 +175,7 @@ KERNEL(add_vectors, ROW_THREADS, const uint32_t* range, const Addition* addition
 
 // Columns [x_at, x_at + width) of each head of x to out_at of each head of out. A head of x is x_dim wide, one of out
 // out_dim.
-KERNEL(attend_latent_copy_heads, ROW_THREADS, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at,
+KERNEL(attend_latent_copy_heads, ROW_THREADS, 0, const bf16* x, bf16* out, int heads, int width, int x_dim, int x_at,
     int out_dim, int out_at) {
     begin_kernel();
     for (int i = threadIdx.x; i < heads * width; i += ROW_THREADS) {

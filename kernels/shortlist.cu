@@ -1,16 +1,18 @@
 // The largest numbers of each row, in order: what a sampler needs of logits. NaN counts as -infinity, of equals the
 // lower index is larger.
 //
-// A block sorts 1024 numbers of a row (bitonic, in shared memory) and keeps 64 of them, so a few launches, each over
-// what the last one kept, leave 64 of a row:
-//   n_0 = n, n_{i+1} = 64 ceil(n_i / 1024), until one block is enough.
+// A block sorts PART numbers of a row (bitonic, in shared memory) and keeps KEPT of them, so a few launches, each over
+// what the last one kept, leave KEPT of a row:
+//   n_0 = n, n_{i+1} = KEPT ceil(n_i / PART), until one block is enough.
 // The first launch also leaves of each block its largest number m and sum exp((x - m) inverse_temperature), for the
 // weight of the whole row.
 //
-//   shortlist   grid (ceil(n / 1024), rows), 512 threads, no dynamic shared memory
-//       (values: *const f32 [rows, pitch], ids: *const i32 [rows, pitch] or null: their indices, best: *mut f32 [rows,
-//       64 blocks], best_ids: *mut i32 [rows, 64 blocks],
-//        inverse_temperature: *const f32 [rows], sums: *mut f32 [rows, blocks, 2] or null, n: i32, pitch: i32)
+//   shortlist   grid (ceil(n / PART), rows)
+//       values               [rows, pitch]
+//       ids                  [rows, pitch], or null: their indices
+//       best, best_ids       [rows, KEPT * blocks]
+//       inverse_temperature  [rows]
+//       sums                 [rows, blocks, 2], or null
 #include "common.cuh"
 
 constexpr int SORT_THREADS = 512, PART = 1024, KEPT = 64;
@@ -25,7 +27,7 @@ __device__ __forceinline__ float number_of(uint64_t key) {
     return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
-KERNEL(shortlist, SORT_THREADS, const float* values, const int* ids, float* best, int* best_ids,
+KERNEL(shortlist, SORT_THREADS, 0, const float* values, const int* ids, float* best, int* best_ids,
     const float* inverse_temperature, float* sums, int n, int pitch) {
     __shared__ uint64_t keys[PART];
     __shared__ float scratch[33];

@@ -1,21 +1,21 @@
-// A layer's tokens on their way to the CPU's experts and back, on a stream of another engine's (src/experts/stream_port.rs):
-// nothing but kernels, so that they can be recorded.
+// A layer's tokens on their way to the CPU's experts and back, on a stream of another engine's
+// (src/experts/stream_port.rs): nothing but kernels, so that they can be recorded.
 //
 //   publish_rows  writes the tokens' hidden states as they are, and their routing, into mapped pinned memory, counts
-//   the slot up, and takes
-//                 the next place in a ring of records that the CPU reads in order
+//                 the slot up, and takes the next place in a ring of records that the CPU reads in order
 //   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote
 //
-// A record is 8 words: its place in the ring, from 1 on and written last; the slot, the slot's count; layer, tokens,
-// top_k, type; nothing. `head`, `count` and `arrived` are the device's own, and `arrived` is 0 between launches.
+// A record is RECORD_WORDS words: its place in the ring, from 1 on and written last; the slot, the slot's count; layer,
+// tokens, top_k, type; nothing. `head`, `count` and `arrived` are the device's own, and `arrived` is 0 between
+// launches.
 //
-// grid (blocks), 1024 threads
+//   grid (blocks)
 #include "common.cuh"
 
 constexpr int STREAM_THREADS = 1024;
 constexpr int RECORD_WORDS = 8;
 
-KERNEL(publish_rows, STREAM_THREADS, const uint4* x, const int* ids, const float* weights, int x_words, int choices,
+KERNEL(publish_rows, STREAM_THREADS, 0, const uint4* x, const int* ids, const float* weights, int x_words, int choices,
     int id_words, uint4* host_x, int* host_ids, float* host_weights, uint32_t* arrived, uint32_t* count, uint32_t* head,
     uint32_t* ring, int ring_records, int slot, int layer, int tokens, int top_k, int type) {
     begin_kernel();
@@ -45,8 +45,8 @@ KERNEL(publish_rows, STREAM_THREADS, const uint4* x, const int* ids, const float
     store_release_system(record, place + 1);
 }
 
-KERNEL(
-    fetch_rows, STREAM_THREADS, const uint32_t* count, const uint32_t* up, const uint4* host_y, uint4* out, int words) {
+KERNEL(fetch_rows, STREAM_THREADS, 0, const uint32_t* count, const uint32_t* up, const uint4* host_y, uint4* out,
+    int words) {
     begin_kernel();
     if (threadIdx.x == 0)
         while ((int)(load_acquire_system(up) - *count) < 0) pause_ns(40);

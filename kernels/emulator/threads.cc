@@ -133,8 +133,8 @@ static void catch_faults() {
 }
 
 static void stuck() {
-    fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n",
-        block->name(), block->live, current->place.block.x, current->place.block.y, current->place.block.z);
+    fprintf(stderr, "kernel %s: %u threads of block (%u, %u, %u) wait for others that never come\n", block->name(),
+        block->live, current->place.block.x, current->place.block.y, current->place.block.z);
     abort();
 }
 
