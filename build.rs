@@ -1,9 +1,13 @@
-//! Compiles `kernels/*.cu` where an nvcc is found and embeds the fatbins; without one the engine runs on the CPU.
+//! Reads what `kernels/*.cu` declare of their kernels, compiles them where an nvcc is found, and embeds the fatbins;
+//! without one the engine runs on the CPU.
 //!
 //! nvcc is looked for in `$NVCC`, `$CUDA_HOME`, `$CUDA_PATH`, `.cu/` (see `scripts/cuda-toolchain`), `$PATH` and
 //! `/usr/local/cuda`. A fatbin is kept under a hash of its source, the headers it includes and the flags, so that an
 //! edit compiles what it changed. `$CUDAARCHS` (CMake's name for it) compiles for these compute capabilities alone, as
 //! "80;90a", or for "all" that a release has.
+
+#[path = "kernels/contract.rs"]
+mod contract;
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::DefaultHasher;
@@ -32,6 +36,10 @@ fn main() {
     }
     let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("Cargo sets it"));
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("Cargo sets it"));
+    match contract::read(&root.join("kernels")) {
+        Ok(contract) => fs::write(out.join("contract.rs"), contract.rust()).expect("OUT_DIR can be written"),
+        Err(why) => return println!("cargo::error={why}"),
+    }
     let mut sources = files(&root.join("kernels"), "cu");
     sources.sort();
     let nvcc = env::var_os("CARGO_FEATURE_CUDA").and_then(|_| find_nvcc(&root));

@@ -1,7 +1,7 @@
-//! The CUDA driver, as far as the engine needs it: one device, its memory, two streams, kernels by name, graphs.
+//! The CUDA driver, as far as the engine needs it: one device, its memory, two streams, kernels, graphs.
 //!
 //! ```text
-//! kernels       the kernels of `kernels/*.cu`, by name
+//! kernels       the kernels of `kernels/*.cu`, as their files declare them, and launches
 //! memory        buffers on the device, pinned and registered ones on the host
 //! stream        streams and events
 //! graph         recorded launches
@@ -35,8 +35,8 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::{Error, Result};
 
 pub use graph::Graph;
+pub use kernels::Kernels;
 pub(crate) use kernels::launch;
-pub use kernels::{Kernel, Kernels};
 pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, TensorMap};
 pub use stream::{Event, Stream};
 

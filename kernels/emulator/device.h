@@ -335,7 +335,7 @@ inline float2 unpack_e4m3(uint16_t pair) {
 
 #define HAS_WGMMA
 // Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
-struct TensorMap {
+struct alignas(64) TensorMap {
     uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
     uint32_t box[3];
     uint32_t unused[17];

@@ -313,7 +313,13 @@ Result cuModuleGetFunction(const Kernel** function, void*, const char* name) {
     return *function = &found->second, SUCCESS;
 }
 Result cuFuncSetAttribute(const Kernel*, int, int) { return SUCCESS; }
-Result cuFuncGetAttribute(int* value, int, const Kernel*) { return *value = 0, SUCCESS; }
+Result cuFuncGetAttribute(int* value, int attribute, const Kernel* k) {
+    return *value = attribute == 0 ? (int)k->threads : 0, SUCCESS; // 0: threads of a block
+}
+Result cuFuncGetParamInfo(const Kernel* k, size_t i, size_t* offset, size_t* size) {
+    if (i >= k->parameter_bytes.size()) return INVALID_VALUE;
+    return *offset = 0, *size = k->parameter_bytes[i], SUCCESS; // nobody asks for offsets
+}
 
 static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
     unsigned shared, Stream* s, void** parameters, bool early) {

@@ -48,9 +48,6 @@ pub use record::Additions;
 pub use recur::{DeltaScratch, State};
 pub use route::CudaRouting;
 
-/// Threads of a block that works on one row.
-const ROW_THREADS: u32 = 256;
-
 /// Sequences up to which a decode step is recorded.
 const RECORDED_TOKENS: usize = 64;
 

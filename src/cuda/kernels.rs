@@ -1,25 +1,75 @@
-//! The kernels of `kernels/*.cu`, by name.
+//! The kernels of `kernels/*.cu`: what their files declare of a launch, as kernels/contract.rs reads it, and launches.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
+use std::marker::PhantomData;
 use std::ptr;
 
 use cudarc::driver::sys;
+use half::bf16;
 
-use super::{Address, Cuda, DeviceInfo, Stream, succeed};
+use super::{Address, Cuda, DeviceInfo, Stream, TensorMap, succeed};
 use crate::{Error, Result};
 
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
-/// One kernel.
-#[derive(Clone, Copy, Debug)]
-pub struct Kernel(sys::CUfunction);
+/// Kernels, structs and constants by their names in `kernels/*.cu`.
+#[allow(dead_code, non_upper_case_globals)]
+mod contract {
+    use super::*;
+
+    include!(concat!(env!("OUT_DIR"), "/contract.rs"));
+}
+pub(crate) use contract::*;
+
+/// One kernel, as its file declares it; `A` are the types of its parameters, in order.
+pub(crate) struct Kernel<A> {
+    pub(crate) name: &'static str,
+    threads: u32,             // of a block
+    shared_bytes: [usize; 2], // of dynamic shared memory, without and with `DeviceInfo::has_wgmma`
+    /// What tells it from others of its family: its file says what the numbers are.
+    pub(crate) tile: [usize; 3],
+    arguments: PhantomData<fn(A)>,
+}
+
+impl<A> Clone for Kernel<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<A> Copy for Kernel<A> {}
+
+impl<A> Kernel<A> {
+    const fn new(name: &'static str, threads: u32, shared_bytes: [usize; 2], tile: [usize; 3]) -> Self {
+        Self { name, threads, shared_bytes, tile, arguments: PhantomData }
+    }
+}
+
+/// A kernel of any parameters.
+#[cfg(test)]
+pub(crate) struct Row {
+    name: &'static str,
+    threads: u32,
+    parameters: &'static [usize], // their sizes
+}
+
+#[cfg(test)]
+impl<A: Arguments> Kernel<A> {
+    const fn row(&self) -> Row {
+        Row { name: self.name, threads: self.threads, parameters: A::SIZES }
+    }
+}
+
+/// A kernel on a device.
+#[derive(Clone, Copy)]
+struct Function(sys::CUfunction);
 
 /// All kernels.
 pub struct Kernels {
     modules: Vec<sys::CUmodule>,
-    found: std::sync::Mutex<HashMap<&'static str, Kernel>>,
+    found: std::sync::Mutex<HashMap<&'static str, Function>>,
     shared_bytes: usize,
 }
 
@@ -52,13 +102,18 @@ impl Kernels {
         Self { modules: Vec::new(), found: Default::default(), shared_bytes: 0 }
     }
 
+    /// Loads a kernel before its first launch, which then takes no memory.
+    pub(crate) fn prepare<A>(&self, kernel: Kernel<A>) {
+        self.get(kernel.name);
+    }
+
     /// The kernel called `name`. Panics if there is none: a bug.
-    pub fn get(&self, name: &'static str) -> Kernel {
+    fn get(&self, name: &'static str) -> Function {
         let mut found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         *found.entry(name).or_insert_with(|| self.find(name).unwrap_or_else(|| panic!("there is no kernel {name}")))
     }
 
-    fn find(&self, name: &str) -> Option<Kernel> {
+    fn find(&self, name: &str) -> Option<Function> {
         let name = CString::new(name).ok()?;
         self.modules.iter().find_map(|&module| {
             let mut function = ptr::null_mut();
@@ -80,12 +135,12 @@ impl Kernels {
                 );
                 let _ = sys::cuFuncSetAttribute(function, most, self.shared_bytes as i32 - own);
             }
-            Some(Kernel(function))
+            Some(Function(function))
         })
     }
 }
 
-/// What a kernel takes.
+/// One thing that a kernel takes.
 ///
 /// # Safety
 /// The type lies in memory as the kernel's parameter does.
@@ -101,32 +156,53 @@ unsafe impl Argument for i64 {}
 // SAFETY: the same on both sides.
 unsafe impl Argument for f32 {}
 
-/// The address of an argument, for the driver.
-pub(crate) fn pointer<T: Argument>(argument: &T) -> *mut c_void {
-    ptr::from_ref(argument).cast_mut().cast()
+/// All that a kernel takes, in its order.
+pub(crate) trait Arguments {
+    /// Bytes of each.
+    #[cfg(test)]
+    const SIZES: &'static [usize];
+
+    /// Calls `launch` with the address of each, as the driver wants them.
+    fn each_address<T>(&self, launch: impl FnOnce(&mut [*mut c_void]) -> T) -> T;
 }
 
+/// Implements [`Arguments`] for tuples: of the first of these types, of the first two, and so on.
+macro_rules! arguments {
+    ([$($type:ident $at:tt)*]) => {};
+    ([$($type:ident $at:tt)*] $next:ident $last:tt $($rest:tt)*) => {
+        impl<$($type: Argument,)* $next: Argument> Arguments for ($($type,)* $next,) {
+            #[cfg(test)]
+            const SIZES: &'static [usize] = &[$(size_of::<$type>(),)* size_of::<$next>()];
+
+            fn each_address<T>(&self, launch: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
+                launch(&mut [
+                    $(ptr::from_ref(&self.$at).cast_mut().cast(),)* ptr::from_ref(&self.$last).cast_mut().cast()
+                ])
+            }
+        }
+        arguments!([$($type $at)* $next $last] $($rest)*);
+    };
+}
+arguments!([] A 0 B 1 C 2 D 3 E 4 F 5 G 6 H 7 I 8 J 9 K 10 L 11 M 12 N 13 O 14 P 15 Q 16 R 17 S 18 U 19);
+
 impl Cuda {
-    /// Enqueues a kernel; [`launch!`] writes the arguments. Grids of no blocks are skipped.
+    /// Enqueues a kernel: see [`launch!`]. Grids of no blocks are skipped.
     ///
     /// # Safety
-    /// `arguments` are as many and of the types that the kernel declares, and its addresses are of what it reads and
-    /// writes.
-    pub(crate) unsafe fn launch_raw(
+    /// Addresses are of what the kernel reads and writes.
+    pub(crate) unsafe fn launch<A: Arguments>(
         &self,
         stream: &Stream,
-        name: &'static str,
+        kernel: Kernel<A>,
         grid: [usize; 3],
-        threads: u32,
-        shared_bytes: usize,
-        arguments: &mut [*mut c_void],
+        arguments: A,
     ) {
         if grid.contains(&0) || self.is_plan() {
             return;
         }
         self.take_independent();
-        self.mark(stream, name);
-        let Kernel(function) = self.kernels.get(name);
+        self.mark(stream, kernel.name);
+        let Function(function) = self.kernels.get(kernel.name);
         let [x, y, z] = grid.map(|n| n as u32);
         // Each may be on its way before the one in front of it has ended: all kernels wait where they begin.
         let mut early = sys::CUlaunchAttribute {
@@ -138,28 +214,29 @@ impl Cuda {
             gridDimX: x,
             gridDimY: y,
             gridDimZ: z,
-            blockDimX: threads,
+            blockDimX: kernel.threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: shared_bytes as u32,
+            sharedMemBytes: kernel.shared_bytes[usize::from(self.info.has_wgmma())] as u32,
             hStream: stream.0,
             attrs: &mut early,
             numAttrs: u32::from(stream.is_ours() && self.info.capability >= (9, 0)),
         };
-        // SAFETY: the caller's promise.
-        let result = unsafe { sys::cuLaunchKernelEx(&config, function, arguments.as_mut_ptr(), ptr::null_mut()) };
-        self.note(name, result);
+        let result = arguments.each_address(|addresses| {
+            // SAFETY: the arguments' number and types are the kernel's, their addresses are the caller's promise.
+            unsafe { sys::cuLaunchKernelEx(&config, function, addresses.as_mut_ptr(), ptr::null_mut()) }
+        });
+        self.note(kernel.name, result);
     }
 }
 
-/// `launch!(cuda, stream, "name", [grid], threads, shared bytes; arguments...)`
+/// `launch!(cuda, stream, kernel, grid; arguments...)`
 macro_rules! launch {
-    ($cuda:expr, $stream:expr, $name:expr, $grid:expr, $threads:expr, $shared:expr; $($argument:expr),* $(,)?) => {
-        // SAFETY: arguments are those of the kernel's declaration, and buffers are as large as its header asks.
+    ($cuda:expr, $stream:expr, $kernel:expr, $grid:expr; $($argument:expr),* $(,)?) => {
+        // SAFETY: buffers are as large as the kernel's file asks.
         #[allow(unsafe_code)]
         unsafe {
-            // One expression, so that the arguments live until the call is over.
-            $cuda.launch_raw($stream, $name, $grid, $threads, $shared, &mut [$(crate::cuda::kernels::pointer(&$argument)),*])
+            $cuda.launch($stream, $kernel, $grid, ($($argument,)*))
         }
     };
 }
@@ -169,8 +246,6 @@ pub(crate) use launch;
 mod tests {
     use std::path::Path;
     use std::sync::Arc;
-
-    use half::bf16;
 
     use super::*;
     use crate::cuda::DeviceBuffer;
@@ -183,34 +258,57 @@ mod tests {
         Cuda::open(0).ok().filter(|cuda| cuda.info.is_emulated())
     }
 
-    /// A product of zeros by a kernel of 128 threads and 53,248 bytes, launched with others.
-    fn product(threads: u32, shared_bytes: usize) -> Option<Result<()>> {
+    /// A product of zeros, by a kernel that needs all of its shared memory.
+    fn product(kernel: Kernel<LinearArguments>) -> Option<Result<()>> {
         const N: usize = 128;
         const K: usize = 1024;
         let cuda = emulator()?;
         let zeros = |bytes| DeviceBuffer::<u8>::zeros(&cuda, bytes).unwrap();
         let (weights, x, y) = (zeros(N * K), zeros(16 * K * 2), zeros(16 * N * 4));
-        let (x, bias) = (x.address().cast::<bf16>(), Address::<f32>::NULL);
         let [tokens, n, k, group, flags] = [16, N, K, 32, 0].map(|n: usize| n as i32);
-        launch!(cuda, &cuda.compute, "packed_linear_int4_g32_t16", [1, 1, 1], threads, shared_bytes;
-            weights.address(), x, y.address(), bias, tokens, n, k, group, k, n, flags);
+        launch!(cuda, &cuda.compute, kernel, [1, 1, 1];
+            weights.address(), x.address().cast(), y.address(), Address::NULL, tokens, n, k, group, k, n, flags);
         Some(cuda.synchronize())
     }
 
     #[test]
     fn shared_memory_ends_where_the_launch_said() {
-        let Some(enough) = product(128, 53_248) else { return };
+        let kernel = packed_linear_int4_g32_t16;
+        let Some(enough) = product(kernel) else { return };
         enough.unwrap();
-        for bytes in [53_248 - 16, 53_248 - 1024, 1024, 0] {
-            let error = product(128, bytes).unwrap().unwrap_err().to_string();
-            assert!(error.contains("error 700"), "{bytes} bytes: {error}");
+        for missing in [16, 1024, kernel.shared_bytes[1]] {
+            let fewer = Kernel { shared_bytes: kernel.shared_bytes.map(|bytes| bytes - missing), ..kernel };
+            let error = product(fewer).unwrap().unwrap_err().to_string();
+            assert!(error.contains("error 700"), "{missing} bytes are missing: {error}");
         }
     }
 
     #[test]
     fn a_kernel_has_its_own_number_of_threads() {
-        let Some(wrong) = product(256, 53_248) else { return };
+        let Some(wrong) = product(Kernel { threads: 256, ..packed_linear_int4_g32_t16 }) else { return };
         let error = wrong.unwrap_err().to_string();
         assert!(error.contains("packed_linear_int4_g32_t16 failed: error 1"), "{error}");
+    }
+    #[test]
+    fn what_was_read_is_what_was_compiled() {
+        let Some(cuda) = emulator() else { return };
+        assert!(ALL.len() > 100);
+        for Row { name, threads, parameters } in ALL {
+            let Function(function) = cuda.kernels.get(name);
+            let mut most = 0;
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+            // SAFETY: writes one number.
+            succeed(name, unsafe { sys::cuFuncGetAttribute(&mut most, attribute, function) }).unwrap();
+            assert_eq!(most, *threads as i32, "threads of {name}");
+            let sizes: Vec<usize> = (0..).map_while(|i| parameter_bytes(function, i)).collect();
+            assert_eq!(sizes, *parameters, "parameters of {name}");
+        }
+    }
+
+    fn parameter_bytes(function: sys::CUfunction, i: usize) -> Option<usize> {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: writes two numbers.
+        let found = unsafe { sys::cuFuncGetParamInfo(function, i, &mut offset, &mut size) };
+        (found == sys::CUresult::CUDA_SUCCESS).then_some(size)
     }
 }

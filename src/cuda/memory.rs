@@ -298,10 +298,10 @@ impl Drop for Registered {
 /// How a kernel's tensor copies find a box of numbers: what the driver makes of a tensor's address, dimensions and
 /// pitches.
 #[derive(Clone, Copy)]
-#[repr(transparent)]
-pub struct TensorMap(sys::CUtensorMap);
+#[repr(C, align(64))]
+pub struct TensorMap([u64; 16]);
 
-// SAFETY: 128 bytes aligned to 64, as kernels declare it.
+// SAFETY: as kernels/device.cuh declares it.
 unsafe impl super::kernels::Argument for TensorMap {}
 
 impl Cuda {
@@ -310,7 +310,7 @@ impl Cuda {
     pub(crate) fn tensor_map(&self, address: Address<half::bf16>, dims: [usize; 3], pitches: [usize; 2]) -> TensorMap {
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         if self.is_plan() {
-            return TensorMap(map);
+            return TensorMap(map.opaque);
         }
         let dims = dims.map(|n| n as u64);
         let strides = pitches.map(|n| 2 * n as u64);
@@ -332,6 +332,6 @@ impl Cuda {
             )
         };
         self.note("describing a tensor", result);
-        TensorMap(map)
+        TensorMap(map.opaque)
     }
 }

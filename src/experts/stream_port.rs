@@ -23,14 +23,13 @@ use std::time::{Duration, Instant};
 
 use super::mailbox::{Mailbox, Room, blocks};
 use super::service::{RowType, ServedLayer, Tokens};
-use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Stream, launch};
+use crate::cuda::kernels::stream::RECORD_WORDS;
+use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Stream, kernels, launch};
 use crate::machine::workers::{Gate, Team};
 use crate::{Error, Result};
 
 /// Records that may wait, far more than slots.
 const RECORDS: usize = 4096;
-/// Words of a record.
-const RECORD: usize = 8;
 /// Slots of a stream: batches in flight.
 const SLOTS: usize = 8;
 /// How long the owner polls after it has served: longer than what is between two layers.
@@ -47,7 +46,7 @@ pub struct StreamPort {
 
 /// What the owner and the streams share. Graphs may run as long as the process does, so it lives as long.
 struct Mailroom {
-    ring: PinnedBuffer<u32>, // [RECORDS, RECORD]
+    ring: PinnedBuffer<u32>, // [RECORDS, RECORD_WORDS]
     head: DeviceBuffer<u32>,
     wakes: Gate,
     slots: RwLock<Vec<&'static Slot>>,
@@ -115,10 +114,10 @@ impl StreamPort {
     pub fn open(ordinal: usize, team: &Arc<Team>) -> Result<Self> {
         let cuda = Cuda::open(ordinal)?;
         let mailroom = cuda.as_guest(|| {
-            cuda.kernels.get("publish_rows");
-            cuda.kernels.get("fetch_rows");
+            cuda.kernels.prepare(kernels::publish_rows);
+            cuda.kernels.prepare(kernels::fetch_rows);
             let mailroom = Mailroom {
-                ring: PinnedBuffer::new(&cuda, RECORDS * RECORD)?,
+                ring: PinnedBuffer::new(&cuda, RECORDS * RECORD_WORDS)?,
                 head: DeviceBuffer::zeros(&cuda, 1)?,
                 wakes: Gate::new(0),
                 slots: RwLock::default(),
@@ -188,10 +187,11 @@ impl StreamPort {
                 self.mailroom.wakes.add();
             }
             let Mailbox { x, ids, weights, arrived, count, .. } = &slot.mailbox;
-            launch!(self.cuda, &stream, "publish_rows", [blocks(bytes), 1, 1], 1024, 0;
-                Address::<u8>::of_another(batch.x), Address::<u8>::of_another(batch.ids), Address::<u8>::of_another(batch.weights), (bytes / 16) as i32,
-                choices as i32, (batch.id_bytes / 4) as i32, x.address(), ids.address(), weights.address(), arrived.address(),
-                count.address(), self.mailroom.head.address(), self.mailroom.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
+            launch!(self.cuda, &stream, kernels::publish_rows, [blocks(bytes), 1, 1];
+                Address::of_another(batch.x), Address::of_another(batch.ids), Address::of_another(batch.weights),
+                (bytes / 16) as i32, choices as i32, (batch.id_bytes / 4) as i32, x.address(), ids.address(),
+                weights.address(), arrived.address(), count.address(), self.mailroom.head.address(),
+                self.mailroom.ring.address(), RECORDS as i32, index as i32, layer as i32, batch.tokens as i32,
                 batch.top_k as i32, batch.rows as i32);
             self.cuda.check()?;
             Ok(Ticket { slot: index, stream: (handle, capturing), bytes })
@@ -209,8 +209,8 @@ impl StreamPort {
                 self.cuda.wait(&stream, &slot.woken);
             }
             let Mailbox { count, up, y_address, .. } = &slot.mailbox;
-            launch!(self.cuda, &stream, "fetch_rows", [blocks(ticket.bytes), 1, 1], 1024, 0;
-                count.address(), up.address(), *y_address, Address::<u8>::of_another(out), (ticket.bytes / 16) as i32);
+            launch!(self.cuda, &stream, kernels::fetch_rows, [blocks(ticket.bytes), 1, 1];
+                count.address(), up.address(), *y_address, Address::of_another(out), (ticket.bytes / 16) as i32);
             if let Some(of) = lock(&self.streams).get_mut(&ticket.stream) {
                 of.slots.iter_mut().filter(|(index, _)| *index == ticket.slot).for_each(|(_, busy)| *busy = false);
             }
@@ -293,8 +293,8 @@ impl Mailroom {
     }
 
     /// The record at a place of the ring, once it is there.
-    fn record(&self, place: u32) -> Option<[u32; RECORD]> {
-        let at = (place as usize % RECORDS) * RECORD;
+    fn record(&self, place: u32) -> Option<[u32; RECORD_WORDS]> {
+        let at = (place as usize % RECORDS) * RECORD_WORDS;
         if self.ring.atomic(at).load(Ordering::Acquire) != place.wrapping_add(1) {
             return None;
         }
@@ -302,7 +302,7 @@ impl Mailroom {
     }
 
     /// Computes a batch. Whatever happens, the stream gets an answer: it waits for it.
-    fn serve(&self, [_, slot, count, layer, tokens, top_k, rows, _]: [u32; RECORD]) {
+    fn serve(&self, [_, slot, count, layer, tokens, top_k, rows, _]: [u32; RECORD_WORDS]) {
         let slot = self.slot(slot as usize);
         let layer = self.layer(layer as usize);
         let rows = [RowType::F32, RowType::F16, RowType::Bf16][rows as usize];

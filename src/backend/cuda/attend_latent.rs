@@ -5,18 +5,34 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::attend::{HEADS, Kv};
+use super::attend::{Kv, holding};
 use super::batch::DECODE_ROWS;
 use super::load::LatentUp;
 use super::product::{Out, Product};
-use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
+use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
+use crate::cuda::kernels::attention_decode_mla::{MAX_SPLITS, UNIT};
+use crate::cuda::kernels::kv_cache::GATHERED;
+use crate::cuda::kernels::{self, Kernel};
 use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::Mla;
 
 /// Bytes that the keys and values of a segment of context may take, expanded from latents.
 const EXPANDED_BYTES: usize = 256 << 20;
+
+/// By cache, bf16 and FP8; few heads first.
+const DECODE: [[Kernel<kernels::DecodeMlaArguments>; 2]; 2] = [
+    [kernels::attend_latent_decode_16_bf16, kernels::attend_latent_decode_32_bf16],
+    [kernels::attend_latent_decode_16_e4m3, kernels::attend_latent_decode_32_e4m3],
+];
+
+/// Smallest heads first.
+const PREFILL: [Kernel<kernels::PrefillMlaArguments>; 3] = [
+    kernels::attend_latent_prefill_64_64,
+    kernels::attend_latent_prefill_192_128,
+    kernels::attend_latent_prefill_256_256,
+];
 
 /// Activations of latent attention.
 pub struct LatentScratch {
@@ -107,25 +123,21 @@ impl CudaBackend {
             out: Out::Bf16,
         };
         self.product(&product);
-        launch!(self.cuda, stream, "attend_latent_copy_heads", [rows, 1, 1], ROW_THREADS, 0;
-            q.bf16(), scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32, key_dim as i32, rank as i32);
+        launch!(self.cuda, stream, kernels::attend_latent_copy_heads, [rows, 1, 1];
+            q.bf16(), scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32,
+            key_dim as i32, rank as i32);
 
-        let wide = heads > HEADS;
-        let h = if wide { 32 } else { 16 };
-        let name = match (wide, kv.fp8) {
-            (false, false) => "attend_latent_decode_16_bf16",
-            (true, false) => "attend_latent_decode_32_bf16",
-            (false, true) => "attend_latent_decode_16_e4m3",
-            (true, true) => "attend_latent_decode_32_e4m3",
+        let [few, many] = DECODE[usize::from(kv.fp8)];
+        let (kernel, blocks_at_once) = match heads > few.tile[0] {
+            false => (few, 2 * self.cuda.info.multiprocessors),
+            true => (many, self.cuda.info.multiprocessors),
         };
-        let shared = if kv.fp8 { 56_832 } else { 74_752 } + 512 * h;
-        let parts = heads.div_ceil(h);
-        let blocks_at_once = self.cuda.info.multiprocessors * if wide { 1 } else { 2 };
-        let splits = (blocks_at_once / (rows * parts)).clamp(1, self.limits.context.div_ceil(16).min(256));
-        launch!(self.cuda, stream, name, [splits, parts, rows], 8 * h as u32, shared;
-            scratch.query.address(), kv.keys.address(), scratch.mixed.address(), self.attention.partial.address(), self.attention.states.address(),
-            batch.decode_rows(), batch.positions(), batch.token_seq(), batch.seq_blocks(), batch.block_table(),
-            heads as i32, key_dim as i32, rank as i32, config.scale);
+        let parts = heads.div_ceil(kernel.tile[0]);
+        let splits = (blocks_at_once / (rows * parts)).clamp(1, self.limits.context.div_ceil(UNIT).min(MAX_SPLITS));
+        launch!(self.cuda, stream, kernel, [splits, parts, rows];
+            scratch.query.address(), kv.keys.address(), scratch.mixed.address(), self.attention.partial.address(),
+            self.attention.states.address(), batch.decode_rows(), batch.positions(), batch.token_seq(),
+            batch.seq_blocks(), batch.block_table(), heads as i32, key_dim as i32, rank as i32, config.scale);
         self.combine(batch, splits, heads, rank, Address::NULL, scratch.mixed.address());
 
         self.product(&Product {
@@ -156,10 +168,10 @@ impl CudaBackend {
             config.kv_lora_rank,
         );
         let (stream, positions) = (&self.cuda.compute, segment.len());
-        let gather = if kv.fp8 { "attend_latent_gather_e4m3" } else { "attend_latent_gather_bf16" };
-        launch!(self.cuda, stream, gather, [(positions * (rank + rope) / 8).div_ceil(256), 1, 1], 256, 0;
-            kv.keys.address(), scratch.latents.address(), scratch.rotated.address(), batch.seq_blocks(), batch.block_table(), sequence as i32,
-            segment.start as i32, segment.end as i32, rank as i32, rope as i32);
+        let gather = if kv.fp8 { kernels::attend_latent_gather_e4m3 } else { kernels::attend_latent_gather_bf16 };
+        launch!(self.cuda, stream, gather, [(positions * (rank + rope)).div_ceil(GATHERED), 1, 1];
+            kv.keys.address(), scratch.latents.address(), scratch.rotated.address(), batch.seq_blocks(),
+            batch.block_table(), sequence as i32, segment.start as i32, segment.end as i32, rank as i32, rope as i32);
         self.product(&Product {
             x: scratch.latents.address(),
             x_pitch: rank,
@@ -179,15 +191,11 @@ impl CudaBackend {
         if self.attend_expanded_wgmma(op, part) {
             return;
         }
-        let (name, key, value, tile) = match (nope + rope, v) {
-            (..=64, ..=64) => ("attend_latent_prefill_64_64", 64, 64, 128),
-            (..=192, ..=128) => ("attend_latent_prefill_192_128", 192, 128, 128),
-            _ => ("attend_latent_prefill_256_256", 256, 256, 64),
-        };
-        let shared = 2 * (tile + 64) * (key + 8) + 128 * (value + 8);
-        launch!(self.cuda, stream, name, [heads, rows.len().div_ceil(tile), 1], 128, shared;
-            q.bf16(), scratch.expanded.address(), scratch.rotated.address(), out.bf16(), scratch.max.address(), scratch.sum.address(),
-            scratch.acc.address(), batch.positions(), rows.start as i32, rows.end as i32, segment.start as i32, segment.end as i32,
-            i32::from(segment.start == 0), i32::from(segment.end == end), heads as i32, nope as i32, rope as i32, v as i32, config.scale);
+        let kernel = holding(&PREFILL, nope + rope, v);
+        launch!(self.cuda, stream, kernel, [heads, rows.len().div_ceil(kernel.tile[2]), 1];
+            q.bf16(), scratch.expanded.address(), scratch.rotated.address(), out.bf16(), scratch.max.address(),
+            scratch.sum.address(), scratch.acc.address(), batch.positions(), rows.start as i32, rows.end as i32,
+            segment.start as i32, segment.end as i32, i32::from(segment.start == 0), i32::from(segment.end == end),
+            heads as i32, nope as i32, rope as i32, v as i32, config.scale);
     }
 }

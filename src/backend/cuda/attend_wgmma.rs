@@ -1,74 +1,12 @@
 //! Attention of prompts with Hopper's own instructions, where they have a kernel for it.
 
-use half::bf16;
-
 use super::attend::Kv;
 use super::attend_latent::{LatentOp, Segment};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::Softmax;
-use crate::cuda::kernels::Argument;
+use crate::cuda::kernels::attention_wgmma::{PAGE, QUERIES};
+use crate::cuda::kernels::{self, AttentionWgmma, LatentWgmma};
 use crate::cuda::{Address, DeviceBuffer, TensorMap, launch};
-
-/// Queries of a block, positions of a step.
-const QUERIES: usize = 128;
-
-/// A block's threads.
-const THREADS: u32 = 384;
-
-/// Shared memory for heads of so many runs of 64 numbers of keys and values: queries, two steps, what swizzles and
-/// barriers take.
-const fn shared(key_runs: usize, value_runs: usize) -> usize {
-    1024 + (key_runs + 2 * (key_runs + value_runs)) * QUERIES * 128 + 128
-}
-
-/// Of kernels/attention_wgmma.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AttentionWgmma {
-    q: TensorMap,
-    keys: TensorMap,
-    values: TensorMap,
-    out: Address<bf16>,
-    tiles: Address<i32>,
-    seq_first: Address<i32>,
-    positions: Address<i32>,
-    seq_blocks: Address<i32>,
-    block_table: Address<u32>,
-    heads: i32,
-    kv_heads: i32,
-    value_dim: i32,
-    scale: f32,
-    sinks: Address<f32>,
-}
-
-/// Of kernels/attention_wgmma.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct LatentWgmma {
-    q: TensorMap,
-    expanded: TensorMap,
-    rotated: TensorMap,
-    out: Address<bf16>,
-    max: Address<f32>,
-    sum: Address<f32>,
-    acc: Address<f32>,
-    positions: Address<i32>,
-    row_first: i32,
-    row_end: i32,
-    from: i32,
-    to: i32,
-    first: i32,
-    last: i32,
-    heads: i32,
-    scale: f32,
-}
-
-// SAFETY: the struct of the same name in the kernel's file has the same fields.
-#[allow(unsafe_code)]
-unsafe impl Argument for AttentionWgmma {}
-// SAFETY: as above.
-#[allow(unsafe_code)]
-unsafe impl Argument for LatentWgmma {}
 
 impl CudaBackend {
     /// Heads of `x` as tensor copies find them.
@@ -86,13 +24,15 @@ impl CudaBackend {
         q: &Tensor,
         out: &mut Tensor,
     ) -> bool {
-        let (dim, wide) = (kv.key_dim, kv.key_dim > 64);
+        let dim = kv.key_dim;
+        let (narrow, wide) = (kernels::attend_prefill_wgmma_64_64, kernels::attend_prefill_wgmma_128_128);
         // A window leaves little to do, and these kernels begin at position 0.
-        if !self.cuda.info.has_wgmma() || kv.fp8 || dim != kv.value_dim || dim > 128 || softmax.window.is_some() {
+        let served = !kv.fp8 && dim == kv.value_dim && dim <= wide.tile[0] && softmax.window.is_none();
+        if !self.cuda.info.has_wgmma() || !served {
             return false;
         }
         let pages = |of: Address<u8>| {
-            self.cuda.tensor_map(of.cast(), [dim, 64, kv.keys.len() / (2 * 64 * dim)], [dim, 64 * dim])
+            self.cuda.tensor_map(of.cast(), [dim, PAGE, kv.keys.len() / (2 * PAGE * dim)], [dim, PAGE * dim])
         };
         let argument = AttentionWgmma {
             q: self.heads_map(q, heads, dim),
@@ -110,12 +50,8 @@ impl CudaBackend {
             scale: softmax.scale,
             sinks: softmax.sinks.map_or(Address::NULL, DeviceBuffer::address),
         };
-        let (name, shared) = if wide {
-            ("attend_prefill_wgmma_128_128", shared(2, 2))
-        } else {
-            ("attend_prefill_wgmma_64_64", shared(1, 1))
-        };
-        launch!(self.cuda, &self.cuda.compute, name, [heads, batch.tiles[0], 1], THREADS, shared; argument);
+        let kernel = if dim <= narrow.tile[0] { narrow } else { wide };
+        launch!(self.cuda, &self.cuda.compute, kernel, [heads, batch.tiles[0], 1]; argument);
         true
     }
 
@@ -150,7 +86,7 @@ impl CudaBackend {
             scale: config.scale,
         };
         let grid = [heads, rows.len().div_ceil(QUERIES), 1];
-        launch!(self.cuda, &self.cuda.compute, "attend_latent_prefill_wgmma", grid, THREADS, shared(3, 2); argument);
+        launch!(self.cuda, &self.cuda.compute, kernels::attend_latent_prefill_wgmma, grid; argument);
         true
     }
 }

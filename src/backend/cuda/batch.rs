@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::RECORDED_TOKENS;
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
-use crate::cuda::{Address, Cuda, DeviceBuffer};
+use crate::cuda::{Address, Cuda, DeviceBuffer, kernels};
 
 /// Rows of a sequence up to which they are read one by one, the context split among blocks; beyond, in tiles.
 const FEW_ROWS: usize = 4;
@@ -15,7 +15,8 @@ const FEW_ROWS: usize = 4;
 pub(super) const DECODE_ROWS: usize = 256;
 
 /// Rows of a tile of queries; the largest head dimensions take 64.
-pub(super) const TILE_ROWS: [usize; 2] = [128, 64];
+pub(super) const TILE_ROWS: [usize; 2] =
+    [kernels::attend_prefill_64_64_bf16.tile[2], kernels::attend_prefill_256_256_bf16.tile[2]];
 
 /// What ops need of a batch.
 ///

@@ -7,15 +7,13 @@ use half::bf16;
 use super::load::{Linear, Weight};
 use super::memory::Data;
 use super::product::{FEW_TOKENS, Form, Out, Product};
-use super::{CudaBackend, CudaBatch, ROW_THREADS, Tensor};
+use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::Dense;
 use crate::backend::tensor::Shortlist;
-use crate::cuda::{Address, DeviceBuffer, PinnedBuffer, launch};
-
-/// Numbers that a block of the kernel sorts, and how many of them it keeps.
-const PART: usize = 1024;
-const KEPT: usize = 64;
+use crate::cuda::kernels::rows::{ROW_NUMBERS, RUNS};
+use crate::cuda::kernels::shortlist::{KEPT, PART};
+use crate::cuda::{Address, DeviceBuffer, PinnedBuffer, kernels, launch};
 
 /// What a launch leaves for the next, and the last one for the host.
 pub struct Shortlister {
@@ -92,7 +90,8 @@ impl Dense for CudaBackend {
     const SHORTLISTS: bool = true;
 
     fn embed(&self, embedding: &DeviceBuffer<bf16>, batch: &CudaBatch, out: &mut Tensor) {
-        launch!(self.cuda, &self.cuda.compute, "embed", [out.rows, 1, 1], ROW_THREADS, 0; embedding.address(), batch.tokens(), out.f32(), out.cols as i32);
+        launch!(self.cuda, &self.cuda.compute, kernels::embed, [out.rows, 1, 1];
+            embedding.address(), batch.tokens(), out.f32(), out.cols as i32);
     }
 
     fn rms_norm(&self, x: &Tensor, w: &DeviceBuffer<f32>, eps: f32, out: &mut Tensor) {
@@ -100,17 +99,19 @@ impl Dense for CudaBackend {
         let (stream, cols) = (&self.cuda.compute, x.cols as i32);
         match &x.data {
             Data::F32(x) => {
-                launch!(self.cuda, stream, "rms_norm_f32", [out.rows, 1, 1], ROW_THREADS, 0; x.address(), w.address(), eps, out.bf16(), cols);
+                launch!(self.cuda, stream, kernels::rms_norm_f32, [out.rows, 1, 1];
+                    x.address(), w.address(), eps, out.bf16(), cols);
             }
             Data::Bf16(x) => {
-                launch!(self.cuda, stream, "rms_norm_bf16", [out.rows, 1, 1], ROW_THREADS, 0; x.address(), w.address(), eps, out.bf16(), cols);
+                launch!(self.cuda, stream, kernels::rms_norm_bf16, [out.rows, 1, 1];
+                    x.address(), w.address(), eps, out.bf16(), cols);
             }
         }
     }
 
     fn rms_norm_heads(&self, x: &mut Tensor, w: &DeviceBuffer<f32>, eps: f32, cols: Range<usize>) {
         let runs = cols.len() / w.len();
-        launch!(self.cuda, &self.cuda.compute, "rms_norm_heads", [x.rows, runs.div_ceil(8), 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, kernels::rms_norm_heads, [x.rows, runs.div_ceil(RUNS), 1];
             x.bf16(), w.address(), eps, x.cols as i32, cols.start as i32, w.len() as i32, runs as i32);
     }
 
@@ -124,19 +125,19 @@ impl Dense for CudaBackend {
 
     fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
         let numbers = out.rows * out.cols;
-        launch!(self.cuda, &self.cuda.compute, "silu_mul", [numbers.div_ceil(4 * 256), 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, kernels::silu_mul, [numbers.div_ceil(ROW_NUMBERS), 1, 1];
             gate.bf16(), up.bf16(), out.bf16(), numbers as i64);
     }
 
     fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
         let numbers = x.rows * x.cols;
-        launch!(self.cuda, &self.cuda.compute, "sigmoid_mul", [numbers.div_ceil(4 * 256), 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, kernels::sigmoid_mul, [numbers.div_ceil(ROW_NUMBERS), 1, 1];
             gate.bf16(), x.bf16(), numbers as i64);
     }
 
     fn gate_rows(&self, w: &DeviceBuffer<f32>, h: &Tensor, x: &mut Tensor) {
         assert!((x.rows, w.len()) == (h.rows, h.cols));
-        launch!(self.cuda, &self.cuda.compute, "gate_rows", [x.rows, 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, kernels::gate_rows, [x.rows, 1, 1];
             w.address(), h.bf16(), x.bf16(), h.cols as i32, x.cols as i32);
     }
 
@@ -146,7 +147,7 @@ impl Dense for CudaBackend {
         staged.extend(rows.iter().map(|&row| row as u32));
         let to = self.gather_rows.address().add(at);
         self.cuda.upload(&self.cuda.compute, to, &staged);
-        launch!(self.cuda, &self.cuda.compute, "gather", [rows.len(), 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, kernels::gather, [rows.len(), 1, 1];
             x.f32(), to, first as i32, out.f32().add(at * out.cols), x.cols as i32);
     }
 
@@ -179,7 +180,7 @@ impl Dense for CudaBackend {
         let (mut values, mut ids, mut n, mut sums) = (logits.f32(), Address::NULL, logits.cols, s.sums.address());
         for level in 0.. {
             let (best, best_ids) = (s.best[level % 2].address(), s.ids[level % 2].address());
-            launch!(cuda, &cuda.compute, "shortlist", [n.div_ceil(PART), rows, 1], 512, 0;
+            launch!(cuda, &cuda.compute, kernels::shortlist, [n.div_ceil(PART), rows, 1];
                 values, ids, best, best_ids, s.inverse_temperatures.address(), sums, n as i32, n as i32);
             (values, ids, sums, n) = (best, best_ids, Address::NULL, n.div_ceil(PART) * KEPT);
             if n == KEPT {

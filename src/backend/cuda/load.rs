@@ -10,7 +10,8 @@ use super::CudaBackend;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{DeltaRule, Load};
 use crate::config::DenseBits;
-use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::cuda::kernels::gemm::SPLIT_THREADS;
+use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
 use crate::model::{DeltaNet, Mla};
 use crate::{Error, Result};
 
@@ -158,8 +159,8 @@ impl Load for CudaBackend {
     ) -> Result<RouterWeights> {
         let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
-        let (grid, count) = ([weight.len().div_ceil(256), 1, 1], weight.len() as i32);
-        launch!(self.cuda, &self.cuda.compute, "split_f32", grid, 256, 0; weight.address(), parts.address(), count);
+        let (grid, count) = ([weight.len().div_ceil(SPLIT_THREADS), 1, 1], weight.len() as i32);
+        launch!(self.cuda, &self.cuda.compute, kernels::split_f32, grid; weight.address(), parts.address(), count);
         let upload = |bias: Option<Vec<f32>>| bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose();
         Ok(RouterWeights { weight, parts, bias: upload(bias)?, correction_bias: upload(correction_bias)? })
     }

@@ -6,11 +6,12 @@ use half::bf16;
 
 use super::{CudaBackend, Tensor};
 use crate::Result;
-use crate::cuda::kernels::Argument;
-use crate::cuda::{Address, Cuda, DeviceBuffer, TensorMap, launch};
+use crate::cuda::kernels::gemv::{GEMV_WARPS, MAX_TOKENS, ROWS};
+use crate::cuda::kernels::{self, Gemm, GemmTma, Gemv, GemvJob, Kernel};
+use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
 
 /// Tokens up to which weights are multiplied as they are read.
-pub(super) const FEW_TOKENS: usize = 8;
+pub(super) const FEW_TOKENS: usize = MAX_TOKENS;
 
 /// Tokens from which on Hopper's own instructions are faster, and a library may be.
 pub(super) const MANY_TOKENS: usize = 128;
@@ -32,84 +33,8 @@ impl Workspace {
     }
 }
 
-/// Of kernels/gemv.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GemvJob {
-    w: Address<bf16>,
-    bias: Address<f32>,
-    y: Address<u8>,
-    w_batch: i64,
-    y_batch: i64,
-    n: i32,
-    y_pitch: i32,
-}
-
 const NO_JOB: GemvJob =
     GemvJob { w: Address::NULL, bias: Address::NULL, y: Address::NULL, w_batch: 0, y_batch: 0, n: 0, y_pitch: 0 };
-
-/// Of kernels/gemv.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Gemv {
-    job: [GemvJob; 3],
-    x: Address<bf16>,
-    norm: Address<f32>,
-    x_batch: i64,
-    x_pitch: i32,
-    tokens: i32,
-    k: i32,
-    k_warps: i32,
-    eps: f32,
-    independent: i32,
-}
-
-/// Of kernels/gemm.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Gemm {
-    x: Address<bf16>,
-    w: Address<bf16>,
-    y: Address<u8>,
-    bias: Address<f32>,
-    partial: Address<f32>,
-    counters: Address<u32>,
-    x_batch: i64,
-    w_batch: i64,
-    y_batch: i64,
-    x_pitch: i32,
-    y_pitch: i32,
-    tokens: i32,
-    n: i32,
-    k: i32,
-}
-
-/// Of kernels/gemm_wgmma.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GemmTma {
-    x: TensorMap,
-    w: TensorMap,
-    y: Address<u8>,
-    bias: Address<f32>,
-    partial: Address<f32>,
-    counters: Address<u32>,
-    y_batch: i64,
-    y_pitch: i32,
-    tokens: i32,
-    n: i32,
-    k: i32,
-}
-
-// SAFETY: as below.
-#[allow(unsafe_code)]
-unsafe impl Argument for GemmTma {}
-// SAFETY: the struct of the same name in the kernel's file has the same fields.
-#[allow(unsafe_code)]
-unsafe impl Argument for Gemv {}
-// SAFETY: as above.
-#[allow(unsafe_code)]
-unsafe impl Argument for Gemm {}
 
 /// One product, or one for each of `batch` heads.
 #[derive(Clone, Copy)]
@@ -138,39 +63,37 @@ pub(super) enum Out {
     F32Add,
 }
 
-/// What a block of a product of many tokens makes.
-struct Tile {
-    m: usize, // tokens
-    n: usize, // outputs
-    /// Bytes of shared memory.
-    shared: usize,
-    /// By what they write, as [`Out`] counts.
-    kernels: [&'static str; 3],
+/// Kernels whose blocks make the same tile, by what they write, as [`Out`] counts.
+struct Tile<A>([Kernel<A>; 3]);
+
+impl<A> Tile<A> {
+    /// Tokens and outputs.
+    fn size(&self) -> [usize; 2] {
+        let [m, n, _] = self.0[0].tile;
+        [m, n]
+    }
+
+    /// Tiles of a product.
+    fn count(&self, p: &Product) -> usize {
+        let [m, n] = self.size();
+        p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch
+    }
 }
 
-macro_rules! tile {
-    ($m:literal, $n:literal, $shared:literal, $before:literal, $after:literal) => {
-        Tile {
-            m: $m,
-            n: $n,
-            shared: $shared,
-            kernels: [
-                concat!($before, "_bf16_set_", $after),
-                concat!($before, "_f32_set_", $after),
-                concat!($before, "_f32_add_", $after),
-            ],
-        }
-    };
-}
-
-// Of kernels/gemm.cu, then of kernels/gemm_wgmma.cu.
-static M32_N128: Tile = tile!(32, 128, 81_920, "gemm", "m32n128");
-static M64_N64: Tile = tile!(64, 64, 65_536, "gemm", "m64n64");
-static M64_N128: Tile = tile!(64, 128, 98_304, "gemm", "m64n128");
-static M128_N128: Tile = tile!(128, 128, 98_304, "gemm", "m128n128");
-static WGMMA_N64: Tile = tile!(128, 64, 99_456, "gemm_wgmma", "n64");
-static WGMMA_N128: Tile = tile!(128, 128, 99_456, "gemm_wgmma", "n128");
-static WGMMA_N256: Tile = tile!(128, 256, 197_760, "gemm_wgmma", "n256");
+static M32_N128: Tile<(Gemm,)> =
+    Tile([kernels::gemm_bf16_set_m32n128, kernels::gemm_f32_set_m32n128, kernels::gemm_f32_add_m32n128]);
+static M64_N64: Tile<(Gemm,)> =
+    Tile([kernels::gemm_bf16_set_m64n64, kernels::gemm_f32_set_m64n64, kernels::gemm_f32_add_m64n64]);
+static M64_N128: Tile<(Gemm,)> =
+    Tile([kernels::gemm_bf16_set_m64n128, kernels::gemm_f32_set_m64n128, kernels::gemm_f32_add_m64n128]);
+static M128_N128: Tile<(Gemm,)> =
+    Tile([kernels::gemm_bf16_set_m128n128, kernels::gemm_f32_set_m128n128, kernels::gemm_f32_add_m128n128]);
+static WGMMA_N64: Tile<(GemmTma,)> =
+    Tile([kernels::gemm_wgmma_bf16_set_n64, kernels::gemm_wgmma_f32_set_n64, kernels::gemm_wgmma_f32_add_n64]);
+static WGMMA_N128: Tile<(GemmTma,)> =
+    Tile([kernels::gemm_wgmma_bf16_set_n128, kernels::gemm_wgmma_f32_set_n128, kernels::gemm_wgmma_f32_add_n128]);
+static WGMMA_N256: Tile<(GemmTma,)> =
+    Tile([kernels::gemm_wgmma_bf16_set_n256, kernels::gemm_wgmma_f32_set_n256, kernels::gemm_wgmma_f32_add_n256]);
 
 /// What a product of few tokens does besides.
 #[derive(Clone, Copy)]
@@ -213,19 +136,19 @@ impl CudaBackend {
         }
         // Warps of a block that share the rows; measured on an H200.
         let k_warps = if first.k <= 256 { 4 } else { 8 };
-        let rows = |p: &Product| p.n.div_ceil(128 / k_warps);
-        let name = match (form, first.out) {
-            (Form::Norm(..), _) => "gemv_norm_bf16_set",
-            (Form::Gated, _) => "gemv_silu",
-            (Form::Plain, Out::Bf16) => "gemv_bf16_set",
-            (Form::Plain, Out::F32) => "gemv_f32_set",
-            (Form::Plain, Out::F32Add) => "gemv_f32_add",
+        let rows = |p: &Product| p.n.div_ceil(GEMV_WARPS * ROWS / k_warps);
+        let kernel = match (form, first.out) {
+            (Form::Norm(..), _) => kernels::gemv_norm_bf16_set,
+            (Form::Gated, _) => kernels::gemv_silu,
+            (Form::Plain, Out::Bf16) => kernels::gemv_bf16_set,
+            (Form::Plain, Out::F32) => kernels::gemv_f32_set,
+            (Form::Plain, Out::F32Add) => kernels::gemv_f32_add,
         };
         let (norm, eps) = if let Form::Norm(norm, eps) = form { (norm, eps) } else { (Address::NULL, 0.0) };
         let blocks = if let Form::Gated = form { rows(first) } else { products.iter().map(rows).sum() };
         let argument = Gemv {
             job,
-            x: first.x,
+            x: first.x.cast(),
             norm,
             x_batch: first.x_batch as i64,
             x_pitch: first.x_pitch as i32,
@@ -235,7 +158,7 @@ impl CudaBackend {
             eps,
             independent: i32::from(self.cuda.take_independent()),
         };
-        launch!(self.cuda, &self.cuda.compute, name, [blocks, first.batch, 1], 256, 0; argument);
+        launch!(self.cuda, &self.cuda.compute, kernel, [blocks, first.batch, 1]; argument);
     }
 
     fn gemm(&self, p: &Product) {
@@ -248,18 +171,17 @@ impl CudaBackend {
             }
         }
         // Measured on an H200.
-        let tiles = |tile: &Tile| p.tokens.div_ceil(tile.m) * p.n.div_ceil(tile.n) * p.batch;
         let enough = self.cuda.info.multiprocessors;
         let tile = match p.tokens {
             ..=32 => &M32_N128,
             33..=256 => &M64_N64,
-            _ if tiles(&M128_N128) >= enough => &M128_N128,
+            _ if M128_N128.count(p) >= enough => &M128_N128,
             _ => &M64_N128,
         };
         // Fewer tiles than that are cut along k.
-        let all = tiles(tile);
+        let (all, [m, n]) = (tile.count(p), tile.size());
         let splits = (2 * enough).div_ceil(all.max(1)).min(p.k / 512).clamp(1, 8);
-        let splits = if all <= MAX_COUNTERS && splits * all * tile.m * tile.n <= PARTIAL { splits } else { 1 };
+        let splits = if all <= MAX_COUNTERS && splits * all * m * n <= PARTIAL { splits } else { 1 };
         let argument = Gemm {
             x: p.x,
             w: p.w,
@@ -277,22 +199,21 @@ impl CudaBackend {
             k: p.k as i32,
         };
         let grid = [all / p.batch, splits, p.batch];
-        launch!(self.cuda, &self.cuda.compute, tile.kernels[p.out as usize], grid, 128, tile.shared; argument);
+        launch!(self.cuda, &self.cuda.compute, tile.0[p.out as usize], grid; argument);
     }
 
     /// With Hopper's own instructions.
     fn gemm_wgmma(&self, p: &Product) {
         // Measured on an H200: narrow tiles, cut along k, while there would be few; else wide ones.
-        let (tiles, enough) =
-            (|tile: &Tile| p.tokens.div_ceil(tile.m) * p.n.div_ceil(tile.n), self.cuda.info.multiprocessors);
-        let tile = match () {
-            () if tiles(&WGMMA_N64) * p.batch <= 2 * enough => &WGMMA_N64,
-            () if p.n < 1024 => &WGMMA_N128,
-            () => &WGMMA_N256,
+        let enough = self.cuda.info.multiprocessors;
+        let (tile, blocks_at_once, cut) = match () {
+            () if WGMMA_N64.count(p) <= 2 * enough => (&WGMMA_N64, 2 * enough, true),
+            () if p.n < 1024 => (&WGMMA_N128, 2 * enough, false),
+            () => (&WGMMA_N256, enough, false),
         };
-        let all = tiles(tile) * p.batch;
-        let splits = if tile.n == 64 { enough.div_ceil(all).min(p.k / 512).clamp(1, 8) } else { 1 };
-        let splits = if all <= MAX_COUNTERS && splits * all * tile.m * tile.n <= PARTIAL { splits } else { 1 };
+        let (all, [m, n]) = (tile.count(p), tile.size());
+        let splits = if cut { enough.div_ceil(all).min(p.k / 512).clamp(1, 8) } else { 1 };
+        let splits = if all <= MAX_COUNTERS && splits * all * m * n <= PARTIAL { splits } else { 1 };
         let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
             let step = if p.batch == 1 { 8 } else { step };
             self.cuda.tensor_map(address, [p.k, rows, p.batch], [pitch, step])
@@ -311,8 +232,8 @@ impl CudaBackend {
             k: p.k as i32,
         };
         // A block takes every so many-th tile, so that copies for its next one begin early.
-        let blocks = tiles(tile).min((enough * if tile.n == 256 { 1 } else { 2 } / (splits * p.batch)).max(1));
-        launch!(self.cuda, &self.cuda.compute, tile.kernels[p.out as usize], [blocks, splits, p.batch], 288, tile.shared; argument);
+        let blocks = (all / p.batch).min((blocks_at_once / (splits * p.batch)).max(1));
+        launch!(self.cuda, &self.cuda.compute, tile.0[p.out as usize], [blocks, splits, p.batch]; argument);
     }
 
     /// `y = W x` in f32, `W` the sum of three matrices `[n, k]`, one after the other.
@@ -333,7 +254,8 @@ impl CudaBackend {
             n: n as i32,
             k: x.cols as i32,
         };
-        let grid = [x.rows.div_ceil(64) * n.div_ceil(64), 1, 1];
-        launch!(self.cuda, &self.cuda.compute, "gemm_split3_m64n64", grid, 128, 98_304; argument);
+        let kernel = kernels::gemm_split3_m64n64;
+        let grid = [x.rows.div_ceil(kernel.tile[0]) * n.div_ceil(kernel.tile[1]), 1, 1];
+        launch!(self.cuda, &self.cuda.compute, kernel, grid; argument);
     }
 }

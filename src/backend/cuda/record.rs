@@ -4,11 +4,11 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{CudaBackend, RECORDED_TOKENS, ROW_THREADS, Tensor};
+use super::{CudaBackend, RECORDED_TOKENS, Tensor};
 use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
-use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, launch};
+use crate::cuda::{Address, Cuda, DeviceBuffer, Graph, kernels, launch};
 
 /// Bytes that are copied to measure the device.
 const COPY_BYTES: usize = 256 << 20;
@@ -26,8 +26,8 @@ pub(super) enum Recorded {
     Graph(Graph),
 }
 
-/// Words of an addition: `Addition` in kernels/rows.cu.
-const WORDS: usize = 6;
+/// Words of an addition.
+const WORDS: usize = size_of::<kernels::Addition>() / 4;
 /// There is room for so many from the start.
 const ROOM: usize = 64;
 
@@ -78,8 +78,8 @@ impl Additions {
         self.data.address().add(layer)
     }
 
-    fn entries(&self) -> Address<u32> {
-        self.data.address().add(begins(self.layers))
+    fn entries(&self) -> Address<kernels::Addition> {
+        self.data.address().add(begins(self.layers)).cast()
     }
 }
 
@@ -128,7 +128,7 @@ impl Record for CudaBackend {
     }
 
     fn add_vectors(&self, additions: &Additions, layer: usize, first: usize, x: &mut Tensor) {
-        launch!(self.cuda, &self.cuda.compute, "add_vectors", [x.rows, 1, 1], ROW_THREADS, 0;
+        launch!(self.cuda, &self.cuda.compute, kernels::add_vectors, [x.rows, 1, 1];
             additions.of_layer(layer), additions.entries(), first as i32, x.f32(), x.cols as i32);
     }
 

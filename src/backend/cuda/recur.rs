@@ -6,15 +6,10 @@ use super::load::Rule;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::{DeltaInputs, Recur};
-use crate::cuda::kernels::Argument;
-use crate::cuda::{Address, DeviceBuffer, launch};
+use crate::cuda::kernels::delta_net::{COLUMNS, CONV_THREADS, CONV_TOKENS, NORM_HEADS};
+use crate::cuda::kernels::{self, DeltaBatch, DeltaShape};
+use crate::cuda::{DeviceBuffer, launch};
 use crate::model::DeltaNet;
-
-/// Tokens that a block of the convolution takes.
-const CONV_TOKENS: usize = 64;
-
-/// Columns of a state that a block has.
-const COLUMNS: usize = 32;
 
 /// Of a layer, by slot.
 pub struct State {
@@ -28,34 +23,6 @@ pub struct DeltaScratch {
     gates: DeviceBuffer<f32>,  // [T, b and a, value heads]
     mixed: DeviceBuffer<bf16>, // [T, conv_dim]: queries, keys and values after the convolution
 }
-
-/// `DeltaBatch` of the kernel's file.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DeltaBatch {
-    seq_first: Address<i32>,
-    seq_slots: Address<i32>,
-    positions: Address<i32>,
-}
-
-/// `DeltaShape` of the kernel's file.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DeltaShape {
-    key_heads: i32,
-    value_heads: i32,
-    key_dim: i32,
-    value_dim: i32,
-    taps: i32,
-    eps: f32,
-}
-
-// SAFETY: the struct of the same name in the kernel's file has the same fields.
-#[allow(unsafe_code)]
-unsafe impl Argument for DeltaBatch {}
-// SAFETY: as above.
-#[allow(unsafe_code)]
-unsafe impl Argument for DeltaShape {}
 
 impl Recur for CudaBackend {
     type State = State;
@@ -108,12 +75,15 @@ impl Recur for CudaBackend {
             eps,
         };
         self.route_logits(&w.gates, h, 2 * heads, scratch.gates.address());
-        launch!(self.cuda, stream, "delta_net_conv", [channels.div_ceil(128), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)], 128, 0;
-            qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32, config.conv_width as i32);
-        launch!(self.cuda, stream, "delta_net_rule", [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()], 256, 0;
-            qkv.bf16(), scratch.mixed.address(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(), state.inputs.address(),
-            state.heads.address(), out.bf16(), sequences, shape);
-        launch!(self.cuda, stream, "delta_net_norm", [batch.rows(), heads.div_ceil(8), 1], 256, 0;
+        let grid = [channels.div_ceil(CONV_THREADS), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)];
+        launch!(self.cuda, stream, kernels::delta_net_conv, grid;
+            qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32,
+            config.conv_width as i32);
+        let grid = [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()];
+        launch!(self.cuda, stream, kernels::delta_net_rule, grid;
+            qkv.bf16(), scratch.mixed.address(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(),
+            state.inputs.address(), state.heads.address(), out.bf16(), sequences, shape);
+        launch!(self.cuda, stream, kernels::delta_net_norm, [batch.rows(), heads.div_ceil(NORM_HEADS), 1];
             out.bf16(), z.bf16(), w.norm.address(), shape);
     }
 }

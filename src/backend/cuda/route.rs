@@ -1,13 +1,11 @@
 //! Experts for each token: logits, and the choice.
 
-use half::bf16;
-
 use super::load::RouterWeights;
-use super::product::FEW_TOKENS;
 use super::{CudaBackend, Tensor};
 use crate::Result;
 use crate::backend::{Dense, Route, Routing};
-use crate::cuda::kernels::Argument;
+use crate::cuda::kernels::router::{FEW, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, TOKENS};
+use crate::cuda::kernels::{self, RouteFew, RouterShape, router_logits};
 use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::{GroupScore, Router, Scoring};
 
@@ -52,71 +50,25 @@ impl CudaRouting {
     }
 }
 
-/// Of the kernel `route_choose`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RouterShape {
-    experts: i32,
-    top_k: i32,
-    sigmoid: i32,
-    normalize: i32,
-    groups: i32,
-    group_top_k: i32,
-    group_by_two: i32,
-    scaling: f32,
-}
-
-// SAFETY: `RouterShape` of kernels/router.cu has the same fields.
-#[allow(unsafe_code)]
-unsafe impl Argument for RouterShape {}
-
-impl RouterShape {
-    fn new(experts: usize, router: &Router) -> Self {
-        Self {
-            experts: experts as i32,
-            top_k: router.top_k as i32,
-            sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
-            normalize: i32::from(router.normalize),
-            groups: router.groups.map_or(0, |g| g.count) as i32,
-            group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
-            group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
-            scaling: router.scaling,
-        }
+fn router_shape(experts: usize, router: &Router) -> RouterShape {
+    RouterShape {
+        experts: experts as i32,
+        top_k: router.top_k as i32,
+        sigmoid: i32::from(router.scoring == Scoring::Sigmoid),
+        normalize: i32::from(router.normalize),
+        groups: router.groups.map_or(0, |g| g.count) as i32,
+        group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
+        group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
+        scaling: router.scaling,
     }
 }
-
-/// Of the kernel `route_few`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RouteFew {
-    x: Address<f32>,
-    norm: Address<f32>,
-    h: Address<bf16>,
-    w: Address<f32>,
-    offsets: Address<f32>,
-    bias: Address<f32>,
-    logits: Address<f32>,
-    counter: Address<u32>,
-    ids: Address<i32>,
-    weights: Address<f32>,
-    shape: RouterShape,
-    tokens: i32,
-    hidden: i32,
-    eps: f32,
-}
-
-// SAFETY: as above.
-#[allow(unsafe_code)]
-unsafe impl Argument for RouteFew {}
-
-/// Experts of a layer that the routing kernel can choose from.
-const MAX_EXPERTS: usize = 512;
 
 impl CudaBackend {
     /// Router logits `[T, experts]`, as exact as f32 weights allow.
     pub(super) fn route_logits(&self, w: &RouterWeights, x: &Tensor, experts: usize, logits: Address<f32>) {
         if x.rows * experts <= FEW_LOGITS || !experts.is_multiple_of(8) {
-            launch!(self.cuda, &self.cuda.compute, "route_logits", [experts, x.rows.div_ceil(8), 1], 256, 0;
+            let grid = [experts, x.rows.div_ceil(router_logits::TOKENS), 1];
+            launch!(self.cuda, &self.cuda.compute, kernels::route_logits, grid;
                 x.bf16(), w.weight.address(), logits, x.cols as i32, x.rows as i32, experts as i32, x.cols as i32);
             return;
         }
@@ -150,14 +102,14 @@ impl Route for CudaBackend {
     fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut CudaRouting) {
         let experts = w.weight.len() / x.cols;
         assert!(
-            experts <= MAX_EXPERTS && router.top_k <= 32 && router.groups.is_none_or(|g| g.count <= 32),
+            experts <= MAX_EXPERTS && router.top_k <= MAX_TOP_K && router.groups.is_none_or(|g| g.count <= MAX_GROUPS),
             "checked when loading"
         );
         out.tokens = x.rows;
         self.route_logits(w, x, experts, out.logits.address());
-        let shape = RouterShape::new(experts, router);
-        launch!(self.cuda, &self.cuda.compute, "route_choose", [x.rows.div_ceil(4), 1, 1], 128, 0;
-            out.logits.address(), w.bias(), w.correction_bias(), shape, x.rows as i32, out.ids.address(), out.weights.address());
+        launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows.div_ceil(TOKENS), 1, 1];
+            out.logits.address(), w.bias(), w.correction_bias(), router_shape(experts, router), x.rows as i32,
+            out.ids.address(), out.weights.address());
     }
 
     fn norm_route(
@@ -169,12 +121,12 @@ impl Route for CudaBackend {
         router: &Router,
         out: &mut CudaRouting,
     ) {
-        if x.rows > FEW_TOKENS {
+        if x.rows > FEW {
             self.rms_norm(x, norm, eps, h);
             return self.route(w, router, h, out);
         }
         out.tokens = x.rows;
-        let shape = RouterShape::new(w.weight.len() / x.cols, router);
+        let shape = router_shape(w.weight.len() / x.cols, router);
         let argument = RouteFew {
             x: x.f32(),
             norm: norm.address(),
@@ -191,6 +143,6 @@ impl Route for CudaBackend {
             hidden: x.cols as i32,
             eps,
         };
-        launch!(self.cuda, &self.cuda.compute, "route_few", [shape.experts as usize + 1, 1, 1], 256, 0; argument);
+        launch!(self.cuda, &self.cuda.compute, kernels::route_few, [shape.experts as usize + 1, 1, 1]; argument);
     }
 }

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use crate::Result;
-use crate::cuda::kernels::Argument;
-use crate::cuda::{Address, Cuda, DeviceBuffer};
+use crate::cuda::{Address, Cuda, DeviceBuffer, kernels};
 use crate::experts::Epilogue;
 use crate::model::Activation;
 
@@ -13,21 +12,6 @@ pub(super) struct DeviceEpilogue {
     activation: Activation,
     biases: Vec<[DeviceBuffer<f32>; 3]>, // by MoE layer: of gate, up and down, [experts, rows]; empty: there are none
 }
-
-/// `Epilogue` of kernels/epilogue.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct LayerEpilogue {
-    gate: Address<f32>,
-    up: Address<f32>,
-    down: Address<f32>,
-    limit: f32,
-    alpha: f32,
-}
-
-// SAFETY: the struct in the kernels' file has the same fields.
-#[allow(unsafe_code)]
-unsafe impl Argument for LayerEpilogue {}
 
 impl DeviceEpilogue {
     /// Copies the biases of `layers` layers to the device.
@@ -41,13 +25,13 @@ impl DeviceEpilogue {
     }
 
     /// A MoE layer's, as kernels take it.
-    pub(super) fn of(&self, layer: usize) -> LayerEpilogue {
+    pub(super) fn of(&self, layer: usize) -> kernels::Epilogue {
         let (limit, alpha) = match self.activation {
             Activation::Silu => (0.0, 0.0),
             Activation::ClampedSwiglu { limit, alpha } => (limit, alpha),
         };
         let [gate, up, down] =
             self.biases.get(layer).map_or([Address::NULL; 3], |biases| biases.each_ref().map(DeviceBuffer::address));
-        LayerEpilogue { gate, up, down, limit, alpha }
+        kernels::Epilogue { gate, up, down, limit, alpha }
     }
 }

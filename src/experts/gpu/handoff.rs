@@ -12,7 +12,7 @@ use super::products::LayerInput;
 use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::Tensor;
-use crate::cuda::{Address, Cuda, PinnedBuffer, launch};
+use crate::cuda::{Address, Cuda, PinnedBuffer, kernels, launch};
 use crate::experts::CpuExperts;
 use crate::experts::mailbox::{LINE, Mailbox, Room, blocks};
 
@@ -59,15 +59,16 @@ impl Handoff {
         let LayerInput { layer, x, routing } = *input;
         let Self { down, mailbox: Mailbox { x: h, ids, weights, count, arrived, .. }, .. } = self;
         let (numbers, choices) = (routing.tokens() * x.cols(), routing.tokens() * routing.top_k());
-        launch!(cuda, &cuda.compute, "publish", [blocks(2 * numbers), 1, 1], 1024, 0;
-            x.bf16(), routing.ids(), routing.weights(), table, (numbers / 8) as i32, choices as i32, experts as i32, h.address(), ids.address(),
-            weights.address(), used, arrived.address(), count.address().add(layer), down.address().add(layer * LINE));
+        launch!(cuda, &cuda.compute, kernels::publish, [blocks(2 * numbers), 1, 1];
+            x.bf16(), routing.ids(), routing.weights(), table, (numbers / 8) as i32, choices as i32, experts as i32,
+            h.address(), ids.address(), weights.address(), used, arrived.address(), count.address().add(layer),
+            down.address().add(layer * LINE));
     }
 
     /// Enqueues the kernel that waits for the host's sum and adds it; `numbers` elements.
     pub(super) fn fetch(&self, cuda: &Cuda, layer: usize, numbers: usize, out: &mut Tensor) {
         let Mailbox { y_address: y, up, count, .. } = &self.mailbox;
-        launch!(cuda, &cuda.compute, "fetch", [blocks(2 * numbers), 1, 1], 1024, 0;
+        launch!(cuda, &cuda.compute, kernels::fetch, [blocks(2 * numbers), 1, 1];
             count.address().add(layer), up.address().add(layer * LINE), *y, out.f32(), (numbers / 4) as i32);
     }
 

@@ -11,7 +11,8 @@ use super::Sizes;
 use super::epilogue::DeviceEpilogue;
 use crate::Result;
 use crate::backend::cuda::{CudaRouting, Tensor, packed};
-use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
+use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
+use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
 use crate::experts::CpuExperts;
 
 /// What the products need beside weights and tokens.
@@ -77,18 +78,19 @@ impl Products {
         let LayerInput { layer, x, routing } = *input;
         let (tokens, top_k) = (routing.tokens(), routing.top_k());
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
-        launch!(self.cuda, &self.cuda.compute, self.format.few().0, [self.layout.down.k.div_ceil(16), tokens * top_k, 1], 256, 0;
-            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group, self.format.f16, self.experts as i32,
-            top_k as i32, self.epilogue.of(layer));
+        let grid = [self.layout.down.k.div_ceil(TILE_ROWS), tokens * top_k, 1];
+        launch!(self.cuda, &self.cuda.compute, self.format.gate_up_few(), grid;
+            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group,
+            self.format.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
     }
 
     /// Adds the products of `h` with `down`, weighted, to `out`.
     pub(super) fn few_down(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (stream, hidden, intermediate) = (&self.cuda.compute, self.layout.gate.k, self.layout.down.k);
-        launch!(self.cuda, stream, self.format.few().1, [hidden.div_ceil(16), tokens, 1], 512, 0;
-            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group, self.format.f16,
-            self.experts as i32, top_k as i32, self.epilogue.of(layer));
+        launch!(self.cuda, stream, self.format.down_few(), [hidden.div_ceil(TILE_ROWS), tokens, 1];
+            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group,
+            self.format.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
@@ -97,24 +99,27 @@ impl Products {
         let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
         let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
         let pairs = tokens * top_k;
-        let (tile, gate_up, down, shared) = self.format.grouped(&cuda.info, pairs / experts);
-        launch!(cuda, stream, "experts_sort", [experts, 1, 1], 1024, 0;
-            routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(), pairs as i32, experts as i32, tile as i32, used);
+        let [gate_up, down] = self.format.grouped(&cuda.info, pairs / experts);
+        let tile = gate_up.tile[0];
+        launch!(cuda, stream, kernels::experts_sort, [experts, 1, 1];
+            routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
+            pairs as i32, experts as i32, tile as i32, used);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);
         let rows = pairs / tile + experts;
-        launch!(cuda, stream, gate_up, [intermediate.div_ceil(16).div_ceil(4), rows, 1], 128, shared;
-            self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32, intermediate as i32, self.format.group,
-            self.format.f16, top_k as i32, self.epilogue.of(layer));
-        launch!(cuda, stream, down, [hidden.div_ceil(16).div_ceil(8), rows, 1], 128, shared;
-            self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32, intermediate as i32,
-            self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
+        // Tiles of gate and of up take turns.
+        launch!(cuda, stream, gate_up, [intermediate.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
+            self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
+            intermediate as i32, self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
+        launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
+            self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
+            intermediate as i32, self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
     pub(super) fn combine(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
         let Choices { tokens, top_k, ids, weights, .. } = choices;
         let (stream, hidden) = (&self.cuda.compute, self.layout.gate.k);
-        launch!(self.cuda, stream, "experts_combine", [tokens, hidden.div_ceil(2048), 1], 256, 0;
+        launch!(self.cuda, stream, kernels::experts_combine, [tokens, hidden.div_ceil(COMBINED), 1];
             ids, weights, table, self.y.address(), out.f32(), hidden as i32, self.experts as i32, top_k as i32);
     }
 }
