@@ -6,9 +6,6 @@ use std::path::{Path, PathBuf};
 
 /// Files and folders with lines of more than 120 columns, and why.
 const WIDE: &[(&str, &str)] = &[
-    ("src/backend/cuda/", "a launch of a kernel per line"),
-    ("src/cuda/kernels.rs", "the macro of launches"),
-    ("src/experts/", "drawings of protocols"),
     ("src/hub/gguf/tokenizer.rs", "regular expressions of tokenizers"),
     ("tests/content/models.rs", "chat templates of models"),
 ];

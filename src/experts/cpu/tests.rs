@@ -250,9 +250,9 @@ impl crate::backend::source::TensorSource for Biases {
 #[test]
 fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
     let (hidden, width) = dims(Precision::Bf16);
-    let config = serde_json::json!({"model_type": "gpt_oss", "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 1, "head_dim": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": 8,
-        "max_position_embeddings": 8, "swiglu_limit": 0.5});
+    let config = serde_json::json!({"model_type": "gpt_oss", "hidden_size": hidden, "intermediate_size": width,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 1, "head_dim": 4, "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K, "vocab_size": 8, "max_position_embeddings": 8, "swiglu_limit": 0.5});
     let model = crate::model::families::parse(&config.to_string()).unwrap();
     let epilogue = || Epilogue::load(&Biases, &model).unwrap();
     assert_eq!(Epilogue::bytes(&model), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
