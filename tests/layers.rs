@@ -156,3 +156,26 @@ fn lines_have_at_most_120_columns() {
         assert!(long.is_none() || is_allowed, "{name}:{} has more than 120 columns", long.unwrap_or_default());
     }
 }
+
+/// `path:function` and `path` between backticks, in a page.
+fn places(page: &str) -> Vec<(String, Option<String>)> {
+    let roots = ["src/", "cache/", "kernels/", "python/", "tests/"];
+    let spans = page.split('`').skip(1).step_by(2).filter(|span| roots.iter().any(|root| span.starts_with(root)));
+    let plain = spans.filter(|span| !span.contains(|c: char| " <*{".contains(c)));
+    plain.map(|span| span.split_once(':').map_or((span.into(), None), |(p, f)| (p.into(), Some(f.into())))).collect()
+}
+
+#[test]
+fn pages_name_what_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for page in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"] {
+        let places = places(&read(&root.join(page)));
+        assert!(places.len() > 3, "{page} names hardly a place");
+        for (path, function) in places {
+            assert!(root.join(&path).exists(), "{page} names {path}, which is not there");
+            let Some(function) = function else { continue };
+            let has = read(&root.join(&path)).contains(&format!("fn {function}"));
+            assert!(has, "{page} names {path}:{function}, which is not there");
+        }
+    }
+}

@@ -6,7 +6,18 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Busy", "Error", "ExpertLayer", "Model", "Stream", "Vector", "engine_options", "main", "render_templates", "render_templates_in"]
+__all__ = [
+    "Busy",
+    "Error",
+    "ExpertLayer",
+    "Model",
+    "Stream",
+    "Vector",
+    "engine_options",
+    "main",
+    "render_templates",
+    "render_templates_in",
+]
 
 class Error(RuntimeError): ...
 class Busy(Error): ...
