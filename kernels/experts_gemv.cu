@@ -1,5 +1,5 @@
-// Routed experts in decode, 1 to 8 tokens: two kernels, no sorting, each weight read once for each token that asks for
-// it (L2 sees the second).
+// Routed experts of a few tokens (`FEW_TOKENS` in src/experts/gpu.rs): two kernels, no sorting, each weight read once
+// for each token that chose its expert (L2 sees the second).
 //
 //   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says (epilogue.cuh);
 //             pair = token * top_k + slot; pairs not computed here are left alone
@@ -8,7 +8,7 @@
 // A pair is computed here if its id is in 0..num_experts and experts[id] is not 0. ids and weights [tokens, top_k]; x,
 // h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with
 // all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in
-// front of it has ended: gate_up must stand epilogue it and whatever wrote ids, weights and experts. `f16`: scales are,
+// front of it has ended: gate_up must stand between it and whatever wrote ids, weights and experts. `f16`: scales are,
 // not bf16; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16
 // of 8.
 //

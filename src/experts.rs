@@ -1,5 +1,5 @@
-//! Two verbs for the routed experts, whoever computes them: `submit` a layer's tokens, `finish` into the residual
-//! stream.
+//! The routed experts: `submit` a layer's tokens, `finish` their sum into the residual stream. A recorded pass has a
+//! third verb: `replayed` computes the CPU's part of all of its layers.
 //!
 //! ```text
 //! epilogue      biases, and the activation between an expert's products
@@ -40,13 +40,14 @@ use crate::backend::Backend;
 
 /// The routed experts of a model, beside the backend that runs the rest.
 pub trait ExpertExecutor<B: Backend>: Send {
-    /// Starts one MoE layer (counted among MoE layers) on `x` [tokens, hidden].
+    /// Takes one MoE layer (counted among MoE layers) of `x` [tokens, hidden]. A GPU starts it here, the CPU in
+    /// `finish`.
     fn submit(&mut self, layer: usize, x: &B::Tensor, routing: &B::Routing) -> Result<()>;
 
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].
     fn finish(&mut self, out: &mut B::Tensor) -> Result<()>;
 
-    /// The host's part in a pass of `tokens` tokens that the backend replayed, all layers of it.
+    /// Computes the CPU's part of a recorded pass of `tokens` tokens that was launched again, for all of its layers.
     fn replayed(&mut self, tokens: usize) -> Result<()> {
         let _ = tokens;
         Ok(())

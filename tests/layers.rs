@@ -91,7 +91,7 @@ fn imports_go_down() {
         let mut imported = BTreeSet::new();
         for file in files_of(&source().join(&room)) {
             for name in named(&code(&file), "crate::") {
-                assert!(rung(&name) <= rung(&room), "{} imports {name}, which stands above", file.display());
+                assert!(rung(&name) <= rung(&room), "{} imports {name}, which stands behind it", file.display());
                 imported.insert(name);
             }
         }

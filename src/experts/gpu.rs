@@ -1,11 +1,14 @@
 //! Routed experts beside a CUDA backend: in VRAM, streamed into it, or on the CPU, each where it is cheapest.
 //!
 //! ```text
-//! few tokens    experts in VRAM by two kernels; the CPU computes the others: kernels publish hidden states and
-//!               routing into memory that both see, and wait for the sum; nothing is copied or called in between
-//! many tokens   experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute stream;
-//!               grouped products read them in that form; in between, the CPU takes the share that lets both end
-//!               together. Where few of a layer are chosen, only those cross, once the routing is known
+//! recorded passes   the CPU computes all experts that are not in VRAM: kernels publish hidden states and routing into
+//!                   memory that both see, and wait for the sum; nothing is copied or called in between
+//! other passes      experts cross PCIe as they lie in RAM, on a stream of their own, a layer ahead of the compute
+//!                   stream; the CPU takes the share that lets both end together. Where few experts of a layer are
+//!                   chosen, only those cross, once the routing is known
+//!
+//! in VRAM, up to FEW_TOKENS tokens   two kernels, without sorting
+//! in VRAM, more tokens               sorted by expert, in tiles
 //! ```
 //!
 //! ```text

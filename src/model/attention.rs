@@ -277,7 +277,10 @@ impl Attention {
                     && a.cache_dim() <= 576
                     && a.qk_head_dim() <= 256
                     && widths.iter().all(|n| n.is_multiple_of(8));
-                (!fits).then(|| format!("the GPU has no latent attention of rank {}", a.kv_lora_rank))
+                (!fits).then(|| {
+                    let (rank, head) = (a.kv_lora_rank, a.qk_head_dim());
+                    format!("the GPU has no latent attention of rank {rank} with heads of {head} elements")
+                })
             }
             Attention::DeltaNet(a) => {
                 let fits = a.key_head_dim <= 128

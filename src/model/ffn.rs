@@ -57,9 +57,15 @@ impl Moe {
 
     /// What the GPU's kernels lack for it, if anything, in a model of this width.
     pub fn gpu_lacks(&self, hidden: usize) -> Option<String> {
-        if self.num_experts > 512 || self.router.top_k > 32 || self.router.groups.is_some_and(|g| g.count > 32) {
-            let n = self.num_experts;
-            return Some(format!("the GPU chooses among at most 512 experts, 32 at a time, and a layer has {n}"));
+        let groups = self.router.groups.map_or(0, |groups| groups.count);
+        for (n, most, what) in [
+            (self.num_experts, 512, "experts of a layer"),
+            (self.router.top_k, 32, "experts of a token"),
+            (groups, 32, "groups"),
+        ] {
+            if n > most {
+                return Some(format!("the GPU routes among at most {most} {what}, and there are {n}"));
+            }
         }
         (!self.intermediate_size.is_multiple_of(8) || !hidden.is_multiple_of(8)).then(|| {
             let width = self.intermediate_size;

@@ -251,7 +251,7 @@ fn a_key_is_sent_and_not_shown() {
 fn a_server_that_cannot_be_measured_is_refused_with_a_remedy() {
     let answers = |status: u16, body: serde_json::Value| Fake::new(move |_, _| Reply::Json(status, body.clone()));
     let server = answers(401, json!({"error": {"message": "no key"}}));
-    assert!(refusal(&options(server.url())).contains("HTTP 401: no key): give its key"));
+    assert!(refusal(&options(server.url())).contains("HTTP 401: no key): give the server's key"));
     let server = answers(404, json!({"error": {"message": "no such model"}}));
     assert!(refusal(&options(server.url())).contains("no such model): check --url"));
     let server = answers(400, json!({"detail": "context is 64 tokens"}));

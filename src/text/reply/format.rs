@@ -3,8 +3,8 @@
 //! ```text
 //! section.open  opener NAME ARGUMENTS closer  between  opener NAME ARGUMENTS closer  section.close
 //! ```
-//! A row holds each text as the model writes it, with its white space. The grammar demands that white space; the
-//! parser does not.
+//! A row holds each text as the model writes it, with its white space. The grammar demands that white space, and line
+//! ends between parameters; the parser does not.
 
 /// One way to write calls among the text of an answer.
 #[derive(Debug, PartialEq)]
