@@ -130,7 +130,8 @@ fn groups<L: Lanes, const N: usize>(precision: Precision, weights: &[f32], codes
         *scale = match precision {
             Precision::Int4 { scales, .. } => group::<L, N, 8, -8, 7>(w, codes, &INT4_CANDIDATES, scales),
             Precision::Mxfp4 => e2m1_group(w.as_flattened(), codes.as_flattened_mut()),
-            _ => group::<L, N, 1, -127, 127>(w, codes, &INT8_CANDIDATES, precision.scales()),
+            Precision::Int8 { scales, .. } => group::<L, N, 1, -127, 127>(w, codes, &INT8_CANDIDATES, scales),
+            Precision::Bf16 => unreachable!("it has no groups"),
         };
     }
 }

@@ -95,7 +95,8 @@ fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usi
     let weight = |k: usize| match layout.precision {
         Precision::Int4 { .. } => i32::from(nibble(k)) - 8,
         Precision::Mxfp4 => i32::from(DOUBLED_E2M1[usize::from(nibble(k))]),
-        _ => i32::from(lines[k / 4 * 64 + r * 4 + k % 4]) - 128,
+        Precision::Int8 { .. } => i32::from(lines[k / 4 * 64 + r * 4 + k % 4]) - 128,
+        Precision::Bf16 => unreachable!("it has no codes"),
     };
     // SAFETY: `check` has seen that all inputs of the row can be read.
     #[allow(unsafe_code)]

@@ -92,7 +92,7 @@ pub(super) fn num_experts(f: &Fields<'_>) -> Result<usize> {
     f.num_experts(&["n_routed_experts", "num_local_experts", "num_experts"])
 }
 
-fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
+pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     f.expect_silu()?;
     let rope_dim = f.dim("qk_rope_head_dim")?;
     let (rope, mscale) = f.rope_and_mscale(rope_dim, f.bool_or("rope_interleave", true)?, 10_000.0)?;
