@@ -1,4 +1,5 @@
 //! What the build reads of `kernels/*.cu`: right declarations, and sentences about wrong ones.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 use std::fs;
 use std::path::Path;

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
 /// Kernels, structs and constants by their names in `kernels/*.cu`.
-#[allow(dead_code, non_upper_case_globals)]
+#[allow(dead_code, non_upper_case_globals, clippy::type_complexity)] // generated
 mod contract {
     use super::*;
 
