@@ -70,7 +70,7 @@ struct AccessArgs {
     /// Accept every client that reaches the port, without a key and under any host name.
     #[arg(long)]
     insecure: bool,
-    /// Origin of web pages that may use this server, such as https://chat.example.com, or *; may be repeated.
+    /// Origin of web pages that may use this server, such as `https://chat.example.com`, or `*`; may be repeated.
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
     /// Certificate chain (PEM); the server then speaks HTTPS.
