@@ -239,7 +239,7 @@ def test_wrong_arguments(llm: LLM) -> None:
             llm.generate("x", SamplingParams(**how))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         llm.generate("x", SamplingParams(temperature="hot"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+    with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
         llm.generate(["x", "y"], [SHORT])
     with pytest.raises(ValueError, match="messages"):
         llm.chat([])

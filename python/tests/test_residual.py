@@ -134,7 +134,7 @@ def test_wrong_arguments(llm: LLM) -> None:
         (lambda: Steer(0, [0.0] * size, float("inf")), ValueError, "coefficient"),
         (lambda: Steer(0, [0.0] * size, positions="here"), ValueError, "'prompt'"),  # type: ignore[arg-type]
         (lambda: Steer(0, [0.0] * size, positions=[(5, 3)]), ValueError, "positions"),
-        (lambda: Steer(0, [[0.0] * size]), ValueError, "dimensions"),
+        (lambda: Steer(0, [[0.0] * size]), ValueError, "one dimension"),
         (lambda: Steer(0, "x"), ValueError, "float"),
     ]
     for steer, kind, words in wrong:
