@@ -103,7 +103,7 @@ fn every_lie_is_refused_with_a_remedy() {
     let nested =
         [&9u32.to_le_bytes()[..], &1u64.to_le_bytes(), &9u32.to_le_bytes(), &1u64.to_le_bytes(), &0u32.to_le_bytes()]
             .concat();
-    let more: [(File, &str); 14] = [
+    let more: [(File, &str); 15] = [
         (overlapping, "overlap"),
         (unaligned, "multiple of 32"),
         (good().tensor("token_embd.weight", &[1], 0, &[0; 4]), "twice"),
@@ -111,6 +111,7 @@ fn every_lie_is_refused_with_a_remedy() {
         (good().tensor("x", &[], 0, &[]), "0 dimensions"),
         (good().tensor("x", &[1, 1, 1, 1, 1], 0, &[0; 4]), "5 dimensions"),
         (good().tensor("x", &[33], 2, &[0; 36]), "blocks of 32"),
+        (good().tensor(&"x".repeat(257), &[32], 2, &[0; 18]), "name has 257 bytes"),
         (good().tensor("x", &[0], 0, &[]), "is empty"),
         (good().tensor("x", &[256], 16, &[0; 66]), "IQ2_XXS, which is not supported"),
         (good().tensor("x", &[256], 99, &[0; 66]), "number 99, which is not supported"),

@@ -103,6 +103,9 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// Bytes of a tensor's name at most. llama.cpp writes up to 63.
+const MAX_NAME_BYTES: usize = 256;
+
 /// Reads the header of `bytes`, a whole GGUF file; every range it returns lies inside of them, and none overlaps
 /// another.
 ///
@@ -150,6 +153,9 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
     let mut found = Vec::new();
     for _ in 0..tensors {
         let name = reader.string()?;
+        if name.len() > MAX_NAME_BYTES {
+            return Err(format!("a tensor's name has {} bytes, more than {MAX_NAME_BYTES}; {AGAIN}", name.len()));
+        }
         let dims = reader.u32()?;
         if dims == 0 || dims > 4 {
             return Err(format!("tensor {name} has {dims} dimensions; {AGAIN}"));
