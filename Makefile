@@ -11,7 +11,8 @@ test: emulator
 
 # The kernels compiled for the CPU behind the CUDA driver's interface. GPU tests use it on machines without a GPU.
 EMULATOR = target/emulator
-EMULATOR_FLAGS = -std=c++17 -O2 -march=x86-64-v3 -fPIC -DEMULATED -Wno-unknown-pragmas -Wno-ignored-attributes -Wno-psabi -Ikernels
+EMULATOR_FLAGS = -std=c++17 -O2 -march=x86-64-v3 -fPIC -DEMULATED -Ikernels \
+	-Wno-unknown-pragmas -Wno-ignored-attributes -Wno-psabi
 KERNELS = $(patsubst kernels/%.cu,$(EMULATOR)/%.o,$(wildcard kernels/*.cu))
 
 emulator: $(EMULATOR)/libcuda.so.1

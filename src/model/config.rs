@@ -15,8 +15,8 @@ pub struct ModelConfig {
     pub max_context: usize,
     /// Epsilon of the layer norms and the final norm.
     pub norm_eps: f32,
-    /// Added to the stored weights of all norms but [`DeltaNet`](super::DeltaNet)'s own: some families store them around
-    /// zero.
+    /// Added to the stored weights of all norms but [`DeltaNet`](super::DeltaNet)'s own: some families store them
+    /// around zero.
     pub norm_offset: f32,
     /// The output head is the embedding.
     pub tied_embeddings: bool,
