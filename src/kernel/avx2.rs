@@ -11,6 +11,23 @@ use super::tiles::codes::{INT4, INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
+/// Multiplies one tile with one or two tokens: codes with `$block`, what an instruction set brings of its own.
+macro_rules! by_precision {
+    ($precision:expr, $block:ident, $scales:expr, $lines:expr, $x:expr, $out:expr, $to:expr) => {
+        match ($precision, $x.len()) {
+            (Precision::Bf16, 2) => $crate::kernel::avx2::split_block::<2>($lines, $x, $out, $to),
+            (Precision::Bf16, _) => $crate::kernel::avx2::split_block::<1>($lines, $x, $out, $to),
+            (Precision::Int4 { .. }, 2) => $block::<INT4, 2>($scales, $lines, $x, $out, $to),
+            (Precision::Int4 { .. }, _) => $block::<INT4, 1>($scales, $lines, $x, $out, $to),
+            (Precision::Int8 { .. }, 2) => $block::<INT8, 2>($scales, $lines, $x, $out, $to),
+            (Precision::Int8 { .. }, _) => $block::<INT8, 1>($scales, $lines, $x, $out, $to),
+            (Precision::Mxfp4, 2) => $block::<MXFP4, 2>($scales, $lines, $x, $out, $to),
+            (Precision::Mxfp4, _) => $block::<MXFP4, 1>($scales, $lines, $x, $out, $to),
+        }
+    };
+}
+pub(super) use by_precision;
+
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
 struct Avx2;
 
@@ -36,18 +53,7 @@ impl Kernel for Avx2 {
         let count = x.check(self, layout, tiles, out);
         each_block(layout, tiles, x, start, out, count, |scales, lines, x, out, to| {
             // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
-            unsafe {
-                match (layout.precision, x.len()) {
-                    (Precision::Bf16, 2) => split_block::<2>(lines, x, out, to),
-                    (Precision::Bf16, _) => split_block::<1>(lines, x, out, to),
-                    (Precision::Int4 { .. }, 2) => block::<INT4, 2>(scales, lines, x, out, to),
-                    (Precision::Int4 { .. }, _) => block::<INT4, 1>(scales, lines, x, out, to),
-                    (Precision::Int8 { .. }, 2) => block::<INT8, 2>(scales, lines, x, out, to),
-                    (Precision::Int8 { .. }, _) => block::<INT8, 1>(scales, lines, x, out, to),
-                    (Precision::Mxfp4, 2) => block::<MXFP4, 2>(scales, lines, x, out, to),
-                    (Precision::Mxfp4, _) => block::<MXFP4, 1>(scales, lines, x, out, to),
-                }
-            }
+            unsafe { by_precision!(layout.precision, block, scales, lines, x, out, to) }
         });
     }
 

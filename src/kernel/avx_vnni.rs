@@ -32,18 +32,7 @@ impl Kernel for AvxVnni {
         let count = x.check(self, layout, tiles, out);
         avx2::each_block(layout, tiles, x, start, out, count, |scales, lines, x, out, to| {
             // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
-            unsafe {
-                match (layout.precision, x.len()) {
-                    (Precision::Bf16, 2) => avx2::split_block::<2>(lines, x, out, to),
-                    (Precision::Bf16, _) => avx2::split_block::<1>(lines, x, out, to),
-                    (Precision::Int4 { .. }, 2) => block::<INT4, 2>(scales, lines, x, out, to),
-                    (Precision::Int4 { .. }, _) => block::<INT4, 1>(scales, lines, x, out, to),
-                    (Precision::Int8 { .. }, 2) => block::<INT8, 2>(scales, lines, x, out, to),
-                    (Precision::Int8 { .. }, _) => block::<INT8, 1>(scales, lines, x, out, to),
-                    (Precision::Mxfp4, 2) => block::<MXFP4, 2>(scales, lines, x, out, to),
-                    (Precision::Mxfp4, _) => block::<MXFP4, 1>(scales, lines, x, out, to),
-                }
-            }
+            unsafe { avx2::by_precision!(layout.precision, block, scales, lines, x, out, to) }
         });
     }
 
