@@ -10,9 +10,11 @@
 //!
 //! ```text
 //! kv_cache     blocks of keys and values; recurrent state, where layers have that instead
-//! weights      resident weights by layer
+//! loader       tensors of a checkpoint onto a backend
 //! join         where results enter the residual stream
-//! attention    one file for each kind
+//! attention    one file for each kind: its weights, its buffers, its way through the ops
+//! ffn          a dense MLP; a router and a shared expert
+//! weights      resident weights by layer
 //! buffers      activations: of a layer, and of the parts of a pass
 //! rope         rotary angles, once for each distinct rope
 //! tap          what a pass adds to the residual stream, and takes from it
@@ -27,8 +29,10 @@
 pub mod attention;
 mod buffers;
 mod erased;
+mod ffn;
 mod join;
 pub mod kv_cache;
+mod loader;
 mod logits;
 mod measure;
 mod rope;
@@ -43,8 +47,9 @@ use crate::experts::ExpertExecutor;
 use crate::model::{Ffn, LayerConfig, ModelConfig};
 use attention::{Step, attention};
 pub use buffers::Limits;
-use buffers::{Buffers, MlpBuffers, Part, Parts};
+use buffers::{Buffers, Part, Parts};
 pub use erased::Forward;
+use ffn::{FfnWeights, MlpBuffers, mlp};
 use join::{Partial, join};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
@@ -52,7 +57,7 @@ pub use measure::Measure;
 use rope::Ropes;
 use steer::Steering;
 use tap::Tap;
-use weights::{FfnWeights, LayerWeights, MlpWeights, Weights};
+use weights::{LayerWeights, Weights};
 
 /// A model ready to run on a backend, with its KV cache and the buffers of its forward pass.
 pub struct Model<B: Backend> {
@@ -172,21 +177,6 @@ impl<B: Backend> Layer<'_, B> {
     fn routing(&self) -> Option<&B::Routing> {
         self.buffers.routing.as_ref().filter(|_| matches!(self.config.ffn, Ffn::Moe(_)))
     }
-}
-
-/// `x += down(silu(gate h) * up h)`. The gate of a gated one multiplies what `down` reads, not what it gives.
-fn mlp<B: Backend>(
-    backend: &B,
-    w: &MlpWeights<B>,
-    MlpBuffers { gate, up, product, .. }: &mut MlpBuffers<B>,
-    h: &B::Tensor,
-    x: &mut B::Tensor,
-) -> Result<()> {
-    backend.gated_linears(h, (&w.gate, &w.up), (gate, up), product);
-    if let Some(gate) = &w.output_gate {
-        backend.gate_rows(gate, h, product);
-    }
-    join(backend, Partial::Product(&w.down, product), x)
 }
 
 impl<B: Backend> Model<B> {

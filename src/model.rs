@@ -14,7 +14,7 @@ pub mod families;
 mod ffn;
 mod rope;
 
-pub use attention::{Attention, Bias, DeltaNet, Gqa, Mla, QkNorm};
+pub use attention::*;
 pub use config::{LayerConfig, ModelConfig, Names};
 pub use ffn::{Activation, Ffn, GroupScore, Groups, Moe, Router, Scoring};
 pub use rope::{Llama3, Rope, RopeScaling, Yarn};

@@ -3,7 +3,7 @@
 use super::load::Load;
 use super::memory::Memory;
 use crate::Result;
-use crate::model::DeltaNet;
+use crate::model::{DeltaNet, StateShape};
 
 /// What gated DeltaNet reads of the batch's tokens.
 pub struct DeltaInputs<'a, B: Memory> {
@@ -23,7 +23,7 @@ pub trait Recur: Load {
     type DeltaScratch: Send;
 
     /// Recurrent state of `slots` sequences.
-    fn state(&self, slots: usize, config: &DeltaNet) -> Result<Self::State>;
+    fn state(&self, slots: usize, shape: StateShape) -> Result<Self::State>;
     /// Copies the state in slot `from` to slot `to`: a sequence that goes on from either goes on alike. Never part of a
     /// recorded pass.
     fn copy_state(&self, state: &mut Self::State, from: usize, to: usize);

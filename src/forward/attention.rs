@@ -4,46 +4,89 @@ mod delta_net;
 mod gqa;
 mod mla;
 
+use super::kv_cache::LayerCache;
+use super::loader::Loader;
 use crate::Result;
 use crate::backend::{Backend, Rotary};
-use crate::forward::kv_cache::LayerCache;
-use crate::forward::weights::AttentionWeights;
 use crate::model::{Attention, ModelConfig};
+
+/// Every kind of attention, and its file.
+macro_rules! kinds {
+    ($($kind:ident: $file:ident),+) => {
+        /// The resident weights of one attention.
+        pub enum AttentionWeights<B: Backend> {
+            $(#[doc = concat!("Of [`Attention::", stringify!($kind), "`].")] $kind($file::Weights<B>)),+
+        }
+
+        /// Activations of one kind of attention.
+        enum Buffers<B: Backend> {
+            $($kind($file::Buffers<B>)),+
+        }
+
+        impl<B: Backend> AttentionWeights<B> {
+            pub(super) fn load(loader: &Loader<'_, B>, layer: &str, attention: &Attention) -> Result<Self> {
+                match attention {
+                    $(Attention::$kind(a) => $file::Weights::load(loader, layer, a).map(Self::$kind)),+
+                }
+            }
+
+            /// Bytes that a token reads of them.
+            pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
+                match self {
+                    $(Self::$kind(weights) => weights.bytes_per_token(backend)),+
+                }
+            }
+        }
+
+        impl<B: Backend> Buffers<B> {
+            fn new(backend: &B, attention: &Attention, max_tokens: usize) -> Result<Self> {
+                match attention {
+                    $(Attention::$kind(a) => $file::Buffers::new(backend, a, max_tokens).map(Self::$kind)),+
+                }
+            }
+
+            fn set_rows(&mut self, backend: &B, rows: usize) {
+                match self {
+                    $(Self::$kind(buffers) => buffers.set_rows(backend, rows)),+
+                }
+            }
+        }
+
+        /// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the
+        /// way. `x` is `[T, hidden]`, `h` a buffer like it.
+        pub fn attention<B: Backend>(
+            step: &Step<'_, B>,
+            Layer { config, weights, norm, cache }: Layer<'_, B>,
+            buffers: &mut AttentionBuffers<B>,
+            h: &mut B::Tensor,
+            x: &mut B::Tensor,
+        ) -> Result<()> {
+            match (config, weights, buffers.of(config)) {
+                $((Attention::$kind(config), AttentionWeights::$kind(weights), Buffers::$kind(buffers)) => {
+                    $file::attention(step, Layer { config, weights, norm, cache }, buffers, h, x)
+                })+
+                _ => panic!("configuration, weights and buffers of one layer are of one kind"),
+            }
+        }
+    };
+}
+
+kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net);
 
 /// Activations of attention, allocated once and used by all layers of their kind and widths.
 pub struct AttentionBuffers<B: Backend> {
     all: Vec<(Attention, Buffers<B>)>, // and the first layer's attention that they are for
 }
 
-/// Activations of one kind of attention.
-enum Buffers<B: Backend> {
-    Gqa(gqa::Buffers<B>),
-    Mla(mla::Buffers<B>),
-    DeltaNet(delta_net::Buffers<B>),
-}
-
 impl<B: Backend> AttentionBuffers<B> {
     /// Buffers for `max_tokens` tokens.
     pub fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
-        let all = model.attentions().into_iter().map(|attention| {
-            let buffers = match attention {
-                Attention::Gqa(a) => Buffers::Gqa(gqa::Buffers::new(backend, a, max_tokens)?),
-                Attention::Mla(a) => Buffers::Mla(mla::Buffers::new(backend, a, max_tokens)?),
-                Attention::DeltaNet(a) => Buffers::DeltaNet(delta_net::Buffers::new(backend, a, max_tokens)?),
-            };
-            Ok((attention.clone(), buffers))
-        });
-        Ok(Self { all: all.collect::<Result<_>>()? })
+        let of = |attention: &Attention| Ok((attention.clone(), Buffers::new(backend, attention, max_tokens)?));
+        Ok(Self { all: model.attentions().into_iter().map(of).collect::<Result<_>>()? })
     }
 
     pub(crate) fn set_rows(&mut self, backend: &B, rows: usize) {
-        for (_, buffers) in &mut self.all {
-            match buffers {
-                Buffers::Gqa(b) => b.set_rows(backend, rows),
-                Buffers::Mla(b) => b.set_rows(backend, rows),
-                Buffers::DeltaNet(b) => b.set_rows(backend, rows),
-            }
-        }
+        self.all.iter_mut().for_each(|(_, buffers)| buffers.set_rows(backend, rows));
     }
 
     /// Those of a layer.
@@ -73,7 +116,7 @@ impl<'a, B: Backend> Step<'a, B> {
 }
 
 /// Attention of one layer: what it is, what it has, and what it keeps of its sequences. A kind's file names its own.
-pub struct Layer<'a, B: Backend, C = Attention, W = AttentionWeights<B>, K = LayerCache<B>> {
+pub struct Layer<'a, B: Backend, C = Attention, W = AttentionWeights<B>> {
     /// Its shape.
     pub config: &'a C,
     /// Projections.
@@ -81,31 +124,5 @@ pub struct Layer<'a, B: Backend, C = Attention, W = AttentionWeights<B>, K = Lay
     /// Before attention.
     pub norm: &'a B::Norm,
     /// Keys and values, or recurrent state.
-    pub cache: &'a mut K,
-}
-
-/// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the way.
-/// `x` is `[T, hidden]`, `h` a buffer like it.
-pub fn attention<B: Backend>(
-    step: &Step<'_, B>,
-    Layer { config, weights, norm, cache }: Layer<'_, B>,
-    buffers: &mut AttentionBuffers<B>,
-    h: &mut B::Tensor,
-    x: &mut B::Tensor,
-) -> Result<()> {
-    match (config, weights, cache, buffers.of(config)) {
-        (Attention::Gqa(config), AttentionWeights::Gqa(weights), LayerCache::Kv(cache), Buffers::Gqa(buffers)) => {
-            gqa::attention(step, Layer { config, weights, norm, cache }, buffers, h, x)
-        }
-        (Attention::Mla(config), AttentionWeights::Mla(weights), LayerCache::Kv(cache), Buffers::Mla(buffers)) => {
-            mla::attention(step, Layer { config, weights, norm, cache }, buffers, h, x)
-        }
-        (
-            Attention::DeltaNet(config),
-            AttentionWeights::DeltaNet(weights),
-            LayerCache::State(cache),
-            Buffers::DeltaNet(buffers),
-        ) => delta_net::attention(step, Layer { config, weights, norm, cache }, buffers, h, x),
-        _ => panic!("configuration, weights and cache of one layer are of one kind"),
-    }
+    pub cache: &'a mut LayerCache<B>,
 }

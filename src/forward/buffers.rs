@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::attention::AttentionBuffers;
+use super::ffn::MlpBuffers;
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::batch::Batch;
@@ -43,14 +44,6 @@ pub(super) struct Buffers<B: Backend> {
     pub(super) attention: AttentionBuffers<B>,
     pub(super) mlp: Vec<MlpBuffers<B>>, // one for each width
     pub(super) routing: Option<B::Routing>,
-}
-
-/// Activations of an MLP of one width, `[T, width]` each.
-pub(super) struct MlpBuffers<B: Backend> {
-    width: usize,
-    pub(super) gate: B::Tensor,
-    pub(super) up: B::Tensor,
-    pub(super) product: B::Tensor,
 }
 
 impl<B: Backend> Parts<B> {
@@ -124,29 +117,17 @@ impl<B: Backend> Buffers<B> {
         widths.sort_unstable();
         widths.dedup();
         let tensor = |cols| backend.tensor(max_tokens, cols);
-        let mlp = |width| Ok(MlpBuffers { width, gate: tensor(width)?, up: tensor(width)?, product: tensor(width)? });
         Ok(Self {
             h: tensor(model.hidden_size)?,
             attention: AttentionBuffers::new(backend, model, max_tokens)?,
-            mlp: widths.into_iter().map(mlp).collect::<Result<_>>()?,
+            mlp: widths.into_iter().map(|width| MlpBuffers::new(backend, width, max_tokens)).collect::<Result<_>>()?,
             routing: model.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
         backend.set_rows(&mut self.h, rows);
-        for m in &mut self.mlp {
-            for t in [&mut m.gate, &mut m.up, &mut m.product] {
-                backend.set_rows(t, rows);
-            }
-        }
+        self.mlp.iter_mut().for_each(|m| m.set_rows(backend, rows));
         self.attention.set_rows(backend, rows);
-    }
-}
-
-impl<B: Backend> MlpBuffers<B> {
-    /// Those of `width`.
-    pub(super) fn of(all: &mut [Self], width: Option<usize>) -> &mut Self {
-        all.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width")
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::KvBits;
-use crate::model::ModelConfig;
+use crate::model::{Attention, ModelConfig};
 use crate::{Error, Result};
 
 /// Whose text it is, any number: sequences of one tenant share blocks, those of two never do.
@@ -235,11 +235,29 @@ impl BlockPool {
 }
 
 /// What one layer keeps of sequences.
-pub enum LayerCache<B: Backend> {
-    /// Keys and values of every position, in blocks.
-    Kv(B::Kv),
-    /// One state for each sequence, in slots.
-    State(B::State),
+pub struct LayerCache<B: Backend> {
+    kv: Option<B::Kv>,       // of every position, in blocks
+    state: Option<B::State>, // of each sequence, in slots
+}
+
+impl<B: Backend> LayerCache<B> {
+    fn new(backend: &B, attention: &Attention, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
+        let kv = match attention.kv_dims() {
+            (0, ..) => None,
+            (heads, key_dim, value_dim) => Some(backend.kv(blocks, heads, key_dim, value_dim, bits)?),
+        };
+        Ok(Self { kv, state: attention.state().map(|shape| backend.state(slots, shape)).transpose()? })
+    }
+
+    /// Keys and values, of a layer that has them.
+    pub(super) fn kv(&mut self) -> &mut B::Kv {
+        self.kv.as_mut().expect("the layer's attention has keys and values")
+    }
+
+    /// Recurrent state, of a layer that has it.
+    pub(super) fn state(&mut self) -> &mut B::State {
+        self.state.as_mut().expect("the layer's attention has a state")
+    }
 }
 
 /// Storage of all layers.
@@ -252,13 +270,7 @@ impl<B: Backend> KvCache<B> {
     /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are
     /// first used.
     pub fn new(backend: &B, model: &ModelConfig, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
-        let layers = model.layers.iter().map(|layer| match layer.attention.recurrent() {
-            Some(a) => backend.state(slots, a).map(LayerCache::State),
-            None => {
-                let (heads, key_dim, value_dim) = layer.attention.kv_dims();
-                backend.kv(blocks, heads, key_dim, value_dim, bits).map(LayerCache::Kv)
-            }
-        });
+        let layers = model.layers.iter().map(|l| LayerCache::new(backend, &l.attention, blocks, slots, bits));
         Ok(Self { layers: layers.collect::<Result<_>>()? })
     }
 }

@@ -11,7 +11,7 @@ use crate::config::DenseBits;
 use crate::experts::Epilogue;
 use crate::experts::cpu::CpuExperts;
 use crate::kernel::Activations;
-use crate::model::{Attention, ModelConfig};
+use crate::model::ModelConfig;
 
 /// Bytes of everything that grows with the tokens of a forward pass, of the logits, and of the workers' scratch memory.
 pub(super) fn activation_bytes(spec: &Spec<'_>, machine: &Machine) -> Result<u64> {
@@ -29,7 +29,7 @@ pub(super) fn activation_bytes(spec: &Spec<'_>, machine: &Machine) -> Result<u64
     let head = prepared(dense(model.hidden_size), model.hidden_size, rows);
 
     // f32 elements of a token, as `Model::new` allocates them.
-    let attention: usize = model.attentions().into_iter().map(Attention::activation_len).sum();
+    let attention: usize = model.attentions().into_iter().map(|attention| attention.activation_len()).sum();
     let mut widths: Vec<usize> = model.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
     widths.sort_unstable();
     widths.dedup();

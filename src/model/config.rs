@@ -133,7 +133,7 @@ impl ModelConfig {
 
     /// Bytes of recurrent state one sequence takes over all layers.
     pub fn state_bytes_per_sequence(&self) -> usize {
-        let states = self.layers.iter().filter_map(|layer| layer.attention.recurrent());
-        states.map(|state| size_of::<f32>() * state.state_len()).sum()
+        let states = self.layers.iter().filter_map(|layer| layer.attention.state());
+        states.map(|state| size_of::<f32>() * state.len()).sum()
     }
 }

@@ -128,7 +128,7 @@ fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
         layers,
     };
     model.moe().map_or(Ok(()), check_router)?;
-    if model.layers.iter().all(|layer| layer.attention.recurrent().is_some()) {
+    if model.layers.iter().all(|layer| layer.attention.kv_dims().0 == 0) {
         return Err(Error::Model("no layer has full attention: is this the config of the whole checkpoint?".into()));
     }
     Ok(model)

@@ -2,7 +2,7 @@
 
 use moebius::backend::batch::Batch;
 use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
-use moebius::model::DeltaNet;
+use moebius::model::{DeltaNet, Facts};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random};
@@ -35,7 +35,7 @@ fn check_rule(sides: &Sides, config: &DeltaNet) {
     let (channels, values) = (config.conv_dim(), config.value_dim());
     let (got, want) = both!(sides, |b| {
         let w = b.load_delta_net(config, rule(config)).unwrap();
-        let mut state = b.state(4, config).unwrap();
+        let mut state = b.state(4, config.state().unwrap()).unwrap();
         #[allow(clippy::let_unit_value)] // on the CPU it is nothing
         let mut scratch = b.delta_scratch(config, 256).unwrap();
         let mut starts = [0; 4];
@@ -104,7 +104,8 @@ fn a_copied_state_goes_on_with_the_same_bits() {
         tiled: false,
     };
     let (w, tokens) = (b.load_delta_net(&config, rule(&config)).unwrap(), 7);
-    let (mut state, mut scratch) = (b.state(3, &config).unwrap(), b.delta_scratch(&config, tokens).unwrap());
+    let (mut state, mut scratch) =
+        (b.state(3, config.state().unwrap()).unwrap(), b.delta_scratch(&config, tokens).unwrap());
     let tensor = |cols: usize, seed: u64| b.filled(cols, &random(tokens * cols, seed));
     let (h, qkv, z) = (tensor(HIDDEN, 76), tensor(config.conv_dim(), 77), tensor(config.value_dim(), 78));
     let mut out = tensor(config.value_dim(), 79);

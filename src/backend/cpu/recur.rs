@@ -23,7 +23,7 @@ use crate::backend::{DeltaInputs, Recur};
 use crate::kernel::{DeltaToken, Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
-use crate::model;
+use crate::model::{self, StateShape};
 
 /// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
 const L2_EPS: f32 = 1e-6;
@@ -52,11 +52,11 @@ impl Recur for Cpu {
     type State = State;
     type DeltaScratch = ();
 
-    fn state(&self, slots: usize, config: &model::DeltaNet) -> Result<State> {
+    fn state(&self, slots: usize, shape: StateShape) -> Result<State> {
         Ok(State {
             slots,
-            inputs: Buffer::zeros(slots * (config.conv_width - 1) * config.conv_dim())?,
-            heads: Buffer::zeros(slots * config.value_dim() * config.key_head_dim)?,
+            inputs: Buffer::zeros(slots * shape.past_inputs * shape.channels)?,
+            heads: Buffer::zeros(slots * shape.numbers)?,
         })
     }
 
@@ -227,6 +227,7 @@ mod tests {
     use crate::backend::Load;
     use crate::kernel::random::Random;
     use crate::machine::workers::Team;
+    use crate::model::Facts;
 
     #[test]
     fn a_copied_state_goes_on_with_the_same_bits() {
@@ -251,7 +252,7 @@ mod tests {
             eps: 1e-6,
         };
         let w = cpu.load_delta_net(&config, rule).unwrap();
-        let mut state = cpu.state(3, &config).unwrap();
+        let mut state = cpu.state(3, config.state().unwrap()).unwrap();
         let tokens = 9;
         let mut tensor = |cols: usize| {
             let mut t = Tensor::new(tokens, cols);

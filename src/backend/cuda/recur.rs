@@ -9,7 +9,7 @@ use crate::backend::{DeltaInputs, Recur};
 use crate::cuda::kernels::delta_net::{COLUMNS, CONV_THREADS, CONV_TOKENS, NORM_HEADS};
 use crate::cuda::kernels::{self, DeltaBatch, DeltaShape};
 use crate::cuda::{DeviceBuffer, launch};
-use crate::model::DeltaNet;
+use crate::model::{DeltaNet, StateShape};
 
 /// Of a layer, by slot.
 pub struct State {
@@ -28,11 +28,11 @@ impl Recur for CudaBackend {
     type State = State;
     type DeltaScratch = DeltaScratch;
 
-    fn state(&self, slots: usize, config: &DeltaNet) -> Result<State> {
+    fn state(&self, slots: usize, shape: StateShape) -> Result<State> {
         Ok(State {
             slots,
-            inputs: DeviceBuffer::zeros(&self.cuda, slots * (config.conv_width - 1) * config.conv_dim())?,
-            heads: DeviceBuffer::zeros(&self.cuda, slots * config.value_dim() * config.key_head_dim)?,
+            inputs: DeviceBuffer::zeros(&self.cuda, slots * shape.past_inputs * shape.channels)?,
+            heads: DeviceBuffer::zeros(&self.cuda, slots * shape.numbers)?,
         })
     }
 

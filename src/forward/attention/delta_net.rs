@@ -1,12 +1,43 @@
 //! Gated DeltaNet: linear attention whose memory is one matrix per head and sequence, whatever the length of the
 //! context.
 
+mod tensors;
+
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, DeltaInputs};
 use crate::forward::join::{Partial, join};
-use crate::forward::weights::DeltaNetWeights;
+use crate::forward::loader::Loader;
 use crate::model::DeltaNet;
+
+/// Projections and the rule of gated DeltaNet.
+pub struct Weights<B: Backend> {
+    /// Queries, keys and values before the convolution, `[conv_dim, hidden]`.
+    qkv: B::Linear,
+    /// Gate of the output, `[value_dim, hidden]`.
+    z: B::Linear,
+    /// `[hidden, value_dim]`
+    o: B::Linear,
+    /// What is between them.
+    rule: B::DeltaNet,
+}
+
+impl<B: Backend> Weights<B> {
+    pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &DeltaNet) -> Result<Self> {
+        let (backend, bits) = (loader.backend, loader.bits);
+        let tensors::Tensors { qkv, z, o, rule } = tensors::read(loader, &format!("{layer}.linear_attn"), a)?;
+        Ok(Self {
+            qkv: backend.load_linear(qkv, None, bits)?,
+            z: backend.load_linear(z, None, bits)?,
+            o: backend.load_linear(o, None, bits)?,
+            rule: backend.load_delta_net(a, rule)?,
+        })
+    }
+
+    pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
+        [&self.qkv, &self.z, &self.o].map(|w| backend.linear_bytes(w)).iter().sum()
+    }
+}
 
 /// Activations of one layer.
 pub(super) struct Buffers<B: Backend> {
@@ -32,7 +63,7 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { weights, norm, cache: state, .. }: Layer<'_, B, DeltaNet, DeltaNetWeights<B>, B::State>,
+    Layer { weights, norm, cache, .. }: Layer<'_, B, DeltaNet, Weights<B>>,
     Buffers { qkv, z, out, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
@@ -41,6 +72,6 @@ pub(super) fn attention<B: Backend>(
     // Its gates read `h` as well, which `norm_linears` may leave out.
     backend.rms_norm(x, norm, eps, h);
     backend.linears(h, [(&weights.qkv, &mut *qkv), (&weights.z, &mut *z)]);
-    backend.delta_net(state, step.batch, &weights.rule, scratch, DeltaInputs { h, qkv, z }, out);
+    backend.delta_net(cache.state(), step.batch, &weights.rule, scratch, DeltaInputs { h, qkv, z }, out);
     join(backend, Partial::Product(&weights.o, out), x)
 }

@@ -1,11 +1,80 @@
 //! Grouped-query attention.
 
 use super::{Layer, Step};
-use crate::Result;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::join::{Partial, join};
-use crate::forward::weights::GqaWeights;
-use crate::model::{Gqa, QkNorm};
+use crate::forward::loader::Loader;
+use crate::model::{Bias, Gqa, QkNorm};
+use crate::{Error, Result};
+
+/// Grouped-query projections.
+pub struct Weights<B: Backend> {
+    /// `[num_heads * head_dim, hidden]`
+    q: B::Linear,
+    /// `[num_kv_heads * head_dim, hidden]`
+    k: B::Linear,
+    /// `[num_kv_heads * head_dim, hidden]`
+    v: B::Linear,
+    /// `[hidden, num_heads * head_dim]`
+    o: B::Linear,
+    /// Norms of query and key heads, `[head_dim]` each; or of all heads together, `[heads * head_dim]`.
+    qk_norm: Option<(B::Norm, B::Norm)>,
+    /// `[num_heads]`
+    sinks: Option<B::Norm>,
+    /// `[num_heads * head_dim, hidden]`
+    output_gate: Option<B::Linear>,
+}
+
+impl<B: Backend> Weights<B> {
+    pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &Gqa) -> Result<Self> {
+        let name = format!("{layer}.self_attn");
+        let (hidden, q, kv) = (loader.model.hidden_size, a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
+        let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
+        let (queries, output_gate) = match a.output_gate {
+            false => (loader.linear(&qk, q, hidden, bias)?, None),
+            true => (head_part(loader, &qk, a, 0, bias)?, Some(head_part(loader, &qk, a, 1, bias)?)),
+        };
+        let norms = |q_len, kv_len| {
+            let norm = |which, len| loader.norm(&format!("{name}.{which}_norm.weight"), len);
+            Ok::<_, Error>(Some((norm("q", q_len)?, norm("k", kv_len)?)))
+        };
+        Ok(Self {
+            q: queries,
+            k: loader.linear(&format!("{name}.k_proj"), kv, hidden, bias)?,
+            v: loader.linear(&format!("{name}.v_proj"), kv, hidden, bias)?,
+            o: loader.linear(&format!("{name}.o_proj"), hidden, q, a.bias == Bias::All)?,
+            qk_norm: match a.qk_norm {
+                QkNorm::None => None,
+                QkNorm::PerHead => norms(a.head_dim, a.head_dim)?,
+                QkNorm::FullWidth => norms(q, kv)?,
+            },
+            sinks: match a.sinks {
+                true => Some(loader.backend.load_norm(loader.source.vector(&format!("{name}.sinks"), a.num_heads)?)?),
+                false => None,
+            },
+            output_gate,
+        })
+    }
+
+    pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
+        let all = [&self.q, &self.k, &self.v, &self.o].into_iter().chain(&self.output_gate);
+        all.map(|w| backend.linear_bytes(w)).sum()
+    }
+}
+
+/// The first or second half of the rows of each head of a projection.
+fn head_part<B: Backend>(loader: &Loader<'_, B>, name: &str, a: &Gqa, half: usize, bias: bool) -> Result<B::Linear> {
+    let (rows, dim) = (2 * a.num_heads * a.head_dim, a.head_dim);
+    let weight = loader.source.matrix(&format!("{name}.weight"), rows, loader.model.hidden_size)?;
+    let bias = match bias {
+        true => {
+            let all = loader.source.vector(&format!("{name}.bias"), rows)?;
+            Some(all.chunks_exact(dim).skip(half).step_by(2).flatten().copied().collect())
+        }
+        false => None,
+    };
+    loader.backend.load_linear(weight.head_rows(a.num_heads, half * dim, (half + 1) * dim), bias, loader.bits)
+}
 
 /// Activations of one layer.
 pub(super) struct Buffers<B: Backend> {
@@ -33,11 +102,12 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, norm, cache: kv }: Layer<'_, B, Gqa, GqaWeights<B>, B::Kv>,
+    Layer { config, weights, norm, cache }: Layer<'_, B, Gqa, Weights<B>>,
     Buffers { q, k, v, out, gate }: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) -> Result<()> {
+    let kv = cache.kv();
     let (backend, eps, dim) = (step.backend, step.norm_eps, config.head_dim);
     let qkv = [(&weights.q, &mut *q), (&weights.k, &mut *k), (&weights.v, &mut *v)];
     match (&weights.output_gate, &mut *gate) {

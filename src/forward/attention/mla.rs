@@ -15,8 +15,69 @@ use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, Heads};
 use crate::forward::join::{Partial, join};
-use crate::forward::weights::{MlaQuery, MlaWeights};
+use crate::forward::loader::Loader;
 use crate::model::Mla;
+
+/// Latent-attention projections.
+pub struct Weights<B: Backend> {
+    /// Down to the query latent, its norm, up to the heads; or straight to the heads.
+    q: Query<B>,
+    /// `[kv_lora_rank + rope, hidden]`
+    kv_a: B::Linear,
+    /// Norm of the latent, `[kv_lora_rank]`
+    kv_a_norm: B::Norm,
+    /// Keys and values out of latents.
+    up: B::LatentUp,
+    /// `[hidden, num_heads * v_head_dim]`
+    o: B::Linear,
+}
+
+/// How queries are made.
+pub(super) enum Query<B: Backend> {
+    /// `[num_heads * qk_head_dim, hidden]`
+    Direct(B::Linear),
+    /// Through a latent.
+    Lora {
+        /// `[q_lora_rank, hidden]`
+        a: B::Linear,
+        /// `[q_lora_rank]`
+        norm: B::Norm,
+        /// `[num_heads * qk_head_dim, q_lora_rank]`
+        b: B::Linear,
+    },
+}
+
+impl<B: Backend> Weights<B> {
+    pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &Mla) -> Result<Self> {
+        let name = format!("{layer}.self_attn");
+        let (hidden, heads) = (loader.model.hidden_size, a.num_heads);
+        let q = heads * a.qk_head_dim();
+        let kv_b_rows = heads * (a.qk_nope_head_dim + a.v_head_dim);
+        let kv_b = loader.source.matrix(&format!("{name}.kv_b_proj.weight"), kv_b_rows, a.kv_lora_rank)?;
+        Ok(Self {
+            q: match a.q_lora_rank {
+                None => Query::Direct(loader.linear(&format!("{name}.q_proj"), q, hidden, false)?),
+                Some(rank) => Query::Lora {
+                    a: loader.linear(&format!("{name}.q_a_proj"), rank, hidden, a.bias)?,
+                    norm: loader.norm(&format!("{name}.q_a_layernorm.weight"), rank)?,
+                    b: loader.linear(&format!("{name}.q_b_proj"), q, rank, false)?,
+                },
+            },
+            kv_a: loader.linear(&format!("{name}.kv_a_proj_with_mqa"), a.cache_dim(), hidden, a.bias)?,
+            kv_a_norm: loader.norm(&format!("{name}.kv_a_layernorm.weight"), a.kv_lora_rank)?,
+            up: loader.backend.load_latent_up(a, kv_b)?,
+            o: loader.linear(&format!("{name}.o_proj"), hidden, heads * a.v_head_dim, a.bias)?,
+        })
+    }
+
+    pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
+        let query = match &self.q {
+            Query::Direct(q) => backend.linear_bytes(q),
+            Query::Lora { a, b, .. } => backend.linear_bytes(a) + backend.linear_bytes(b),
+        };
+        query + backend.linear_bytes(&self.kv_a) + backend.linear_bytes(&self.o) + backend.latent_up_bytes(&self.up)
+    }
+}
 
 /// Activations of one layer.
 pub(super) struct Buffers<B: Backend> {
@@ -51,16 +112,17 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, norm, cache: kv }: Layer<'_, B, Mla, MlaWeights<B>, B::Kv>,
+    Layer { config, weights, norm, cache }: Layer<'_, B, Mla, Weights<B>>,
     buffers: &mut Buffers<B>,
     h: &mut B::Tensor,
     x: &mut B::Tensor,
 ) -> Result<()> {
+    let kv = cache.kv();
     let (backend, norm) = (step.backend, (norm, step.norm_eps));
     let Buffers { q_latent, q_latent_normed, q, latent, scratch, out } = buffers;
     match (&weights.q, q_latent, q_latent_normed) {
-        (MlaQuery::Direct(w), None, None) => backend.norm_linears(x, norm, h, [(w, q), (&weights.kv_a, latent)]),
-        (MlaQuery::Lora { a, norm: q_norm, b }, Some(q_latent), Some(normed)) => {
+        (Query::Direct(w), None, None) => backend.norm_linears(x, norm, h, [(w, q), (&weights.kv_a, latent)]),
+        (Query::Lora { a, norm: q_norm, b }, Some(q_latent), Some(normed)) => {
             backend.norm_linears(x, norm, h, [(a, q_latent), (&weights.kv_a, latent)]);
             backend.rms_norm(q_latent, q_norm, Mla::NORM_EPS, normed);
             backend.linear(b, normed, q);

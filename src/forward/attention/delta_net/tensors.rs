@@ -8,76 +8,69 @@
 //! value heads tiled                              GGUF of Qwen3.5
 //! ```
 
-use super::{DeltaNetWeights, Loader};
 use crate::backend::tensor::{HostTensor, rows_by};
 use crate::backend::{Backend, DeltaRule};
+use crate::forward::loader::Loader;
 use crate::model::DeltaNet;
 use crate::{Error, Result};
 
-impl<B: Backend> Loader<'_, B> {
-    pub(super) fn delta_net(&self, name: &str, a: &DeltaNet) -> Result<DeltaNetWeights<B>> {
-        let (hidden, heads, groups) = (self.model.hidden_size, a.num_value_heads, a.num_key_heads);
-        let has = |which: &str| self.source.has(&format!("{name}.{which}"));
-        let matrix = |which: &str, rows, cols| self.source.matrix(&format!("{name}.{which}.weight"), rows, cols);
-        let vector = |which: &str, len| self.source.vector(&format!("{name}.{which}"), len);
-        let (qkv, z) = if has("in_proj_qkvz.weight") {
-            let (dim, values) = (a.key_head_dim, a.value_dim() / groups);
-            let qkvz = matrix("in_proj_qkvz", a.conv_dim() + a.value_dim(), hidden)?;
-            let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
-            (
-                HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]),
-                rows(2 * dim + values, values),
-            )
-        } else {
-            (matrix("in_proj_qkv", a.conv_dim(), hidden)?, matrix("in_proj_z", a.value_dim(), hidden)?)
-        };
-        let [beta, alpha] = if has("in_proj_ba.weight") {
-            let (ba, of_group) = (matrix("in_proj_ba", 2 * heads, hidden)?, heads / groups);
-            [ba.head_rows(groups, 0, of_group), ba.head_rows(groups, of_group, 2 * of_group)]
-        } else {
-            [matrix("in_proj_b", heads, hidden)?, matrix("in_proj_a", heads, hidden)?]
-        };
-        let gates = HostTensor::stacked(&[beta, alpha]).to_f32().into_owned();
-        let rates = match has("A") {
-            true => {
-                let a = vector("A", heads)?;
-                if a.iter().any(|a| *a > 0.0) {
-                    return Err(Error::Model(format!(
-                        "tensor `{name}.A` holds positive numbers, which are no decay: convert the model again"
-                    )));
-                }
-                a.iter().map(|a| -a).collect()
-            }
-            false => vector("A_log", heads)?.iter().map(|a| a.exp()).collect(),
-        };
-        let conv = self.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
-        let o = matrix("out_proj", hidden, a.value_dim())?;
-        let rule = DeltaRule {
-            conv,
-            gates,
-            rates,
-            dt_bias: vector("dt_bias", heads)?,
-            norm: vector("norm.weight", a.value_head_dim)?,
-            eps: self.model.norm_eps,
-        };
-        let (qkv, z, o, rule) = match a.tiled {
-            true => untiled(a, hidden, (qkv, z, o, rule)),
-            false => (qkv, z, o, rule),
-        };
-        Ok(DeltaNetWeights {
-            qkv: self.backend.load_linear(qkv, None, self.bits)?,
-            z: self.backend.load_linear(z, None, self.bits)?,
-            o: self.backend.load_linear(o, None, self.bits)?,
-            rule: self.backend.load_delta_net(a, rule)?,
-        })
-    }
+/// On their way to a device.
+pub(super) struct Tensors<'a> {
+    pub(super) qkv: HostTensor<'a>, // [conv_dim, hidden]
+    pub(super) z: HostTensor<'a>,   // [value_dim, hidden]
+    pub(super) o: HostTensor<'a>,   // [hidden, value_dim]
+    pub(super) rule: DeltaRule,
 }
 
-/// Projections to q, k and v, to z, and back, and the rule.
-type Tensors<'a> = (HostTensor<'a>, HostTensor<'a>, HostTensor<'a>, DeltaRule);
+/// Those of the layer part `name`.
+pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &DeltaNet) -> Result<Tensors<'a>> {
+    let (hidden, heads, groups) = (loader.model.hidden_size, a.num_value_heads, a.num_key_heads);
+    let has = |which: &str| loader.source.has(&format!("{name}.{which}"));
+    let matrix = |which: &str, rows, cols| loader.source.matrix(&format!("{name}.{which}.weight"), rows, cols);
+    let vector = |which: &str, len| loader.source.vector(&format!("{name}.{which}"), len);
+    let (qkv, z) = if has("in_proj_qkvz.weight") {
+        let (dim, values) = (a.key_head_dim, a.value_dim() / groups);
+        let qkvz = matrix("in_proj_qkvz", a.conv_dim() + a.value_dim(), hidden)?;
+        let rows = |from: usize, len: usize| qkvz.head_rows(groups, from, from + len);
+        (HostTensor::stacked(&[rows(0, dim), rows(dim, dim), rows(2 * dim, values)]), rows(2 * dim + values, values))
+    } else {
+        (matrix("in_proj_qkv", a.conv_dim(), hidden)?, matrix("in_proj_z", a.value_dim(), hidden)?)
+    };
+    let [beta, alpha] = if has("in_proj_ba.weight") {
+        let (ba, of_group) = (matrix("in_proj_ba", 2 * heads, hidden)?, heads / groups);
+        [ba.head_rows(groups, 0, of_group), ba.head_rows(groups, of_group, 2 * of_group)]
+    } else {
+        [matrix("in_proj_b", heads, hidden)?, matrix("in_proj_a", heads, hidden)?]
+    };
+    let gates = HostTensor::stacked(&[beta, alpha]).to_f32().into_owned();
+    let rates = match has("A") {
+        true => {
+            let a = vector("A", heads)?;
+            if a.iter().any(|a| *a > 0.0) {
+                return Err(Error::Model(format!(
+                    "tensor `{name}.A` holds positive numbers, which are no decay: convert the model again"
+                )));
+            }
+            a.iter().map(|a| -a).collect()
+        }
+        false => vector("A_log", heads)?.iter().map(|a| a.exp()).collect(),
+    };
+    let conv = loader.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
+    let o = matrix("out_proj", hidden, a.value_dim())?;
+    let rule = DeltaRule {
+        conv,
+        gates,
+        rates,
+        dt_bias: vector("dt_bias", heads)?,
+        norm: vector("norm.weight", a.value_head_dim)?,
+        eps: loader.model.norm_eps,
+    };
+    let tensors = Tensors { qkv, z, o, rule };
+    Ok(if a.tiled { untiled(a, hidden, tensors) } else { tensors })
+}
 
 /// The value heads of a key head beside each other.
-fn untiled<'a>(a: &DeltaNet, hidden: usize, (qkv, z, o, rule): Tensors<'_>) -> Tensors<'a> {
+fn untiled<'a>(a: &DeltaNet, hidden: usize, Tensors { qkv, z, o, rule }: Tensors<'_>) -> Tensors<'a> {
     let (keys, heads) = (a.num_key_heads, a.num_value_heads);
     // What is there for each value head, `width` of it, behind what is not.
     let order = |before: usize, width: usize| -> Vec<usize> {
@@ -96,7 +89,7 @@ fn untiled<'a>(a: &DeltaNet, hidden: usize, (qkv, z, o, rule): Tensors<'_>) -> T
         norm: rule.norm,
         eps: rule.eps,
     };
-    (qkv.rows_by(&channels), z.rows_by(&values), o.cols_by(&values), rule)
+    Tensors { qkv: qkv.rows_by(&channels), z: z.rows_by(&values), o: o.cols_by(&values), rule }
 }
 
 #[cfg(test)]
@@ -130,8 +123,13 @@ mod tests {
             eps: 1e-6,
         };
         let o = [rows(12, 0), rows(12, 1)].concat();
-        let file = (matrix(file_channels.clone(), 1), matrix(twice(&rows(12, 0)), 2), matrix(o, 12), rule);
-        let (qkv, z, o, rule) = untiled(&a, 2, file);
+        let file = Tensors {
+            qkv: matrix(file_channels.clone(), 1),
+            z: matrix(twice(&rows(12, 0)), 2),
+            o: matrix(o, 12),
+            rule,
+        };
+        let Tensors { qkv, z, o, rule } = untiled(&a, 2, file);
         assert_eq!(qkv.to_f32(), channels);
         assert_eq!(rule.conv, twice(&channels));
         assert_eq!(z.to_f32(), twice(&values));

@@ -1,0 +1,31 @@
+//! Named tensors of a checkpoint onto a backend, checked for shape and finite values.
+
+use crate::Result;
+use crate::backend::Backend;
+use crate::backend::source::TensorSource;
+use crate::config::DenseBits;
+use crate::model::ModelConfig;
+
+/// Reads one model's tensors onto one backend.
+pub(super) struct Loader<'a, B: Backend> {
+    pub(super) backend: &'a B,
+    pub(super) source: &'a dyn TensorSource,
+    pub(super) model: &'a ModelConfig,
+    pub(super) bits: DenseBits,
+}
+
+impl<B: Backend> Loader<'_, B> {
+    /// The projection `name`, `[n, k]`, and its bias `[n]`.
+    pub(super) fn linear(&self, name: &str, n: usize, k: usize, bias: bool) -> Result<B::Linear> {
+        let weight = self.source.matrix(&format!("{name}.weight"), n, k)?;
+        let bias = if bias { Some(self.source.vector(&format!("{name}.bias"), n)?) } else { None };
+        self.backend.load_linear(weight, bias, self.bits)
+    }
+
+    /// The norm `name`, `[len]`.
+    pub(super) fn norm(&self, name: &str, len: usize) -> Result<B::Norm> {
+        let mut weight = self.source.vector(name, len)?;
+        weight.iter_mut().for_each(|w| *w += self.model.norm_offset);
+        self.backend.load_norm(weight)
+    }
+}

@@ -1,0 +1,98 @@
+//! Latent attention: keys and values are linear in one cached latent.
+
+use super::{Facts, Matrix};
+use crate::model::Rope;
+
+/// Multi-head latent attention. Source: DeepSeek-V2 report, section 2.1.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mla {
+    /// Heads.
+    pub num_heads: usize,
+    /// Width of the query latent; `None`: queries come straight from the hidden state.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the cached latent.
+    pub kv_lora_rank: usize,
+    /// Width of a head's part without position.
+    pub qk_nope_head_dim: usize,
+    /// Width of a head's rotated part; all heads share one such key.
+    pub qk_rope_head_dim: usize,
+    /// Rotary embedding of that part.
+    pub rope: Rope,
+    /// Width of a head's value.
+    pub v_head_dim: usize,
+    /// Biases on `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`.
+    pub bias: bool,
+    /// Multiplies the scores; YaRN's mscale squared is in it.
+    pub scale: f32,
+}
+
+impl Mla {
+    /// Epsilon of the `q_a` and `kv_a` norms, whatever `rms_norm_eps` says. Source: HF modeling_deepseek_v3.
+    pub const NORM_EPS: f32 = 1e-6;
+
+    /// Width of a query or key head.
+    pub fn qk_head_dim(&self) -> usize {
+        self.qk_nope_head_dim + self.qk_rope_head_dim
+    }
+
+    /// Width of one cached row: the latent, then the rotated key.
+    pub fn cache_dim(&self) -> usize {
+        self.kv_lora_rank + self.qk_rope_head_dim
+    }
+}
+
+impl Facts for Mla {
+    fn kv_dims(&self) -> (usize, usize, usize) {
+        (1, self.cache_dim(), self.kv_lora_rank)
+    }
+
+    fn rope(&self) -> Option<&Rope> {
+        Some(&self.rope)
+    }
+
+    fn widths(&self) -> Vec<usize> {
+        let latents = [self.q_lora_rank.unwrap_or(0), self.kv_lora_rank];
+        let heads = [self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim];
+        [&latents[..], &heads].concat()
+    }
+
+    fn matrices(&self, hidden: usize) -> Vec<Matrix> {
+        let q = self.num_heads * self.qk_head_dim();
+        let query = self.q_lora_rank.map_or(vec![(q, hidden)], |rank| vec![(rank, hidden), (q, rank)]);
+        [query, vec![(self.cache_dim(), hidden), (hidden, self.num_heads * self.v_head_dim)]].concat()
+    }
+
+    fn head_matrices(&self) -> (usize, Vec<Matrix>) {
+        let [key, value] = [(self.kv_lora_rank, self.qk_nope_head_dim), (self.v_head_dim, self.kv_lora_rank)];
+        (self.num_heads, vec![key, value])
+    }
+
+    fn activation_len(&self) -> usize {
+        let head = self.qk_head_dim() + self.cache_dim() + self.kv_lora_rank + self.v_head_dim;
+        2 * self.q_lora_rank.unwrap_or(0) + self.cache_dim() + self.num_heads * head
+    }
+
+    fn inner_products(&self) -> f64 {
+        self.kv_lora_rank as f64 * self.num_heads as f64 * (self.qk_nope_head_dim + self.v_head_dim) as f64
+    }
+
+    fn products_per_pair(&self) -> usize {
+        self.num_heads * (self.qk_head_dim() + self.v_head_dim)
+    }
+
+    fn gpu_seconds(&self) -> f64 {
+        44e-6
+    }
+
+    fn gpu_lacks(&self) -> Option<String> {
+        let widths = [self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim];
+        let fits = self.kv_lora_rank <= 512
+            && self.cache_dim() <= 576
+            && self.qk_head_dim() <= 256
+            && widths.iter().all(|n| n.is_multiple_of(8));
+        (!fits).then(|| {
+            let (rank, head) = (self.kv_lora_rank, self.qk_head_dim());
+            format!("the GPU has no latent attention of rank {rank} with heads of {head} elements")
+        })
+    }
+}
