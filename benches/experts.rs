@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use moebius::backend::cpu::Cpu;
 use moebius::backend::tensor::Tensor;
-use moebius::backend::{Load, Route};
+use moebius::backend::{Load, Route, RouterTensors};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
 use moebius::machine::memory::{Pages, read_bandwidth};
@@ -105,8 +105,8 @@ impl LayerRouter {
         let config = shape.router();
         let weight = |_| (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
         let weights: Vec<Vec<f32>> = (0..16).map(weight).collect();
-        let weights =
-            weights.into_iter().map(|weight| backend.load_router(weight, None, None).expect("host memory")).collect();
+        let load = |weight| backend.load_router(RouterTensors { weight, ..RouterTensors::default() });
+        let weights = weights.into_iter().map(|weight| load(weight).expect("host memory")).collect();
         Self { backend, config, weights }
     }
 }

@@ -169,9 +169,7 @@ fn tensors(model: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>> {
     for (layer, moe) in model.moe_layers() {
         let (wide, narrow) = (model.hidden_size, moe.intermediate_size);
         for e in 0..moe.num_experts {
-            let name =
-                |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
-            let [gate, up, down] = model.names.experts.map(name);
+            let [gate, up, down] = model.names.expert(layer, e);
             all.extend([(gate, vec![narrow, wide]), (up, vec![narrow, wide]), (down, vec![wide, narrow])]);
         }
     }

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use moebius::backend::cpu::Cpu;
 use moebius::backend::tensor::Tensor;
-use moebius::backend::{Load, Route, Routing};
+use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Tuning};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
 use moebius::machine::memory::{self, Pages, read_bandwidth};
@@ -127,6 +127,12 @@ impl Kernel for Reader {
     fn scale(&self, x: &mut [f32], scale: f32) {
         self.inner.scale(x, scale);
     }
+    fn clamped_silu_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+        self.inner.clamped_silu_mul(gate, up, limit, out);
+    }
+    fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        self.inner.gelu_mul(gate, up, out);
+    }
     fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]) {
         self.inner.add_scaled(x, scale, out);
     }
@@ -229,7 +235,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     let config = shape.router();
     let mut state = 7;
     let mut weight = || (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
-    let routers = (0..16).map(|_| backend.load_router(weight(), None, None)).collect::<moebius::Result<Vec<_>>>()?;
+    let mut router = || backend.load_router(RouterTensors { weight: weight(), ..RouterTensors::default() });
+    let routers = (0..16).map(|_| router()).collect::<moebius::Result<Vec<_>>>()?;
     let mut x = Tensor::new(1, shape.hidden);
     x.data_mut().fill_with(|| uniform(&mut state));
     let mut out = vec![0.0; shape.hidden];

@@ -1,8 +1,11 @@
 // Choosing experts: logits -> scores -> (groups) -> top k -> weights. All f32; of equal scores the lower id wins.
 //
-//   l = logit + offset;   softmax:  s = exp(l - max) / sum          sigmoid:  s = 1 / (1 + exp(-l))
+//   l = logit + offset
+//   l = cap * tanh(l / cap), with a soft cap
+//   softmax:  s = exp(l - max) / sum
+//   sigmoid:  s = 1 / (1 + exp(-l))
 //   chosen:   the largest s + bias, among the experts of the best groups
-//   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`
+//   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`, times its `expert_scale`
 //
 // Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to MAX_EXPERTS
 // experts, top MAX_TOP_K.
@@ -19,7 +22,7 @@ static_assert(MAX_TOP_K <= WARP && MAX_GROUPS <= WARP, "a lane for each");
 
 struct RouterShape {
     int experts, top_k, sigmoid, normalize, groups, group_top_k, group_by_two;
-    float scaling;
+    float scaling, softcap; // softcap 0: none
 };
 
 // The lane that holds the largest value, lower index first; every lane gets both.
@@ -32,11 +35,15 @@ __device__ __forceinline__ void warp_best(float& value, int& index) {
     }
 }
 
-// Of one token, by one warp; s and rank [experts] are scratch in shared memory. offsets, bias: null, or [experts].
+// Of one token, by one warp; s and rank [experts] are scratch in shared memory. offsets, bias, expert_scale: null,
+// or [experts].
 __device__ __forceinline__ void choose(const float* logits, const float* offsets, const float* bias,
-    const RouterShape& shape, float* s, float* rank, int* ids, float* weights) {
+    const float* expert_scale, const RouterShape& shape, float* s, float* rank, int* ids, float* weights) {
     const int lane = threadIdx.x % WARP, experts = shape.experts;
-    auto logit = [&](int e) { return __ldcg(logits + e) + (offsets ? offsets[e] : 0.0f); };
+    auto logit = [&](int e) {
+        const float l = __ldcg(logits + e) + (offsets ? offsets[e] : 0.0f);
+        return shape.softcap == 0.0f ? l : shape.softcap * tanhf(l / shape.softcap);
+    };
     if (shape.sigmoid) {
         for (int e = lane; e < experts; e += WARP) s[e] = 1.0f / (1.0f + expf(-logit(e)));
     } else {
@@ -94,26 +101,27 @@ __device__ __forceinline__ void choose(const float* logits, const float* offsets
     }
     if (lane < shape.top_k) {
         ids[lane] = chosen;
-        weights[lane] = (shape.normalize ? mine / sum : mine) * shape.scaling;
+        const float scale = expert_scale && chosen >= 0 ? expert_scale[chosen] : 1.0f;
+        weights[lane] = (shape.normalize ? mine / sum : mine) * shape.scaling * scale;
     }
 }
 
-KERNEL(route_choose, TOKENS* WARP, 0, const float* logits, const float* offsets, const float* bias, RouterShape shape,
-    int tokens, int* ids, float* weights) {
+KERNEL(route_choose, TOKENS* WARP, 0, const float* logits, const float* offsets, const float* bias,
+    const float* expert_scale, RouterShape shape, int tokens, int* ids, float* weights) {
     __shared__ float scores[TOKENS][MAX_EXPERTS], ranks[TOKENS][MAX_EXPERTS];
     begin_kernel();
     const int warp = threadIdx.x / WARP, token = blockIdx.x * TOKENS + warp;
     if (token >= tokens) return;
     const size_t at = (size_t)token * shape.top_k;
-    choose(logits + (size_t)token * shape.experts, offsets, bias, shape, scores[warp], ranks[warp], ids + at,
-        weights + at);
+    choose(logits + (size_t)token * shape.experts, offsets, bias, expert_scale, shape, scores[warp], ranks[warp],
+        ids + at, weights + at);
 }
 
 struct RouteFew {
-    const float *x, *norm;           // [tokens, hidden], [hidden]
-    bf16* h;                         // [tokens, hidden]
-    const float *w, *offsets, *bias; // [experts, hidden], [experts] or null
-    float* logits;                   // [tokens, experts]
+    const float *x, *norm;                          // [tokens, hidden], [hidden]
+    bf16* h;                                        // [tokens, hidden]
+    const float *w, *offsets, *bias, *expert_scale; // [experts, hidden], [experts] or null
+    float* logits;                                  // [tokens, experts]
     uint32_t* counter;
     int* ids;       // [tokens, top_k]
     float* weights; // [tokens, top_k]
@@ -197,6 +205,6 @@ KERNEL(route_few, FEW* WARP, 0, const __grid_constant__ RouteFew a) {
     if (!last || warp >= tokens) return;
     __threadfence();
     const size_t at = (size_t)warp * a.shape.top_k;
-    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.shape, scores[warp], ranks[warp], a.ids + at,
-        a.weights + at);
+    choose(a.logits + (size_t)warp * a.shape.experts, a.offsets, a.bias, a.expert_scale, a.shape, scores[warp],
+        ranks[warp], a.ids + at, a.weights + at);
 }

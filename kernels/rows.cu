@@ -2,17 +2,17 @@
 //
 //   rms_norm      out[c] = x[c] / sqrt(mean(x^2) + eps) * w[c]
 //   rope          (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + half) or (2i, 2i + 1)
-//   silu_mul      out = gate / (1 + exp(-gate)) * up
-//   sigmoid_mul   x = x / (1 + exp(-gate))
+//   activate      out = activation(gate, up) (activation.cuh)
+//   gate          x *= 1 / (1 + exp(-gate)), or ln(1 + exp(gate))
 //   gate_rows     x[t] = x[t] / (1 + exp(-(w . h[t])))
 //
 // Activations are bf16, the residual stream f32; sums are f32. Widths are multiples of 8 unless said.
 //
 // grid (rows), unless said.
-#include "common.cuh"
+#include "activation.cuh"
 
 constexpr int ROW_THREADS = 256, ANGLE_THREADS = 64;
-constexpr int ROW_NUMBERS = 4 * ROW_THREADS; // of a block of silu_mul and sigmoid_mul
+constexpr int ROW_NUMBERS = 4 * ROW_THREADS; // of a block of activate, gate, scale, softcap and clear
 
 // out[t] = table[tokens[t]]
 KERNEL(embed, ROW_THREADS, 0, const bf16* table, const uint32_t* tokens, float* out, int cols) {
@@ -108,24 +108,136 @@ KERNEL(rope, ROW_THREADS, 0, bf16* x, const float* angles, int heads, int head_d
     }
 }
 
+// The first of the four numbers that a thread has in a grid of ceil(numbers / ROW_NUMBERS).
+__device__ __forceinline__ long long four() { return 4 * ((long long)blockIdx.x * (ROW_NUMBERS / 4) + threadIdx.x); }
+
 // grid (ceil(numbers / ROW_NUMBERS)); numbers a multiple of 4
-KERNEL(silu_mul, ROW_THREADS, 0, const bf16* gate, const bf16* up, bf16* out, long long numbers) {
+KERNEL(
+    activate, ROW_THREADS, 0, Activation activation, const bf16* gate, const bf16* up, bf16* out, long long numbers) {
     begin_kernel();
-    const long long i = 4 * ((long long)blockIdx.x * (ROW_NUMBERS / 4) + threadIdx.x);
+    const long long i = four();
     if (i >= numbers) return;
     const float4 g = load4(gate + i), u = load4(up + i);
-    auto one = [](float g, float u) { return g / (1.0f + __expf(-g)) * u; };
+    auto one = [&](float g, float u) { return activated(activation, g, u); };
     store4(out + i, one(g.x, u.x), one(g.y, u.y), one(g.z, u.z), one(g.w, u.w));
 }
 
-// grid and numbers as for silu_mul
-KERNEL(sigmoid_mul, ROW_THREADS, 0, const bf16* gate, bf16* x, long long numbers) {
+// Each number of gate is for `each` of x. Grid as for activate; each 1 or a multiple of 4.
+KERNEL(gate, ROW_THREADS, 0, const bf16* gate, bf16* x, int softplus, int each, long long numbers) {
     begin_kernel();
-    const long long i = 4 * ((long long)blockIdx.x * (ROW_NUMBERS / 4) + threadIdx.x);
+    const long long i = four();
     if (i >= numbers) return;
-    const float4 g = load4(gate + i), v = load4(x + i);
-    auto one = [](float g, float v) { return v / (1.0f + __expf(-g)); };
+    const float4 v = load4(x + i);
+    float4 g;
+    if (each == 1)
+        g = load4(gate + i);
+    else
+        g.x = g.y = g.z = g.w = to_f32(gate[i / each]);
+    auto one = [&](float g, float v) {
+        if (softplus) return v * (g > 20.0f ? g : log1pf(__expf(g)));
+        return v / (1.0f + __expf(-g));
+    };
     store4(x + i, one(g.x, v.x), one(g.y, v.y), one(g.z, v.z), one(g.w, v.w));
+}
+
+__device__ __forceinline__ void store4(float* x, float a, float b, float c, float d) {
+    *reinterpret_cast<float4*>(x) = make_float4(a, b, c, d);
+}
+template <class T> __device__ __forceinline__ void scale_four(T* x, float factor, long long numbers) {
+    begin_kernel();
+    const long long i = four();
+    if (i >= numbers) return;
+    const float4 v = load4(x + i);
+    store4(x + i, v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+}
+
+// x *= factor. Grid and numbers as for activate.
+KERNEL(scale_f32, ROW_THREADS, 0, float* x, float factor, long long numbers) { scale_four(x, factor, numbers); }
+KERNEL(scale_bf16, ROW_THREADS, 0, bf16* x, float factor, long long numbers) { scale_four(x, factor, numbers); }
+
+// x = cap * tanh(x / cap). Grid and numbers as for activate.
+KERNEL(softcap, ROW_THREADS, 0, float* x, float cap, long long numbers) {
+    begin_kernel();
+    const long long i = four();
+    if (i >= numbers) return;
+    const float4 v = load4(x + i);
+    auto one = [&](float v) { return cap * tanhf(v / cap); };
+    store4(x + i, one(v.x), one(v.y), one(v.z), one(v.w));
+}
+
+// x = 0. Grid and numbers as for activate.
+KERNEL(clear, ROW_THREADS, 0, float* x, long long numbers) {
+    begin_kernel();
+    const long long i = four();
+    if (i < numbers) store4(x + i, 0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+// x[t] *= 1 + beta * ln(1 + floor((position + offset) / length))
+KERNEL(scale_by_position, ROW_THREADS, 0, bf16* x, const int* positions, float beta, float length, float offset,
+    int cols) {
+    begin_kernel();
+    const float factor = 1.0f + beta * log1pf(floorf(((float)positions[blockIdx.x] + offset) / length));
+    bf16* row = x + (size_t)blockIdx.x * cols;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(row + i);
+        store4(row + i, v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+    }
+}
+
+// x[t] = (x[t] + norm(y[t])) * scale, f32
+KERNEL(norm_add, ROW_THREADS, 0, const float* y, const float* w, float eps, float scale, float* x, int cols) {
+    begin_kernel();
+    __shared__ float scratch[33];
+    const float* from = y + (size_t)blockIdx.x * cols;
+    float* to = x + (size_t)blockIdx.x * cols;
+    float sum = 0.0f;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(from + i);
+        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float n = rsqrtf(block_sum(sum, scratch) / cols + eps);
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(from + i), g = load4(w + i), r = load4(to + i);
+        store4(to + i, (r.x + v.x * n * g.x) * scale, (r.y + v.y * n * g.y) * scale, (r.z + v.z * n * g.z) * scale,
+            (r.w + v.w * n * g.w) * scale);
+    }
+}
+
+// out[t] = norm(x[t] - mean(x[t]))
+KERNEL(layer_norm, ROW_THREADS, 0, const float* x, const float* w, float eps, bf16* out, int cols) {
+    begin_kernel();
+    __shared__ float scratch[33];
+    const float* row = x + (size_t)blockIdx.x * cols;
+    float sum = 0.0f, squares = 0.0f;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(row + i);
+        sum += v.x + v.y + v.z + v.w;
+    }
+    const float mean = block_sum(sum, scratch) / cols;
+    __syncthreads();
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(row + i);
+        const float a = v.x - mean, b = v.y - mean, c = v.z - mean, d = v.w - mean;
+        squares += a * a + b * b + c * c + d * d;
+    }
+    const float n = rsqrtf(block_sum(squares, scratch) / cols + eps);
+    bf16* to = out + (size_t)blockIdx.x * cols;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(row + i), g = load4(w + i);
+        store4(to + i, (v.x - mean) * n * g.x, (v.y - mean) * n * g.y, (v.z - mean) * n * g.z, (v.w - mean) * n * g.w);
+    }
+}
+
+// out[t] = weights[t] * h[t], and weights[t] = 1: of a token's only expert.
+KERNEL(weigh_input, ROW_THREADS, 0, float* weights, const bf16* h, bf16* out, int cols) {
+    begin_kernel();
+    const float weight = weights[blockIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) weights[blockIdx.x] = 1.0f;
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * ROW_THREADS) {
+        const float4 v = load4(h + (size_t)blockIdx.x * cols + i);
+        store4(out + (size_t)blockIdx.x * cols + i, v.x * weight, v.y * weight, v.z * weight, v.w * weight);
+    }
 }
 
 KERNEL(gate_rows, ROW_THREADS, 0, const float* w, const bf16* h, bf16* x, int hidden, int cols) {

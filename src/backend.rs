@@ -39,7 +39,7 @@ pub mod tensor;
 
 pub use attend::{Attend, Heads, Rotary, Softmax};
 pub use dense::Dense;
-pub use load::{DeltaRule, Load};
+pub use load::{DeltaRule, Load, RouterTensors};
 pub use memory::Memory;
 pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, Recur};

@@ -44,13 +44,13 @@ use crate::Result;
 use crate::backend::batch::Batch;
 use crate::backend::{Backend, Hooks, Rotary};
 use crate::experts::ExpertExecutor;
-use crate::model::{Ffn, LayerConfig, ModelConfig};
+use crate::model::{Ffn, LayerConfig, ModelConfig, Norm, Residual};
 use attention::{Step, attention};
 pub use buffers::Limits;
 use buffers::{Buffers, Part, Parts};
 pub use erased::Forward;
-use ffn::{FfnWeights, MlpBuffers, mlp};
-use join::{Partial, join};
+use ffn::ffn;
+use join::{After, Stream};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
 pub use measure::Measure;
@@ -87,6 +87,9 @@ impl<B: Backend> Model<B> {
         let mut pass = || {
             for part in &mut *parts {
                 backend.embed(&weights.embedding, &part.batch, &mut part.x);
+                if config.embedding_scale != 1.0 {
+                    backend.scale(&mut part.x, config.embedding_scale);
+                }
                 ropes.angles(backend, part);
             }
             let mut moe_layers = 0..;
@@ -94,6 +97,7 @@ impl<B: Backend> Model<B> {
                 let moe = matches!(layer.ffn, Ffn::Moe(_)).then(|| moe_layers.next()).flatten();
                 let mut layer = Layer {
                     backend,
+                    norm: config.norm,
                     norm_eps: config.norm_eps,
                     config: layer,
                     weights,
@@ -124,6 +128,7 @@ impl<B: Backend> Model<B> {
 /// One layer of a pass: what it is, what it has, and what it may change.
 struct Layer<'a, B: Backend> {
     backend: &'a B,
+    norm: Norm,
     norm_eps: f32,
     config: &'a LayerConfig,
     weights: &'a LayerWeights<B>,
@@ -134,48 +139,45 @@ struct Layer<'a, B: Backend> {
 }
 
 impl<B: Backend> Layer<'_, B> {
-    /// `x += attention(norm(x)); x += ffn(norm(x))`
+    /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
     fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm_eps, config, weights, rope, cache, experts, buffers } = self;
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, buffers } = self;
+        let (backend, norms, eps) = (*backend, &weights.norms, *norm_eps);
         buffers.set_rows(backend, part.rows.len());
-        let Buffers { h, attention: attention_buffers, mlp: mlp_buffers, routing } = &mut **buffers;
+        let Buffers { h, attention: attention_buffers, ffn: ffn_buffers, result } = &mut **buffers;
         let Part { batch, x, angles, .. } = part;
 
-        let norm_eps = *norm_eps;
         let rotary = rope.zip(config.attention.rope());
         let rotary = rotary.map(|(i, rope)| Rotary { angles: &angles[i], interleaved: rope.interleaved });
-        let step = Step { backend: *backend, batch, rotary, norm_eps };
-        let of_layer = attention::Layer {
-            config: &config.attention,
-            weights: &weights.attention,
-            norm: &weights.attention_norm,
-            cache: &mut **cache,
-        };
-        attention(&step, of_layer, attention_buffers, h, x)?;
-
-        let norm = (&weights.ffn_norm, norm_eps);
-        let width = config.ffn.mlp_width();
-        match (&config.ffn, &weights.ffn, experts, routing) {
-            (Ffn::Dense { .. }, FfnWeights::Dense(w), ..) => {
-                backend.rms_norm(x, norm.0, norm.1, h);
-                mlp(*backend, w, MlpBuffers::of(mlp_buffers, width), h, x)?;
-            }
-            (Ffn::Moe(moe), FfnWeights::Moe { router, shared }, Some((experts, number)), Some(routing)) => {
-                backend.norm_route(x, norm, h, router, &moe.router, routing);
-                experts.submit(*number, h, routing)?;
-                if let Some(w) = shared {
-                    mlp(*backend, w, MlpBuffers::of(mlp_buffers, width), h, x)?;
-                }
-                join(*backend, Partial::Experts(&mut **experts), x)?;
-            }
-            _ => panic!("configuration, weights and experts of one layer are of one kind"),
+        let step = Step { backend, batch, rotary, norm_eps: eps };
+        let of_layer = attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache };
+        let mut stream = Stream { x, norm: None, after: None };
+        stream.enter(backend, *norm, (&norms.attention, eps), h);
+        if config.residual == Residual::Parallel {
+            stream.settle(backend, h); // the other part reads it as well
         }
-        Ok(())
+        if let (Some(after), Some(result)) = (&norms.after, result) {
+            stream.after = Some(After { norm: (&after.attention, eps), scale: 1.0, result });
+        }
+        attention(&step, of_layer, attention_buffers, h, &mut stream)?;
+
+        let of_layer = ffn::Layer {
+            config: &config.ffn,
+            weights: &weights.ffn,
+            experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
+        };
+        if let Some(ffn_norm) = &norms.ffn {
+            stream.enter(backend, *norm, (ffn_norm, eps), h);
+        }
+        if let (Some(norms), Some(after)) = (&norms.after, &mut stream.after) {
+            (after.norm, after.scale) = ((&norms.ffn, eps), norms.scalar);
+        }
+        ffn(backend, of_layer, ffn_buffers, h, &mut stream)
     }
 
     /// Where the last part's tokens went; `None`: the layer is dense.
     fn routing(&self) -> Option<&B::Routing> {
-        self.buffers.routing.as_ref().filter(|_| matches!(self.config.ffn, Ffn::Moe(_)))
+        self.buffers.ffn.routing.as_ref().filter(|_| matches!(self.config.ffn, Ffn::Moe(_)))
     }
 }
 

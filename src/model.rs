@@ -15,6 +15,6 @@ mod ffn;
 mod rope;
 
 pub use attention::*;
-pub use config::{LayerConfig, ModelConfig, Names};
-pub use ffn::{Activation, Ffn, GroupScore, Groups, Moe, Router, Scoring};
+pub use config::{LayerConfig, ModelConfig, Names, Norm, Residual};
+pub use ffn::{Activation, Ffn, GroupScore, Groups, Mlp, Moe, Router, Scoring, SharedExpert};
 pub use rope::{Llama3, Rope, RopeScaling, Yarn};

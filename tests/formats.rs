@@ -52,7 +52,7 @@ fn exact() -> EngineConfig {
 fn format_of(dir: &Path) -> Format {
     let model = common::model_in(dir);
     let (names, moe, layer) = (&model.names, model.moe().unwrap(), model.layers.len() - 1);
-    let name = format!("{}layers.{layer}.{}.experts.0.{}.weight", names.body, names.moe, names.experts[0]);
+    let name = names.expert(layer, 0)[0].clone();
     let checkpoint = moebius_cache::Checkpoint::open(dir).unwrap();
     checkpoint.source(&name, [moe.intermediate_size, model.hidden_size]).unwrap().kind()
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use common::cosine;
 use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, random, team};
 use moebius::backend::cuda::{CudaBackend, CudaRouting};
-use moebius::backend::{Load, Route, Routing};
+use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::experts::cost::CostModel;
 use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
@@ -109,17 +109,10 @@ fn routing(tokens: usize, seed: u64) -> Routing {
 /// The same on the device, whose own routing is overwritten.
 fn on_device(b: &CudaBackend, routing: &Routing, hidden: usize) -> CudaRouting {
     let tokens = routing.ids.len() / TOP_K;
-    let router = Router {
-        top_k: TOP_K,
-        bias: false,
-        scoring: Scoring::Softmax,
-        correction_bias: false,
-        groups: None,
-        normalize: false,
-        scaling: 1.0,
-    };
+    let router = Router::new(TOP_K, Scoring::Softmax);
     let mut to = b.routing(tokens, TOP_K).unwrap();
-    let weights = b.load_router(vec![0.0; EXPERTS * hidden], None, None).unwrap();
+    let weights =
+        b.load_router(RouterTensors { weight: vec![0.0; EXPERTS * hidden], ..RouterTensors::default() }).unwrap();
     b.route(&weights, &router, &b.filled(hidden, &vec![0.0; tokens * hidden]), &mut to);
     b.cuda().upload(&b.cuda().compute, to.ids(), &routing.ids);
     b.cuda().upload(&b.cuda().compute, to.weights(), &routing.weights);

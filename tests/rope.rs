@@ -108,7 +108,7 @@ fn hidden(change: impl Fn(usize, &mut Gqa)) -> [Vec<f32>; 2] {
 fn each_layer_turns_by_its_own_rope() {
     let wide = Rope { dim: 32, theta: 10_000.0, interleaved: false, scaling: RopeScaling::None };
     let part = Rope { dim: 16, theta: 500.0, ..wide.clone() };
-    let hidden = |ropes: [&Rope; 2]| hidden(|layer, a| a.rope = ropes[layer].clone());
+    let hidden = |ropes: [&Rope; 2]| hidden(|layer, a| a.rope = Some(ropes[layer].clone()));
     let (same, other) = (hidden([&wide, &wide]), hidden([&part, &part]));
     let (first, last) = (hidden([&part, &wide]), hidden([&wide, &part]));
     assert!(same[0] == last[0] && other[0] == first[0], "a layer does not see the next one's rope");
@@ -121,8 +121,8 @@ fn each_layer_turns_by_its_own_rope() {
 #[test]
 fn each_layer_has_its_own_heads() {
     let narrow = |a: &mut Gqa| {
-        (a.num_heads, a.num_kv_heads, a.head_dim) = (2, 1, 16);
-        a.rope = Rope { dim: 16, ..a.rope.clone() };
+        (a.num_heads, a.num_kv_heads, a.head_dim, a.value_dim) = (2, 1, 16, 16);
+        a.rope = a.rope.clone().map(|rope| Rope { dim: 16, ..rope });
     };
     let wide = hidden(|_, _| ());
     let mixed = hidden(|layer, a| {

@@ -17,15 +17,7 @@ pub(crate) struct Shape {
 impl Shape {
     /// A softmax over all experts, renormalized.
     pub(crate) fn router(&self) -> Router {
-        Router {
-            top_k: self.top_k,
-            scoring: Scoring::Softmax,
-            correction_bias: false,
-            bias: false,
-            groups: None,
-            normalize: true,
-            scaling: 1.0,
-        }
+        Router { normalize: true, ..Router::new(self.top_k, Scoring::Softmax) }
     }
 }
 

@@ -5,7 +5,7 @@ use super::load::Load;
 use super::memory::Memory;
 use crate::Result;
 use crate::config::KvBits;
-use crate::model::Mla;
+use crate::model::{Mla, PositionScale, Window};
 
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Load> {
@@ -34,8 +34,8 @@ pub struct Rotary<'a, B: Memory> {
 pub struct Softmax<'a, B: Load> {
     /// Multiplies the scores.
     pub scale: f32,
-    /// A token sees itself and the `window - 1` before it; `None`: all before it.
-    pub window: Option<usize>,
+    /// What a token sees of the positions before it; `None`: all.
+    pub window: Option<Window>,
     /// A score per head that takes part in the softmax and has no value.
     pub sinks: Option<&'a B::Norm>, // [num_heads]
 }
@@ -52,18 +52,20 @@ pub trait Attend: Dense {
     /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward
     /// pass.
     fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
+    /// `x[t] *= ` what `scale` says of the position of token `t`.
+    fn scale_by_position(&self, x: &mut Self::Tensor, batch: &Self::Batch, scale: &PositionScale);
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
     fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>);
     /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first
     /// numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
-    /// Norms and rotates queries and keys, and stores keys and values; `k` is undefined afterwards. The default is what
-    /// it means, a device may fuse it.
+    /// Norms and, with `rotary`, rotates queries and keys, and stores keys and values; `k` is undefined afterwards. The
+    /// default is what it means, a device may fuse it.
     fn prepare_heads(
         &self,
         kv: &mut Self::Kv,
         batch: &Self::Batch,
-        rotary: &Rotary<'_, Self>,
+        rotary: Option<&Rotary<'_, Self>>,
         q: Heads<'_, Self>,
         k: Heads<'_, Self>,
         v: Option<&Self::Tensor>,
@@ -72,7 +74,9 @@ pub trait Attend: Dense {
             if let Some((norm, width, eps)) = norm {
                 self.rms_norm_heads(x, norm, eps, 0..if width == dim { heads * dim } else { width });
             }
-            self.rope(x, dim, rope_at, rotary);
+            if let Some(rotary) = rotary {
+                self.rope(x, dim, rope_at, rotary);
+            }
         }
         self.kv_write(kv, batch, k.x, v);
     }

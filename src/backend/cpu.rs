@@ -25,10 +25,11 @@ use crate::kernel::{Activations, Kernel};
 use crate::machine::workers::{Shared, Team};
 
 pub use attend::LatentScratch;
+pub(crate) use dense::activate;
 pub use kv::Kv;
 #[cfg(feature = "cuda")]
 pub(crate) use load::packed;
-pub use load::{DeltaNet, Embedding, LatentUp, Linear, RouterWeights};
+pub use load::{DeltaNet, Embedding, LatentUp, Linear};
 pub use recur::State;
 
 /// Ops on host memory, run by a team of pinned workers.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::load::Load;
 use super::tensor::Shortlist;
 use crate::Result;
+use crate::model::{Activation, GateActivation};
 
 /// Embedding, norms, products, gates, logits. `T` is the number of tokens in the batch.
 pub trait Dense: Load {
@@ -15,6 +16,8 @@ pub trait Dense: Load {
     fn embed(&self, embedding: &Self::Embedding, batch: &Self::Batch, out: &mut Self::Tensor);
     /// `out[t] = norm(x[t])`.
     fn rms_norm(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, out: &mut Self::Tensor);
+    /// `out[t] = norm(x[t] - mean(x[t]))`.
+    fn layer_norm(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, out: &mut Self::Tensor);
     /// RMS norm, in place, of every run of `w.len()` numbers in the columns `cols` of each row.
     fn rms_norm_heads(&self, x: &mut Self::Tensor, w: &Self::Norm, eps: f32, cols: Range<usize>);
     /// `out[t] = W x[t] + b`.
@@ -25,12 +28,20 @@ pub trait Dense: Load {
     fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
-    /// `out[t] = silu(gate[t]) * up[t]`.
-    fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
-    /// `x = x * sigmoid(gate)`.
-    fn sigmoid_mul(&self, gate: &Self::Tensor, x: &mut Self::Tensor);
+    /// `out[t] = activation(gate[t], up[t])`.
+    fn activate(&self, activation: Activation, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
+    /// `x[t, i] *= activation(gate[t, i / n])`: each number of `gate` is for `n = x.cols / gate.cols` of `x`.
+    fn gate(&self, gate: &Self::Tensor, activation: GateActivation, x: &mut Self::Tensor);
     /// `x[t] *= sigmoid(w . h[t])`, `w` `[hidden]`.
     fn gate_rows(&self, w: &Self::Norm, h: &Self::Tensor, x: &mut Self::Tensor);
+    /// `x *= factor`.
+    fn scale(&self, x: &mut Self::Tensor, factor: f32);
+    /// `x = cap * tanh(x / cap)`, f32.
+    fn softcap(&self, x: &mut Self::Tensor, cap: f32);
+    /// `x = 0`, f32.
+    fn clear(&self, x: &mut Self::Tensor);
+    /// `x[t] = (x[t] + norm(y[t])) * scale`, both f32.
+    fn norm_add(&self, y: &Self::Tensor, norm: (&Self::Norm, f32), scale: f32, x: &mut Self::Tensor);
     /// `out[at + i] = x[rows[i] - first]`, both f32.
     fn gather(&self, x: &Self::Tensor, rows: &[usize], first: usize, out: &mut Self::Tensor, at: usize);
 
@@ -62,15 +73,16 @@ pub trait Dense: Load {
         self.rms_norm(x, norm, eps, h);
         self.linears(h, jobs);
     }
-    /// `out = silu(gate x) * up x`. `buffers` have room for the products, and a device may leave them unwritten.
+    /// `out = activation(gate x, up x)`. `buffers` have room for the products, and a device may leave them unwritten.
     fn gated_linears(
         &self,
         x: &Self::Tensor,
         (gate, up): (&Self::Linear, &Self::Linear),
+        activation: Activation,
         buffers: (&mut Self::Tensor, &mut Self::Tensor),
         out: &mut Self::Tensor,
     ) {
         self.linears(x, [(gate, &mut *buffers.0), (up, &mut *buffers.1)]);
-        self.silu_mul(buffers.0, buffers.1, out);
+        self.activate(activation, buffers.0, buffers.1, out);
     }
 }

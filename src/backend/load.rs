@@ -6,6 +6,19 @@ use crate::Result;
 use crate::config::DenseBits;
 use crate::model::{DeltaNet, Mla};
 
+/// A router on its way to a device; vectors are `[experts]`.
+#[derive(Default)]
+pub struct RouterTensors {
+    /// `[experts, hidden]`
+    pub weight: Vec<f32>,
+    /// Added to the logits.
+    pub bias: Option<Vec<f32>>,
+    /// Ranks experts without entering their weights.
+    pub correction_bias: Option<Vec<f32>>,
+    /// Multiplies the experts' weights.
+    pub expert_scale: Option<Vec<f32>>,
+}
+
 /// Weights of gated DeltaNet other than its projections, on their way to a device.
 pub struct DeltaRule {
     /// `[conv_dim, conv_width]`, the last one for the token itself.
@@ -40,7 +53,7 @@ pub trait Load: Memory {
     type DeltaNet: Send;
     /// Norm weights `[n]`, f32.
     type Norm: Send + Sync;
-    /// Router weights, f32, and its correction bias.
+    /// A router, f32.
     type Router: Send;
     /// Embedding rows.
     type Embedding: Send;
@@ -54,14 +67,8 @@ pub trait Load: Memory {
     fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet>;
     /// Takes over norm weights.
     fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
-    /// Takes over router weights `[experts, hidden]`, the bias of the logits, and the bias that ranks experts without
-    /// entering their weights, `[experts]` each.
-    fn load_router(
-        &self,
-        weight: Vec<f32>,
-        bias: Option<Vec<f32>>,
-        correction_bias: Option<Vec<f32>>,
-    ) -> Result<Self::Router>;
+    /// Takes over a router.
+    fn load_router(&self, router: RouterTensors) -> Result<Self::Router>;
     /// Takes over embedding rows `[vocab, hidden]`.
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Self::Embedding>;
 

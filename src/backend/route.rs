@@ -35,6 +35,8 @@ pub trait Route: Dense {
     fn read_routing(&self, routing: &Self::Routing, out: &mut Routing) -> Result<()>;
     /// Chooses every token's experts and their weights, scaling included.
     fn route(&self, w: &Self::Router, router: &Router, x: &Self::Tensor, out: &mut Self::Routing);
+    /// `out[t] = weight * h[t]`, with the weight of the token's only expert, which becomes 1.
+    fn weigh_input(&self, routing: &mut Self::Routing, h: &Self::Tensor, out: &mut Self::Tensor);
     /// `h = norm(x)`, and its routing. The default is what it means, a device may fuse it.
     fn norm_route(
         &self,

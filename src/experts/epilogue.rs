@@ -3,14 +3,15 @@
 use std::ops::Range;
 
 use crate::Result;
+use crate::backend::cpu::activate;
 use crate::backend::source::TensorSource;
 use crate::kernel::Kernel;
 use crate::model::{Activation, ModelConfig, Moe};
 
 /// Biases and activation of all layers of a model.
 pub struct Epilogue {
-    activation: Activation,
-    biases: Vec<Biases>, // by MoE layer; empty: there are none
+    activations: Vec<Activation>, // by MoE layer; none: SiLU
+    biases: Vec<Biases>,          // by MoE layer; empty: there are none
 }
 
 /// The biases of one layer.
@@ -29,7 +30,7 @@ struct Bias {
 impl Default for Epilogue {
     /// SiLU, no biases.
     fn default() -> Self {
-        Self { activation: Activation::Silu, biases: Vec::new() }
+        Self { activations: Vec::new(), biases: Vec::new() }
     }
 }
 
@@ -40,8 +41,7 @@ impl Epilogue {
         let biases = biased.map(|(layer, moe)| {
             let (width, hidden) = (moe.intermediate_size, model.hidden_size);
             let bias = |part: &str, rows| {
-                let name = format!("{}layers.{layer}.{}.experts.{part}_bias", model.names.body, model.names.moe);
-                source.numbers(&name, &[moe.num_experts, rows])
+                source.numbers(&format!("{}.{part}_bias", model.names.experts_of(layer)), &[moe.num_experts, rows])
             };
             // As gpt-oss comes, gates and ups in turn; or each for itself.
             let (gate, up) = match bias("gate_up_proj", 2 * width) {
@@ -58,7 +58,7 @@ impl Epilogue {
             Ok(Biases { gate: of(gate, width), up: of(up, width), down: of(bias("down_proj", hidden)?, hidden) })
         });
         let biases = biases.collect::<Result<_>>()?;
-        Ok(Self { activation: model.moe().map_or(Activation::Silu, |moe| moe.activation), biases })
+        Ok(Self { activations: model.moe_layers().map(|(_, moe)| moe.activation).collect(), biases })
     }
 
     /// Bytes that [`load`](Epilogue::load) keeps.
@@ -73,10 +73,9 @@ impl Epilogue {
         self.biases.get(layer).map(|Biases { gate, up, down }| [gate, up, down].map(|bias| bias.values.as_slice()))
     }
 
-    /// What follows the biases of `gate` and `up`.
-    #[cfg(feature = "cuda")]
-    pub(super) fn activation(&self) -> Activation {
-        self.activation
+    /// What follows the biases of `gate` and `up` in a MoE layer.
+    pub(super) fn activation(&self, layer: usize) -> Activation {
+        self.activations.get(layer).copied().unwrap_or(Activation::Silu)
     }
 
     /// `out = activation(gate + bias, up + bias)` for some rows of an expert's `gate` and `up`; all `[tokens, width]`,
@@ -93,10 +92,7 @@ impl Epilogue {
             biases.gate.add(expert, rows, width, gate);
             biases.up.add(expert, rows, width, up);
         }
-        match self.activation {
-            Activation::Silu => kernel.silu_mul(gate, up, out),
-            Activation::ClampedSwiglu { limit, alpha } => kernel.clamped_swiglu(gate, up, limit, alpha, out),
-        }
+        activate(kernel, self.activation(layer), gate, up, out);
     }
 
     /// Adds the bias to some rows of an expert's `down`, `[tokens, width]`.

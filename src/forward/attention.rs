@@ -4,6 +4,7 @@ mod delta_net;
 mod gqa;
 mod mla;
 
+use super::join::Stream;
 use super::kv_cache::LayerCache;
 use super::loader::Loader;
 use crate::Result;
@@ -52,18 +53,18 @@ macro_rules! kinds {
             }
         }
 
-        /// `x += attention(norm(x))`, storing the batch's keys and values, or what its sequences' states become, on the
-        /// way. `x` is `[T, hidden]`, `h` a buffer like it.
-        pub fn attention<B: Backend>(
+        /// Attention of what `stream` reads, and its result into `stream`. On the way it stores the batch's keys and
+        /// values, or what its sequences' states become. `h` is the part's input, or a buffer for it, `[T, hidden]`.
+        pub(super) fn attention<B: Backend>(
             step: &Step<'_, B>,
-            Layer { config, weights, norm, cache }: Layer<'_, B>,
+            Layer { config, weights, cache }: Layer<'_, B>,
             buffers: &mut AttentionBuffers<B>,
             h: &mut B::Tensor,
-            x: &mut B::Tensor,
+            stream: &mut Stream<'_, B>,
         ) -> Result<()> {
             match (config, weights, buffers.of(config)) {
                 $((Attention::$kind(config), AttentionWeights::$kind(weights), Buffers::$kind(buffers)) => {
-                    $file::attention(step, Layer { config, weights, norm, cache }, buffers, h, x)
+                    $file::attention(step, Layer { config, weights, cache }, buffers, h, stream)
                 })+
                 _ => panic!("configuration, weights and buffers of one layer are of one kind"),
             }
@@ -108,21 +109,12 @@ pub struct Step<'a, B: Backend> {
     pub norm_eps: f32,
 }
 
-impl<'a, B: Backend> Step<'a, B> {
-    /// Of a layer that rotates.
-    fn rotary(&self) -> &Rotary<'a, B> {
-        self.rotary.as_ref().expect("a layer that rotates has angles")
-    }
-}
-
 /// Attention of one layer: what it is, what it has, and what it keeps of its sequences. A kind's file names its own.
 pub struct Layer<'a, B: Backend, C = Attention, W = AttentionWeights<B>> {
     /// Its shape.
     pub config: &'a C,
     /// Projections.
     pub weights: &'a W,
-    /// Before attention.
-    pub norm: &'a B::Norm,
     /// Keys and values, or recurrent state.
     pub cache: &'a mut LayerCache<B>,
 }

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::attention::AttentionBuffers;
-use super::ffn::MlpBuffers;
+use super::ffn::FfnBuffers;
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::batch::Batch;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Residual};
 
 /// What a pass may hold.
 #[derive(Clone, Copy, Debug)]
@@ -42,8 +42,8 @@ pub(super) struct Part<B: Backend> {
 pub(super) struct Buffers<B: Backend> {
     pub(super) h: B::Tensor, // [T, hidden], a norm of x
     pub(super) attention: AttentionBuffers<B>,
-    pub(super) mlp: Vec<MlpBuffers<B>>, // one for each width
-    pub(super) routing: Option<B::Routing>,
+    pub(super) ffn: FfnBuffers<B>,
+    pub(super) result: Option<B::Tensor>, // [T, hidden], f32: of a part, before its norm
 }
 
 impl<B: Backend> Parts<B> {
@@ -113,21 +113,18 @@ impl<B: Backend> Part<B> {
 
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
-        let mut widths: Vec<usize> = model.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
-        widths.sort_unstable();
-        widths.dedup();
-        let tensor = |cols| backend.tensor(max_tokens, cols);
+        let sandwich = model.layers.iter().any(|layer| layer.residual == Residual::Sandwich);
         Ok(Self {
-            h: tensor(model.hidden_size)?,
+            h: backend.tensor(max_tokens, model.hidden_size)?,
             attention: AttentionBuffers::new(backend, model, max_tokens)?,
-            mlp: widths.into_iter().map(|width| MlpBuffers::new(backend, width, max_tokens)).collect::<Result<_>>()?,
-            routing: model.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
+            ffn: FfnBuffers::new(backend, model, max_tokens)?,
+            result: if sandwich { Some(backend.tensor_f32(max_tokens, model.hidden_size)?) } else { None },
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        backend.set_rows(&mut self.h, rows);
-        self.mlp.iter_mut().for_each(|m| m.set_rows(backend, rows));
+        self.result.iter_mut().chain([&mut self.h]).for_each(|t| backend.set_rows(t, rows));
+        self.ffn.set_rows(backend, rows);
         self.attention.set_rows(backend, rows);
     }
 }

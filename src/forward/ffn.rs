@@ -1,10 +1,11 @@
 //! What follows attention in a layer: a dense MLP, or a router and a shared expert beside the routed ones.
 
-use super::join::{Partial, join};
+use super::join::{After, Partial, Stream, join};
 use super::loader::Loader;
 use crate::Result;
-use crate::backend::Backend;
-use crate::model::{Ffn, Moe};
+use crate::backend::{Backend, RouterTensors};
+use crate::experts::ExpertExecutor;
+use crate::model::{Activation, Ffn, LayerConfig, Mlp, ModelConfig, Moe, Residual};
 
 /// A feed-forward part without its routed experts.
 pub enum FfnWeights<B: Backend> {
@@ -16,55 +17,72 @@ pub enum FfnWeights<B: Backend> {
         router: B::Router,
         /// Shared expert.
         shared: Option<MlpWeights<B>>,
+        /// Of a layer whose branches have norms of their own.
+        norms: Option<BranchNorms<B>>,
     },
 }
 
-/// `down(silu(gate x) * up x)`.
+/// The norms of an MoE layer whose router, MLP and routed experts read the residual stream each for itself, `[hidden]`.
+pub struct BranchNorms<B: Backend> {
+    router: B::Norm,      // before the router; its scale and the square root of `hidden` are in it
+    experts: B::Norm,     // before the routed experts
+    shared_out: B::Norm,  // of the MLP's result
+    experts_out: B::Norm, // of the routed experts' result
+}
+
+/// `down(activation(gate x, up x))`.
 pub struct MlpWeights<B: Backend> {
-    /// `[intermediate, hidden]`
-    pub gate: B::Linear,
-    /// `[intermediate, hidden]`
-    pub up: B::Linear,
-    /// `[hidden, intermediate]`
-    pub down: B::Linear,
-    /// Of a shared expert: its output is multiplied with the sigmoid of this times `x`, `[hidden]`.
-    pub output_gate: Option<B::Norm>,
+    gate: B::Linear, // [intermediate, hidden]
+    up: B::Linear,   // [intermediate, hidden]
+    down: B::Linear, // [hidden, intermediate]
+    activation: Activation,
+    output_gate: Option<B::Norm>, // of a shared expert: its output is multiplied with the sigmoid of this times `x`
+    scale: f32,                   // of a shared expert: multiplies its output
 }
 
 impl<B: Backend> FfnWeights<B> {
-    pub(super) fn load(loader: &Loader<'_, B>, layer: &str, ffn: &Ffn) -> Result<Self> {
-        match ffn {
-            Ffn::Dense { intermediate_size } => {
-                Ok(FfnWeights::Dense(MlpWeights::load(loader, &format!("{layer}.mlp"), *intermediate_size)?))
+    pub(super) fn load(loader: &Loader<'_, B>, layer: &str, config: &LayerConfig) -> Result<Self> {
+        match &config.ffn {
+            Ffn::Dense(mlp) => {
+                let name = format!("{layer}.{}", loader.model.names.mlp);
+                Ok(FfnWeights::Dense(MlpWeights::load(loader, &name, mlp)?))
             }
-            Ffn::Moe(moe) => Self::load_moe(loader, &format!("{layer}.{}", loader.model.names.moe), moe),
+            Ffn::Moe(moe) => Self::load_moe(loader, layer, moe, config.residual),
         }
     }
 
-    fn load_moe(loader: &Loader<'_, B>, name: &str, moe: &Moe) -> Result<Self> {
-        let (hidden, names) = (loader.model.hidden_size, &loader.model.names);
-        let router = format!("{name}.{}", names.router);
-        let weight = loader.source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?.to_f32().into_owned();
+    fn load_moe(loader: &Loader<'_, B>, layer: &str, moe: &Moe, residual: Residual) -> Result<Self> {
+        let Loader { backend, source, model, .. } = loader;
+        let (hidden, names) = (model.hidden_size, &model.names);
+        let of = |part: &str| format!("{layer}.{part}");
+        let router = of(names.router);
         let vector = |wanted, name: String| {
-            if wanted { loader.source.vector(&name, moe.num_experts).map(Some) } else { Ok(None) }
+            if wanted { source.numbers(&name, &[moe.num_experts]).map(Some) } else { Ok(None) }
         };
-        let bias = vector(moe.router.bias, format!("{router}.bias"))?;
-        let correction_bias = vector(moe.router.correction_bias, format!("{name}.{}", names.correction_bias))?;
-        let shared = format!("{name}.{}", names.shared_expert);
-        Ok(FfnWeights::Moe {
-            router: loader.backend.load_router(weight, bias, correction_bias)?,
-            shared: match moe.shared_intermediate_size {
-                Some(width) => {
-                    let mlp = MlpWeights::load(loader, &shared, width)?;
-                    let gate = || loader.source.matrix(&format!("{shared}_gate.weight"), 1, hidden);
-                    let output_gate = if moe.shared_gate {
-                        Some(loader.backend.load_norm(gate()?.to_f32().into_owned())?)
-                    } else {
-                        None
-                    };
-                    Some(MlpWeights { output_gate, ..mlp })
+        let tensors = RouterTensors {
+            weight: source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?.to_f32().into_owned(),
+            bias: vector(moe.router.bias, format!("{router}.bias"))?,
+            correction_bias: vector(moe.router.correction_bias, of(names.correction_bias))?,
+            expert_scale: vector(moe.router.expert_scale, of("router.per_expert_scale"))?,
+        };
+        let shared = moe.shared.as_ref().map(|shared| {
+            let name = of(names.shared_expert);
+            let mlp = MlpWeights::load(loader, &name, &shared.mlp)?;
+            let output_gate = match shared.gate {
+                true => {
+                    let gate = source.matrix(&format!("{name}_gate.weight"), 1, hidden)?;
+                    Some(backend.load_norm(gate.to_f32().into_owned())?)
                 }
-                None => None,
+                false => None,
+            };
+            Ok::<_, crate::Error>(MlpWeights { output_gate, scale: shared.scale, ..mlp })
+        });
+        Ok(FfnWeights::Moe {
+            router: backend.load_router(tensors)?,
+            shared: shared.transpose()?,
+            norms: match residual {
+                Residual::Sandwich => Some(BranchNorms::load(loader, layer)?),
+                Residual::PreNorm | Residual::Parallel => None,
             },
         })
     }
@@ -79,55 +97,172 @@ impl<B: Backend> FfnWeights<B> {
     }
 }
 
-impl<B: Backend> MlpWeights<B> {
-    fn load(loader: &Loader<'_, B>, name: &str, width: usize) -> Result<Self> {
+impl<B: Backend> BranchNorms<B> {
+    /// Source: HF modeling_gemma4.
+    fn load(loader: &Loader<'_, B>, layer: &str) -> Result<Self> {
         let hidden = loader.model.hidden_size;
+        let norm = |which: &str| loader.norm(&format!("{layer}.{which}.weight"), hidden);
+        let mut scale = loader.source.vector(&format!("{layer}.router.scale"), hidden)?;
+        scale.iter_mut().for_each(|s| *s /= (hidden as f32).sqrt());
         Ok(Self {
-            gate: loader.linear(&format!("{name}.gate_proj"), width, hidden, false)?,
-            up: loader.linear(&format!("{name}.up_proj"), width, hidden, false)?,
-            down: loader.linear(&format!("{name}.down_proj"), hidden, width, false)?,
-            output_gate: None,
+            router: loader.backend.load_norm(scale)?,
+            experts: norm("pre_feedforward_layernorm_2")?,
+            shared_out: norm("post_feedforward_layernorm_1")?,
+            experts_out: norm("post_feedforward_layernorm_2")?,
         })
     }
 }
 
+impl<B: Backend> MlpWeights<B> {
+    fn load(loader: &Loader<'_, B>, name: &str, mlp: &Mlp) -> Result<Self> {
+        let (hidden, width) = (loader.model.hidden_size, mlp.intermediate_size);
+        let [gate, up, down] = loader.model.names.mlp_projections.map(|which| format!("{name}.{which}"));
+        Ok(Self {
+            gate: loader.linear(&gate, width, hidden, false)?,
+            up: loader.linear(&up, width, hidden, false)?,
+            down: loader.linear(&down, hidden, width, false)?,
+            activation: mlp.activation,
+            output_gate: None,
+            scale: 1.0,
+        })
+    }
+}
+
+/// Activations of the feed-forward parts, allocated once at their largest.
+pub(super) struct FfnBuffers<B: Backend> {
+    mlp: Vec<MlpBuffers<B>>, // one for each width
+    pub(super) routing: Option<B::Routing>,
+    experts_input: Option<B::Tensor>, // [T, hidden], where it is not the shared expert's
+    sum: Option<B::Tensor>,           // [T, hidden], f32: of the branches' results
+}
+
 /// Activations of an MLP of one width, `[T, width]` each.
-pub(super) struct MlpBuffers<B: Backend> {
+struct MlpBuffers<B: Backend> {
     width: usize,
     gate: B::Tensor,
     up: B::Tensor,
     product: B::Tensor,
 }
 
-impl<B: Backend> MlpBuffers<B> {
-    pub(super) fn new(backend: &B, width: usize, max_tokens: usize) -> Result<Self> {
-        let tensor = || backend.tensor(max_tokens, width);
-        Ok(Self { width, gate: tensor()?, up: tensor()?, product: tensor()? })
+impl<B: Backend> FfnBuffers<B> {
+    pub(super) fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
+        let mut widths: Vec<usize> = model.layers.iter().filter_map(|layer| layer.ffn.mlp_width()).collect();
+        widths.sort_unstable();
+        widths.dedup();
+        let hidden = model.hidden_size;
+        let branches = model.layers.iter().any(|layer| layer.residual == Residual::Sandwich);
+        let weighed = model.moe_layers().any(|(_, moe)| moe.router.weighs_input);
+        Ok(Self {
+            mlp: widths.into_iter().map(|width| MlpBuffers::new(backend, width, max_tokens)).collect::<Result<_>>()?,
+            routing: model.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
+            experts_input: if branches || weighed { Some(backend.tensor(max_tokens, hidden)?) } else { None },
+            sum: if branches { Some(backend.tensor_f32(max_tokens, hidden)?) } else { None },
+        })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        for t in [&mut self.gate, &mut self.up, &mut self.product] {
-            backend.set_rows(t, rows);
+        for m in &mut self.mlp {
+            for t in [&mut m.gate, &mut m.up, &mut m.product] {
+                backend.set_rows(t, rows);
+            }
         }
+        self.experts_input.iter_mut().chain(&mut self.sum).for_each(|t| backend.set_rows(t, rows));
     }
 
-    /// Those of `width`.
-    pub(super) fn of(all: &mut [Self], width: Option<usize>) -> &mut Self {
+    /// Those of an MLP of `width`.
+    fn mlp(all: &mut [MlpBuffers<B>], width: Option<usize>) -> &mut MlpBuffers<B> {
         all.iter_mut().find(|b| Some(b.width) == width).expect("there is a buffer for every width")
     }
 }
 
-/// `x += down(silu(gate h) * up h)`. The gate of a gated one multiplies what `down` reads, not what it gives.
-pub(super) fn mlp<B: Backend>(
+impl<B: Backend> MlpBuffers<B> {
+    fn new(backend: &B, width: usize, max_tokens: usize) -> Result<Self> {
+        let tensor = || backend.tensor(max_tokens, width);
+        Ok(Self { width, gate: tensor()?, up: tensor()?, product: tensor()? })
+    }
+}
+
+/// The feed-forward part of one layer: what it is, what it has, and who computes its routed experts.
+pub(super) struct Layer<'a, B: Backend> {
+    pub(super) config: &'a Ffn,
+    pub(super) weights: &'a FfnWeights<B>,
+    pub(super) experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among MoE layers
+}
+
+/// The feed-forward part of what `stream` reads, and its result into `stream`. `h` is the part's input, or a buffer for
+/// it, `[T, hidden]`.
+pub(super) fn ffn<B: Backend>(
+    backend: &B,
+    Layer { config, weights, experts }: Layer<'_, B>,
+    buffers: &mut FfnBuffers<B>,
+    h: &mut B::Tensor,
+    stream: &mut Stream<'_, B>,
+) -> Result<()> {
+    let FfnBuffers { mlp: all, routing, experts_input, sum } = buffers;
+    let width = config.mlp_width();
+    match (config, weights, experts, routing) {
+        (Ffn::Dense(_), FfnWeights::Dense(w), ..) => {
+            stream.read(backend, h);
+            mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)
+        }
+        (Ffn::Moe(moe), FfnWeights::Moe { router, shared, norms: None }, Some((experts, number)), Some(routing)) => {
+            match stream.norm {
+                Some(norm) => backend.norm_route(stream.x, norm, h, router, &moe.router, routing),
+                None => backend.route(router, &moe.router, h, routing),
+            }
+            match experts_input {
+                Some(input) if moe.router.weighs_input => {
+                    backend.weigh_input(routing, h, input);
+                    experts.submit(number, input, routing)?;
+                }
+                _ => experts.submit(number, h, routing)?,
+            }
+            if let Some(w) = shared {
+                mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)?;
+            }
+            join(backend, Partial::Experts(experts), stream)
+        }
+        (Ffn::Moe(moe), FfnWeights::Moe { router, shared, norms: Some(n) }, Some((experts, number)), Some(routing)) => {
+            let (Some((_, eps)), Some(after), Some(input), Some(sum)) =
+                (stream.norm, &mut stream.after, experts_input, sum)
+            else {
+                panic!("a layer of branches has norms, and buffers for them");
+            };
+            backend.rms_norm(stream.x, &n.router, eps, h);
+            backend.route(router, &moe.router, h, routing);
+            backend.rms_norm(stream.x, &n.experts, eps, input);
+            experts.submit(number, input, routing)?;
+            backend.clear(sum);
+            let mut branch = |norm, partial: &mut dyn FnMut(&mut Stream<'_, B>) -> Result<()>| {
+                let after = After { norm: (norm, eps), scale: 1.0, result: &mut *after.result };
+                partial(&mut Stream { x: &mut *sum, norm: None, after: Some(after) })
+            };
+            if let Some(w) = shared {
+                backend.rms_norm(stream.x, stream.norm.expect("seen above").0, eps, h);
+                branch(&n.shared_out, &mut |sum| mlp(backend, w, FfnBuffers::mlp(all, width), h, sum))?;
+            }
+            branch(&n.experts_out, &mut |sum| join(backend, Partial::Experts(&mut *experts), sum))?;
+            join(backend, Partial::Sum(sum), stream)
+        }
+        _ => panic!("configuration, weights and experts of one layer are of one kind"),
+    }
+}
+
+/// `down(activation(gate h, up h))` into `stream`. The gate of a gated one multiplies what `down` reads, not what it
+/// gives.
+fn mlp<B: Backend>(
     backend: &B,
     w: &MlpWeights<B>,
     MlpBuffers { gate, up, product, .. }: &mut MlpBuffers<B>,
     h: &B::Tensor,
-    x: &mut B::Tensor,
+    stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    backend.gated_linears(h, (&w.gate, &w.up), (gate, up), product);
+    backend.gated_linears(h, (&w.gate, &w.up), w.activation, (gate, up), product);
     if let Some(gate) = &w.output_gate {
         backend.gate_rows(gate, h, product);
     }
-    join(backend, Partial::Product(&w.down, product), x)
+    if w.scale != 1.0 {
+        backend.scale(product, w.scale);
+    }
+    join(backend, Partial::Product(&w.down, product), stream)
 }

@@ -6,24 +6,93 @@
 use crate::Result;
 use crate::backend::Backend;
 use crate::experts::ExpertExecutor;
+use crate::model::Norm;
 
 /// What a layer adds to the residual stream: not computed yet, so that the addition may be part of it.
 pub(crate) enum Partial<'a, B: Backend> {
     /// `W h[t] + b`
     Product(&'a B::Linear, &'a B::Tensor),
+    /// What was summed already, `[T, hidden]`, f32; it passes a norm.
+    Sum(&'a B::Tensor),
     /// The routed experts of the tokens that were submitted last.
     Experts(&'a mut (dyn ExpertExecutor<B> + 'static)),
 }
 
-/// `x += partial`; `x` is the residual stream, `[T, hidden]`.
-pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, x: &mut B::Tensor) -> Result<()> {
-    match partial {
-        Partial::Product(w, h) => {
-            backend.linear_add(w, h, x);
-            Ok(())
+/// The residual stream as one part of a layer sees it: what it reads, and what becomes of its result.
+pub(crate) struct Stream<'a, B: Backend> {
+    /// `[T, hidden]`, f32.
+    pub(super) x: &'a mut B::Tensor,
+    /// RMS norm of what the part reads, and its epsilon; `None`: the part's input stands in its buffer `h`.
+    pub(super) norm: Option<(&'a B::Norm, f32)>,
+    /// What the result goes through before it is added.
+    pub(super) after: Option<After<'a, B>>,
+}
+
+/// `x = (x + norm(result)) * scale`
+pub(super) struct After<'a, B: Backend> {
+    pub(super) norm: (&'a B::Norm, f32),
+    pub(super) scale: f32,
+    pub(super) result: &'a mut B::Tensor, // [T, hidden], f32
+}
+
+impl<'a, B: Backend> Stream<'a, B> {
+    /// Products of what the part reads. `h` has room for it, and a device may leave it unwritten.
+    pub(super) fn linears<const N: usize>(
+        &self,
+        backend: &B,
+        h: &mut B::Tensor,
+        jobs: [(&B::Linear, &mut B::Tensor); N],
+    ) {
+        match self.norm {
+            Some(norm) => backend.norm_linears(self.x, norm, h, jobs),
+            None => backend.linears(h, jobs),
         }
-        Partial::Experts(experts) => experts.finish(x),
     }
+
+    /// The part that comes next reads `norm` of the stream. RMS norm may be left to its products; layer norm fills `h`.
+    pub(super) fn enter(&mut self, backend: &B, kind: Norm, (norm, eps): (&'a B::Norm, f32), h: &mut B::Tensor) {
+        self.norm = match kind {
+            Norm::Rms => Some((norm, eps)),
+            Norm::Layer => {
+                backend.layer_norm(self.x, norm, eps, h);
+                None
+            }
+        };
+    }
+
+    /// Puts what the part reads into `h`, where it stays.
+    pub(super) fn settle(&mut self, backend: &B, h: &mut B::Tensor) {
+        self.read(backend, h);
+        self.norm = None;
+    }
+
+    /// Puts what the part reads into `h`.
+    pub(super) fn read(&self, backend: &B, h: &mut B::Tensor) {
+        if let Some((norm, eps)) = self.norm {
+            backend.rms_norm(self.x, norm, eps, h);
+        }
+    }
+}
+
+/// Adds a part's result to the residual stream.
+pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mut Stream<'_, B>) -> Result<()> {
+    let Stream { x, after, .. } = stream;
+    match (partial, after) {
+        (Partial::Product(w, h), None) => backend.linear_add(w, h, x),
+        (Partial::Product(w, h), Some(After { norm, scale, result })) => {
+            backend.linear(w, h, result);
+            backend.norm_add(result, *norm, *scale, x);
+        }
+        (Partial::Sum(sum), Some(After { norm, scale, .. })) => backend.norm_add(sum, *norm, *scale, x),
+        (Partial::Sum(_), None) => panic!("a sum passes a norm"),
+        (Partial::Experts(experts), None) => experts.finish(x)?,
+        (Partial::Experts(experts), Some(After { norm, scale, result })) => {
+            backend.clear(result);
+            experts.finish(result)?;
+            backend.norm_add(result, *norm, *scale, x);
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -41,7 +110,7 @@ mod tests {
         let room = files(&src.join("forward")).into_iter().chain([src.join("forward.rs")]);
         for file in room.filter(|file| !file.ends_with("join.rs")) {
             let text = std::fs::read_to_string(&file).unwrap();
-            for door in [".linear_add(", ".finish("] {
+            for door in [".linear_add(", ".finish(", ".norm_add("] {
                 assert!(!text.contains(door), "{} calls {door}...), which is for join.rs", file.display());
             }
         }

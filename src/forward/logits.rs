@@ -5,13 +5,16 @@ use super::weights::Weights;
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::tensor::Shortlist;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Norm};
 
 /// Buffers for `R` rows at most.
 pub(super) struct Head<B: Backend> {
     max_rows: usize,
     vocab_size: usize,
+    norm: Norm,
     norm_eps: f32,
+    scale: f32,             // multiplies the logits
+    softcap: Option<f32>,   // bounds them
     last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
     last_normed: B::Tensor, // [R, hidden]
     logits: B::Tensor,      // [R, vocab]
@@ -26,7 +29,10 @@ impl<B: Backend> Head<B> {
         Ok(Self {
             max_rows,
             vocab_size,
+            norm: model.norm,
             norm_eps: model.norm_eps,
+            scale: model.logit_scale,
+            softcap: model.logit_softcap,
             last: backend.tensor_f32(max_rows, hidden)?,
             last_normed: backend.tensor(max_rows, hidden)?,
             logits: backend.tensor_f32(max_rows, vocab_size)?,
@@ -48,8 +54,17 @@ impl<B: Backend> Head<B> {
             backend.set_rows(t, rows.len());
         }
         parts.gather(backend, rows, last);
-        backend.rms_norm(last, &weights.norm, self.norm_eps, last_normed);
+        match self.norm {
+            Norm::Rms => backend.rms_norm(last, &weights.norm, self.norm_eps, last_normed),
+            Norm::Layer => backend.layer_norm(last, &weights.norm, self.norm_eps, last_normed),
+        }
         backend.linear(&weights.lm_head, last_normed, logits);
+        if self.scale != 1.0 {
+            backend.scale(logits, self.scale);
+        }
+        if let Some(cap) = self.softcap {
+            backend.softcap(logits, cap);
+        }
         self.rows = rows.len();
     }
 

@@ -7,7 +7,7 @@ use crate::Result;
 use crate::backend::Backend;
 use crate::backend::source::TensorSource;
 use crate::config::DenseBits;
-use crate::model::{LayerConfig, ModelConfig};
+use crate::model::{LayerConfig, ModelConfig, Residual};
 
 /// All resident weights of a model.
 pub struct Weights<B: Backend> {
@@ -23,12 +23,9 @@ pub struct Weights<B: Backend> {
 
 /// The resident weights of one layer.
 pub struct LayerWeights<B: Backend> {
-    /// Before attention.
-    pub attention_norm: B::Norm,
+    pub(super) norms: LayerNorms<B>,
     /// Projections.
     pub attention: AttentionWeights<B>,
-    /// Before the feed-forward part.
-    pub ffn_norm: B::Norm,
     /// The feed-forward part, without routed experts.
     pub ffn: FfnWeights<B>,
 }
@@ -54,7 +51,7 @@ impl<B: Backend> Weights<B> {
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             embedding: backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?,
-            norm: loader.norm(&format!("{body}norm.weight"), hidden)?,
+            norm: loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?,
             lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits)?,
         })
     }
@@ -66,14 +63,48 @@ impl<B: Backend> Weights<B> {
     }
 }
 
+/// The norms before and after a layer's parts, `[hidden]` each.
+pub struct LayerNorms<B: Backend> {
+    pub(super) attention: B::Norm,
+    pub(super) ffn: Option<B::Norm>, // `None`: the part reads what attention reads
+    pub(super) after: Option<AfterNorms<B>>,
+}
+
+/// What the results of a layer's parts go through.
+pub(super) struct AfterNorms<B: Backend> {
+    pub(super) attention: B::Norm,
+    pub(super) ffn: B::Norm,
+    pub(super) scalar: f32, // multiplies the residual stream at the layer's end
+}
+
+impl<B: Backend> LayerNorms<B> {
+    fn load(loader: &Loader<'_, B>, layer: &str, residual: Residual) -> Result<Self> {
+        let names = &loader.model.names;
+        let norm = |which: &str| loader.norm(&format!("{layer}.{which}.weight"), loader.model.hidden_size);
+        Ok(Self {
+            attention: norm(names.attention_norm)?,
+            ffn: match residual {
+                Residual::PreNorm | Residual::Sandwich => Some(norm(names.ffn_norm)?),
+                Residual::Parallel => None,
+            },
+            after: match residual {
+                Residual::Sandwich => Some(AfterNorms {
+                    attention: norm("post_attention_layernorm")?,
+                    ffn: norm("post_feedforward_layernorm")?,
+                    scalar: loader.source.vector(&format!("{layer}.layer_scalar"), 1)?[0],
+                }),
+                Residual::PreNorm | Residual::Parallel => None,
+            },
+        })
+    }
+}
+
 impl<B: Backend> LayerWeights<B> {
     fn load(loader: &Loader<'_, B>, name: &str, layer: &LayerConfig) -> Result<Self> {
-        let hidden = loader.model.hidden_size;
         Ok(Self {
-            attention_norm: loader.norm(&format!("{name}.input_layernorm.weight"), hidden)?,
+            norms: LayerNorms::load(loader, name, layer.residual)?,
             attention: AttentionWeights::load(loader, name, &layer.attention)?,
-            ffn_norm: loader.norm(&format!("{name}.post_attention_layernorm.weight"), hidden)?,
-            ffn: FfnWeights::load(loader, name, &layer.ffn)?,
+            ffn: FfnWeights::load(loader, name, layer)?,
         })
     }
 }

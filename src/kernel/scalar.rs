@@ -64,6 +64,14 @@ impl Kernel for Scalar {
         shared::clamped_swiglu(gate, up, limit, alpha, out);
     }
 
+    fn clamped_silu_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+        shared::clamped_silu_mul(gate, up, limit, out);
+    }
+
+    fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        shared::gelu_mul(gate, up, out);
+    }
+
     fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]) {
         shared::sigmoid_mul(gate, x);
     }

@@ -121,6 +121,32 @@ pub(super) fn clamped_swiglu(gate: &[f32], up: &[f32], limit: f32, alpha: f32, o
     }
 }
 
+/// [`super::Kernel::clamped_silu_mul`]
+#[inline(always)]
+pub(super) fn clamped_silu_mul(gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+    assert!(gate.len() == out.len() && up.len() == out.len());
+    for i in 0..out.len() {
+        // Compared this way round, NaN stays.
+        let silu = gate[i] / (1.0 + exp(-gate[i]));
+        let silu = if silu > limit { limit } else { silu };
+        let up = if up[i] > limit { limit } else { up[i] };
+        let up = if up < -limit { -limit } else { up };
+        out[i] = silu * up;
+    }
+}
+
+/// [`super::Kernel::gelu_mul`]
+#[inline(always)]
+pub(super) fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    assert!(gate.len() == out.len() && up.len() == out.len());
+    // (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)); twice the square root of 2 / pi.
+    const SCALE: f32 = 1.595_769;
+    for i in 0..out.len() {
+        let g = gate[i];
+        out[i] = g / (1.0 + exp(-(SCALE * (g + 0.044715 * (g * g * g))))) * up[i];
+    }
+}
+
 /// [`super::Kernel::sigmoid_mul`]
 #[inline(always)]
 pub(super) fn sigmoid_mul(gate: &[f32], x: &mut [f32]) {
@@ -262,6 +288,8 @@ macro_rules! elementwise {
             fn quantize(&self, x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]);
             fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn clamped_swiglu(&self, gate: &[f32], up: &[f32], limit: f32, alpha: f32, out: &mut [f32]);
+            fn clamped_silu_mul(&self, gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]);
+            fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]);
             fn delta_step(&self, state: &mut [f32], token: &$crate::kernel::DeltaToken<'_>, out: &mut [f32]);
             fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;

@@ -301,10 +301,13 @@ fn gates_and_delta_steps_have_the_bits_of_scalar() {
             let run = |kernel: &dyn Kernel| {
                 let (mut glu, mut gated) = (vec![0.0; cols], up.clone());
                 kernel.clamped_swiglu(&gate, &up, 1.5, 1.702, &mut glu);
+                let (mut gelu, mut clamped) = (glu.clone(), glu.clone());
+                kernel.gelu_mul(&gate, &up, &mut gelu);
+                kernel.clamped_silu_mul(&gate, &up, 0.5, &mut clamped);
                 kernel.sigmoid_mul(&gate, &mut gated);
                 let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
                 kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: 0.9, beta: 0.3 }, &mut out);
-                [bits(&glu), bits(&gated), bits(&state), bits(&out)]
+                [bits(&glu), bits(&gelu), bits(&clamped), bits(&gated), bits(&state), bits(&out)]
             };
             assert_eq!(run(kernel), run(scalar));
         });
@@ -323,7 +326,14 @@ fn gates_and_delta_steps_are_what_they_say() {
         let (mut glu, mut gated) = ([0.0; 8], [up; 8]);
         kernel.clamped_swiglu(&gate, &[up; 8], 7.0, 1.702, &mut glu);
         kernel.sigmoid_mul(&gate, &mut gated);
+        let (mut gelu, mut clamped) = ([0.0; 8], [0.0; 8]);
+        kernel.gelu_mul(&gate, &[up; 8], &mut gelu);
+        kernel.clamped_silu_mul(&gate, &[up; 8], 6.95, &mut clamped);
         for i in 0..gate.len() {
+            let (g, u) = (f64::from(gate[i]), f64::from(up));
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+            near(gelu[i], 0.5 * g * (1.0 + inner.tanh()) * u);
+            near(clamped[i], (g * sigmoid(g)).min(6.95) * u.clamp(-6.95, 6.95));
             let (g, u) = (f64::from(gate[i]).min(7.0), f64::from(up).clamp(-7.0, 7.0));
             near(glu[i], (u + 1.0) * g * sigmoid(1.702 * g));
             near(gated[i], f64::from(up) * sigmoid(f64::from(gate[i])));

@@ -26,9 +26,7 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
     let moe = model.moe().expect("a model with a precision of experts has experts");
     let layers = model.moe_layers().map(|(layer, moe)| {
         let expert = |e: usize| {
-            let tensor =
-                |which| format!("{}layers.{layer}.{}.experts.{e}.{which}.weight", model.names.body, model.names.moe);
-            let [gate, up, down] = model.names.experts.map(tensor);
+            let [gate, up, down] = model.names.expert(layer, e);
             ExpertSource { gate, up, down }
         };
         LayerSource { layer, experts: (0..moe.num_experts).map(expert).collect() }

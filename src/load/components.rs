@@ -57,7 +57,9 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         let Some(role) = role(&name, model) else { continue };
         // A stacked tensor says the shape of a matrix only up to its order: experts have theirs from the model.
         let shape = match (role.strip_prefix("experts."), model.moe()) {
-            (Some(part), Some(moe)) if part == model.names.experts[2] => [model.hidden_size, moe.intermediate_size],
+            (Some(part), Some(moe)) if part == model.names.expert_projections[2] => {
+                [model.hidden_size, moe.intermediate_size]
+            }
             (Some(_), Some(moe)) => [moe.intermediate_size, model.hidden_size],
             _ => shape,
         };
@@ -69,7 +71,7 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         }
         let mut component =
             Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
-        let is_router = component.role == model.names.router;
+        let is_router = component.role == in_block(model.names.router, model);
         if !is_router {
             let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);
             let precision = match (component.is_experts(), experts) {
@@ -100,6 +102,11 @@ fn role(name: &str, model: &ModelConfig) -> Option<String> {
         return None;
     }
     let part = part.replace(".experts.0.", ".experts.");
-    let part = part.strip_prefix(model.names.moe).and_then(|part| part.strip_prefix('.')).unwrap_or(&part);
-    (layer.parse::<usize>().ok()? < model.layers.len()).then(|| part.to_string())
+    (layer.parse::<usize>().ok()? < model.layers.len()).then(|| in_block(&part, model).to_string())
+}
+
+/// A part of a layer without the name of the block that has the experts.
+fn in_block<'a>(part: &'a str, model: &ModelConfig) -> &'a str {
+    let block = model.names.experts.strip_suffix("experts").unwrap_or_default();
+    part.strip_prefix(block).unwrap_or(part)
 }

@@ -137,7 +137,7 @@ impl CpuRates {
 fn products(model: &ModelConfig, machine: &Machine, precision: Precision, experts: usize, each: usize) -> Result<f64> {
     let Some(moe) = model.moe() else { return Ok(f64::INFINITY) };
     let ffn = Ffn::Moe(Moe { num_experts: experts, ..moe.clone() });
-    let layer = LayerConfig { attention: model.layers[0].attention.clone(), ffn };
+    let layer = LayerConfig { ffn, ..model.layers[0].clone() };
     let cache = synthetic::experts(&ModelConfig { layers: vec![layer], ..model.clone() }, precision)?;
     let (layout, memory) = (cache.layout(), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
     let tokens = experts * each;

@@ -13,7 +13,7 @@ mod mla;
 use super::Rope;
 
 pub use delta_net::DeltaNet;
-pub use gqa::{Bias, Gqa, QkNorm};
+pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
 pub use mla::Mla;
 
 /// The attention of one layer.
@@ -43,6 +43,44 @@ impl Attention {
     /// Whether both have activations of the same widths: layers that do share buffers.
     pub fn same_widths(&self, other: &Self) -> bool {
         std::mem::discriminant(self) == std::mem::discriminant(other) && self.widths() == other.widths()
+    }
+}
+
+/// What a token sees of the positions before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Window {
+    /// Itself and as many before it as make this number.
+    Sliding(usize),
+    /// Those of its own chunk: positions are cut into chunks of this length.
+    Chunk(usize),
+}
+
+impl Window {
+    /// The first position that a token at `position` sees.
+    pub fn first_seen(&self, position: usize) -> usize {
+        match self {
+            Window::Sliding(len) => (position + 1).saturating_sub(*len),
+            Window::Chunk(len) => position / len * len,
+        }
+    }
+}
+
+/// Queries grow with their position: `1 + beta * ln(1 + floor((position + offset) / length))` times. Source: HF
+/// modeling_llama4 and modeling_mistral4.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PositionScale {
+    /// How much.
+    pub beta: f32,
+    /// Positions of a step.
+    pub length: f32,
+    /// Added to the position.
+    pub offset: f32,
+}
+
+impl PositionScale {
+    /// What multiplies queries at `position`.
+    pub fn at(&self, position: usize) -> f32 {
+        1.0 + self.beta * ((position as f32 + self.offset) / self.length).floor().ln_1p()
     }
 }
 

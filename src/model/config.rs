@@ -13,51 +13,115 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// Positions the model was made for, prompt and answer together.
     pub max_context: usize,
-    /// Epsilon of the layer norms and the final norm.
+    /// What the layers' norms and the final norm are.
+    pub norm: Norm,
+    /// Their epsilon.
     pub norm_eps: f32,
     /// Added to the stored weights of all norms but [`DeltaNet`](super::DeltaNet)'s own: some families store them
     /// around zero.
     pub norm_offset: f32,
     /// The output head is the embedding.
     pub tied_embeddings: bool,
+    /// Multiplies rows of the embedding.
+    pub embedding_scale: f32,
+    /// Multiplies the logits.
+    pub logit_scale: f32,
+    /// Logits are `cap * tanh(logit / cap)`.
+    pub logit_softcap: Option<f32>,
     /// What the checkpoint calls its tensors.
     pub names: Names,
     /// In order, bottom first.
     pub layers: Vec<LayerConfig>,
 }
 
-/// What a checkpoint calls its tensors, where families differ.
+/// What a checkpoint calls its tensors, where families differ. Names of a layer's parts stand behind `layers.5.`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Names {
-    /// Before `embed_tokens.`, `layers.` and `norm.`, with its dot.
+    /// Before `embed_tokens.`, `layers.` and the final norm, with its dot.
     pub body: &'static str,
+    /// The norm before the output head, behind `body`.
+    pub final_norm: &'static str,
     /// The output head.
     pub head: &'static str,
-    /// The feed-forward part of an MoE layer.
-    pub moe: &'static str,
-    /// Its router.
+    /// The norm before attention.
+    pub attention_norm: &'static str,
+    /// The norm before the feed-forward part.
+    pub ffn_norm: &'static str,
+    /// Grouped-query attention's projection of its output.
+    pub o: &'static str,
+    /// Its norms of queries and keys.
+    pub qk_norm: [&'static str; 2],
+    /// Its sinks.
+    pub sinks: &'static str,
+    /// A dense MLP.
+    pub mlp: &'static str,
+    /// Its projections, and those of the shared expert: gate, up and down.
+    pub mlp_projections: [&'static str; 3],
+    /// The router.
     pub router: &'static str,
-    /// Its router's bias for choosing.
+    /// The router's bias for choosing.
     pub correction_bias: &'static str,
-    /// Its shared expert.
+    /// The shared expert.
     pub shared_expert: &'static str,
-    /// The projections of its routed experts: gate, up and down, of expert 5 in `experts.5.NAME.weight`. Where a
-    /// checkpoint has them stacked, the reader finds them by these names all the same.
-    pub experts: [&'static str; 3],
+    /// The routed experts.
+    pub experts: &'static str,
+    /// Their projections: gate, up and down, of expert 5 in `mlp.experts.5.NAME.weight`. Where a checkpoint has them
+    /// stacked, the reader finds them by these names all the same.
+    pub expert_projections: [&'static str; 3],
 }
 
-impl Default for Names {
-    fn default() -> Self {
-        Self {
-            body: "model.",
-            head: "lm_head",
-            moe: "mlp",
-            router: "gate",
-            correction_bias: "gate.e_score_correction_bias",
-            shared_expert: "shared_experts",
-            experts: ["gate_proj", "up_proj", "down_proj"],
-        }
+impl Names {
+    /// Those of most families.
+    pub const COMMON: Self = Self {
+        body: "model.",
+        final_norm: "norm",
+        head: "lm_head",
+        attention_norm: "input_layernorm",
+        ffn_norm: "post_attention_layernorm",
+        o: "o_proj",
+        qk_norm: ["q_norm", "k_norm"],
+        sinks: "sinks",
+        mlp: "mlp",
+        mlp_projections: ["gate_proj", "up_proj", "down_proj"],
+        router: "mlp.gate",
+        correction_bias: "mlp.gate.e_score_correction_bias",
+        shared_expert: "mlp.shared_experts",
+        experts: "mlp.experts",
+        expert_projections: ["gate_proj", "up_proj", "down_proj"],
+    };
+
+    /// The routed experts of a layer.
+    pub fn experts_of(&self, layer: usize) -> String {
+        format!("{}layers.{layer}.{}", self.body, self.experts)
     }
+
+    /// The matrices of one expert of a layer: gate, up and down.
+    pub fn expert(&self, layer: usize, expert: usize) -> [String; 3] {
+        let experts = self.experts_of(layer);
+        self.expert_projections.map(|which| format!("{experts}.{expert}.{which}.weight"))
+    }
+}
+
+/// What a layer norm is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norm {
+    /// `x / sqrt(mean(x^2) + eps) * w`.
+    Rms,
+    /// The same of `x - mean(x)`.
+    Layer,
+}
+
+/// How a layer's two parts read the residual stream `x` and add to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residual {
+    /// `x += attention(norm(x)); x += ffn(norm(x))`
+    PreNorm,
+    /// `x += norm(attention(norm(x))); x = (x + norm(ffn(x))) * scalar`, where a router, an MLP and the routed experts
+    /// read `x` through norms of their own, and the results of the last two pass norms of their own. Source: HF
+    /// modeling_gemma4.
+    Sandwich,
+    /// `h = norm(x); x += attention(h) + ffn(h)`
+    Parallel,
 }
 
 /// One layer: attention, then a feed-forward part.
@@ -67,6 +131,8 @@ pub struct LayerConfig {
     pub attention: Attention,
     /// What follows it.
     pub ffn: Ffn,
+    /// How both join the residual stream.
+    pub residual: Residual,
 }
 
 impl LayerConfig {

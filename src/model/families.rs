@@ -16,7 +16,7 @@ pub mod shapes;
 
 use serde_json::Value;
 
-use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names};
+use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names, Norm, Residual};
 use crate::{Error, Result};
 use fields::Fields;
 use gguf::Gguf;
@@ -121,10 +121,14 @@ fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
         vocab_size: f.dim("vocab_size")?,
         hidden_size: f.dim("hidden_size")?,
         max_context: f.dim("max_position_embeddings")?,
+        norm: Norm::Rms,
         norm_eps: f.norm_eps()?,
         norm_offset: 0.0,
         tied_embeddings: f.bool_or("tie_word_embeddings", false)?,
-        names: Names::default(),
+        embedding_scale: 1.0,
+        logit_scale: 1.0,
+        logit_softcap: None,
+        names: Names::COMMON,
         layers,
     };
     model.moe().map_or(Ok(()), check_router)?;
@@ -140,7 +144,8 @@ fn layers(
     attention: impl Fn(usize) -> Attention,
     ffn: impl Fn(usize) -> Result<Ffn>,
 ) -> Result<Vec<LayerConfig>> {
-    (0..f.num_layers()?).map(|layer| Ok(LayerConfig { attention: attention(layer), ffn: ffn(layer)? })).collect()
+    let of = |layer| Ok(LayerConfig { attention: attention(layer), ffn: ffn(layer)?, residual: Residual::PreNorm });
+    (0..f.num_layers()?).map(of).collect()
 }
 
 /// A router must be able to choose as many experts as it says.

@@ -3,28 +3,41 @@
 /// The feed-forward part of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ffn {
-    /// `down(silu(gate x) * up x)`.
-    Dense {
-        /// Rows of `gate` and `up`.
-        intermediate_size: usize,
-    },
+    /// One MLP.
+    Dense(Mlp),
     /// A router and experts.
     Moe(Moe),
+}
+
+/// `down(activation(gate x, up x))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mlp {
+    /// Rows of `gate` and `up`.
+    pub intermediate_size: usize,
+    /// What is between the products.
+    pub activation: Activation,
+}
+
+impl Mlp {
+    /// With SiLU.
+    pub fn silu(intermediate_size: usize) -> Self {
+        Self { intermediate_size, activation: Activation::Silu }
+    }
 }
 
 impl Ffn {
     /// Rows of `gate` and `up` of the dense MLP or the shared expert; `None`: there is neither.
     pub fn mlp_width(&self) -> Option<usize> {
         match self {
-            Ffn::Dense { intermediate_size } => Some(*intermediate_size),
-            Ffn::Moe(moe) => moe.shared_intermediate_size,
+            Ffn::Dense(mlp) => Some(mlp.intermediate_size),
+            Ffn::Moe(moe) => moe.shared.map(|shared| shared.mlp.intermediate_size),
         }
     }
 
     /// Router and experts; `None`: it is dense.
     pub fn moe(&self) -> Option<&Moe> {
         match self {
-            Ffn::Dense { .. } => None,
+            Ffn::Dense(_) => None,
             Ffn::Moe(moe) => Some(moe),
         }
     }
@@ -37,10 +50,8 @@ pub struct Moe {
     pub num_experts: usize,
     /// Rows of a routed expert's `gate` and `up`.
     pub intermediate_size: usize,
-    /// Rows of the shared expert's `gate` and `up`; `None`: there is none.
-    pub shared_intermediate_size: Option<usize>,
-    /// The shared expert's output is multiplied with the sigmoid of a learned product with `x`.
-    pub shared_gate: bool,
+    /// The expert of every token, if there is one.
+    pub shared: Option<SharedExpert>,
     /// What is between the routed experts' products.
     pub activation: Activation,
     /// Biases on the routed experts' projections.
@@ -49,7 +60,30 @@ pub struct Moe {
     pub router: Router,
 }
 
+/// The expert that every token goes to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SharedExpert {
+    /// Itself.
+    pub mlp: Mlp,
+    /// Its output is multiplied with the sigmoid of a learned product with `x`.
+    pub gate: bool,
+    /// Multiplies its output.
+    pub scale: f32,
+}
+
+impl SharedExpert {
+    /// Added as it is.
+    pub fn plain(mlp: Mlp) -> Self {
+        Self { mlp, gate: false, scale: 1.0 }
+    }
+}
+
 impl Moe {
+    /// Experts with SiLU and without biases, and no shared one.
+    pub fn new(num_experts: usize, intermediate_size: usize, router: Router) -> Self {
+        Self { num_experts, intermediate_size, shared: None, activation: Activation::Silu, expert_bias: false, router }
+    }
+
     /// Products of a token with the router and its routed experts, in a model of this width.
     pub fn products(&self, hidden: usize) -> usize {
         hidden * (3 * self.router.top_k * self.intermediate_size + self.num_experts)
@@ -79,6 +113,13 @@ impl Moe {
 pub enum Activation {
     /// `silu(gate) * up`.
     Silu,
+    /// `gelu(gate) * up`, GELU by its approximation with tanh.
+    GeluTanh,
+    /// `silu(gate) * up`, with `silu(gate)` at most `limit` and `up` within `limit` of 0. Source: HF modeling_step3p5.
+    ClampedSilu {
+        /// Bound of `silu(gate)` and `up`.
+        limit: f32,
+    },
     /// `(up + 1) * gate * sigmoid(alpha * gate)`, with `gate` at most `limit` and `up` within `limit` of 0. Source: HF
     /// modeling_gpt_oss.
     ClampedSwiglu {
@@ -96,6 +137,8 @@ pub struct Router {
     pub top_k: usize,
     /// A learned bias is part of the logits.
     pub bias: bool,
+    /// Logits are `cap * tanh(logit / cap)`.
+    pub softcap: Option<f32>,
     /// What makes scores of logits.
     pub scoring: Scoring,
     /// A learned bias takes part in choosing, never in weighting.
@@ -106,6 +149,28 @@ pub struct Router {
     pub normalize: bool,
     /// `routed_scaling_factor`, multiplied into the weights.
     pub scaling: f32,
+    /// Every expert has a learned factor of its weight.
+    pub expert_scale: bool,
+    /// The weight multiplies the expert's input instead of its output. Only with one expert per token.
+    pub weighs_input: bool,
+}
+
+impl Router {
+    /// Scores of plain logits, chosen and weighted as they are.
+    pub fn new(top_k: usize, scoring: Scoring) -> Self {
+        Self {
+            top_k,
+            bias: false,
+            softcap: None,
+            scoring,
+            correction_bias: false,
+            groups: None,
+            normalize: false,
+            scaling: 1.0,
+            expert_scale: false,
+            weighs_input: false,
+        }
+    }
 }
 
 /// From router logits to scores.

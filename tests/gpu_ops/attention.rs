@@ -2,6 +2,7 @@
 
 use moebius::backend::{Attend, Backend, Dense, Heads, Load, Memory, Rotary, Softmax};
 use moebius::config::KvBits;
+use moebius::model::Window;
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, ragged, random};
@@ -125,6 +126,7 @@ fn attention_in_windows_and_with_sinks() {
                     let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
                     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
+                    let window = window.map(Window::Sliding);
                     let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
                     let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
                     b.attend(&kv, &b.on_device(&last), &softmax, &b.filled(cols, &q), &mut out);
@@ -214,7 +216,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             Heads { x: q, heads, dim, norm: norm(0), rope_at: form.at },
             Heads { x: k, heads: kv_heads, dim, norm: norm(1), rope_at: form.at },
         );
-        b.prepare_heads(kv, batch, &form.rotary(angles), q, k, Some(v));
+        b.prepare_heads(kv, batch, Some(&form.rotary(angles)), q, k, Some(v));
     });
     let in_turn = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
         for (x, cols, w) in [(&mut *q, cols, &weights[0]), (&mut *k, kv_cols, &weights[1])] {

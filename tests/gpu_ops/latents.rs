@@ -20,6 +20,7 @@ pub(crate) fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (us
         v_head_dim: v,
         bias: false,
         scale,
+        position_scale: None,
     }
 }
 
@@ -121,7 +122,7 @@ fn latents_go_into_the_cache_normed_and_rotated() {
             let keys =
                 Heads { x: &mut latents, heads: 1, dim: rank + rope, norm: Some((&norm, rank, 1e-6)), rope_at: rank };
             let rotary = Rotary { angles: &angles, interleaved };
-            b.prepare_heads(&mut kv, &batch, &rotary, queries, keys, None);
+            b.prepare_heads(&mut kv, &batch, Some(&rotary), queries, keys, None);
             let (mut scratch, mut out) =
                 (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
             let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();

@@ -2,6 +2,7 @@
 
 use moebius::backend::{Dense, Load, Memory};
 use moebius::config::{DenseBits, KvBits};
+use moebius::model::Activation;
 
 use crate::common;
 use crate::latents::{check_latents, config};
@@ -83,7 +84,7 @@ fn library_products_between_our_kernels() {
             (b.tensor(tokens, k).unwrap(), [(); 3].map(|()| b.tensor(tokens, n).unwrap()));
         for _ in 0..20 {
             b.rms_norm(&x, &norm, 1e-6, &mut h);
-            b.gated_linears(&h, (&gate, &up), (&mut g, &mut u), &mut s);
+            b.gated_linears(&h, (&gate, &up), Activation::Silu, (&mut g, &mut u), &mut s);
             b.linear_add(&down, &s, &mut x);
         }
         b.numbers(&x)

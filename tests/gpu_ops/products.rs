@@ -2,6 +2,7 @@
 
 use moebius::backend::{Dense, Load, Memory};
 use moebius::config::DenseBits;
+use moebius::model::Activation;
 use moebius_cache::pack::{MatrixLayout, unpack_matrix};
 use moebius_cache::quantize::quantize_matrix;
 
@@ -194,7 +195,7 @@ fn gated_products() {
             let (got, want) = both!(sides, |b| {
                 let [gate, up] = [0, 1].map(|i| b.load_linear(host(k, &weights[i]), None, DenseBits::Bf16).unwrap());
                 let [mut g, mut u, mut out] = [(); 3].map(|()| b.tensor(tokens, n).unwrap());
-                b.gated_linears(&b.filled(k, &x), (&gate, &up), (&mut g, &mut u), &mut out);
+                b.gated_linears(&b.filled(k, &x), (&gate, &up), Activation::Silu, (&mut g, &mut u), &mut out);
                 b.numbers(&out)
             });
             // Of up to 8 tokens only the result is rounded. Else gate and up are as well, and silu turns a relative

@@ -1,6 +1,6 @@
 //! Choosing experts: every way of scoring, with ties, and after a norm.
 
-use moebius::backend::{Load, Memory, Route, Routing};
+use moebius::backend::{Load, Memory, Route, RouterTensors, Routing};
 use moebius::model::{GroupScore, Groups, Router, Scoring};
 
 use crate::common;
@@ -8,15 +8,7 @@ use common::gpu::{Filled, Sides, Within, both, check, need_gpu, random};
 
 /// Experts, and how they are chosen.
 fn routers() -> Vec<(usize, Router)> {
-    let plain = Router {
-        top_k: 2,
-        bias: false,
-        scoring: Scoring::Softmax,
-        correction_bias: false,
-        groups: None,
-        normalize: false,
-        scaling: 1.0,
-    };
+    let plain = Router::new(2, Scoring::Softmax);
     let sigmoid =
         Router { top_k: 8, scoring: Scoring::Sigmoid, correction_bias: true, normalize: true, scaling: 2.5, ..plain };
     let groups = |count, top_k, score| Some(Groups { count, top_k, score });
@@ -31,16 +23,20 @@ fn routers() -> Vec<(usize, Router)> {
         (384, Router { correction_bias: false, scaling: 2.827, ..sigmoid }),
         (512, Router { top_k: 32, normalize: false, groups: groups(32, 5, GroupScore::TopTwoSum), ..sigmoid }),
         (72, Router { top_k: 6, groups: groups(3, 1, GroupScore::Max), ..sigmoid }),
+        (96, Router { softcap: Some(2.5), ..sigmoid }),
+        (128, Router { top_k: 8, normalize: true, expert_scale: true, ..plain }),
     ]
 }
 
-fn bias(experts: usize, router: &Router) -> Option<Vec<f32>> {
-    router.correction_bias.then(|| random(experts, 53).iter().map(|b| 0.3 * b).collect())
-}
-
-/// Of the logits, in quarters.
-fn offsets(experts: usize, router: &Router) -> Option<Vec<f32>> {
-    router.bias.then(|| random(experts, 54).iter().map(|b| (b * 8.0).round() / 4.0).collect())
+/// What `router` has besides `weight`.
+fn tensors(weight: Vec<f32>, experts: usize, router: &Router) -> RouterTensors {
+    let vector = |seed, of: fn(&f32) -> f32| Some(random(experts, seed).iter().map(of).collect());
+    RouterTensors {
+        weight,
+        bias: if router.bias { vector(54, |b| (b * 8.0).round() / 4.0) } else { None }, // in quarters
+        correction_bias: if router.correction_bias { vector(53, |b| 0.3 * b) } else { None },
+        expert_scale: if router.expert_scale { vector(60, |s| 1.0 + 0.5 * s) } else { None },
+    }
 }
 
 /// Ids equal, weights up to f32's exponential functions.
@@ -61,7 +57,7 @@ fn route_among_equals() {
         for tokens in [1, 3, 8, 9, 64, 200] {
             let x: Vec<f32> = random(tokens * hidden, 52).iter().map(|x| (x * 2.0).round() / 2.0).collect();
             let (got, want) = both!(sides, |b| {
-                let w = b.load_router(weight.clone(), offsets(experts, &router), bias(experts, &router)).unwrap();
+                let w = b.load_router(tensors(weight.clone(), experts, &router)).unwrap();
                 let mut routing = b.routing(tokens, router.top_k).unwrap();
                 b.route(&w, &router, &b.filled(hidden, &x), &mut routing);
                 let mut out = Routing::default();
@@ -85,7 +81,7 @@ fn route_after_a_norm() {
             for tokens in [1, 5, 8, 9, 40] {
                 let x: Vec<f32> = random(tokens * hidden, 56).iter().map(|x| 3.0 * x).collect();
                 let (got, want) = both!(sides, |b| {
-                    let w = b.load_router(weight.clone(), offsets(experts, &router), bias(experts, &router)).unwrap();
+                    let w = b.load_router(tensors(weight.clone(), experts, &router)).unwrap();
                     let (mut h, mut routing) =
                         (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
                     let norm = b.load_norm(norm.clone()).unwrap();
@@ -114,12 +110,7 @@ fn routed_on_cpu(
     hidden: usize,
 ) -> Routing {
     let (b, mut out) = (&sides.cpu, Routing::default());
-    b.route(
-        &b.load_router(weight.to_vec(), offsets(experts, router), bias(experts, router)).unwrap(),
-        router,
-        &b.filled(hidden, h),
-        &mut out,
-    );
+    b.route(&b.load_router(tensors(weight.to_vec(), experts, router)).unwrap(), router, &b.filled(hidden, h), &mut out);
     out
 }
 
@@ -132,7 +123,7 @@ fn a_token_goes_to_the_same_experts_in_any_batch() {
         for (experts, router) in routers() {
             let unit = 3.0 / (hidden as f32).sqrt();
             let weight: Vec<f32> = random(experts * hidden, 57).iter().map(|w| unit * w).collect();
-            let w = b.load_router(weight, offsets(experts, &router), bias(experts, &router)).unwrap();
+            let w = b.load_router(tensors(weight, experts, &router)).unwrap();
             let norm = b.load_norm(random(hidden, 58).iter().map(|w| 1.0 + 0.5 * w).collect()).unwrap();
             let x = random(40 * hidden, 59);
             let route = |tokens: usize| {
@@ -159,4 +150,24 @@ fn a_token_goes_to_the_same_experts_in_any_batch() {
             }
         }
     }
+}
+
+#[test]
+fn the_weight_of_an_only_expert_goes_to_its_input() {
+    need_gpu!();
+    let sides = Sides::new();
+    let (tokens, hidden, experts) = (40, 136, 12);
+    let router = Router::new(1, Scoring::Sigmoid);
+    let [weight, h] = [(experts * hidden, 91), (tokens * hidden, 92)].map(|(n, seed)| random(n, seed));
+    let (got, want) = both!(sides, |b| {
+        let (w, h) = (b.load_router(self::tensors(weight.clone(), experts, &router)).unwrap(), b.filled(hidden, &h));
+        let (mut routing, mut out) = (b.routing(tokens, 1).unwrap(), b.tensor(tokens, hidden).unwrap());
+        b.route(&w, &router, &h, &mut routing);
+        b.weigh_input(&mut routing, &h, &mut out);
+        let mut chosen = Routing::default();
+        b.read_routing(&routing, &mut chosen).unwrap();
+        assert!(chosen.weights.iter().all(|weight| *weight == 1.0));
+        b.numbers(&out)
+    });
+    check("weighed inputs", &got, &want, Within::BF16);
 }

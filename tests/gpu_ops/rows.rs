@@ -1,6 +1,7 @@
 //! Ops on single rows: embedding, norms, rotation, SiLU, gates, gathering, steering.
 
 use moebius::backend::{Addition, Attend, Dense, Load, Memory, Record, Rotary};
+use moebius::model::{Activation, GateActivation};
 
 use crate::common;
 use common::gpu::{Filled, Sides, Within, both, check, host, need_gpu, ragged, random};
@@ -112,17 +113,50 @@ fn rope_turns_pairs_and_leaves_the_rest() {
 }
 
 #[test]
-fn silu_mul_of_any_size() {
+fn activations_of_any_size() {
     need_gpu!();
     let sides = Sides::new();
-    for (rows, cols) in [(1, 8), (3, 72), (130, 136)] {
+    let activations = [
+        Activation::Silu,
+        Activation::GeluTanh,
+        Activation::ClampedSilu { limit: 0.7 },
+        Activation::ClampedSwiglu { limit: 1.5, alpha: 1.702 },
+    ];
+    for ((rows, cols), activation) in
+        [(1, 8), (3, 72), (130, 136)].into_iter().flat_map(|size| activations.map(|activation| (size, activation)))
+    {
         // From -8 to 8: both ends of the sigmoid.
         let gate: Vec<f32> = random(rows * cols, 8).iter().map(|g| 8.0 * g).collect();
         let up = random(rows * cols, 9);
         let (got, want) = both!(sides, |b| {
             let mut out = b.tensor(rows, cols).unwrap();
-            b.silu_mul(&b.filled(cols, &gate), &b.filled(cols, &up), &mut out);
+            b.activate(activation, &b.filled(cols, &gate), &b.filled(cols, &up), &mut out);
             b.numbers(&out)
+        });
+        check(&format!("{rows} rows of {cols}, {activation:?}"), &got, &want, Within::BF16);
+    }
+}
+
+#[test]
+fn streams_are_scaled_normed_and_bounded() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (rows, cols) in [(1, 8), (3, 72), (40, 2312)] {
+        let [x, y, w] = [(rows * cols, 81), (rows * cols, 82), (cols, 83)].map(|(n, seed)| random(n, seed));
+        let x: Vec<f32> = x.iter().map(|x| 8.0 * x + 1.0).collect();
+        let (got, want) = both!(sides, |b| {
+            let w = b.load_norm(w.clone()).unwrap();
+            let [mut scaled, mut capped, mut cleared, mut added] = [0; 4].map(|_| b.filled_f32(cols, &x));
+            let mut half = b.filled(cols, &y);
+            b.scale(&mut scaled, 0.37);
+            b.scale(&mut half, 0.37);
+            b.softcap(&mut capped, 3.0);
+            b.clear(&mut cleared);
+            b.norm_add(&b.filled_f32(cols, &y), (&w, 1e-6), 0.6, &mut added);
+            let mut normed = b.tensor(rows, cols).unwrap();
+            b.layer_norm(&b.filled_f32(cols, &x), &w, 1e-5, &mut normed);
+            let parts = [&scaled, &capped, &cleared, &added, &half, &normed];
+            parts.map(|t| b.numbers(t)).concat()
         });
         check(&format!("{rows} rows of {cols}"), &got, &want, Within::BF16);
     }
@@ -241,10 +275,18 @@ fn gates_of_numbers_and_of_rows() {
             [(rows * cols, 61), (rows * cols, 62), (hidden, 63), (rows * hidden, 64)].map(|(n, seed)| random(n, seed));
         let (got, want) = both!(sides, |b| {
             let mut x = b.filled(cols, &x);
-            b.sigmoid_mul(&b.filled(cols, &gate), &mut x);
+            b.gate(&b.filled(cols, &gate), GateActivation::Sigmoid, &mut x);
             b.numbers(&x)
         });
         check(&format!("{rows} rows of {cols}, each number"), &got, &want, Within::BF16);
+        for activation in [GateActivation::Sigmoid, GateActivation::Softplus] {
+            let (got, want) = both!(sides, |b| {
+                let mut x = b.filled(cols, &x);
+                b.gate(&b.filled(cols / 8, &gate[..rows * cols / 8]), activation, &mut x);
+                b.numbers(&x)
+            });
+            check(&format!("{rows} rows of {cols}, heads, {activation:?}"), &got, &want, Within::BF16);
+        }
         let (got, want) = both!(sides, |b| {
             let mut x = b.filled(cols, &x);
             b.gate_rows(&b.load_norm(w.clone()).unwrap(), &b.filled(hidden, &h), &mut x);

@@ -16,7 +16,7 @@ use crate::backend::{Attend, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
-use crate::model::Mla;
+use crate::model::{Mla, PositionScale};
 
 /// Positions of a batch from which on all workers store them.
 const PARALLEL_POSITIONS: usize = 32;
@@ -64,6 +64,11 @@ impl Attend for Cpu {
                 (cos[i], sin[i]) = (angle.cos() * factor, angle.sin() * factor);
             }
         }
+    }
+
+    fn scale_by_position(&self, x: &mut Tensor, batch: &Batch, scale: &PositionScale) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, _| kernel.scale(x, scale.at(batch.positions[t] as usize)));
     }
 
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
@@ -129,7 +134,7 @@ impl Attend for Cpu {
     }
 
     fn attend(&self, kv: &Kv, batch: &Batch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
-        let (window, sinks) = (softmax.window.unwrap_or(usize::MAX), softmax.sinks.map(Vec::as_slice));
+        let (window, sinks) = (softmax.window, softmax.sinks.map(Vec::as_slice));
         let num_heads = q.cols() / kv.keys.k;
         let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads, kv.values.n);
         assert!(

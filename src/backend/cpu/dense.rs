@@ -13,6 +13,7 @@ use crate::backend::batch::Batch;
 use crate::backend::tensor::Tensor;
 use crate::kernel::{ActivationRows, Kernel, Rows, Start};
 use crate::machine::workers::{Claims, Cut, Shared};
+use crate::model::{Activation, GateActivation};
 
 /// Tiles that go through the kernel together.
 const TILES: usize = 6;
@@ -141,6 +142,16 @@ impl Cpu {
     }
 }
 
+/// `out = activation(gate, up)`, all `[n]`.
+pub(crate) fn activate(kernel: &dyn Kernel, activation: Activation, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    match activation {
+        Activation::Silu => kernel.silu_mul(gate, up, out),
+        Activation::GeluTanh => kernel.gelu_mul(gate, up, out),
+        Activation::ClampedSilu { limit } => kernel.clamped_silu_mul(gate, up, limit, out),
+        Activation::ClampedSwiglu { limit, alpha } => kernel.clamped_swiglu(gate, up, limit, alpha, out),
+    }
+}
+
 impl Dense for Cpu {
     type Shortlister = ();
 
@@ -157,6 +168,16 @@ impl Dense for Cpu {
         assert_eq!((x.rows(), x.cols()), (out.rows(), out.cols()));
         let kernel = self.kernel;
         self.each_row(out, |t, out, _| kernel.rms_norm(x.row(t), w, eps, out));
+    }
+
+    fn layer_norm(&self, x: &Tensor, w: &Vec<f32>, eps: f32, out: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, scratch| {
+            let centred = take(&mut scratch.values, w.len());
+            let mean = x.row(t).iter().sum::<f32>() / w.len() as f32;
+            centred.iter_mut().zip(x.row(t)).for_each(|(to, x)| *to = x - mean);
+            kernel.rms_norm(centred, w, eps, out);
+        });
     }
 
     fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
@@ -178,14 +199,25 @@ impl Dense for Cpu {
         self.apply(x, [(w, out)], Write::Add);
     }
 
-    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+    fn activate(&self, activation: Activation, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
         let kernel = self.kernel;
-        self.each_row(out, |t, out, _| kernel.silu_mul(gate.row(t), up.row(t), out));
+        self.each_row(out, |t, out, _| activate(kernel, activation, gate.row(t), up.row(t), out));
     }
 
-    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
-        let kernel = self.kernel;
-        self.each_row(x, |t, x, _| kernel.sigmoid_mul(gate.row(t), x));
+    fn gate(&self, gate: &Tensor, activation: GateActivation, x: &mut Tensor) {
+        let (kernel, each) = (self.kernel, x.cols() / gate.cols());
+        if (activation, each) == (GateActivation::Sigmoid, 1) {
+            return self.each_row(x, |t, x, _| kernel.sigmoid_mul(gate.row(t), x));
+        }
+        let of = |gate: f32| match activation {
+            GateActivation::Sigmoid => 1.0 / (1.0 + (-gate).exp()),
+            // Above 20 it is its argument. Source: torch.nn.functional.softplus.
+            GateActivation::Softplus if gate > 20.0 => gate,
+            GateActivation::Softplus => gate.exp().ln_1p(),
+        };
+        self.each_row(x, |t, x, _| {
+            x.chunks_exact_mut(each).zip(gate.row(t)).for_each(|(x, gate)| kernel.scale(x, of(*gate)));
+        });
     }
 
     fn gate_rows(&self, w: &Vec<f32>, h: &Tensor, x: &mut Tensor) {
@@ -194,6 +226,28 @@ impl Dense for Cpu {
             let mut gate = [0.0];
             kernel.dot_f32(Rows::new(w, 1, w.len()), Rows::new(h.row(t), 1, w.len()), &mut gate);
             kernel.scale(x, 1.0 / (1.0 + (-gate[0]).exp()));
+        });
+    }
+
+    fn scale(&self, x: &mut Tensor, factor: f32) {
+        let kernel = self.kernel;
+        self.each_row(x, |_, x, _| kernel.scale(x, factor));
+    }
+
+    fn softcap(&self, x: &mut Tensor, cap: f32) {
+        self.each_row(x, |_, x, _| x.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh()));
+    }
+
+    fn clear(&self, x: &mut Tensor) {
+        x.data_mut().fill(0.0);
+    }
+
+    fn norm_add(&self, y: &Tensor, (w, eps): (&Vec<f32>, f32), scale: f32, x: &mut Tensor) {
+        let kernel = self.kernel;
+        self.each_row(x, |t, x, scratch| {
+            let normed = take(&mut scratch.values, w.len());
+            kernel.rms_norm(y.row(t), w, eps, normed);
+            x.iter_mut().zip(&*normed).for_each(|(x, y)| *x = (*x + y) * scale);
         });
     }
 

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::Cpu;
 use crate::backend::tensor::HostTensor;
-use crate::backend::{DeltaRule, Load};
+use crate::backend::{DeltaRule, Load, RouterTensors};
 use crate::config::DenseBits;
 use crate::machine::memory::Buffer;
 use crate::model::{self, Mla};
@@ -86,13 +86,6 @@ pub struct DeltaNet {
     pub(super) of_key: Vec<f32>,   // [key_head_dim]
 }
 
-/// f32 router weights `[experts, hidden]`, the bias of its logits and the bias for choosing.
-pub struct RouterWeights {
-    pub(super) weight: Vec<f32>,
-    pub(super) bias: Option<Vec<f32>>,
-    pub(super) correction_bias: Option<Vec<f32>>,
-}
-
 /// `[vocab, hidden]` bf16.
 pub struct Embedding(pub(super) Buffer<bf16>);
 
@@ -118,7 +111,7 @@ impl Load for Cpu {
     type LatentUp = LatentUp;
     type DeltaNet = DeltaNet;
     type Norm = Vec<f32>;
-    type Router = RouterWeights;
+    type Router = RouterTensors;
     type Embedding = Embedding;
 
     fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
@@ -162,13 +155,8 @@ impl Load for Cpu {
         Ok(weight)
     }
 
-    fn load_router(
-        &self,
-        weight: Vec<f32>,
-        bias: Option<Vec<f32>>,
-        correction_bias: Option<Vec<f32>>,
-    ) -> Result<RouterWeights> {
-        Ok(RouterWeights { weight, bias, correction_bias })
+    fn load_router(&self, router: RouterTensors) -> Result<RouterTensors> {
+        Ok(router)
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {

@@ -3,11 +3,10 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-use super::load::RouterWeights;
 use super::{Cpu, take};
 use crate::Result;
 use crate::backend::tensor::Tensor;
-use crate::backend::{Route, Routing};
+use crate::backend::{Route, RouterTensors, Routing};
 use crate::kernel::Rows;
 use crate::machine::workers::Shared;
 use crate::model::{GroupScore, Groups, Router, Scoring};
@@ -24,7 +23,7 @@ impl Route for Cpu {
         Ok(())
     }
 
-    fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
+    fn route(&self, w: &RouterTensors, router: &Router, x: &Tensor, out: &mut Routing) {
         let (tokens, k) = (x.rows(), x.cols());
         let experts = w.weight.len() / k;
         out.top_k = router.top_k;
@@ -56,14 +55,30 @@ impl Route for Cpu {
                 for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
                     *logit += bias;
                 }
+                if let Some(cap) = router.softcap {
+                    logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+                }
                 let chosen = t * router.top_k..(t + 1) * router.top_k;
                 // SAFETY: as above.
                 #[allow(unsafe_code)]
                 let (ids, weights) = unsafe { (ids.slice_mut(chosen.clone()), weights.slice_mut(chosen)) };
                 choose_one(router, logits, w.correction_bias.as_deref(), ids, weights);
+                if let Some(scale) = &w.expert_scale {
+                    weights.iter_mut().zip(&*ids).for_each(|(weight, &id)| *weight *= scale[id as usize]);
+                }
             }
         };
         if tokens == 1 { choose(0..1) } else { self.team.run(&|worker| choose(worker.share(tokens))) }
+    }
+
+    fn weigh_input(&self, routing: &mut Routing, h: &Tensor, out: &mut Tensor) {
+        assert_eq!(routing.top_k, 1, "one expert of a token");
+        let (kernel, weights) = (self.kernel, &routing.weights);
+        self.each_row(out, |t, out, _| {
+            out.copy_from_slice(h.row(t));
+            kernel.scale(out, weights[t]);
+        });
+        routing.weights.fill(1.0);
     }
 }
 
@@ -146,15 +161,7 @@ mod tests {
     use super::*;
 
     fn router() -> Router {
-        Router {
-            top_k: 2,
-            bias: false,
-            scoring: Scoring::Sigmoid,
-            correction_bias: true,
-            groups: None,
-            normalize: true,
-            scaling: 2.5,
-        }
+        Router { correction_bias: true, normalize: true, scaling: 2.5, ..Router::new(2, Scoring::Sigmoid) }
     }
 
     fn choose(router: &Router, logits: &[f32], bias: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {

@@ -27,6 +27,7 @@ use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Tensor;
 use crate::kernel::{Kernel, Start};
 use crate::machine::workers::Shared;
+use crate::model::Window;
 
 /// Query rows (tokens x heads) of one tile.
 pub(super) const TILE: usize = 64;
@@ -47,7 +48,7 @@ pub(super) struct Op<'a> {
     pub(super) batch: &'a Batch,
     pub(super) num_heads: usize,
     pub(super) scale: f32,
-    pub(super) window: usize,            // positions that a token sees, its own included
+    pub(super) window: Option<Window>,
     pub(super) sinks: Option<&'a [f32]>, // [num_heads]
     pub(super) q: &'a Tensor,
     pub(super) cut: Cut,
@@ -179,7 +180,7 @@ impl<'s> Sums<'s> {
 impl Op<'_> {
     /// The first position that a token at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
-        (position + 1).saturating_sub(self.window)
+        self.window.map_or(0, |window| window.first_seen(position))
     }
 
     /// Segments that a tile's tokens see something of.

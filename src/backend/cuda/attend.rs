@@ -16,7 +16,7 @@ use crate::config::KvBits;
 use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, NO_WINDOW, PAGE};
 use crate::cuda::kernels::{self, Kernel, PrepareHeads};
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
-use crate::model::Mla;
+use crate::model::{Mla, PositionScale, Window};
 use crate::{Error, Result};
 
 /// Keys and values of one layer: `[blocks, heads, 64, dim]` each; latent attention's values are the beginning of its
@@ -157,6 +157,11 @@ impl Attend for CudaBackend {
             batch.positions().cast(), inv_freq.address(), factor, out.f32(), inv_freq.len() as i32);
     }
 
+    fn scale_by_position(&self, x: &mut Tensor, batch: &CudaBatch, scale: &PositionScale) {
+        launch!(self.cuda, &self.cuda.compute, kernels::scale_by_position, [x.rows, 1, 1];
+            x.bf16(), batch.positions(), scale.beta, scale.length, scale.offset, x.cols as i32);
+    }
+
     fn rope(&self, x: &mut Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>) {
         let &Rotary { angles, interleaved } = rotary;
         launch!(self.cuda, &self.cuda.compute, kernels::rope, [x.rows, 1, 1];
@@ -177,19 +182,18 @@ impl Attend for CudaBackend {
         &self,
         kv: &mut Kv,
         batch: &CudaBatch,
-        rotary: &Rotary<'_, Self>,
+        rotary: Option<&Rotary<'_, Self>>,
         q: Heads<'_, Self>,
         k: Heads<'_, Self>,
         v: Option<&Tensor>,
     ) {
-        let &Rotary { angles, interleaved } = rotary;
         let kernel = if kv.fp8 { kernels::prepare_heads_e4m3 } else { kernels::prepare_heads_bf16 };
         let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
         let argument = PrepareHeads {
             q: q.into(),
             k: k.into(),
             v: v.map_or(Address::NULL, Tensor::bf16),
-            angles: angles.f32(),
+            angles: rotary.map_or(Address::NULL, |rotary| rotary.angles.f32()),
             keys: kv.keys.address(),
             values: kv.values(),
             positions: batch.positions(),
@@ -197,8 +201,8 @@ impl Attend for CudaBackend {
             seq_blocks: batch.seq_blocks(),
             block_table: batch.block_table(),
             v_dim: kv.value_dim as i32,
-            half: (angles.cols / 2) as i32,
-            interleaved: i32::from(interleaved),
+            half: rotary.map_or(0, |rotary| rotary.angles.cols / 2) as i32,
+            interleaved: i32::from(rotary.is_some_and(|rotary| rotary.interleaved)),
         };
         let grid = [batch.rows(), runs.div_ceil(kernels::attention_heads::HEADS_WARPS), 1];
         launch!(self.cuda, &self.cuda.compute, kernel, grid; argument);
@@ -209,7 +213,12 @@ impl Attend for CudaBackend {
         assert!(heads * kv.key_dim == q.cols && heads * kv.value_dim == out.cols && heads.is_multiple_of(kv.heads));
         let fp8 = usize::from(kv.fp8);
         let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
-        let (scale, window) = (softmax.scale, softmax.window.unwrap_or(usize::MAX).min(NO_WINDOW));
+        let window = match softmax.window {
+            None => NO_WINDOW,
+            Some(Window::Sliding(len)) => len.min(NO_WINDOW),
+            Some(Window::Chunk(_)) => panic!("refused when loading"),
+        };
+        let scale = softmax.scale;
         let stream = &self.cuda.compute;
         let (heads_i, kv_heads, key_dim, value_dim) =
             (heads as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);

@@ -14,6 +14,7 @@ use crate::backend::tensor::Shortlist;
 use crate::cuda::kernels::rows::{ROW_NUMBERS, RUNS};
 use crate::cuda::kernels::shortlist::{KEPT, PART};
 use crate::cuda::{Address, DeviceBuffer, PinnedBuffer, kernels, launch};
+use crate::model::{Activation, GateActivation};
 
 /// What a launch leaves for the next, and the last one for the host.
 pub struct Shortlister {
@@ -31,6 +32,25 @@ pub struct Shortlister {
 enum Write {
     Set,
     Add,
+}
+
+/// A grid over all numbers of a tensor, and how many there are.
+fn numbers(x: &Tensor) -> ([usize; 3], i64) {
+    let numbers = x.rows * x.cols;
+    ([numbers.div_ceil(ROW_NUMBERS), 1, 1], numbers as i64)
+}
+
+impl From<Activation> for kernels::Activation {
+    fn from(activation: Activation) -> Self {
+        use kernels::rows::{CLAMPED_SILU, CLAMPED_SWIGLU, GELU, SILU};
+        let (kind, limit, alpha) = match activation {
+            Activation::Silu => (SILU, 0.0, 0.0),
+            Activation::GeluTanh => (GELU, 0.0, 0.0),
+            Activation::ClampedSilu { limit } => (CLAMPED_SILU, limit, 0.0),
+            Activation::ClampedSwiglu { limit, alpha } => (CLAMPED_SWIGLU, limit, alpha),
+        };
+        Self { kind: kind as i32, limit, alpha }
+    }
 }
 
 /// The product of `w` and the rows of `x`, whose numbers are at `from`.
@@ -109,6 +129,12 @@ impl Dense for CudaBackend {
         }
     }
 
+    fn layer_norm(&self, x: &Tensor, w: &DeviceBuffer<f32>, eps: f32, out: &mut Tensor) {
+        assert_eq!((x.rows, x.cols, w.len()), (out.rows, out.cols, x.cols));
+        launch!(self.cuda, &self.cuda.compute, kernels::layer_norm, [out.rows, 1, 1];
+            x.f32(), w.address(), eps, out.bf16(), out.cols as i32);
+    }
+
     fn rms_norm_heads(&self, x: &mut Tensor, w: &DeviceBuffer<f32>, eps: f32, cols: Range<usize>) {
         let runs = cols.len() / w.len();
         launch!(self.cuda, &self.cuda.compute, kernels::rms_norm_heads, [x.rows, runs.div_ceil(RUNS), 1];
@@ -123,16 +149,46 @@ impl Dense for CudaBackend {
         self.apply(x, [(w, out)], Write::Add);
     }
 
-    fn silu_mul(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
-        let numbers = out.rows * out.cols;
-        launch!(self.cuda, &self.cuda.compute, kernels::silu_mul, [numbers.div_ceil(ROW_NUMBERS), 1, 1];
-            gate.bf16(), up.bf16(), out.bf16(), numbers as i64);
+    fn activate(&self, activation: Activation, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+        let (grid, numbers) = numbers(out);
+        launch!(self.cuda, &self.cuda.compute, kernels::activate, grid;
+            activation.into(), gate.bf16(), up.bf16(), out.bf16(), numbers);
     }
 
-    fn sigmoid_mul(&self, gate: &Tensor, x: &mut Tensor) {
-        let numbers = x.rows * x.cols;
-        launch!(self.cuda, &self.cuda.compute, kernels::sigmoid_mul, [numbers.div_ceil(ROW_NUMBERS), 1, 1];
-            gate.bf16(), x.bf16(), numbers as i64);
+    fn gate(&self, gate: &Tensor, activation: GateActivation, x: &mut Tensor) {
+        let ((grid, numbers), each) = (numbers(x), x.cols / gate.cols);
+        assert!(each == 1 || each.is_multiple_of(4), "checked when loading");
+        let softplus = i32::from(activation == GateActivation::Softplus);
+        launch!(self.cuda, &self.cuda.compute, kernels::gate, grid;
+            gate.bf16(), x.bf16(), softplus, each as i32, numbers);
+    }
+
+    fn scale(&self, x: &mut Tensor, factor: f32) {
+        let ((grid, numbers), stream) = (numbers(x), &self.cuda.compute);
+        match &x.data {
+            Data::F32(x) => {
+                launch!(self.cuda, stream, kernels::scale_f32, grid; x.address(), factor, numbers);
+            }
+            Data::Bf16(x) => {
+                launch!(self.cuda, stream, kernels::scale_bf16, grid; x.address(), factor, numbers);
+            }
+        }
+    }
+
+    fn softcap(&self, x: &mut Tensor, cap: f32) {
+        let (grid, numbers) = numbers(x);
+        launch!(self.cuda, &self.cuda.compute, kernels::softcap, grid; x.f32(), cap, numbers);
+    }
+
+    fn clear(&self, x: &mut Tensor) {
+        let (grid, numbers) = numbers(x);
+        launch!(self.cuda, &self.cuda.compute, kernels::clear, grid; x.f32(), numbers);
+    }
+
+    fn norm_add(&self, y: &Tensor, (w, eps): (&DeviceBuffer<f32>, f32), scale: f32, x: &mut Tensor) {
+        assert_eq!((x.rows, x.cols, w.len()), (y.rows, y.cols, x.cols));
+        launch!(self.cuda, &self.cuda.compute, kernels::norm_add, [x.rows, 1, 1];
+            y.f32(), w.address(), eps, scale, x.f32(), x.cols as i32);
     }
 
     fn gate_rows(&self, w: &DeviceBuffer<f32>, h: &Tensor, x: &mut Tensor) {
@@ -226,14 +282,16 @@ impl Dense for CudaBackend {
         &self,
         x: &Tensor,
         (gate, up): (&Linear, &Linear),
+        activation: Activation,
         buffers: (&mut Tensor, &mut Tensor),
         out: &mut Tensor,
     ) {
-        if x.rows <= FEW_TOKENS && gate.is_bf16() && up.is_bf16() {
+        let silu = activation == Activation::Silu;
+        if silu && x.rows <= FEW_TOKENS && gate.is_bf16() && up.is_bf16() {
             let [gate, up] = [gate, up].map(|w| product(x, x.bf16(), w, out, Write::Set));
             return self.gemv(&[gate, up], Form::Gated);
         }
         self.linears(x, [(gate, &mut *buffers.0), (up, &mut *buffers.1)]);
-        self.silu_mul(buffers.0, buffers.1, out);
+        self.activate(activation, buffers.0, buffers.1, out);
     }
 }

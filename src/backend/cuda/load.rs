@@ -8,7 +8,7 @@ use moebius_cache::pack::MatrixLayout;
 
 use super::CudaBackend;
 use crate::backend::tensor::HostTensor;
-use crate::backend::{DeltaRule, Load};
+use crate::backend::{DeltaRule, Load, RouterTensors};
 use crate::config::DenseBits;
 use crate::cuda::kernels::gemm::SPLIT_THREADS;
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
@@ -62,12 +62,18 @@ pub struct RouterWeights {
     pub(super) parts: DeviceBuffer<bf16>, // [3, experts, hidden]: their sum is `weight`
     bias: Option<DeviceBuffer<f32>>,
     correction_bias: Option<DeviceBuffer<f32>>,
+    expert_scale: Option<DeviceBuffer<f32>>,
 }
 
 impl RouterWeights {
     /// The bias of the logits, if there is one.
     pub(super) fn bias(&self) -> Address<f32> {
         self.bias.as_ref().map_or(Address::NULL, DeviceBuffer::address)
+    }
+
+    /// The factors of the experts' weights, if there are any.
+    pub(super) fn expert_scale(&self) -> Address<f32> {
+        self.expert_scale.as_ref().map_or(Address::NULL, DeviceBuffer::address)
     }
 
     /// The bias for choosing, if there is one.
@@ -139,7 +145,7 @@ impl Load for CudaBackend {
         Ok(Rule {
             config: config.clone(),
             taps: upload(&taps)?,
-            gates: self.load_router(rule.gates, None, None)?,
+            gates: self.load_router(RouterTensors { weight: rule.gates, ..RouterTensors::default() })?,
             rates: upload(&rates)?,
             dt_bias: upload(&rule.dt_bias)?,
             norm: upload(&rule.norm)?,
@@ -151,18 +157,15 @@ impl Load for CudaBackend {
         DeviceBuffer::from_slice(&self.cuda, &weight)
     }
 
-    fn load_router(
-        &self,
-        weight: Vec<f32>,
-        bias: Option<Vec<f32>>,
-        correction_bias: Option<Vec<f32>>,
-    ) -> Result<RouterWeights> {
+    fn load_router(&self, router: RouterTensors) -> Result<RouterWeights> {
+        let RouterTensors { weight, bias, correction_bias, expert_scale } = router;
         let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(SPLIT_THREADS), 1, 1], weight.len() as i32);
         launch!(self.cuda, &self.cuda.compute, kernels::split_f32, grid; weight.address(), parts.address(), count);
         let upload = |bias: Option<Vec<f32>>| bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose();
-        Ok(RouterWeights { weight, parts, bias: upload(bias)?, correction_bias: upload(correction_bias)? })
+        let [bias, correction_bias, expert_scale] = [upload(bias)?, upload(correction_bias)?, upload(expert_scale)?];
+        Ok(RouterWeights { weight, parts, bias, correction_bias, expert_scale })
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {

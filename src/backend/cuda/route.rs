@@ -60,6 +60,7 @@ fn router_shape(experts: usize, router: &Router) -> RouterShape {
         group_top_k: router.groups.map_or(0, |g| g.top_k) as i32,
         group_by_two: i32::from(router.groups.is_some_and(|g| g.score == GroupScore::TopTwoSum)),
         scaling: router.scaling,
+        softcap: router.softcap.unwrap_or(0.0),
     }
 }
 
@@ -108,8 +109,14 @@ impl Route for CudaBackend {
         out.tokens = x.rows;
         self.route_logits(w, x, experts, out.logits.address());
         launch!(self.cuda, &self.cuda.compute, kernels::route_choose, [x.rows.div_ceil(TOKENS), 1, 1];
-            out.logits.address(), w.bias(), w.correction_bias(), router_shape(experts, router), x.rows as i32,
-            out.ids.address(), out.weights.address());
+            out.logits.address(), w.bias(), w.correction_bias(), w.expert_scale(), router_shape(experts, router),
+            x.rows as i32, out.ids.address(), out.weights.address());
+    }
+
+    fn weigh_input(&self, routing: &mut CudaRouting, h: &Tensor, out: &mut Tensor) {
+        assert_eq!(routing.top_k, 1, "one expert of a token");
+        launch!(self.cuda, &self.cuda.compute, kernels::weigh_input, [h.rows, 1, 1];
+            routing.weights.address(), h.bf16(), out.bf16(), h.cols as i32);
     }
 
     fn norm_route(
@@ -134,6 +141,7 @@ impl Route for CudaBackend {
             w: w.weight.address(),
             offsets: w.bias(),
             bias: w.correction_bias(),
+            expert_scale: w.expert_scale(),
             logits: out.logits.address(),
             counter: out.counter.address(),
             ids: out.ids.address(),

@@ -9,7 +9,7 @@ use crate::model::Activation;
 
 /// Biases and activation of all layers.
 pub(super) struct DeviceEpilogue {
-    activation: Activation,
+    activations: Vec<Activation>,        // by MoE layer
     biases: Vec<[DeviceBuffer<f32>; 3]>, // by MoE layer: of gate, up and down, [experts, rows]; empty: there are none
 }
 
@@ -21,17 +21,13 @@ impl DeviceEpilogue {
             Ok([upload(gate)?, upload(up)?, upload(down)?])
         };
         let biases = (0..layers).map_while(|layer| host.biases(layer)).map(upload).collect::<Result<_>>()?;
-        Ok(Self { activation: host.activation(), biases })
+        Ok(Self { activations: (0..layers).map(|layer| host.activation(layer)).collect(), biases })
     }
 
     /// A MoE layer's, as kernels take it.
     pub(super) fn of(&self, layer: usize) -> kernels::Epilogue {
-        let (limit, alpha) = match self.activation {
-            Activation::Silu => (0.0, 0.0),
-            Activation::ClampedSwiglu { limit, alpha } => (limit, alpha),
-        };
         let [gate, up, down] =
             self.biases.get(layer).map_or([Address::NULL; 3], |biases| biases.each_ref().map(DeviceBuffer::address));
-        kernels::Epilogue { gate, up, down, limit, alpha }
+        kernels::Epilogue { gate, up, down, activation: self.activations[layer].into() }
     }
 }

@@ -6,7 +6,7 @@ mod tensors;
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, DeltaInputs};
-use crate::forward::join::{Partial, join};
+use crate::forward::join::{Partial, Stream, join};
 use crate::forward::loader::Loader;
 use crate::model::DeltaNet;
 
@@ -63,15 +63,15 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { weights, norm, cache, .. }: Layer<'_, B, DeltaNet, Weights<B>>,
+    Layer { weights, cache, .. }: Layer<'_, B, DeltaNet, Weights<B>>,
     Buffers { qkv, z, out, scratch }: &mut Buffers<B>,
     h: &mut B::Tensor,
-    x: &mut B::Tensor,
+    stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let (backend, eps) = (step.backend, step.norm_eps);
+    let backend = step.backend;
     // Its gates read `h` as well, which `norm_linears` may leave out.
-    backend.rms_norm(x, norm, eps, h);
+    stream.read(backend, h);
     backend.linears(h, [(&weights.qkv, &mut *qkv), (&weights.z, &mut *z)]);
     backend.delta_net(cache.state(), step.batch, &weights.rule, scratch, DeltaInputs { h, qkv, z }, out);
-    join(backend, Partial::Product(&weights.o, out), x)
+    join(backend, Partial::Product(&weights.o, out), stream)
 }

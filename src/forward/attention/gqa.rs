@@ -2,54 +2,64 @@
 
 use super::{Layer, Step};
 use crate::backend::{Backend, Heads, Softmax};
-use crate::forward::join::{Partial, join};
+use crate::forward::join::{Partial, Stream, join};
 use crate::forward::loader::Loader;
-use crate::model::{Bias, Gqa, QkNorm};
+use crate::model::{Bias, Gqa, OutputGate, QkNorm};
 use crate::{Error, Result};
 
 /// Grouped-query projections.
 pub struct Weights<B: Backend> {
-    /// `[num_heads * head_dim, hidden]`
-    q: B::Linear,
-    /// `[num_kv_heads * head_dim, hidden]`
-    k: B::Linear,
-    /// `[num_kv_heads * head_dim, hidden]`
-    v: B::Linear,
-    /// `[hidden, num_heads * head_dim]`
-    o: B::Linear,
-    /// Norms of query and key heads, `[head_dim]` each; or of all heads together, `[heads * head_dim]`.
-    qk_norm: Option<(B::Norm, B::Norm)>,
-    /// `[num_heads]`
-    sinks: Option<B::Norm>,
-    /// `[num_heads * head_dim, hidden]`
-    output_gate: Option<B::Linear>,
+    q: B::Linear,                        // [num_heads * head_dim, hidden]
+    k: B::Linear,                        // [num_kv_heads * head_dim, hidden]
+    v: Option<B::Linear>,                // [num_kv_heads * value_dim, hidden]; none: as k
+    o: B::Linear,                        // [hidden, num_heads * value_dim]
+    qk_norm: Option<(B::Norm, B::Norm)>, // of query and key heads, [head_dim]; or of all together, [heads * head_dim]
+    value_norm: Option<B::Norm>,         // ones, [value_dim]
+    sinks: Option<B::Norm>,              // [num_heads]
+    output_gate: Option<B::Linear>,      // [num_heads * value_dim or num_heads, hidden]
 }
 
 impl<B: Backend> Weights<B> {
     pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &Gqa) -> Result<Self> {
+        let (backend, names, hidden) = (loader.backend, &loader.model.names, loader.model.hidden_size);
         let name = format!("{layer}.self_attn");
-        let (hidden, q, kv) = (loader.model.hidden_size, a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
+        let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
         let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
-        let (queries, output_gate) = match a.output_gate {
-            false => (loader.linear(&qk, q, hidden, bias)?, None),
-            true => (head_part(loader, &qk, a, 0, bias)?, Some(head_part(loader, &qk, a, 1, bias)?)),
+        let (queries, output_gate) = match (a.output_gate, a.gate()) {
+            (Some(OutputGate::InQuery), _) => {
+                (head_part(loader, &qk, a, 0, bias)?, Some(head_part(loader, &qk, a, 1, bias)?))
+            }
+            (_, Some((rows, _))) => (
+                loader.linear(&qk, q, hidden, bias)?,
+                Some(loader.linear(&format!("{name}.g_proj"), rows, hidden, false)?),
+            ),
+            (_, None) => (loader.linear(&qk, q, hidden, bias)?, None),
         };
         let norms = |q_len, kv_len| {
-            let norm = |which, len| loader.norm(&format!("{name}.{which}_norm.weight"), len);
-            Ok::<_, Error>(Some((norm("q", q_len)?, norm("k", kv_len)?)))
+            let [q, k] = names.qk_norm.map(|which| format!("{name}.{which}.weight"));
+            Ok::<_, Error>(Some((loader.norm(&q, q_len)?, loader.norm(&k, kv_len)?)))
         };
+        let ones = |len: usize| backend.load_norm(vec![1.0; len]);
         Ok(Self {
             q: queries,
             k: loader.linear(&format!("{name}.k_proj"), kv, hidden, bias)?,
-            v: loader.linear(&format!("{name}.v_proj"), kv, hidden, bias)?,
-            o: loader.linear(&format!("{name}.o_proj"), hidden, q, a.bias == Bias::All)?,
+            v: match a.values_are_keys {
+                false => Some(loader.linear(&format!("{name}.v_proj"), a.num_kv_heads * a.value_dim, hidden, bias)?),
+                true => None,
+            },
+            o: loader.linear(&format!("{name}.{}", names.o), hidden, a.num_heads * a.value_dim, a.bias == Bias::All)?,
             qk_norm: match a.qk_norm {
                 QkNorm::None => None,
                 QkNorm::PerHead => norms(a.head_dim, a.head_dim)?,
                 QkNorm::FullWidth => norms(q, kv)?,
+                QkNorm::AfterRope => Some((ones(a.head_dim)?, ones(a.head_dim)?)),
             },
+            value_norm: if a.value_norm { Some(ones(a.value_dim)?) } else { None },
             sinks: match a.sinks {
-                true => Some(loader.backend.load_norm(loader.source.vector(&format!("{name}.sinks"), a.num_heads)?)?),
+                true => {
+                    let name = format!("{name}.{}", names.sinks);
+                    Some(backend.load_norm(loader.source.vector(&name, a.num_heads)?)?)
+                }
                 false => None,
             },
             output_gate,
@@ -57,7 +67,7 @@ impl<B: Backend> Weights<B> {
     }
 
     pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
-        let all = [&self.q, &self.k, &self.v, &self.o].into_iter().chain(&self.output_gate);
+        let all = [&self.q, &self.k, &self.o].into_iter().chain(&self.v).chain(&self.output_gate);
         all.map(|w| backend.linear_bytes(w)).sum()
     }
 }
@@ -80,17 +90,21 @@ fn head_part<B: Backend>(loader: &Loader<'_, B>, name: &str, a: &Gqa, half: usiz
 pub(super) struct Buffers<B: Backend> {
     q: B::Tensor,            // [T, num_heads * head_dim]
     k: B::Tensor,            // [T, num_kv_heads * head_dim]
-    v: B::Tensor,            // [T, num_kv_heads * head_dim]
-    out: B::Tensor,          // [T, num_heads * head_dim]
-    gate: Option<B::Tensor>, // [T, num_heads * head_dim]
+    v: B::Tensor,            // [T, num_kv_heads * value_dim]
+    out: B::Tensor,          // [T, num_heads * value_dim]
+    gate: Option<B::Tensor>, // [T, rows of the gate]
 }
 
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, a: &Gqa, max_tokens: usize) -> Result<Self> {
-        let tensor = |heads| backend.tensor(max_tokens, heads * a.head_dim);
-        let (q, k, v, out) =
-            (tensor(a.num_heads)?, tensor(a.num_kv_heads)?, tensor(a.num_kv_heads)?, tensor(a.num_heads)?);
-        Ok(Self { q, k, v, out, gate: if a.output_gate { Some(tensor(a.num_heads)?) } else { None } })
+        let tensor = |cols| backend.tensor(max_tokens, cols);
+        Ok(Self {
+            q: tensor(a.num_heads * a.head_dim)?,
+            k: tensor(a.num_kv_heads * a.head_dim)?,
+            v: tensor(a.num_kv_heads * a.value_dim)?,
+            out: tensor(a.num_heads * a.value_dim)?,
+            gate: a.gate().map(|(rows, _)| tensor(rows)).transpose()?,
+        })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
@@ -102,36 +116,55 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, norm, cache }: Layer<'_, B, Gqa, Weights<B>>,
+    Layer { config, weights, cache }: Layer<'_, B, Gqa, Weights<B>>,
     Buffers { q, k, v, out, gate }: &mut Buffers<B>,
     h: &mut B::Tensor,
-    x: &mut B::Tensor,
+    stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let kv = cache.kv();
-    let (backend, eps, dim) = (step.backend, step.norm_eps, config.head_dim);
-    let qkv = [(&weights.q, &mut *q), (&weights.k, &mut *k), (&weights.v, &mut *v)];
+    let (backend, kv, eps) = (step.backend, cache.kv(), step.norm_eps);
+    let (heads, kv_heads, dim) = (config.num_heads, config.num_kv_heads, config.head_dim);
+    let value = weights.v.as_ref().unwrap_or(&weights.k);
+    let qkv = [(&weights.q, &mut *q), (&weights.k, &mut *k), (value, &mut *v)];
     match (&weights.output_gate, &mut *gate) {
         (Some(w), Some(gate)) => {
             let [q, k, v] = qkv;
-            backend.norm_linears(x, (norm, eps), h, [q, k, v, (w, gate)]);
+            stream.linears(backend, h, [q, k, v, (w, gate)]);
         }
-        _ => backend.norm_linears(x, (norm, eps), h, qkv),
+        _ => stream.linears(backend, h, qkv),
     }
-    let (mut q_norm, mut k_norm) = weights.qk_norm.as_ref().map(|(q, k)| ((q, dim, eps), (k, dim, eps))).unzip();
-    if config.qk_norm == QkNorm::FullWidth {
-        for (x, norm, heads) in
-            [(&mut *q, q_norm.take(), config.num_heads), (&mut *k, k_norm.take(), config.num_kv_heads)]
-        {
-            norm.iter().for_each(|(norm, ..)| backend.rms_norm_heads(x, norm, eps, 0..heads * dim));
+    if let Some(ones) = &weights.value_norm {
+        backend.rms_norm_heads(v, ones, eps, 0..kv_heads * config.value_dim);
+    }
+    if config.value_scale != 1.0 {
+        backend.scale(v, config.value_scale);
+    }
+    // Where norm and rotation come in the other order, or a norm covers all heads, they are ops of their own.
+    let (mut rotary, mut of_heads) = (step.rotary.as_ref(), None);
+    if let Some((q_norm, k_norm)) = &weights.qk_norm {
+        match config.qk_norm {
+            QkNorm::None | QkNorm::PerHead => of_heads = Some(((q_norm, dim, eps), (k_norm, dim, eps))),
+            QkNorm::FullWidth | QkNorm::AfterRope => {
+                for (x, norm, heads) in [(&mut *q, q_norm, heads), (&mut *k, k_norm, kv_heads)] {
+                    if let Some(rotary) = rotary.filter(|_| config.qk_norm == QkNorm::AfterRope) {
+                        backend.rope(x, dim, 0, rotary);
+                    }
+                    backend.rms_norm_heads(x, norm, eps, 0..heads * dim);
+                }
+                rotary = rotary.filter(|_| config.qk_norm == QkNorm::FullWidth);
+            }
         }
     }
-    let queries = Heads { x: &mut *q, heads: config.num_heads, dim, norm: q_norm, rope_at: 0 };
-    let keys = Heads { x: k, heads: config.num_kv_heads, dim, norm: k_norm, rope_at: 0 };
-    backend.prepare_heads(kv, step.batch, step.rotary(), queries, keys, Some(v));
+    let (q_norm, k_norm) = of_heads.unzip();
+    let queries = Heads { x: &mut *q, heads, dim, norm: q_norm, rope_at: 0 };
+    let keys = Heads { x: k, heads: kv_heads, dim, norm: k_norm, rope_at: 0 };
+    backend.prepare_heads(kv, step.batch, rotary, queries, keys, Some(v));
+    if let Some(scale) = &config.position_scale {
+        backend.scale_by_position(q, step.batch, scale);
+    }
     let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref() };
     backend.attend(kv, step.batch, &softmax, q, out);
-    if let Some(gate) = gate {
-        backend.sigmoid_mul(gate, out);
+    if let (Some(gate), Some((_, activation))) = (gate, config.gate()) {
+        backend.gate(gate, activation, out);
     }
-    join(backend, Partial::Product(&weights.o, out), x)
+    join(backend, Partial::Product(&weights.o, out), stream)
 }

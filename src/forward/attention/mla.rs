@@ -14,7 +14,7 @@
 use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, Heads};
-use crate::forward::join::{Partial, join};
+use crate::forward::join::{Partial, Stream, join};
 use crate::forward::loader::Loader;
 use crate::model::Mla;
 
@@ -112,18 +112,18 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, norm, cache }: Layer<'_, B, Mla, Weights<B>>,
+    Layer { config, weights, cache }: Layer<'_, B, Mla, Weights<B>>,
     buffers: &mut Buffers<B>,
     h: &mut B::Tensor,
-    x: &mut B::Tensor,
+    stream: &mut Stream<'_, B>,
 ) -> Result<()> {
     let kv = cache.kv();
-    let (backend, norm) = (step.backend, (norm, step.norm_eps));
+    let backend = step.backend;
     let Buffers { q_latent, q_latent_normed, q, latent, scratch, out } = buffers;
     match (&weights.q, q_latent, q_latent_normed) {
-        (Query::Direct(w), None, None) => backend.norm_linears(x, norm, h, [(w, q), (&weights.kv_a, latent)]),
+        (Query::Direct(w), None, None) => stream.linears(backend, h, [(w, q), (&weights.kv_a, latent)]),
         (Query::Lora { a, norm: q_norm, b }, Some(q_latent), Some(normed)) => {
-            backend.norm_linears(x, norm, h, [(a, q_latent), (&weights.kv_a, latent)]);
+            stream.linears(backend, h, [(a, q_latent), (&weights.kv_a, latent)]);
             backend.rms_norm(q_latent, q_norm, Mla::NORM_EPS, normed);
             backend.linear(b, normed, q);
         }
@@ -144,7 +144,10 @@ pub(super) fn attention<B: Backend>(
         norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)),
         rope_at: rank,
     };
-    backend.prepare_heads(kv, step.batch, step.rotary(), queries, latents, None);
+    backend.prepare_heads(kv, step.batch, step.rotary.as_ref(), queries, latents, None);
+    if let Some(scale) = &config.position_scale {
+        backend.scale_by_position(q, step.batch, scale);
+    }
     backend.attend_latent(kv, step.batch, &weights.up, scratch, q, out);
-    join(backend, Partial::Product(&weights.o, out), x)
+    join(backend, Partial::Product(&weights.o, out), stream)
 }

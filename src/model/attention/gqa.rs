@@ -1,6 +1,6 @@
 //! Grouped queries: several query heads share one key/value head.
 
-use super::{Facts, Matrix};
+use super::{Facts, Matrix, PositionScale, Window};
 use crate::model::Rope;
 
 /// Grouped-query attention.
@@ -10,25 +10,55 @@ pub struct Gqa {
     pub num_heads: usize,
     /// Key/value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Width of one head.
+    /// Width of a query or key head.
     pub head_dim: usize,
-    /// Rotary embedding of queries and keys.
-    pub rope: Rope,
-    /// RMS norm of queries and keys before RoPE.
+    /// Width of a value head.
+    pub value_dim: usize,
+    /// Rotary embedding of queries and keys, if they are rotated.
+    pub rope: Option<Rope>,
+    /// RMS norm of queries and keys.
     pub qk_norm: QkNorm,
+    /// Values are what keys are before their norm and rotation.
+    pub values_are_keys: bool,
+    /// RMS norm of each value head, without weight.
+    pub value_norm: bool,
+    /// Multiplies the values.
+    pub value_scale: f32,
     /// Biases on the projections.
     pub bias: Bias,
-    /// A token sees itself and the `window - 1` before it; `None`: all before it.
-    pub window: Option<usize>,
+    /// What a token sees of the positions before it; `None`: all.
+    pub window: Option<Window>,
     /// Every head has a learned score that takes part in its softmax and brings no value.
     pub sinks: bool,
-    /// The heads' outputs are multiplied with the sigmoid of a projection that `q_proj` has behind each head's query.
-    pub output_gate: bool,
+    /// What multiplies the heads' outputs.
+    pub output_gate: Option<OutputGate>,
     /// Multiplies the scores.
     pub scale: f32,
+    /// Multiplies queries besides.
+    pub position_scale: Option<PositionScale>,
 }
 
-/// RMS norm of queries and keys.
+/// A learned gate of the heads' outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputGate {
+    /// The sigmoid of a projection, for each number of a head, whose rows `q_proj` has behind each head's query.
+    InQuery,
+    /// `g_proj`, a number for each head.
+    Heads(GateActivation),
+    /// `g_proj`, a number for each of a head's.
+    Numbers(GateActivation),
+}
+
+/// What makes a factor of a gate's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateActivation {
+    /// `1 / (1 + exp(-x))`
+    Sigmoid,
+    /// `ln(1 + exp(x))`
+    Softplus,
+}
+
+/// RMS norm of queries and keys, before RoPE unless said.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QkNorm {
     /// None.
@@ -37,6 +67,8 @@ pub enum QkNorm {
     PerHead,
     /// Of all heads together.
     FullWidth,
+    /// Of each head, without weight, after RoPE.
+    AfterRope,
 }
 
 /// Which projections of attention have a bias.
@@ -50,36 +82,53 @@ pub enum Bias {
     All,
 }
 
+impl Gqa {
+    /// Rows of the output gate's projection, and what makes factors of them.
+    pub fn gate(&self) -> Option<(usize, GateActivation)> {
+        let numbers = self.num_heads * self.value_dim;
+        self.output_gate.map(|gate| match gate {
+            OutputGate::InQuery => (numbers, GateActivation::Sigmoid),
+            OutputGate::Heads(activation) => (self.num_heads, activation),
+            OutputGate::Numbers(activation) => (numbers, activation),
+        })
+    }
+}
+
 impl Facts for Gqa {
     fn kv_dims(&self) -> (usize, usize, usize) {
-        (self.num_kv_heads, self.head_dim, self.head_dim)
+        (self.num_kv_heads, self.head_dim, self.value_dim)
     }
 
     fn rope(&self) -> Option<&Rope> {
-        Some(&self.rope)
+        self.rope.as_ref()
     }
 
     fn widths(&self) -> Vec<usize> {
-        vec![self.num_heads, self.num_kv_heads, self.head_dim, usize::from(self.output_gate)]
+        vec![self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.gate().map_or(0, |(rows, _)| rows)]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {
-        let (q, kv) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
-        let gate = self.output_gate.then_some((q, hidden));
-        [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)].into_iter().chain(gate).collect()
+        let (q, k) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
+        let v = (!self.values_are_keys).then_some((self.num_kv_heads * self.value_dim, hidden));
+        let gate = self.gate().map(|(rows, _)| (rows, hidden));
+        let o = (hidden, self.num_heads * self.value_dim);
+        [(q, hidden), (k, hidden), o].into_iter().chain(v).chain(gate).collect()
     }
 
     fn activation_len(&self) -> usize {
-        let gate = if self.output_gate { self.num_heads } else { 0 };
-        self.head_dim * (2 * (self.num_heads + self.num_kv_heads) + gate)
+        (self.num_heads + self.num_kv_heads) * (self.head_dim + self.value_dim)
+            + self.gate().map_or(0, |(rows, _)| rows)
     }
 
     fn products_per_pair(&self) -> usize {
-        2 * self.num_heads * self.head_dim
+        self.num_heads * (self.head_dim + self.value_dim)
     }
 
     fn gpu_lacks(&self) -> Option<String> {
-        (self.head_dim > 256 || !self.head_dim.is_multiple_of(8))
-            .then(|| format!("the GPU has no attention for heads of {} elements", self.head_dim))
+        let (key, value) = (self.head_dim, self.value_dim);
+        if key > 256 || value > key || !key.is_multiple_of(8) || !value.is_multiple_of(8) {
+            return Some(format!("the GPU has no attention for heads of {key} elements with values of {value}"));
+        }
+        matches!(self.window, Some(Window::Chunk(_))).then(|| "the GPU has no attention within chunks".into())
     }
 }

@@ -1,6 +1,6 @@
 //! Latent attention: keys and values are linear in one cached latent.
 
-use super::{Facts, Matrix};
+use super::{Facts, Matrix, PositionScale};
 use crate::model::Rope;
 
 /// Multi-head latent attention. Source: DeepSeek-V2 report, section 2.1.
@@ -24,6 +24,8 @@ pub struct Mla {
     pub bias: bool,
     /// Multiplies the scores; YaRN's mscale squared is in it.
     pub scale: f32,
+    /// Multiplies queries besides.
+    pub position_scale: Option<PositionScale>,
 }
 
 impl Mla {

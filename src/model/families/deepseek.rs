@@ -7,7 +7,9 @@ use serde_json::{Value, json};
 
 use super::fields::Fields;
 use super::gguf::{Gguf, Header};
-use crate::model::{Activation, Attention, Ffn, GroupScore, Groups, Mla, ModelConfig, Moe, Names, Router, Scoring};
+use crate::model::{
+    Attention, Ffn, GroupScore, Groups, Mla, Mlp, ModelConfig, Moe, Names, Router, Scoring, SharedExpert,
+};
 use crate::{Error, Result};
 
 /// `deepseek_v2`: softmax scores, groups scored by their best expert, weights never renormalized (HF ignores
@@ -23,13 +25,9 @@ pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
         }
     };
     let router = Router {
-        top_k: f.top_k()?,
-        bias: false,
-        scoring: Scoring::Softmax,
-        correction_bias: false,
         groups: if group_limited { groups(f, GroupScore::Max)? } else { None },
-        normalize: false,
         scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
+        ..Router::new(f.top_k()?, Scoring::Softmax)
     };
     config(f, router)
 }
@@ -44,28 +42,25 @@ pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
             )));
         }
     }
-    let router = Router {
-        top_k: f.top_k()?,
-        bias: false,
-        scoring: Scoring::Sigmoid,
+    config(f, v3_router(f)?)
+}
+
+/// Sigmoid scores, a correction bias for choosing, groups scored by their best two.
+pub(super) fn v3_router(f: &Fields<'_>) -> Result<Router> {
+    Ok(Router {
         correction_bias: true,
-        groups: v3_groups(f)?,
+        groups: groups(f, GroupScore::TopTwoSum)?,
         normalize: f.bool_or("norm_topk_prob", true)?,
         scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
-    };
-    config(f, router)
+        ..Router::new(f.top_k()?, Scoring::Sigmoid)
+    })
 }
 
 /// `kimi_k25`: the language model is nested, and so are its tensor names.
 pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
     let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
-    let names = Names { body: "language_model.model.", head: "language_model.lm_head", ..Names::default() };
+    let names = Names { body: "language_model.model.", head: "language_model.lm_head", ..Names::COMMON };
     Ok(ModelConfig { architecture: "kimi_k25".into(), names, ..v3(&text)? })
-}
-
-/// Groups of experts as V3 has them.
-pub(super) fn v3_groups(f: &Fields<'_>) -> Result<Option<Groups>> {
-    groups(f, GroupScore::TopTwoSum)
 }
 
 /// A token's open groups are bits of a word.
@@ -92,6 +87,14 @@ pub(super) fn num_experts(f: &Fields<'_>) -> Result<usize> {
     f.num_experts(&["n_routed_experts", "num_local_experts", "num_experts"])
 }
 
+/// Experts, and as many shared ones, as wide together, as the config says, or else `shared`.
+pub(super) fn moe(f: &Fields<'_>, router: Router, shared: usize) -> Result<Moe> {
+    let intermediate_size = f.dim("moe_intermediate_size")?;
+    let shared = f.count_or("n_shared_experts", shared)?;
+    let shared = (shared > 0).then(|| SharedExpert::plain(Mlp::silu(shared * intermediate_size)));
+    Ok(Moe { shared, ..Moe::new(num_experts(f)?, intermediate_size, router) })
+}
+
 pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     f.expect_silu()?;
     let rope_dim = f.dim("qk_rope_head_dim")?;
@@ -107,18 +110,9 @@ pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         v_head_dim: f.dim("v_head_dim")?,
         bias: f.bool_or("attention_bias", false)?,
         scale: (mscale * mscale / ((qk_nope_head_dim + rope_dim) as f64).sqrt()) as f32,
+        position_scale: None,
     });
-    let intermediate_size = f.dim("moe_intermediate_size")?;
-    let shared = f.count_or("n_shared_experts", 0)?;
-    let moe = Moe {
-        num_experts: num_experts(f)?,
-        intermediate_size,
-        shared_intermediate_size: (shared > 0).then_some(shared * intermediate_size),
-        shared_gate: false,
-        activation: Activation::Silu,
-        expert_bias: false,
-        router,
-    };
+    let moe = moe(f, router, 0)?;
     let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
     let kinds = f.layer_kinds("mlp_layer_types", ["sparse", "dense"])?;
     let is_moe = |layer: usize| match &kinds {

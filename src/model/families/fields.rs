@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::model::{Bias, Ffn, Gqa, Llama3, QkNorm, Rope, RopeScaling, Yarn};
+use crate::model::{Bias, Ffn, Gqa, Llama3, Mlp, QkNorm, Rope, RopeScaling, Yarn};
 use crate::{Error, Result};
 
 /// No dimension of a real model is larger; a lying config must not make us allocate.
@@ -89,19 +89,24 @@ impl<'a> Fields<'a> {
             num_heads,
             num_kv_heads,
             head_dim,
-            rope,
+            value_dim: head_dim,
+            rope: Some(rope),
             qk_norm: QkNorm::None,
+            values_are_keys: false,
+            value_norm: false,
+            value_scale: 1.0,
             bias: Bias::None,
             window: None,
             sinks: false,
-            output_gate: false,
+            output_gate: None,
             scale: 1.0 / (head_dim as f32).sqrt(),
+            position_scale: None,
         })
     }
 
     /// A dense MLP.
     pub(super) fn dense(&self) -> Result<Ffn> {
-        Ok(Ffn::Dense { intermediate_size: self.dim("intermediate_size")? })
+        Ok(Ffn::Dense(Mlp::silu(self.dim("intermediate_size")?)))
     }
 
     /// The rotated width of heads of which a part is rotated; `factor`: that part where the config does not say.

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::fields::Fields;
 use super::gguf::Gguf;
 use crate::Result;
-use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, QkNorm, Router, Scoring};
+use crate::model::{Attention, Bias, Ffn, Gqa, ModelConfig, QkNorm};
 
 /// `glm4_moe`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
@@ -18,25 +18,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let qk_norm = if f.bool_or("use_qk_norm", false)? { QkNorm::PerHead } else { QkNorm::None };
     let rope = f.rope(f.rotary_dim(0.5)?, 10_000.0)?;
     let attention = Gqa { bias, qk_norm, ..f.gqa(rope)? };
-    let intermediate_size = f.dim("moe_intermediate_size")?;
-    let shared = f.count_or("n_shared_experts", 1)?;
-    let moe = Moe {
-        num_experts: deepseek::num_experts(f)?,
-        intermediate_size,
-        shared_intermediate_size: (shared > 0).then_some(shared * intermediate_size),
-        shared_gate: false,
-        activation: Activation::Silu,
-        expert_bias: false,
-        router: Router {
-            top_k: f.top_k()?,
-            bias: false,
-            scoring: Scoring::Sigmoid,
-            correction_bias: true,
-            groups: deepseek::v3_groups(f)?,
-            normalize: f.bool_or("norm_topk_prob", true)?,
-            scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
-        },
-    };
+    let moe = deepseek::moe(f, deepseek::v3_router(f)?, 1)?;
     let first_dense = f.count_or("first_k_dense_replace", 1)?;
     let ffn = |layer| if layer >= first_dense { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
     super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn)?)

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::fields::Fields;
 use super::gguf::Gguf;
 use super::mixtral;
-use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, Router, Scoring};
+use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, Router, Scoring, Window};
 use crate::{Error, Result};
 
 /// `gpt_oss`.
@@ -17,22 +17,14 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let bias = if f.bool_or("attention_bias", true)? { Bias::All } else { Bias::None };
     let rope = f.rope(f.head_dim()?, 150_000.0)?;
     let attention = Gqa { bias, sinks: true, ..f.gqa(rope)? };
-    let window = f.dim_or("sliding_window", 128)?;
+    let window = Window::Sliding(f.dim_or("sliding_window", 128)?);
     let kinds = f.layer_kinds("layer_types", ["sliding_attention", "full_attention"])?;
     let slides = |layer: usize| kinds.as_ref().map_or(layer % 2 == 0, |kinds| kinds[layer]);
     let limit = f.f64_or("swiglu_limit", 7.0)?;
     if limit <= 0.0 {
         return Err(Error::Model(format!("swiglu_limit {limit} is not a positive number")));
     }
-    let router = Router {
-        top_k: f.top_k()?,
-        bias: true,
-        scoring: Scoring::Softmax,
-        correction_bias: false,
-        groups: None,
-        normalize: true,
-        scaling: 1.0,
-    };
+    let router = Router { bias: true, normalize: true, ..Router::new(f.top_k()?, Scoring::Softmax) };
     let activation = Activation::ClampedSwiglu { limit: limit as f32, alpha: f.f64_or("swiglu_alpha", 1.702)? as f32 };
     let moe = Moe { activation, expert_bias: true, ..mixtral::moe(f, router)? };
     let layers = super::layers(
@@ -40,7 +32,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         |layer| Attention::Gqa(Gqa { window: slides(layer).then_some(window), ..attention.clone() }),
         |_| Ok(Ffn::Moe(moe.clone())),
     )?;
-    let names = Names { router: "router", ..Names::default() };
+    let names = Names { router: "mlp.router", ..Names::COMMON };
     Ok(ModelConfig { names, ..super::model(f, layers)? })
 }
 

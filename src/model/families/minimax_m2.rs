@@ -28,15 +28,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let attention = Gqa { qk_norm: QkNorm::FullWidth, ..f.gqa(rope)? };
     let moe = mixtral::moe(
         f,
-        Router {
-            top_k: f.top_k()?,
-            bias: false,
-            scoring: Scoring::Sigmoid,
-            correction_bias: true,
-            groups: None,
-            normalize: true,
-            scaling: 1.0,
-        },
+        Router { correction_bias: true, normalize: true, ..Router::new(f.top_k()?, Scoring::Sigmoid) },
     )?;
     let layers = super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?;
     Ok(ModelConfig { names: mixtral::NAMES, ..super::model(f, layers)? })

@@ -20,15 +20,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let attention = Gqa { qk_norm: QkNorm::FullWidth, bias, ..f.gqa(rope)? };
     let moe = mixtral::moe(
         f,
-        Router {
-            top_k: f.top_k()?,
-            bias: false,
-            scoring: Scoring::Softmax,
-            correction_bias: false,
-            groups: None,
-            normalize: f.bool_or("norm_topk_prob", false)?,
-            scaling: 1.0,
-        },
+        Router { normalize: f.bool_or("norm_topk_prob", false)?, ..Router::new(f.top_k()?, Scoring::Softmax) },
     )?;
     super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), |_| Ok(Ffn::Moe(moe.clone())))?)
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::fields::Fields;
 use super::gguf::{Gguf, Header};
 use super::qwen_moe;
-use crate::model::{Attention, Bias, DeltaNet, Gqa, ModelConfig, Moe, Names, QkNorm};
+use crate::model::{Attention, Bias, DeltaNet, Gqa, ModelConfig, Moe, Names, OutputGate, QkNorm};
 use crate::{Error, Result};
 
 /// Inputs of a convolution, at most: what a sequence keeps grows with it.
@@ -39,7 +39,7 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     f.expect("use_sliding_window", false.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
     let rope = f.rope(f.rotary_dim(0.25)?, 10_000_000.0)?;
-    let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: true, ..f.gqa(rope)? };
+    let full = Gqa { bias, qk_norm: QkNorm::PerHead, output_gate: Some(OutputGate::InQuery), ..f.gqa(rope)? };
     let linear = DeltaNet {
         num_key_heads: f.heads("linear_num_key_heads")?,
         num_value_heads: f.heads("linear_num_value_heads")?,
@@ -58,18 +58,14 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
             "field `linear_conv_kernel_dim` is not an integer from 2 to {MAX_CONV_WIDTH}"
         )));
     }
-    let moe = Moe {
-        shared_intermediate_size: Some(f.dim("shared_expert_intermediate_size")?),
-        shared_gate: true,
-        ..qwen_moe::moe(f, normalize)?
-    };
+    let moe = Moe { shared: Some(qwen_moe::shared(f)?), ..qwen_moe::moe(f, normalize)? };
     let interval = f.dim_or("full_attention_interval", 4)?;
     let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
     let is_full = |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer]);
     let attention =
         |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
     let layers = super::layers(f, attention, qwen_moe::ffn(f, &moe)?)?;
-    let names = Names { shared_expert: "shared_expert", ..Names::default() };
+    let names = Names { shared_expert: "mlp.shared_expert", ..Names::COMMON };
     // In GGUF files the one is part of the weights.
     let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
     Ok(ModelConfig { norm_offset, names, ..super::model(f, layers)? })

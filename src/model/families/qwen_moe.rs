@@ -8,17 +8,13 @@ use serde_json::json;
 use super::fields::Fields;
 use super::gguf::Gguf;
 use crate::Result;
-use crate::model::{Activation, Attention, Bias, Ffn, Gqa, ModelConfig, Moe, Names, QkNorm, Router, Scoring};
+use crate::model::{Attention, Bias, Ffn, Gqa, Mlp, ModelConfig, Moe, Names, QkNorm, Router, Scoring, SharedExpert};
 
 /// `qwen2_moe`: biases, and a gated shared expert.
 pub(super) fn qwen2(f: &Fields<'_>) -> Result<ModelConfig> {
     let bias = if f.bool_or("qkv_bias", true)? { Bias::Qkv } else { Bias::None };
-    let moe = Moe {
-        shared_intermediate_size: Some(f.dim("shared_expert_intermediate_size")?),
-        shared_gate: true,
-        ..moe(f, f.bool_or("norm_topk_prob", false)?)?
-    };
-    let names = Names { shared_expert: "shared_expert", ..Names::default() };
+    let moe = Moe { shared: Some(shared(f)?), ..moe(f, f.bool_or("norm_topk_prob", false)?)? };
+    let names = Names { shared_expert: "mlp.shared_expert", ..Names::COMMON };
     Ok(ModelConfig { names, ..config(f, Gqa { bias, ..gqa(f)? }, moe)? })
 }
 
@@ -38,25 +34,16 @@ fn config(f: &Fields<'_>, attention: Gqa, moe: Moe) -> Result<ModelConfig> {
     super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn(f, &moe)?)?)
 }
 
+/// The shared expert and its gate.
+pub(super) fn shared(f: &Fields<'_>) -> Result<SharedExpert> {
+    let mlp = Mlp::silu(f.dim("shared_expert_intermediate_size")?);
+    Ok(SharedExpert { gate: true, ..SharedExpert::plain(mlp) })
+}
+
 /// Qwen's experts, weighted by a softmax.
 pub(super) fn moe(f: &Fields<'_>, normalize: bool) -> Result<Moe> {
-    Ok(Moe {
-        num_experts: f.num_experts(&["num_experts", "num_local_experts"])?,
-        intermediate_size: f.dim("moe_intermediate_size")?,
-        shared_intermediate_size: None,
-        shared_gate: false,
-        activation: Activation::Silu,
-        expert_bias: false,
-        router: Router {
-            top_k: f.top_k()?,
-            bias: false,
-            scoring: Scoring::Softmax,
-            correction_bias: false,
-            groups: None,
-            normalize,
-            scaling: 1.0,
-        },
-    })
+    let router = Router { normalize, ..Router::new(f.top_k()?, Scoring::Softmax) };
+    Ok(Moe::new(f.num_experts(&["num_experts", "num_local_experts"])?, f.dim("moe_intermediate_size")?, router))
 }
 
 /// Which layers are dense.
