@@ -28,7 +28,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 pub use self::formats::{Format, Library};
 pub use self::quantization::Quantization;
 use crate::checkpoint::{Checkpoint, TensorView};
-use crate::pack::{GROUP_SIZES, Precision, ScaleType};
+use crate::pack::{CodeType, GROUP_SIZES, Precision, ScaleType};
 use crate::{Error, Result};
 
 /// Integer codes with a scale for each run of inputs: a weight is its code times its scale.
@@ -42,20 +42,17 @@ pub struct Integers {
     pub group: usize,
     /// The packed type that is nearest to the source's scales; of the same type they pass exactly.
     pub scales: ScaleType,
-    /// Whether they are twice the numbers of E2M1.
-    pub e2m1: bool,
+    /// The codes whose table has all of their values; `None`: they may be any integers.
+    pub table: Option<CodeType>,
 }
 
 impl Integers {
     /// Whether packed weights of this precision hold these codes as they are.
     pub fn fit(&self, precision: Precision) -> bool {
-        let fits = |low, high| self.low >= low && self.high <= high;
-        match precision {
-            Precision::Bf16 => false,
-            Precision::Int8 { group_size, .. } => self.group % group_size == 0 && fits(-128, 127),
-            Precision::Int4 { group_size, .. } => self.group % group_size == 0 && fits(-8, 7),
-            Precision::Mxfp4 => self.group % 32 == 0 && self.e2m1,
-        }
+        let (Some(codes), Some(group_size)) = (precision.codes(), precision.group_size()) else { return false };
+        let [low, high] = codes.range().map(i32::from);
+        let values = if codes.is_table() { self.table == Some(codes) } else { self.low >= low && self.high <= high };
+        self.group.is_multiple_of(group_size) && values
     }
 }
 
@@ -200,11 +197,9 @@ impl<'a> Source<'a> {
         match self.integers() {
             Some(integers) => {
                 let Some(group_size) = largest(integers.group) else { return Some(Precision::int8(GROUP_SIZES[0])) };
-                let (scales, int8) = (integers.scales, Precision::int8(group_size));
-                let kept = [Precision::Mxfp4, Precision::int4(group_size)]
-                    .into_iter()
-                    .find(|&precision| integers.fit(precision));
-                Some(kept.unwrap_or(int8).with_scales(scales))
+                let kept = CodeType::ALL.map(|codes| codes.precision(group_size));
+                let kept = kept.into_iter().find(|&precision| integers.fit(precision));
+                Some(kept.unwrap_or(Precision::int8(group_size)).with_scales(integers.scales))
             }
             None if matches!(self.kind, Format::Float(_)) => None,
             // FP8 has no groups; the blocks of GGUF are of 32 inputs and fewer.
@@ -326,15 +321,7 @@ impl SourceHasher<'_, '_> {
 ///
 /// Scales are F16 where those of all integers are; of a mixture they are BF16, which has the range of both.
 pub fn kept_by_all(sources: &[Source<'_>]) -> Option<Precision> {
-    let coarsest = sources.iter().filter_map(Source::kept_by).reduce(|a, b| {
-        let group_size = a.group_size().into_iter().chain(b.group_size()).min();
-        match (a, b, group_size) {
-            (Precision::Mxfp4, Precision::Mxfp4, _) => Precision::Mxfp4,
-            (Precision::Int4 { .. }, Precision::Int4 { .. }, Some(group_size)) => Precision::int4(group_size),
-            (Precision::Bf16, ..) | (_, Precision::Bf16, _) | (.., None) => Precision::Bf16,
-            (.., Some(group_size)) => Precision::int8(group_size),
-        }
-    })?;
+    let coarsest = sources.iter().filter_map(Source::kept_by).reduce(Precision::coarsest_of)?;
     let mut scales = sources.iter().filter_map(Source::integers).map(|integers| integers.scales);
     let first = scales.next().unwrap_or_default();
     Some(coarsest.with_scales(if scales.all(|other| other == first) { first } else { ScaleType::Bf16 }))

@@ -34,9 +34,9 @@
 mod precision;
 mod tile;
 
-pub use precision::{DOUBLED_E2M1, Precision, ScaleType};
+pub use precision::{CodeType, DOUBLED_E2M1, Precision, ScaleType};
 pub(crate) use tile::pack_tile;
-pub use tile::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
+pub use tile::{Weights, pack_expert, pack_matrix, unpack_code, unpack_expert, unpack_matrix};
 
 use crate::{Error, Result};
 
@@ -101,12 +101,7 @@ impl MatrixLayout {
 
     /// Bytes of one tile, scales included.
     pub fn tile_bytes(&self) -> usize {
-        self.scale_bytes()
-            + match self.precision {
-                Precision::Bf16 => self.k.next_multiple_of(BF16_INPUTS) * TILE_ROWS * 2,
-                Precision::Int8 { .. } => self.k * TILE_ROWS,
-                Precision::Int4 { .. } | Precision::Mxfp4 => self.k * TILE_ROWS / 2,
-            }
+        self.scale_bytes() + self.precision.line_bytes(self.k)
     }
 
     /// Bytes of the whole matrix.

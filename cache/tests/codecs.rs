@@ -185,7 +185,7 @@ fn compressed_tensors_of_4_and_8_bits() {
         &[N, 1],
         &scales,
     );
-    let integers = Some(Integers { low: -128, high: 127, group: K, scales: ScaleType::Bf16, e2m1: false });
+    let integers = Some(Integers { low: -128, high: 127, group: K, scales: ScaleType::Bf16, table: None });
     check(&Example::new(written, want, integers));
 }
 

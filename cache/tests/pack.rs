@@ -5,21 +5,51 @@ mod common;
 
 use common::noise;
 use half::bf16;
-use moebius_cache::pack::DOUBLED_E2M1;
-use moebius_cache::pack::{Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
+use moebius_cache::pack::{CodeType, DOUBLED_E2M1, Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
 use moebius_cache::quantize::{quantize_expert, quantize_matrix, quantize_rows};
 use moebius_cache::{ExpertLayout, MatrixLayout, Precision, ScaleType};
 use proptest::prelude::*;
 
 fn precision() -> impl Strategy<Value = Precision> {
-    let group = prop_oneof![Just(32usize), Just(64), Just(128)];
-    let scales = prop_oneof![Just(ScaleType::Bf16), Just(ScaleType::F16)];
-    prop_oneof![
-        Just(Precision::Bf16),
-        (group.clone(), scales.clone()).prop_map(|(group_size, scales)| Precision::Int8 { group_size, scales }),
-        (group, scales).prop_map(|(group_size, scales)| Precision::Int4 { group_size, scales }),
-        Just(Precision::Mxfp4),
-    ]
+    prop::sample::select(Precision::all())
+}
+
+#[test]
+fn every_precision_is_listed_once_under_its_own_name() {
+    let names: Vec<String> = Precision::all().iter().map(ToString::to_string).collect();
+    let sizes = ["g32", "g32-f16", "g64", "g64-f16", "g128", "g128-f16"];
+    let of = |name: &str| sizes.map(|size| format!("{name}-{size}"));
+    assert_eq!(names, [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into()].concat());
+}
+
+#[test]
+fn the_facts_of_codes_agree_with_each_other() {
+    for codes in CodeType::ALL {
+        let all: Vec<i8> = (0..=255u8 >> (8 - codes.bits())).map(|stored| codes.code(stored)).collect();
+        assert_eq!(codes.range().map(Some), [all.iter().min().copied(), all.iter().max().copied()], "{codes:?}");
+        let [low, high] = codes.range();
+        assert_eq!(codes.is_table(), !(low..=high).all(|code| all.contains(&code)), "{codes:?}");
+        for at in (0..8).step_by(codes.bits()) {
+            assert_eq!(all[usize::from(codes.zero_byte()) >> at & (all.len() - 1)], 0, "{codes:?}");
+        }
+        assert_eq!(codes.precision(32).codes(), Some(codes));
+        assert_eq!(CodeType::ALL[codes as usize], codes, "kernels number them so");
+    }
+}
+
+#[test]
+fn the_coarsest_precision_keeps_both() {
+    let f16 = |precision: Precision| precision.with_scales(ScaleType::F16);
+    for (a, b, both) in [
+        (Precision::Mxfp4, Precision::Mxfp4, Precision::Mxfp4),
+        (Precision::Mxfp4, Precision::int4(128), Precision::int8(32)),
+        (f16(Precision::int4(64)), f16(Precision::int4(128)), Precision::int4(64)),
+        (Precision::int8(64), Precision::int4(32), Precision::int8(32)),
+        (Precision::Bf16, Precision::int4(32), Precision::Bf16),
+    ] {
+        assert_eq!((a.coarsest_of(b), b.coarsest_of(a)), (both, both), "{a} and {b}");
+    }
+    assert_eq!(Precision::Mxfp4.in_groups(64), Precision::int8(64), "MXFP4 has groups of 32 only");
 }
 
 /// Codes, scales and the weights they stand for.

@@ -44,7 +44,7 @@ pub(super) fn found<'a>(
 
 impl Codes for Awq<'_> {
     fn integers(&self) -> Integers {
-        Integers { low: -15, high: 15, group: self.group, scales: self.scales.packed_type(), e2m1: false }
+        Integers { low: -15, high: 15, group: self.group, scales: self.scales.packed_type(), table: None }
     }
 
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

@@ -166,8 +166,8 @@ impl Codes for CompressedTensors<'_> {
     fn integers(&self) -> Integers {
         let (half, scales) = (1 << (self.bits - 1), self.scales.packed_type());
         match self.zeros {
-            None => Integers { low: -half, high: half - 1, group: self.group, scales, e2m1: false },
-            Some(_) => Integers { low: -2 * half + 1, high: 2 * half - 1, group: self.group, scales, e2m1: false },
+            None => Integers { low: -half, high: half - 1, group: self.group, scales, table: None },
+            Some(_) => Integers { low: -2 * half + 1, high: 2 * half - 1, group: self.group, scales, table: None },
         }
     }
 

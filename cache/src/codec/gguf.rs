@@ -43,7 +43,7 @@ impl Blocks<'_> {
 
 impl Codes for Blocks<'_> {
     fn integers(&self) -> Integers {
-        let of = |low, high| Integers { low, high, group: 32, scales: ScaleType::F16, e2m1: false };
+        let of = |low, high| Integers { low, high, group: 32, scales: ScaleType::F16, table: None };
         match self.kind {
             GgmlType::Q4_0 => of(-8, 7),
             GgmlType::Q5_0 => of(-16, 15),

@@ -106,8 +106,8 @@ impl Codes for Gptq<'_> {
     fn integers(&self) -> Integers {
         let (half, scales) = (1 << (self.bits - 1), self.scales.packed_type());
         match self.symmetric {
-            true => Integers { low: -half, high: half - 1, group: self.group, scales, e2m1: false },
-            false => Integers { low: -2 * half, high: 2 * half - 1, group: self.group, scales, e2m1: false },
+            true => Integers { low: -half, high: half - 1, group: self.group, scales, table: None },
+            false => Integers { low: -2 * half, high: 2 * half - 1, group: self.group, scales, table: None },
         }
     }
 

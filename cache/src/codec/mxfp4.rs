@@ -8,9 +8,10 @@ use super::scales::e8m0;
 use super::{Codec, Codes, Format, Found, Integers, Read};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
-use crate::pack::{DOUBLED_E2M1, ScaleType};
+use crate::pack::{CodeType, DOUBLED_E2M1, ScaleType};
 
-pub(super) const INTEGERS: Integers = Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true };
+pub(super) const INTEGERS: Integers =
+    Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) };
 
 /// A matrix of `[n, k / 32]` blocks: `blocks` 16 bytes each, `scales` one.
 struct Mxfp4<'a> {

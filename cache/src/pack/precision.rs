@@ -3,6 +3,8 @@
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
+use super::{BF16_INPUTS, GROUP_SIZES, TILE_ROWS};
+
 /// Twice what four bits of E2M1 stand for, so that all are integers: a sign, two bits of exponent, one of mantissa.
 ///
 /// Source: the OCP microscaling specification 1.0.
@@ -41,6 +43,74 @@ impl ScaleType {
     }
 }
 
+/// The type of a code. The smaller ones stand first: of those that hold a source, the first is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CodeType {
+    /// The bits of E2M1, which stand for twice their value: [`DOUBLED_E2M1`].
+    E2m1,
+    /// Integers of 4 bits, stored with 8 added.
+    Int4,
+    /// Integers of 8 bits, stored with 128 added.
+    Int8,
+}
+
+impl CodeType {
+    /// Every one of them.
+    pub const ALL: [Self; 3] = [Self::E2m1, Self::Int4, Self::Int8];
+
+    /// Bits of a stored code.
+    pub const fn bits(self) -> usize {
+        match self {
+            Self::E2m1 | Self::Int4 => 4,
+            Self::Int8 => 8,
+        }
+    }
+
+    /// The smallest and the largest code.
+    pub const fn range(self) -> [i8; 2] {
+        match self {
+            Self::E2m1 => [-12, 12],
+            Self::Int4 => [-8, 7],
+            Self::Int8 => [-128, 127],
+        }
+    }
+
+    /// Whether codes are values of a table, and not every integer of their range.
+    pub const fn is_table(self) -> bool {
+        match self {
+            Self::E2m1 => true,
+            Self::Int4 | Self::Int8 => false,
+        }
+    }
+
+    /// The code that these bits stand for.
+    pub const fn code(self, stored: u8) -> i8 {
+        match self {
+            Self::E2m1 => DOUBLED_E2M1[stored as usize],
+            Self::Int4 => stored as i8 - 8,
+            Self::Int8 => (stored ^ 0x80) as i8,
+        }
+    }
+
+    /// The byte whose codes are all zero.
+    pub const fn zero_byte(self) -> u8 {
+        match self {
+            Self::E2m1 => 0x00,
+            Self::Int4 => 0x88,
+            Self::Int8 => 0x80,
+        }
+    }
+
+    /// The precision of these codes, in groups of `group_size` where there is a choice.
+    pub const fn precision(self, group_size: usize) -> Precision {
+        match self {
+            Self::E2m1 => Precision::Mxfp4,
+            Self::Int4 => Precision::int4(group_size),
+            Self::Int8 => Precision::int8(group_size),
+        }
+    }
+}
+
 /// How expert weights are stored and computed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", tag = "bits")]
@@ -69,6 +139,15 @@ pub enum Precision {
 }
 
 impl Precision {
+    /// Every precision there is.
+    pub fn all() -> Vec<Self> {
+        let coded = CodeType::ALL.into_iter().flat_map(|codes| GROUP_SIZES.map(|group| codes.precision(group)));
+        let mut all = vec![Self::Bf16];
+        all.extend(coded.flat_map(|precision| [precision, precision.with_scales(ScaleType::F16)]));
+        all.dedup(); // MXFP4 has one size of groups and one type of scales
+        all
+    }
+
     /// INT8 with bf16 scales.
     pub const fn int8(group_size: usize) -> Self {
         Precision::Int8 { group_size, scales: ScaleType::Bf16 }
@@ -85,6 +164,55 @@ impl Precision {
             Precision::Int8 { group_size, .. } => Precision::Int8 { group_size, scales },
             Precision::Int4 { group_size, .. } => Precision::Int4 { group_size, scales },
             Precision::Bf16 | Precision::Mxfp4 => self,
+        }
+    }
+
+    /// The same in groups of `group_size`, where there are groups. MXFP4 has one size; INT8 keeps it in others.
+    pub fn in_groups(self, group_size: usize) -> Self {
+        match self {
+            Precision::Int8 { scales, .. } => Precision::Int8 { group_size, scales },
+            Precision::Int4 { scales, .. } => Precision::Int4 { group_size, scales },
+            Precision::Mxfp4 if group_size != 32 => Precision::int8(group_size),
+            Precision::Bf16 | Precision::Mxfp4 => self,
+        }
+    }
+
+    /// The coarsest precision that keeps weights of both, with scales in BF16.
+    pub fn coarsest_of(self, other: Self) -> Self {
+        match (self.group_size(), other.group_size()) {
+            (Some(a), Some(b)) if self.codes() == other.codes() => {
+                self.in_groups(a.min(b)).with_scales(ScaleType::Bf16)
+            }
+            (Some(a), Some(b)) => Precision::int8(a.min(b)),
+            _ => Precision::Bf16,
+        }
+    }
+
+    /// Its name, without groups and scales.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Precision::Bf16 => "bf16",
+            Precision::Int8 { .. } => "int8",
+            Precision::Int4 { .. } => "int4",
+            Precision::Mxfp4 => "mxfp4",
+        }
+    }
+
+    /// Type of the codes; `None` for BF16.
+    pub const fn codes(self) -> Option<CodeType> {
+        match self {
+            Precision::Bf16 => None,
+            Precision::Int8 { .. } => Some(CodeType::Int8),
+            Precision::Int4 { .. } => Some(CodeType::Int4),
+            Precision::Mxfp4 => Some(CodeType::E2m1),
+        }
+    }
+
+    /// Bytes of `k` inputs of the 16 rows of a tile, without scales.
+    pub(super) const fn line_bytes(self, k: usize) -> usize {
+        match self.codes() {
+            None => k.next_multiple_of(BF16_INPUTS) * TILE_ROWS * 2,
+            Some(codes) => k * TILE_ROWS * codes.bits() / 8,
         }
     }
 
@@ -109,10 +237,10 @@ impl Precision {
 impl std::fmt::Display for Precision {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Precision::Bf16 => write!(f, "bf16"),
-            Precision::Int8 { group_size, .. } => write!(f, "int8-g{group_size}"),
-            Precision::Int4 { group_size, .. } => write!(f, "int4-g{group_size}"),
-            Precision::Mxfp4 => write!(f, "mxfp4"),
+            Precision::Int8 { group_size, .. } | Precision::Int4 { group_size, .. } => {
+                write!(f, "{}-g{group_size}", self.name())
+            }
+            Precision::Bf16 | Precision::Mxfp4 => f.write_str(self.name()),
         }?;
         if self.scales() == ScaleType::F16 { write!(f, "-f16") } else { Ok(()) }
     }

@@ -5,7 +5,7 @@
 
 use half::bf16;
 
-use super::{DOUBLED_E2M1, ExpertLayout, MatrixLayout, Precision, TILE_ROWS};
+use super::{CodeType, ExpertLayout, MatrixLayout, TILE_ROWS};
 
 /// Row-major weights of a matrix `[n, k]`, or of some of its rows.
 #[derive(Clone, Copy, Debug)]
@@ -14,7 +14,7 @@ pub enum Weights<'a> {
     Bf16(&'a [bf16]),
     /// For the others.
     Int {
-        /// `[n, k]`, -128..=127 for INT8, -8..=7 for INT4, of [`DOUBLED_E2M1`] for MXFP4.
+        /// `[n, k]`, -128..=127 for INT8, -8..=7 for INT4, of [`DOUBLED_E2M1`](super::DOUBLED_E2M1) for MXFP4.
         codes: &'a [i8],
         /// `[n, k / group_size]`, rounded to the precision's type.
         scales: &'a [f32],
@@ -65,8 +65,8 @@ fn pack_rows(layout: &MatrixLayout, weights: Weights<'_>, tile: usize, out: &mut
 /// Packs the rows of one tile, 16 or, in the last tile, fewer. Panics: a length does not fit `layout` (a bug).
 pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]) {
     assert_eq!(out.len(), layout.tile_bytes(), "tile");
-    match (rows, layout.precision) {
-        (Weights::Bf16(weights), Precision::Bf16) => {
+    match (rows, layout.precision.codes()) {
+        (Weights::Bf16(weights), None) => {
             out.fill(0);
             let (lines, _) = out.as_chunks_mut::<64>();
             for (row, weights) in weights.chunks_exact(layout.k).enumerate() {
@@ -80,27 +80,23 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
                 }
             }
         }
-        (Weights::Int { codes, scales }, Precision::Int8 { .. }) => {
+        (Weights::Int { codes, scales }, Some(code_type)) => {
             let lines = pack_scales(layout, scales, out);
-            lines.fill(0x80);
-            // Adding 128 to an i8 is flipping its highest bit.
-            pack_codes::<4>(layout.k, codes, lines, |&code| u32::from_le_bytes(bytemuck::cast(code)) ^ 0x8080_8080);
-        }
-        (Weights::Int { codes, scales }, Precision::Int4 { .. }) => {
-            let lines = pack_scales(layout, scales, out);
-            lines.fill(0x88);
-            // Adding 8 to a code of 4 bits is flipping the highest of them.
-            pack_codes::<8>(layout.k, codes, lines, |code| {
-                let word = u64::from_le_bytes(bytemuck::cast(*code)) & 0x0f0f_0f0f_0f0f_0f0f;
-                (word as u32 | (word >> 32 << 4) as u32) ^ 0x8888_8888
-            });
-        }
-        (Weights::Int { codes, scales }, Precision::Mxfp4) => {
-            let lines = pack_scales(layout, scales, out);
-            lines.fill(0);
-            pack_codes::<8>(layout.k, codes, lines, |codes| {
-                (0..4).fold(0, |word, j| word | (e2m1(codes[j]) | e2m1(codes[j + 4]) << 4) << (8 * j))
-            });
+            lines.fill(code_type.zero_byte());
+            match code_type {
+                // Adding 128 to an i8 is flipping its highest bit.
+                CodeType::Int8 => pack_codes::<4>(layout.k, codes, lines, |&codes| {
+                    u32::from_le_bytes(bytemuck::cast(codes)) ^ 0x8080_8080
+                }),
+                // Adding 8 to a code of 4 bits is flipping the highest of them.
+                CodeType::Int4 => pack_codes::<8>(layout.k, codes, lines, |codes| {
+                    let word = u64::from_le_bytes(bytemuck::cast(*codes)) & 0x0f0f_0f0f_0f0f_0f0f;
+                    (word as u32 | (word >> 32 << 4) as u32) ^ 0x8888_8888
+                }),
+                CodeType::E2m1 => pack_codes::<8>(layout.k, codes, lines, |codes| {
+                    (0..4).fold(0, |word, j| word | (e2m1(codes[j]) | e2m1(codes[j + 4]) << 4) << (8 * j))
+                }),
+            }
         }
         _ => panic!("weights of another kind than {}", layout.precision),
     }
@@ -170,19 +166,22 @@ fn unpack_tiles<'a>(layout: &MatrixLayout, tile: impl Fn(usize) -> &'a [u8]) -> 
 /// The weight of one row and input of a tile, by the definition of the layout.
 fn unpack_weight(layout: &MatrixLayout, tile: &[u8], row: usize, input: usize) -> f32 {
     let bits_at = |at: usize| u16::from_le_bytes([tile[at], tile[at + 1]]);
-    let codes = &tile[layout.scale_bytes()..];
-    let nibble = || {
-        let (c, j) = (input / 8, input % 8);
-        let byte = codes[(c * TILE_ROWS + row) * 4 + j % 4];
-        if j < 4 { byte & 15 } else { byte >> 4 }
+    let (Some(codes), Some(group_size)) = (layout.precision.codes(), layout.precision.group_size()) else {
+        return bf16::from_bits(bits_at(input / 2 * 64 + row * 4 + input % 2 * 2)).to_f32();
     };
-    let (group_size, code) = match layout.precision {
-        Precision::Bf16 => return bf16::from_bits(bits_at(input / 2 * 64 + row * 4 + input % 2 * 2)).to_f32(),
-        Precision::Int8 { group_size, .. } => {
-            (group_size, codes[(input / 4 * TILE_ROWS + row) * 4 + input % 4] as i32 - 128)
-        }
-        Precision::Int4 { group_size, .. } => (group_size, nibble() as i32 - 8),
-        Precision::Mxfp4 => (32, DOUBLED_E2M1[nibble() as usize] as i32),
-    };
+    let code = unpack_code(codes, &tile[layout.scale_bytes()..], row, input);
     layout.precision.scales().from_bits(bits_at((input / group_size * TILE_ROWS + row) * 2)) * code as f32
+}
+
+/// The code of one row and input of a tile, of which `lines` are what follows the scales, by the definition of the
+/// layout.
+pub fn unpack_code(codes: CodeType, lines: &[u8], row: usize, input: usize) -> i8 {
+    let stored = match codes {
+        CodeType::Int8 => lines[(input / 4 * TILE_ROWS + row) * 4 + input % 4],
+        CodeType::Int4 | CodeType::E2m1 => {
+            let byte = lines[(input / 8 * TILE_ROWS + row) * 4 + input % 4];
+            if input % 8 < 4 { byte & 15 } else { byte >> 4 }
+        }
+    };
+    codes.code(stored)
 }

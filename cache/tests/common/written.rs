@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use moebius_cache::checkpoint::GgmlType;
 use moebius_cache::codec::{Format, Integers, Library, Source};
+use moebius_cache::pack::CodeType;
 use moebius_cache::{Checkpoint, Dtype as Stored, ScaleType};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -223,7 +224,7 @@ pub fn compressed_tensors(bits: usize, group: usize, zeros: bool, out_of_order: 
     Example::new(
         written,
         want,
-        (!values).then_some(Integers { low, high, group, scales: ScaleType::Bf16, e2m1: false }),
+        (!values).then_some(Integers { low, high, group, scales: ScaleType::Bf16, table: None }),
     )
 }
 
@@ -255,7 +256,7 @@ pub fn gptq(bits: usize, version: &str, symmetric: bool, act_order: bool) -> Exa
     let (low, high) =
         if symmetric { (-(half as i32), half as i32 - 1) } else { (-2 * half as i32, 2 * half as i32 - 1) };
     let values = act_order || bits == 8 && !symmetric;
-    Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::F16, e2m1: false }))
+    Example::new(written, want, (!values).then_some(Integers { low, high, group, scales: ScaleType::F16, table: None }))
 }
 
 pub fn awq() -> Example {
@@ -279,7 +280,7 @@ pub fn awq() -> Example {
     .words("a.qweight", &[K, N / 8], words(&fields))
     .words("a.qzeros", &[groups, N / 8], words(&zeros))
     .f16s("a.scales", &[groups, N], &scales);
-    Example::new(written, want, Some(Integers { low: -15, high: 15, group, scales: ScaleType::F16, e2m1: false }))
+    Example::new(written, want, Some(Integers { low: -15, high: 15, group, scales: ScaleType::F16, table: None }))
 }
 
 /// Gate (`second` 0) or up (1) of an expert among `experts`, whose rows alternate.
@@ -306,7 +307,7 @@ pub fn mxfp4(experts: usize, expert: usize, second: usize) -> Example {
         ..Example::new(
             written,
             want,
-            Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true }),
+            Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) }),
         )
     }
 }
@@ -340,11 +341,11 @@ fn gguf(kind: GgmlType) -> Example {
         [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39][GgmlType::ALL.iter().position(|&k| k == kind).unwrap()];
     let file =
         File::default().text("general.architecture", "none").tensor("a.weight", &[K as u64, N as u64], number, &bytes);
-    let of = |low, high| Some(Integers { low, high, group: 32, scales: ScaleType::F16, e2m1: false });
+    let of = |low, high| Some(Integers { low, high, group: 32, scales: ScaleType::F16, table: None });
     let integers = match kind {
         Q4_0 => of(-8, 7),
         Q5_0 => of(-16, 15),
-        MXFP4 => Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, e2m1: true }),
+        MXFP4 => Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) }),
         Q8_0 | IQ4_NL | IQ4_XS => of(-128, 127),
         _ => None,
     };
