@@ -15,14 +15,12 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
-use moebius_cache::Precision;
-use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{BF16_INPUTS, CodeType, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
 use super::avx512::{self, e2m1_lookup, scales16};
 use super::shared::{self, PREFETCH_TOKENS};
-use super::tiles::codes::{INT4, INT8, MXFP4};
-use super::tiles::{Scales, Stream, e2m1_table};
+use super::tiles::{Scales, Stream, by_codes, code_type, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
@@ -66,12 +64,10 @@ impl Kernel for Amx {
         let count = x.check(self, layout, tiles, out);
         // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
         unsafe {
-            match layout.precision {
-                Precision::Bf16 => split_tiles(layout, tiles, x, start, out, count),
-                _ if x.len() < least_tokens(x) => avx512::each_tile(layout, tiles, x, start, out, count),
-                Precision::Int4 { .. } => packed_tiles::<INT4>(layout, tiles, x, start, out, count),
-                Precision::Int8 { .. } => packed_tiles::<INT8>(layout, tiles, x, start, out, count),
-                Precision::Mxfp4 => packed_tiles::<MXFP4>(layout, tiles, x, start, out, count),
+            match layout.precision.codes() {
+                None => split_tiles(layout, tiles, x, start, out, count),
+                Some(_) if x.len() < least_tokens(x) => avx512::each_tile(layout, tiles, x, start, out, count),
+                Some(codes) => by_codes!(codes, packed_tiles[](layout, tiles, x, start, out, count)),
             }
         }
     }
@@ -426,7 +422,7 @@ unsafe fn packed_tiles<const KIND: u8>(
     let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
     for from in (0..x.k).step_by(chunk) {
         let to = x.k.min(from + chunk);
-        let bytes = |inputs: usize| inputs * TILE_ROWS / if KIND == INT8 { 1 } else { 2 };
+        let bytes = |inputs: usize| inputs * TILE_ROWS * code_type(KIND).bits() / 8;
         for i in 0..count {
             let (scales, codes) = Scales::split(layout, &tiles[i * tile_bytes..][..tile_bytes]);
             let codes = &codes[bytes(from)..bytes(to)];
@@ -489,19 +485,21 @@ unsafe fn unpack<const KIND: u8>(codes: &[u8], to: &mut Codes) {
         // SAFETY: lines of 64 bytes, one or two for 4 inputs each.
         unsafe {
             let w = _mm512_loadu_si512(line.as_ptr().cast());
-            if KIND == MXFP4 {
-                let (low, high) = (_mm512_and_si512(w, lower), _mm512_and_si512(_mm512_srli_epi16(w, 4), lower));
-                _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, low));
-                _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, high));
-            } else if KIND == INT4 {
-                // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest bit
-                // flipped.
-                let low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(w, 4), upper, flip, 0x6a);
-                let high = _mm512_ternarylogic_epi32(w, upper, flip, 0x6a);
-                _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), low);
-                _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), high);
-            } else {
-                _mm512_store_si512(to.0[i].as_mut_ptr().cast(), _mm512_xor_si512(w, flip));
+            match code_type(KIND) {
+                CodeType::E2m1 => {
+                    let (low, high) = (_mm512_and_si512(w, lower), _mm512_and_si512(_mm512_srli_epi16(w, 4), lower));
+                    _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, low));
+                    _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, high));
+                }
+                CodeType::Int4 => {
+                    // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest
+                    // bit flipped.
+                    let low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(w, 4), upper, flip, 0x6a);
+                    let high = _mm512_ternarylogic_epi32(w, upper, flip, 0x6a);
+                    _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), low);
+                    _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), high);
+                }
+                CodeType::Int8 => _mm512_store_si512(to.0[i].as_mut_ptr().cast(), _mm512_xor_si512(w, flip)),
             }
         }
     }
@@ -524,8 +522,8 @@ unsafe fn sum_groups<const KIND: u8, const R: usize>(
     out: &mut [f32],
 ) {
     let Part { scales, next, onto, groups, stride } = *part;
-    let group_bytes = x.group * TILE_ROWS / if KIND == INT8 { 1 } else { 2 };
-    let unit = _mm512_set1_ps(if KIND == INT4 { 1.0 / 16.0 } else { 1.0 });
+    let group_bytes = x.group * TILE_ROWS * code_type(KIND).bits() / 8;
+    let unit = _mm512_set1_ps(if let CodeType::Int4 = code_type(KIND) { 1.0 / 16.0 } else { 1.0 });
     let mut dots = MaybeUninit::<Results<i32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];
     if onto {

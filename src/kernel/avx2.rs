@@ -3,26 +3,21 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
-use super::tiles::codes::{INT4, INT8, MXFP4};
+use super::tiles::codes::{INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Multiplies one tile with one or two tokens: codes with `$block`, what an instruction set brings of its own.
 macro_rules! by_precision {
     ($precision:expr, $block:ident, $scales:expr, $lines:expr, $x:expr, $out:expr, $to:expr) => {
-        match ($precision, $x.len()) {
-            (Precision::Bf16, 2) => $crate::kernel::avx2::split_block::<2>($lines, $x, $out, $to),
-            (Precision::Bf16, _) => $crate::kernel::avx2::split_block::<1>($lines, $x, $out, $to),
-            (Precision::Int4 { .. }, 2) => $block::<INT4, 2>($scales, $lines, $x, $out, $to),
-            (Precision::Int4 { .. }, _) => $block::<INT4, 1>($scales, $lines, $x, $out, $to),
-            (Precision::Int8 { .. }, 2) => $block::<INT8, 2>($scales, $lines, $x, $out, $to),
-            (Precision::Int8 { .. }, _) => $block::<INT8, 1>($scales, $lines, $x, $out, $to),
-            (Precision::Mxfp4, 2) => $block::<MXFP4, 2>($scales, $lines, $x, $out, $to),
-            (Precision::Mxfp4, _) => $block::<MXFP4, 1>($scales, $lines, $x, $out, $to),
+        match ($precision.codes(), $x.len()) {
+            (None, 2) => $crate::kernel::avx2::split_block::<2>($lines, $x, $out, $to),
+            (None, _) => $crate::kernel::avx2::split_block::<1>($lines, $x, $out, $to),
+            (Some(codes), 2) => $crate::kernel::tiles::by_codes!(codes, $block[2]($scales, $lines, $x, $out, $to)),
+            (Some(codes), _) => $crate::kernel::tiles::by_codes!(codes, $block[1]($scales, $lines, $x, $out, $to)),
         }
     };
 }

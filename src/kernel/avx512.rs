@@ -8,8 +8,8 @@ use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::shared::PREFETCH_TOKENS;
-use super::tiles::codes::{INT4, INT8, MXFP4};
-use super::tiles::{Scales, To, bias, e2m1_table};
+use super::tiles::codes::{INT8, MXFP4};
+use super::tiles::{Scales, To, bias, by_codes, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -108,11 +108,9 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
         let (now, out) = (x.part(t, take), &mut out[t * to.stride..]);
         // SAFETY: as promised to this function.
         unsafe {
-            match layout.precision {
-                Precision::Bf16 => split_tokens(lines, &now, out, to),
-                Precision::Int4 { .. } => tokens::<INT4>(scales, lines, &now, out, to),
-                Precision::Int8 { .. } => tokens::<INT8>(scales, lines, &now, out, to),
-                Precision::Mxfp4 => tokens::<MXFP4>(scales, lines, &now, out, to),
+            match layout.precision.codes() {
+                None => split_tokens(lines, &now, out, to),
+                Some(codes) => by_codes!(codes, tokens[](scales, lines, &now, out, to)),
             }
         }
         t += take;

@@ -3,12 +3,11 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
 use super::avx2::{self, e2m1_lookup, four, scales8, sums};
-use super::tiles::codes::{INT4, INT8, MXFP4};
+use super::tiles::codes::{INT8, MXFP4};
 use super::tiles::{Scales, To, bias, e2m1_table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 

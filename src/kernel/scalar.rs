@@ -1,8 +1,7 @@
 //! The kernels in plain Rust: the definition of every bit, not fast.
 
 use half::bf16;
-use moebius_cache::Precision;
-use moebius_cache::pack::{BF16_INPUTS, DOUBLED_E2M1, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{BF16_INPUTS, CodeType, MatrixLayout, TILE_ROWS, unpack_code};
 
 use super::activations::CODES;
 use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
@@ -39,9 +38,9 @@ impl Kernel for Scalar {
                 for r in 0..TILE_ROWS {
                     let out = &mut out[(t * count + i) * TILE_ROWS + r];
                     let acc = if start == Start::Out { *out } else { 0.0 };
-                    *out = match layout.precision {
-                        Precision::Bf16 => split_dot(tile, x, r, t, acc),
-                        _ => packed_dot(layout, tile, x, r, t, acc),
+                    *out = match layout.precision.codes() {
+                        None => split_dot(tile, x, r, t, acc),
+                        Some(codes) => packed_dot(layout, codes, tile, x, r, t, acc),
                     };
                 }
             }
@@ -94,18 +93,17 @@ impl Kernel for Scalar {
 }
 
 /// Row `r` of a tile of codes times row `t` of the activations.
-fn packed_dot(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, r: usize, t: usize, mut acc: f32) -> f32 {
+fn packed_dot(
+    layout: &MatrixLayout,
+    codes: CodeType,
+    tile: &[u8],
+    x: &ActivationRows<'_>,
+    r: usize,
+    t: usize,
+    mut acc: f32,
+) -> f32 {
     let (w_scales, lines) = tile.split_at(layout.scale_bytes());
-    let nibble = |k: usize| {
-        let byte = lines[k / 8 * 64 + r * 4 + k % 4];
-        if k % 8 < 4 { byte & 15 } else { byte >> 4 }
-    };
-    let weight = |k: usize| match layout.precision {
-        Precision::Int4 { .. } => i32::from(nibble(k)) - 8,
-        Precision::Mxfp4 => i32::from(DOUBLED_E2M1[usize::from(nibble(k))]),
-        Precision::Int8 { .. } => i32::from(lines[k / 4 * 64 + r * 4 + k % 4]) - 128,
-        Precision::Bf16 => unreachable!("it has no codes"),
-    };
+    let weight = |k: usize| i32::from(unpack_code(codes, lines, r, k));
     // SAFETY: `check` has seen that all inputs of the row can be read.
     #[allow(unsafe_code)]
     let code = |k: usize| i32::from(unsafe { *x.codes(t).add(k / CODES * x.stride * CODES + k % CODES) });

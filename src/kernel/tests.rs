@@ -94,14 +94,7 @@ fn quantize_edges() {
 }
 
 fn precision() -> impl Strategy<Value = Precision> {
-    let group = prop::sample::select(vec![32usize, 64, 128]);
-    let scales = prop::sample::select(vec![ScaleType::Bf16, ScaleType::F16]);
-    prop_oneof![
-        Just(Precision::Bf16),
-        (group.clone(), scales.clone()).prop_map(|(group_size, scales)| Precision::Int8 { group_size, scales }),
-        (group, scales).prop_map(|(group_size, scales)| Precision::Int4 { group_size, scales }),
-        Just(Precision::Mxfp4),
-    ]
+    prop::sample::select(Precision::all())
 }
 
 /// Tiles of random weights, or of extreme codes, where narrow sums would overflow.

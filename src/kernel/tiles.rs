@@ -4,7 +4,7 @@
 #[cfg(target_arch = "x86_64")]
 use moebius_cache::ScaleType;
 #[cfg(target_arch = "x86_64")]
-use moebius_cache::pack::{DOUBLED_E2M1, MatrixLayout};
+use moebius_cache::pack::{CodeType, DOUBLED_E2M1, MatrixLayout};
 
 #[cfg(target_arch = "x86_64")]
 use super::Start;
@@ -137,23 +137,43 @@ impl Distances {
     }
 }
 
-/// What the codes of a tile are, a constant of the functions that are compiled for each.
+/// The type of a tile's codes, a constant of the functions that are compiled for each.
 #[cfg(target_arch = "x86_64")]
 pub(super) mod codes {
-    pub(crate) const INT8: u8 = 0;
-    pub(crate) const INT4: u8 = 1;
-    pub(crate) const MXFP4: u8 = 2;
+    use moebius_cache::pack::CodeType;
+
+    pub(crate) const INT8: u8 = CodeType::Int8 as u8;
+    pub(crate) const INT4: u8 = CodeType::Int4 as u8;
+    pub(crate) const MXFP4: u8 = CodeType::E2m1 as u8;
 }
+
+/// The type that such a constant stands for.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn code_type(codes: u8) -> CodeType {
+    CodeType::ALL[codes as usize]
+}
+
+/// `by_codes!(codes, function[N, ..](arguments))` is `function::<CODES, N, ..>(arguments)` for the type of the codes.
+#[cfg(target_arch = "x86_64")]
+macro_rules! by_codes {
+    ($codes:expr, $function:ident[$($n:tt),*]$arguments:tt) => {
+        match $codes {
+            ::moebius_cache::pack::CodeType::Int8 => $crate::kernel::tiles::by_codes!(@INT8 $function[$($n),*]$arguments),
+            ::moebius_cache::pack::CodeType::Int4 => $crate::kernel::tiles::by_codes!(@INT4 $function[$($n),*]$arguments),
+            ::moebius_cache::pack::CodeType::E2m1 => $crate::kernel::tiles::by_codes!(@MXFP4 $function[$($n),*]$arguments),
+        }
+    };
+    (@$codes:ident $function:ident[$($n:tt),*]($($argument:expr),*)) => {
+        $function::<{ $crate::kernel::tiles::codes::$codes }, $($n),*>($($argument),*)
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use by_codes;
 
 /// What makes codes unsigned, for instructions that want them so: stored with integers, looked up with MXFP4.
 #[cfg(target_arch = "x86_64")]
 pub(super) const fn bias(codes: u8) -> i32 {
-    match codes {
-        codes::INT8 => 128,
-        codes::INT4 => 8,
-        codes::MXFP4 => 12,
-        _ => panic!("a kind of codes that no kernel knows"),
-    }
+    -(code_type(codes).range()[0] as i32)
 }
 
 /// What four bits of E2M1 become, `add` added.

@@ -1,9 +1,9 @@
 //! The executor against plain f32 arithmetic on the dequantized weights, and against itself: batches, threads, kernels.
 
 use half::bf16;
+use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS, Weights, pack_matrix, unpack_expert};
-use moebius_cache::{Precision, ScaleType};
 
 use super::*;
 use crate::kernel::{self, Simd};
@@ -53,7 +53,7 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
         return;
     }
     let (scales, codes) = bytes.split_at_mut(layout.scale_bytes());
-    let unit = if matches!(layout.precision, Precision::Int8 { .. }) { 0.1 / 128.0 } else { 0.1 / 8.0 };
+    let unit = layout.precision.codes().map_or(0.0, |codes| -0.1 / f32::from(codes.range()[0]));
     let groups = layout.k / layout.precision.group_size().unwrap();
     for (i, scale) in scales[..groups * 32].chunks_exact_mut(2).enumerate() {
         let scale_value = if i % TILE_ROWS < rows { unit * (1.5 + random.uniform()) } else { 0.0 };
@@ -61,16 +61,6 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
     }
     codes.fill_with(|| random.next() as u8);
 }
-
-const PRECISIONS: [Precision; 7] = [
-    Precision::Bf16,
-    Precision::int8(32),
-    Precision::int8(128),
-    Precision::int4(32),
-    Precision::int4(64),
-    Precision::Int4 { group_size: 32, scales: ScaleType::F16 },
-    Precision::Mxfp4,
-];
 
 fn dims(precision: Precision) -> (usize, usize) {
     // Rows that do not fill their last tile, where the group size allows.
@@ -109,7 +99,7 @@ fn run(executor: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) ->
 
 #[test]
 fn agrees_with_f32_on_the_dequantized_weights() {
-    for precision in PRECISIONS {
+    for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
         let store = store(hidden, intermediate, precision);
         let layout = store.layout();
@@ -149,7 +139,7 @@ fn agrees_with_f32_on_the_dequantized_weights() {
 
 #[test]
 fn bits_depend_on_neither_kernel_nor_threads() {
-    for precision in PRECISIONS {
+    for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
         for tokens in [1, 3, 70] {
             let (x, routing) = inputs(tokens, hidden);
@@ -173,7 +163,7 @@ fn bits_depend_on_neither_kernel_nor_threads() {
 
 #[test]
 fn bits_do_not_depend_on_nodes() {
-    for precision in PRECISIONS {
+    for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
         for tokens in [1, 70] {
             let (x, routing) = inputs(tokens, hidden);
@@ -202,7 +192,7 @@ fn bits_do_not_depend_on_nodes() {
 
 #[test]
 fn a_batch_equals_its_tokens_one_by_one() {
-    for precision in PRECISIONS {
+    for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
         let mut executor = executor(store(hidden, intermediate, precision), 2, kernel::best().simd());
         let (x, routing) = inputs(150, hidden);
@@ -225,7 +215,7 @@ fn a_batch_equals_its_tokens_one_by_one() {
 
 #[test]
 fn nothing_routed_adds_nothing() {
-    let mut executor = executor(store(256, 128, PRECISIONS[4]), 2, Simd::Scalar);
+    let mut executor = executor(store(256, 128, Precision::int4(64)), 2, Simd::Scalar);
     let x = vec![1.0; 256];
     let none = Routing { top_k: 1, ids: vec![-1], weights: vec![1.0] };
     assert_eq!(run(&mut executor, 0, &x, &none), vec![0.25f32.to_bits(); 256]);
