@@ -8,7 +8,7 @@ use moebius_cache::pack::largest_group_size;
 
 use crate::kernel::Simd;
 
-/// Gives a choice its names: `ALL` in the order they are offered, and `Display`.
+/// Gives a choice its names: `ALL` in the order they are offered, `Display` and `FromStr`.
 macro_rules! named {
     ($type:ident: $($variant:ident $name:literal),*) => {
         impl $type {
@@ -23,7 +23,27 @@ macro_rules! named {
                 })
             }
         }
+
+        impl std::str::FromStr for $type {
+            type Err = String;
+
+            fn from_str(name: &str) -> Result<Self, String> {
+                match name {
+                    $($name => Ok(Self::$variant),)*
+                    _ => Err(format!("{name:?} is unknown: use {}", one_of(&Self::ALL))),
+                }
+            }
+        }
     };
+}
+
+/// `auto, bf16 or int8`
+fn one_of(all: &[impl std::fmt::Display]) -> String {
+    let names: Vec<String> = all.iter().map(ToString::to_string).collect();
+    match names.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => names.concat(),
+    }
 }
 
 named!(ExpertBits: Auto "auto", Bf16 "bf16", Int8 "int8", Int4 "int4");
@@ -45,6 +65,18 @@ pub enum ExpertBits {
     Int8,
     /// 4-bit codes, group scales, int8 activations.
     Int4,
+}
+
+impl ExpertBits {
+    /// The precision in groups of 32, where it has groups; `kept` is what keeps the checkpoint, if it is quantized.
+    pub fn precision(self, kept: Option<Precision>) -> Precision {
+        match self {
+            ExpertBits::Auto => kept.unwrap_or(Precision::int4(32)),
+            ExpertBits::Bf16 => Precision::Bf16,
+            ExpertBits::Int8 => Precision::int8(32),
+            ExpertBits::Int4 => Precision::int4(32),
+        }
+    }
 }
 
 /// Storage of attention, shared experts, dense MLPs and the output head.
@@ -258,6 +290,15 @@ impl Default for EngineConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn precisions_are_named_as_they_are_given() {
+        for bits in ExpertBits::ALL {
+            assert_eq!(bits.to_string().parse(), Ok(bits));
+        }
+        let unknown = "INT4".parse::<ExpertBits>();
+        assert_eq!(unknown, Err("\"INT4\" is unknown: use auto, bf16, int8 or int4".into()));
+    }
 
     #[test]
     fn devices_are_named_as_they_are_given() {

@@ -101,18 +101,6 @@ pub(crate) struct ExpertLayer {
     under_way: Mutex<Vec<UnderWay>>,
 }
 
-fn bits(precision: Option<&str>) -> PyResult<ExpertBits> {
-    Ok(match precision {
-        None | Some("auto") => ExpertBits::Auto,
-        Some("bf16") => ExpertBits::Bf16,
-        Some("int8") => ExpertBits::Int8,
-        Some("int4") => ExpertBits::Int4,
-        Some(other) => {
-            return Err(PyValueError::new_err(format!("precision {other:?} is unknown: use auto, bf16, int8 or int4")));
-        }
-    })
-}
-
 impl ExpertLayer {
     fn cache(&self) -> &moebius_cache::ExpertCache {
         self.layer.service().memory().cache()
@@ -166,8 +154,9 @@ impl ExpertLayer {
         threads: Option<usize>,
         report: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
+        let unknown = |why: String| PyValueError::new_err(format!("precision {why}"));
         let config = EngineConfig {
-            experts: bits(precision)?,
+            experts: precision.map_or(Ok(ExpertBits::Auto), str::parse).map_err(unknown)?,
             group_size,
             cache_dir,
             threads,

@@ -4,7 +4,6 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
-use moebius_cache::Precision;
 use moebius_cache::convert;
 use moebius_cache::format::{Contents, ExpertCache, MAGIC};
 use moebius_cache::pack::{ExpertLayout, largest_group_size};
@@ -15,7 +14,7 @@ use super::cache::{cache_dir, cache_job};
 use super::folder::{Description, ModelFolder};
 use super::machine::Machine;
 use super::place::place;
-use crate::config::{EngineConfig, ExpertBits};
+use crate::config::EngineConfig;
 use crate::experts::{Epilogue, ExpertMemory, ExpertService};
 use crate::{Error, Result};
 
@@ -93,11 +92,8 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
             ))
         })
     };
-    let precision = match config.experts {
-        ExpertBits::Bf16 => Precision::Bf16,
-        ExpertBits::Int8 => Precision::int8(group_size()?),
-        ExpertBits::Int4 | ExpertBits::Auto => Precision::int4(group_size()?),
-    };
+    let chosen = config.experts.precision(None);
+    let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
     let contents = Contents { model: "arrays", hidden, intermediate, num_experts, precision, layers: &[0] };
     let layout = ExpertLayout::new(hidden, intermediate, precision)?;
     let of = |e: usize| e * size..(e + 1) * size;

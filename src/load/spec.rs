@@ -131,15 +131,7 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): Kept) -> Re
             ))
         }),
     };
-    let int8 = || group_size().map(Precision::int8);
-    let int4 = || group_size().map(Precision::int4);
-    let precision = match (config.experts, kept) {
-        (ExpertBits::Bf16, _) | (ExpertBits::Auto, Some(Precision::Bf16)) => Precision::Bf16,
-        (ExpertBits::Auto, Some(Precision::Mxfp4)) if config.group_size.is_none_or(|group_size| group_size == 32) => {
-            Precision::Mxfp4
-        }
-        (ExpertBits::Int8, _) | (ExpertBits::Auto, Some(Precision::Int8 { .. } | Precision::Mxfp4)) => int8()?,
-        (ExpertBits::Int4, _) | (ExpertBits::Auto, Some(Precision::Int4 { .. }) | None) => int4()?,
-    };
+    let chosen = config.experts.precision(kept);
+    let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
     Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales())))
 }

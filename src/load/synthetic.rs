@@ -7,7 +7,7 @@
 use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{ExpertLayout, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{CodeType, ExpertLayout, MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use crate::Result;
@@ -88,30 +88,40 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
 }
 
 fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Random) {
-    // Codes are uniform and symmetric: -7..7 have a root mean square of 4.32, -127..127 of 73.3, those of MXFP4 of
-    // 5.85.
-    let (zero, code_rms) = match layout.precision {
-        Precision::Bf16 => return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits()),
-        Precision::Int8 { .. } => (0x80, 73.3),
-        Precision::Int4 { .. } => (0x88, 4.32),
-        Precision::Mxfp4 => (0x00, 5.85),
+    let (Some(codes), Some(group_size)) = (layout.precision.codes(), layout.precision.group_size()) else {
+        return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits());
     };
-    let (scales, codes) = tile.split_at_mut(layout.scale_bytes());
-    let groups = layout.k / layout.precision.group_size().expect("all but BF16 have groups");
-    let scale = layout.precision.scales().to_bits(rms / code_rms).to_le_bytes();
-    scales[..groups * TILE_ROWS * 2].chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&scale));
-    for word in codes.chunks_exact_mut(8) {
-        word.copy_from_slice(&random.bits().to_le_bytes());
-        for byte in word {
-            // The lowest code of integers has no opposite: it becomes zero.
-            if zero == 0x80 {
-                *byte = if *byte == 0 { 0x80 } else { *byte };
-            } else {
-                *byte |= if *byte & 0x0f == 0 { zero & 0x0f } else { 0 };
-                *byte |= if *byte & 0xf0 == 0 { zero & 0xf0 } else { 0 };
-            }
-        }
+    let symmetric = symmetric(codes);
+    let (scales, lines) = tile.split_at_mut(layout.scale_bytes());
+    let scale = layout.precision.scales().to_bits(rms / code_rms(codes, &symmetric)).to_le_bytes();
+    scales[..layout.k / group_size * TILE_ROWS * 2].chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&scale));
+    for word in lines.chunks_exact_mut(8) {
+        let bytes = random.bits().to_le_bytes().map(|byte| symmetric[usize::from(byte)]);
+        word.copy_from_slice(&bytes);
     }
+}
+
+/// The codes in a byte, from the lowest bits on.
+fn codes_in(codes: CodeType, byte: u8) -> impl Iterator<Item = (u8, i8)> {
+    let mask = 0xff >> (8 - codes.bits());
+    (0..8).step_by(codes.bits()).map(move |at| (mask << at, codes.code(byte >> at & mask)))
+}
+
+/// What each random byte becomes, so that codes have mean zero: the lowest code of integers has no opposite.
+fn symmetric(codes: CodeType) -> [u8; 256] {
+    let [low, high] = codes.range();
+    let alone = |code: i8| code == low && i32::from(low) != -i32::from(high);
+    std::array::from_fn(|byte| {
+        codes_in(codes, byte as u8)
+            .filter(|(_, code)| alone(*code))
+            .fold(byte as u8, |byte, (mask, _)| byte & !mask | codes.zero_byte() & mask)
+    })
+}
+
+/// The root mean square of the codes in these bytes.
+fn code_rms(codes: CodeType, bytes: &[u8; 256]) -> f32 {
+    let squares = bytes.iter().flat_map(|&byte| codes_in(codes, byte)).map(|(_, code)| f32::from(code).powi(2));
+    (squares.sum::<f32>() / (256 * 8 / codes.bits()) as f32).sqrt()
 }
 
 /// Uniform numbers with mean zero.
@@ -122,6 +132,27 @@ fn fill_bf16(out: &mut [bf16], rms: f32, seed: u64) {
         let bits = random.bits();
         for (i, w) in part.iter_mut().enumerate() {
             *w = bf16::from_f32((((bits >> (16 * i)) as u16) as f32 - 32767.5) * step);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moebius_cache::pack::unpack_matrix;
+
+    use super::*;
+
+    #[test]
+    fn weights_of_every_precision_have_mean_zero_and_the_size_that_was_asked_for() {
+        for precision in Precision::all() {
+            let layout = MatrixLayout::new(TILE_ROWS, 4096, precision).unwrap();
+            let mut tile = vec![0; layout.bytes()];
+            fill_tile(&layout, &mut tile, 0.02, &mut Random(7));
+            let weights = unpack_matrix(&layout, &tile);
+            let mean = |of: &dyn Fn(f32) -> f32| weights.iter().map(|w| of(*w)).sum::<f32>() / weights.len() as f32;
+            let rms = mean(&|w| w * w).sqrt();
+            assert!(mean(&|w| w).abs() < 0.0004, "{precision}: mean {}", mean(&|w| w));
+            assert!((rms / 0.02 - 1.0).abs() < 0.02, "{precision}: {rms}");
         }
     }
 }
