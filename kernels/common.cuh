@@ -28,7 +28,7 @@
 //   struct
 //       One that a kernel takes is kernels::Struct.
 //   #define SOME_ARGUMENTS ...
-//       Parameters that several kernels share: kernels::SomeArguments, which types tables of such kernels.
+//       Parameters that several kernels share: kernels::SomeArguments, and all such kernels in kernels::SOME_KERNELS.
 //
 // Numbers are integers, constants, + - * / << and brackets; macros may make such lines. Shared bytes are written as a
 // number, and a static_assert beside it compares that with what the code uses; ON_HOPPER(hopper, other) are two

@@ -465,6 +465,16 @@ fn camel_case(name: &str) -> String {
     name.split('_').filter(|w| !w.is_empty()).map(word).collect()
 }
 
+/// `LinearArguments` as `LINEAR_KERNELS`.
+fn upper_case(list: &str) -> String {
+    let stem = list.strip_suffix("Arguments").unwrap_or(list);
+    let words = stem.char_indices().flat_map(|(i, c)| {
+        let begins = i > 0 && c.is_uppercase();
+        begins.then_some('_').into_iter().chain([c.to_ascii_uppercase()])
+    });
+    words.collect::<String>() + "_KERNELS"
+}
+
 impl Contract {
     /// The Rust of `src/cuda/kernels.rs`.
     pub(crate) fn rust(&self) -> String {
@@ -479,6 +489,16 @@ impl Contract {
         let tuple = |types: &[String]| format!("({},)", types.join(", "));
         for (name, types) in &self.lists {
             lines.push(format!("pub(crate) type {name} = {};", tuple(types)));
+        }
+        for list in self.lists.keys() {
+            let of = |kernel: &Kernel| kernel.parameters == Parameters::List(list.clone());
+            let names: Vec<_> =
+                self.kernels.iter().filter(|(_, kernel)| of(kernel)).map(|(name, _)| &name[..]).collect();
+            lines.push(format!(
+                "/// All kernels that take these.\npub(crate) const {}: &[Kernel<{list}>] =",
+                upper_case(list)
+            ));
+            lines.push(format!("    &[{}];", names.join(", ")));
         }
         for (name, Kernel { file, threads, shared_bytes, parameters, tile }) in &self.kernels {
             let types = match parameters {

@@ -9,8 +9,7 @@
 // scales are, not bf16. hidden and intermediate: multiples of 32 and of the group (0 for bf16), for bf16 of 8. Weights
 // are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
 //
-// Grouped kernels are named by format and tile; g64 serves groups of 64 and 128:
-//   {bf16|int8_g32|int8_g64|int4_g32|int4_g64|mxfp4}_t{16|32|64|128}
+// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{16|32|64|128}.
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
 // an expert on average, tokens * top_k / num_experts:
 //   tile         16       32       64       128
@@ -100,38 +99,20 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #format);                    \
     KERNEL_TILE(experts_gate_up_##format, TOKENS)                                                                      \
     KERNEL_BLOCKS(experts_gate_up_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {            \
-        gate_up<GemmShape<F, SPAN, TOKENS>>(                                                                           \
-            tiles, pair_slot, experts, from, to, hidden, intermediate, group, F != MXFP4 && f16, top_k, epilogue);     \
+        gate_up<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,          \
+            Lines<F>::F16_SCALES && f16, top_k, epilogue);                                                             \
     }                                                                                                                  \
     KERNEL_TILE(experts_down_##format, TOKENS)                                                                         \
     KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {               \
-        down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
-            tiles, pair_slot, experts, from, to, hidden, intermediate, group, F != MXFP4 && f16, epilogue);            \
+        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,             \
+            Lines<F>::F16_SCALES && f16, epilogue);                                                                    \
     }
-GROUPED(int4_g64_t16, INT4, 64, 16, 51200)
-GROUPED(int4_g64_t32, INT4, 64, 32, 67584)
-GROUPED(int4_g64_t64, INT4, 64, 64, ON_HOPPER(75264, 50176))
-GROUPED(int4_g64_t128, INT4, 64, 128, ON_HOPPER(103680, 82944))
-GROUPED(int4_g32_t16, INT4, 32, 16, 53248)
-GROUPED(int4_g32_t32, INT4, 32, 32, 69632)
-GROUPED(int4_g32_t64, INT4, 32, 64, ON_HOPPER(76800, 51200))
-GROUPED(int4_g32_t128, INT4, 32, 128, ON_HOPPER(104960, 83968))
-GROUPED(mxfp4_t16, MXFP4, 32, 16, 53248)
-GROUPED(mxfp4_t32, MXFP4, 32, 32, 69632)
-GROUPED(mxfp4_t64, MXFP4, 32, 64, ON_HOPPER(76800, 51200))
-GROUPED(mxfp4_t128, MXFP4, 32, 128, ON_HOPPER(104960, 83968))
-GROUPED(int8_g64_t16, INT8, 64, 16, 83968)
-GROUPED(int8_g64_t32, INT8, 64, 32, 75264)
-GROUPED(int8_g64_t64, INT8, 64, 64, 49920)
-GROUPED(int8_g64_t128, INT8, 64, 128, 74496)
-GROUPED(int8_g32_t16, INT8, 32, 16, 86016)
-GROUPED(int8_g32_t32, INT8, 32, 32, 76800)
-GROUPED(int8_g32_t64, INT8, 32, 64, 50688)
-GROUPED(int8_g32_t128, INT8, 32, 128, 75264)
-GROUPED(bf16_t16, BF16, 64, 16, 73728)
-GROUPED(bf16_t32, BF16, 64, 32, 61440)
-GROUPED(bf16_t64, BF16, 64, 64, 73728)
-GROUPED(bf16_t128, BF16, 64, 128, 98304)
+#define GROUPED_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                    \
+    GROUPED(format##_t16, F, SPAN, 16, SHARED_16)                                                                      \
+    GROUPED(format##_t32, F, SPAN, 32, SHARED_32)                                                                      \
+    GROUPED(format##_t64, F, SPAN, 64, SHARED_64)                                                                      \
+    GROUPED(format##_t128, F, SPAN, 128, SHARED_128)
+PACKED_SPANS(GROUPED_TILES)
 
 constexpr int COMBINE_THREADS = 256, COMBINED = 8 * COMBINE_THREADS, MAX_TOP_K = 32;
 

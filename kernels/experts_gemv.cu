@@ -12,8 +12,8 @@
 // not bf16; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group, for bf16
 // of 8.
 //
-//   experts_gate_up_gemv_{bf16|int8|int4|mxfp4}   grid (ceil(intermediate / TILE_ROWS), tokens * top_k)
-//   experts_down_gemv_{bf16|int8|int4|mxfp4}      grid (ceil(hidden / TILE_ROWS), tokens)
+//   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(intermediate / TILE_ROWS), tokens * top_k)
+//   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), tokens)
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
 
@@ -119,23 +119,19 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     out[(size_t)token * hidden + to] += total;
 }
 
-// With all of a warp's loads on their way: as deep as registers allow.
 #define EXPERTS_GATE_UP_ARGUMENTS                                                                                      \
     const int *ids, const uint64_t *experts, const bf16 *x, bf16 *h, int hidden, int intermediate, int group, int f16, \
         int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
 #define EXPERTS_DOWN_ARGUMENTS                                                                                         \
     const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int hidden,              \
         int intermediate, int group, int f16, int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
-#define GEMV(format, F, DEPTH, DOWN_DEPTH)                                                                             \
+#define GEMV(format, F)                                                                                                \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
-        gate_up<F, DEPTH>(                                                                                             \
-            ids, experts, x, h, hidden, intermediate, group, F != MXFP4 && f16, num_experts, top_k, epilogue);         \
+        gate_up<F, Unit<F>::DEPTH>(ids, experts, x, h, hidden, intermediate, group, Lines<F>::F16_SCALES && f16,       \
+            num_experts, top_k, epilogue);                                                                             \
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
-        down<F, DOWN_DEPTH>(ids, weights, experts, h, out, hidden, intermediate, group, F != MXFP4 && f16,             \
-            num_experts, top_k, epilogue);                                                                             \
+        down<F, Unit<F>::DEPTH + 1>(ids, weights, experts, h, out, hidden, intermediate, group,                        \
+            Lines<F>::F16_SCALES && f16, num_experts, top_k, epilogue);                                                \
     }
-GEMV(int4, INT4, 8, 9)
-GEMV(mxfp4, MXFP4, 8, 9)
-GEMV(int8, INT8, 4, 5)
-GEMV(bf16, BF16, 2, 3)
+PACKED_FORMATS(GEMV)

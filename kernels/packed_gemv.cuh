@@ -14,6 +14,7 @@ constexpr int UNIT = 64;
 
 template <Format F> struct Unit {
     static constexpr int LOADS = Lines<F>::PER_LANE;
+    static constexpr int DEPTH = 8 / LOADS; // of a warp on their way at a time: as many as registers allow
     uint4 lines[LOADS];
     uint2 scales; // of the four rows
     bool there;

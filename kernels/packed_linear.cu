@@ -4,10 +4,10 @@
 // `y` is f32 or bf16, `bias` f32 [n] or null. flags: Y_IS_BF16, ADD. k is a multiple of 32 and of the group (32, 64,
 // 128), n of 2; pitches are in elements, x_pitch a multiple of 8, y_pitch of 2. `weights` is 64-byte aligned.
 //
-// A kernel's tile is (tokens). Its name says the format; g64 serves groups of 64 and 128.
-//   packed_linear_gemv_{int8|int4}_t{4|8}: up to so many tokens
+// A kernel's tile is (tokens). Its name says the row of the lists in packed_tile.cuh.
+//   packed_linear_gemv_{row of DENSE_FORMATS}_t{4|8}: up to so many tokens
 //       grid (ceil(n / TILE_ROWS))
-//   packed_linear_{int8_g32|int8_g64|int4_g32|int4_g64}_t{16|32|64|128}: tiles of so many tokens
+//   packed_linear_{row of DENSE_SPANS}_t{16|32|64|128}: tiles of so many tokens
 //       grid (ceil(ceil(n / TILE_ROWS) / BLOCK_TILES), ceil(tokens / tile))
 #include "packed_gemm.cuh"
 #include "packed_gemv.cuh"
@@ -110,29 +110,20 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
     KERNEL_BLOCKS(name, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, LINEAR_ARGUMENTS) {                                 \
         packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);  \
     }
-LINEAR(packed_linear_int4_g64_t16, INT4, 64, 16, 51200)
-LINEAR(packed_linear_int4_g64_t32, INT4, 64, 32, 67584)
-LINEAR(packed_linear_int4_g64_t64, INT4, 64, 64, ON_HOPPER(75264, 50176))
-LINEAR(packed_linear_int4_g64_t128, INT4, 64, 128, ON_HOPPER(103680, 82944))
-LINEAR(packed_linear_int4_g32_t16, INT4, 32, 16, 53248)
-LINEAR(packed_linear_int4_g32_t32, INT4, 32, 32, 69632)
-LINEAR(packed_linear_int4_g32_t64, INT4, 32, 64, ON_HOPPER(76800, 51200))
-LINEAR(packed_linear_int4_g32_t128, INT4, 32, 128, ON_HOPPER(104960, 83968))
-LINEAR(packed_linear_int8_g64_t16, INT8, 64, 16, 83968)
-LINEAR(packed_linear_int8_g64_t32, INT8, 64, 32, 75264)
-LINEAR(packed_linear_int8_g64_t64, INT8, 64, 64, 49920)
-LINEAR(packed_linear_int8_g64_t128, INT8, 64, 128, 74496)
-LINEAR(packed_linear_int8_g32_t16, INT8, 32, 16, 86016)
-LINEAR(packed_linear_int8_g32_t32, INT8, 32, 32, 76800)
-LINEAR(packed_linear_int8_g32_t64, INT8, 32, 64, 50688)
-LINEAR(packed_linear_int8_g32_t128, INT8, 32, 128, 75264)
+#define LINEAR_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                     \
+    LINEAR(packed_linear_##format##_t16, F, SPAN, 16, SHARED_16)                                                       \
+    LINEAR(packed_linear_##format##_t32, F, SPAN, 32, SHARED_32)                                                       \
+    LINEAR(packed_linear_##format##_t64, F, SPAN, 64, SHARED_64)                                                       \
+    LINEAR(packed_linear_##format##_t128, F, SPAN, 128, SHARED_128)
+DENSE_SPANS(LINEAR_TILES)
 
-#define LINEAR_GEMV(name, F, SETS, DEPTH)                                                                              \
+#define LINEAR_GEMV(name, F, SETS)                                                                                     \
     KERNEL_TILE(name, 4 * SETS)                                                                                        \
     KERNEL(name, GEMV_THREADS, 0, LINEAR_ARGUMENTS) {                                                                  \
-        packed_linear_gemv<F, SETS, DEPTH>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);         \
+        packed_linear_gemv<F, SETS, Unit<F>::DEPTH>(                                                                   \
+            weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);                                        \
     }
-LINEAR_GEMV(packed_linear_gemv_int4_t4, INT4, 1, 8)
-LINEAR_GEMV(packed_linear_gemv_int4_t8, INT4, 2, 8)
-LINEAR_GEMV(packed_linear_gemv_int8_t4, INT8, 1, 4)
-LINEAR_GEMV(packed_linear_gemv_int8_t8, INT8, 2, 4)
+#define LINEAR_GEMVS(format, F)                                                                                        \
+    LINEAR_GEMV(packed_linear_gemv_##format##_t4, F, 1)                                                                \
+    LINEAR_GEMV(packed_linear_gemv_##format##_t8, F, 2)
+DENSE_FORMATS(LINEAR_GEMVS)

@@ -16,10 +16,37 @@ template <auto V> struct Constant {
 enum Format { BF16, INT8, INT4, MXFP4 };
 constexpr bool has_4_bits(Format f) { return f == INT4 || f == MXFP4; }
 
+// Every format that kernels are made for; Rust finds them by these names (src/backend/cuda/packed.rs). A row of
+// PACKED_FORMATS makes the products of few tokens:
+//
+//   ROW(name, Format)
+//
+// A row of PACKED_SPANS makes those of many, for groups of 32 (span 32), or of 64 and 128 (span 64):
+//
+//   ROW(name, Format, span, shared memory of tiles of 16, 32, 64 and 128 tokens)
+//
+// Rows of DENSE_... make kernels for dense weights too. bf16 has none: gemm.cu multiplies them.
+#define DENSE_FORMATS(ROW)                                                                                             \
+    ROW(int4, INT4)                                                                                                    \
+    ROW(int8, INT8)
+#define PACKED_FORMATS(ROW)                                                                                            \
+    DENSE_FORMATS(ROW)                                                                                                 \
+    ROW(mxfp4, MXFP4)                                                                                                  \
+    ROW(bf16, BF16)
+#define DENSE_SPANS(ROW)                                                                                               \
+    ROW(int4_g64, INT4, 64, 51200, 67584, ON_HOPPER(75264, 50176), ON_HOPPER(103680, 82944))                           \
+    ROW(int4_g32, INT4, 32, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                           \
+    ROW(int8_g64, INT8, 64, 83968, 75264, 49920, 74496)                                                                \
+    ROW(int8_g32, INT8, 32, 86016, 76800, 50688, 75264)
+#define PACKED_SPANS(ROW)                                                                                              \
+    DENSE_SPANS(ROW)                                                                                                   \
+    ROW(mxfp4_g32, MXFP4, 32, 53248, 69632, ON_HOPPER(76800, 51200), ON_HOPPER(104960, 83968))                         \
+    ROW(bf16, BF16, 64, 73728, 61440, 73728, 98304)
+
 constexpr int TILE_ROWS = 16, LINE_BYTES = 64, K_BLOCK = 32;
 
 template <Format F> struct Lines {
-    static constexpr bool FOUR_BITS = has_4_bits(F);
+    static constexpr bool FOUR_BITS = has_4_bits(F), F16_SCALES = F == INT8 || F == INT4; // if the launch says so
     static constexpr int PER_BLOCK = has_4_bits(F) ? 4 : F == INT8 ? 8 : 16; // lines of a block of 32 inputs
     static constexpr int PER_LANE = PER_BLOCK / 4; // of which a lane reads these: its 8 inputs
 };

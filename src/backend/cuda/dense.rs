@@ -89,8 +89,8 @@ impl CudaBackend {
         let packed = jobs.iter().any(|(w, _)| !w.is_bf16());
         let products = jobs.map(|(w, out)| {
             let p = product(x, x.bf16(), w, out, write);
-            if let Weight::Packed(precision, bytes) = &w.weight {
-                self.packed_product(*precision, bytes.address(), p);
+            if let Weight::Packed(packed) = &w.weight {
+                self.packed_product(packed, p);
             }
             p
         });

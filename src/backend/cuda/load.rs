@@ -7,6 +7,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::MatrixLayout;
 
 use super::CudaBackend;
+use super::packed::PackedLinear;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{DeltaRule, Load, RouterTensors};
 use crate::config::DenseBits;
@@ -28,7 +29,7 @@ pub(super) enum Weight {
     /// Rows as checkpoints have them.
     Bf16(DeviceBuffer<bf16>),
     /// Tiles as experts have them.
-    Packed(Precision, DeviceBuffer<u8>),
+    Packed(Box<PackedLinear>),
 }
 
 impl Linear {
@@ -118,7 +119,7 @@ impl Load for CudaBackend {
                     true => DeviceBuffer::new(&self.cuda, layout.bytes())?,
                     false => DeviceBuffer::from_slice(&self.cuda, &crate::backend::cpu::packed(&layout, &weight))?,
                 };
-                Weight::Packed(precision, packed)
+                Weight::Packed(Box::new(PackedLinear::new(precision, packed)))
             }
         };
         Ok(Linear { n, k, weight, bias })
@@ -175,7 +176,7 @@ impl Load for CudaBackend {
     fn linear_bytes(&self, w: &Linear) -> usize {
         match &w.weight {
             Weight::Bf16(w) => w.bytes(),
-            Weight::Packed(_, w) => w.bytes(),
+            Weight::Packed(packed) => packed.weights.bytes(),
         }
     }
 

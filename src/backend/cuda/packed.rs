@@ -1,4 +1,5 @@
-//! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16.
+//! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16. Which formats
+//! there are is listed in kernels/packed_tile.cuh.
 
 use moebius_cache::{Precision, ScaleType};
 
@@ -6,182 +7,87 @@ use super::CudaBackend;
 use super::product::{Out, Product};
 use crate::cuda::kernels::packed_linear::{ADD, BLOCK_TILES, TILE_ROWS, Y_IS_BF16};
 use crate::cuda::kernels::{self, Kernel};
-use crate::cuda::{Address, DeviceInfo, launch};
-
-/// What packed tiles hold.
-#[derive(Clone, Copy)]
-pub struct Format {
-    kernels: &'static Kernels,
-    /// Inputs that share a scale; 0 for BF16.
-    pub group: i32,
-    /// 1 where scales are F16, not BF16.
-    pub f16: i32,
-}
+use crate::cuda::{DeviceBuffer, DeviceInfo, launch};
 
 /// A kernel of the grouped products of experts.
 pub(crate) type Grouped = Kernel<kernels::GroupedArguments>;
 
-/// Kernels of one format; of those for many tokens small tiles come first.
-struct Kernels {
-    gate_up: [Grouped; 4],
+/// Tokens of the tiles of products of many tokens.
+const TILES: [usize; 4] = [16, 32, 64, 128];
+
+/// The kernels for routed experts of one precision, and what they are told of it.
+pub struct ExpertKernels {
+    gate_up: [Grouped; 4], // by `TILES`
     down: [Grouped; 4],
-    gate_up_few: Kernel<kernels::ExpertsGateUpArguments>,
-    down_few: Kernel<kernels::ExpertsDownArguments>,
-    linear: Option<Linear>,
+    /// For gate and up of single tokens.
+    pub(crate) gate_up_few: Kernel<kernels::ExpertsGateUpArguments>,
+    /// For down of single tokens.
+    pub(crate) down_few: Kernel<kernels::ExpertsDownArguments>,
+    /// Inputs that share a scale; 0 for BF16.
+    pub(crate) group: i32,
+    /// 1 where scales are F16, not BF16.
+    pub(crate) f16: i32,
 }
 
-/// Kernels of dense weights.
-struct Linear {
+/// A dense weight in packed tiles.
+pub(super) struct PackedLinear {
     few: [Kernel<kernels::LinearArguments>; 2], // for up to as many tokens as their tile has
-    many: [Kernel<kernels::LinearArguments>; 4],
+    many: [Kernel<kernels::LinearArguments>; 4], // by `TILES`
+    group: i32,
+    pub(super) weights: DeviceBuffer<u8>,
 }
 
-static INT4_G32: Kernels = Kernels {
-    gate_up: [
-        kernels::experts_gate_up_int4_g32_t16,
-        kernels::experts_gate_up_int4_g32_t32,
-        kernels::experts_gate_up_int4_g32_t64,
-        kernels::experts_gate_up_int4_g32_t128,
-    ],
-    down: [
-        kernels::experts_down_int4_g32_t16,
-        kernels::experts_down_int4_g32_t32,
-        kernels::experts_down_int4_g32_t64,
-        kernels::experts_down_int4_g32_t128,
-    ],
-    gate_up_few: kernels::experts_gate_up_gemv_int4,
-    down_few: kernels::experts_down_gemv_int4,
-    linear: Some(Linear {
-        few: [kernels::packed_linear_gemv_int4_t4, kernels::packed_linear_gemv_int4_t8],
-        many: [
-            kernels::packed_linear_int4_g32_t16,
-            kernels::packed_linear_int4_g32_t32,
-            kernels::packed_linear_int4_g32_t64,
-            kernels::packed_linear_int4_g32_t128,
-        ],
-    }),
-};
-static INT4_G64: Kernels = Kernels {
-    gate_up: [
-        kernels::experts_gate_up_int4_g64_t16,
-        kernels::experts_gate_up_int4_g64_t32,
-        kernels::experts_gate_up_int4_g64_t64,
-        kernels::experts_gate_up_int4_g64_t128,
-    ],
-    down: [
-        kernels::experts_down_int4_g64_t16,
-        kernels::experts_down_int4_g64_t32,
-        kernels::experts_down_int4_g64_t64,
-        kernels::experts_down_int4_g64_t128,
-    ],
-    gate_up_few: kernels::experts_gate_up_gemv_int4,
-    down_few: kernels::experts_down_gemv_int4,
-    linear: Some(Linear {
-        few: [kernels::packed_linear_gemv_int4_t4, kernels::packed_linear_gemv_int4_t8],
-        many: [
-            kernels::packed_linear_int4_g64_t16,
-            kernels::packed_linear_int4_g64_t32,
-            kernels::packed_linear_int4_g64_t64,
-            kernels::packed_linear_int4_g64_t128,
-        ],
-    }),
-};
-static INT8_G32: Kernels = Kernels {
-    gate_up: [
-        kernels::experts_gate_up_int8_g32_t16,
-        kernels::experts_gate_up_int8_g32_t32,
-        kernels::experts_gate_up_int8_g32_t64,
-        kernels::experts_gate_up_int8_g32_t128,
-    ],
-    down: [
-        kernels::experts_down_int8_g32_t16,
-        kernels::experts_down_int8_g32_t32,
-        kernels::experts_down_int8_g32_t64,
-        kernels::experts_down_int8_g32_t128,
-    ],
-    gate_up_few: kernels::experts_gate_up_gemv_int8,
-    down_few: kernels::experts_down_gemv_int8,
-    linear: Some(Linear {
-        few: [kernels::packed_linear_gemv_int8_t4, kernels::packed_linear_gemv_int8_t8],
-        many: [
-            kernels::packed_linear_int8_g32_t16,
-            kernels::packed_linear_int8_g32_t32,
-            kernels::packed_linear_int8_g32_t64,
-            kernels::packed_linear_int8_g32_t128,
-        ],
-    }),
-};
-static INT8_G64: Kernels = Kernels {
-    gate_up: [
-        kernels::experts_gate_up_int8_g64_t16,
-        kernels::experts_gate_up_int8_g64_t32,
-        kernels::experts_gate_up_int8_g64_t64,
-        kernels::experts_gate_up_int8_g64_t128,
-    ],
-    down: [
-        kernels::experts_down_int8_g64_t16,
-        kernels::experts_down_int8_g64_t32,
-        kernels::experts_down_int8_g64_t64,
-        kernels::experts_down_int8_g64_t128,
-    ],
-    gate_up_few: kernels::experts_gate_up_gemv_int8,
-    down_few: kernels::experts_down_gemv_int8,
-    linear: Some(Linear {
-        few: [kernels::packed_linear_gemv_int8_t4, kernels::packed_linear_gemv_int8_t8],
-        many: [
-            kernels::packed_linear_int8_g64_t16,
-            kernels::packed_linear_int8_g64_t32,
-            kernels::packed_linear_int8_g64_t64,
-            kernels::packed_linear_int8_g64_t128,
-        ],
-    }),
-};
-static MXFP4: Kernels = Kernels {
-    gate_up: [
-        kernels::experts_gate_up_mxfp4_t16,
-        kernels::experts_gate_up_mxfp4_t32,
-        kernels::experts_gate_up_mxfp4_t64,
-        kernels::experts_gate_up_mxfp4_t128,
-    ],
-    down: [
-        kernels::experts_down_mxfp4_t16,
-        kernels::experts_down_mxfp4_t32,
-        kernels::experts_down_mxfp4_t64,
-        kernels::experts_down_mxfp4_t128,
-    ],
-    gate_up_few: kernels::experts_gate_up_gemv_mxfp4,
-    down_few: kernels::experts_down_gemv_mxfp4,
-    linear: None,
-};
-static BF16: Kernels = Kernels {
-    gate_up: [
-        kernels::experts_gate_up_bf16_t16,
-        kernels::experts_gate_up_bf16_t32,
-        kernels::experts_gate_up_bf16_t64,
-        kernels::experts_gate_up_bf16_t128,
-    ],
-    down: [
-        kernels::experts_down_bf16_t16,
-        kernels::experts_down_bf16_t32,
-        kernels::experts_down_bf16_t64,
-        kernels::experts_down_bf16_t128,
-    ],
-    gate_up_few: kernels::experts_gate_up_gemv_bf16,
-    down_few: kernels::experts_down_gemv_bf16,
-    linear: None,
-};
+/// The kernel of this name. Panics: there is none, so that `precision` lacks a row in kernels/packed_tile.cuh (a bug).
+fn named<A>(kernels: &[Kernel<A>], name: &str) -> Kernel<A> {
+    *kernels.iter().find(|kernel| kernel.name == name).unwrap_or_else(|| panic!("there is no kernel {name}"))
+}
 
-impl From<Precision> for Format {
-    fn from(precision: Precision) -> Self {
-        let (kernels, group) = match precision {
-            Precision::Bf16 => (&BF16, 0),
-            Precision::Int8 { group_size: 32, .. } => (&INT8_G32, 32),
-            Precision::Int8 { group_size, .. } => (&INT8_G64, group_size),
-            Precision::Int4 { group_size: 32, .. } => (&INT4_G32, 32),
-            Precision::Int4 { group_size, .. } => (&INT4_G64, group_size),
-            Precision::Mxfp4 => (&MXFP4, 32),
-        };
-        Self { kernels, group: group as i32, f16: i32::from(precision.scales() == ScaleType::F16) }
+/// The kernels of this name for tiles of so many tokens.
+fn of_tiles<A, const N: usize>(kernels: &[Kernel<A>], name: &str, tiles: [usize; N]) -> [Kernel<A>; N] {
+    tiles.map(|tokens| named(kernels, &format!("{name}_t{tokens}")))
+}
+
+/// The name of a precision in the kernels for many tokens, which serve groups of 64 and 128 alike; and its groups.
+fn span(precision: Precision) -> (String, i32) {
+    match precision.group_size() {
+        None => (precision.name().into(), 0),
+        Some(group) => (format!("{}_g{}", precision.name(), group.min(64)), group as i32),
+    }
+}
+
+impl ExpertKernels {
+    /// Those of a precision.
+    pub(crate) fn of(precision: Precision) -> Self {
+        let (few, (many, group)) = (precision.name(), span(precision));
+        Self {
+            gate_up: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_gate_up_{many}"), TILES),
+            down: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_down_{many}"), TILES),
+            gate_up_few: named(kernels::EXPERTS_GATE_UP_KERNELS, &format!("experts_gate_up_gemv_{few}")),
+            down_few: named(kernels::EXPERTS_DOWN_KERNELS, &format!("experts_down_gemv_{few}")),
+            group,
+            f16: i32::from(precision.scales() == ScaleType::F16),
+        }
+    }
+
+    /// Kernels for gate and up and for down, of the same tile, for experts with so many tokens each.
+    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> [Grouped; 2] {
+        let i = suited(tokens_of_an_expert, device.has_wgmma());
+        [self.gate_up[i], self.down[i]]
+    }
+}
+
+impl PackedLinear {
+    /// Weights in a precision with scales in BF16.
+    pub(super) fn new(precision: Precision, weights: DeviceBuffer<u8>) -> Self {
+        assert_eq!(precision.scales(), ScaleType::Bf16, "dense weights");
+        let (few, (many, group)) = (precision.name(), span(precision));
+        let all = kernels::LINEAR_KERNELS;
+        Self {
+            few: of_tiles(all, &format!("packed_linear_gemv_{few}"), [4, 8]),
+            many: of_tiles(all, &format!("packed_linear_{many}"), TILES),
+            group,
+            weights,
+        }
     }
 }
 
@@ -191,47 +97,38 @@ fn suited(tokens: usize, wgmma: bool) -> usize {
     most.iter().position(|&most| tokens <= most).unwrap_or(most.len())
 }
 
-impl Format {
-    /// Kernels for gate and up and for down, of the same tile, for experts with so many tokens each.
-    pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> [Grouped; 2] {
-        let i = suited(tokens_of_an_expert, device.has_wgmma());
-        [self.kernels.gate_up[i], self.kernels.down[i]]
-    }
-
-    /// The kernel for gate and up of single tokens.
-    pub(crate) fn gate_up_few(&self) -> Kernel<kernels::ExpertsGateUpArguments> {
-        self.kernels.gate_up_few
-    }
-
-    /// The kernel for down of single tokens.
-    pub(crate) fn down_few(&self) -> Kernel<kernels::ExpertsDownArguments> {
-        self.kernels.down_few
-    }
-}
-
 impl CudaBackend {
-    /// A product with packed INT8 or INT4 weights; `p.w` is not used.
-    pub(super) fn packed_product(&self, precision: Precision, weights: Address<u8>, p: Product) {
-        assert_eq!(precision.scales(), ScaleType::Bf16, "dense weights");
-        let format = Format::from(precision);
+    /// A product with packed weights; `p.w` is not used.
+    pub(super) fn packed_product(&self, linear: &PackedLinear, p: Product) {
         let flags = match p.out {
             Out::Bf16 => Y_IS_BF16,
             Out::F32 => 0,
             Out::F32Add => ADD,
         };
-        let Some(Linear { few, many }) = &format.kernels.linear else {
-            panic!("dense weights are not packed as {precision} on the GPU")
-        };
         let rows = p.n.div_ceil(TILE_ROWS);
-        let (kernel, grid) = match few.iter().find(|kernel| p.tokens <= kernel.tile[0]) {
+        let (kernel, grid) = match linear.few.iter().find(|kernel| p.tokens <= kernel.tile[0]) {
             Some(kernel) => (*kernel, [rows, 1, 1]),
             None => {
-                let kernel = many[suited(p.tokens / 2, self.cuda.info.has_wgmma())];
+                let kernel = linear.many[suited(p.tokens / 2, self.cuda.info.has_wgmma())];
                 (kernel, [rows.div_ceil(BLOCK_TILES), p.tokens.div_ceil(kernel.tile[0]), 1])
             }
         };
         launch!(self.cuda, &self.cuda.compute, kernel, grid;
-            weights, p.x, p.y, p.bias, p.tokens as i32, p.n as i32, p.k as i32, format.group, p.x_pitch as i32,
-            p.y_pitch as i32, flags as i32);
+            linear.weights.address(), p.x, p.y, p.bias, p.tokens as i32, p.n as i32, p.k as i32, linear.group,
+            p.x_pitch as i32, p.y_pitch as i32, flags as i32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_precision_has_its_kernels() {
+        for precision in Precision::all() {
+            let found = ExpertKernels::of(precision);
+            assert_eq!(found.gate_up.map(|kernel| kernel.tile[0]), TILES, "{precision}");
+            assert_eq!(found.down.map(|kernel| kernel.tile[0]), TILES, "{precision}");
+        }
     }
 }

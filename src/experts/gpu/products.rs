@@ -10,7 +10,8 @@ use moebius_cache::pack::ExpertLayout;
 use super::Sizes;
 use super::epilogue::DeviceEpilogue;
 use crate::Result;
-use crate::backend::cuda::{CudaRouting, Tensor, packed};
+use crate::backend::cuda::packed::ExpertKernels;
+use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
 use crate::experts::CpuExperts;
@@ -19,7 +20,7 @@ use crate::experts::CpuExperts;
 pub(super) struct Products {
     cuda: Arc<Cuda>,
     layout: ExpertLayout,
-    format: packed::Format,
+    kernels: ExpertKernels,
     epilogue: DeviceEpilogue,
     experts: usize,
     pair_slot: DeviceBuffer<i32>, // [pairs]
@@ -61,7 +62,7 @@ impl Products {
         let (layout, experts, pairs) = (cache.layout(), cache.num_experts(), sizes.tokens * sizes.top_k);
         Ok(Self {
             layout,
-            format: precision.into(),
+            kernels: ExpertKernels::of(precision),
             epilogue: DeviceEpilogue::new(cuda, cpu.epilogue(), cache.num_layers())?,
             experts,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
@@ -79,18 +80,18 @@ impl Products {
         let (tokens, top_k) = (routing.tokens(), routing.top_k());
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
         let grid = [self.layout.down.k.div_ceil(TILE_ROWS), tokens * top_k, 1];
-        launch!(self.cuda, &self.cuda.compute, self.format.gate_up_few(), grid;
-            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.format.group,
-            self.format.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
+        launch!(self.cuda, &self.cuda.compute, self.kernels.gate_up_few, grid;
+            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.kernels.group,
+            self.kernels.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
     }
 
     /// Adds the products of `h` with `down`, weighted, to `out`.
     pub(super) fn few_down(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (stream, hidden, intermediate) = (&self.cuda.compute, self.layout.gate.k, self.layout.down.k);
-        launch!(self.cuda, stream, self.format.down_few(), [hidden.div_ceil(TILE_ROWS), tokens, 1];
-            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.format.group,
-            self.format.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
+        launch!(self.cuda, stream, self.kernels.down_few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
+            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.kernels.group,
+            self.kernels.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
@@ -99,7 +100,7 @@ impl Products {
         let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
         let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
         let pairs = tokens * top_k;
-        let [gate_up, down] = self.format.grouped(&cuda.info, pairs / experts);
+        let [gate_up, down] = self.kernels.grouped(&cuda.info, pairs / experts);
         let tile = gate_up.tile[0];
         launch!(cuda, stream, kernels::experts_sort, [experts, 1, 1];
             routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
@@ -109,10 +110,10 @@ impl Products {
         // Tiles of gate and of up take turns.
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
-            intermediate as i32, self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
+            intermediate as i32, self.kernels.group, self.kernels.f16, top_k as i32, self.epilogue.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
-            intermediate as i32, self.format.group, self.format.f16, top_k as i32, self.epilogue.of(layer));
+            intermediate as i32, self.kernels.group, self.kernels.f16, top_k as i32, self.epilogue.of(layer));
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.
