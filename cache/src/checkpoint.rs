@@ -189,7 +189,7 @@ impl Checkpoint {
                 Ok(entries)
             })?);
         }
-        Ok(Self { permuted, ..Self::new(dir, shards, Quantization::None)? })
+        Ok(Self { permuted, ..Self::new(dir, shards, Quantization::NONE)? })
     }
 
     /// Errors: `Error::Checkpoint` when two shards hold a tensor of one name.

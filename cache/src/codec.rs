@@ -1,4 +1,4 @@
-//! From the bytes of a checkpoint to weights, one file per source format.
+//! From the bytes of a checkpoint to weights, one file in `formats/` per source format.
 //!
 //! ```text
 //! name, [n, k] ── find ──▶ Source: the tensors it is made of, its Format, and a codec
@@ -9,22 +9,17 @@
 //! Weights that are integers with group scales are packed as they are: nothing is rounded twice. Every codec decodes
 //! whole rows, so that a conversion holds a few of them and never a whole tensor.
 
-mod awq;
-mod compressed_tensors;
 mod find;
-mod float;
 mod formats;
-mod fp8;
-mod gguf;
-mod gptq;
 mod latent;
 mod list;
-mod mxfp4;
 mod quantization;
 mod scales;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use self::find::Stored;
+use self::formats::float;
 pub use self::formats::{Format, Library};
 pub use self::quantization::Quantization;
 use crate::checkpoint::{Checkpoint, TensorView};
@@ -201,10 +196,9 @@ impl<'a> Source<'a> {
                 let kept = kept.into_iter().find(|&precision| integers.fit(precision));
                 Some(kept.unwrap_or(Precision::int8(group_size)).with_scales(integers.scales))
             }
-            None if matches!(self.kind, Format::Float(_)) => None,
-            // FP8 has no groups; the blocks of GGUF are of 32 inputs and fewer.
-            None if self.kind == Format::Fp8 => largest(self.shape[1]).map(Precision::int8),
-            None => Some(Precision::int8(GROUP_SIZES[0])),
+            None if self.kind.is_plain() => None,
+            None if self.kind.is_in_groups() => Some(Precision::int8(GROUP_SIZES[0])),
+            None => largest(self.shape[1]).map(Precision::int8),
         }
     }
 

@@ -161,7 +161,7 @@ fn rows_that_llama_reordered_are_put_back() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("a.gguf");
     let names = Names { architecture: "llama", tensors: &[], permuted: &[("attn_q", "attention.head_count")] };
-    let open = || Checkpoint::open_as(&path, Quantization::None, &[names]);
+    let open = || Checkpoint::open_as(&path, Quantization::NONE, &[names]);
     std::fs::write(&path, file(2).bytes()).unwrap();
     let checkpoint = open().unwrap();
     let decoded = |name: &str| {

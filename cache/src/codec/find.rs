@@ -2,11 +2,61 @@
 //! the formats' own files.
 
 use super::float::{self, Transposed};
-use super::{
-    Codec, Format, Found, Quantization, Rows, Source, awq, compressed_tensors, fp8, gguf, gptq, latent, mxfp4,
-};
-use crate::checkpoint::{Checkpoint, Dtype, TensorView};
+use super::formats::READERS;
+use super::{Codec, Format, Found, Rows, Source, latent};
+use crate::checkpoint::{Checkpoint, TensorView};
 use crate::{Error, Result};
+
+/// A matrix that was found, before its format's file has read it.
+#[derive(Clone, Copy)]
+pub(super) struct Stored<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
+    /// The tensor that holds its weights; of a stack the part that does.
+    pub(super) view: TensorView<'a>,
+    /// Its number in a stack.
+    pub(super) part: Option<usize>,
+    /// `[n, k]`.
+    pub(super) shape: [usize; 2],
+}
+
+impl<'a> Stored<'a> {
+    /// Reads it by the type of its elements.
+    pub(super) fn read(self) -> Result<Found<'a>> {
+        let reader = READERS.iter().find(|reader| (reader.dtype)(self.view.dtype));
+        reader.map_or_else(|| Err(self.view.error(float::unsupported(self.view.dtype))), |reader| (reader.read)(self))
+    }
+
+    /// The tensor `NAME.part`, where that of the weights is `NAME.something`.
+    pub(super) fn beside(&self, part: &str) -> Option<TensorView<'a>> {
+        self.checkpoint.get(&self.name_beside(part))
+    }
+
+    /// The same, where the format cannot do without. Errors: it is missing.
+    pub(super) fn tensor_beside(&self, part: &str) -> Result<TensorView<'a>> {
+        self.checkpoint.tensor(&self.name_beside(part))
+    }
+
+    fn name_beside(&self, part: &str) -> String {
+        let stem = self.view.name.rsplit_once('.').map_or("", |(stem, _)| stem);
+        format!("{stem}.{part}")
+    }
+
+    /// What belongs to this matrix in another stack. Errors: nothing does.
+    pub(super) fn in_stack(&self, view: TensorView<'a>) -> Result<TensorView<'a>> {
+        self.part.map_or(Ok(view), |expert| part(view, expert))
+    }
+}
+
+/// Of a stack that of an expert. Errors: there is none.
+fn part(view: TensorView<'_>, expert: usize) -> Result<TensorView<'_>> {
+    match view.shape.first() {
+        Some(&experts) if expert < experts && view.shape.len() > 2 => Ok(view.part(expert)),
+        _ => Err(view.error(format!(
+            "has shape {:?}, which has no expert {expert}: config.json and weights do not belong together",
+            view.shape
+        ))),
+    }
+}
 
 pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2]) -> Result<Source<'a>> {
     if n == 0 || k == 0 {
@@ -18,19 +68,8 @@ pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2
     let found = if let Some(view) = checkpoint.get(name) {
         let rows = checkpoint.permuted_head(name).map_or(Rows::ALL, |head| Rows::Pairs { head });
         Found { rows, ..matrix(checkpoint, view, None, [n, k])? }
-    } else if let Some(packed) = checkpoint.get(&format!("{stem}.weight_packed")) {
-        compressed_tensors::packed(checkpoint, packed, stem, [n, k])?
-    } else if let Some(codes) = checkpoint.get(&format!("{stem}.qweight")) {
-        match checkpoint.quantization() {
-            Quantization::Gptq { .. } => gptq::found(checkpoint, codes, stem, [n, k])?,
-            Quantization::Awq { .. } => awq::found(checkpoint, codes, stem, [n, k])?,
-            _ => {
-                return Err(codes.error(
-                    "is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: \
-                     download it again",
-                ));
-            }
-        }
+    } else if let Some(found) = quantized(checkpoint, stem, [n, k])? {
+        found
     } else if let Some(found) = stacked(checkpoint, stem, [n, k])? {
         found
     } else if let Some(found) = latent::found(checkpoint, stem, [n, k])? {
@@ -39,6 +78,27 @@ pub(super) fn find<'a>(checkpoint: &'a Checkpoint, name: &str, [n, k]: [usize; 2
         return Err(checkpoint.tensor(name).err().unwrap_or_else(|| unreachable!("it was looked up before")));
     };
     Ok(found.named(name, [n, k]))
+}
+
+/// A matrix in tensors of a format's own names. Where several formats share a name, the config says which it is.
+fn quantized<'a>(checkpoint: &'a Checkpoint, stem: &str, shape: [usize; 2]) -> Result<Option<Found<'a>>> {
+    let own = READERS.iter().filter(|reader| !reader.tensor.is_empty());
+    let Some((view, first)) =
+        own.clone().find_map(|reader| Some((checkpoint.get(&format!("{stem}.{}", reader.tensor))?, reader)))
+    else {
+        return Ok(None);
+    };
+    let mut sharing = own.filter(|reader| reader.tensor == first.tensor);
+    let reader = match sharing.clone().count() {
+        1 => first,
+        _ => sharing.find(|reader| checkpoint.quantization().is_read_by(reader)).ok_or_else(|| {
+            view.error(
+                "is packed as by GPTQ or AWQ, and config.json has no quantization_config that says which: download it \
+                 again",
+            )
+        })?,
+    };
+    (reader.read)(Stored { checkpoint, view, part: None, shape }).map(Some)
 }
 
 /// A whole matrix `[n, k]`, or number `part` of stacked ones, by the type of its elements.
@@ -53,12 +113,7 @@ fn matrix<'a>(
     if !(n == 1 && whole.shape == [k]) && whole.shape != [n, k] {
         whole.expect_shape(&[n, k])?;
     }
-    match whole.dtype {
-        Dtype::F8E4M3 => fp8::found(checkpoint, whole, part, [n, k]),
-        Dtype::I8 => compressed_tensors::bytes(checkpoint, whole, [n, k]),
-        Dtype::Ggml(kind) => Ok(gguf::found(kind, whole, k)),
-        _ => float::found(whole, k),
-    }
+    Stored { checkpoint, view: whole, part, shape: [n, k] }.read()
 }
 
 /// Tensors that hold all experts of a layer: those of `HEAD.experts.e.PART` are at `HEAD.experts`.
@@ -74,20 +129,9 @@ impl<'a> Stack<'a, '_> {
         ["", ".weight"].iter().find_map(|suffix| self.checkpoint.get(&format!("{head}.experts.{name}{suffix}")))
     }
 
-    /// The part of this expert. Errors: there is none.
-    fn part(&self, view: TensorView<'a>) -> Result<TensorView<'a>> {
-        match (view.shape.first(), self.expert) {
-            (Some(&experts), e) if e < experts && view.shape.len() > 2 => Ok(view.part(e)),
-            (_, e) => Err(view.error(format!(
-                "has shape {:?}, which has no expert {e}: config.json and weights do not belong together",
-                view.shape
-            ))),
-        }
-    }
-
     /// Plain numbers or quantized ones, of which `[n, k]` lies as it is or, plain ones only, `turned`.
     fn matrix(&self, view: TensorView<'a>, [n, k]: [usize; 2], turned: bool, what: &str) -> Result<Found<'a>> {
-        let whole = self.part(view)?;
+        let whole = part(view, self.expert)?;
         let found = match float::element_bytes(view.dtype).filter(|_| turned) {
             Some(_) => Found::new(
                 Format::Float(view.dtype),
@@ -104,11 +148,11 @@ impl<'a> Stack<'a, '_> {
 /// Expert `e` of `HEAD.experts.e.PART` in tensors that hold all experts.
 fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Result<Option<Found<'a>>> {
     let Some((head, rest)) = stem.rsplit_once(".experts.") else { return Ok(None) };
-    let Some((expert, part)) = rest.split_once('.').and_then(|(e, part)| Some((e.parse().ok()?, part))) else {
+    let Some((expert, name)) = rest.split_once('.').and_then(|(e, name)| Some((e.parse().ok()?, name))) else {
         return Ok(None);
     };
     let stack = Stack { checkpoint, head, expert };
-    let (role, second) = match part {
+    let (role, second) = match name {
         "gate_proj" | "w1" => ("gate", Some(0)),
         "up_proj" | "w3" => ("up", Some(1)),
         "down_proj" | "w2" => ("down", None),
@@ -130,7 +174,7 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
             }
         }
     };
-    if let Some(view) = stack.get(part).or_else(|| stack.get(&format!("{role}_proj"))) {
+    if let Some(view) = stack.get(name).or_else(|| stack.get(&format!("{role}_proj"))) {
         return stack.matrix(view, [n, k], turned(&view, [n, k]), ", stacked").map(Some);
     }
     // Where a stack of both has biases, rows of gate and up alternate; elsewhere one matrix follows the other.
@@ -145,10 +189,12 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
         return Ok(Some(Found { rows, ..found }));
     }
     let name = if role == "down" { "down_proj" } else { "gate_up_proj" };
-    let (Some(blocks), Some(scales)) = (stack.get(&format!("{name}_blocks")), stack.get(&format!("{name}_scales")))
+    let own = READERS.iter().filter(|reader| !reader.stack.is_empty());
+    let Some((view, reader)) =
+        own.into_iter().find_map(|reader| Some((stack.get(&format!("{name}{}", reader.stack))?, reader)))
     else {
         return Ok(None);
     };
-    let found = mxfp4::found(stack.part(blocks)?, stack.part(scales)?, [all_rows, k])?;
-    Ok(Some(Found { rows, ..found }))
+    let stored = Stored { checkpoint, view: part(view, expert)?, part: Some(expert), shape: [all_rows, k] };
+    Ok(Some(Found { rows, ..(reader.read)(stored)? }))
 }

@@ -1,7 +1,68 @@
 //! The registry of formats: every [`Source`](super::Source) is of one of these, and the table of docs/formats.md has a
-//! row for each.
+//! row for each. What reads a format is a row of [`READERS`], made in the format's own file: how it is found, listed and
+//! announced in a config follows from that row.
 
-use crate::checkpoint::{Dtype, GgmlType};
+mod awq;
+mod compressed_tensors;
+pub(super) mod float;
+mod fp8;
+mod gguf;
+mod gptq;
+mod mxfp4;
+
+use serde_json::Value;
+
+use super::{Found, Stored};
+use crate::Result;
+use crate::checkpoint::{Dtype, GgmlType, TensorView};
+use crate::pack::Precision;
+
+/// What reads the matrices of a format. A field that says nothing of a format is as in [`Reader::NONE`].
+#[derive(Debug)]
+pub(super) struct Reader {
+    /// What `quant_method` calls it.
+    pub(super) methods: &'static [&'static str],
+    /// Whether a `quantization_config` with one of these methods says what is supported. Errors: one clause.
+    pub(super) check: fn(&Value) -> std::result::Result<(), String>,
+    /// The precision that keeps weights of this config, whose rows have these lengths.
+    pub(super) kept_by: fn(&Value, &[usize]) -> Option<Precision>,
+    /// Types of the elements of `NAME.weight`, or of the weights of all experts in one tensor.
+    pub(super) dtype: fn(Dtype) -> bool,
+    /// `NAME.tensor` holds the weights in the place of `NAME.weight`; empty: no such tensor.
+    pub(super) tensor: &'static str,
+    /// What ends the names of tensors that hold the weights of all experts; empty: nothing.
+    pub(super) stack: &'static str,
+    /// Shape `[n, k]` of the matrix, or of each of a stack, that such a tensor holds; `None`: it holds none.
+    pub(super) shape: fn(&Value, &TensorView<'_>) -> Option<[usize; 2]>,
+    /// Reads a matrix that was found by its element type, its tensor or its stack.
+    pub(super) read: for<'a> fn(Stored<'a>) -> Result<Found<'a>>,
+}
+
+impl Reader {
+    /// What no config, tensor or element type leads to.
+    const NONE: Self = Self {
+        methods: &[],
+        check: |_| Ok(()),
+        kept_by: |_, _| None,
+        dtype: |_| false,
+        tensor: "",
+        stack: "",
+        shape: |_, _| None,
+        read: |stored| Err(stored.view.error(float::unsupported(stored.view.dtype))),
+    };
+}
+
+/// Every reader.
+pub(super) static READERS: [Reader; 8] = [
+    float::READER,
+    fp8::READER,
+    compressed_tensors::READER,
+    compressed_tensors::BYTES,
+    gptq::READER,
+    awq::READER,
+    mxfp4::READER,
+    gguf::READER,
+];
 
 /// What a matrix is stored as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +98,16 @@ pub enum Library {
 }
 
 impl Format {
+    /// Whether weights are plain numbers, not quantized ones.
+    pub(super) fn is_plain(self) -> bool {
+        matches!(self, Self::Float(_))
+    }
+
+    /// Whether runs of 32 inputs or fewer have scales of their own, where codes and scales are not kept.
+    pub(super) fn is_in_groups(self) -> bool {
+        self != Self::Fp8
+    }
+
     /// Every one of them.
     pub fn all() -> impl Iterator<Item = Self> {
         use Library::*;

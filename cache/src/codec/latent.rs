@@ -1,11 +1,11 @@
 //! `kv_b_proj` of latent attention where GGUF keeps it in two parts: keys transposed, `[heads, lora, nope]`, and
 //! values, `[heads, v, lora]`.
 //!
-//! The matrix is `[heads * (nope + v), lora]`. Source: llama.cpp's converter of DeepSeek models.
+//! The matrix is `[heads * (nope + v), lora]`. Source: llama.cpp's converter.
 
-use super::{Codec, Format, Found, Read, Source, Values, float, gguf};
+use super::{Codec, Found, Read, Source, Stored, Values};
 use crate::Result;
-use crate::checkpoint::{Checkpoint, Dtype, TensorView};
+use crate::checkpoint::{Checkpoint, TensorView};
 
 struct LatentUp<'a> {
     keys: Source<'a>,   // [heads * lora, nope]
@@ -28,15 +28,11 @@ pub(super) fn found<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, lora]: [usiz
         )));
     }
     let of = |view: TensorView<'a>, shape: [usize; 2]| -> Result<Source<'a>> {
-        let found = match view.dtype {
-            Dtype::Ggml(kind) => gguf::found(kind, view, shape[1]),
-            _ => float::found(view, shape[1])?,
-        };
-        Ok(found.named(view.name, shape))
+        Ok(Stored { checkpoint, view, part: None, shape }.read()?.named(view.name, shape))
     };
     let (keys, values) = (of(keys, [heads * lora, *nope])?, of(values, [heads * v, lora])?);
     // What is quantized is so, in whichever part.
-    let kind = [keys.kind, values.kind].into_iter().find(|kind| !matches!(kind, Format::Float(_))).unwrap_or(keys.kind);
+    let kind = [keys.kind, values.kind].into_iter().find(|kind| !kind.is_plain()).unwrap_or(keys.kind);
     let parts = [keys.parts.clone(), values.parts.clone()].concat();
     let codec = Codec::Values(Box::new(LatentUp { keys, values, heads: *heads }));
     Ok(Some(Found::new(kind, ", keys and values apart", parts, codec)))

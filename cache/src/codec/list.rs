@@ -1,8 +1,8 @@
 //! What matrices a checkpoint holds: names and shapes of all that [`find`](super::find) finds, of stacked experts the
 //! first.
 
-use super::Quantization;
-use crate::checkpoint::{Checkpoint, Dtype};
+use super::formats::READERS;
+use crate::checkpoint::{Checkpoint, Dtype, TensorView};
 
 impl Checkpoint {
     /// Name and shape `[n, k]` of every matrix, sorted by name; of experts, stacked or not, those of number 0 stand for
@@ -21,45 +21,45 @@ impl Checkpoint {
     fn matrices_of(&self, name: &str) -> Vec<(String, [usize; 2])> {
         let Some(view) = self.get(name) else { return Vec::new() };
         let (stem, part) = name.rsplit_once('.').unwrap_or(("", name));
-        let matrix = |n: usize, k: usize| vec![(format!("{stem}.weight"), [n, k])];
-        match (part, view.shape) {
-            ("weight", &[n, k]) => matrix(n, k),
-            ("weight_packed", &[n, words]) => {
-                let bits = match self.quantization() {
-                    Quantization::CompressedTensors { bits, .. } => *bits as usize,
-                    _ => 4,
-                };
-                // The last word of a row may not be full.
-                let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
-                let bytes = |dtype| if dtype == Dtype::I64 { 8 } else { 4 };
-                let k = shape.map(|s| {
-                    s.data
-                        .get(bytes(s.dtype)..)
-                        .and_then(<[u8]>::first_chunk)
-                        .map_or(0, |&word| u32::from_le_bytes(word)) as usize
-                });
-                matrix(n, k.filter(|&k| k != 0 && k <= words * 32 / bits).unwrap_or(words * 32 / bits))
-            }
-            ("qweight", &[rows, cols]) => match self.quantization() {
-                Quantization::Gptq { bits, .. } => matrix(cols, rows.saturating_mul(32) / *bits as usize),
-                _ => matrix(cols.saturating_mul(8), rows),
-            },
-            _ => stacked(name, view.shape),
-        }
+        let shape = match (part, view.shape) {
+            ("weight", &[n, k]) => Some([n, k]),
+            _ => self.shape_of(&view, stem, part),
+        };
+        shape.map_or_else(|| self.stacked(&view), |shape| vec![(format!("{stem}.weight"), shape)])
     }
-}
 
-/// The first expert's matrices in a tensor of all experts.
-fn stacked(name: &str, shape: &[usize]) -> Vec<(String, [usize; 2])> {
-    let Some((head, part)) = name.rsplit_once(".experts.") else { return Vec::new() };
-    let of = |part: &str, n: usize, k: usize| (format!("{head}.experts.0.{part}.weight"), [n, k]);
-    match (part.strip_suffix(".weight").unwrap_or(part), shape) {
-        ("gate_up_proj_blocks", &[_, n, blocks, 16]) => {
-            vec![of("gate_proj", n / 2, blocks * 32), of("up_proj", n / 2, blocks * 32)]
+    /// The shape of the matrix in a tensor `stem.part` of a format's own name.
+    fn shape_of(&self, view: &TensorView<'_>, stem: &str, part: &str) -> Option<[usize; 2]> {
+        let quantization = self.quantization();
+        let own = READERS.iter().filter(|reader| reader.tensor == part);
+        // Of several the last, where the config does not say which: it needs no config.
+        let reader = own.clone().find(|reader| quantization.is_read_by(reader)).or(own.last())?;
+        let [n, most] = (reader.shape)(quantization.config(), view)?;
+        // The last word of a row may not be full.
+        let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
+        let k = shape.and_then(|s| {
+            let word = s.data.get(if s.dtype == Dtype::I64 { 8 } else { 4 }..).and_then(<[u8]>::first_chunk);
+            word.map(|&word| u32::from_le_bytes(word) as usize)
+        });
+        Some([n, k.filter(|&k| k != 0 && k <= most).unwrap_or(most)])
+    }
+
+    /// The first expert's matrices in a tensor of all experts.
+    fn stacked(&self, view: &TensorView<'_>) -> Vec<(String, [usize; 2])> {
+        let Some((head, part)) = view.name.rsplit_once(".experts.") else { return Vec::new() };
+        let part = part.strip_suffix(".weight").unwrap_or(part);
+        let own = READERS.iter().filter(|reader| !reader.stack.is_empty());
+        let own = own.filter_map(|reader| {
+            let part = part.strip_suffix(reader.stack).filter(|part| ["gate_up_proj", "down_proj"].contains(part))?;
+            Some((part, (reader.shape)(self.quantization().config(), view)?))
+        });
+        let plain = || if let &[_, n, k] = view.shape { Some((part, [n, k])) } else { None };
+        let Some((part, [n, k])) = own.into_iter().next().or_else(plain) else { return Vec::new() };
+        let of = |part: &str, n: usize| (format!("{head}.experts.0.{part}.weight"), [n, k]);
+        match part {
+            "gate_up_proj" => vec![of("gate_proj", n / 2), of("up_proj", n / 2)],
+            "gate_proj" | "up_proj" | "down_proj" | "w1" | "w2" | "w3" => vec![of(part, n)],
+            _ => Vec::new(),
         }
-        ("down_proj_blocks", &[_, n, blocks, 16]) => vec![of("down_proj", n, blocks * 32)],
-        ("gate_up_proj", &[_, n, k]) => vec![of("gate_proj", n / 2, k), of("up_proj", n / 2, k)],
-        (part @ ("gate_proj" | "up_proj" | "down_proj" | "w1" | "w2" | "w3"), &[_, n, k]) => vec![of(part, n, k)],
-        _ => Vec::new(),
     }
 }

@@ -78,6 +78,13 @@ impl<A> Tile<A> {
         let [m, n] = self.size();
         p.tokens.div_ceil(m) * p.n.div_ceil(n) * p.batch
     }
+
+    /// Parts that tiles are cut into along k: as many as wanted, while these are long and what they leave has room.
+    fn splits(&self, p: &Product, wanted: usize) -> usize {
+        let (all, [m, n]) = (self.count(p), self.size());
+        let splits = wanted.min(p.k / 512).clamp(1, 8);
+        if all <= MAX_COUNTERS && splits * all * m * n <= PARTIAL { splits } else { 1 }
+    }
 }
 
 static M32_N128: Tile<(Gemm,)> =
@@ -179,9 +186,8 @@ impl CudaBackend {
             _ => &M64_N128,
         };
         // Fewer tiles than that are cut along k.
-        let (all, [m, n]) = (tile.count(p), tile.size());
-        let splits = (2 * enough).div_ceil(all.max(1)).min(p.k / 512).clamp(1, 8);
-        let splits = if all <= MAX_COUNTERS && splits * all * m * n <= PARTIAL { splits } else { 1 };
+        let all = tile.count(p);
+        let splits = tile.splits(p, (2 * enough).div_ceil(all.max(1)));
         let argument = Gemm {
             x: p.x,
             w: p.w,
@@ -211,9 +217,8 @@ impl CudaBackend {
             () if p.n < 1024 => (&WGMMA_N128, 2 * enough, false),
             () => (&WGMMA_N256, enough, false),
         };
-        let (all, [m, n]) = (tile.count(p), tile.size());
-        let splits = if cut { enough.div_ceil(all).min(p.k / 512).clamp(1, 8) } else { 1 };
-        let splits = if all <= MAX_COUNTERS && splits * all * m * n <= PARTIAL { splits } else { 1 };
+        let all = tile.count(p);
+        let splits = if cut { tile.splits(p, enough.div_ceil(all)) } else { 1 };
         let map = |address: Address<bf16>, rows: usize, pitch: usize, step: usize| {
             let step = if p.batch == 1 { 8 } else { step };
             self.cuda.tensor_map(address, [p.k, rows, p.batch], [pitch, step])

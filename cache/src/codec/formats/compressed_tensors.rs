@@ -5,18 +5,94 @@
 //! `weight_scale` is `[n, groups]`; `weight_zero_point`, where there is one, `[n, groups]` with rows packed into words
 //! in the same way. Source: the compressed-tensors library.
 
-use super::scales::{Scales, Words, group_index};
-use super::{Codec, Codes, Format, Found, Integers, Library, Quantization, Read, Values, float};
+use serde_json::Value;
+
+use super::{Format, Library, Reader, float};
 use crate::Result;
-use crate::checkpoint::{Checkpoint, Dtype, TensorView};
+use crate::checkpoint::{Dtype, TensorView};
+use crate::codec::quantization::{block, group_size, largest};
+use crate::codec::scales::{Scales, Words, group_index};
+use crate::codec::{Codec, Codes, Found, Integers, Read, Stored, Values};
+use crate::pack::Precision;
+
+pub(super) const READER: Reader = Reader {
+    methods: &["compressed-tensors"],
+    check: |q| Config::parse(q).map(|_| ()),
+    kept_by,
+    tensor: "weight_packed",
+    shape: |q, packed| match packed.shape {
+        &[n, words] => Some([n, words * 32 / Config::parse(q).map_or(4, |config| config.bits)]),
+        _ => None,
+    },
+    read: packed,
+    ..Reader::NONE
+};
+
+/// Codes of 8 bits, one to a byte, in the place of plain weights.
+pub(super) const BYTES: Reader = Reader { dtype: |dtype| dtype == Dtype::I8, read: bytes, ..Reader::NONE };
+
+/// What a config says of all groups of layers.
+#[derive(PartialEq)]
+struct Config {
+    bits: usize,
+    symmetric: bool,
+    group: Option<usize>,
+    block: [usize; 2], // of FP8
+}
+
+impl Config {
+    fn parse(q: &Value) -> std::result::Result<Self, String> {
+        let refuse = |what: String| {
+            Err(format!(
+                "the checkpoint is quantized with compressed-tensors, {what}, which is not supported: use another one \
+                 of this model"
+            ))
+        };
+        let mut found = None;
+        for group in q["config_groups"].as_object().into_iter().flat_map(|groups| groups.values()) {
+            let weights = &group["weights"];
+            let format = group["format"].as_str().or(q["format"].as_str()).unwrap_or("pack-quantized");
+            let (bits, kind) = (weights["num_bits"].as_u64().unwrap_or(0), weights["type"].as_str().unwrap_or("int"));
+            match (format, kind, bits) {
+                ("pack-quantized", "int", 4 | 8) | ("int-quantized", "int", 8) | ("float-quantized", "float", 8) => {}
+                ("naive-quantized", "int" | "float", 8) => {}
+                _ => return refuse(format!("`{format}` of type {kind} and {bits} bits")),
+            }
+            let this = Self {
+                bits: bits as usize,
+                symmetric: weights["symmetric"].as_bool().unwrap_or(true) || kind == "float",
+                group: group_size(weights),
+                block: block(&weights["block_structure"])?,
+            };
+            if found.as_ref().is_some_and(|found| *found != this) {
+                return refuse("different for groups of layers".into());
+            }
+            found = Some(this);
+        }
+        match q["sparsity_config"]["format"].as_str() {
+            None | Some("dense") => found.map_or_else(|| refuse("without a group of layers".into()), Ok),
+            Some(format) => refuse(format!("sparse as `{format}`")),
+        }
+    }
+}
+
+/// Rows and inputs that share a scale in FP8.
+pub(super) fn fp8_block(q: &Value) -> Option<[usize; 2]> {
+    Config::parse(q).ok().map(|config| config.block)
+}
+
+fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
+    let config = Config::parse(q).ok()?;
+    match (config.bits, config.symmetric) {
+        (8, false) => Some(Precision::int8(32)), // no codes of 8 bits are left of these: they are rounded
+        (4, true) => largest(config.group, inputs).map(Precision::int4),
+        _ => largest(config.group, inputs).map(Precision::int8),
+    }
+}
 
 /// Codes packed into words, `NAME.weight_packed`.
-pub(super) fn packed<'a>(
-    checkpoint: &'a Checkpoint,
-    packed: TensorView<'a>,
-    stem: &str,
-    [n, k]: [usize; 2],
-) -> Result<Found<'a>> {
+fn packed(stored: Stored<'_>) -> Result<Found<'_>> {
+    let (packed, [n, k]) = (stored.view, stored.shape);
     let bits = match packed.shape {
         [_, cols] if *cols == k.div_ceil(8) => 4,
         [_, cols] if *cols == k.div_ceil(4) => 8,
@@ -28,29 +104,22 @@ pub(super) fn packed<'a>(
         }
     };
     let words = Words::new(packed, n, k.div_ceil(32 / bits))?;
-    let scales = checkpoint.tensor(&format!("{stem}.weight_scale"))?;
-    integers(checkpoint, Stored::Words(words), vec![packed, scales], stem, [n, k], bits)
+    let scales = stored.tensor_beside("weight_scale")?;
+    integers(&stored, CodesOf::Words(words), scales, bits)
 }
 
 /// Codes one to a byte, `NAME.weight`.
-pub(super) fn bytes<'a>(checkpoint: &'a Checkpoint, codes: TensorView<'a>, shape: [usize; 2]) -> Result<Found<'a>> {
-    let Some(scales) = checkpoint.get(&format!("{}_scale", codes.name)) else {
+fn bytes(stored: Stored<'_>) -> Result<Found<'_>> {
+    let codes = stored.view;
+    let Some(scales) = stored.checkpoint.get(&format!("{}_scale", codes.name)) else {
         return Err(codes.error(float::unsupported(codes.dtype)));
     };
-    let stem = codes.name.strip_suffix(".weight").unwrap_or(codes.name);
-    integers(checkpoint, Stored::Bytes(codes.data), vec![codes, scales], stem, shape, 8)
+    integers(&stored, CodesOf::Bytes(codes.data), scales, 8)
 }
 
-/// Either; `parts` are codes and scales.
-fn integers<'a>(
-    checkpoint: &'a Checkpoint,
-    codes: Stored<'a>,
-    mut parts: Vec<TensorView<'a>>,
-    stem: &str,
-    [n, k]: [usize; 2],
-    bits: usize,
-) -> Result<Found<'a>> {
-    let scales = parts[1];
+/// Either.
+fn integers<'a>(stored: &Stored<'a>, codes: CodesOf<'a>, scales: TensorView<'a>, bits: usize) -> Result<Found<'a>> {
+    let ([n, k], mut parts) = (stored.shape, vec![stored.view, scales]);
     let groups = scales.shape.get(1).copied().unwrap_or(1);
     let (group, scales) = match scales.shape.iter().product::<usize>() {
         1 if n > 1 => {
@@ -67,7 +136,7 @@ fn integers<'a>(
         _ => (k / groups, Scales::new(scales, n, groups)?),
     };
     let mut zeros = None;
-    if let Some(view) = checkpoint.get(&format!("{stem}.weight_zero_point")) {
+    if let Some(view) = stored.beside("weight_zero_point") {
         zeros = Some(match view.dtype {
             Dtype::I32 => Zeros::Packed(Words::new(view, n.div_ceil(32 / bits), groups)?),
             Dtype::I8 | Dtype::U8 if view.data.len() == n * groups => Zeros::Bytes(view),
@@ -79,7 +148,7 @@ fn integers<'a>(
             }
         });
         parts.push(view);
-    } else if matches!(checkpoint.quantization(), Quantization::CompressedTensors { symmetric: false, .. }) {
+    } else if Config::parse(stored.checkpoint.quantization().config()).is_ok_and(|config| !config.symmetric) {
         return Err(parts[0].error(
             "has no weight_zero_point, although config.json says that it is not symmetric: the download is incomplete",
         ));
@@ -87,7 +156,7 @@ fn integers<'a>(
     let mut index = None;
     // Inputs in order are all in group -1.
     let ordered = |view: &TensorView<'_>| view.data.iter().all(|&byte| byte == 0xff);
-    if let Some(view) = checkpoint.get(&format!("{stem}.weight_g_idx")).filter(|view| !ordered(view)) {
+    if let Some(view) = stored.beside("weight_g_idx").filter(|view| !ordered(view)) {
         index = Some(group_index(view, k, groups)?);
         parts.push(view);
     }
@@ -100,7 +169,7 @@ fn integers<'a>(
 }
 
 struct CompressedTensors<'a> {
-    codes: Stored<'a>,
+    codes: CodesOf<'a>,
     zeros: Option<Zeros<'a>>,
     scales: Scales<'a>,
     k: usize,
@@ -111,7 +180,7 @@ struct CompressedTensors<'a> {
 }
 
 /// Codes packed into words, or one to a byte.
-enum Stored<'a> {
+enum CodesOf<'a> {
     Words(Words<'a>),
     Bytes(&'a [u8]),
 }
@@ -143,17 +212,17 @@ impl CompressedTensors<'_> {
     /// Codes of one row, half of the range taken off again.
     fn row(&self, row: usize, out: &mut [i8]) {
         match &self.codes {
-            Stored::Bytes(bytes) => {
+            CodesOf::Bytes(bytes) => {
                 out.iter_mut().zip(&bytes[row * self.k..]).for_each(|(code, &byte)| *code = byte as i8)
             }
-            Stored::Words(words) if self.bits == 4 => {
+            CodesOf::Words(words) if self.bits == 4 => {
                 for (codes, word) in out.chunks_mut(8).zip(words.row(row, 0)) {
                     for (j, code) in codes.iter_mut().enumerate() {
                         *code = (word >> (4 * j) & 15) as i8 - 8;
                     }
                 }
             }
-            Stored::Words(words) => {
+            CodesOf::Words(words) => {
                 for (codes, word) in out.chunks_mut(4).zip(words.row(row, 0)) {
                     codes.iter_mut().zip(word.to_le_bytes()).for_each(|(code, byte)| *code = (byte ^ 0x80) as i8);
                 }

@@ -4,10 +4,48 @@
 //! A word of `qweight` holds inputs one after the other, the lowest bits first; a word of `qzeros` outputs. A weight is
 //! (code - zero) * scale, where the first version of the format stores zero - 1. Source: AutoGPTQ and GPTQModel.
 
-use super::scales::{Scales, Words, group_index};
-use super::{Codec, Codes, Format, Found, Integers, Library, Quantization, Read, Values};
-use crate::checkpoint::{Checkpoint, TensorView};
-use crate::{Error, Result};
+use serde_json::Value;
+
+use super::{Format, Library, Reader};
+use crate::Result;
+use crate::checkpoint::TensorView;
+use crate::codec::quantization::{bits, flag, group_size, largest, refused};
+use crate::codec::scales::{Scales, Words, group_index};
+use crate::codec::{Codec, Codes, Found, Integers, Read, Stored, Values};
+use crate::pack::{Precision, ScaleType};
+
+pub(super) const READER: Reader = Reader {
+    methods: &["gptq"],
+    check: |q| match (bits(q), version(q)) {
+        (4 | 8, "gptq" | "gptq_v2") => Ok(()),
+        (bits @ (4 | 8), other) => refused(format!("gptq of {bits} bits in the format `{other}`")),
+        (bits, _) => refused(format!("gptq of {bits} bits")),
+    },
+    kept_by,
+    tensor: "qweight",
+    shape: |q, codes| match codes.shape {
+        &[words, n] => Some([n, words.saturating_mul(32) / bits(q)]),
+        _ => None,
+    },
+    read,
+    ..Reader::NONE
+};
+
+fn version(q: &Value) -> &str {
+    q["checkpoint_format"].as_str().unwrap_or("gptq")
+}
+
+fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
+    // GPTQ writes scales in F16, unless told otherwise.
+    let f16 = |precision: Precision| precision.with_scales(ScaleType::F16);
+    let group = || largest(group_size(q), inputs);
+    match (bits(q), flag(q, "sym", false)) {
+        _ if flag(q, "desc_act", false) => Some(Precision::int8(32)),
+        (8, false) => Some(Precision::int8(32)),
+        (4, true) => group().map(Precision::int4).map(f16),
+        _ => group().map(Precision::int8).map(f16),
+    }
+}
 
 struct Gptq<'a> {
     codes: Words<'a>,
@@ -24,19 +62,12 @@ struct Gptq<'a> {
     group_index: Option<Vec<usize>>,
 }
 
-/// The matrix `[n, k]` whose codes, `NAME.qweight`, are these; the config says how they are meant.
-pub(super) fn found<'a>(
-    checkpoint: &'a Checkpoint,
-    codes: TensorView<'a>,
-    stem: &str,
-    [n, k]: [usize; 2],
-) -> Result<Found<'a>> {
-    let &Quantization::Gptq { bits, symmetric, zeros_less_one, act_order, .. } = checkpoint.quantization() else {
-        return Err(Error::Invalid(format!("{stem} is not of a GPTQ checkpoint")));
-    };
-    let (zeros, scales) =
-        (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
-    let (groups, bits) = (groups_of(&scales, k)?, bits as usize);
+/// The matrix whose codes are `NAME.qweight`; the config says how they are meant.
+fn read(stored: Stored<'_>) -> Result<Found<'_>> {
+    let (codes, [n, k], q) = (stored.view, stored.shape, stored.checkpoint.quantization().config());
+    let (symmetric, act_order) = (flag(q, "sym", false), flag(q, "desc_act", false));
+    let (zeros, scales) = (stored.tensor_beside("qzeros")?, stored.tensor_beside("scales")?);
+    let (groups, bits) = (groups_of(&scales, k)?, bits(q));
     if !k.is_multiple_of(32 / bits) || !n.is_multiple_of(32 / bits) {
         return Err(codes.error(format!(
             "has {n} x {k} weights, which words of 32 bits do not hold: config.json and weights do not belong together"
@@ -44,7 +75,7 @@ pub(super) fn found<'a>(
     }
     let mut parts = vec![codes, zeros, scales];
     let mut index = None;
-    if let Some(view) = checkpoint.get(&format!("{stem}.g_idx")).filter(|_| act_order) {
+    if let Some(view) = stored.beside("g_idx").filter(|_| act_order) {
         index = Some(group_index(view, k, groups)?);
         parts.push(view);
     }
@@ -56,7 +87,7 @@ pub(super) fn found<'a>(
         k,
         group,
         bits,
-        zero_offset: zeros_less_one as i32,
+        zero_offset: i32::from(version(q) == "gptq"),
         symmetric,
         group_index: index,
     };

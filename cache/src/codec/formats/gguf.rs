@@ -8,23 +8,28 @@ mod super_blocks;
 use half::f16;
 
 use super::mxfp4;
-use super::scales::e8m0;
-use super::{Codec, Codes, Format, Found, Integers, Read, Values};
-use crate::checkpoint::{GgmlType, TensorView};
+use super::{Format, Reader};
+use crate::Result;
+use crate::checkpoint::{Dtype, GgmlType};
+use crate::codec::scales::e8m0;
+use crate::codec::{Codec, Codes, Found, Integers, Read, Stored, Values};
 use crate::pack::{DOUBLED_E2M1, ScaleType};
 
 /// The 16 values of IQ4_NL and IQ4_XS.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// Rows of `k` weights; the reader has checked that blocks fill them.
-pub(super) fn found(kind: GgmlType, view: TensorView<'_>, k: usize) -> Found<'_> {
+pub(super) const READER: Reader = Reader { dtype: |dtype| matches!(dtype, Dtype::Ggml(_)), read, ..Reader::NONE };
+
+/// Rows of weights; whoever opened the file has checked that blocks fill them.
+fn read(Stored { view, shape: [_, k], .. }: Stored<'_>) -> Result<Found<'_>> {
     use GgmlType::*;
+    let Dtype::Ggml(kind) = view.dtype else { return Err(view.error(super::float::unsupported(view.dtype))) };
     let blocks = Blocks { kind, data: view.data, k };
     let codec = match kind {
         Q4_0 | Q5_0 | Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => Codec::Codes(Box::new(blocks)),
         Q4_1 | Q5_1 | Q2_K | Q3_K | Q4_K | Q5_K | Q6_K => Codec::Values(Box::new(blocks)),
     };
-    Found::new(Format::Gguf(kind), "", vec![view], codec)
+    Ok(Found::new(Format::Gguf(kind), "", vec![view], codec))
 }
 
 struct Blocks<'a> {

@@ -4,11 +4,27 @@
 //! The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are halves of integers, so that they pass as codes up to 12 with half the
 //! scale, exactly. Source: the OCP microscaling specification 1.0, and gpt-oss's own reader.
 
-use super::scales::e8m0;
-use super::{Codec, Codes, Format, Found, Integers, Read};
+use super::{Format, Reader};
 use crate::Result;
-use crate::checkpoint::{Dtype, TensorView};
-use crate::pack::{CodeType, DOUBLED_E2M1, ScaleType};
+use crate::checkpoint::Dtype;
+use crate::codec::scales::e8m0;
+use crate::codec::{Codec, Codes, Found, Integers, Read, Stored};
+use crate::pack::{CodeType, DOUBLED_E2M1, Precision, ScaleType};
+
+pub(super) const READER: Reader = Reader {
+    methods: &["mxfp4"],
+    kept_by: |_, _| Some(Precision::Mxfp4),
+    stack: BLOCKS,
+    shape: |_, blocks| match blocks.shape {
+        &[_, n, blocks, 16] => Some([n, blocks.saturating_mul(32)]),
+        _ => None,
+    },
+    read,
+    ..Reader::NONE
+};
+
+/// What ends the names of the tensors with blocks; those with exponents end with `_scales`.
+const BLOCKS: &str = "_blocks";
 
 pub(super) const INTEGERS: Integers =
     Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) };
@@ -20,8 +36,11 @@ struct Mxfp4<'a> {
     k: usize,
 }
 
-/// The matrix `[n, k]` of these blocks.
-pub(super) fn found<'a>(blocks: TensorView<'a>, scales: TensorView<'a>, [n, k]: [usize; 2]) -> Result<Found<'a>> {
+/// The matrix of these blocks, with the exponents that its name leads to.
+fn read(stored: Stored<'_>) -> Result<Found<'_>> {
+    let (blocks, [n, k]) = (stored.view, stored.shape);
+    let (head, tail) = blocks.name.rsplit_once(BLOCKS).unwrap_or((blocks.name, ""));
+    let scales = stored.in_stack(stored.checkpoint.tensor(&format!("{head}_scales{tail}"))?)?;
     if !k.is_multiple_of(32) || (blocks.dtype, scales.dtype) != (Dtype::U8, Dtype::U8) {
         return Err(blocks.error(format!(
             "holds no blocks of 32 for rows of {k} weights: config.json and weights do not belong together"

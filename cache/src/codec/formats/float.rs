@@ -1,15 +1,22 @@
 //! F32, F16 and BF16, row after row or column after column; also where quantized formats keep their scales.
 
-use super::{Codec, Format, Found, Read, Values};
+use super::{Format, Reader};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorView};
+use crate::codec::{Codec, Found, Read, Values};
 use crate::simd::multiversion;
 
-pub(super) const UNUSABLE: &str =
+pub(super) const READER: Reader = Reader {
+    dtype: |dtype| element_bytes(dtype).is_some(),
+    read: |stored| found(stored.view, stored.shape[1]),
+    ..Reader::NONE
+};
+
+pub(in crate::codec) const UNUSABLE: &str =
     "holds a NaN, an infinity or a value beyond BF16: the checkpoint is damaged; download it again";
 
 /// Bytes of an element; `None` of types that are no plain numbers.
-pub(super) fn element_bytes(dtype: Dtype) -> Option<usize> {
+pub(in crate::codec) fn element_bytes(dtype: Dtype) -> Option<usize> {
     match dtype {
         Dtype::F32 => Some(4),
         Dtype::F16 | Dtype::BF16 => Some(2),
@@ -18,7 +25,7 @@ pub(super) fn element_bytes(dtype: Dtype) -> Option<usize> {
 }
 
 /// Decodes as many elements as `out` holds. Errors: one clause. Panics: `bytes` is of another length (a bug).
-pub(super) fn decode(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> Read {
+pub(in crate::codec) fn decode(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> Read {
     let finite = match dtype {
         Dtype::F32 => f32(bytes, out),
         Dtype::F16 => f16(bytes, out),
@@ -28,7 +35,7 @@ pub(super) fn decode(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> Read {
     if finite { Ok(()) } else { Err(UNUSABLE.into()) }
 }
 
-pub(super) fn unsupported(dtype: Dtype) -> String {
+pub(in crate::codec) fn unsupported(dtype: Dtype) -> String {
     format!(
         "is of type {dtype:?}, which is not supported here; use a checkpoint in BF16, F16, F32 or a quantized format \
          that docs/formats.md lists"
@@ -36,7 +43,7 @@ pub(super) fn unsupported(dtype: Dtype) -> String {
 }
 
 /// Rows of `k` weights as they lie. Errors: they are no plain numbers.
-pub(super) fn found(view: TensorView<'_>, k: usize) -> Result<Found<'_>> {
+pub(in crate::codec) fn found(view: TensorView<'_>, k: usize) -> Result<Found<'_>> {
     match element_bytes(view.dtype) {
         Some(_) => {
             Ok(Found::new(Format::Float(view.dtype), "", vec![view], Codec::Values(Box::new(Plain { view, k }))))
@@ -63,10 +70,10 @@ impl Values for Plain<'_> {
 }
 
 /// A matrix whose columns are stored as rows: `[k, n]`.
-pub(super) struct Transposed<'a> {
-    pub(super) view: TensorView<'a>,
-    pub(super) n: usize,
-    pub(super) k: usize,
+pub(in crate::codec) struct Transposed<'a> {
+    pub(in crate::codec) view: TensorView<'a>,
+    pub(in crate::codec) n: usize,
+    pub(in crate::codec) k: usize,
 }
 
 impl Values for Transposed<'_> {
@@ -85,7 +92,7 @@ impl Values for Transposed<'_> {
 
 multiversion!(
     /// Whether all values are finite and stay so in BF16.
-    pub(super) fn all_usable(values: &[f32]) -> bool = [all_usable_body, all_usable_body, all_usable_body]
+    pub(in crate::codec) fn all_usable(values: &[f32]) -> bool = [all_usable_body, all_usable_body, all_usable_body]
 );
 
 #[inline(always)]
@@ -96,9 +103,9 @@ fn all_usable_body(values: &[f32]) -> bool {
 /// Bits of the smallest magnitude that rounds to infinity in BF16.
 const LIMIT: i32 = 0x7f7f_8000;
 
-multiversion!(pub(super) fn f32(bytes: &[u8], out: &mut [f32]) -> bool = [f32_body, f32_body, f32_body]);
-multiversion!(pub(super) fn bf16(bytes: &[u8], out: &mut [f32]) -> bool = [bf16_body, bf16_body, bf16_body]);
-multiversion!(pub(super) fn f16(bytes: &[u8], out: &mut [f32]) -> bool = [f16_body, f16_body, f16_body]);
+multiversion!(pub(in crate::codec) fn f32(bytes: &[u8], out: &mut [f32]) -> bool = [f32_body, f32_body, f32_body]);
+multiversion!(pub(in crate::codec) fn bf16(bytes: &[u8], out: &mut [f32]) -> bool = [bf16_body, bf16_body, bf16_body]);
+multiversion!(pub(in crate::codec) fn f16(bytes: &[u8], out: &mut [f32]) -> bool = [f16_body, f16_body, f16_body]);
 
 #[inline(always)]
 fn f32_body(bytes: &[u8], out: &mut [f32]) -> bool {

@@ -3,11 +3,37 @@
 //! A word holds eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble on. A weight is
 //! (code - zero) * scale. Source: AutoAWQ's packing.
 
+use serde_json::Value;
+
 use super::gptq::groups_of;
-use super::scales::{Scales, Words};
-use super::{Codec, Codes, Format, Found, Integers, Library, Read};
+use super::{Format, Library, Reader};
 use crate::Result;
-use crate::checkpoint::{Checkpoint, TensorView};
+use crate::codec::quantization::{bits, flag, group_size, largest, refused};
+use crate::codec::scales::{Scales, Words};
+use crate::codec::{Codec, Codes, Found, Integers, Read, Stored};
+use crate::pack::{Precision, ScaleType};
+
+pub(super) const READER: Reader = Reader {
+    methods: &["awq"],
+    check: |q| match (bits(q), q["version"].as_str().unwrap_or("gemm").to_ascii_lowercase().as_str()) {
+        (4, "gemm") if flag(q, "zero_point", true) => Ok(()),
+        (4, "gemm") => refused("awq without zero points".into()),
+        (bits, version) => refused(format!("awq of {bits} bits in the order `{version}`")),
+    },
+    kept_by,
+    tensor: "qweight",
+    shape: |_, codes| match codes.shape {
+        &[k, words] => Some([words.saturating_mul(8), k]),
+        _ => None,
+    },
+    read,
+    ..Reader::NONE
+};
+
+fn kept_by(q: &Value, inputs: &[usize]) -> Option<Precision> {
+    // AWQ writes scales in F16, unless told otherwise.
+    Some(Precision::int8(largest(group_size(q), inputs)?).with_scales(ScaleType::F16))
+}
 
 /// The nibble of each of the eight outputs.
 const NIBBLE: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
@@ -20,15 +46,10 @@ struct Awq<'a> {
     group: usize,
 }
 
-/// The matrix `[n, k]` whose codes, `NAME.qweight`, are these.
-pub(super) fn found<'a>(
-    checkpoint: &'a Checkpoint,
-    codes: TensorView<'a>,
-    stem: &str,
-    [n, k]: [usize; 2],
-) -> Result<Found<'a>> {
-    let (zeros, scales) =
-        (checkpoint.tensor(&format!("{stem}.qzeros"))?, checkpoint.tensor(&format!("{stem}.scales"))?);
+/// The matrix whose codes are `NAME.qweight`.
+fn read(stored: Stored<'_>) -> Result<Found<'_>> {
+    let (codes, [n, k]) = (stored.view, stored.shape);
+    let (zeros, scales) = (stored.tensor_beside("qzeros")?, stored.tensor_beside("scales")?);
     let groups = groups_of(&scales, k)?;
     if !n.is_multiple_of(8) {
         return Err(codes.error(format!(

@@ -4,11 +4,26 @@
 //! Source: DeepSeek-V3's `weight_dequant`; a weight is its value times the scale, whichever name (`weight_scale_inv`,
 //! `weight_scale`) it has.
 
-use super::scales::Scales;
-use super::{Codec, Format, Found, Quantization, Read, Values};
+use super::{Format, Reader, compressed_tensors};
 use crate::Result;
-use crate::checkpoint::{Checkpoint, TensorView};
+use crate::checkpoint::{Dtype, TensorView};
+use crate::codec::quantization::{BLOCK, block, largest, refused};
+use crate::codec::scales::Scales;
+use crate::codec::{Codec, Found, Read, Stored, Values};
+use crate::pack::Precision;
 use crate::simd::multiversion;
+
+pub(super) const READER: Reader = Reader {
+    methods: &["fp8", "fbgemm_fp8"],
+    check: |q| match q["fmt"].as_str().unwrap_or("e4m3") {
+        "e4m3" | "float8_e4m3fn" => block(&q["weight_block_size"]).map(|_| ()),
+        other => refused(format!("fp8 of the kind `{other}`")),
+    },
+    kept_by: |_, inputs| largest(None, inputs).map(Precision::int8),
+    dtype: |dtype| dtype == Dtype::F8E4M3,
+    read,
+    ..Reader::NONE
+};
 
 /// A matrix `[n, k]`; `block` rows and inputs share a scale.
 struct Fp8<'a> {
@@ -18,13 +33,9 @@ struct Fp8<'a> {
     block: [usize; 2],
 }
 
-/// The matrix `[n, k]`, number `part` of stacked ones or one for itself, with the scales that its name leads to.
-pub(super) fn found<'a>(
-    checkpoint: &'a Checkpoint,
-    view: TensorView<'a>,
-    part: Option<usize>,
-    [n, k]: [usize; 2],
-) -> Result<Found<'a>> {
+/// The matrix with the scales that its name leads to.
+fn read(stored: Stored<'_>) -> Result<Found<'_>> {
+    let Stored { checkpoint, view, part, shape: [n, k] } = stored;
     let names = ["_scale_inv", "_scale"].map(|suffix| format!("{}{suffix}", view.name));
     let Some(scales) = names.iter().find_map(|name| checkpoint.get(name)) else {
         return Err(view.error(format!("is FP8 and {} is missing: the download is incomplete", names[0])));
@@ -34,10 +45,8 @@ pub(super) fn found<'a>(
         Some(i) => return Err(scales.error(format!("has no scales of expert {i}: the download is incomplete"))),
         None => scales,
     };
-    let block = match checkpoint.quantization() {
-        Quantization::Fp8 { block } | Quantization::CompressedTensors { block, .. } => *block,
-        _ => [128, 128],
-    };
+    let q = checkpoint.quantization().config();
+    let block = compressed_tensors::fp8_block(q).or(block(&q["weight_block_size"]).ok()).unwrap_or(BLOCK);
     let (block, words) = match (scales.shape, scales.shape.iter().product::<usize>()) {
         (_, 1) => ([n, k], ", one scale".to_string()),
         ([rows] | [rows, 1], _) if *rows == n => ([1, k], ", a scale for each row".to_string()),
