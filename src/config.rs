@@ -1,11 +1,14 @@
-//! `EngineConfig`: every choice a user can make, with its default, unit and validation.
+//! `EngineConfig`: every choice a user can make, with its flag, help, default, unit and validation.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use moebius_cache::Precision;
-use moebius_cache::pack::largest_group_size;
+use moebius_cache::pack::{GROUP_SIZES, largest_group_size};
 
+use crate::Error;
 use crate::kernel::Simd;
 
 /// Gives a choice its names: `ALL` in the order they are offered, `Display` and `FromStr`.
@@ -205,86 +208,180 @@ impl KvBits {
     }
 }
 
-/// Every user choice of an engine.
-#[derive(Clone, Debug)]
-pub struct EngineConfig {
-    /// Precision of the routed experts, in prefill and decode alike.
-    pub experts: ExpertBits,
-    /// Inputs that share a scale (32, 64 or 128); `None`: the checkpoint's own, else the largest that divides.
-    pub group_size: Option<usize>,
-    /// Precision of everything else (router and norms are always f32).
-    pub dense: DenseBits,
-    /// Tokens of prompt plus answer that a sequence may hold; `None`: the model's own limit, lowered to what memory
-    /// allows.
-    pub max_context: Option<usize>,
-    /// Sequences that run at the same time.
-    pub max_sequences: usize,
-    /// Requests that may wait beside them.
-    pub max_queue: usize,
-    /// Between two tokens of a running answer, while prompts are read: they are read in parts that take no longer,
-    /// down to 32 tokens.
-    pub max_gap: Duration,
-    /// Keep the KV blocks of what was read, for requests that begin alike; nothing is kept of a model with recurrent
-    /// state.
-    pub prefix_cache: bool,
-    /// Tokens of one forward pass: the size of a prefill chunk; `None`: [`CPU_BATCH_TOKENS`], or what the GPU's memory
-    /// allows.
-    pub max_batch_tokens: Option<usize>,
-    /// Worker threads; `None`: one per physical core this process may use.
-    pub threads: Option<usize>,
-    /// Precision of keys and values.
-    pub kv: KvBits,
-    /// Instruction set of the CPU kernels; `None`: the best this machine has.
-    pub simd: Option<Simd>,
-    /// Where expert caches are kept; `None`: `$XDG_CACHE_HOME/moebius` or `~/.cache/moebius`.
-    pub cache_dir: Option<PathBuf>,
-    /// Lock the experts in RAM.
-    pub lock: bool,
-    /// What NUMA nodes are used for.
-    pub numa: Numa,
-    /// Where the routed experts are read from.
-    pub experts_memory: ExpertsMemory,
-    /// What everything but the CPU's share of the experts runs on.
-    pub device: Device,
-    /// VRAM that may be taken, in bytes; `None`: what is free.
-    pub vram: Option<u64>,
-    /// Experts of each layer that live in VRAM; `None`: as many as fit.
-    pub resident_experts: Option<usize>,
-    /// Where the experts of prompts run.
-    pub prefill: PrefillOn,
-    /// Special tokens that messages spell out count as the chat template's own.
-    pub trust_content: bool,
+/// Declares groups of choices, each the flags that some commands share, and [`EngineConfig`], which has them all. A field
+/// is its flag: its comment is the help, its `arg` the values and the default.
+macro_rules! engine_config {
+    ($($(#[$about:meta])* struct $Group:ident { $($(#[$arg:meta])* $choice:ident: $Type:ty,)* })*) => {
+        /// Every user choice of an engine.
+        #[derive(Clone, Debug, clap::Parser)]
+        #[command(no_binary_name = true, disable_help_flag = true)]
+        pub struct EngineConfig { $($($(#[$arg])* pub $choice: $Type,)*)* }
+
+        $(
+            #[derive(Clone, Debug, clap::Args)]
+            $(#[$about])*
+            pub struct $Group { $($(#[$arg])* $choice: $Type,)* }
+
+            impl $Group {
+                /// `config` with these choices.
+                pub fn over(self, config: EngineConfig) -> EngineConfig {
+                    EngineConfig { $($choice: self.$choice,)* ..config }
+                }
+            }
+        )*
+    };
+}
+
+engine_config! {
+    /// The precision of packed experts, and their directory.
+    #[command(next_help_heading = "Engine")]
+    struct PackedChoices {
+        /// Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to
+        /// int4.
+        #[arg(long, default_value = "auto", value_parser = one_of(&ExpertBits::ALL))]
+        experts: ExpertBits,
+        /// Inputs that share one scale [default: the checkpoint's group size, else the largest that divides].
+        #[arg(long, value_parser = one_of(&GROUP_SIZES))]
+        group_size: Option<usize>,
+        /// Directory of packed experts and the demo model [default: ~/.cache/moebius].
+        #[arg(long, value_name = "DIR")]
+        cache_dir: Option<PathBuf>,
+    }
+
+    /// How to load and run a model.
+    #[command(next_help_heading = "Engine")]
+    struct RunChoices {
+        /// Precision of attention, shared experts, dense layers and the output head.
+        #[arg(long, default_value = "bf16", value_parser = one_of(&DenseBits::ALL))]
+        dense: DenseBits,
+        /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16.
+        #[arg(long, default_value = "bf16", value_parser = one_of(&KvBits::ALL))]
+        kv: KvBits,
+        /// Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows].
+        #[arg(long, value_name = "N")]
+        max_context: Option<usize>,
+        /// Maximum tokens of one forward pass, the size of a prefill chunk [default: 512; on a GPU up to 8192, as VRAM
+        /// allows].
+        #[arg(long, value_name = "N")]
+        max_batch_tokens: Option<usize>,
+        /// Worker threads [default: one per physical core].
+        #[arg(long, value_name = "N")]
+        threads: Option<usize>,
+        /// Instruction set of the CPU kernels [default: the best that this machine supports].
+        #[arg(long, value_parser = one_of(&Simd::ALL))]
+        simd: Option<Simd>,
+        /// Lock the experts in RAM, so that the system cannot evict them.
+        #[arg(long)]
+        lock: bool,
+        /// Use of NUMA nodes: each holds a slice of every expert (auto), ignored (off), or the experts' pages alternate
+        /// (interleave).
+        #[arg(long, default_value = "auto", value_parser = one_of(&Numa::ALL))]
+        numa: Numa,
+        /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
+        #[arg(long, default_value = "auto", value_parser = one_of(&ExpertsMemory::ALL))]
+        experts_memory: ExpertsMemory,
+        /// Device to run on: auto (the first GPU, else the CPU), cpu or cuda:0.
+        #[arg(long, value_name = "DEVICE", default_value = "auto")]
+        device: Device,
+        /// Maximum VRAM to use, such as 16GiB [default: all that is free].
+        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+        vram: Option<u64>,
+        /// Experts of each layer to keep in VRAM: auto (as many as fit), or a number.
+        #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
+        resident_experts: std::option::Option<usize>, // clap would make a plain `Option` a flag without a default
+        /// Where to compute the routed experts during prefill when there is a GPU; auto chooses the faster.
+        #[arg(long, default_value = "auto", value_parser = one_of(&PrefillOn::ALL))]
+        prefill: PrefillOn,
+    }
+
+    /// How many requests run at the same time.
+    #[command(next_help_heading = "Load")]
+    struct LoadChoices {
+        /// Maximum requests that run at the same time.
+        #[arg(long, value_name = "N", default_value = "16")]
+        #[arg(value_parser = clap::value_parser!(u16).range(1..=1024).map(usize::from))]
+        max_sequences: usize,
+        /// Maximum requests that wait; more are refused (HTTP 429).
+        #[arg(long, value_name = "N", default_value = "256")]
+        max_queue: usize,
+        /// Maximum milliseconds between two tokens of an answer while other requests prefill; longer prompts are
+        /// prefilled in parts.
+        #[arg(long, value_name = "MS", default_value = "500")]
+        #[arg(value_parser = clap::value_parser!(u64).map(Duration::from_millis))]
+        max_gap: Duration,
+        /// Do not reuse the KV cache of a common prefix.
+        #[arg(id = "no_prefix_cache", long = "no-prefix-cache", action = clap::ArgAction::SetFalse)]
+        prefix_cache: bool,
+    }
+
+    /// How far the text of messages is trusted.
+    #[command(next_help_heading = "Messages")]
+    struct MessageChoices {
+        /// Treat special tokens spelled out in messages as special tokens; by default they are plain text, and only the
+        /// chat template writes special tokens.
+        #[arg(long)]
+        trust_content: bool,
+    }
 }
 
 /// Tokens of a forward pass on the CPU.
 pub const CPU_BATCH_TOKENS: usize = 512;
 
+/// More threads or larger batches would only waste memory.
+const MAX_THREADS: usize = 1024;
+const MAX_BATCH_TOKENS: usize = 1 << 16;
+
 impl Default for EngineConfig {
+    /// As without any flag.
     fn default() -> Self {
-        Self {
-            experts: ExpertBits::default(),
-            group_size: None,
-            dense: DenseBits::default(),
-            max_context: None,
-            max_sequences: 16,
-            max_queue: 256,
-            max_gap: Duration::from_millis(500),
-            prefix_cache: true,
-            max_batch_tokens: None,
-            threads: None,
-            kv: KvBits::default(),
-            simd: None,
-            cache_dir: None,
-            lock: false,
-            numa: Numa::default(),
-            experts_memory: ExpertsMemory::default(),
-            device: Device::default(),
-            vram: None,
-            resident_experts: None,
-            prefill: PrefillOn::default(),
-            trust_content: false,
-        }
+        clap::Parser::parse_from(None::<&str>)
     }
+}
+
+impl EngineConfig {
+    /// Refuses numbers that no machine can run with. Errors: `Error::Invalid`.
+    pub fn check(&self) -> crate::Result<()> {
+        for (flag, value, most) in [
+            ("--threads", self.threads, MAX_THREADS),
+            ("--max-context", self.max_context, usize::MAX),
+            ("--max-batch-tokens", self.max_batch_tokens, MAX_BATCH_TOKENS),
+        ] {
+            match value {
+                Some(0) => return Err(Error::Invalid(format!("{flag} is 0: give at least 1"))),
+                Some(n) if n > most => return Err(Error::Invalid(format!("{flag} is {n}: give at most {most}"))),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Parses the name of one of `all`.
+pub(crate) fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
+    let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");
+    PossibleValuesParser::new(all.iter().map(ToString::to_string)).map(named)
+}
+
+fn parse_auto(s: &str) -> Result<Option<usize>, String> {
+    match s {
+        "auto" => Ok(None),
+        _ => s.parse().map(Some).map_err(|_| "give auto or a number".into()),
+    }
+}
+
+/// `16GiB`, `500MiB`, `8G`: units are powers of 1024.
+pub(crate) fn parse_bytes(s: &str) -> Result<u64, String> {
+    let digits = s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len());
+    let unit = match s[digits..].trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return Err("give a size such as 16GiB or 500MiB".into()),
+    };
+    let number: f64 = s[..digits].parse().map_err(|_| "give a size such as 16GiB or 500MiB".to_string())?;
+    Ok((number * (1u64 << unit) as f64) as u64)
 }
 
 #[cfg(test)]

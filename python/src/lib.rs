@@ -52,5 +52,8 @@ fn render_templates(py: Python<'_>) -> u8 {
 /// Name, whether it takes a value, and help of every option of the engine.
 #[pyfunction]
 fn engine_options() -> Vec<(String, bool, String)> {
-    moebius::cli::options().into_iter().map(|option| (option.name, option.takes_value, option.help)).collect()
+    moebius::cli::options()
+        .into_iter()
+        .map(|option| (option.name.clone(), option.takes_value(), option.help()))
+        .collect()
 }

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
+use crate::config::{EngineConfig, PackedChoices};
 use crate::load::components::{Component, components};
 use crate::load::{Description, LoadProgress, ModelFolder};
 use crate::{Error, Result, hub, load, log};
 use moebius_cache::convert::{self, Job};
 use moebius_cache::format::ExpertCache;
 
-use super::args::PackedArgs;
+use super::args::complete;
 use super::print_line;
 use super::terminal::Status;
 
@@ -27,7 +28,7 @@ pub(crate) struct Args {
     /// `demo`, a directory, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-30B-A3B.
     model: String,
     #[command(flatten)]
-    packed: PackedArgs,
+    packed: PackedChoices,
 }
 
 #[derive(clap::Args)]
@@ -72,7 +73,7 @@ fn with_job(
     args: &Args,
     act: impl FnOnce(&Job<'_>, &Path, &dyn Fn() -> Result<Vec<Component>>) -> Result<()>,
 ) -> Result<()> {
-    let config = args.packed.to_config()?;
+    let config = complete(args.packed.clone().over(EngineConfig::default()))?;
     let cache_dir = load::cache_dir(&config)?;
     let folder = ModelFolder::open(&args.model, Description::read(&hub::resolve(&args.model, &cache_dir)?)?)?;
     let ModelFolder { name, model, checkpoint, .. } = &folder;

@@ -6,6 +6,7 @@ mod conversation;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
+use crate::config::MessageChoices;
 use crate::engine::{FinishReason, RequestStats};
 use crate::hub::demo;
 use crate::text::model::TextModel;
@@ -13,7 +14,7 @@ use crate::text::stream::Delta;
 use crate::{Error, Result, log};
 use rustyline::error::ReadlineError;
 
-use super::args::{ContentArgs, EngineArgs, SamplingArgs};
+use super::args::{EngineArgs, SamplingArgs};
 use super::stdout_error;
 use super::terminal::{self, Status};
 use commands::Outcome;
@@ -33,7 +34,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
-    content: ContentArgs,
+    content: MessageChoices,
     #[command(flatten)]
     engine: EngineArgs,
 }

@@ -3,6 +3,7 @@
 use std::io::{IsTerminal, Read, Write};
 use std::path::PathBuf;
 
+use crate::config::MessageChoices;
 use crate::engine::{FinishReason, Request, RequestStats};
 use crate::text::chat_template::RenderOptions;
 use crate::text::model::TextModel;
@@ -10,7 +11,7 @@ use crate::text::stream::Delta;
 use crate::{Error, Result, log};
 use serde_json::json;
 
-use super::args::{ContentArgs, EngineArgs, SamplingArgs, read_text, read_tokens};
+use super::args::{EngineArgs, SamplingArgs, read_text, read_tokens};
 use super::terminal::{self, Rates, Status};
 use super::{print_line, stdout_error};
 
@@ -45,7 +46,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
-    content: ContentArgs,
+    content: MessageChoices,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -56,7 +57,7 @@ enum Prompt {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.content.over(args.engine.to_config()?);
+    let config = args.content.clone().over(args.engine.to_config()?);
     args.sampling.check()?;
     let prompt = read_prompt(&args)?;
     let status = Status::new();

@@ -4,47 +4,56 @@ use std::ffi::OsString;
 
 use clap::{CommandFactory, Parser};
 
+use crate::config::EngineConfig;
 use crate::text::model::TextModel;
 use crate::{Error, Result};
 
-use super::args::{ContentArgs, EngineArgs, SchedulingArgs};
+use super::args::complete;
 use super::terminal::Status;
-
-#[derive(Parser)]
-#[command(no_binary_name = true, disable_help_flag = true)]
-struct Options {
-    #[command(flatten)]
-    engine: EngineArgs,
-    #[command(flatten)]
-    scheduling: SchedulingArgs,
-    #[command(flatten)]
-    content: ContentArgs,
-}
 
 /// An option of the engine.
 pub struct EngineOption {
     /// Its flag without dashes: `max_context` of `--max-context`.
     pub name: String,
+    /// What its value is called, such as SIZE; `None`: it is a switch.
+    pub value_name: Option<String>,
+    /// The values there are; none: they cannot be listed.
+    pub choices: Vec<String>,
+    /// Without it, if that can be said by a value.
+    pub default: Option<String>,
+    /// What it does.
+    help: String,
+}
+
+impl EngineOption {
+    fn of(arg: &clap::Arg) -> Self {
+        let takes_value = arg.get_action().takes_values();
+        let choices = arg.get_possible_values().into_iter().map(|value| value.get_name().to_string());
+        let default = arg.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
+        let value_name = arg.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
+        Self {
+            name: arg.get_id().to_string(),
+            value_name: value_name.filter(|_| takes_value),
+            choices: choices.filter(|_| takes_value).collect(),
+            default: default.filter(|_| takes_value),
+            help: arg.get_help().map(ToString::to_string).unwrap_or_default(),
+        }
+    }
+
     /// Whether it takes a value; else it is a switch.
-    pub takes_value: bool,
+    pub fn takes_value(&self) -> bool {
+        self.value_name.is_some()
+    }
+
     /// What it does, and its default.
-    pub help: String,
+    pub fn help(&self) -> String {
+        self.default.as_ref().map_or(self.help.clone(), |value| format!("{} [default: {value}]", self.help))
+    }
 }
 
 /// Every option of [`open`].
 pub fn options() -> Vec<EngineOption> {
-    let of = |arg: &clap::Arg| {
-        let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
-        let takes_value = arg.get_action().takes_values();
-        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-        let default = if takes_value && !defaults.is_empty() {
-            format!(" [default: {}]", defaults.join(","))
-        } else {
-            String::new()
-        };
-        EngineOption { name: arg.get_id().to_string(), takes_value, help: help + &default }
-    };
-    Options::command().get_arguments().map(of).collect()
+    EngineConfig::command().get_arguments().map(EngineOption::of).collect()
 }
 
 /// Finds or downloads `model` and starts its engine with `flags` such as `--max-context=4096`. Prints the progress of
@@ -52,12 +61,12 @@ pub fn options() -> Vec<EngineOption> {
 ///
 /// Errors: `Error::Invalid` for an unknown flag or a wrong value; else as [`TextModel::open`].
 pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {
-    let options = Options::try_parse_from(flags).map_err(|e| {
+    let config = EngineConfig::try_parse_from(flags).map_err(|e| {
         let text = e.to_string();
         let message = text.trim_start_matches("error: ").lines().take_while(|line| !line.is_empty()).map(str::trim);
         Error::Invalid(message.collect::<Vec<_>>().join(" "))
     })?;
-    let config = options.content.over(options.scheduling.over(options.engine.to_config()?));
+    let config = complete(config)?;
     let status = (!quiet).then(Status::new);
     TextModel::open(model, &config, &|progress| {
         if let Some(status) = &status {
@@ -68,10 +77,7 @@ pub fn open(model: &str, flags: &[OsString], quiet: bool) -> Result<TextModel> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
-    use crate::config::EngineConfig;
 
     #[test]
     fn a_wrong_option_is_one_sentence() {
@@ -88,33 +94,15 @@ mod tests {
         }
     }
 
-    /// To add a choice is to add a field; then this says where its flag and its keyword are missing.
-    #[test]
-    fn every_choice_is_a_flag_and_a_keyword() {
-        let names = |lines: &mut dyn Iterator<Item = &str>| -> BTreeSet<String> {
-            let top = lines.filter_map(|line| line.strip_prefix("    ")).filter(|line| !line.starts_with([' ', '"']));
-            top.filter_map(|line| Some(line.split_once(':')?.0.to_string())).collect()
-        };
-        let fields = names(&mut format!("{:#?}", EngineConfig::default()).lines());
-        let flags: BTreeSet<String> = options().into_iter().map(|option| option.name).collect();
-        // Flags say what differs from the default.
-        let positive = flags.iter().map(|name| name.strip_prefix("no_").unwrap_or(name).to_string());
-        assert_eq!(positive.collect::<BTreeSet<_>>(), fields);
-        let python = include_str!("../../python/moebius/options.py");
-        let class = python.split("class EngineOptions").nth(1).expect("it is there");
-        let keywords = names(&mut class.lines().skip(1).take_while(|line| !line.starts_with("class")));
-        assert_eq!(keywords, flags);
-    }
-
     #[test]
     fn options_have_names_and_words() {
         let options = options();
-        assert!(options.iter().all(|option| !option.help.is_empty()));
+        assert!(options.iter().all(|option| !option.help().is_empty()));
         let of = |name| options.iter().find(|option| option.name == name).expect("it is an option");
         assert!(
-            of("max_sequences").help.ends_with("[default: 16]")
-                && of("max_sequences").takes_value
-                && !of("lock").takes_value
+            of("max_sequences").help().ends_with("[default: 16]")
+                && of("max_sequences").takes_value()
+                && !of("lock").takes_value()
         );
     }
 }

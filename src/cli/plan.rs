@@ -1,11 +1,12 @@
 //! `moebius plan`: where the weights go and how fast the model will be, without loading weights. Of a model on the hub
 //! only config.json is downloaded.
 
+use crate::config::parse_bytes;
 use crate::load::{Description, Kept, Spec, plan};
 use crate::model::families::shapes;
 use crate::{Result, hub, load};
 
-use super::args::{EngineArgs, SubjectArgs, parse_bytes};
+use super::args::{EngineArgs, SubjectArgs};
 use super::print_line;
 
 #[derive(clap::Args)]

@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use crate::config::{LoadChoices, MessageChoices};
 use crate::log::{self, Queue};
 use crate::server::{Server, ServerOptions};
 use crate::text::model::TextModel;
 use crate::{Error, Result};
 use clap::ValueEnum;
 
-use super::args::{ContentArgs, EngineArgs, SchedulingArgs, read_text};
+use super::args::{EngineArgs, read_text};
 use super::process;
 use super::terminal::Status;
 
@@ -29,11 +30,11 @@ pub(crate) struct Args {
     #[command(flatten)]
     access: AccessArgs,
     #[command(flatten)]
-    scheduling: SchedulingArgs,
+    load: LoadChoices,
     #[command(flatten)]
     clients: ClientArgs,
     #[command(flatten)]
-    content: ContentArgs,
+    content: MessageChoices,
     /// Format of the log.
     #[arg(long, value_enum, default_value_t = Log::Text, value_name = "FORM", help_heading = "Log")]
     log: Log,
@@ -117,7 +118,7 @@ impl AccessArgs {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     crate::machine::memory::few_arenas();
-    let config = args.content.over(args.scheduling.over(args.engine.to_config()?));
+    let config = args.content.over(args.load.over(args.engine.to_config()?));
     let options = ServerOptions {
         api_keys: args.access.keys()?,
         share_prefixes: args.access.share_prefixes,

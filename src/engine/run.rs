@@ -221,7 +221,8 @@ impl Engine {
     /// One forward pass for all, one token for each sequence that is at its end.
     fn step(&mut self) -> Result<()> {
         let now = Instant::now();
-        let prompt_tokens = self.plan(now);
+        self.plan(now);
+        let prefill_tokens = self.scheduler.prefill_tokens();
         if self.batch.is_empty() {
             return Ok(());
         }
@@ -239,14 +240,14 @@ impl Engine {
             self.sample(read)?;
         }
         self.scheduler.retire(|s| s.state.ended, drop);
-        if prompt_tokens > 0 {
-            self.budget.record(prompt_tokens, now.elapsed());
+        if prefill_tokens > 0 {
+            self.budget.record(prefill_tokens, now.elapsed());
         }
         Ok(())
     }
 
-    /// Plans the step that begins `now`. Returns how many tokens of prompts are in it.
-    fn plan(&mut self, now: Instant) -> usize {
+    /// Plans the step that begins `now`.
+    fn plan(&mut self, now: Instant) {
         self.scheduler.next(&mut self.batch, self.budget.tokens());
         self.sampled.clear();
         self.rows.clear();
@@ -274,7 +275,6 @@ impl Engine {
             }
         }
         Metrics::add(&self.metrics.prompt_tokens_computed_total, prompt_tokens);
-        prompt_tokens
     }
 
     /// Emits what the pass has captured.

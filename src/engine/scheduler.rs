@@ -288,6 +288,12 @@ impl<T> Scheduler<T> {
         &self.plan
     }
 
+    /// Tokens of prefill in the planned step, those that are computed again among them.
+    pub fn prefill_tokens(&self) -> usize {
+        let prefill = self.plan.iter().filter(|part| part.phase == Phase::Prefill);
+        prefill.map(|part| part.rows.len()).sum()
+    }
+
     /// Records that the planned step has run: its tokens are in the cache.
     pub fn commit(&mut self) {
         for s in &self.plan {
@@ -364,6 +370,7 @@ mod tests {
         answer(&mut s);
         add(&mut s, 150, 1);
         assert_eq!(step(&mut s, 32), [(0, 1), (1, 32)]);
+        assert_eq!(s.prefill_tokens(), 32);
         s.retire(|q| q.state == 0, |_| {});
         assert_eq!(step(&mut s, 32), [(1, 96)], "alone it may fill the batch, up to the end of a block");
     }
@@ -440,6 +447,7 @@ mod tests {
     fn the_youngest_gives_way_and_comes_back() {
         let mut s = short_of_blocks(3, 100);
         assert_eq!(step(&mut s, 100), [(1, 100)], "computed again from its start");
+        assert_eq!(s.prefill_tokens(), 100, "as long as any prefill");
         assert_eq!(s.sequence(0).shared, 0);
     }
 

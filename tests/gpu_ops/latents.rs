@@ -21,6 +21,7 @@ pub(crate) fn config(num_heads: usize, kv_lora_rank: usize, (nope, rope, v): (us
         bias: false,
         scale,
         position_scale: None,
+        norm_eps: 1e-6,
     }
 }
 

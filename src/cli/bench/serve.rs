@@ -6,9 +6,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::cli::measure::server::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
 use crate::{Error, Result};
 
-use crate::cli::args::{one_of, parse_duration, read_text};
+use crate::cli::args::{parse_duration, read_text};
 use crate::cli::print_line;
 use crate::cli::terminal::Status;
+use crate::config::one_of;
 
 const LOADS: &str = "\
 Each load is measured separately. With --concurrency, every client waits for its answer before it sends the next \

@@ -124,7 +124,7 @@ pub(super) fn attention<B: Backend>(
         (Query::Direct(w), None, None) => stream.linears(backend, h, [(w, q), (&weights.kv_a, latent)]),
         (Query::Lora { a, norm: q_norm, b }, Some(q_latent), Some(normed)) => {
             stream.linears(backend, h, [(a, q_latent), (&weights.kv_a, latent)]);
-            backend.rms_norm(q_latent, q_norm, Mla::NORM_EPS, normed);
+            backend.rms_norm(q_latent, q_norm, config.norm_eps, normed);
             backend.linear(b, normed, q);
         }
         _ => panic!("weights and buffers are of one configuration"),
@@ -141,7 +141,7 @@ pub(super) fn attention<B: Backend>(
         x: latent,
         heads: 1,
         dim: config.cache_dim(),
-        norm: Some((&weights.kv_a_norm, rank, Mla::NORM_EPS)),
+        norm: Some((&weights.kv_a_norm, rank, config.norm_eps)),
         rope_at: rank,
     };
     backend.prepare_heads(kv, step.batch, step.rotary.as_ref(), queries, latents, None);

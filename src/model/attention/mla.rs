@@ -26,12 +26,11 @@ pub struct Mla {
     pub scale: f32,
     /// Multiplies queries besides.
     pub position_scale: Option<PositionScale>,
+    /// Epsilon of the `q_a` and `kv_a` norms.
+    pub norm_eps: f32,
 }
 
 impl Mla {
-    /// Epsilon of the `q_a` and `kv_a` norms, whatever `rms_norm_eps` says. Source: HF modeling_deepseek_v3.
-    pub const NORM_EPS: f32 = 1e-6;
-
     /// Width of a query or key head.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim

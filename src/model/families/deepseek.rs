@@ -95,6 +95,9 @@ pub(super) fn moe(f: &Fields<'_>, router: Router, shared: usize) -> Result<Moe> 
     Ok(Moe { shared, ..Moe::new(num_experts(f)?, intermediate_size, router) })
 }
 
+/// HF gives these norms its default, whatever `rms_norm_eps` says.
+const LATENT_NORM_EPS: f32 = 1e-6;
+
 pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
     f.expect_silu()?;
     let rope_dim = f.dim("qk_rope_head_dim")?;
@@ -111,6 +114,7 @@ pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         bias: f.bool_or("attention_bias", false)?,
         scale: (mscale * mscale / ((qk_nope_head_dim + rope_dim) as f64).sqrt()) as f32,
         position_scale: None,
+        norm_eps: LATENT_NORM_EPS,
     });
     let moe = moe(f, router, 0)?;
     let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
