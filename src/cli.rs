@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use crate::text::chat_template;
 use crate::{Error, Result, log};
 use clap::{Parser, Subcommand};
-pub use open::{open, options};
+pub use open::{EngineOption, open, options};
 
 /// The only argument of a child process that renders chat templates. It is not for people, so `--help` does not list
 /// it.

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from moebius import _moebius, options, residual
+from moebius._engine_options import EngineOptions
 from moebius.outputs import Output
 from moebius.params import SamplingParams, to_json
 from moebius.stream import Stream
@@ -39,7 +40,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str], *, quiet: bool = False, **engine: Unpack[options.EngineOptions]
+        self, model: str | os.PathLike[str], *, quiet: bool = False, **engine: Unpack[EngineOptions]
     ) -> None:
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._model = _moebius.Model(os.fspath(model), options.flags(engine), quiet)

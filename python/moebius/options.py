@@ -4,39 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from moebius import _moebius
 
 if TYPE_CHECKING:
     from moebius.residual import Capture, Layers, Steer
-
-
-class EngineOptions(TypedDict, total=False):
-    """Keywords of `moebius.LLM`. `moebius serve --help` describes them. A missing keyword, or None, means the
-    default."""
-
-    experts: Literal["auto", "bf16", "int8", "int4"] | None
-    group_size: Literal[32, 64, 128] | None
-    cache_dir: str | None
-    dense: Literal["bf16", "int8", "int4"] | None
-    kv: Literal["bf16", "bf16x2", "fp8"] | None
-    max_context: int | None
-    max_batch_tokens: int | None
-    threads: int | None
-    simd: str | None
-    lock: bool | None
-    numa: Literal["auto", "off", "interleave"] | None
-    experts_memory: Literal["auto", "map", "copy"] | None
-    device: str | None
-    vram: str | int | None
-    resident_experts: int | Literal["auto"] | None
-    prefill: Literal["auto", "cpu", "gpu"] | None
-    max_sequences: int | None
-    max_queue: int | None
-    max_gap: int | None
-    no_prefix_cache: bool | None
-    trust_content: bool | None
 
 
 class ChatOptions(TypedDict, total=False):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import moebius
 import pytest
 from conftest import ROOT
 
@@ -42,11 +41,3 @@ def test_code_of_a_page(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks))
     run(program, tmp_path)
-
-
-def test_the_page_has_every_option() -> None:
-    page = (ROOT / "docs/python.md").read_text()
-    table = "| keyword | what it does |\n|---|---|\n"
-    for name, _, words in moebius._moebius.engine_options():
-        table += f"| `{name}` | {words} |\n"
-    assert table in page, f"docs/python.md should have:\n\n{table}"
