@@ -238,10 +238,10 @@ engine_config! {
     struct PackedChoices {
         /// Precision of the routed experts; auto keeps the precision of a quantized checkpoint and converts others to
         /// int4.
-        #[arg(long, default_value = "auto", value_parser = one_of(&ExpertBits::ALL))]
+        #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertBits::ALL))]
         experts: ExpertBits,
         /// Inputs that share one scale [default: the checkpoint's group size, else the largest that divides].
-        #[arg(long, value_parser = one_of(&GROUP_SIZES))]
+        #[arg(long, value_parser = choice_of(&GROUP_SIZES))]
         group_size: Option<usize>,
         /// Directory of packed experts and the demo model [default: ~/.cache/moebius].
         #[arg(long, value_name = "DIR")]
@@ -252,10 +252,10 @@ engine_config! {
     #[command(next_help_heading = "Engine")]
     struct RunChoices {
         /// Precision of attention, shared experts, dense layers and the output head.
-        #[arg(long, default_value = "bf16", value_parser = one_of(&DenseBits::ALL))]
+        #[arg(long, default_value = "bf16", value_parser = choice_of(&DenseBits::ALL))]
         dense: DenseBits,
         /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16.
-        #[arg(long, default_value = "bf16", value_parser = one_of(&KvBits::ALL))]
+        #[arg(long, default_value = "bf16", value_parser = choice_of(&KvBits::ALL))]
         kv: KvBits,
         /// Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows].
         #[arg(long, value_name = "N")]
@@ -268,17 +268,17 @@ engine_config! {
         #[arg(long, value_name = "N")]
         threads: Option<usize>,
         /// Instruction set of the CPU kernels [default: the best that this machine supports].
-        #[arg(long, value_parser = one_of(&Simd::ALL))]
+        #[arg(long, value_parser = choice_of(&Simd::ALL))]
         simd: Option<Simd>,
         /// Lock the experts in RAM, so that the system cannot evict them.
         #[arg(long)]
         lock: bool,
         /// Use of NUMA nodes: each holds a slice of every expert (auto), ignored (off), or the experts' pages alternate
         /// (interleave).
-        #[arg(long, default_value = "auto", value_parser = one_of(&Numa::ALL))]
+        #[arg(long, default_value = "auto", value_parser = choice_of(&Numa::ALL))]
         numa: Numa,
         /// Memory of the experts: the mapped cache file (map), a copy in huge pages (copy), or the faster one (auto).
-        #[arg(long, default_value = "auto", value_parser = one_of(&ExpertsMemory::ALL))]
+        #[arg(long, default_value = "auto", value_parser = choice_of(&ExpertsMemory::ALL))]
         experts_memory: ExpertsMemory,
         /// Device to run on: auto (the first GPU, else the CPU), cpu or cuda:0.
         #[arg(long, value_name = "DEVICE", default_value = "auto")]
@@ -290,7 +290,7 @@ engine_config! {
         #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
         resident_experts: std::option::Option<usize>, // clap would make a plain `Option` a flag without a default
         /// Where to compute the routed experts during prefill when there is a GPU; auto chooses the faster.
-        #[arg(long, default_value = "auto", value_parser = one_of(&PrefillOn::ALL))]
+        #[arg(long, default_value = "auto", value_parser = choice_of(&PrefillOn::ALL))]
         prefill: PrefillOn,
     }
 
@@ -357,7 +357,7 @@ impl EngineConfig {
 }
 
 /// Parses the name of one of `all`.
-pub(crate) fn one_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
+pub(crate) fn choice_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
     let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");
     PossibleValuesParser::new(all.iter().map(ToString::to_string)).map(named)
 }

@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use crate::cli::args::{parse_duration, read_text};
 use crate::cli::print_line;
 use crate::cli::terminal::Status;
-use crate::config::one_of;
+use crate::config::choice_of;
 
 const LOADS: &str = "\
 Each load is measured separately. With --concurrency, every client waits for its answer before it sends the next \
@@ -65,7 +65,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 128)]
     output_tokens: usize,
     /// Endpoint to measure.
-    #[arg(long, default_value = "chat", value_parser = one_of(&Endpoint::ALL))]
+    #[arg(long, default_value = "chat", value_parser = choice_of(&Endpoint::ALL))]
     endpoint: Endpoint,
     /// Random seed of prompts and arrivals [default: a new one per run, so that the server cannot have cached the
     /// prompts].
