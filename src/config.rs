@@ -357,7 +357,9 @@ impl EngineConfig {
 }
 
 /// Parses the name of one of `all`.
-pub(crate) fn choice_of<T: Display + Copy + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
+pub(crate) fn choice_of<T: Display + Copy + Send + Sync + 'static>(
+    all: &'static [T],
+) -> impl TypedValueParser<Value = T> {
     let named = |name: String| *all.iter().find(|value| value.to_string() == name).expect("a listed name");
     PossibleValuesParser::new(all.iter().map(ToString::to_string)).map(named)
 }

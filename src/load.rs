@@ -10,6 +10,7 @@
 //! experts       routed experts alone, for other engines
 //! components    what each part of a checkpoint is stored as and becomes
 //! memory        what a model takes of the CPU's memory
+//! remedy        what would make a model fit that does not
 //! speed         how fast it will be
 //! gpu           what goes where on a GPU
 //! budget        what fits
@@ -31,6 +32,7 @@ mod machine;
 mod memory;
 pub(crate) mod place;
 pub mod plan;
+mod remedy;
 mod spec;
 pub mod speed;
 pub mod synthetic;

@@ -15,8 +15,9 @@ use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, Prefi
 use moebius::cuda::Cuda;
 use moebius::engine::{self, CaptureWanted, EngineHandle, Event, HookPoint, Layers, Positions, Request, Steer};
 use moebius::forward::kv_cache::BlockPool;
-use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan};
+use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan, Short};
 use moebius::load::{self, Loaded};
+use moebius::machine::topology::Topology;
 use moebius::text::tokenizer::Tokenizer;
 
 fn is_real() -> bool {
@@ -105,7 +106,11 @@ fn budget(dir: &std::path::Path, config: &EngineConfig, step_bytes: u64, wanted:
     let folder = folder("test", dir);
     let spec = folder.spec(config).unwrap();
     let info = &Cuda::open(0).unwrap().info;
-    let plan = |vram| GpuPlan::new(&spec.with(&EngineConfig { vram: Some(vram), ..config.clone() }), info);
+    let machine = load::machine(config, &Topology::read()).unwrap();
+    let plan = |vram| {
+        let config = EngineConfig { vram: Some(vram), ..config.clone() };
+        GpuPlan::attempt(&spec.with(&config), info, &machine).unwrap_or(Err(Short::Vram(0)))
+    };
     let (mut little, mut much) = (CONTEXT_BYTES, CONTEXT_BYTES + (8 << 30));
     while much - little > step_bytes {
         let middle = (little + much) / 2;

@@ -243,13 +243,13 @@ mod gpu {
 
         refused(&with(&[]), &["give --vram to plan for a GPU that is not here"]);
         refused(&with(&["--vram", "16"]), &["--vram 16 bytes", "such as 16GiB"]);
-        refused(&with(&["--vram", "1GiB"]), &["GiB of VRAM", "raise --vram"]);
+        refused(&with(&["--vram", "1GiB"]), &["GiB of VRAM", "raise --vram to "]);
         refused(&with(&["--vram", "8GiB", "--resident-experts", "65"]), &["a layer has 64 experts", "auto"]);
         refused(&with(&["--vram", "6GiB", "--resident-experts", "64"]), &["give at most", "or auto"]);
         refused(&with(&["--vram", "5GiB", "--max-context", "163840"]), &["use --max-context"]);
         refused(
             &["plan", "--shape", "kimi-k2", "--vram", "48GiB", "--ram", "64GiB"],
-            &["experts need", "--experts int4"],
+            &["experts need", "use a machine with more memory"],
         );
     }
 }

@@ -277,7 +277,7 @@ impl<B: Backend> KvCache<B> {
 
 /// Checks that `tokens` tokens of KV cache fit into `available` bytes of memory.
 ///
-/// Errors: `Error::Resources` with what is needed, what there is and the context that would fit, if one would.
+/// Errors: `Error::Resources` with what is needed, what there is and the context that would fit.
 pub fn check_fits(model: &ModelConfig, tokens: usize, bits: KvBits, available: u64) -> Result<()> {
     let per_token = model.kv_bytes_per_token(bits.parts());
     let needed = (tokens as u64).saturating_mul(per_token as u64);
@@ -285,12 +285,9 @@ pub fn check_fits(model: &ModelConfig, tokens: usize, bits: KvBits, available: u
         return Ok(());
     }
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    let remedy = match available / (per_token as u64).max(1) {
-        fits if fits < BLOCK_SIZE as u64 => "close other programs, or use --dense int8 and --experts int4".to_string(),
-        fits => format!("use --max-context {fits}"),
-    };
+    let fits = available / (per_token as u64).max(1);
     Err(Error::Resources(format!(
-        "a context of {tokens} tokens needs {:.2} GiB of memory and {:.2} are free: {remedy}",
+        "a context of {tokens} tokens needs {:.2} GiB of memory and {:.2} are free: use --max-context {fits}",
         gib(needed),
         gib(available),
     )))

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::machine::{Machine, RESERVE_BYTES, gib};
 use super::memory::{activation_bytes, resident_bytes};
+use super::remedy;
 use super::spec::Spec;
 use crate::backend::batch::BLOCK_SIZE;
-use crate::config::{DenseBits, Device, EngineConfig, KvBits, PrefillOn};
+use crate::config::{Device, EngineConfig, KvBits, PrefillOn};
 use crate::forward::kv_cache;
 use crate::{Error, Result};
 
@@ -45,8 +46,7 @@ impl Budget {
     pub fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let Some(cuda) = open_gpu(spec.config)? {
-            let plan = super::gpu::GpuPlan::new(spec, &cuda.info)?;
-            plan.check_ram(spec, machine)?;
+            let plan = gpu_plan(spec, &cuda.info, machine)?;
             return Ok(Self::Gpu(cuda, plan));
         }
         #[cfg(not(feature = "cuda"))]
@@ -57,9 +57,50 @@ impl Budget {
     }
 }
 
+/// What goes where on a GPU. Errors: as [`GpuPlan::new`](super::gpu::GpuPlan::new); they say so where the CPU alone
+/// would do.
+#[cfg(feature = "cuda")]
+pub(super) fn gpu_plan(
+    spec: &Spec<'_>,
+    device: &crate::cuda::DeviceInfo,
+    machine: &Machine,
+) -> Result<super::gpu::GpuPlan> {
+    super::gpu::GpuPlan::new(spec, device, machine).map_err(|error| {
+        let cpu = EngineConfig { device: Device::Cpu, ..spec.config.clone() };
+        match (error, CpuPlan::attempt(&spec.with(&cpu), machine)) {
+            (Error::Resources(text), Ok(Ok(_))) => Error::Resources(format!("{text}, or use --device cpu")),
+            (error, _) => error,
+        }
+    })
+}
+
+/// Bytes that a model needs, and that there are.
+struct Short {
+    needed: u64,
+    available: u64,
+}
+
 impl CpuPlan {
     /// As [`Budget::new`], of the CPU alone.
     pub(super) fn new(spec: &Spec<'_>, machine: &Machine) -> Result<Self> {
+        Self::attempt(spec, machine)?.map_err(|Short { needed, available }| {
+            let fits = |spec: &Spec<'_>| matches!(Self::attempt(spec, machine), Ok(Ok(_)));
+            let remedy = match remedy::flags(spec, false, &fits) {
+                Some(flags) => format!("use {flags}"),
+                None => "no flag makes it fit, so use a machine with more memory, or a smaller model".into(),
+            };
+            let limit = moebius_cache::limits::address_space_bytes().filter(|&limit| limit == machine.available_bytes);
+            Error::Resources(format!(
+                "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}{}",
+                gib(needed),
+                gib(available),
+                limit.map_or("", |_| ", or raise `ulimit -v`")
+            ))
+        })
+    }
+
+    /// The same, with what is short in place of what to do about it.
+    fn attempt(spec: &Spec<'_>, machine: &Machine) -> Result<std::result::Result<Self, Short>> {
         let Spec { model, config, .. } = *spec;
         check_no_gpu(config)?;
         spec.check_context()?;
@@ -69,36 +110,27 @@ impl CpuPlan {
         let buffers = activation_bytes(spec, machine)?;
         let states = (model.state_bytes_per_sequence() as u64).saturating_mul(config.max_sequences as u64);
         let needed = weights.saturating_add(buffers).saturating_add(states);
-        if needed > available {
-            let remedy = match buffers > weights {
-                true => "lower --max-batch-tokens",
-                false => remedy(spec, available - buffers.min(available)),
-            };
-            let limit = moebius_cache::limits::address_space_bytes().map_or("", |_| ", or raise `ulimit -v`");
-            return Err(Error::Resources(format!(
-                "the model needs {:.1} GiB of memory and {:.1} are free: {remedy}{limit}",
-                gib(needed),
-                gib(available)
-            )));
+        let per_token = (model.kv_bytes_per_token(config.kv.parts()) as u64).max(1);
+        // One block at least, of half of what is left where the context is not chosen.
+        let shares = if config.max_context.is_some() { 1 } else { 2 };
+        let needed_with_kv = needed.saturating_add(per_token.saturating_mul(shares * BLOCK_SIZE as u64));
+        if needed_with_kv > available {
+            return Ok(Err(Short { needed: needed_with_kv, available }));
         }
         let free = available - needed;
-        let per_token = (model.kv_bytes_per_token(config.kv.parts()) as u64).max(1);
         let max_context = match config.max_context {
             Some(n) => {
                 kv_cache::check_fits(model, n, config.kv, free)?;
                 n
             }
             // Half of what is free, so that the machine stays usable.
-            None => {
-                kv_cache::check_fits(model, model.max_context.min(BLOCK_SIZE), config.kv, free / 2)?;
-                model.max_context.min((free / 2 / per_token) as usize)
-            }
+            None => model.max_context.min((free / 2 / per_token) as usize),
         };
         let one = max_context.div_ceil(BLOCK_SIZE);
         let all = (free / 2 / per_token) as usize / BLOCK_SIZE;
         let kv_blocks = all.clamp(one, one.saturating_mul(config.max_sequences));
         let kv = (kv_blocks.saturating_mul(BLOCK_SIZE) as u64).saturating_mul(per_token);
-        Ok(Self { weights: dense, experts, buffers, states, kv, max_context, kv_blocks })
+        Ok(Ok(Self { weights: dense, experts, buffers, states, kv, max_context, kv_blocks }))
     }
 }
 
@@ -132,28 +164,10 @@ pub(super) fn open_gpu(config: &EngineConfig) -> Result<Option<Arc<crate::cuda::
     }
 }
 
-/// The flags with which weights that are too large would fit into `available` bytes, if any; the least loss first.
-fn remedy(spec: &Spec<'_>, available: u64) -> &'static str {
-    let (chosen, int4) = (*spec, spec.with_int4());
-    let fits = |dense, spec: &Spec<'_>| {
-        spec.expert_bytes().is_ok_and(|experts| resident_bytes(spec.model, dense).saturating_add(experts) <= available)
-    };
-    let choices = [
-        (spec.config.dense, int4, "use --experts int4"),
-        (DenseBits::Int8, chosen, "use --dense int8"),
-        (DenseBits::Int8, int4, "use --experts int4 --dense int8"),
-        (DenseBits::Int4, chosen, "use --dense int4"),
-        (DenseBits::Int4, int4, "use --experts int4 --dense int4"),
-    ];
-    let found = choices.into_iter().find(|(dense, spec, _)| fits(*dense, spec));
-    found
-        .map_or("no precision makes it fit, so use a machine with more memory, or a smaller model", |(.., flags)| flags)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::ExpertBits;
+    use crate::config::{DenseBits, ExpertBits};
     use crate::load::{Kept, machine};
     use crate::machine::topology::Topology;
     use crate::model::families;
@@ -181,5 +195,91 @@ mod tests {
         }
         assert!(refusal(ExpertBits::Int4, dense, 9.0).unwrap_err().ends_with("use --dense int8"));
         assert!(refusal(ExpertBits::Int4, dense, 8.3).unwrap_err().ends_with("use --dense int4"));
+    }
+
+    /// What a refusal offers: flags, as a user would give them.
+    fn offered(text: &str) -> Vec<Vec<String>> {
+        let advice = text.rsplit_once(": ").map_or(text, |(_, advice)| advice).replace(", or ", " or ");
+        let flags = |remedy: &str| -> Vec<String> {
+            let words = remedy
+                .split([' ', ','])
+                .filter(|word| !["use", "raise", "give", "at", "most", "to", ""].contains(word));
+            words.map(String::from).collect()
+        };
+        let all = advice.split(" or ").flat_map(|some| some.split(", ")).map(flags);
+        all.filter(|flags| flags.first().is_some_and(|flag| flag.starts_with("--"))).collect()
+    }
+
+    /// Checks that `flags` are refused, and that each remedy in the refusal makes it fit. Returns how many there were.
+    fn check_remedies(shape: &str, flags: &str, fits: &dyn Fn(&Spec<'_>) -> Result<()>) -> usize {
+        let model = families::shapes::shape(shape, None).unwrap();
+        let run = |flags: &[String]| {
+            let config = <EngineConfig as clap::Parser>::try_parse_from(flags).unwrap();
+            fits(&Spec::new(&model, &config, Kept::NOTHING).unwrap())
+        };
+        let given: Vec<String> = flags.split_whitespace().map(String::from).collect();
+        let text = run(&given).expect_err(flags).to_string();
+        let offered = offered(&text);
+        for remedy in &offered {
+            // A flag takes the place of the same flag.
+            let kept = given.chunks(2).filter(|pair| !remedy.contains(&pair[0]));
+            let with = [kept.flatten().cloned().collect(), remedy.clone()].concat();
+            run(&with).unwrap_or_else(|e| panic!("{flags}: {text}\n{with:?}: {e}"));
+        }
+        eprintln!("{flags}: {text}");
+        offered.len()
+    }
+
+    fn small(gib: f64) -> Machine {
+        let one = machine(&EngineConfig { threads: Some(1), ..EngineConfig::default() }, &Topology::read()).unwrap();
+        Machine { available_bytes: (gib * (1u64 << 30) as f64) as u64 + RESERVE_BYTES, ..one }
+    }
+
+    #[test]
+    fn remedies_of_ram_were_tried() {
+        for (gib, flags, least) in [
+            (20.0, "--experts bf16", 1),
+            (9.0, "--experts bf16", 1),
+            (8.3, "--experts bf16 --max-context 100000", 1),
+            (9.0, "--experts int4 --max-batch-tokens 65536", 1),
+            (10.5, "--experts int4 --kv bf16x2 --max-context 163840", 1),
+            (3.0, "--experts bf16", 0),
+        ] {
+            let machine = small(gib);
+            let count = check_remedies("deepseek-v2-lite", &format!("--device cpu {flags}"), &|spec| {
+                CpuPlan::new(spec, &machine).map(drop)
+            });
+            assert!(if least == 0 { count == 0 } else { count >= least }, "{gib} {flags}: {count}");
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn remedies_of_vram_were_tried() {
+        let device = |gib: u64| crate::cuda::DeviceInfo {
+            name: "a card".into(),
+            capability: (9, 0),
+            multiprocessors: 128,
+            shared_bytes: 0,
+            total_bytes: gib << 30,
+            free_bytes: gib << 30,
+        };
+        for (vram, ram, flags, any) in [
+            (24, 64.0, "--vram 1GiB", true),
+            (24, 64.0, "--vram 3.5GiB", true),
+            (3, 64.0, "", true),
+            (2, 64.0, "", true),
+            (5, 64.0, "--max-context 163840 --max-batch-tokens 8192", true),
+            (6, 64.0, "--resident-experts 64", true),
+            (6, 12.0, "--experts bf16", true),
+            (6, 4.0, "--experts int4", false),
+        ] {
+            let machine = small(ram);
+            let count = check_remedies("deepseek-v2-lite", flags, &|spec| match spec.config.device {
+                Device::Cpu => CpuPlan::new(spec, &machine).map(drop),
+                _ => gpu_plan(spec, &device(vram), &machine).map(drop),
+            });
+            assert_eq!(count > 0, any, "{vram} {ram} {flags}: {count}");
+        }
     }
 }

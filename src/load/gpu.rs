@@ -2,10 +2,12 @@
 //!
 //! ```text
 //! plan     what goes where
+//! refusal  what is said of a model that does not fit
 //! speed    how fast it will be
 //! ```
 
 mod plan;
+mod refusal;
 mod speed;
 
 use std::sync::Arc;
@@ -32,7 +34,7 @@ use crate::machine::topology;
 use crate::machine::workers::Team;
 use crate::model::ModelConfig;
 use plan::gpu_limits;
-pub use plan::{CONTEXT_BYTES, GpuPlan};
+pub use plan::{CONTEXT_BYTES, GpuPlan, Short};
 pub use speed::{GpuRates, on_gpu};
 
 /// Puts a model together on a device.

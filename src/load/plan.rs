@@ -197,7 +197,7 @@ mod gpu {
     use crate::config::{self, KvBits, PrefillOn};
     use crate::cuda::{Cuda, DeviceInfo};
     use crate::experts::cost::CostModel;
-    use crate::load::budget::open_gpu;
+    use crate::load::budget::{gpu_plan, open_gpu};
     use crate::load::gpu::{CONTEXT_BYTES, GpuPlan, GpuRates, on_gpu};
 
     /// A card that is not here: 128 multiprocessors of compute capability 8.9, PCIe 4.0 with 16 lanes.
@@ -229,7 +229,7 @@ mod gpu {
             };
             match (found, config.vram) {
                 (Some(cuda), _) => Self::measure(&cuda).map(Some),
-                (None, Some(vram)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed(vram))),
+                (None, Some(_)) if config.device != config::Device::Cpu => Ok(Some(Self::assumed())),
                 (None, _) => Ok(None),
             }
         }
@@ -243,14 +243,15 @@ mod gpu {
             })
         }
 
-        fn assumed(vram: u64) -> Self {
+        fn assumed() -> Self {
             let info = DeviceInfo {
                 name: "a GPU that is not here".into(),
                 capability: (8, 9),
                 multiprocessors: 128,
                 shared_bytes: 0,
-                total_bytes: vram,
-                free_bytes: vram,
+                // Of any size: the plan is one for a GPU that has what it needs.
+                total_bytes: 1 << 50,
+                free_bytes: 1 << 50,
             };
             Self { info, is_assumed: true, vram_bytes: ASSUMED_VRAM_BYTES, pcie_bytes: ASSUMED_PCIE_BYTES }
         }
@@ -259,8 +260,7 @@ mod gpu {
     impl Planner<'_> {
         pub(super) fn on_gpu(&self, device: &Device) -> Result<Plan> {
             let Self { spec, machine, .. } = *self;
-            let plan = GpuPlan::new(&spec, &device.info)?;
-            plan.check_ram(&spec, machine)?;
+            let plan = gpu_plan(&spec, &device.info, machine)?;
             let cpu = CpuRates::measure(&spec, machine, 128)?;
             let costs = CostModel {
                 cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
@@ -310,7 +310,7 @@ mod gpu {
             let Spec { model, config, .. } = self.spec;
             let other = |config: &EngineConfig, info: &DeviceInfo| {
                 let spec = self.spec.with(config);
-                let plan = GpuPlan::new(&spec, info).ok()?;
+                let plan = GpuPlan::attempt(&spec, info, self.machine).ok()?.ok()?;
                 let then = expected(&plan, &spec).ok()?;
                 Some((plan, then))
             };

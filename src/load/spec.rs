@@ -68,10 +68,12 @@ impl<'a> Spec<'a> {
         Spec { config, ..*self }
     }
 
-    /// As with `--experts int4`, where that can be.
-    pub(super) fn with_int4(&self) -> Self {
-        let config = EngineConfig { experts: ExpertBits::Int4, ..self.config.clone() };
-        Self { precision: precision(self.model, &config, self.kept).unwrap_or(self.precision), ..*self }
+    /// The same model with other choices for everything. Errors: as [`Spec::new`].
+    pub(super) fn again<'b>(&self, config: &'b EngineConfig) -> Result<Spec<'b>>
+    where
+        'a: 'b,
+    {
+        Spec::new(self.model, config, self.kept)
     }
 
     /// How a routed expert is packed; `None`: a dense model.

@@ -7,7 +7,7 @@ use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::{self as gpu, CudaBackend};
 use crate::backend::source::TensorSource;
 use crate::backend::tensor::HostTensor;
-use crate::config::{DenseBits, EngineConfig, KvBits, PrefillOn};
+use crate::config::{EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::experts::{CpuExperts, Epilogue};
@@ -17,6 +17,8 @@ use crate::forward::{Limits, Model};
 use crate::load::machine::{Machine, RESERVE_BYTES, gib};
 use crate::load::spec::Spec;
 use crate::{Error, Result};
+
+use super::refusal::refusal;
 
 /// Tokens that go through an op at a time: the most that pays, then less where VRAM is short.
 const CHUNKS: [usize; 6] = [8192, 4096, 2048, 1024, 512, 256];
@@ -72,38 +74,50 @@ impl GpuPlan {
         Ok(logits + cpu + GpuExperts::host_bytes(&layout, spec.model.moe_layers().count(), sizes))
     }
 
-    /// Decides. Errors: `Error::Resources` with the flag that helps where it does not fit; `Error::Invalid` for flags
-    /// that exclude each other.
-    pub fn new(spec: &Spec<'_>, device: &DeviceInfo) -> Result<Self> {
-        check(spec)?;
-        check_vram(spec.config, device)?;
-        Planner { spec: *spec, device, vram: spec.config.vram.unwrap_or(device.free_bytes) }.plan()
+    /// Decides. Errors: `Error::Resources` with the flags that help where it does not fit into VRAM or RAM;
+    /// `Error::Invalid` for flags that exclude each other.
+    pub fn new(spec: &Spec<'_>, device: &DeviceInfo, machine: &Machine) -> Result<Self> {
+        Self::attempt(spec, device, machine)?.map_err(|short| refusal(spec, device, machine, short))
     }
 
-    /// Refuses experts in RAM that are more than there is. Errors: `Error::Resources`.
-    pub(crate) fn check_ram(&self, spec: &Spec<'_>, machine: &Machine) -> Result<()> {
-        let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
-        let needed = self.ram.saturating_add(self.host_bytes(spec, machine)?);
-        if needed <= available {
-            return Ok(());
-        }
-        let advice = match spec.config.dense {
-            DenseBits::Bf16 => "use --experts int4, or --dense int8 to keep more experts in VRAM",
-            _ => "use --experts int4",
+    /// The same, with what is short in place of what to do about it.
+    pub fn attempt(
+        spec: &Spec<'_>,
+        device: &DeviceInfo,
+        machine: &Machine,
+    ) -> Result<std::result::Result<Self, Short>> {
+        check(spec)?;
+        check_vram(spec.config, device)?;
+        let planner = Planner { spec: *spec, device, vram: spec.config.vram.unwrap_or(device.free_bytes) };
+        let plan = match planner.plan()? {
+            Attempt::Fits(plan) => plan,
+            Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
         };
-        Err(Error::Resources(format!(
-            "the experts need {:.1} GiB of memory and {:.1} are free: {advice}",
-            gib(needed),
-            gib(available)
-        )))
+        let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
+        let needed = plan.ram.saturating_add(plan.host_bytes(spec, machine)?);
+        Ok(if needed <= available { Ok(plan) } else { Err(Short::Ram { needed, available }) })
     }
 }
 
+/// What a model needs more of than there is.
+#[derive(Debug)]
+pub enum Short {
+    /// So many bytes at least, without the driver's.
+    Vram(u64),
+    /// Of experts, and of what both sides see.
+    Ram {
+        /// Bytes in all.
+        needed: u64,
+        /// Bytes that can be taken.
+        available: u64,
+    },
+}
+
 /// Who decides what goes where.
-struct Planner<'a> {
-    spec: Spec<'a>,
-    device: &'a DeviceInfo,
-    vram: u64, // that may be taken, driver included
+pub(super) struct Planner<'a> {
+    pub(super) spec: Spec<'a>,
+    pub(super) device: &'a DeviceInfo,
+    pub(super) vram: u64, // that may be taken, driver included
 }
 
 /// A plan for parts of some size, or the VRAM that it would need at least, without the driver's.
@@ -118,8 +132,8 @@ impl Planner<'_> {
         self.vram.saturating_sub(CONTEXT_BYTES)
     }
 
-    /// The plan with the largest parts that fit.
-    fn plan(&self) -> Result<GpuPlan> {
+    /// The plan with the largest parts that fit; else what the smallest parts need.
+    fn plan(&self) -> Result<Attempt> {
         let config = self.spec.config;
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
         let largest = pass.min(CHUNKS[0]);
@@ -128,34 +142,19 @@ impl Planner<'_> {
             let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
             let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
             match self.attempt(limits)? {
-                Attempt::Fits(plan) => return Ok(plan),
                 Attempt::Needs(bytes) => least = bytes,
+                fits => return Ok(fits),
             }
         }
-        Err(self.refusal(least))
+        Ok(Attempt::Needs(least))
     }
 
-    /// What to do about `least` bytes that do not fit.
-    fn refusal(&self, least: u64) -> Error {
-        let config = self.spec.config;
-        // What would fit with the least context of all is only too long.
-        let fits = config.max_context.and_then(|chosen| {
-            let shorter = EngineConfig { max_context: None, ..config.clone() };
-            let plan = Planner { spec: self.spec.with(&shorter), ..*self }.plan().ok()?;
-            Some(plan.max_context).filter(|&fits| fits < chosen)
-        });
-        let advice = match (fits, config.vram) {
-            (Some(fits), _) => format!("use --max-context {fits}, --kv fp8 or --dense int8"),
-            (None, Some(_)) => {
-                "raise --vram, or use --dense int8, a smaller --max-batch-tokens, or --device cpu".into()
-            }
-            (None, None) => "use --dense int8, a smaller --max-batch-tokens, or --device cpu".into(),
-        };
-        Error::Resources(format!(
-            "the model needs {:.1} GiB of VRAM with its experts in RAM, and {:.1} may be taken: {advice}",
-            gib(least + CONTEXT_BYTES),
-            gib(self.vram)
-        ))
+    /// The VRAM that a plan would need at least, without the driver's; `None`: there is a plan, or never one.
+    pub(super) fn lacks(&self) -> Option<u64> {
+        match self.plan() {
+            Ok(Attempt::Needs(bytes)) => Some(bytes),
+            _ => None,
+        }
     }
 
     /// The plan for passes of these limits.
@@ -227,10 +226,7 @@ impl Planner<'_> {
                 )));
             }
             Some(n) if layers * n as u64 * stride > left => {
-                let fit = left / (layers * stride);
-                return Err(Error::Resources(format!(
-                    "--resident-experts {n} do not fit the VRAM: give at most {fit}, or auto"
-                )));
+                return Ok(Attempt::Needs(taken + layers * n as u64 * stride));
             }
             Some(n) => (n, (left - layers * n as u64 * stride) / stride),
             None if layers * experts as u64 * stride <= left => (experts, 0),

@@ -99,7 +99,9 @@ mod tests {
             let model = shapes::shape(name, None).unwrap();
             let config = EngineConfig { resident_experts: resident, ..EngineConfig::default() };
             let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
-            let plan = GpuPlan::new(&spec, &device).unwrap();
+            let machine = crate::load::machine(&config, &crate::machine::topology::Topology::read()).unwrap();
+            let machine = crate::load::Machine { available_bytes: 64 << 30, ..machine };
+            let plan = GpuPlan::new(&spec, &device, &machine).unwrap();
             let rates = GpuRates { vram_bytes: 4.15e12, speeds: Some(speeds) };
             let expected = on_gpu(&plan, &spec, &rates).unwrap();
             let near = |a: f64, b: f64| (a / b).max(b / a) < 1.15;
