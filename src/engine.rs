@@ -41,9 +41,9 @@ pub use crate::forward::tap::{Layers, Positions, Steer};
 use crate::kernel::Simd;
 use crate::load::{self, LoadProgress, Loaded, ModelFolder};
 use crate::{Error, Result};
-#[doc(hidden)]
-pub use queue::Place;
 use queue::Queue;
+#[doc(hidden)]
+pub use queue::QueuePlace;
 use run::Engine;
 
 /// One prompt to be continued.
@@ -174,7 +174,7 @@ pub struct Submission {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
     pub submitted: Instant,
-    pub place: Place,
+    pub place: QueuePlace,
 }
 
 /// A cheap, cloneable handle to a running engine. The engine stops when the last one is dropped.

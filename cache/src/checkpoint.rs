@@ -119,14 +119,14 @@ impl Checkpoint {
 
     /// As [`open`](Self::open), of a folder whose `config.json` was read before. `names`: what GGUF files of some
     /// architectures call their tensors.
-    pub fn open_as(path: &Path, quantization: Quantization, names: &[gguf::Names]) -> Result<Self> {
+    pub fn open_as(path: &Path, quantization: Quantization, names: &[gguf::GgufNames]) -> Result<Self> {
         Self::open_with(path, || Ok(quantization), names)
     }
 
     fn open_with(
         path: &Path,
         quantization: impl FnOnce() -> Result<Quantization>,
-        names: &[gguf::Names],
+        names: &[gguf::GgufNames],
     ) -> Result<Self> {
         if path.is_file() && path.extension().is_some_and(|e| e == "gguf") {
             return Self::open_gguf(path.parent().unwrap_or(path), path, names);
@@ -169,9 +169,9 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    fn open_gguf(dir: &Path, file: &Path, all: &[gguf::Names]) -> Result<Self> {
+    fn open_gguf(dir: &Path, file: &Path, all: &[gguf::GgufNames]) -> Result<Self> {
         let files = gguf::files_of(file)?;
-        let (mut names, mut heads, mut permuted) = (gguf::Names::default(), BTreeMap::new(), BTreeMap::new());
+        let (mut names, mut heads, mut permuted) = (gguf::GgufNames::default(), BTreeMap::new(), BTreeMap::new());
         let mut shards = Vec::new();
         for (i, file) in files.iter().enumerate() {
             shards.push(Shard::open(file, |bytes| {

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use common::gguf_file::{File, string};
 use moebius_cache::Checkpoint;
-use moebius_cache::checkpoint::gguf::{self, Names, files_of, in_folder, parse};
+use moebius_cache::checkpoint::gguf::{self, GgufNames, files_of, in_folder, parse};
 use moebius_cache::codec::{Quantization, decode_f32};
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -160,7 +160,7 @@ fn rows_that_llama_reordered_are_put_back() {
     };
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("a.gguf");
-    let names = Names { architecture: "llama", tensors: &[], permuted: &[("attn_q", "attention.head_count")] };
+    let names = GgufNames { architecture: "llama", tensors: &[], permuted: &[("attn_q", "attention.head_count")] };
     let open = || Checkpoint::open_as(&path, Quantization::NONE, &[names]);
     std::fs::write(&path, file(2).bytes()).unwrap();
     let checkpoint = open().unwrap();
@@ -214,29 +214,29 @@ fn splits_are_found_by_name_and_checked() {
 
 #[test]
 fn names_are_translated() {
-    let gated = Names {
+    let gated = GgufNames {
         architecture: "gated",
         tensors: &[("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"), ("exp_probs_b.bias", "mlp.bias")],
         permuted: &[],
     };
     for (names, theirs, ours) in [
-        (Names::default(), "token_embd.weight", "model.embed_tokens.weight"),
-        (Names::default(), "output.weight", "lm_head.weight"),
-        (Names::default(), "blk.11.attn_q_norm.weight", "model.layers.11.self_attn.q_norm.weight"),
-        (Names::default(), "blk.0.ffn_up_shexp.weight", "model.layers.0.mlp.shared_experts.up_proj.weight"),
+        (GgufNames::default(), "token_embd.weight", "model.embed_tokens.weight"),
+        (GgufNames::default(), "output.weight", "lm_head.weight"),
+        (GgufNames::default(), "blk.11.attn_q_norm.weight", "model.layers.11.self_attn.q_norm.weight"),
+        (GgufNames::default(), "blk.0.ffn_up_shexp.weight", "model.layers.0.mlp.shared_experts.up_proj.weight"),
         (gated, "blk.0.ffn_up_shexp.weight", "model.layers.0.mlp.shared_expert.up_proj.weight"),
-        (Names::default(), "blk.3.exp_probs_b.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
+        (GgufNames::default(), "blk.3.exp_probs_b.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
         (gated, "blk.3.exp_probs_b.bias", "model.layers.3.mlp.bias"),
-        (Names::default(), "blk.3.attn_sinks.weight", "model.layers.3.self_attn.sinks"),
-        (Names::default(), "blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias"),
-        (Names::default(), "blk.0.ffn_gate_up_exps.weight", "model.layers.0.mlp.experts.gate_up_proj.weight"),
-        (Names::default(), "blk.0.ssm_in.weight", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
-        (Names::default(), "blk.0.ssm_a", "model.layers.0.linear_attn.A"),
-        (Names::default(), "blk.0.ssm_dt.bias", "model.layers.0.linear_attn.dt_bias"),
-        (Names::default(), "rope_freqs.weight", "rope_freqs.weight"),
-        (Names::default(), "blk.0.nextn.eh_proj.weight", "blk.0.nextn.eh_proj.weight"),
-        (Names::default(), "blk", "blk"),
-        (Names::default(), "", ""),
+        (GgufNames::default(), "blk.3.attn_sinks.weight", "model.layers.3.self_attn.sinks"),
+        (GgufNames::default(), "blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias"),
+        (GgufNames::default(), "blk.0.ffn_gate_up_exps.weight", "model.layers.0.mlp.experts.gate_up_proj.weight"),
+        (GgufNames::default(), "blk.0.ssm_in.weight", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        (GgufNames::default(), "blk.0.ssm_a", "model.layers.0.linear_attn.A"),
+        (GgufNames::default(), "blk.0.ssm_dt.bias", "model.layers.0.linear_attn.dt_bias"),
+        (GgufNames::default(), "rope_freqs.weight", "rope_freqs.weight"),
+        (GgufNames::default(), "blk.0.nextn.eh_proj.weight", "blk.0.nextn.eh_proj.weight"),
+        (GgufNames::default(), "blk", "blk"),
+        (GgufNames::default(), "", ""),
     ] {
         assert_eq!(names.hf_name(theirs), ours);
     }

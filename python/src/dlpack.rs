@@ -63,7 +63,7 @@ impl Drop for Owner {
 
 /// The device of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum DlDevice {
     Cpu,
     Cuda(i32),
 }
@@ -82,7 +82,7 @@ pub(crate) struct View {
     data: u64,
     read_only: bool,
     name: &'static str,
-    pub(crate) place: Place,
+    pub(crate) device: DlDevice,
     pub(crate) kind: Kind,
     pub(crate) shape: Vec<usize>,
 }
@@ -106,9 +106,9 @@ impl View {
         };
         let (device_type, device_id): (i32, i32) =
             object.call_method0("__dlpack_device__").map_err(no_array)?.extract()?;
-        let place = match device_type {
-            1 | 3 => Place::Cpu, // pinned memory is the host's
-            2 | 13 => Place::Cuda(device_id),
+        let device = match device_type {
+            1 | 3 => DlDevice::Cpu, // pinned memory is the host's
+            2 | 13 => DlDevice::Cuda(device_id),
             other => {
                 return Err(PyTypeError::new_err(format!(
                     "{name} is on DLPack device type {other}: expected the CPU or CUDA"
@@ -116,7 +116,7 @@ impl View {
             }
         };
         let kwargs = PyDict::new(py);
-        if place != Place::Cpu {
+        if device != DlDevice::Cpu {
             // Nothing to wait for: all work happens on the caller's stream.
             kwargs.set_item("stream", -1)?;
         }
@@ -168,7 +168,7 @@ impl View {
             }
         }
         let data = (tensor.data as u64).wrapping_add(tensor.byte_offset);
-        let view = Self { data, read_only, name, place, kind, shape, _owner: owner };
+        let view = Self { data, read_only, name, device, kind, shape, _owner: owner };
         if !view.data.is_multiple_of(view.number_bytes() as u64) {
             return Err(PyValueError::new_err(format!("{name} is not aligned to its elements: give a copy")));
         }
@@ -193,7 +193,7 @@ impl View {
 
     /// The elements, on the CPU.
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        assert_eq!(self.place, Place::Cpu);
+        assert_eq!(self.device, DlDevice::Cpu);
         match self.bytes() {
             // Aligned for any type.
             0 => bytemuck::cast_slice::<u64, u8>(&[]),
@@ -205,7 +205,7 @@ impl View {
 
     /// The elements, writable. Errors: the array is read-only.
     pub(crate) fn as_bytes_mut(&mut self) -> PyResult<&mut [u8]> {
-        assert_eq!(self.place, Place::Cpu);
+        assert_eq!(self.device, DlDevice::Cpu);
         if self.read_only {
             return Err(PyValueError::new_err(format!("{} is read-only: give a writable array", self.name)));
         }
@@ -241,7 +241,7 @@ impl View {
 
     /// A row of flags that may change while this lives.
     pub(crate) fn flag(&self, i: usize) -> bool {
-        debug_assert!(self.kind == Kind::Bool && self.place == Place::Cpu);
+        debug_assert!(self.kind == Kind::Bool && self.device == DlDevice::Cpu);
         if i >= self.shape[0] {
             return false;
         }

@@ -20,7 +20,7 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::dlpack::{Kind, Place, View};
+use crate::dlpack::{DlDevice, Kind, View};
 use crate::error::exception;
 
 type Key = (String, String, Option<usize>, Option<PathBuf>);
@@ -127,7 +127,7 @@ impl ExpertLayer {
         if weights.kind != Kind::Float(RowType::F32) {
             return Err(weights.wrong_type("float32"));
         }
-        if ids.place != x.place || weights.place != x.place {
+        if ids.device != x.device || weights.device != x.device {
             return Err(PyTypeError::new_err(
                 "x, topk_ids and topk_weights are on different devices: move them to one",
             ));
@@ -167,7 +167,7 @@ impl ExpertLayer {
             (Some(model), None) => py.detach(|| store(&model, &config, &report)).map_err(exception)?,
             (None, Some((gate, up, down))) => {
                 let views = [View::of(&gate, "gate")?, View::of(&up, "up")?, View::of(&down, "down")?];
-                if let Some(view) = views.iter().find(|view| view.place != Place::Cpu) {
+                if let Some(view) = views.iter().find(|view| view.device != DlDevice::Cpu) {
                     return Err(view.wrong_type("a CPU array"));
                 }
                 let &[experts, intermediate, hidden] = &views[0].shape[..] else {
@@ -242,7 +242,7 @@ impl ExpertLayer {
     fn load(&self, py: Python<'_>, logical: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         if let Some(logical) = logical {
             let view = View::of(logical, "physical_to_logical_map")?;
-            if view.place != Place::Cpu || view.shape.len() != 1 {
+            if view.device != DlDevice::Cpu || view.shape.len() != 1 {
                 return Err(view.wrong_shape("one row of ids, on the CPU"));
             }
             self.layer.set_logical(view.ids()?).map_err(exception)?;
@@ -257,7 +257,7 @@ impl ExpertLayer {
             return Ok(());
         };
         let view = View::of(mask, "gpu_experts_mask")?;
-        if view.kind != Kind::Bool || view.place != Place::Cpu {
+        if view.kind != Kind::Bool || view.device != DlDevice::Cpu {
             return Err(view.wrong_type("bool, on the CPU"));
         }
         if view.shape.len() != 1 {
@@ -280,7 +280,7 @@ impl ExpertLayer {
             (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
         let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
         let mut out = View::of(out, "out")?;
-        if x.place != Place::Cpu || out.place != Place::Cpu {
+        if x.device != DlDevice::Cpu || out.device != DlDevice::Cpu {
             return Err(PyTypeError::new_err(
                 "forward is for CPU arrays: use submit_forward and sync_forward for CUDA",
             ));
@@ -306,7 +306,7 @@ impl ExpertLayer {
         let (x, ids, weights) =
             (View::of(x, "x")?, View::of(topk_ids, "topk_ids")?, View::of(topk_weights, "topk_weights")?);
         let (shape, rows, top_k) = self.batch(&x, &ids, &weights)?;
-        let Place::Cuda(device) = x.place else { return Err(PyTypeError::new_err("x is on the CPU: use forward")) };
+        let DlDevice::Cuda(device) = x.device else { return Err(PyTypeError::new_err("x is on the CPU: use forward")) };
         if !x.address().is_multiple_of(16) || !(shape[1] * rows.bytes()).is_multiple_of(16) {
             return Err(PyValueError::new_err("rows of x are not aligned to 16 bytes: give x.clone()"));
         }
@@ -340,7 +340,7 @@ impl ExpertLayer {
         let UnderWay { shape, rows, ticket, .. } = &under_way[at];
         if out.shape != shape
             || out.kind != Kind::Float(*rows)
-            || ticket.as_ref().is_some_and(|(device, _)| out.place != Place::Cuda(*device))
+            || ticket.as_ref().is_some_and(|(device, _)| out.device != DlDevice::Cuda(*device))
         {
             return Err(out.wrong_shape(&format!("{shape:?}, of the type and on the device of what was submitted")));
         }

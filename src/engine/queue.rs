@@ -23,7 +23,7 @@ impl Queue {
     }
 
     /// Errors: `Error::Busy` when too many wait, or too many of `tenant`: a quarter of the places is for the others.
-    pub(super) fn place(self: &Arc<Self>, tenant: Tenant) -> Result<Place> {
+    pub(super) fn place(self: &Arc<Self>, tenant: Tenant) -> Result<QueuePlace> {
         let mut waiting = self.lock();
         let all: usize = waiting.values().sum();
         if all >= self.most {
@@ -39,7 +39,7 @@ impl Queue {
         }
         *own += 1;
         self.metrics.requests_waiting.store(all as u64 + 1, Relaxed);
-        Ok(Place { queue: self.clone(), tenant })
+        Ok(QueuePlace { queue: self.clone(), tenant })
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Tenant, usize>> {
@@ -49,12 +49,12 @@ impl Queue {
 
 /// A request's place in the queue, until its first step.
 #[derive(Debug)]
-pub struct Place {
+pub struct QueuePlace {
     queue: Arc<Queue>,
     tenant: Tenant,
 }
 
-impl Drop for Place {
+impl Drop for QueuePlace {
     fn drop(&mut self) {
         let mut waiting = self.queue.lock();
         let own = waiting.entry(self.tenant).or_default();
@@ -74,9 +74,9 @@ mod tests {
     fn a_quarter_of_the_places_is_for_other_keys() {
         let queue = Arc::new(Queue::new(8, Arc::default()));
         let (anna, bert) = (Tenant(1), Tenant(2));
-        let mut berts: Vec<Place> = (0..6).map(|_| queue.place(bert).unwrap()).collect();
+        let mut berts: Vec<QueuePlace> = (0..6).map(|_| queue.place(bert).unwrap()).collect();
         assert!(queue.place(bert).unwrap_err().to_string().contains("of this key"));
-        let annas: Vec<Place> = (0..2).map(|_| queue.place(anna).unwrap()).collect();
+        let annas: Vec<QueuePlace> = (0..2).map(|_| queue.place(anna).unwrap()).collect();
         assert!(queue.place(anna).is_err(), "all eight are taken");
         berts.pop();
         assert_eq!(queue.metrics.requests_waiting.load(Relaxed), 7);
@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn without_keys_everybody_may_have_all() {
         let queue = Arc::new(Queue::new(4, Arc::default()));
-        let all: Vec<Place> = (0..4).map(|_| queue.place(Tenant::default()).unwrap()).collect();
+        let all: Vec<QueuePlace> = (0..4).map(|_| queue.place(Tenant::default()).unwrap()).collect();
         assert!(queue.place(Tenant::default()).is_err());
         drop(all);
     }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::{
-    CaptureWanted, Captured, Event, FinishReason, HookPoint, Place, Request, RequestStats, Steer, Submission, Token,
+    CaptureWanted, Captured, Event, FinishReason, HookPoint, QueuePlace, Request, RequestStats, Steer, Submission,
+    Token,
 };
 use crate::backend::Addition;
 use crate::backend::batch::{Batch, Span};
@@ -35,7 +36,7 @@ struct Generation {
     steer: Vec<Steer>,
     capture: Option<CaptureWanted>,
     captured: usize, // positions whose rows were emitted, and are not again when the sequence is computed again
-    place: Option<Place>, // in the queue, until its first step
+    place: Option<QueuePlace>, // in the queue, until its first step
     clocks: Clocks,
     decode_bytes: u64,
     ended: bool,

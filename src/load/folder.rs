@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::checkpoint::gguf::Names;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use moebius_cache::codec::Quantization;
 use serde_json::Value;
 
@@ -82,7 +82,7 @@ impl ModelFolder {
 }
 
 /// What GGUF files call the tensors of each family.
-fn gguf_names() -> [Names; families::GGUF.len()] {
+fn gguf_names() -> [GgufNames; families::GGUF.len()] {
     families::GGUF.map(|gguf| gguf.names)
 }
 

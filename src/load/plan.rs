@@ -98,21 +98,21 @@ impl Plan {
 pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
     let mut machine = machine(spec.config, &Topology::read())?;
     machine.available_bytes = ram.unwrap_or(machine.available_bytes);
-    let planner = Planner { name, spec: *spec, machine: &machine };
+    let estimator = Estimator { name, spec: *spec, machine: &machine };
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu::Device::find(spec.config)? {
-        return planner.on_gpu(&device);
+        return estimator.on_gpu(&device);
     }
-    planner.on_cpu()
+    estimator.on_cpu()
 }
 
-struct Planner<'a> {
+struct Estimator<'a> {
     name: &'a str,
     spec: Spec<'a>,
     machine: &'a Machine,
 }
 
-impl Planner<'_> {
+impl Estimator<'_> {
     fn on_cpu(&self) -> Result<Plan> {
         let Self { spec, machine, .. } = *self;
         let CpuPlan { weights, experts, buffers, states, kv, max_context, kv_blocks } = CpuPlan::new(&spec, machine)?;
@@ -257,7 +257,7 @@ mod gpu {
         }
     }
 
-    impl Planner<'_> {
+    impl Estimator<'_> {
         pub(super) fn on_gpu(&self, device: &Device) -> Result<Plan> {
             let Self { spec, machine, .. } = *self;
             let plan = gpu_plan(&spec, &device.info, machine)?;

@@ -35,8 +35,8 @@ use tokio::time::{sleep, timeout};
 
 use line::{Arriving, Leaving, Line};
 pub(super) use open_files::fit;
-pub(super) use places::Places;
-use places::{Activity, Place};
+pub(super) use places::ConnectionPlaces;
+use places::{Activity, ConnectionPlace};
 pub(super) use tls::Tls;
 
 /// Maximum headers of a request, and bytes of its first line and headers together.
@@ -73,7 +73,7 @@ pub(super) fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
 pub(super) struct Server {
     pub(super) tls: Option<Tls>,
     pub(super) router: Router,
-    pub(super) places: Arc<Places>,
+    pub(super) places: Arc<ConnectionPlaces>,
     pub(super) patience: Duration,
     pub(super) stop: watch::Receiver<bool>,
 }
@@ -123,7 +123,7 @@ impl Server {
         });
     }
 
-    async fn talk(&self, socket: TcpStream, peer: SocketAddr, place: Arc<Place>) {
+    async fn talk(&self, socket: TcpStream, peer: SocketAddr, place: Arc<ConnectionPlace>) {
         match &self.tls {
             None => self.answer_all(socket, peer, place).await,
             Some(tls) => {
@@ -135,7 +135,12 @@ impl Server {
     }
 
     /// Answers the requests of one connection, one after another.
-    async fn answer_all(&self, socket: impl AsyncRead + AsyncWrite + Unpin, peer: SocketAddr, place: Arc<Place>) {
+    async fn answer_all(
+        &self,
+        socket: impl AsyncRead + AsyncWrite + Unpin,
+        peer: SocketAddr,
+        place: Arc<ConnectionPlace>,
+    ) {
         let line = Line::new(socket, place.clone(), self.patience);
         let connection = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
@@ -157,7 +162,7 @@ impl Server {
         &self,
         mut request: Request<Incoming>,
         peer: SocketAddr,
-        place: Arc<Place>,
+        place: Arc<ConnectionPlace>,
     ) -> Result<Response<Leaving>, Infallible> {
         if !place.begins(!request.body().is_end_stream()) {
             return pending().await; // the connection is about to end

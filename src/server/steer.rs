@@ -29,12 +29,12 @@ const MAX_NAME_BYTES: usize = 64;
 const MAX_NUMBERS: usize = 64 << 20;
 
 /// Vectors of one tenant, by name.
-type Names = BTreeMap<String, Arc<[f32]>>;
+type NamedVectors = BTreeMap<String, Arc<[f32]>>;
 
 /// The named vectors of each key.
 pub(super) struct Vectors {
     tenants: usize,
-    names: Mutex<BTreeMap<Tenant, Names>>,
+    names: Mutex<BTreeMap<Tenant, NamedVectors>>,
 }
 
 impl Vectors {
@@ -44,7 +44,7 @@ impl Vectors {
     }
 
     /// Calls `what` with the vectors of `tenant`.
-    fn with<T>(&self, tenant: Tenant, what: impl FnOnce(&mut Names) -> T) -> T {
+    fn with<T>(&self, tenant: Tenant, what: impl FnOnce(&mut NamedVectors) -> T) -> T {
         what(self.names.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant).or_default())
     }
 
@@ -225,8 +225,9 @@ pub(super) async fn put(
 
 /// `GET /v1/vectors`: lists the vectors.
 pub(super) async fn list(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Json<Value> {
-    let all =
-        |names: &mut Names| names.iter().map(|(name, vector)| describe(name, vector).into()).collect::<Vec<Value>>();
+    let all = |names: &mut NamedVectors| {
+        names.iter().map(|(name, vector)| describe(name, vector).into()).collect::<Vec<Value>>()
+    };
     Json(json!({"object": "list", "data": app.vectors.with(caller.tenant, all)}))
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-pub use self::names::Names;
+pub use self::names::GgufNames;
 pub use self::types::GgmlType;
 use super::{Dtype, Entry};
 use crate::file::MappedFile;
@@ -24,7 +24,7 @@ const AGAIN: &str = "download it again";
 
 /// What the header of a GGUF file says.
 #[derive(Clone, Debug, Default)]
-pub struct Gguf {
+pub struct GgufHeader {
     /// Keys and values, as JSON has them; a number that JSON lacks is null.
     pub metadata: BTreeMap<String, Value>,
     /// Tensors by the names they have in the file, dimensions with the contiguous one last.
@@ -110,7 +110,7 @@ const MAX_NAME_BYTES: usize = 256;
 /// another.
 ///
 /// Errors: one clause that names the fault and its remedy.
-pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
+pub fn parse(bytes: &[u8]) -> Parsed<GgufHeader> {
     let mut reader = Reader { bytes, at: 0, items: 0 };
     if bytes.get(..4) != Some(b"GGUF") {
         return Err(format!("does not begin with GGUF, so it is no such file; {AGAIN}"));
@@ -137,7 +137,7 @@ pub fn parse(bytes: &[u8]) -> Parsed<Gguf> {
             bytes.len()
         ));
     }
-    let mut gguf = Gguf::default();
+    let mut gguf = GgufHeader::default();
     for _ in 0..pairs {
         let (key, kind) = (reader.string()?, reader.u32()?);
         let value = reader.value(kind, true)?;
@@ -288,7 +288,7 @@ pub(super) type Translated = (HashMap<String, Entry>, Vec<(String, usize)>);
 /// Tensors under the names that Hugging Face gives them.
 ///
 /// Errors: one clause.
-pub(super) fn translate(gguf: Gguf, names: &Names, heads: &BTreeMap<String, Value>) -> Parsed<Translated> {
+pub(super) fn translate(gguf: GgufHeader, names: &GgufNames, heads: &BTreeMap<String, Value>) -> Parsed<Translated> {
     let (mut entries, mut permuted) = (HashMap::new(), Vec::new());
     for (name, entry) in gguf.tensors {
         let hf = names.hf_name(&name);

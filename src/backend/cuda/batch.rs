@@ -38,7 +38,7 @@ pub struct CudaBatch {
 }
 
 /// Where the parts lie, in words.
-struct Places {
+struct Offsets {
     tokens: usize,
     positions: usize,
     token_seq: usize,
@@ -65,12 +65,12 @@ impl CudaBatch {
             sequences: 0,
             longest: 0,
         };
-        batch.data = DeviceBuffer::zeros(cuda, batch.places().end)?;
+        batch.data = DeviceBuffer::zeros(cuda, batch.offsets().end)?;
         Ok(batch)
     }
 
     /// The same for all batches that may be recorded, so that recorded passes find everything again.
-    fn places(&self) -> Places {
+    fn offsets(&self) -> Offsets {
         let t = if self.rows <= RECORDED_TOKENS { self.max_tokens.min(RECORDED_TOKENS) } else { self.max_tokens };
         let tiles = |rows: usize| t + t.div_ceil(rows);
         let mut at = 0;
@@ -78,7 +78,7 @@ impl CudaBatch {
             at += words.next_multiple_of(4);
             at - words.next_multiple_of(4)
         };
-        Places {
+        Offsets {
             tokens: take(t),
             positions: take(t),
             token_seq: take(t),
@@ -95,28 +95,28 @@ impl CudaBatch {
     pub(super) fn set(&mut self, cuda: &Cuda, batch: &Batch) {
         (self.rows, self.sequences) = (batch.len(), batch.spans.len());
         self.longest = batch.spans.iter().map(|span| span.rows.len()).max().unwrap_or(0);
-        let places = self.places();
+        let offsets = self.offsets();
         assert!(
             batch.len() <= self.max_tokens && batch.block_table.len() <= self.table,
             "a batch larger than was allocated for"
         );
         let mut staged = std::mem::take(&mut self.staged);
-        staged.resize(places.table, 0);
+        staged.resize(offsets.table, 0);
         let mut put = |at: usize, i: usize, value: usize| staged[at + i] = value as u32;
         self.long.clear();
         (self.decode, self.tiles) = (0, [0; 2]);
         for t in 0..batch.len() {
-            put(places.tokens, t, batch.tokens[t] as usize);
-            put(places.positions, t, batch.positions[t] as usize);
+            put(offsets.tokens, t, batch.tokens[t] as usize);
+            put(offsets.positions, t, batch.positions[t] as usize);
         }
         for (s, span) in batch.spans.iter().enumerate() {
-            put(places.seq_first, s, span.rows.start);
-            put(places.seq_first, s + 1, span.rows.end);
-            put(places.seq_blocks, s, span.blocks.start);
-            put(places.seq_slots, s, span.slot);
-            span.rows.clone().for_each(|t| put(places.token_seq, t, s));
+            put(offsets.seq_first, s, span.rows.start);
+            put(offsets.seq_first, s + 1, span.rows.end);
+            put(offsets.seq_blocks, s, span.blocks.start);
+            put(offsets.seq_slots, s, span.slot);
+            span.rows.clone().for_each(|t| put(offsets.token_seq, t, s));
             if self.long.is_empty() && span.rows.len() <= FEW_ROWS && span.rows.end <= DECODE_ROWS {
-                span.rows.clone().for_each(|t| put(places.decode_rows, t, t));
+                span.rows.clone().for_each(|t| put(offsets.decode_rows, t, t));
                 self.decode = span.rows.end;
             } else {
                 self.long.push((s, span.rows.clone(), span.start));
@@ -126,15 +126,15 @@ impl CudaBatch {
             // Tiles that see most positions first, so that they do not end last.
             for (s, span, _) in self.long.iter().rev() {
                 for first in span.clone().step_by(rows).rev() {
-                    put(places.tiles[i], 2 * self.tiles[i], *s);
-                    put(places.tiles[i], 2 * self.tiles[i] + 1, first);
+                    put(offsets.tiles[i], 2 * self.tiles[i], *s);
+                    put(offsets.tiles[i], 2 * self.tiles[i] + 1, first);
                     self.tiles[i] += 1;
                 }
             }
         }
         staged.extend_from_slice(&batch.block_table);
         cuda.upload(&cuda.compute, self.data.address(), &staged);
-        staged.truncate(places.table);
+        staged.truncate(offsets.table);
         self.staged = staged;
     }
 
@@ -148,28 +148,28 @@ impl CudaBatch {
     }
 
     pub(super) fn tokens(&self) -> Address<u32> {
-        self.at(self.places().tokens)
+        self.at(self.offsets().tokens)
     }
 
     pub(super) fn positions(&self) -> Address<i32> {
-        self.at(self.places().positions)
+        self.at(self.offsets().positions)
     }
 
     pub(super) fn token_seq(&self) -> Address<i32> {
-        self.at(self.places().token_seq)
+        self.at(self.offsets().token_seq)
     }
 
     pub(super) fn seq_first(&self) -> Address<i32> {
-        self.at(self.places().seq_first)
+        self.at(self.offsets().seq_first)
     }
 
     pub(super) fn seq_blocks(&self) -> Address<i32> {
-        self.at(self.places().seq_blocks)
+        self.at(self.offsets().seq_blocks)
     }
 
     /// Where each sequence's recurrent state is.
     pub(super) fn seq_slots(&self) -> Address<i32> {
-        self.at(self.places().seq_slots)
+        self.at(self.offsets().seq_slots)
     }
 
     /// Sequences in the batch.
@@ -183,16 +183,16 @@ impl CudaBatch {
     }
 
     pub(super) fn decode_rows(&self) -> Address<i32> {
-        self.at(self.places().decode_rows)
+        self.at(self.offsets().decode_rows)
     }
 
     /// Of [`TILE_ROWS`]`[which]`: sequence and first row of each.
     pub(super) fn tile_table(&self, which: usize) -> Address<i32> {
-        self.at(self.places().tiles[which])
+        self.at(self.offsets().tiles[which])
     }
 
     pub(super) fn block_table(&self) -> Address<u32> {
-        self.at(self.places().table)
+        self.at(self.offsets().table)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2 and modeling_deepseek_v3.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
 
 use super::fields::Fields;

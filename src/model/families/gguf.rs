@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::checkpoint::gguf::Names;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::Value;
 
 use crate::{Error, Result};
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 #[derive(Clone, Copy)]
 pub struct Gguf {
     /// What it is called, and what its tensors are called.
-    pub names: Names,
+    pub names: GgufNames,
     /// The `model_type`s of the models it holds.
     pub model_types: &'static [&'static str],
     /// Fields of `config.json` that not every architecture has, as an object; null fields count as absent.

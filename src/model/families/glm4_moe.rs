@@ -3,7 +3,7 @@
 //! Source: HF modeling_glm4_moe.
 
 use super::deepseek;
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::fields::Fields;

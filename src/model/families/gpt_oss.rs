@@ -2,7 +2,7 @@
 //!
 //! Top-k before the softmax is the same as a softmax over all, normalized over the chosen. Source: HF modeling_gpt_oss.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::fields::Fields;

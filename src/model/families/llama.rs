@@ -2,7 +2,7 @@
 //!
 //! Sources: HF modeling_llama and modeling_qwen3.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::fields::Fields;

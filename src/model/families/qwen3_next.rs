@@ -3,7 +3,7 @@
 //!
 //! Sources: HF modeling_qwen3_next and modeling_qwen3_5_moe.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
 
 use super::fields::Fields;

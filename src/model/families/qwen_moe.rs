@@ -2,7 +2,7 @@
 //!
 //! Sources: HF modeling_qwen2_moe and modeling_qwen3_moe.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::fields::Fields;

@@ -1,4 +1,4 @@
-//! A client's socket and bodies, which report to its [`Place`] what the connection is busy with.
+//! A client's socket and bodies, which report to its [`ConnectionPlace`] what the connection is busy with.
 
 use std::future::Future;
 use std::io;
@@ -12,17 +12,17 @@ use hyper::body::{Body, Frame, Incoming, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::places::{Place, worth};
+use super::places::{ConnectionPlace, worth};
 
 /// A socket whose writes fail when the client reads too slowly.
 pub(super) struct Line<S> {
     socket: S,
-    place: Arc<Place>,
+    place: Arc<ConnectionPlace>,
     patience: Patience,
 }
 
 impl<S> Line<S> {
-    pub(super) fn new(socket: S, place: Arc<Place>, patience: Duration) -> Self {
+    pub(super) fn new(socket: S, place: Arc<ConnectionPlace>, patience: Duration) -> Self {
         Self { socket, place, patience: Patience::new(patience) }
     }
 
@@ -118,11 +118,11 @@ impl Patience {
 /// The body of a request.
 pub(super) struct Arriving {
     body: Incoming,
-    place: Arc<Place>,
+    place: Arc<ConnectionPlace>,
 }
 
 impl Arriving {
-    pub(super) fn new(body: Incoming, place: Arc<Place>) -> Self {
+    pub(super) fn new(body: Incoming, place: Arc<ConnectionPlace>) -> Self {
         Self { body, place }
     }
 }
@@ -161,11 +161,11 @@ impl Drop for Arriving {
 /// The body of an answer.
 pub(super) struct Leaving {
     body: axum::body::Body,
-    place: Arc<Place>,
+    place: Arc<ConnectionPlace>,
 }
 
 impl Leaving {
-    pub(super) fn new(body: axum::body::Body, place: Arc<Place>) -> Self {
+    pub(super) fn new(body: axum::body::Body, place: Arc<ConnectionPlace>) -> Self {
         Self { body, place }
     }
 }

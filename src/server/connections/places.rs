@@ -55,7 +55,7 @@ struct Connection {
 type Pool = BTreeMap<u64, (Connection, oneshot::Sender<()>)>;
 
 /// All places of a server.
-pub(in crate::server) struct Places {
+pub(in crate::server) struct ConnectionPlaces {
     size: usize,
     table: Mutex<Table>,
 }
@@ -68,13 +68,13 @@ struct Table {
 }
 
 /// The place of one connection; free when it is dropped.
-pub(super) struct Place {
-    places: Arc<Places>,
+pub(super) struct ConnectionPlace {
+    places: Arc<ConnectionPlaces>,
     pool: usize,
     id: u64,
 }
 
-impl Places {
+impl ConnectionPlaces {
     /// `size` regular ones.
     pub(in crate::server) fn new(size: usize) -> Self {
         Self { size, table: Mutex::default() }
@@ -94,7 +94,7 @@ impl Places {
     /// A place for a client of this address, and a future that ends when it loses the place. `None`: even the reserve
     /// is
     /// full.
-    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<(Place, oneshot::Receiver<()>)> {
+    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<(ConnectionPlace, oneshot::Receiver<()>)> {
         let network = network(address);
         let mut table = self.lock();
         let sizes = [self.size, RESERVE];
@@ -104,7 +104,7 @@ impl Places {
         table.next += 1;
         let since = Some(Instant::now() + HEAD_TIME);
         table.pools[pool].insert(id, (Connection { network, activity: Activity::Head, since }, end));
-        Some((Place { places: self.clone(), pool, id }, ended))
+        Some((ConnectionPlace { places: self.clone(), pool, id }, ended))
     }
 
     /// Closes any connection that the server waits for, because file handles have run out.
@@ -135,7 +135,7 @@ impl Table {
     }
 }
 
-impl Place {
+impl ConnectionPlace {
     /// Whether another connection wants it as soon as it is idle.
     pub(super) fn is_wanted(&self) -> bool {
         self.pool == 1 || self.places.are_taken()
@@ -205,7 +205,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         self.places.lock().pools[self.pool].remove(&self.id);
     }

@@ -17,7 +17,7 @@ use crate::Error;
 /// Maximum processes of one template. A rendering takes a millisecond, and each process up to [`MAX_GROWTH_BYTES`].
 const MAX_PROCESSES: usize = 2;
 
-/// Timeout of one rendering, and of the wait for a place. It is long because CPU time is bounded, and the machine may
+/// Timeout of one rendering, and of the wait for a process. It is long because CPU time is bounded, and the machine may
 /// be
 /// busy.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -29,11 +29,11 @@ type Result<T> = std::result::Result<T, Failure>;
 /// a limit is replaced.
 pub(super) struct Processes {
     command: &'static [OsString],
-    places: Mutex<Places>,
+    pool: Mutex<ProcessPool>,
     freed: Condvar,
 }
 
-struct Places {
+struct ProcessPool {
     free: usize,
     idle: Vec<Process>,
 }
@@ -44,7 +44,7 @@ impl Processes {
         let first = Process::start(command, source)?;
         Ok(Self {
             command,
-            places: Mutex::new(Places { free: MAX_PROCESSES, idle: vec![first] }),
+            pool: Mutex::new(ProcessPool { free: MAX_PROCESSES, idle: vec![first] }),
             freed: Condvar::new(),
         })
     }
@@ -54,49 +54,49 @@ impl Processes {
         if variables.len() > MAX_VARIABLES_BYTES {
             return Err(Failure::Broken(format!("it has more than {} MiB", MAX_VARIABLES_BYTES >> 20)));
         }
-        let mut place = self.place()?;
-        let mut process = match place.idle.take() {
+        let mut pooled = self.checkout()?;
+        let mut process = match pooled.idle.take() {
             Some(process) => process,
             None => Process::start(self.command, source)?,
         };
         let answer = process.ask(variables, text_limit(variables.len()))?;
         if !answer.leaves {
-            place.idle = Some(process);
+            pooled.idle = Some(process);
         }
         answer.text
     }
 
-    /// A place to render, with an idle process if there is one.
-    fn place(&self) -> Result<Place<'_>> {
-        let wait = self.freed.wait_timeout_while(self.lock(), PATIENCE, |places| places.free == 0);
-        let (mut places, waited) = wait.unwrap_or_else(PoisonError::into_inner);
+    /// The right to render, with an idle process if there is one.
+    fn checkout(&self) -> Result<PooledProcess<'_>> {
+        let wait = self.freed.wait_timeout_while(self.lock(), PATIENCE, |pool| pool.free == 0);
+        let (mut pool, waited) = wait.unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
             let message = "the model's chat template is slow, and too many conversations wait for it: try again later";
             return Err(Failure::Machine(Error::Busy(message.into())));
         }
-        places.free -= 1;
+        pool.free -= 1;
         // A process that was killed is replaced.
         let idle =
-            std::iter::from_fn(|| places.idle.pop()).find_map(|mut process| process.is_running().then_some(process));
-        Ok(Place { of: self, idle })
+            std::iter::from_fn(|| pool.idle.pop()).find_map(|mut process| process.is_running().then_some(process));
+        Ok(PooledProcess { of: self, idle })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ProcessPool> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The place of one rendering. The process that it leaves here is kept.
-struct Place<'a> {
+/// The right to one rendering. Its process returns to the pool when it is dropped.
+struct PooledProcess<'a> {
     of: &'a Processes,
     idle: Option<Process>,
 }
 
-impl Drop for Place<'_> {
+impl Drop for PooledProcess<'_> {
     fn drop(&mut self) {
-        let mut places = self.of.lock();
-        places.free += 1;
-        places.idle.extend(self.idle.take());
+        let mut pool = self.of.lock();
+        pool.free += 1;
+        pool.idle.extend(self.idle.take());
         self.of.freed.notify_one();
     }
 }

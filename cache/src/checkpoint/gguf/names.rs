@@ -59,7 +59,7 @@ const WHOLE: &[(&str, &str)] = &[
 /// What the GGUF files of an architecture call tensors, where that differs from the tables here. The caller knows
 /// architectures; the default is one without differences.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Names {
+pub struct GgufNames {
     /// `general.architecture`.
     pub architecture: &'static str,
     /// Tensors of a layer, suffix included: after `blk.N.` there, after `model.layers.N.` here.
@@ -69,7 +69,7 @@ pub struct Names {
     pub permuted: &'static [(&'static str, &'static str)],
 }
 
-impl Names {
+impl GgufNames {
     /// What Hugging Face calls the tensor `name` of a GGUF file; a name that is in no table stays.
     pub fn hf_name(&self, name: &str) -> String {
         let (stem, suffix) = name.rsplit_once('.').unwrap_or((name, ""));

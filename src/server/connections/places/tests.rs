@@ -73,12 +73,12 @@ proptest! {
 
 /// A client as the tests see it.
 struct Client {
-    place: Place,
+    place: ConnectionPlace,
     ended: oneshot::Receiver<()>,
 }
 
 impl Client {
-    fn enter(places: &Arc<Places>, address: IpAddr) -> Self {
+    fn enter(places: &Arc<ConnectionPlaces>, address: IpAddr) -> Self {
         let (place, ended) = places.enter(address).unwrap();
         Self { place, ended }
     }
@@ -98,7 +98,7 @@ impl Client {
 
 #[test]
 fn the_idlest_goes_first_and_who_is_answered_never() {
-    let places = Arc::new(Places::new(3));
+    let places = Arc::new(ConnectionPlaces::new(3));
     let [mut working, mut idle, mut idlest] = [1, 2, 3].map(|n| Client::enter(&places, host(n)));
     assert!(places.are_taken());
     idlest.asks();
@@ -122,7 +122,7 @@ fn the_idlest_goes_first_and_who_is_answered_never() {
 
 #[test]
 fn the_reserve_is_finite_and_gives_way_too() {
-    let places = Arc::new(Places::new(1));
+    let places = Arc::new(ConnectionPlaces::new(1));
     let working = Client::enter(&places, host(1));
     working.place.begins(false);
     let mut reserve: Vec<Client> = (0..RESERVE).map(|i| Client::enter(&places, host(i as u8))).collect();
@@ -136,7 +136,7 @@ fn the_reserve_is_finite_and_gives_way_too() {
 
 #[test]
 fn a_crowd_gives_way_to_others_and_takes_nobody_elses_place() {
-    let places = Arc::new(Places::new(4));
+    let places = Arc::new(ConnectionPlaces::new(4));
     let mut other = Client::enter(&places, host(9));
     other.asks();
     let mut crowd: Vec<Client> = (0..3).map(|_| Client::enter(&places, host(1))).collect();
@@ -154,7 +154,7 @@ fn a_crowd_gives_way_to_others_and_takes_nobody_elses_place() {
 
 #[test]
 fn a_body_that_comes_is_no_wait_and_one_that_trickles_is() {
-    let places = Arc::new(Places::new(2));
+    let places = Arc::new(ConnectionPlaces::new(2));
     let [mut slow, mut quick] = [1, 2].map(|n| Client::enter(&places, host(n)));
     for client in [&quick, &slow] {
         client.place.begins(true); // the quick one first: by its age it would go
@@ -172,7 +172,7 @@ fn a_body_that_comes_is_no_wait_and_one_that_trickles_is() {
 
 #[test]
 fn an_answer_that_is_not_taken_is_a_wait() {
-    let places = Arc::new(Places::new(1));
+    let places = Arc::new(ConnectionPlaces::new(1));
     let mut client = Client::enter(&places, host(1));
     client.place.begins(false);
     client.place.stalls(Some(Instant::now()));
