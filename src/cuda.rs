@@ -38,7 +38,7 @@ pub use graph::Graph;
 pub use kernels::Kernels;
 pub(crate) use kernels::launch;
 pub use memory::{Address, DeviceBuffer, PinnedBuffer, Registered, TensorMap};
-pub use stream::{Event, Stream};
+pub use stream::{CudaEvent, CudaStream};
 
 /// The least driver that the kernels need, as `cuDriverGetVersion` counts: CUDA 13.0, driver 580.
 const DRIVER: i32 = 13000;
@@ -78,16 +78,16 @@ pub struct Cuda {
     /// What it is.
     pub info: DeviceInfo,
     /// Where ops run.
-    pub compute: Stream,
+    pub compute: CudaStream,
     /// Where what they will need is copied.
-    pub copy: Stream,
+    pub copy: CudaStream,
     /// All kernels.
     pub kernels: Kernels,
     allocated: AtomicU64,
     recording: AtomicBool,
     rehearsing: AtomicBool,
     independent: AtomicBool,
-    marks: Mutex<Option<Vec<(&'static str, Event)>>>,
+    marks: Mutex<Option<Vec<(&'static str, CudaEvent)>>>,
     /// Nothing is done, only counted: there need be no device.
     planned: bool,
     failed: Mutex<Option<String>>,
@@ -238,8 +238,8 @@ impl Cuda {
         let kernels = Kernels::load(&info)?;
         Ok(Arc::new(Self {
             context,
-            compute: Stream::new()?,
-            copy: Stream::new()?,
+            compute: CudaStream::new()?,
+            copy: CudaStream::new()?,
             kernels,
             info,
             allocated: AtomicU64::new(0),
@@ -256,8 +256,8 @@ impl Cuda {
     pub fn plan(info: DeviceInfo) -> Arc<Self> {
         Arc::new(Self {
             context: ptr::null_mut(),
-            compute: Stream::none(),
-            copy: Stream::none(),
+            compute: CudaStream::none(),
+            copy: CudaStream::none(),
             kernels: Kernels::none(),
             info,
             allocated: AtomicU64::new(0),

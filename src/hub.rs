@@ -32,8 +32,8 @@ use moebius_cache::checkpoint::gguf::in_folder as find_gguf;
 use crate::load::folder::read_json;
 use crate::{Error, Result};
 use answer::{Commit, is_plain};
-use client::Client;
-use failure::Failure;
+use client::HubClient;
+use failure::FetchFailure;
 use folder::Folder;
 
 /// A directory with the `config.json` of `model`, named as for [`resolve`]: of a repository that is not here, nothing
@@ -109,7 +109,7 @@ fn is_hub_id(model: &str) -> bool {
 /// A hub and the local copies of what was downloaded from it.
 struct Hub {
     cache: PathBuf,
-    client: Client,
+    client: HubClient,
 }
 
 impl Hub {
@@ -123,7 +123,7 @@ impl Hub {
         // `hf auth login` leaves a token there.
         let token = variable("HF_TOKEN").or_else(|| std::fs::read_to_string(hf_home.join("token")).ok());
         let token = token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty());
-        Ok(Self { cache: hf_home.join("hub"), client: Client::new(&endpoint, token) })
+        Ok(Self { cache: hf_home.join("hub"), client: HubClient::new(&endpoint, token) })
     }
 
     /// The directory of a complete local copy, made so if necessary.
@@ -213,12 +213,12 @@ impl Hub {
         }
         let kept = folder
             .set_main(commit)
-            .map_err(|e| Failure::Local(format!("the folder cannot be written ({e}): set HF_HOME to another")));
+            .map_err(|e| FetchFailure::Local(format!("the folder cannot be written ({e}): set HF_HOME to another")));
         kept.map_err(|e| self.explain(id, e))?;
         Ok(folder.snapshot(commit))
     }
 
-    fn explain(&self, id: &str, failure: Failure) -> Error {
+    fn explain(&self, id: &str, failure: FetchFailure) -> Error {
         let endpoint = self.client.endpoint();
         let broken = |what: String| {
             format!(
@@ -227,26 +227,26 @@ impl Hub {
             )
         };
         Error::Model(match failure {
-            Failure::Status(401 | 403) => format!(
+            FetchFailure::Status(401 | 403) => format!(
                 "{endpoint} does not give {id} to us: it does not exist, or it is private or gated; check the name, \
                  or set HF_TOKEN to a token that may read it"
             ),
-            Failure::Status(404) => {
+            FetchFailure::Status(404) => {
                 format!("there is no {id} on {endpoint}: check the name, or give a directory instead")
             }
-            Failure::Status(status) => broken(format!("HTTP status {status}")),
-            Failure::Broken(what) => broken(what),
-            Failure::Refused(what) => format!(
+            FetchFailure::Status(status) => broken(format!("HTTP status {status}")),
+            FetchFailure::Broken(what) => broken(what),
+            FetchFailure::Refused(what) => format!(
                 "what {endpoint} says of {id} cannot be used ({what}): try again, check HF_ENDPOINT, or give the \
                  directory of a copy instead"
             ),
-            Failure::Locked(path) => {
+            FetchFailure::Locked(path) => {
                 format!(
                     "another process is downloading {id} ({} is locked): wait for it, then try again",
                     path.display()
                 )
             }
-            Failure::Local(what) => format!("cannot keep {id}: {what}"),
+            FetchFailure::Local(what) => format!("cannot keep {id}: {what}"),
         })
     }
 }

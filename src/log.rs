@@ -18,8 +18,8 @@ const QUEUE_BYTES: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(1);
 
 // Of the process, as stderr is.
-static STDERR: OnceLock<Arc<Queue>> = OnceLock::new();
-static FILE: OnceLock<Arc<Queue>> = OnceLock::new();
+static STDERR: OnceLock<Arc<LogQueue>> = OnceLock::new();
+static FILE: OnceLock<Arc<LogQueue>> = OnceLock::new();
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 static REPORTED: AtomicU64 = AtomicU64::new(0);
 
@@ -33,18 +33,18 @@ pub(crate) fn print(line: &str) {
 }
 
 /// Queues stderr: from now on no writer waits for its reader. Errors: `Error::Resources`.
-pub(crate) fn queue_stderr() -> Result<Arc<Queue>> {
-    let queue = Arc::new(Queue::start(io::stderr())?);
+pub(crate) fn queue_stderr() -> Result<Arc<LogQueue>> {
+    let queue = Arc::new(LogQueue::start(io::stderr())?);
     Ok(STDERR.get_or_init(|| queue).clone())
 }
 
 /// Logs to a file. Setting the flag makes the next line reopen it, after the file was moved away.
 ///
 /// Errors: `Error::Invalid` when the file cannot be opened, else as [`queue_stderr`].
-pub(crate) fn queue_file(path: &Path) -> Result<(Arc<Queue>, Arc<AtomicBool>)> {
+pub(crate) fn queue_file(path: &Path) -> Result<(Arc<LogQueue>, Arc<AtomicBool>)> {
     let file = LogFile::open(path)?;
     let moved = file.moved.clone();
-    let queue = Arc::new(Queue::to(file)?);
+    let queue = Arc::new(LogQueue::to(file)?);
     Ok((FILE.get_or_init(|| queue).clone(), moved))
 }
 
@@ -60,7 +60,7 @@ pub(crate) fn dropped_lines() -> u64 {
 
 /// Lines that wait for a reader, and the thread that writes them. When the queue is dropped, the thread ends after the
 /// last line.
-pub struct Queue(Arc<Shared>);
+pub struct LogQueue(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -75,7 +75,7 @@ struct State {
     closed: bool,
 }
 
-impl Queue {
+impl LogQueue {
     /// A queue for `out`. Errors: `Error::Resources` when there is no descriptor or thread for it.
     pub fn start(out: impl AsFd) -> Result<Self> {
         let out = out.as_fd().try_clone_to_owned().map_err(refused)?;
@@ -110,7 +110,7 @@ impl Queue {
     }
 }
 
-impl Drop for Queue {
+impl Drop for LogQueue {
     fn drop(&mut self) {
         self.0.lock().closed = true;
         self.0.changed.notify_all();
@@ -118,7 +118,7 @@ impl Drop for Queue {
 }
 
 /// For `tracing`.
-impl Write for &Queue {
+impl Write for &LogQueue {
     fn write(&mut self, lines: &[u8]) -> io::Result<usize> {
         self.push(lines);
         Ok(lines.len())

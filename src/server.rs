@@ -167,7 +167,7 @@ impl Server {
             let _context = runtime.enter();
             tokio::net::TcpListener::from_std(self.listener).map_err(failed)?
         };
-        let connections = connections::Server {
+        let connections = connections::ConnectionContext {
             tls: self.tls,
             router: router(app.clone(), &self.options.cors_origins)?,
             places: app.places.clone(),
@@ -187,7 +187,7 @@ struct App {
     hosts: front::Hosts,
     http: HttpMetrics,
     places: Arc<connections::ConnectionPlaces>,
-    memory: memory::Memory,
+    memory: memory::RequestMemory,
     vectors: steer::Vectors,
     log_prompts: bool,
     client_timeout: Duration,
@@ -205,7 +205,7 @@ impl App {
             hosts: front::Hosts::new(server.address, options),
             http: HttpMetrics::default(),
             places: Arc::new(connections::ConnectionPlaces::new(connections::fit(options.max_connections))),
-            memory: memory::Memory::default(),
+            memory: memory::RequestMemory::default(),
             vectors: steer::Vectors::of(options.api_keys.len()),
             log_prompts: options.log_prompts,
             client_timeout: options.client_timeout,
@@ -304,7 +304,7 @@ fn router(app: Arc<App>, cors_origins: &[String]) -> Result<Router> {
 #[doc(hidden)]
 pub fn read_request(model: &TextModel, path: &str, body: &[u8]) -> std::result::Result<(), String> {
     let read = |body: &[u8]| -> std::result::Result<(), ApiError> {
-        let mut fields = fields::Fields::parse(body)?;
+        let mut fields = fields::RequestFields::parse(body)?;
         fields.string("model")?;
         match path {
             "/v1/chat/completions" => drop(chat::read(model, &mut fields)?),

@@ -78,7 +78,7 @@ impl ExpertSource {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// What is being done.
-    pub phase: Phase,
+    pub phase: ConvertPhase,
     /// Bytes of the checkpoint that are dealt with.
     pub bytes_done: u64,
     /// Bytes of the checkpoint in all; 0 where that makes no sense.
@@ -87,7 +87,7 @@ pub struct Progress {
 
 /// The phases of [`ensure`]; each reads well after a model's name in a progress line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum ConvertPhase {
     /// The checkpoint's files are not those a cache was made from: their content is compared.
     Comparing,
     /// An existing cache cannot be used, for this reason, and is replaced.
@@ -104,16 +104,16 @@ pub enum Phase {
     Removed(PathBuf),
 }
 
-impl std::fmt::Display for Phase {
+impl std::fmt::Display for ConvertPhase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Phase::Comparing => write!(f, "comparing the checkpoint with its cache"),
-            Phase::Replacing(why) => write!(f, "replacing the cache: {why}"),
-            Phase::Waiting => write!(f, "waiting for another process that builds this cache"),
-            Phase::Resuming => write!(f, "checking an unfinished build"),
-            Phase::Converting => write!(f, "converting experts"),
-            Phase::Finishing => write!(f, "writing to disk"),
-            Phase::Removed(path) => write!(f, "removed {}, which is out of date", path.display()),
+            ConvertPhase::Comparing => write!(f, "comparing the checkpoint with its cache"),
+            ConvertPhase::Replacing(why) => write!(f, "replacing the cache: {why}"),
+            ConvertPhase::Waiting => write!(f, "waiting for another process that builds this cache"),
+            ConvertPhase::Resuming => write!(f, "checking an unfinished build"),
+            ConvertPhase::Converting => write!(f, "converting experts"),
+            ConvertPhase::Finishing => write!(f, "writing to disk"),
+            ConvertPhase::Removed(path) => write!(f, "removed {}, which is out of date", path.display()),
         }
     }
 }
@@ -121,7 +121,7 @@ impl std::fmt::Display for Phase {
 /// Receives progress, from several threads.
 pub type OnProgress<'a> = &'a (dyn Fn(Progress) + Sync);
 
-impl Phase {
+impl ConvertPhase {
     fn at(self, bytes_done: u64, bytes_total: u64) -> Progress {
         Progress { phase: self, bytes_done, bytes_total }
     }
@@ -135,14 +135,14 @@ impl Phase {
 /// the precision.
 pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
     threads::start()?;
-    let job = &Work::new(job)?;
+    let job = &FoundJob::new(job)?;
     let identity = Identity::of(job)?;
     let seen = disk::inodes(cache_dir)?;
     if let Some(cache) = find(job, &identity, cache_dir, progress)? {
         Lock::sweep(cache_dir, &identity.suffix());
         return Ok(cache);
     }
-    let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(Phase::Waiting.at(0, 0)))?;
+    let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(ConvertPhase::Waiting.at(0, 0)))?;
     // Another process may have built it meanwhile. Where nothing changed, looking again would compare the same content
     // twice.
     if disk::inodes(cache_dir)? != seen
@@ -156,9 +156,9 @@ pub fn ensure(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resu
 /// Builds the cache of this job whether or not there is one. Errors: as [`ensure`].
 pub fn build(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Result<ExpertCache> {
     threads::start()?;
-    let job = &Work::new(job)?;
+    let job = &FoundJob::new(job)?;
     let identity = Identity::of(job)?;
-    let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(Phase::Waiting.at(0, 0)))?;
+    let _lock = Lock::take(cache_dir, &identity.suffix(), &|| progress(ConvertPhase::Waiting.at(0, 0)))?;
     build::build(job, &identity, cache_dir, progress)
 }
 
@@ -166,7 +166,7 @@ pub fn build(job: &Job<'_>, cache_dir: &Path, progress: OnProgress<'_>) -> Resul
 ///
 /// Errors: as [`ensure`] for the checkpoint.
 pub fn locate(job: &Job<'_>, cache_dir: &Path) -> Result<Option<PathBuf>> {
-    let identity = Identity::of(&Work::new(job)?)?;
+    let identity = Identity::of(&FoundJob::new(job)?)?;
     Ok(disk::caches(cache_dir)?.into_iter().find(|path| identity.names(path)))
 }
 
@@ -177,13 +177,13 @@ pub fn list(cache_dir: &Path) -> Result<Vec<ExpertCache>> {
 
 /// A cache of this identity whose content is that of the checkpoint.
 fn find(
-    job: &Work<'_>,
+    job: &FoundJob<'_>,
     identity: &Identity,
     cache_dir: &Path,
     progress: OnProgress<'_>,
 ) -> Result<Option<ExpertCache>> {
     for path in disk::caches(cache_dir)?.into_iter().filter(|path| identity.names(path)) {
-        let replacing = |why: &str| progress(Phase::Replacing(why.into()).at(0, 0));
+        let replacing = |why: &str| progress(ConvertPhase::Replacing(why.into()).at(0, 0));
         match ExpertCache::open(&path) {
             Ok(cache) if !job.describes(&cache) => replacing("it has other dimensions"),
             Ok(cache) => match identity.is_source_of(&cache, job, progress)? {
@@ -225,12 +225,12 @@ impl Job<'_> {
 }
 
 /// A job whose tensors have been found.
-struct Work<'a> {
+struct FoundJob<'a> {
     job: &'a Job<'a>,
     experts: Vec<[Source<'a>; 3]>, // [layers * num_experts]
 }
 
-impl<'a> Work<'a> {
+impl<'a> FoundJob<'a> {
     /// Every tensor is there, with the right shape and in a known format.
     fn new(job: &'a Job<'a>) -> Result<Self> {
         job.layout()?;
@@ -261,7 +261,7 @@ impl<'a> Work<'a> {
     }
 }
 
-impl<'a> std::ops::Deref for Work<'a> {
+impl<'a> std::ops::Deref for FoundJob<'a> {
     type Target = Job<'a>;
     fn deref(&self) -> &Job<'a> {
         self.job

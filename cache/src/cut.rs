@@ -16,11 +16,11 @@ const UNFINISHED: usize = 8;
 /// A path and what is said about it.
 const TEXT_BYTES: usize = libc::PATH_MAX as usize + 256;
 
-static TABLE: [Slot; MAPS] = [const { Slot::free() }; MAPS];
-static TO_REMOVE: [Slot; UNFINISHED] = [const { Slot::free() }; UNFINISHED];
+static TABLE: [AddressSlot; MAPS] = [const { AddressSlot::free() }; MAPS];
+static TO_REMOVE: [AddressSlot; UNFINISHED] = [const { AddressSlot::free() }; UNFINISHED];
 
 /// An address range and a text that ends with a zero. Pages of slots that were never used take no memory.
-struct Slot {
+struct AddressSlot {
     start: AtomicUsize, // FREE, TAKEN while the rest is written, else an address
     end: AtomicUsize,
     text: [AtomicU8; TEXT_BYTES],
@@ -29,7 +29,7 @@ struct Slot {
 const FREE: usize = 0;
 const TAKEN: usize = 1;
 
-impl Slot {
+impl AddressSlot {
     const fn free() -> Self {
         Self { start: AtomicUsize::new(FREE), end: AtomicUsize::new(0), text: [const { AtomicU8::new(0) }; TEXT_BYTES] }
     }
@@ -66,7 +66,7 @@ impl Listed {
 
     /// `None`: the table is full, or the text too long.
     fn add(
-        table: &'static [Slot],
+        table: &'static [AddressSlot],
         range: std::ops::Range<usize>,
         text: impl Iterator<Item = u8> + Clone,
     ) -> Option<Self> {
@@ -117,7 +117,7 @@ extern "C" fn on_bus_error(signal: libc::c_int, info: *const libc::siginfo_t, _:
 }
 
 /// Says what `slot` has to say, removes what is unfinished and ends the process.
-fn end(slot: &Slot) -> ! {
+fn end(slot: &AddressSlot) -> ! {
     static ENDING: AtomicBool = AtomicBool::new(false);
     // Other threads meet the same end of the file.
     while ENDING.swap(true, AcqRel) {

@@ -30,22 +30,22 @@ pub struct ExpertCache {
     header: Header,
     layout: ExpertLayout,
     experts: Vec<ExpertRecord>, // [layers * num_experts]; empty for random weights
-    memory: Memory,
+    memory: Mapping,
     path: PathBuf,
 }
 
 #[derive(Debug)]
-enum Memory {
+enum Mapping {
     File(MappedFile),
     Anonymous(MmapMut),
 }
 
-impl std::ops::Deref for Memory {
+impl std::ops::Deref for Mapping {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match self {
-            Memory::File(map) => map,
-            Memory::Anonymous(map) => map,
+            Mapping::File(map) => map,
+            Mapping::Anonymous(map) => map,
         }
     }
 }
@@ -63,7 +63,7 @@ impl ExpertCache {
         let (header, experts) = parse(&map).map_err(cache)?;
         // Advice: file systems without huge pages refuse it, and then the map has small ones.
         let _ = map.advise(Advice::HugePage);
-        Ok(Self { layout: header.layout(), header, experts, memory: Memory::File(map), path: path.to_path_buf() })
+        Ok(Self { layout: header.layout(), header, experts, memory: Mapping::File(map), path: path.to_path_buf() })
     }
 
     /// Experts that lie in no file: `fill(layer index, expert, bytes)` writes each of them, in parallel, into zeroed
@@ -90,7 +90,7 @@ impl ExpertCache {
             let layer = &mut map[entry.offset as usize..][..entry.bytes as usize];
             layer.par_chunks_exact_mut(layout.bytes()).enumerate().for_each(|(expert, bytes)| fill(i, expert, bytes));
         }
-        Ok(Self { header, layout, experts: Vec::new(), memory: Memory::Anonymous(map), path: PathBuf::new() })
+        Ok(Self { header, layout, experts: Vec::new(), memory: Mapping::Anonymous(map), path: PathBuf::new() })
     }
 
     /// What it holds.
@@ -174,13 +174,13 @@ impl ExpertCache {
 
     /// Whether it is mapped from a file.
     pub fn is_file(&self) -> bool {
-        matches!(self.memory, Memory::File(_))
+        matches!(self.memory, Mapping::File(_))
     }
 
     /// Asks for the bytes of one expert, which is read soon: the system brings them from the file meanwhile. What lies
     /// in no file is there.
     pub fn will_need(&self, i: usize, expert: usize) {
-        if let Memory::File(map) = &self.memory {
+        if let Mapping::File(map) = &self.memory {
             let offset = self.header.layers[i].offset as usize + expert * self.layout.bytes();
             // Advice: a system that ignores it reads the pages when they are touched.
             let _ = map.advise_range(Advice::WillNeed, offset, self.layout.bytes());
@@ -196,9 +196,9 @@ impl ExpertCache {
         let _ = match &self.memory {
             // SAFETY: `self` is borrowed alone, so nobody looks at these bytes; afterwards they are the file's, or
             // zeros, both readable.
-            Memory::File(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
+            Mapping::File(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
             // SAFETY: as above.
-            Memory::Anonymous(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
+            Mapping::Anonymous(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
         };
         if let (true, Ok(file)) = (self.is_file(), File::open(&self.path)) {
             // SAFETY: the descriptor is open; this only advises.
@@ -211,8 +211,8 @@ impl ExpertCache {
     /// Errors: `Error::Invalid` when the limit of locked memory is too low.
     pub fn lock(&self) -> Result<()> {
         let locked = match &self.memory {
-            Memory::File(map) => map.lock(),
-            Memory::Anonymous(map) => map.lock(),
+            Mapping::File(map) => map.lock(),
+            Mapping::Anonymous(map) => map.lock(),
         };
         locked.map_err(|e| {
             let kib = self.memory.len().div_ceil(1024);

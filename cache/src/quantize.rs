@@ -15,7 +15,7 @@ use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use self::lanes::{Avx2, Avx512};
-use self::lanes::{Lanes, Plain};
+use self::lanes::{Lanes, Scalar};
 
 use crate::pack::{DOUBLED_E2M1, ExpertLayout, MatrixLayout, Precision, ScaleType, TILE_ROWS, Weights, pack_tile};
 use crate::simd::multiversion;
@@ -78,7 +78,7 @@ multiversion!(
     /// A group whose largest magnitude is below 2^-100, or whose scale is below its type's, gets scale 0.
     /// Panics: a length does not fit, or `precision` has no groups (a bug).
     pub fn quantize_rows(precision: Precision, weights: &[f32], codes: &mut [i8],
-        scales: &mut [f32]) = [rows::<Avx512>, rows::<Avx2>, rows::<Plain>]
+        scales: &mut [f32]) = [rows::<Avx512>, rows::<Avx2>, rows::<Scalar>]
 );
 
 multiversion!(
@@ -267,8 +267,8 @@ mod tests {
         ] {
             let mut results = Vec::new();
             multiversion!(fn only_avx2(p: Precision, w: &[f32], c: &mut [i8], s: &mut [f32]) = [rows::<Avx2>,
-                rows::<Avx2>, rows::<Plain>]);
-            for run in [quantize_rows, only_avx2, rows::<Plain>] {
+                rows::<Avx2>, rows::<Scalar>]);
+            for run in [quantize_rows, only_avx2, rows::<Scalar>] {
                 let groups = weights.len() / precision.group_size().expect("groups");
                 let (mut codes, mut scales) = (vec![0; weights.len()], vec![0.0; groups]);
                 run(precision, &weights, &mut codes, &mut scales);

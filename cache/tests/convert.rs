@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{INT4, Model, SMALL, files};
-use moebius_cache::convert::{self, Phase, Progress, ensure};
+use moebius_cache::convert::{self, ConvertPhase, Progress, ensure};
 use moebius_cache::pack::unpack_expert;
 use moebius_cache::quantize::quantize_expert;
 use moebius_cache::{Checkpoint, Error, ExpertCache, Precision};
@@ -46,7 +46,7 @@ fn a_cache_holds_the_experts_and_is_found_again() {
     let (cache, phases) = SMALL.ensure(&model, &cache_dir);
     let cache = cache.unwrap();
     assert_holds(&SMALL, &cache);
-    assert_eq!(phases, [Phase::Converting, Phase::Finishing]);
+    assert_eq!(phases, [ConvertPhase::Converting, ConvertPhase::Finishing]);
     assert_eq!((cache.layer_index(0), cache.layer_index(4), cache.num_layers()), (None, Some(3), 4));
     assert!(cache.header().layers.iter().all(|entry| entry.offset % 4096 == 0));
     cache.verify(&|_, _| ()).unwrap();
@@ -74,7 +74,7 @@ fn the_same_content_elsewhere_is_not_built_again() {
     SMALL.ensure(&model, &cache_dir).0.unwrap();
     let copy = dir.path().join("copy");
     SMALL.write(&copy);
-    assert_eq!(SMALL.ensure(&copy, &cache_dir).1, [Phase::Comparing]);
+    assert_eq!(SMALL.ensure(&copy, &cache_dir).1, [ConvertPhase::Comparing]);
     assert_eq!(SMALL.ensure(&copy, &cache_dir).1, [], "remembered");
     assert_eq!(SMALL.ensure(&model, &cache_dir).1, []);
 }
@@ -86,7 +86,10 @@ fn a_changed_shard_is_built_again_and_the_old_cache_removed() {
     let other = Model { seed: 6, ..SMALL };
     other.write_layer(&model, 3, |_, _| ());
     let (cache, phases) = SMALL.ensure(&model, &cache_dir);
-    assert!(phases.contains(&Phase::Converting) && matches!(phases.last(), Some(Phase::Removed(_))), "{phases:?}");
+    assert!(
+        phases.contains(&ConvertPhase::Converting) && matches!(phases.last(), Some(ConvertPhase::Removed(_))),
+        "{phases:?}"
+    );
     let truth = quantize_expert(
         &cache.as_ref().unwrap().layout(),
         &f32s(&other.weights(3, 1, 0)),
@@ -108,8 +111,8 @@ fn one_changed_weight_outside_of_the_samples_is_seen() {
     });
     let (cache, phases) = SMALL.ensure(&model, &cache_dir);
     cache.unwrap();
-    let changed = Phase::Replacing("the checkpoint has changed".into());
-    assert_eq!(phases, [Phase::Comparing, changed, Phase::Converting, Phase::Finishing]);
+    let changed = ConvertPhase::Replacing("the checkpoint has changed".into());
+    assert_eq!(phases, [ConvertPhase::Comparing, changed, ConvertPhase::Converting, ConvertPhase::Finishing]);
     assert_eq!(files(&cache_dir).len(), 1);
 }
 
@@ -120,7 +123,7 @@ fn two_at_once_build_once() {
         let both = [(); 2].map(|()| scope.spawn(|| SMALL.ensure(&model, &cache_dir)));
         both.map(|thread| thread.join().unwrap())
     });
-    let conversions = built.iter().filter(|(_, phases)| phases.contains(&Phase::Converting)).count();
+    let conversions = built.iter().filter(|(_, phases)| phases.contains(&ConvertPhase::Converting)).count();
     assert_eq!(conversions, 1);
     built.iter().for_each(|(cache, _)| assert_holds(&SMALL, cache.as_ref().unwrap()));
     assert_eq!(files(&cache_dir).len(), 1, "{:?}", files(&cache_dir));
@@ -189,7 +192,7 @@ fn a_killed_build_is_resumed() {
     let checkpoint = Checkpoint::open(&model).unwrap();
     let converted = AtomicUsize::new(0);
     let cache = ensure(&SMALL.job(&checkpoint, INT4), &cache_dir, &|progress: Progress| {
-        converted.fetch_add((progress.phase == Phase::Converting) as usize, Ordering::Relaxed);
+        converted.fetch_add((progress.phase == ConvertPhase::Converting) as usize, Ordering::Relaxed);
     });
     assert_holds(&SMALL, &cache.unwrap());
     // The first layer was on disk before the third began; the second may have been.
@@ -231,7 +234,7 @@ fn a_resumed_build_trusts_neither_damaged_layers_nor_another_source() {
         }
         let (cache, phases) = SMALL.ensure(&model, &cache_dir);
         assert_holds(&SMALL, &cache.unwrap());
-        assert_eq!(phases.contains(&Phase::Resuming), damage == "layer", "{phases:?}");
+        assert_eq!(phases.contains(&ConvertPhase::Resuming), damage == "layer", "{phases:?}");
         std::fs::remove_dir_all(&cache_dir).unwrap();
     }
 }
@@ -259,7 +262,7 @@ fn a_damaged_cache_is_reported_and_replaced() {
 
     std::fs::write(&path, &bytes[..bytes.len() - 5]).unwrap();
     let (cache, phases) = SMALL.ensure(&model, &cache_dir);
-    assert!(matches!(&phases[0], Phase::Replacing(why) if why.contains("cut off")), "{phases:?}");
+    assert!(matches!(&phases[0], ConvertPhase::Replacing(why) if why.contains("cut off")), "{phases:?}");
     assert_holds(&SMALL, &cache.unwrap());
 }
 

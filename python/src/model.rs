@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::error::{Error, exception};
 use crate::owned::{Owned, check_start};
-use crate::residual::{self, Rows, SteerBy, Wanted};
+use crate::residual::{self, CaptureRequest, Rows, SteerBy};
 use crate::stream::{PATIENCE, Stream};
 
 /// A running model.
@@ -40,7 +40,7 @@ struct Params<'py> {
     ignore_eos: bool,
     logprobs: Option<usize>,
     steer: Vec<SteerBy<'py>>,
-    capture: Option<Wanted>,
+    capture: Option<CaptureRequest>,
 }
 
 impl Params<'_> {

@@ -55,9 +55,9 @@ pub(crate) fn steer((layer, vector, coefficient, at): SteerBy<'_>) -> PyResult<S
 }
 
 /// Layers (`None`: all), positions, and whether to capture logits.
-pub(crate) type Wanted = (Option<Vec<usize>>, At, bool);
+pub(crate) type CaptureRequest = (Option<Vec<usize>>, At, bool);
 
-pub(crate) fn wanted((layers, at, logits): Wanted) -> PyResult<CaptureWanted> {
+pub(crate) fn wanted((layers, at, logits): CaptureRequest) -> PyResult<CaptureWanted> {
     Ok(CaptureWanted { layers: layers.map_or(Layers::All, Layers::Some), positions: at.positions()?, logits })
 }
 

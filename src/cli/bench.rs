@@ -2,7 +2,7 @@
 
 mod serve;
 
-use crate::cli::measure::bench::{self, Source, Workload};
+use crate::cli::measure::bench::{self, BenchModel, Workload};
 use crate::load::LoadProgress;
 use crate::{Error, Result, hub, load};
 
@@ -70,11 +70,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let report = match (&args.subject.model, &args.subject.shape) {
         (Some(model), _) => {
             let dir = hub::resolve(model, &load::cache_dir(&config)?)?;
-            bench::run(model, Source::Directory(&dir), &config, &workload, &progress)?
+            bench::run(model, BenchModel::Directory(&dir), &config, &workload, &progress)?
         }
         (None, shape) => {
             let shape = shape.as_deref().expect("clap demands a model or a shape");
-            bench::run(shape, Source::Shape { layers: args.subject.layers }, &config, &workload, &progress)?
+            bench::run(shape, BenchModel::Shape { layers: args.subject.layers }, &config, &workload, &progress)?
         }
     };
     drop(status);

@@ -18,7 +18,7 @@ use super::args::{EngineArgs, SamplingArgs};
 use super::stdout_error;
 use super::terminal::{self, Status};
 use commands::Outcome;
-use conversation::Conversation;
+use conversation::ChatHistory;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -47,7 +47,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     drop(status);
     model.template()?;
 
-    let mut conversation = Conversation::new(args.system, args.sampling.over(model.sampling()), args.max_tokens);
+    let mut conversation = ChatHistory::new(args.system, args.sampling.over(model.sampling()), args.max_tokens);
     // A small runtime waits for the answer and for Ctrl-C.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -65,7 +65,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
 /// Answers every line of stdin. Only answers go to stdout.
 fn answer_lines(
     model: &TextModel,
-    conversation: &mut Conversation,
+    conversation: &mut ChatHistory,
     runtime: &tokio::runtime::Runtime,
     screen: &Screen,
 ) -> Result<()> {
@@ -94,7 +94,7 @@ fn answer_lines(
 /// Converses in a terminal with line editing, history and commands.
 fn converse(
     model: &TextModel,
-    conversation: &mut Conversation,
+    conversation: &mut ChatHistory,
     runtime: &tokio::runtime::Runtime,
     screen: &Screen,
     history: Option<&Path>,
@@ -157,7 +157,7 @@ enum Ending {
 /// Asks `question` and prints the answer as it comes; both become part of the conversation.
 fn answer(
     model: &TextModel,
-    conversation: &mut Conversation,
+    conversation: &mut ChatHistory,
     question: String,
     runtime: &tokio::runtime::Runtime,
     screen: &Screen,

@@ -12,7 +12,7 @@ use crate::{Error, Result, log};
 use serde_json::json;
 
 use super::args::{EngineArgs, SamplingArgs, read_text, read_tokens};
-use super::terminal::{self, Rates, Status};
+use super::terminal::{self, AnswerRates, Status};
 use super::{print_line, stdout_error};
 
 #[derive(clap::Args)]
@@ -51,7 +51,7 @@ pub(crate) struct Args {
     engine: EngineArgs,
 }
 
-enum Prompt {
+enum PromptInput {
     Text(String),
     Tokens(Vec<u32>),
 }
@@ -65,12 +65,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
     drop(status);
 
     let prompt = match prompt {
-        Prompt::Tokens(tokens) => tokens,
-        Prompt::Text(text) if args.chat => {
+        PromptInput::Tokens(tokens) => tokens,
+        PromptInput::Text(text) if args.chat => {
             let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
             model.chat_prompt(&[json!({"role": "user", "content": text})], &options)?
         }
-        Prompt::Text(text) => model.tokenizer().encode(&text, true)?,
+        PromptInput::Text(text) => model.tokenizer().encode(&text, true)?,
     };
     let request = Request {
         prompt,
@@ -110,16 +110,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-fn read_prompt(args: &Args) -> Result<Prompt> {
+fn read_prompt(args: &Args) -> Result<PromptInput> {
     if let Some(path) = &args.tokens_file {
-        return read_tokens(path).map(Prompt::Tokens);
+        return read_tokens(path).map(PromptInput::Tokens);
     }
     if let Some(path) = &args.file {
-        return read_text(path).map(|text| Prompt::Text(without_last_newline(text)));
+        return read_text(path).map(|text| PromptInput::Text(without_last_newline(text)));
     }
     match args.prompt.as_deref() {
         Some("-") => {}
-        Some(text) => return Ok(Prompt::Text(text.into())),
+        Some(text) => return Ok(PromptInput::Text(text.into())),
         None if std::io::stdin().is_terminal() => {
             return Err(Error::Invalid(
                 "no prompt given: pass it as an argument, with --file, with --tokens-file, or through a pipe".into(),
@@ -130,7 +130,7 @@ fn read_prompt(args: &Args) -> Result<Prompt> {
     let mut bytes = Vec::new();
     std::io::stdin().read_to_end(&mut bytes).map_err(|source| Error::Io { path: "stdin".into(), source })?;
     let text = String::from_utf8(bytes).map_err(|_| Error::Invalid("stdin is not UTF-8 text".into()))?;
-    Ok(Prompt::Text(without_last_newline(text)))
+    Ok(PromptInput::Text(without_last_newline(text)))
 }
 
 /// Editors and `echo` end a file with a newline that is not meant as part of the prompt.
@@ -149,7 +149,7 @@ fn finish_reason(reason: FinishReason) -> &'static str {
 }
 
 fn timings(stats: &RequestStats, ready_s: f64) -> serde_json::Value {
-    let rates = Rates::of(stats);
+    let rates = AnswerRates::of(stats);
     json!({
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.completion_tokens,

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use crate::config::{LoadChoices, MessageChoices};
-use crate::log::{self, Queue};
+use crate::log::{self, LogQueue};
 use crate::server::{Server, ServerOptions};
 use crate::text::model::TextModel;
 use crate::{Error, Result};
@@ -156,7 +156,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     );
     server.set_model(model);
     // Serving does not wait for a reader of stdout.
-    Queue::start(std::io::stdout())?.push(announcement.as_bytes());
+    LogQueue::start(std::io::stdout())?.push(announcement.as_bytes());
     if args.access.insecure && !args.host.is_loopback() {
         log::print(&format!("note: there is no access control: everyone who reaches {url} can use the model"));
     }

@@ -8,7 +8,7 @@ use crate::engine::RequestStats;
 use crate::load::LoadProgress;
 use crate::log;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use moebius_cache::convert::Phase;
+use moebius_cache::convert::ConvertPhase;
 
 /// Progress on stderr: a bar in a terminal, elsewhere a line every ten seconds.
 pub(crate) struct Status {
@@ -25,7 +25,9 @@ impl Status {
     pub(crate) fn loading(&self, progress: LoadProgress<'_>) {
         match progress {
             // These lines stay: they explain why a start takes long, or what happened to a file.
-            LoadProgress::Convert(p) if matches!(p.phase, Phase::Replacing(_) | Phase::Waiting | Phase::Removed(_)) => {
+            LoadProgress::Convert(p)
+                if matches!(p.phase, ConvertPhase::Replacing(_) | ConvertPhase::Waiting | ConvertPhase::Removed(_)) =>
+            {
                 self.note(&p.phase.to_string());
             }
             LoadProgress::Convert(p) => self.report(&p.phase.to_string(), p.bytes_done, p.bytes_total, true),
@@ -120,13 +122,13 @@ fn shortened(text: &str, max: usize) -> String {
 }
 
 /// Rates of one answer; `None` where nothing was measured.
-pub(crate) struct Rates {
+pub(crate) struct AnswerRates {
     pub(crate) prefill_tok_per_s: Option<f64>,
     pub(crate) decode_tok_per_s: Option<f64>,
     pub(crate) decode_gb_per_s: Option<f64>,
 }
 
-impl Rates {
+impl AnswerRates {
     /// Prefill gives the first token; every further one is a decode step.
     pub(crate) fn of(stats: &RequestStats) -> Self {
         let per_second =
@@ -141,7 +143,7 @@ impl Rates {
 
 /// One line about an answer: `12 tokens · prefill 950 tok/s · decode 88.1 tok/s · 1.2 GB/s read`.
 pub(crate) fn summary(stats: &RequestStats) -> String {
-    let rates = Rates::of(stats);
+    let rates = AnswerRates::of(stats);
     let number = |x: f64| if x < 100.0 { format!("{x:.1}") } else { format!("{x:.0}") };
     let mut line = format!("{} token{}", stats.completion_tokens, if stats.completion_tokens == 1 { "" } else { "s" });
     for (label, rate, unit) in [

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Cuda, DeviceBuffer, Event, PinnedBuffer};
+use super::{Cuda, CudaEvent, DeviceBuffer, PinnedBuffer};
 use crate::Result;
 
 impl Cuda {
@@ -24,7 +24,7 @@ impl Cuda {
 
     /// Seconds that the compute stream takes for `run`, in the fastest of six runs.
     pub(crate) fn fastest(&self, run: impl Fn()) -> Result<f64> {
-        let (begin, end) = (Event::timed()?, Event::timed()?);
+        let (begin, end) = (CudaEvent::timed()?, CudaEvent::timed()?);
         let mut best = f64::INFINITY;
         for _ in 0..6 {
             self.record(&begin, &self.compute);

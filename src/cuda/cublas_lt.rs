@@ -44,7 +44,7 @@ const ALIGNMENT: u32 = 16;
 /// Shapes whose plans are kept.
 const MAX_PLANS: usize = 4096;
 
-type Status = c_int;
+type CublasStatus = c_int;
 type Opaque = *mut c_void;
 
 /// `cublasLtMatmulAlgo_t`
@@ -58,7 +58,7 @@ struct Algo([u64; 8]);
 struct Heuristic {
     algo: Algo,
     workspace_bytes: usize,
-    state: Status,
+    state: CublasStatus,
     waves: f32,
     reserved: [c_int; 4],
 }
@@ -89,21 +89,21 @@ macro_rules! functions {
 
 functions! {
     get_version: "cublasLtGetVersion", fn() -> usize;
-    create: "cublasLtCreate", fn(*mut Opaque) -> Status;
-    destroy: "cublasLtDestroy", fn(Opaque) -> Status;
-    desc_create: "cublasLtMatmulDescCreate", fn(*mut Opaque, c_int, c_int) -> Status;
-    desc_set: "cublasLtMatmulDescSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> Status;
-    desc_destroy: "cublasLtMatmulDescDestroy", fn(Opaque) -> Status;
-    layout_create: "cublasLtMatrixLayoutCreate", fn(*mut Opaque, c_int, u64, u64, i64) -> Status;
-    layout_set: "cublasLtMatrixLayoutSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> Status;
-    layout_destroy: "cublasLtMatrixLayoutDestroy", fn(Opaque) -> Status;
-    preference_create: "cublasLtMatmulPreferenceCreate", fn(*mut Opaque) -> Status;
-    preference_set: "cublasLtMatmulPreferenceSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> Status;
-    preference_destroy: "cublasLtMatmulPreferenceDestroy", fn(Opaque) -> Status;
+    create: "cublasLtCreate", fn(*mut Opaque) -> CublasStatus;
+    destroy: "cublasLtDestroy", fn(Opaque) -> CublasStatus;
+    desc_create: "cublasLtMatmulDescCreate", fn(*mut Opaque, c_int, c_int) -> CublasStatus;
+    desc_set: "cublasLtMatmulDescSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> CublasStatus;
+    desc_destroy: "cublasLtMatmulDescDestroy", fn(Opaque) -> CublasStatus;
+    layout_create: "cublasLtMatrixLayoutCreate", fn(*mut Opaque, c_int, u64, u64, i64) -> CublasStatus;
+    layout_set: "cublasLtMatrixLayoutSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> CublasStatus;
+    layout_destroy: "cublasLtMatrixLayoutDestroy", fn(Opaque) -> CublasStatus;
+    preference_create: "cublasLtMatmulPreferenceCreate", fn(*mut Opaque) -> CublasStatus;
+    preference_set: "cublasLtMatmulPreferenceSetAttribute", fn(Opaque, c_int, *const c_void, usize) -> CublasStatus;
+    preference_destroy: "cublasLtMatmulPreferenceDestroy", fn(Opaque) -> CublasStatus;
     heuristic: "cublasLtMatmulAlgoGetHeuristic", fn(Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, c_int,
-        *mut Heuristic, *mut c_int) -> Status;
+        *mut Heuristic, *mut c_int) -> CublasStatus;
     matmul: "cublasLtMatmul", fn(Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64,
-        Opaque, *const Algo, u64, usize, CUstream) -> Status;
+        Opaque, *const Algo, u64, usize, CUstream) -> CublasStatus;
 }
 
 /// The library, looked for once. Errors: where it was looked for, or which other version was found.
@@ -153,7 +153,7 @@ fn folders(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
 /// One product, or one for each of `batch`: `y[t, i] = sum_k x[t, k] w[i, k]`, added to what is in `y` if so asked.
 /// Pitches and steps in numbers, all multiples of 8.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Shape {
+pub(crate) struct MatmulShape {
     pub(crate) tokens: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
@@ -171,7 +171,7 @@ pub(crate) struct Shape {
 pub(crate) struct CublasLt {
     functions: &'static Functions,
     handle: Opaque,
-    plans: RefCell<HashMap<Shape, Option<Plan>>>,
+    plans: RefCell<HashMap<MatmulShape, Option<MatmulPlan>>>,
 }
 
 // SAFETY: a handle and what is made with it may be used by any thread.
@@ -179,7 +179,7 @@ unsafe impl Send for CublasLt {}
 
 /// How one shape is multiplied. The library has matrices by columns: what it is told is `y^T = w x^T`, w being
 /// transposed already.
-struct Plan {
+struct MatmulPlan {
     functions: &'static Functions,
     desc: Opaque,
     layouts: [Opaque; 3], // w, x, y
@@ -211,7 +211,7 @@ impl CublasLt {
         &self,
         cuda: &Cuda,
         workspace: &DeviceBuffer<f32>,
-        shape: &Shape,
+        shape: &MatmulShape,
         x: Address<bf16>,
         w: Address<bf16>,
         y: Address<u8>,
@@ -258,10 +258,11 @@ impl CublasLt {
         true
     }
 
-    fn plan(&self, shape: &Shape, workspace_bytes: usize) -> Option<Plan> {
+    fn plan(&self, shape: &MatmulShape, workspace_bytes: usize) -> Option<MatmulPlan> {
         let f = self.functions;
-        let &Shape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide } = shape;
-        let mut plan = Plan { functions: f, desc: ptr::null_mut(), layouts: [ptr::null_mut(); 3], algo: Algo([0; 8]) };
+        let &MatmulShape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide } = shape;
+        let mut plan =
+            MatmulPlan { functions: f, desc: ptr::null_mut(), layouts: [ptr::null_mut(); 3], algo: Algo([0; 8]) };
         let y_type = if wide { TYPE_F32 } else { TYPE_BF16 };
         let matrices = [
             (TYPE_BF16, k, n, k, w_batch),
@@ -307,7 +308,7 @@ impl Functions {
     /// `set` is of what `object` is, and the attribute is a `T`.
     unsafe fn set<T>(
         &self,
-        set: unsafe extern "C" fn(Opaque, c_int, *const c_void, usize) -> Status,
+        set: unsafe extern "C" fn(Opaque, c_int, *const c_void, usize) -> CublasStatus,
         object: Opaque,
         which: c_int,
         value: &T,
@@ -317,7 +318,7 @@ impl Functions {
     }
 }
 
-impl Drop for Plan {
+impl Drop for MatmulPlan {
     fn drop(&mut self) {
         // SAFETY: made by `plan`, and nobody else has them; a launched product does not need them any more.
         unsafe {

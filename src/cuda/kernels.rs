@@ -9,7 +9,7 @@ use std::ptr;
 use cudarc::driver::sys;
 use half::bf16;
 
-use super::{Address, Cuda, DeviceInfo, Stream, TensorMap, succeed};
+use super::{Address, Cuda, CudaStream, DeviceInfo, TensorMap, succeed};
 use crate::{Error, Result};
 
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
@@ -192,7 +192,7 @@ impl Cuda {
     /// Addresses are of what the kernel reads and writes.
     pub(crate) unsafe fn launch<A: Arguments>(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         kernel: Kernel<A>,
         grid: [usize; 3],
         arguments: A,

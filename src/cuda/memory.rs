@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use bytemuck::Pod;
 use cudarc::driver::sys;
 
-use super::{Cuda, Stream, succeed};
+use super::{Cuda, CudaStream, succeed};
 use crate::{Error, Result};
 
 /// Where something lies on the device, as kernels take it.
@@ -163,7 +163,7 @@ impl<T> Drop for DeviceBuffer<T> {
 impl Cuda {
     /// Copies to the device, in the order of `stream`. Pageable memory may be reused when this returns; pinned memory
     /// when the copy is done.
-    pub fn upload<T: Pod>(&self, stream: &Stream, to: Address<T>, from: &[T]) {
+    pub fn upload<T: Pod>(&self, stream: &CudaStream, to: Address<T>, from: &[T]) {
         if from.is_empty() || self.is_plan() {
             return;
         }
@@ -175,7 +175,7 @@ impl Cuda {
     }
 
     /// Copies to the host, in the order of `stream`.
-    pub fn download<T: Pod>(&self, stream: &Stream, from: Address<T>, to: &mut [T]) {
+    pub fn download<T: Pod>(&self, stream: &CudaStream, from: Address<T>, to: &mut [T]) {
         if to.is_empty() || self.is_plan() {
             return;
         }
@@ -189,7 +189,7 @@ impl Cuda {
 
 impl Cuda {
     /// Copies `bytes` bytes within the device's memory, in the order of `stream`.
-    pub fn copy_within<T: Pod>(&self, stream: &Stream, to: Address<T>, from: Address<T>, bytes: usize) {
+    pub fn copy_within<T: Pod>(&self, stream: &CudaStream, to: Address<T>, from: Address<T>, bytes: usize) {
         if !self.is_plan() {
             // SAFETY: the caller's addresses are of as many bytes.
             self.note("copying on the device", unsafe { sys::cuMemcpyDtoDAsync_v2(to.0, from.0, bytes, stream.0) });

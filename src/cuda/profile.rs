@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use cudarc::driver::sys;
 
-use super::{Cuda, Event, Stream};
+use super::{Cuda, CudaEvent, CudaStream};
 use crate::Result;
 
 impl Cuda {
@@ -15,17 +15,17 @@ impl Cuda {
         *self.marks() = on.then(Vec::new);
     }
 
-    fn marks(&self) -> std::sync::MutexGuard<'_, Option<Vec<(&'static str, Event)>>> {
+    fn marks(&self) -> std::sync::MutexGuard<'_, Option<Vec<(&'static str, CudaEvent)>>> {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn mark(&self, stream: &Stream, name: &'static str) {
+    pub(super) fn mark(&self, stream: &CudaStream, name: &'static str) {
         if stream.0 != self.compute.0 {
             return;
         }
         let mut marks = self.marks();
         let Some(marks) = &mut *marks else { return };
-        let Ok(event) = Event::timed() else { return };
+        let Ok(event) = CudaEvent::timed() else { return };
         // A recorded pass sets the mark whenever it runs.
         let flags = u32::from(self.recording.load(Relaxed)); // CU_EVENT_RECORD_EXTERNAL
         // SAFETY: both live; the event lives on in the list.

@@ -10,7 +10,7 @@ use super::{Cuda, succeed};
 use crate::Result;
 
 /// Work on the device that runs in order.
-pub struct Stream(pub(super) sys::CUstream, Owner);
+pub struct CudaStream(pub(super) sys::CUstream, Owner);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Owner {
@@ -20,11 +20,11 @@ enum Owner {
 }
 
 // SAFETY: the driver lets any thread use a stream.
-unsafe impl Send for Stream {}
+unsafe impl Send for CudaStream {}
 // SAFETY: as above.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for CudaStream {}
 
-impl Stream {
+impl CudaStream {
     pub(super) fn new() -> Result<Self> {
         let mut stream = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -71,7 +71,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for CudaStream {
     fn drop(&mut self) {
         if !self.0.is_null() && self.is_ours() {
             // SAFETY: nobody uses it any more.
@@ -81,14 +81,14 @@ impl Drop for Stream {
 }
 
 /// A mark in a stream that another stream, or the host, can wait for.
-pub struct Event(pub(super) sys::CUevent);
+pub struct CudaEvent(pub(super) sys::CUevent);
 
 // SAFETY: as for streams.
-unsafe impl Send for Event {}
+unsafe impl Send for CudaEvent {}
 // SAFETY: as for streams.
-unsafe impl Sync for Event {}
+unsafe impl Sync for CudaEvent {}
 
-impl Event {
+impl CudaEvent {
     /// A mark without a time.
     pub fn new(cuda: &Cuda) -> Result<Self> {
         if cuda.is_plan() {
@@ -110,7 +110,7 @@ impl Event {
     }
 
     /// Seconds from `earlier` to this mark; both must have been passed.
-    pub fn since(&self, earlier: &Event) -> f64 {
+    pub fn since(&self, earlier: &CudaEvent) -> f64 {
         let mut ms = 0.0;
         // SAFETY: both live.
         let _ = unsafe { sys::cuEventElapsedTime_v2(&mut ms, earlier.0, self.0) };
@@ -118,7 +118,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         if !self.0.is_null() {
             // SAFETY: the driver keeps it until its work is done.
@@ -129,20 +129,20 @@ impl Drop for Event {
 
 impl Cuda {
     /// Marks where `stream` is now.
-    pub fn record(&self, event: &Event, stream: &Stream) {
+    pub fn record(&self, event: &CudaEvent, stream: &CudaStream) {
         // SAFETY: both live.
         self.note("marking a stream", unsafe { sys::cuEventRecord(event.0, stream.0) });
     }
 
     /// Lets `stream` go on when `event` has been passed.
-    pub fn wait(&self, stream: &Stream, event: &Event) {
+    pub fn wait(&self, stream: &CudaStream, event: &CudaEvent) {
         self.mark(stream, "wait for a copy");
         // SAFETY: both live.
         self.note("waiting for a stream", unsafe { sys::cuStreamWaitEvent(stream.0, event.0, 0) });
     }
 
     /// Waits on the host until `event` has been passed.
-    pub fn wait_host(&self, event: &Event) -> Result<()> {
+    pub fn wait_host(&self, event: &CudaEvent) -> Result<()> {
         // SAFETY: it lives.
         self.note("an op on the device", unsafe { sys::cuEventSynchronize(event.0) });
         self.check()
@@ -154,7 +154,7 @@ impl Cuda {
     /// `data` is what `function` takes, for as long as it may be called: of a recorded graph, for ever.
     pub(crate) unsafe fn call_host(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         function: unsafe extern "C" fn(*mut c_void),
         data: *mut c_void,
     ) {

@@ -16,13 +16,13 @@ pub struct Epilogue {
 
 /// The biases of one layer.
 struct Biases {
-    gate: Bias,
-    up: Bias,
-    down: Bias,
+    gate: RowBias,
+    up: RowBias,
+    down: RowBias,
 }
 
 /// One number for each row of each expert's matrix.
-struct Bias {
+struct RowBias {
     values: Vec<f32>, // [experts, rows]
     rows: usize,
 }
@@ -54,7 +54,7 @@ impl Epilogue {
                     _ => return Err(missing),
                 },
             };
-            let of = |values, rows| Bias { values, rows };
+            let of = |values, rows| RowBias { values, rows };
             Ok(Biases { gate: of(gate, width), up: of(up, width), down: of(bias("down_proj", hidden)?, hidden) })
         });
         let biases = biases.collect::<Result<_>>()?;
@@ -103,7 +103,7 @@ impl Epilogue {
     }
 }
 
-impl Bias {
+impl RowBias {
     fn add(&self, expert: usize, rows: &Range<usize>, width: usize, values: &mut [f32]) {
         let bias = &self.values[expert * self.rows..][rows.clone()];
         for token in values.chunks_exact_mut(width) {

@@ -101,12 +101,12 @@ pub enum Prefill {
 struct Submitted {
     choices: Choices,
     cpu: bool, // has a part of it
-    gpu: Option<Gpu>,
+    gpu: Option<GpuPart>,
 }
 
 /// The GPU's part of a layer.
 #[derive(Clone, Copy)]
-enum Gpu {
+enum GpuPart {
     /// `h` is there; the products with `down` are to come.
     Few { table: Address<u64> },
     /// `y` is there; the sum is to come.
@@ -239,15 +239,15 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
                 true => self.stream_chosen(streamed, &input, cpu)?,
                 false => self.stream(streamed, &input, cpu)?,
             }
-            Some(Gpu::Many { table })
+            Some(GpuPart::Many { table })
         } else if resident == 0 {
             None
         } else if tokens <= FEW_TOKENS {
             self.products.few_gate_up(table, &input);
-            Some(Gpu::Few { table })
+            Some(GpuPart::Few { table })
         } else {
             self.products.grouped(table, &input, Address::NULL);
-            Some(Gpu::Many { table })
+            Some(GpuPart::Many { table })
         };
         if streamed == 0 && tokens <= FEW_TOKENS {
             // The shared expert reads `x`, and nothing of the above.
@@ -263,8 +263,8 @@ impl ExpertExecutor<CudaBackend> for GpuExperts {
         };
         match gpu {
             None => {}
-            Some(Gpu::Few { table }) => self.products.few_down(table, choices, out),
-            Some(Gpu::Many { table }) => self.products.combine(table, choices, out),
+            Some(GpuPart::Few { table }) => self.products.few_down(table, choices, out),
+            Some(GpuPart::Many { table }) => self.products.combine(table, choices, out),
         }
         if cpu {
             let Choices { layer, tokens, top_k, .. } = choices;

@@ -134,11 +134,11 @@ pub type Skip = dyn Fn(usize) -> bool + Send + Sync;
 pub struct ServedLayer {
     service: Arc<ExpertService>,
     index: usize, // among the layers with experts
-    view: RwLock<View>,
+    view: RwLock<IdView>,
 }
 
 /// How the engine's ids are meant.
-struct View {
+struct IdView {
     skip: Option<Box<Skip>>,
     logical: Vec<i32>, // [ids]: the expert that an id stands for
 }
@@ -148,7 +148,7 @@ impl ServedLayer {
     pub fn new(service: Arc<ExpertService>, index: usize) -> Self {
         assert!(index < service.memory.cache().num_layers());
         let logical = (0..service.memory.cache().num_experts() as i32).collect();
-        Self { service, index, view: RwLock::new(View { skip: None, logical }) }
+        Self { service, index, view: RwLock::new(IdView { skip: None, logical }) }
     }
 
     /// The service it is of.

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use super::mailbox::{Mailbox, Room, blocks};
 use super::service::{RowType, ServedLayer, Tokens};
 use crate::cuda::kernels::stream::RECORD_WORDS;
-use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer, Stream, kernels, launch};
+use crate::cuda::{Address, Cuda, CudaEvent, CudaStream, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::machine::workers::{Gate, Team};
 use crate::{Error, Result};
 
@@ -49,16 +49,16 @@ struct Mailroom {
     ring: PinnedBuffer<u32>, // [RECORDS, RECORD_WORDS]
     head: DeviceBuffer<u32>,
     wakes: Gate,
-    slots: RwLock<Vec<&'static Slot>>,
+    slots: RwLock<Vec<&'static BatchSlot>>,
     layers: RwLock<Vec<Arc<ServedLayer>>>,
     failed: Mutex<Option<String>>,
 }
 
 /// Room for one batch in flight.
-struct Slot {
+struct BatchSlot {
     mailbox: Mailbox,
-    forked: Event,
-    woken: Event,
+    forked: CudaEvent,
+    woken: CudaEvent,
 }
 
 // SAFETY: the host only passes the addresses of device buffers on; it never reads them.
@@ -67,7 +67,7 @@ unsafe impl Sync for Mailroom {}
 
 /// The slots of a stream.
 struct StreamSlots {
-    side: Stream,
+    side: CudaStream,
     slots: Vec<(usize, bool)>, // index, and whether a batch is in it
 }
 
@@ -163,14 +163,14 @@ impl StreamPort {
         self.check()?;
         self.cuda.as_guest(|| {
             let handle = stream;
-            let stream = Stream::of_another(handle);
+            let stream = CudaStream::of_another(handle);
             let capturing = stream.is_capturing()?;
             let hidden = self.mailroom.layer(layer).service().memory().cache().header().hidden;
             let (bytes, choices) = (batch.tokens * hidden * batch.rows.bytes(), batch.tokens * batch.top_k);
             let mut streams = lock(&self.streams);
             let slots = match streams.entry((handle, capturing)) {
                 Entry::Occupied(slots) => slots.into_mut(),
-                Entry::Vacant(none) => none.insert(StreamSlots { side: Stream::beside()?, slots: Vec::new() }),
+                Entry::Vacant(none) => none.insert(StreamSlots { side: CudaStream::beside()?, slots: Vec::new() }),
             };
             let index = self.slot(slots, bytes, choices)?;
             let slot = self.mailroom.slot(index);
@@ -204,7 +204,7 @@ impl StreamPort {
         self.cuda.as_guest(|| {
             let slot = self.mailroom.slot(ticket.slot);
             let (handle, capturing) = ticket.stream;
-            let stream = Stream::of_another(handle);
+            let stream = CudaStream::of_another(handle);
             if capturing {
                 self.cuda.wait(&stream, &slot.woken);
             }
@@ -236,7 +236,11 @@ impl StreamPort {
         let (bytes, choices) = (bytes.next_power_of_two().max(1 << 14), choices.next_power_of_two().max(128));
         let cuda = &self.cuda;
         let room = Room { x: bytes, y: bytes, choices, counters: 1 };
-        let slot = Slot { mailbox: Mailbox::new(cuda, &room)?, forked: Event::new(cuda)?, woken: Event::new(cuda)? };
+        let slot = BatchSlot {
+            mailbox: Mailbox::new(cuda, &room)?,
+            forked: CudaEvent::new(cuda)?,
+            woken: CudaEvent::new(cuda)?,
+        };
         cuda.synchronize()?;
         let mut slots = self.mailroom.slots.write().unwrap_or_else(PoisonError::into_inner);
         if slots.len() == RECORDS {
@@ -263,7 +267,7 @@ impl Mailroom {
         self.layers.read().unwrap_or_else(PoisonError::into_inner)[index].clone()
     }
 
-    fn slot(&self, index: usize) -> &'static Slot {
+    fn slot(&self, index: usize) -> &'static BatchSlot {
         self.slots.read().unwrap_or_else(PoisonError::into_inner)[index]
     }
 

@@ -14,13 +14,13 @@ const MAX_VECTOR_BYTES: usize = 32 << 20;
 /// Vectors on the device, and the additions of a pass.
 pub(super) struct Steering<B: Backend> {
     hidden_size: usize,
-    vectors: Vec<Held<B::Norm>>,
+    vectors: Vec<DeviceVector<B::Norm>>,
     additions: B::Additions,
     active: bool, // in this pass
 }
 
 /// A vector of requests, `[hidden]`.
-struct Held<N> {
+struct DeviceVector<N> {
     given: Arc<[f32]>,
     on_device: Arc<N>,
 }
@@ -51,7 +51,7 @@ impl<B: Backend> Steering<B> {
                 )));
             }
             let on_device = Arc::new(backend.load_norm(vector.to_vec())?);
-            self.vectors.push(Held { given: vector.clone(), on_device });
+            self.vectors.push(DeviceVector { given: vector.clone(), on_device });
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 use serde_json::Value;
 
-use super::failure::{Failure, Result};
+use super::failure::{FetchFailure, Result};
 
 /// A commit: 40 hexadecimal digits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +70,7 @@ pub(super) struct Listing {
 impl Listing {
     /// Reads the body of an answer. Errors: it is none, or names what no repository can hold.
     pub(super) fn parse(body: &[u8]) -> Result<Self> {
-        let refused = |what: String| Failure::Refused(what);
+        let refused = |what: String| FetchFailure::Refused(what);
         let body: Value = serde_json::from_slice(body).map_err(|_| refused("its list of files is not JSON".into()))?;
         let sha = body["sha"].as_str().unwrap_or_default();
         let commit = Commit::parse(sha)

@@ -7,7 +7,7 @@ use ureq::http::{Method, Request, Response, Uri};
 use ureq::{Agent, Body, BodyReader};
 
 use super::answer::{Announced, Commit, Listing, Tag, quoted};
-use super::failure::{Failure, Result};
+use super::failure::{FetchFailure, Result};
 
 /// Redirects that one request follows.
 const MAX_REDIRECTS: usize = 5;
@@ -27,13 +27,13 @@ enum Follow {
 }
 
 /// One hub.
-pub(super) struct Client {
+pub(super) struct HubClient {
     agent: Agent,
     endpoint: String,
     token: Option<String>,
 }
 
-impl Client {
+impl HubClient {
     /// The hub at `endpoint`, which is told `token`.
     pub(super) fn new(endpoint: &str, token: Option<String>) -> Self {
         let config = Agent::config_builder()
@@ -61,10 +61,11 @@ impl Client {
     pub(super) fn announce(&self, id: &str, commit: &Commit, name: &str) -> Result<Announced> {
         let response = self.send(&Method::HEAD, &path(id, commit, name), None, Follow::Relative)?;
         let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
-        let refused = |what: &str, said: &str| Failure::Refused(format!("the {what} of {name} is {}", quoted(said)));
+        let refused =
+            |what: &str, said: &str| FetchFailure::Refused(format!("the {what} of {name} is {}", quoted(said)));
         let said = header("x-repo-commit").unwrap_or_default();
         if said != commit.as_str() {
-            return Err(Failure::Refused(format!(
+            return Err(FetchFailure::Refused(format!(
                 "asked for commit {}, it answers for {}",
                 commit.as_str(),
                 quoted(said)
@@ -90,8 +91,8 @@ impl Client {
         size: u64,
     ) -> Result<(u64, BodyReader<'static>)> {
         let response = match self.send(&Method::GET, &path(id, commit, name), Some(start), Follow::All) {
-            Err(Failure::Status(416)) => {
-                return Err(Failure::Refused(format!("{name} was announced with {size} bytes, and has fewer")));
+            Err(FetchFailure::Status(416)) => {
+                return Err(FetchFailure::Refused(format!("{name} was announced with {size} bytes, and has fewer")));
             }
             answer => answer?,
         };
@@ -108,7 +109,7 @@ impl Client {
             _ => (0, header(CONTENT_LENGTH)), // without a range
         };
         if !end.is_empty() && end.parse() != Ok(size) {
-            return Err(Failure::Refused(format!(
+            return Err(FetchFailure::Refused(format!(
                 "{name} was announced with {size} bytes, and then with {}",
                 quoted(end)
             )));
@@ -135,7 +136,7 @@ impl Client {
                 301 | 302 | 303 | 307 | 308 => {
                     response.headers().get(LOCATION).and_then(|value| value.to_str().ok()).unwrap_or_default()
                 }
-                status => return Err(Failure::Status(status)),
+                status => return Err(FetchFailure::Status(status)),
             };
             let next = target(&at, location)?;
             if follow == Follow::Relative && (!location.starts_with('/') || location.starts_with("//")) {
@@ -143,7 +144,7 @@ impl Client {
             }
             at = next;
         }
-        Err(Failure::Refused(format!("it redirects more than {MAX_REDIRECTS} times")))
+        Err(FetchFailure::Refused(format!("it redirects more than {MAX_REDIRECTS} times")))
     }
 }
 
@@ -156,9 +157,9 @@ fn target(from: &Uri, location: &str) -> Result<Uri> {
         _ => location.to_string(),
     };
     let next = address(&text)
-        .map_err(|_| Failure::Refused(format!("it redirects to {}, which is no address", quoted(location))))?;
+        .map_err(|_| FetchFailure::Refused(format!("it redirects to {}, which is no address", quoted(location))))?;
     match scheme == "https" && next.scheme_str() != Some("https") {
-        true => Err(Failure::Refused(format!("it redirects from https to {}", quoted(location)))),
+        true => Err(FetchFailure::Refused(format!("it redirects from https to {}", quoted(location)))),
         false => Ok(next),
     }
 }
@@ -169,7 +170,7 @@ fn address(text: &str) -> Result<Uri> {
         .parse::<Uri>()
         .ok()
         .filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some());
-    uri.ok_or_else(|| Failure::Refused(format!("{} is no address of a hub", quoted(text))))
+    uri.ok_or_else(|| FetchFailure::Refused(format!("{} is no address of a hub", quoted(text))))
 }
 
 /// Scheme, host and port.
@@ -185,8 +186,8 @@ fn path(id: &str, commit: &Commit, name: &str) -> String {
     format!("/{id}/resolve/{}/{}", commit.as_str(), name.bytes().map(byte).collect::<String>())
 }
 
-fn broken(error: impl std::fmt::Display) -> Failure {
-    Failure::Broken(error.to_string())
+fn broken(error: impl std::fmt::Display) -> FetchFailure {
+    FetchFailure::Broken(error.to_string())
 }
 
 #[cfg(test)]

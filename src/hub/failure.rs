@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-pub(super) type Result<T> = std::result::Result<T, Failure>;
+pub(super) type Result<T> = std::result::Result<T, FetchFailure>;
 
 /// Why there is no file.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum FetchFailure {
     /// The hub says no, with this HTTP status.
     Status(u16),
     /// The hub's answer is not to be used, and why.

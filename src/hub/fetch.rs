@@ -12,8 +12,8 @@ use moebius_cache::convert::free_bytes;
 use ring::digest::Context;
 
 use super::answer::{Announced, Commit};
-use super::client::Client;
-use super::failure::{Failure, Result};
+use super::client::HubClient;
+use super::failure::{FetchFailure, Result};
 use super::folder::Folder;
 
 /// A connection that breaks in the middle of a file is taken up again this often.
@@ -24,7 +24,7 @@ const LOCK_SECONDS: usize = 5;
 
 /// Downloads the file `name` of `commit` into `folder` unless it is there; `place` is shown before its name.
 pub(super) fn fetch(
-    client: &Client,
+    client: &HubClient,
     folder: &Folder,
     id: &str,
     commit: &Commit,
@@ -36,7 +36,7 @@ pub(super) fn fetch(
         attempt += 1;
         let download = Download { client, id, commit, name, bar: bar(format!("{place} {name}")) };
         match download.attempt(folder) {
-            Err(Failure::Broken(_) | Failure::Status(500..)) if attempt < ATTEMPTS => {}
+            Err(FetchFailure::Broken(_) | FetchFailure::Status(500..)) if attempt < ATTEMPTS => {}
             done => return done,
         }
         std::thread::sleep(Duration::from_millis(100 << attempt));
@@ -45,7 +45,7 @@ pub(super) fn fetch(
 }
 
 struct Download<'a> {
-    client: &'a Client,
+    client: &'a HubClient,
     id: &'a str,
     commit: &'a Commit,
     name: &'a str,
@@ -69,7 +69,7 @@ impl Download<'_> {
 
     /// Downloads what is missing of the file at `path`, which is removed when it is not what was announced.
     fn complete(&self, path: &Path, announced: &Announced) -> Result<()> {
-        let mut part = Part::open(path, announced)?;
+        let mut part = PartialDownload::open(path, announced)?;
         let size = announced.size;
         self.bar.set_length(size);
         if part.len < size {
@@ -83,7 +83,7 @@ impl Download<'_> {
         }
         let wrong = match part.len.cmp(&size) {
             Ordering::Less => {
-                return Err(Failure::Broken(format!("{} of {size} bytes of {} came", part.len, self.name)));
+                return Err(FetchFailure::Broken(format!("{} of {size} bytes of {} came", part.len, self.name)));
             }
             Ordering::Greater => format!("{} is longer than the {size} bytes that were announced", self.name),
             Ordering::Equal if part.digest.take().is_none_or(|digest| announced.tag.is_of(digest)) => {
@@ -93,19 +93,19 @@ impl Download<'_> {
             Ordering::Equal => format!("the hash of {} is not the one that was announced", self.name),
         };
         std::fs::remove_file(path).map_err(unwritable(path))?;
-        Err(Failure::Refused(format!("{wrong}, and it was removed")))
+        Err(FetchFailure::Refused(format!("{wrong}, and it was removed")))
     }
 }
 
 /// A file that is not whole yet.
-struct Part {
+struct PartialDownload {
     path: PathBuf,
     file: File,
     len: u64,                // bytes
     digest: Option<Context>, // of what there is
 }
 
-impl Part {
+impl PartialDownload {
     /// What an earlier attempt has left at `path`, which is nothing if it cannot be the beginning of what was
     /// announced.
     fn open(path: &Path, announced: &Announced) -> Result<Self> {
@@ -140,7 +140,7 @@ impl Part {
     fn append(&mut self, content: &mut impl Read, size: u64, bar: &ProgressBar) -> Result<()> {
         let mut bytes = vec![0; 1 << 18];
         while self.len <= size {
-            let read = content.read(&mut bytes).map_err(|e| Failure::Broken(e.to_string()))?;
+            let read = content.read(&mut bytes).map_err(|e| FetchFailure::Broken(e.to_string()))?;
             if read == 0 {
                 break;
             }
@@ -156,7 +156,7 @@ impl Part {
 fn check_room(path: &Path, bytes: u64) -> Result<()> {
     let dir = path.parent().unwrap_or(path);
     match free_bytes(dir) {
-        Some(free) if free < bytes => Err(Failure::Local(format!(
+        Some(free) if free < bytes => Err(FetchFailure::Local(format!(
             "its next file needs {} MiB of disk and {} are free in {}: make room, or set HF_HOME to a folder on \
              another disk",
             bytes.div_ceil(1 << 20),
@@ -176,10 +176,10 @@ fn lock(path: PathBuf) -> Result<File> {
         }
         std::thread::sleep(Duration::from_secs(1));
     }
-    Err(Failure::Locked(path))
+    Err(FetchFailure::Locked(path))
 }
 
-fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> Failure {
+fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> FetchFailure {
     let dir = path.parent().unwrap_or(path).to_path_buf();
     move |e| {
         let remedy = match e.kind() {
@@ -188,7 +188,7 @@ fn unwritable(path: &Path) -> impl Fn(std::io::Error) -> Failure {
             }
             _ => "check the folder, or set HF_HOME to one that can be written",
         };
-        Failure::Local(format!("{} cannot be written ({e}): {remedy}", dir.display()))
+        FetchFailure::Local(format!("{} cannot be written ({e}): {remedy}", dir.display()))
     }
 }
 

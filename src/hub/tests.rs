@@ -88,7 +88,7 @@ impl FakeHub {
 
     /// A hub with a token, whose local copies are in `cache`.
     fn client(&self, cache: &Path) -> Hub {
-        Hub { cache: cache.into(), client: Client::new(&self.endpoint, Some("secret".into())) }
+        Hub { cache: cache.into(), client: HubClient::new(&self.endpoint, Some("secret".into())) }
     }
 
     fn asks(&self) -> Vec<Ask> {
@@ -199,7 +199,7 @@ fn a_cut_download_resumes_and_then_needs_no_network() {
     assert_eq!(fake.ranges(), ["bytes=0-", "bytes=100000-", "bytes=200000-"]);
     assert!(dir.join("tokenizer.json").exists() && !dir.join("original").exists());
 
-    let offline = Hub { cache: cache.path().into(), client: Client::new("http://127.0.0.1:1", None) };
+    let offline = Hub { cache: cache.path().into(), client: HubClient::new("http://127.0.0.1:1", None) };
     assert_eq!(offline.model("org/tiny", cache.path()).unwrap(), dir);
     assert_eq!(offline.config("org/tiny", cache.path()).unwrap(), dir);
     std::fs::remove_file(dir.join(WEIGHTS)).unwrap();
@@ -262,7 +262,7 @@ fn a_later_run_goes_on_where_an_earlier_one_gave_up() {
 fn failures_say_what_to_do() {
     let cache = tempfile::tempdir().unwrap();
     let fails = |endpoint: &str| {
-        let hub = Hub { cache: cache.path().into(), client: Client::new(endpoint, None) };
+        let hub = Hub { cache: cache.path().into(), client: HubClient::new(endpoint, None) };
         hub.model("org/tiny", cache.path()).unwrap_err().to_string()
     };
     let unreachable = fails("http://127.0.0.1:1");

@@ -32,7 +32,7 @@ pub struct Plan {
     /// Of keys and values.
     pub kv: String,
     /// Everything that takes memory.
-    pub parts: Vec<Part>,
+    pub parts: Vec<MemoryPart>,
     /// VRAM that may be taken, in bytes; 0 without a GPU.
     pub vram_limit_bytes: u64,
     /// RAM that may be taken, in bytes.
@@ -57,7 +57,7 @@ pub struct Plan {
 
 /// One thing that takes memory, in bytes.
 #[derive(Clone, Debug, Serialize)]
-pub struct Part {
+pub struct MemoryPart {
     /// What it is.
     pub name: &'static str,
     /// On the device.
@@ -100,7 +100,7 @@ pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
     machine.available_bytes = ram.unwrap_or(machine.available_bytes);
     let estimator = Estimator { name, spec: *spec, machine: &machine };
     #[cfg(feature = "cuda")]
-    if let Some(device) = gpu::Device::find(spec.config)? {
+    if let Some(device) = gpu::PlannedGpu::find(spec.config)? {
         return estimator.on_gpu(&device);
     }
     estimator.on_cpu()
@@ -144,7 +144,7 @@ impl Estimator<'_> {
             device: "CPU".into(),
             is_assumed: false,
             parts: parts
-                .map(|(name, ram_bytes, disk_bytes)| Part { name, vram_bytes: 0, ram_bytes, disk_bytes })
+                .map(|(name, ram_bytes, disk_bytes)| MemoryPart { name, vram_bytes: 0, ram_bytes, disk_bytes })
                 .collect(),
             vram_limit_bytes: 0,
             max_context,
@@ -208,14 +208,14 @@ mod gpu {
     const SAMPLE_BYTES: usize = 128 << 20;
 
     /// The GPU of a plan.
-    pub(super) struct Device {
+    pub(super) struct PlannedGpu {
         info: DeviceInfo,
         is_assumed: bool,
         vram_bytes: f64,
         pcie_bytes: f64,
     }
 
-    impl Device {
+    impl PlannedGpu {
         /// The one there is; one of `--vram` where there is none. Errors: the one asked for cannot be used, and there
         /// is no size to assume one of.
         pub(super) fn find(config: &EngineConfig) -> Result<Option<Self>> {
@@ -258,7 +258,7 @@ mod gpu {
     }
 
     impl Estimator<'_> {
-        pub(super) fn on_gpu(&self, device: &Device) -> Result<Plan> {
+        pub(super) fn on_gpu(&self, device: &PlannedGpu) -> Result<Plan> {
             let Self { spec, machine, .. } = *self;
             let plan = gpu_plan(&spec, &device.info, machine)?;
             let cpu = CpuRates::measure(&spec, machine, 128)?;
@@ -270,7 +270,7 @@ mod gpu {
             let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
             let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
             let now = expected(&plan, &spec)?;
-            let part = |name, vram_bytes, ram_bytes, disk_bytes| Part { name, vram_bytes, ram_bytes, disk_bytes };
+            let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
             let parts = vec![
                 part("driver and kernels", CONTEXT_BYTES, 0, 0),
                 part("dense weights", plan.weights, 0, 0),
@@ -302,7 +302,7 @@ mod gpu {
 
         fn advice_on_gpu(
             &self,
-            device: &Device,
+            device: &PlannedGpu,
             plan: &GpuPlan,
             now: &Expected,
             expected: &dyn Fn(&GpuPlan, &Spec<'_>) -> Result<Expected>,

@@ -56,7 +56,7 @@ fn round(x: f64) -> String {
 }
 
 /// What a token takes.
-pub(super) struct Work {
+pub(super) struct TokenWork {
     layers: usize,
     pub(super) dense_bytes: f64,
     pub(super) dense_products: f64,     // of a token, without the output head
@@ -67,7 +67,7 @@ pub(super) struct Work {
     pub(super) layout: Option<ExpertLayout>,
 }
 
-impl Work {
+impl TokenWork {
     pub(super) fn of(spec: &Spec<'_>) -> Result<Self> {
         let Spec { model, config, .. } = *spec;
         let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
@@ -159,7 +159,7 @@ fn products(model: &ModelConfig, machine: &Machine, precision: Precision, expert
 pub fn on_cpu(spec: &Spec<'_>, rates: &CpuRates, tokens: usize) -> Result<Expected> {
     const SHARE: f64 = 0.8;
     const LAYER_S: f64 = 80e-6;
-    let work = Work::of(spec)?;
+    let work = TokenWork::of(spec)?;
     let experts = (work.moe_layers * work.top_k) as f64;
     let read = SHARE * rates.read_bytes;
     let layers = work.layers as f64 * LAYER_S;

@@ -11,7 +11,7 @@ use super::App;
 use super::ask::Ask;
 use super::error::ApiError;
 use super::front::Caller;
-use super::memory::Held;
+use super::memory::Reservation;
 use crate::engine::{FinishReason, Logprobs, RequestStats};
 use crate::text::reply::{Parser, Part};
 use crate::text::stream::{Delta, TextStream};
@@ -58,7 +58,7 @@ pub(super) struct Answer {
     turn: usize,
     logged: Option<String>, // text of the answer so far, for the log
     #[allow(dead_code)] // held until it is dropped
-    logprobs: Option<Held>,
+    logprobs: Option<Reservation>,
 }
 
 struct Choice {

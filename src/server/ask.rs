@@ -3,8 +3,8 @@
 use serde_json::Value;
 
 use super::error::ApiError;
-use super::fields::Fields;
-use super::steer::{Steering, read_steer};
+use super::fields::RequestFields;
+use super::steer::{SteerField, read_steer};
 use crate::engine::{Request, SamplingOverrides, SamplingParams};
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
@@ -36,7 +36,7 @@ pub(super) struct Ask {
     /// Markers in the answers may be special tokens.
     pub(super) special_tokens: bool,
     /// Steering vectors for all choices.
-    pub(super) steer: Vec<Steering>,
+    pub(super) steer: Vec<SteerField>,
 }
 
 impl Ask {
@@ -51,19 +51,19 @@ impl Ask {
 }
 
 /// The options of a request besides its prompt.
-pub(super) struct Options {
+pub(super) struct RequestOptions {
     pub(super) max_tokens: Option<usize>,
     pub(super) sampling: SamplingParams,
     pub(super) ignore_eos: bool,
     pub(super) stops: Vec<String>,
     pub(super) n: usize,
     pub(super) logprobs: Option<usize>,
-    pub(super) steer: Vec<Steering>,
+    pub(super) steer: Vec<SteerField>,
 }
 
-impl Options {
+impl RequestOptions {
     /// Reads the fields that OpenAI's endpoints share.
-    pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Self> {
+    pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<Self> {
         let max_tokens = fields.integer("max_tokens", 1)?;
         Ok(Self {
             max_tokens: fields.integer("max_completion_tokens", 1)?.or(max_tokens),
@@ -141,7 +141,7 @@ fn random_seed() -> u64 {
     getrandom::u64().expect("Linux has random numbers")
 }
 
-fn sampling(model: &TextModel, fields: &mut Fields) -> Result<SamplingParams> {
+fn sampling(model: &TextModel, fields: &mut RequestFields) -> Result<SamplingParams> {
     let overrides = SamplingOverrides {
         temperature: fields.number("temperature", 0.0..=2.0)?,
         top_p: fields.number("top_p", 1e-6..=1.0)?,
@@ -157,7 +157,7 @@ fn sampling(model: &TextModel, fields: &mut Fields) -> Result<SamplingParams> {
 }
 
 /// `{"token id": bias}`, biases from -100 to 100.
-fn logit_bias(model: &TextModel, fields: &mut Fields) -> Result<Option<Vec<(u32, f32)>>> {
+fn logit_bias(model: &TextModel, fields: &mut RequestFields) -> Result<Option<Vec<(u32, f32)>>> {
     let wrong = || {
         let message = format!(
             "'logit_bias' must map token ids of this model to numbers from -100 to 100, at most {MAX_BIASES} of them"
@@ -210,7 +210,7 @@ pub(super) fn token_ids(model: &TextModel, name: &str, value: &Value) -> Result<
 }
 
 /// Whether to stream, and whether the stream ends with the usage.
-pub(super) fn streaming(fields: &mut Fields) -> Result<(bool, bool)> {
+pub(super) fn streaming(fields: &mut RequestFields) -> Result<(bool, bool)> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let Some(options) = fields.object("stream_options")? else { return Ok((stream, false)) };
     if !stream {

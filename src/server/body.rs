@@ -11,8 +11,8 @@ use tokio::time::{Instant, timeout_at};
 use super::App;
 use super::chunked::SLOWEST;
 use super::error::ApiError;
-use super::fields::Fields;
-use super::memory::{Held, give_back};
+use super::fields::RequestFields;
+use super::memory::{Reservation, give_back};
 use super::structure::Structure;
 use super::text::{ENCODED_AT_ONCE, encoding_bytes};
 use crate::text::model::TextModel;
@@ -34,7 +34,7 @@ const COPIES: u64 = 8;
 struct Whole {
     bytes: Vec<u8>,
     structure: Structure,
-    held: Held,
+    held: Reservation,
 }
 
 /// Reads a body to its end, once there is memory for it.
@@ -95,7 +95,7 @@ pub(super) async fn understand<T: Send + 'static>(
     app: &Arc<App>,
     client: u64,
     mut body: Body,
-    read: impl FnOnce(&TextModel, &mut Fields) -> Result<T> + Send + 'static,
+    read: impl FnOnce(&TextModel, &mut RequestFields) -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let whole = match app.model() {
         Ok(_) => read_body(app, client, &mut body).await,
@@ -114,7 +114,7 @@ pub(super) async fn understand<T: Send + 'static>(
     let app = app.clone();
     // Tokenizing a long prompt and compiling a grammar take too long for an async thread.
     let work = move || {
-        let fields = Fields::parse(&bytes);
+        let fields = RequestFields::parse(&bytes);
         drop((bytes, held));
         let result = fields.and_then(|mut fields| {
             if let Some(name) = fields.string("model")? {

@@ -14,16 +14,16 @@ use base64::prelude::BASE64_STANDARD;
 use base64::write::EncoderWriter;
 use serde_json::{Map, Value, json};
 
-use super::ask::Options;
+use super::ask::RequestOptions;
 use super::body::understand;
 use super::chunked::chunked;
 use super::completions::one_prompt;
 use super::conversation::Conversation;
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::RequestFields;
 use super::front::{Caller, new_id};
 use super::memory::give_back;
-use super::steer::{Steering, read_layers, read_positions};
+use super::steer::{SteerField, read_layers, read_positions};
 use super::write::{open_object, write_list};
 use super::{App, unix_seconds};
 use crate::engine::{CaptureWanted, Captured, Event, Events, FinishReason, HookPoint, Request, RequestStats};
@@ -58,7 +58,7 @@ pub(super) async fn answer(
     caller.sign(&mut request);
     request.steer = app.vectors.resolve(caller.tenant, &steering)?;
     let prompt = request.prompt.clone();
-    let found = Found::collect(prompt, model.engine().submit(request)?).await?;
+    let found = CaptureAnswer::collect(prompt, model.engine().submit(request)?).await?;
     app.http.observe(&found.stats);
     let kind = match encoding {
         Encoding::Safetensors => "application/octet-stream",
@@ -76,13 +76,13 @@ pub(super) async fn answer(
 /// What a request asks for.
 pub(super) struct Asked {
     request: Request,
-    steering: Vec<Steering>,
+    steering: Vec<SteerField>,
     encoding: Encoding,
     bytes: usize, // of all numbers
 }
 
 /// Reads the request and the encoding of its answer.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
+pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<Asked> {
     let prompt = match fields.take("prompt") {
         Some(prompt) => {
             one_prompt(model, &prompt, || ApiError::bad_field("prompt", "'prompt' must be a string or token ids"))?
@@ -117,7 +117,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
         );
         return Err(ApiError::bad_field("layers", message));
     }
-    let options = Options { max_tokens: None, ..Options::read(model, fields)? };
+    let options = RequestOptions { max_tokens: None, ..RequestOptions::read(model, fields)? };
     if options.n > 1 || !options.stops.is_empty() {
         let field = if options.n > 1 { "n" } else { "stop" };
         return Err(ApiError::unsupported(field));
@@ -129,21 +129,21 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Asked> {
 }
 
 /// The answer to a request.
-struct Found {
+struct CaptureAnswer {
     tokens: Vec<u32>,
-    rows: BTreeMap<HookPoint, Rows>,
+    rows: BTreeMap<HookPoint, CapturedRows>,
     reason: FinishReason,
     stats: RequestStats,
 }
 
 /// Captured rows of one kind.
 #[derive(Default)]
-struct Rows {
+struct CapturedRows {
     positions: Vec<Range<usize>>,
     parts: Vec<Vec<f32>>, // as the engine gave them: joining them would need them twice
 }
 
-impl Rows {
+impl CapturedRows {
     /// Numbers of a row, where there are so many rows.
     fn width(&self, rows: usize) -> usize {
         self.parts.iter().map(Vec::len).sum::<usize>() / rows.max(1)
@@ -173,9 +173,9 @@ impl Rows {
     }
 }
 
-impl Found {
+impl CaptureAnswer {
     async fn collect(mut tokens: Vec<u32>, mut events: Events) -> Result<Self> {
-        let mut rows = BTreeMap::<HookPoint, Rows>::new();
+        let mut rows = BTreeMap::<HookPoint, CapturedRows>::new();
         loop {
             match events.recv().await {
                 Some(Event::Token(token)) => tokens.push(token.id),
@@ -271,6 +271,6 @@ impl Found {
         write!(out, "{header:padded$}")?;
         out.write_all(bytemuck::cast_slice(&tokens))?;
         out.write_all(bytemuck::cast_slice(&positions))?;
-        self.rows.values().flat_map(Rows::bytes).try_for_each(|bytes| out.write_all(bytes))
+        self.rows.values().flat_map(CapturedRows::bytes).try_for_each(|bytes| out.write_all(bytes))
     }
 }

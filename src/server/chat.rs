@@ -10,13 +10,13 @@ use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Finish, Step};
-use super::ask::{Ask, Options, streaming};
+use super::ask::{Ask, RequestOptions, streaming};
 use super::body::understand;
 use super::chunked::chunked_json;
 use super::conversation::Conversation;
 use super::error::ApiError;
-use super::events::{Shape, stream};
-use super::fields::Fields;
+use super::events::{EventFormat, stream};
+use super::fields::RequestFields;
 use super::front::{Caller, new_id};
 use super::write::{write_list, write_whole};
 use super::{App, unix_seconds};
@@ -37,11 +37,11 @@ pub(super) async fn answer(
     let model = app.model()?.clone();
     let mut answer = Answer::start(&app, caller, ask).await?;
     let name = model.engine().info().model.clone();
-    let shape = Chat { id: new_id("chatcmpl"), created: unix_seconds(), name, include_usage, n, model };
+    let shape = ChatObject { id: new_id("chatcmpl"), created: unix_seconds(), name, include_usage, n, model };
     if streams {
         return Ok(stream(answer, shape));
     }
-    let mut choices: Vec<Whole> = std::iter::repeat_with(Whole::default).take(n).collect();
+    let mut choices: Vec<WholeChoice> = std::iter::repeat_with(WholeChoice::default).take(n).collect();
     while let Some(step) = answer.next().await {
         match step? {
             Step::Part(i, part, logprobs) => choices[i].add(part, logprobs),
@@ -68,9 +68,9 @@ pub(super) async fn answer(
 }
 
 /// Reads the request: what to ask, whether to stream, and whether the stream ends with the usage.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<(Ask, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
-    let mut options = Options::read(model, fields)?;
+    let mut options = RequestOptions::read(model, fields)?;
     let top = fields.integer("top_logprobs", 0)?;
     options.logprobs = match (fields.boolean("logprobs")?.unwrap_or(false), top) {
         (_, Some(top)) if top > 20 => {
@@ -85,7 +85,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool,
 
 /// One choice of an answer that is sent as a whole.
 #[derive(Default)]
-struct Whole {
+struct WholeChoice {
     content: String,
     reasoning: String,
     calls: Vec<Value>,
@@ -93,7 +93,7 @@ struct Whole {
     finish: Option<Finish>,
 }
 
-impl Whole {
+impl WholeChoice {
     fn add(&mut self, part: Part, logprobs: Vec<(u32, Logprobs)>) {
         self.logprobs.extend(logprobs);
         match part {
@@ -146,7 +146,7 @@ fn logprob(model: &TextModel, (token, logprobs): &(u32, Logprobs)) -> Value {
 }
 
 /// The fields that all objects of one answer have.
-struct Chat {
+struct ChatObject {
     id: String,
     created: u64,
     name: String,
@@ -155,7 +155,7 @@ struct Chat {
     model: TextModel,
 }
 
-impl Chat {
+impl ChatObject {
     fn object(&self, object: &str, choices: Value) -> Map<String, Value> {
         Map::from_iter([
             ("id".to_string(), json!(self.id)),
@@ -189,7 +189,7 @@ impl Chat {
     }
 }
 
-impl Shape for Chat {
+impl EventFormat for ChatObject {
     fn open(&mut self) -> Vec<Event> {
         (0..self.n).map(|i| self.chunk(i, json!({"role": "assistant", "content": ""}), None, &[])).collect()
     }

@@ -11,12 +11,12 @@ use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Finish, Step};
-use super::ask::{Ask, Options, streaming, token_ids};
+use super::ask::{Ask, RequestOptions, streaming, token_ids};
 use super::body::understand;
 use super::chunked::chunked_json;
 use super::error::ApiError;
-use super::events::{Shape, stream};
-use super::fields::Fields;
+use super::events::{EventFormat, stream};
+use super::fields::RequestFields;
 use super::format::read_format;
 use super::front::{Caller, new_id};
 use super::text::encode_prompt;
@@ -43,7 +43,7 @@ pub(super) async fn answer(
     let name = model.engine().info().model.clone();
     let mut answer = Answer::start(&app, caller, ask).await?;
     let offsets = echo.iter().map(|text| text.len()).collect();
-    let shape = Text { id: new_id("cmpl"), created: unix_seconds(), name, include_usage, echo, offsets, model };
+    let shape = TextObject { id: new_id("cmpl"), created: unix_seconds(), name, include_usage, echo, offsets, model };
     if streams {
         return Ok(stream(answer, shape));
     }
@@ -73,10 +73,10 @@ pub(super) async fn answer(
 
 /// Reads the request: what to ask, the prompts to repeat, whether to stream, and whether the stream ends with the
 /// usage.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<Arc<str>>, bool, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<(Ask, Vec<Arc<str>>, bool, bool)> {
     let (streams, include_usage) = streaming(fields)?;
     let prompts = prompts(model, fields)?;
-    let mut options = Options::read(model, fields)?;
+    let mut options = RequestOptions::read(model, fields)?;
     // This API answers with 16 tokens by default.
     options.max_tokens = options.max_tokens.or(Some(16));
     options.logprobs = fields.integer("logprobs", 0)?;
@@ -107,7 +107,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Vec<A
 }
 
 /// A string or token ids, or a list of either.
-fn prompts(model: &TextModel, fields: &mut Fields) -> Result<Vec<Vec<u32>>> {
+fn prompts(model: &TextModel, fields: &mut RequestFields) -> Result<Vec<Vec<u32>>> {
     let wrong = || {
         ApiError::bad_field(
             "prompt",
@@ -158,7 +158,7 @@ impl From<Step> for Said {
 }
 
 /// The fields that all objects of one answer have.
-struct Text {
+struct TextObject {
     id: String,
     created: u64,
     name: String,
@@ -168,7 +168,7 @@ struct Text {
     model: TextModel,
 }
 
-impl Text {
+impl TextObject {
     fn object(&self, choices: Value) -> Map<String, Value> {
         Map::from_iter([
             ("id".to_string(), json!(self.id)),
@@ -230,7 +230,7 @@ impl Text {
     }
 }
 
-impl Shape for Text {
+impl EventFormat for TextObject {
     fn open(&mut self) -> Vec<Event> {
         let echoed = self.echo.iter().enumerate().filter(|(_, text)| !text.is_empty());
         echoed.map(|(i, text)| self.event(json!([self.choice(i, text.to_string(), None, Value::Null)]), None)).collect()

@@ -33,7 +33,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{sleep, timeout};
 
-use line::{Arriving, Leaving, Line};
+use line::{Arriving, ClientSocket, Leaving};
 pub(super) use open_files::fit;
 pub(super) use places::ConnectionPlaces;
 use places::{Activity, ConnectionPlace};
@@ -70,7 +70,7 @@ pub(super) fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
 }
 
 /// What all connections share.
-pub(super) struct Server {
+pub(super) struct ConnectionContext {
     pub(super) tls: Option<Tls>,
     pub(super) router: Router,
     pub(super) places: Arc<ConnectionPlaces>,
@@ -78,7 +78,7 @@ pub(super) struct Server {
     pub(super) stop: watch::Receiver<bool>,
 }
 
-impl Server {
+impl ConnectionContext {
     /// Answers on `listener` until `stop`. Running answers then complete.
     pub(super) async fn serve(self, listener: TcpListener) {
         let server = Arc::new(self);
@@ -141,7 +141,7 @@ impl Server {
         peer: SocketAddr,
         place: Arc<ConnectionPlace>,
     ) {
-        let line = Line::new(socket, place.clone(), self.patience);
+        let line = ClientSocket::new(socket, place.clone(), self.patience);
         let connection = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(self.patience) // idle connections end by it too

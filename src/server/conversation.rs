@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::ask::{Ask, Options};
+use super::ask::{Ask, RequestOptions};
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::RequestFields;
 use super::format::read_format;
 use super::text::encode_conversation;
 use super::tools::{MAX_TOOL_BYTES, Tools, tool_json};
@@ -45,7 +45,7 @@ pub(super) struct Prompt {
 
 impl Conversation {
     /// Reads the fields of OpenAI's chat completions.
-    pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<Self> {
+    pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<Self> {
         let messages =
             fields.take("messages").ok_or_else(|| ApiError::bad_field("messages", "'messages' is missing"))?;
         let list = messages
@@ -127,7 +127,7 @@ impl Conversation {
     }
 
     /// Asks the engine to continue it.
-    pub(super) fn ask(&self, model: &TextModel, options: Options) -> Result<Ask> {
+    pub(super) fn ask(&self, model: &TextModel, options: RequestOptions) -> Result<Ask> {
         let Prompt { ids, start } = self.prompt(model)?;
         let syntax = model.syntax();
         let Tools { list, choice, calls } = &self.tools;

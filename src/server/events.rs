@@ -17,7 +17,7 @@ use super::error::ApiError;
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
 /// How an endpoint writes an answer as events.
-pub(super) trait Shape: Send + Unpin + 'static {
+pub(super) trait EventFormat: Send + Unpin + 'static {
     /// Events before the first step.
     fn open(&mut self) -> Vec<Event>;
     /// Events of a step.
@@ -31,7 +31,7 @@ pub(super) trait Shape: Send + Unpin + 'static {
 }
 
 /// Streams an answer as server-sent events. A disconnect of the client drops it and cancels the request.
-pub(super) fn stream<S: Shape>(answer: Answer, mut shape: S) -> Response {
+pub(super) fn stream<S: EventFormat>(answer: Answer, mut shape: S) -> Response {
     let events = shape.open().into();
     let stream = EventStream { answer: Some(answer), shape, events };
     Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
@@ -43,7 +43,7 @@ struct EventStream<S> {
     events: VecDeque<Event>,
 }
 
-impl<S: Shape> Stream for EventStream<S> {
+impl<S: EventFormat> Stream for EventStream<S> {
     type Item = std::result::Result<Event, Infallible>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {

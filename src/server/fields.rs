@@ -11,9 +11,9 @@ const HARMLESS: [&str; 7] =
     ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"];
 
 /// The unread members of a JSON object. Null counts as absent.
-pub(super) struct Fields(Map<String, Value>);
+pub(super) struct RequestFields(Map<String, Value>);
 
-impl Fields {
+impl RequestFields {
     /// Parses a body.
     pub(super) fn parse(body: &[u8]) -> Result<Self> {
         match serde_json::from_slice(body) {
@@ -110,14 +110,14 @@ mod tests {
     use super::*;
 
     fn refusal(body: Value) -> String {
-        Fields::parse(body.to_string().as_bytes()).unwrap().finish().unwrap_err().to_json()["error"]["param"]
+        RequestFields::parse(body.to_string().as_bytes()).unwrap().finish().unwrap_err().to_json()["error"]["param"]
             .to_string()
     }
 
     #[test]
     fn nothing_is_left_unread() {
         let neutral = json!({"modalities": ["text"], "functions": [], "suffix": "", "user": "me", "audio": null});
-        assert!(Fields::parse(neutral.to_string().as_bytes()).unwrap().finish().is_ok());
+        assert!(RequestFields::parse(neutral.to_string().as_bytes()).unwrap().finish().is_ok());
         assert_eq!(refusal(json!({"modalities": ["audio"]})), "\"modalities\"");
         assert_eq!(refusal(json!({"functions": [{}]})), "\"functions\"");
         assert_eq!(refusal(json!({"temprature": 1})), "\"temprature\"");
@@ -125,10 +125,11 @@ mod tests {
 
     #[test]
     fn types_and_ranges_are_checked() {
-        let mut fields = Fields::parse(br#"{"a":"x","b":1e999999,"c":3,"d":-1,"seed":-5,"e":1.5}"#).err().map_or_else(
-            || Fields::parse(b"{}").unwrap(),
-            |_| Fields::parse(br#"{"a":"x","c":3,"d":-1,"seed":-5,"e":1.5}"#).unwrap(),
-        );
+        let mut fields =
+            RequestFields::parse(br#"{"a":"x","b":1e999999,"c":3,"d":-1,"seed":-5,"e":1.5}"#).err().map_or_else(
+                || RequestFields::parse(b"{}").unwrap(),
+                |_| RequestFields::parse(br#"{"a":"x","c":3,"d":-1,"seed":-5,"e":1.5}"#).unwrap(),
+            );
         assert!(fields.number("a", 0.0..=2.0).is_err());
         assert!(fields.number("c", 0.0..=2.0).is_err());
         assert!(fields.integer("d", 0).is_err());
@@ -150,7 +151,7 @@ mod tests {
             b"{\"a\":1}}",
             deep.as_bytes(),
         ] {
-            assert!(Fields::parse(body).is_err());
+            assert!(RequestFields::parse(body).is_err());
         }
     }
 }

@@ -3,13 +3,13 @@
 use serde_json::Value;
 
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::RequestFields;
 use crate::text::grammar::Grammar;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// The grammar of `response_format`, or of one of the fields that other servers have, and the field's name.
-pub(super) fn read_format(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)>> {
+pub(super) fn read_format(fields: &mut RequestFields) -> Result<Option<(&'static str, Grammar)>> {
     let mut found: Vec<(&'static str, Grammar)> = Vec::new();
     if let Some(format) = fields.object("response_format")?
         && let Some(grammar) = response_format("response_format", &Value::Object(format))?

@@ -1,8 +1,8 @@
 //! The chat endpoint for callers in this process: the Python package asks as a client would, without HTTP.
 
-use super::ask::Options;
+use super::ask::RequestOptions;
 use super::conversation::Conversation;
-use super::fields::Fields;
+use super::fields::RequestFields;
 use super::format::read_format;
 use crate::Result;
 use crate::engine::{Constraint, Request};
@@ -25,10 +25,10 @@ pub struct Chat {
 ///
 /// Errors: `Error::Invalid` naming the field.
 pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Request) -> Result<Chat> {
-    let mut fields = Fields::parse(fields.as_bytes())?;
+    let mut fields = RequestFields::parse(fields.as_bytes())?;
     let conversation = Conversation::read(model, &mut fields)?;
     fields.finish()?;
-    let options = Options {
+    let options = RequestOptions {
         max_tokens: request.max_tokens,
         sampling: request.sampling.clone(),
         ignore_eos: request.ignore_eos,
@@ -52,7 +52,7 @@ pub fn chat(model: &TextModel, fields: &str, stops: Vec<String>, request: Reques
 ///
 /// Errors: `Error::Invalid` naming the field.
 pub fn constraint(model: &TextModel, fields: &str) -> Result<Option<Box<dyn Constraint>>> {
-    let mut fields = Fields::parse(fields.as_bytes())?;
+    let mut fields = RequestFields::parse(fields.as_bytes())?;
     let format = read_format(&mut fields)?;
     fields.finish()?;
     format.map(|(_, grammar)| model.compile(&grammar)).transpose()

@@ -4,7 +4,7 @@
 //! bodies -> understood (JSON, text, tokens) -> the engine, which keeps its own count
 //!                                           -> outgoing (captured rows, logprobs), until the client has it
 //! ```
-//! Each of the three has a [`Budget`]. A request holds bytes of a budget while it uses them, and waits only for the
+//! Each of the three has a [`ByteBudget`]. A request holds bytes of a budget while it uses them, and waits only for the
 //! next
 //! budget.
 
@@ -36,25 +36,25 @@ const SMALL_BYTES: u64 = 1 << 20;
 const LARGE_BYTES: u64 = 16 << 20;
 
 /// The budgets of a server.
-pub(super) struct Memory {
+pub(super) struct RequestMemory {
     /// Bodies as they arrive.
-    pub(super) bodies: Arc<Budget>,
+    pub(super) bodies: Arc<ByteBudget>,
     /// Parsed bodies, until the engine has the request.
-    pub(super) understood: Arc<Budget>,
+    pub(super) understood: Arc<ByteBudget>,
     /// Answers besides text, until the client has them: captured rows, logprobs.
-    pub(super) outgoing: Arc<Budget>,
+    pub(super) outgoing: Arc<ByteBudget>,
 }
 
-impl Default for Memory {
+impl Default for RequestMemory {
     fn default() -> Self {
         // Together three quarters, so that some memory stays free even before admitted bytes are used.
-        let budget = |eighths| Arc::new(Budget::new(eighths, topology::available_bytes));
+        let budget = |eighths| Arc::new(ByteBudget::new(eighths, topology::available_bytes));
         Self { bodies: budget(1), understood: budget(3), outgoing: budget(2) }
     }
 }
 
 /// Bytes that requests may hold together: a share of the free memory, which shrinks as they use it.
-pub(super) struct Budget {
+pub(super) struct ByteBudget {
     eighths: u64,
     available: fn() -> u64,
     state: Mutex<State>,
@@ -71,17 +71,17 @@ struct State {
 struct Waiting {
     client: u64,
     bytes: u64,
-    admitted: oneshot::Sender<Held>,
+    admitted: oneshot::Sender<Reservation>,
 }
 
 /// Bytes of a budget, held until dropped.
-pub(super) struct Held {
-    budget: Arc<Budget>,
+pub(super) struct Reservation {
+    budget: Arc<ByteBudget>,
     client: u64,
     bytes: u64,
 }
 
-impl Budget {
+impl ByteBudget {
     fn new(eighths: u64, available: fn() -> u64) -> Self {
         Self { eighths, available, state: Mutex::default() }
     }
@@ -93,7 +93,7 @@ impl Budget {
     /// Waits until `client` may hold `bytes`. While others wait, no client gets more than half.
     ///
     /// Errors: the budget never has that much, or not in time.
-    pub(super) async fn admit(self: &Arc<Self>, client: u64, bytes: u64) -> Result<Held> {
+    pub(super) async fn admit(self: &Arc<Self>, client: u64, bytes: u64) -> Result<Reservation> {
         let mut turn = self.stand_in_line(client, bytes)?;
         let until = tokio::time::Instant::now() + PATIENCE;
         self.advance();
@@ -112,7 +112,7 @@ impl Budget {
         }
     }
 
-    fn stand_in_line(&self, client: u64, bytes: u64) -> Result<oneshot::Receiver<Held>> {
+    fn stand_in_line(&self, client: u64, bytes: u64) -> Result<oneshot::Receiver<Reservation>> {
         let mut state = self.lock();
         let free = state.free(self.available);
         let most = self.room(free + state.held, bytes);
@@ -164,7 +164,7 @@ impl Budget {
             }
             *held += bytes;
             *by_client.entry(client).or_default() += bytes;
-            next.push((admitted, Held { budget: self.clone(), client, bytes }));
+            next.push((admitted, Reservation { budget: self.clone(), client, bytes }));
         }
         drop(state);
         for (admitted, held) in next {
@@ -184,7 +184,7 @@ impl State {
     }
 }
 
-impl Held {
+impl Reservation {
     /// Waits for more of the same.
     pub(super) async fn grow(&mut self, bytes: u64) -> Result<()> {
         let mut more = self.budget.admit(self.client, bytes).await?;
@@ -198,7 +198,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for Reservation {
     fn drop(&mut self) {
         let mut state = self.budget.lock();
         state.held -= self.bytes;
@@ -215,7 +215,7 @@ impl Drop for Held {
 
 /// Returns freed memory that `held` counted to the system, which the allocator would keep. Too slow for an async
 /// thread.
-pub(super) fn give_back(held: Held) {
+pub(super) fn give_back(held: Reservation) {
     if held.bytes >= LARGE_BYTES {
         crate::machine::memory::trim();
     }
@@ -228,17 +228,17 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// 800 MiB may be held, of which those that take more than a MiB get 600.
-    fn budget() -> Arc<Budget> {
-        Arc::new(Budget::new(8, || LEAST_BYTES + 800 * MIB))
+    fn budget() -> Arc<ByteBudget> {
+        Arc::new(ByteBudget::new(8, || LEAST_BYTES + 800 * MIB))
     }
 
     /// What comes of asking, once everybody had time to be asked.
-    async fn settled(asked: &tokio::task::JoinHandle<Result<Held>>) -> bool {
+    async fn settled(asked: &tokio::task::JoinHandle<Result<Reservation>>) -> bool {
         tokio::time::sleep(Duration::from_millis(30)).await;
         asked.is_finished()
     }
 
-    fn ask(budget: &Arc<Budget>, client: u64, mib: u64) -> tokio::task::JoinHandle<Result<Held>> {
+    fn ask(budget: &Arc<ByteBudget>, client: u64, mib: u64) -> tokio::task::JoinHandle<Result<Reservation>> {
         let budget = budget.clone();
         tokio::spawn(async move { budget.admit(client, mib * MIB).await })
     }
@@ -277,7 +277,7 @@ mod tests {
         let budget = budget();
         let refusal = budget.admit(1, 601 * MIB).await.err().unwrap().to_json().to_string();
         assert!(refusal.contains("601 MiB") && refusal.contains("600 are free"), "{refusal}");
-        let none = Arc::new(Budget::new(8, || LEAST_BYTES / 2));
+        let none = Arc::new(ByteBudget::new(8, || LEAST_BYTES / 2));
         assert!(none.admit(1, 1).await.is_err());
     }
 

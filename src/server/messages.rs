@@ -11,12 +11,12 @@ use serde_json::{Map, Value, json};
 
 use super::App;
 use super::answer::{Answer, Finish, Item, Items, Step, Usage};
-use super::ask::{Ask, Options, stops};
+use super::ask::{Ask, RequestOptions, stops};
 use super::body::understand;
 use super::conversation::{Conversation, check_count, read_content};
 use super::error::ApiError;
-use super::events::{Shape, stream};
-use super::fields::Fields;
+use super::events::{EventFormat, stream};
+use super::fields::RequestFields;
 use super::front::{Caller, new_id};
 use super::steer::read_steer;
 use super::tools::{Tools, check_tools, read_function};
@@ -65,7 +65,7 @@ pub(super) async fn count_tokens(
 }
 
 /// Reads the request, and whether to stream.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<(Ask, bool)> {
     let max_tokens = fields.integer("max_tokens", 1)?;
     let sampling = SamplingOverrides {
         temperature: fields.number("temperature", 0.0..=2.0)?,
@@ -73,7 +73,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)
         top_k: fields.integer("top_k", 0)?,
         ..SamplingOverrides::default()
     };
-    let options = Options {
+    let options = RequestOptions {
         max_tokens: Some(max_tokens.ok_or_else(|| ApiError::bad_field("max_tokens", "'max_tokens' is missing"))?),
         sampling: sampling.over(model.sampling()),
         ignore_eos: false,
@@ -87,7 +87,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, bool)
 }
 
 /// The conversation of a body: `system`, `messages`, `tools`, `tool_choice`, `thinking`.
-fn conversation(model: &TextModel, fields: &mut Fields) -> Result<Conversation> {
+fn conversation(model: &TextModel, fields: &mut RequestFields) -> Result<Conversation> {
     let mut messages = Vec::new();
     if let Some(system) = fields.take("system") {
         messages.push(json!({"role": "system", "content": read_content("system", Some(&system))?}));
@@ -155,7 +155,7 @@ fn thinking(model: &TextModel, field: Option<Map<String, Value>>) -> Result<Map<
     }
 }
 
-fn read_tools(fields: &mut Fields) -> Result<Tools> {
+fn read_tools(fields: &mut RequestFields) -> Result<Tools> {
     let list = match fields.take("tools") {
         None => Vec::new(),
         Some(Value::Array(list)) => list,
@@ -357,7 +357,7 @@ impl Streamed {
     }
 }
 
-impl Shape for Streamed {
+impl EventFormat for Streamed {
     fn open(&mut self) -> Vec<Event> {
         vec![event("message_start", json!({"message": self.opening})), event("ping", json!({}))]
     }

@@ -11,12 +11,12 @@ use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Finish, Item, Items, Step, Usage};
-use super::ask::{Ask, Options};
+use super::ask::{Ask, RequestOptions};
 use super::body::understand;
 use super::conversation::{Conversation, check_count, read_content};
 use super::error::ApiError;
-use super::events::{Shape, stream};
-use super::fields::Fields;
+use super::events::{EventFormat, stream};
+use super::fields::RequestFields;
 use super::format::response_format;
 use super::front::{Caller, new_id};
 use super::tools::{Tools, check_tools, choice_by_word, read_calls, read_function, wrong_choice};
@@ -62,7 +62,7 @@ pub(super) async fn answer(
 }
 
 /// Reads the request, the fields that the response repeats, and whether to stream.
-pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, String, bool)> {
+pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<(Ask, String, bool)> {
     let streams = fields.boolean("stream")?.unwrap_or(false);
     fields.only("previous_response_id", &[])?;
     fields.only("conversation", &[])?;
@@ -76,7 +76,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Strin
     fields.only("stream_options", &[json!({}), json!({"include_obfuscation": false})])?;
 
     let max_output_tokens = fields.integer("max_output_tokens", 1)?;
-    let mut options = Options::read(model, fields)?;
+    let mut options = RequestOptions::read(model, fields)?;
     options.max_tokens = max_output_tokens.or(options.max_tokens);
     let mut messages = Vec::new();
     let instructions = fields.string("instructions")?;
@@ -120,7 +120,7 @@ pub(super) fn read(model: &TextModel, fields: &mut Fields) -> Result<(Ask, Strin
 }
 
 /// `text`: the format of the answer.
-fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Grammar)>)> {
+fn read_text(fields: &mut RequestFields) -> Result<(Value, Option<(&'static str, Grammar)>)> {
     let mut text = fields.object("text")?.unwrap_or_default();
     let format = text.remove("format").filter(|format| !format.is_null()).unwrap_or_else(|| json!({"type": "text"}));
     if let Some((name, _)) = text.iter().find(|(_, value)| !value.is_null()) {
@@ -138,7 +138,7 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<(&'static str, Gramma
 }
 
 /// The tools, and `tools` and `tool_choice` as the client sent them.
-fn read_tools(fields: &mut Fields) -> Result<(Tools, Value, Value)> {
+fn read_tools(fields: &mut RequestFields) -> Result<(Tools, Value, Value)> {
     let raw_tools = fields.take("tools").unwrap_or_else(|| json!([]));
     let list = raw_tools.as_array().ok_or_else(|| ApiError::bad_field("tools", "'tools' must be a list"))?;
     let list = list.iter().enumerate().map(|(i, tool)| match tool["type"].as_str() {
@@ -156,7 +156,7 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, Value, Value)> {
 }
 
 /// `input`: a text, or the items of a conversation, including those of the model.
-fn read_input(fields: &mut Fields, messages: &mut Vec<Value>) -> Result<()> {
+fn read_input(fields: &mut RequestFields, messages: &mut Vec<Value>) -> Result<()> {
     let items = match fields.take("input") {
         Some(Value::String(text)) => {
             messages.push(json!({"role": "user", "content": text}));
@@ -361,7 +361,7 @@ fn usage(usage: Usage) -> Value {
     })
 }
 
-impl Shape for Responses {
+impl EventFormat for Responses {
     fn open(&mut self) -> Vec<Event> {
         let response = self.response(None);
         vec![

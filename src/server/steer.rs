@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::App;
 use super::body::understand;
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::RequestFields;
 use super::front::Caller;
 use crate::engine::{EngineInfo, Layers, Positions, Steer, Tenant};
 use crate::forward::tap::{MAX_STEERS, check_vector};
@@ -65,11 +65,11 @@ impl Vectors {
     }
 
     /// Looks up the names in `steering`. Errors: a vector does not exist.
-    pub(super) fn resolve(&self, tenant: Tenant, steering: &[Steering]) -> Result<Vec<Steer>> {
-        let one = |Steering { layer, vector, coefficient, positions }: &Steering| {
+    pub(super) fn resolve(&self, tenant: Tenant, steering: &[SteerField]) -> Result<Vec<Steer>> {
+        let one = |SteerField { layer, vector, coefficient, positions }: &SteerField| {
             let vector = match vector {
-                Vector::Given(vector) => vector.clone(),
-                Vector::Named(name) => self.get(tenant, name).ok_or_else(|| {
+                SteerVector::Given(vector) => vector.clone(),
+                SteerVector::Named(name) => self.get(tenant, name).ok_or_else(|| {
                     ApiError::bad_field(
                         "steer",
                         format!("There is no vector '{name}': put one at /v1/vectors/{name} first"),
@@ -84,21 +84,21 @@ impl Vectors {
 
 /// One entry of the field `steer`.
 #[derive(Clone)]
-pub(super) struct Steering {
+pub(super) struct SteerField {
     layer: usize,
-    vector: Vector,
+    vector: SteerVector,
     coefficient: f32,
     positions: Positions,
 }
 
 #[derive(Clone)]
-enum Vector {
+enum SteerVector {
     Given(Arc<[f32]>),
     Named(String),
 }
 
 /// Reads `steer`: `[{"layer": 12, "vector": [..] or "name", "coefficient": 4.0, "positions": "all"}]`.
-pub(super) fn read_steer(model: &TextModel, fields: &mut Fields) -> Result<Vec<Steering>> {
+pub(super) fn read_steer(model: &TextModel, fields: &mut RequestFields) -> Result<Vec<SteerField>> {
     let wrong = |message: String| ApiError::bad_field("steer", message);
     let list = match fields.take("steer") {
         None => return Ok(Vec::new()),
@@ -108,29 +108,29 @@ pub(super) fn read_steer(model: &TextModel, fields: &mut Fields) -> Result<Vec<S
     let info = model.engine().info();
     let one = |entry: Value| {
         let Value::Object(entry) = entry else { return Err(wrong("An entry of 'steer' must be an object".into())) };
-        let mut entry = Fields::from(entry);
+        let mut entry = RequestFields::from(entry);
         let missing = |name: &str| wrong(format!("An entry of 'steer' has no '{name}'"));
         let layer = entry.integer("layer", 0)?.ok_or_else(|| missing("layer"))?;
         let vector = match entry.take("vector").ok_or_else(|| missing("vector"))? {
-            Value::String(name) => Vector::Named(name),
-            list => Vector::Given(numbers("vector", &list)?),
+            Value::String(name) => SteerVector::Named(name),
+            list => SteerVector::Given(numbers("vector", &list)?),
         };
         let coefficient = entry.number("coefficient", f64::from(f32::MIN)..=f64::from(f32::MAX))?.unwrap_or(1.0);
         let positions = read_positions(&mut entry)?;
         entry.finish()?;
-        let steering = Steering { layer, vector, coefficient, positions };
+        let steering = SteerField { layer, vector, coefficient, positions };
         steering.check(info).map_err(|e| ApiError::of_field("steer", e))?;
         Ok(steering)
     };
     list.into_iter().map(one).collect()
 }
 
-impl Steering {
+impl SteerField {
     /// Checks what is known before names are looked up.
     fn check(&self, info: &EngineInfo) -> crate::Result<()> {
         let vector = match &self.vector {
-            Vector::Given(vector) => vector.clone(),
-            Vector::Named(_) => vec![0.0; info.hidden_size].into(),
+            SteerVector::Given(vector) => vector.clone(),
+            SteerVector::Named(_) => vec![0.0; info.hidden_size].into(),
         };
         Steer { layer: self.layer, vector, coefficient: self.coefficient, positions: self.positions.clone() }
             .check(info.layers, info.hidden_size)
@@ -138,7 +138,7 @@ impl Steering {
 }
 
 /// Reads `positions`: `"all"`, `"prompt"`, `"generated"`, or ranges `[[0, 5], [9, null]]` whose ends are not included.
-pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
+pub(super) fn read_positions(fields: &mut RequestFields) -> Result<Positions> {
     let wrong = || {
         let message = "'positions' must be \"all\", \"prompt\", \"generated\", or a list of ranges [start, end] (end \
                        excluded, null: to the last position)";
@@ -164,7 +164,7 @@ pub(super) fn read_positions(fields: &mut Fields) -> Result<Positions> {
 }
 
 /// Reads `layers`: `"all"`, or a list of layer numbers. Absent: none.
-pub(super) fn read_layers(model: &TextModel, fields: &mut Fields) -> Result<Layers> {
+pub(super) fn read_layers(model: &TextModel, fields: &mut RequestFields) -> Result<Layers> {
     let wrong = || ApiError::bad_field("layers", "'layers' must be \"all\" or a list of layer numbers");
     let layers = match fields.take("layers") {
         None => Layers::NONE,
@@ -211,7 +211,7 @@ pub(super) async fn put(
         let message = format!("A vector's name has at most {MAX_NAME_BYTES} letters, digits, '.', '_' and '-'");
         return Err(ApiError::bad_request(message));
     }
-    let read = |model: &TextModel, fields: &mut Fields| {
+    let read = |model: &TextModel, fields: &mut RequestFields| {
         let vector = fields.take("vector").ok_or_else(|| ApiError::bad_field("vector", "'vector' is missing"))?;
         let vector = numbers("vector", &vector)?;
         check_vector(&vector, model.engine().info().hidden_size).map_err(|e| ApiError::of_field("vector", e))?;

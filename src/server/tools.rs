@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::RequestFields;
 use crate::text::reply::{Calls, Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
@@ -30,7 +30,7 @@ impl Default for Tools {
 
 impl Tools {
     /// Reads `tools`, `tool_choice` and `parallel_tool_calls` as OpenAI's chat completions have them.
-    pub(super) fn read(fields: &mut Fields) -> Result<Self> {
+    pub(super) fn read(fields: &mut RequestFields) -> Result<Self> {
         let list = match fields.take("tools") {
             None => Vec::new(),
             Some(Value::Array(list)) => list,
@@ -73,7 +73,7 @@ impl Tools {
 }
 
 /// How many calls `parallel_tool_calls` allows.
-pub(super) fn read_calls(fields: &mut Fields) -> Result<Calls> {
+pub(super) fn read_calls(fields: &mut RequestFields) -> Result<Calls> {
     Ok(match fields.boolean("parallel_tool_calls")? {
         Some(false) => Calls::One,
         _ => Calls::Several,

@@ -62,7 +62,7 @@ enum Renderer {
 }
 
 /// Why rendering failed.
-enum Failure {
+enum RenderFailure {
     /// The template refuses the conversation with this message.
     Refused(String),
     /// The template cannot be rendered, and why.
@@ -116,17 +116,17 @@ impl ChatTemplate {
     pub fn compile(source: &str, special_tokens: Map<String, Value>) -> Result<Self> {
         let compiled = match COMMAND.get() {
             _ if source.len() > MAX_SOURCE_BYTES => {
-                Err(Failure::Broken(format!("it has more than {} KiB", MAX_SOURCE_BYTES >> 10)))
+                Err(RenderFailure::Broken(format!("it has more than {} KiB", MAX_SOURCE_BYTES >> 10)))
             }
             Some(command) => Processes::start(command, source).map(Renderer::Processes),
             None => Jinja::compile(source).map(Renderer::Here),
         };
         match compiled {
             Ok(renderer) => Ok(Self { source: source.into(), special_tokens, renderer }),
-            Err(Failure::Refused(why) | Failure::Broken(why)) => {
+            Err(RenderFailure::Refused(why) | RenderFailure::Broken(why)) => {
                 Err(Error::Model(format!("the model's chat template cannot be used: {why}")))
             }
-            Err(Failure::Machine(error)) => Err(error),
+            Err(RenderFailure::Machine(error)) => Err(error),
         }
     }
 
@@ -150,11 +150,11 @@ impl ChatTemplate {
             }
         };
         rendered.map_err(|failure| match failure {
-            Failure::Refused(words) => Error::Invalid(words),
-            Failure::Broken(why) => {
+            RenderFailure::Refused(words) => Error::Invalid(words),
+            RenderFailure::Broken(why) => {
                 Error::Invalid(format!("the model's chat template failed on this conversation: {why}"))
             }
-            Failure::Machine(error) => error,
+            RenderFailure::Machine(error) => error,
         })
     }
 }

@@ -10,16 +10,18 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fake::{Fake, Reply, chat};
-use moebius::cli::measure::server::{Amount, Endpoint, FailureKind, Load, Options, PromptSource, Report, run};
+use moebius::cli::measure::server::{
+    Amount, Arrivals, Endpoint, FailureKind, PromptSource, ServingOptions, ServingReport, run,
+};
 use serde_json::json;
 
-fn options(url: String) -> Options {
-    Options {
+fn options(url: String) -> ServingOptions {
+    ServingOptions {
         url,
         api_key: None,
         model: None,
         endpoint: Endpoint::Chat,
-        loads: vec![Load::Clients(1)],
+        loads: vec![Arrivals::Clients(1)],
         amount: Some(Amount::Requests(8)),
         prompts: PromptSource::Random { tokens: 101, shared: 0 },
         output_tokens: 6,
@@ -29,11 +31,11 @@ fn options(url: String) -> Options {
     }
 }
 
-fn measure(options: &Options) -> Report {
+fn measure(options: &ServingOptions) -> ServingReport {
     run(options, &|_| {}).unwrap()
 }
 
-fn refusal(options: &Options) -> String {
+fn refusal(options: &ServingOptions) -> String {
     run(options, &|_| {}).unwrap_err().to_string()
 }
 
@@ -45,8 +47,9 @@ fn assert_about(least: f64, best: f64, slack: f64) {
 #[test]
 fn known_delays_are_what_is_measured() {
     let server = Fake::new(|body, _| Reply::Events(chat(body, 60, 20)));
-    let loads = vec![Load::Clients(1), Load::Clients(4)];
-    let report = measure(&Options { loads, warmup: 1, amount: Some(Amount::Requests(12)), ..options(server.url()) });
+    let loads = vec![Arrivals::Clients(1), Arrivals::Clients(4)];
+    let report =
+        measure(&ServingOptions { loads, warmup: 1, amount: Some(Amount::Requests(12)), ..options(server.url()) });
     assert_eq!((report.model.as_str(), report.levels.len(), report.completed()), ("fake-model", 2, 24));
     assert!(report.notes.is_empty() && !report.interrupted, "{report}");
     for level in &report.levels {
@@ -103,10 +106,10 @@ fn failures_are_counted_by_kind_and_measured_by_none() {
         }
     });
     let timeout = Duration::from_secs(1);
-    let report = measure(&Options {
+    let report = measure(&ServingOptions {
         timeout,
         amount: Some(Amount::Requests(14)),
-        loads: vec![Load::Clients(2)],
+        loads: vec![Arrivals::Clients(2)],
         ..options(server.url())
     });
     let level = &report.levels[0];
@@ -170,8 +173,8 @@ fn times_at_a_rate_count_from_the_planned_arrival() {
         *free = (*free).max(now) + Duration::from_millis(40);
         Reply::Events(chat(body, (*free - now).as_millis() as u64, 0))
     });
-    let report = measure(&Options {
-        loads: vec![Load::Rate(50.0)],
+    let report = measure(&ServingOptions {
+        loads: vec![Arrivals::Rate(50.0)],
         amount: Some(Amount::Requests(40)),
         ..options(server.url())
     });
@@ -190,8 +193,8 @@ fn times_at_a_rate_count_from_the_planned_arrival() {
 #[test]
 fn a_duration_ends_a_load() {
     let server = Fake::new(|body, _| Reply::Events(chat(body, 10, 1)));
-    for load in [Load::Clients(2), Load::Rate(40.0)] {
-        let report = measure(&Options {
+    for load in [Arrivals::Clients(2), Arrivals::Rate(40.0)] {
+        let report = measure(&ServingOptions {
             loads: vec![load],
             amount: Some(Amount::Duration(Duration::from_millis(600))),
             ..options(server.url())
@@ -210,7 +213,7 @@ fn prompts_of_a_file_are_asked_in_turn() {
         let before = server.bodies().len();
         let prompts = PromptSource::Lines(text.clone());
         let report =
-            measure(&Options { prompts, endpoint, amount: Some(Amount::Requests(4)), ..options(server.url()) });
+            measure(&ServingOptions { prompts, endpoint, amount: Some(Amount::Requests(4)), ..options(server.url()) });
         assert!(report.notes[0].contains("3 prompts for 4 requests"), "{report}");
         let bodies = server.bodies().split_off(before);
         let texts: Vec<_> = bodies
@@ -222,7 +225,7 @@ fn prompts_of_a_file_are_asked_in_turn() {
         assert!(server.log.seen.lock().unwrap().last().unwrap().head.starts_with(path));
     }
     assert!(
-        refusal(&Options { prompts: PromptSource::Lines("\n".into()), ..options(server.url()) })
+        refusal(&ServingOptions { prompts: PromptSource::Lines("\n".into()), ..options(server.url()) })
             .contains("--prompts has no lines")
     );
 }
@@ -230,7 +233,7 @@ fn prompts_of_a_file_are_asked_in_turn() {
 #[test]
 fn a_shared_prefix_begins_all_prompts() {
     let server = Fake::new(|body, _| Reply::Events(chat(body, 1, 0)));
-    measure(&Options { prompts: PromptSource::Random { tokens: 207, shared: 107 }, ..options(server.url()) });
+    measure(&ServingOptions { prompts: PromptSource::Random { tokens: 207, shared: 107 }, ..options(server.url()) });
     let texts: Vec<String> =
         server.bodies().iter().map(|body| body["messages"][0]["content"].as_str().unwrap().to_string()).collect();
     let words = |i: usize| texts[i].split(' ').collect::<Vec<_>>();
@@ -241,7 +244,7 @@ fn a_shared_prefix_begins_all_prompts() {
 #[test]
 fn a_key_is_sent_and_not_shown() {
     let server = Fake::new(|body, _| Reply::Events(chat(body, 1, 0)));
-    let report = measure(&Options { api_key: Some("secret".into()), ..options(server.url()) });
+    let report = measure(&ServingOptions { api_key: Some("secret".into()), ..options(server.url()) });
     let seen = server.log.seen.lock().unwrap();
     assert!(seen.iter().all(|seen| seen.head.to_lowercase().contains("authorization: bearer secret\r\n")));
     assert!(!serde_json::to_string(&report).unwrap().contains("secret"));
@@ -271,19 +274,19 @@ fn options_out_of_range_are_refused_by_name() {
     let base = || options("http://127.0.0.1:1/v1".into());
     let random = |tokens, shared| PromptSource::Random { tokens, shared };
     for (options, want) in [
-        (Options { loads: vec![Load::Clients(0)], ..base() }, "--concurrency is 0"),
-        (Options { loads: vec![Load::Clients(usize::MAX)], ..base() }, "--concurrency"),
-        (Options { loads: vec![Load::Rate(0.0)], ..base() }, "--rate is 0"),
-        (Options { loads: vec![Load::Rate(f64::NAN)], ..base() }, "--rate is NaN"),
-        (Options { loads: vec![Load::Rate(f64::INFINITY)], ..base() }, "--rate is inf"),
-        (Options { amount: Some(Amount::Requests(0)), ..base() }, "--requests is 0"),
-        (Options { amount: Some(Amount::Duration(Duration::ZERO)), ..base() }, "--duration"),
-        (Options { timeout: Duration::MAX, ..base() }, "--timeout"),
-        (Options { prompts: random(0, 0), ..base() }, "--prompt-tokens is 0"),
-        (Options { prompts: random(usize::MAX, 0), ..base() }, "--prompt-tokens"),
-        (Options { prompts: random(10, 11), ..base() }, "--shared-prefix-tokens is 11"),
-        (Options { output_tokens: 0, ..base() }, "--output-tokens is 0"),
-        (Options { warmup: usize::MAX, ..base() }, "--warmup"),
+        (ServingOptions { loads: vec![Arrivals::Clients(0)], ..base() }, "--concurrency is 0"),
+        (ServingOptions { loads: vec![Arrivals::Clients(usize::MAX)], ..base() }, "--concurrency"),
+        (ServingOptions { loads: vec![Arrivals::Rate(0.0)], ..base() }, "--rate is 0"),
+        (ServingOptions { loads: vec![Arrivals::Rate(f64::NAN)], ..base() }, "--rate is NaN"),
+        (ServingOptions { loads: vec![Arrivals::Rate(f64::INFINITY)], ..base() }, "--rate is inf"),
+        (ServingOptions { amount: Some(Amount::Requests(0)), ..base() }, "--requests is 0"),
+        (ServingOptions { amount: Some(Amount::Duration(Duration::ZERO)), ..base() }, "--duration"),
+        (ServingOptions { timeout: Duration::MAX, ..base() }, "--timeout"),
+        (ServingOptions { prompts: random(0, 0), ..base() }, "--prompt-tokens is 0"),
+        (ServingOptions { prompts: random(usize::MAX, 0), ..base() }, "--prompt-tokens"),
+        (ServingOptions { prompts: random(10, 11), ..base() }, "--shared-prefix-tokens is 11"),
+        (ServingOptions { output_tokens: 0, ..base() }, "--output-tokens is 0"),
+        (ServingOptions { warmup: usize::MAX, ..base() }, "--warmup"),
     ] {
         let refusal = refusal(&options);
         assert!(refusal.contains(want) && refusal.contains("give"), "{refusal}");

@@ -32,7 +32,7 @@ pub struct GgufHeader {
 }
 
 /// Bytes read one after the other.
-struct Reader<'a> {
+struct ByteReader<'a> {
     bytes: &'a [u8],
     at: usize,
     items: usize, // of arrays, so far
@@ -40,7 +40,7 @@ struct Reader<'a> {
 
 type Parsed<T> = std::result::Result<T, String>;
 
-impl<'a> Reader<'a> {
+impl<'a> ByteReader<'a> {
     fn take(&mut self, count: u64) -> Parsed<&'a [u8]> {
         let rest = &self.bytes[self.at..];
         match usize::try_from(count).ok().and_then(|count| rest.get(..count)) {
@@ -111,7 +111,7 @@ const MAX_NAME_BYTES: usize = 256;
 ///
 /// Errors: one clause that names the fault and its remedy.
 pub fn parse(bytes: &[u8]) -> Parsed<GgufHeader> {
-    let mut reader = Reader { bytes, at: 0, items: 0 };
+    let mut reader = ByteReader { bytes, at: 0, items: 0 };
     if bytes.get(..4) != Some(b"GGUF") {
         return Err(format!("does not begin with GGUF, so it is no such file; {AGAIN}"));
     }

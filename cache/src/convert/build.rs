@@ -15,9 +15,9 @@ use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::disk::{self, Lock, unwritable};
-use super::expert::Worker;
+use super::expert::ExpertBuffers;
 use super::identity::{self, Identity};
-use super::{OnProgress, Phase, Work};
+use super::{ConvertPhase, FoundJob, OnProgress};
 use crate::codec::Source;
 use crate::cut::Listed;
 use crate::format::{self, Contents, ExpertCache, ExpertRecord, Header};
@@ -25,7 +25,7 @@ use crate::{Error, Result, threads};
 
 /// Builds, publishes and opens. The caller holds the lock of this identity.
 pub(super) fn build(
-    job: &Work<'_>,
+    job: &FoundJob<'_>,
     identity: &Identity,
     cache_dir: &Path,
     progress: OnProgress<'_>,
@@ -40,8 +40,12 @@ pub(super) fn build(
     if path.is_dir() {
         return Err(unwritable(&path)(std::io::Error::other("a folder is where the cache belongs: remove it")));
     }
-    let partial =
-        Partial { job, header: &header, file: disk::reserve(&partial_path, header.file_bytes())?, path: &partial_path };
+    let partial = UnfinishedCache {
+        job,
+        header: &header,
+        file: disk::reserve(&partial_path, header.file_bytes())?,
+        path: &partial_path,
+    };
     let _listed = Listed::unfinished(&partial_path);
     let written = partial.fill(progress).and_then(|()| match identity.still_holds(job)? {
         true => Ok(()),
@@ -61,14 +65,14 @@ pub(super) fn build(
     ExpertCache::open(&path)
 }
 
-struct Partial<'a> {
-    job: &'a Work<'a>,
+struct UnfinishedCache<'a> {
+    job: &'a FoundJob<'a>,
     header: &'a Header,
     file: File,
     path: &'a Path,
 }
 
-impl Partial<'_> {
+impl UnfinishedCache<'_> {
     /// Writes all layers that are not there yet, then the header.
     fn fill(&self, progress: OnProgress<'_>) -> Result<()> {
         let mut records = self.resume(progress)?;
@@ -87,7 +91,7 @@ impl Partial<'_> {
                     continue;
                 }
                 let of_layer = self.convert_layer(i, &workers, &|bytes| {
-                    progress(Phase::Converting.at(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total));
+                    progress(ConvertPhase::Converting.at(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total));
                 })?;
                 records[i] = Some(of_layer.clone());
                 if converted.send((i, of_layer)).is_err() {
@@ -95,7 +99,7 @@ impl Partial<'_> {
                 }
             }
             drop(converted);
-            progress(Phase::Finishing.at(total, total));
+            progress(ConvertPhase::Finishing.at(total, total));
             recorder.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })?;
         let records: Vec<ExpertRecord> = records.into_iter().flatten().flatten().collect();
@@ -121,7 +125,7 @@ impl Partial<'_> {
             };
             let expected = &self.header.layers[i];
             let placed = (entry.layer, entry.offset, entry.bytes) == (expected.layer, expected.offset, expected.bytes);
-            progress(Phase::Resuming.at(i as u64 * expected.bytes, layers as u64 * expected.bytes));
+            progress(ConvertPhase::Resuming.at(i as u64 * expected.bytes, layers as u64 * expected.bytes));
             Ok((placed && self.layer_is_intact(i, &records)?).then_some(records))
         };
         (0..layers).map(complete).collect()
@@ -144,7 +148,7 @@ impl Partial<'_> {
     fn convert_layer(
         &self,
         i: usize,
-        workers: &Mutex<Vec<Worker>>,
+        workers: &Mutex<Vec<ExpertBuffers>>,
         done: &(dyn Fn(u64) + Sync),
     ) -> Result<Vec<ExpertRecord>> {
         let layout = self.header.layout();
@@ -152,7 +156,7 @@ impl Partial<'_> {
         let convert = |(number, sources): (usize, &[Source<'_>; 3])| {
             let parts = || sources.iter().flat_map(Source::parts);
             parts().for_each(|part| self.job.checkpoint.prefetch(part));
-            let mut worker = lock().pop().unwrap_or_else(|| Worker::new(layout));
+            let mut worker = lock().pop().unwrap_or_else(|| ExpertBuffers::new(layout));
             let (packed, record) = worker.convert(sources)?;
             self.write(packed, self.header.layers[i].offset + (number * layout.bytes()) as u64)?;
             lock().push(worker);
@@ -197,7 +201,7 @@ fn remove_stale(identity: &Identity, cache_dir: &Path, fresh: &Path, progress: O
             _ => {} // removed, by this process or by another
         }
         let _ = std::fs::remove_file(identity::memory_path(&path)); // most have none
-        progress(Phase::Removed(path).at(0, 0));
+        progress(ConvertPhase::Removed(path).at(0, 0));
     }
     Ok(())
 }

@@ -10,13 +10,13 @@ use crate::pack::{ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pac
 use crate::quantize::{Scratch, quantize_tile};
 
 /// The buffers of one thread.
-pub(super) struct Worker {
+pub(super) struct ExpertBuffers {
     layout: ExpertLayout,
     tiles: Tiles,
     packed: Vec<u8>,
 }
 
-impl Worker {
+impl ExpertBuffers {
     pub(super) fn new(layout: ExpertLayout) -> Self {
         Self { layout, tiles: Tiles::default(), packed: vec![0; layout.bytes()] }
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rayon::prelude::*;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::{OnProgress, Phase, Work, disk};
+use super::{ConvertPhase, FoundJob, OnProgress, disk};
 use crate::codec::Source as Matrix;
 use crate::format::{ExpertCache, FileState, Source, VERSION};
 use crate::pack::Precision;
@@ -32,7 +32,7 @@ pub(super) struct Identity {
 
 impl Identity {
     /// Errors: `Error::Checkpoint` when a tensor is missing, `Error::Io` when the system hides a file's state.
-    pub(super) fn of(job: &Work<'_>) -> Result<Self> {
+    pub(super) fn of(job: &FoundJob<'_>) -> Result<Self> {
         let dir = job.checkpoint.dir();
         let dir = dir.canonicalize().map_err(Error::io(dir))?.to_string_lossy().into_owned();
         Ok(Self {
@@ -67,12 +67,17 @@ impl Identity {
     }
 
     /// Whether the source files are in the state in which they were when this was made.
-    pub(super) fn still_holds(&self, job: &Work<'_>) -> Result<bool> {
+    pub(super) fn still_holds(&self, job: &FoundJob<'_>) -> Result<bool> {
         Ok(file_states(job)? == self.source.files)
     }
 
     /// Whether `cache` was made from the content that the checkpoint has now.
-    pub(super) fn is_source_of(&self, cache: &ExpertCache, job: &Work<'_>, progress: OnProgress<'_>) -> Result<bool> {
+    pub(super) fn is_source_of(
+        &self,
+        cache: &ExpertCache,
+        job: &FoundJob<'_>,
+        progress: OnProgress<'_>,
+    ) -> Result<bool> {
         let mut known = remembered(cache.path());
         let made_from = cache.header().source.iter();
         if made_from.chain(&known).any(|source| source.files == self.source.files) {
@@ -99,7 +104,7 @@ fn remembered(cache: &Path) -> Vec<Source> {
 }
 
 /// Compares the hashes of all tensors with those of the cache's records.
-fn equal_content(cache: &ExpertCache, job: &Work<'_>, progress: OnProgress<'_>) -> Result<bool> {
+fn equal_content(cache: &ExpertCache, job: &FoundJob<'_>, progress: OnProgress<'_>) -> Result<bool> {
     let total = job.source_bytes();
     let done = AtomicU64::new(0);
     // A difference found stops the others.
@@ -108,14 +113,16 @@ fn equal_content(cache: &ExpertCache, job: &Work<'_>, progress: OnProgress<'_>) 
         sources.iter().zip(record.source).all(|(source, hash)| {
             let equal = source.hash() == hash;
             source.parts().iter().for_each(|part| job.checkpoint.release(part));
-            progress(Phase::Comparing.at(done.fetch_add(source.bytes(), Ordering::Relaxed) + source.bytes(), total));
+            progress(
+                ConvertPhase::Comparing.at(done.fetch_add(source.bytes(), Ordering::Relaxed) + source.bytes(), total),
+            );
             equal
         })
     });
     Ok(equal)
 }
 
-fn key(job: &Work<'_>) -> Result<String> {
+fn key(job: &FoundJob<'_>) -> Result<String> {
     let mut hasher = Xxh3::new();
     hasher.update(&VERSION.to_le_bytes());
     if !job.weights_suffice {
@@ -137,7 +144,7 @@ fn key(job: &Work<'_>) -> Result<String> {
 }
 
 /// The states of the files that hold the job's tensors, by name.
-fn file_states(job: &Work<'_>) -> Result<Vec<FileState>> {
+fn file_states(job: &FoundJob<'_>) -> Result<Vec<FileState>> {
     let views = job.experts.iter().flatten().flat_map(Matrix::parts);
     let mut used: Vec<usize> = views.filter_map(|view| job.checkpoint.file_of(view.name)).collect();
     used.sort_unstable();

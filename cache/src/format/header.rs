@@ -117,7 +117,7 @@ pub struct ExpertRecord {
 
 /// The part of the header that is JSON.
 #[derive(Serialize, Deserialize)]
-struct Description {
+struct HeaderJson {
     model: String,
     hidden: usize,
     intermediate: usize,
@@ -156,7 +156,7 @@ impl Header {
     }
 
     fn json(&self) -> Vec<u8> {
-        let description = Description {
+        let description = HeaderJson {
             model: self.model.clone(),
             hidden: self.hidden,
             intermediate: self.intermediate,
@@ -241,7 +241,7 @@ pub(crate) fn peek(path: &Path) -> Option<(Precision, Source)> {
     let json_bytes = u32::from_le_bytes(*prefix[12..16].as_array()?) as usize;
     let mut json = vec![0; json_bytes.min(MAX_JSON_BYTES)];
     file.read_exact_at(&mut json, PREFIX_BYTES as u64).ok()?;
-    let description: Description = serde_json::from_slice(&json).ok()?;
+    let description: HeaderJson = serde_json::from_slice(&json).ok()?;
     Some((description.precision, description.source?))
 }
 
@@ -301,7 +301,7 @@ pub fn reseal(bytes: &mut [u8]) {
     let file_bytes = bytes.len() as u64;
     bytes[16..24].copy_from_slice(&file_bytes.to_le_bytes());
     let json = bytes.get(PREFIX_BYTES..PREFIX_BYTES.saturating_add(json_bytes)).unwrap_or_default();
-    let Ok(description) = serde_json::from_slice::<Description>(json) else { return };
+    let Ok(description) = serde_json::from_slice::<HeaderJson>(json) else { return };
     let table_bytes =
         description.num_layers.saturating_mul(layer_record_bytes(description.num_experts.min(MAX_EXPERTS)));
     let region_bytes =
@@ -337,7 +337,7 @@ pub fn parse(bytes: &[u8]) -> std::result::Result<(Header, Vec<ExpertRecord>), S
     }
     let damaged = || "has a damaged header".to_string();
     let json = bytes.get(PREFIX_BYTES..PREFIX_BYTES + json_bytes).ok_or_else(damaged)?;
-    let description: Description = serde_json::from_slice(json).map_err(|_| damaged())?;
+    let description: HeaderJson = serde_json::from_slice(json).map_err(|_| damaged())?;
     if description.num_layers > MAX_LAYERS || description.num_experts > MAX_EXPERTS {
         return Err(damaged());
     }

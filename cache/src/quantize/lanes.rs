@@ -50,23 +50,23 @@ fn store_lanes(lanes: &[f32; 16], codes: &mut [i8; 16]) {
 
 /// For any machine.
 #[derive(Clone, Copy)]
-pub(super) struct Plain([f32; 16]);
+pub(super) struct Scalar([f32; 16]);
 
-impl Plain {
+impl Scalar {
     #[inline(always)]
     fn zip(self, other: Self, merge: impl Fn(f32, f32) -> f32) -> Self {
-        Plain(std::array::from_fn(|i| merge(self.0[i], other.0[i])))
+        Scalar(std::array::from_fn(|i| merge(self.0[i], other.0[i])))
     }
 }
 
-impl Lanes for Plain {
+impl Lanes for Scalar {
     #[inline(always)]
     fn load(x: &[f32; 16]) -> Self {
-        Plain(*x)
+        Scalar(*x)
     }
     #[inline(always)]
     fn splat(x: f32) -> Self {
-        Plain([x; 16])
+        Scalar([x; 16])
     }
     #[inline(always)]
     fn add(self, other: Self) -> Self {

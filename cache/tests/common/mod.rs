@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use moebius_cache::convert::{ExpertSource, Job, LayerSource, Phase, Progress, ensure};
+use moebius_cache::convert::{ConvertPhase, ExpertSource, Job, LayerSource, Progress, ensure};
 use moebius_cache::{Checkpoint, ExpertCache, Precision, Result};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -98,7 +98,7 @@ impl Model {
     }
 
     /// `ensure` on a checkpoint opened anew, with the phases it went through.
-    pub fn ensure(&self, dir: &Path, cache_dir: &Path) -> (Result<ExpertCache>, Vec<Phase>) {
+    pub fn ensure(&self, dir: &Path, cache_dir: &Path) -> (Result<ExpertCache>, Vec<ConvertPhase>) {
         let phases = Mutex::new(Vec::new());
         let checkpoint = Checkpoint::open(dir).unwrap();
         let cache = ensure(&self.job(&checkpoint, INT4), cache_dir, &|progress: Progress| {

@@ -7,7 +7,7 @@ use moebius_cache::pack::MatrixLayout;
 
 use super::kv::{Kv, put_column, put_row, range};
 use super::load::LatentUp;
-use super::softmax::{Cut, Op, SEGMENT, Sums, TILE};
+use super::softmax::{SEGMENT, SoftmaxOp, Sums, TILE, TileCut};
 use super::{Cpu, lock, take};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
@@ -140,8 +140,8 @@ impl Attend for Cpu {
         assert!(
             q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
         );
-        let count = |cut: &Cut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
-        let mut cut = Cut::new(kv.heads, group, group.min(TILE));
+        let count = |cut: &TileCut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
+        let mut cut = TileCut::new(kv.heads, group, group.min(TILE));
         let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
         // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its
         // heads.
@@ -149,10 +149,10 @@ impl Attend for Cpu {
         let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
         if few && (!split || count(&cut) * longest < threads) {
             let per_worker = (batch.len() * num_heads).div_ceil(threads);
-            cut = Cut::new(kv.heads, group, group.min(TILE).min(per_worker).max(1));
+            cut = TileCut::new(kv.heads, group, group.min(TILE).min(per_worker).max(1));
         }
         let total = count(&cut);
-        let op = Op { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
+        let op = SoftmaxOp { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
         let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
         let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
         let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);

@@ -42,7 +42,7 @@ const STEP: usize = 256;
 const VALUE_TILES: usize = 8;
 
 /// One op, as all workers see it.
-pub(super) struct Op<'a> {
+pub(super) struct SoftmaxOp<'a> {
     pub(super) kernel: &'a dyn Kernel,
     pub(super) kv: &'a Kv,
     pub(super) batch: &'a Batch,
@@ -51,11 +51,11 @@ pub(super) struct Op<'a> {
     pub(super) window: Option<Window>,
     pub(super) sinks: Option<&'a [f32]>, // [num_heads]
     pub(super) q: &'a Tensor,
-    pub(super) cut: Cut,
+    pub(super) cut: TileCut,
 }
 
 /// One tile of queries.
-pub(super) struct Tile<'a> {
+pub(super) struct QueryTile<'a> {
     span: &'a Span,
     first_row: usize, // in the batch
     tokens: usize,
@@ -64,7 +64,7 @@ pub(super) struct Tile<'a> {
     heads: usize,
 }
 
-impl Tile<'_> {
+impl QueryTile<'_> {
     pub(super) fn rows(&self) -> usize {
         self.tokens * self.heads
     }
@@ -76,14 +76,14 @@ impl Tile<'_> {
 }
 
 /// How one op is cut into tiles; the same numbers for every span.
-pub(super) struct Cut {
+pub(super) struct TileCut {
     kv_heads: usize,
     group: usize, // query heads of one KV head
     heads: usize, // of one tile; divides nothing in particular
     tokens: usize,
 }
 
-impl Cut {
+impl TileCut {
     pub(super) fn new(kv_heads: usize, group: usize, heads: usize) -> Self {
         Self { kv_heads, group, heads, tokens: (TILE / heads).max(1) }
     }
@@ -93,14 +93,14 @@ impl Cut {
     }
 
     /// Tile `i` of a span, later (longer) tokens first.
-    fn tile<'a>(&self, span: &'a Span, i: usize) -> Tile<'a> {
+    fn tile<'a>(&self, span: &'a Span, i: usize) -> QueryTile<'a> {
         let parts = self.group.div_ceil(self.heads);
         let (row_tile, rest) = (i / (self.kv_heads * parts), i % (self.kv_heads * parts));
         let (kv_head, part) = (rest / parts, rest % parts);
         let end = span.rows.end - row_tile * self.tokens;
         let first_row = end.saturating_sub(self.tokens).max(span.rows.start);
         let first = part * self.heads;
-        Tile {
+        QueryTile {
             span,
             first_row,
             tokens: end - first_row,
@@ -111,7 +111,7 @@ impl Cut {
     }
 
     /// Tile `i` of all spans.
-    pub(super) fn find<'a>(&self, batch: &'a Batch, mut i: usize) -> Tile<'a> {
+    pub(super) fn find<'a>(&self, batch: &'a Batch, mut i: usize) -> QueryTile<'a> {
         for span in &batch.spans {
             let tiles = self.tiles_of(span);
             if i < tiles {
@@ -177,19 +177,19 @@ impl<'s> Sums<'s> {
     }
 }
 
-impl Op<'_> {
+impl SoftmaxOp<'_> {
     /// The first position that a token at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
         self.window.map_or(0, |window| window.first_seen(position))
     }
 
     /// Segments that a tile's tokens see something of.
-    pub(super) fn segments(&self, tile: &Tile<'_>) -> Range<usize> {
+    pub(super) fn segments(&self, tile: &QueryTile<'_>) -> Range<usize> {
         self.first_seen(tile.position()) / SEGMENT..(tile.position() + tile.tokens).div_ceil(SEGMENT)
     }
 
     /// A whole tile, one segment after the other.
-    pub(super) fn all(&self, tile: &Tile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
+    pub(super) fn all(&self, tile: &QueryTile<'_>, scratch: &mut Scratch, output: &Shared<'_, f32>) {
         self.prepare(tile, scratch);
         let (rows, width) = (tile.rows(), self.kv.value_width());
         let len = Sums::len(rows, width);
@@ -207,7 +207,7 @@ impl Op<'_> {
     }
 
     /// Brings the tile's queries, scaled, into the form that keys are multiplied with.
-    pub(super) fn prepare(&self, tile: &Tile<'_>, scratch: &mut Scratch) {
+    pub(super) fn prepare(&self, tile: &QueryTile<'_>, scratch: &mut Scratch) {
         let dim = self.kv.keys.k;
         let Scratch { activations, row, .. } = scratch;
         let row = take(row, dim);
@@ -226,7 +226,7 @@ impl Op<'_> {
     }
 
     /// The sums of one segment for a tile whose queries are prepared.
-    pub(super) fn segment(&self, tile: &Tile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
+    pub(super) fn segment(&self, tile: &QueryTile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
         let (kernel, kv, rows) = (self.kernel, self.kv, tile.rows());
         let Scratch { activations, probabilities, scores, .. } = scratch;
         let scores = take(scores, rows * STEP);
@@ -294,7 +294,7 @@ impl Op<'_> {
     }
 
     /// Divides by the sum, and by what the head's sink adds to it, and puts each row in its place.
-    pub(super) fn write(&self, tile: &Tile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
+    pub(super) fn write(&self, tile: &QueryTile<'_>, sums: &Sums<'_>, output: &Shared<'_, f32>) {
         let dim = self.kv.values.n;
         for r in 0..tile.rows() {
             let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);

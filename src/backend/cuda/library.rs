@@ -3,7 +3,7 @@
 use super::product::{MANY_TOKENS, Out, Product};
 use super::{CudaBackend, RECORDED_TOKENS};
 use crate::Result;
-use crate::cuda::cublas_lt::{CublasLt, Shape};
+use crate::cuda::cublas_lt::{CublasLt, MatmulShape};
 
 /// How much faster the library must be: a choice that noise could turn would give other bits at the next start.
 const CLEARLY: f64 = 1.1;
@@ -68,7 +68,7 @@ impl CudaBackend {
         let Some(library) = self.library.as_ref().filter(|_| p.bias.is_null()) else { return false };
         let &Product { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, .. } = p;
         let shape =
-            Shape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide: p.out != Out::Bf16 };
+            MatmulShape { tokens, n, k, x_pitch, y_pitch, batch, x_batch, w_batch, y_batch, wide: p.out != Out::Bf16 };
         library.multiply(&self.cuda, &self.workspace.partial, &shape, p.x, p.w, p.y, p.out == Out::F32Add)
     }
 }

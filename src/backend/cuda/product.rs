@@ -64,9 +64,9 @@ pub(super) enum Out {
 }
 
 /// Kernels whose blocks make the same tile, by what they write, as [`Out`] counts.
-struct Tile<A>([Kernel<A>; 3]);
+struct TileKernels<A>([Kernel<A>; 3]);
 
-impl<A> Tile<A> {
+impl<A> TileKernels<A> {
     /// Tokens and outputs.
     fn size(&self) -> [usize; 2] {
         let [m, n, _] = self.0[0].tile;
@@ -87,20 +87,26 @@ impl<A> Tile<A> {
     }
 }
 
-static M32_N128: Tile<(Gemm,)> =
-    Tile([kernels::gemm_bf16_set_m32n128, kernels::gemm_f32_set_m32n128, kernels::gemm_f32_add_m32n128]);
-static M64_N64: Tile<(Gemm,)> =
-    Tile([kernels::gemm_bf16_set_m64n64, kernels::gemm_f32_set_m64n64, kernels::gemm_f32_add_m64n64]);
-static M64_N128: Tile<(Gemm,)> =
-    Tile([kernels::gemm_bf16_set_m64n128, kernels::gemm_f32_set_m64n128, kernels::gemm_f32_add_m64n128]);
-static M128_N128: Tile<(Gemm,)> =
-    Tile([kernels::gemm_bf16_set_m128n128, kernels::gemm_f32_set_m128n128, kernels::gemm_f32_add_m128n128]);
-static WGMMA_N64: Tile<(GemmTma,)> =
-    Tile([kernels::gemm_wgmma_bf16_set_n64, kernels::gemm_wgmma_f32_set_n64, kernels::gemm_wgmma_f32_add_n64]);
-static WGMMA_N128: Tile<(GemmTma,)> =
-    Tile([kernels::gemm_wgmma_bf16_set_n128, kernels::gemm_wgmma_f32_set_n128, kernels::gemm_wgmma_f32_add_n128]);
-static WGMMA_N256: Tile<(GemmTma,)> =
-    Tile([kernels::gemm_wgmma_bf16_set_n256, kernels::gemm_wgmma_f32_set_n256, kernels::gemm_wgmma_f32_add_n256]);
+static M32_N128: TileKernels<(Gemm,)> =
+    TileKernels([kernels::gemm_bf16_set_m32n128, kernels::gemm_f32_set_m32n128, kernels::gemm_f32_add_m32n128]);
+static M64_N64: TileKernels<(Gemm,)> =
+    TileKernels([kernels::gemm_bf16_set_m64n64, kernels::gemm_f32_set_m64n64, kernels::gemm_f32_add_m64n64]);
+static M64_N128: TileKernels<(Gemm,)> =
+    TileKernels([kernels::gemm_bf16_set_m64n128, kernels::gemm_f32_set_m64n128, kernels::gemm_f32_add_m64n128]);
+static M128_N128: TileKernels<(Gemm,)> =
+    TileKernels([kernels::gemm_bf16_set_m128n128, kernels::gemm_f32_set_m128n128, kernels::gemm_f32_add_m128n128]);
+static WGMMA_N64: TileKernels<(GemmTma,)> =
+    TileKernels([kernels::gemm_wgmma_bf16_set_n64, kernels::gemm_wgmma_f32_set_n64, kernels::gemm_wgmma_f32_add_n64]);
+static WGMMA_N128: TileKernels<(GemmTma,)> = TileKernels([
+    kernels::gemm_wgmma_bf16_set_n128,
+    kernels::gemm_wgmma_f32_set_n128,
+    kernels::gemm_wgmma_f32_add_n128,
+]);
+static WGMMA_N256: TileKernels<(GemmTma,)> = TileKernels([
+    kernels::gemm_wgmma_bf16_set_n256,
+    kernels::gemm_wgmma_f32_set_n256,
+    kernels::gemm_wgmma_f32_add_n256,
+]);
 
 /// What a product of few tokens does besides.
 #[derive(Clone, Copy)]

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::measure::server::{self, Amount, Endpoint, Load, Options, Progress, PromptSource};
+use crate::cli::measure::server::{self, Amount, Arrivals, Endpoint, PromptSource, ServingOptions, ServingProgress};
 use crate::{Error, Result};
 
 use crate::cli::args::{parse_duration, read_text};
@@ -86,7 +86,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let json = args.json;
     let options = args.into_options()?;
     let status = Status::new();
-    let report = server::run(&options, &|Progress { load, done, total }| {
+    let report = server::run(&options, &|ServingProgress { load, done, total }| {
         status.report(&load.to_string(), done, total, false);
     })?;
     drop(status);
@@ -106,14 +106,14 @@ pub(crate) fn run(args: Args) -> Result<()> {
 }
 
 impl Args {
-    fn into_options(self) -> Result<Options> {
+    fn into_options(self) -> Result<ServingOptions> {
         let api_key = match &self.api_key_file {
             Some(path) => Some(read_text(path)?.trim().to_string()),
             None => self.api_key,
         };
         let loads = match self.rate.is_empty() {
-            true => self.concurrency.into_iter().map(Load::Clients).collect(),
-            false => self.rate.into_iter().map(Load::Rate).collect(),
+            true => self.concurrency.into_iter().map(Arrivals::Clients).collect(),
+            false => self.rate.into_iter().map(Arrivals::Rate).collect(),
         };
         let prompts = match &self.prompts {
             Some(path) => PromptSource::Lines(read_text(path)?),
@@ -122,7 +122,7 @@ impl Args {
         let amount = self.requests.map(Amount::Requests).or(self.duration.map(Amount::Duration));
         let now =
             || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64 & 0xffff_ffff);
-        Ok(Options {
+        Ok(ServingOptions {
             url: self.url,
             api_key,
             model: self.model,

@@ -1,6 +1,6 @@
 //! The /commands of a chat.
 
-use super::conversation::Conversation;
+use super::conversation::ChatHistory;
 
 /// What to do about a line of input.
 pub(crate) enum Outcome {
@@ -23,7 +23,7 @@ const HELP: &str = "\
 A \\ at the end of a line continues the message on the next line.";
 
 /// Runs `line` if it is a command.
-pub(crate) fn run(line: &str, conversation: &mut Conversation) -> Outcome {
+pub(crate) fn run(line: &str, conversation: &mut ChatHistory) -> Outcome {
     if !line.starts_with('/') {
         return Outcome::Question;
     }
@@ -71,7 +71,7 @@ pub(crate) fn run(line: &str, conversation: &mut Conversation) -> Outcome {
 mod tests {
     use super::*;
 
-    fn output(line: &str, conversation: &mut Conversation) -> String {
+    fn output(line: &str, conversation: &mut ChatHistory) -> String {
         match run(line, conversation) {
             Outcome::Print(text) => text,
             Outcome::Question => "QUESTION".into(),
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn commands_change_what_they_name() {
-        let mut conversation = Conversation::new(None, Default::default(), None);
+        let mut conversation = ChatHistory::new(None, Default::default(), None);
         assert_eq!(output("What is 2+2?", &mut conversation), "QUESTION");
         assert_eq!(output("/quit", &mut conversation), "QUIT");
         assert!(output("/nonsense x", &mut conversation).contains("/nonsense"));
@@ -103,7 +103,7 @@ mod tests {
     fn a_conversation_is_saved_and_cleared() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("talk.md");
-        let mut conversation = Conversation::new(Some("s".into()), Default::default(), None);
+        let mut conversation = ChatHistory::new(Some("s".into()), Default::default(), None);
         conversation.ask("q".into());
         conversation.answered("a".into());
         output(&format!("/save {}", path.display()), &mut conversation);

@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 const ROOM_FOR_ANSWER: usize = 512;
 
 /// Questions, answers, and the parameters of the next answer.
-pub(crate) struct Conversation {
+pub(crate) struct ChatHistory {
     pub(crate) system: Option<String>,
     pub(crate) sampling: SamplingParams,
     pub(crate) max_tokens: Option<usize>,
     turns: Vec<Value>, // user, assistant, user, ...
 }
 
-impl Conversation {
+impl ChatHistory {
     pub(crate) fn new(system: Option<String>, sampling: SamplingParams, max_tokens: Option<usize>) -> Self {
         Self { system, sampling, max_tokens, turns: Vec::new() }
     }

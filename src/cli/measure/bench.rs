@@ -22,8 +22,8 @@ use crate::model::ModelConfig;
 use crate::model::families::shapes;
 use crate::{Error, Result};
 
-use limits::{Speed, Work};
-pub use report::{Distinct, Gpu, Machine, Op, PrecisionReport, Report, Row};
+use limits::{PassWork, Speed};
+pub use report::{BenchReport, Distinct, GpuReport, KernelTime, MachineReport, Measurement, PrecisionReport};
 
 /// Bytes over which the read bandwidth is measured: more than the cache of any processor.
 pub const BANDWIDTH_BYTES: usize = 2 << 30;
@@ -92,17 +92,17 @@ impl Workload {
 /// Loads a model or shape and measures it.
 pub fn run(
     model: &str,
-    source: Source<'_>,
+    source: BenchModel<'_>,
     config: &EngineConfig,
     workload: &Workload,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
-) -> Result<Report> {
+) -> Result<BenchReport> {
     let started = Instant::now();
     let topology = Topology::read(); // before this thread is pinned to one core
     let config = EngineConfig { max_sequences: workload.sequences().max(config.max_sequences), ..config.clone() };
     let mut loaded = match source {
-        Source::Directory(dir) => load::load(&ModelFolder::open(model, Description::read(dir)?)?, &config, report)?,
-        Source::Shape { layers } => load_shape(model, layers, &config, report)?,
+        BenchModel::Directory(dir) => load::load(&ModelFolder::open(model, Description::read(dir)?)?, &config, report)?,
+        BenchModel::Shape { layers } => load_shape(model, layers, &config, report)?,
     };
     let (ready_s, peak_ram_gib) = (started.elapsed().as_secs_f64(), gib(topology::peak_bytes()));
     workload.check(&loaded)?;
@@ -115,7 +115,7 @@ pub fn run(
     let rows = bench.rows(workload)?;
     let distinct_experts = bench.distinct(workload.longest())?;
     let dense = bench.dense;
-    Ok(Report {
+    Ok(BenchReport {
         machine: machine(&topology, &loaded, bandwidth, rates),
         model: model.to_string(),
         layers: loaded.model.config().layers.len(),
@@ -132,15 +132,15 @@ pub fn run(
     })
 }
 
-fn machine(topology: &Topology, loaded: &Loaded, read_gb_per_s: f64, rates: Option<Rates>) -> Machine {
-    Machine {
+fn machine(topology: &Topology, loaded: &Loaded, read_gb_per_s: f64, rates: Option<Rates>) -> MachineReport {
+    MachineReport {
         cpu: topology.cpu_model.clone(),
         cores: topology.cores.len(),
         threads: loaded.team.threads(),
         simd: loaded.kernel.simd().to_string(),
         memory_gib: gib(topology.total_bytes),
         read_gb_per_s,
-        gpu: rates.map(|r| Gpu {
+        gpu: rates.map(|r| GpuReport {
             name: r.device,
             memory_gb_per_s: r.memory / 1e9,
             link_gb_per_s: r.link / 1e9,
@@ -153,7 +153,7 @@ fn machine(topology: &Topology, loaded: &Loaded, read_gb_per_s: f64, rates: Opti
 
 /// Where the model comes from.
 #[derive(Clone, Copy, Debug)]
-pub enum Source<'a> {
+pub enum BenchModel<'a> {
     /// A checkpoint.
     Directory(&'a Path),
     /// Random weights, of the first `layers` layers only if given.
@@ -190,7 +190,7 @@ impl<'a> Bench<'a> {
         Self { loaded, speed, on_device, dense, random: Random(42), ops }
     }
 
-    fn rows(&mut self, workload: &Workload) -> Result<Vec<Row>> {
+    fn rows(&mut self, workload: &Workload) -> Result<Vec<Measurement>> {
         let mut rows = Vec::new();
         for &tokens in &workload.prompt_tokens {
             rows.push(self.prefill(tokens, workload.runs)?);
@@ -221,7 +221,7 @@ impl<'a> Bench<'a> {
         Ok(started.elapsed().as_secs_f64())
     }
 
-    fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Row> {
+    fn prefill(&mut self, tokens: usize, runs: usize) -> Result<Measurement> {
         let mut blocks = BlockTable::default();
         BlockPool::new(self.loaded.kv_blocks).grow(&mut blocks, tokens);
         let (mut seconds, mut moved) = (Vec::new(), Traffic::default());
@@ -247,7 +247,7 @@ impl<'a> Bench<'a> {
         Ok(row)
     }
 
-    fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Row> {
+    fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Measurement> {
         let mut pool = BlockPool::new(self.loaded.kv_blocks);
         let mut tables: Vec<BlockTable> = std::iter::repeat_with(BlockTable::default).take(sequences).collect();
         for table in &mut tables {
@@ -293,25 +293,33 @@ impl<'a> Bench<'a> {
     }
 
     /// What `passes` passes over `tokens` tokens each move and compute.
-    fn work(&self, moved: Traffic, passes: usize, tokens: usize, products: f64) -> Work {
+    fn work(&self, moved: Traffic, passes: usize, tokens: usize, products: f64) -> PassWork {
         let model = self.loaded.model.config();
         let resident = model.moe().map_or(0.0, |moe| {
             let share = self.loaded.model.resident_experts() as f64 / moe.num_experts as f64;
             let all = model.moe_layers().count() as f64 * expert_bytes(model, self.loaded) as f64;
             all * share * limits::distinct(moe.num_experts, moe.router.top_k, tokens)
         });
-        Work::new(moved, passes as f64 * self.dense as f64, passes as f64 * resident, products, self.on_device)
+        PassWork::new(moved, passes as f64 * self.dense as f64, passes as f64 * resident, products, self.on_device)
     }
 
-    fn profile(&mut self, batch: &Batch) -> Result<Vec<Op>> {
+    fn profile(&mut self, batch: &Batch) -> Result<Vec<KernelTime>> {
         let times = self.loaded.model.profile(batch)?;
-        Ok(times.into_iter().map(|t| Op { name: t.name, launches: t.launches, us: 1e6 * t.seconds }).collect())
+        Ok(times.into_iter().map(|t| KernelTime { name: t.name, launches: t.launches, us: 1e6 * t.seconds }).collect())
     }
 
-    fn row(&self, phase: &'static str, tokens: usize, batch: usize, total: usize, seconds: f64, work: Work) -> Row {
+    fn row(
+        &self,
+        phase: &'static str,
+        tokens: usize,
+        batch: usize,
+        total: usize,
+        seconds: f64,
+        work: PassWork,
+    ) -> Measurement {
         let (least, limited_by) = work.at_least(&self.speed);
         let resident = self.loaded.model.resident_experts();
-        Row {
+        Measurement {
             phase,
             tokens,
             batch,

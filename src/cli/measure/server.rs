@@ -23,10 +23,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
-use api::{Answered, Api, Fields, cannot};
-use client::Client;
-use prompts::{Measure, Prompt, Prompts};
-pub use report::{Failed, FailureKind, Level, Report, Spread};
+use api::{Answered, Api, ExactFields, cannot};
+use client::HttpClient;
+use prompts::{PromptLength, Prompts, TestPrompt};
+pub use report::{Failed, FailureKind, Level, ServingReport, Spread};
 use run::Target;
 
 /// Upper bounds of clients, requests per load, tokens and times, so that a typing error does not fill memory.
@@ -37,7 +37,7 @@ const MAX_DURATION: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct ServingOptions {
     /// Base URL of the API, with its `/v1`.
     pub url: String,
     /// Bearer token.
@@ -47,7 +47,7 @@ pub struct Options {
     /// Endpoint of the API.
     pub endpoint: Endpoint,
     /// Loads, measured one after another.
-    pub loads: Vec<Load>,
+    pub loads: Vec<Arrivals>,
     /// Length of each load; `None`: 8 requests per client, or a minute of arrivals.
     pub amount: Option<Amount>,
     /// Source of the prompts.
@@ -91,14 +91,14 @@ impl fmt::Display for Endpoint {
 
 /// How requests arrive.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Load {
+pub enum Arrivals {
     /// From this number of clients, each with one request at a time.
     Clients(usize),
     /// At random times, on average this many per second, whether or not earlier requests have ended.
     Rate(f64),
 }
 
-impl fmt::Display for Load {
+impl fmt::Display for Arrivals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Clients(1) => f.write_str("1 client"),
@@ -143,9 +143,9 @@ pub enum PromptSource {
 
 /// Progress of a load.
 #[derive(Clone, Copy, Debug)]
-pub struct Progress {
+pub struct ServingProgress {
     /// The load.
-    pub load: Load,
+    pub load: Arrivals,
     /// Requests or seconds done.
     pub done: u64,
     /// Requests or seconds in all.
@@ -156,7 +156,7 @@ pub struct Progress {
 ///
 /// Errors: an option is out of range, the server cannot be reached, or it refuses the first request. The report counts
 /// later failures.
-pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
+pub fn run(options: &ServingOptions, progress: &dyn Fn(ServingProgress)) -> Result<ServingReport> {
     check(options)?;
     let failed = |e: std::io::Error| Error::Resources(format!("the measurement cannot run: {e}"));
     moebius_cache::threads::probe(4)?; // tokio panics when its two threads cannot start
@@ -176,13 +176,14 @@ pub fn run(options: &Options, progress: &dyn Fn(Progress)) -> Result<Report> {
         let (mut levels, mut interrupted) = (Vec::new(), false);
         for &load in &options.loads {
             if options.warmup > 0 {
-                let clients = if let Load::Clients(clients) = load { clients.min(options.warmup) } else { 1 };
+                let clients = if let Arrivals::Clients(clients) = load { clients.min(options.warmup) } else { 1 };
                 let amount = Amount::Requests(options.warmup);
-                (_, interrupted) = run::measure(&target, Load::Clients(clients), amount, &mut stop, &|_, _| {}).await;
+                (_, interrupted) =
+                    run::measure(&target, Arrivals::Clients(clients), amount, &mut stop, &|_, _| {}).await;
             }
             if !interrupted {
                 let amount = options.amount.unwrap_or(load.default_amount());
-                let report = |done, total| progress(Progress { load, done, total });
+                let report = |done, total| progress(ServingProgress { load, done, total });
                 let (level, stopped) = run::measure(&target, load, amount, &mut stop, &report).await;
                 levels.push(level);
                 interrupted = stopped;
@@ -208,7 +209,13 @@ fn stopped_early() -> Error {
     Error::Invalid("stopped before anything was measured: let the first requests end".into())
 }
 
-fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Vec<Level>, interrupted: bool) -> Report {
+fn report(
+    options: &ServingOptions,
+    target: &Target,
+    mut notes: Vec<String>,
+    levels: Vec<Level>,
+    interrupted: bool,
+) -> ServingReport {
     let requests = levels.iter().map(|level| level.completed + level.failed).sum::<usize>();
     match &target.prompts {
         Prompts::Lines(lines) if lines.len() < requests => {
@@ -228,7 +235,7 @@ fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Ve
         PromptSource::Random { tokens, shared } => (Some(tokens), shared),
         PromptSource::Lines(_) => (None, 0),
     };
-    Report {
+    ServingReport {
         url: options.url.clone(),
         model: target.api.model.clone(),
         endpoint: options.endpoint.name(),
@@ -242,7 +249,7 @@ fn report(options: &Options, target: &Target, mut notes: Vec<String>, levels: Ve
     }
 }
 
-impl Load {
+impl Arrivals {
     fn default_amount(self) -> Amount {
         match self {
             Self::Clients(clients) => Amount::Requests(8 * clients),
@@ -251,16 +258,16 @@ impl Load {
     }
 }
 
-fn check(options: &Options) -> Result<()> {
+fn check(options: &ServingOptions) -> Result<()> {
     let within = |flag: &str, value: usize, least: usize, most: usize| match (least..=most).contains(&value) {
         true => Ok(()),
         false => Err(Error::Invalid(format!("{flag} is {value}: give a number from {least} to {most}"))),
     };
     for load in &options.loads {
         match *load {
-            Load::Clients(clients) => within("--concurrency", clients, 1, MAX_CLIENTS)?,
-            Load::Rate(rate) if (1e-3..=1e5).contains(&rate) => {}
-            Load::Rate(rate) => {
+            Arrivals::Clients(clients) => within("--concurrency", clients, 1, MAX_CLIENTS)?,
+            Arrivals::Rate(rate) if (1e-3..=1e5).contains(&rate) => {}
+            Arrivals::Rate(rate) => {
                 return Err(Error::Invalid(format!("--rate is {rate}: give a number from 0.001 to 100000")));
             }
         }
@@ -288,8 +295,8 @@ fn check(options: &Options) -> Result<()> {
 }
 
 /// Finds out which fields the server accepts and how many tokens a word has.
-async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
-    let client = Client::new(&options.url, options.api_key.as_deref())?;
+async fn prepare(options: &ServingOptions, notes: &mut Vec<String>) -> Result<Target> {
+    let client = HttpClient::new(&options.url, options.api_key.as_deref())?;
     let lines = match &options.prompts {
         PromptSource::Lines(text) => Some(prompts::parse(text, options.endpoint)?),
         PromptSource::Random { .. } => None,
@@ -299,7 +306,7 @@ async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
         None => Api::only_model(&client, options.timeout).await?,
     };
     let mut api =
-        Api { client, endpoint: options.endpoint, model, timeout: options.timeout, fields: Fields::default() };
+        Api { client, endpoint: options.endpoint, model, timeout: options.timeout, fields: ExactFields::default() };
     let prompts = match (lines, &options.prompts) {
         (None, PromptSource::Random { tokens, shared }) => {
             let measure = measure(&mut api, options.seed, *tokens, notes).await?;
@@ -319,7 +326,7 @@ async fn prepare(options: &Options, notes: &mut Vec<String>) -> Result<Target> {
 const PROBES: u64 = 2;
 
 /// Finds out with two prompts how many tokens a word has.
-async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String>) -> Result<Measure> {
+async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String>) -> Result<PromptLength> {
     let (few, most) = (16, 1024);
     let (mut words, mut counts) = (few, Vec::new());
     for number in 0..PROBES {
@@ -329,15 +336,15 @@ async fn measure(api: &mut Api, seed: u64, tokens: usize, notes: &mut Vec<String
         // Then one of about the wanted length, up to a bound: the share of the template is not yet known.
         words = (tokens.saturating_mul(few) / (count as usize).max(1)).clamp(2 * few, most);
     }
-    let measure = if let [few, many] = counts[..] { Measure::through(few, many) } else { None };
+    let measure = if let [few, many] = counts[..] { PromptLength::through(few, many) } else { None };
     if measure.is_none() {
         notes.push("the server does not count the tokens of prompts: each word counts as one".into());
     }
-    Ok(measure.unwrap_or(Measure::UNKNOWN))
+    Ok(measure.unwrap_or(PromptLength::UNKNOWN))
 }
 
 /// Requests one token. Leaves out the fields that the server refuses from here on, and notes that.
-async fn probe(api: &mut Api, prompt: &Prompt, notes: &mut Vec<String>) -> Result<Answered> {
+async fn probe(api: &mut Api, prompt: &TestPrompt, notes: &mut Vec<String>) -> Result<Answered> {
     loop {
         match api.ask(api.body(prompt, 1), Instant::now()).await {
             Ok(answered) => return Ok(answered),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::cuda::{Address, Cuda, DeviceBuffer, Event, PinnedBuffer};
+use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer, PinnedBuffer};
 use crate::experts::popularity::Popularity;
 use crate::experts::residency::{Move, Residency};
 
@@ -15,7 +15,7 @@ pub(super) struct Learning {
     path: Option<PathBuf>,
     counts: DeviceBuffer<u32>,   // [layers, experts], since the start
     snapshot: PinnedBuffer<u32>, // the same, as they were some passes ago
-    taken: Event,                // when `snapshot` had come
+    taken: CudaEvent,            // when `snapshot` had come
     before: Vec<u32>,            // the snapshot before
     passes: u32,
     moves: Vec<Move>, // still to be made
@@ -39,7 +39,7 @@ impl Learning {
             path,
             counts: DeviceBuffer::zeros(cuda, all)?,
             snapshot: PinnedBuffer::new(cuda, all)?,
-            taken: Event::new(cuda)?,
+            taken: CudaEvent::new(cuda)?,
             before: vec![0; all],
             passes: 0,
             moves: Vec::new(),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::GpuExperts;
 use super::products::LayerInput;
 use crate::Result;
-use crate::cuda::{Address, Cuda, DeviceBuffer, Event};
+use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer};
 use crate::experts::ExpertMemory;
 
 /// Two halves of VRAM that experts pass through: one is filled while the other is used.
@@ -17,9 +17,9 @@ pub(super) struct Ring {
     bytes: DeviceBuffer<u8>,   // [2, half, stride]
     half: usize,               // experts of a half
     tables: DeviceBuffer<u64>, // [2, experts]
-    filled: [Event; 2],
-    used: [Event; 2],
-    holds: [Option<Part>; 2],
+    filled: [CudaEvent; 2],
+    used: [CudaEvent; 2],
+    holds: [Option<ExpertRun>; 2],
     newest: usize,     // the half that was filled last
     copied_bytes: u64, // since the start
 }
@@ -28,7 +28,7 @@ pub(super) struct Ring {
 ///
 /// [`Residency::in_ram`]: crate::experts::residency::Residency::in_ram
 #[derive(Clone, Debug, PartialEq)]
-struct Part {
+struct ExpertRun {
     layer: usize,
     ranks: Range<usize>,
 }
@@ -36,7 +36,7 @@ struct Part {
 impl Ring {
     /// Room for `half` experts twice.
     pub(super) fn new(cuda: &Arc<Cuda>, memory: Arc<ExpertMemory>, half: usize) -> Result<Self> {
-        let events = || Ok::<_, crate::Error>([Event::new(cuda)?, Event::new(cuda)?]);
+        let events = || Ok::<_, crate::Error>([CudaEvent::new(cuda)?, CudaEvent::new(cuda)?]);
         Ok(Self {
             bytes: DeviceBuffer::new(cuda, 2 * half * memory.stride())?,
             half,
@@ -57,17 +57,17 @@ impl Ring {
     }
 
     /// What `streamed` experts of a layer are cut into.
-    fn parts(&self, layer: usize, streamed: usize) -> impl Iterator<Item = Part> + use<> {
+    fn parts(&self, layer: usize, streamed: usize) -> impl Iterator<Item = ExpertRun> + use<> {
         let half = self.half.max(1);
-        (0..streamed).step_by(half).map(move |from| Part { layer, ranks: from..streamed.min(from + half) })
+        (0..streamed).step_by(half).map(move |from| ExpertRun { layer, ranks: from..streamed.min(from + half) })
     }
 
     /// The half that holds a part, or that it should come to: they alternate.
-    fn half_of(&self, part: &Part) -> usize {
+    fn half_of(&self, part: &ExpertRun) -> usize {
         self.holds.iter().position(|held| held.as_ref() == Some(part)).unwrap_or(1 - self.newest)
     }
 
-    fn holds(&self, part: &Part) -> bool {
+    fn holds(&self, part: &ExpertRun) -> bool {
         self.holds.iter().flatten().any(|held| held == part)
     }
 
@@ -106,11 +106,11 @@ impl Ring {
 
 impl GpuExperts {
     /// Enqueues the copies of a part into a half of the ring, unless they are there.
-    fn fill(&mut self, half: usize, part: Part) -> Result<()> {
+    fn fill(&mut self, half: usize, part: ExpertRun) -> Result<()> {
         if self.ring.holds[half].as_ref() == Some(&part) {
             return Ok(());
         }
-        let Part { layer, ranks } = part.clone();
+        let ExpertRun { layer, ranks } = part.clone();
         let with_residents = ranks.start == 0;
         let mut experts: Vec<usize> = self.residency.in_ram(layer)[ranks].iter().map(|&e| e as usize).collect();
         experts.sort_unstable();

@@ -25,21 +25,21 @@ const DEEPSEEK_V3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^
 
 /// How text is cut: names of it, expressions that cut one after the other, and whether a whole piece in the vocabulary
 /// is one token at once.
-struct Cut {
+struct PreTokenizer {
     names: &'static [&'static str],
     cuts: &'static [&'static str],
     whole: bool,
 }
 
-const CUTS: &[Cut] = &[
-    Cut { names: &["gpt-2", "olmo", "dolma", "mpt"], cuts: &[GPT2], whole: false },
-    Cut { names: &["qwen2", "deepseek-r1-qwen", "hunyuan", "megrez"], cuts: &[QWEN2], whole: false },
-    Cut { names: &["qwen35"], cuts: &[QWEN35], whole: false },
-    Cut { names: &["llama-bpe", "llama3", "llama-v3"], cuts: &[LLAMA3], whole: true },
-    Cut { names: &["glm4", "chatglm-bpe"], cuts: &[LLAMA3], whole: true },
-    Cut { names: &["gpt-4o", "minimax-m2"], cuts: &[GPT4O], whole: false },
-    Cut { names: &["kimi-k2"], cuts: &[KIMI_K2], whole: false },
-    Cut {
+const CUTS: &[PreTokenizer] = &[
+    PreTokenizer { names: &["gpt-2", "olmo", "dolma", "mpt"], cuts: &[GPT2], whole: false },
+    PreTokenizer { names: &["qwen2", "deepseek-r1-qwen", "hunyuan", "megrez"], cuts: &[QWEN2], whole: false },
+    PreTokenizer { names: &["qwen35"], cuts: &[QWEN35], whole: false },
+    PreTokenizer { names: &["llama-bpe", "llama3", "llama-v3"], cuts: &[LLAMA3], whole: true },
+    PreTokenizer { names: &["glm4", "chatglm-bpe"], cuts: &[LLAMA3], whole: true },
+    PreTokenizer { names: &["gpt-4o", "minimax-m2"], cuts: &[GPT4O], whole: false },
+    PreTokenizer { names: &["kimi-k2"], cuts: &[KIMI_K2], whole: false },
+    PreTokenizer {
         names: &["deepseek-llm"],
         cuts: &[
             r"[\r\n]",
@@ -51,12 +51,14 @@ const CUTS: &[Cut] = &[
         ],
         whole: false,
     },
-    Cut {
+    PreTokenizer {
         names: &["deepseek-coder"],
         cuts: &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
         whole: false,
     },
-    Cut { names: &["deepseek-v3"], cuts: &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK_V3], whole: false },
+    PreTokenizer {
+        names: &["deepseek-v3"], cuts: &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK_V3], whole: false
+    },
 ];
 
 /// Ids of the tokens that end an answer.

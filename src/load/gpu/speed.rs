@@ -6,7 +6,7 @@ use crate::config::PrefillOn;
 use crate::cuda::DeviceInfo;
 use crate::experts::cost::CostModel;
 use crate::load::spec::Spec;
-use crate::load::speed::{Expected, Work};
+use crate::load::speed::{Expected, TokenWork};
 
 /// What a GPU and the box around it do in a second.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +32,7 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     const VRAM_SHARE: f64 = 0.8;
     const HANDOFF_S: f64 = 10e-6;
     const PREFILL_LAYER_S: f64 = 200e-6; // however short the prompt
-    let work = Work::of(spec)?;
+    let work = TokenWork::of(spec)?;
     let resident = plan.sizes.map_or(work.num_experts, |sizes| sizes.resident);
     let others = work.num_experts - resident;
     let (all, top_k, moe_layers) = (work.num_experts as f64, work.top_k as f64, work.moe_layers as f64);

@@ -55,7 +55,7 @@ impl Clock {
 
 /// One seat, as worker 0 remembers it.
 #[derive(Clone)]
-struct Record {
+struct SeatRecord {
     wanted_ns: u64, // when it was last judged
     denied_ns: u64,
     since: Instant, // when it last came back, or went to rest
@@ -66,14 +66,14 @@ struct Record {
 pub(super) struct Roster {
     next_look: Instant,
     clock: Option<Clock>, // of the thread that owns the team, once it is pinned
-    records: Vec<Record>,
+    records: Vec<SeatRecord>,
     caller_at: usize, // the seat whose core worker 0 is on
 }
 
 impl Roster {
     pub(super) fn new(seats: &[Seat]) -> Self {
         let now = Instant::now();
-        let record = Record { wanted_ns: 0, denied_ns: 0, since: now, rest: REST.0, resting: false };
+        let record = SeatRecord { wanted_ns: 0, denied_ns: 0, since: now, rest: REST.0, resting: false };
         Self { next_look: now, clock: None, records: vec![record; seats.len()], caller_at: 0 }
     }
 

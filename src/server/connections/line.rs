@@ -15,13 +15,13 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::places::{ConnectionPlace, worth};
 
 /// A socket whose writes fail when the client reads too slowly.
-pub(super) struct Line<S> {
+pub(super) struct ClientSocket<S> {
     socket: S,
     place: Arc<ConnectionPlace>,
     patience: Patience,
 }
 
-impl<S> Line<S> {
+impl<S> ClientSocket<S> {
     pub(super) fn new(socket: S, place: Arc<ConnectionPlace>, patience: Duration) -> Self {
         Self { socket, place, patience: Patience::new(patience) }
     }
@@ -48,7 +48,7 @@ impl<S> Line<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Line<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for ClientSocket<S> {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = into.filled().len();
         let poll = Pin::new(&mut self.socket).poll_read(context, into);
@@ -59,7 +59,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Line<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Line<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for ClientSocket<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let poll = Pin::new(&mut self.socket).poll_write(context, bytes);
         self.watch(context, poll, |&taken| taken)

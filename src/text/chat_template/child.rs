@@ -8,9 +8,9 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
-use super::frame::{self, Answer};
+use super::frame::{self, Rendered};
 use super::jinja::Jinja;
-use super::{Failure, MAX_SOURCE_BYTES, text_limit};
+use super::{MAX_SOURCE_BYTES, RenderFailure, text_limit};
 
 /// Address space for compiling or rendering above that of the process at its start: stack, heap, the conversation.
 pub(super) const MAX_GROWTH_BYTES: u64 = 192 << 20;
@@ -48,19 +48,19 @@ fn serve() -> io::Result<()> {
     let source = String::from_utf8(source).map_err(|_| ErrorKind::InvalidData)?;
     let jinja = match Jinja::compile(&source) {
         Ok(jinja) => jinja,
-        Err(why) => return Answer { text: Err(why), leaves: true }.write(&mut socket),
+        Err(why) => return Rendered { text: Err(why), leaves: true }.write(&mut socket),
     };
-    Answer { text: Ok(String::new()), leaves: false }.write(&mut socket)?;
+    Rendered { text: Ok(String::new()), leaves: false }.write(&mut socket)?;
 
     loop {
         restart_clock()?;
         let Some(variables) = frame::read(&mut socket, MAX_VARIABLES_BYTES)? else { return Ok(()) };
         let limit = text_limit(variables.len());
-        let parsed = serde_json::from_slice(&variables).map_err(|e| Failure::Broken(e.to_string()));
+        let parsed = serde_json::from_slice(&variables).map_err(|e| RenderFailure::Broken(e.to_string()));
         drop(variables);
         let text = parsed.and_then(|variables| jinja.render(variables, limit));
         let leaves = address_space()? > start + MAX_KEPT_BYTES;
-        Answer { text, leaves }.write(&mut socket)?;
+        Rendered { text, leaves }.write(&mut socket)?;
         if leaves {
             return Ok(());
         }

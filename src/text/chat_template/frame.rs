@@ -6,7 +6,7 @@
 
 use std::io::{self, Read, Write};
 
-use super::Failure;
+use super::RenderFailure;
 
 /// Bytes of an answer besides its text.
 const ANSWER_HEAD: usize = 2;
@@ -15,8 +15,8 @@ const ANSWER_HEAD: usize = 2;
 const MAX_ERROR_BYTES: usize = 4096;
 
 /// An answer of the child.
-pub(super) struct Answer {
-    pub(super) text: Result<String, Failure>,
+pub(super) struct Rendered {
+    pub(super) text: Result<String, RenderFailure>,
     /// The child exits now.
     pub(super) leaves: bool,
 }
@@ -44,13 +44,13 @@ pub(super) fn read(from: &mut impl Read, limit: usize) -> io::Result<Option<Vec<
     Ok(Some(bytes))
 }
 
-impl Answer {
+impl Rendered {
     pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let (kind, text) = match &self.text {
             Ok(text) => (0, text),
-            Err(Failure::Refused(words)) => (1, words),
-            Err(Failure::Broken(why)) => (2, why),
-            Err(Failure::Machine(error)) => return Err(io::Error::other(error.to_string())),
+            Err(RenderFailure::Refused(words)) => (1, words),
+            Err(RenderFailure::Broken(why)) => (2, why),
+            Err(RenderFailure::Machine(error)) => return Err(io::Error::other(error.to_string())),
         };
         write(to, &[&[kind, u8::from(self.leaves)], text.as_bytes()])
     }
@@ -62,8 +62,8 @@ impl Answer {
         let text = String::from_utf8(text).map_err(|_| io::ErrorKind::InvalidData)?;
         let (text, leaves) = match bytes[..] {
             [0, leaves] => (Ok(text), leaves),
-            [1, leaves] => (Err(Failure::Refused(text)), leaves),
-            [2, leaves] => (Err(Failure::Broken(text)), leaves),
+            [1, leaves] => (Err(RenderFailure::Refused(text)), leaves),
+            [2, leaves] => (Err(RenderFailure::Broken(text)), leaves),
             _ => return Err(io::ErrorKind::InvalidData.into()),
         };
         Ok(Self { text, leaves: leaves != 0 })

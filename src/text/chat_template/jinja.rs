@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind};
 
-use super::Failure;
+use super::RenderFailure;
 use super::strftime::strftime_now;
 
 /// Maximum steps of a template: far above any real conversation, far below a hang.
@@ -16,7 +16,7 @@ const FUEL: u64 = 20_000_000;
 /// Maximum characters of an error, which a template may write.
 const MAX_WORDS: usize = 200;
 
-type Result<T> = std::result::Result<T, Failure>;
+type Result<T> = std::result::Result<T, RenderFailure>;
 
 /// A compiled chat template.
 pub(super) struct Jinja(Environment<'static>);
@@ -41,10 +41,10 @@ impl Jinja {
         let mut text = Bounded { bytes: Vec::new(), limit, full: false };
         let rendered = caught(|| match template.render_captured_to(variables, &mut text) {
             Ok(_) => Ok(()),
-            Err(e) => Err(raised(&e).map_or_else(|| broken(&e), |message| Failure::Refused(words(message)))),
+            Err(e) => Err(raised(&e).map_or_else(|| broken(&e), |message| RenderFailure::Refused(words(message)))),
         });
         if text.full {
-            return Err(Failure::Broken(format!("it writes more than {limit} bytes")));
+            return Err(RenderFailure::Broken(format!("it writes more than {limit} bytes")));
         }
         rendered?;
         Ok(String::from_utf8(text.bytes).expect("minijinja writes UTF-8"))
@@ -54,7 +54,7 @@ impl Jinja {
 /// Catches panics of minijinja.
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(Failure::Broken("it breaks the template engine".into())))
+        .unwrap_or_else(|_| Err(RenderFailure::Broken("it breaks the template engine".into())))
 }
 
 /// A text that stops growing.
@@ -121,8 +121,8 @@ fn raised(error: &minijinja::Error) -> Option<&str> {
     None
 }
 
-fn broken(error: &minijinja::Error) -> Failure {
-    Failure::Broken(words(&error.to_string()))
+fn broken(error: &minijinja::Error) -> RenderFailure {
+    RenderFailure::Broken(words(&error.to_string()))
 }
 
 /// The error message of a template or of the engine, on one line of bounded length.

@@ -10,8 +10,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::child::{MAX_CPU_SECONDS, MAX_GROWTH_BYTES, MAX_VARIABLES_BYTES};
-use super::frame::{self, Answer};
-use super::{Failure, text_limit};
+use super::frame::{self, Rendered};
+use super::{RenderFailure, text_limit};
 use crate::Error;
 
 /// Maximum processes of one template. A rendering takes a millisecond, and each process up to [`MAX_GROWTH_BYTES`].
@@ -22,7 +22,7 @@ const MAX_PROCESSES: usize = 2;
 /// busy.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-type Result<T> = std::result::Result<T, Failure>;
+type Result<T> = std::result::Result<T, RenderFailure>;
 
 /// The processes of one template. They are kept because starting one takes longer than rendering. A process that
 /// exceeds
@@ -52,7 +52,7 @@ impl Processes {
     /// Renders variables, given as JSON.
     pub(super) fn render(&self, source: &str, variables: &[u8]) -> Result<String> {
         if variables.len() > MAX_VARIABLES_BYTES {
-            return Err(Failure::Broken(format!("it has more than {} MiB", MAX_VARIABLES_BYTES >> 20)));
+            return Err(RenderFailure::Broken(format!("it has more than {} MiB", MAX_VARIABLES_BYTES >> 20)));
         }
         let mut pooled = self.checkout()?;
         let mut process = match pooled.idle.take() {
@@ -72,7 +72,7 @@ impl Processes {
         let (mut pool, waited) = wait.unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
             let message = "the model's chat template is slow, and too many conversations wait for it: try again later";
-            return Err(Failure::Machine(Error::Busy(message.into())));
+            return Err(RenderFailure::Machine(Error::Busy(message.into())));
         }
         pool.free -= 1;
         // A process that was killed is replaced.
@@ -114,7 +114,7 @@ impl Process {
                 "cannot start {}, which renders chat templates: {e}; free memory, or allow more processes (ulimit -u)",
                 command[0].display()
             );
-            Failure::Machine(Error::Resources(message))
+            RenderFailure::Machine(Error::Resources(message))
         };
         let (socket, theirs) = UnixStream::pair().map_err(cannot)?;
         let child = Command::new(&command[0])
@@ -136,14 +136,14 @@ impl Process {
     }
 
     /// Sends one frame and waits for the answer.
-    fn ask(&mut self, frame: &[u8], text_limit: usize) -> Result<Answer> {
+    fn ask(&mut self, frame: &[u8], text_limit: usize) -> Result<Rendered> {
         let mut socket = Timed { socket: &self.socket, until: Instant::now() + PATIENCE };
-        let answer = frame::write(&mut socket, &[frame]).and_then(|()| Answer::read(&mut socket, text_limit));
+        let answer = frame::write(&mut socket, &[frame]).and_then(|()| Rendered::read(&mut socket, text_limit));
         answer.map_err(|e| self.end(&e))
     }
 
     /// Why the process failed, after an error on its socket.
-    fn end(&mut self, failure: &io::Error) -> Failure {
+    fn end(&mut self, failure: &io::Error) -> RenderFailure {
         // A process that has closed its socket is already ending, so its exit status counts.
         let _ = self.child.kill();
         let status = self.child.wait();
@@ -151,9 +151,11 @@ impl Process {
             matches!(failure.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
         let late = matches!(failure.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
         match status.as_ref().ok().and_then(ExitStatusExt::signal) {
-            _ if late => Failure::Broken(format!("it does not finish within {} seconds", PATIENCE.as_secs())),
-            Some(libc::SIGPROF) if closed => Failure::Broken(format!("it takes more than {MAX_CPU_SECONDS} seconds")),
-            Some(_) if closed => Failure::Broken(format!(
+            _ if late => RenderFailure::Broken(format!("it does not finish within {} seconds", PATIENCE.as_secs())),
+            Some(libc::SIGPROF) if closed => {
+                RenderFailure::Broken(format!("it takes more than {MAX_CPU_SECONDS} seconds"))
+            }
+            Some(_) if closed => RenderFailure::Broken(format!(
                 "it nests too deeply, or takes more than {} MiB of memory",
                 MAX_GROWTH_BYTES >> 20
             )),
@@ -163,7 +165,7 @@ impl Process {
                     "the process that renders chat templates does not work ({failure}; {status}): install moebius \
                      again"
                 );
-                Failure::Machine(Error::Resources(message))
+                RenderFailure::Machine(Error::Resources(message))
             }
         }
     }
@@ -226,7 +228,9 @@ mod tests {
         ] {
             let command = vec![OsString::from(program)].leak();
             match Processes::start(command, "x").err() {
-                Some(Failure::Machine(Error::Resources(message))) => assert!(message.contains(words), "{message}"),
+                Some(RenderFailure::Machine(Error::Resources(message))) => {
+                    assert!(message.contains(words), "{message}")
+                }
                 _ => panic!("{program} is taken"),
             }
         }

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::format::{Arguments, Format, Frame, Markup, Name};
+use super::format::{Arguments, CallFormat, Frame, Markup, Name};
 use super::schema::{self, only_text};
 use super::{Calls, Start, Tool};
 use crate::text::grammar::Grammar;
@@ -22,14 +22,14 @@ pub(super) fn thoughts_then(markup: Markup, rest: Grammar, start: Start) -> Gram
 }
 
 /// Nothing but calls of `tools`.
-pub(super) fn alone(format: &Format, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
+pub(super) fn alone(format: &CallFormat, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
     let close = format.section.as_ref().map_or("", |section| section.close);
     let open = Grammar::Literal(format!("{}{}", section_open(format), format.opener));
     Ok(Grammar::sequence([open, some(format, tools, calls)?, Grammar::literal(close)]))
 }
 
 /// Text, and calls of `tools` where their marker comes up.
-pub(super) fn among_text(format: &Format, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
+pub(super) fn among_text(format: &CallFormat, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
     let open = format!("{}{}", section_open(format), format.opener);
     let (marker, in_section, close) = match &format.section {
         Some(section) => (section.open.trim_end(), calls, section.close),
@@ -48,12 +48,12 @@ pub(super) fn among_text(format: &Format, tools: &[&Tool], calls: Calls) -> Resu
     Ok(Grammar::sequence([found, Grammar::Without(marker.into())]))
 }
 
-fn section_open(format: &Format) -> &'static str {
+fn section_open(format: &CallFormat) -> &'static str {
     format.section.as_ref().map_or("", |section| section.open)
 }
 
 /// One call or several, behind the opener of the first.
-fn some(format: &Format, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
+fn some(format: &CallFormat, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
     let one = Grammar::Either(tools.iter().map(|tool| call(format, tool)).collect::<Result<Vec<_>>>()?);
     let more = Grammar::sequence([Grammar::Literal(format!("{}{}", format.between, format.opener)), one.clone()]);
     Ok(match calls {
@@ -63,7 +63,7 @@ fn some(format: &Format, tools: &[&Tool], calls: Calls) -> Result<Grammar> {
 }
 
 /// A call of `tool` behind its opener.
-fn call(format: &Format, tool: &Tool) -> Result<Grammar> {
+fn call(format: &CallFormat, tool: &Tool) -> Result<Grammar> {
     let name = &tool.name;
     let text = |text: String| vec![Grammar::Literal(text)];
     let (mut items, tail) = match format.name {

@@ -8,7 +8,7 @@
 
 /// One way to write calls among the text of an answer.
 #[derive(Debug, PartialEq)]
-pub(super) struct Format {
+pub(super) struct CallFormat {
     /// A chat template with all of these texts writes this format, unless it has those of an earlier row.
     pub(super) marks: &'static [&'static str],
     /// Stands around all calls of an answer. `None`: each call stands alone.
@@ -74,21 +74,21 @@ pub(super) struct Frame {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Markup {
     pub(super) thinks: bool, // in `<think>..</think>`, first
-    pub(super) format: Option<&'static Format>,
+    pub(super) format: Option<&'static CallFormat>,
 }
 
 /// All rows; the first whose marks a template has is its format.
-pub(super) const FORMATS: [&Format; 7] = [&DEEPSEEK_V3, &DEEPSEEK_V31, &KIMI, &MINIMAX, &GLM, &QWEN_CODER, &HERMES];
+pub(super) const FORMATS: [&CallFormat; 7] = [&DEEPSEEK_V3, &DEEPSEEK_V31, &KIMI, &MINIMAX, &GLM, &QWEN_CODER, &HERMES];
 
-impl Format {
+impl CallFormat {
     /// The format that this chat template writes.
-    pub(super) fn of(template: &str) -> Option<&'static Format> {
+    pub(super) fn of(template: &str) -> Option<&'static CallFormat> {
         FORMATS.into_iter().find(|format| format.marks.iter().all(|mark| template.contains(mark)))
     }
 }
 
 /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
-pub(super) const HERMES: Format = Format {
+pub(super) const HERMES: CallFormat = CallFormat {
     marks: &["<tool_call>"],
     section: None,
     starts: &["<tool_call>"],
@@ -100,7 +100,7 @@ pub(super) const HERMES: Format = Format {
 };
 
 /// `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
-pub(super) const QWEN_CODER: Format = Format {
+pub(super) const QWEN_CODER: CallFormat = CallFormat {
     marks: &["<tool_call>", "<function="],
     section: None,
     starts: &["<tool_call>", "<function="], // the models forget the outer tag at times
@@ -118,7 +118,7 @@ pub(super) const QWEN_CODER: Format = Format {
 };
 
 /// `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and later.
-pub(super) const GLM: Format = Format {
+pub(super) const GLM: CallFormat = CallFormat {
     marks: &["<tool_call>", "<arg_key>"],
     section: None,
     starts: &["<tool_call>"],
@@ -136,7 +136,7 @@ pub(super) const GLM: Format = Format {
 };
 
 /// `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and fenced JSON in a section: DeepSeek-V3 and R1.
-pub(super) const DEEPSEEK_V3: Format = Format {
+pub(super) const DEEPSEEK_V3: CallFormat = CallFormat {
     marks: &["<｜tool▁calls▁begin｜>", "```json"],
     name: Name::Fenced("<｜tool▁sep｜>"),
     between: "\n",
@@ -144,7 +144,7 @@ pub(super) const DEEPSEEK_V3: Format = Format {
 };
 
 /// `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{..}` in a section: DeepSeek-V3.1.
-pub(super) const DEEPSEEK_V31: Format = Format {
+pub(super) const DEEPSEEK_V31: CallFormat = CallFormat {
     marks: &["<｜tool▁calls▁begin｜>"],
     section: Some(Section { open: "<｜tool▁calls▁begin｜>", close: "<｜tool▁calls▁end｜>" }),
     starts: &["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"],
@@ -156,7 +156,7 @@ pub(super) const DEEPSEEK_V31: Format = Format {
 };
 
 /// `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{..}` in a section: Kimi K2.
-pub(super) const KIMI: Format = Format {
+pub(super) const KIMI: CallFormat = CallFormat {
     marks: &["<|tool_calls_section_begin|>"],
     section: Some(Section { open: "<|tool_calls_section_begin|>", close: "<|tool_calls_section_end|>" }),
     starts: &["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
@@ -168,7 +168,7 @@ pub(super) const KIMI: Format = Format {
 };
 
 /// `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a section: MiniMax-M2.
-pub(super) const MINIMAX: Format = Format {
+pub(super) const MINIMAX: CallFormat = CallFormat {
     marks: &["<minimax:tool_call>"],
     section: Some(Section { open: "<minimax:tool_call>\n", close: "\n</minimax:tool_call>" }),
     starts: &["<minimax:tool_call>"],
@@ -192,7 +192,7 @@ mod tests {
     #[test]
     fn rows_hold_together() {
         for format in FORMATS {
-            assert_eq!(Format::of(&format.marks.join(" ")), Some(format), "an earlier row takes its templates");
+            assert_eq!(CallFormat::of(&format.marks.join(" ")), Some(format), "an earlier row takes its templates");
             let first = format.section.as_ref().map_or(format.opener, |section| section.open.trim_end());
             assert_eq!(format.starts[0], first, "the grammar's first text starts a call for the parser too");
             let end = match &format.arguments {

@@ -11,7 +11,7 @@
 //!
 //! Source: the "OpenAI harmony response format" guide.
 
-use super::pipe::{Input, Output, first};
+use super::pipe::{Input, ReplyOutput, first};
 use super::{Start, Tool, schema};
 use crate::text::grammar::Grammar;
 
@@ -58,7 +58,7 @@ impl Harmony {
         Self { state }
     }
 
-    pub(super) fn read(&mut self, input: &mut Input, output: &mut Output) {
+    pub(super) fn read(&mut self, input: &mut Input, output: &mut ReplyOutput) {
         while match self.state {
             State::Header => self.header(input, output),
             State::Body(kind) => self.body(kind, input, output),
@@ -66,7 +66,7 @@ impl Harmony {
     }
 
     /// Reads a header; whether another step may follow.
-    fn header(&mut self, input: &mut Input, output: &mut Output) -> bool {
+    fn header(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let text = &input.text;
         match text.find(MESSAGE).filter(|&at| at <= MAX_HEADER) {
             Some(at) if begins_header(text) => {
@@ -86,7 +86,7 @@ impl Harmony {
     }
 
     /// Reads a message; whether another step may follow.
-    fn body(&mut self, kind: Kind, input: &mut Input, output: &mut Output) -> bool {
+    fn body(&mut self, kind: Kind, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let found = first(&input.text, &ENDS);
         let length = found.map_or(input.text.len() - input.held(&ENDS), |(at, _)| at);
         let text = &input.text[..length];
@@ -104,7 +104,7 @@ impl Harmony {
 }
 
 /// What the message behind a header is. Begins a call, if it is one.
-fn kind(header: &str, output: &mut Output) -> Kind {
+fn kind(header: &str, output: &mut ReplyOutput) -> Kind {
     let word = |after: &str| -> Option<String> {
         let rest = header.split_once(after)?.1;
         Some(rest.chars().take_while(|c| !c.is_whitespace() && *c != '<').collect())

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::format::{Format, Name};
+use super::format::{CallFormat, Name};
 use super::pipe::Input;
 
 /// Bytes within which a call must name its tool.
@@ -10,7 +10,7 @@ const MAX_NAME: usize = 256;
 
 /// What the text says about a call.
 #[derive(Debug)]
-pub(super) enum Head {
+pub(super) enum CallHead {
     /// More text decides.
     Open,
     /// It is no call.
@@ -20,14 +20,14 @@ pub(super) enum Head {
 }
 
 /// Reads the head that begins at byte `at` of the input, with the opener of a section or of a call.
-pub(super) fn read(format: &Format, input: &Input, at: usize) -> Head {
+pub(super) fn read(format: &CallFormat, input: &Input, at: usize) -> CallHead {
     let text = &input.text[at..];
     let mut rest = text;
     match named(format, &mut rest) {
-        Ok((name, id)) => Head::Call { name, id, length: text.len() - rest.len(), arguments: None },
-        Err(Miss::Open) if !input.ended => Head::Open,
+        Ok((name, id)) => CallHead::Call { name, id, length: text.len() - rest.len(), arguments: None },
+        Err(Miss::Open) if !input.ended => CallHead::Open,
         Err(_) if format.name == Name::Field => whole(format, input, at),
-        Err(_) => Head::Other,
+        Err(_) => CallHead::Other,
     }
 }
 
@@ -78,7 +78,7 @@ fn plain(text: &str) -> &str {
 }
 
 /// The tool's name and the call's own id; steps to the arguments.
-fn named(format: &Format, rest: &mut &str) -> Found<(String, Option<String>)> {
+fn named(format: &CallFormat, rest: &mut &str) -> Found<(String, Option<String>)> {
     if let Some(section) = &format.section {
         skip(rest, section.open.trim_end())?;
         *rest = rest.trim_start();
@@ -144,21 +144,21 @@ fn string(rest: &mut &str) -> Found<String> {
 }
 
 /// A call whose arguments come before its name, or as a text of their own: it is read as a whole.
-fn whole(format: &Format, input: &Input, at: usize) -> Head {
+fn whole(format: &CallFormat, input: &Input, at: usize) -> CallHead {
     let body = input.text[at..].strip_prefix(format.opener).unwrap_or_default();
     let length = match body.find(format.closer.trim_start()) {
         Some(at) => at,
         None if input.ended => body.len(),
-        None => return Head::Open,
+        None => return CallHead::Open,
     };
-    let Ok(Value::Object(call)) = serde_json::from_str(body[..length].trim()) else { return Head::Other };
-    let Some(name) = call.get("name").and_then(Value::as_str) else { return Head::Other };
+    let Ok(Value::Object(call)) = serde_json::from_str(body[..length].trim()) else { return CallHead::Other };
+    let Some(name) = call.get("name").and_then(Value::as_str) else { return CallHead::Other };
     let arguments = match call.get("arguments").or_else(|| call.get("parameters")) {
         None | Some(Value::Null) => "{}".into(),
         Some(Value::String(text)) => text.clone(),
         Some(other) => other.to_string(),
     };
-    Head::Call { name: name.into(), id: None, length: format.opener.len() + length, arguments: Some(arguments) }
+    CallHead::Call { name: name.into(), id: None, length: format.opener.len() + length, arguments: Some(arguments) }
 }
 
 /// The rest of the line; steps to its end, or to a tag that follows the name at once.

@@ -2,15 +2,15 @@
 
 use serde_json::Value;
 
-use super::format::{Format, Frame};
+use super::format::{CallFormat, Frame};
 use super::json::escaped;
-use super::pipe::{Input, Output};
+use super::pipe::{Input, ReplyOutput};
 use super::schema::{only_text, schema_of};
 
 /// The parameters of one call, as they come.
 #[derive(Debug)]
 pub(super) struct Parameters {
-    format: &'static Format,
+    format: &'static CallFormat,
     frame: Frame,
     tool: String,
     count: usize,
@@ -25,7 +25,7 @@ struct Pending {
 }
 
 /// What a step did.
-pub(super) enum Step {
+pub(super) enum ParameterStep {
     /// Nothing more without more text.
     Wait,
     /// Something; try again.
@@ -35,18 +35,18 @@ pub(super) enum Step {
 }
 
 impl Parameters {
-    pub(super) fn new(format: &'static Format, frame: Frame, tool: &str) -> Self {
+    pub(super) fn new(format: &'static CallFormat, frame: Frame, tool: &str) -> Self {
         Self { format, frame, tool: tool.into(), count: 0, value: None }
     }
 
-    pub(super) fn step(&mut self, input: &mut Input, output: &mut Output) -> Step {
+    pub(super) fn step(&mut self, input: &mut Input, output: &mut ReplyOutput) -> ParameterStep {
         match self.value {
             Some(_) => self.value(input, output),
             None => self.between(input, output),
         }
     }
 
-    fn between(&mut self, input: &mut Input, output: &mut Output) -> Step {
+    fn between(&mut self, input: &mut Input, output: &mut ReplyOutput) -> ParameterStep {
         input.skip_blank();
         let text = &input.text;
         // An outer end will do where the inner one was forgotten.
@@ -58,11 +58,11 @@ impl Parameters {
                 input.skip(end.len());
             }
             output.arguments(if self.count == 0 { "{}" } else { "}" });
-            return Step::Done;
+            return ParameterStep::Done;
         }
         let open = self.frame.before_key.trim_end_matches('"');
         if !input.ended && ends.chain([open]).any(|marker| marker.starts_with(text)) {
-            return Step::Wait;
+            return ParameterStep::Wait;
         }
         if let Some(after) = text.strip_prefix(open) {
             let named = self.frame.before_value.trim_end();
@@ -71,9 +71,9 @@ impl Parameters {
                     let key = self.key(&after[..at]);
                     input.skip(open.len() + at + named.len());
                     self.begin(&key, output);
-                    return Step::More;
+                    return ParameterStep::More;
                 }
-                None if !input.ended => return Step::Wait,
+                None if !input.ended => return ParameterStep::Wait,
                 None => {}
             }
         }
@@ -81,11 +81,11 @@ impl Parameters {
         let stray = match text.char_indices().skip(1).find(|(_, c)| *c == '<') {
             Some((at, _)) => at,
             None if input.ended => text.len(),
-            None => return Step::Wait,
+            None => return ParameterStep::Wait,
         };
         output.content(text[..stray].trim_end());
         input.skip(stray);
-        if input.text.is_empty() { Step::Wait } else { Step::More }
+        if input.text.is_empty() { ParameterStep::Wait } else { ParameterStep::More }
     }
 
     fn key(&self, text: &str) -> String {
@@ -96,7 +96,7 @@ impl Parameters {
         }
     }
 
-    fn begin(&mut self, key: &str, output: &mut Output) {
+    fn begin(&mut self, key: &str, output: &mut ReplyOutput) {
         let is_text = output.tool(&self.tool).and_then(|tool| schema_of(tool, key)).is_some_and(only_text);
         let before = if self.count == 0 { "{" } else { ", " };
         let quote = if is_text { "\"" } else { "" };
@@ -105,12 +105,12 @@ impl Parameters {
         self.value = Some(Pending { is_text, first_break: self.frame.before_value.ends_with('\n') });
     }
 
-    fn value(&mut self, input: &mut Input, output: &mut Output) -> Step {
-        let Some(pending) = &mut self.value else { return Step::More };
+    fn value(&mut self, input: &mut Input, output: &mut ReplyOutput) -> ParameterStep {
+        let Some(pending) = &mut self.value else { return ParameterStep::More };
         if pending.first_break {
             match input.text.chars().next() {
                 Some('\n') => input.skip(1),
-                None if !input.ended => return Step::Wait,
+                None if !input.ended => return ParameterStep::Wait,
                 _ => {}
             }
             pending.first_break = false;
@@ -125,7 +125,7 @@ impl Parameters {
                 output.arguments(&json);
                 input.skip(at + close.len());
                 self.value = None;
-                Step::More
+                ParameterStep::More
             }
             None => {
                 let known = match (input.ended, pending.is_text) {
@@ -136,7 +136,7 @@ impl Parameters {
                 let value = &input.text[..known];
                 output.arguments(&if pending.is_text { escaped(value) } else { value.to_string() });
                 input.skip(known);
-                Step::Wait
+                ParameterStep::Wait
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::Part;
 use super::harmony::Harmony;
-use super::pipe::{Input, Output};
+use super::pipe::{Input, ReplyOutput};
 use super::tags::Tags;
 
 /// Reads one reply.
@@ -10,7 +10,7 @@ use super::tags::Tags;
 pub struct Parser {
     input: Input,
     machine: Machine,
-    output: Output,
+    output: ReplyOutput,
 }
 
 /// What reads the input.
@@ -23,7 +23,7 @@ pub(super) enum Machine {
 }
 
 impl Parser {
-    pub(super) fn new(machine: Machine, output: Output) -> Self {
+    pub(super) fn new(machine: Machine, output: ReplyOutput) -> Self {
         Self { input: Input::default(), machine, output }
     }
 

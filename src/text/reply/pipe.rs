@@ -43,13 +43,13 @@ impl Input {
 
 /// Parts of a reply, and the tools that it may call.
 #[derive(Debug)]
-pub(super) struct Output {
+pub(super) struct ReplyOutput {
     pub(super) parts: Vec<Part>,
     tools: Arc<[Tool]>, // of all choices of a request
     calls: usize,
 }
 
-impl Output {
+impl ReplyOutput {
     pub(super) fn new(tools: Arc<[Tool]>) -> Self {
         Self { parts: Vec::new(), tools, calls: 0 }
     }

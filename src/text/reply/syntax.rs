@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::format::{Format, Markup};
+use super::format::{CallFormat, Markup};
 use super::harmony::{self, Harmony};
 use super::history::{self, History};
 use super::parser::{Machine, Parser};
-use super::pipe::Output;
+use super::pipe::ReplyOutput;
 use super::tags::Tags;
 use super::{Calls, Start, Tool, ToolChoice, calls};
 use crate::text::grammar::Grammar;
@@ -35,7 +35,7 @@ impl Syntax {
             true => Layout::Harmony,
             false => Layout::Tags(Markup {
                 thinks: ["<think>", "</think>"].iter().any(|mark| template.contains(mark)),
-                format: Format::of(template),
+                format: CallFormat::of(template),
             }),
         };
         Self { layout, history: History::of(template) }
@@ -77,7 +77,7 @@ impl Syntax {
                 format => Machine::Tags(Box::new(Tags::new(Markup { thinks, format }, start))),
             },
         };
-        Parser::new(machine, Output::new(tools))
+        Parser::new(machine, ReplyOutput::new(tools))
     }
 
     /// The grammar of a whole reply that calls tools as `choice` demands. `None`: any text will do.

@@ -7,11 +7,11 @@
 //! ```
 
 use super::Start;
-use super::format::{Arguments, Format, Markup};
-use super::head::{self, Head};
+use super::format::{Arguments, CallFormat, Markup};
+use super::head::{self, CallHead};
 use super::json::{Scan, Scanner};
 use super::parameters::{self, Parameters};
-use super::pipe::{Input, Output, first};
+use super::pipe::{Input, ReplyOutput, first};
 
 /// Text that waits is read with every token up to here: far above any marker, name or white space of a model that means
 /// well.
@@ -53,7 +53,7 @@ impl Tags {
         Self { markup, again: 0, state: State::Start(start), trim: false, in_section: false }
     }
 
-    pub(super) fn read(&mut self, input: &mut Input, output: &mut Output) {
+    pub(super) fn read(&mut self, input: &mut Input, output: &mut ReplyOutput) {
         if input.text.len() < self.again && !input.ended {
             return;
         }
@@ -65,7 +65,7 @@ impl Tags {
     }
 
     /// One transition; whether another may follow. At the end of the input no text is left waiting.
-    fn step(&mut self, input: &mut Input, output: &mut Output) -> bool {
+    fn step(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         if self.trim {
             input.skip_blank();
             self.trim = input.text.is_empty();
@@ -84,9 +84,9 @@ impl Tags {
             State::Json { .. } => self.json(input, output),
             State::Raw => self.raw(input, output),
             State::Parameters(parameters) => match parameters.step(input, output) {
-                parameters::Step::Wait => false,
-                parameters::Step::More => true,
-                parameters::Step::Done => self.go(State::Close),
+                parameters::ParameterStep::Wait => false,
+                parameters::ParameterStep::More => true,
+                parameters::ParameterStep::Done => self.go(State::Close),
             },
             State::Close => self.close(input),
         }
@@ -97,7 +97,7 @@ impl Tags {
         true
     }
 
-    fn format(&self) -> &'static Format {
+    fn format(&self) -> &'static CallFormat {
         self.markup.format.expect("only a format has calls")
     }
 
@@ -116,7 +116,7 @@ impl Tags {
         self.go(if start == Start::Reasoning { State::Reasoning } else { State::Content })
     }
 
-    fn reasoning(&mut self, input: &mut Input, output: &mut Output) -> bool {
+    fn reasoning(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         // A section of calls is unmistakable: some models forget to close their reasoning before it.
         let mut ends = vec!["</think>"];
         let section = self.markup.format.and_then(|format| format.section.as_ref());
@@ -137,7 +137,7 @@ impl Tags {
         }
     }
 
-    fn content(&mut self, input: &mut Input, output: &mut Output) -> bool {
+    fn content(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let (mut markers, mut section_end) = (Vec::new(), None);
         if let Some(format) = self.markup.format {
             markers.extend(format.starts);
@@ -168,11 +168,11 @@ impl Tags {
         }
     }
 
-    fn head(&mut self, blank: usize, input: &mut Input, output: &mut Output) -> bool {
+    fn head(&mut self, blank: usize, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let format = self.format();
         match head::read(format, input, blank) {
-            Head::Open => return false,
-            Head::Call { name, id, length, arguments } if output.tool(&name).is_some() => {
+            CallHead::Open => return false,
+            CallHead::Call { name, id, length, arguments } if output.tool(&name).is_some() => {
                 output.call(&name, id);
                 input.skip(blank + length);
                 self.in_section = format.section.is_some();
@@ -197,7 +197,7 @@ impl Tags {
         self.go(State::Content)
     }
 
-    fn json(&mut self, input: &mut Input, output: &mut Output) -> bool {
+    fn json(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let format = self.format();
         let State::Json { scanner, begun } = &mut self.state else { return false };
         // A marker that is a special token is one wherever it stands; a tag may stand in a string.
@@ -234,12 +234,12 @@ impl Tags {
     }
 
     /// A call without a word of arguments.
-    fn empty(&mut self, output: &mut Output) -> bool {
+    fn empty(&mut self, output: &mut ReplyOutput) -> bool {
         output.arguments("{}");
         self.go(State::Close)
     }
 
-    fn raw(&mut self, input: &mut Input, output: &mut Output) -> bool {
+    fn raw(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let closer = self.format().closer.trim_start();
         let stop = input.text.find(closer);
         let length = match stop {
@@ -295,7 +295,7 @@ mod tests {
             (Some(&QWEN_CODER), "<tool_call>\n<function=f>\n<parameter=a>\n", "1"),
             (Some(&KIMI), "<|tool_calls_section_begin|>", " "),
         ] {
-            let mut output = Output::new([tool.clone()].into());
+            let mut output = ReplyOutput::new([tool.clone()].into());
             let mut tags = Tags::new(Markup { thinks: true, format }, Start::Answer);
             let mut input = Input { text: before.into(), ended: false };
             tags.read(&mut input, &mut output);

@@ -5,7 +5,7 @@ use crate::model::{LayerConfig, ModelConfig};
 
 /// Bytes and operations.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Work {
+pub(super) struct PassWork {
     /// Bytes that RAM gives, to whomever.
     pub(super) ram: f64,
     /// Bytes that cross PCIe.
@@ -17,9 +17,9 @@ pub(super) struct Work {
 }
 
 /// The same in a second.
-pub(super) type Speed = Work;
+pub(super) type Speed = PassWork;
 
-impl Work {
+impl PassWork {
     /// Of `passes` passes over `tokens` tokens in all. `dense`: bytes of dense weights that a pass reads, on the device
     /// if `on_device`; experts there: `resident` bytes.
     pub(super) fn new(traffic: Traffic, dense: f64, resident: f64, products: f64, on_device: bool) -> Self {

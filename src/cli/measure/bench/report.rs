@@ -4,9 +4,9 @@ use serde::Serialize;
 
 /// One run, as `--json` prints it.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct BenchReport {
     /// The machine.
-    pub machine: Machine,
+    pub machine: MachineReport,
     /// Name of the model.
     pub model: String,
     /// Number of layers.
@@ -22,12 +22,12 @@ pub struct Report {
     /// Distinct experts that a layer used in the longest prefill.
     pub distinct_experts: Option<Distinct>,
     /// Results.
-    pub rows: Vec<Row>,
+    pub rows: Vec<Measurement>,
 }
 
 /// The machine.
 #[derive(Debug, Serialize)]
-pub struct Machine {
+pub struct MachineReport {
     /// Model name of the processor.
     pub cpu: String,
     /// Physical cores this process may use.
@@ -41,12 +41,12 @@ pub struct Machine {
     /// Read bandwidth, measured with all workers, in huge pages if there are any.
     pub read_gb_per_s: f64,
     /// The GPU, if one is used.
-    pub gpu: Option<Gpu>,
+    pub gpu: Option<GpuReport>,
 }
 
 /// The GPU and its measured rates.
 #[derive(Debug, Serialize)]
-pub struct Gpu {
+pub struct GpuReport {
     /// Name that the driver gives.
     pub name: String,
     /// Bandwidth of its memory, read and written.
@@ -87,7 +87,7 @@ pub struct Distinct {
 
 /// One measurement.
 #[derive(Debug, Serialize)]
-pub struct Row {
+pub struct Measurement {
     /// `prefill` or `decode`.
     pub phase: &'static str,
     /// Tokens of the prompt, or decoded per sequence.
@@ -110,12 +110,12 @@ pub struct Row {
     pub ram_gb_per_s: f64,
     /// Time of each kernel, if requested.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub ops: Vec<Op>,
+    pub ops: Vec<KernelTime>,
 }
 
 /// Time of the kernels of one name in one pass. Timing keeps them from overlapping.
 #[derive(Debug, Serialize)]
-pub struct Op {
+pub struct KernelTime {
     /// Name of the kernel.
     pub name: &'static str,
     /// Number of launches.
@@ -124,11 +124,11 @@ pub struct Op {
     pub us: f64,
 }
 
-impl std::fmt::Display for Report {
+impl std::fmt::Display for BenchReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Machine { cpu, threads, simd, memory_gib, read_gb_per_s, gpu, .. } = &self.machine;
+        let MachineReport { cpu, threads, simd, memory_gib, read_gb_per_s, gpu, .. } = &self.machine;
         writeln!(f, "{cpu}, {threads} threads, {simd}, {memory_gib:.0} GiB, reads {read_gb_per_s:.1} GB/s")?;
-        if let Some(Gpu { name, memory_gb_per_s, link_gb_per_s, tflops, taken_gib, .. }) = gpu {
+        if let Some(GpuReport { name, memory_gb_per_s, link_gb_per_s, tflops, taken_gib, .. }) = gpu {
             writeln!(
                 f,
                 "{name}: {taken_gib:.1} GiB taken, memory {memory_gb_per_s:.0} GB/s, PCIe {link_gb_per_s:.1} GB/s, \
@@ -156,7 +156,7 @@ impl std::fmt::Display for Report {
         writeln!(f, "\n{phase:8} {tokens:>7} {batch:>6} {speed:>10} {limit:>10} {share:>6}  {by:10} {ram:>8}")?;
         for r in &self.rows {
             let share = 100.0 * r.share_of_limit;
-            let Row { phase, tokens, batch, tok_per_s, limit_tok_per_s, limited_by, ram_gb_per_s, .. } = r;
+            let Measurement { phase, tokens, batch, tok_per_s, limit_tok_per_s, limited_by, ram_gb_per_s, .. } = r;
             writeln!(
                 f,
                 "{phase:8} {tokens:>7} {batch:>6} {tok_per_s:>10.1} {limit_tok_per_s:>10.1} {share:>5.0}%  \
@@ -166,7 +166,7 @@ impl std::fmt::Display for Report {
         for r in self.rows.iter().filter(|r| !r.ops.is_empty()) {
             let all: f64 = r.ops.iter().map(|op| op.us).sum();
             writeln!(f, "\n{} of {} tokens, batch {}: {all:.0} us of kernels", r.phase, r.tokens, r.batch)?;
-            for Op { name, launches, us } in &r.ops {
+            for KernelTime { name, launches, us } in &r.ops {
                 writeln!(f, "{name:36} {launches:>6} {us:>10.1} us {:>5.1}%", 100.0 * us / all)?;
             }
         }

@@ -7,9 +7,9 @@ use hyper::body::Bytes;
 use serde_json::{Map, Value, json};
 
 use super::Endpoint;
-use super::client::Client;
-use super::prompts::Prompt;
-use super::report::{Failure, FailureKind, one_line};
+use super::client::HttpClient;
+use super::prompts::TestPrompt;
+use super::report::{FailedRequest, FailureKind, one_line};
 use super::sse;
 use crate::{Error, Result};
 
@@ -18,31 +18,31 @@ const MAX_TEXT_BYTES: usize = 1 << 20;
 
 /// A server, and the fields that it accepts.
 pub(super) struct Api {
-    pub(super) client: Client,
+    pub(super) client: HttpClient,
     pub(super) endpoint: Endpoint,
     pub(super) model: String,
     pub(super) timeout: Duration, // of one request
-    pub(super) fields: Fields,
+    pub(super) fields: ExactFields,
 }
 
 /// Fields that make a measurement exact. Not every server accepts them.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Fields {
+pub(super) struct ExactFields {
     ignore_eos: bool,
     include_usage: bool,
     max_completion_tokens: bool, // the newer name of `max_tokens`
 }
 
-impl Default for Fields {
+impl Default for ExactFields {
     fn default() -> Self {
         Self { ignore_eos: true, include_usage: true, max_completion_tokens: false }
     }
 }
 
-impl Fields {
+impl ExactFields {
     /// Leaves out the field that a server has refused. Returns what that means; `None` when the failure is about
     /// something else.
-    pub(super) fn give_way(&mut self, failure: &Failure) -> Option<&'static str> {
+    pub(super) fn give_way(&mut self, failure: &FailedRequest) -> Option<&'static str> {
         const NO_EOS: &str = "the server refuses 'ignore_eos': answers may be shorter than asked";
         const NO_USAGE: &str = "the server refuses 'stream_options': tokens are counted as chunks";
         if !matches!(failure.kind, FailureKind::Http(400 | 422)) {
@@ -80,12 +80,12 @@ pub(super) struct Answered {
     pub(super) end: Duration,     // of the stream
     pub(super) chunks: usize,     // with text
     pub(super) gaps_ms: Vec<f64>, // between chunks with text
-    pub(super) usage: Usage,
+    pub(super) usage: TokenCounts,
 }
 
 /// The server's token counts, as far as it sends them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Usage {
+pub(super) struct TokenCounts {
     pub(super) prompt_tokens: Option<u64>,
     pub(super) completion_tokens: Option<u64>,
     pub(super) cached_tokens: Option<u64>,
@@ -111,8 +111,8 @@ impl Answered {
 
 impl Api {
     /// The body of a request for `max_tokens` tokens.
-    pub(super) fn body(&self, prompt: &Prompt, max_tokens: usize) -> Bytes {
-        let Fields { ignore_eos, include_usage, max_completion_tokens } = self.fields;
+    pub(super) fn body(&self, prompt: &TestPrompt, max_tokens: usize) -> Bytes {
+        let ExactFields { ignore_eos, include_usage, max_completion_tokens } = self.fields;
         let length = if max_completion_tokens { "max_completion_tokens" } else { "max_tokens" };
         let mut body = Map::from_iter([
             ("model".to_string(), json!(self.model)),
@@ -130,16 +130,16 @@ impl Api {
     }
 
     /// Sends a request and reads its answer. All times count from `start`, which is now or a little earlier.
-    pub(super) async fn ask(&self, body: Bytes, start: Instant) -> std::result::Result<Answered, Failure> {
+    pub(super) async fn ask(&self, body: Bytes, start: Instant) -> std::result::Result<Answered, FailedRequest> {
         match tokio::time::timeout_at((start + self.timeout).into(), self.answer(body, start)).await {
             Ok(result) => result,
             Err(_) => {
-                Err(Failure::new(FailureKind::Timeout, format!("no end within {} s", self.timeout.as_secs_f64())))
+                Err(FailedRequest::new(FailureKind::Timeout, format!("no end within {} s", self.timeout.as_secs_f64())))
             }
         }
     }
 
-    async fn answer(&self, body: Bytes, start: Instant) -> std::result::Result<Answered, Failure> {
+    async fn answer(&self, body: Bytes, start: Instant) -> std::result::Result<Answered, FailedRequest> {
         let path = match self.endpoint {
             Endpoint::Chat => "/chat/completions",
             Endpoint::Completions => "/completions",
@@ -147,20 +147,23 @@ impl Api {
         let mut answer = self.client.send(Method::POST, path, body).await?;
         if answer.status() != 200 {
             let kind = FailureKind::Http(answer.status());
-            return Err(Failure::new(kind, error_message(&answer.text(MAX_TEXT_BYTES).await.unwrap_or_default())));
+            return Err(FailedRequest::new(
+                kind,
+                error_message(&answer.text(MAX_TEXT_BYTES).await.unwrap_or_default()),
+            ));
         }
         if answer.is_json() {
             let text = answer.text(MAX_TEXT_BYTES).await?;
-            return Err(Failure::new(
+            return Err(FailedRequest::new(
                 FailureKind::Malformed,
                 format!("one JSON object instead of a stream: {}", error_message(&text)),
             ));
         }
-        let (mut parser, mut reading) = (sse::Parser::default(), Reading::default());
+        let (mut parser, mut reading) = (sse::EventParser::default(), Reading::default());
         while let Some(bytes) = answer.chunk().await? {
             let now = start.elapsed();
             if parser.push(&bytes, &mut |data| reading.event(&data, now)).is_err() {
-                return Err(Failure::new(
+                return Err(FailedRequest::new(
                     FailureKind::Malformed,
                     format!("an event of more than {} KiB", sse::MAX_EVENT_BYTES >> 10),
                 ));
@@ -174,17 +177,17 @@ impl Api {
     }
 
     /// The model of a server that has only one.
-    pub(super) async fn only_model(client: &Client, timeout: Duration) -> Result<String> {
+    pub(super) async fn only_model(client: &HttpClient, timeout: Duration) -> Result<String> {
         let ask = async {
             let answer = client.send(Method::GET, "/models", Bytes::new()).await?;
             let status = answer.status();
             Ok((status, answer.text(MAX_TEXT_BYTES).await?))
         };
-        let failed = |failure: Failure| cannot("the list of models", &failure);
-        let slow = |_| failed(Failure::new(FailureKind::Timeout, "no answer"));
+        let failed = |failure: FailedRequest| cannot("the list of models", &failure);
+        let slow = |_| failed(FailedRequest::new(FailureKind::Timeout, "no answer"));
         let (status, text) = tokio::time::timeout(timeout, ask).await.map_err(slow)?.map_err(failed)?;
         if status != 200 {
-            return Err(failed(Failure::new(FailureKind::Http(status), error_message(&text))));
+            return Err(failed(FailedRequest::new(FailureKind::Http(status), error_message(&text))));
         }
         let list: Value = serde_json::from_str(&text).unwrap_or_default();
         let names: Vec<&str> =
@@ -201,7 +204,7 @@ impl Api {
 }
 
 /// An error that ends the run, with a remedy.
-pub(super) fn cannot(what: &str, failure: &Failure) -> Error {
+pub(super) fn cannot(what: &str, failure: &FailedRequest) -> Error {
     let remedy = match failure.kind {
         FailureKind::Connect => "start the server, or check --url and, for https, SSL_CERT_FILE",
         FailureKind::Http(401 | 403) => "give the server's key with --api-key-file",
@@ -234,7 +237,7 @@ fn error_message(text: &str) -> String {
 struct Reading {
     answered: Answered,
     finished: bool, // a reason or [DONE] was seen
-    failure: Option<Failure>,
+    failure: Option<FailedRequest>,
 }
 
 impl Reading {
@@ -248,16 +251,17 @@ impl Reading {
             return;
         }
         let Ok(chunk @ Value::Object(_)) = serde_json::from_str::<Value>(data) else {
-            self.failure = Some(Failure::new(FailureKind::Malformed, format!("not a JSON object: {}", one_line(data))));
+            self.failure =
+                Some(FailedRequest::new(FailureKind::Malformed, format!("not a JSON object: {}", one_line(data))));
             return;
         };
         if !chunk["error"].is_null() {
-            self.failure = Some(Failure::new(FailureKind::Reported, error_message(data)));
+            self.failure = Some(FailedRequest::new(FailureKind::Reported, error_message(data)));
             return;
         }
         if let Some(usage) = chunk["usage"].as_object() {
             let count = |name: &str| usage.get(name).and_then(Value::as_u64);
-            self.answered.usage = Usage {
+            self.answered.usage = TokenCounts {
                 prompt_tokens: count("prompt_tokens"),
                 completion_tokens: count("completion_tokens"),
                 cached_tokens: usage.get("prompt_tokens_details").and_then(|details| details["cached_tokens"].as_u64()),
@@ -280,13 +284,13 @@ impl Reading {
         answered.chunks += 1;
     }
 
-    fn finish(mut self, now: Duration) -> std::result::Result<Answered, Failure> {
+    fn finish(mut self, now: Duration) -> std::result::Result<Answered, FailedRequest> {
         if let Some(failure) = self.failure {
             return Err(failure);
         }
         if !self.finished {
             let chunks = self.answered.chunks;
-            return Err(Failure::new(
+            return Err(FailedRequest::new(
                 FailureKind::Broken,
                 format!("it ended after {chunks} chunks, without a reason or [DONE]"),
             ));
@@ -315,7 +319,7 @@ mod tests {
         Duration::from_millis(n)
     }
 
-    fn read(events: &[(u64, &str)]) -> std::result::Result<Answered, Failure> {
+    fn read(events: &[(u64, &str)]) -> std::result::Result<Answered, FailedRequest> {
         let mut reading = Reading::default();
         for (at, data) in events {
             reading.event(data, ms(*at));
@@ -338,7 +342,7 @@ mod tests {
             ),
             (32, "[DONE]"),
         ]);
-        let usage = Usage { prompt_tokens: Some(9), completion_tokens: Some(4), cached_tokens: Some(5) };
+        let usage = TokenCounts { prompt_tokens: Some(9), completion_tokens: Some(4), cached_tokens: Some(5) };
         let want = Answered { first: ms(10), last: ms(25), end: ms(32), chunks: 3, gaps_ms: vec![5.0, 10.0], usage };
         assert_eq!(answered.unwrap(), want);
     }
@@ -369,8 +373,8 @@ mod tests {
 
     #[test]
     fn refused_fields_give_way() {
-        let refusal = |status, message: &str| Failure::new(FailureKind::Http(status), message);
-        let mut fields = Fields::default();
+        let refusal = |status, message: &str| FailedRequest::new(FailureKind::Http(status), message);
+        let mut fields = ExactFields::default();
         assert!(fields.give_way(&refusal(404, "ignore_eos")).is_none());
         assert!(
             fields
@@ -384,7 +388,7 @@ mod tests {
             fields.give_way(&refusal(422, "stream_options: extra fields not permitted")).unwrap().contains("chunks")
         );
         assert!(fields.give_way(&refusal(400, "no")).is_none());
-        let mut fields = Fields::default();
+        let mut fields = ExactFields::default();
         assert!(fields.give_way(&refusal(400, "no")).is_some());
         assert!(fields.give_way(&refusal(400, "no")).is_none());
     }

@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto::ring, pki_types::ServerName};
 
-use super::report::{Failure, FailureKind};
+use super::report::{FailedRequest, FailureKind};
 use crate::{Error, Result};
 
 type Sender = SendRequest<Full<Bytes>>;
@@ -22,7 +22,7 @@ type Sender = SendRequest<Full<Bytes>>;
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 
 /// A server, its key, and idle connections to it.
-pub(super) struct Client {
+pub(super) struct HttpClient {
     host: String, // an IPv6 address without its brackets
     port: u16,
     host_header: HeaderValue,
@@ -32,7 +32,7 @@ pub(super) struct Client {
     idle: Mutex<Vec<Sender>>,
 }
 
-impl Client {
+impl HttpClient {
     /// Parses the URL and, for https, loads the system's certificate authorities. Does not connect yet.
     pub(super) fn new(url: &str, api_key: Option<&str>) -> Result<Self> {
         let wrong =
@@ -79,7 +79,7 @@ impl Client {
         method: Method,
         path: &str,
         body: Bytes,
-    ) -> std::result::Result<Answer<'_>, Failure> {
+    ) -> std::result::Result<HttpResponse<'_>, FailedRequest> {
         // A server may close an idle connection at any moment, so its failure is not the server's. The failure of a new
         // connection is.
         if let Some(sender) = self.take_idle()
@@ -97,9 +97,10 @@ impl Client {
         method: &Method,
         path: &str,
         body: &Bytes,
-    ) -> std::result::Result<Answer<'_>, Failure> {
-        let broken =
-            |e: hyper::Error| Failure::new(FailureKind::Broken, format!("the connection broke before an answer: {e}"));
+    ) -> std::result::Result<HttpResponse<'_>, FailedRequest> {
+        let broken = |e: hyper::Error| {
+            FailedRequest::new(FailureKind::Broken, format!("the connection broke before an answer: {e}"))
+        };
         let mut request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.path))
@@ -115,12 +116,15 @@ impl Client {
         let request = request.body(Full::new(body.clone())).expect("the parts were parsed before");
         sender.ready().await.map_err(broken)?;
         let response = sender.send_request(request).await.map_err(broken)?;
-        Ok(Answer { client: self, sender: Some(sender), response, bytes: 0 })
+        Ok(HttpResponse { client: self, sender: Some(sender), response, bytes: 0 })
     }
 
-    async fn connect(&self) -> std::result::Result<Sender, Failure> {
+    async fn connect(&self) -> std::result::Result<Sender, FailedRequest> {
         let failed = |e: &dyn std::fmt::Display| {
-            Failure::new(FailureKind::Connect, format!("{}: {e}", self.host_header.to_str().unwrap_or(&self.host)))
+            FailedRequest::new(
+                FailureKind::Connect,
+                format!("{}: {e}", self.host_header.to_str().unwrap_or(&self.host)),
+            )
         };
         let stream = TcpStream::connect((self.host.as_str(), self.port)).await.map_err(|e| failed(&e))?;
         stream.set_nodelay(true).map_err(|e| failed(&e))?;
@@ -166,14 +170,14 @@ fn connector(host: &str) -> Result<(TlsConnector, ServerName<'static>)> {
 }
 
 /// An answer whose head has arrived. Dropping it before its end closes the connection, so that the server stops.
-pub(super) struct Answer<'a> {
-    client: &'a Client,
+pub(super) struct HttpResponse<'a> {
+    client: &'a HttpClient,
     sender: Option<Sender>,
     response: Response<Incoming>,
     bytes: usize,
 }
 
-impl Answer<'_> {
+impl HttpResponse<'_> {
     /// The HTTP status.
     pub(super) fn status(&self) -> u16 {
         self.response.status().as_u16()
@@ -186,15 +190,15 @@ impl Answer<'_> {
     }
 
     /// The next bytes. `None` at the end, when the connection is free for another request.
-    pub(super) async fn chunk(&mut self) -> std::result::Result<Option<Bytes>, Failure> {
+    pub(super) async fn chunk(&mut self) -> std::result::Result<Option<Bytes>, FailedRequest> {
         while let Some(frame) = self.response.body_mut().frame().await {
             let broken = |e: hyper::Error| {
-                Failure::new(FailureKind::Broken, format!("the connection broke within an answer: {e}"))
+                FailedRequest::new(FailureKind::Broken, format!("the connection broke within an answer: {e}"))
             };
             let Ok(data) = frame.map_err(broken)?.into_data() else { continue };
             self.bytes += data.len();
             if self.bytes > MAX_ANSWER_BYTES {
-                return Err(Failure::new(
+                return Err(FailedRequest::new(
                     FailureKind::Malformed,
                     format!("an answer of more than {} MiB", MAX_ANSWER_BYTES >> 20),
                 ));
@@ -208,7 +212,7 @@ impl Answer<'_> {
     }
 
     /// The first `limit` bytes of the body as text.
-    pub(super) async fn text(mut self, limit: usize) -> std::result::Result<String, Failure> {
+    pub(super) async fn text(mut self, limit: usize) -> std::result::Result<String, FailedRequest> {
         let mut bytes = Vec::new();
         while let Some(chunk) = self.chunk().await? {
             bytes.extend_from_slice(&chunk[..chunk.len().min(limit - bytes.len())]);
@@ -226,9 +230,9 @@ mod tests {
 
     #[test]
     fn a_url_is_taken_apart() {
-        let client = Client::new("http://[::1]:8000/v1/", Some("k")).unwrap();
+        let client = HttpClient::new("http://[::1]:8000/v1/", Some("k")).unwrap();
         assert_eq!((&*client.host, client.port, &*client.path), ("::1", 8000, "/v1"));
-        let client = Client::new("http://example.com", None).unwrap();
+        let client = HttpClient::new("http://example.com", None).unwrap();
         assert_eq!((&*client.host, client.port, &*client.path), ("example.com", 80, ""));
     }
 
@@ -245,8 +249,8 @@ mod tests {
             "http://x/v1?a=b",
             "http://u:p@x/v1",
         ] {
-            assert!(Client::new(url, None).is_err_and(|e| e.to_string().contains("--url")), "{url}");
+            assert!(HttpClient::new(url, None).is_err_and(|e| e.to_string().contains("--url")), "{url}");
         }
-        assert!(Client::new("http://x", Some("a\nb")).is_err());
+        assert!(HttpClient::new("http://x", Some("a\nb")).is_err());
     }
 }

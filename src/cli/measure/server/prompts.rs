@@ -21,7 +21,7 @@ const DRAWS: u64 = 1 << 24;
 
 /// One request's prompt.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Prompt {
+pub(super) enum TestPrompt {
     Text(String),
     /// The messages of a chat, as in a line of a file.
     Messages(Value),
@@ -29,12 +29,12 @@ pub(super) enum Prompt {
 
 /// How many tokens a server counts for a prompt of `n` words: `template + per_word * n`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Measure {
+pub(super) struct PromptLength {
     template: f64,
     per_word: f64,
 }
 
-impl Measure {
+impl PromptLength {
     /// The assumption for a server that does not count.
     pub(super) const UNKNOWN: Self = Self { template: 0.0, per_word: 1.0 };
 
@@ -56,12 +56,12 @@ pub(super) enum Prompts {
     /// Random words; the first `shared` of them are the same in all prompts.
     Random { seed: u64, words: usize, shared: usize },
     /// One after another, then again from the start.
-    Lines(Vec<Prompt>),
+    Lines(Vec<TestPrompt>),
 }
 
 impl Prompts {
     /// Prompts of about `tokens` tokens. The first `shared` of them are the same.
-    pub(super) fn random(seed: u64, tokens: usize, shared: usize, measure: Measure) -> Self {
+    pub(super) fn random(seed: u64, tokens: usize, shared: usize, measure: PromptLength) -> Self {
         let words = measure.words(tokens);
         // The template's tokens start every prompt anyway.
         let shared = if shared == 0 { 0 } else { measure.words(shared).min(words) };
@@ -69,14 +69,14 @@ impl Prompts {
     }
 
     /// The prompt of request `number`: the same for the same number and seed.
-    pub(super) fn get(&self, number: u64) -> Prompt {
+    pub(super) fn get(&self, number: u64) -> TestPrompt {
         match self {
             Self::Lines(lines) => lines[(number % lines.len() as u64) as usize].clone(),
             Self::Random { seed, words, shared } => {
                 // The first run of numbers is the shared prefix's.
                 let prefix = draw(Random::at(*seed, 0), *shared);
                 let own = draw(Random::at(*seed, (number + 1).wrapping_mul(DRAWS)), words - shared);
-                Prompt::Text(prefix.chain(own).collect::<Vec<_>>().join(" "))
+                TestPrompt::Text(prefix.chain(own).collect::<Vec<_>>().join(" "))
             }
         }
     }
@@ -88,12 +88,12 @@ fn draw(mut random: Random, words: usize) -> impl Iterator<Item = &'static str> 
 
 /// The prompts of a file, one per line: text, a JSON string, or a JSON object with `prompt` or `messages`. Empty lines
 /// are left out.
-pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
+pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<TestPrompt>> {
     let wrong = |line: usize, why: &str| Error::Invalid(format!("line {} of --prompts {why}", line + 1));
     let mut prompts = Vec::new();
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         prompts.push(match serde_json::from_str(line) {
-            Ok(Value::String(text)) => Prompt::Text(text),
+            Ok(Value::String(text)) => TestPrompt::Text(text),
             Ok(Value::Object(mut object)) => match (object.remove("messages"), object.remove("prompt")) {
                 (Some(messages), _) if messages.as_array().is_none_or(Vec::is_empty) => {
                     return Err(wrong(i, "has no list of messages in 'messages': write at least one message"));
@@ -101,8 +101,8 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
                 (Some(_), _) if endpoint == Endpoint::Completions => {
                     return Err(wrong(i, "has messages: measure them with --endpoint chat"));
                 }
-                (Some(messages), _) => Prompt::Messages(messages),
-                (None, Some(Value::String(text))) => Prompt::Text(text),
+                (Some(messages), _) => TestPrompt::Messages(messages),
+                (None, Some(Value::String(text))) => TestPrompt::Text(text),
                 (None, _) => {
                     return Err(wrong(i, "has neither 'messages' nor a string in 'prompt': add one of them"));
                 }
@@ -110,7 +110,7 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
             Err(e) if line.trim_start().starts_with('{') => {
                 return Err(wrong(i, &format!("is not the JSON it begins as: {e}")));
             }
-            _ => Prompt::Text(line.to_string()),
+            _ => TestPrompt::Text(line.to_string()),
         });
     }
     match prompts.is_empty() {
@@ -119,7 +119,7 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<Prompt>> {
     }
 }
 
-impl Prompt {
+impl TestPrompt {
     /// The field of a request's body that carries it.
     pub(super) fn field(&self, endpoint: Endpoint) -> (String, Value) {
         match (endpoint, self) {
@@ -135,14 +135,14 @@ impl Prompt {
 mod tests {
     use super::*;
 
-    fn words(prompt: &Prompt) -> Vec<String> {
-        let Prompt::Text(text) = prompt else { panic!("{prompt:?}") };
+    fn words(prompt: &TestPrompt) -> Vec<String> {
+        let TestPrompt::Text(text) = prompt else { panic!("{prompt:?}") };
         text.split(' ').map(String::from).collect()
     }
 
     #[test]
     fn prompts_are_distinct_and_repeatable() {
-        let prompts = Prompts::random(7, 100, 0, Measure::UNKNOWN);
+        let prompts = Prompts::random(7, 100, 0, PromptLength::UNKNOWN);
         let first: Vec<_> = (0..200).map(|i| words(&prompts.get(i))).collect();
         assert!(first.iter().all(|words| words.len() == 100));
         // No two share more than a word or two at their start: nothing for a prefix cache.
@@ -151,31 +151,31 @@ mod tests {
                 assert!(first[i].iter().zip(&first[j]).take_while(|(a, b)| a == b).count() < 8, "{i} and {j}");
             }
         }
-        assert_eq!(prompts.get(3), Prompts::random(7, 100, 0, Measure::UNKNOWN).get(3));
-        assert_ne!(prompts.get(3), Prompts::random(8, 100, 0, Measure::UNKNOWN).get(3));
+        assert_eq!(prompts.get(3), Prompts::random(7, 100, 0, PromptLength::UNKNOWN).get(3));
+        assert_ne!(prompts.get(3), Prompts::random(8, 100, 0, PromptLength::UNKNOWN).get(3));
     }
 
     #[test]
     fn a_shared_prefix_is_shared_and_no_more() {
-        let prompts = Prompts::random(7, 100, 60, Measure::UNKNOWN);
+        let prompts = Prompts::random(7, 100, 60, PromptLength::UNKNOWN);
         let (a, b) = (words(&prompts.get(0)), words(&prompts.get(1)));
         assert_eq!(a.len(), 100);
         let common = a.iter().zip(&b).take_while(|(a, b)| a == b).count();
         assert!((60..65).contains(&common), "{common}");
-        let all = Prompts::random(7, 100, 100, Measure::UNKNOWN);
+        let all = Prompts::random(7, 100, 100, PromptLength::UNKNOWN);
         assert_eq!(all.get(0), all.get(1));
     }
 
     #[test]
     fn words_are_counted_in_tokens() {
-        let measure = Measure::through((16, 42), (128, 322)).unwrap(); // 2.5 a word and a template of 2
-        assert_eq!(measure, Measure { template: 2.0, per_word: 2.5 });
+        let measure = PromptLength::through((16, 42), (128, 322)).unwrap(); // 2.5 a word and a template of 2
+        assert_eq!(measure, PromptLength { template: 2.0, per_word: 2.5 });
         assert_eq!((measure.words(502), measure.words(1), measure.words(0)), (200, 1, 1));
         assert_eq!(measure.words(usize::MAX), (DRAWS - 1) as usize);
         // A server that counts nonsense.
-        assert_eq!(Measure::through((16, 0), (128, 0)), None);
-        assert_eq!(Measure::through((16, 9), (16, 9)), None);
-        assert_eq!(Measure::through((16, 100), (128, 5)), None);
+        assert_eq!(PromptLength::through((16, 0), (128, 0)), None);
+        assert_eq!(PromptLength::through((16, 9), (16, 9)), None);
+        assert_eq!(PromptLength::through((16, 100), (128, 5)), None);
     }
 
     #[test]

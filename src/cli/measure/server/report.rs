@@ -5,11 +5,11 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use super::Load;
+use super::Arrivals;
 
 /// One run, as `--json` prints it. Times are in milliseconds unless a name says otherwise.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct ServingReport {
     /// URL of the server.
     pub url: String,
     /// Name of the model.
@@ -32,7 +32,7 @@ pub struct Report {
     pub levels: Vec<Level>,
 }
 
-impl Report {
+impl ServingReport {
     /// Answered requests of all levels.
     pub fn completed(&self) -> usize {
         self.levels.iter().map(|level| level.completed).sum()
@@ -176,12 +176,12 @@ impl Serialize for FailureKind {
 
 /// One request without an answer.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct FailedRequest {
     pub(super) kind: FailureKind,
     pub(super) message: String,
 }
 
-impl Failure {
+impl FailedRequest {
     pub(super) fn new(kind: FailureKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into() }
     }
@@ -212,7 +212,7 @@ pub(super) fn one_line(text: &str) -> String {
     if chars.next().is_some() { line + "…" } else { line }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ServingReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let prompts = match (self.prompt_tokens, self.shared_prefix_tokens) {
             (None, _) => "prompts from a file".to_string(),
@@ -242,7 +242,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl Report {
+impl ServingReport {
     /// A table of all levels.
     fn summary(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let heads = (
@@ -280,7 +280,7 @@ impl Report {
 
 impl Level {
     fn load(&self) -> String {
-        let load = self.clients.map(Load::Clients).or(self.rate.map(Load::Rate));
+        let load = self.clients.map(Arrivals::Clients).or(self.rate.map(Arrivals::Rate));
         load.map_or(String::new(), |load| load.to_string())
     }
 }

@@ -15,8 +15,8 @@ use tokio::task::JoinSet;
 
 use super::api::{Answered, Api};
 use super::prompts::Prompts;
-use super::report::{Failure, FailureKind, Failures, Level, Spread};
-use super::{Amount, Load};
+use super::report::{FailedRequest, FailureKind, Failures, Level, Spread};
+use super::{Amount, Arrivals};
 use crate::kernel::random::Random;
 
 /// Pause of a client after a failure. Without it, a server that refuses at once would get thousands of requests a
@@ -43,17 +43,17 @@ impl Target {
 }
 
 /// The end of one request.
-struct Outcome {
+struct RequestOutcome {
     end: Duration,          // since the level's start
     late: Option<Duration>, // sent, after it was to arrive
-    result: std::result::Result<Answered, Failure>,
+    result: std::result::Result<Answered, FailedRequest>,
 }
 
 /// Runs one load until its amount is done or `stop` resolves; returns whether it was stopped. `progress` gets what is
 /// done, and of how much.
 pub(super) async fn measure(
     target: &Arc<Target>,
-    load: Load,
+    load: Arrivals,
     amount: Amount,
     stop: &mut (impl Future<Output = ()> + Unpin),
     progress: &dyn Fn(u64, u64),
@@ -62,13 +62,13 @@ pub(super) async fn measure(
     let started = Instant::now();
     let mut tasks = JoinSet::new(); // dropped, it ends what is under way
     match load {
-        Load::Clients(clients) => {
+        Arrivals::Clients(clients) => {
             let sent = Arc::new(AtomicUsize::new(0));
             for _ in 0..clients {
                 tasks.spawn(client(target.clone(), amount, started, sent.clone(), sender.clone()));
             }
         }
-        Load::Rate(rate) => {
+        Arrivals::Rate(rate) => {
             tasks.spawn(arrivals(target.clone(), rate, amount, started, sender.clone()));
         }
     }
@@ -95,13 +95,13 @@ async fn client(
     amount: Amount,
     started: Instant,
     sent: Arc<AtomicUsize>,
-    outcomes: UnboundedSender<Outcome>,
+    outcomes: UnboundedSender<RequestOutcome>,
 ) {
     while amount.allows(sent.fetch_add(1, Ordering::Relaxed), started.elapsed()) {
         let body = target.next_body();
         let result = target.api.ask(body, Instant::now()).await;
         let failed = result.is_err();
-        let _ = outcomes.send(Outcome { end: started.elapsed(), late: None, result });
+        let _ = outcomes.send(RequestOutcome { end: started.elapsed(), late: None, result });
         if failed {
             tokio::time::sleep(PAUSE).await;
         }
@@ -114,7 +114,7 @@ async fn arrivals(
     rate: f64,
     amount: Amount,
     started: Instant,
-    outcomes: UnboundedSender<Outcome>,
+    outcomes: UnboundedSender<RequestOutcome>,
 ) {
     let slots = Arc::new(Semaphore::new(MAX_UNDER_WAY));
     let mut requests = JoinSet::new();
@@ -130,7 +130,7 @@ async fn arrivals(
         requests.spawn(async move {
             let late = Some(planned.elapsed());
             let result = target.api.ask(body, planned).await;
-            let _ = outcomes.send(Outcome { end: started.elapsed(), late, result });
+            let _ = outcomes.send(RequestOutcome { end: started.elapsed(), late, result });
             drop(slot);
         });
         while requests.try_join_next().is_some() {}
@@ -148,7 +148,7 @@ fn times(seed: u64, rate: f64) -> impl Iterator<Item = Duration> {
     })
 }
 
-fn level(load: Load, outcomes: Vec<Outcome>) -> Level {
+fn level(load: Arrivals, outcomes: Vec<RequestOutcome>) -> Level {
     let seconds = outcomes.iter().map(|outcome| outcome.end).max().unwrap_or_default().as_secs_f64();
     let late = outcomes.iter().filter_map(|outcome| outcome.late).map(ms).collect();
     let (mut failures, mut answers) = (Failures::default(), Vec::new());
@@ -169,8 +169,8 @@ fn level(load: Load, outcomes: Vec<Outcome>) -> Level {
     let cached: Option<Vec<u64>> = answers.iter().map(|answer| answer.usage.cached_tokens).collect();
     let spread = |value: &dyn Fn(&Answered) -> Option<f64>| Spread::of(answers.iter().filter_map(value).collect());
     Level {
-        clients: if let Load::Clients(clients) = load { Some(clients) } else { None },
-        rate: if let Load::Rate(rate) = load { Some(rate) } else { None },
+        clients: if let Arrivals::Clients(clients) = load { Some(clients) } else { None },
+        rate: if let Arrivals::Rate(rate) = load { Some(rate) } else { None },
         seconds,
         completed: answers.len(),
         failed: failures.iter().map(|failed| failed.count).sum(),
@@ -197,7 +197,7 @@ fn ms(time: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::measure::server::api::Usage;
+    use crate::cli::measure::server::api::TokenCounts;
 
     #[test]
     fn arrivals_are_a_poisson_process() {
@@ -218,12 +218,12 @@ mod tests {
 
     fn answered(first: u64, last: u64, tokens: Option<u64>) -> Answered {
         let at = Duration::from_millis;
-        let usage = Usage { prompt_tokens: Some(10), completion_tokens: tokens, cached_tokens: Some(4) };
+        let usage = TokenCounts { prompt_tokens: Some(10), completion_tokens: tokens, cached_tokens: Some(4) };
         Answered { first: at(first), last: at(last), end: at(last + 5), chunks: 6, gaps_ms: vec![1.0, 3.0], usage }
     }
 
-    fn outcome(end: u64, result: std::result::Result<Answered, Failure>) -> Outcome {
-        Outcome { end: Duration::from_millis(end), late: None, result }
+    fn outcome(end: u64, result: std::result::Result<Answered, FailedRequest>) -> RequestOutcome {
+        RequestOutcome { end: Duration::from_millis(end), late: None, result }
     }
 
     #[test]
@@ -232,9 +232,9 @@ mod tests {
             outcome(1000, Ok(answered(100, 300, Some(11)))),
             outcome(2000, Ok(answered(200, 250, None))),
             outcome(500, Ok(Answered::default())),
-            outcome(100, Err(Failure::new(FailureKind::Http(500), "x"))),
+            outcome(100, Err(FailedRequest::new(FailureKind::Http(500), "x"))),
         ];
-        let level = level(Load::Clients(2), done);
+        let level = level(Arrivals::Clients(2), done);
         assert_eq!((level.completed, level.failed, level.seconds), (2, 2, 2.0));
         assert_eq!((level.requests_per_s, level.output_tok_per_s, level.total_tok_per_s), (1.0, 8.5, Some(18.5)));
         let inter = level.inter_token_ms.unwrap();
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn nothing_is_not_a_number() {
-        let level = level(Load::Rate(1.0), vec![]);
+        let level = level(Arrivals::Rate(1.0), vec![]);
         assert_eq!((level.requests_per_s, level.completed), (0.0, 0));
         assert!(
             level.first_token_ms.is_none() && level.prompt_tokens.is_none() && level.cached_prompt_tokens.is_none()

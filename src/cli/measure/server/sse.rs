@@ -8,7 +8,7 @@ pub const MAX_EVENT_BYTES: usize = 1 << 20;
 
 /// The `data` of events, as their last line arrives.
 #[derive(Debug, Default)]
-pub struct Parser {
+pub struct EventParser {
     line: Vec<u8>,
     data: Option<Vec<u8>>, // lines of this event, each with its LF
     after_cr: bool,        // an LF now belongs to the line that has ended
@@ -19,7 +19,7 @@ pub struct Parser {
 #[derive(Debug, PartialEq)]
 pub struct TooLarge;
 
-impl Parser {
+impl EventParser {
     /// Reads on, and gives `data` of every event that ends here. What is not UTF-8 becomes U+FFFD.
     pub fn push(&mut self, bytes: &[u8], event: &mut impl FnMut(String)) -> Result<(), TooLarge> {
         for &byte in bytes {
@@ -77,7 +77,7 @@ mod tests {
 
     /// All events of `pieces`, one after the other.
     fn read<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
-        let (mut parser, mut events) = (Parser::default(), Vec::new());
+        let (mut parser, mut events) = (EventParser::default(), Vec::new());
         for piece in pieces {
             parser.push(piece, &mut |data| events.push(data)).unwrap();
         }
@@ -108,12 +108,12 @@ mod tests {
 
     #[test]
     fn no_event_fills_memory() {
-        let mut parser = Parser::default();
+        let mut parser = EventParser::default();
         let megabyte = vec![b'x'; MAX_EVENT_BYTES];
         assert_eq!(parser.push(&megabyte, &mut |_| {}), Ok(()));
         assert_eq!(parser.push(b"x", &mut |_| {}), Err(TooLarge));
         // Many short lines of one event are as bad.
-        let mut parser = Parser::default();
+        let mut parser = EventParser::default();
         assert_eq!(parser.push(&b"data: xxxxxxxx\n".repeat(1 << 20), &mut |_| {}), Err(TooLarge));
     }
 
