@@ -60,10 +60,10 @@ pub(crate) fn dropped_lines() -> u64 {
 
 /// Lines that wait for a reader, and the thread that writes them. When the queue is dropped, the thread ends after the
 /// last line.
-pub struct LogQueue(Arc<Shared>);
+pub struct LogQueue(Arc<LogShared>);
 
 #[derive(Default)]
-struct Shared {
+struct LogShared {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -83,7 +83,7 @@ impl LogQueue {
     }
 
     fn to(mut out: impl Write + Send + 'static) -> Result<Self> {
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<LogShared>::default();
         let lines = shared.clone();
         std::thread::Builder::new()
             .name("log".into())
@@ -129,7 +129,7 @@ impl Write for &LogQueue {
     }
 }
 
-impl Shared {
+impl LogShared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

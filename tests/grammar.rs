@@ -7,7 +7,7 @@ use std::time::Instant;
 use moebius::engine::sampler::Constraint;
 use moebius::kernel::random::Random;
 use moebius::text::grammar::{Grammar, Grammars};
-use moebius::text::reply::{Calls, Part, Start, Syntax, Tool, ToolChoice};
+use moebius::text::reply::{Calls, Part, ReplyStart, Syntax, Tool, ToolChoice};
 use moebius::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
@@ -459,7 +459,7 @@ fn call_tools(strict: bool) -> Vec<Tool> {
 }
 
 /// Joins a reply's parts: reasoning, content, and calls with their arguments.
-fn parts_of(syntax: &Syntax, tools: &[Tool], start: Start, text: &str) -> (String, String, Vec<(String, String)>) {
+fn parts_of(syntax: &Syntax, tools: &[Tool], start: ReplyStart, text: &str) -> (String, String, Vec<(String, String)>) {
     let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
     let mut parser = syntax.parser(tools, start);
     let mut parts = Vec::new();
@@ -484,17 +484,17 @@ fn replies_that_must_call_a_tool_do() {
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();
         for (seed, choice, calls, start, strict) in [
-            (1, ToolChoice::Required, Calls::Several, Start::Answer, true),
-            (2, ToolChoice::Required, Calls::Several, Start::Reasoning, false),
-            (3, ToolChoice::Required, Calls::One, Start::Answer, true),
-            (4, ToolChoice::Named("get_weather".into()), Calls::Several, Start::Answer, true),
-            (5, ToolChoice::Named("get_weather".into()), Calls::Several, Start::Reasoning, false),
-            (6, ToolChoice::Named("now".into()), Calls::One, Start::Reasoning, true),
-            (7, ToolChoice::Required, Calls::Several, Start::Answer, true),
-            (8, ToolChoice::Required, Calls::Several, Start::Reasoning, true),
+            (1, ToolChoice::Required, Calls::Several, ReplyStart::Answer, true),
+            (2, ToolChoice::Required, Calls::Several, ReplyStart::Reasoning, false),
+            (3, ToolChoice::Required, Calls::One, ReplyStart::Answer, true),
+            (4, ToolChoice::Named("get_weather".into()), Calls::Several, ReplyStart::Answer, true),
+            (5, ToolChoice::Named("get_weather".into()), Calls::Several, ReplyStart::Reasoning, false),
+            (6, ToolChoice::Named("now".into()), Calls::One, ReplyStart::Reasoning, true),
+            (7, ToolChoice::Required, Calls::Several, ReplyStart::Answer, true),
+            (8, ToolChoice::Required, Calls::Several, ReplyStart::Reasoning, true),
         ] {
             let tools = call_tools(strict);
-            let start = if syntax.thinks() { start } else { Start::Answer };
+            let start = if syntax.thinks() { start } else { ReplyStart::Answer };
             let grammar = syntax.grammar(&tools, &choice, calls, start).unwrap().unwrap();
             let mut constraint = grammars.compile(&grammar).unwrap_or_else(|e| panic!("{template}: {e}: {grammar:?}"));
             walks += 1;
@@ -523,13 +523,13 @@ fn free_text_may_call_strict_tools_only_well() {
         let syntax = Syntax::of(template);
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();
-        let loose = syntax.grammar(&call_tools(false), &ToolChoice::Auto, Calls::Several, Start::Answer).unwrap();
+        let loose = syntax.grammar(&call_tools(false), &ToolChoice::Auto, Calls::Several, ReplyStart::Answer).unwrap();
         assert_eq!(
-            (loose, syntax.grammar(&call_tools(true), &ToolChoice::None, Calls::Several, Start::Answer).unwrap()),
+            (loose, syntax.grammar(&call_tools(true), &ToolChoice::None, Calls::Several, ReplyStart::Answer).unwrap()),
             (None, None)
         );
         let tools = call_tools(true);
-        let grammar = syntax.grammar(&tools, &ToolChoice::Auto, Calls::Several, Start::Answer).unwrap().unwrap();
+        let grammar = syntax.grammar(&tools, &ToolChoice::Auto, Calls::Several, ReplyStart::Answer).unwrap().unwrap();
         let calls = match template {
             t if t.contains("<|channel|>") => [
                 "<|channel|>final<|message|>Just text {}.",
@@ -590,19 +590,19 @@ fn free_text_may_call_strict_tools_only_well() {
 #[test]
 fn formats_come_after_the_reasoning() {
     for (template, start, good, bad) in [
-        ("<think>", Start::Reasoning, "hm {} \n</think>\n\n{}", "{}"),
-        ("<think>", Start::Answer, "<think>\nhm</think>{}", "hm</think>{}"),
-        ("<think>", Start::Answer, "{\"a\": 1}", "x{}"),
-        ("plain", Start::Answer, "{}", "<think></think>{}"),
+        ("<think>", ReplyStart::Reasoning, "hm {} \n</think>\n\n{}", "{}"),
+        ("<think>", ReplyStart::Answer, "<think>\nhm</think>{}", "hm</think>{}"),
+        ("<think>", ReplyStart::Answer, "{\"a\": 1}", "x{}"),
+        ("plain", ReplyStart::Answer, "{}", "<think></think>{}"),
         (
             "<|channel|> <|message|>",
-            Start::Answer,
+            ReplyStart::Answer,
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}",
             "{}",
         ),
         (
             "<|channel|> <|message|>",
-            Start::Reasoning,
+            ReplyStart::Reasoning,
             "hm<|end|><|start|>assistant<|channel|>final<|message|>{}",
             "<|channel|>final<|message|>{}",
         ),
@@ -622,7 +622,7 @@ fn formats_come_after_the_reasoning() {
 #[test]
 fn tools_that_cannot_be_called_are_refused_in_words() {
     let refused = |template: &str, tools: &[Tool], choice: ToolChoice| {
-        Syntax::of(template).grammar(tools, &choice, Calls::Several, Start::Answer).unwrap_err().to_string()
+        Syntax::of(template).grammar(tools, &choice, Calls::Several, ReplyStart::Answer).unwrap_err().to_string()
     };
     assert!(refused("plain", &call_tools(true), ToolChoice::Required).contains("no syntax for tools"));
     assert!(refused("<tool_call>", &[], ToolChoice::Required).contains("'tools' is empty"));

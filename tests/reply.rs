@@ -1,7 +1,7 @@
 //! Replies as models write them, read whole, character by character and cut anywhere.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
-use moebius::text::reply::{Part, Start, Syntax, Tool};
+use moebius::text::reply::{Part, ReplyStart, Syntax, Tool};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -74,7 +74,7 @@ impl Answer {
 
 /// Reads `text` cut at these places, of which those inside a character are passed over.
 fn read(template: &str, in_reasoning: bool, text: &str, cuts: &[usize]) -> Answer {
-    let start = if in_reasoning { Start::Reasoning } else { Start::Answer };
+    let start = if in_reasoning { ReplyStart::Reasoning } else { ReplyStart::Answer };
     let mut parser = Syntax::of(template).parser(tools(), start);
     let mut parts = Vec::new();
     let mut start = 0;
@@ -386,16 +386,16 @@ fn harmony() {
 
 #[test]
 fn arguments_stream() {
-    let mut parser = Syntax::of(HERMES).parser(tools(), Start::Answer);
+    let mut parser = Syntax::of(HERMES).parser(tools(), ReplyStart::Answer);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"ci", &mut parts);
     assert!(matches!(&parts[..], [Part::Call { index: 0, name, .. }, Part::Arguments { index: 0,
             json }] if name == "get_weather" && json == "{\"ci"));
-    let mut parser = Syntax::of(FUNCTION).parser(tools(), Start::Answer);
+    let mut parser = Syntax::of(FUNCTION).parser(tools(), ReplyStart::Answer);
     let mut parts = Vec::new();
     parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\nline 1\nli", &mut parts);
     assert_eq!(Answer::of(&parts).calls[0].1, "{\"content\": \"line 1\\nli");
-    let mut parser = Syntax::of(HERMES).parser(tools(), Start::Answer);
+    let mut parser = Syntax::of(HERMES).parser(tools(), ReplyStart::Answer);
     let mut parts = Vec::new();
     parser.push("Hello <", &mut parts);
     assert_eq!(parts, [Part::Content("Hello".into())], "a space and `<` may belong to a call");
@@ -421,7 +421,7 @@ fn without_tools_or_markers_text_is_content() {
     for template in ["plain", HERMES, KIMI] {
         let syntax = Syntax::of(template);
         let tools = if template == "plain" { tools() } else { Vec::new() };
-        let mut parser = syntax.parser(&tools[..], Start::Answer);
+        let mut parser = syntax.parser(&tools[..], ReplyStart::Answer);
         let mut parts = Vec::new();
         for c in text.chars() {
             parser.push(&c.to_string(), &mut parts);
@@ -439,14 +439,14 @@ fn without_tools_or_markers_text_is_content() {
 #[test]
 fn prompts_open_reasoning() {
     for (template, prompt, start) in [
-        (HERMES, "<|im_start|>assistant\n<think>\n", Start::Reasoning),
-        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", Start::Answer),
-        (HERMES, "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", Start::Answer),
-        (DEEPSEEK_V31, "<｜Assistant｜><think>", Start::Reasoning),
-        (DEEPSEEK_V31, "<｜Assistant｜></think>", Start::Answer),
-        (HARMONY, "<|start|>assistant", Start::Answer),
-        (HARMONY, "<|start|>assistant<|channel|>analysis<|message|>", Start::Reasoning),
-        ("plain", "<think>", Start::Answer),
+        (HERMES, "<|im_start|>assistant\n<think>\n", ReplyStart::Reasoning),
+        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", ReplyStart::Answer),
+        (HERMES, "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", ReplyStart::Answer),
+        (DEEPSEEK_V31, "<｜Assistant｜><think>", ReplyStart::Reasoning),
+        (DEEPSEEK_V31, "<｜Assistant｜></think>", ReplyStart::Answer),
+        (HARMONY, "<|start|>assistant", ReplyStart::Answer),
+        (HARMONY, "<|start|>assistant<|channel|>analysis<|message|>", ReplyStart::Reasoning),
+        ("plain", "<think>", ReplyStart::Answer),
     ] {
         assert_eq!(Syntax::of(template).start(prompt), start, "{prompt}");
     }

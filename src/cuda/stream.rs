@@ -10,10 +10,10 @@ use super::{Cuda, succeed};
 use crate::Result;
 
 /// Work on the device that runs in order.
-pub struct CudaStream(pub(super) sys::CUstream, Owner);
+pub struct CudaStream(pub(super) sys::CUstream, StreamOwner);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Owner {
+enum StreamOwner {
     Us,
     /// Somebody else, who knows nothing of kernels that begin before the one in front of them has ended.
     Another,
@@ -30,11 +30,11 @@ impl CudaStream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one pointer.
         succeed("creating a stream", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
-        Ok(Self(stream, Owner::Us))
+        Ok(Self(stream, StreamOwner::Us))
     }
 
     pub(super) fn none() -> Self {
-        Self(ptr::null_mut(), Owner::Us)
+        Self(ptr::null_mut(), StreamOwner::Us)
     }
 
     /// One more, of the current thread's device.
@@ -44,12 +44,12 @@ impl CudaStream {
 
     /// The stream that another engine in this process calls `handle`, 0 the default one. It must live as long as this.
     pub fn of_another(handle: usize) -> Self {
-        Self(handle as sys::CUstream, Owner::Another)
+        Self(handle as sys::CUstream, StreamOwner::Another)
     }
 
     /// Whether kernels may be launched on it before those in front of them have ended.
     pub(super) fn is_ours(&self) -> bool {
-        self.1 == Owner::Us
+        self.1 == StreamOwner::Us
     }
 
     /// Whether what is enqueued is recorded into a graph. Errors: there is no such stream, or its recording has failed.

@@ -41,7 +41,7 @@ impl Finish {
 }
 
 /// A step of an answer, with the number of its choice.
-pub(super) enum Step {
+pub(super) enum AnswerStep {
     /// More of it, and the logprobs of the tokens since the last part, if they were requested.
     Part(usize, Part, Vec<(u32, Logprobs)>),
     /// The end of this choice.
@@ -54,7 +54,7 @@ pub(super) struct Answer {
     caller: Caller,
     choices: Vec<Choice>,
     n: usize,
-    steps: VecDeque<Step>,
+    steps: VecDeque<AnswerStep>,
     turn: usize,
     logged: Option<String>, // text of the answer so far, for the log
     #[allow(dead_code)] // held until it is dropped
@@ -159,11 +159,11 @@ impl Answer {
     }
 
     /// The next step of any choice; `None` after the last.
-    pub(super) async fn next(&mut self) -> Option<Result<Step>> {
+    pub(super) async fn next(&mut self) -> Option<Result<AnswerStep>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Step>>> {
+    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<AnswerStep>>> {
         loop {
             if let Some(step) = self.steps.pop_front() {
                 return Poll::Ready(Some(Ok(step)));
@@ -225,10 +225,10 @@ impl Answer {
         };
         choice.finish = end;
         let mut logprobs = if parts.is_empty() && end.is_none() { Vec::new() } else { choice.text.take_logprobs() };
-        self.steps.extend(parts.into_iter().map(|part| Step::Part(i, part, std::mem::take(&mut logprobs))));
+        self.steps.extend(parts.into_iter().map(|part| AnswerStep::Part(i, part, std::mem::take(&mut logprobs))));
         if let Some(finish) = end {
             self.app.http.observe(&choice.stats);
-            self.steps.push_back(Step::End(i, finish, logprobs));
+            self.steps.push_back(AnswerStep::End(i, finish, logprobs));
         }
     }
 }

@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Step};
+use super::answer::{Answer, AnswerStep, Finish};
 use super::ask::{Ask, RequestOptions, streaming};
 use super::body::understand;
 use super::chunked::chunked_json;
@@ -44,8 +44,8 @@ pub(super) async fn answer(
     let mut choices: Vec<WholeChoice> = std::iter::repeat_with(WholeChoice::default).take(n).collect();
     while let Some(step) = answer.next().await {
         match step? {
-            Step::Part(i, part, logprobs) => choices[i].add(part, logprobs),
-            Step::End(i, finish, logprobs) => choices[i].end(finish, logprobs),
+            AnswerStep::Part(i, part, logprobs) => choices[i].add(part, logprobs),
+            AnswerStep::End(i, finish, logprobs) => choices[i].end(finish, logprobs),
         }
     }
     let logprobs: Vec<Vec<(u32, Logprobs)>> =
@@ -194,12 +194,12 @@ impl EventFormat for ChatObject {
         (0..self.n).map(|i| self.chunk(i, json!({"role": "assistant", "content": ""}), None, &[])).collect()
     }
 
-    fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
+    fn step(&mut self, step: AnswerStep, _: &Answer) -> Vec<Event> {
         let (i, delta, logprobs) = match step {
-            Step::End(i, finish, logprobs) => return vec![self.chunk(i, json!({}), Some(finish), &logprobs)],
-            Step::Part(i, Part::Content(text), logprobs) => (i, json!({"content": text}), logprobs),
-            Step::Part(i, Part::Reasoning(text), logprobs) => (i, json!({"reasoning_content": text}), logprobs),
-            Step::Part(i, Part::Call { index, id, name }, logprobs) => {
+            AnswerStep::End(i, finish, logprobs) => return vec![self.chunk(i, json!({}), Some(finish), &logprobs)],
+            AnswerStep::Part(i, Part::Content(text), logprobs) => (i, json!({"content": text}), logprobs),
+            AnswerStep::Part(i, Part::Reasoning(text), logprobs) => (i, json!({"reasoning_content": text}), logprobs),
+            AnswerStep::Part(i, Part::Call { index, id, name }, logprobs) => {
                 let function = json!({"name": name, "arguments": ""});
                 (
                     i,
@@ -207,7 +207,7 @@ impl EventFormat for ChatObject {
                     logprobs,
                 )
             }
-            Step::Part(i, Part::Arguments { index, json }, logprobs) => {
+            AnswerStep::Part(i, Part::Arguments { index, json }, logprobs) => {
                 (i, json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]}), logprobs)
             }
         };

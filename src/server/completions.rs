@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Step};
+use super::answer::{Answer, AnswerStep, Finish};
 use super::ask::{Ask, RequestOptions, streaming, token_ids};
 use super::body::understand;
 use super::chunked::chunked_json;
@@ -145,14 +145,14 @@ struct Said {
     logprobs: Vec<(u32, Logprobs)>,
 }
 
-impl From<Step> for Said {
-    fn from(step: Step) -> Self {
+impl From<AnswerStep> for Said {
+    fn from(step: AnswerStep) -> Self {
         match step {
-            Step::Part(choice, Part::Content(text) | Part::Reasoning(text), logprobs) => {
+            AnswerStep::Part(choice, Part::Content(text) | Part::Reasoning(text), logprobs) => {
                 Self { choice, text: Some(text), finish: None, logprobs }
             }
-            Step::Part(choice, _, logprobs) => Self { choice, text: None, finish: None, logprobs },
-            Step::End(choice, finish, logprobs) => Self { choice, text: None, finish: Some(finish), logprobs },
+            AnswerStep::Part(choice, _, logprobs) => Self { choice, text: None, finish: None, logprobs },
+            AnswerStep::End(choice, finish, logprobs) => Self { choice, text: None, finish: Some(finish), logprobs },
         }
     }
 }
@@ -236,7 +236,7 @@ impl EventFormat for TextObject {
         echoed.map(|(i, text)| self.event(json!([self.choice(i, text.to_string(), None, Value::Null)]), None)).collect()
     }
 
-    fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
+    fn step(&mut self, step: AnswerStep, _: &Answer) -> Vec<Event> {
         let Said { choice: i, text, finish, logprobs } = step.into();
         let logprobs = self.logprobs(i, &logprobs);
         vec![self.event(json!([self.choice(i, text.unwrap_or_default(), finish, logprobs)]), None)]

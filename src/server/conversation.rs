@@ -13,7 +13,7 @@ use super::tools::{MAX_TOOL_BYTES, Tools, tool_json};
 use crate::text::chat_template::RenderOptions;
 use crate::text::grammar::Grammar;
 use crate::text::model::TextModel;
-use crate::text::reply::{Start, Tool, ToolChoice};
+use crate::text::reply::{ReplyStart, Tool, ToolChoice};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -40,7 +40,7 @@ pub(super) struct Prompt {
     /// The token ids.
     pub(super) ids: Vec<u32>,
     /// Where the answer begins.
-    pub(super) start: Start,
+    pub(super) start: ReplyStart,
 }
 
 impl Conversation {
@@ -115,7 +115,7 @@ impl Conversation {
             let part = |name: &str| begun[name].as_str().unwrap_or_default();
             let (reasoning, content) = (part("reasoning_content"), part("content"));
             if !content.is_empty() {
-                start = Start::Answer;
+                start = ReplyStart::Answer;
             }
             model.push_answer(&mut text, reasoning);
             if !reasoning.is_empty() && !content.is_empty() {

@@ -10,7 +10,7 @@ use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use tokio_stream::Stream;
 
-use super::answer::{Answer, Step};
+use super::answer::{Answer, AnswerStep};
 use super::error::ApiError;
 
 /// After this silence the stream sends a comment, so that proxies do not time out during a long prefill.
@@ -21,7 +21,7 @@ pub(super) trait EventFormat: Send + Unpin + 'static {
     /// Events before the first step.
     fn open(&mut self) -> Vec<Event>;
     /// Events of a step.
-    fn step(&mut self, step: Step, answer: &Answer) -> Vec<Event>;
+    fn step(&mut self, step: AnswerStep, answer: &Answer) -> Vec<Event>;
     /// Events after the last step.
     fn close(&mut self, answer: &Answer) -> Vec<Event>;
     /// The event of an error, after the status line has been sent.

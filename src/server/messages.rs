@@ -10,7 +10,7 @@ use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
 use super::App;
-use super::answer::{Answer, Finish, Item, Items, Step, Usage};
+use super::answer::{Answer, AnswerStep, Finish, Item, Items, Usage};
 use super::ask::{Ask, RequestOptions, stops};
 use super::body::understand;
 use super::conversation::{Conversation, check_count, read_content};
@@ -44,8 +44,8 @@ pub(super) async fn answer(
     }
     while let Some(step) = answer.next().await {
         match step? {
-            Step::Part(_, part, _) => drop(shape.items.add(part)),
-            Step::End(_, finish, _) => shape.finish = finish,
+            AnswerStep::Part(_, part, _) => drop(shape.items.add(part)),
+            AnswerStep::End(_, finish, _) => shape.finish = finish,
         }
     }
     Ok(Json(shape.message(answer.usage(), Some(&answer))).into_response())
@@ -362,10 +362,10 @@ impl EventFormat for Streamed {
         vec![event("message_start", json!({"message": self.opening})), event("ping", json!({}))]
     }
 
-    fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
+    fn step(&mut self, step: AnswerStep, _: &Answer) -> Vec<Event> {
         let part = match step {
-            Step::Part(_, part, _) => part,
-            Step::End(_, finish, _) => {
+            AnswerStep::Part(_, part, _) => part,
+            AnswerStep::End(_, finish, _) => {
                 self.shape.finish = finish;
                 return Vec::new();
             }

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, Finish, Item, Items, Step, Usage};
+use super::answer::{Answer, AnswerStep, Finish, Item, Items, Usage};
 use super::ask::{Ask, RequestOptions};
 use super::body::understand;
 use super::conversation::{Conversation, check_count, read_content};
@@ -54,8 +54,8 @@ pub(super) async fn answer(
     }
     while let Some(step) = answer.next().await {
         match step? {
-            Step::Part(_, part, _) => drop(shape.add(part)),
-            Step::End(_, finish, _) => shape.finish = Some(finish),
+            AnswerStep::Part(_, part, _) => drop(shape.add(part)),
+            AnswerStep::End(_, finish, _) => shape.finish = Some(finish),
         }
     }
     Ok(Json(shape.response(Some(answer.usage()))).into_response())
@@ -370,10 +370,10 @@ impl EventFormat for Responses {
         ]
     }
 
-    fn step(&mut self, step: Step, _: &Answer) -> Vec<Event> {
+    fn step(&mut self, step: AnswerStep, _: &Answer) -> Vec<Event> {
         let part = match step {
-            Step::Part(_, part, _) => part,
-            Step::End(_, finish, _) => {
+            AnswerStep::Part(_, part, _) => part,
+            AnswerStep::End(_, finish, _) => {
                 self.finish = Some(finish);
                 return self.end_item();
             }

@@ -73,7 +73,7 @@ pub enum Calls {
 
 /// Where the prompt leaves a reply.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Start {
+pub enum ReplyStart {
     /// Inside its reasoning, which the prompt has opened.
     Reasoning,
     /// Before anything.

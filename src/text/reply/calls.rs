@@ -2,22 +2,22 @@
 
 use serde_json::{Map, Value};
 
-use super::format::{Arguments, CallFormat, Frame, Markup, Name};
+use super::format::{ArgumentForm, CallFormat, Frame, Markup, Name};
 use super::schema::{self, only_text};
-use super::{Calls, Start, Tool};
+use super::{Calls, ReplyStart, Tool};
 use crate::text::grammar::Grammar;
 use crate::{Error, Result};
 
 /// What the model thinks, if anything, and then `rest`.
-pub(super) fn thoughts_then(markup: Markup, rest: Grammar, start: Start) -> Grammar {
+pub(super) fn thoughts_then(markup: Markup, rest: Grammar, start: ReplyStart) -> Grammar {
     let end = || Grammar::sequence([Grammar::Until("</think>".into()), Grammar::Regex(r"\n{0,2}".into())]);
     match start {
-        Start::Reasoning => Grammar::sequence([end(), rest]),
-        Start::Answer if markup.thinks => {
+        ReplyStart::Reasoning => Grammar::sequence([end(), rest]),
+        ReplyStart::Answer if markup.thinks => {
             let opened = [Grammar::Regex(r"\n?".into()), Grammar::literal("<think>"), end()];
             Grammar::sequence([Grammar::sequence(opened).optional(), rest])
         }
-        Start::Answer => rest,
+        ReplyStart::Answer => rest,
     }
 }
 
@@ -78,11 +78,11 @@ fn call(format: &CallFormat, tool: &Tool) -> Result<Grammar> {
         }
     };
     let end = match &format.arguments {
-        Arguments::Json => {
+        ArgumentForm::Json => {
             items.push(schema::object(tool));
             tail
         }
-        Arguments::Parameters(frame) => {
+        ArgumentForm::Parameters(frame) => {
             items.extend(parameters(tool, frame)?);
             frame.end
         }

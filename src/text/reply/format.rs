@@ -20,7 +20,7 @@ pub(super) struct CallFormat {
     /// Where the call names its tool.
     pub(super) name: Name,
     /// How the call gives its arguments.
-    pub(super) arguments: Arguments,
+    pub(super) arguments: ArgumentForm,
     /// Closes a call. Empty: the end of the parameters does.
     pub(super) closer: &'static str,
     /// Stands between two calls.
@@ -53,7 +53,7 @@ pub(super) enum Name {
 
 /// How a call gives its arguments.
 #[derive(Debug, PartialEq)]
-pub(super) enum Arguments {
+pub(super) enum ArgumentForm {
     /// As one JSON object.
     Json,
     /// One by one, between tags.
@@ -94,7 +94,7 @@ pub(super) const HERMES: CallFormat = CallFormat {
     starts: &["<tool_call>"],
     opener: "<tool_call>",
     name: Name::Field,
-    arguments: Arguments::Json,
+    arguments: ArgumentForm::Json,
     closer: "\n</tool_call>",
     between: "\n",
 };
@@ -106,7 +106,7 @@ pub(super) const QWEN_CODER: CallFormat = CallFormat {
     starts: &["<tool_call>", "<function="], // the models forget the outer tag at times
     opener: "<tool_call>",
     name: Name::Tag("\n<function=", ">\n"),
-    arguments: Arguments::Parameters(Frame {
+    arguments: ArgumentForm::Parameters(Frame {
         before_key: "<parameter=",
         after_key: "",
         before_value: ">\n",
@@ -124,7 +124,7 @@ pub(super) const GLM: CallFormat = CallFormat {
     starts: &["<tool_call>"],
     opener: "<tool_call>",
     name: Name::Line,
-    arguments: Arguments::Parameters(Frame {
+    arguments: ArgumentForm::Parameters(Frame {
         before_key: "<arg_key>",
         after_key: "</arg_key>\n",
         before_value: "<arg_value>",
@@ -150,7 +150,7 @@ pub(super) const DEEPSEEK_V31: CallFormat = CallFormat {
     starts: &["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"],
     opener: "<｜tool▁call▁begin｜>",
     name: Name::Before("<｜tool▁sep｜>"),
-    arguments: Arguments::Json,
+    arguments: ArgumentForm::Json,
     closer: "<｜tool▁call▁end｜>",
     between: "",
 };
@@ -162,7 +162,7 @@ pub(super) const KIMI: CallFormat = CallFormat {
     starts: &["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
     opener: "<|tool_call_begin|>",
     name: Name::Id("<|tool_call_argument_begin|>"),
-    arguments: Arguments::Json,
+    arguments: ArgumentForm::Json,
     closer: "<|tool_call_end|>",
     between: "",
 };
@@ -174,7 +174,7 @@ pub(super) const MINIMAX: CallFormat = CallFormat {
     starts: &["<minimax:tool_call>"],
     opener: "<invoke name=",
     name: Name::Tag("\"", "\">\n"),
-    arguments: Arguments::Parameters(Frame {
+    arguments: ArgumentForm::Parameters(Frame {
         before_key: "<parameter name=\"",
         after_key: "\"",
         before_value: ">",
@@ -196,7 +196,7 @@ mod tests {
             let first = format.section.as_ref().map_or(format.opener, |section| section.open.trim_end());
             assert_eq!(format.starts[0], first, "the grammar's first text starts a call for the parser too");
             let end = match &format.arguments {
-                Arguments::Parameters(frame) if !frame.end.is_empty() => frame.end,
+                ArgumentForm::Parameters(frame) if !frame.end.is_empty() => frame.end,
                 _ => format.closer,
             };
             assert!(!end.trim().is_empty(), "{format:?}: nothing ends the arguments");

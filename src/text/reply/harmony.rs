@@ -12,7 +12,7 @@
 //! Source: the "OpenAI harmony response format" guide.
 
 use super::pipe::{Input, ReplyOutput, first};
-use super::{Start, Tool, schema};
+use super::{ReplyStart, Tool, schema};
 use crate::text::grammar::Grammar;
 
 /// A chat template with these texts writes messages on channels.
@@ -50,10 +50,10 @@ enum Kind {
 }
 
 impl Harmony {
-    pub(super) fn new(start: Start) -> Self {
+    pub(super) fn new(start: ReplyStart) -> Self {
         let state = match start {
-            Start::Reasoning => State::Body(Kind::Reasoning),
-            Start::Answer => State::Header,
+            ReplyStart::Reasoning => State::Body(Kind::Reasoning),
+            ReplyStart::Answer => State::Header,
         };
         Self { state }
     }
@@ -152,10 +152,10 @@ pub(super) fn call_or_answer(tools: &[&Tool]) -> Grammar {
 }
 
 /// The grammar of analysis, if the model likes, and then `rest`.
-pub(super) fn analysis_then(rest: Grammar, start: Start) -> Grammar {
+pub(super) fn analysis_then(rest: Grammar, start: ReplyStart) -> Grammar {
     match start {
-        Start::Reasoning => Grammar::sequence([message_end(), rest]),
-        Start::Answer => {
+        ReplyStart::Reasoning => Grammar::sequence([message_end(), rest]),
+        ReplyStart::Answer => {
             let analysis = Grammar::sequence([Grammar::literal(ANALYSIS), message_end()]);
             Grammar::sequence([analysis.optional(), rest])
         }

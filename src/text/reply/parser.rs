@@ -9,13 +9,13 @@ use super::tags::Tags;
 #[derive(Debug)]
 pub struct Parser {
     input: Input,
-    machine: Machine,
+    machine: ReplyMachine,
     output: ReplyOutput,
 }
 
 /// What reads the input.
 #[derive(Debug)]
-pub(super) enum Machine {
+pub(super) enum ReplyMachine {
     /// All text is content.
     Plain,
     Tags(Box<Tags>),
@@ -23,7 +23,7 @@ pub(super) enum Machine {
 }
 
 impl Parser {
-    pub(super) fn new(machine: Machine, output: ReplyOutput) -> Self {
+    pub(super) fn new(machine: ReplyMachine, output: ReplyOutput) -> Self {
         Self { input: Input::default(), machine, output }
     }
 
@@ -48,9 +48,9 @@ impl Parser {
     fn read(&mut self, parts: &mut Vec<Part>) {
         self.output.parts = std::mem::take(parts);
         match &mut self.machine {
-            Machine::Plain => self.output.content(&std::mem::take(&mut self.input.text)),
-            Machine::Tags(tags) => tags.read(&mut self.input, &mut self.output),
-            Machine::Harmony(harmony) => harmony.read(&mut self.input, &mut self.output),
+            ReplyMachine::Plain => self.output.content(&std::mem::take(&mut self.input.text)),
+            ReplyMachine::Tags(tags) => tags.read(&mut self.input, &mut self.output),
+            ReplyMachine::Harmony(harmony) => harmony.read(&mut self.input, &mut self.output),
         }
         *parts = std::mem::take(&mut self.output.parts);
     }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use super::format::{CallFormat, Markup};
 use super::harmony::{self, Harmony};
 use super::history::{self, History};
-use super::parser::{Machine, Parser};
+use super::parser::{Parser, ReplyMachine};
 use super::pipe::ReplyOutput;
 use super::tags::Tags;
-use super::{Calls, Start, Tool, ToolChoice, calls};
+use super::{Calls, ReplyStart, Tool, ToolChoice, calls};
 use crate::text::grammar::Grammar;
 use crate::{Error, Result};
 
@@ -58,23 +58,23 @@ impl Syntax {
     }
 
     /// Where the prompt that the template rendered leaves the reply.
-    pub fn start(&self, prompt: &str) -> Start {
+    pub fn start(&self, prompt: &str) -> ReplyStart {
         let opened = match self.layout {
             Layout::Harmony => harmony::ANALYSIS,
             Layout::Tags(Markup { thinks: true, .. }) => "<think>",
-            Layout::Tags(_) => return Start::Answer,
+            Layout::Tags(_) => return ReplyStart::Answer,
         };
-        if prompt.trim_end().ends_with(opened) { Start::Reasoning } else { Start::Answer }
+        if prompt.trim_end().ends_with(opened) { ReplyStart::Reasoning } else { ReplyStart::Answer }
     }
 
     /// A parser of one reply. Without `tools`, nothing is a call.
-    pub fn parser(&self, tools: impl Into<Arc<[Tool]>>, start: Start) -> Parser {
+    pub fn parser(&self, tools: impl Into<Arc<[Tool]>>, start: ReplyStart) -> Parser {
         let tools = tools.into();
         let machine = match self.layout {
-            Layout::Harmony => Machine::Harmony(Box::new(Harmony::new(start))),
+            Layout::Harmony => ReplyMachine::Harmony(Box::new(Harmony::new(start))),
             Layout::Tags(Markup { thinks, format }) => match format.filter(|_| !tools.is_empty()) {
-                None if !thinks => Machine::Plain,
-                format => Machine::Tags(Box::new(Tags::new(Markup { thinks, format }, start))),
+                None if !thinks => ReplyMachine::Plain,
+                format => ReplyMachine::Tags(Box::new(Tags::new(Markup { thinks, format }, start))),
             },
         };
         Parser::new(machine, ReplyOutput::new(tools))
@@ -86,7 +86,13 @@ impl Syntax {
     /// strict follow their schemas as far as those can be enforced.
     ///
     /// Errors: `Error::Invalid` when the model cannot call tools, when there are none, or none of that name.
-    pub fn grammar(&self, tools: &[Tool], choice: &ToolChoice, calls: Calls, start: Start) -> Result<Option<Grammar>> {
+    pub fn grammar(
+        &self,
+        tools: &[Tool],
+        choice: &ToolChoice,
+        calls: Calls,
+        start: ReplyStart,
+    ) -> Result<Option<Grammar>> {
         let is_free = || !self.calls_tools() || !tools.iter().any(|tool| tool.strict);
         let (tools, calls): (Vec<&Tool>, Calls) = match choice {
             ToolChoice::None => return Ok(None),
@@ -118,7 +124,7 @@ impl Syntax {
     }
 
     /// The grammar of a whole reply: the model thinks as it likes, then answers in `grammar`.
-    pub fn after_reasoning(&self, grammar: Grammar, start: Start) -> Grammar {
+    pub fn after_reasoning(&self, grammar: Grammar, start: ReplyStart) -> Grammar {
         let answer = match self.layout {
             Layout::Harmony => Grammar::sequence([Grammar::literal(harmony::FINAL), grammar]),
             Layout::Tags(_) => grammar,
@@ -126,7 +132,7 @@ impl Syntax {
         self.thoughts_then(answer, start)
     }
 
-    fn thoughts_then(&self, rest: Grammar, start: Start) -> Grammar {
+    fn thoughts_then(&self, rest: Grammar, start: ReplyStart) -> Grammar {
         match self.layout {
             Layout::Harmony => harmony::analysis_then(rest, start),
             Layout::Tags(markup) => calls::thoughts_then(markup, rest, start),

@@ -6,8 +6,8 @@
 //!                            └───────────────────────────────────────────────┘
 //! ```
 
-use super::Start;
-use super::format::{Arguments, CallFormat, Markup};
+use super::ReplyStart;
+use super::format::{ArgumentForm, CallFormat, Markup};
 use super::head::{self, CallHead};
 use super::json::{Scan, Scanner};
 use super::parameters::{self, Parameters};
@@ -29,7 +29,7 @@ pub(super) struct Tags {
 #[derive(Debug)]
 enum State {
     /// Nothing but white space yet.
-    Start(Start),
+    Start(ReplyStart),
     Reasoning,
     Content,
     /// A call may begin behind this many bytes of white space.
@@ -49,7 +49,7 @@ enum State {
 }
 
 impl Tags {
-    pub(super) fn new(markup: Markup, start: Start) -> Self {
+    pub(super) fn new(markup: Markup, start: ReplyStart) -> Self {
         Self { markup, again: 0, state: State::Start(start), trim: false, in_section: false }
     }
 
@@ -101,7 +101,7 @@ impl Tags {
         self.markup.format.expect("only a format has calls")
     }
 
-    fn start(&mut self, start: Start, input: &mut Input) -> bool {
+    fn start(&mut self, start: ReplyStart, input: &mut Input) -> bool {
         let text = input.text.trim_start();
         let blank = input.text.len() - text.len();
         if self.markup.thinks && !input.ended && "<think>".starts_with(text) && text.len() < "<think>".len() {
@@ -112,8 +112,8 @@ impl Tags {
             self.trim = true;
             return self.go(State::Reasoning);
         }
-        self.trim = start == Start::Reasoning;
-        self.go(if start == Start::Reasoning { State::Reasoning } else { State::Content })
+        self.trim = start == ReplyStart::Reasoning;
+        self.go(if start == ReplyStart::Reasoning { State::Reasoning } else { State::Content })
     }
 
     fn reasoning(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
@@ -181,8 +181,10 @@ impl Tags {
                         output.arguments(&json);
                         State::Close
                     }
-                    (None, Arguments::Json) => State::Json { scanner: Scanner::default(), begun: false },
-                    (None, Arguments::Parameters(frame)) => State::Parameters(Parameters::new(format, *frame, &name)),
+                    (None, ArgumentForm::Json) => State::Json { scanner: Scanner::default(), begun: false },
+                    (None, ArgumentForm::Parameters(frame)) => {
+                        State::Parameters(Parameters::new(format, *frame, &name))
+                    }
                 });
             }
             _ => {}
@@ -255,8 +257,8 @@ impl Tags {
     fn close(&mut self, input: &mut Input) -> bool {
         let format = self.format();
         let junk: &[char] = match format.arguments {
-            Arguments::Json => &[' ', '\n', '\r', '\t', '}', '`'],
-            Arguments::Parameters(_) => &[' ', '\n', '\r', '\t'],
+            ArgumentForm::Json => &[' ', '\n', '\r', '\t', '}', '`'],
+            ArgumentForm::Parameters(_) => &[' ', '\n', '\r', '\t'],
         };
         input.skip(input.text.len() - input.text.trim_start_matches(junk).len());
         let closer = format.closer.trim_start();
@@ -296,7 +298,7 @@ mod tests {
             (Some(&KIMI), "<|tool_calls_section_begin|>", " "),
         ] {
             let mut output = ReplyOutput::new([tool.clone()].into());
-            let mut tags = Tags::new(Markup { thinks: true, format }, Start::Answer);
+            let mut tags = Tags::new(Markup { thinks: true, format }, ReplyStart::Answer);
             let mut input = Input { text: before.into(), ended: false };
             tags.read(&mut input, &mut output);
             let mut read = 0;
