@@ -8,7 +8,7 @@
 // pitch the 8 rows that ldmatrix reads lie in 8 different groups of banks for every head size, and all offsets in a
 // loop over the tile are constants. FP8: decode keeps FP8 tiles (rows 16 bytes longer than the head, too) and widens
 // fragments; prefill, where each fragment is read by many warps, lets pages arrive as they lie in the cache ("raw") and
-// widens them into a bf16 tile. There a thread widens what it copied itself, so nobody waits in between.
+// widens them into a bf16 tile. Each thread widens its own copies, so none waits.
 #pragma once
 #include "common.cuh"
 
@@ -111,13 +111,12 @@ template <int THREADS> __device__ __forceinline__ void clear_shared(void* at, in
     for (int i = thread; i < bytes / 16; i += THREADS) reinterpret_cast<uint4*>(at)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Fragments (PTX manual, mma.m16n8k16), `lane` being the lane: 16 x 16 numbers of A from a tile whose rows are A's
-// rows;
+// Fragments (PTX manual, mma.m16n8k16). A: 16 x 16 elements from a tile whose rows are A's rows.
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const bf16* tile, int pitch, int lane) {
     ldmatrix_x4(a, tile + lane % 16 * pitch + lane / 16 * 8);
 }
-// B for 16 columns, k = 16, from a tile whose rows are B's columns (keys): the first two words are for columns 0 to 7,
-// the others for 8 to 15;
+// B for 16 columns, k = 16, from a tile whose rows are B's columns (keys). The first two words are for columns 0 to 7,
+// the others for 8 to 15.
 __device__ __forceinline__ void load_b_rows(uint32_t (&b)[4], const bf16* tile, int pitch, int lane) {
     ldmatrix_x4(b, tile + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }

@@ -12,12 +12,12 @@
 //
 // A block takes one of `splits` equal shares of the pages that a row sees, for up to HEADS heads of a group: they are
 // the 16 rows of the products, so that keys and values are read once. Each of the 4 warps streams its own quarter of
-// every page through its own buffers and keeps its own softmax: nobody waits for another warp before the end.
+// every page through its own buffers and keeps its own softmax, so no warp waits for another before the end.
 //   grid    (splits, kv_heads * ceil(group / HEADS), n)
 //   splits  floor(multiprocessors * 2 / (n * kv_heads * ceil(group / HEADS))), at least 1, at most 128, and at most
 //           ceil(max context / 64)
 //
-// With splits == 1 the block writes `out`, and nobody touches the workspace. Otherwise the shares go to
+// With splits == 1 the block writes `out` and leaves the workspace alone. Otherwise the shares go to
 //   partial f32 [n, heads, splits, value_dim]
 //   states {maximum, sum} f32 [n, heads, splits, 2]; an empty share has maximum -inf and no partial
 // and attend_combine must follow: grid (n * heads, ceil(value_dim / COMBINE_COLUMNS)), splits <= MAX_SPLITS.

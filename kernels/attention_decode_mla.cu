@@ -76,7 +76,7 @@ __device__ __forceinline__ void decode_mla(const bf16* q, const Cache* keys, bf1
     }
 
     // Steps of 16 dimensions part, part + 4, ... What lies past the key's or the value's last dimension is multiplied,
-    // too: zeros, or columns nobody stores.
+    // too: zeros, or columns that are not stored.
     constexpr int STEPS = LATENT / 16 / 4;
     uint32_t qa[STEPS][4];
     load_queries<Cache, STEPS, 4>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, part, lane);

@@ -48,7 +48,7 @@ constexpr int QUERIES = 128; // of a block
 constexpr int STEP = 128, STAGES = 2, CONSUMER_WARPS = CONSUMERS * 4, BOX_BYTES = 64 * 128,
               COLUMNS_BYTES = 2 * BOX_BYTES; // 64 columns of 128 rows
 
-// Pages of the cache. What lies in a page after the last position is somebody else's.
+// Pages of the cache. A page's bytes after the last position are stale.
 template <int KEY_BOXES, int VALUE_BOXES> struct Pages {
     static constexpr bool ENDS_IN_OTHERS = true;
     const TensorMap *key_map, *value_map;

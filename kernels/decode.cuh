@@ -12,8 +12,9 @@ __device__ __forceinline__ int share(int total, int split, int splits) {
     return (int)((long long)total * split / splits);
 }
 
-// Fragments of A from global memory: up to 16 rows of `dim` numbers, one after the other; columns 16 * (first + i *
-// STEP) and on for i < N. Zeros outside. In the order of columns that load_b_rows has for a cache of type Cache.
+// Fragments of A from global memory: up to 16 rows of `dim` elements without gaps, zeros outside. Fragment i < N has
+//   columns 16 * (first + i * STEP) to 16 * (first + i * STEP) + 15
+// in the order that load_b_rows has for a cache of type Cache.
 template <class Cache, int N, int STEP>
 __device__ __forceinline__ void load_queries(
     uint32_t (&a)[N][4], const bf16* q, int rows, int dim, int first, int lane) {

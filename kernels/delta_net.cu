@@ -185,8 +185,8 @@ KERNEL(delta_net_rule, RULE_THREADS, 0, const bf16* qkv, const bf16* mixed, cons
             at[0] = state[i].x, at[value_dim] = state[i].y, at[2 * value_dim] = state[i].z,
             at[3 * value_dim] = state[i].w;
     }
-    // Nobody reads what is kept in this kernel: each block writes its values' channels, one of each group those of
-    // query and key.
+    // This kernel does not read what it keeps, so the order of blocks does not matter: each block writes the channels
+    // of its values, and one block of each group writes those of query and key.
     float* kept = inputs + (size_t)batch.seq_slots[s] * (shape.taps - 1) * channels;
     auto keep = [&](int c) { keep_inputs(qkv, kept, c, channels, shape.taps, first, end, fresh); };
     if (part == 0 && exists) keep(2 * keys_dim + head * value_dim + value);

@@ -6,10 +6,10 @@
 // multiples of 8, bases aligned to 16 bytes.
 //
 // A block of four warps owns BM tokens times BN outputs and walks k in steps of 64 through STAGES buffers of shared
-// memory, filled by asynchronous copies. With `splits` > 1 (grid y) a tile is shared by so many blocks, each with a
-// part of k: they leave f32 sums in `partial`, and the last one to come adds them in the order of k (so the result has
-// the same bits every time) and writes y. Counters begin as zero and are zero again afterwards; launches that may run
-// at the same time need workspaces of their own.
+// memory, filled by asynchronous copies. With `splits` > 1 (grid y) that many blocks share a tile, each with a part of
+// k. They leave f32 sums in `partial`. The last block to arrive adds them in the order of k, so that the result has the
+// same bits every time, and writes y. Counters begin as zero and are zero again afterwards. Launches that may run at
+// the same time need separate workspaces.
 //
 // gemm_{bf16_set|f32_set|f32_add}_m{BM}n{BN}: its tile is (BM, BN).
 //   grid       (div_ceil(tokens, BM) * div_ceil(n, BN), splits, batch)
@@ -84,8 +84,9 @@ __device__ __forceinline__ void gemm(const Gemm& a) {
             }
     };
 
-    // Fragments. Which row of w is which column of an mma is free to choose: column c of the j-th 8 columns is row 8 (c
-    // / 2) + c % 2 + 2 (j % 4) of its 32, and then a thread ends up with 8 neighbouring outputs.
+    // Fragments. The rows of w may be the columns of an mma in any order. With this one a thread ends up with 8
+    // neighbouring outputs: column c of the j-th 8 columns is
+    //   row 8 (c / 2) + c % 2 + 2 (j % 4) of its 32
     const int warp_m = warp / WARPS_N * WM, warp_n = warp % WARPS_N * WN;
     const int matrix = lane / 8, c = lane % 8;
     const int a_at = (warp_m + lane % 16) * BK, a_chunk = lane / 16;

@@ -177,7 +177,7 @@ template <class Out, bool ADD, bool NORM, bool SILU> __device__ __forceinline__ 
         if (ADD) out += to_f32(*y);
         *y = from_f32<Out>(out);
     }
-    // Whoever waits for this kernel waits for the one in front of it, too.
+    // A kernel that waits for this one also waits for the one in front of it.
     if (a.independent) wait_for_previous_kernel();
 }
 

@@ -1,12 +1,16 @@
 // Writes new keys and values to the cache (layout: attention.cuh), and gathers MLA's latents from it.
 //
 // kv_write_{bf16|e4m3}: grid (T)
-//   key [T, kv_heads * key_dim], value [T, kv_heads * value_dim] bf16 (value null: MLA)
-//   Row t goes to position positions[t] of sequence token_seq[t]. Rows with a negative position are skipped. E4M3
-//   rounds to nearest and cuts at 448.
+//   key    [T, kv_heads * key_dim] bf16
+//   value  [T, kv_heads * value_dim] bf16, or null (MLA)
+// Row t goes to position positions[t] of sequence token_seq[t]. A row with a negative position is skipped. E4M3 rounds
+// to nearest and cuts at 448.
+//
 // attend_latent_gather_{bf16|e4m3}: grid (ceil((to - from) * (rank + rope) / GATHERED)), GATHERED numbers to a block
-//   positions from..to of a sequence whose blocks are block_table[seq_blocks[seq]...], keys [blocks, 1, 64, rank +
-//   rope], to latents [to - from, rank] and rotated [to - from, rope] bf16.
+//   keys     [blocks, 1, 64, rank + rope], the sequence's at block_table[seq_blocks[seq]...]
+//   latents  [to - from, rank] bf16, of positions from..to
+//   rotated  [to - from, rope] bf16, of the same positions
+//
 // Dimensions are multiples of 8.
 #include "attention.cuh"
 

@@ -91,8 +91,10 @@ __device__ __forceinline__ void int8_pairs(uint32_t word, uint32_t (&pair)[2]) {
     for (int i = 0; i < 2; i++) pair[i] = int8_pair(__byte_perm(word, 0x43u, i ? 0x4342 : 0x4140));
 }
 
-// Numbers 2t and 2t + 1 of 8 inputs of a row, not scaled. `word`: of 4 bits that of the line, of INT8 that of line t /
-// 2, of BF16 that of line t.
+// Elements 2t and 2t + 1 of 8 inputs of a row, not scaled. `word` is
+//   of 4 bits  the line's
+//   of INT8    line t / 2's
+//   of BF16    line t's
 template <Format F> __device__ __forceinline__ uint32_t packed_pair(uint32_t word, int t) {
     if constexpr (F == BF16) {
         return word;

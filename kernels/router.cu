@@ -1,11 +1,9 @@
 // Choosing experts: logits -> scores -> (groups) -> top k -> weights. All f32; of equal scores the lower id wins.
 //
-//   l = logit + offset
-//   l = cap * tanh(l / cap), with a soft cap
-//   softmax:  s = exp(l - max) / sum
-//   sigmoid:  s = 1 / (1 + exp(-l))
-//   chosen:   the largest s + bias, among the experts of the best groups
-//   weight:   s of the chosen, divided by their sum if `normalize`, times `scaling`, times its `expert_scale`
+//   l        logit + offset; with a soft cap, cap * tanh(l / cap) of that
+//   s        softmax: exp(l - max) / sum; sigmoid: 1 / (1 + exp(-l))
+//   chosen   the largest s + bias, among the experts of the best groups
+//   weight   s of the chosen, divided by their sum if `normalize`, times `scaling`, times its `expert_scale`
 //
 // Sources: DeepSeek-V2 report 2.2.2, V3 report 2.1.2, HF modeling_qwen3_moe. One warp to a token; up to MAX_EXPERTS
 // experts, top MAX_TOP_K.
@@ -144,7 +142,7 @@ KERNEL(route_few, FEW* WARP, 0, const __grid_constant__ RouteFew a) {
     constexpr int STEP = 8 * FEW * WARP;
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, tokens = a.tokens, hidden = a.hidden;
     const bool norms = (int)blockIdx.x == a.shape.experts;
-    // Weights are nobody's to write: the first are on their way before the kernel in front has ended.
+    // No kernel writes weights, so the first are on their way before the kernel in front has ended.
     const float* row = norms ? a.norm : a.w + (size_t)blockIdx.x * hidden;
     Eight w = 8 * tid < hidden ? load_8(row + 8 * tid) : Eight{},
           n = 8 * tid < hidden ? load_8(a.norm + 8 * tid) : Eight{};

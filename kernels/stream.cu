@@ -1,13 +1,20 @@
-// A layer's tokens on their way to the CPU's experts and back, on a stream of another engine's
-// (src/experts/stream_port.rs): nothing but kernels, so that they can be recorded.
+// Hands a layer's tokens to the CPU's experts and fetches what they return, on another engine's stream
+// (src/experts/stream_port.rs). Kernels alone do this, so that the other engine can record them.
 //
 //   publish_rows  writes the tokens' hidden states as they are, and their routing, into mapped pinned memory, counts
 //                 the slot up, and takes the next place in a ring of records that the CPU reads in order
 //   fetch_rows    waits for the host to bring `up` to the slot's count, then copies what it wrote
 //
-// A record is RECORD_WORDS words: its place in the ring, from 1 on and written last; the slot, the slot's count; layer,
-// tokens, top_k, type; nothing. `head`, `count` and `arrived` are the device's own, and `arrived` is 0 between
-// launches.
+// A record has RECORD_WORDS words:
+//   0  its number in the ring, from 1 on; written last
+//   1  the slot
+//   2  the slot's count
+//   3  layer
+//   4  tokens
+//   5  top_k
+//   6  type
+//   7  unused
+// The host does not write `head`, `count` and `arrived`; `arrived` is 0 between launches.
 //
 //   grid (blocks)
 #include "common.cuh"

@@ -1,7 +1,7 @@
 //! Any text, cut in two: the same parts as uncut, for every syntax.
 #![no_main]
 
-use moebius::text::reply::{Part, Start, Syntax, Tool};
+use moebius::text::reply::{Part, ReplyStart, Syntax, Tool};
 
 const TEMPLATES: [&str; 8] = [
     "<tool_call> <think>",
@@ -18,7 +18,7 @@ const TEMPLATES: [&str; 8] = [
 fn read(template: &str, pieces: &[&str]) -> Vec<(u8, usize, String)> {
     let parameters = serde_json::json!({"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}});
     let tools = [Tool { name: "f".into(), description: None, parameters, strict: false }];
-    let mut parser = Syntax::of(template).parser(&tools[..], Start::Answer);
+    let mut parser = Syntax::of(template).parser(&tools[..], ReplyStart::Answer);
     let mut parts = Vec::new();
     pieces.iter().for_each(|piece| parser.push(piece, &mut parts));
     parser.finish(&mut parts);

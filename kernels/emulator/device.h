@@ -6,7 +6,7 @@
 // Mistakes show:
 //   - Asynchronous copies happen when the kernel waits for them, and no sooner.
 //   - Device memory and dynamic shared memory begin as NaN.
-//   - A buffer ends at a page that nobody may touch. So does dynamic shared memory, where the launch said.
+//   - A buffer ends at a page that no kernel may touch. So does dynamic shared memory, where the launch said.
 //   - A kernel that touches such a page ends there, and its stream reports error 700, an illegal address.
 #pragma once
 #include <math.h>
@@ -334,7 +334,7 @@ inline float2 unpack_e4m3(uint16_t pair) {
 }
 
 #define HAS_WGMMA
-// Hopper: copies of boxes land when somebody waits for their barrier, products are done when they are waited for.
+// Hopper: a copy of a box lands when a thread waits for its barrier, a product is done when a thread waits for it.
 struct alignas(64) TensorMap {
     uint64_t base, dims[3], strides[2]; // strides in bytes, of dimensions 1 and 2
     uint32_t box[3];

@@ -176,8 +176,7 @@ Result cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     memory_used += pages;
     return *pointer = at, SUCCESS;
 }
-// Waits for all that runs, as the driver does, which may answer nobody else meanwhile: who is asked then is who calls
-// ENTER.
+// cuMemFree waits for everything that runs. The driver may block other calls meanwhile, so functions with ENTER do.
 static auto& giving_back = *new std::mutex;
 #define ENTER                                                                                                          \
     { std::lock_guard<std::mutex> entered(giving_back); }
@@ -318,7 +317,7 @@ Result cuFuncGetAttribute(int* value, int attribute, const Kernel* k) {
 }
 Result cuFuncGetParamInfo(const Kernel* k, size_t i, size_t* offset, size_t* size) {
     if (i >= k->parameter_bytes.size()) return INVALID_VALUE;
-    return *offset = 0, *size = k->parameter_bytes[i], SUCCESS; // nobody asks for offsets
+    return *offset = 0, *size = k->parameter_bytes[i], SUCCESS; // Moebius does not read offsets
 }
 
 static Result launch(const Kernel* k, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,

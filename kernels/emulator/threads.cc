@@ -109,7 +109,7 @@ static struct sigaction handler_before;
 
 // A kernel's fiber has touched what it may not: its block ends here.
 static void end_block(int, siginfo_t* info, void*) {
-    if (!block || !block->launch) { // not a kernel's: whoever handled it before does so when it happens again
+    if (!block || !block->launch) { // not a kernel's: the previous handler runs when it happens again
         sigaction(SIGSEGV, &handler_before, nullptr);
         return;
     }
@@ -138,7 +138,7 @@ static void stuck() {
     abort();
 }
 
-// Runs somebody else; returns when this fiber is ready again.
+// Runs other fibers; returns when this fiber is ready again.
 static void wait() {
     Block& b = *block;
     if (b.count == 0) stuck();

@@ -13,7 +13,7 @@ struct Launch {
 };
 
 struct BlockEnd {
-    bool failed;    // it touched memory that is nobody's
+    bool failed;    // it touched memory outside of every buffer
     unsigned waits; // threads that waited for the previous kernel
 };
 
