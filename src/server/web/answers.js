@@ -1,4 +1,5 @@
-// Answers that are being written, in whichever conversation: asks the server, writes what comes into the message, saves it.
+// Answers that are being written, in whichever conversation: asks the server, writes what comes into the message, saves
+// it.
 
 import { ApiError, chat } from "./api.js";
 import * as store from "./store.js";
@@ -31,7 +32,15 @@ export async function restoreRunning() {
 
 class Answer {
   constructor(conversation, message) {
-    Object.assign(this, { conversation, message, abort: new AbortController(), started: performance.now(), first: 0, deltas: 0, timer: 0 });
+    Object.assign(this, {
+      conversation,
+      message,
+      abort: new AbortController(),
+      started: performance.now(),
+      first: 0,
+      deltas: 0,
+      timer: 0,
+    });
     this.given = message.content || message.reasoning; // what a continued answer already had
   }
 

@@ -73,7 +73,8 @@ export async function chat(body, signal, onDelta) {
   const take = (data) => {
     if (data === "[DONE]") return void (done = true);
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(200, chunk.error.message ?? "The server failed within the answer", chunk.error.code);
+    if (chunk.error)
+      throw new ApiError(200, chunk.error.message ?? "The server failed within the answer", chunk.error.code);
     end.usage = chunk.usage ?? end.usage;
     end.timings = chunk.timings ?? end.timings;
     end.model = chunk.model ?? end.model;

@@ -78,8 +78,16 @@ async function answer(conversation, parent, unsaved = []) {
 async function carryOn(message) {
   const conversation = shown;
   const was = message.state;
-  const body = { ...requestOf(conversation, conversation.path(message.parent), model?.id), continue_final_message: true, add_generation_prompt: false };
-  body.messages.push({ role: "assistant", content: message.content, ...(message.reasoning && { reasoning_content: message.reasoning }) });
+  const body = {
+    ...requestOf(conversation, conversation.path(message.parent), model?.id),
+    continue_final_message: true,
+    add_generation_prompt: false,
+  };
+  body.messages.push({
+    role: "assistant",
+    content: message.content,
+    ...(message.reasoning && { reasoning_content: message.reasoning }),
+  });
   const done = write(conversation, message, body);
   draw();
   const { error, deltas } = await done;
@@ -103,7 +111,12 @@ answers.addEventListener("end", ({ detail: { conversation, message, error } }) =
   if (conversation !== shown) return;
   draw();
   const words = message.content.split(/\s+/).length;
-  const said = message.state === "failed" ? message.error.message : words <= 80 ? message.content : `The answer is complete, ${words} words.`;
+  const said =
+    message.state === "failed"
+      ? message.error.message
+      : words <= 80
+        ? message.content
+        : `The answer is complete, ${words} words.`;
   announce(message.state === "stopped" ? "Stopped." : said);
 });
 
@@ -130,7 +143,9 @@ function drawModel() {
   byId("model").title = line;
   // The demo model knows only a few things; it would be unkind to let people guess which.
   const examples = model?.id === "demo" ? ["What is 2+2?", "Count from 1 to 5.", "What is the capital of France?"] : [];
-  byId("examples").replaceChildren(...examples.map((text) => el("button", { type: "button", text, onclick: () => send(text) })));
+  byId("examples").replaceChildren(
+    ...examples.map((text) => el("button", { type: "button", text, onclick: () => send(text) })),
+  );
   drawStatus();
 }
 
@@ -246,13 +261,19 @@ async function remove(ids) {
     if (here && !shown.messages.size) location.hash = here;
     list();
   };
-  toast(gone.length === 1 ? `Deleted “${gone[0].record.title}”.` : `Deleted ${gone.length} conversations.`, ["Undo", undo]);
+  toast(gone.length === 1 ? `Deleted “${gone[0].record.title}”.` : `Deleted ${gone.length} conversations.`, [
+    "Undo",
+    undo,
+  ]);
 }
 
 async function exportAll(ids) {
   const all = (await Promise.all(ids.map(store.load))).filter(Boolean);
   const conversations = all.map(({ record, messages }) => ({ ...record, messages }));
-  const name = all.length === 1 ? all[0].record.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) : new Date().toISOString().slice(0, 10);
+  const name =
+    all.length === 1
+      ? all[0].record.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)
+      : new Date().toISOString().slice(0, 10);
   saveFile(`moebius-${name}.json`, JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 1));
 }
 
@@ -263,7 +284,8 @@ async function importAll(text) {
   } catch {
     // Said below.
   }
-  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) return toast("Not imported: this is not a file that this page exported.");
+  if (file?.format !== FORMAT || !Array.isArray(file.conversations))
+    return toast("Not imported: this is not a file that this page exported.");
   const read = file.conversations.map(readConversation);
   const good = read.filter(Boolean);
   for (const { record, messages } of good) await store.save(record, messages);
@@ -285,14 +307,17 @@ async function learnModel() {
       // While a model is being loaded the server says so here.
       banner("loading", error.message);
       setTimeout(learnModel, 2000);
-    } else if (error.status === 401) banner("key", "This server asks for an API key.", [["Enter key", () => settings("#key")]]);
+    } else if (error.status === 401)
+      banner("key", "This server asks for an API key.", [["Enter key", () => settings("#key")]]);
     else if (!error.status) check();
   }
   drawModel();
 }
 
 connection.addEventListener("down", ({ detail }) => {
-  const what = detail.status ? `The server does not work: ${detail.message}` : "No connection to the server. Trying again…";
+  const what = detail.status
+    ? `The server does not work: ${detail.message}`
+    : "No connection to the server. Trying again…";
   banner("connection", what, [["Try now", check]]);
 });
 connection.addEventListener("up", () => {
@@ -332,8 +357,16 @@ document.addEventListener("keydown", (event) => {
 addEventListener("hashchange", route);
 addEventListener("pagehide", keepRunning);
 
-store.onProblem("full", () => banner("storage", "This browser has no room left: what is new is not kept. Export conversations, then delete some.", [["Settings", () => settings("#export")]]));
-store.onProblem("failed", () => banner("storage", "This browser did not keep the last change. Export conversations before closing the page.", [["Settings", () => settings("#export")]]));
+store.onProblem("full", () =>
+  banner("storage", "This browser has no room left: what is new is not kept. Export conversations, then delete some.", [
+    ["Settings", () => settings("#export")],
+  ]),
+);
+store.onProblem("failed", () =>
+  banner("storage", "This browser did not keep the last change. Export conversations before closing the page.", [
+    ["Settings", () => settings("#export")],
+  ]),
+);
 store.onProblem("fine", () => clearBanner("storage"));
 
 async function boot() {
@@ -346,5 +379,8 @@ const booted = boot();
 learnModel();
 check();
 store.kept().then((kept) => {
-  if (!kept) banner("storage", "This browser keeps nothing for this page: conversations are gone when it is closed.", [["Understood", () => clearBanner("storage")]]);
+  if (!kept)
+    banner("storage", "This browser keeps nothing for this page: conversations are gone when it is closed.", [
+      ["Understood", () => clearBanner("storage")],
+    ]);
 });

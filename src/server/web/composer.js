@@ -89,7 +89,14 @@ export class Composer {
   /** `rate`: tokens per second or 0; `used` of `limit` tokens of context, either may be unknown. */
   meter(rate, used, limit) {
     byId("speed").textContent = rate ? `${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s` : "";
-    const text = used && limit ? `${count(used)} of ${count(limit)} tokens of context` : limit ? `${count(limit)} tokens of context` : used ? `${count(used)} tokens` : "";
+    const text =
+      used && limit
+        ? `${count(used)} of ${count(limit)} tokens of context`
+        : limit
+          ? `${count(limit)} tokens of context`
+          : used
+            ? `${count(used)} tokens`
+            : "";
     const node = byId("context");
     node.textContent = text;
     node.classList.toggle("full", Boolean(used && limit && used > 0.9 * limit));

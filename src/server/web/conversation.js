@@ -1,7 +1,10 @@
-// A conversation: a tree of messages of which one path is shown. Editing or regenerating adds a branch; nothing is overwritten.
+// A conversation: a tree of messages of which one path is shown. Editing or regenerating adds a branch; nothing is
+// overwritten.
 //
-// conversation: { id, title, named, created, updated, system, sampling, leaf }   leaf: id of the last message of the shown path
-// message:      { id, conversation, parent, role, content, reasoning, state, ... }   parent: id, or null for a first message
+// conversation: { id, title, named, created, updated, system, sampling, leaf }
+//   leaf    id of the last message of the shown path
+// message: { id, conversation, parent, role, content, reasoning, state, ... }
+//   parent  id, or null for a first message
 // states of an answer: live, done, length, stopped, lost, failed
 
 const MAX_TITLE = 60;
@@ -29,7 +32,16 @@ export class Conversation {
   /** A new one with the defaults for new conversations. */
   static start({ system = "", sampling = {} } = {}) {
     const now = Date.now();
-    return new Conversation({ id: newId(), title: "New conversation", named: false, created: now, updated: now, system, sampling: { ...sampling }, leaf: null });
+    return new Conversation({
+      id: newId(),
+      title: "New conversation",
+      named: false,
+      created: now,
+      updated: now,
+      system,
+      sampling: { ...sampling },
+      leaf: null,
+    });
   }
 
   get id() {
@@ -90,13 +102,21 @@ export function readConversation(value) {
   const messages = [];
   for (const m of value.messages) {
     if (!m || !ROLES.includes(m.role) || typeof m.content !== "string") return null;
-    const message = { id: ids.get(m.id), conversation: record.id, parent: ids.get(m.parent) ?? null, role: m.role, content: m.content, created: time(m.created) };
+    const message = {
+      id: ids.get(m.id),
+      conversation: record.id,
+      parent: ids.get(m.parent) ?? null,
+      role: m.role,
+      content: m.content,
+      created: time(m.created),
+    };
     if (m.role === "assistant") {
       message.state = STATES.includes(m.state) && m.state !== "live" ? m.state : "done";
       message.reasoning = text(m.reasoning);
       message.model = text(m.model);
       if (m.error) message.error = { message: text(m.error.message, "The server refused this") };
-      for (const key of ["tokens", "total", "rate", "wait", "thought"]) if (Number.isFinite(m[key])) message[key] = m[key];
+      for (const key of ["tokens", "total", "rate", "wait", "thought"])
+        if (Number.isFinite(m[key])) message[key] = m[key];
     }
     messages.push(message);
   }
@@ -121,10 +141,31 @@ function isForest(messages) {
 
 /** Fields that a request may carry, and their ranges. `step`: for the arrows of an input. */
 export const SAMPLING = [
-  { name: "temperature", label: "Temperature", least: 0, most: 2, step: 0.1, about: "0 always takes the likeliest token; higher is more varied" },
-  { name: "top_p", label: "Top p", least: 0.01, most: 1, step: 0.05, about: "Keep the likeliest tokens that make up this share" },
+  {
+    name: "temperature",
+    label: "Temperature",
+    least: 0,
+    most: 2,
+    step: 0.1,
+    about: "0 always takes the likeliest token; higher is more varied",
+  },
+  {
+    name: "top_p",
+    label: "Top p",
+    least: 0.01,
+    most: 1,
+    step: 0.05,
+    about: "Keep the likeliest tokens that make up this share",
+  },
   { name: "top_k", label: "Top k", least: 0, step: 1, about: "Keep this many of the likeliest tokens; 0 keeps all" },
-  { name: "min_p", label: "Min p", least: 0, most: 1, step: 0.01, about: "Drop tokens below this share of the likeliest" },
+  {
+    name: "min_p",
+    label: "Min p",
+    least: 0,
+    most: 1,
+    step: 0.01,
+    about: "Drop tokens below this share of the likeliest",
+  },
   { name: "max_tokens", label: "Max tokens", least: 1, step: 1, about: "The longest answer" },
   { name: "seed", label: "Seed", step: 1, about: "The same seed repeats an answer" },
 ];

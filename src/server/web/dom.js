@@ -1,7 +1,8 @@
 // Making elements. Text is only ever text: nothing here, or anywhere on this page, parses a string as markup.
 
 /**
- * An element. `props`: `class`, `text`, `on<event>` functions, and attributes; true and false set and leave out an attribute.
+ * An element. `props`: `class`, `text`, `on<event>` functions, and attributes; true and false set and leave out an
+ * attribute.
  */
 export function el(name, props = {}, ...children) {
   const node = document.createElement(name);
@@ -29,7 +30,11 @@ export function icon(name) {
 
 /** A button that shows an icon and says `label`. */
 export function iconButton(name, label, onclick, props = {}) {
-  return el("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...props }, icon(name));
+  return el(
+    "button",
+    { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...props },
+    icon(name),
+  );
 }
 
 /** The element with this id. */

@@ -1,20 +1,36 @@
 // Inline Markdown as DOM nodes: code, emphasis, links, math. Text only ever becomes text nodes.
 //
-// Delimiters of emphasis are first written as text nodes; when a closer finds its opener, what lies between them moves into an
-// element (the way CommonMark's reference describes it). Work is linear in the text, and nesting is bounded: what would go deeper
-// stays text, and so does all that begins outside of it, so that nothing is walked over again and again.
+// Delimiters of emphasis are first written as text nodes; when a closer finds its opener, what lies between them moves
+// into an element (the way CommonMark's reference describes it). Work is linear in the text, and nesting is bounded:
+// what would go deeper stays text, and so does all that begins outside of it, so that nothing is walked over again and
+// again.
 
 import { anchor, safe } from "./link.js";
 
 const MAX_NESTING = 16;
 const SPECIAL = /[\\`*_~$[\]!<&\n]|https?:\/\//gi;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
-const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", hellip: "…", mdash: "—", ndash: "–", times: "×" };
+const ENTITIES = {
+  amp: "&",
+  lt: "<",
+  gt: ">",
+  quot: '"',
+  apos: "'",
+  nbsp: "\u00a0",
+  hellip: "…",
+  mdash: "—",
+  ndash: "–",
+  times: "×",
+};
 // `(?!\s)`: blanks belong to one place only, so that a failure costs no more than their number.
-const TARGET =
-  /\(\s*(?!\s)(?:<([^<>\n]{0,4000})>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.){0,1000}\)){0,4000}))(?:\s+(?:"[^"]{0,1000}"|'[^']{0,1000}'))?\s*\)/y;
+const ADDRESS = String.raw`<([^<>\n]{0,4000})>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.){0,1000}\)){0,4000})`;
+const TITLE = String.raw`"[^"]{0,1000}"|'[^']{0,1000}'`;
+const TARGET = new RegExp(String.raw`\(\s*(?!\s)(?:${ADDRESS})(?:\s+(?:${TITLE}))?\s*\)`, "y");
 
-/** Appends `text` to `parent`. `live`: more may follow, so what is still open at the end is shown as if it were closed. */
+/**
+ * Appends `text` to `parent`. `live`: more may follow, so what is still open at the end is shown as if it were
+ * closed.
+ */
 export function inline(parent, text, live = false) {
   // Half of a closing mark would flash as something else.
   new Inline(parent, live ? text.replace(/[*_`~]{1,3}$/, "") : text, live).run();
@@ -115,7 +131,8 @@ class Inline {
     const start = this.at + n;
     const end = this.backticks(n, start);
     if (end < 0) {
-      if (this.live && n === 1 && start < this.text.length) return this.element("code", this.text.slice(start), this.text.length);
+      if (this.live && n === 1 && start < this.text.length)
+        return this.element("code", this.text.slice(start), this.text.length);
       this.plain += "`".repeat(n);
       this.at = start;
       return true;
@@ -130,7 +147,8 @@ class Inline {
     const mark = this.text.startsWith("$$", this.at) ? "$$" : "$";
     const n = mark.length;
     const start = this.at + n;
-    if (this.missing.has(mark) || (n === 1 && !/[^\s\d$]|\d+[^\s\d.,]/y.test(this.text.slice(start, start + 8)))) return false;
+    if (this.missing.has(mark) || (n === 1 && !/[^\s\d$]|\d+[^\s\d.,]/y.test(this.text.slice(start, start + 8))))
+      return false;
     const end = this.text.indexOf(mark, start);
     if (end < 0) this.missing.add(mark);
     if (end <= start || end - start > 2000) return false;
@@ -149,7 +167,8 @@ class Inline {
     const opens = char === "_" ? left && (!right || punctuation[0]) : left;
     const closes = char === "_" ? right && (!left || punctuation[1]) : right;
     const node = document.createTextNode(char.repeat(count));
-    if ((opens || closes) && (char !== "~" || count === 2)) this.delimiters.push({ node, char, count, length: count, opens, closes });
+    if ((opens || closes) && (char !== "~" || count === 2))
+      this.delimiters.push({ node, char, count, length: count, opens, closes });
     return this.push(node, this.at + count);
   }
 
@@ -248,7 +267,8 @@ class Inline {
   /** A `**` that is still waiting for its partner gets it. */
   closeLast() {
     let open = null;
-    for (const d of this.delimiters) if (d.char === "*" && d.length === 2) open = open && d.closes ? null : d.opens ? d : open;
+    for (const d of this.delimiters)
+      if (d.char === "*" && d.length === 2) open = open && d.closes ? null : d.opens ? d : open;
     if (!open?.node.nextSibling) return;
     const node = document.createTextNode("**");
     this.parent.append(node);
@@ -272,7 +292,13 @@ class Inline {
         }
         const opener = list[stack[at]];
         const n = Math.min(2, opener.count, closer.count);
-        if (!wrap(opener.node, closer.node, document.createElement(closer.char === "~" ? "del" : n === 2 ? "strong" : "em"))) {
+        if (
+          !wrap(
+            opener.node,
+            closer.node,
+            document.createElement(closer.char === "~" ? "del" : n === 2 ? "strong" : "em"),
+          )
+        ) {
           stack.length = 0;
           break;
         }
@@ -297,10 +323,14 @@ function matches(opener, closer) {
 
 const depths = new WeakMap();
 
-/** Moves what lies between two siblings (to the last, if `end` is null) into `node`, which follows `start`; false if too deep. */
+/**
+ * Moves what lies between two siblings (to the last, if `end` is null) into `node`, which follows `start`; false if
+ * too deep.
+ */
 function wrap(start, end, node) {
   let depth = 0;
-  for (let inner = start.nextSibling; inner !== end; inner = inner.nextSibling) depth = Math.max(depth, depths.get(inner) ?? 0);
+  for (let inner = start.nextSibling; inner !== end; inner = inner.nextSibling)
+    depth = Math.max(depth, depths.get(inner) ?? 0);
   if (depth >= MAX_NESTING) return false;
   while (start.nextSibling !== end) node.append(start.nextSibling);
   depths.set(node, depth + 1);

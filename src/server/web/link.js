@@ -1,4 +1,5 @@
-// Which addresses in a model's text may become links: absolute ones of three harmless kinds, and nothing that a browser would run.
+// Which addresses in a model's text may become links: absolute ones of three harmless kinds, and nothing that a browser
+// would run.
 
 const ALLOWED = /^(?:https?:\/\/[^\s/]|mailto:[^\s@]+@)/i;
 

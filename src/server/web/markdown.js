@@ -1,7 +1,8 @@
 // Markdown as DOM nodes, and `Prose`, which keeps an element in step with a text that grows.
 //
-// Blocks are told apart line by line; each top-level block is one child of the element. Only the last block can change when text
-// is appended, so only that one is rendered again, and what it had is patched rather than replaced: selections and scroll stay.
+// Blocks are told apart line by line; each top-level block is one child of the element. Only the last block can change
+// when text is appended, so only that one is rendered again, and what it had is patched rather than replaced:
+// selections and scroll stay.
 
 import { highlight } from "./highlight.js";
 import { inline } from "./inline.js";
@@ -37,7 +38,8 @@ function readBlock(lines, i, depth) {
   const line = lines[i];
   let m;
   if ((m = FENCE.exec(line))) return readFence(lines, i, m);
-  if ((m = HEADING.exec(line))) return [{ type: "heading", level: m[1].length, text: (m[2] ?? "").trim().replace(/(?:^|\s)#+$/, "") }, i + 1];
+  if ((m = HEADING.exec(line)))
+    return [{ type: "heading", level: m[1].length, text: (m[2] ?? "").trim().replace(/(?:^|\s)#+$/, "") }, i + 1];
   if (RULE.test(line)) return [{ type: "rule" }, i + 1];
   if ((m = MATH.exec(line))) return readMath(lines, i, m[1]);
   if (depth < MAX_NESTING) {
@@ -80,7 +82,8 @@ function readMath(lines, i, mark) {
   const text = inside.join("\n");
   const at = text.lastIndexOf(close);
   // Math that goes on in a sentence is not a block.
-  if (at >= 0 && text.slice(at + close.length).trim()) return [{ type: "paragraph", text: lines.slice(i, end).join("\n") }, end];
+  if (at >= 0 && text.slice(at + close.length).trim())
+    return [{ type: "paragraph", text: lines.slice(i, end).join("\n") }, end];
   return [{ type: "math", text: (at >= 0 ? text.slice(0, at) : text).trim() }, end];
 }
 
@@ -129,7 +132,10 @@ function readList(lines, i, first, depth) {
     blank = false;
   }
   const start = parseInt(first[2], 10);
-  return [{ type: "list", start: Number.isNaN(start) ? null : start, items: items.map((item) => readItem(item, depth)) }, i];
+  return [
+    { type: "list", start: Number.isNaN(start) ? null : start, items: items.map((item) => readItem(item, depth)) },
+    i,
+  ];
 }
 
 function readItem(lines, depth) {
@@ -146,7 +152,12 @@ function isTable(lines, i) {
 function readTable(lines, i) {
   const align = cells(lines[i + 1]).map((c) => (c.endsWith(":") ? (c.startsWith(":") ? "center" : "right") : null));
   let end = i + 2;
-  while (end < lines.length && lines[end].trim() && !(FENCE.test(lines[end]) || HEADING.test(lines[end]) || QUOTE.test(lines[end]))) end++;
+  while (
+    end < lines.length &&
+    lines[end].trim() &&
+    !(FENCE.test(lines[end]) || HEADING.test(lines[end]) || QUOTE.test(lines[end]))
+  )
+    end++;
   return [{ type: "table", align, rows: [lines[i], ...lines.slice(i + 2, end)].map(cells) }, end];
 }
 
@@ -179,14 +190,24 @@ function element(name, className) {
 /** The element of a block. `live`: its text is still growing. */
 function render(block, live) {
   switch (block.type) {
-    case "heading": return words(element(`h${Math.min(6, block.level + 2)}`), block.text, live);
-    case "rule": return element("hr");
-    case "code": return renderCode(block);
-    case "math": return Object.assign(element("div", "math"), { textContent: block.text });
-    case "quote": return children(element("blockquote"), block.blocks, live);
-    case "list": return renderList(block, live);
-    case "table": return renderTable(block, live);
-    default: return live && /^\|[^\n]*(?:\n[|:\- ]*)?$/.test(block.text) ? renderHead(block.text) : words(element("p"), block.text.trimEnd(), live);
+    case "heading":
+      return words(element(`h${Math.min(6, block.level + 2)}`), block.text, live);
+    case "rule":
+      return element("hr");
+    case "code":
+      return renderCode(block);
+    case "math":
+      return Object.assign(element("div", "math"), { textContent: block.text });
+    case "quote":
+      return children(element("blockquote"), block.blocks, live);
+    case "list":
+      return renderList(block, live);
+    case "table":
+      return renderTable(block, live);
+    default:
+      return live && /^\|[^\n]*(?:\n[|:\- ]*)?$/.test(block.text)
+        ? renderHead(block.text)
+        : words(element("p"), block.text.trimEnd(), live);
   }
 }
 
@@ -264,7 +285,9 @@ function renderTable({ align, rows }, live) {
   return box;
 }
 
-/** Changes `old` into `fresh` with as few changes as possible; text that grew is appended to, which keeps selections. */
+/**
+ * Changes `old` into `fresh` with as few changes as possible; text that grew is appended to, which keeps selections.
+ */
 function patch(old, fresh) {
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
   if (old.nodeType === Node.TEXT_NODE) {

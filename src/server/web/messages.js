@@ -1,5 +1,5 @@
-// The messages of the shown conversation. Each keeps its element for as long as it is shown; an answer that grows is drawn at
-// most once a frame, and less often when drawing takes long.
+// The messages of the shown conversation. Each keeps its element for as long as it is shown; an answer that grows is
+// drawn at most once a frame, and less often when drawing takes long.
 
 import { answering } from "./answers.js";
 import { byId, copyText, el, icon, iconButton } from "./dom.js";
@@ -13,7 +13,8 @@ const list = byId("messages");
 const latest = byId("latest");
 
 /** How long a person needs to read it: `1.5 s`, `2 min 5 s`. */
-const duration = (s) => (s < 10 ? `${s.toFixed(1)} s` : s < 60 ? `${Math.round(s)} s` : `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`);
+const duration = (s) =>
+  s < 10 ? `${s.toFixed(1)} s` : s < 60 ? `${Math.round(s)} s` : `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
 
 /** Keeps the end in sight until the reader scrolls up. */
 const follow = {
@@ -40,7 +41,10 @@ const follow = {
     this.top = scroller.scrollTop;
     latest.hidden = this.on || this.gap() < NEAR_END;
   },
-  /** Where the reader went. Asked before every change too: the event that tells of scrolling comes only with the next frame. */
+  /**
+   * Where the reader went. Asked before every change too: the event that tells of scrolling comes only with the
+   * next frame.
+   */
   look() {
     const moved = scroller.scrollTop - this.top;
     if (moved < -2 && this.gap() > 2) this.on = false;
@@ -93,7 +97,12 @@ class View {
     const { message } = this;
     if (!this.thinking) {
       this.thoughts = new Prose(el("div", { class: "prose" }));
-      this.thinking = el("details", { class: "thinking", ontoggle: () => this.drawThinking(message.state === "live") }, el("summary"), this.thoughts.root);
+      this.thinking = el(
+        "details",
+        { class: "thinking", ontoggle: () => this.drawThinking(message.state === "live") },
+        el("summary"),
+        this.thoughts.root,
+      );
       this.body.prepend(this.thinking);
     }
     const busy = live && !message.content;
@@ -108,11 +117,23 @@ class View {
     const { message, actions } = this;
     this.note.replaceChildren();
     this.note.classList.toggle("failed", message.state === "failed");
-    const button = (label, name, act) => el("button", { type: "button", class: "plain", onclick: () => act(message) }, icon(name), label);
-    const goOn = () => ((message.content || message.reasoning) && actions.canContinue() ? button("Continue", "play", actions.continue) : button("Write again", "again", actions.regenerate));
+    const button = (label, name, act) =>
+      el("button", { type: "button", class: "plain", onclick: () => act(message) }, icon(name), label);
+    const goOn = () =>
+      (message.content || message.reasoning) && actions.canContinue()
+        ? button("Continue", "play", actions.continue)
+        : button("Write again", "again", actions.regenerate);
     switch (message.state) {
       case "live":
-        this.note.append(el("span", { class: "waiting", role: "img", "aria-label": "Waiting for the first words" }, el("i"), el("i"), el("i")));
+        this.note.append(
+          el(
+            "span",
+            { class: "waiting", role: "img", "aria-label": "Waiting for the first words" },
+            el("i"),
+            el("i"),
+            el("i"),
+          ),
+        );
         break;
       case "stopped":
         this.note.append(el("span", { text: "Stopped." }), goOn());
@@ -124,12 +145,23 @@ class View {
         this.note.append(el("span", { text: "The answer reached its longest length." }), goOn());
         break;
       case "failed":
-        this.note.append(el("div", { role: "alert" }, el("strong", { text: advice(message.error) }), el("span", { text: message.error.message })));
+        this.note.append(
+          el(
+            "div",
+            { role: "alert" },
+            el("strong", { text: advice(message.error) }),
+            el("span", { text: message.error.message }),
+          ),
+        );
         if (message.error.status === 401) this.note.append(keyForm((key) => actions.useKey(key, message)));
         else this.note.append(button("Try again", "again", actions.regenerate));
         break;
       default:
-        if (!message.content && !message.reasoning) this.note.append(el("span", { text: "The model said nothing." }), button("Write again", "again", actions.regenerate));
+        if (!message.content && !message.reasoning)
+          this.note.append(
+            el("span", { text: "The model said nothing." }),
+            button("Write again", "again", actions.regenerate),
+          );
     }
   }
 
@@ -151,7 +183,11 @@ class View {
     const copy = iconButton("copy", "Copy", () => copied(copy, message.content));
     foot.append(copy);
     if (message.role === "user") foot.append(iconButton("edit", "Edit", () => this.edit()));
-    else foot.append(iconButton("again", "Regenerate", () => actions.regenerate(message)), el("span", { class: "quiet stats", text: stats(message) }));
+    else
+      foot.append(
+        iconButton("again", "Regenerate", () => actions.regenerate(message)),
+        el("span", { class: "quiet stats", text: stats(message) }),
+      );
     if (focused) foot.querySelector(`[aria-label="${focused}"]`)?.focus();
   }
 
@@ -171,11 +207,26 @@ class View {
       close();
       actions.edit(message, area.value.trim());
     };
-    const form = el("form", { class: "edit", onsubmit: send }, area,
-      el("div", { class: "row" }, el("button", { type: "button", class: "plain", text: "Cancel", onclick: close }), el("button", { type: "submit", class: "primary", text: "Send" })));
+    const form = el(
+      "form",
+      { class: "edit", onsubmit: send },
+      area,
+      el(
+        "div",
+        { class: "row" },
+        el("button", { type: "button", class: "plain", text: "Cancel", onclick: close }),
+        el("button", { type: "submit", class: "primary", text: "Send" }),
+      ),
+    );
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
-      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches) send(event);
+      else if (
+        event.key === "Enter" &&
+        !event.shiftKey &&
+        !event.isComposing &&
+        !matchMedia("(pointer: coarse)").matches
+      )
+        send(event);
       else return;
       event.preventDefault();
       event.stopPropagation();
@@ -228,7 +279,8 @@ function stats({ rate, tokens, wait }) {
 
 /** What can be done about a refusal, before the server's own words. */
 function advice({ status, code }) {
-  if (code === "context_length_exceeded") return "This conversation no longer fits the model's context: start a new one, or shorten a message. ";
+  if (code === "context_length_exceeded")
+    return "This conversation no longer fits the model's context: start a new one, or shorten a message. ";
   if (status === 0) return "The server does not answer: check that it runs. ";
   if (status === 401 || status === 403) return "This server asks for an API key. ";
   if (status === 404) return "The server does not have this model any more: reload the page. ";
@@ -239,20 +291,33 @@ function advice({ status, code }) {
 }
 
 function keyForm(use) {
-  const input = el("input", { class: "secret", "aria-label": "API key", placeholder: "API key", autocomplete: "off", spellcheck: "false", required: true });
+  const input = el("input", {
+    class: "secret",
+    "aria-label": "API key",
+    placeholder: "API key",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
+  });
   const submit = (event) => {
     event.preventDefault();
     use(input.value);
   };
-  return el("form", { class: "key", onsubmit: submit }, input, el("button", { type: "submit", class: "primary", text: "Use" }),
-    el("span", { class: "quiet", text: "It stays in this browser." }));
+  return el(
+    "form",
+    { class: "key", onsubmit: submit },
+    input,
+    el("button", { type: "submit", class: "primary", text: "Use" }),
+    el("span", { class: "quiet", text: "It stays in this browser." }),
+  );
 }
 
 /** Whoever pressed a button that `work` takes away goes on at the message field, not at the top of the page. */
 function keepingFocus(work) {
   const inside = list.contains(document.activeElement);
   work();
-  if (inside && !list.contains(document.activeElement) && !matchMedia("(pointer: coarse)").matches) byId("composer-text").focus();
+  if (inside && !list.contains(document.activeElement) && !matchMedia("(pointer: coarse)").matches)
+    byId("composer-text").focus();
 }
 
 export class Messages {
@@ -272,7 +337,9 @@ export class Messages {
   draw(conversation) {
     const path = conversation.path();
     const old = this.views;
-    this.views = new Map(path.map((m) => [m.id, old.get(m.id)?.message === m ? old.get(m.id) : new View(m, this.actions)]));
+    this.views = new Map(
+      path.map((m) => [m.id, old.get(m.id)?.message === m ? old.get(m.id) : new View(m, this.actions)]),
+    );
     const nodes = [...this.views.values()].map((view) => view.node);
     // Moving an element resets what it scrolled and plays; only what differs is touched.
     for (const view of old.values()) if (!nodes.includes(view.node)) view.node.remove();

@@ -5,7 +5,9 @@ import { byId, el, iconButton } from "./dom.js";
 /** Shows a banner under the header, in place of one with the same id. `actions`: pairs of label and function. */
 export function banner(id, text, actions = []) {
   clearBanner(id);
-  const buttons = actions.map(([label, act]) => el("button", { type: "button", class: "plain", text: label, onclick: act }));
+  const buttons = actions.map(([label, act]) =>
+    el("button", { type: "button", class: "plain", text: label, onclick: act }),
+  );
   byId("banners").append(el("div", { class: "banner", "data-id": id }, el("span", { text }), ...buttons));
 }
 
@@ -21,7 +23,8 @@ export function toast(text, action = null, seconds = action ? 10 : 4) {
     clearTimeout(timer);
     node.remove();
   };
-  const button = action && el("button", { type: "button", class: "plain", text: action[0], onclick: () => (close(), action[1]()) });
+  const button =
+    action && el("button", { type: "button", class: "plain", text: action[0], onclick: () => (close(), action[1]()) });
   const node = el("div", { class: "toast" }, el("span", { text }), button, iconButton("close", "Dismiss", close));
   let timer = setTimeout(close, seconds * 1000);
   // Nobody should have to hurry to reach a button.

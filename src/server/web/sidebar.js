@@ -29,7 +29,10 @@ export class Sidebar {
     byId("open-sidebar").addEventListener("click", () => this.toggle(true));
     byId("close-sidebar").addEventListener("click", () => this.toggle(false));
     byId("scrim").addEventListener("click", () => this.toggle(false));
-    byId("sidebar").addEventListener("keydown", (event) => event.key === "Escape" && narrow.matches && this.toggle(false));
+    byId("sidebar").addEventListener(
+      "keydown",
+      (event) => event.key === "Escape" && narrow.matches && this.toggle(false),
+    );
     field.addEventListener("input", () => this.search());
     field.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !field.value) return;
@@ -85,22 +88,36 @@ export class Sidebar {
       }
       sections.at(-1).lastChild.append(this.item(record));
     }
-    if (!shown.length) sections.push(el("p", { class: "quiet none", text: this.found ? "Nothing found." : "Conversations are kept here, in this browser." }));
+    if (!shown.length)
+      sections.push(
+        el("p", {
+          class: "quiet none",
+          text: this.found ? "Nothing found." : "Conversations are kept here, in this browser.",
+        }),
+      );
     byId("conversations").replaceChildren(...sections);
     if (focused) byId("conversations").querySelector(`[data-id="${focused}"] a`)?.focus();
   }
 
   item(record) {
-    const link = el("a", { href: `#${record.id}`, "aria-current": record.id === this.current ? "page" : null, title: record.title, text: record.title,
-      onclick: () => this.toggle(false) });
-    const more = iconButton("more", `More about ${record.title}`, () => this.openMenu(more, record), { "aria-haspopup": "menu" });
+    const link = el("a", {
+      href: `#${record.id}`,
+      "aria-current": record.id === this.current ? "page" : null,
+      title: record.title,
+      text: record.title,
+      onclick: () => this.toggle(false),
+    });
+    const more = iconButton("more", `More about ${record.title}`, () => this.openMenu(more, record), {
+      "aria-haspopup": "menu",
+    });
     const item = el("li", { "data-id": record.id, class: answering(record.id) ? "answering" : null }, link, more);
     link.addEventListener("dblclick", () => this.rename(record));
     return item;
   }
 
   openMenu(button, record) {
-    const entry = (name, label, act) => el("button", { type: "button", role: "menuitem", onclick: () => (menu.hidePopover(), act()) }, icon(name), label);
+    const entry = (name, label, act) =>
+      el("button", { type: "button", role: "menuitem", onclick: () => (menu.hidePopover(), act()) }, icon(name), label);
     menu.replaceChildren(
       entry("edit", "Rename", () => this.rename(record)),
       entry("save", "Export", () => this.actions.save(record.id)),
@@ -108,8 +125,13 @@ export class Sidebar {
     const place = button.getBoundingClientRect();
     menu.showPopover();
     menu.style.left = `${Math.max(8, Math.min(place.left, innerWidth - menu.offsetWidth - 8))}px`;
-    menu.style.top = `${place.bottom + menu.offsetHeight > innerHeight - 8 ? place.top - menu.offsetHeight - 4 : place.bottom + 4}px`;
-    menu.addEventListener("toggle", () => button.isConnected && menu.contains(document.activeElement) && button.focus(), { once: true });
+    const fits = place.bottom + menu.offsetHeight <= innerHeight - 8;
+    menu.style.top = `${fits ? place.bottom + 4 : place.top - menu.offsetHeight - 4}px`;
+    menu.addEventListener(
+      "toggle",
+      () => button.isConnected && menu.contains(document.activeElement) && button.focus(),
+      { once: true },
+    );
     menu.firstChild.focus();
   }
 
@@ -131,7 +153,8 @@ export class Sidebar {
       if (over) return;
       over = true;
       input.remove();
-      if (keep && input.value.trim() && input.value.trim() !== record.title) this.actions.rename(record.id, input.value.trim());
+      if (keep && input.value.trim() && input.value.trim() !== record.title)
+        this.actions.rename(record.id, input.value.trim());
       this.draw();
       byId("conversations").querySelector(`[data-id="${record.id}"] a`)?.focus();
     };

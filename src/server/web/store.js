@@ -1,5 +1,5 @@
-// Conversations in this browser: IndexedDB, two stores, `conversations` and `messages`. Where there is none, memory does, and
-// `kept` says so. Other tabs are told of every change.
+// Conversations in this browser: IndexedDB, two stores, `conversations` and `messages`. Where there is none, memory
+// does, and `kept` says so. Other tabs are told of every change.
 
 const problems = new EventTarget();
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("moebius") : null;
@@ -31,7 +31,8 @@ async function open() {
     await rescue().catch(() => keepSetting("unwritten", undefined)); // not ours, then
     // A newer page in another tab may need to change the database.
     database.onversionchange = () => database.close();
-    navigator.storage?.persist?.().catch(() => {}); // asks not to be cleared when space runs short; the answer changes nothing
+    // Asks the browser to keep the data when space runs short. The page works the same if it refuses.
+    navigator.storage?.persist?.().catch(() => {});
   } catch {
     database = null;
   }
@@ -40,7 +41,8 @@ async function open() {
 // A page that is left aborts writes that are on their way; what they were to write is kept for the next page.
 const unwritten = new Set();
 addEventListener("pagehide", () => unwritten.size && keepSetting("unwritten", [...unwritten]));
-addEventListener("pageshow", (event) => event.persisted && keepSetting("unwritten", undefined)); // it came back, and goes on writing
+// The page came back and goes on writing.
+addEventListener("pageshow", (event) => event.persisted && keepSetting("unwritten", undefined));
 
 /** Writes what an earlier page could not. */
 async function rescue() {
@@ -102,7 +104,9 @@ async function write(work) {
 /** Records of all conversations, latest first. */
 export async function list() {
   await opened;
-  const all = database ? await wait(database.transaction("conversations").objectStore("conversations").getAll()) : [...memory.conversations.values()];
+  const all = database
+    ? await wait(database.transaction("conversations").objectStore("conversations").getAll())
+    : [...memory.conversations.values()];
   return all.sort((a, b) => b.updated - a.updated);
 }
 
@@ -111,7 +115,9 @@ export async function load(id) {
   await opened;
   if (!database) {
     const record = memory.conversations.get(id);
-    return record ? structuredClone({ record, messages: [...memory.messages.values()].filter((m) => m.conversation === id) }) : null;
+    return record
+      ? structuredClone({ record, messages: [...memory.messages.values()].filter((m) => m.conversation === id) })
+      : null;
   }
   const transaction = database.transaction(["conversations", "messages"]);
   const [record, messages] = await Promise.all([
