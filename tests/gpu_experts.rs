@@ -26,7 +26,7 @@ const TOP_K: usize = 3;
 const MAX_TOKENS: usize = 300;
 
 /// Precisions, with widths that do not fill their last tile where groups allow it.
-const FORMATS: [(Precision, usize, usize); 11] = [
+const FORMATS: &[(Precision, usize, usize)] = &[
     (Precision::int4(32), 160, 96),
     (Precision::int4(64), 192, 64),
     (Precision::int4(128), 256, 128),
@@ -52,7 +52,7 @@ enum Place {
     VramAndCpu,
 }
 
-const PLACES: [Place; 5] = [Place::Vram, Place::Streamed, Place::Cpu, Place::Everywhere, Place::VramAndCpu];
+const PLACES: &[Place] = &[Place::Vram, Place::Streamed, Place::Cpu, Place::Everywhere, Place::VramAndCpu];
 
 fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<ExpertCache> {
     let layers: Vec<usize> = (0..LAYERS).collect();
@@ -164,7 +164,7 @@ fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
     let b = &Sides::new().gpu;
     let store = store(hidden, intermediate, precision);
     let mut reference = on_cpu(&store);
-    let mut executors = PLACES.map(|place| (place, placed(b, &store, place)));
+    let mut executors = PLACES.iter().map(|&place| (place, placed(b, &store, place))).collect::<Vec<_>>();
     for (i, &tokens) in tokens.iter().enumerate() {
         let layer = i % LAYERS;
         let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
@@ -216,7 +216,7 @@ fn what_was_there_stays() {
     let b = &Sides::new().gpu;
     let (precision, hidden, intermediate) = FORMATS[0];
     let store = store(hidden, intermediate, precision);
-    for place in PLACES {
+    for &place in PLACES {
         let mut experts = placed(b, &store, place);
         for tokens in [2, 40] {
             let (x, routing) = (random(tokens * hidden, 80), routing(tokens, 81));

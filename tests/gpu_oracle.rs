@@ -11,7 +11,7 @@ use common::{Fixture, greedy};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, PrefillOn};
 use moebius::engine::capture::{Wanted, capture};
 
-const FIXTURES: [&str; 14] = [
+const FIXTURES: &[&str] = &[
     "gpt_oss_mxfp4",
     "qwen2_moe",
     "qwen3_next",

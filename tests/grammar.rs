@@ -11,7 +11,7 @@ use moebius::text::reply::{Calls, Part, ReplyStart, Syntax, Tool, ToolChoice};
 use moebius::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
-const TOKENIZERS: [&str; 2] = ["demo/moe-gqa", "tests/fixtures/_tokenizer"];
+const TOKENIZERS: &[&str] = &["demo/moe-gqa", "tests/fixtures/_tokenizer"];
 
 fn tokenizer(dir: &str) -> Tokenizer {
     Tokenizer::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join(dir)).unwrap()
@@ -392,7 +392,7 @@ fn hostile_formats_are_refused_or_cheap() {
 }
 
 /// Excerpts of templates, and the special tokens that their models have.
-const SYNTAXES: [(&str, &[&str]); 8] = [
+const SYNTAXES: &[(&str, &[&str])] = &[
     ("<tool_call> <think>", &[]),
     ("<tool_call> <function= <think>", &[]),
     (
@@ -479,7 +479,7 @@ fn parts_of(syntax: &Syntax, tools: &[Tool], start: ReplyStart, text: &str) -> (
 #[test]
 fn replies_that_must_call_a_tool_do() {
     let (mut finished, mut walks, mut kinds) = (0, 0, [0; 2]);
-    for (template, specials) in SYNTAXES {
+    for &(template, specials) in SYNTAXES {
         let syntax = Syntax::of(template);
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();
@@ -519,7 +519,7 @@ fn replies_that_must_call_a_tool_do() {
 
 #[test]
 fn free_text_may_call_strict_tools_only_well() {
-    for (template, specials) in SYNTAXES {
+    for &(template, specials) in SYNTAXES {
         let syntax = Syntax::of(template);
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();

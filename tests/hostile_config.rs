@@ -14,7 +14,7 @@ use moebius::model::families;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-const FIXTURES: [&str; 7] = [
+const FIXTURES: &[&str] = &[
     "deepseek_v2_full",
     "deepseek_v2_lite",
     "deepseek_v3",
@@ -25,13 +25,13 @@ const FIXTURES: [&str; 7] = [
 ];
 
 fn configs() -> Vec<Value> {
-    const LATER: [&str; 6] = ["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_dense"];
+    const LATER: &[&str] = &["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_dense"];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
         .iter()
         .map(|name| fixture_dir(name))
         .chain(["moe-gqa", "moe-mla"].map(demo_dir))
-        .chain(LATER.map(fixture_dir));
+        .chain(LATER.iter().map(|name| fixture_dir(name)));
     dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap())
         .chain(small)
         .collect()

@@ -11,7 +11,7 @@ use moebius::forward::kv_cache::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width.
-const MODELS: [&str; 5] = ["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2"];
+const MODELS: &[&str] = &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2"];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()

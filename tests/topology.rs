@@ -24,7 +24,7 @@ struct Machine {
     first: &'static [(usize, usize)], // CPU and node of two workers for each node of the seats
 }
 
-const MACHINES: [Machine; 8] = [
+const MACHINES: &[Machine] = &[
     Machine {
         name: "1-ryzen-smt",
         cores: 8,
@@ -144,7 +144,7 @@ fn per_node(seats: &[Seat]) -> Vec<(usize, usize)> {
 
 #[test]
 fn cores_nodes_and_seats() {
-    for machine in &MACHINES {
+    for machine in MACHINES {
         let (name, topology) = (machine.name, read(machine.name));
         assert_eq!((topology.cores.len(), topology.has_smt()), (machine.cores, machine.smt), "{name}");
         assert_eq!(topology.nodes.iter().map(|node| node.id).collect::<Vec<_>>(), machine.nodes, "{name}");
@@ -174,7 +174,7 @@ fn every_node_with_workers_holds_a_slice_in_proportion() {
         Contents { model: "random", hidden: 512, intermediate: 384, num_experts: 2, precision, layers: &[0] };
     let store = Arc::new(ExpertCache::anonymous(&contents, |_, expert, bytes| bytes.fill(expert as u8)).unwrap());
     let here = Topology::read();
-    for machine in &MACHINES {
+    for machine in MACHINES {
         // Its nodes, with workers on whatever CPUs there are: two for each node, and on the first a third and a fourth.
         let mut nodes: Vec<usize> = machine.first.iter().map(|&(_, node)| node).collect();
         nodes.splice(0..0, [nodes[0]; 2]);

@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// The name by which the bundled model is called.
 pub const NAME: &str = "demo";
 
-const FILES: [(&str, &[u8]); 6] = [
+const FILES: &[(&str, &[u8])] = &[
     ("chat_template.jinja", include_bytes!("../../demo/moe-gqa/chat_template.jinja")),
     ("config.json", include_bytes!("../../demo/moe-gqa/config.json")),
     ("generation_config.json", include_bytes!("../../demo/moe-gqa/generation_config.json")),
@@ -24,7 +24,7 @@ const FILES: [(&str, &[u8]); 6] = [
 /// and any number of processes may do this at once.
 pub fn materialize(cache_dir: &Path) -> Result<PathBuf> {
     let dir = cache_dir.join(format!("{NAME}-{:016x}", content_hash()));
-    for (name, bytes) in FILES {
+    for &(name, bytes) in FILES {
         let path = dir.join(name);
         if moebius_cache::file::read(&path).is_ok_and(|present| present == bytes) {
             continue;
@@ -54,7 +54,7 @@ fn replace(dir: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 
 fn content_hash() -> u64 {
     let mut hash = Xxh3::new();
-    for (name, bytes) in FILES {
+    for &(name, bytes) in FILES {
         hash.update(name.as_bytes());
         hash.update(&(bytes.len() as u64).to_le_bytes());
         hash.update(bytes);

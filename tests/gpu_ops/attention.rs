@@ -9,11 +9,11 @@ use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, ragged
 
 /// Query heads, KV heads and their width: every kernel at its own width and below, one query head to a KV head,
 /// several, and more than a block serves.
-const HEADS: [(usize, usize, usize); 9] =
-    [(4, 2, 64), (2, 2, 24), (20, 1, 32), (4, 2, 96), (3, 1, 80), (4, 1, 128), (2, 2, 136), (2, 1, 256), (18, 1, 200)];
+const HEADS: &[(usize, usize, usize)] =
+    &[(4, 2, 64), (2, 2, 24), (20, 1, 32), (4, 2, 96), (3, 1, 80), (4, 1, 128), (2, 2, 136), (2, 1, 256), (18, 1, 200)];
 
 /// Positions of each sequence, and how many of them are queries.
-const BATCHES: [&[(usize, usize)]; 6] = [
+const BATCHES: &[&[(usize, usize)]] = &[
     &[(1, 1)],
     &[(64, 1), (1, 1), (65, 1), (130, 1), (700, 1)],
     &[(5, 4), (200, 2), (64, 3)],
@@ -62,7 +62,7 @@ fn check_attention(
 fn attention_over_bf16() {
     need_gpu!();
     let sides = Sides::new();
-    for heads in HEADS {
+    for &heads in HEADS {
         BATCHES.iter().for_each(|batch| check_attention(&sides, heads, batch, KvBits::Bf16));
     }
 }
@@ -71,7 +71,7 @@ fn attention_over_bf16() {
 fn attention_over_fp8() {
     need_gpu!();
     let sides = Sides::new();
-    for heads in HEADS {
+    for &heads in HEADS {
         BATCHES.iter().for_each(|batch| check_attention(&sides, heads, batch, KvBits::Fp8));
     }
 }
@@ -81,7 +81,7 @@ fn attention_over_fp8() {
 fn attention_of_long_prompts() {
     need_gpu!(real);
     let sides = Sides::new();
-    for heads in HEADS {
+    for &heads in HEADS {
         for bits in [KvBits::Bf16, KvBits::Fp8] {
             check_attention(&sides, heads, &[(1500, 700), (513, 513), (1024, 128), (640, 5), (1, 1), (333, 333)], bits);
         }

@@ -15,7 +15,7 @@ const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms
 
 /// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from
 /// the last down.
-const STEPS: [&[usize]; 4] = [&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
+const STEPS: &[&[usize]] = &[&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
 
 /// What gated DeltaNet has beside its projections.
 fn rule(config: &DeltaNet) -> DeltaRule {

@@ -10,10 +10,10 @@ use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, random};
 
 /// One by one, a few, the ends of tiles of 16 to 128, and tensor cores of every kind.
-const TOKENS: [usize; 13] = [1, 2, 5, 8, 9, 17, 33, 64, 65, 127, 128, 129, 300];
+const TOKENS: &[usize] = &[1, 2, 5, 8, 9, 17, 33, 64, 65, 127, 128, 129, 300];
 
 /// Rows and columns of weights: multiples of 8, odd ones among them; one is long enough to be cut along k.
-const SHAPES: [(usize, usize); 5] = [(8, 8), (40, 136), (264, 72), (72, 264), (24, 1544)];
+const SHAPES: &[(usize, usize)] = &[(8, 8), (40, 136), (264, 72), (72, 264), (24, 1544)];
 
 /// What is in the output before.
 const BEFORE: f32 = 0.75;
@@ -44,9 +44,9 @@ fn naive(weight: &[f32], bias: Option<&[f32]>, x: &[f32], k: usize) -> Vec<f32> 
 fn bf16_products_of_any_number_of_tokens() {
     need_gpu!();
     let sides = Sides::new();
-    for (n, k) in SHAPES {
+    for &(n, k) in SHAPES {
         let (weight, bias) = (random(n * k, 11), random(n, 12));
-        for tokens in TOKENS {
+        for &tokens in TOKENS {
             let x = random(tokens * k, 13);
             for bias in [None, Some(bias.clone())] {
                 let (got, want) = both!(sides, |b| {
@@ -99,7 +99,7 @@ fn packed_products_equal_the_dequantized_weights() {
             let (weight, bias) = (random(n * k, 16), random(n, 17));
             let stands_for = packed(&weight, k, bits);
             let w = b.load_linear(host(k, &weight), Some(bias.clone()), bits).unwrap();
-            for tokens in TOKENS {
+            for &tokens in TOKENS {
                 let x = random(tokens * k, 18);
                 let want = naive(&stands_for, Some(&bias), &x, k);
                 let (mut narrow, mut wide) = (b.tensor(tokens, n).unwrap(), b.tensor_f32(tokens, n).unwrap());

@@ -34,7 +34,7 @@ const fn way(name: &'static str, first: &'static str, drip: &'static str) -> Way
     Way { name, first, drip, again: true, reads: 4096 }
 }
 
-const WAYS: [Way; 8] = [
+const WAYS: &[Way] = &[
     Way { again: false, ..way("silent", "", "") },
     Way { again: false, ..way("heads by the byte", HEAD, "x") },
     way("heads by the byte, anew", HEAD, "x"),
@@ -122,7 +122,7 @@ fn longest(server: &Fixture, way: Way, sockets: usize, every: Duration, rounds: 
 }
 
 fn assert_answered_in_time(places: usize, sockets: usize, every: Duration, rounds: usize) {
-    for way in WAYS {
+    for &way in WAYS {
         let server = saying_with(ServerOptions { max_connections: places, ..ServerOptions::default() }, "x");
         let (about, completion) = longest(&server, way, sockets, every, rounds);
         assert!(about < Duration::from_secs(1), "{}: {about:?}", way.name);

@@ -78,12 +78,12 @@ pub(super) struct Markup {
 }
 
 /// All rows; the first whose marks a template has is its format.
-pub(super) const FORMATS: [&CallFormat; 7] = [&DEEPSEEK_V3, &DEEPSEEK_V31, &KIMI, &MINIMAX, &GLM, &QWEN_CODER, &HERMES];
+pub(super) const FORMATS: &[&CallFormat] = &[&DEEPSEEK_V3, &DEEPSEEK_V31, &KIMI, &MINIMAX, &GLM, &QWEN_CODER, &HERMES];
 
 impl CallFormat {
     /// The format that this chat template writes.
     pub(super) fn of(template: &str) -> Option<&'static CallFormat> {
-        FORMATS.into_iter().find(|format| format.marks.iter().all(|mark| template.contains(mark)))
+        FORMATS.iter().copied().find(|format| format.marks.iter().all(|mark| template.contains(mark)))
     }
 }
 
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn rows_hold_together() {
-        for format in FORMATS {
+        for &format in FORMATS {
             assert_eq!(CallFormat::of(&format.marks.join(" ")), Some(format), "an earlier row takes its templates");
             let first = format.section.as_ref().map_or(format.opener, |section| section.open.trim_end());
             assert_eq!(format.starts[0], first, "the grammar's first text starts a call for the parser too");
