@@ -67,11 +67,13 @@ fn call(format: &CallFormat, tool: &Tool) -> Result<Grammar> {
     let name = &tool.name;
     let text = |text: String| vec![Grammar::Literal(text)];
     let (mut items, tail) = match format.name {
-        Name::Field => (text(format!("\n{{\"name\": {}, \"arguments\": ", Value::from(name.as_str()))), "}"),
+        Name::Field(before) => {
+            (text(format!("{before}{{\"name\": {}, \"arguments\": ", Value::from(name.as_str()))), "}")
+        }
         Name::Tag(before, after) => (text(format!("{before}{name}{after}")), ""),
-        Name::Line => (text(format!("{name}\n")), ""),
+        Name::Line(end) => (text(format!("{name}{end}")), ""),
         Name::Before(separator) => (text(format!("{name}{separator}")), ""),
-        Name::Fenced(separator) => (text(format!("function{separator}{name}\n```json\n")), "\n```"),
+        Name::Fenced(separator, [open, close]) => (text(format!("function{separator}{name}{open}")), close),
         Name::Id(separator) => {
             let count = Grammar::Regex("[0-9]{1,4}".into());
             (vec![Grammar::Literal(format!("functions.{name}:")), count, Grammar::literal(separator)], "")
@@ -98,9 +100,9 @@ fn parameters(tool: &Tool, frame: &Frame) -> Result<Vec<Grammar>> {
     let required =
         |key: &str| tool.parameters["required"].as_array().is_some_and(|keys| keys.iter().any(|name| name == key));
     let parameter = |(key, schema): (&String, &Value)| {
-        let Frame { before_key, after_key, before_value, after_value, .. } = frame;
+        let Frame { before_key, after_key, before_value, after_value, between, .. } = *frame;
         let before = Grammar::Literal(format!("{before_key}{key}{after_key}{before_value}"));
-        let parameter = Grammar::sequence([before, value(tool, key, schema, after_value)?, Grammar::literal("\n")]);
+        let parameter = Grammar::sequence([before, value(tool, key, schema, after_value)?, Grammar::literal(between)]);
         Ok(if required(key) { parameter } else { parameter.optional() })
     };
     properties.iter().map(parameter).collect()

@@ -3,8 +3,8 @@
 //! ```text
 //! section.open  opener NAME ARGUMENTS closer  between  opener NAME ARGUMENTS closer  section.close
 //! ```
-//! A row holds each text as the model writes it, with its white space. The grammar demands that white space, and line
-//! ends between parameters; the parser does not.
+//! A row holds each text as the model writes it, with its white space. The grammar demands that white space; the parser
+//! does not.
 
 /// One way to write calls among the text of an answer.
 #[derive(Debug, PartialEq)]
@@ -37,16 +37,16 @@ pub(super) struct Section {
 /// Where a call names its tool.
 #[derive(Debug, PartialEq)]
 pub(super) enum Name {
-    /// In a JSON object that holds the arguments too: `{"name": NAME, "arguments": {..}}`.
-    Field,
+    /// After this text, in a JSON object that holds the arguments too: `{"name": NAME, "arguments": {..}}`.
+    Field(&'static str),
     /// Between two texts. Quotes there may be missing.
     Tag(&'static str, &'static str),
-    /// On the rest of the line. The parser also ends it at a tag.
-    Line,
+    /// Before this end of its line. The parser also ends it at a tag.
+    Line(&'static str),
     /// Before this separator.
     Before(&'static str),
-    /// After `function` and this separator; the arguments stand in a fence.
-    Fenced(&'static str),
+    /// After `function` and this separator; the arguments stand between the two texts of a fence.
+    Fenced(&'static str, [&'static str; 2]),
     /// In an id before this separator: `functions.NAME:COUNT`.
     Id(&'static str),
 }
@@ -67,7 +67,8 @@ pub(super) struct Frame {
     pub(super) after_key: &'static str, // the parser forgives when it is missing
     pub(super) before_value: &'static str,
     pub(super) after_value: &'static str,
-    pub(super) end: &'static str, // after all parameters; empty: the call's closer ends them
+    pub(super) between: &'static str, // after each parameter
+    pub(super) end: &'static str,     // after all parameters; empty: the call's closer ends them
 }
 
 /// What a model marks in replies with tags.
@@ -93,7 +94,7 @@ pub(super) const HERMES: CallFormat = CallFormat {
     section: None,
     starts: &["<tool_call>"],
     opener: "<tool_call>",
-    name: Name::Field,
+    name: Name::Field("\n"),
     arguments: ArgumentForm::Json,
     closer: "\n</tool_call>",
     between: "\n",
@@ -111,6 +112,7 @@ pub(super) const QWEN_CODER: CallFormat = CallFormat {
         after_key: "",
         before_value: ">\n",
         after_value: "\n</parameter>",
+        between: "\n",
         end: "</function>\n",
     }),
     closer: "</tool_call>",
@@ -123,12 +125,13 @@ pub(super) const GLM: CallFormat = CallFormat {
     section: None,
     starts: &["<tool_call>"],
     opener: "<tool_call>",
-    name: Name::Line,
+    name: Name::Line("\n"),
     arguments: ArgumentForm::Parameters(Frame {
         before_key: "<arg_key>",
         after_key: "</arg_key>\n",
         before_value: "<arg_value>",
         after_value: "</arg_value>",
+        between: "\n",
         end: "",
     }),
     closer: "</tool_call>",
@@ -138,7 +141,7 @@ pub(super) const GLM: CallFormat = CallFormat {
 /// `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and fenced JSON in a section: DeepSeek-V3 and R1.
 pub(super) const DEEPSEEK_V3: CallFormat = CallFormat {
     marks: &["<｜tool▁calls▁begin｜>", "```json"],
-    name: Name::Fenced("<｜tool▁sep｜>"),
+    name: Name::Fenced("<｜tool▁sep｜>", ["\n```json\n", "\n```"]),
     between: "\n",
     ..DEEPSEEK_V31
 };
@@ -179,6 +182,7 @@ pub(super) const MINIMAX: CallFormat = CallFormat {
         after_key: "\"",
         before_value: ">",
         after_value: "</parameter>",
+        between: "\n",
         end: "</invoke>",
     }),
     closer: "",

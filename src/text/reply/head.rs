@@ -26,7 +26,7 @@ pub(super) fn read(format: &CallFormat, input: &Input, at: usize) -> CallHead {
     match named(format, &mut rest) {
         Ok((name, id)) => CallHead::Call { name, id, length: text.len() - rest.len(), arguments: None },
         Err(Miss::Open) if !input.ended => CallHead::Open,
-        Err(_) if format.name == Name::Field => whole(format, input, at),
+        Err(_) if matches!(format.name, Name::Field(_)) => whole(format, input, at),
         Err(_) => CallHead::Other,
     }
 }
@@ -88,14 +88,14 @@ fn named(format: &CallFormat, rest: &mut &str) -> Found<(String, Option<String>)
         expect(rest, format.opener)?;
     }
     let name = match format.name {
-        Name::Field => field(rest)?,
+        Name::Field(_) => field(rest)?,
         Name::Tag(before, after) => {
             token(rest, tag)?;
             let name = until(rest, plain(after))?;
             if before.ends_with('"') { name.trim_matches(['"', '\'']) } else { name }.into()
         }
-        Name::Line => line(rest)?.into(),
-        Name::Before(separator) | Name::Fenced(separator) => separated(rest, separator)?.into(),
+        Name::Line(_) => line(rest)?.into(),
+        Name::Before(separator) | Name::Fenced(separator, _) => separated(rest, separator)?.into(),
         Name::Id(separator) => {
             let id = until(rest, separator)?;
             return Ok((name_in(id).into(), Some(id.into())));
