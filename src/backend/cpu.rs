@@ -69,15 +69,10 @@ impl Cpu {
             let mut scratch = lock(&self.scratch[0]);
             return (0..rows).for_each(|t| work(t, out.row_mut(t), &mut scratch));
         }
-        let (shared, scratch) = (Shared::new(out.data_mut()), &self.scratch);
-        self.team.run(&|worker| {
+        let scratch = &self.scratch;
+        self.team.each_share(out.data_mut(), cols, |worker, mine, out| {
             let mut scratch = lock(&scratch[worker.index]);
-            for t in worker.share(rows) {
-                // SAFETY: a row is in one worker's share.
-                #[allow(unsafe_code)]
-                let row = unsafe { shared.slice_mut(t * cols..(t + 1) * cols) };
-                work(t, row, &mut scratch);
-            }
+            mine.zip(out.chunks_exact_mut(cols)).for_each(|(t, row)| work(t, row, &mut scratch));
         });
     }
 }
@@ -104,7 +99,7 @@ fn take(memory: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut memory[first..first + len]
 }
 
-/// A worker's own scratch memory; nobody else ever holds it.
+/// A worker's own scratch memory; no other worker holds it.
 fn lock(scratch: &Mutex<Scratch>) -> MutexGuard<'_, Scratch> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -86,7 +86,7 @@ impl Cpu {
                 prepare(worker.share(rows));
                 worker.barrier();
             }
-            // SAFETY: after the barrier nobody writes rows.
+            // SAFETY: after the barrier no worker writes rows.
             #[allow(unsafe_code)]
             let x = |tokens| unsafe { prepared.rows(tokens) };
             while let Some(run) = claims.next(Cut::DEFAULT, worker.count, total) {

@@ -1,7 +1,6 @@
 //! Choosing experts: logits, scores, groups, top-k, weights. All in f32.
 
 use std::cmp::Ordering;
-use std::ops::Range;
 
 use super::{Cpu, take};
 use crate::Result;
@@ -30,45 +29,39 @@ impl Route for Cpu {
         out.ids.resize(tokens * router.top_k, 0);
         out.weights.resize(tokens * router.top_k, 0.0);
         let mut scratch = self.router_scratch.borrow_mut();
-        let (logits, kernel) = (Shared::new(take(&mut scratch, tokens * experts)), self.kernel);
-        let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
+        let (logits, kernel) = (take(&mut scratch, tokens * experts), self.kernel);
+        let choose = |logits: &mut [f32], ids: &mut [i32], weights: &mut [f32]| {
+            for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
+                *logit += bias;
+            }
+            if let Some(cap) = router.softcap {
+                logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+            }
+            choose_one(router, logits, w.correction_bias.as_deref(), ids, weights);
+            if let Some(scale) = &w.expert_scale {
+                weights.iter_mut().zip(&*ids).for_each(|(weight, &id)| *weight *= scale[id as usize]);
+            }
+        };
         if tokens == 1 {
-            // One token: its experts are shared out, so that every core reads a part of the weights.
-            self.team.run(&|worker| {
-                let mine = worker.share(experts);
-                // SAFETY: workers have disjoint shares of the experts.
-                #[allow(unsafe_code)]
-                let logits = unsafe { logits.slice_mut(mine.clone()) };
+            // The workers share the experts, so that every core reads a part of the weights.
+            self.team.each_share(logits, 1, |_, mine, logits| {
                 let w = Rows::new(&w.weight[mine.start * k..mine.end * k], mine.len(), k);
                 kernel.dot_f32(w, Rows::new(x.data(), 1, k), logits);
             });
+            return choose(logits, &mut out.ids, &mut out.weights);
         }
-        let choose = |mine: Range<usize>| {
-            // SAFETY: workers have disjoint shares of the tokens.
-            #[allow(unsafe_code)]
-            let logits = unsafe { logits.slice_mut(mine.start * experts..mine.end * experts) };
-            if tokens > 1 {
-                let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
-                kernel.dot_f32(Rows::new(&w.weight, experts, k), x, logits);
-            }
+        let (ids, weights) = (Shared::new(&mut out.ids), Shared::new(&mut out.weights));
+        self.team.each_share(logits, experts, |_, mine, logits| {
+            let x = Rows::new(&x.data()[mine.start * k..mine.end * k], mine.len(), k);
+            kernel.dot_f32(Rows::new(&w.weight, experts, k), x, logits);
             for (t, logits) in mine.zip(logits.chunks_exact_mut(experts)) {
-                for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
-                    *logit += bias;
-                }
-                if let Some(cap) = router.softcap {
-                    logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
-                }
                 let chosen = t * router.top_k..(t + 1) * router.top_k;
-                // SAFETY: as above.
+                // SAFETY: workers have disjoint shares of the tokens.
                 #[allow(unsafe_code)]
                 let (ids, weights) = unsafe { (ids.slice_mut(chosen.clone()), weights.slice_mut(chosen)) };
-                choose_one(router, logits, w.correction_bias.as_deref(), ids, weights);
-                if let Some(scale) = &w.expert_scale {
-                    weights.iter_mut().zip(&*ids).for_each(|(weight, &id)| *weight *= scale[id as usize]);
-                }
+                choose(logits, ids, weights);
             }
-        };
-        if tokens == 1 { choose(0..1) } else { self.team.run(&|worker| choose(worker.share(tokens))) }
+        });
     }
 
     fn weigh_input(&self, routing: &mut Routing, h: &Tensor, out: &mut Tensor) {
