@@ -113,7 +113,7 @@ fn compile(nvcc: &Path, source: &Path, out: &Path) -> PathBuf {
     fatbin
 }
 
-/// A release is for everyone's machine, a test build for the one of whoever develops.
+/// A release is for everyone's machine, a test build for the developer's.
 fn targets() -> Vec<String> {
     let release = env::var("PROFILE").is_ok_and(|p| p == "release");
     let count = match env::var("CUDAARCHS") {

@@ -56,7 +56,7 @@ pub struct DeviceInfo {
     pub shared_bytes: usize,
     /// Memory of the device, in bytes.
     pub total_bytes: u64,
-    /// Memory that nobody holds, in bytes.
+    /// Free memory, in bytes.
     pub free_bytes: u64,
 }
 
@@ -286,7 +286,7 @@ impl Cuda {
         self.allocated.load(Relaxed)
     }
 
-    /// Device memory that nobody holds, in bytes.
+    /// Free device memory, in bytes.
     pub fn free_bytes(&self) -> u64 {
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two numbers.

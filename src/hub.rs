@@ -6,7 +6,7 @@
 //! gguf      a GGUF file as a folder in the Hugging Face layout
 //! failure   why a file could not be had
 //! answer    what a hub says, checked before any of it becomes a path
-//! client    requests; the token goes to the hub and to nobody else
+//! client    requests; the token goes to the hub alone
 //! folder    the local copy, which other tools of Hugging Face share
 //! fetch     one file, kept only if it is what was announced
 //! ```

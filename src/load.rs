@@ -58,7 +58,7 @@ pub(crate) use machine::{AMX_REFUSED, LEAST_BYTES};
 pub use machine::{Machine, machine};
 pub use spec::{Kept, Spec};
 
-/// What loading tells whoever waits.
+/// Progress of loading.
 #[derive(Clone, Copy, Debug)]
 pub enum LoadProgress<'a> {
     /// Experts are being converted or the converter waits, with its own words.

@@ -1,4 +1,4 @@
-//! Plain files, opened without waiting and mapped read-only: what bears a file's name may be a pipe that nobody writes
+//! Plain files, opened without waiting and mapped read-only: what bears a file's name may be a pipe without a writer
 //! to.
 #![allow(unsafe_code)] // the map
 

@@ -194,7 +194,7 @@ impl ExpertCache {
         let (offset, bytes) = (offset as usize, bytes as usize);
         // A refusal only keeps the memory.
         let _ = match &self.memory {
-            // SAFETY: `self` is borrowed alone, so nobody looks at these bytes; afterwards they are the file's, or
+            // SAFETY: `self` is borrowed alone, so no reader sees these bytes; afterwards they are the file's, or
             // zeros, both readable.
             Mapping::File(map) => unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes) },
             // SAFETY: as above.

@@ -320,7 +320,7 @@ impl Functions {
 
 impl Drop for MatmulPlan {
     fn drop(&mut self) {
-        // SAFETY: made by `plan`, and nobody else has them; a launched product does not need them any more.
+        // SAFETY: made by `plan`, and owned by it alone; a launched product no longer needs them.
         unsafe {
             for &layout in self.layouts.iter().filter(|layout| !layout.is_null()) {
                 let _ = (self.functions.layout_destroy)(layout);

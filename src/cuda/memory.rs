@@ -154,7 +154,7 @@ impl<T> Drop for DeviceBuffer<T> {
         let bytes = (self.len * size_of::<T>()).max(16);
         self.cuda.allocated.fetch_sub(bytes as u64, Relaxed);
         if !self.cuda.is_plan() {
-            // SAFETY: nobody has the address any more; the driver waits for what still runs.
+            // SAFETY: no copy of the address is left; the driver waits for kernels that still run.
             let _ = unsafe { sys::cuMemFree_v2(self.address.0) };
         }
     }
@@ -268,7 +268,7 @@ impl<T> Drop for PinnedBuffer<T> {
     }
 }
 
-/// Memory of somebody else's, a mapped file say, that the device copies from at full speed while this lives.
+/// Memory of another owner, such as a mapped file, that the device copies from at full speed while this lives.
 pub struct Registered {
     host: *mut c_void,
 }

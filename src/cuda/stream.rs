@@ -15,7 +15,7 @@ pub struct CudaStream(pub(super) sys::CUstream, StreamOwner);
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StreamOwner {
     Us,
-    /// Somebody else, who knows nothing of kernels that begin before the one in front of them has ended.
+    /// Another program, whose kernels do not expect others to begin before the one in front has ended.
     Another,
 }
 
@@ -74,7 +74,7 @@ impl CudaStream {
 impl Drop for CudaStream {
     fn drop(&mut self) {
         if !self.0.is_null() && self.is_ours() {
-            // SAFETY: nobody uses it any more.
+            // SAFETY: its one owner drops it.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
         }
     }

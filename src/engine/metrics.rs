@@ -46,7 +46,7 @@ metrics! {
     kv_blocks_total gauge,
     /// KV blocks that running requests hold.
     kv_blocks_used gauge,
-    /// KV blocks that nobody holds, kept for requests that begin alike.
+    /// KV blocks that no request holds, kept for requests with the same prefix.
     kv_blocks_kept gauge,
 }
 

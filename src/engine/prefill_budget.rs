@@ -22,7 +22,7 @@ impl PrefillBudget {
 
     /// Tokens of prefill that the next step may have.
     ///
-    /// A size that nobody has tried is tried when it should keep the limit, by what half of it took.
+    /// An untried size is tried if twice the time of half that size keeps the limit.
     pub(super) fn tokens(&self) -> usize {
         LEAST << self.bucket()
     }

@@ -128,7 +128,7 @@ impl Engine {
             let cancelled = &self.metrics.requests_cancelled_total;
             self.scheduler.retire(|s| s.state.events.is_closed(), |_| Metrics::add(cancelled, 1));
             if let Err(error) = self.step() {
-                // The step is shared: what went wrong concerns everyone in it, and nobody else.
+                // All sequences of the step share its error; other sequences go on.
                 for i in 0..self.scheduler.plan().len() {
                     let index = self.scheduler.plan()[i].index;
                     self.scheduler.sequence(index).state.fail(Error::Model(error.to_string()), &self.metrics);
@@ -330,7 +330,7 @@ impl Engine {
             vocab_size,
             ..
         } = self;
-        // A bug while one chooses its token, in a grammar say, is nobody else's.
+        // A bug while one sequence chooses its token, such as in its grammar, ends that sequence alone.
         let one = |sequence: &mut Sequence<Generation>,
                    choose: &mut dyn FnMut(&mut Sequence<Generation>) -> Result<bool>| {
             let chosen = catch_unwind(AssertUnwindSafe(|| choose(sequence)));

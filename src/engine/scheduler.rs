@@ -203,7 +203,7 @@ impl<T> Scheduler<T> {
     fn admit(&mut self) {
         while self.running.len() < self.max_sequences && !self.waiting.is_empty() {
             let of = |client: u64| self.running.iter().filter(|s| s.client == client).count();
-            let next = (0..self.waiting.len()).min_by_key(|&i| of(self.waiting[i].client)).expect("somebody waits");
+            let next = (0..self.waiting.len()).min_by_key(|&i| of(self.waiting[i].client)).expect("a sequence waits");
             let mut sequence = self.waiting.remove(next).expect("just found");
             sequence.slot = self.free_slots.pop().expect("as many slots as sequences run at most");
             self.running.push(sequence);

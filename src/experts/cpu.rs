@@ -227,7 +227,7 @@ impl CpuExperts {
         let (pair_of, kernel) = (&self.pair_of, self.kernel);
         let rows = self.x.start(kernel, self.layout.gate.precision, k, if self.tokens == 1 { 1 } else { pairs });
         if self.tokens == 1 {
-            // SAFETY: nobody else is here.
+            // SAFETY: no other thread has started.
             return unsafe { rows.put(kernel, 0..1, x) };
         }
         let put = |tokens: Range<usize>| {

@@ -123,7 +123,7 @@ impl ExpertMemory {
         };
         team.run(&|worker: &Worker<'_>| {
             for node in turns(worker.node, nodes) {
-                // Pages come to the node of whoever writes them first; the caller, on node 0, may not be pinned yet.
+                // Pages go to the node of the thread that writes them first; the caller, on node 0, may not be pinned yet.
                 let pinned = || worker.count_on(node) - usize::from(node == 0);
                 if nodes > 1 && (node != worker.node || worker.index == 0) && pinned() > 0 {
                     continue;
@@ -303,7 +303,7 @@ impl ExpertMemory {
     }
 }
 
-/// A node's own slice first, then the others', so that nobody is idle while there is work.
+/// A node's own slice first, then the others', so that no worker is idle while there is work.
 fn turns(own: usize, nodes: usize) -> impl Iterator<Item = usize> {
     (0..nodes).map(move |i| (own + i) % nodes)
 }

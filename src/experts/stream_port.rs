@@ -8,7 +8,7 @@
 //! sync     the branch joins; fetch_rows waits for `up` and copies the sum to the engine's memory
 //! ```
 //!
-//! Nobody on the host knows when a recorded graph runs, hence the branch: every submit wakes once and makes one record,
+//! The host does not know when a recorded graph runs, hence the branch: every submit wakes once and makes one record,
 //! so the owner may sleep when it has served as many records as there were wakes. What waits for the host is the flag
 //! alone; the host function, 20 microseconds, runs beside it. What is handed over lies in a slot that is used again
 //! when its sync was enqueued, in the same stream: buffers never move, and only what is in flight takes memory.

@@ -21,7 +21,7 @@ pub trait Forward: Measure + Send {
     /// Errors: `Error::Cache` when an expert's bytes are not what was written, found at its first use; `Error::Device`.
     fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()>;
 
-    /// Brings vectors `[hidden]` to the device, to be added by a [`Tap`] for as long as somebody else has them too.
+    /// Brings vectors `[hidden]` to the device, to be added by a [`Tap`] for as long as the caller keeps them too.
     ///
     /// Errors: `Error::Busy` when those of all requests take too much; `Error::Resources` when the device has no memory
     /// for them.

@@ -145,7 +145,7 @@ impl BlockPool {
         true
     }
 
-    /// Frees a block that is kept: of the tenant that holds the most blocks, so that nobody pushes out those who hold
+    /// Frees a block that is kept: of the tenant that holds the most blocks, so that no tenant pushes out those who hold
     /// less, the least recently used.
     fn forget(&mut self) -> Option<u32> {
         let keepers = self.tenants.values_mut().filter(|holding| !holding.kept.is_empty());
@@ -209,7 +209,7 @@ impl BlockPool {
         }
     }
 
-    /// Takes all blocks of `table` back. Those whose text is known are kept until somebody needs the memory, the end of
+    /// Takes all blocks of `table` back. Those whose text is known are kept until another sequence needs the memory, the end of
     /// a text going first.
     pub fn release(&mut self, table: &mut BlockTable) {
         let BlockTable { tenant, blocks, .. } = std::mem::replace(table, BlockTable::new(table.tenant));
@@ -389,7 +389,7 @@ mod tests {
             pool.release(&mut b);
         }
         assert_eq!(computed_for(&mut pool, anna, &text(129, 0)).1, 128);
-        // What runs needs its memory: then nobody's is kept.
+        // A running sequence needs the memory: then no block is kept.
         let mut table = BlockTable::new(bert);
         assert!(pool.grow(&mut table, 9 * BLOCK_SIZE) && !pool.grow(&mut table, 10 * BLOCK_SIZE));
     }

@@ -100,7 +100,7 @@ fn is_hex(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// Somebody else's words inside a message: escaped, and no more than a line.
+/// A server's words inside a message: escaped, and at most one line.
 pub(super) fn quoted(text: &str) -> String {
     format!("{:?}", text.chars().take(80).collect::<String>())
 }

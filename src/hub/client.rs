@@ -1,4 +1,4 @@
-//! Requests to a hub: the token goes to the hub itself and to nobody whom it redirects to.
+//! Requests to a hub: the token goes to the hub itself, and to no host that it redirects to.
 
 use std::time::Duration;
 
@@ -148,7 +148,7 @@ impl HubClient {
     }
 }
 
-/// Where a redirect at `from` leads. Errors: nowhere, or from https to where everybody on the way could change a file.
+/// Where a redirect at `from` leads. Errors: nowhere, or from https to http, where any host on the way could change a file.
 fn target(from: &Uri, location: &str) -> Result<Uri> {
     let (scheme, authority) = (from.scheme_str().unwrap_or_default(), from.authority().map_or("", |a| a.as_str()));
     let text = match location {

@@ -389,7 +389,7 @@ fn a_hostile_hub_makes_nothing_outside_of_its_folder() {
 
 #[test]
 fn a_hub_that_answers_otherwise_the_second_time_gains_nothing() {
-    // Beside the content it names other tags and commits: nobody reads them.
+    // Beside the content it names other tags and commits, which the hub does not read.
     let cache = tempfile::tempdir().unwrap();
     let fake = FakeHub::start(|ask, reply| {
         if ask.method == "GET" && ask.path.contains("/resolve/") {

@@ -130,7 +130,7 @@ impl ActivationsMut<'_> {
     /// Writes `x` `[k]` to each of `rows`.
     ///
     /// # Safety
-    /// Nobody else uses these rows until the workers' next barrier.
+    /// No other thread uses these rows until the workers' next barrier.
     pub unsafe fn put(&self, kernel: &dyn Kernel, rows: impl Iterator<Item = usize> + Clone, x: &[f32]) {
         assert!(x.len() == self.k && rows.clone().all(|row| row < self.rows));
         if self.group == 0 {
@@ -181,7 +181,7 @@ impl ActivationsMut<'_> {
     /// Some rows, to multiply with.
     ///
     /// # Safety
-    /// Nobody writes any row while the result lives.
+    /// No thread writes a row while the result lives.
     pub unsafe fn rows(&self, rows: Range<usize>) -> ActivationRows<'_> {
         assert!(rows.end <= self.rows && !rows.is_empty());
         // SAFETY: only read, as promised.

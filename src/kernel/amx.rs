@@ -124,7 +124,7 @@ unsafe fn configure(results: usize, tokens: usize, bytes: usize) {
 /// # Safety
 /// AMX.
 unsafe fn release() {
-    // SAFETY: nobody uses the tiles any more.
+    // SAFETY: this thread no longer uses the tiles.
     unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
 }
 

@@ -127,7 +127,7 @@ fn prepare(kernel: &dyn Kernel, layout: &MatrixLayout, x: &[f32]) -> Activations
     let mut activations = Activations::new(kernel, layout.precision, layout.k, rows);
     let to = activations.start(kernel, layout.precision, layout.k, rows);
     for (t, x) in x.chunks_exact(layout.k).enumerate() {
-        // SAFETY: nobody else is here.
+        // SAFETY: no other thread uses it.
         unsafe { to.put(kernel, t..t + 1, x) };
     }
     activations

@@ -1,4 +1,4 @@
-//! A model's folder, opened once: its files travel from here to everybody who reads them.
+//! A model's folder, opened once: its files travel from here to all their readers.
 
 use std::path::{Path, PathBuf};
 

@@ -105,7 +105,7 @@ fn copy_pays(pages: String, huge_pages: &str, gain: impl FnOnce() -> Result<f64>
 
 const SMALL_PAGES: &str = ", in 4 KiB pages";
 
-/// What the page cache gives, as the end of a sentence; nothing of experts that nobody talks about.
+/// What the page cache gives, as the end of a sentence; empty without experts.
 fn pages_of(mapped: &ExpertMemory) -> String {
     if mapped.bytes() < SMALL_BYTES || !mapped.cache().is_file() {
         return String::new();

@@ -32,7 +32,7 @@ impl Kept {
 
     /// What keeps the experts in `checkpoint`.
     ///
-    /// Whoever reads a tensor says what is wrong with it, after everything that can be refused without reading any.
+    /// The reader of a tensor says what is wrong with it, after everything that can be refused without reading any.
     pub fn of(model: &ModelConfig, checkpoint: &Checkpoint) -> Self {
         if model.moe().is_none() {
             return Self(None);

@@ -78,7 +78,7 @@ impl<T: Pod> Buffer<T> {
 
     /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.
     ///
-    /// Errors: the system refuses, as in some containers; pages then come to the node of whoever writes them first.
+    /// Errors: the system refuses, as in some containers; pages then go to the node of the thread that writes them first.
     pub fn prefer(&self, elements: Range<usize>, node: usize) -> io::Result<()> {
         self.place(elements, libc::MPOL_PREFERRED, &[node])
     }
@@ -193,7 +193,7 @@ const STRETCH: usize = 64 << 20;
 /// `total_bytes` should be several times the last-level cache. Errors: `Error::Resources` when there is no such memory.
 pub fn read_bandwidth(team: &Team, total_bytes: usize, pages: Pages, passes: usize) -> Result<f64> {
     let mut memory = Buffer::<u8>::with_pages(total_bytes.next_multiple_of(STRETCH), pages)?;
-    // Pages come to the node of whoever writes them first.
+    // Pages go to the node of the thread that writes them first.
     for stretch in memory.chunks_exact_mut(STRETCH) {
         team.each_share(stretch, 1, |_, _, part| part.fill(1));
     }

@@ -103,7 +103,7 @@ impl Topology {
         }
         let mut usable: Vec<usize> =
             online.iter().copied().filter(|cpu| allowed_cpus.as_ref().is_none_or(|a| a.contains(cpu))).collect();
-        // Somebody reserved these: only a mask of nothing else says that they are meant for this process.
+        // The administrator reserved these: only a mask of nothing else says that they are meant for this process.
         let mut isolated = parse_list(&text("sys/devices/system/cpu/isolated"));
         isolated.retain(|cpu| usable.contains(cpu));
         if isolated.len() == usable.len() {
@@ -434,7 +434,7 @@ mod tests {
     #[test]
     fn nodes_without_memory_or_without_cpus() {
         let all = "Mems_allowed_list:\t0-9\n";
-        // Node 1 has no memory, node 5 no CPUs: cores of 1 use the nearest memory, and nobody sits on 5.
+        // Node 1 has no memory, node 5 no CPUs: cores of 1 use the nearest memory, and no worker sits on 5.
         let nodes: [(usize, &[usize], bool); 4] =
             [(0, &[0, 1], true), (1, &[2, 3], false), (5, &[], true), (6, &[4, 5], true)];
         let topology = machine(&nodes, 1, all, "");

@@ -17,7 +17,7 @@
 //! ```
 //!
 //! No line is written by two threads, so a barrier costs two crossings of the processor, not one per worker. A team
-//! waits for its slowest: workers whose core somebody else uses are sent to rest (`roster`).
+//! waits for its slowest: workers whose core another program uses are sent to rest (`roster`).
 #![allow(unsafe_code)]
 
 mod claims;
@@ -51,7 +51,7 @@ const RESTING: u32 = u32::MAX;
 
 type Work = dyn Fn(&Worker<'_>) + Sync;
 
-/// What the threads of a team share. Each word that somebody spins on has its own cache lines.
+/// What the threads of a team share. Each word that a thread spins on has its own cache lines.
 struct State {
     start: Line<Gate>,   // one step per dispatch
     barrier: Line<Gate>, // one step per barrier passed
@@ -91,7 +91,7 @@ struct BrokenBarrier;
 impl State {
     /// Runs the dispatched closure as the worker of a seat.
     fn work(&self, seat: usize) {
-        // SAFETY: between the step of `start` and this worker's `done` nobody writes `work`, and `run` keeps the
+        // SAFETY: between the step of `start` and this worker's `done` no thread writes `work`, and `run` keeps the
         // closure alive.
         let Some(work) = (unsafe { (*self.work.get()).map(|work| &*work) }) else { return };
         let post = &self.posts[seat].0;
@@ -102,7 +102,7 @@ impl State {
                 self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
             }
             self.broken.store(true, SeqCst);
-            // Whoever waits for this worker must not wait for ever: worker 0 for its arrival, all others for worker 0.
+            // Threads that wait for this worker must not wait for ever: worker 0 for its arrival, all others for worker 0.
             match seat {
                 0 => drop(self.barrier.0.step()),
                 _ => post.arrived.set(self.barrier.0.get().wrapping_add(1)),
@@ -121,7 +121,7 @@ impl State {
             }
             if post.rank.load(Relaxed) == RESTING {
                 post.resting.set(1);
-                // Looked at after the word is set: whoever stops the team clears it after saying so.
+                // Looked at after the word is set: the thread that stops the team clears it afterwards.
                 if self.stop.load(SeqCst) {
                     return;
                 }
@@ -210,7 +210,7 @@ impl Team {
         Self::on_nodes(&cpus.iter().map(|&cpu| Seat { cpu, node: 0 }).collect::<Vec<_>>())
     }
 
-    /// One worker per seat, pinned to it; worker 0 is whoever calls [`run`](Team::run), see
+    /// One worker per seat, pinned to it; worker 0 is the thread that calls [`run`](Team::run), see
     /// [`pin_caller`](Team::pin_caller).
     ///
     /// Seats of one node stand together; a CPU may be listed twice. Errors: there are no seats, or a CPU is not this
@@ -415,7 +415,7 @@ mod tests {
                         // SAFETY: each worker writes its own element; barriers separate writing from reading.
                         unsafe { view.slice_mut(worker.index..worker.index + 1)[0] = value };
                         worker.barrier();
-                        // SAFETY: nobody writes between the two barriers.
+                        // SAFETY: no worker writes between the two barriers.
                         assert!(unsafe { view.slice(0..threads) }.iter().all(|&v| v == value));
                         worker.barrier();
                     }

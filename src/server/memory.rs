@@ -232,7 +232,7 @@ mod tests {
         Arc::new(ByteBudget::new(8, || LEAST_BYTES + 800 * MIB))
     }
 
-    /// What comes of asking, once everybody had time to be asked.
+    /// What comes of asking, once all tasks had time to run.
     async fn settled(asked: &tokio::task::JoinHandle<Result<Reservation>>) -> bool {
         tokio::time::sleep(Duration::from_millis(30)).await;
         asked.is_finished()
@@ -248,7 +248,7 @@ mod tests {
         let budget = budget();
         let first = budget.admit(1, 500 * MIB).await.unwrap();
         let (second, third) = (ask(&budget, 1, 400), ask(&budget, 1, 50));
-        assert!(!settled(&second).await && !third.is_finished(), "nobody passes a large one that waits");
+        assert!(!settled(&second).await && !third.is_finished(), "no request passes a large one that waits");
         let small = budget.admit(2, MIB).await.unwrap();
         drop(first);
         assert!(settled(&second).await && third.is_finished());
@@ -269,7 +269,7 @@ mod tests {
         drop(second);
         assert!(settled(&other).await && !greedy.is_finished(), "it came first, and would have more than half");
         drop(other.await.unwrap());
-        assert!(settled(&greedy).await, "nobody else waits");
+        assert!(settled(&greedy).await, "no other request waits");
     }
 
     #[tokio::test]

@@ -88,7 +88,7 @@ impl<'a> Dispatch<'a> {
             }
             self.epilogue.activate(self.kernel, (self.work.layer, active.expert), &rows, width, (gate, up, h));
             for (pair, h) in pairs.zip(h.chunks_exact(width)) {
-                // SAFETY: in phase 1 these rows of `hidden` belong to whoever claimed the tiles.
+                // SAFETY: in phase 1 these rows of `hidden` belong to the worker that claimed the tiles.
                 let to = unsafe { self.hidden.slice_mut(pair * n + rows.start..pair * n + rows.end) };
                 to.copy_from_slice(&h[..rows.len()]);
             }
@@ -103,13 +103,13 @@ impl<'a> Dispatch<'a> {
         let weights = Tiles::before(bytes, next, self.work.tuning.ahead);
         for pairs in blocks(active.pairs) {
             let y = &mut results[..pairs.len() * width];
-            // SAFETY: after the second barrier nobody writes these rows.
+            // SAFETY: after the second barrier no worker writes these rows.
             let h = unsafe { self.hidden_q.rows(pairs.clone()) };
             self.kernel.matmul(&self.layout.down, &weights, &h, Start::Zero, y);
             self.epilogue.finish((self.work.layer, active.expert), &rows, width, y);
             for (pair, y) in pairs.zip(y.chunks_exact(width)) {
                 let token = self.pair_tokens[pair] as usize;
-                // SAFETY: in phase 2 these columns of `out` belong to whoever claimed the tile.
+                // SAFETY: in phase 2 these columns of `out` belong to the worker that claimed the tile.
                 let out = unsafe { self.out.slice_mut(token * n + rows.start..token * n + rows.end) };
                 self.kernel.add_scaled(&y[..rows.len()], self.pair_weights[pair], out);
             }

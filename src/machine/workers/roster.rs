@@ -1,4 +1,4 @@
-//! Who of a team works: a worker whose core somebody else uses holds up all others, so it rests for a while.
+//! Who of a team works: a worker whose core another program uses holds up all others, so it rests for a while.
 //!
 //! Each worker tells how long it wanted to run and did not, as the kernel counts it. Worker 0 looks at that between
 //! dispatches. A worker that is denied more of its time than its absence would cost the team is left out, for
@@ -25,7 +25,7 @@ pub(crate) const SCHEDSTAT: &str = "/proc/thread-self/schedstat";
 
 /// What the kernel counts of one thread.
 pub(super) struct Clock {
-    schedstat: Option<File>, // None: this kernel does not tell, and nobody ever rests
+    schedstat: Option<File>, // None: this kernel does not tell, and no worker ever rests
     next: Instant,
 }
 
@@ -132,7 +132,7 @@ impl Roster {
     /// Lets a seat rest; in place of worker 0, another whose core it takes over.
     fn relieve(&mut self, state: &State, seats: &[Seat], seat: usize, now: Instant) {
         if 2 * (self.resting() + 1) > seats.len() {
-            // Somebody's core may be free again by now.
+            // A resting worker's core may be free again by now.
             let longest = (1..seats.len())
                 .filter(|&other| self.records[other].resting)
                 .min_by_key(|&other| self.records[other].since);
@@ -230,7 +230,7 @@ mod tests {
                 assert_eq!(seats, expected);
             }
         };
-        // The caller is not pinned, so only what this test does moves anybody.
+        // The caller is not pinned, so only this test moves a worker.
         let change = |change: &dyn Fn(&mut Roster)| {
             change(&mut team.roster.lock().unwrap());
         };
@@ -253,7 +253,7 @@ mod tests {
             back(1);
             run(&[0, 1, 2, 3]);
         }
-        // Dropped while somebody rests, or is about to.
+        // Dropped while a worker rests, or is about to.
         rest(2);
         run(&[0, 1, 3]);
         rest(3);

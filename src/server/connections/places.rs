@@ -109,8 +109,8 @@ impl ConnectionPlaces {
 
     /// Closes any connection that the server waits for, because file handles have run out.
     pub(super) fn make_room(&self) {
-        let nobody = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
-        self.lock().end_one(0, nobody);
+        let no_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+        self.lock().end_one(0, no_address);
     }
 
     /// Closes all connections that are busy with one of these.

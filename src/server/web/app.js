@@ -18,7 +18,7 @@ const ASK_TABS_MS = 200; // other tabs of this browser answer faster
 let shown = Conversation.start(); // the conversation on the page; not kept before its first message
 let model = null; // what the server serves
 let continues = true; // until the server refuses to
-let ready = false; // until then nobody knows which conversation is shown
+let ready = false; // until then no conversation is chosen
 
 const messages = new Messages({
   siblings: (message) => shown.siblings(message),

@@ -42,7 +42,7 @@ class Inline {
     this.delimiters = []; // { node, char, count, opens, closes }
     this.brackets = []; // { node, image, from: index into delimiters }
     this.linked = 0; // brackets below this index have a link in them, so that they cannot become one
-    this.missing = new Set(); // marks that nothing closes, so that nobody looks twice
+    this.missing = new Set(); // marks that nothing closes, so that each is looked for once
   }
 
   run() {
@@ -114,7 +114,7 @@ class Inline {
   /** The index of the next run of exactly `length` backticks at or after `from`, or -1. */
   backticks(length, from) {
     this.lastRun ??= new Map(Array.from(this.text.matchAll(/`+/g), (run) => [run[0].length, run.index]));
-    if (!(this.lastRun.get(length) >= from)) return -1; // nobody looks through all of the text in vain
+    if (!(this.lastRun.get(length) >= from)) return -1; // no search through all of the text in vain
     let i = this.text.indexOf("`", from);
     for (let n; (n = this.runLength("`", i)) !== length; ) i = this.text.indexOf("`", i + n);
     return i;

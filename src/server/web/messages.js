@@ -167,7 +167,7 @@ class View {
 
   drawFoot() {
     const { message, actions, foot } = this;
-    // Whoever stands on a button with the keyboard stays on it.
+    // A button that has the keyboard's focus keeps it.
     const focused = foot.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     foot.replaceChildren();
     if (message.state === "live") return;
@@ -312,7 +312,7 @@ function keyForm(use) {
   );
 }
 
-/** Whoever pressed a button that `work` takes away goes on at the message field, not at the top of the page. */
+/** Where `work` removes the button that has the focus, the focus goes to the message field, not to the page's top. */
 function keepingFocus(work) {
   const inside = list.contains(document.activeElement);
   work();

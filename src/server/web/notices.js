@@ -27,7 +27,7 @@ export function toast(text, action = null, seconds = action ? 10 : 4) {
     action && el("button", { type: "button", class: "plain", text: action[0], onclick: () => (close(), action[1]()) });
   const node = el("div", { class: "toast" }, el("span", { text }), button, iconButton("close", "Dismiss", close));
   let timer = setTimeout(close, seconds * 1000);
-  // Nobody should have to hurry to reach a button.
+  // A user must not have to hurry to reach a button.
   node.addEventListener("focusin", () => clearTimeout(timer));
   node.addEventListener("pointerenter", () => clearTimeout(timer));
   for (const kind of ["focusout", "pointerleave"]) {

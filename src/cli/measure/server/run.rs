@@ -125,7 +125,7 @@ async fn arrivals(
         let body = target.next_body(); // before its time has come
         let planned = started + due;
         tokio::time::sleep_until(planned.into()).await;
-        let slot = slots.clone().acquire_owned().await.expect("nobody closes it");
+        let slot = slots.clone().acquire_owned().await.expect("the semaphore is never closed");
         let (target, outcomes) = (target.clone(), outcomes.clone());
         requests.spawn(async move {
             let late = Some(planned.elapsed());

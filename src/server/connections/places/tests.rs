@@ -40,7 +40,7 @@ proptest! {
         let waits = |network: Option<IpAddr>| table.iter().filter(move |c| c.since.is_some() && network.is_none_or(
             |n| n == c.network));
         let Some(victim) = chosen(&table, newcomer) else {
-            // Only where everybody waits for us, or all of the crowd and the newcomer is one of them.
+            // Only where all connections wait for us, or all of the crowd and the newcomer is one of them.
             prop_assert_eq!(waits(crowd.filter(|&crowd| crowd == newcomer)).count(), 0);
             return Ok(());
         };
