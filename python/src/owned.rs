@@ -7,8 +7,7 @@ use pyo3::PyResult;
 use crate::error::Error;
 
 /// A value that can be closed early, and that is neither used nor dropped in a fork: threads that do not exist there
-/// may
-/// hold its locks.
+/// may hold its locks.
 pub(crate) struct Owned<T> {
     value: Mutex<Option<T>>,
     process: u32,
@@ -45,8 +44,7 @@ impl<T> Drop for Owned<T> {
 }
 
 /// Refuses to start an engine in a fork of a process that has started one: it would wait for thread pools that exist
-/// only
-/// in the parent.
+/// only in the parent.
 pub(crate) fn check_start() -> PyResult<()> {
     static FIRST: OnceLock<u32> = OnceLock::new();
     same_process(*FIRST.get_or_init(std::process::id))

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::tensor::Tensor;
 use crate::kernel::{Activations, Kernel};
-use crate::machine::workers::{Shared, Team};
+use crate::machine::workers::Team;
 
 pub use attend::LatentScratch;
 pub(crate) use dense::activate;

@@ -42,9 +42,9 @@ impl ExpertMemory {
     /// The experts copied into huge pages by the team, checksums compared on the way: a slice for each of its nodes, in
     /// that node's memory; or, if `interleave` names nodes, one slice whose pages alternate between them.
     ///
-    /// What the copy was made from is given back where memory is short: pages of the file, or, if nobody else holds
-    /// them, random weights. `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory,
-    /// `Error::Cache` for a damaged expert.
+    /// Where memory is short, the copy frees its source: pages of the file, or random weights without another holder.
+    /// `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory, `Error::Cache` for a damaged
+    /// expert.
     pub fn copied(
         cache: Arc<ExpertCache>,
         team: &Team,
@@ -59,8 +59,8 @@ impl ExpertMemory {
                 + memory.down_tiles_of(node).len() * memory.layout.down.tile_bytes();
             let stride = bytes.next_multiple_of(64);
             let buffer = Buffer::zeros(layers * experts * stride)?;
-            // Refused in some containers: then pages come to the node of whoever writes them first, which is the right
-            // one too.
+            // Refused in some containers: then pages go to the node of the thread that writes them first, which is
+            // right too.
             let _ = match team.nodes() {
                 _ if !interleave.is_empty() => buffer.interleave(interleave),
                 [_] => Ok(()),
@@ -123,7 +123,8 @@ impl ExpertMemory {
         };
         team.run(&|worker: &Worker<'_>| {
             for node in turns(worker.node, nodes) {
-                // Pages go to the node of the thread that writes them first; the caller, on node 0, may not be pinned yet.
+                // Pages go to the node of the thread that writes them first. The caller, on node 0, may not be pinned
+                // yet.
                 let pinned = || worker.count_on(node) - usize::from(node == 0);
                 if nodes > 1 && (node != worker.node || worker.index == 0) && pinned() > 0 {
                     continue;

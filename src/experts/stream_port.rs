@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! submit   publish_rows on the engine's stream: tokens and routing to pinned memory, a record into the ring
-//!          (kernels/stream.cu), and somebody wakes the owner: this thread, or, while a graph is recorded, a host
-//!          function on a branch beside it
+//!          (kernels/stream.cu), and a wake of the owner: by this thread or, while a graph is recorded, by a host
+//!          function on a parallel branch
 //! owner    worker 0 of the team: reads records in order, computes, counts the slot's `up`; polls a little, then sleeps
 //! sync     the branch joins; fetch_rows waits for `up` and copies the sum to the engine's memory
 //! ```

@@ -1,8 +1,8 @@
 //! The KV cache: one pool of blocks for all sequences, storage per layer on the backend; and recurrent state, where
 //! layers have that instead.
 //!
-//! A block that is full is known by the text up to its end, and kept after its sequence has ended for as long as nobody
-//! else needs the memory: a sequence of the same tenant that begins with the same tokens shares it.
+//! A full block is keyed by the text up to its end. Sequences of the same tenant with the same prefix share it. It stays
+//! after its sequence has ended, until another sequence needs the memory.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -145,8 +145,8 @@ impl BlockPool {
         true
     }
 
-    /// Frees a block that is kept: of the tenant that holds the most blocks, so that no tenant pushes out those who hold
-    /// less, the least recently used.
+    /// Frees the least recently used kept block of the tenant that holds the most blocks, so that no tenant pushes out
+    /// another that holds fewer.
     fn forget(&mut self) -> Option<u32> {
         let keepers = self.tenants.values_mut().filter(|holding| !holding.kept.is_empty());
         let holding = keepers.max_by_key(|holding| {
@@ -209,8 +209,8 @@ impl BlockPool {
         }
     }
 
-    /// Takes all blocks of `table` back. Those whose text is known are kept until another sequence needs the memory, the end of
-    /// a text going first.
+    /// Takes all blocks of `table` back. Those whose text is known are kept until another sequence needs the memory. The
+    /// end of a text goes first.
     pub fn release(&mut self, table: &mut BlockTable) {
         let BlockTable { tenant, blocks, .. } = std::mem::replace(table, BlockTable::new(table.tenant));
         let holding = self.tenants.entry(tenant).or_default();

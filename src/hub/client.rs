@@ -148,7 +148,8 @@ impl HubClient {
     }
 }
 
-/// Where a redirect at `from` leads. Errors: nowhere, or from https to http, where any host on the way could change a file.
+/// Where a redirect at `from` leads. Errors: nowhere, or from https to http, where any host on the way could change a
+/// file.
 fn target(from: &Uri, location: &str) -> Result<Uri> {
     let (scheme, authority) = (from.scheme_str().unwrap_or_default(), from.authority().map_or("", |a| a.as_str()));
     let text = match location {

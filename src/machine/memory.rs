@@ -78,7 +78,8 @@ impl<T: Pod> Buffer<T> {
 
     /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.
     ///
-    /// Errors: the system refuses, as in some containers; pages then go to the node of the thread that writes them first.
+    /// Errors: the system refuses, as in some containers; pages then go to the node of the thread that writes
+    /// them first.
     pub fn prefer(&self, elements: Range<usize>, node: usize) -> io::Result<()> {
         self.place(elements, libc::MPOL_PREFERRED, &[node])
     }

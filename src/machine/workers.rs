@@ -102,7 +102,7 @@ impl State {
                 self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
             }
             self.broken.store(true, SeqCst);
-            // Threads that wait for this worker must not wait for ever: worker 0 for its arrival, all others for worker 0.
+            // Threads that wait must not wait for ever: worker 0 for this worker's arrival, all others for worker 0.
             match seat {
                 0 => drop(self.barrier.0.step()),
                 _ => post.arrived.set(self.barrier.0.get().wrapping_add(1)),

@@ -82,8 +82,7 @@ impl RequestOptions {
     }
 
     /// Asks for the answers to `prompts`, which the field `param` gave, in a format that another field gave. Each
-    /// choice
-    /// has its own seed, constraint and parser.
+    /// choice has its own seed, constraint and parser.
     pub(super) fn ask(
         self,
         model: &TextModel,

@@ -5,8 +5,7 @@
 //!                                           -> outgoing (captured rows, logprobs), until the client has it
 //! ```
 //! Each of the three has a [`ByteBudget`]. A request holds bytes of a budget while it uses them, and waits only for the
-//! next
-//! budget.
+//! next budget.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -138,8 +138,7 @@ impl ChatTemplate {
     /// The prompt for `messages`, special tokens spelled out.
     ///
     /// Errors: `Error::Invalid` when the template refuses the conversation, fails or exceeds a limit; `Error::Busy`
-    /// when
-    /// too many conversations wait for it; `Error::Resources` when no process can be started.
+    /// when too many conversations wait for it; `Error::Resources` when no process can be started.
     pub fn render(&self, messages: &[Value], options: &RenderOptions) -> Result<String> {
         let variables = Variables { special_tokens: &self.special_tokens, messages, options };
         let rendered = match &self.renderer {

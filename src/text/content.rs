@@ -153,8 +153,7 @@ impl Markers {
             let marked = match template.render(&messages, &RenderOptions { tools, kwargs, ..options.clone() }) {
                 Ok(marked) => marked,
                 // The template refuses marked text, or it is too long. With the fewest marks this is an error:
-                // otherwise
-                // a lack of time or memory would make the text count as the template's own.
+                // otherwise a lack of time or memory would make the text count as the template's own.
                 Err(Error::Invalid(_)) if marking != Marking::Whole => continue,
                 Err(e) => return Err(e),
             };

@@ -80,15 +80,13 @@ impl Tokenizer {
     /// Special tokens spelled out in the text become their ids either way, as chat templates need.
     ///
     /// Errors: `Error::Invalid` for a text that is too long for the tokenizer, or refused by it; `Error::Model` when
-    /// its
-    /// file makes it panic.
+    /// its file makes it panic.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         self.encode_with(text, || self.inner.encode_fast(text, add_special))
     }
 
     /// Token ids of `text` in which no added token crosses one of `cuts`, which are ascending byte offsets. Other ids
-    /// are
-    /// as without cuts.
+    /// are as without cuts.
     ///
     /// Adds nothing around the text. Errors: as [`Tokenizer::encode`].
     pub(crate) fn encode_cut(&self, text: &str, cuts: &[usize]) -> Result<Vec<u32>> {

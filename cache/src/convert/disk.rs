@@ -109,8 +109,7 @@ impl Drop for Lock {
 }
 
 /// Whether `path` still names a file that was locked. The last holder removes it at the end, and a lock on a file
-/// without
-/// a name keeps no process out.
+/// without a name keeps no process out.
 fn is_at(file: &File, path: &Path) -> bool {
     let inode = |stat: std::fs::Metadata| (stat.dev(), stat.ino());
     std::fs::metadata(path).ok().map(inode) == file.metadata().ok().map(inode)

@@ -339,8 +339,7 @@ impl<'a> Bench<'a> {
     }
 
     /// How many experts each layer of one prefill uses. A bench that routes all tokens to a few experts would measure
-    /// the
-    /// CPU's cache.
+    /// the CPU's cache.
     fn distinct(&mut self, tokens: usize) -> Result<Option<Distinct>> {
         let Some(of) = self.loaded.model.config().moe().map(|m| m.num_experts) else { return Ok(None) };
         let mut blocks = BlockTable::default();

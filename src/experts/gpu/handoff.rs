@@ -27,8 +27,8 @@ pub(super) struct Handoff {
 }
 
 /// How long the device may take to publish before it is asked whether it has failed, in which case it never will.
-/// Nothing is asked of the driver sooner: while another thread gives memory back, it may answer nobody before all
-/// kernels have ended, and those wait for this thread.
+/// The driver is not asked sooner: while another thread frees memory, the driver may block every call until all kernels
+/// have ended, and those wait for this thread.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Handoff {

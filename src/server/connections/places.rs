@@ -92,8 +92,7 @@ impl ConnectionPlaces {
     }
 
     /// A place for a client of this address, and a future that ends when it loses the place. `None`: even the reserve
-    /// is
-    /// full.
+    /// is full.
     pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<(ConnectionPlace, oneshot::Receiver<()>)> {
         let network = network(address);
         let mut table = self.lock();

@@ -1,8 +1,7 @@
 //! The protocol between a child process that renders templates and its parent: frames of a length and that many bytes.
 //!
 //! The parent sends the template first, which the child answers when it is compiled. Then it sends the variables of
-//! each
-//! rendering as JSON, and the child answers each with the text.
+//! each rendering as JSON, and the child answers each with the text.
 
 use std::io::{self, Read, Write};
 

@@ -1,6 +1,5 @@
 //! The template engine: minijinja with the extensions of Hugging Face's tokenizers. It bounds steps and text. Its
-//! caller
-//! bounds stack, memory and time.
+//! caller bounds stack, memory and time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

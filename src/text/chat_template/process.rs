@@ -18,15 +18,13 @@ use crate::Error;
 const MAX_PROCESSES: usize = 2;
 
 /// Timeout of one rendering, and of the wait for a process. It is long because CPU time is bounded, and the machine may
-/// be
-/// busy.
+/// be busy.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 type Result<T> = std::result::Result<T, RenderFailure>;
 
 /// The processes of one template. They are kept because starting one takes longer than rendering. A process that
-/// exceeds
-/// a limit is replaced.
+/// exceeds a limit is replaced.
 pub(super) struct Processes {
     command: &'static [OsString],
     pool: Mutex<ProcessPool>,
@@ -125,8 +123,7 @@ impl Process {
             // A backtrace would not be read, and takes long.
             .env("RUST_BACKTRACE", "0")
             // In its own process group, so that Ctrl-C in a terminal does not reach it. It ends with the socket,
-            // however
-            // this process ends.
+            // however this process ends.
             .process_group(0)
             .spawn()
             .map_err(cannot)?;
