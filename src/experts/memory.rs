@@ -43,8 +43,8 @@ impl ExpertMemory {
     /// that node's memory; or, if `interleave` names nodes, one slice whose pages alternate between them.
     ///
     /// Where memory is short, the copy frees its source: pages of the file, or random weights without another holder.
-    /// `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory, `Error::Cache` for a damaged
-    /// expert.
+    /// `progress(layers done, layers)`. Errors: `Error::Resources` when there is no memory, `Error::Cache` for a
+    /// damaged expert.
     pub fn copied(
         cache: Arc<ExpertCache>,
         team: &Team,
