@@ -197,8 +197,8 @@ impl View {
         match self.bytes() {
             // Aligned for any type.
             0 => bytemuck::cast_slice::<u64, u8>(&[]),
-            // SAFETY: the array is as long and contiguous, as checked, and lives with its owner. All bits are numbers, so
-            // a caller that writes it meanwhile gets numbers too.
+            // SAFETY: the array is as long and contiguous, as checked, and lives with its owner. All bits are numbers,
+            // so a caller that writes it meanwhile gets numbers too.
             bytes => unsafe { std::slice::from_raw_parts(self.data as *const u8, bytes) },
         }
     }

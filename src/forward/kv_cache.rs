@@ -1,8 +1,8 @@
 //! The KV cache: one pool of blocks for all sequences, storage per layer on the backend; and recurrent state, where
 //! layers have that instead.
 //!
-//! A full block is keyed by the text up to its end. Sequences of the same tenant with the same prefix share it. It stays
-//! after its sequence has ended, until another sequence needs the memory.
+//! A full block is keyed by the text up to its end. Sequences of the same tenant with the same prefix share it. It
+//! stays after its sequence has ended, until another sequence needs the memory.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -209,8 +209,8 @@ impl BlockPool {
         }
     }
 
-    /// Takes all blocks of `table` back. Those whose text is known are kept until another sequence needs the memory. The
-    /// end of a text goes first.
+    /// Takes all blocks of `table` back. Those whose text is known are kept until another sequence needs the memory.
+    /// The end of a text goes first.
     pub fn release(&mut self, table: &mut BlockTable) {
         let BlockTable { tenant, blocks, .. } = std::mem::replace(table, BlockTable::new(table.tenant));
         let holding = self.tenants.entry(tenant).or_default();
