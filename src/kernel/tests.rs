@@ -4,7 +4,7 @@
 
 use half::bf16;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
-use moebius_cache::{Precision, ScaleType};
+use moebius_cache::Precision;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 

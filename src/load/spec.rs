@@ -6,7 +6,7 @@ use moebius_cache::codec::{Quantization, kept_by_all};
 use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, largest_group_size};
 
 use super::cache::cache_job;
-use crate::config::{CPU_BATCH_TOKENS, EngineConfig, ExpertBits};
+use crate::config::{CPU_BATCH_TOKENS, EngineConfig};
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 
