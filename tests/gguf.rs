@@ -137,6 +137,14 @@ fn the_same_weights_give_the_same_logits() {
         ("qwen3_next", &[]),
         // Value heads tiled.
         ("qwen3_5_moe", &[]),
+        ("qwen3_5_dense", &[]),
+        ("hy_v3", &[]),
+        // Rows of queries and keys are not reordered.
+        ("ernie4_5_moe", &[]),
+        ("qwen3_moe", &["--config", r#"{"model_type": "qwen3_vl_moe_text"}"#]),
+        ("qwen3_dense", &["--config", r#"{"model_type": "qwen3_vl_text"}"#]),
+        // Only the bias says that scores are sigmoids.
+        ("deepseek_v3", &["--config", r#"{"model_type": "glm4_moe_lite"}"#]),
     ] {
         let (dir, fixture) = (TempDir::new().unwrap(), Fixture::open(name));
         let (file, stands_for) = model(&python, &dir, name, "BF16", more);
@@ -146,8 +154,9 @@ fn the_same_weights_give_the_same_logits() {
         let want = if more.is_empty() { &fixture.dir } else { &stands_for };
         assert!(of_gguf == logits(want, &fixture, &exact()), "{name}: logits differ");
     }
-    // Kimi K2's files are those of DeepSeek-V3.
-    let registered = families::GGUF.iter().flat_map(|gguf| gguf.model_types).filter(|name| **name != "kimi_k2");
+    // Their files are those of DeepSeek-V3 and GLM-4.5.
+    seen.extend(["kimi_k2", "kimi_k25", "glm4_moe_lite", "glm4v_moe_text"].map(String::from));
+    let registered = families::GGUF.iter().flat_map(|gguf| gguf.model_types);
     assert_eq!(seen, registered.map(|name| name.to_string()).collect());
 }
 

@@ -25,7 +25,17 @@ const FIXTURES: &[&str] = &[
 ];
 
 fn configs() -> Vec<Value> {
-    const LATER: &[&str] = &["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_dense"];
+    const LATER: &[&str] = &[
+        "qwen2_moe",
+        "mixtral",
+        "olmoe",
+        "glm4_moe",
+        "minimax_m2",
+        "qwen3_dense",
+        "qwen3_5_dense",
+        "hy_v3",
+        "ernie4_5_moe",
+    ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
         .iter()
@@ -35,6 +45,11 @@ fn configs() -> Vec<Value> {
     dirs.map(|dir| serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap())
         .chain(small)
         .collect()
+}
+
+fn any_config(of: prop::sample::Index) -> Value {
+    let mut all = configs();
+    all.swap_remove(of.index(all.len()))
 }
 
 /// The last config of this `model_type`.
@@ -178,6 +193,7 @@ fn numbers_beyond_reason_are_named() {
     }
     let (glm, next, oss) = (named("glm4_moe"), named("qwen3_next"), named("gpt_oss"));
     let (minimax, olmoe, llama) = (named("minimax_m2"), named("olmoe"), named("llama"));
+    let (hy, ernie) = (named("hy_v3"), named("ernie4_5_moe"));
     for (config, field, value) in [
         (&glm, "partial_rotary_factor", json!(1.5)),
         (&glm, "partial_rotary_factor", json!(-0.5)),
@@ -196,6 +212,12 @@ fn numbers_beyond_reason_are_named() {
         (&minimax, "shared_intermediate_size", json!(64)),
         (&olmoe, "clip_qkv", json!(8.0)),
         (&llama, "mlp_bias", json!(true)),
+        (&hy, "qk_norm", json!(false)),
+        (&hy, "moe_router_use_sigmoid", json!(false)),
+        (&hy, "mlp_layer_types", json!(["dense"])),
+        (&ernie, "use_bias", json!(true)),
+        (&ernie, "moe_num_experts", json!(65_537)),
+        (&ernie, "moe_layer_interval", json!(0)),
     ] {
         let mut config = config.clone();
         config[field] = value;
@@ -229,11 +251,11 @@ proptest! {
 
     #[test]
     fn several_fields_turned_into_anything(
-        of in 0usize..19,
+        of: prop::sample::Index,
         changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(),
             any::<Option<u64>>()), 1..6),
     ) {
-        let mut config = configs().swap_remove(of);
+        let mut config = any_config(of);
         let (paths, values) = (fields(&config), hostile());
         for (path, value, number) in changes {
             // Half of the numbers small, where a dimension is likely to be accepted.
@@ -245,8 +267,8 @@ proptest! {
     }
 
     #[test]
-    fn any_byte_changed(of in 0usize..19, at: prop::sample::Index, byte: u8) {
-        let mut text = configs().swap_remove(of).to_string().into_bytes();
+    fn any_byte_changed(of: prop::sample::Index, at: prop::sample::Index, byte: u8) {
+        let mut text = any_config(of).to_string().into_bytes();
         let at = at.index(text.len());
         text[at] = byte;
         let _ = std::str::from_utf8(&text).map(families::parse);

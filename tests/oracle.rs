@@ -6,9 +6,11 @@
 
 mod common;
 
+use common::checkpoint::Checkpoint;
 use common::{Fixture, greedy, worst_row};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Layers, Wanted, capture};
+use moebius::load::Loaded;
 use moebius::model::Attention;
 use moebius::model::families;
 use serde_json::{Value, json};
@@ -22,7 +24,31 @@ fn exact() -> EngineConfig {
 
 fn check(name: &str) {
     let fixture = Fixture::open(name);
-    let mut loaded = fixture.load(&exact());
+    check_loaded(name, &fixture, fixture.load(&exact()));
+}
+
+/// The checkpoint of an architecture that is `fixture`'s under another name: its config nested, its tensors renamed.
+fn check_vision(fixture: &str, model_type: &str) {
+    let fixture = Fixture::open(fixture);
+    let copy = Checkpoint::copy_of(&fixture.dir);
+    copy.json("config.json", |config| {
+        config["model_type"] = format!("{model_type}_text").into();
+        *config = json!({"model_type": model_type, "text_config": config.take(), "vision_config": {"depth": 1}});
+    });
+    copy.tensors("model.safetensors", |header, _| {
+        let tensors = header.as_object().unwrap().clone();
+        let renamed = |name: String| match name.strip_prefix("model.") {
+            Some(rest) => format!("model.language_model.{rest}"),
+            None => name,
+        };
+        *header = Value::Object(tensors.into_iter().map(|(name, entry)| (renamed(name), entry)).collect());
+    });
+    let loaded = common::load(&copy.dir(), &exact());
+    assert_eq!(loaded.model.config().architecture, model_type);
+    check_loaded(model_type, &fixture, loaded);
+}
+
+fn check_loaded(name: &str, fixture: &Fixture, mut loaded: Loaded) {
     let (vocab, hidden) = (loaded.model.config().vocab_size, loaded.model.config().hidden_size);
     let all = Wanted { logits: true, hidden: Some(Layers::All), router: true };
 
@@ -39,7 +65,7 @@ fn check(name: &str) {
         }
         if prompt == "mid" {
             assert_eq!(got.router.len(), loaded.model.config().moe_layers().count());
-            check_routing(name, &fixture, &got.router);
+            check_routing(name, fixture, &got.router);
         }
     }
 
@@ -153,6 +179,38 @@ fn qwen3_5_moe() {
 }
 
 #[test]
+fn qwen3_5_dense() {
+    check("qwen3_5_dense");
+}
+
+#[test]
+fn hy_v3() {
+    check("hy_v3");
+}
+
+#[test]
+fn ernie4_5_moe() {
+    check("ernie4_5_moe");
+}
+
+#[test]
+fn language_models_of_checkpoints_with_vision() {
+    check_vision("qwen3_moe", "qwen3_vl_moe");
+    check_vision("qwen3_dense", "qwen3_vl");
+    check_vision("glm4_moe", "glm4v_moe");
+}
+
+/// GLM-4.7-Flash is DeepSeek-V3 by another name.
+#[test]
+fn glm4_moe_lite() {
+    let fixture = Fixture::open("deepseek_v3");
+    let copy = Checkpoint::copy_of(&fixture.dir);
+    copy.config(json!({"model_type": "glm4_moe_lite", "num_nextn_predict_layers": 1}));
+    let loaded = common::load(&copy.dir(), &exact());
+    check_loaded("glm4_moe_lite", &fixture, loaded);
+}
+
+#[test]
 fn gpt_oss_mxfp4() {
     check("gpt_oss_mxfp4");
 }
@@ -188,6 +246,14 @@ fn what_a_config_leaves_out() {
         ("glm4_moe", "use_qk_norm", json!(false), json!(true)),
         ("glm4_moe", "attention_bias", json!(false), json!(true)),
         ("glm4_moe", "routed_scaling_factor", json!(1.0), json!(2.5)),
+        ("hy_v3", "mlp_layer_types", json!(["dense", "sparse", "sparse"]), json!(["sparse", "sparse", "sparse"])),
+        ("hy_v3", "router_scaling_factor", json!(2.826), json!(1.0)),
+        ("hy_v3", "num_shared_experts", json!(1), json!(2)),
+        ("ernie4_5_moe", "moe_num_shared_experts", json!(2), json!(1)),
+        ("ernie4_5_moe", "moe_layer_start_index", json!(1), json!(2)),
+        ("ernie4_5_moe", "moe_layer_end_index", json!(-1), json!(2)),
+        ("ernie4_5_moe", "moe_layer_interval", json!(1), json!(2)),
+        ("ernie4_5_moe", "rope_theta", json!(500_000), json!(10_000)),
         ("gpt_oss_mxfp4", "layer_types", layers("sfs"), layers("fsf")),
         ("gpt_oss_mxfp4", "sliding_window", json!(128), json!(129)),
         ("gpt_oss_mxfp4", "swiglu_limit", json!(7.0), json!(70.0)),

@@ -10,21 +10,25 @@ use std::path::PathBuf;
 
 use common::{fixture_dir, root, small};
 use moebius::cli::EngineOption;
-use moebius::config::{Device, EngineConfig};
+use moebius::config::{Device, EngineConfig, ExpertBits};
 use moebius::load::plan::plan;
 use moebius::load::{Description, Kept, Spec};
 use moebius::model::ModelConfig;
 use moebius::model::families::{self, ARCHITECTURES, Architecture, GGUF};
 
+/// Architectures that are another's under a new name, and have no checkpoint in the tests: that one.
+const ALIASES: [(&str, &str); 3] = [("qwen3_vl_moe", "qwen3_moe"), ("glm4v_moe", "glm4_moe"), ("qwen3_vl", "qwen3")];
+
 /// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
 fn example(model_type: &str) -> ModelConfig {
+    // The language model alone is the same.
+    let whole = model_type.strip_suffix("_text").unwrap_or(model_type);
+    let model_type = ALIASES.iter().find(|(alias, _)| *alias == whole).map_or(whole, |(_, of)| of);
     let fixtures = std::fs::read_dir(fixture_dir(""))
         .unwrap()
         .filter_map(|entry| Description::read(&entry.unwrap().path()).ok()?.model().ok());
-    let nested = small::config("qwen3.5");
-    let alone = nested["text_config"].clone();
-    let small = [nested, alone, small::config("gpt-oss"), small::config("llama")]
-        .map(|config| families::parse(&config.to_string()).unwrap());
+    let small = ["qwen3.5", "gpt-oss", "llama"].map(small::config);
+    let small = small.map(|config| families::parse(&config.to_string()).unwrap());
     let shapes = families::shapes::names().map(|name| families::shapes::shape(name, None).unwrap());
     let mut all = fixtures.chain(small).chain(shapes);
     all.find(|model| model.architecture == model_type).unwrap_or_else(|| panic!("the tests have no {model_type}"))
@@ -33,7 +37,12 @@ fn example(model_type: &str) -> ModelConfig {
 /// Whether a GPU could take it, were there room, and if not, why.
 #[cfg(feature = "cuda")]
 fn on_gpu(model: &ModelConfig) -> String {
-    let config = EngineConfig { device: Device::Cuda(vec![0]), vram: Some(4 << 40), ..EngineConfig::default() };
+    let config = EngineConfig {
+        device: Device::Cuda(vec![0]),
+        experts: ExpertBits::Bf16,
+        vram: Some(4 << 40),
+        ..EngineConfig::default()
+    };
     let spec = Spec::new(model, &config, Kept::NOTHING).unwrap();
     plan("a model", &spec, Some(8 << 40)).map_or_else(|refused| refused.to_string(), |_| "yes".into())
 }

@@ -53,8 +53,8 @@ impl TensorSource for Checkpoint {
 
     fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let view = self.tensor(name)?;
-        // GGUF keeps no dimension of one.
-        if !view.shape.iter().eq(shape.iter().filter(|&&n| n != 1)) {
+        // GGUF keeps no dimension of one; ERNIE's vectors have one more.
+        if !view.shape.iter().filter(|&&n| n != 1).eq(shape.iter().filter(|&&n| n != 1)) {
             view.expect_shape(shape)?;
         }
         let mut data = vec![0.0; shape.iter().product()];

@@ -2,10 +2,12 @@
 //! and this registry.
 
 mod deepseek;
+mod ernie4_5_moe;
 mod fields;
 pub mod gguf;
 mod glm4_moe;
 mod gpt_oss;
+mod hy_v3;
 mod llama;
 mod minimax_m2;
 mod mixtral;
@@ -41,34 +43,50 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("deepseek_v2", "DeepSeek-V2, V2-Lite, V2.5", deepseek::v2),
     architecture("deepseek_v3", "DeepSeek-V3, R1, V3.1", deepseek::v3),
     architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
-    architecture("kimi_k25", "Kimi K2.5 (text)", deepseek::kimi_k25),
+    architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),
+    architecture("glm4_moe_lite", "GLM-4.7-Flash", deepseek::v3),
     architecture("qwen3_moe", "Qwen3-30B-A3B, 235B-A22B, Coder", qwen_moe::qwen3),
+    architecture("qwen3_vl_moe", "Qwen3-VL-30B-A3B, 235B-A22B (text)", qwen_moe::qwen3_vl),
+    architecture("qwen3_vl_moe_text", "Qwen3-VL MoE without vision", qwen_moe::qwen3_vl_text),
     architecture("qwen2_moe", "Qwen2-57B-A14B, Qwen1.5-MoE-A2.7B", qwen_moe::qwen2),
     architecture("qwen3_next", "Qwen3-Next-80B-A3B", qwen3_next::qwen3_next),
-    architecture("qwen3_5_moe", "Qwen3.5, Qwen3.6 MoE (text)", qwen3_next::qwen3_5),
-    architecture("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 MoE without vision", qwen3_next::qwen3_5_text),
+    architecture("qwen3_5_moe", "Qwen3.5, Qwen3.6 MoE (text)", qwen3_next::qwen3_5_moe),
+    architecture("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 MoE without vision", qwen3_next::qwen3_5_moe_text),
+    architecture("qwen3_5", "Qwen3.5, 3.6, 3.8 (dense, text)", qwen3_next::qwen3_5),
+    architecture("qwen3_5_text", "Qwen3.5, 3.6, 3.8 (dense) without vision", qwen3_next::qwen3_5_text),
     architecture("glm4_moe", "GLM-4.5, 4.5-Air, 4.6, 4.7", glm4_moe::config),
+    architecture("glm4v_moe", "GLM-4.5V, 4.6V (text)", glm4_moe::vision),
+    architecture("glm4v_moe_text", "GLM-4.5V, 4.6V without vision", glm4_moe::config),
+    architecture("hy_v3", "Hy3", hy_v3::config),
+    architecture("ernie4_5_moe", "ERNIE-4.5-21B-A3B, 300B-A47B", ernie4_5_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
     architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),
     architecture("mixtral", "Mixtral-8x7B, 8x22B", mixtral::config),
     architecture("olmoe", "OLMoE-1B-7B", olmoe::config),
     architecture("qwen3", "Qwen3 (dense)", llama::qwen3),
+    architecture("qwen3_vl", "Qwen3-VL (dense, text)", llama::qwen3_vl),
+    architecture("qwen3_vl_text", "Qwen3-VL (dense) without vision", llama::qwen3),
     architecture("llama", "Llama 2, 3 (dense)", llama::llama),
 ];
 
 /// Every architecture of GGUF files that holds models the engine runs.
-pub const GGUF: [Gguf; 11] = [
+pub const GGUF: [Gguf; 16] = [
     deepseek::GGUF,
     qwen_moe::GGUF_QWEN3,
+    qwen_moe::GGUF_QWEN3_VL,
     qwen_moe::GGUF_QWEN2,
     glm4_moe::GGUF,
+    hy_v3::GGUF,
+    ernie4_5_moe::GGUF,
     minimax_m2::GGUF,
     gpt_oss::GGUF,
     llama::GGUF,
     olmoe::GGUF,
     qwen3_next::GGUF_NEXT,
+    qwen3_next::GGUF_QWEN3_5_MOE,
     qwen3_next::GGUF_QWEN3_5,
     llama::GGUF_QWEN3,
+    llama::GGUF_QWEN3_VL,
 ];
 
 /// The supported `model_type`s.
@@ -112,6 +130,19 @@ pub fn from_json(json: &Value) -> Result<ModelConfig> {
 
 /// Experts of all layers: each has names and checksums, and a lying config must not make us list them without end.
 const MAX_EXPERTS: usize = 1 << 18;
+
+/// The language model of a checkpoint that has more: its config is a part of the whole, and `body` begins its tensors'
+/// names.
+fn nested(f: &Fields<'_>, body: &'static str, reader: Reader) -> Result<ModelConfig> {
+    let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
+    let model = reader(&text)?;
+    Ok(ModelConfig {
+        architecture: f.str("model_type")?.into(),
+        tied_embeddings: model.tied_embeddings || f.bool_or("tie_word_embeddings", false)?,
+        names: Names { body, ..model.names },
+        ..model
+    })
+}
 
 /// A model of these layers; what families differ in besides is as in most of them.
 fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {

@@ -38,7 +38,17 @@ ARCHITECTURES = {
     "gpt_oss": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
     "qwen3_next": ("qwen3next", gguf.MODEL_ARCH.QWEN3NEXT),
     "qwen3_5_moe_text": ("qwen35moe", gguf.MODEL_ARCH.QWEN35MOE),
+    "qwen3_5_text": ("qwen35", gguf.MODEL_ARCH.QWEN35),
+    "qwen3_vl_moe_text": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
+    "qwen3_vl_text": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
+    "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "ernie4_5_moe": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
+    # llama.cpp knows it and the package does not; these tensors have the same names.
+    "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),
 }
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
+# Their converters keep the layer that drafts further tokens.
+DRAFTS = ("glm4moe", "hy_v3")
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -90,7 +100,7 @@ def add_metadata(w, arch, c, fixture, experts):
     tokenizer = json.loads(text_side(fixture, "tokenizer.json").read_text())
     template = json.loads(text_side(fixture, "tokenizer_config.json").read_text())["chat_template"]
     tokens, kinds, special = byte_tokens(tokenizer)
-    drafts = c.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0
+    drafts = c.get("num_nextn_predict_layers", 0) if arch in DRAFTS else 0
     w.add_block_count(c["num_hidden_layers"] + drafts)
     if drafts:
         w.add_nextn_predict_layers(drafts)
@@ -115,7 +125,7 @@ def add_metadata(w, arch, c, fixture, experts):
     if arch == "gpt-oss":
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_sliding_window(c["sliding_window"])
-    if arch in ("qwen3next", "qwen35moe"):
+    if arch in DELTA_NETS:
         w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
         w.add_ssm_state_size(c["linear_key_head_dim"])
         w.add_ssm_group_count(c["linear_num_key_heads"])
@@ -134,6 +144,17 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         w.add_expert_group_count(c["n_group"])
         w.add_expert_group_used_count(c["topk_group"])
+    if arch == "hy_v3":
+        w.add_expert_shared_feed_forward_length(c["moe_intermediate_size"] * c["num_shared_experts"])
+        w.add_expert_weights_scale(c["router_scaling_factor"])
+        w.add_expert_weights_norm(c["route_norm"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "ernie4_5-moe":
+        w.add_interleave_moe_layer_step(c["moe_layer_interval"])
+        w.add_leading_dense_block_count(c["moe_layer_start_index"])
+        w.add_expert_shared_count(c["moe_num_shared_experts"])
+        # Not the width of the shared experts, but what the converter writes.
+        w.add_expert_shared_feed_forward_length(c["intermediate_size"] // c["num_key_value_heads"])
     if arch != "deepseek2":
         w.add_head_count_kv(c["num_key_value_heads"])
         w.add_key_length(head_dim)
@@ -152,8 +173,10 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_shared_count(c["n_shared_experts"])
         w.add_expert_weights_scale(c["routed_scaling_factor"])
         w.add_expert_weights_norm(c["norm_topk_prob"])
-        v3 = c["model_type"] == "deepseek_v3"
-        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+        # The first files of GLM-4.7-Flash do not say.
+        if c["model_type"] != "glm4_moe_lite":
+            v3 = c["model_type"] == "deepseek_v3"
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX)
         if c["n_group"] and c.get("topk_method") != "greedy":
             w.add_expert_group_count(c["n_group"])
             w.add_expert_group_used_count(c["topk_group"])
@@ -214,12 +237,13 @@ def model(fixture, out, types, split, fuse, old, changes):
     config = json.loads((fixture / "config.json").read_text()) | changes
     c = config | config.get("text_config", {})
     arch, model_arch = ARCHITECTURES[c["model_type"]]
+    if arch == "ernie4_5-moe":
+        c |= {"num_experts": c["moe_num_experts"], "num_experts_per_tok": c["moe_k"]}
     experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 0)))
     layers = c["num_hidden_layers"]
     tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
-    # Layers beyond the last draft tokens, which only GLM's converter keeps; what is computed from the config is not
-    # converted.
-    keep = layers + (c.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0)
+    # Layers beyond the last draft tokens; what is computed from the config is not converted.
+    keep = layers + (c.get("num_nextn_predict_layers", 0) if arch in DRAFTS else 0)
     beyond = lambda name: (
         "rotary_emb" in name
         or name.startswith(("mtp.", "model.visual."))
@@ -228,7 +252,9 @@ def model(fixture, out, types, split, fuse, old, changes):
     )
     tensors = {name: values for name, values in tensors.items() if not beyond(name)}
     table = gguf.get_tensor_name_map(model_arch, keep)
-    name_of = lambda stem: table.get_name(stem.replace("language_model.", ""))
+    name_of = lambda stem: table.get_name(
+        stem.replace("language_model.", "").replace(".final_layernorm", ".shared_head.norm")
+    )
     options = {"split_max_tensors": split} if split else {}
     w = gguf.GGUFWriter(out.with_suffix(".gguf"), arch, **options)
     add_metadata(w, arch, c, fixture, experts)
@@ -256,7 +282,7 @@ def model(fixture, out, types, split, fuse, old, changes):
         w.add_tensor(
             "rope_freqs.weight", llama3_factors(rope | {"theta": c["rope_theta"]}, c["head_dim"]).astype(np.float32)
         )
-    orders = delta_orders(c, arch == "qwen35moe") if arch in ("qwen3next", "qwen35moe") else {}
+    orders = delta_orders(c, arch != "qwen3next") if arch in DELTA_NETS else {}
     turn = 0
     fused = {}
     for first in [name for name in tensors if ".experts.0." in name]:
@@ -310,8 +336,9 @@ def model(fixture, out, types, split, fuse, old, changes):
             v_b = add(name_of(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
-        if suffix == "e_score_correction_bias":
-            stand_for[key] = add(f"{block}.exp_probs_b.bias", values, Type.F32)
+        if suffix in ("e_score_correction_bias", "expert_bias"):
+            name = f"{block}.exp_probs_b" + (".bias" if suffix == "e_score_correction_bias" else "")
+            stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
             continue
         if orders and key.endswith("norm.weight") and "linear_attn" not in key:
             add(name_of(stem) + ".weight", values + np.float32(1), Type.F32)

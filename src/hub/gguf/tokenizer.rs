@@ -57,7 +57,9 @@ const CUTS: &[PreTokenizer] = &[
         whole: false,
     },
     PreTokenizer {
-        names: &["deepseek-v3"], cuts: &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK_V3], whole: false
+        names: &["deepseek-v3", "hunyuan-dense"],
+        cuts: &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK_V3],
+        whole: false,
     },
 ];
 

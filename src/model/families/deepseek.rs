@@ -1,6 +1,6 @@
-//! DeepSeek-V2, DeepSeek-V3, Kimi K2 and the text part of Kimi K2.5.
+//! DeepSeek-V2, DeepSeek-V3, Kimi K2, the text part of Kimi K2.5, and GLM-4.7-Flash.
 //!
-//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2 and modeling_deepseek_v3.
+//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2, modeling_deepseek_v3 and modeling_glm4_moe_lite.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
@@ -32,7 +32,7 @@ pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
     config(f, router)
 }
 
-/// `deepseek_v3` and `kimi_k2`: sigmoid scores, a correction bias for choosing, groups scored by their best two.
+/// `deepseek_v3`, `kimi_k2` and `glm4_moe_lite`: sigmoid scores, a correction bias for choosing, groups scored by their best two.
 pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
     for (field, expected) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
         let value = f.str_or(field, expected)?;
@@ -58,9 +58,8 @@ pub(super) fn v3_router(f: &Fields<'_>) -> Result<Router> {
 
 /// `kimi_k25`: the language model is nested, and so are its tensor names.
 pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
-    let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
-    let names = Names { body: "language_model.model.", head: "language_model.lm_head", ..Names::COMMON };
-    Ok(ModelConfig { architecture: "kimi_k25".into(), names, ..v3(&text)? })
+    let model = super::nested(f, "language_model.model.", v3)?;
+    Ok(ModelConfig { names: Names { head: "language_model.lm_head", ..model.names }, ..model })
 }
 
 /// A token's open groups are bits of a word.
@@ -117,20 +116,25 @@ pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         norm_eps: LATENT_NORM_EPS,
     });
     let moe = moe(f, router, 0)?;
-    let (first_dense, frequency) = (f.count_or("first_k_dense_replace", 0)?, f.dim_or("moe_layer_freq", 1)?);
+    super::model(f, super::layers(f, |_| attention.clone(), ffn(f, moe, 0)?)?)
+}
+
+/// Experts in the layers that `mlp_layer_types` names, or behind the first dense ones; `dense`: as many where the
+/// config does not say.
+pub(super) fn ffn<'a>(f: &'a Fields<'_>, moe: Moe, dense: usize) -> Result<impl Fn(usize) -> Result<Ffn> + 'a> {
+    let (first_dense, frequency) = (f.count_or("first_k_dense_replace", dense)?, f.dim_or("moe_layer_freq", 1)?);
     let kinds = f.layer_kinds("mlp_layer_types", ["sparse", "dense"])?;
-    let is_moe = |layer: usize| match &kinds {
+    let is_moe = move |layer: usize| match &kinds {
         Some(kinds) => kinds[layer],
         None => layer >= first_dense && layer % frequency == 0,
     };
-    let ffn = |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
-    super::model(f, super::layers(f, |_| attention.clone(), ffn)?)
+    Ok(move |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() })
 }
 
-/// DeepSeek-V2, V3 and Kimi K2 in GGUF files, which give them one name; how scores are made tells them apart.
+/// All of them in GGUF files, which give them one name; how scores are made tells them apart.
 pub(super) const GGUF: Gguf = Gguf {
     names: GgufNames { architecture: "deepseek2", tensors: &[], permuted: &[] },
-    model_types: &["deepseek_v2", "deepseek_v3", "kimi_k2"],
+    model_types: &["deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"],
     config: gguf,
 };
 
@@ -145,8 +149,11 @@ fn gguf(header: &Header<'_>) -> Result<Value> {
         )));
     };
     let grouped = header.number("expert_group_count").unwrap_or(1) > 1;
-    let (model_type, method, scoring) = match header.number("expert_gating_func").unwrap_or(1) {
-        0 | 1 => ("deepseek_v2", if grouped { "group_limited_greedy" } else { "greedy" }, "softmax"),
+    // Early files of GLM-4.7-Flash do not say; only sigmoid scores have a bias.
+    let has_bias = |layer| header.has(&format!("model.layers.{layer}.mlp.gate.e_score_correction_bias"));
+    let silent = if header.each_layer(has_bias).contains(&true) { 2 } else { 1 };
+    let (model_type, method, scoring) = match header.number("expert_gating_func").filter(|f| *f > 0).unwrap_or(silent) {
+        1 => ("deepseek_v2", if grouped { "group_limited_greedy" } else { "greedy" }, "softmax"),
         2 => ("deepseek_v3", "noaux_tc", "sigmoid"),
         other => {
             return Err(Error::Model(format!(

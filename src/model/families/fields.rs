@@ -59,7 +59,7 @@ impl<'a> Fields<'a> {
 
     /// Routed experts of a token.
     pub(super) fn top_k(&self) -> Result<usize> {
-        self.up_to(MAX_TOP_K, &["num_experts_per_tok"])
+        self.up_to(MAX_TOP_K, &["num_experts_per_tok", "moe_k"])
     }
 
     /// A number of heads, or their width.

@@ -1,6 +1,6 @@
-//! GLM-4 MoE (4.5 to 4.7): grouped queries with biases, half of each head rotated; DeepSeek-V3's experts.
+//! GLM-4 MoE (4.5 to 4.7, and the text part of 4.5V and 4.6V): grouped queries with biases, half of each head rotated; DeepSeek-V3's experts.
 //!
-//! Source: HF modeling_glm4_moe.
+//! Sources: HF modeling_glm4_moe and modeling_glm4v_moe.
 
 use super::deepseek;
 use moebius_cache::checkpoint::gguf::GgufNames;
@@ -9,9 +9,14 @@ use serde_json::json;
 use super::fields::Fields;
 use super::gguf::Gguf;
 use crate::Result;
-use crate::model::{Attention, Bias, Ffn, Gqa, ModelConfig, QkNorm};
+use crate::model::{Attention, Bias, Gqa, ModelConfig, QkNorm};
 
-/// `glm4_moe`.
+/// `glm4v_moe`: the language model is nested, and so are its tensor names.
+pub(super) fn vision(f: &Fields<'_>) -> Result<ModelConfig> {
+    super::nested(f, "model.language_model.", config)
+}
+
+/// `glm4_moe` and `glm4v_moe_text`.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::Qkv } else { Bias::None };
@@ -19,15 +24,13 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let rope = f.rope(f.rotary_dim(0.5)?, 10_000.0)?;
     let attention = Gqa { bias, qk_norm, ..f.gqa(rope)? };
     let moe = deepseek::moe(f, deepseek::v3_router(f)?, 1)?;
-    let first_dense = f.count_or("first_k_dense_replace", 1)?;
-    let ffn = |layer| if layer >= first_dense { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
-    super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), ffn)?)
+    super::model(f, super::layers(f, |_| Attention::Gqa(attention.clone()), deepseek::ffn(f, moe, 1)?)?)
 }
 
 /// In GGUF files.
 pub(super) const GGUF: Gguf = Gguf {
     names: GgufNames { architecture: "glm4moe", tensors: &[], permuted: &[] },
-    model_types: &["glm4_moe"],
+    model_types: &["glm4_moe", "glm4v_moe_text"],
     config: |header| {
         let of_layer = |part: &str| header.has(&format!("model.layers.0.{part}"));
         Ok(json!({

@@ -1,6 +1,6 @@
-//! Llama and Qwen3, dense models.
+//! Llama, Qwen3 and the text part of Qwen3-VL, dense models.
 //!
-//! Sources: HF modeling_llama and modeling_qwen3.
+//! Sources: HF modeling_llama, modeling_qwen3 and modeling_qwen3_vl.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
@@ -16,7 +16,12 @@ pub(super) fn llama(f: &Fields<'_>) -> Result<ModelConfig> {
     config(f, QkNorm::None)
 }
 
-/// `qwen3`: QK norm.
+/// `qwen3_vl`: the language model is nested, and so are its tensor names.
+pub(super) fn qwen3_vl(f: &Fields<'_>) -> Result<ModelConfig> {
+    super::nested(f, "model.language_model.", qwen3)
+}
+
+/// `qwen3` and `qwen3_vl_text`: QK norm.
 pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect("use_sliding_window", false.into())?;
     config(f, QkNorm::PerHead)
@@ -53,4 +58,11 @@ pub(super) const GGUF_QWEN3: Gguf = Gguf {
     names: GgufNames { architecture: "qwen3", tensors: &[], permuted: &[] },
     model_types: &["qwen3"],
     config: |header| Ok(json!({"model_type": "qwen3", "head_dim": header.head_dim()})),
+};
+
+/// `qwen3_vl_text` in GGUF files.
+pub(super) const GGUF_QWEN3_VL: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen3vl", tensors: &[], permuted: &[] },
+    model_types: &["qwen3_vl_text"],
+    config: |header| Ok(json!({"model_type": "qwen3_vl_text", "head_dim": header.head_dim()})),
 };

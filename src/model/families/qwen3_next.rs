@@ -1,7 +1,7 @@
-//! Qwen3-Next and the text part of Qwen3.5 and 3.6 MoE: gated DeltaNet in most layers, gated attention in the others;
-//! norms around one.
+//! Qwen3-Next and the text part of Qwen3.5 and later, MoE and dense: gated DeltaNet in most layers, gated attention in
+//! the others; norms around one.
 //!
-//! Sources: HF modeling_qwen3_next and modeling_qwen3_5_moe.
+//! Sources: HF modeling_qwen3_next, modeling_qwen3_5_moe and modeling_qwen3_5.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::fields::Fields;
 use super::gguf::{Gguf, Header};
 use super::qwen_moe;
-use crate::model::{Attention, Bias, DeltaNet, Gqa, ModelConfig, Moe, Names, OutputGate, QkNorm};
+use crate::model::{Attention, Bias, DeltaNet, Ffn, Gqa, ModelConfig, Moe, Names, OutputGate, QkNorm};
 use crate::{Error, Result};
 
 /// Inputs of a convolution, at most: what a sequence keeps grows with it.
@@ -17,24 +17,37 @@ const MAX_CONV_WIDTH: usize = 64;
 
 /// `qwen3_next`
 pub(super) fn qwen3_next(f: &Fields<'_>) -> Result<ModelConfig> {
-    config(f, f.bool_or("norm_topk_prob", true)?)
+    let moe = moe(f, f.bool_or("norm_topk_prob", true)?)?;
+    config(f, qwen_moe::ffn(f, &moe)?)
 }
 
 /// `qwen3_5_moe_text`: the language model alone. Experts are stacked, their weights always normalized.
+pub(super) fn qwen3_5_moe_text(f: &Fields<'_>) -> Result<ModelConfig> {
+    let moe = moe(f, true)?;
+    config(f, qwen_moe::ffn(f, &moe)?)
+}
+
+/// `qwen3_5_text`: without experts.
 pub(super) fn qwen3_5_text(f: &Fields<'_>) -> Result<ModelConfig> {
-    config(f, true)
+    config(f, |_| f.dense())
 }
 
 /// `qwen3_5_moe`: the language model is nested, and so are its tensor names.
-pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
-    let text = f.object("text_config")?.ok_or_else(|| Error::Model("field `text_config` is missing".into()))?;
-    let model = qwen3_5_text(&text)?;
-    let tied_embeddings = model.tied_embeddings || f.bool_or("tie_word_embeddings", false)?;
-    let names = Names { body: "model.language_model.", ..model.names };
-    Ok(ModelConfig { architecture: "qwen3_5_moe".into(), tied_embeddings, names, ..model })
+pub(super) fn qwen3_5_moe(f: &Fields<'_>) -> Result<ModelConfig> {
+    super::nested(f, "model.language_model.", qwen3_5_moe_text)
 }
 
-fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
+/// `qwen3_5`: the same without experts.
+pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
+    super::nested(f, "model.language_model.", qwen3_5_text)
+}
+
+/// Experts, and a shared one with a gate.
+fn moe(f: &Fields<'_>, normalize: bool) -> Result<Moe> {
+    Ok(Moe { shared: Some(qwen_moe::shared(f)?), ..qwen_moe::moe(f, normalize)? })
+}
+
+fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("use_sliding_window", false.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
@@ -58,13 +71,12 @@ fn config(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
             "field `linear_conv_kernel_dim` is not an integer from 2 to {MAX_CONV_WIDTH}"
         )));
     }
-    let moe = Moe { shared: Some(qwen_moe::shared(f)?), ..qwen_moe::moe(f, normalize)? };
     let interval = f.dim_or("full_attention_interval", 4)?;
     let kinds = f.layer_kinds("layer_types", ["full_attention", "linear_attention"])?;
     let is_full = |layer: usize| kinds.as_ref().map_or((layer + 1) % interval == 0, |kinds| kinds[layer]);
     let attention =
         |layer| if is_full(layer) { Attention::Gqa(full.clone()) } else { Attention::DeltaNet(linear.clone()) };
-    let layers = super::layers(f, attention, qwen_moe::ffn(f, &moe)?)?;
+    let layers = super::layers(f, attention, ffn)?;
     let names = Names { shared_expert: "mlp.shared_expert", ..Names::COMMON };
     // In GGUF files the one is part of the weights.
     let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
@@ -78,8 +90,15 @@ pub(super) const GGUF_NEXT: Gguf = Gguf {
     config: |header| Ok(gguf(header, "qwen3_next", false)),
 };
 
-/// `qwen3_5_moe` in GGUF files, whose value heads are tiled.
+/// `qwen3_5_text` in GGUF files, whose value heads are tiled.
 pub(super) const GGUF_QWEN3_5: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen35", tensors: &[], permuted: &[] },
+    model_types: &["qwen3_5_text"],
+    config: |header| Ok(gguf(header, "qwen3_5_text", true)),
+};
+
+/// `qwen3_5_moe_text` in GGUF files.
+pub(super) const GGUF_QWEN3_5_MOE: Gguf = Gguf {
     names: GgufNames { architecture: "qwen35moe", tensors: qwen_moe::GGUF_SHARED, permuted: &[] },
     model_types: &["qwen3_5_moe_text"],
     config: |header| Ok(gguf(header, "qwen3_5_moe_text", true)),

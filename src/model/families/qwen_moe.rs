@@ -1,12 +1,13 @@
-//! Qwen2-MoE and Qwen3-MoE: grouped queries, softmax routing, some layers dense by configuration.
+//! Qwen2-MoE, Qwen3-MoE and the text part of Qwen3-VL MoE: grouped queries, softmax routing, some layers dense by
+//! configuration.
 //!
-//! Sources: HF modeling_qwen2_moe and modeling_qwen3_moe.
+//! Sources: HF modeling_qwen2_moe, modeling_qwen3_moe and modeling_qwen3_vl_moe.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::fields::Fields;
-use super::gguf::Gguf;
+use super::gguf::{Gguf, Header};
 use crate::Result;
 use crate::model::{Attention, Bias, Ffn, Gqa, Mlp, ModelConfig, Moe, Names, QkNorm, Router, Scoring, SharedExpert};
 
@@ -20,8 +21,22 @@ pub(super) fn qwen2(f: &Fields<'_>) -> Result<ModelConfig> {
 
 /// `qwen3_moe`: QK norm.
 pub(super) fn qwen3(f: &Fields<'_>) -> Result<ModelConfig> {
+    with_qk_norm(f, f.bool_or("norm_topk_prob", false)?)
+}
+
+/// `qwen3_vl_moe_text`: the same, weights always normalized. Experts are stacked and transposed.
+pub(super) fn qwen3_vl_text(f: &Fields<'_>) -> Result<ModelConfig> {
+    with_qk_norm(f, true)
+}
+
+/// `qwen3_vl_moe`: the language model is nested, and so are its tensor names.
+pub(super) fn qwen3_vl(f: &Fields<'_>) -> Result<ModelConfig> {
+    super::nested(f, "model.language_model.", qwen3_vl_text)
+}
+
+fn with_qk_norm(f: &Fields<'_>, normalize: bool) -> Result<ModelConfig> {
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
-    config(f, Gqa { bias, qk_norm: QkNorm::PerHead, ..gqa(f)? }, moe(f, f.bool_or("norm_topk_prob", false)?)?)
+    config(f, Gqa { bias, qk_norm: QkNorm::PerHead, ..gqa(f)? }, moe(f, normalize)?)
 }
 
 fn gqa(f: &Fields<'_>) -> Result<Gqa> {
@@ -65,16 +80,25 @@ pub(super) const GGUF_SHARED: &[(&str, &str)] = &[
 pub(super) const GGUF_QWEN3: Gguf = Gguf {
     names: GgufNames { architecture: "qwen3moe", tensors: &[], permuted: &[] },
     model_types: &["qwen3_moe"],
-    config: |header| {
-        Ok(json!({
-            "model_type": "qwen3_moe",
-            "head_dim": header.head_dim(),
-            "num_experts": header.experts(),
-            "norm_topk_prob": header.normalized(true),
-            "mlp_only_layers": header.dense_layers(),
-        }))
-    },
+    config: |header| Ok(gguf_qwen3(header, "qwen3_moe")),
 };
+
+/// `qwen3_vl_moe_text` in GGUF files.
+pub(super) const GGUF_QWEN3_VL: Gguf = Gguf {
+    names: GgufNames { architecture: "qwen3vlmoe", tensors: &[], permuted: &[] },
+    model_types: &["qwen3_vl_moe_text"],
+    config: |header| Ok(gguf_qwen3(header, "qwen3_vl_moe_text")),
+};
+
+fn gguf_qwen3(header: &Header<'_>, model_type: &str) -> Value {
+    json!({
+        "model_type": model_type,
+        "head_dim": header.head_dim(),
+        "num_experts": header.experts(),
+        "norm_topk_prob": header.normalized(true),
+        "mlp_only_layers": header.dense_layers(),
+    })
+}
 
 /// `qwen2_moe` in GGUF files.
 pub(super) const GGUF_QWEN2: Gguf = Gguf {
