@@ -215,6 +215,7 @@ fn numbers_beyond_reason_are_named() {
         (&hy, "qk_norm", json!(false)),
         (&hy, "moe_router_use_sigmoid", json!(false)),
         (&hy, "mlp_layer_types", json!(["dense"])),
+        (&hy, "num_nextn_predict_layers", json!(-1)),
         (&ernie, "use_bias", json!(true)),
         (&ernie, "moe_num_experts", json!(65_537)),
         (&ernie, "moe_layer_interval", json!(0)),

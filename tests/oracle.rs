@@ -207,6 +207,7 @@ fn glm4_moe_lite() {
     let copy = Checkpoint::copy_of(&fixture.dir);
     copy.config(json!({"model_type": "glm4_moe_lite", "num_nextn_predict_layers": 1}));
     let loaded = common::load(&copy.dir(), &exact());
+    assert_eq!(loaded.model.config().draft_layers, 1);
     check_loaded("glm4_moe_lite", &fixture, loaded);
 }
 

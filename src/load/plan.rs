@@ -21,6 +21,8 @@ pub struct Plan {
     pub model: String,
     /// Its layers.
     pub layers: usize,
+    /// Layers of its draft head, which is not used.
+    pub draft_layers: usize,
     /// The GPU, or `CPU`.
     pub device: String,
     /// Whether the GPU is not here, and its speeds are assumed.
@@ -54,6 +56,9 @@ pub struct Plan {
     /// What would make it faster, a sentence each.
     pub advice: Vec<String>,
 }
+
+/// What `plan` and `doctor` say of a model with draft layers.
+pub const UNUSED_DRAFTS: &str = "the model has a draft head (MTP), which is not used yet";
 
 /// One thing that takes memory, in bytes.
 #[derive(Clone, Debug, Serialize)]
@@ -162,6 +167,7 @@ impl Estimator<'_> {
         Plan {
             model: self.name.into(),
             layers: self.spec.model.layers.len(),
+            draft_layers: self.spec.model.draft_layers,
             experts: self.spec.precision.map_or("none".into(), |precision| precision.to_string()),
             dense: self.spec.config.dense.to_string(),
             kv: self.spec.config.kv.to_string(),
@@ -386,6 +392,9 @@ impl std::fmt::Display for Plan {
         writeln!(f, ", {} in all sequences together", self.kv_tokens)?;
         if self.vram_limit_bytes > 0 && self.num_experts > 0 {
             writeln!(f, "experts   {} of {} of a layer resident", self.resident_experts, self.num_experts)?;
+        }
+        if self.draft_layers > 0 {
+            writeln!(f, "drafts    {UNUSED_DRAFTS}")?;
         }
         writeln!(f, "expected  {}", self.expected)?;
         write!(f, "from      {:.0} GB/s of RAM", self.speeds.read_gb_per_s)?;

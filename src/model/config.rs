@@ -28,6 +28,8 @@ pub struct ModelConfig {
     pub logit_scale: f32,
     /// Logits are `cap * tanh(logit / cap)`.
     pub logit_softcap: Option<f32>,
+    /// Layers of the checkpoint's draft head (multi-token prediction, MTP), which are not run.
+    pub draft_layers: usize,
     /// What the checkpoint calls its tensors.
     pub names: Names,
     /// In order, bottom first.

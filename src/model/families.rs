@@ -112,11 +112,11 @@ pub fn from_json(json: &Value) -> Result<ModelConfig> {
     let kind = fields.str("model_type")?;
     let Some(Architecture { reader, .. }) = ARCHITECTURES.iter().find(|architecture| architecture.model_type == kind)
     else {
-        let known: Vec<_> = supported().collect();
-        return Err(Error::Model(format!(
-            "architecture `{kind}` is not supported; supported are {}",
-            known.join(", ")
-        )));
+        let known = match &nearest(kind)[..] {
+            [] => format!("supported are {}", supported().collect::<Vec<_>>().join(", ")),
+            near => format!("the nearest ones that are: {}", near.join(", ")),
+        };
+        return Err(Error::Model(format!("architecture `{kind}` is not supported; {known}")));
     };
     let model = reader(&fields)?;
     match model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() {
@@ -130,6 +130,35 @@ pub fn from_json(json: &Value) -> Result<ModelConfig> {
 
 /// Experts of all layers: each has names and checksums, and a lying config must not make us list them without end.
 const MAX_EXPERTS: usize = 1 << 18;
+
+/// Supported `model_type`s that share half of their letters with `kind`, nearest first.
+fn nearest(kind: &str) -> Vec<&'static str> {
+    const MOST: usize = 3;
+    const LONGEST: usize = 64;
+    if kind.len() > LONGEST {
+        return vec![];
+    }
+    let mut near: Vec<_> = supported().map(|known| (distance(kind, known), known)).collect();
+    near.retain(|(distance, known)| 2 * distance <= kind.len().max(known.len()));
+    near.sort_by_key(|(distance, _)| *distance);
+    near.into_iter().take(MOST).map(|(_, known)| known).collect()
+}
+
+/// Letters to insert, remove or replace to make one text of the other.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    // Distances of what of `a` was read to each beginning of `b`.
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, letter) in a.chars().enumerate() {
+        let mut before = std::mem::replace(&mut row[0], i + 1);
+        for (j, other) in b.iter().enumerate() {
+            let replaced = before + usize::from(letter != *other);
+            before = row[j + 1];
+            row[j + 1] = replaced.min(before + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
 
 /// The language model of a checkpoint that has more: its config is a part of the whole, and `body` begins its tensors'
 /// names.
@@ -159,6 +188,7 @@ fn model(f: &Fields<'_>, layers: Vec<LayerConfig>) -> Result<ModelConfig> {
         embedding_scale: 1.0,
         logit_scale: 1.0,
         logit_softcap: None,
+        draft_layers: f.count_or("num_nextn_predict_layers", f.count_or("mtp_num_hidden_layers", 0)?)?,
         names: Names::COMMON,
         layers,
     };
@@ -195,6 +225,18 @@ fn check_router(moe: &Moe) -> Result<()> {
 mod tests {
     use super::*;
     use crate::model::{Rope, RopeScaling};
+
+    #[test]
+    fn an_unknown_architecture_names_the_nearest() {
+        assert_eq!(distance("kitten", "sitting"), 3);
+        assert_eq!(nearest("qwen3_omni_moe"), ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_moe"]);
+        assert_eq!(nearest("deepseek_v4")[..2], ["deepseek_v2", "deepseek_v3"]);
+        assert_eq!(nearest("mamba9"), [""; 0]);
+        let error = |kind: &str| from_json(&serde_json::json!({"model_type": kind})).unwrap_err().to_string();
+        assert!(error("mamba9").contains("`mamba9` is not supported; supported are deepseek_v2, "));
+        assert!(error("glm4").contains("`glm4` is not supported; the nearest ones that are: glm4_moe"));
+        assert!(error("minimax_m3").contains("the nearest ones that are: minimax_m2"));
+    }
 
     /// The same model as the hub's files and as transformers 5 describe it.
     #[test]

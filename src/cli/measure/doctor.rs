@@ -9,6 +9,7 @@ use moebius_cache::format::ExpertCache;
 use crate::config::EngineConfig;
 use crate::kernel::{self, Simd};
 use crate::load::components::components;
+use crate::load::plan::UNUSED_DRAFTS;
 use crate::load::{Description, ModelFolder};
 use crate::machine::memory::{self, Buffer, Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
@@ -53,7 +54,8 @@ pub fn examine(topology: &Topology, cache_dir: &Path, bandwidth_bytes: usize) ->
 pub fn examine_model(name: &str, dir: &Path) -> Result<Vec<Finding>> {
     let folder = ModelFolder::open(name, Description::read(dir)?)?;
     let components = components(&folder.checkpoint, &folder.spec(&EngineConfig::default())?)?;
-    Ok(components.iter().map(|component| finding("model", component.to_string(), None)).collect())
+    let drafts = (folder.model.draft_layers > 0).then_some(finding("model", UNUSED_DRAFTS, None));
+    Ok(components.iter().map(|component| finding("model", component.to_string(), None)).chain(drafts).collect())
 }
 
 fn finding(name: &'static str, value: impl Into<String>, cost: Option<&str>) -> Finding {

@@ -27,6 +27,7 @@ const COMMON: &[(&str, &str)] = &[
     ("n_group", "expert_group_count"),
     ("topk_group", "expert_group_used_count"),
     ("sliding_window", "attention.sliding_window"),
+    ("num_nextn_predict_layers", "nextn_predict_layers"),
 ];
 
 /// The config of the model whose header this is. Errors: `Error::Model` naming the architecture or the key.
