@@ -262,7 +262,7 @@ pub(super) fn read_content(place: &str, content: Option<&Value>) -> Result<Strin
         (Some("text" | "input_text" | "output_text"), None) | (None, _) => {
             Err(ApiError::bad_field(place, format!("{place} has a part without text")))
         }
-        (Some(_), _) => Err(ApiError::unsupported(place)),
+        (Some(kind), _) => Err(ApiError::not_text(place, kind)),
     };
     parts.iter().map(text).collect()
 }

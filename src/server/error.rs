@@ -66,6 +66,12 @@ impl ApiError {
         )
     }
 
+    /// A part of a message that is not text, such as an image.
+    pub(super) fn not_text(place: &str, kind: &str) -> Self {
+        let message = format!("{place} has a part of type '{kind}': this server reads text alone");
+        Self::new(StatusCode::BAD_REQUEST, message, Some(place), Some("unsupported_parameter"))
+    }
+
     /// An unknown field.
     pub(super) fn unknown_field(param: &str) -> Self {
         Self::new(

@@ -246,7 +246,7 @@ fn read_message(place: &str, message: &Value, out: &mut Vec<Value>) -> Result<()
                 };
                 out.push(json!({"role": "tool", "tool_call_id": string("tool_use_id")?, "content": content}));
             }
-            (Some(_), _) => return Err(ApiError::unsupported(&place)),
+            (Some(kind), _) => return Err(ApiError::not_text(&place, kind)),
             (None, _) => return Err(ApiError::bad_field(&place, format!("{place} must be a block with a type"))),
         }
     }

@@ -174,7 +174,7 @@ fn messages_are_refused_in_anthropics_shape() {
         (json!({"messages": [{"role": "king", "content": "x"}]}), "role"),
         (
             json!({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
-            "messages[0].content[0]",
+            "messages[0].content[0] has a part of type 'image'",
         ),
         (json!({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}), "tools[0].type"),
         (json!({"tool_choice": {"type": "tool"}}), "tool_choice"),

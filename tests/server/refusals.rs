@@ -72,6 +72,11 @@ fn what_would_change_the_answer_is_refused_by_name() {
         assert_eq!(body["error"]["type"], "invalid_request_error");
         assert!(body["error"]["message"].is_string() && body["error"].get("code").is_some());
     }
+    let image =
+        json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]});
+    let (_, body) = post(server.address, "/v1/chat/completions", with(hello(), image));
+    let message = "messages[0].content has a part of type 'image_url': this server reads text alone";
+    assert_eq!(body["error"]["message"], message);
     let neutral = json!({"n": 1, "user": "me", "tools": null, "presence_penalty": 0, "logprobs": false, "metadata": {},
         "store": false});
     assert_eq!(post(server.address, "/v1/chat/completions", with(hello(), neutral)).0, 200);
