@@ -70,7 +70,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
 ];
 
 /// Every architecture of GGUF files that holds models the engine runs.
-pub const GGUF: [Gguf; 16] = [
+pub const GGUF: &[Gguf] = &[
     deepseek::GGUF,
     qwen_moe::GGUF_QWEN3,
     qwen_moe::GGUF_QWEN3_VL,

@@ -2,7 +2,7 @@
 //!
 //! Source: HF modeling_ernie4_5_moe.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::fields::Fields;

@@ -2,7 +2,7 @@
 //!
 //! Source: HF modeling_hy_v3.
 
-use moebius_cache::checkpoint::gguf::Names as GgufNames;
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
 
 use super::deepseek;
