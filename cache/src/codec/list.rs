@@ -31,9 +31,9 @@ impl Checkpoint {
     /// The shape of the matrix in a tensor `stem.part` of a format's own name.
     fn shape_of(&self, view: &TensorView<'_>, stem: &str, part: &str) -> Option<[usize; 2]> {
         let quantization = self.quantization();
-        let own = READERS.iter().filter(|reader| reader.tensor == part);
+        let mut own = READERS.iter().filter(|reader| reader.tensor == part);
         // Of several the last, where the config does not say which: it needs no config.
-        let reader = own.clone().find(|reader| quantization.is_read_by(reader)).or(own.last())?;
+        let reader = own.clone().find(|reader| quantization.is_read_by(reader)).or_else(|| own.next_back())?;
         let [n, most] = (reader.shape)(quantization.config(), view)?;
         // The last word of a row may not be full.
         let shape = self.get(&format!("{stem}.weight_shape")).filter(|shape| shape.shape == [2]);
