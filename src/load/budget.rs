@@ -201,9 +201,7 @@ mod tests {
     fn offered(text: &str) -> Vec<Vec<String>> {
         let advice = text.rsplit_once(": ").map_or(text, |(_, advice)| advice).replace(", or ", " or ");
         let flags = |remedy: &str| -> Vec<String> {
-            let words = remedy
-                .split([' ', ','])
-                .filter(|word| !["use", "raise", "give", "at", "most", "to", ""].contains(word));
+            let words = remedy.split([' ', ',']).filter(|word| !["use", "raise", "to", ""].contains(word));
             words.map(String::from).collect()
         };
         let all = advice.split(" or ").flat_map(|some| some.split(", ")).map(flags);
@@ -226,7 +224,6 @@ mod tests {
             let with = [kept.flatten().cloned().collect(), remedy.clone()].concat();
             run(&with).unwrap_or_else(|e| panic!("{flags}: {text}\n{with:?}: {e}"));
         }
-        eprintln!("{flags}: {text}");
         offered.len()
     }
 
@@ -254,32 +251,50 @@ mod tests {
     }
 
     #[cfg(feature = "cuda")]
-    #[test]
-    fn remedies_of_vram_were_tried() {
-        let device = |gib: u64| crate::cuda::DeviceInfo {
+    fn card(gib: u64) -> crate::cuda::DeviceInfo {
+        crate::cuda::DeviceInfo {
             name: "a card".into(),
             capability: (9, 0),
             multiprocessors: 128,
             shared_bytes: 0,
             total_bytes: gib << 30,
             free_bytes: gib << 30,
-        };
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn remedies_of_vram_were_tried() {
         for (vram, ram, flags, any) in [
             (24, 64.0, "--vram 1GiB", true),
             (24, 64.0, "--vram 3.5GiB", true),
             (3, 64.0, "", true),
             (2, 64.0, "", true),
             (5, 64.0, "--max-context 163840 --max-batch-tokens 8192", true),
-            (6, 64.0, "--resident-experts 64", true),
             (6, 12.0, "--experts bf16", true),
             (6, 4.0, "--experts int4", false),
         ] {
             let machine = small(ram);
             let count = check_remedies("deepseek-v2-lite", flags, &|spec| match spec.config.device {
                 Device::Cpu => CpuPlan::new(spec, &machine).map(drop),
-                _ => gpu_plan(spec, &device(vram), &machine).map(drop),
+                _ => gpu_plan(spec, &card(vram), &machine).map(drop),
             });
             assert_eq!(count > 0, any, "{vram} {ram} {flags}: {count}");
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn as_many_residents_fit_as_are_said_to() {
+        let (model, machine) = (families::shapes::shape("deepseek-v2-lite", None).unwrap(), small(64.0));
+        let plan = |resident| {
+            let config = EngineConfig { resident_experts: Some(resident), ..EngineConfig::default() };
+            let spec = Spec::new(&model, &config, Kept::NOTHING).unwrap();
+            gpu_plan(&spec, &card(6), &machine).map(drop).map_err(|e| e.to_string())
+        };
+        let text = plan(64).unwrap_err();
+        let most = text.split_once("give at most ").and_then(|(_, rest)| rest.split_once(", or auto")?.0.parse().ok());
+        let most: usize = most.unwrap_or_else(|| panic!("{text}"));
+        assert!(most > 0 && plan(most).is_ok() && plan(most + 1).is_err(), "{text}");
     }
 }

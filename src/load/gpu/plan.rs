@@ -136,17 +136,24 @@ impl Planner<'_> {
     fn plan(&self) -> Result<Attempt> {
         let config = self.spec.config;
         let pass = config.max_batch_tokens.unwrap_or(CHUNKS[0]);
-        let largest = pass.min(CHUNKS[0]);
-        let mut least = 0;
-        for chunk in [largest].into_iter().chain(CHUNKS.into_iter().filter(|&chunk| chunk < largest)) {
+        let of = |chunk: usize| {
             let tokens = if config.max_batch_tokens.is_some() { pass } else { chunk };
-            let limits = Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences };
-            match self.attempt(limits)? {
-                Attempt::Needs(bytes) => least = bytes,
-                fits => return Ok(fits),
+            self.attempt(Limits { tokens, chunk_tokens: chunk, logit_rows: config.max_sequences })
+        };
+        let (largest, smallest) = (pass.min(CHUNKS[0]), pass.min(CHUNKS[CHUNKS.len() - 1]));
+        if let fits @ Attempt::Fits(_) = of(largest)? {
+            return Ok(fits);
+        }
+        // Where these do not fit, no others do.
+        let least = of(smallest)?;
+        if let Attempt::Fits(_) = least {
+            for chunk in CHUNKS.into_iter().filter(|&chunk| smallest < chunk && chunk < largest) {
+                if let fits @ Attempt::Fits(_) = of(chunk)? {
+                    return Ok(fits);
+                }
             }
         }
-        Ok(Attempt::Needs(least))
+        Ok(least)
     }
 
     /// The VRAM that a plan would need at least, without the driver's; `None`: there is a plan, or never one.
