@@ -40,8 +40,7 @@ pub fn materialize(path: &Path, cache_dir: &Path) -> Result<PathBuf> {
         other => other,
     };
     let metadata = Metadata::new(gguf::metadata(&files[0])?).map_err(named)?;
-    let names = families::GGUF.map(|gguf| gguf.names);
-    let checkpoint = Checkpoint::open_as(&files[0], Quantization::NONE, &names)?;
+    let checkpoint = Checkpoint::open_as(&files[0], Quantization::NONE, &families::gguf_names())?;
     let header = Header { metadata: &metadata, checkpoint: &checkpoint };
     let config = config::config(&header).map_err(named)?;
     let mut texts = tokenizer::files(&metadata).map_err(named)?;

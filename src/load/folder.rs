@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::checkpoint::gguf::GgufNames;
 use moebius_cache::codec::Quantization;
 use serde_json::Value;
 
@@ -43,7 +42,7 @@ impl Description {
     /// What keeps the experts of `model`, whose weights need not be here.
     pub fn kept(&self, model: &ModelConfig) -> Result<Kept> {
         let quantization = self.quantization()?;
-        match Checkpoint::open_as(&self.dir, quantization.clone(), &gguf_names()) {
+        match Checkpoint::open_as(&self.dir, quantization.clone(), &families::gguf_names()) {
             Ok(checkpoint) => Ok(Kept::of(model, &checkpoint)),
             Err(_) => Ok(Kept::announced(model, &quantization)),
         }
@@ -71,7 +70,7 @@ impl ModelFolder {
     /// Opens the checkpoint. Errors: everything that can be wrong with one before its tensors are read.
     pub fn open(name: &str, description: Description) -> Result<Self> {
         let model = description.model()?;
-        let checkpoint = Checkpoint::open_as(&description.dir, description.quantization()?, &gguf_names())?;
+        let checkpoint = Checkpoint::open_as(&description.dir, description.quantization()?, &families::gguf_names())?;
         Ok(Self { name: name.into(), description, model, checkpoint })
     }
 
@@ -79,11 +78,6 @@ impl ModelFolder {
     pub fn spec<'a>(&'a self, config: &'a EngineConfig) -> Result<Spec<'a>> {
         Spec::new(&self.model, config, Kept::of(&self.model, &self.checkpoint))
     }
-}
-
-/// What GGUF files call the tensors of each family.
-fn gguf_names() -> [GgufNames; families::GGUF.len()] {
-    families::GGUF.map(|gguf| gguf.names)
 }
 
 /// A JSON file of a checkpoint, or `None` when it is not there.

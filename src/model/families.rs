@@ -16,6 +16,7 @@ mod qwen3_next;
 mod qwen_moe;
 pub mod shapes;
 
+use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::Value;
 
 use crate::model::{Attention, Ffn, LayerConfig, ModelConfig, Moe, Names, Norm, Residual};
@@ -88,6 +89,11 @@ pub const GGUF: &[Gguf] = &[
     llama::GGUF_QWEN3,
     llama::GGUF_QWEN3_VL,
 ];
+
+/// What GGUF files call the tensors of each family.
+pub fn gguf_names() -> Vec<GgufNames> {
+    GGUF.iter().map(|gguf| gguf.names).collect()
+}
 
 /// The supported `model_type`s.
 pub fn supported() -> impl Iterator<Item = &'static str> {

@@ -56,7 +56,7 @@ pub(super) fn config(header: &Header<'_>) -> Result<Value> {
         config.insert("rope_scaling".into(), scaling);
     }
     let Some(gguf) = GGUF.iter().find(|gguf| gguf.names.architecture == metadata.architecture) else {
-        let known = GGUF.map(|gguf| gguf.names.architecture);
+        let known: Vec<_> = GGUF.iter().map(|gguf| gguf.names.architecture).collect();
         return Err(Error::Model(format!(
             "the architecture `{}` of GGUF files is not supported; {} are: use the model's safetensors checkpoint",
             metadata.architecture,
