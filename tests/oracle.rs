@@ -18,6 +18,12 @@ use serde_json::{Value, json};
 /// Largest error of a logit or hidden state, relative to the largest magnitude of its row: f32 noise is below 2e-5.
 const TOLERANCE: f32 = 1e-4;
 
+/// Gemma's scores are not divided by the square root of the heads' width: what the cache's 16 bits of mantissa leave out
+/// counts more.
+fn tolerance(name: &str) -> f32 {
+    if name == "gemma4" { 2.0 * TOLERANCE } else { TOLERANCE }
+}
+
 fn exact() -> EngineConfig {
     EngineConfig { experts: ExpertBits::Bf16, dense: DenseBits::Bf16, kv: KvBits::Bf16x2, ..Default::default() }
 }
@@ -56,12 +62,12 @@ fn check_loaded(name: &str, fixture: &Fixture, mut loaded: Loaded) {
         let tokens = fixture.tokens(&format!("{prompt}.input_ids"));
         let got = capture(&mut loaded, &tokens, &all, 512).unwrap();
         let error = worst_row(&got.logits, &fixture.floats(&format!("{prompt}.logits")), vocab);
-        assert!(error < TOLERANCE, "{name} {prompt}: logits off by {error}");
+        assert!(error < tolerance(name), "{name} {prompt}: logits off by {error}");
 
         let states = fixture.floats(&format!("{prompt}.hidden_states"));
         for (layer, want) in states.chunks(tokens.len() * hidden).skip(1).enumerate() {
             let error = worst_row(&got.hidden[&layer], want, hidden);
-            assert!(error < TOLERANCE, "{name} {prompt}: hidden state after layer {layer} off by {error}");
+            assert!(error < tolerance(name), "{name} {prompt}: hidden state after layer {layer} off by {error}");
         }
         if prompt == "mid" {
             assert_eq!(got.router.len(), loaded.model.config().moe_layers().count());
@@ -72,17 +78,19 @@ fn check_loaded(name: &str, fixture: &Fixture, mut loaded: Loaded) {
     let tokens = fixture.tokens("long.input_ids");
     let got = capture(&mut loaded, &tokens, &all, 512).unwrap();
     let error = worst_row(&got.logits[(tokens.len() - 32) * vocab..], &fixture.floats("long.logits_last32"), vocab);
-    assert!(error < TOLERANCE, "{name} long: logits off by {error}");
+    assert!(error < tolerance(name), "{name} long: logits off by {error}");
 
+    let mut compared = 0;
     for prompt in ["short", "mid", "long"] {
         let (want, margins) =
             (fixture.tokens(&format!("{prompt}.greedy")), fixture.floats(&format!("{prompt}.greedy_margin")));
         let got = greedy(&mut loaded, &fixture.tokens(&format!("{prompt}.input_ids")), want.len());
         let sure = margins.iter().position(|&m| m < 0.05).map_or(want.len(), |i| i + 1);
         let sure = if sure < want.len() { sure - 1 } else { sure };
-        assert!(sure > 0, "{name} {prompt}: the reference is unsure of its first token");
         assert_eq!(got[..sure], want[..sure], "{name} {prompt}: greedy tokens");
+        compared += sure;
     }
+    assert!(compared > 0, "{name}: the reference is unsure of the first token of every prompt");
 }
 
 fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashMap<usize, moebius::backend::Routing>) {
@@ -99,8 +107,13 @@ fn check_routing(name: &str, fixture: &Fixture, router: &std::collections::HashM
             want.sort_by_key(|p| p.0);
             have.sort_by_key(|p| p.0);
             for (h, w) in have.iter().zip(&want) {
+                let weight = match name {
+                    "cohere2_moe" => 0.5 * w.1, // the average with the shared expert is in it
+                    "llama4" => 1.0,            // the reference's multiplies the expert's input
+                    _ => w.1,
+                };
                 assert!(
-                    h.0 == w.0 && (h.1 - w.1).abs() < 1e-3 * w.1.abs(),
+                    h.0 == w.0 && (h.1 - weight).abs() < 1e-3 * weight.abs(),
                     "{name} layer {layer} token {t}: {have:?} instead of {want:?}"
                 );
             }
@@ -156,6 +169,36 @@ fn olmoe() {
 #[test]
 fn glm4_moe() {
     check("glm4_moe");
+}
+
+#[test]
+fn mimo_v2_flash() {
+    check("mimo_v2_flash");
+}
+
+#[test]
+fn step3p5() {
+    check("step3p5");
+}
+
+#[test]
+fn laguna() {
+    check("laguna");
+}
+
+#[test]
+fn llama4() {
+    check("llama4");
+}
+
+#[test]
+fn cohere2_moe() {
+    check("cohere2_moe");
+}
+
+#[test]
+fn gemma4() {
+    check("gemma4");
 }
 
 #[test]

@@ -3,8 +3,8 @@
 #![allow(unsafe_code)]
 
 use half::bf16;
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use moebius_cache::Precision;
+use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 

@@ -1,20 +1,26 @@
 //! From `config.json` to a [`ModelConfig`], and what GGUF files call the same: one file per family of architectures,
 //! and this registry.
 
+mod cohere2_moe;
 mod deepseek;
 mod ernie4_5_moe;
 mod fields;
+mod gemma4;
 pub mod gguf;
 mod glm4_moe;
 mod gpt_oss;
 mod hy_v3;
+mod laguna;
 mod llama;
+mod llama4;
+mod mimo_v2;
 mod minimax_m2;
 mod mixtral;
 mod olmoe;
 mod qwen3_next;
 mod qwen_moe;
 pub mod shapes;
+mod step3p5;
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::Value;
@@ -60,6 +66,15 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("glm4v_moe_text", "GLM-4.5V, 4.6V without vision", glm4_moe::config),
     architecture("hy_v3", "Hy3", hy_v3::config),
     architecture("ernie4_5_moe", "ERNIE-4.5-21B-A3B, 300B-A47B", ernie4_5_moe::config),
+    architecture("mimo_v2_flash", "MiMo-V2-Flash", mimo_v2::config),
+    architecture("step3p5", "Step-3.5-Flash", step3p5::config),
+    architecture("step3p7", "Step-3.7-Flash (text)", step3p5::nested),
+    architecture("gemma4", "Gemma 4 26B-A4B (text)", gemma4::nested),
+    architecture("gemma4_text", "Gemma 4 26B-A4B without vision", gemma4::text),
+    architecture("laguna", "Laguna XS, S", laguna::config),
+    architecture("llama4", "Llama 4 Scout, Maverick (text)", llama4::nested),
+    architecture("llama4_text", "Llama 4 without vision", llama4::text),
+    architecture("cohere2_moe", "Command A+, North-Mini-Code", cohere2_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
     architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),
     architecture("mixtral", "Mixtral-8x7B, 8x22B", mixtral::config),

@@ -27,6 +27,12 @@ pub enum RopeScaling {
     Yarn(Yarn),
     /// The same by wavelength.
     Llama3(Llama3),
+    /// Frequencies of a head of `dim` numbers, of which only the first `rotated / 2` turn. Source: HF
+    /// modeling_rope_utils, "proportional".
+    Proportional {
+        /// Numbers that turn.
+        rotated: usize,
+    },
     /// Each frequency divided by a factor of its own, `[dim / 2]`: what GGUF files keep of Llama 3's.
     Factors(Vec<f32>),
 }
@@ -78,12 +84,25 @@ impl Rope {
         match &self.scaling {
             RopeScaling::None => (0..half).map(plain).collect(),
             RopeScaling::Linear { factor } => (0..half).map(|i| plain(i) / *factor as f32).collect(),
+            RopeScaling::Proportional { rotated } => {
+                (0..half).map(|i| if i < rotated / 2 { plain(i) } else { 0.0 }).collect()
+            }
             RopeScaling::Factors(factors) => factors.iter().enumerate().map(|(i, factor)| plain(i) / factor).collect(),
             RopeScaling::Llama3(l) => (0..half)
                 .map(|i| {
                     let turns = l.original_max_position * f64::from(plain(i)) / std::f64::consts::TAU;
-                    let kept =
-                        ((turns - l.low_freq_factor) / (l.high_freq_factor - l.low_freq_factor)).clamp(0.0, 1.0) as f32;
+                    // Where both factors are one there is no ramp between them.
+                    let ramp = l.high_freq_factor - l.low_freq_factor;
+                    let kept = match ramp > 0.0 {
+                        true => ((turns - l.low_freq_factor) / ramp).clamp(0.0, 1.0) as f32,
+                        false => {
+                            if turns >= l.low_freq_factor {
+                                1.0
+                            } else {
+                                0.0
+                            }
+                        }
+                    };
                     (1.0 - kept) * plain(i) / l.factor as f32 + kept * plain(i)
                 })
                 .collect(),

@@ -116,7 +116,7 @@ fn matrix<'a>(
     Stored { checkpoint, view: whole, part, shape: [n, k] }.read()
 }
 
-/// Tensors that hold all experts of a layer: those of `HEAD.experts.e.PART` are at `HEAD.experts`.
+/// Tensors that hold all experts of a layer: those of `HEAD.experts.e.PART` are at `HEAD.experts`, or at `HEAD` itself.
 struct Stack<'a, 's> {
     checkpoint: &'a Checkpoint,
     head: &'s str,
@@ -126,7 +126,9 @@ struct Stack<'a, 's> {
 impl<'a> Stack<'a, '_> {
     fn get(&self, name: &str) -> Option<TensorView<'a>> {
         let head = self.head;
-        ["", ".weight"].iter().find_map(|suffix| self.checkpoint.get(&format!("{head}.experts.{name}{suffix}")))
+        let stack = |suffix| self.checkpoint.get(&format!("{head}.experts.{name}{suffix}"));
+        let beside = || self.checkpoint.get(&format!("{head}.{name}.weight")).filter(|view| view.shape.len() == 3);
+        ["", ".weight"].into_iter().find_map(stack).or_else(beside)
     }
 
     /// Plain numbers or quantized ones, of which `[n, k]` lies as it is or, plain ones only, `turned`.

@@ -46,8 +46,9 @@ impl Checkpoint {
 
     /// The first expert's matrices in a tensor of all experts.
     fn stacked(&self, view: &TensorView<'_>) -> Vec<(String, [usize; 2])> {
-        let Some((head, part)) = view.name.rsplit_once(".experts.") else { return Vec::new() };
-        let part = part.strip_suffix(".weight").unwrap_or(part);
+        let name = view.name.strip_suffix(".weight").unwrap_or(view.name);
+        let beside = || name.rsplit_once('.').filter(|_| view.shape.len() == 3);
+        let Some((head, part)) = name.rsplit_once(".experts.").or_else(beside) else { return Vec::new() };
         let own = READERS.iter().filter(|reader| !reader.stack.is_empty());
         let own = own.filter_map(|reader| {
             let part = part.strip_suffix(reader.stack).filter(|part| ["gate_up_proj", "down_proj"].contains(part))?;

@@ -62,6 +62,11 @@ impl<'a> Fields<'a> {
         self.up_to(MAX_TOP_K, &["num_experts_per_tok", "moe_k"])
     }
 
+    /// The same by another name.
+    pub(super) fn up_to_top_k(&self, name: &str) -> Result<usize> {
+        self.up_to(MAX_TOP_K, &[name])
+    }
+
     /// A number of heads, or their width.
     pub(super) fn heads(&self, name: &str) -> Result<usize> {
         self.up_to(MAX_HEADS, &[name])
@@ -79,29 +84,7 @@ impl<'a> Fields<'a> {
     pub(super) fn gqa(&self, rope: Rope) -> Result<Gqa> {
         let num_heads = self.dim("num_attention_heads")?;
         let num_kv_heads = self.dim_or("num_key_value_heads", num_heads)?;
-        if num_heads % num_kv_heads != 0 {
-            return Err(Error::Model(format!(
-                "{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
-            )));
-        }
-        let head_dim = self.head_dim()?;
-        Ok(Gqa {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            value_dim: head_dim,
-            rope: Some(rope),
-            qk_norm: QkNorm::None,
-            values_are_keys: false,
-            value_norm: false,
-            value_scale: 1.0,
-            bias: Bias::None,
-            window: None,
-            sinks: false,
-            output_gate: None,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            position_scale: None,
-        })
+        gqa([num_heads, num_kv_heads, self.head_dim()?], Some(rope))
     }
 
     /// A dense MLP.
@@ -125,10 +108,7 @@ impl<'a> Fields<'a> {
             Some(p) if p.get(NAME).is_some() => p.f64_or(NAME, factor)?,
             _ => self.f64_or(NAME, factor)?,
         };
-        if !(0.0..=1.0).contains(&factor) {
-            return Err(wrong(NAME, "a number from 0 to 1"));
-        }
-        Ok((head_dim as f64 * factor) as usize)
+        part(head_dim, factor)
     }
 
     /// A field that must have one value, or be absent. Errors: it has another, which is named with what is supported.
@@ -174,9 +154,40 @@ impl<'a> Fields<'a> {
 
     /// Epsilon of the norms.
     pub(super) fn norm_eps(&self) -> Result<f32> {
-        match self.f64_or("rms_norm_eps", 1e-6)? {
+        const NAMES: [&str; 4] = ["rms_norm_eps", "layernorm_epsilon", "layer_norm_eps", "norm_eps"];
+        let name = NAMES.into_iter().find(|name| self.get(name).is_some()).unwrap_or(NAMES[0]);
+        match self.f64_or(name, 1e-6)? {
             eps if (0.0..1.0).contains(&eps) => Ok(eps as f32),
-            _ => Err(wrong("rms_norm_eps", "a number from 0 to 1")),
+            _ => Err(wrong(name, "a number from 0 to 1")),
+        }
+    }
+
+    /// A number for each layer; `None` when absent. Further numbers are of draft layers.
+    pub(super) fn each_layer(&self, name: &str) -> Result<Option<Vec<f64>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let number = |v: &Value| v.as_f64().or(v.as_bool().map(f64::from)).filter(|v| v.abs() <= f32::MAX.into());
+        let list: Option<Vec<f64>> = value.as_array().and_then(|list| list.iter().map(number).collect());
+        let num_layers = self.num_layers()?;
+        list.filter(|list| list.len() >= num_layers)
+            .map(Some)
+            .ok_or_else(|| wrong(name, &format!("a number for each of {num_layers} layers")))
+    }
+
+    /// The same, of a list or of one number for all layers.
+    pub(super) fn each_layer_or(&self, name: &str, default: f64) -> Result<Vec<f64>> {
+        match self.get(name).is_some_and(Value::is_array) {
+            true => Ok(self.each_layer(name)?.unwrap_or_default()),
+            false => Ok(vec![self.f64_or(name, default)?; self.num_layers()?]),
+        }
+    }
+
+    /// A count of heads for each layer; `None` when absent.
+    pub(super) fn heads_of_layers(&self, name: &str) -> Result<Option<Vec<usize>>> {
+        let valid = |n: &f64| n.fract() == 0.0 && (1.0..=MAX_HEADS as f64).contains(n);
+        match self.each_layer(name)? {
+            Some(list) if list.iter().all(valid) => Ok(Some(list.into_iter().map(|n| n as usize).collect())),
+            Some(_) => Err(wrong(name, &format!("integers from 1 to {MAX_HEADS}"))),
+            None => Ok(None),
         }
     }
 
@@ -207,6 +218,26 @@ impl<'a> Fields<'a> {
         })
     }
 
+    /// A list of words; `None` when absent.
+    pub(super) fn texts(&self, name: &str) -> Result<Option<Vec<&'a str>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let list: Option<Vec<&str>> = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
+        list.map(Some).ok_or_else(|| wrong(name, "a list of words"))
+    }
+
+    /// A word, or `true` or `false`.
+    pub(super) fn flag_or_word(&self, name: &str) -> Result<&'a str> {
+        match self.get(name).ok_or_else(|| missing(name))? {
+            Value::Bool(true) => Ok("true"),
+            Value::Bool(false) => Ok("false"),
+            value => value.as_str().ok_or_else(|| wrong(name, "a word")),
+        }
+    }
+
+    pub(super) fn heads_or(&self, name: &str, default: usize) -> Result<usize> {
+        if self.get(name).is_some() { self.heads(name) } else { Ok(default) }
+    }
+
     pub(super) fn object(&self, name: &str) -> Result<Option<Fields<'a>>> {
         match self.get(name) {
             None => Ok(None),
@@ -227,13 +258,31 @@ impl<'a> Fields<'a> {
         self.rope_and_mscale(dim, false, default_theta).map(|(rope, _)| rope)
     }
 
+    /// The rotary embedding that `rope_parameters` has for the layers of a kind, in heads of `head_dim`.
+    pub(super) fn rope_of(&self, kind: &str, head_dim: usize, default_theta: f64) -> Result<Rope> {
+        let parameters = self.object("rope_parameters")?.map(|all| all.object(kind)).transpose()?.flatten();
+        let Some(p) = parameters else {
+            return Err(Error::Model(format!("field `rope_parameters` says nothing of `{kind}` layers")));
+        };
+        let rotated = part(head_dim, p.f64_or("partial_rotary_factor", 1.0)?)?;
+        if p.str_or("rope_type", "default")? == "proportional" {
+            let theta = p.f64_or("rope_theta", default_theta)?;
+            return checked(Rope {
+                dim: head_dim,
+                theta,
+                interleaved: false,
+                scaling: RopeScaling::Proportional { rotated },
+            });
+        }
+        let theta = p.f64_or("rope_theta", default_theta)?;
+        let (scaling, _) = self.rope_scaling(Some(p), rotated)?;
+        checked(Rope { dim: rotated, theta, interleaved: false, scaling })
+    }
+
     /// The rotary embedding, from `rope_theta` + `rope_scaling` (hub) or `rope_parameters` (transformers 5).
     ///
     /// The second value is the `mscale` that multiplies DeepSeek's softmax scale twice (1 without YaRN).
     pub(super) fn rope_and_mscale(&self, dim: usize, interleaved: bool, default_theta: f64) -> Result<(Rope, f64)> {
-        if dim == 0 || dim % 2 != 0 {
-            return Err(Error::Model(format!("the rotated width of a head is {dim}, not a positive even number")));
-        }
         let parameters = self.object("rope_parameters")?;
         let scaling = match &parameters {
             Some(p) => Some(Fields(p.0)),
@@ -243,25 +292,23 @@ impl<'a> Fields<'a> {
             Some(p) if p.get("rope_theta").is_some() => p.f64_or("rope_theta", default_theta)?,
             _ => self.f64_or("rope_theta", default_theta)?,
         };
-        if theta <= 1.0 {
-            return Err(wrong("rope_theta", "a number above 1"));
+        let (scaling, softmax_mscale) = self.rope_scaling(scaling, dim)?;
+        Ok((checked(Rope { dim, theta, interleaved, scaling })?, softmax_mscale))
+    }
+
+    /// How a rope of `dim` rotated numbers is stretched, and its `mscale`.
+    pub(super) fn rope_scaling(&self, fields: Option<Fields<'_>>, dim: usize) -> Result<(RopeScaling, f64)> {
+        let Some(s) = fields else { return Ok((RopeScaling::None, 1.0)) };
+        match s.str_or("rope_type", s.str_or("type", "default")?)? {
+            "default" => Ok((RopeScaling::None, 1.0)),
+            "linear" => Ok((RopeScaling::Linear { factor: s.positive("factor")? }, 1.0)),
+            "yarn" => s.yarn(self),
+            "llama3" => Ok((s.llama3()?, 1.0)),
+            "factors" => Ok((s.factors(dim / 2)?, 1.0)),
+            other => Err(Error::Model(format!(
+                "rope scaling `{other}` is not supported; default, linear, yarn and llama3 are"
+            ))),
         }
-        let (scaling, softmax_mscale) = match scaling {
-            None => (RopeScaling::None, 1.0),
-            Some(s) => match s.str_or("rope_type", s.str_or("type", "default")?)? {
-                "default" => (RopeScaling::None, 1.0),
-                "linear" => (RopeScaling::Linear { factor: s.positive("factor")? }, 1.0),
-                "yarn" => s.yarn(self)?,
-                "llama3" => (s.llama3()?, 1.0),
-                "factors" => (s.factors(dim / 2)?, 1.0),
-                other => {
-                    return Err(Error::Model(format!(
-                        "rope scaling `{other}` is not supported; default, linear, yarn and llama3 are"
-                    )));
-                }
-            },
-        };
-        Ok((Rope { dim, theta, interleaved, scaling }, softmax_mscale))
     }
 
     /// YaRN's fields, in a `whole` config, and its `mscale`.
@@ -299,8 +346,8 @@ impl<'a> Fields<'a> {
     /// Llama 3's fields.
     fn llama3(&self) -> Result<RopeScaling> {
         let (low, high) = (self.positive("low_freq_factor")?, self.positive("high_freq_factor")?);
-        if high <= low {
-            return Err(wrong("high_freq_factor", "above `low_freq_factor`"));
+        if high < low {
+            return Err(wrong("high_freq_factor", "at least `low_freq_factor`"));
         }
         Ok(RopeScaling::Llama3(Llama3 {
             factor: self.positive("factor")?,
@@ -331,15 +378,60 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// Grouped queries of `num_heads`, `num_kv_heads` and `head_dim` with nothing special about them.
+pub(super) fn gqa([num_heads, num_kv_heads, head_dim]: [usize; 3], rope: Option<Rope>) -> Result<Gqa> {
+    if num_heads % num_kv_heads != 0 {
+        return Err(Error::Model(format!(
+            "{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
+        )));
+    }
+    Ok(Gqa {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        value_dim: head_dim,
+        rope,
+        qk_norm: QkNorm::None,
+        values_are_keys: false,
+        value_norm: false,
+        value_scale: 1.0,
+        bias: Bias::None,
+        window: None,
+        sinks: false,
+        output_gate: None,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        position_scale: None,
+    })
+}
+
 /// Whether a factor leaves numbers that f32 can hold.
 fn usable(factor: f64) -> bool {
     (1e-6..=1e6).contains(&factor)
 }
 
-fn missing(name: &str) -> Error {
+/// The rotated numbers of a head that is rotated in part.
+pub(super) fn part(head_dim: usize, factor: f64) -> Result<usize> {
+    if !(0.0..=1.0).contains(&factor) {
+        return Err(wrong("partial_rotary_factor", "a number from 0 to 1"));
+    }
+    Ok((head_dim as f64 * factor) as usize)
+}
+
+/// A rope that can be computed.
+pub(super) fn checked(rope: Rope) -> Result<Rope> {
+    if rope.dim == 0 || rope.dim % 2 != 0 {
+        return Err(Error::Model(format!("the rotated width of a head is {}, not a positive even number", rope.dim)));
+    }
+    if rope.theta <= 1.0 {
+        return Err(wrong("rope_theta", "a number above 1"));
+    }
+    Ok(rope)
+}
+
+pub(super) fn missing(name: &str) -> Error {
     Error::Model(format!("field `{name}` is missing: is this the config of the whole checkpoint?"))
 }
 
-fn wrong(name: &str, wanted: &str) -> Error {
+pub(super) fn wrong(name: &str, wanted: &str) -> Error {
     Error::Model(format!("field `{name}` is not {wanted}"))
 }

@@ -1,0 +1,47 @@
+//! MiMo-V2-Flash: a few layers attend to everything, the others to a window, with heads, widths and ropes of their own;
+//! values narrower than keys; DeepSeek-V3's experts.
+//!
+//! Source: HF modeling_mimo_v2_flash.
+
+use super::deepseek;
+use super::fields::{Fields, checked, gqa, part};
+use crate::model::{Attention, Ffn, Gqa, ModelConfig, Names, Rope, RopeScaling, Window};
+use crate::{Error, Result};
+
+/// `mimo_v2_flash`.
+pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
+    f.expect_silu()?;
+    f.expect("attention_bias", false.into())?;
+    f.expect("attention_projection_layout", "split".into())?;
+    let factor = f.f64_or("partial_rotary_factor", 1.0)?;
+    // A layer sees as many tokens before it as the window says, and itself.
+    let window = Window::Sliding(f.dim_or("sliding_window_size", f.dim_or("sliding_window", 128)?)?.saturating_add(1));
+    let kind = |prefix: &str, sinks: &str, default_sinks, window| {
+        let or_full = |name: &str| match f.optional_dim(&format!("{prefix}{name}"))? {
+            Some(n) => Ok(n),
+            None => f.dim(name),
+        };
+        let head_dim = or_full("head_dim")?;
+        let theta = f.f64_or(&format!("{prefix}rope_theta"), f.f64_or("rope_theta", 10_000.0)?)?;
+        let rope = Rope { dim: part(head_dim, factor)?, theta, interleaved: false, scaling: RopeScaling::None };
+        let heads = [or_full("num_attention_heads")?, or_full("num_key_value_heads")?, head_dim];
+        Ok::<_, Error>(Gqa {
+            value_dim: or_full("v_head_dim")?,
+            value_scale: f.f64_or("attention_value_scale", 1.0)? as f32,
+            sinks: f.bool_or(sinks, default_sinks)?,
+            window,
+            ..gqa(heads, Some(checked(rope)?))?
+        })
+    };
+    let full = kind("", "add_full_attention_sink_bias", false, None)?;
+    let sliding = kind("swa_", "add_swa_attention_sink_bias", true, Some(window))?;
+    let pattern = f.each_layer("hybrid_layer_pattern")?;
+    let slides = |layer: usize| pattern.as_ref().map_or(layer % 6 != 0, |pattern| pattern[layer] != 0.0);
+    let attention = |layer| Attention::Gqa(if slides(layer) { sliding.clone() } else { full.clone() });
+    let moe = deepseek::moe(f, deepseek::v3_router(f)?, 0)?;
+    let frequency = f.each_layer("moe_layer_freq")?;
+    let is_moe = |layer: usize| frequency.as_ref().map_or(layer > 0, |frequency| frequency[layer] != 0.0);
+    let ffn = |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() };
+    let names = Names { sinks: "attention_sink_bias", ..Names::COMMON };
+    Ok(ModelConfig { names, ..super::model(f, super::layers(f, attention, ffn)?)? })
+}
