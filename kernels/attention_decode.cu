@@ -12,7 +12,8 @@
 //
 // A block takes one of `splits` equal shares of the pages that a row sees, for up to HEADS heads of a group: they are
 // the 16 rows of the products, so that keys and values are read once. Each of the 4 warps streams its own quarter of
-// every page through its own buffers and keeps its own softmax, so no warp waits for another before the end.
+// every page through its own buffers and keeps its own softmax, so no warp waits for another before the end. Heads of
+// more than 256 numbers do not fit into a warp's registers: decode_wide.cuh.
 //   grid    (splits, kv_heads * ceil(group / HEADS), n)
 //   splits  floor(multiprocessors * 2 / (n * kv_heads * ceil(group / HEADS))), at least 1, at most 128, and at most
 //           ceil(max context / 64)
@@ -21,7 +22,7 @@
 //   partial f32 [n, heads, splits, value_dim]
 //   states {maximum, sum} f32 [n, heads, splits, 2]; an empty share has maximum -inf and no partial
 // and attend_combine must follow: grid (n * heads, ceil(value_dim / COMBINE_COLUMNS)), splits <= MAX_SPLITS.
-#include "decode.cuh"
+#include "decode_wide.cuh"
 
 // Bytes of the warps' pages, which lie where their results lie afterwards: [4][16][VD + 8] f32.
 template <int KD, int VD, int STAGES, class Cache> __host__ __device__ constexpr int pages_bytes() {
@@ -203,6 +204,17 @@ DECODE(attend_decode_96_96_e4m3, 96, 96, 4, e4m3, 57856)
 DECODE(attend_decode_128_128_e4m3, 128, 128, 4, e4m3, 74240)
 DECODE(attend_decode_192_128_e4m3, 192, 128, 3, e4m3, 68096)
 DECODE(attend_decode_256_256_e4m3, 256, 256, 2, e4m3, 70144)
+
+#define DECODE_WIDE(name, D, STAGES, Cache, SHARED)                                                                    \
+    static_assert(D == MOST_VALUE && SHARED == WideRing<D, true, 1, STAGES, Cache>::BYTES, "shared memory of " #name); \
+    KERNEL_TILE(name, D, D)                                                                                            \
+    KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
+        begin_kernel();                                                                                                \
+        decode_wide<D, true, 1, STAGES, Cache>({q, keys, values, out, partial, states, rows, positions, token_seq,     \
+            seq_blocks, block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks});                      \
+    }
+DECODE_WIDE(attend_decode_512_512_bf16, 512, 2, bf16, 74752)
+DECODE_WIDE(attend_decode_512_512_e4m3, 512, 4, e4m3, 75776)
 
 // Adds up the shares of a row's head, COMBINE_COLUMNS columns to a block.
 constexpr int COMBINE_COLUMNS = 64;

@@ -1,6 +1,6 @@
 // Causal attention of many tokens with Hopper's own instructions: what attention_prefill.cu does over bf16 caches with
-// heads of up to 128 numbers, and attention_prefill_mla.cu with keys of 128 + 64 and values of 128. Only on compute
-// capability 9.0 (in code for other cards these kernels are empty).
+// keys of up to 192 numbers and values of up to 128, and attention_prefill_mla.cu with keys of 128 + 64 and values of
+// 128. Only on compute capability 9.0 (in code for other cards these kernels are empty).
 //
 // A block owns 128 queries of a head, and walks their context in steps of 128 positions. One thread of a warpgroup
 // brings keys and values by tensor copies into two buffers; two more warpgroups, to which it leaves its registers, have
@@ -17,7 +17,7 @@
 // block_table: attention_prefill.cu; the others: attention_prefill_mla.cu.
 //
 // A kernel's tile is (largest key, largest value, QUERIES). Grids:
-//   attend_prefill_wgmma_{D}_{D}     (heads, tiles)
+//   attend_prefill_wgmma_{KD}_{VD}      (heads, tiles)
 //   attend_latent_prefill_wgmma         (heads, ceil((row_end - row_first) / QUERIES))
 #include "flash_tile.cuh"
 
@@ -242,10 +242,11 @@ __device__ __forceinline__ void attend(
     wgmma_landed(work.o[0]);
 }
 
-template <int BOXES> __device__ __forceinline__ void attention_wgmma(const AttentionWgmma& a) {
-    using Tile = FlashTile<64 * BOXES, 64 * BOXES, 1>;
+template <int KEY_BOXES, int VALUE_BOXES> __device__ __forceinline__ void attention_wgmma(const AttentionWgmma& a) {
+    using Tile = FlashTile<64 * KEY_BOXES, 64 * VALUE_BOXES, 1>;
+    using Source = Pages<KEY_BOXES, VALUE_BOXES>;
     DYNAMIC_SHARED(unsigned char, dynamic);
-    const Shared<BOXES, BOXES> shared(dynamic);
+    const Shared<KEY_BOXES, VALUE_BOXES> shared(dynamic);
     begin_kernel();
     const int2 tile = a.tiles[blockIdx.y];
     if (tile.x < 0) return;
@@ -253,14 +254,14 @@ template <int BOXES> __device__ __forceinline__ void attention_wgmma(const Atten
     const int head = blockIdx.x, first = tile.y, rows = min(QUERIES, a.seq_first[tile.x + 1] - first);
     const int seen = a.positions[first], count = seen + rows, steps = div_ceil(count, STEP);
     if (threadIdx.x >= CONSUMERS * WARPGROUP) {
-        const Pages<BOXES, BOXES> pages{
+        const Source pages{
             &a.keys, &a.values, a.block_table + a.seq_blocks[tile.x], a.kv_heads, head / (a.heads / a.kv_heads), count};
         return bring(shared, pages, &a.q, first, head, steps);
     }
     more_registers<240>();
     Tile work;
     work.begin(seen, count - 1);
-    attend<Pages<BOXES, BOXES>>(work, shared, count, steps, a.scale * LOG2_E);
+    attend<Source>(work, shared, count, steps, a.scale * LOG2_E);
     work.finish(a.out + ((size_t)first * a.heads + head) * a.value_dim, (size_t)a.heads * a.value_dim, a.value_dim,
         rows, sink_of(a.sinks, head));
 }
@@ -300,12 +301,13 @@ __device__ __forceinline__ void latent_wgmma(const LatentWgmma& a) {
 #define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
     {}
 #endif
-#define PREFILL_WGMMA(name, D, SHARED)                                                                                 \
-    KERNEL_TILE(name, D, D, QUERIES)                                                                                   \
+#define PREFILL_WGMMA(name, KD, VD, SHARED)                                                                            \
+    KERNEL_TILE(name, KD, VD, QUERIES)                                                                                 \
     KERNEL_BLOCKS(name, THREADS, 1, SHARED, const __grid_constant__ AttentionWgmma a)                                  \
-    WITH_WGMMA(SHARED, (Shared<D / 64, D / 64>::BYTES), attention_wgmma<D / 64>(a))
-PREFILL_WGMMA(attend_prefill_wgmma_64_64, 64, 83072)
-PREFILL_WGMMA(attend_prefill_wgmma_128_128, 128, 164992)
+    WITH_WGMMA(SHARED, (Shared<KD / 64, VD / 64>::BYTES), (attention_wgmma<KD / 64, VD / 64>(a)))
+PREFILL_WGMMA(attend_prefill_wgmma_64_64, 64, 64, 83072)
+PREFILL_WGMMA(attend_prefill_wgmma_128_128, 128, 128, 164992)
+PREFILL_WGMMA(attend_prefill_wgmma_192_128, 192, 128, 214144)
 
 #define LATENT_SHARED 214144
 KERNEL_TILE(attend_latent_prefill_wgmma, 192, 128, QUERIES)

@@ -1,19 +1,20 @@
-// Attention of a tile of queries over pages of 64 positions: the core of the prefill kernels.
+// Attention of a tile of queries over steps of 64 positions, a page: the core of the prefill kernels.
 //
-//     for each page of 64 positions:  S = Q K^T;  mask at the diagonal;  online softmax;  O += P V
+//     for each step:  S = Q K^T;  mask at the diagonal;  online softmax;  O += P V
 //
 // 4 warps, each with 16 * MT rows and all columns: softmax needs no other warp, and P goes from the accumulator into
 // the second product without leaving the registers. With MT = 2 a fragment of K or V read from shared memory serves two
 // products; with MT = 1 a product waits for shared memory. O takes MT * VD / 2 registers. `Source` brings pages into
-// shared memory: keys(j) and values(j) wait for them, meet the other warps, and start the next copy into the room that
-// has become free.
+// shared memory, step by step: keys(j) and values(j) wait for them, meet the other warps, and start the next copy into
+// the room that has become free. Heads whose pages are too large for shared memory take smaller steps.
 #pragma once
 #include "attention.cuh"
 
 constexpr int TILE_THREADS = 128;
 
 // With WINDOWS a row sees the last `window` of its positions, otherwise all.
-template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
+template <int KD, int VD, int MT, bool WINDOWS = false, int STEP = PAGE> struct FlashTile {
+    static constexpr int SCORES = STEP / 8; // tiles of 8 columns
     static constexpr int ROWS = 64 * MT, QUERY_PITCH = KD + 8, QUERY_BYTES = ROWS * QUERY_PITCH * 2;
 
     float o[MT][VD / 8][4], max[MT][2], sum[MT][2];
@@ -29,9 +30,9 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
 
     __device__ __forceinline__ int hidden_from(int i) const { return seen + i - window; }
 
-    // The page that the first row begins with.
-    __device__ __forceinline__ int first_page() const {
-        return !WINDOWS || hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / PAGE;
+    // The step that the first row begins with.
+    __device__ __forceinline__ int first_step() const {
+        return !WINDOWS || hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / STEP;
     }
 
     __device__ __forceinline__ void begin(int first_seen, int last_position, int width = NO_WINDOW) {
@@ -54,13 +55,13 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
     }
 
     __device__ __forceinline__ void scores(
-        float (&s)[MT][8][4], const bf16* queries, const bf16* keys, int pitch) const {
+        float (&s)[MT][SCORES][4], const bf16* queries, const bf16* keys, int pitch) const {
         const int lane = threadIdx.x % WARP;
         const bf16* mine = queries + threadIdx.x / WARP * 16 * MT * QUERY_PITCH;
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int n = 0; n < 8; n++)
+            for (int n = 0; n < SCORES; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[m][n][i] = 0.0f;
 #pragma unroll
@@ -69,7 +70,7 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
 #pragma unroll
             for (int m = 0; m < MT; m++) load_a(a[m], mine + m * 16 * QUERY_PITCH + k, QUERY_PITCH, lane);
 #pragma unroll
-            for (int n = 0; n < 8; n += 2) {
+            for (int n = 0; n < SCORES; n += 2) {
                 uint32_t b[4];
                 load_b_rows(b, keys + n * 8 * pitch + k, pitch, lane);
 #pragma unroll
@@ -103,10 +104,10 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
         }
     }
 
-    __device__ __forceinline__ void add_values(const uint32_t (&p)[4][MT][4], const bf16* values, int pitch) {
+    __device__ __forceinline__ void add_values(const uint32_t (&p)[SCORES / 2][MT][4], const bf16* values, int pitch) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
+        for (int k = 0; k < SCORES / 2; k++) {
 #pragma unroll
             for (int n = 0; n < VD / 8; n += 2) {
                 uint32_t b[4];
@@ -117,27 +118,29 @@ template <int KD, int VD, int MT, bool WINDOWS = false> struct FlashTile {
         }
     }
 
-    template <class Source> __device__ __forceinline__ void run(Source& source, const bf16* queries, float scale_log2) {
-        for (int j = first_page(); PAGE * j <= last; j++) {
+    // O has the values' columns from `column` on.
+    template <class Source>
+    __device__ __forceinline__ void run(Source& source, const bf16* queries, float scale_log2, int column = 0) {
+        for (int j = first_step(); STEP * j <= last; j++) {
             const int warp_row = threadIdx.x / WARP * 16 * MT, last_row = warp_row + 16 * MT - 1;
-            const bool sees = PAGE * j <= seen_by(last_row) &&
-                (!WINDOWS || PAGE * j + PAGE - 1 > hidden_from(warp_row)); // the same for the warp
-            uint32_t p[4][MT][4];
+            const bool sees = STEP * j <= seen_by(last_row) &&
+                (!WINDOWS || STEP * j + STEP - 1 > hidden_from(warp_row)); // the same for the warp
+            uint32_t p[SCORES / 2][MT][4];
             const bf16* keys = source.keys(j);
             if (sees) {
-                float s[MT][8][4];
+                float s[MT][SCORES][4];
                 scores(s, queries, keys, Source::KEY_PITCH);
-                if (PAGE * j + PAGE - 1 > seen_by(warp_row) || (WINDOWS && PAGE * j <= hidden_from(last_row)))
-                    mask(s, PAGE * j);
+                if (STEP * j + STEP - 1 > seen_by(warp_row) || (WINDOWS && STEP * j <= hidden_from(last_row)))
+                    mask(s, STEP * j);
 #pragma unroll
                 for (int m = 0; m < MT; m++) rescale(m, online_softmax(s[m], max[m], sum[m], scale_log2));
 #pragma unroll
-                for (int k = 0; k < 4; k++)
+                for (int k = 0; k < SCORES / 2; k++)
 #pragma unroll
                     for (int m = 0; m < MT; m++) scores_as_a(p[k][m], s[m][2 * k], s[m][2 * k + 1]);
             }
             const bf16* values = source.values(j);
-            if (sees) add_values(p, values, Source::VALUE_PITCH);
+            if (sees) add_values(p, values + column, Source::VALUE_PITCH);
         }
     }
 

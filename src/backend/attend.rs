@@ -5,7 +5,7 @@ use super::load::Load;
 use super::memory::Memory;
 use crate::Result;
 use crate::config::KvBits;
-use crate::model::{Mla, PositionScale, Window};
+use crate::model::{KvDims, Mla, PositionScale, Window};
 
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Load> {
@@ -47,8 +47,8 @@ pub trait Attend: Dense {
     /// Activations of latent attention.
     type LatentScratch: Send;
 
-    /// KV storage for keys of `key_dim` and values of `value_dim` numbers for each of `heads`.
-    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Self::Kv>;
+    /// KV storage of one layer in `blocks` blocks.
+    fn kv(&self, blocks: usize, dims: KvDims, bits: KvBits) -> Result<Self::Kv>;
     /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward
     /// pass.
     fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
@@ -56,8 +56,8 @@ pub trait Attend: Dense {
     fn scale_by_position(&self, x: &mut Self::Tensor, batch: &Self::Batch, scale: &PositionScale);
     /// Rotates columns `[at, at + angles.cols)` of every `head_dim` columns of `x`.
     fn rope(&self, x: &mut Self::Tensor, head_dim: usize, at: usize, rotary: &Rotary<'_, Self>);
-    /// Stores keys and values of the batch's tokens in its sequences' blocks; without `value`, values are the first
-    /// numbers of the keys. The tokens of a sequence come in the order of their positions.
+    /// Stores keys and values of the batch's tokens in its sequences' blocks; `value` is none where values are the
+    /// first numbers of the keys. The tokens of a sequence come in the order of their positions.
     fn kv_write(&self, kv: &mut Self::Kv, batch: &Self::Batch, key: &Self::Tensor, value: Option<&Self::Tensor>);
     /// Norms and, with `rotary`, rotates queries and keys, and stores keys and values; `k` is undefined afterwards. The
     /// default is what it means, a device may fuse it.

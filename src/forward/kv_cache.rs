@@ -244,7 +244,7 @@ impl<B: Backend> LayerCache<B> {
     fn new(backend: &B, attention: &Attention, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
         let kv = match attention.kv_dims() {
             (0, ..) => None,
-            (heads, key_dim, value_dim) => Some(backend.kv(blocks, heads, key_dim, value_dim, bits)?),
+            dims => Some(backend.kv(blocks, dims, bits)?),
         };
         Ok(Self { kv, state: attention.state().map(|shape| backend.state(slots, shape)).transpose()? })
     }

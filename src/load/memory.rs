@@ -43,7 +43,7 @@ pub(super) fn activation_bytes(spec: &Spec<'_>, machine: &Machine) -> Result<u64
         .layers
         .iter()
         .map(|layer| layer.attention.kv_dims())
-        .fold((0, 0), |a, (_, key, value)| (a.0.max(key), a.1.max(value)));
+        .fold((0, 0), |a, (_, key, values)| (a.0.max(key), a.1.max(values.dim())));
     let scratch = prepared(Precision::Bf16, key_dim, TILE)
         + prepared(Precision::Bf16, BLOCK_SIZE, TILE)
         + wide(&[4, TILE, 2 * BLOCK_SIZE + 3 * value_dim.next_multiple_of(TILE_ROWS)]);

@@ -84,6 +84,27 @@ impl PositionScale {
     }
 }
 
+/// KV heads, numbers of a key of each, and its values.
+pub type KvDims = (usize, usize, Values);
+
+/// The values of a KV head, and how many numbers each has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// Cached beside the keys.
+    Own(usize),
+    /// The first numbers of the keys.
+    OfKeys(usize),
+}
+
+impl Values {
+    /// Numbers of a value.
+    pub fn dim(self) -> usize {
+        match self {
+            Values::Own(dim) | Values::OfKeys(dim) => dim,
+        }
+    }
+}
+
 /// A matrix's `[n, k]`.
 pub type Matrix = (usize, usize);
 
@@ -112,10 +133,9 @@ impl StateShape {
 
 /// What a kind of attention needs and costs: only its own file knows which kind it is.
 pub trait Facts {
-    /// KV heads, and elements of a key and of a value of each; zeros where there are none. Latent attention's values
-    /// are the first elements of its keys.
-    fn kv_dims(&self) -> (usize, usize, usize) {
-        (0, 0, 0)
+    /// What it caches of a position, if it has keys and values.
+    fn kv_dims(&self) -> KvDims {
+        (0, 0, Values::Own(0))
     }
 
     /// Its rotary embedding, if it has one.

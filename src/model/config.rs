@@ -1,6 +1,6 @@
 //! `ModelConfig`: what a model is, as plain data.
 
-use super::{Attention, Ffn, Moe, Rope};
+use super::{Attention, Ffn, KvDims, Moe, Rope};
 
 /// Everything the forward pass needs to know about a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -187,8 +187,8 @@ impl ModelConfig {
     /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, dimensions filled up
     /// to whole tiles.
     pub fn kv_bytes_per_token(&self, parts: usize) -> usize {
-        let bytes = |(heads, key_dim, value_dim): (usize, usize, usize)| {
-            heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + value_dim.next_multiple_of(16)))
+        let bytes = |(heads, key_dim, values): KvDims| {
+            heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + values.dim().next_multiple_of(16)))
         };
         self.layers.iter().map(|l| bytes(l.attention.kv_dims())).sum()
     }

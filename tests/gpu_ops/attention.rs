@@ -2,15 +2,31 @@
 
 use moebius::backend::{Attend, Backend, Dense, Heads, Load, Memory, Rotary, Softmax};
 use moebius::config::KvBits;
-use moebius::model::Window;
+use moebius::model::{Values, Window};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, ragged, random};
 
-/// Query heads, KV heads and their width: every kernel at its own width and below, one query head to a KV head,
-/// several, and more than a block serves.
-const HEADS: &[(usize, usize, usize)] =
-    &[(4, 2, 64), (2, 2, 24), (20, 1, 32), (4, 2, 96), (3, 1, 80), (4, 1, 128), (2, 2, 136), (2, 1, 256), (18, 1, 200)];
+/// Query heads, KV heads, and the widths of a key and a value: every kernel at its own widths and below, one query head
+/// to a KV head, several, and more than a block serves.
+const HEADS: &[(usize, usize, usize, usize)] = &[
+    (4, 2, 64, 64),
+    (2, 2, 24, 24),
+    (20, 1, 32, 32),
+    (3, 1, 48, 32),
+    (4, 2, 96, 96),
+    (3, 1, 80, 80),
+    (4, 1, 128, 128),
+    (2, 2, 136, 136),
+    (2, 1, 192, 128),
+    (2, 1, 256, 256),
+    (18, 1, 200, 200),
+    (2, 2, 72, 256),
+    (3, 1, 512, 512),
+    (20, 1, 264, 264),
+    (2, 2, 320, 24),
+    (2, 1, 64, 392),
+];
 
 /// Positions of each sequence, and how many of them are queries.
 const BATCHES: &[&[(usize, usize)]] = &[
@@ -39,23 +55,23 @@ fn all_of<B: Backend>(scale: f32) -> Softmax<'static, B> {
 
 fn check_attention(
     sides: &Sides,
-    (heads, kv_heads, dim): (usize, usize, usize),
+    (heads, kv_heads, dim, width): (usize, usize, usize, usize),
     sequences: &[(usize, usize)],
     bits: KvBits,
 ) {
     let (last, all, pool) = ragged(sequences);
-    let (cols, kv_cols) = (heads * dim, kv_heads * dim);
+    let (cols, key_cols, value_cols) = (heads * dim, kv_heads * dim, kv_heads * width);
     let q = random(last.len() * cols, 31);
-    let [k, v] = [32, 33].map(|seed| random(all.len() * kv_cols, seed));
+    let [k, v] = [(32, key_cols), (33, value_cols)].map(|(seed, cols)| random(all.len() * cols, seed));
     let (got, want) = both!(sides, |b| {
         let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
-        let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
-        b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
-        let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
+        let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
+        b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
+        let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
         b.attend(&kv, &b.on_device(&last), &all_of(scale(dim)), &b.filled(cols, &q), &mut out);
         b.numbers(&out)
     });
-    check(&format!("{heads} heads on {kv_heads} of {dim}, {bits}, {sequences:?}"), &got, &want, ATTENTION);
+    check(&format!("{heads} heads on {kv_heads} of {dim} and {width}, {bits}, {sequences:?}"), &got, &want, ATTENTION);
 }
 
 #[test]
@@ -95,7 +111,7 @@ fn attention_of_many_sequences() {
     let sides = Sides::new();
     let many: Vec<_> = (0..270).map(|i| (1 + i % 67, 1)).collect();
     for bits in [KvBits::Bf16, KvBits::Fp8] {
-        check_attention(&sides, (2, 1, 64), &many, bits);
+        check_attention(&sides, (2, 1, 64, 64), &many, bits);
     }
 }
 
@@ -107,10 +123,12 @@ fn attention_in_windows_and_with_sinks() {
     let sides = Sides::new();
     let sequences = [(300, 1), (64, 1), (65, 1), (1, 1), (200, 2), (330, 170), (17, 17), (130, 129)];
     let (last, all, pool) = ragged(&sequences);
-    for (heads, kv_heads, dim) in [(4, 2, 64), (18, 1, 96), (2, 1, 128), (2, 1, 256)] {
-        let (cols, kv_cols) = (heads * dim, kv_heads * dim);
+    for (heads, kv_heads, dim, width) in
+        [(4, 2, 64, 64), (18, 1, 96, 96), (2, 1, 128, 128), (4, 2, 192, 128), (2, 1, 256, 256), (4, 2, 512, 512)]
+    {
+        let (cols, key_cols, value_cols) = (heads * dim, kv_heads * dim, kv_heads * width);
         let q = random(last.len() * cols, 34);
-        let [k, v] = [35, 36].map(|seed| random(all.len() * kv_cols, seed));
+        let [k, v] = [(35, key_cols), (36, value_cols)].map(|(seed, cols)| random(all.len() * cols, seed));
         let scores: Vec<f32> = (0..heads).map(|head| [-2.0, 7.0, 1.0][head % 3]).collect();
         for (window, with_sinks) in [
             (Some(1), false),
@@ -123,17 +141,17 @@ fn attention_in_windows_and_with_sinks() {
             for bits in [KvBits::Bf16, KvBits::Fp8] {
                 let (got, want) = both!(sides, |b| {
                     let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
-                    let mut kv = b.kv(pool, kv_heads, dim, dim, bits).unwrap();
-                    b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
+                    let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
+                    b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
                     let window = window.map(Window::Sliding);
                     let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
-                    let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
+                    let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
                     b.attend(&kv, &b.on_device(&last), &softmax, &b.filled(cols, &q), &mut out);
                     b.numbers(&out)
                 });
                 check(
-                    &format!("{heads} heads on {kv_heads} of {dim}, {bits}, window {window:?}, sinks {with_sinks}"),
+                    &format!("{heads} heads on {kv_heads} of {dim}/{width}, {bits}, {window:?}, sinks {with_sinks}"),
                     &got,
                     &want,
                     ATTENTION,
@@ -158,7 +176,7 @@ fn fp8_rounds_to_even_and_saturates() {
     let (batch, _, pool) = ragged(&vec![(1, 1); rows]);
     let (got, want) = both!(sides, |b| {
         let (v, bits) = b.cached(&numbers, KvBits::Fp8);
-        let mut kv = b.kv(pool, 1, 64, 64, bits).unwrap();
+        let mut kv = b.kv(pool, (1, 64, Values::Own(64)), bits).unwrap();
         let (batch, none) = (b.on_device(&batch), b.filled(64, &vec![0.0; rows * 64]));
         b.kv_write(&mut kv, &batch, &none, Some(&b.filled(64, &v)));
         let mut out = b.tensor(rows, 64).unwrap();
@@ -196,7 +214,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
     macro_rules! run {
         ($b:ident, $prepare:expr) => {{
             let (mut kv, batch) =
-                ($b.kv(pool, kv_heads, dim, dim, $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
+                ($b.kv(pool, (kv_heads, dim, Values::Own(dim)), $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
             let mut angles = $b.tensor_f32(all.len(), form.turned).unwrap();
             $b.rope_angles(&$b.load_norm(inv_freq.clone()).unwrap(), 1.2, &batch, &mut angles);
             let [mut q, mut k, v] = [(&q, cols), (&k, kv_cols), (&v, kv_cols)].map(|(x, cols)| $b.filled(cols, x));
@@ -284,5 +302,6 @@ fn heads_at_once_equal_heads_in_turn() {
             }
         }
         check_heads((9, 3, 256), Form { turned: 256, at: 0, interleaved: false, norm: true }, bits, &sides);
+        check_heads((4, 2, 512), Form { turned: 128, at: 0, interleaved: false, norm: true }, bits, &sides);
     }
 }

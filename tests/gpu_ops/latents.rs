@@ -2,7 +2,7 @@
 
 use moebius::backend::{Attend, Heads, Load, Memory, Rotary};
 use moebius::config::KvBits;
-use moebius::model::{Mla, Rope, RopeScaling};
+use moebius::model::{Mla, Rope, RopeScaling, Values};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
@@ -57,7 +57,7 @@ pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, us
     let kv_b: Vec<f32> = random(heads * (config.qk_nope_head_dim + v) * rank, 43).iter().map(|w| unit * w).collect();
     let (got, want) = both!(sides, |b| {
         let (latents, bits) = b.cached(&latents, bits);
-        let mut kv = b.kv(pool, 1, cache, rank, bits).unwrap();
+        let mut kv = b.kv(pool, (1, cache, Values::OfKeys(rank)), bits).unwrap();
         b.kv_write(&mut kv, &b.on_device(&all), &b.filled(cache, &latents), None);
         let mut scratch = b.latent_scratch(config, last.len()).unwrap();
         let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
@@ -114,7 +114,8 @@ fn latents_go_into_the_cache_normed_and_rotated() {
     let inv_freq: Vec<f32> = (0..rope / 2).map(|i| 100f32.powf(-(i as f32) / 8.0)).collect();
     for interleaved in [false, true] {
         let (got, want) = both!(sides, |b| {
-            let (mut kv, batch) = (b.kv(pool, 1, rank + rope, rank, KvBits::Bf16).unwrap(), b.on_device(&all));
+            let (mut kv, batch) =
+                (b.kv(pool, (1, rank + rope, Values::OfKeys(rank)), KvBits::Bf16).unwrap(), b.on_device(&all));
             let mut angles = b.tensor_f32(all.len(), rope).unwrap();
             b.rope_angles(&b.load_norm(inv_freq.clone()).unwrap(), 1.0, &batch, &mut angles);
             let (mut q, mut latents, norm) =

@@ -16,7 +16,7 @@ use crate::backend::{Attend, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
-use crate::model::{Mla, PositionScale};
+use crate::model::{KvDims, Mla, PositionScale};
 
 /// Positions of a batch from which on all workers store them.
 const PARALLEL_POSITIONS: usize = 32;
@@ -48,9 +48,9 @@ impl Attend for Cpu {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
 
-    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
+    fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
-        let values = MatrixLayout::new(value_dim, BLOCK_SIZE, Precision::Bf16)?;
+        let values = MatrixLayout::new(values.dim(), BLOCK_SIZE, Precision::Bf16)?;
         let zeros = |layout: &MatrixLayout| Buffer::zeros(blocks * heads * bits.parts() * layout.bytes() / 2);
         Ok(Kv { heads, parts: bits.parts(), keys, values, key: zeros(&keys)?, value: zeros(&values)? })
     }

@@ -13,17 +13,17 @@ use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::{Attend, Heads, Rotary, Softmax};
 use crate::config::KvBits;
-use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, NO_WINDOW, PAGE};
+use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, MOST_VALUE, NO_WINDOW, PAGE};
+use crate::cuda::kernels::attention_prefill::COLUMNS;
 use crate::cuda::kernels::{self, Kernel, PrepareHeads};
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
-use crate::model::{Mla, PositionScale, Window};
+use crate::model::{KvDims, Mla, PositionScale, Values, Window};
 use crate::{Error, Result};
 
-/// Keys and values of one layer: `[blocks, heads, 64, dim]` each; latent attention's values are the beginning of its
-/// keys.
+/// Keys and values of one layer: `[blocks, heads, 64, dim]` each.
 pub struct Kv {
     pub(super) keys: DeviceBuffer<u8>,
-    values: Option<DeviceBuffer<u8>>,
+    values: Option<DeviceBuffer<u8>>, // none: they are the beginning of the keys
     pub(super) heads: usize,
     pub(super) key_dim: usize,
     pub(super) value_dim: usize,
@@ -50,9 +50,9 @@ const BLOCKS: usize = 2;
 
 impl Workspace {
     pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
-        // As many (row, head, split) as blocks run at a time, each of up to 512 values.
+        // As many (row, head, split) as blocks run at a time, each with its values.
         let parts = BLOCKS * cuda.info.multiprocessors * HEADS;
-        Ok(Self { partial: DeviceBuffer::new(cuda, parts * 512)?, states: DeviceBuffer::new(cuda, parts * 2)? })
+        Ok(Self { partial: DeviceBuffer::new(cuda, parts * MOST_VALUE)?, states: DeviceBuffer::new(cuda, parts * 2)? })
     }
 }
 
@@ -60,13 +60,14 @@ type Decode = Kernel<kernels::DecodeArguments>;
 type Prefill = Kernel<kernels::PrefillArguments>;
 
 /// By cache, bf16 and FP8; smallest heads first.
-const DECODE: [[Decode; 5]; 2] = [
+const DECODE: [[Decode; 6]; 2] = [
     [
         kernels::attend_decode_64_64_bf16,
         kernels::attend_decode_96_96_bf16,
         kernels::attend_decode_128_128_bf16,
         kernels::attend_decode_192_128_bf16,
         kernels::attend_decode_256_256_bf16,
+        kernels::attend_decode_512_512_bf16,
     ],
     [
         kernels::attend_decode_64_64_e4m3,
@@ -74,15 +75,17 @@ const DECODE: [[Decode; 5]; 2] = [
         kernels::attend_decode_128_128_e4m3,
         kernels::attend_decode_192_128_e4m3,
         kernels::attend_decode_256_256_e4m3,
+        kernels::attend_decode_512_512_e4m3,
     ],
 ];
-const PREFILL: [[Prefill; 5]; 2] = [
+const PREFILL: [[Prefill; 6]; 2] = [
     [
         kernels::attend_prefill_64_64_bf16,
         kernels::attend_prefill_96_96_bf16,
         kernels::attend_prefill_128_128_bf16,
         kernels::attend_prefill_192_128_bf16,
         kernels::attend_prefill_256_256_bf16,
+        kernels::attend_prefill_512_512_bf16,
     ],
     [
         kernels::attend_prefill_64_64_e4m3,
@@ -90,14 +93,17 @@ const PREFILL: [[Prefill; 5]; 2] = [
         kernels::attend_prefill_128_128_e4m3,
         kernels::attend_prefill_192_128_e4m3,
         kernels::attend_prefill_256_256_e4m3,
+        kernels::attend_prefill_512_512_e4m3,
     ],
 ];
 
-/// The first kernel that holds both dimensions. Panics beyond the last: refused when loading.
-pub(super) fn holding<A>(family: &[Kernel<A>], key: usize, value: usize) -> Kernel<A> {
-    let found = family.iter().find(|kernel| key <= kernel.tile[0] && value <= kernel.tile[1]);
-    *found.expect("heads are at most 256 wide")
+/// The first kernel that holds both dimensions.
+pub(super) fn holding<A>(family: &[Kernel<A>], key: usize, value: usize) -> Option<Kernel<A>> {
+    family.iter().find(|kernel| key <= kernel.tile[0] && value <= kernel.tile[1]).copied()
 }
+
+/// Of a kernel for a head's dimensions: there is none for wider heads.
+pub(super) const REFUSED: &str = "wider heads are refused when loading";
 
 impl From<Heads<'_, CudaBackend>> for kernels::Heads {
     fn from(h: Heads<'_, CudaBackend>) -> Self {
@@ -139,7 +145,7 @@ impl Attend for CudaBackend {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
 
-    fn kv(&self, blocks: usize, heads: usize, key_dim: usize, value_dim: usize, bits: KvBits) -> Result<Kv> {
+    fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let fp8 = match bits {
             KvBits::Bf16 => false,
             KvBits::Fp8 => true,
@@ -148,8 +154,12 @@ impl Attend for CudaBackend {
             }
         };
         let bytes = |dim: usize| blocks * heads * BLOCK_SIZE * dim * if fp8 { 1 } else { 2 };
-        let values = if key_dim == value_dim { Some(DeviceBuffer::zeros(&self.cuda, bytes(value_dim))?) } else { None };
-        Ok(Kv { keys: DeviceBuffer::zeros(&self.cuda, bytes(key_dim))?, values, heads, key_dim, value_dim, fp8 })
+        let own = match values {
+            Values::Own(dim) => Some(DeviceBuffer::zeros(&self.cuda, bytes(dim))?),
+            Values::OfKeys(_) => None,
+        };
+        let keys = DeviceBuffer::zeros(&self.cuda, bytes(key_dim))?;
+        Ok(Kv { keys, values: own, heads, key_dim, value_dim: values.dim(), fp8 })
     }
 
     fn rope_angles(&self, inv_freq: &DeviceBuffer<f32>, factor: f32, batch: &CudaBatch, out: &mut Tensor) {
@@ -171,6 +181,7 @@ impl Attend for CudaBackend {
 
     fn kv_write(&self, kv: &mut Kv, batch: &CudaBatch, key: &Tensor, value: Option<&Tensor>) {
         let kernel = if kv.fp8 { kernels::kv_write_e4m3 } else { kernels::kv_write_bf16 };
+        assert_eq!(value.is_some(), kv.values.is_some());
         let value = value.map_or(Address::NULL, Tensor::bf16);
         launch!(self.cuda, &self.cuda.compute, kernel, [batch.rows(), 1, 1];
             key.bf16(), value, kv.keys.address(), kv.values(), batch.positions(), batch.token_seq(),
@@ -187,6 +198,7 @@ impl Attend for CudaBackend {
         k: Heads<'_, Self>,
         v: Option<&Tensor>,
     ) {
+        assert_eq!(v.is_some(), kv.values.is_some());
         let kernel = if kv.fp8 { kernels::prepare_heads_e4m3 } else { kernels::prepare_heads_bf16 };
         let runs = q.heads + k.heads + if v.is_some() { k.heads } else { 0 };
         let argument = PrepareHeads {
@@ -227,7 +239,7 @@ impl Attend for CudaBackend {
             // A window may begin and end within pages.
             let pages = blocks(self.limits.context).min(blocks(window) + 1);
             let splits = (BLOCKS * self.cuda.info.multiprocessors / (batch.decode * parts)).clamp(1, pages.min(128));
-            let kernel = holding(&DECODE[fp8], kv.key_dim, kv.value_dim);
+            let kernel = holding(&DECODE[fp8], kv.key_dim, kv.value_dim).expect(REFUSED);
             launch!(self.cuda, stream, kernel, [splits, parts, batch.decode];
                 q.bf16(), kv.keys.address(), kv.values(), out.bf16(), self.attention.partial.address(),
                 self.attention.states.address(), batch.decode_rows(), batch.positions(), batch.token_seq(),
@@ -238,9 +250,9 @@ impl Attend for CudaBackend {
         if self.attend_wgmma(kv, batch, heads, softmax, q, out) {
             return;
         }
-        let kernel = holding(&PREFILL[fp8], kv.key_dim, kv.value_dim);
+        let kernel = holding(&PREFILL[fp8], kv.key_dim, kv.value_dim).expect(REFUSED);
         let which = usize::from(kernel.tile[2] == TILE_ROWS[1]);
-        launch!(self.cuda, stream, kernel, [heads, batch.tiles[which], 1];
+        launch!(self.cuda, stream, kernel, [heads, batch.tiles[which], kv.value_dim.div_ceil(COLUMNS)];
             q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(),
             batch.positions(), batch.seq_blocks(), batch.block_table(), heads_i, kv_heads, key_dim, value_dim, scale,
             window as i32, sinks);

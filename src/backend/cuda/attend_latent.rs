@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::attend::{Kv, holding};
+use super::attend::{Kv, REFUSED, holding};
 use super::batch::DECODE_ROWS;
 use super::load::LatentUp;
 use super::product::{Out, Product};
@@ -191,7 +191,7 @@ impl CudaBackend {
         if self.attend_expanded_wgmma(op, part) {
             return;
         }
-        let kernel = holding(&PREFILL, nope + rope, v);
+        let kernel = holding(&PREFILL, nope + rope, v).expect(REFUSED);
         launch!(self.cuda, stream, kernel, [heads, rows.len().div_ceil(kernel.tile[2]), 1];
             q.bf16(), scratch.expanded.address(), scratch.rotated.address(), out.bf16(), scratch.max.address(),
             scratch.sum.address(), scratch.acc.address(), batch.positions(), rows.start as i32, rows.end as i32,

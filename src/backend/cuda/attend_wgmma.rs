@@ -1,12 +1,16 @@
 //! Attention of prompts with Hopper's own instructions, where they have a kernel for it.
 
-use super::attend::Kv;
+use super::attend::{Kv, holding};
 use super::attend_latent::{LatentOp, Segment};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::Softmax;
 use crate::cuda::kernels::attention_wgmma::{PAGE, QUERIES};
-use crate::cuda::kernels::{self, AttentionWgmma, LatentWgmma};
+use crate::cuda::kernels::{self, AttentionWgmma, Kernel, LatentWgmma};
 use crate::cuda::{Address, DeviceBuffer, TensorMap, launch};
+
+/// Smallest heads first.
+const PREFILL: [Kernel<(AttentionWgmma,)>; 3] =
+    [kernels::attend_prefill_wgmma_64_64, kernels::attend_prefill_wgmma_128_128, kernels::attend_prefill_wgmma_192_128];
 
 impl CudaBackend {
     /// Heads of `x` as tensor copies find them.
@@ -24,20 +28,17 @@ impl CudaBackend {
         q: &Tensor,
         out: &mut Tensor,
     ) -> bool {
-        let dim = kv.key_dim;
-        let (narrow, wide) = (kernels::attend_prefill_wgmma_64_64, kernels::attend_prefill_wgmma_128_128);
         // A window leaves little to do, and these kernels begin at position 0.
-        let served = !kv.fp8 && dim == kv.value_dim && dim <= wide.tile[0] && softmax.window.is_none();
-        if !self.cuda.info.has_wgmma() || !served {
-            return false;
-        }
-        let pages = |of: Address<u8>| {
-            self.cuda.tensor_map(of.cast(), [dim, PAGE, kv.keys.len() / (2 * PAGE * dim)], [dim, PAGE * dim])
+        let served = !kv.fp8 && softmax.window.is_none() && self.cuda.info.has_wgmma();
+        let Some(kernel) = holding(&PREFILL, kv.key_dim, kv.value_dim).filter(|_| served) else { return false };
+        let pages = |of: Address<u8>, dim: usize| {
+            let pages = kv.keys.len() / (2 * PAGE * kv.key_dim);
+            self.cuda.tensor_map(of.cast(), [dim, PAGE, pages], [dim, PAGE * dim])
         };
         let argument = AttentionWgmma {
-            q: self.heads_map(q, heads, dim),
-            keys: pages(kv.keys.address()),
-            values: pages(kv.values()),
+            q: self.heads_map(q, heads, kv.key_dim),
+            keys: pages(kv.keys.address(), kv.key_dim),
+            values: pages(kv.values(), kv.value_dim),
             out: out.bf16(),
             tiles: batch.tile_table(0),
             seq_first: batch.seq_first(),
@@ -46,11 +47,10 @@ impl CudaBackend {
             block_table: batch.block_table(),
             heads: heads as i32,
             kv_heads: kv.heads as i32,
-            value_dim: dim as i32,
+            value_dim: kv.value_dim as i32,
             scale: softmax.scale,
             sinks: softmax.sinks.map_or(Address::NULL, DeviceBuffer::address),
         };
-        let kernel = if dim <= narrow.tile[0] { narrow } else { wide };
         launch!(self.cuda, &self.cuda.compute, kernel, [heads, batch.tiles[0], 1]; argument);
         true
     }

@@ -1,6 +1,6 @@
 //! Grouped queries: several query heads share one key/value head.
 
-use super::{Facts, Matrix, PositionScale, Window};
+use super::{Facts, KvDims, Matrix, PositionScale, Values, Window};
 use crate::model::Rope;
 
 /// Grouped-query attention.
@@ -95,8 +95,8 @@ impl Gqa {
 }
 
 impl Facts for Gqa {
-    fn kv_dims(&self) -> (usize, usize, usize) {
-        (self.num_kv_heads, self.head_dim, self.value_dim)
+    fn kv_dims(&self) -> KvDims {
+        (self.num_kv_heads, self.head_dim, Values::Own(self.value_dim))
     }
 
     fn rope(&self) -> Option<&Rope> {
@@ -126,7 +126,7 @@ impl Facts for Gqa {
 
     fn gpu_lacks(&self) -> Option<String> {
         let (key, value) = (self.head_dim, self.value_dim);
-        if key > 256 || value > key || !key.is_multiple_of(8) || !value.is_multiple_of(8) {
+        if key.max(value) > 512 || !key.is_multiple_of(8) || !value.is_multiple_of(8) {
             return Some(format!("the GPU has no attention for heads of {key} elements with values of {value}"));
         }
         matches!(self.window, Some(Window::Chunk(_))).then(|| "the GPU has no attention within chunks".into())

@@ -1,6 +1,6 @@
 //! Latent attention: keys and values are linear in one cached latent.
 
-use super::{Facts, Matrix, PositionScale};
+use super::{Facts, KvDims, Matrix, PositionScale, Values};
 use crate::model::Rope;
 
 /// Multi-head latent attention. Source: DeepSeek-V2 report, section 2.1.
@@ -43,8 +43,8 @@ impl Mla {
 }
 
 impl Facts for Mla {
-    fn kv_dims(&self) -> (usize, usize, usize) {
-        (1, self.cache_dim(), self.kv_lora_rank)
+    fn kv_dims(&self) -> KvDims {
+        (1, self.cache_dim(), Values::OfKeys(self.kv_lora_rank))
     }
 
     fn rope(&self) -> Option<&Rope> {
