@@ -15,8 +15,19 @@
 constexpr int PAGE = 64;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// What a window is that hides nothing.
+// What a row sees of the positions before its own: the last `len` with its own, or those of its own chunk, of which the
+// context has one for each `len` positions.
+struct Window {
+    int len, chunks;
+};
+
+// The length of a window that hides nothing.
 constexpr int NO_WINDOW = 1 << 30;
+
+// The first position that a row at `position` sees.
+__device__ __forceinline__ int first_seen(const Window& window, int position) {
+    return window.chunks ? position / window.len * window.len : max(position - window.len + 1, 0);
+}
 
 // The score that takes part in the softmax of `head` and brings no value, as a power of two; without `sinks` none does.
 __device__ __forceinline__ float sink_of(const float* sinks, int head) {

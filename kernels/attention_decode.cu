@@ -3,8 +3,8 @@
 //
 // For i in 0..n, with t = rows[i], head h, group = heads / kv_heads:
 //   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / group]) values[...]
-// A row sees the last `window` of these positions. `sinks` [heads] or null: scores that take part in each head's
-// softmax and bring no value.
+// A row sees those of these positions that are in its `window`. `sinks` [heads] or null: scores that take part in each
+// head's softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
 //
 // attend_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, multiples of 8; its tile is (KD,
@@ -34,7 +34,7 @@ constexpr int STATES_BYTES = 4 * HEADS * 8; // {max, sum} of each warp
 template <int KD, int VD, int STAGES, class Cache>
 __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,
     float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,
-    const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,
+    const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,
     const float* sinks) {
     constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD),
                   STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const int group = heads / kv_heads, parts = div_ceil(group, 16), kv_head = blockIdx.y / parts,
               part = blockIdx.y % parts;
     const int first_head = kv_head * group + part * 16, num_heads = min(16, group - part * 16);
-    const int last = positions[row], first = max(last - window + 1, 0), skipped = first / PAGE,
+    const int last = positions[row], first = first_seen(window, last), skipped = first / PAGE,
               total = last / PAGE + 1 - skipped;
     const int begin = skipped + share(total, split, splits), count = skipped + share(total, split + 1, splits) - begin;
     const uint32_t state_at =
@@ -184,7 +184,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
 #define DECODE_ARGUMENTS(Cache)                                                                                        \
     const bf16 *q, const AS_BYTES(Cache) * keys, const AS_BYTES(Cache) * values, bf16 *out, float *partial,            \
         float2 *states, const int *rows, const int *positions, const int *token_seq, const int *seq_blocks,            \
-        const uint32_t *block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, int window,     \
+        const uint32_t *block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,  \
         const float *sinks
 #define DECODE(name, KD, VD, STAGES, Cache, SHARED)                                                                    \
     static_assert(SHARED == pages_bytes<KD, VD, STAGES, Cache>() + STATES_BYTES, "shared memory of " #name);           \

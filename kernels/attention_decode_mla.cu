@@ -28,7 +28,7 @@ constexpr int LATENT = 576;
     KERNEL(name, 8 * H, SHARED, DECODE_MLA_ARGUMENTS(Cache)) {                                                         \
         begin_kernel();                                                                                                \
         decode_wide<LATENT, false, H / 16, STAGES, Cache>({q, keys, nullptr, out, partial, states, rows, positions,    \
-            token_seq, seq_blocks, block_table, heads, 1, key_dim, value_dim, scale, NO_WINDOW, nullptr});             \
+            token_seq, seq_blocks, block_table, heads, 1, key_dim, value_dim, scale, {NO_WINDOW, 0}, nullptr});        \
     }
 DECODE_MLA(attend_latent_decode_16_bf16, 16, 4, bf16, 82944)
 DECODE_MLA(attend_latent_decode_32_bf16, 32, 4, bf16, 91136)

@@ -3,8 +3,8 @@
 // q [T, heads * key_dim], out [T, heads * value_dim] bf16; cache: attention.cuh. The positions of a sequence's tokens
 // are consecutive. Token t of sequence s sees positions 0..=positions[t] of s, all of them in the cache already:
 //   out[t, h] = softmax(scale * q[t, h] . keys[0..=positions[t], h / (heads / kv_heads)]) values[...]
-// It sees the last `window` of these positions. `sinks` [heads] or null: scores that take part in each head's softmax
-// and bring no value.
+// It sees those of these positions that are in its `window`. `sinks` [heads] or null: scores that take part in each
+// head's softmax and bring no value.
 //
 // attend_prefill_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, both multiples of 8; its tile is
 // (KD, VD, ROWS), ROWS query rows to a block. Choose the first that holds both.
@@ -135,7 +135,7 @@ template <int KD, int VD, int STEP> struct PagedTiles<KD, VD, STEP, e4m3> {
 template <int KD, int VD, int MT, int STEP, class Cache>
 __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const Cache* values, bf16* out, int2 tile,
     const int* seq_first, const int* positions, const int* seq_blocks, const uint32_t* block_table, int heads,
-    int kv_heads, int key_dim, int value_dim, float scale, int window, const float* sinks) {
+    int kv_heads, int key_dim, int value_dim, float scale, Window window, const float* sinks) {
     using Tile = FlashTile<KD, (VD < COLUMNS ? VD : COLUMNS), MT, true, STEP>;
     DYNAMIC_SHARED(unsigned char, shared);
     if (tile.x < 0) return;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void prefill(const bf16* q, const Cache* keys, const 
 #define PREFILL_ARGUMENTS(Cache)                                                                                       \
     const bf16 *q, const AS_BYTES(Cache) * keys, const AS_BYTES(Cache) * values, bf16 *out, const int2 *tiles,         \
         const int *seq_first, const int *positions, const int *seq_blocks, const uint32_t *block_table, int heads,     \
-        int kv_heads, int key_dim, int value_dim, float scale, int window, const float *sinks
+        int kv_heads, int key_dim, int value_dim, float scale, Window window, const float *sinks
 #define PREFILL(name, KD, VD, ROWS, STEP, Cache, SHARED)                                                               \
     static_assert(SHARED == FlashTile<KD, VD, ROWS / 64>::QUERY_BYTES + PagedTiles<KD, VD, STEP, Cache>::BYTES,        \
         "shared memory of " #name);                                                                                    \

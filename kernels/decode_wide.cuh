@@ -59,7 +59,7 @@ template <class Cache> struct WideDecode {
     const uint32_t* block_table;
     int heads, kv_heads, key_dim, value_dim;
     float scale;
-    int window;
+    Window window;
     const float* sinks;
 };
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void decode_wide(const WideDecode<Cache>& a) {
     const int shared_by = a.heads / a.kv_heads, parts = div_ceil(shared_by, 16 * GROUPS), kv_head = blockIdx.y / parts,
               at_head = (blockIdx.y % parts * GROUPS + group) * 16, first_head = kv_head * shared_by + at_head,
               num_heads = min(16, shared_by - at_head); // may be negative
-    const int last = a.positions[row], first = max(last - a.window + 1, 0), skipped = first / UNIT,
+    const int last = a.positions[row], first = first_seen(a.window, last), skipped = first / UNIT,
               total = last / UNIT + 1 - skipped;
     const int begin = skipped + share(total, split, splits), count = skipped + share(total, split + 1, splits) - begin;
     const uint32_t state_at =

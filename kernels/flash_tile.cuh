@@ -12,14 +12,14 @@
 
 constexpr int TILE_THREADS = 128;
 
-// With WINDOWS a row sees the last `window` of its positions, otherwise all.
+// With WINDOWS a row sees those of its positions that are in its window, otherwise all.
 template <int KD, int VD, int MT, bool WINDOWS = false, int STEP = PAGE> struct FlashTile {
     static constexpr int SCORES = STEP / 8; // tiles of 8 columns
     static constexpr int ROWS = 64 * MT, QUERY_PITCH = KD + 8, QUERY_BYTES = ROWS * QUERY_PITCH * 2;
 
     float o[MT][VD / 8][4], max[MT][2], sum[MT][2];
     int seen, last; // row i of the tile sees the source's positions up to min(seen + i, last), which may be negative
-    int window;
+    Window window;
 
     // Row of the tile of this lane's r-th row of part m.
     static __device__ __forceinline__ int row(int m, int r) {
@@ -28,14 +28,12 @@ template <int KD, int VD, int MT, bool WINDOWS = false, int STEP = PAGE> struct 
 
     __device__ __forceinline__ int seen_by(int i) const { return min(seen + i, last); }
 
-    __device__ __forceinline__ int hidden_from(int i) const { return seen + i - window; }
+    __device__ __forceinline__ int first_seen_by(int i) const { return first_seen(window, seen + i); }
 
     // The step that the first row begins with.
-    __device__ __forceinline__ int first_step() const {
-        return !WINDOWS || hidden_from(0) < 0 ? 0 : (hidden_from(0) + 1) / STEP;
-    }
+    __device__ __forceinline__ int first_step() const { return WINDOWS ? first_seen_by(0) / STEP : 0; }
 
-    __device__ __forceinline__ void begin(int first_seen, int last_position, int width = NO_WINDOW) {
+    __device__ __forceinline__ void begin(int first_seen, int last_position, Window width = {NO_WINDOW, 0}) {
         seen = first_seen;
         last = last_position;
         window = width;
@@ -87,7 +85,7 @@ template <int KD, int VD, int MT, bool WINDOWS = false, int STEP = PAGE> struct 
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int position = first + n * 8 + (int)(threadIdx.x % 4) * 2 + i % 2;
-                    if (position > seen_by(row(m, i / 2)) || (WINDOWS && position <= hidden_from(row(m, i / 2))))
+                    if (position > seen_by(row(m, i / 2)) || (WINDOWS && position < first_seen_by(row(m, i / 2))))
                         s[m][n][i] = -INFINITY;
                 }
     }
@@ -124,13 +122,13 @@ template <int KD, int VD, int MT, bool WINDOWS = false, int STEP = PAGE> struct 
         for (int j = first_step(); STEP * j <= last; j++) {
             const int warp_row = threadIdx.x / WARP * 16 * MT, last_row = warp_row + 16 * MT - 1;
             const bool sees = STEP * j <= seen_by(last_row) &&
-                (!WINDOWS || STEP * j + STEP - 1 > hidden_from(warp_row)); // the same for the warp
+                (!WINDOWS || STEP * j + STEP > first_seen_by(warp_row)); // the same for the warp
             uint32_t p[SCORES / 2][MT][4];
             const bf16* keys = source.keys(j);
             if (sees) {
                 float s[MT][SCORES][4];
                 scores(s, queries, keys, Source::KEY_PITCH);
-                if (STEP * j + STEP - 1 > seen_by(warp_row) || (WINDOWS && STEP * j <= hidden_from(last_row)))
+                if (STEP * j + STEP - 1 > seen_by(warp_row) || (WINDOWS && STEP * j < first_seen_by(last_row)))
                     mask(s, STEP * j);
 #pragma unroll
                 for (int m = 0; m < MT; m++) rescale(m, online_softmax(s[m], max[m], sum[m], scale_log2));

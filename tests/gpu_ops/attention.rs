@@ -115,8 +115,8 @@ fn attention_of_many_sequences() {
     }
 }
 
-/// Windows of less than a page, of some and of everything, where they begin and end in pages; sinks that weigh little
-/// and that leave little to others.
+/// Windows of less than a page, of some and of everything, where they begin and end in pages; chunks; sinks that weigh
+/// little and that leave little to others.
 #[test]
 fn attention_in_windows_and_with_sinks() {
     need_gpu!();
@@ -131,11 +131,14 @@ fn attention_in_windows_and_with_sinks() {
         let [k, v] = [(35, key_cols), (36, value_cols)].map(|(seed, cols)| random(all.len() * cols, seed));
         let scores: Vec<f32> = (0..heads).map(|head| [-2.0, 7.0, 1.0][head % 3]).collect();
         for (window, with_sinks) in [
-            (Some(1), false),
-            (Some(50), true),
-            (Some(64), false),
-            (Some(128), true),
-            (Some(1000), false),
+            (Some(Window::Sliding(1)), false),
+            (Some(Window::Sliding(50)), true),
+            (Some(Window::Sliding(64)), false),
+            (Some(Window::Sliding(128)), true),
+            (Some(Window::Sliding(1000)), false),
+            (Some(Window::Chunk(7)), false),
+            (Some(Window::Chunk(64)), true),
+            (Some(Window::Chunk(150)), false),
             (None, true),
         ] {
             for bits in [KvBits::Bf16, KvBits::Fp8] {
@@ -144,7 +147,6 @@ fn attention_in_windows_and_with_sinks() {
                     let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
                     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
-                    let window = window.map(Window::Sliding);
                     let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
                     let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
                     b.attend(&kv, &b.on_device(&last), &softmax, &b.filled(cols, &q), &mut out);

@@ -226,9 +226,9 @@ impl Attend for CudaBackend {
         let fp8 = usize::from(kv.fp8);
         let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
         let window = match softmax.window {
-            None => NO_WINDOW,
-            Some(Window::Sliding(len)) => len.min(NO_WINDOW),
-            Some(Window::Chunk(_)) => panic!("refused when loading"),
+            None => kernels::Window { len: NO_WINDOW as i32, chunks: 0 },
+            Some(Window::Sliding(len)) => kernels::Window { len: len.min(NO_WINDOW) as i32, chunks: 0 },
+            Some(Window::Chunk(len)) => kernels::Window { len: len.min(NO_WINDOW) as i32, chunks: 1 },
         };
         let scale = softmax.scale;
         let stream = &self.cuda.compute;
@@ -237,14 +237,14 @@ impl Attend for CudaBackend {
         if batch.decode > 0 {
             let parts = kv.heads * (heads / kv.heads).div_ceil(HEADS);
             // A window may begin and end within pages.
-            let pages = blocks(self.limits.context).min(blocks(window) + 1);
+            let pages = blocks(self.limits.context).min(blocks(window.len as usize) + 1);
             let splits = (BLOCKS * self.cuda.info.multiprocessors / (batch.decode * parts)).clamp(1, pages.min(128));
             let kernel = holding(&DECODE[fp8], kv.key_dim, kv.value_dim).expect(REFUSED);
             launch!(self.cuda, stream, kernel, [splits, parts, batch.decode];
                 q.bf16(), kv.keys.address(), kv.values(), out.bf16(), self.attention.partial.address(),
                 self.attention.states.address(), batch.decode_rows(), batch.positions(), batch.token_seq(),
                 batch.seq_blocks(), batch.block_table(),
-                heads_i, kv_heads, key_dim, value_dim, scale, window as i32, sinks);
+                heads_i, kv_heads, key_dim, value_dim, scale, window, sinks);
             self.combine(batch, splits, heads, kv.value_dim, sinks, out.bf16());
         }
         if self.attend_wgmma(kv, batch, heads, softmax, q, out) {
@@ -255,7 +255,7 @@ impl Attend for CudaBackend {
         launch!(self.cuda, stream, kernel, [heads, batch.tiles[which], kv.value_dim.div_ceil(COLUMNS)];
             q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(),
             batch.positions(), batch.seq_blocks(), batch.block_table(), heads_i, kv_heads, key_dim, value_dim, scale,
-            window as i32, sinks);
+            window, sinks);
     }
 
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {

@@ -126,9 +126,7 @@ impl Facts for Gqa {
 
     fn gpu_lacks(&self) -> Option<String> {
         let (key, value) = (self.head_dim, self.value_dim);
-        if key.max(value) > 512 || !key.is_multiple_of(8) || !value.is_multiple_of(8) {
-            return Some(format!("the GPU has no attention for heads of {key} elements with values of {value}"));
-        }
-        matches!(self.window, Some(Window::Chunk(_))).then(|| "the GPU has no attention within chunks".into())
+        (key.max(value) > 512 || !key.is_multiple_of(8) || !value.is_multiple_of(8))
+            .then(|| format!("the GPU has no attention for heads of {key} elements with values of {value}"))
     }
 }
