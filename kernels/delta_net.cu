@@ -1,106 +1,85 @@
-// Gated DeltaNet between its projections (arXiv 2412.06464, HF modeling_qwen3_next): the convolution, the delta rule
-// token by token, the gated norm.
+// Gated DeltaNet between its projections (delta_net.cuh): the convolution, the delta rule token by token, the gated
+// norm.
 //
-//   q, k, v = silu(sum over taps of tap * input);   q = q / |q| / sqrt(key_dim), k = k / |k|
-//   S = decay S;   S += k (beta (v - S^T k))^T;   out = norm(S^T q) * silu(z)
-//   decay = exp(-rate softplus(a + dt_bias)),   beta = sigmoid(b)
-//
-// A sequence's state is in its slot: inputs [slots, taps - 1, channels] f32, oldest first, and heads [slots,
-// value_heads, key_dim, value_dim] f32; position 0 begins from zeros. Channels: queries, then keys [key_heads,
-// key_dim], then values [value_heads, value_dim]. Neighbouring value heads share a query and a key. Columns of S depend
-// on no other column, so a head is shared out among blocks; tokens go one by one, which makes chunks exact. What is
-// asked of memory is small: a token of a block takes the latency of two dot products.
+// Columns of S depend on no other column, so a head is shared out among blocks. What is asked of memory is small: a
+// token of a block takes the latency of two dot products.
 //
 // Launch, in this order:
-//   delta_net_conv: grid (ceil(channels / CONV_THREADS), sequences, ceil(most tokens of a sequence / CONV_TOKENS))
+//   delta_net_conv: grid (ceil(channels / CONV_CHANNELS), sequences, ceil(most tokens of a sequence / CONV_TOKENS))
 //       mixed [T, channels] of qkv, both bf16; taps <= MAX_TAPS
 //   delta_net_rule: grid (value_heads, ceil(value_dim / COLUMNS), sequences)
-//       out [T, value_heads * value_dim] bf16, and the inputs that are kept; key_dim <= MAX_KEY, a multiple of 4
+//       out [T, value_heads * value_dim] bf16, and the inputs that are kept, of sequences of few tokens
+//   delta_net_within and delta_net_across (delta_net_chunks.cu): the same of sequences of many tokens
 //   delta_net_norm: grid (T, ceil(value_heads / NORM_HEADS))
-//       out in place; value_dim even
-#include "common.cuh"
+//       out in place
+#include "delta_net.cuh"
 
-struct DeltaBatch {
-    const int *seq_first, *seq_slots, *positions;
-};
+constexpr int MAX_TAPS = 8, CONV_THREADS = 128, CONV_CHANNELS = 2 * CONV_THREADS, CONV_TOKENS = 64;
 
-struct DeltaShape {
-    int key_heads, value_heads, key_dim, value_dim, taps;
-    float eps;
-};
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
-
-constexpr int MAX_TAPS = 8, CONV_THREADS = 128, CONV_TOKENS = 64;
-
-// Each thread takes a channel through some tokens of a sequence; the inputs that a token still needs are in registers.
+// Each thread takes two channels through some tokens of a sequence; the inputs that a token still needs are in
+// registers.
 KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
     DeltaBatch batch, int channels, int width) {
     begin_kernel();
-    const int c = blockIdx.x * CONV_THREADS + threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
+    const int c = blockIdx.x * CONV_CHANNELS + 2 * threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
     const int from = first + blockIdx.z * CONV_TOKENS, end = min(batch.seq_first[s + 1], from + CONV_TOKENS);
     if (c >= channels || from >= end) return;
     const float* kept = inputs + (size_t)batch.seq_slots[s] * (width - 1) * channels + c;
     const bool fresh = batch.positions[first] == 0;
+    auto input = [&](int t) {
+        const uint32_t two = *reinterpret_cast<const uint32_t*>(qkv + (size_t)t * channels + c);
+        return make_float2(low_f32(two), high_f32(two));
+    };
     // The last MAX_TAPS - 1 inputs, the newest last; taps of those that are too old are zero.
-    float past[MAX_TAPS - 1], tap[MAX_TAPS];
+    float2 past[MAX_TAPS - 1], tap[MAX_TAPS];
 #pragma unroll
     for (int i = 0; i < MAX_TAPS; i++)
-        tap[i] = i >= MAX_TAPS - width ? taps[(size_t)(i - (MAX_TAPS - width)) * channels + c] : 0.0f;
+        tap[i] = i >= MAX_TAPS - width
+            ? *reinterpret_cast<const float2*>(taps + (size_t)(i - (MAX_TAPS - width)) * channels + c)
+            : make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < MAX_TAPS - 1; i++) {
         const int t = from - (MAX_TAPS - 1) + i;
-        past[i] = 0.0f;
+        past[i] = make_float2(0.0f, 0.0f);
         if (i < MAX_TAPS - width) continue;
         if (t >= first)
-            past[i] = to_f32(qkv[(size_t)t * channels + c]);
+            past[i] = input(t);
         else if (!fresh)
-            past[i] = kept[(size_t)(t - first + width - 1) * channels];
+            past[i] = *reinterpret_cast<const float2*>(kept + (size_t)(t - first + width - 1) * channels);
     }
 #pragma unroll 8
     for (int t = from; t < end; t++) {
-        const size_t at = (size_t)t * channels + c;
-        const float x = to_f32(qkv[at]);
-        float sum = x * tap[MAX_TAPS - 1];
+        const float2 x = input(t);
+        float2 sum = make_float2(x.x * tap[MAX_TAPS - 1].x, x.y * tap[MAX_TAPS - 1].y);
 #pragma unroll
-        for (int i = 0; i < MAX_TAPS - 1; i++) sum += past[i] * tap[i];
+        for (int i = 0; i < MAX_TAPS - 1; i++) {
+            sum.x += past[i].x * tap[i].x;
+            sum.y += past[i].y * tap[i].y;
+        }
 #pragma unroll
         for (int i = 0; i < MAX_TAPS - 2; i++) past[i] = past[i + 1];
         past[MAX_TAPS - 2] = x;
-        mixed[at] = to_bf16(sum * sigmoid(sum));
+        *reinterpret_cast<uint32_t*>(mixed + (size_t)t * channels + c) =
+            pack_bf16(sum.x * sigmoid(sum.x), sum.y * sigmoid(sum.y));
     }
 }
 
-// Keeps the last inputs of a channel for the sequence's next tokens.
-__device__ __forceinline__ void keep_inputs(
-    const bf16* qkv, float* kept, int c, int channels, int width, int first, int end, bool fresh) {
-    for (int i = 0; i < width - 1; i++) {
-        const int t = end - (width - 1) + i;
-        float x = 0.0f;
-        if (t >= first)
-            x = to_f32(qkv[(size_t)t * channels + c]);
-        else if (!fresh)
-            x = kept[(size_t)(i + end - first) * channels + c];
-        kept[(size_t)i * channels + c] = x;
-    }
-}
-
-constexpr int RULE_THREADS = 256, COLUMNS = 32, PARTS = RULE_THREADS / COLUMNS, MAX_KEY = 128,
-              FOURS = MAX_KEY / PARTS / 4, STAGED = 32;
-constexpr float L2_EPS = 1e-6f; // HF modeling_qwen3_next, l2norm
+constexpr int RULE_THREADS = 256, COLUMNS = 32, PARTS = RULE_THREADS / COLUMNS, FOURS = MAX_KEY / PARTS / 4,
+              STAGED = 32;
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
 // A column of the state lies in the registers of eight neighbouring threads: part p has inputs 32 i + 4 p and the three
 // behind them.
-KERNEL(delta_net_rule, RULE_THREADS, 0, const bf16* qkv, const bf16* mixed, const float* gates, const float* rates,
-    const float* dt_bias, float* inputs, float* heads, bf16* out, DeltaBatch batch, DeltaShape shape) {
+KERNEL_BLOCKS(delta_net_rule, RULE_THREADS, 2, 0, const bf16* qkv, const bf16* mixed, DeltaGates gates, float* inputs,
+    float* heads, bf16* out, DeltaBatch batch, DeltaShape shape) {
     __shared__ float4 keys[STAGED][MAX_KEY / 4], queries[STAGED][MAX_KEY / 4]; // zeros past key_dim
     __shared__ float values[STAGED][COLUMNS], decays[STAGED], betas[STAGED], overlaps[STAGED];
     begin_kernel();
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, column = tid / PARTS, part = tid % PARTS;
     const int head = blockIdx.x, s = blockIdx.z, first = batch.seq_first[s], end = batch.seq_first[s + 1],
               key_dim = shape.key_dim, value_dim = shape.value_dim;
+    if (end - first >= CHUNKED_FROM) return;
     const int keys_dim = shape.key_heads * key_dim, channels = 2 * keys_dim + shape.value_heads * value_dim;
     const int group = shape.value_heads / shape.key_heads, key_head = head / group,
               value = blockIdx.y * COLUMNS + column; // of the head
@@ -142,10 +121,9 @@ KERNEL(delta_net_rule, RULE_THREADS, 0, const bf16* qkv, const bf16* mixed, cons
                 v < value_dim ? to_f32(row[2 * keys_dim - key_head * key_dim + head * value_dim + v]) : 0.0f;
         }
         if (tid < tokens) {
-            const float* gate = gates + (size_t)(from + tid) * 2 * shape.value_heads + head;
-            const float a = gate[shape.value_heads] + dt_bias[head];
-            betas[tid] = sigmoid(gate[0]);
-            decays[tid] = expf(-rates[head] * (a > 20.0f ? a : log1pf(expf(a))));
+            const float2 gate = log_decay_and_beta(gates, from + tid, head, shape.value_heads);
+            decays[tid] = expf(gate.x);
+            betas[tid] = gate.y;
         }
         __syncthreads();
         for (int t = 0; t < tokens; t++) {
@@ -210,7 +188,7 @@ KERNEL(delta_net_norm, NORM_HEADS* WARP, 0, bf16* out, const bf16* z, const floa
     const float scale = rsqrtf(warp_sum(sum) / shape.value_dim + shape.eps);
     for (int i = lane; i < pairs; i += WARP) {
         const float a = low_f32(gates[i]), b = high_f32(gates[i]);
-        row[i] = pack_bf16(low_f32(row[i]) * scale * w[2 * i] * a * sigmoid(a),
-            high_f32(row[i]) * scale * w[2 * i + 1] * b * sigmoid(b));
+        row[i] = pack_bf16(low_f32(row[i]) * scale * w[2 * i] * sigmoid(a) * (shape.sigmoid ? 1.0f : a),
+            high_f32(row[i]) * scale * w[2 * i + 1] * sigmoid(b) * (shape.sigmoid ? 1.0f : b));
     }
 }

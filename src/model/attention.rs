@@ -12,7 +12,7 @@ mod mla;
 
 use super::Rope;
 
-pub use delta_net::DeltaNet;
+pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
 pub use mla::Mla;
 

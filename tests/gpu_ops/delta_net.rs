@@ -2,7 +2,7 @@
 
 use moebius::backend::batch::Batch;
 use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
-use moebius::model::{DeltaNet, Facts};
+use moebius::model::{DeltaGate, DeltaNet, Facts};
 
 use crate::common;
 use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random};
@@ -12,6 +12,9 @@ const HIDDEN: usize = 72;
 /// Inputs of the rule are rounded once more than on the CPU, and so is what is normed, which makes much of it where a
 /// head reads little.
 const RULE: Within = Within { each: 2.0 * ROUNDING, of_rms: 48.0 * ROUNDING, rms: 1.5 * ROUNDING };
+
+/// The sums differ by about 2^-16 before they are rounded to bf16, twice.
+const IN_CHUNKS: Within = Within { each: 4.0 * ROUNDING, of_rms: ROUNDING, rms: 0.2 * ROUNDING };
 
 /// Tokens of each sequence in a step; their positions go on from step to step. A sequence's slot is its number, from
 /// the last down.
@@ -70,6 +73,7 @@ fn delta_rule_from_zeros_and_from_a_state() {
         key_head_dim: 128,
         value_head_dim: 128,
         conv_width: 4,
+        gate: DeltaGate::Silu,
         tiled: false,
     };
     check_rule(&sides, &plain);
@@ -82,12 +86,66 @@ fn delta_rule_from_zeros_and_from_a_state() {
         &DeltaNet {
             num_key_heads: 4,
             num_value_heads: 12,
-            key_head_dim: 36,
+            key_head_dim: 40,
             value_head_dim: 16,
             conv_width: 2,
+            gate: DeltaGate::Sigmoid,
             ..plain
         },
     );
+}
+
+/// Tokens of four sequences, some of them in chunks: of one, of some with an end of its own, of one and a token.
+const CHUNKED: [&[usize]; 2] = [&[300, 64, 33, 5], &[127, 1, 65, 192]];
+
+/// The same tokens at once and a few at a time, from zeros and from a state, with states that are kept and that are
+/// forgotten at once.
+#[test]
+fn the_delta_rule_in_chunks_equals_token_by_token() {
+    need_gpu!();
+    let b = &Sides::new().gpu;
+    let of = |key_head_dim, value_head_dim| DeltaNet {
+        num_key_heads: 1,
+        num_value_heads: 2,
+        key_head_dim,
+        value_head_dim,
+        conv_width: 4,
+        gate: DeltaGate::Silu,
+        tiled: false,
+    };
+    for (config, rate) in [(of(128, 128), 1.0), (of(128, 72), 1e-4), (of(24, 40), 100.0), (of(64, 8), 0.02)] {
+        let mut weights = rule(&config);
+        weights.rates.iter_mut().for_each(|r| *r *= rate);
+        let (channels, values) = (config.conv_dim(), config.value_dim());
+        let w = b.load_delta_net(&config, weights).unwrap();
+        let run = |most: usize| {
+            let mut state = b.state(4, config.state().unwrap()).unwrap();
+            let mut scratch = b.delta_scratch(&config, 512).unwrap();
+            let mut starts = [0; 4];
+            let mut all = Vec::new();
+            for (step, lengths) in CHUNKED.iter().enumerate() {
+                for (s, &tokens) in lengths.iter().enumerate() {
+                    let seed = 200 + 20 * step as u64 + 4 * s as u64;
+                    let [h, z, qkv] = [(HIDDEN, 0), (values, 1), (channels, 2)]
+                        .map(|(cols, i)| (cols, random(tokens * cols, seed + i)));
+                    for first in (0..tokens).step_by(most) {
+                        let rows = first..tokens.min(first + most);
+                        let mut batch = Batch::default();
+                        batch.push(&vec![1; rows.len()], starts[s] + first, &[0; 16]).slot = s;
+                        let part =
+                            |(cols, x): &(usize, Vec<f32>)| b.filled(*cols, &x[rows.start * cols..rows.end * cols]);
+                        let mut out = b.filled(values, &vec![9.0; rows.len() * values]);
+                        let inputs = DeltaInputs { h: &part(&h), qkv: &part(&qkv), z: &part(&z) };
+                        b.delta_net(&mut state, &b.on_device(&batch), &w, &mut scratch, inputs, &mut out);
+                        all.extend(b.numbers(&out));
+                    }
+                    starts[s] += tokens;
+                }
+            }
+            all
+        };
+        check(&format!("rates {rate}, {config:?}"), &run(512), &run(31), IN_CHUNKS);
+    }
 }
 
 /// A snapshot: what was copied to another slot and back goes on as if nothing had come between.
@@ -101,6 +159,7 @@ fn a_copied_state_goes_on_with_the_same_bits() {
         key_head_dim: 32,
         value_head_dim: 40,
         conv_width: 4,
+        gate: DeltaGate::Silu,
         tiled: false,
     };
     let (w, tokens) = (b.load_delta_net(&config, rule(&config)).unwrap(), 7);

@@ -6,7 +6,7 @@
 //!     q, k, v = silu(sum over the last inputs of weight * input)     the head's own columns
 //!     q, k = q / |q| / sqrt(dim), k / |k|
 //!     for each value head of it:  beta = sigmoid(b . h), decay = exp(-exp(A_log) softplus(a . h + dt_bias))
-//!                                 out = norm(delta_step(state, q, k, v, decay, beta)) * silu(z)
+//!                                 out = norm(delta_step(state, q, k, v, decay, beta)) * gate(z)
 //! ```
 //!
 //! A key head's columns of the convolution and its value heads' states belong to nobody else, so workers meet only at
@@ -23,7 +23,7 @@ use crate::backend::{DeltaInputs, Recur};
 use crate::kernel::{DeltaToken, Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
-use crate::model::{self, StateShape};
+use crate::model::{self, DeltaGate, StateShape};
 
 /// Added to the sum of squares of queries and keys. Source: HF modeling_qwen3_next, `l2norm`.
 const L2_EPS: f32 = 1e-6;
@@ -159,7 +159,14 @@ impl Op<'_> {
                 // SAFETY: a row's columns of a head belong to one unit.
                 #[allow(unsafe_code)]
                 let out = unsafe { self.out.slice_mut(at..at + width) };
-                kernel.silu_mul(&self.z.row(t)[head * width..][..width], normed, out);
+                let z = &self.z.row(t)[head * width..][..width];
+                match config.gate {
+                    DeltaGate::Silu => kernel.silu_mul(z, normed, out),
+                    DeltaGate::Sigmoid => {
+                        out.copy_from_slice(normed);
+                        kernel.sigmoid_mul(z, out);
+                    }
+                }
             }
         }
         columns.into_iter().for_each(|columns| self.keep_inputs(span, columns));
@@ -237,6 +244,7 @@ mod tests {
             key_head_dim: 16,
             value_head_dim: 8,
             conv_width: 4,
+            gate: DeltaGate::Silu,
             tiled: false,
         };
         let (hidden, heads) = (24, config.num_value_heads);

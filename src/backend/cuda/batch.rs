@@ -35,6 +35,7 @@ pub struct CudaBatch {
     rows: usize,
     sequences: usize,
     longest: usize,
+    shortest: usize,
 }
 
 /// Where the parts lie, in words.
@@ -64,6 +65,7 @@ impl CudaBatch {
             rows: max_tokens,
             sequences: 0,
             longest: 0,
+            shortest: 0,
         };
         batch.data = DeviceBuffer::zeros(cuda, batch.offsets().end)?;
         Ok(batch)
@@ -94,7 +96,8 @@ impl CudaBatch {
 
     pub(super) fn set(&mut self, cuda: &Cuda, batch: &Batch) {
         (self.rows, self.sequences) = (batch.len(), batch.spans.len());
-        self.longest = batch.spans.iter().map(|span| span.rows.len()).max().unwrap_or(0);
+        let lengths = || batch.spans.iter().map(|span| span.rows.len());
+        (self.longest, self.shortest) = (lengths().max().unwrap_or(0), lengths().min().unwrap_or(0));
         let offsets = self.offsets();
         assert!(
             batch.len() <= self.max_tokens && batch.block_table.len() <= self.table,
@@ -180,6 +183,11 @@ impl CudaBatch {
     /// Rows of the sequence that has the most.
     pub(super) fn longest(&self) -> usize {
         self.longest
+    }
+
+    /// Rows of the sequence that has the fewest.
+    pub(super) fn shortest(&self) -> usize {
+        self.shortest
     }
 
     pub(super) fn decode_rows(&self) -> Address<i32> {

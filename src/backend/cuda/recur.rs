@@ -1,4 +1,5 @@
-//! Gated DeltaNet on the device (kernels/delta_net.cu).
+//! Gated DeltaNet on the device: few tokens of a sequence one by one (kernels/delta_net.cu), many in chunks
+//! (kernels/delta_net_chunks.cu).
 
 use half::bf16;
 
@@ -6,10 +7,11 @@ use super::load::Rule;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::{DeltaInputs, Recur};
-use crate::cuda::kernels::delta_net::{COLUMNS, CONV_THREADS, CONV_TOKENS, NORM_HEADS};
-use crate::cuda::kernels::{self, DeltaBatch, DeltaShape};
+use crate::cuda::kernels::delta_net::{CHUNKED_FROM, COLUMNS, CONV_CHANNELS, CONV_TOKENS, NORM_HEADS};
+use crate::cuda::kernels::delta_net_chunks::{ACROSS_COLUMNS, CHUNK, TRIANGLES};
+use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape};
 use crate::cuda::{DeviceBuffer, launch};
-use crate::model::{DeltaNet, StateShape};
+use crate::model::{DeltaGate, DeltaNet, StateShape};
 
 /// Of a layer, by slot.
 pub struct State {
@@ -22,6 +24,9 @@ pub struct State {
 pub struct DeltaScratch {
     gates: DeviceBuffer<f32>,  // [T, b and a, value heads]
     mixed: DeviceBuffer<bf16>, // [T, conv_dim]: queries, keys and values after the convolution
+    // Of chunks.
+    triangles: DeviceBuffer<bf16>, // [value heads, T, TRIANGLES, CHUNK]
+    scales: DeviceBuffer<f32>,     // [value heads, T, 4]
 }
 
 impl Recur for CudaBackend {
@@ -46,9 +51,12 @@ impl Recur for CudaBackend {
     }
 
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<DeltaScratch> {
+        let chunked = if max_tokens < CHUNKED_FROM { 0 } else { max_tokens * config.num_value_heads };
         Ok(DeltaScratch {
             gates: DeviceBuffer::new(&self.cuda, max_tokens * 2 * config.num_value_heads)?,
             mixed: DeviceBuffer::new(&self.cuda, max_tokens * config.conv_dim())?,
+            triangles: DeviceBuffer::new(&self.cuda, chunked * TRIANGLES * CHUNK)?,
+            scales: DeviceBuffer::new(&self.cuda, chunked * 4)?,
         })
     }
 
@@ -73,16 +81,31 @@ impl Recur for CudaBackend {
             value_dim: config.value_head_dim as i32,
             taps: config.conv_width as i32,
             eps,
+            sigmoid: i32::from(config.gate == DeltaGate::Sigmoid),
         };
         self.route_logits(&w.gates, h, 2 * heads, scratch.gates.address());
-        let grid = [channels.div_ceil(CONV_THREADS), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)];
+        let grid = [channels.div_ceil(CONV_CHANNELS), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)];
         launch!(self.cuda, stream, kernels::delta_net_conv, grid;
             qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32,
             config.conv_width as i32);
-        let grid = [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()];
-        launch!(self.cuda, stream, kernels::delta_net_rule, grid;
-            qkv.bf16(), scratch.mixed.address(), scratch.gates.address(), w.rates.address(), w.dt_bias.address(),
-            state.inputs.address(), state.heads.address(), out.bf16(), sequences, shape);
+        let gates =
+            DeltaGates { gates: scratch.gates.address(), rates: w.rates.address(), dt_bias: w.dt_bias.address() };
+        if batch.shortest() < CHUNKED_FROM {
+            let grid = [heads, config.value_head_dim.div_ceil(COLUMNS), batch.sequences()];
+            launch!(self.cuda, stream, kernels::delta_net_rule, grid;
+                qkv.bf16(), scratch.mixed.address(), gates, state.inputs.address(), state.heads.address(), out.bf16(),
+                sequences, shape);
+        }
+        if batch.longest() >= CHUNKED_FROM {
+            let grid = [heads, batch.longest().div_ceil(CHUNK), batch.sequences()];
+            launch!(self.cuda, stream, kernels::delta_net_within, grid;
+                scratch.mixed.address(), gates, scratch.triangles.address(), scratch.scales.address(), sequences,
+                shape, batch.rows() as i32);
+            let grid = [heads, config.value_head_dim.div_ceil(ACROSS_COLUMNS), batch.sequences()];
+            launch!(self.cuda, stream, kernels::delta_net_across, grid;
+                qkv.bf16(), scratch.mixed.address(), scratch.triangles.address(), scratch.scales.address(),
+                state.inputs.address(), state.heads.address(), out.bf16(), sequences, shape, batch.rows() as i32);
+        }
         launch!(self.cuda, stream, kernels::delta_net_norm, [batch.rows(), heads.div_ceil(NORM_HEADS), 1];
             out.bf16(), z.bf16(), w.norm.address(), shape);
     }

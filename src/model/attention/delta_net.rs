@@ -7,7 +7,7 @@ use super::{Facts, Matrix, StateShape};
 ///
 /// ```text
 /// q, k, v = silu(convolution over the last conv_width inputs);   q = q / |q| / sqrt(key_head_dim);   k = k / |k|
-/// S = exp(-exp(A_log) softplus(a + dt_bias)) S;   S += k (sigmoid(b) (v - S^T k))^T;   out = norm(S^T q) * silu(z)
+/// S = exp(-exp(A_log) softplus(a + dt_bias)) S;   S += k (sigmoid(b) (v - S^T k))^T;   out = norm(S^T q) * gate(z)
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeltaNet {
@@ -21,9 +21,20 @@ pub struct DeltaNet {
     pub value_head_dim: usize,
     /// Inputs that a number of q, k or v is made of, its own included.
     pub conv_width: usize,
+    /// What becomes of `z`.
+    pub gate: DeltaGate,
     /// The checkpoint has the first value head of each key head, then the second of each, and so on; they are put
     /// beside each other when loaded.
     pub tiled: bool,
+}
+
+/// What an output gate goes through before it multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeltaGate {
+    /// `z * sigmoid(z)`.
+    Silu,
+    /// `sigmoid(z)`.
+    Sigmoid,
 }
 
 impl DeltaNet {
@@ -70,13 +81,14 @@ impl Facts for DeltaNet {
 
     fn gpu_lacks(&self) -> Option<String> {
         let fits = self.key_head_dim <= 128
-            && self.key_head_dim.is_multiple_of(4)
-            && self.value_head_dim.is_multiple_of(2)
+            && self.key_head_dim.is_multiple_of(8)
+            && self.value_head_dim.is_multiple_of(8)
             && self.conv_width <= 8;
         (!fits).then(|| {
             format!(
-                "the GPU has gated DeltaNet for keys of up to 128 elements and convolutions of up to 8, not {} and {}",
-                self.key_head_dim, self.conv_width
+                "the GPU has gated DeltaNet for keys of up to 128 elements, for keys and values of multiples of 8, and \
+                 for convolutions of up to 8, not for {}, {} and {}",
+                self.key_head_dim, self.value_head_dim, self.conv_width
             )
         })
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::fields::Fields;
 use super::gguf::{Gguf, Header};
 use super::qwen_moe;
-use crate::model::{Attention, Bias, DeltaNet, Ffn, Gqa, ModelConfig, Moe, Names, OutputGate, QkNorm};
+use crate::model::{Attention, Bias, DeltaGate, DeltaNet, Ffn, Gqa, ModelConfig, Moe, Names, OutputGate, QkNorm};
 use crate::{Error, Result};
 
 /// Inputs of a convolution, at most: what a sequence keeps grows with it.
@@ -60,6 +60,15 @@ fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<ModelCon
         value_head_dim: f.heads("linear_value_head_dim")?,
         conv_width: f.dim_or("linear_conv_kernel_dim", 4)?,
         // GGUF files of Qwen3.5 say so.
+        gate: match f.str_or("output_gate_type", "silu")? {
+            "silu" => DeltaGate::Silu,
+            "sigmoid" => DeltaGate::Sigmoid,
+            other => {
+                return Err(Error::Model(format!(
+                    "field `output_gate_type` is {other}, and silu and sigmoid are known"
+                )));
+            }
+        },
         tiled: f.bool_or("linear_value_heads_tiled", false)?,
     };
     if linear.num_value_heads % linear.num_key_heads != 0 {

@@ -104,6 +104,7 @@ mod tests {
             key_head_dim: 1,
             value_head_dim: 2,
             conv_width: 2,
+            gate: crate::model::DeltaGate::Silu,
             tiled: true,
         };
         // Where heads of the model lie in the file: the first of each key head, the second, the third.
