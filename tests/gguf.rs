@@ -139,6 +139,8 @@ fn the_same_weights_give_the_same_logits() {
         ("qwen3_5_moe", &[]),
         ("qwen3_5_dense", &[]),
         ("hy_v3", &[]),
+        // Queries grow with their position.
+        ("mistral4", &[]),
         // Rows of queries and keys are not reordered.
         ("ernie4_5_moe", &[]),
         ("qwen3_moe", &["--config", r#"{"model_type": "qwen3_vl_moe_text"}"#]),

@@ -18,6 +18,7 @@ const FIXTURES: &[&str] = &[
     "qwen3_5_moe",
     "qwen3_5_dense",
     "hy_v3",
+    "mistral4",
     "ernie4_5_moe",
     "qwen3_dense",
     "mixtral",

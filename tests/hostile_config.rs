@@ -34,6 +34,7 @@ fn configs() -> Vec<Value> {
         "qwen3_dense",
         "qwen3_5_dense",
         "hy_v3",
+        "mistral4",
         "ernie4_5_moe",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
@@ -225,6 +226,12 @@ fn numbers_beyond_reason_are_named() {
         let text = families::parse(&config.to_string()).unwrap_err().to_string();
         assert!(text.contains(field), "{text}");
     }
+    let mut other = json!({"model_type": "mistral3", "text_config": named("mistral4")});
+    assert!(families::parse(&other.to_string()).is_ok());
+    other["text_config"]["rope_parameters"]["llama_4_scaling_beta"] = json!("0.1");
+    assert!(families::parse(&other.to_string()).unwrap_err().to_string().contains("llama_4_scaling_beta"));
+    other["text_config"]["model_type"] = json!("ministral3");
+    assert!(families::parse(&other.to_string()).unwrap_err().to_string().contains("text_config is `ministral3`"));
     let mut uneven = next.clone();
     uneven["linear_num_value_heads"] = json!(5);
     assert!(families::parse(&uneven.to_string()).unwrap_err().to_string().contains("5 value heads"));

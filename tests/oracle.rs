@@ -33,21 +33,16 @@ fn check(name: &str) {
     check_loaded(name, &fixture, fixture.load(&exact()));
 }
 
-/// The checkpoint of an architecture that is `fixture`'s under another name: its config nested, its tensors renamed.
-fn check_vision(fixture: &str, model_type: &str) {
+/// The language model of a checkpoint with vision: `fixture`'s, its config nested, its tensors `renamed`.
+fn check_nested(fixture: &str, model_type: &str, renamed: fn(&str) -> String) {
     let fixture = Fixture::open(fixture);
     let copy = Checkpoint::copy_of(&fixture.dir);
     copy.json("config.json", |config| {
-        config["model_type"] = format!("{model_type}_text").into();
         *config = json!({"model_type": model_type, "text_config": config.take(), "vision_config": {"depth": 1}});
     });
     copy.tensors("model.safetensors", |header, _| {
-        let tensors = header.as_object().unwrap().clone();
-        let renamed = |name: String| match name.strip_prefix("model.") {
-            Some(rest) => format!("model.language_model.{rest}"),
-            None => name,
-        };
-        *header = Value::Object(tensors.into_iter().map(|(name, entry)| (renamed(name), entry)).collect());
+        let tensors = header.as_object().unwrap().iter();
+        *header = tensors.map(|(name, entry)| (renamed(name), entry.clone())).collect();
     });
     let loaded = common::load(&copy.dir(), &exact());
     assert_eq!(loaded.model.config().architecture, model_type);
@@ -232,15 +227,28 @@ fn hy_v3() {
 }
 
 #[test]
+fn mistral4() {
+    check("mistral4");
+}
+
+#[test]
 fn ernie4_5_moe() {
     check("ernie4_5_moe");
 }
 
 #[test]
 fn language_models_of_checkpoints_with_vision() {
-    check_vision("qwen3_moe", "qwen3_vl_moe");
-    check_vision("qwen3_dense", "qwen3_vl");
-    check_vision("glm4_moe", "glm4v_moe");
+    let body = |name: &str| match name.strip_prefix("model.") {
+        Some(rest) => format!("model.language_model.{rest}"),
+        None => name.into(),
+    };
+    check_nested("qwen3_moe", "qwen3_vl_moe", body);
+    check_nested("qwen3_dense", "qwen3_vl", body);
+    check_nested("glm4_moe", "glm4v_moe", body);
+    check_nested("mistral4", "mistral3", |name| match name {
+        "__metadata__" => name.into(),
+        _ => format!("language_model.{name}"),
+    });
 }
 
 /// GLM-4.7-Flash is DeepSeek-V3 by another name.

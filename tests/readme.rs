@@ -17,7 +17,8 @@ use moebius::model::ModelConfig;
 use moebius::model::families::{self, ARCHITECTURES, Architecture, GGUF};
 
 /// Architectures that are another's under a new name, and have no checkpoint in the tests: that one.
-const ALIASES: [(&str, &str); 3] = [("qwen3_vl_moe", "qwen3_moe"), ("glm4v_moe", "glm4_moe"), ("qwen3_vl", "qwen3")];
+const ALIASES: [(&str, &str); 4] =
+    [("qwen3_vl_moe", "qwen3_moe"), ("glm4v_moe", "glm4_moe"), ("qwen3_vl", "qwen3"), ("mistral3", "mistral4")];
 
 /// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
 fn example(model_type: &str) -> ModelConfig {

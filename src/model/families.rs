@@ -52,6 +52,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
     architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),
     architecture("glm4_moe_lite", "GLM-4.7-Flash", deepseek::v3),
+    architecture("mistral3", "Mistral Small 4 (text)", deepseek::mistral3),
+    architecture("mistral4", "Mistral Small 4 without vision", deepseek::mistral4),
     architecture("qwen3_moe", "Qwen3-30B-A3B, 235B-A22B, Coder", qwen_moe::qwen3),
     architecture("qwen3_vl_moe", "Qwen3-VL-30B-A3B, 235B-A22B (text)", qwen_moe::qwen3_vl),
     architecture("qwen3_vl_moe_text", "Qwen3-VL MoE without vision", qwen_moe::qwen3_vl_text),
@@ -88,6 +90,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
 /// Every architecture of GGUF files that holds models the engine runs.
 pub const GGUF: &[Gguf] = &[
     deepseek::GGUF,
+    deepseek::GGUF_MISTRAL4,
     qwen_moe::GGUF_QWEN3,
     qwen_moe::GGUF_QWEN3_VL,
     qwen_moe::GGUF_QWEN2,

@@ -42,11 +42,13 @@ ARCHITECTURES = {
     "qwen3_vl_moe_text": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
     "qwen3_vl_text": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
     "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "mistral4": ("mistral4", gguf.MODEL_ARCH.MISTRAL4),
     "ernie4_5_moe": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
     # llama.cpp knows it and the package does not; these tensors have the same names.
     "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),
 }
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
+LATENTS = ("deepseek2", "mistral4")
 # Their converters keep the layer that drafts further tokens.
 DRAFTS = ("glm4moe", "hy_v3")
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -155,7 +157,7 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_shared_count(c["moe_num_shared_experts"])
         # Not the width of the shared experts, but what the converter writes.
         w.add_expert_shared_feed_forward_length(c["intermediate_size"] // c["num_key_value_heads"])
-    if arch != "deepseek2":
+    if arch not in LATENTS:
         w.add_head_count_kv(c["num_key_value_heads"])
         w.add_key_length(head_dim)
         w.add_value_length(head_dim)
@@ -173,14 +175,16 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_shared_count(c["n_shared_experts"])
         w.add_expert_weights_scale(c["routed_scaling_factor"])
         w.add_expert_weights_norm(c["norm_topk_prob"])
-        # The first files of GLM-4.7-Flash do not say.
-        if c["model_type"] != "glm4_moe_lite":
+        # The first files of GLM-4.7-Flash do not say, nor do Mistral's.
+        if c["model_type"] not in ("glm4_moe_lite", "mistral4"):
             v3 = c["model_type"] == "deepseek_v3"
             w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX)
         if c["n_group"] and c.get("topk_method") != "greedy":
             w.add_expert_group_count(c["n_group"])
             w.add_expert_group_used_count(c["topk_group"])
-    rope = c.get("rope_scaling") or {}
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if "llama_4_scaling_beta" in rope:
+        w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope.get("rope_type", rope.get("type")) == "yarn":
         w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         w.add_rope_scaling_factor(rope["factor"])
@@ -313,6 +317,10 @@ def model(fixture, out, types, split, fuse, old, changes):
         if suffix == "sinks":
             stand_for[key] = add(f"{block}.attn_sinks.weight", values, Type.F32)
             continue
+        if stem.endswith(".experts") and arch == "mistral4":
+            part = suffix.removesuffix("_proj")
+            stand_for[key] = add(f"{block}.ffn_{part}_exps.weight", values, types[0])
+            continue
         if stem.endswith(".experts"):  # gpt-oss stacks them, gate and up alternating
             part, kind = re.match(r"(down|gate_up)_proj_(blocks|scales|bias)", suffix).groups()
             stand_for[key] = values
@@ -324,7 +332,7 @@ def model(fixture, out, types, split, fuse, old, changes):
                     data = mxfp4_blocks(of(values), of(tensors[key.replace("_blocks", "_scales")]))
                     w.add_tensor(f"{block}.ffn_{part}_exps.weight", data, raw_dtype=Type.MXFP4)
             continue
-        if stem.endswith("kv_b_proj") and arch == "deepseek2":
+        if stem.endswith("kv_b_proj") and arch in LATENTS:
             heads, v = c["num_attention_heads"], c["v_head_dim"]
             by_head = values.reshape(heads, -1, c["kv_lora_rank"])
             k_b, v_b = by_head[:, :-v], by_head[:, -v:]

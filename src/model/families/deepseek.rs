@@ -1,6 +1,7 @@
-//! DeepSeek-V2, DeepSeek-V3, Kimi K2, the text part of Kimi K2.5, and GLM-4.7-Flash.
+//! DeepSeek-V2, DeepSeek-V3, Kimi K2, the text part of Kimi K2.5, GLM-4.7-Flash and Mistral Small 4.
 //!
-//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2, modeling_deepseek_v3 and modeling_glm4_moe_lite.
+//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2, modeling_deepseek_v3, modeling_glm4_moe_lite and
+//! modeling_mistral4.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
@@ -32,7 +33,8 @@ pub(super) fn v2(f: &Fields<'_>) -> Result<ModelConfig> {
     config(f, router)
 }
 
-/// `deepseek_v3`, `kimi_k2` and `glm4_moe_lite`: sigmoid scores, a correction bias for choosing, groups scored by their best two.
+/// `deepseek_v3`, `kimi_k2` and `glm4_moe_lite`: sigmoid scores, a correction bias for choosing, groups scored by their
+/// best two.
 pub(super) fn v3(f: &Fields<'_>) -> Result<ModelConfig> {
     for (field, expected) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
         let value = f.str_or(field, expected)?;
@@ -56,9 +58,34 @@ pub(super) fn v3_router(f: &Fields<'_>) -> Result<Router> {
     })
 }
 
-/// `kimi_k25`: the language model is nested, and so are its tensor names.
+/// `mistral4`: softmax scores, and queries that grow with their position.
+pub(super) fn mistral4(f: &Fields<'_>) -> Result<ModelConfig> {
+    let router = Router {
+        groups: groups(f, GroupScore::TopTwoSum)?,
+        normalize: f.bool_or("norm_topk_prob", true)?,
+        scaling: f.f64_or("routed_scaling_factor", 1.0)? as f32,
+        ..Router::new(f.top_k()?, Scoring::Softmax)
+    };
+    config(f, router)
+}
+
+/// `kimi_k25`.
 pub(super) fn kimi_k25(f: &Fields<'_>) -> Result<ModelConfig> {
-    let model = super::nested(f, "language_model.model.", v3)?;
+    language_model(f, v3)
+}
+
+/// `mistral3`, which may hold another model than `mistral4`.
+pub(super) fn mistral3(f: &Fields<'_>) -> Result<ModelConfig> {
+    let text = f.object("text_config")?.map_or(Ok("mistral"), |text| text.str_or("model_type", "mistral"))?;
+    if text != "mistral4" {
+        return Err(Error::Model(format!("text_config is `{text}`, which is not supported in mistral3; mistral4 is")));
+    }
+    language_model(f, mistral4)
+}
+
+/// The language model is nested, and so are its tensor names.
+fn language_model(f: &Fields<'_>, reader: super::Reader) -> Result<ModelConfig> {
+    let model = super::nested(f, "language_model.model.", reader)?;
     Ok(ModelConfig { names: Names { head: "language_model.lm_head", ..model.names }, ..model })
 }
 
@@ -112,7 +139,7 @@ pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         v_head_dim: f.dim("v_head_dim")?,
         bias: f.bool_or("attention_bias", false)?,
         scale: (mscale * mscale / ((qk_nope_head_dim + rope_dim) as f64).sqrt()) as f32,
-        position_scale: None,
+        position_scale: f.position_scale()?,
         norm_eps: LATENT_NORM_EPS,
     });
     let moe = moe(f, router, 0)?;
@@ -131,10 +158,17 @@ pub(super) fn ffn<'a>(f: &'a Fields<'_>, moe: Moe, dense: usize) -> Result<impl 
     Ok(move |layer| if is_moe(layer) { Ok(Ffn::Moe(moe.clone())) } else { f.dense() })
 }
 
-/// All of them in GGUF files, which give them one name; how scores are made tells them apart.
+/// All of them in GGUF files, which mostly give them one name; how scores are made tells them apart.
 pub(super) const GGUF: Gguf = Gguf {
     names: GgufNames { architecture: "deepseek2", tensors: &[], permuted: &[] },
     model_types: &["deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"],
+    config: gguf,
+};
+
+/// `mistral4` in GGUF files that were converted from Hugging Face's layout.
+pub(super) const GGUF_MISTRAL4: Gguf = Gguf {
+    names: GgufNames { architecture: "mistral4", tensors: &[], permuted: &[] },
+    model_types: &["mistral4"],
     config: gguf,
 };
 
@@ -153,11 +187,13 @@ fn gguf(header: &Header<'_>) -> Result<Value> {
     let has_bias = |layer| header.has(&format!("model.layers.{layer}.mlp.gate.e_score_correction_bias"));
     let silent = if header.each_layer(has_bias).contains(&true) { 2 } else { 1 };
     let (model_type, method, scoring) = match header.number("expert_gating_func").filter(|f| *f > 0).unwrap_or(silent) {
+        1 if !grouped && header.normalized(false) => ("mistral4", "greedy", "softmax"),
         1 => ("deepseek_v2", if grouped { "group_limited_greedy" } else { "greedy" }, "softmax"),
         2 => ("deepseek_v3", "noaux_tc", "sigmoid"),
         other => {
             return Err(Error::Model(format!(
-                "deepseek2.expert_gating_func is {other}, which is not supported; 1 and 2 are"
+                "{}.expert_gating_func is {other}, which is not supported; 1 and 2 are",
+                header.metadata.architecture
             )));
         }
     };
@@ -174,5 +210,6 @@ fn gguf(header: &Header<'_>) -> Result<Value> {
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": nope,
         "v_head_dim": value,
+        "rope_scaling": { "llama_4_scaling_beta": header.metadata.own("attention.temperature_scale") },
     }))
 }

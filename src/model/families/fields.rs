@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::model::{Bias, Ffn, Gqa, Llama3, Mlp, QkNorm, Rope, RopeScaling, Yarn};
+use crate::model::{Bias, Ffn, Gqa, Llama3, Mlp, PositionScale, QkNorm, Rope, RopeScaling, Yarn};
 use crate::{Error, Result};
 
 /// No dimension of a real model is larger; a lying config must not make us allocate.
@@ -309,6 +309,18 @@ impl<'a> Fields<'a> {
                 "rope scaling `{other}` is not supported; default, linear, yarn and llama3 are"
             ))),
         }
+    }
+
+    /// What multiplies queries by their position, as Mistral's configs say it.
+    pub(super) fn position_scale(&self) -> Result<Option<PositionScale>> {
+        const BETA: &str = "llama_4_scaling_beta";
+        let parameters = match self.object("rope_parameters")? {
+            Some(parameters) => Some(parameters),
+            None => self.object("rope_scaling")?,
+        };
+        let Some(parameters) = parameters.filter(|parameters| parameters.get(BETA).is_some()) else { return Ok(None) };
+        let length = parameters.dim("original_max_position_embeddings")? as f32;
+        Ok(Some(PositionScale { beta: parameters.f64_or(BETA, 0.0)? as f32, length, offset: 0.0 }))
     }
 
     /// YaRN's fields, in a `whole` config, and its `mscale`.

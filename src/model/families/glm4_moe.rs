@@ -1,4 +1,5 @@
-//! GLM-4 MoE (4.5 to 4.7, and the text part of 4.5V and 4.6V): grouped queries with biases, half of each head rotated; DeepSeek-V3's experts.
+//! GLM-4 MoE (4.5 to 4.7, and the text part of 4.5V and 4.6V): grouped queries with biases, half of each head rotated;
+//! DeepSeek-V3's experts.
 //!
 //! Sources: HF modeling_glm4_moe and modeling_glm4v_moe.
 
