@@ -197,6 +197,11 @@ fn gemma4() {
 }
 
 #[test]
+fn lfm2_moe() {
+    check("lfm2_moe");
+}
+
+#[test]
 fn minimax_m2() {
     check("minimax_m2");
 }

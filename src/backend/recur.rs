@@ -41,4 +41,15 @@ pub trait Recur: Load {
         inputs: DeltaInputs<'_, Self>,
         out: &mut Self::Tensor,
     );
+    /// `out[t] = c[t] * sum over taps of tap * (b * x)`, the last tap of `[conv_width, channels]` for the token itself;
+    /// `bcx` is `[T, b, c and x]`, `out` `[T, channels]`. Each sequence goes on from the inputs `b * x` in its span's
+    /// slot, from zeros at position 0, and leaves there the last ones.
+    fn short_conv(
+        &self,
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        taps: &Self::Norm,
+        bcx: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
 }

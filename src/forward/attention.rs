@@ -3,6 +3,7 @@
 mod delta_net;
 mod gqa;
 mod mla;
+mod short_conv;
 
 use super::join::Stream;
 use super::kv_cache::LayerCache;
@@ -72,7 +73,7 @@ macro_rules! kinds {
     };
 }
 
-kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net);
+kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv);
 
 /// Activations of attention, allocated once and used by all layers of their kind and widths.
 pub struct AttentionBuffers<B: Backend> {

@@ -156,13 +156,14 @@ pub(super) const fn code_type(codes: u8) -> CodeType {
 /// `by_codes!(codes, function[N, ..](arguments))` is `function::<CODES, N, ..>(arguments)` for the type of the codes.
 #[cfg(target_arch = "x86_64")]
 macro_rules! by_codes {
-    ($codes:expr, $function:ident[$($n:tt),*]$arguments:tt) => {
+    ($codes:expr, $function:ident[$($n:tt),*]$arguments:tt) => {{
+        use ::moebius_cache::pack::CodeType;
         match $codes {
-            ::moebius_cache::pack::CodeType::Int8 => $crate::kernel::tiles::by_codes!(@INT8 $function[$($n),*]$arguments),
-            ::moebius_cache::pack::CodeType::Int4 => $crate::kernel::tiles::by_codes!(@INT4 $function[$($n),*]$arguments),
-            ::moebius_cache::pack::CodeType::E2m1 => $crate::kernel::tiles::by_codes!(@MXFP4 $function[$($n),*]$arguments),
+            CodeType::Int8 => $crate::kernel::tiles::by_codes!(@INT8 $function[$($n),*]$arguments),
+            CodeType::Int4 => $crate::kernel::tiles::by_codes!(@INT4 $function[$($n),*]$arguments),
+            CodeType::E2m1 => $crate::kernel::tiles::by_codes!(@MXFP4 $function[$($n),*]$arguments),
         }
-    };
+    }};
     (@$codes:ident $function:ident[$($n:tt),*]($($argument:expr),*)) => {
         $function::<{ $crate::kernel::tiles::codes::$codes }, $($n),*>($($argument),*)
     };

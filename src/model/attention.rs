@@ -4,17 +4,20 @@
 //! gqa          grouped queries
 //! mla          latent attention
 //! delta_net    gated DeltaNet
+//! short_conv   gated short convolution
 //! ```
 
 mod delta_net;
 mod gqa;
 mod mla;
+mod short_conv;
 
 use super::Rope;
 
 pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
 pub use mla::Mla;
+pub use short_conv::ShortConv;
 
 /// The attention of one layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,6 +28,8 @@ pub enum Attention {
     Mla(Mla),
     /// Gated delta rule: a state of fixed size instead of keys and values.
     DeltaNet(DeltaNet),
+    /// Gated short convolution: the last few inputs instead of keys and values.
+    ShortConv(ShortConv),
 }
 
 impl std::ops::Deref for Attention {
@@ -35,6 +40,7 @@ impl std::ops::Deref for Attention {
             Attention::Gqa(a) => a,
             Attention::Mla(a) => a,
             Attention::DeltaNet(a) => a,
+            Attention::ShortConv(a) => a,
         }
     }
 }

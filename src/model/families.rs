@@ -11,6 +11,7 @@ mod glm4_moe;
 mod gpt_oss;
 mod hy_v3;
 mod laguna;
+mod lfm2_moe;
 mod llama;
 mod llama4;
 mod mimo_v2;
@@ -76,6 +77,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("laguna", "Laguna XS, S", laguna::config),
     architecture("llama4", "Llama 4 Scout, Maverick (text)", llama4::nested),
     architecture("llama4_text", "Llama 4 without vision", llama4::text),
+    architecture("lfm2_moe", "LFM2-8B-A1B, 24B-A2B, LFM2.5 MoE", lfm2_moe::config),
     architecture("cohere2_moe", "Command A+, North-Mini-Code", cohere2_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
     architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),

@@ -106,6 +106,45 @@ impl Recur for Cpu {
             }
         });
     }
+
+    fn short_conv(&self, state: &mut State, batch: &Batch, taps: &Vec<f32>, bcx: &Tensor, out: &mut Tensor) {
+        let channels = out.cols();
+        let past = taps.len() / channels - 1;
+        assert!(bcx.cols() == 3 * channels && state.inputs.len() == state.slots * past * channels);
+        let (inputs, out) = (Shared::new(&mut state.inputs), Shared::new(out.data_mut()));
+        self.team.run(&|worker| {
+            let mine = worker.share(channels);
+            for span in &batch.spans {
+                let at = |i: usize| (span.slot * past + i) * channels;
+                let kept = |i: usize| {
+                    // SAFETY: a slot belongs to one sequence, and in it a channel to one worker.
+                    #[allow(unsafe_code)]
+                    unsafe {
+                        inputs.slice_mut(at(i) + mine.start..at(i) + mine.end)
+                    }
+                };
+                if span.start == 0 {
+                    (0..past).for_each(|i| kept(i).fill(0.0));
+                }
+                for t in span.rows.clone() {
+                    let [b, c, x] = [0, 1, 2].map(|part| &bcx.row(t)[part * channels..][mine.clone()]);
+                    // SAFETY: a row's channel belongs to one worker.
+                    #[allow(unsafe_code)]
+                    let out = unsafe { out.slice_mut(t * channels + mine.start..t * channels + mine.end) };
+                    for n in 0..mine.len() {
+                        let mut next = b[n] * x[n];
+                        let mut sum = taps[past * channels + mine.start + n] * next;
+                        // The newest first: each takes the place of the one before it.
+                        for i in (0..past).rev() {
+                            sum += taps[i * channels + mine.start + n] * kept(i)[n];
+                            std::mem::swap(&mut kept(i)[n], &mut next);
+                        }
+                        out[n] = c[n] * sum;
+                    }
+                }
+            }
+        });
+    }
 }
 
 impl Op<'_> {

@@ -9,6 +9,7 @@ use crate::Result;
 use crate::backend::{DeltaInputs, Recur};
 use crate::cuda::kernels::delta_net::{CHUNKED_FROM, COLUMNS, CONV_CHANNELS, CONV_TOKENS, NORM_HEADS};
 use crate::cuda::kernels::delta_net_chunks::{ACROSS_COLUMNS, CHUNK, TRIANGLES};
+use crate::cuda::kernels::short_conv::{SHORT_CONV_THREADS, SHORT_CONV_TOKENS};
 use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape};
 use crate::cuda::{DeviceBuffer, launch};
 use crate::model::{DeltaGate, DeltaNet, StateShape};
@@ -108,5 +109,26 @@ impl Recur for CudaBackend {
         }
         launch!(self.cuda, stream, kernels::delta_net_norm, [batch.rows(), heads.div_ceil(NORM_HEADS), 1];
             out.bf16(), z.bf16(), w.norm.address(), shape);
+    }
+
+    fn short_conv(
+        &self,
+        state: &mut State,
+        batch: &CudaBatch,
+        taps: &DeviceBuffer<f32>,
+        bcx: &Tensor,
+        out: &mut Tensor,
+    ) {
+        let (stream, channels) = (&self.cuda.compute, out.cols);
+        let width = taps.len() / channels;
+        assert!(bcx.cols == 3 * channels && state.inputs.len() == state.slots * (width - 1) * channels);
+        let sequences =
+            DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
+        let across = channels.div_ceil(SHORT_CONV_THREADS);
+        let grid = [across, batch.sequences(), batch.longest().div_ceil(SHORT_CONV_TOKENS)];
+        launch!(self.cuda, stream, kernels::short_conv, grid;
+            bcx.bf16(), state.inputs.address(), taps.address(), out.bf16(), sequences, channels as i32, width as i32);
+        launch!(self.cuda, stream, kernels::short_conv_keep, [across, batch.sequences(), 1];
+            bcx.bf16(), state.inputs.address(), sequences, channels as i32, width as i32);
     }
 }

@@ -1,0 +1,43 @@
+//! Gated short convolution: a token sees itself and the few before it.
+
+use super::{Facts, Matrix, StateShape};
+
+/// Gated short convolution. Source: HF modeling_lfm2_moe.
+///
+/// ```text
+/// b, c, x = in_proj h;   out = out_proj(c * convolution over the last conv_width of b * x)
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShortConv {
+    /// Numbers of `b`, `c` and `x` each.
+    pub channels: usize,
+    /// Inputs that a number is made of, its own included.
+    pub conv_width: usize,
+}
+
+impl Facts for ShortConv {
+    fn state(&self) -> Option<StateShape> {
+        Some(StateShape { past_inputs: self.conv_width - 1, channels: self.channels, numbers: 0 })
+    }
+
+    fn widths(&self) -> Vec<usize> {
+        vec![self.channels, self.conv_width]
+    }
+
+    fn matrices(&self, hidden: usize) -> Vec<Matrix> {
+        vec![(3 * self.channels, hidden), (hidden, self.channels)]
+    }
+
+    fn f32_weights(&self, _hidden: usize) -> usize {
+        self.channels * self.conv_width
+    }
+
+    fn activation_len(&self) -> usize {
+        4 * self.channels
+    }
+
+    fn gpu_lacks(&self) -> Option<String> {
+        (self.conv_width > 8 || !self.channels.is_multiple_of(8))
+            .then(|| format!("the GPU has short convolutions of up to 8 inputs, not {}", self.conv_width))
+    }
+}
