@@ -15,6 +15,7 @@ use moebius::backend::tensor::Tensor;
 use moebius::backend::{Load, Route, RouterTensors};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::kernel::{self, Simd};
+use moebius::machine::heap::Heap;
 use moebius::machine::memory::{Pages, read_bandwidth};
 use moebius::machine::topology::Topology;
 use moebius::machine::workers::Team;
@@ -73,7 +74,8 @@ fn main() -> moebius::Result<()> {
             for simd in simds {
                 let kernel = kernel::get(simd).expect("listed as available");
                 let memory = Arc::new(ExpertMemory::mapped(store.clone()));
-                let mut experts = CpuExperts::new(memory, team.clone(), kernel, most, shape.top_k);
+                let mut experts = CpuExperts::new(&Heap::default(), memory, team.clone(), kernel, most * shape.top_k)
+                    .expect("host memory");
                 let router = with_router.then(|| LayerRouter::new(Cpu::new(team.clone(), kernel), shape));
                 for tokens in tokens.iter().copied() {
                     measure(
@@ -105,7 +107,7 @@ impl LayerRouter {
         let config = shape.router();
         let weight = |_| (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
         let weights: Vec<Vec<f32>> = (0..16).map(weight).collect();
-        let load = |weight| backend.load_router(RouterTensors { weight, ..RouterTensors::default() });
+        let load = |weight: Vec<f32>| backend.load_router(RouterTensors::of(weight.into()));
         let weights = weights.into_iter().map(|weight| load(weight).expect("host memory")).collect();
         Self { backend, config, weights }
     }

@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use moebius::kernel::{self, Activations, Kernel, Rows, Simd, Start};
-use moebius::machine::memory::Buffer;
+use moebius::machine::heap::Heap;
 use moebius_cache::{MatrixLayout, Precision, ScaleType};
 
 fn best(mut f: impl FnMut()) -> f64 {
@@ -54,7 +54,7 @@ fn main() {
 fn packed(kernel: &dyn Kernel, precision: Precision) {
     let k = 2048;
     let layout = MatrixLayout { n: 128, k, precision };
-    let mut tiles = Buffer::<u8>::zeros(layout.bytes()).expect("a little memory");
+    let mut tiles = Heap::default().buffer::<u8>(&[layout.bytes()]).expect("a little memory");
     tiles.fill(0x3c);
     let mut activations = Activations::default();
     for tokens in [1, 2, 4, 8, 16, 32, 64] {

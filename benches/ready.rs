@@ -147,9 +147,9 @@ impl TensorSource for Names {
         Ok(HostTensor::Bf16 { data: vec![bf16::ZERO; rows * cols].into(), cols })
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+    fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
         self.0.borrow_mut().push((name.into(), vec![len]));
-        Ok(vec![0.0; len])
+        Ok(vec![0.0; len].into())
     }
 }
 
@@ -228,12 +228,13 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>)], weights: &Syntheti
         .and_then(|()| file.write_all_at(&header, 8))
         .map_err(Error::io(path))?;
     tensors.par_iter().zip(places).try_for_each(|((name, shape), place)| {
-        let numbers: Vec<bf16> = match shape[..] {
-            [rows, cols] => match weights.matrix(name, rows, cols)? {
-                HostTensor::Bf16 { data, .. } => data.into_owned(),
-                HostTensor::F32 { data, .. } => data.iter().map(|&w| bf16::from_f32(w)).collect(),
-            },
-            _ => weights.vector(name, shape[0])?.into_iter().map(bf16::from_f32).collect(),
+        let weight = match shape[..] {
+            [rows, cols] => weights.matrix(name, rows, cols)?,
+            _ => weights.vector(name, shape[0])?,
+        };
+        let numbers: Vec<bf16> = match weight {
+            HostTensor::Bf16 { data, .. } => data.into_owned(),
+            other => other.to_f32().iter().map(|&w| bf16::from_f32(w)).collect(),
         };
         file.write_all_at(bytemuck::cast_slice(&numbers), (8 + header.len() + place) as u64).map_err(Error::io(path))
     })?;

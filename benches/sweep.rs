@@ -16,6 +16,7 @@ use moebius::backend::tensor::Tensor;
 use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Tuning};
 use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
+use moebius::machine::heap::Heap;
 use moebius::machine::memory::{self, Pages, read_bandwidth};
 use moebius::machine::topology::Topology;
 use moebius::machine::workers::{Cut, Team};
@@ -201,8 +202,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     let memory = Arc::new(ExpertMemory::mapped(store.clone()));
     let mut executors: Vec<CpuExperts> = kernels
         .iter()
-        .map(|(_, kernel)| CpuExperts::new(memory.clone(), team.clone(), *kernel, 1, shape.top_k))
-        .collect();
+        .map(|(_, kernel)| CpuExperts::new(&Heap::default(), memory.clone(), team.clone(), *kernel, shape.top_k))
+        .collect::<moebius::Result<_>>()?;
     let mut rows: Vec<Row> = Vec::new();
     let mut add = |name: String, way: Way| {
         if name.starts_with("default") || name.contains(only) {
@@ -234,8 +235,8 @@ fn sweep(team: &Arc<Team>, shape: &Shape, seconds: f64, only: &str) -> moebius::
     let backend = Cpu::new(team.clone(), best);
     let config = shape.router();
     let mut state = 7;
-    let mut weight = || (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect();
-    let mut router = || backend.load_router(RouterTensors { weight: weight(), ..RouterTensors::default() });
+    let mut weight = || -> Vec<f32> { (0..shape.experts * shape.hidden).map(|_| uniform(&mut state)).collect() };
+    let mut router = || backend.load_router(RouterTensors::of(weight().into()));
     let routers = (0..16).map(|_| router()).collect::<moebius::Result<Vec<_>>>()?;
     let mut x = Tensor::new(1, shape.hidden);
     x.data_mut().fill_with(|| uniform(&mut state));

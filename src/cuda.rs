@@ -84,6 +84,7 @@ pub struct Cuda {
     /// All kernels.
     pub kernels: Kernels,
     allocated: AtomicU64,
+    pinned: AtomicU64,
     recording: AtomicBool,
     rehearsing: AtomicBool,
     independent: AtomicBool,
@@ -243,6 +244,7 @@ impl Cuda {
             kernels,
             info,
             allocated: AtomicU64::new(0),
+            pinned: AtomicU64::new(0),
             recording: AtomicBool::new(false),
             rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
@@ -261,6 +263,7 @@ impl Cuda {
             kernels: Kernels::none(),
             info,
             allocated: AtomicU64::new(0),
+            pinned: AtomicU64::new(0),
             recording: AtomicBool::new(false),
             rehearsing: AtomicBool::new(false),
             independent: AtomicBool::new(false),
@@ -268,6 +271,11 @@ impl Cuda {
             planned: true,
             failed: Mutex::new(None),
         })
+    }
+
+    /// Bytes of pinned RAM that a plan has counted.
+    pub fn pinned(&self) -> u64 {
+        self.pinned.load(Relaxed)
     }
 
     /// Whether nothing is done, only counted.

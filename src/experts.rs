@@ -32,7 +32,7 @@ pub mod stream_port;
 
 pub use cpu::{CpuExperts, Tuning};
 pub use epilogue::Epilogue;
-pub use memory::ExpertMemory;
+pub use memory::{ExpertMemory, ExpertShape};
 pub use service::{ExpertService, RowType, ServedLayer};
 
 use crate::Result;

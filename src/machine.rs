@@ -4,10 +4,12 @@
 //! topology    cores, NUMA nodes, caches, limits, as /sys and the control group say
 //! workers     the pinned team: gate, claims, and who of it rests
 //! memory      huge pages on the nodes they belong to, and how fast they are read
+//! heap        hands out memory and counts it, or only counts
 //! ```
 //!
 //! Imports no other room. Read `workers` first.
 
+pub mod heap;
 pub mod memory;
 pub mod topology;
 pub mod workers;

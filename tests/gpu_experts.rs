@@ -75,7 +75,8 @@ fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<Expert
 }
 
 fn on_cpu(store: &Arc<ExpertCache>) -> CpuExperts {
-    CpuExperts::new(Arc::new(ExpertMemory::mapped(store.clone())), team(), moebius::kernel::best(), MAX_TOKENS, TOP_K)
+    let (heap, memory) = (moebius::machine::heap::Heap::default(), Arc::new(ExpertMemory::mapped(store.clone())));
+    CpuExperts::new(&heap, memory, team(), moebius::kernel::best(), MAX_TOKENS * TOP_K).unwrap()
 }
 
 fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts {
@@ -89,7 +90,8 @@ fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts
     let sizes = Sizes { tokens: MAX_TOKENS, cpu_tokens: MAX_TOKENS, top_k: TOP_K, resident, ring };
     let cpu_bytes = if place == Place::Streamed { 1.0 } else { 1e9 };
     let costs = CostModel { cpu_bytes, cpu_products: 1e18, pcie_bytes: 1e9 };
-    GpuExperts::new(b.cuda().clone(), on_cpu(store), store.header().precision, sizes, costs, None::<Prefill>).unwrap()
+    let heap = moebius::machine::heap::Heap::default();
+    GpuExperts::new(b.cuda().clone(), &heap, on_cpu(store), sizes, costs, None::<Prefill>).unwrap()
 }
 
 /// Random choices, ids that are no experts among them, and an expert that most tokens choose.
@@ -111,8 +113,7 @@ fn on_device(b: &CudaBackend, routing: &Routing, hidden: usize) -> CudaRouting {
     let tokens = routing.ids.len() / TOP_K;
     let router = Router::new(TOP_K, Scoring::Softmax);
     let mut to = b.routing(tokens, TOP_K).unwrap();
-    let weights =
-        b.load_router(RouterTensors { weight: vec![0.0; EXPERTS * hidden], ..RouterTensors::default() }).unwrap();
+    let weights = b.load_router(RouterTensors::of(vec![0.0; EXPERTS * hidden].into())).unwrap();
     b.route(&weights, &router, &b.filled(hidden, &vec![0.0; tokens * hidden]), &mut to);
     b.cuda().upload(&b.cuda().compute, to.ids(), &routing.ids);
     b.cuda().upload(&b.cuda().compute, to.weights(), &routing.weights);

@@ -8,6 +8,7 @@ use moebius::backend::Routing;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
 use moebius::engine::capture::{Layers, Wanted, capture};
 use moebius::experts::{CpuExperts, ExpertMemory};
+use moebius::machine::heap::Heap;
 use moebius::machine::topology::Topology;
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::unpack_expert;
@@ -50,12 +51,13 @@ fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
                 (0..cache.num_experts()).map(|e| unpack_expert(&layout, cache.expert(layer, e))).collect();
             let hidden = layout.gate.k;
             let mut executor = CpuExperts::new(
+                &Heap::default(),
                 std::sync::Arc::new(ExpertMemory::mapped(std::sync::Arc::new(cache))),
                 team.clone(),
                 kernel,
-                tokens.len(),
-                routing.top_k,
-            );
+                tokens.len() * routing.top_k,
+            )
+            .unwrap();
             let mut out = vec![0.0; x.len()];
             executor.submit_rows(layer, x, routing).unwrap();
             executor.finish_rows(&mut out).unwrap();

@@ -365,7 +365,7 @@ impl ExpertLayer {
             return Err(PyValueError::new_err(format!("expert {expert} of {experts}: expected 0 to {}", experts - 1)));
         }
         let (memory, layout) = (self.layer.service().memory(), self.cache().layout());
-        let mut bytes = vec![0; memory.stride()];
+        let mut bytes = vec![0; memory.shape().stride()];
         memory.each_run(self.index, expert..expert + 1, |at, run| bytes[at..at + run.len()].copy_from_slice(run));
         let [gate, up, down] = unpack_expert(&layout, &bytes[..layout.bytes()]);
         let array = |values: Vec<f32>, n: usize, k: usize| PyArray1::from_vec(py, values).reshape([n, k]);

@@ -20,8 +20,10 @@ mod softmax;
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::Result;
 use crate::backend::tensor::Tensor;
 use crate::kernel::{Activations, Kernel};
+use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 
 pub use attend::LatentScratch;
@@ -36,11 +38,13 @@ pub use recur::State;
 pub struct Cpu {
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
-    // Scratch memory that grows to the largest batch once, so that a decode step does not allocate.
+    heap: Heap,
+    max_rows: usize, // of a batch: what scratch memory is taken for; 0: as much as ops turn out to need
+    // Scratch memory that is taken as weights and caches come, so that a decode step does not allocate.
     activations: RefCell<Activations>,
-    router_scratch: RefCell<Vec<f32>>, // [tokens, experts]
-    partial: RefCell<Vec<f32>>,        // attention's sums of segments
-    scratch: Vec<Mutex<Scratch>>,      // one per worker
+    router_scratch: RefCell<Numbers>, // [tokens, experts]
+    partial: RefCell<Numbers>,        // attention's sums of segments, which grow with the context
+    scratch: Vec<Mutex<Scratch>>,     // one per worker
 }
 
 impl Cpu {
@@ -50,11 +54,24 @@ impl Cpu {
         Self {
             team,
             kernel,
+            heap: Heap::default(),
+            max_rows: 0,
             activations: Default::default(),
             router_scratch: Default::default(),
             partial: Default::default(),
             scratch,
         }
+    }
+
+    /// Takes memory of `heap`, and scratch memory for batches of up to `max_rows` rows while it loads.
+    pub fn with(self, heap: &Heap, max_rows: usize) -> Self {
+        Self { heap: heap.clone(), max_rows, ..self }
+    }
+
+    /// Takes what each worker needs, unless nobody knows how many rows there will be.
+    fn reserve(&self, take: impl Fn(&mut Scratch, &Heap) -> Result<()>) -> Result<()> {
+        let workers = if self.max_rows == 0 { &[] } else { &self.scratch[..] };
+        workers.iter().try_for_each(|scratch| take(&mut lock(scratch), &self.heap))
     }
 }
 
@@ -80,23 +97,44 @@ impl Cpu {
 /// Memory whose contents last for one op; it only grows.
 #[derive(Default)]
 struct Scratch {
-    values: Vec<f32>,
+    values: Numbers,
     activations: Activations,
     // Attention's own.
-    row: Vec<f32>,
-    scores: Vec<f32>,
+    row: Numbers,
+    scores: Numbers,
     probabilities: Activations,
 }
 
-/// `len` numbers of memory that only grows, whatever they are, from the boundary of a cache line on: AMX takes twice as
-/// long elsewhere.
-fn take(memory: &mut Vec<f32>, len: usize) -> &mut [f32] {
+/// f32 numbers of memory that only grows.
+#[derive(Default)]
+struct Numbers {
+    data: Vec<f32>,
+    reserved: usize, // also where it is only counted
+}
+
+impl Numbers {
+    /// Of a cache line.
     const LINE: usize = 16;
-    if memory.len() < len + LINE {
-        memory.resize(len + LINE, 0.0);
+
+    /// Makes room for `shape`. Errors: `Error::Resources`.
+    fn reserve(&mut self, heap: &Heap, shape: &[usize]) -> Result<()> {
+        let len = shape.iter().fold(1, |all: usize, &n| all.saturating_mul(n)).saturating_add(Self::LINE);
+        if self.reserved < len {
+            self.data = heap.zeros_for::<f32>(self.reserved, len)?;
+            self.reserved = len;
+        }
+        Ok(())
     }
-    let first = memory.as_ptr().align_offset(LINE * size_of::<f32>());
-    &mut memory[first..first + len]
+
+    /// `len` numbers, whatever they are, from the boundary of a cache line on: AMX takes twice as long elsewhere.
+    fn take(&mut self, len: usize) -> &mut [f32] {
+        let Self { data, .. } = self;
+        if data.len() < len + Self::LINE {
+            data.resize(len + Self::LINE, 0.0);
+        }
+        let first = data.as_ptr().align_offset(Self::LINE * size_of::<f32>());
+        &mut data[first..first + len]
+    }
 }
 
 /// A worker's own scratch memory; no other worker holds it.

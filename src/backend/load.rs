@@ -7,39 +7,44 @@ use crate::config::DenseBits;
 use crate::model::{DeltaNet, Mla};
 
 /// A router on its way to a device; vectors are `[experts]`.
-#[derive(Default)]
-pub struct RouterTensors {
+pub struct RouterTensors<'a> {
     /// `[experts, hidden]`
-    pub weight: Vec<f32>,
+    pub weight: HostTensor<'a>,
     /// Added to the logits.
-    pub bias: Option<Vec<f32>>,
+    pub bias: Option<HostTensor<'a>>,
     /// Ranks experts without entering their weights.
-    pub correction_bias: Option<Vec<f32>>,
+    pub correction_bias: Option<HostTensor<'a>>,
     /// Multiplies the experts' weights.
-    pub expert_scale: Option<Vec<f32>>,
+    pub expert_scale: Option<HostTensor<'a>>,
+}
+
+impl<'a> RouterTensors<'a> {
+    /// A router that has nothing but its weight.
+    pub fn of(weight: HostTensor<'a>) -> Self {
+        Self { weight, bias: None, correction_bias: None, expert_scale: None }
+    }
 }
 
 /// Weights of gated DeltaNet other than its projections, on their way to a device.
-pub struct DeltaRule {
+pub struct DeltaRule<'a> {
     /// `[conv_dim, conv_width]`, the last one for the token itself.
-    pub conv: Vec<f32>,
+    pub conv: HostTensor<'a>,
     /// Rows that make `b`, then those that make `a`, of every value head: `[2 * num_value_heads, hidden]`.
-    pub gates: Vec<f32>,
+    pub gates: HostTensor<'a>,
     /// `exp(A_log)`, `[num_value_heads]`.
-    pub rates: Vec<f32>,
+    pub rates: HostTensor<'a>,
     /// `[num_value_heads]`
-    pub dt_bias: Vec<f32>,
+    pub dt_bias: HostTensor<'a>,
     /// `[value_head_dim]`
-    pub norm: Vec<f32>,
+    pub norm: HostTensor<'a>,
     /// Epsilon of the norm.
     pub eps: f32,
 }
 
-impl DeltaRule {
+impl DeltaRule<'_> {
     /// The convolution as kernels read it: `[conv_width, conv_dim]`.
-    pub(crate) fn taps(&self, config: &DeltaNet) -> Vec<f32> {
-        let (width, channels) = (config.conv_width, config.conv_dim());
-        (0..width).flat_map(|tap| (0..channels).map(move |c| self.conv[c * width + tap])).collect()
+    pub(crate) fn taps(&self) -> HostTensor<'static> {
+        self.conv.transpose_heads(1)
     }
 }
 
@@ -59,16 +64,25 @@ pub trait Load: Memory {
     type Embedding: Send;
 
     /// Takes over a weight `[n, k]` in the given precision. Errors: the precision does not fit the shape.
-    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Self::Linear>;
+    fn load_linear(
+        &self,
+        weight: HostTensor<'_>,
+        bias: Option<HostTensor<'_>>,
+        bits: DenseBits,
+    ) -> Result<Self::Linear>;
     /// Takes over `kv_b_proj`, `[heads * (nope + v), rank]`, kept at 16 bits: of each head first the rows that make a
     /// key of a latent, then those that make a value.
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<Self::LatentUp>;
     /// Takes over the weights of gated DeltaNet other than its projections.
-    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Self::DeltaNet>;
-    /// Takes over norm weights.
-    fn load_norm(&self, weight: Vec<f32>) -> Result<Self::Norm>;
+    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule<'_>) -> Result<Self::DeltaNet>;
+    /// Takes over norm weights, `[n]`.
+    fn load_norm(&self, weight: HostTensor<'_>) -> Result<Self::Norm>;
+    /// As [`Load::load_norm`], of `n` weights that are made, not read; none are where memory is only counted.
+    fn load_made_norm(&self, n: usize, make: impl FnOnce() -> Vec<f32>) -> Result<Self::Norm> {
+        self.load_norm(if self.is_plan() { HostTensor::Shape { rows: n, cols: 1 } } else { make().into() })
+    }
     /// Takes over a router.
-    fn load_router(&self, router: RouterTensors) -> Result<Self::Router>;
+    fn load_router(&self, router: RouterTensors<'_>) -> Result<Self::Router>;
     /// Takes over embedding rows `[vocab, hidden]`.
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Self::Embedding>;
 

@@ -16,6 +16,8 @@ pub trait Memory: Sized + Send + 'static {
     /// f32 on the host, in memory that the device copies to fast.
     type Host: DerefMut<Target = [f32]> + Send;
 
+    /// Whether memory is only counted: nothing that is taken is there, and weights have shapes alone.
+    fn is_plan(&self) -> bool;
     /// Room for batches of at most `max_tokens` tokens.
     fn batch(&self, max_tokens: usize) -> Result<Self::Batch>;
     /// Brings a batch to the device.

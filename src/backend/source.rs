@@ -1,4 +1,5 @@
-//! Where resident weights come from: named tensors of a checkpoint, checked for shape and finite values.
+//! Where resident weights come from: named tensors of a checkpoint, checked for shape and finite values; or shapes
+//! alone, where memory is only counted.
 
 use half::bf16;
 use moebius_cache::checkpoint::{Checkpoint, Dtype};
@@ -12,12 +13,13 @@ pub trait TensorSource {
     /// The tensor `name` as `[rows, cols]`. Errors: missing, misshapen, NaN or infinite; each by name.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>>;
 
-    /// A vector, decoded.
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>>;
+    /// A vector, decoded: one column.
+    fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>>;
 
-    /// All numbers of a tensor of any shape, decoded.
-    fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        self.vector(name, shape.iter().product())
+    /// All numbers of a tensor of any shape, decoded: its last dimension is that of the columns.
+    fn numbers(&self, name: &str, shape: &[usize]) -> Result<HostTensor<'_>> {
+        let cols = shape.last().copied().unwrap_or(1);
+        Ok(self.vector(name, shape.iter().fold(1, |n: usize, dim| n.saturating_mul(*dim)))?.reshaped(cols))
     }
 
     /// Whether there is a tensor of this name, however it is stored. Synthetic weights have none that there is a choice
@@ -47,11 +49,11 @@ impl TensorSource for Checkpoint {
         Ok(HostTensor::F32 { data: data.into(), cols })
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        self.numbers(name, &[len])
+    fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
+        Ok(self.numbers(name, &[len])?.reshaped(1))
     }
 
-    fn numbers(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+    fn numbers(&self, name: &str, shape: &[usize]) -> Result<HostTensor<'_>> {
         let view = self.tensor(name)?;
         // GGUF keeps no dimension of one; ERNIE's vectors have one more.
         if !view.shape.iter().filter(|&&n| n != 1).eq(shape.iter().filter(|&&n| n != 1)) {
@@ -59,10 +61,30 @@ impl TensorSource for Checkpoint {
         }
         let mut data = vec![0.0; shape.iter().product()];
         moebius_cache::codec::decode_f32(&view, &mut data)?;
-        Ok(data)
+        Ok(HostTensor::F32 { data: data.into(), cols: shape.last().copied().unwrap_or(1) })
     }
 
     fn has(&self, name: &str) -> bool {
         Checkpoint::has(self, name)
+    }
+}
+
+/// Weights of which nothing is known but their shapes: what is made of them tells what a model's weights take.
+pub struct Shapes;
+
+impl TensorSource for Shapes {
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
+        /// Numbers beyond reason: a thousand times the largest matrix that a model has.
+        const MAX: usize = 1 << 40;
+        match rows.checked_mul(cols) {
+            Some(0..=MAX) => Ok(HostTensor::Shape { rows, cols }),
+            _ => Err(Error::Resources(format!(
+                "tensor `{name}` of {rows} x {cols} fits into no machine: check the sizes in config.json"
+            ))),
+        }
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
+        self.matrix(name, len, 1)
     }
 }

@@ -7,6 +7,9 @@ use std::ops::Range;
 use half::bf16;
 use rayon::prelude::*;
 
+use crate::Result;
+use crate::machine::heap::Heap;
+
 /// A matrix `[rows, cols]` of f32 whose number of rows changes from step to step, up to a fixed maximum.
 #[derive(Debug)]
 pub struct Tensor {
@@ -19,6 +22,11 @@ impl Tensor {
     /// Zeros, with `rows() == max_rows`.
     pub fn new(max_rows: usize, cols: usize) -> Self {
         Self { data: vec![0.0; max_rows * cols], rows: max_rows, cols }
+    }
+
+    /// As [`Tensor::new`], from `heap`. Errors: `Error::Resources` when there is no memory.
+    pub fn on(heap: &Heap, max_rows: usize, cols: usize) -> Result<Self> {
+        Ok(Self { data: heap.zeros(&[max_rows, cols])?, rows: max_rows, cols })
     }
 
     /// Takes `rows` rows into use; their contents are whatever was there before. Panics beyond the maximum.
@@ -63,7 +71,7 @@ impl Tensor {
     }
 }
 
-/// A weight `[rows, cols]` on the host on its way to a backend.
+/// A weight `[rows, cols]` on the host on its way to a backend. A vector is one column.
 pub enum HostTensor<'a> {
     /// As most checkpoints come.
     Bf16 {
@@ -79,13 +87,37 @@ pub enum HostTensor<'a> {
         /// Numbers in a row.
         cols: usize,
     },
+    /// No numbers: the memory of a model is only counted.
+    Shape {
+        /// Rows.
+        rows: usize,
+        /// Numbers in a row.
+        cols: usize,
+    },
 }
 
-impl HostTensor<'_> {
+impl From<Vec<f32>> for HostTensor<'static> {
+    fn from(column: Vec<f32>) -> Self {
+        HostTensor::F32 { data: column.into(), cols: 1 }
+    }
+}
+
+/// A tensor of other numbers of `$self`: `$make` of its data, and the shape that this has.
+macro_rules! rearranged {
+    ($self:expr, [$rows:expr, $cols:expr], $data:ident => $make:expr) => {
+        match $self {
+            HostTensor::Bf16 { data: $data, .. } => HostTensor::Bf16 { data: $make.into(), cols: $cols },
+            HostTensor::F32 { data: $data, .. } => HostTensor::F32 { data: $make.into(), cols: $cols },
+            HostTensor::Shape { .. } => HostTensor::Shape { rows: $rows, cols: $cols },
+        }
+    };
+}
+
+impl<'a> HostTensor<'a> {
     /// Numbers in a row.
     pub fn cols(&self) -> usize {
         match self {
-            HostTensor::Bf16 { cols, .. } | HostTensor::F32 { cols, .. } => *cols,
+            HostTensor::Bf16 { cols, .. } | HostTensor::F32 { cols, .. } | HostTensor::Shape { cols, .. } => *cols,
         }
     }
 
@@ -94,24 +126,54 @@ impl HostTensor<'_> {
         match self {
             HostTensor::Bf16 { data, cols } => data.len() / cols,
             HostTensor::F32 { data, cols } => data.len() / cols,
+            HostTensor::Shape { rows, .. } => *rows,
         }
     }
 
-    /// All numbers as f32.
+    /// All numbers as f32; none of a shape.
     pub fn to_f32(&self) -> Cow<'_, [f32]> {
         match self {
             HostTensor::Bf16 { data, .. } => data.par_iter().map(|w| w.to_f32()).collect::<Vec<_>>().into(),
             HostTensor::F32 { data, .. } => Cow::Borrowed(data),
+            HostTensor::Shape { .. } => Cow::Borrowed(&[]),
         }
     }
 
-    /// Some rows as f32.
+    /// Some rows as f32; none of a shape.
     pub fn rows_to_f32(&self, rows: Range<usize>) -> Cow<'_, [f32]> {
         let range = rows.start * self.cols()..rows.end * self.cols();
         match self {
             HostTensor::Bf16 { data, .. } => data[range].iter().map(|w| w.to_f32()).collect::<Vec<_>>().into(),
             HostTensor::F32 { data, .. } => Cow::Borrowed(&data[range]),
+            HostTensor::Shape { .. } => Cow::Borrowed(&[]),
         }
+    }
+
+    /// All numbers as f32, kept for good: `heap` counts them, and where it hands out nothing there are none.
+    pub fn keep(self, heap: &Heap) -> Vec<f32> {
+        heap.count::<f32>(&[self.rows(), self.cols()]);
+        match self {
+            _ if heap.is_plan() => Vec::new(),
+            HostTensor::F32 { data, .. } => data.into_owned(),
+            other => other.to_f32().into_owned(),
+        }
+    }
+
+    /// `f` of each number.
+    pub(crate) fn map(self, f: impl Fn(f32) -> f32) -> HostTensor<'a> {
+        let cols = self.cols();
+        let mut data = match self {
+            HostTensor::Shape { .. } => return self,
+            HostTensor::F32 { data, .. } => data.into_owned(),
+            HostTensor::Bf16 { .. } => self.to_f32().into_owned(),
+        };
+        data.iter_mut().for_each(|x| *x = f(*x));
+        HostTensor::F32 { data: data.into(), cols }
+    }
+
+    /// The same numbers in rows of `cols`.
+    pub fn reshaped(self, cols: usize) -> Self {
+        rearranged!(self, [self.rows() * self.cols() / cols, cols], data => data)
     }
 
     /// The rows `[from, to)` of a tensor whose rows come in `heads` equal parts, part after part.
@@ -121,24 +183,21 @@ impl HostTensor<'_> {
         fn pick<T: Copy>(data: &[T], part: usize, from: usize, to: usize) -> Vec<T> {
             data.chunks_exact(part).flat_map(|head| &head[from..to]).copied().collect()
         }
-        match self {
-            HostTensor::Bf16 { data, .. } => {
-                HostTensor::Bf16 { data: pick(data, part, from * cols, to * cols).into(), cols }
-            }
-            HostTensor::F32 { data, .. } => {
-                HostTensor::F32 { data: pick(data, part, from * cols, to * cols).into(), cols }
-            }
-        }
+        rearranged!(self, [heads * (to - from), cols], data => pick(data, part, from * cols, to * cols))
     }
 
     /// These rows, in this order.
     pub(crate) fn rows_by(&self, order: &[usize]) -> HostTensor<'static> {
-        match self {
-            HostTensor::Bf16 { data, cols } => {
-                HostTensor::Bf16 { data: rows_by(data, *cols, order).into(), cols: *cols }
-            }
-            HostTensor::F32 { data, cols } => HostTensor::F32 { data: rows_by(data, *cols, order).into(), cols: *cols },
+        fn pick<T: Copy + Default + Send + Sync>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
+            let mut picked = vec![T::default(); order.len() * cols];
+            picked
+                .par_chunks_mut(cols)
+                .zip(order)
+                .for_each(|(picked, &row)| picked.copy_from_slice(&data[row * cols..][..cols]));
+            picked
         }
+        let cols = self.cols();
+        rearranged!(self, [order.len(), cols], data => pick(data, cols, order))
     }
 
     /// These columns, in this order.
@@ -150,14 +209,8 @@ impl HostTensor<'_> {
             });
             picked
         }
-        match self {
-            HostTensor::Bf16 { data, cols } => {
-                HostTensor::Bf16 { data: pick(data, *cols, order).into(), cols: order.len() }
-            }
-            HostTensor::F32 { data, cols } => {
-                HostTensor::F32 { data: pick(data, *cols, order).into(), cols: order.len() }
-            }
-        }
+        let cols = self.cols();
+        rearranged!(self, [self.rows(), order.len()], data => pick(data, cols, order))
     }
 
     /// The rows of several tensors, one after the other; of equal width and kind.
@@ -165,9 +218,12 @@ impl HostTensor<'_> {
         let cols = parts[0].cols();
         let bf16 = |part: &HostTensor<'_>| match part {
             HostTensor::Bf16 { data, .. } => Some(data.to_vec()),
-            HostTensor::F32 { .. } => None,
+            HostTensor::F32 { .. } | HostTensor::Shape { .. } => None,
         };
         assert!(parts.iter().all(|part| part.cols() == cols), "rows of one width");
+        if parts.iter().any(|part| matches!(part, HostTensor::Shape { .. })) {
+            return HostTensor::Shape { rows: parts.iter().map(HostTensor::rows).sum(), cols };
+        }
         match parts.iter().map(bf16).collect::<Option<Vec<_>>>() {
             Some(parts) => HostTensor::Bf16 { data: parts.concat().into(), cols },
             None => HostTensor::F32 {
@@ -185,21 +241,8 @@ impl HostTensor<'_> {
                 .flat_map(|head| (0..cols).flat_map(move |c| (0..rows).map(move |r| head[r * cols + c])))
                 .collect()
         }
-        match self {
-            HostTensor::Bf16 { data, .. } => HostTensor::Bf16 { data: turn(data, rows, cols).into(), cols: rows },
-            HostTensor::F32 { data, .. } => HostTensor::F32 { data: turn(data, rows, cols).into(), cols: rows },
-        }
+        rearranged!(self, [heads * cols, rows], data => turn(data, rows, cols))
     }
-}
-
-/// These rows of `[rows, cols]`, in this order.
-pub(crate) fn rows_by<T: Copy + Default + Send + Sync>(data: &[T], cols: usize, order: &[usize]) -> Vec<T> {
-    let mut picked = vec![T::default(); order.len() * cols];
-    picked
-        .par_chunks_mut(cols)
-        .zip(order)
-        .for_each(|(picked, &row)| picked.copy_from_slice(&data[row * cols..][..cols]));
-    picked
 }
 
 /// The largest logits of a row, and what the others weigh: most tokens can be chosen from that.

@@ -213,6 +213,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Takes memory. Errors: `Error::Resources`.
     pub fn new(cuda: &Arc<Cuda>, len: usize) -> Result<Self> {
         if cuda.is_plan() {
+            cuda.pinned.fetch_add((len * size_of::<T>()) as u64, Relaxed);
             return Ok(Self { host: ptr::NonNull::dangling().as_ptr(), len: 0, address: Address::NULL });
         }
         let bytes = (len * size_of::<T>()).max(64);

@@ -30,14 +30,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use moebius_cache::pack::{ExpertLayout, MatrixLayout};
 
 use super::epilogue::Epilogue;
-use super::memory::ExpertMemory;
+use super::memory::{ExpertMemory, ExpertShape};
 use super::{ExpertExecutor, Traffic};
-use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cpu::Cpu;
 use crate::backend::tensor::Tensor;
 use crate::kernel::{Activations, Kernel};
+use crate::machine::heap::Heap;
 use crate::machine::workers::{Claims, Shared, Team};
+use crate::{Error, Result};
 use dispatch::Dispatch;
 use pieces::{Active, LayerWork, READ_COST};
 pub use tuning::Tuning;
@@ -56,13 +57,17 @@ pub struct CpuExperts {
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
     layout: ExpertLayout,
-    checked: Vec<bool>, // [layers, experts]: the checksum held
     bytes_read: u64,
+    layer: usize,  // that was submitted
+    tokens: usize, // of it
+    buffers: Buffers,
+    tuning: Tuning,
+}
 
-    // The submitted layer.
-    layer: usize,
-    tokens: usize,
-    active: Vec<Active>,
+/// All memory of an executor, taken once.
+pub struct Buffers {
+    checked: Vec<bool>,     // [layers, experts]: the checksum held
+    active: Vec<Active>,    // of the submitted layer
     counts: Vec<usize>,     // [experts]
     pair_tokens: Vec<u32>,  // [pairs], sorted by expert
     pair_weights: Vec<f32>, // [pairs]
@@ -71,44 +76,60 @@ pub struct CpuExperts {
     hidden: Vec<f32>,       // [pairs, intermediate]
     hidden_q: Activations,  // [pairs, intermediate]
     results: Vec<f32>,      // [workers, tuning.results()]
-    tuning: Tuning,
+}
+
+impl Buffers {
+    /// Takes them of `heap`, for batches of up to `pairs` pairs. Errors: `Error::Resources`.
+    pub fn new(heap: &Heap, kernel: &dyn Kernel, shape: &ExpertShape, threads: usize, pairs: usize) -> Result<Self> {
+        let &ExpertShape { layout, layers, experts } = shape;
+        let rows = |matrix: &MatrixLayout| {
+            let mut rows = Activations::default();
+            rows.reserve(heap, kernel, matrix.precision, matrix.k, pairs)?;
+            Ok::<_, Error>(rows)
+        };
+        let mut active = heap.zeros(&[experts])?;
+        active.clear();
+        Ok(Self {
+            checked: heap.zeros(&[layers, experts])?,
+            active,
+            counts: heap.zeros(&[experts])?,
+            pair_tokens: heap.zeros(&[pairs])?,
+            pair_weights: heap.zeros(&[pairs])?,
+            pair_of: heap.zeros(&[pairs])?,
+            x: rows(&layout.gate)?,
+            hidden: heap.zeros(&[pairs, layout.down.k])?,
+            hidden_q: rows(&layout.down)?,
+            results: heap.zeros(&[threads, Tuning::default().results()])?,
+        })
+    }
 }
 
 impl CpuExperts {
-    /// Allocates for batches of up to `max_tokens` with `top_k` experts each, or as many pairs; nothing is allocated
-    /// later.
+    /// Allocates for batches of up to `pairs` pairs of a token and an expert; nothing is allocated later. Errors:
+    /// `Error::Resources` when `heap` has no more.
     pub fn new(
+        heap: &Heap,
         memory: Arc<ExpertMemory>,
         team: Arc<Team>,
         kernel: &'static dyn Kernel,
-        max_tokens: usize,
-        top_k: usize,
-    ) -> Self {
-        let store = memory.cache();
-        let layout = store.layout();
-        let (experts, pairs) = (store.num_experts(), max_tokens * top_k);
-        Self {
-            checked: vec![memory.is_copy(); store.num_layers() * experts],
+        pairs: usize,
+    ) -> Result<Self> {
+        let shape = memory.shape();
+        let mut buffers = Buffers::new(heap, kernel, &shape, team.threads(), pairs)?;
+        buffers.checked.fill(memory.is_copy());
+        Ok(Self {
             bytes_read: 0,
             layer: 0,
             tokens: 0,
-            active: Vec::with_capacity(experts),
-            counts: vec![0; experts],
-            pair_tokens: vec![0; pairs],
-            pair_weights: vec![0.0; pairs],
-            pair_of: vec![0; pairs],
-            x: Activations::new(kernel, layout.gate.precision, layout.gate.k, pairs),
-            hidden: vec![0.0; pairs * layout.down.k],
-            hidden_q: Activations::new(kernel, layout.down.precision, layout.down.k, pairs),
-            results: vec![0.0; team.threads() * Tuning::default().results()],
+            buffers,
             tuning: Tuning::default(),
             claims: (0..memory.nodes()).map(|_| Default::default()).collect(),
             memory,
             epilogue: Epilogue::default(),
             team,
             kernel,
-            layout,
-        }
+            layout: shape.layout,
+        })
     }
 
     /// With biases, and another activation than SiLU.
@@ -124,45 +145,36 @@ impl CpuExperts {
 
     /// Goes on with another tuning.
     pub fn set_tuning(&mut self, tuning: Tuning) {
-        self.results.resize(self.team.threads() * tuning.results(), 0.0);
+        self.buffers.results.resize(self.team.threads() * tuning.results(), 0.0);
         self.tuning = tuning;
-    }
-
-    /// Bytes that [`new`](CpuExperts::new) allocates for experts of `layout`.
-    pub fn bytes(layout: &ExpertLayout, kernel: &dyn Kernel, threads: usize, max_tokens: usize, top_k: usize) -> usize {
-        let pairs = max_tokens * top_k;
-        let rows = |matrix: &MatrixLayout| Activations::bytes(kernel, matrix.precision, matrix.k, pairs);
-        rows(&layout.gate)
-            + rows(&layout.down)
-            + 4 * (pairs * (layout.down.k + 3) + threads * Tuning::default().results())
     }
 
     /// Counting sort of the routing's pairs by expert; within an expert by token.
     fn sort(&mut self, routing: &Routing) {
-        let experts = self.counts.len();
+        let experts = self.buffers.counts.len();
         let expert_of = |id: i32| usize::try_from(id).ok().filter(|&e| e < experts);
-        self.counts.fill(0);
+        self.buffers.counts.fill(0);
         for expert in routing.ids.iter().filter_map(|&id| expert_of(id)) {
-            self.counts[expert] += 1;
+            self.buffers.counts[expert] += 1;
         }
-        self.active.clear();
+        self.buffers.active.clear();
         let (mut start, mut cost) = (0, 0);
-        for (expert, count) in self.counts.iter_mut().enumerate().filter(|(_, count)| **count > 0) {
-            self.active.push(Active { expert, pairs: (start, start + *count), cost });
+        for (expert, count) in self.buffers.counts.iter_mut().enumerate().filter(|(_, count)| **count > 0) {
+            self.buffers.active.push(Active { expert, pairs: (start, start + *count), cost });
             cost += READ_COST + *count;
             // From here on the place of the expert's next pair.
             (start, *count) = (start + *count, start);
         }
         for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
             let Some(expert) = expert_of(id) else {
-                self.pair_of[i] = NO_PAIR;
+                self.buffers.pair_of[i] = NO_PAIR;
                 continue;
             };
-            let pair = self.counts[expert];
-            self.counts[expert] += 1;
-            self.pair_tokens[pair] = (i / routing.top_k) as u32;
-            self.pair_weights[pair] = weight;
-            self.pair_of[i] = pair as u32;
+            let pair = self.buffers.counts[expert];
+            self.buffers.counts[expert] += 1;
+            self.buffers.pair_tokens[pair] = (i / routing.top_k) as u32;
+            self.buffers.pair_weights[pair] = weight;
+            self.buffers.pair_of[i] = pair as u32;
         }
     }
 
@@ -170,10 +182,14 @@ impl CpuExperts {
     /// one.
     pub fn check_layer(&mut self, layer: usize) -> Result<()> {
         self.layer = layer;
-        self.active.clear();
-        self.active.extend((0..self.counts.len()).map(|expert| Active { expert, pairs: (0, 0), cost: 0 }));
+        self.buffers.active.clear();
+        self.buffers.active.extend((0..self.buffers.counts.len()).map(|expert| Active {
+            expert,
+            pairs: (0, 0),
+            cost: 0,
+        }));
         let checked = self.check();
-        self.active.clear();
+        self.buffers.active.clear();
         checked
     }
 
@@ -193,16 +209,16 @@ impl CpuExperts {
     /// Asks for the layer's active experts, and checks the checksums of those that were never used before, on the whole
     /// team.
     fn check(&mut self) -> Result<()> {
-        self.memory.want(self.layer, self.active.iter().map(|active| active.expert));
-        let base = self.layer * self.counts.len();
-        if self.active.iter().all(|a| self.checked[base + a.expert]) {
+        self.memory.want(self.layer, self.buffers.active.iter().map(|active| active.expert));
+        let base = self.layer * self.buffers.counts.len();
+        if self.buffers.active.iter().all(|a| self.buffers.checked[base + a.expert]) {
             return Ok(());
         }
         let failed = Mutex::new(None);
         let next = AtomicUsize::new(0);
         self.team.run(&|_| {
-            while let Some(active) = self.active.get(next.fetch_add(1, Relaxed)) {
-                if self.checked[base + active.expert] {
+            while let Some(active) = self.buffers.active.get(next.fetch_add(1, Relaxed)) {
+                if self.buffers.checked[base + active.expert] {
                     continue;
                 }
                 if let Err(error) = self.memory.check_expert(self.layer, active.expert) {
@@ -213,8 +229,8 @@ impl CpuExperts {
         if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
-        for active in &self.active {
-            self.checked[base + active.expert] = true;
+        for active in &self.buffers.active {
+            self.buffers.checked[base + active.expert] = true;
         }
         Ok(())
     }
@@ -223,9 +239,10 @@ impl CpuExperts {
     /// together.
     fn take(&mut self, x: &[f32], top_k: usize) {
         let k = self.layout.gate.k;
-        let pairs = self.active.last().map_or(0, |a| a.pairs.1);
-        let (pair_of, kernel) = (&self.pair_of, self.kernel);
-        let rows = self.x.start(kernel, self.layout.gate.precision, k, if self.tokens == 1 { 1 } else { pairs });
+        let pairs = self.buffers.active.last().map_or(0, |a| a.pairs.1);
+        let (pair_of, kernel) = (&self.buffers.pair_of, self.kernel);
+        let rows =
+            self.buffers.x.start(kernel, self.layout.gate.precision, k, if self.tokens == 1 { 1 } else { pairs });
         if self.tokens == 1 {
             // SAFETY: no other thread has started.
             return unsafe { rows.put(kernel, 0..1, x) };
@@ -268,16 +285,16 @@ impl CpuExperts {
         let k = self.layout.gate.k;
         self.tokens = x.len() / k;
         assert_eq!(x.len(), self.tokens * k, "rows of {k}");
-        assert!(routing.ids.len() <= self.pair_of.len(), "a batch larger than was allocated for");
+        assert!(routing.ids.len() <= self.buffers.pair_of.len(), "a batch larger than was allocated for");
         assert!(routing.ids.len() == self.tokens * routing.top_k && routing.weights.len() == routing.ids.len());
         assert!(layer < self.memory.cache().num_layers());
         self.layer = layer;
         self.sort(routing);
         if let Err(error) = self.check() {
-            self.active.clear();
+            self.buffers.active.clear();
             return Err(error);
         }
-        if !self.active.is_empty() {
+        if !self.buffers.active.is_empty() {
             self.take(x, routing.top_k);
         }
         Ok(())
@@ -286,15 +303,15 @@ impl CpuExperts {
     /// [`finish`](ExpertExecutor::finish) into plain rows, `[tokens, hidden]`.
     pub fn finish_rows(&mut self, out: &mut [f32]) -> Result<()> {
         assert_eq!(out.len(), self.tokens * self.layout.down.n);
-        if self.active.is_empty() {
+        if self.buffers.active.is_empty() {
             return Ok(());
         }
-        let pairs = self.active[self.active.len() - 1].pairs.1;
+        let pairs = self.buffers.active[self.buffers.active.len() - 1].pairs.1;
         self.claims.iter_mut().flatten().for_each(Claims::reset);
         let work = LayerWork {
             memory: &self.memory,
             layer: self.layer,
-            active: &self.active,
+            active: &self.buffers.active,
             claims: &self.claims,
             tuning: self.tuning,
         };
@@ -303,18 +320,18 @@ impl CpuExperts {
             layout: self.layout,
             work,
             epilogue: &self.epilogue,
-            pair_tokens: &self.pair_tokens[..pairs],
-            pair_weights: &self.pair_weights[..pairs],
+            pair_tokens: &self.buffers.pair_tokens[..pairs],
+            pair_weights: &self.buffers.pair_weights[..pairs],
             tokens: self.tokens,
-            x: &self.x,
-            hidden: Shared::new(&mut self.hidden),
-            hidden_q: self.hidden_q.start(self.kernel, self.layout.down.precision, self.layout.down.k, pairs),
+            x: &self.buffers.x,
+            hidden: Shared::new(&mut self.buffers.hidden),
+            hidden_q: self.buffers.hidden_q.start(self.kernel, self.layout.down.precision, self.layout.down.k, pairs),
             out: Shared::new(out),
-            results: Shared::new(&mut self.results),
+            results: Shared::new(&mut self.buffers.results),
         };
         self.team.run(&|worker| dispatch.run(worker));
-        self.bytes_read += self.active.len() as u64 * self.layout.bytes() as u64;
-        self.active.clear();
+        self.bytes_read += self.buffers.active.len() as u64 * self.layout.bytes() as u64;
+        self.buffers.active.clear();
         Ok(())
     }
 }

@@ -5,8 +5,10 @@ use std::ops::Range;
 use crate::Result;
 use crate::backend::cpu::activate;
 use crate::backend::source::TensorSource;
+use crate::backend::tensor::HostTensor;
 use crate::kernel::Kernel;
-use crate::model::{Activation, ModelConfig, Moe};
+use crate::machine::heap::Heap;
+use crate::model::{Activation, ModelConfig};
 
 /// Biases and activation of all layers of a model.
 pub struct Epilogue {
@@ -22,8 +24,9 @@ struct Biases {
 }
 
 /// One number for each row of each expert's matrix.
-struct RowBias {
-    values: Vec<f32>, // [experts, rows]
+pub(super) struct RowBias {
+    pub(super) values: Vec<f32>, // [experts, rows]; none where memory is only counted
+    pub(super) len: usize,       // experts * rows
     rows: usize,
 }
 
@@ -35,8 +38,8 @@ impl Default for Epilogue {
 }
 
 impl Epilogue {
-    /// As the model has it. Errors: a tensor is missing, misshapen or not finite.
-    pub fn load(source: &dyn TensorSource, model: &ModelConfig) -> Result<Self> {
+    /// As the model has it, counted by `heap`. Errors: a tensor is missing, misshapen or not finite.
+    pub fn load(heap: &Heap, source: &dyn TensorSource, model: &ModelConfig) -> Result<Self> {
         let biased = model.moe_layers().filter(|(_, moe)| moe.expert_bias);
         let biases = biased.map(|(layer, moe)| {
             let (width, hidden) = (moe.intermediate_size, model.hidden_size);
@@ -46,7 +49,8 @@ impl Epilogue {
             // As gpt-oss comes, gates and ups in turn; or each for itself.
             let (gate, up) = match bias("gate_up_proj", 2 * width) {
                 Ok(both) => {
-                    let every_second = |from: usize| both.iter().skip(from).step_by(2).copied().collect();
+                    let both = both.reshaped(1);
+                    let every_second = |from| both.head_rows(moe.num_experts * width, from, from + 1);
                     (every_second(0), every_second(1))
                 }
                 Err(missing) => match (bias("gate_proj", width), bias("up_proj", width)) {
@@ -54,23 +58,18 @@ impl Epilogue {
                     _ => return Err(missing),
                 },
             };
-            let of = |values, rows| RowBias { values, rows };
+            let of =
+                |bias: HostTensor<'_>, rows| RowBias { len: moe.num_experts * rows, values: bias.keep(heap), rows };
             Ok(Biases { gate: of(gate, width), up: of(up, width), down: of(bias("down_proj", hidden)?, hidden) })
         });
         let biases = biases.collect::<Result<_>>()?;
         Ok(Self { activations: model.moe_layers().map(|(_, moe)| moe.activation).collect(), biases })
     }
 
-    /// Bytes that [`load`](Epilogue::load) keeps.
-    pub fn bytes(model: &ModelConfig) -> u64 {
-        let of = |moe: &Moe| 4 * moe.num_experts as u64 * (2 * moe.intermediate_size + model.hidden_size) as u64;
-        model.moe_layers().filter(|(_, moe)| moe.expert_bias).map(|(_, moe)| of(moe)).fold(0, u64::saturating_add)
-    }
-
     /// Of `gate`, `up` and `down` of a MoE layer, `[experts, rows]` each. `None`: there are none.
     #[cfg(feature = "cuda")]
-    pub(super) fn biases(&self, layer: usize) -> Option<[&[f32]; 3]> {
-        self.biases.get(layer).map(|Biases { gate, up, down }| [gate, up, down].map(|bias| bias.values.as_slice()))
+    pub(super) fn biases(&self, layer: usize) -> Option<[&RowBias; 3]> {
+        self.biases.get(layer).map(|Biases { gate, up, down }| [gate, up, down])
     }
 
     /// What follows the biases of `gate` and `up` in a MoE layer.

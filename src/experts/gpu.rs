@@ -29,19 +29,17 @@ mod products;
 mod residents;
 mod ring;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use moebius_cache::Precision;
-use moebius_cache::pack::ExpertLayout;
-
 use super::cost::CostModel;
-use super::mailbox::LINE;
 use super::popularity::Popularity;
 use super::residency::{Move, Residency};
-use super::{CpuExperts, ExpertExecutor, ExpertMemory, Traffic};
+use super::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory, ExpertShape, Traffic};
 use crate::Result;
 use crate::backend::cuda::{CudaBackend, CudaRouting, Tensor};
 use crate::cuda::{Address, Cuda, Registered};
+use crate::machine::heap::Heap;
 use handoff::Handoff;
 use learning::Learning;
 use products::{Choices, LayerInput, Products};
@@ -113,26 +111,61 @@ enum GpuPart {
     Many { table: Address<u64> },
 }
 
+/// All memory of an executor but its counts of choices, taken once.
+struct Buffers {
+    residents: Residents,
+    ring: Ring,
+    products: Products,
+    handoff: Handoff,
+}
+
+impl Buffers {
+    fn new(cuda: &Arc<Cuda>, heap: &Heap, shape: &ExpertShape, epilogue: &Epilogue, sizes: &Sizes) -> Result<Self> {
+        let half = (sizes.ring / 2).min(shape.experts - sizes.resident);
+        Ok(Self {
+            residents: Residents::new(cuda, shape, sizes.resident)?,
+            ring: Ring::new(cuda, shape, half)?,
+            products: Products::new(cuda, shape, epilogue, sizes)?,
+            handoff: Handoff::new(cuda, heap, shape, sizes)?,
+        })
+    }
+}
+
+/// Counts of choices, unless every expert is in VRAM.
+fn learning(
+    cuda: &Arc<Cuda>,
+    shape: &ExpertShape,
+    sizes: &Sizes,
+    popularity: Popularity,
+    path: Option<PathBuf>,
+) -> Result<Option<Learning>> {
+    match sizes.resident == shape.experts {
+        true => Ok(None),
+        false => Learning::new(cuda, popularity, path, shape.layers * shape.experts).map(Some),
+    }
+}
+
 impl GpuExperts {
     /// Takes over experts in RAM, copies those that are to live in VRAM, and pins the others where they lie.
     ///
     /// Errors: `Error::Cache` for a damaged expert that is copied; `Error::Resources` where VRAM ends.
     pub fn new(
         cuda: Arc<Cuda>,
+        heap: &Heap,
         mut cpu: CpuExperts,
-        precision: Precision,
         sizes: Sizes,
         costs: CostModel,
         forced: Option<Prefill>,
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
-        let cache = memory.cache();
-        let (layers, experts) = (cache.num_layers(), cache.num_experts());
+        let (cache, shape) = (memory.cache(), memory.shape());
+        let ExpertShape { layers, experts, .. } = shape;
         let path = cache.is_file().then(|| Popularity::path_of(cache.path()));
         let saved = path.as_deref().and_then(|path| Popularity::load(path, layers, experts));
         let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
         let residency = Residency::new((0..layers).map(|layer| popularity.order(layer)), sizes.resident);
-        let residents = Residents::new(&cuda, &mut cpu, &residency)?;
+        let Buffers { residents, ring, products, handoff } = Buffers::new(&cuda, heap, &shape, cpu.epilogue(), &sizes)?;
+        residents.fill(&mut cpu, &residency)?;
         let registered = match sizes.ring >= 2 && sizes.resident < experts {
             // Not pinned is slower, not wrong: some systems allow it for no memory of files.
             true => memory
@@ -142,21 +175,16 @@ impl GpuExperts {
                 .collect(),
             false => Vec::new(),
         };
-        let learning = match sizes.resident == experts {
-            true => None,
-            false => Some(Learning::new(&cuda, popularity, path, layers * experts)?),
-        };
-        let half = (sizes.ring / 2).min(experts - sizes.resident);
         Ok(Self {
-            ring: Ring::new(&cuda, memory.clone(), half)?,
-            products: Products::new(&cuda, &cpu, precision, &sizes)?,
-            handoff: Handoff::new(&cuda, layers, cache.layout().gate.k, &sizes)?,
+            learning: learning(&cuda, &shape, &sizes, popularity, path)?,
+            ring,
+            products,
+            handoff,
             residents,
             residency,
             sizes,
             costs,
             forced,
-            learning,
             submitted: None,
             memory,
             cpu,
@@ -165,18 +193,18 @@ impl GpuExperts {
         })
     }
 
-    /// Bytes of VRAM that [`new`](GpuExperts::new) takes.
-    pub fn device_bytes(layout: &ExpertLayout, layers: usize, experts: usize, sizes: &Sizes) -> u64 {
-        let (stride, pairs) = (layout.bytes().next_multiple_of(64), sizes.tokens * sizes.top_k);
-        let ring = 2 * (sizes.ring / 2).min(experts - sizes.resident);
-        let work = pairs * (4 + 2 * layout.down.k + 2 * layout.down.n + 1) + 16 * (experts + 1);
-        ((layers * sizes.resident + ring) * stride + work + 20 * layers * experts) as u64
-    }
-
-    /// Bytes of pinned RAM that [`new`](GpuExperts::new) takes, and of what is converted for the CPU.
-    pub fn host_bytes(layout: &ExpertLayout, layers: usize, sizes: &Sizes) -> u64 {
-        let (hidden, tokens) = (layout.gate.k, sizes.cpu_tokens);
-        (tokens * (2 * hidden + 4 * hidden + 4 * hidden + 8 * sizes.top_k) + 2 * layers * LINE * 4) as u64
+    /// Counts on a device and a heap of a plan what [`new`](GpuExperts::new) takes, and returns the bytes of VRAM.
+    pub fn count(
+        cuda: &Arc<Cuda>,
+        heap: &Heap,
+        shape: &ExpertShape,
+        epilogue: &Epilogue,
+        sizes: &Sizes,
+    ) -> Result<u64> {
+        let before = cuda.allocated();
+        let _buffers = Buffers::new(cuda, heap, shape, epilogue, sizes)?;
+        let _learning = learning(cuda, shape, sizes, Popularity::new(shape.layers, shape.experts), None)?;
+        Ok(cuda.allocated() - before)
     }
 
     /// Experts of a layer, wherever they are.

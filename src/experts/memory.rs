@@ -12,10 +12,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 use moebius_cache::format::ExpertCache;
 use moebius_cache::pack::ExpertLayout;
 
+use crate::machine::heap::Heap;
 use crate::machine::memory::{self, Buffer};
 use crate::machine::topology;
 use crate::machine::workers::{Shared, Team, Worker};
 use crate::{Error, Result};
+
+/// How many routed experts a model has, and how each is packed.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertShape {
+    /// Of each.
+    pub layout: ExpertLayout,
+    /// MoE layers.
+    pub layers: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+}
+
+impl ExpertShape {
+    /// Bytes from one expert to the next.
+    pub fn stride(&self) -> usize {
+        self.layout.bytes().next_multiple_of(64)
+    }
+}
 
 /// All packed routed experts of a model.
 pub struct ExpertMemory {
@@ -58,7 +77,7 @@ impl ExpertMemory {
             let bytes = 2 * memory.gate_tiles_of(node).len() * memory.layout.gate.tile_bytes()
                 + memory.down_tiles_of(node).len() * memory.layout.down.tile_bytes();
             let stride = bytes.next_multiple_of(64);
-            let buffer = Buffer::zeros(layers * experts * stride)?;
+            let buffer = Heap::default().buffer(&[layers, experts, stride])?;
             // Refused in some containers: then pages go to the node of the thread that writes them first, which is
             // right too.
             let _ = match team.nodes() {
@@ -202,7 +221,7 @@ impl ExpertMemory {
     /// [`ExpertMemory::stride`]: `put(offset, bytes)` is called with each run of bytes and where it belongs, in
     /// bytes from the first expert.
     pub fn each_run<'a>(&'a self, layer: usize, experts: Range<usize>, mut put: impl FnMut(usize, &'a [u8])) {
-        let stride = self.stride();
+        let stride = self.shape().stride();
         match &self.copy[..] {
             [] => put(0, &self.cache.layer(layer)[experts.start * stride..experts.end * stride]),
             [Slice { bytes, .. }] => {
@@ -221,9 +240,9 @@ impl ExpertMemory {
         }
     }
 
-    /// Bytes from one expert to the next.
-    pub fn stride(&self) -> usize {
-        self.layout.bytes().next_multiple_of(64)
+    /// What it holds.
+    pub fn shape(&self) -> ExpertShape {
+        ExpertShape { layout: self.layout, layers: self.cache.num_layers(), experts: self.cache.num_experts() }
     }
 
     /// The memory that holds the experts, as it is mapped.

@@ -13,6 +13,7 @@ use super::cpu::CpuExperts;
 use super::{Epilogue, ExpertMemory};
 use crate::backend::Routing;
 use crate::kernel::Kernel;
+use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 use crate::{Error, Result};
 
@@ -106,10 +107,16 @@ struct Compute {
 
 impl ExpertService {
     /// Computes with the team; of buffers, only those of a part are taken.
-    pub fn new(memory: Arc<ExpertMemory>, epilogue: Epilogue, team: Arc<Team>, kernel: &'static dyn Kernel) -> Self {
-        let cpu = CpuExperts::new(memory.clone(), team.clone(), kernel, PART_PAIRS, 1).with(epilogue);
+    pub fn new(
+        memory: Arc<ExpertMemory>,
+        epilogue: Epilogue,
+        team: Arc<Team>,
+        kernel: &'static dyn Kernel,
+    ) -> Result<Self> {
+        let heap = Heap::default();
+        let cpu = CpuExperts::new(&heap, memory.clone(), team.clone(), kernel, PART_PAIRS)?.with(epilogue);
         let compute = Mutex::new(Compute { cpu, x: Vec::new(), y: Vec::new(), routing: Routing::default() });
-        Self { memory, team, compute }
+        Ok(Self { memory, team, compute })
     }
 
     /// Where the experts are, and their shapes.

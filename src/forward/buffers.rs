@@ -21,6 +21,13 @@ pub struct Limits {
     pub logit_rows: usize,
 }
 
+impl Limits {
+    /// Rows that go through a product at a time.
+    pub fn max_rows(&self) -> usize {
+        self.chunk_tokens.max(self.logit_rows)
+    }
+}
+
 /// A pass, cut into parts of at most `chunk_tokens` tokens.
 pub(super) struct Parts<B: Backend> {
     all: Vec<Part<B>>,

@@ -60,7 +60,7 @@ impl<B: Backend> FfnWeights<B> {
             if wanted { source.numbers(&name, &[moe.num_experts]).map(Some) } else { Ok(None) }
         };
         let tensors = RouterTensors {
-            weight: source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?.to_f32().into_owned(),
+            weight: source.matrix(&format!("{router}.weight"), moe.num_experts, hidden)?,
             bias: vector(moe.router.bias, format!("{router}.bias"))?,
             correction_bias: vector(moe.router.correction_bias, of(names.correction_bias))?,
             expert_scale: vector(moe.router.expert_scale, of("router.per_expert_scale"))?,
@@ -71,7 +71,7 @@ impl<B: Backend> FfnWeights<B> {
             let output_gate = match shared.gate {
                 true => {
                     let gate = source.matrix(&format!("{name}_gate.weight"), 1, hidden)?;
-                    Some(backend.load_norm(gate.to_f32().into_owned())?)
+                    Some(backend.load_norm(gate)?)
                 }
                 false => None,
             };
@@ -102,8 +102,7 @@ impl<B: Backend> BranchNorms<B> {
     fn load(loader: &Loader<'_, B>, layer: &str) -> Result<Self> {
         let hidden = loader.model.hidden_size;
         let norm = |which: &str| loader.norm(&format!("{layer}.{which}.weight"), hidden);
-        let mut scale = loader.source.vector(&format!("{layer}.router.scale"), hidden)?;
-        scale.iter_mut().for_each(|s| *s /= (hidden as f32).sqrt());
+        let scale = loader.source.vector(&format!("{layer}.router.scale"), hidden)?.map(|s| s / (hidden as f32).sqrt());
         Ok(Self {
             router: loader.backend.load_norm(scale)?,
             experts: norm("pre_feedforward_layernorm_2")?,

@@ -275,17 +275,16 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-/// Checks that `tokens` tokens of KV cache fit into `available` bytes of memory.
+/// Checks that `tokens` tokens of KV cache, of `per_token` bytes each, fit into `available` bytes of memory.
 ///
 /// Errors: `Error::Resources` with what is needed, what there is and the context that would fit.
-pub fn check_fits(model: &ModelConfig, tokens: usize, bits: KvBits, available: u64) -> Result<()> {
-    let per_token = model.kv_bytes_per_token(bits.parts());
-    let needed = (tokens as u64).saturating_mul(per_token as u64);
+pub fn check_fits(tokens: usize, per_token: u64, available: u64) -> Result<()> {
+    let needed = (tokens as u64).saturating_mul(per_token);
     if needed <= available {
         return Ok(());
     }
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    let fits = available / (per_token as u64).max(1);
+    let fits = available / per_token.max(1);
     Err(Error::Resources(format!(
         "a context of {tokens} tokens needs {:.2} GiB of memory and {:.2} are free: use --max-context {fits}",
         gib(needed),

@@ -24,8 +24,11 @@ impl<B: Backend> Loader<'_, B> {
 
     /// The norm `name`, `[len]`.
     pub(super) fn norm(&self, name: &str, len: usize) -> Result<B::Norm> {
-        let mut weight = self.source.vector(name, len)?;
-        weight.iter_mut().for_each(|w| *w += self.model.norm_offset);
-        self.backend.load_norm(weight)
+        self.backend.load_norm(self.source.vector(name, len)?.map(|w| w + self.model.norm_offset))
+    }
+
+    /// The tensor `name` of a single number; whatever where memory is only counted.
+    pub(super) fn number(&self, name: &str) -> Result<f32> {
+        Ok(self.source.vector(name, 1)?.to_f32().first().copied().unwrap_or_default())
     }
 }

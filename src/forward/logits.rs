@@ -38,7 +38,7 @@ impl<B: Backend> Head<B> {
             logits: backend.tensor_f32(max_rows, vocab_size)?,
             rows: 0,
             shortlister: backend.shortlister(max_rows, vocab_size)?,
-            host: backend.host(max_rows * vocab_size)?,
+            host: backend.host(max_rows.saturating_mul(vocab_size))?,
         })
     }
 

@@ -23,8 +23,8 @@ impl<B: Backend> Ropes<B> {
         let index = |rope| ropes.iter().position(|other| *other == rope).expect("a rope of a layer");
         let by_layer = model.layers.iter().map(|layer| layer.attention.rope().map(index)).collect();
         let distinct = ropes.iter().map(|rope| {
-            let (inv_freq, attention_factor) = (backend.load_norm(rope.inv_freq())?, rope.attention_factor());
-            Ok(Frequencies { inv_freq, attention_factor })
+            let inv_freq = backend.load_made_norm(rope.dim / 2, || rope.inv_freq())?;
+            Ok(Frequencies { inv_freq, attention_factor: rope.attention_factor() })
         });
         Ok(Self { distinct: distinct.collect::<Result<_>>()?, by_layer })
     }

@@ -50,7 +50,7 @@ impl<B: Backend> Steering<B> {
                     MAX_VECTOR_BYTES >> 20
                 )));
             }
-            let on_device = Arc::new(backend.load_norm(vector.to_vec())?);
+            let on_device = Arc::new(backend.load_norm(vector.to_vec().into())?);
             self.vectors.push(DeviceVector { given: vector.clone(), on_device });
         }
         Ok(())

@@ -91,7 +91,7 @@ impl<B: Backend> LayerNorms<B> {
                 Residual::Sandwich => Some(AfterNorms {
                     attention: norm("post_attention_layernorm")?,
                     ffn: norm("post_feedforward_layernorm")?,
-                    scalar: loader.source.vector(&format!("{layer}.layer_scalar"), 1)?[0],
+                    scalar: loader.number(&format!("{layer}.layer_scalar"))?,
                 }),
                 Residual::PreNorm | Residual::Parallel => None,
             },

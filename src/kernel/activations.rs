@@ -15,6 +15,8 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::{Kernel, Tiles};
+use crate::Result;
+use crate::machine::heap::Heap;
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
 
@@ -37,34 +39,29 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `k` inputs that `kernel` will multiply weights of `precision` with.
-    pub fn new(kernel: &dyn Kernel, precision: Precision, k: usize, max_rows: usize) -> Self {
-        let mut new = Self::default();
-        new.start(kernel, precision, k, max_rows);
-        new
-    }
-
     /// Begins with `rows` rows whose contents are whatever was there before; grows when there was never so much.
     pub fn start(&mut self, kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> ActivationsMut<'_> {
-        fn grow<T: bytemuck::Pod>(buffer: &mut Buffer<T>, len: usize) {
-            if buffer.len() < len {
-                *buffer = Buffer::zeros(len).expect("a program out of address space cannot go on");
-            }
-        }
         (self.k, self.rows, self.stride) = (k, rows, rows | 1);
         (self.group, self.words) = (precision.group_size().unwrap_or(0), kernel.split_words());
-        let [codes, scales, sums, parts] = lens(kernel, precision, k, rows);
-        grow(&mut self.codes, codes);
-        grow(&mut self.scales, scales);
-        grow(&mut self.sums, sums);
-        grow(&mut self.parts, parts);
+        let grown = self.reserve(&Heap::default(), kernel, precision, k, rows);
+        grown.expect("a program out of address space cannot go on");
         self.shared()
     }
 
-    /// Bytes that `rows` rows of `k` inputs take.
-    pub fn bytes(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> usize {
+    /// Takes room for `rows` rows of `k` inputs, where there never was so much. Errors: `Error::Resources`.
+    pub fn reserve(
+        &mut self,
+        heap: &Heap,
+        kernel: &dyn Kernel,
+        precision: Precision,
+        k: usize,
+        rows: usize,
+    ) -> Result<()> {
         let [codes, scales, sums, parts] = lens(kernel, precision, k, rows);
-        codes + 4 * (scales + sums + parts)
+        heap.grow(&mut self.codes, &[codes])?;
+        heap.grow(&mut self.scales, &[scales])?;
+        heap.grow(&mut self.sums, &[sums])?;
+        heap.grow(&mut self.parts, &[parts])
     }
 
     fn shared(&mut self) -> ActivationsMut<'_> {
@@ -103,13 +100,13 @@ impl Activations {
 
 /// Numbers of `codes`, `scales`, `sums` and `parts`.
 fn lens(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> [usize; 4] {
-    let stride = rows | 1;
+    // A config that lies has more blocks than a number holds.
+    let blocks = |blocks: usize| blocks.saturating_mul(rows | 1);
     // A kernel may read whole tiles of rows, whose results it then forgets.
+    let padded = |count: usize| blocks(count).saturating_add(TILE_ROWS);
     match precision.group_size() {
-        Some(group) => {
-            [(k.div_ceil(CODES) * stride + TILE_ROWS) * CODES, k / group * stride + TILE_ROWS, k / group * stride, 0]
-        }
-        None => [0, 0, 0, (k.div_ceil(BF16_INPUTS) * stride + TILE_ROWS) * kernel.split_words()],
+        Some(group) => [padded(k.div_ceil(CODES)).saturating_mul(CODES), padded(k / group), blocks(k / group), 0],
+        None => [0, 0, 0, padded(k.div_ceil(BF16_INPUTS)).saturating_mul(kernel.split_words())],
     }
 }
 

@@ -124,7 +124,7 @@ fn tiles(layout: &MatrixLayout, random: &mut Random) -> Vec<u8> {
 /// `x` in the form of `kernel`.
 fn prepare(kernel: &dyn Kernel, layout: &MatrixLayout, x: &[f32]) -> Activations {
     let rows = x.len() / layout.k;
-    let mut activations = Activations::new(kernel, layout.precision, layout.k, rows);
+    let mut activations = Activations::default();
     let to = activations.start(kernel, layout.precision, layout.k, rows);
     for (t, x) in x.chunks_exact(layout.k).enumerate() {
         // SAFETY: no other thread uses it.

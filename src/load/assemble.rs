@@ -12,9 +12,9 @@ use crate::Result;
 use crate::backend::cpu::Cpu;
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{Epilogue, ExpertExecutor};
+use crate::forward::Model;
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
-use crate::forward::{Limits, Model};
 use crate::machine::topology;
 
 /// Puts resident weights and experts together.
@@ -33,22 +33,18 @@ pub fn assemble(
     let Spec { model, config, precision, .. } = *spec;
     let Stored { resident, experts } = stored;
     let tokens = spec.cpu_tokens();
-    let (team, kernel) = (machine.team.clone(), machine.kernel);
-    let backend = Cpu::new(team.clone(), kernel);
+    let limits = spec.cpu_limits();
+    let (team, kernel, heap) = (machine.team.clone(), machine.kernel, &machine.heap);
+    let backend = Cpu::new(team.clone(), kernel).with(heap, limits.max_rows());
     let weights = Weights::load(&backend, resident, model, config.dense, &|done, layers| {
         report(LoadProgress::Weights(done, layers));
         watch_memory()
     })?;
     let executor: Option<Box<dyn ExpertExecutor<Cpu>>> = match (experts, model.moe()) {
         (Some(cache), Some(moe)) => {
-            let experts = CpuExperts::new(
-                Arc::new(place(cache, config, &team, report)?),
-                team.clone(),
-                kernel,
-                tokens,
-                moe.router.top_k,
-            );
-            Some(Box::new(experts.with(Epilogue::load(resident, model)?)))
+            let memory = Arc::new(place(cache, config, &team, report)?);
+            let experts = CpuExperts::new(heap, memory, team.clone(), kernel, tokens * moe.router.top_k)?;
+            Some(Box::new(experts.with(Epilogue::load(heap, resident, model)?)))
         }
         _ => None,
     };
@@ -61,7 +57,6 @@ pub fn assemble(
             "CPU: {threads} threads, {read:.0} GB/s; a context of {max_context}; expect {expected}"
         )));
     }
-    let limits = Limits { tokens, chunk_tokens: tokens, logit_rows: config.max_sequences };
     let model = Box::new(Model::new(backend, model.clone(), weights, executor, kv, limits)?);
     let available_bytes = topology::available_bytes;
     Ok(Loaded {

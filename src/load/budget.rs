@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::machine::{Machine, RESERVE_BYTES, gib};
-use super::memory::{activation_bytes, resident_bytes};
+use super::memory::Counted;
 use super::remedy;
 use super::spec::Spec;
 use crate::backend::batch::BLOCK_SIZE;
@@ -105,12 +105,11 @@ impl CpuPlan {
         check_no_gpu(config)?;
         spec.check_context()?;
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
-        let (dense, experts) = (resident_bytes(model, config.dense), spec.expert_bytes()?);
+        let Counted { weights: dense, buffers, states, kv_token } = Counted::of(spec, &machine.team, machine.kernel)?;
+        let experts = spec.expert_bytes()?;
         let weights = dense.saturating_add(experts);
-        let buffers = activation_bytes(spec, machine)?;
-        let states = (model.state_bytes_per_sequence() as u64).saturating_mul(config.max_sequences as u64);
         let needed = weights.saturating_add(buffers).saturating_add(states);
-        let per_token = (model.kv_bytes_per_token(config.kv.parts()) as u64).max(1);
+        let per_token = kv_token.max(1);
         // One block at least, of half of what is left where the context is not chosen.
         let shares = if config.max_context.is_some() { 1 } else { 2 };
         let needed_with_kv = needed.saturating_add(per_token.saturating_mul(shares * BLOCK_SIZE as u64));
@@ -120,7 +119,7 @@ impl CpuPlan {
         let free = available - needed;
         let max_context = match config.max_context {
             Some(n) => {
-                kv_cache::check_fits(model, n, config.kv, free)?;
+                kv_cache::check_fits(n, per_token, free)?;
                 n
             }
             // Half of what is free, so that the machine stays usable.
@@ -176,7 +175,7 @@ mod tests {
     fn what_does_not_fit_names_the_flag_that_helps() {
         let model = families::shapes::shape("deepseek-v2-lite", None).unwrap();
         let refusal = |experts, dense, gib: f64| {
-            let config = EngineConfig { experts, dense, ..EngineConfig::default() };
+            let config = EngineConfig { device: Device::Cpu, experts, dense, ..EngineConfig::default() };
             let one =
                 machine(&EngineConfig { threads: Some(1), ..EngineConfig::default() }, &Topology::read()).unwrap();
             let machine = Machine { available_bytes: (gib * (1u64 << 30) as f64) as u64 + RESERVE_BYTES, ..one };

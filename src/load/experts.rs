@@ -50,10 +50,10 @@ pub fn open_experts(
             .ok_or_else(|| Error::Invalid(format!("{name} is a dense model: give a model with routed experts")))?;
         let job = cache_job(name, checkpoint, model, precision);
         let cache = convert::ensure(&job, &cache_dir(config)?, &|p| report(LoadProgress::Convert(&p)))?;
-        (cache, Epilogue::load(checkpoint, model)?)
+        (cache, Epilogue::load(&machine.heap, checkpoint, model)?)
     };
     let memory = place(cache, config, &machine.team, report)?;
-    Ok(ExpertService::new(Arc::new(memory), epilogue, machine.team.clone(), machine.kernel))
+    ExpertService::new(Arc::new(memory), epilogue, machine.team.clone(), machine.kernel)
 }
 
 /// Whether it is a file that begins as our caches do.
@@ -102,5 +102,5 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
         bytes[..packed.len()].copy_from_slice(&packed);
     })?;
     let memory = ExpertMemory::mapped(Arc::new(cache));
-    Ok(ExpertService::new(Arc::new(memory), Epilogue::default(), machine.team.clone(), machine.kernel))
+    ExpertService::new(Arc::new(memory), Epilogue::default(), machine.team.clone(), machine.kernel)
 }

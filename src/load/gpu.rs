@@ -42,7 +42,7 @@ pub(super) fn assemble(
     spec: &Spec<'_>,
     Stored { resident, experts }: Stored<'_>,
     (cuda, plan): (Arc<Cuda>, GpuPlan),
-    Machine { team, kernel, .. }: Machine,
+    Machine { team, kernel, heap, .. }: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
     let Spec { model, config, precision, .. } = *spec;
@@ -54,8 +54,8 @@ pub(super) fn assemble(
         watch_memory()
     })?;
     let mut speeds = None;
-    let executor: Option<Box<dyn ExpertExecutor<CudaBackend>>> = match (experts, plan.sizes, precision) {
-        (Some(cache), Some(sizes), Some(precision)) => {
+    let executor: Option<Box<dyn ExpertExecutor<CudaBackend>>> = match (experts, plan.sizes) {
+        (Some(cache), Some(sizes)) => {
             let all = sizes.resident == cache.num_experts();
             // Experts that all go to VRAM are read once.
             let place_config = match all {
@@ -63,8 +63,9 @@ pub(super) fn assemble(
                 false => config.clone(),
             };
             let memory = Arc::new(place(cache, &place_config, &team, report)?);
-            let epilogue = Epilogue::load(resident, model)?;
-            let mut cpu = CpuExperts::new(memory, team.clone(), kernel, sizes.cpu_tokens, sizes.top_k).with(epilogue);
+            let epilogue = Epilogue::load(&heap, resident, model)?;
+            let pairs = sizes.cpu_tokens * sizes.top_k;
+            let mut cpu = CpuExperts::new(&heap, memory, team.clone(), kernel, pairs)?.with(epilogue);
             let measured = if all {
                 CostModel { cpu_bytes: 1.0, cpu_products: 1.0, pcie_bytes: 1.0 }
             } else {
@@ -78,7 +79,7 @@ pub(super) fn assemble(
                 PrefillOn::Cpu => Some(Prefill::Cpu),
                 PrefillOn::Gpu => Some(Prefill::Gpu),
             };
-            Some(Box::new(GpuExperts::new(cuda.clone(), cpu, precision, sizes, measured, forced)?))
+            Some(Box::new(GpuExperts::new(cuda.clone(), &heap, cpu, sizes, measured, forced)?))
         }
         _ => None,
     };

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::config::{EngineConfig, Numa};
 use crate::kernel::{self, Kernel, Simd};
+use crate::machine::heap::Heap;
 use crate::machine::topology::{self, Topology};
 use crate::machine::workers::Team;
 use crate::{Error, Result};
@@ -20,6 +21,8 @@ pub struct Machine {
     pub team: Arc<Team>,
     /// Their kernels.
     pub kernel: &'static dyn Kernel,
+    /// Where a model takes its memory, and where that is counted.
+    pub heap: Heap,
     /// RAM that can be taken, before anything is loaded.
     pub available_bytes: u64,
 }
@@ -50,7 +53,7 @@ pub fn machine(config: &EngineConfig, topology: &Topology) -> Result<Machine> {
     }
     let team = Arc::new(Team::on_nodes(&seats)?);
     let limit = moebius_cache::limits::address_space_bytes().unwrap_or(u64::MAX);
-    Ok(Machine { team, kernel, available_bytes: topology.available_bytes.min(limit) })
+    Ok(Machine { team, kernel, heap: Heap::default(), available_bytes: topology.available_bytes.min(limit) })
 }
 
 /// Stops loading before the machine runs out of memory. Errors: `Error::Resources`.

@@ -7,6 +7,8 @@ use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, largest_group_size};
 
 use super::cache::cache_job;
 use crate::config::{CPU_BATCH_TOKENS, EngineConfig};
+use crate::experts::ExpertShape;
+use crate::forward::Limits;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 
@@ -78,8 +80,14 @@ impl<'a> Spec<'a> {
 
     /// How a routed expert is packed; `None`: a dense model.
     pub(super) fn expert_layout(&self) -> Result<Option<ExpertLayout>> {
+        Ok(self.expert_shape()?.map(|shape| shape.layout))
+    }
+
+    /// The routed experts; `None`: a dense model.
+    pub(super) fn expert_shape(&self) -> Result<Option<ExpertShape>> {
         let (Some(precision), Some(moe)) = (self.precision, self.model.moe()) else { return Ok(None) };
-        Ok(Some(ExpertLayout::new(self.model.hidden_size, moe.intermediate_size, precision)?))
+        let layout = ExpertLayout::new(self.model.hidden_size, moe.intermediate_size, precision)?;
+        Ok(Some(ExpertShape { layout, layers: self.model.moe_layers().count(), experts: moe.num_experts }))
     }
 
     /// Bytes of all packed routed experts.
@@ -92,6 +100,12 @@ impl<'a> Spec<'a> {
     /// Tokens of a pass on the CPU.
     pub(super) fn cpu_tokens(&self) -> usize {
         self.config.max_batch_tokens.unwrap_or(CPU_BATCH_TOKENS)
+    }
+
+    /// Of a pass on the CPU, which takes a layer in one part.
+    pub(super) fn cpu_limits(&self) -> Limits {
+        let tokens = self.cpu_tokens();
+        Limits { tokens, chunk_tokens: tokens, logit_rows: self.config.max_sequences }
     }
 
     /// Refuses limits that no device can run the model with. Errors: `Error::Invalid`.

@@ -19,12 +19,14 @@ use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
 use super::machine::Machine;
-use super::memory::resident_bytes;
+use super::memory::{cache_bytes, weight_bytes};
 use super::spec::Spec;
 use super::synthetic;
 use crate::Result;
 use crate::backend::Routing;
+use crate::config::DenseBits;
 use crate::experts::{CpuExperts, ExpertMemory};
+use crate::machine::heap::Heap;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::model::{Ffn, LayerConfig, ModelConfig, Moe};
 
@@ -72,11 +74,12 @@ impl TokenWork {
         let Spec { model, config, .. } = *spec;
         let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
         let moe = model.moe();
+        // Where rows have no groups, a GPU keeps them as they are, and the CPU was refused.
+        let weights = weight_bytes(model, config.dense).or_else(|_| weight_bytes(model, DenseBits::Bf16))?;
         Ok(Self {
             layers: model.layers.len(),
             // A token's states are read and written.
-            dense_bytes: (resident_bytes(model, config.dense) as f64 - embedding).max(0.0)
-                + 2.0 * model.state_bytes_per_sequence() as f64,
+            dense_bytes: (weights as f64 - embedding).max(0.0) + 2.0 * cache_bytes(spec, 0, 1)? as f64,
             dense_products: model.layers.iter().map(|layer| layer.dense_products(model.hidden_size)).sum(),
             attention_products: model.layers.iter().map(|layer| layer.attention.products_per_pair() as f64).sum(),
             top_k: moe.map_or(0, |moe| moe.router.top_k),
@@ -141,7 +144,7 @@ fn products(model: &ModelConfig, machine: &Machine, precision: Precision, expert
     let cache = synthetic::experts(&ModelConfig { layers: vec![layer], ..model.clone() }, precision)?;
     let (layout, memory) = (cache.layout(), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
     let tokens = experts * each;
-    let mut cpu = CpuExperts::new(memory, machine.team.clone(), machine.kernel, tokens, 1);
+    let mut cpu = CpuExperts::new(&Heap::default(), memory, machine.team.clone(), machine.kernel, tokens)?;
     let routing =
         Routing { top_k: 1, ids: (0..tokens).map(|i| (i % experts) as i32).collect(), weights: vec![1.0; tokens] };
     let (x, mut out) = (vec![0.5; tokens * layout.gate.k], vec![0.0; tokens * layout.down.n]);
@@ -177,7 +180,7 @@ pub fn on_cpu(spec: &Spec<'_>, rates: &CpuRates, tokens: usize) -> Result<Expect
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DenseBits, EngineConfig};
+    use crate::config::EngineConfig;
     use crate::load::Kept;
     use crate::model::families::shapes;
 

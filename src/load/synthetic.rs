@@ -46,14 +46,14 @@ impl TensorSource for Synthetic {
         Ok(HostTensor::Bf16 { data: data.into(), cols })
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+    fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
         let value = match name {
             _ if name.contains("linear_attn.norm") => 1.0,
             _ if name.contains("norm") => self.norm,
             _ if name.contains("conv1d") => 0.5,
             _ => 0.0,
         };
-        Ok(vec![value; len])
+        Ok(vec![value; len].into())
     }
 }
 

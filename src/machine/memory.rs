@@ -45,7 +45,8 @@ pub enum Pages {
 
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Zeroed numbers outside the heap, from a 2 MiB boundary on; pages are taken when first written.
+/// Zeroed numbers outside the allocator's memory, from a 2 MiB boundary on; pages are taken when first written. A
+/// [`Heap`](super::heap::Heap) hands them out.
 pub struct Buffer<T> {
     map: Option<MmapMut>, // none: no numbers
     first: usize,         // byte of the map that is on the boundary
@@ -55,12 +56,12 @@ pub struct Buffer<T> {
 
 impl<T: Pod> Buffer<T> {
     /// `len` zeros in huge pages. Errors: `Error::Resources` when the system refuses.
-    pub fn zeros(len: usize) -> Result<Self> {
+    pub(super) fn zeros(len: usize) -> Result<Self> {
         Self::with_pages(len, Pages::Huge)
     }
 
     /// As [`Buffer::zeros`], in pages of a chosen size.
-    pub fn with_pages(len: usize, pages: Pages) -> Result<Self> {
+    pub(super) fn with_pages(len: usize, pages: Pages) -> Result<Self> {
         let bytes = len.saturating_mul(size_of::<T>());
         let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|e| {
             Error::Resources(format!(
@@ -74,6 +75,16 @@ impl<T: Pod> Buffer<T> {
         // Advice: where the system refuses it, the same memory is a little slower.
         let _ = map.advise_range(advice, first, bytes);
         Ok(Self { map: Some(map), first, len, element: PhantomData })
+    }
+
+    /// No numbers in place of `len`, where memory is only counted.
+    pub(super) fn planned(len: usize) -> Self {
+        Self { len, ..Self::default() }
+    }
+
+    /// Numbers that were asked for: all that are there, but in a plan.
+    pub(super) fn wanted(&self) -> usize {
+        self.len
     }
 
     /// Asks for pages of these elements, none of them touched yet, from one NUMA node as long as it has some.

@@ -125,18 +125,6 @@ pub struct StateShape {
     pub numbers: usize,
 }
 
-impl StateShape {
-    /// Numbers of a sequence.
-    pub fn len(&self) -> usize {
-        self.past_inputs * self.channels + self.numbers
-    }
-
-    /// Whether a sequence keeps nothing.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
 /// What a kind of attention needs and costs: only its own file knows which kind it is.
 pub trait Facts {
     /// What it caches of a position, if it has keys and values.
@@ -159,19 +147,6 @@ pub trait Facts {
 
     /// Its projections in a model of this width.
     fn matrices(&self, hidden: usize) -> Vec<Matrix>;
-
-    /// Matrices that each of its heads has, kept at 16 bits; the first number is that of the heads.
-    fn head_matrices(&self) -> (usize, Vec<Matrix>) {
-        (0, vec![])
-    }
-
-    /// Its weights that are f32, norms and biases apart, in a model of this width.
-    fn f32_weights(&self, _hidden: usize) -> usize {
-        0
-    }
-
-    /// f32 elements of a token's activations on the CPU.
-    fn activation_len(&self) -> usize;
 
     /// Products of a token besides those of [`matrices`](Facts::matrices): with its own state, or to make keys and
     /// values of its latent.

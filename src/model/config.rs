@@ -1,6 +1,6 @@
 //! `ModelConfig`: what a model is, as plain data.
 
-use super::{Attention, Ffn, KvDims, Moe, Rope};
+use super::{Attention, Ffn, Moe, Rope};
 
 /// Everything the forward pass needs to know about a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -184,24 +184,9 @@ impl ModelConfig {
         found
     }
 
-    /// Bytes of KV cache one token takes over all layers, `parts` bf16 numbers to a key or value, dimensions filled up
-    /// to whole tiles.
-    pub fn kv_bytes_per_token(&self, parts: usize) -> usize {
-        let bytes = |(heads, key_dim, values): KvDims| {
-            heads.saturating_mul(2 * parts * (key_dim.next_multiple_of(32) + values.dim().next_multiple_of(16)))
-        };
-        self.layers.iter().map(|l| bytes(l.attention.kv_dims())).sum()
-    }
-
     /// Some layers keep a state instead of keys and values: what was read of a sequence cannot be shared, or partly
     /// forgotten.
     pub fn has_recurrent_state(&self) -> bool {
-        self.state_bytes_per_sequence() > 0
-    }
-
-    /// Bytes of recurrent state one sequence takes over all layers.
-    pub fn state_bytes_per_sequence(&self) -> usize {
-        let states = self.layers.iter().filter_map(|layer| layer.attention.state());
-        states.map(|state| size_of::<f32>() * state.len()).sum()
+        self.layers.iter().any(|layer| layer.attention.state().is_some())
     }
 }

@@ -65,9 +65,9 @@ impl TensorSource for Random {
         Ok(HostTensor::F32 { data: numbers(name, rows * cols, scale).into(), cols })
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+    fn vector(&self, name: &str, len: usize) -> Result<HostTensor<'_>> {
         let middle = if name.contains("norm") { 1.0 } else { 0.0 };
-        Ok(numbers(name, len, 0.3).into_iter().map(|x| middle + x).collect())
+        Ok(numbers(name, len, 0.3).into_iter().map(|x| middle + x).collect::<Vec<_>>().into())
     }
 }
 

@@ -146,7 +146,7 @@ fn attention_in_windows_and_with_sinks() {
                     let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
                     let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
                     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
-                    let sinks = with_sinks.then(|| b.load_norm(scores.clone()).unwrap());
+                    let sinks = with_sinks.then(|| b.load_norm(scores.clone().into()).unwrap());
                     let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref() };
                     let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
                     b.attend(&kv, &b.on_device(&last), &softmax, &b.filled(cols, &q), &mut out);
@@ -218,7 +218,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
             let (mut kv, batch) =
                 ($b.kv(pool, (kv_heads, dim, Values::Own(dim)), $b.cached(&[], bits).1).unwrap(), $b.on_device(&all));
             let mut angles = $b.tensor_f32(all.len(), form.turned).unwrap();
-            $b.rope_angles(&$b.load_norm(inv_freq.clone()).unwrap(), 1.2, &batch, &mut angles);
+            $b.rope_angles(&$b.load_norm(inv_freq.clone().into()).unwrap(), 1.2, &batch, &mut angles);
             let [mut q, mut k, v] = [(&q, cols), (&k, kv_cols), (&v, kv_cols)].map(|(x, cols)| $b.filled(cols, x));
             $prepare(&mut kv, &batch, &angles, &mut q, &mut k, &v);
             let prepared = $b.numbers(&q);
@@ -229,7 +229,7 @@ fn check_heads((heads, kv_heads, dim): (usize, usize, usize), form: Form, bits: 
         }};
     }
     let b = &sides.gpu;
-    let weights = norms.clone().map(|w| b.load_norm(w).unwrap());
+    let weights = norms.clone().map(|w| b.load_norm(w.into()).unwrap());
     let norm = |i: usize| form.norm.then_some((&weights[i], dim, eps));
     let fused = run!(b, |kv: &mut _, batch: &_, angles: &_, q: &mut _, k: &mut _, v: &_| {
         let (q, k) = (

@@ -1,6 +1,7 @@
 //! Gated DeltaNet: ragged batches from zeros and from a kept state, in parts and at once.
 
 use moebius::backend::batch::Batch;
+use moebius::backend::tensor::HostTensor;
 use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
 use moebius::model::{DeltaGate, DeltaNet, Facts};
 
@@ -21,15 +22,15 @@ const IN_CHUNKS: Within = Within { each: 4.0 * ROUNDING, of_rms: ROUNDING, rms: 
 const STEPS: &[&[usize]] = &[&[5, 1, 133, 16], &[1, 1, 1, 1], &[3, 66, 1, 17], &[1, 2, 3, 4]];
 
 /// What gated DeltaNet has beside its projections.
-fn rule(config: &DeltaNet) -> DeltaRule {
+fn rule(config: &DeltaNet) -> DeltaRule<'static> {
     let some = |n: usize, seed: u64, by: f32| -> Vec<f32> { random(n, seed).iter().map(|x| x * by).collect() };
     let heads = config.num_value_heads;
     DeltaRule {
-        conv: some(config.conv_dim() * config.conv_width, 71, 1.0),
-        gates: some(2 * heads * HIDDEN, 72, 0.2),
-        rates: some(heads, 73, 1.5).iter().map(|a| a.exp()).collect(),
-        dt_bias: some(heads, 74, 2.0),
-        norm: some(config.value_head_dim, 75, 1.0),
+        conv: HostTensor::from(some(config.conv_dim() * config.conv_width, 71, 1.0)).reshaped(config.conv_width),
+        gates: some(2 * heads * HIDDEN, 72, 0.2).into(),
+        rates: some(heads, 73, 1.5).iter().map(|a| a.exp()).collect::<Vec<_>>().into(),
+        dt_bias: some(heads, 74, 2.0).into(),
+        norm: some(config.value_head_dim, 75, 1.0).into(),
         eps: 1e-6,
     }
 }
@@ -115,7 +116,8 @@ fn the_delta_rule_in_chunks_equals_token_by_token() {
     };
     for (config, rate) in [(of(128, 128), 1.0), (of(128, 72), 1e-4), (of(24, 40), 100.0), (of(64, 8), 0.02)] {
         let mut weights = rule(&config);
-        weights.rates.iter_mut().for_each(|r| *r *= rate);
+        let rates: Vec<f32> = weights.rates.to_f32().iter().map(|r| r * rate).collect();
+        weights.rates = rates.into();
         let (channels, values) = (config.conv_dim(), config.value_dim());
         let w = b.load_delta_net(&config, weights).unwrap();
         let run = |most: usize| {

@@ -117,9 +117,9 @@ fn latents_go_into_the_cache_normed_and_rotated() {
             let (mut kv, batch) =
                 (b.kv(pool, (1, rank + rope, Values::OfKeys(rank)), KvBits::Bf16).unwrap(), b.on_device(&all));
             let mut angles = b.tensor_f32(all.len(), rope).unwrap();
-            b.rope_angles(&b.load_norm(inv_freq.clone()).unwrap(), 1.0, &batch, &mut angles);
+            b.rope_angles(&b.load_norm(inv_freq.clone().into()).unwrap(), 1.0, &batch, &mut angles);
             let (mut q, mut latents, norm) =
-                (b.filled(4 * dim, &q), b.filled(rank + rope, &latents), b.load_norm(norm.clone()).unwrap());
+                (b.filled(4 * dim, &q), b.filled(rank + rope, &latents), b.load_norm(norm.clone().into()).unwrap());
             let queries = Heads { x: &mut q, heads: 4, dim, norm: None, rope_at: nope };
             let keys =
                 Heads { x: &mut latents, heads: 1, dim: rank + rope, norm: Some((&norm, rank, 1e-6)), rope_at: rank };

@@ -36,8 +36,10 @@ fn library_products() {
             let (x, before) = (random(tokens * k, 63), random(tokens * n, 64));
             for bias in [None, Some(bias.clone())] {
                 let (got, want) = both!(sides, |b| {
-                    let (w, x) =
-                        (b.load_linear(host(k, &weight), bias.clone(), DenseBits::Bf16).unwrap(), b.filled(k, &x));
+                    let (w, x) = (
+                        b.load_linear(host(k, &weight), bias.clone().map(Into::into), DenseBits::Bf16).unwrap(),
+                        b.filled(k, &x),
+                    );
                     let (mut narrow, mut wide) =
                         (b.filled(n, &vec![9.0; tokens * n]), b.filled_f32(n, &vec![9.0; tokens * n]));
                     let mut added = b.filled_f32(n, &before);
@@ -79,7 +81,7 @@ fn library_products_between_our_kernels() {
         let b = &sides.gpu;
         let [gate, up, down] =
             [0, 1, 2].map(|i: usize| b.load_linear(host(weights[i].0, &weights[i].1), None, DenseBits::Bf16).unwrap());
-        let (mut x, norm) = (b.filled_f32(k, &x), b.load_norm(norm.clone()).unwrap());
+        let (mut x, norm) = (b.filled_f32(k, &x), b.load_norm(norm.clone().into()).unwrap());
         let (mut h, [mut g, mut u, mut s]) =
             (b.tensor(tokens, k).unwrap(), [(); 3].map(|()| b.tensor(tokens, n).unwrap()));
         for _ in 0..20 {

@@ -50,8 +50,10 @@ fn bf16_products_of_any_number_of_tokens() {
             let x = random(tokens * k, 13);
             for bias in [None, Some(bias.clone())] {
                 let (got, want) = both!(sides, |b| {
-                    let (w, x) =
-                        (b.load_linear(host(k, &weight), bias.clone(), DenseBits::Bf16).unwrap(), b.filled(k, &x));
+                    let (w, x) = (
+                        b.load_linear(host(k, &weight), bias.clone().map(Into::into), DenseBits::Bf16).unwrap(),
+                        b.filled(k, &x),
+                    );
                     let (mut narrow, mut wide) = (b.tensor(tokens, n).unwrap(), b.tensor_f32(tokens, n).unwrap());
                     let mut added = b.filled_f32(n, &vec![BEFORE; tokens * n]);
                     b.linear(&w, &x, &mut narrow);
@@ -98,7 +100,7 @@ fn packed_products_equal_the_dequantized_weights() {
         for (n, k) in [(8, 32), (40, 96), (72, 192), (136, 384), (40, 136)] {
             let (weight, bias) = (random(n * k, 16), random(n, 17));
             let stands_for = packed(&weight, k, bits);
-            let w = b.load_linear(host(k, &weight), Some(bias.clone()), bits).unwrap();
+            let w = b.load_linear(host(k, &weight), Some(bias.clone().into()), bits).unwrap();
             for &tokens in TOKENS {
                 let x = random(tokens * k, 18);
                 let want = naive(&stands_for, Some(&bias), &x, k);
@@ -130,8 +132,8 @@ fn products_together_equal_each_alone() {
     let k = 192;
     for bits in [DenseBits::Bf16, DenseBits::Int8, DenseBits::Int4] {
         let heights = [264, 40, 8, 72];
-        let weights =
-            heights.map(|n| b.load_linear(host(k, &random(n * k, n as u64)), Some(random(n, 19)), bits).unwrap());
+        let weights = heights
+            .map(|n| b.load_linear(host(k, &random(n * k, n as u64)), Some(random(n, 19).into()), bits).unwrap());
         for tokens in [1, 8, 9, 150] {
             let x = b.filled(k, &random(tokens * k, 20));
             let mut alone = heights.map(|n| b.tensor(tokens, n).unwrap());
@@ -161,7 +163,7 @@ fn products_of_a_norm() {
             let (mut h, mut outs) = (b.tensor(tokens, k).unwrap(), heights.map(|n| b.tensor(tokens, n).unwrap()));
             let mut jobs = on_device.iter().zip(&mut outs);
             let jobs = std::array::from_fn::<_, 3, _>(|_| jobs.next().unwrap());
-            b.norm_linears(&b.filled_f32(k, &x), (&b.load_norm(norm.clone()).unwrap(), 1e-6), &mut h, jobs);
+            b.norm_linears(&b.filled_f32(k, &x), (&b.load_norm(norm.clone().into()).unwrap(), 1e-6), &mut h, jobs);
             let normed: Vec<f32> = {
                 let b = &sides.cpu;
                 let mut h = b.tensor(tokens, k).unwrap();

@@ -29,10 +29,10 @@ fn routers() -> Vec<(usize, Router)> {
 }
 
 /// What `router` has besides `weight`.
-fn tensors(weight: Vec<f32>, experts: usize, router: &Router) -> RouterTensors {
-    let vector = |seed, of: fn(&f32) -> f32| Some(random(experts, seed).iter().map(of).collect());
+fn tensors(weight: Vec<f32>, experts: usize, router: &Router) -> RouterTensors<'static> {
+    let vector = |seed, of: fn(&f32) -> f32| Some(random(experts, seed).iter().map(of).collect::<Vec<_>>().into());
     RouterTensors {
-        weight,
+        weight: weight.into(),
         bias: if router.bias { vector(54, |b| (b * 8.0).round() / 4.0) } else { None }, // in quarters
         correction_bias: if router.correction_bias { vector(53, |b| 0.3 * b) } else { None },
         expert_scale: if router.expert_scale { vector(60, |s| 1.0 + 0.5 * s) } else { None },
@@ -84,7 +84,7 @@ fn route_after_a_norm() {
                     let w = b.load_router(tensors(weight.clone(), experts, &router)).unwrap();
                     let (mut h, mut routing) =
                         (b.tensor(tokens, hidden).unwrap(), b.routing(tokens, router.top_k).unwrap());
-                    let norm = b.load_norm(norm.clone()).unwrap();
+                    let norm = b.load_norm(norm.clone().into()).unwrap();
                     // Twice: what the first leaves behind must not count.
                     for _ in 0..2 {
                         b.norm_route(&b.filled_f32(hidden, &x), (&norm, 1e-6), &mut h, &w, &router, &mut routing);
@@ -124,7 +124,8 @@ fn a_token_goes_to_the_same_experts_in_any_batch() {
             let unit = 3.0 / (hidden as f32).sqrt();
             let weight: Vec<f32> = random(experts * hidden, 57).iter().map(|w| unit * w).collect();
             let w = b.load_router(tensors(weight, experts, &router)).unwrap();
-            let norm = b.load_norm(random(hidden, 58).iter().map(|w| 1.0 + 0.5 * w).collect()).unwrap();
+            let norm: Vec<f32> = random(hidden, 58).iter().map(|w| 1.0 + 0.5 * w).collect();
+            let norm = b.load_norm(norm.into()).unwrap();
             let x = random(40 * hidden, 59);
             let route = |tokens: usize| {
                 let (mut h, mut routing, mut out) =

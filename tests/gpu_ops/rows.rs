@@ -33,7 +33,7 @@ fn rms_norm_of_both_kinds() {
                 let (got, want) = both!(sides, |b| {
                     let x = if narrow { b.filled(cols, &x) } else { b.filled_f32(cols, &x) };
                     let mut out = b.tensor(rows, cols).unwrap();
-                    b.rms_norm(&x, &b.load_norm(w.clone()).unwrap(), eps, &mut out);
+                    b.rms_norm(&x, &b.load_norm(w.clone().into()).unwrap(), eps, &mut out);
                     b.numbers(&out)
                 });
                 check(&format!("{rows} rows of {cols}, bf16 {narrow}"), &got, &want, Within::BF16);
@@ -53,7 +53,7 @@ fn rms_norm_of_heads_and_of_nothing_else() {
             let (x, w) = (random(rows * cols, 4), random(width, 5));
             let (got, want) = both!(sides, |b| {
                 let mut x = b.filled(cols, &x);
-                b.rms_norm_heads(&mut x, &b.load_norm(w.clone()).unwrap(), 1e-6, part.clone());
+                b.rms_norm_heads(&mut x, &b.load_norm(w.clone().into()).unwrap(), 1e-6, part.clone());
                 b.numbers(&x)
             });
             check(&format!("{rows} rows, heads of {width} in {part:?} of {cols}"), &got, &want, Within::BF16);
@@ -74,7 +74,7 @@ fn angles_up_to_far_positions() {
         let factor = 1.416;
         let (got, want) = both!(sides, |b| {
             let mut out = b.tensor_f32(batch.len(), 2 * half).unwrap();
-            b.rope_angles(&b.load_norm(inv_freq.clone()).unwrap(), factor, &b.on_device(&batch), &mut out);
+            b.rope_angles(&b.load_norm(inv_freq.clone().into()).unwrap(), factor, &b.on_device(&batch), &mut out);
             b.numbers(&out)
         });
         // The fast functions are right to 2^-21, and the reduced angle to an f32's 2^-23 of up to pi.
@@ -145,7 +145,7 @@ fn streams_are_scaled_normed_and_bounded() {
         let [x, y, w] = [(rows * cols, 81), (rows * cols, 82), (cols, 83)].map(|(n, seed)| random(n, seed));
         let x: Vec<f32> = x.iter().map(|x| 8.0 * x + 1.0).collect();
         let (got, want) = both!(sides, |b| {
-            let w = b.load_norm(w.clone()).unwrap();
+            let w = b.load_norm(w.clone().into()).unwrap();
             let [mut scaled, mut capped, mut cleared, mut added] = [0; 4].map(|_| b.filled_f32(cols, &x));
             let mut half = b.filled(cols, &y);
             b.scale(&mut scaled, 0.37);
@@ -198,7 +198,7 @@ fn additions_go_to_their_rows_after_their_layer() {
             let list: Vec<_> = (0..repeats).flat_map(|_| some.clone()).collect();
             let (got, want) =
                 both!(sides, |b| {
-                    let held = vectors.clone().map(|vector| std::sync::Arc::new(b.load_norm(vector).unwrap()));
+                    let held = vectors.clone().map(|vector| std::sync::Arc::new(b.load_norm(vector.into()).unwrap()));
                     let addition =
                         |&(layer, ref rows, vector, coefficient): &(usize, std::ops::Range<usize>, usize, f32)| {
                             Addition { layer, rows: rows.clone(), vector: held[vector].clone(), coefficient }
@@ -289,7 +289,7 @@ fn gates_of_numbers_and_of_rows() {
         }
         let (got, want) = both!(sides, |b| {
             let mut x = b.filled(cols, &x);
-            b.gate_rows(&b.load_norm(w.clone()).unwrap(), &b.filled(hidden, &h), &mut x);
+            b.gate_rows(&b.load_norm(w.clone().into()).unwrap(), &b.filled(hidden, &h), &mut x);
             b.numbers(&x)
         });
         check(&format!("{rows} rows of {cols}, of {hidden}"), &got, &want, Within::BF16);

@@ -7,14 +7,13 @@ use moebius_cache::pack::MatrixLayout;
 
 use super::kv::{Kv, put_column, put_row, range};
 use super::load::LatentUp;
-use super::softmax::{SEGMENT, SoftmaxOp, Sums, TILE, TileCut};
-use super::{Cpu, lock, take};
+use super::softmax::{self, SEGMENT, SoftmaxOp, Sums, TILE, TileCut};
+use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::backend::tensor::Tensor;
 use crate::backend::{Attend, Memory, Rotary, Softmax};
 use crate::config::KvBits;
-use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
 use crate::model::{KvDims, Mla, PositionScale};
 
@@ -51,8 +50,12 @@ impl Attend for Cpu {
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
         let values = MatrixLayout::new(values.dim(), BLOCK_SIZE, Precision::Bf16)?;
-        let zeros = |layout: &MatrixLayout| Buffer::zeros(blocks * heads * bits.parts() * layout.bytes() / 2);
-        Ok(Kv { heads, parts: bits.parts(), keys, values, key: zeros(&keys)?, value: zeros(&values)? })
+        let zeros = |layout: &MatrixLayout| {
+            self.heap.buffer(&[blocks, heads, bits.parts(), layout.tiles(), layout.tile_bytes() / 2])
+        };
+        let kv = Kv { heads, parts: bits.parts(), keys, values, key: zeros(&keys)?, value: zeros(&values)? };
+        self.reserve(|scratch, heap| softmax::reserve(scratch, heap, self.kernel, &kv))?;
+        Ok(kv)
     }
 
     fn rope_angles(&self, inv_freq: &Vec<f32>, factor: f32, batch: &Batch, out: &mut Tensor) {
@@ -168,7 +171,7 @@ impl Attend for Cpu {
         let width = kv.value_width();
         let part = Sums::len(TILE, width);
         let mut partial = self.partial.borrow_mut();
-        let partial = Shared::new(take(&mut partial, total * longest * part));
+        let partial = Shared::new(partial.take(total * longest * part));
         self.team.run(&|worker| {
             let mut scratch = lock(&scratch[worker.index]);
             while let Some(i) = claim(0, total * longest) {

@@ -6,7 +6,7 @@ use moebius_cache::Precision;
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 
 use super::load::{Embedding, Heads, Linear};
-use super::{Cpu, PARALLEL, Scratch, lock, take};
+use super::{Cpu, Numbers, PARALLEL, Scratch, lock};
 use crate::Result;
 use crate::backend::Dense;
 use crate::backend::batch::Batch;
@@ -18,7 +18,9 @@ use crate::model::{Activation, GateActivation};
 /// Tiles that go through the kernel together.
 const TILES: usize = 6;
 /// Tokens that pass over them together, their results in L1.
-const TOKENS: usize = 64;
+pub(super) const TOKENS: usize = 64;
+/// Numbers that a worker's results of those take.
+pub(super) const RESULTS: usize = TOKENS * TILES * TILE_ROWS;
 /// Half of a small L2.
 const RUN_BYTES: usize = 512 << 10;
 
@@ -173,7 +175,7 @@ impl Dense for Cpu {
     fn layer_norm(&self, x: &Tensor, w: &Vec<f32>, eps: f32, out: &mut Tensor) {
         let kernel = self.kernel;
         self.each_row(out, |t, out, scratch| {
-            let centred = take(&mut scratch.values, w.len());
+            let centred = scratch.values.take(w.len());
             let mean = x.row(t).iter().sum::<f32>() / w.len() as f32;
             centred.iter_mut().zip(x.row(t)).for_each(|(to, x)| *to = x - mean);
             kernel.rms_norm(centred, w, eps, out);
@@ -183,7 +185,7 @@ impl Dense for Cpu {
     fn rms_norm_heads(&self, x: &mut Tensor, w: &Vec<f32>, eps: f32, cols: Range<usize>) {
         let kernel = self.kernel;
         self.each_row(x, |_, row, scratch| {
-            let scratch = take(&mut scratch.values, w.len());
+            let scratch = scratch.values.take(w.len());
             for part in row[cols.clone()].chunks_exact_mut(w.len()) {
                 scratch.copy_from_slice(part);
                 kernel.rms_norm(scratch, w, eps, part);
@@ -245,7 +247,7 @@ impl Dense for Cpu {
     fn norm_add(&self, y: &Tensor, (w, eps): (&Vec<f32>, f32), scale: f32, x: &mut Tensor) {
         let kernel = self.kernel;
         self.each_row(x, |t, x, scratch| {
-            let normed = take(&mut scratch.values, w.len());
+            let normed = scratch.values.take(w.len());
             kernel.rms_norm(y.row(t), w, eps, normed);
             x.iter_mut().zip(&*normed).for_each(|(x, y)| *x = (*x + y) * scale);
         });
@@ -276,7 +278,7 @@ fn multiply<'x>(
     Tiles { layout, packed, range: tiles }: Tiles<'_>,
     tokens: usize,
     x: impl Fn(Range<usize>) -> ActivationRows<'x>,
-    y: &mut Vec<f32>,
+    y: &mut Numbers,
     store: impl Fn(usize, usize, usize, &[f32], usize),
 ) {
     // Weights stay in L2 while tokens pass over them, and 64 tokens stay there while the weights do.
@@ -288,7 +290,7 @@ fn multiply<'x>(
             for tile in (from..to).step_by(TILES) {
                 let end = to.min(tile + TILES);
                 let stride = (end - tile) * TILE_ROWS;
-                let y = take(y, some.len() * stride);
+                let y = y.take(some.len() * stride);
                 let tiles = &packed[tile * layout.tile_bytes()..end * layout.tile_bytes()];
                 kernel.matmul(layout, &tiles.into(), &x(some.clone()), Start::Zero, y);
                 let col = tile * TILE_ROWS;

@@ -6,9 +6,12 @@ use moebius_cache::pack::{MatrixLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::Cpu;
+use super::dense::{RESULTS, TOKENS};
+use super::recur::scratch_len;
 use crate::backend::tensor::HostTensor;
 use crate::backend::{DeltaRule, Load, RouterTensors};
 use crate::config::DenseBits;
+use crate::machine::heap::Heap;
 use crate::machine::memory::Buffer;
 use crate::model::{self, Mla};
 use crate::{Error, Result};
@@ -20,15 +23,31 @@ pub struct Linear {
     pub(super) bias: Option<Vec<f32>>,
 }
 
-/// Room for weights that any worker may read: from all nodes' memory in turn, so that each step uses every node's
-/// bandwidth.
-fn interleaved(bytes: usize, nodes: &[usize]) -> Result<Buffer<u8>> {
-    let buffer = Buffer::zeros(bytes)?;
-    if nodes.len() > 1 {
-        // Refused in some containers: pages then lie where they are first written.
-        let _ = buffer.interleave(nodes);
+impl Cpu {
+    /// Room for `count` packed matrices that any worker may read: from all nodes' memory in turn, so that each step
+    /// uses every node's bandwidth.
+    fn tiles(&self, count: usize, layout: &MatrixLayout) -> Result<Buffer<u8>> {
+        let (buffer, nodes) = (self.heap.buffer(&[count, layout.tiles(), layout.tile_bytes()])?, self.team.nodes());
+        if nodes.len() > 1 {
+            // Refused in some containers: pages then lie where they are first written.
+            let _ = buffer.interleave(nodes);
+        }
+        Ok(buffer)
     }
-    Ok(buffer)
+
+    /// Packed weights of equal `heads`, from the rows of all.
+    fn heads(&self, heads: usize, weight: HostTensor<'_>) -> Result<Heads> {
+        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
+        let mut tiles = self.tiles(heads, &layout)?;
+        for (head, tiles) in tiles.chunks_exact_mut(layout.tiles() * layout.tile_bytes()).enumerate() {
+            pack(&layout, &weight, head * layout.n, tiles);
+        }
+        self.reserve(|scratch, heap| {
+            scratch.values.reserve(heap, &[RESULTS])?;
+            scratch.activations.reserve(heap, self.kernel, layout.precision, layout.k, TOKENS)
+        })?;
+        Ok(Heads { heads, layout, tiles })
+    }
 }
 
 /// A whole matrix, packed on all cores.
@@ -55,17 +74,6 @@ pub(super) struct Heads {
     pub(super) tiles: Buffer<u8>,
 }
 
-impl Heads {
-    fn new(heads: usize, weight: HostTensor<'_>, nodes: &[usize]) -> Result<Self> {
-        let layout = MatrixLayout::new(weight.rows() / heads, weight.cols(), Precision::Bf16)?;
-        let mut tiles = interleaved(heads * layout.bytes(), nodes)?;
-        for (head, tiles) in tiles.chunks_exact_mut(layout.bytes()).enumerate() {
-            pack(&layout, &weight, head * layout.n, tiles);
-        }
-        Ok(Self { heads, layout, tiles })
-    }
-}
-
 /// `kv_b_proj` split for absorption.
 pub struct LatentUp {
     pub(super) config: Mla,
@@ -86,13 +94,21 @@ pub struct DeltaNet {
     pub(super) of_key: Vec<f32>,   // [key_head_dim]
 }
 
+/// A router; vectors are `[experts]`.
+pub struct RouterWeights {
+    pub(super) weight: Vec<f32>,                  // [experts, hidden]
+    pub(super) bias: Option<Vec<f32>>,            // of the logits
+    pub(super) correction_bias: Option<Vec<f32>>, // ranks experts without entering their weights
+    pub(super) expert_scale: Option<Vec<f32>>,    // multiplies the experts' weights
+}
+
 /// `[vocab, hidden]` bf16.
 pub struct Embedding(pub(super) Buffer<bf16>);
 
 /// Copies a weight, rounding f32 to bf16.
-fn to_bf16(weight: &HostTensor<'_>) -> Result<Buffer<bf16>> {
+fn to_bf16(heap: &Heap, weight: &HostTensor<'_>) -> Result<Buffer<bf16>> {
     const CHUNK: usize = 1 << 18;
-    let mut buffer = Buffer::zeros(weight.rows() * weight.cols())?;
+    let mut buffer = heap.buffer(&[weight.rows(), weight.cols()])?;
     match weight {
         HostTensor::Bf16 { data, .. } => {
             buffer.par_chunks_mut(CHUNK).zip(data.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
@@ -102,6 +118,7 @@ fn to_bf16(weight: &HostTensor<'_>) -> Result<Buffer<bf16>> {
                 to.iter_mut().zip(from).for_each(|(t, f)| *t = bf16::from_f32(*f));
             });
         }
+        HostTensor::Shape { .. } => {}
     }
     Ok(buffer)
 }
@@ -111,10 +128,10 @@ impl Load for Cpu {
     type LatentUp = LatentUp;
     type DeltaNet = DeltaNet;
     type Norm = Vec<f32>;
-    type Router = RouterTensors;
+    type Router = RouterWeights;
     type Embedding = Embedding;
 
-    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
+    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<HostTensor<'_>>, bits: DenseBits) -> Result<Linear> {
         let (n, k) = (weight.rows(), weight.cols());
         let why = || {
             Error::Invalid(format!(
@@ -122,45 +139,63 @@ impl Load for Cpu {
             ))
         };
         let layout = MatrixLayout::new(n, k, bits.precision(k).ok_or_else(why)?)?;
-        let mut tiles = interleaved(layout.bytes(), self.team.nodes())?;
+        let mut tiles = self.tiles(1, &layout)?;
         pack(&layout, &weight, 0, &mut tiles);
-        Ok(Linear { layout, tiles, bias })
+        if self.max_rows > 0 {
+            let mut activations = self.activations.borrow_mut();
+            activations.reserve(&self.heap, self.kernel, layout.precision, k, self.max_rows)?;
+        }
+        self.reserve(|scratch, heap| scratch.values.reserve(heap, &[RESULTS]))?;
+        Ok(Linear { layout, tiles, bias: bias.map(|bias| bias.keep(&self.heap)) })
     }
 
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
         let (heads, nope) = (config.num_heads, config.qk_nope_head_dim);
         Ok(LatentUp {
             config: config.clone(),
-            key: Heads::new(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads), self.team.nodes())?,
-            value: Heads::new(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim), self.team.nodes())?,
+            key: self.heads(heads, kv_b.head_rows(heads, 0, nope).transpose_heads(heads))?,
+            value: self.heads(heads, kv_b.head_rows(heads, nope, nope + config.v_head_dim))?,
         })
     }
 
-    fn load_delta_net(&self, config: &model::DeltaNet, rule: DeltaRule) -> Result<DeltaNet> {
-        let dim = config.key_head_dim as f32;
+    fn load_delta_net(&self, config: &model::DeltaNet, rule: DeltaRule<'_>) -> Result<DeltaNet> {
+        let (heap, dim) = (&self.heap, config.key_head_dim as f32);
+        let same = |value: f32| {
+            let mut all = heap.zeros(&[config.key_head_dim])?;
+            all.fill(value);
+            Ok::<_, Error>(all)
+        };
+        self.reserve(|scratch, heap| scratch.values.reserve(heap, &[scratch_len(config)]))?;
         Ok(DeltaNet {
             config: config.clone(),
-            taps: rule.taps(config),
-            rates: rule.rates,
-            gates: rule.gates,
-            dt_bias: rule.dt_bias,
-            norm: rule.norm,
+            taps: rule.taps().keep(heap),
+            rates: rule.rates.keep(heap),
+            gates: rule.gates.keep(heap),
+            dt_bias: rule.dt_bias.keep(heap),
+            norm: rule.norm.keep(heap),
             eps: rule.eps,
-            of_query: vec![1.0 / dim; config.key_head_dim],
-            of_key: vec![1.0 / dim.sqrt(); config.key_head_dim],
+            of_query: same(1.0 / dim)?,
+            of_key: same(1.0 / dim.sqrt())?,
         })
     }
 
-    fn load_norm(&self, weight: Vec<f32>) -> Result<Vec<f32>> {
-        Ok(weight)
+    fn load_norm(&self, weight: HostTensor<'_>) -> Result<Vec<f32>> {
+        self.reserve(|scratch, heap| scratch.values.reserve(heap, &[weight.rows(), weight.cols()]))?;
+        Ok(weight.keep(&self.heap))
     }
 
-    fn load_router(&self, router: RouterTensors) -> Result<RouterTensors> {
-        Ok(router)
+    fn load_router(&self, router: RouterTensors<'_>) -> Result<RouterWeights> {
+        let RouterTensors { weight, bias, correction_bias, expert_scale } = router;
+        if self.max_rows > 0 {
+            self.router_scratch.borrow_mut().reserve(&self.heap, &[self.max_rows, weight.rows()])?;
+        }
+        let keep = |weight: HostTensor<'_>| weight.keep(&self.heap);
+        let [bias, correction_bias, expert_scale] = [bias, correction_bias, expert_scale].map(|of| of.map(keep));
+        Ok(RouterWeights { weight: keep(weight), bias, correction_bias, expert_scale })
     }
 
     fn load_embedding(&self, weight: HostTensor<'_>) -> Result<Embedding> {
-        Ok(Embedding(to_bf16(&weight)?))
+        Ok(Embedding(to_bf16(&self.heap, &weight)?))
     }
 
     fn linear_bytes(&self, w: &Linear) -> usize {

@@ -13,6 +13,10 @@ impl Memory for Cpu {
     type Tensor = Tensor;
     type Host = Vec<f32>;
 
+    fn is_plan(&self) -> bool {
+        self.heap.is_plan()
+    }
+
     fn batch(&self, _max_tokens: usize) -> Result<Batch> {
         Ok(Batch::default())
     }
@@ -22,7 +26,7 @@ impl Memory for Cpu {
     }
 
     fn tensor(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
-        Ok(Tensor::new(max_rows, cols))
+        Tensor::on(&self.heap, max_rows, cols)
     }
 
     fn tensor_f32(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
@@ -34,7 +38,7 @@ impl Memory for Cpu {
     }
 
     fn host(&self, numbers: usize) -> Result<Vec<f32>> {
-        Ok(vec![0.0; numbers])
+        self.heap.zeros(&[numbers])
     }
 
     fn read_rows(&self, t: &Tensor, rows: Range<usize>, out: &mut [f32]) -> Result<()> {

@@ -15,7 +15,7 @@
 use std::ops::Range;
 
 use super::load::DeltaNet;
-use super::{Cpu, Scratch, lock, take};
+use super::{Cpu, Scratch, lock};
 use crate::Result;
 use crate::backend::batch::{Batch, Span};
 use crate::backend::tensor::Tensor;
@@ -55,8 +55,8 @@ impl Recur for Cpu {
     fn state(&self, slots: usize, shape: StateShape) -> Result<State> {
         Ok(State {
             slots,
-            inputs: Buffer::zeros(slots * shape.past_inputs * shape.channels)?,
-            heads: Buffer::zeros(slots * shape.numbers)?,
+            inputs: self.heap.buffer(&[slots, shape.past_inputs, shape.channels])?,
+            heads: self.heap.buffer(&[slots, shape.numbers])?,
         })
     }
 
@@ -147,6 +147,13 @@ impl Recur for Cpu {
     }
 }
 
+/// Numbers that a worker needs for a key head: inputs mixed and active, a value read and normed, and gates.
+pub(super) fn scratch_len(config: &model::DeltaNet) -> usize {
+    let of_group = config.num_value_heads / config.num_key_heads;
+    let (dim, width) = (config.key_head_dim, config.value_head_dim);
+    2 * (2 * dim + of_group * width) + 2 * width + 2 * of_group
+}
+
 impl Op<'_> {
     /// All tokens of a sequence, for one key head and its value heads.
     fn key_head(&self, span: &Span, group: usize, scratch: &mut Scratch) {
@@ -161,7 +168,7 @@ impl Op<'_> {
         if span.start == 0 {
             self.clear(span.slot, group * of_group..(group + 1) * of_group, &columns);
         }
-        let memory = take(&mut scratch.values, 2 * (2 * dim + values) + 2 * width + 2 * of_group);
+        let memory = scratch.values.take(scratch_len(config));
         let (mixed, memory) = memory.split_at_mut(2 * dim + values);
         let (active, memory) = memory.split_at_mut(2 * dim + values);
         let (read, memory) = memory.split_at_mut(width);
@@ -271,6 +278,7 @@ fn softplus(x: f32) -> f32 {
 mod tests {
     use super::*;
     use crate::backend::Load;
+    use crate::backend::tensor::HostTensor;
     use crate::kernel::random::Random;
     use crate::machine::workers::Team;
     use crate::model::Facts;
@@ -291,11 +299,11 @@ mod tests {
         let mut some = |n: usize| (0..n).map(|_| random.uniform() as f32 - 0.5).collect::<Vec<_>>();
         let cpu = Cpu::new(std::sync::Arc::new(Team::new(&[0]).unwrap()), crate::kernel::best());
         let rule = crate::backend::DeltaRule {
-            conv: some(config.conv_dim() * config.conv_width),
-            gates: some(2 * heads * hidden),
-            rates: vec![0.5; heads],
-            dt_bias: some(heads),
-            norm: some(config.value_head_dim),
+            conv: HostTensor::from(some(config.conv_dim() * config.conv_width)).reshaped(config.conv_width),
+            gates: some(2 * heads * hidden).into(),
+            rates: vec![0.5; heads].into(),
+            dt_bias: some(heads).into(),
+            norm: some(config.value_head_dim).into(),
             eps: 1e-6,
         };
         let w = cpu.load_delta_net(&config, rule).unwrap();

@@ -2,10 +2,11 @@
 
 use std::cmp::Ordering;
 
-use super::{Cpu, take};
+use super::Cpu;
+use super::load::RouterWeights;
 use crate::Result;
 use crate::backend::tensor::Tensor;
-use crate::backend::{Route, RouterTensors, Routing};
+use crate::backend::{Route, Routing};
 use crate::kernel::Rows;
 use crate::machine::workers::Shared;
 use crate::model::{GroupScore, Groups, Router, Scoring};
@@ -13,8 +14,12 @@ use crate::model::{GroupScore, Groups, Router, Scoring};
 impl Route for Cpu {
     type Routing = Routing;
 
-    fn routing(&self, _max_tokens: usize, _top_k: usize) -> Result<Routing> {
-        Ok(Routing::default())
+    fn routing(&self, max_tokens: usize, top_k: usize) -> Result<Routing> {
+        let shape = [max_tokens, top_k];
+        let mut routing = Routing { top_k, ids: self.heap.zeros(&shape)?, weights: self.heap.zeros(&shape)? };
+        routing.ids.clear();
+        routing.weights.clear();
+        Ok(routing)
     }
 
     fn read_routing(&self, routing: &Routing, out: &mut Routing) -> Result<()> {
@@ -22,14 +27,14 @@ impl Route for Cpu {
         Ok(())
     }
 
-    fn route(&self, w: &RouterTensors, router: &Router, x: &Tensor, out: &mut Routing) {
+    fn route(&self, w: &RouterWeights, router: &Router, x: &Tensor, out: &mut Routing) {
         let (tokens, k) = (x.rows(), x.cols());
         let experts = w.weight.len() / k;
         out.top_k = router.top_k;
         out.ids.resize(tokens * router.top_k, 0);
         out.weights.resize(tokens * router.top_k, 0.0);
         let mut scratch = self.router_scratch.borrow_mut();
-        let (logits, kernel) = (take(&mut scratch, tokens * experts), self.kernel);
+        let (logits, kernel) = (scratch.take(tokens * experts), self.kernel);
         let choose = |logits: &mut [f32], ids: &mut [i32], weights: &mut [f32]| {
             for (logit, bias) in logits.iter_mut().zip(w.bias.iter().flatten()) {
                 *logit += bias;

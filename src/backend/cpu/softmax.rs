@@ -21,11 +21,13 @@ use std::ops::Range;
 use moebius_cache::Precision;
 use moebius_cache::pack::TILE_ROWS;
 
+use super::Scratch;
 use super::kv::Kv;
-use super::{Scratch, take};
+use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Tensor;
 use crate::kernel::{Kernel, Start};
+use crate::machine::heap::Heap;
 use crate::machine::workers::Shared;
 use crate::model::Window;
 
@@ -177,6 +179,16 @@ impl<'s> Sums<'s> {
     }
 }
 
+/// Takes what a worker needs for tiles of queries over `kv`.
+pub(super) fn reserve(scratch: &mut Scratch, heap: &Heap, kernel: &dyn Kernel, kv: &Kv) -> Result<()> {
+    let Scratch { values, activations, row, scores, probabilities } = scratch;
+    values.reserve(heap, &[2, Sums::len(TILE, kv.value_width())])?;
+    activations.reserve(heap, kernel, Precision::Bf16, kv.keys.k, TILE)?;
+    row.reserve(heap, &[kv.keys.k])?;
+    scores.reserve(heap, &[TILE, STEP])?;
+    probabilities.reserve(heap, kernel, Precision::Bf16, STEP, TILE)
+}
+
 impl SoftmaxOp<'_> {
     /// The first position that a token at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
@@ -194,7 +206,7 @@ impl SoftmaxOp<'_> {
         let (rows, width) = (tile.rows(), self.kv.value_width());
         let len = Sums::len(rows, width);
         let mut memory = std::mem::take(&mut scratch.values);
-        let (first, later) = take(&mut memory, 2 * len).split_at_mut(len);
+        let (first, later) = memory.take(2 * len).split_at_mut(len);
         let (mut sums, mut later) = (Sums::new(first, rows, width), Sums::new(later, rows, width));
         let segments = self.segments(tile);
         self.segment(tile, segments.start, scratch, &mut sums);
@@ -210,7 +222,7 @@ impl SoftmaxOp<'_> {
     pub(super) fn prepare(&self, tile: &QueryTile<'_>, scratch: &mut Scratch) {
         let dim = self.kv.keys.k;
         let Scratch { activations, row, .. } = scratch;
-        let row = take(row, dim);
+        let row = row.take(dim);
         let queries = activations.start(self.kernel, Precision::Bf16, dim, tile.rows());
         for r in 0..tile.rows() {
             let (t, h) = (tile.first_row + r / tile.heads, tile.first_head + r % tile.heads);
@@ -229,7 +241,7 @@ impl SoftmaxOp<'_> {
     pub(super) fn segment(&self, tile: &QueryTile<'_>, segment: usize, scratch: &mut Scratch, sums: &mut Sums<'_>) {
         let (kernel, kv, rows) = (self.kernel, self.kv, tile.rows());
         let Scratch { activations, probabilities, scores, .. } = scratch;
-        let scores = take(scores, rows * STEP);
+        let scores = scores.take(rows * STEP);
         sums.clear();
         let visible = tile.position() + tile.tokens; // by the tile's last token
         let end = visible.min((segment + 1) * SEGMENT);

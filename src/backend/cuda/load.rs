@@ -87,11 +87,19 @@ impl RouterWeights {
 fn upload_bf16(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<bf16>> {
     match weight {
         HostTensor::Bf16 { data, .. } => DeviceBuffer::from_slice(cuda, data),
-        HostTensor::F32 { data, .. } if cuda.is_plan() => DeviceBuffer::new(cuda, data.len()),
         HostTensor::F32 { data, .. } => {
             let data: Vec<bf16> = data.iter().map(|w| bf16::from_f32(*w)).collect();
             DeviceBuffer::from_slice(cuda, &data)
         }
+        HostTensor::Shape { rows, cols } => DeviceBuffer::new(cuda, rows * cols),
+    }
+}
+
+/// f32 weights on the device.
+fn upload_f32(cuda: &Arc<Cuda>, weight: &HostTensor<'_>) -> Result<DeviceBuffer<f32>> {
+    match weight {
+        HostTensor::Shape { rows, cols } => DeviceBuffer::new(cuda, rows * cols),
+        _ => DeviceBuffer::from_slice(cuda, &weight.to_f32()),
     }
 }
 
@@ -103,14 +111,14 @@ impl Load for CudaBackend {
     type Router = RouterWeights;
     type Embedding = DeviceBuffer<bf16>;
 
-    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<Vec<f32>>, bits: DenseBits) -> Result<Linear> {
+    fn load_linear(&self, weight: HostTensor<'_>, bias: Option<HostTensor<'_>>, bits: DenseBits) -> Result<Linear> {
         let (n, k) = (weight.rows(), weight.cols());
         if !k.is_multiple_of(8) {
             return Err(Error::Model(format!(
                 "the GPU needs rows of multiples of 8 weights, and one has {k}: use --device cpu"
             )));
         }
-        let bias = bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose()?;
+        let bias = bias.map(|bias| upload_f32(&self.cuda, &bias)).transpose()?;
         let weight = match bits.precision(k).unwrap_or(Precision::Bf16) {
             Precision::Bf16 => Weight::Bf16(upload_bf16(&self.cuda, &weight)?),
             precision => {
@@ -127,44 +135,34 @@ impl Load for CudaBackend {
 
     fn load_latent_up(&self, config: &Mla, kv_b: HostTensor<'_>) -> Result<LatentUp> {
         let cuda = &self.cuda;
-        if cuda.is_plan() {
-            let numbers = config.num_heads * config.kv_lora_rank;
-            let (nope, v) = (config.qk_nope_head_dim, config.v_head_dim);
-            return Ok(LatentUp {
-                config: config.clone(),
-                kv_b: DeviceBuffer::new(cuda, numbers * (nope + v))?,
-                key_up: DeviceBuffer::new(cuda, numbers * nope)?,
-            });
-        }
         let key_up = kv_b.head_rows(config.num_heads, 0, config.qk_nope_head_dim).transpose_heads(config.num_heads);
         Ok(LatentUp { config: config.clone(), kv_b: upload_bf16(cuda, &kv_b)?, key_up: upload_bf16(cuda, &key_up)? })
     }
 
-    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule) -> Result<Rule> {
-        let upload = |numbers: &[f32]| DeviceBuffer::from_slice(&self.cuda, numbers);
-        let (taps, rates) = (rule.taps(config), rule.rates);
+    fn load_delta_net(&self, config: &DeltaNet, rule: DeltaRule<'_>) -> Result<Rule> {
+        let upload = |weight: &HostTensor<'_>| upload_f32(&self.cuda, weight);
         Ok(Rule {
             config: config.clone(),
-            taps: upload(&taps)?,
-            gates: self.load_router(RouterTensors { weight: rule.gates, ..RouterTensors::default() })?,
-            rates: upload(&rates)?,
+            taps: upload(&rule.taps())?,
+            rates: upload(&rule.rates)?,
             dt_bias: upload(&rule.dt_bias)?,
             norm: upload(&rule.norm)?,
             eps: rule.eps,
+            gates: self.load_router(RouterTensors::of(rule.gates))?,
         })
     }
 
-    fn load_norm(&self, weight: Vec<f32>) -> Result<DeviceBuffer<f32>> {
-        DeviceBuffer::from_slice(&self.cuda, &weight)
+    fn load_norm(&self, weight: HostTensor<'_>) -> Result<DeviceBuffer<f32>> {
+        upload_f32(&self.cuda, &weight)
     }
 
-    fn load_router(&self, router: RouterTensors) -> Result<RouterWeights> {
+    fn load_router(&self, router: RouterTensors<'_>) -> Result<RouterWeights> {
         let RouterTensors { weight, bias, correction_bias, expert_scale } = router;
-        let weight = DeviceBuffer::from_slice(&self.cuda, &weight)?;
+        let weight = upload_f32(&self.cuda, &weight)?;
         let parts = DeviceBuffer::new(&self.cuda, 3 * weight.len())?;
         let (grid, count) = ([weight.len().div_ceil(SPLIT_THREADS), 1, 1], weight.len() as i32);
         launch!(self.cuda, &self.cuda.compute, kernels::split_f32, grid; weight.address(), parts.address(), count);
-        let upload = |bias: Option<Vec<f32>>| bias.map(|bias| DeviceBuffer::from_slice(&self.cuda, &bias)).transpose();
+        let upload = |bias: Option<HostTensor<'_>>| bias.map(|bias| upload_f32(&self.cuda, &bias)).transpose();
         let [bias, correction_bias, expert_scale] = [upload(bias)?, upload(correction_bias)?, upload(expert_scale)?];
         Ok(RouterWeights { weight, parts, bias, correction_bias, expert_scale })
     }

@@ -64,6 +64,10 @@ impl Memory for CudaBackend {
     type Tensor = Tensor;
     type Host = PinnedBuffer<f32>;
 
+    fn is_plan(&self) -> bool {
+        self.cuda.is_plan()
+    }
+
     fn batch(&self, max_tokens: usize) -> Result<CudaBatch> {
         CudaBatch::new(&self.cuda, max_tokens, self.limits.table)
     }

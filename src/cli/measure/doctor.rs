@@ -11,7 +11,8 @@ use crate::kernel::{self, Simd};
 use crate::load::components::components;
 use crate::load::plan::UNUSED_DRAFTS;
 use crate::load::{Description, ModelFolder};
-use crate::machine::memory::{self, Buffer, Pages, read_bandwidth};
+use crate::machine::heap::Heap;
+use crate::machine::memory::{self, Pages, read_bandwidth};
 use crate::machine::topology::{self, Topology};
 use crate::machine::workers::{SCHEDSTAT, Team};
 use crate::{Result, load};
@@ -134,8 +135,9 @@ fn nodes(topology: &Topology) -> Finding {
     if several {
         value += "; every node with cores holds a slice of each expert";
     }
-    let refused =
-        Buffer::<u8>::zeros(4096).is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
+    let refused = Heap::default()
+        .buffer::<u8>(&[4096])
+        .is_ok_and(|buffer| buffer.prefer(0..4096, topology.memory_nodes()[0]).is_err());
     let cost = "memory cannot be bound to a node, so some of it may come from another node: allow it to the \
                 container (--cap-add SYS_NICE)";
     finding("NUMA", value, (several && refused).then_some(cost))

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use bytemuck::Zeroable;
+
 use super::tuning::Tuning;
 use crate::experts::ExpertMemory;
 use crate::kernel::fetch;
@@ -11,7 +13,7 @@ use crate::machine::workers::{Claims, Worker};
 pub(super) const READ_COST: usize = 8;
 
 /// One expert with tokens to work on.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Zeroable)]
 pub(super) struct Active {
     pub(super) expert: usize,
     pub(super) pairs: (usize, usize), // its pairs, from and to

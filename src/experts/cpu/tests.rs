@@ -87,7 +87,8 @@ fn inputs(tokens: usize, hidden: usize) -> (Vec<f32>, Routing) {
 
 fn executor(store: Arc<ExpertCache>, threads: usize, simd: Simd) -> CpuExperts {
     let team = Team::new(&Topology::read().worker_cpus(threads)).unwrap();
-    CpuExperts::new(Arc::new(ExpertMemory::mapped(store)), Arc::new(team), kernel::get(simd).unwrap(), 150, TOP_K)
+    let (memory, kernel) = (Arc::new(ExpertMemory::mapped(store)), kernel::get(simd).unwrap());
+    CpuExperts::new(&Heap::default(), memory, Arc::new(team), kernel, 150 * TOP_K).unwrap()
 }
 
 fn run(executor: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routing) -> Vec<u32> {
@@ -177,7 +178,8 @@ fn bits_do_not_depend_on_nodes() {
                 let team = Arc::new(Team::on_nodes(&seats).unwrap());
                 let memory =
                     ExpertMemory::copied(store(hidden, intermediate, precision), &team, &[], &|_, _| ()).unwrap();
-                let mut executor = CpuExperts::new(Arc::new(memory), team, kernel::best(), 150, TOP_K);
+                let (heap, memory) = (Heap::default(), Arc::new(memory));
+                let mut executor = CpuExperts::new(&heap, memory, team, kernel::best(), 150 * TOP_K).unwrap();
                 for _ in 0..3 {
                     assert_eq!(
                         run(&mut executor, 1, &x, &routing),
@@ -231,9 +233,9 @@ impl crate::backend::source::TensorSource for Biases {
         unreachable!("experts have biases only")
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+    fn vector(&self, name: &str, len: usize) -> Result<crate::backend::tensor::HostTensor<'_>> {
         let mut random = Random(name.bytes().map(u64::from).sum());
-        Ok((0..len).map(|_| random.uniform()).collect())
+        Ok((0..len).map(|_| random.uniform()).collect::<Vec<_>>().into())
     }
 }
 
@@ -244,13 +246,15 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
         "num_hidden_layers": LAYERS, "num_attention_heads": 1, "head_dim": 4, "num_local_experts": EXPERTS,
         "num_experts_per_tok": TOP_K, "vocab_size": 8, "max_position_embeddings": 8, "swiglu_limit": 0.5});
     let model = crate::model::families::parse(&config.to_string()).unwrap();
-    let epilogue = || Epilogue::load(&Biases, &model).unwrap();
-    assert_eq!(Epilogue::bytes(&model), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
+    let heap = Heap::default();
+    let epilogue = || Epilogue::load(&heap, &Biases, &model).unwrap();
+    epilogue();
+    assert_eq!(heap.bytes(), (4 * LAYERS * EXPERTS * (2 * width + hidden)) as u64);
     let store = store(hidden, width, Precision::Bf16);
     let (x, routing) = inputs(9, hidden);
     let own = |part: &str, len: usize| {
         use crate::backend::source::TensorSource;
-        Biases.vector(&format!("model.layers.1.mlp.experts.{part}_bias"), EXPERTS * len).unwrap()
+        Biases.vector(&format!("model.layers.1.mlp.experts.{part}_bias"), EXPERTS * len).unwrap().to_f32().into_owned()
     };
     let (both, down_bias) = (own("gate_up_proj", 2 * width), own("down_proj", hidden));
     let mut expected: Vec<f32> = x.iter().map(|v| v * 0.25).collect();

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels};
 use crate::experts::Epilogue;
+use crate::experts::epilogue::RowBias;
 use crate::model::Activation;
 
 /// Biases and activation of all layers.
@@ -16,8 +17,11 @@ pub(super) struct DeviceEpilogue {
 impl DeviceEpilogue {
     /// Copies the biases of `layers` layers to the device.
     pub(super) fn new(cuda: &Arc<Cuda>, host: &Epilogue, layers: usize) -> Result<Self> {
-        let upload = |[gate, up, down]: [&[f32]; 3]| {
-            let upload = |bias| DeviceBuffer::from_slice(cuda, bias);
+        let upload = |[gate, up, down]: [&RowBias; 3]| {
+            let upload = |bias: &RowBias| match cuda.is_plan() {
+                true => DeviceBuffer::new(cuda, bias.len),
+                false => DeviceBuffer::from_slice(cuda, &bias.values),
+            };
             Ok([upload(gate)?, upload(up)?, upload(down)?])
         };
         let biases = (0..layers).map_while(|layer| host.biases(layer)).map(upload).collect::<Result<_>>()?;

@@ -13,8 +13,9 @@ use crate::Result;
 use crate::backend::Routing;
 use crate::backend::cuda::Tensor;
 use crate::cuda::{Address, Cuda, PinnedBuffer, kernels, launch};
-use crate::experts::CpuExperts;
 use crate::experts::mailbox::{LINE, Mailbox, Room, blocks};
+use crate::experts::{CpuExperts, ExpertShape};
+use crate::machine::heap::Heap;
 
 /// One mailbox for all layers, a counter each.
 pub(super) struct Handoff {
@@ -32,15 +33,16 @@ pub(super) struct Handoff {
 const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Handoff {
-    /// Allocates for `layers` layers and batches of `sizes.cpu_tokens`.
-    pub(super) fn new(cuda: &Arc<Cuda>, layers: usize, hidden: usize, sizes: &Sizes) -> Result<Self> {
+    /// Allocates for batches of `sizes.cpu_tokens`.
+    pub(super) fn new(cuda: &Arc<Cuda>, heap: &Heap, shape: &ExpertShape, sizes: &Sizes) -> Result<Self> {
+        let (layers, hidden) = (shape.layers, shape.layout.gate.k);
         let numbers = sizes.cpu_tokens * hidden;
         let room = Room { x: 2 * numbers, y: 4 * numbers, choices: sizes.cpu_tokens * sizes.top_k, counters: layers };
         Ok(Self {
             mailbox: Mailbox::new(cuda, &room)?,
             down: PinnedBuffer::new(cuda, layers * LINE)?,
             passes: vec![0; layers],
-            x: vec![0.0; numbers],
+            x: heap.zeros(&[numbers])?,
             routing: Routing::default(),
             hidden,
         })

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use half::bf16;
-use moebius_cache::Precision;
 use moebius_cache::pack::ExpertLayout;
 
 use super::Sizes;
@@ -14,7 +13,7 @@ use crate::backend::cuda::packed::ExpertKernels;
 use crate::backend::cuda::{CudaRouting, Tensor};
 use crate::cuda::kernels::experts_gemm::{BLOCK_TILES, COMBINED, TILE_ROWS};
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
-use crate::experts::CpuExperts;
+use crate::experts::{Epilogue, ExpertShape};
 
 /// What the products need beside weights and tokens.
 pub(super) struct Products {
@@ -57,13 +56,13 @@ impl From<&LayerInput<'_>> for Choices {
 
 impl Products {
     /// Allocates for `sizes`.
-    pub(super) fn new(cuda: &Arc<Cuda>, cpu: &CpuExperts, precision: Precision, sizes: &Sizes) -> Result<Self> {
-        let cache = cpu.memory().cache();
-        let (layout, experts, pairs) = (cache.layout(), cache.num_experts(), sizes.tokens * sizes.top_k);
+    pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, epilogue: &Epilogue, sizes: &Sizes) -> Result<Self> {
+        let &ExpertShape { layout, layers, experts } = shape;
+        let pairs = sizes.tokens * sizes.top_k;
         Ok(Self {
             layout,
-            kernels: ExpertKernels::of(precision),
-            epilogue: DeviceEpilogue::new(cuda, cpu.epilogue(), cache.num_layers())?,
+            kernels: ExpertKernels::of(layout.gate.precision),
+            epilogue: DeviceEpilogue::new(cuda, epilogue, layers)?,
             experts,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
             offsets: DeviceBuffer::new(cuda, experts + 1)?,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer};
 use crate::experts::residency::{Move, Place, Residency};
-use crate::experts::{CpuExperts, ExpertMemory};
+use crate::experts::{CpuExperts, ExpertMemory, ExpertShape};
 
 /// The experts in VRAM, and where they are.
 pub(super) struct Residents {
@@ -19,22 +19,25 @@ pub(super) struct Residents {
 }
 
 impl Residents {
-    /// Copies the experts that are to be in VRAM. Errors: `Error::Cache` for a damaged one; `Error::Resources` where
-    /// VRAM ends.
-    pub(super) fn new(cuda: &Arc<Cuda>, cpu: &mut CpuExperts, residency: &Residency) -> Result<Self> {
-        let memory = cpu.memory().clone();
-        let (layers, experts, stride) = (residency.layers(), memory.cache().num_experts(), memory.stride());
-        let residents = Self {
+    /// Room for `slots` experts of each layer. Errors: `Error::Resources` where VRAM ends.
+    pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, slots: usize) -> Result<Self> {
+        let (stride, experts) = (shape.stride(), shape.experts);
+        Ok(Self {
             cuda: cuda.clone(),
             experts,
-            slots: residency.slots(),
+            slots,
             stride,
-            bytes: DeviceBuffer::new(cuda, layers * residency.slots() * stride)?,
-            tables: DeviceBuffer::new(cuda, layers * experts)?,
+            bytes: DeviceBuffer::new(cuda, shape.layers * slots * stride)?,
+            tables: DeviceBuffer::new(cuda, shape.layers * experts)?,
             marks: None,
-        };
-        let mut tables = Vec::with_capacity(layers * experts);
-        for layer in 0..layers {
+        })
+    }
+
+    /// Copies the experts that are to be in VRAM. Errors: `Error::Cache` for a damaged one.
+    pub(super) fn fill(&self, cpu: &mut CpuExperts, residency: &Residency) -> Result<()> {
+        let (residents, cuda, memory) = (self, &self.cuda, cpu.memory().clone());
+        let mut tables = Vec::with_capacity(residency.layers() * self.experts);
+        for layer in 0..residency.layers() {
             if residents.slots > 0 {
                 cpu.check_layer(layer)?;
             }
@@ -47,8 +50,7 @@ impl Residents {
             tables.extend(residents.addresses(residency, layer));
         }
         cuda.upload(&cuda.copy, residents.tables.address(), &tables);
-        cuda.synchronize()?;
-        Ok(residents)
+        cuda.synchronize()
     }
 
     fn address(&self, layer: usize, slot: usize) -> Address<u8> {

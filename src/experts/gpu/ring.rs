@@ -8,12 +8,12 @@ use super::GpuExperts;
 use super::products::LayerInput;
 use crate::Result;
 use crate::cuda::{Address, Cuda, CudaEvent, DeviceBuffer};
-use crate::experts::ExpertMemory;
+use crate::experts::{ExpertMemory, ExpertShape};
 
 /// Two halves of VRAM that experts pass through: one is filled while the other is used.
 pub(super) struct Ring {
     cuda: Arc<Cuda>,
-    memory: Arc<ExpertMemory>,
+    shape: ExpertShape,
     bytes: DeviceBuffer<u8>,   // [2, half, stride]
     half: usize,               // experts of a half
     tables: DeviceBuffer<u64>, // [2, experts]
@@ -35,19 +35,19 @@ struct ExpertRun {
 
 impl Ring {
     /// Room for `half` experts twice.
-    pub(super) fn new(cuda: &Arc<Cuda>, memory: Arc<ExpertMemory>, half: usize) -> Result<Self> {
+    pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, half: usize) -> Result<Self> {
         let events = || Ok::<_, crate::Error>([CudaEvent::new(cuda)?, CudaEvent::new(cuda)?]);
         Ok(Self {
-            bytes: DeviceBuffer::new(cuda, 2 * half * memory.stride())?,
+            bytes: DeviceBuffer::new(cuda, 2 * half * shape.stride())?,
             half,
-            tables: DeviceBuffer::zeros(cuda, 2 * memory.cache().num_experts())?,
+            tables: DeviceBuffer::zeros(cuda, 2 * shape.experts)?,
             filled: events()?,
             used: events()?,
             holds: [None, None],
             newest: 1,
             copied_bytes: 0,
             cuda: cuda.clone(),
-            memory,
+            shape: *shape,
         })
     }
 
@@ -78,9 +78,9 @@ impl Ring {
 
     /// Enqueues the copies of experts of `layer`, in ascending order, into a half, and its table: their addresses over
     /// those of `table`.
-    fn copy(&mut self, half: usize, layer: usize, experts: &[usize], mut table: Vec<u64>) {
-        let Self { cuda, memory, .. } = &*self;
-        let (stride, bytes) = (memory.stride(), memory.cache().layout().bytes());
+    fn copy(&mut self, memory: &ExpertMemory, half: usize, layer: usize, experts: &[usize], mut table: Vec<u64>) {
+        let Self { cuda, shape, .. } = &*self;
+        let (stride, bytes) = (shape.stride(), shape.layout.bytes());
         cuda.wait(&cuda.copy, &self.used[half]);
         let mut to = self.bytes.address().add(half * self.half * stride);
         // Neighbours in the file cross together.
@@ -100,7 +100,7 @@ impl Ring {
     }
 
     fn table(&self, half: usize) -> Address<u64> {
-        self.tables.address().add(half * self.memory.cache().num_experts())
+        self.tables.address().add(half * self.shape.experts)
     }
 }
 
@@ -127,7 +127,7 @@ impl GpuExperts {
             true => self.residents.addresses(&self.residency, layer).collect(),
             false => vec![0; self.experts()],
         };
-        self.ring.copy(half, layer, experts, table);
+        self.ring.copy(&self.memory, half, layer, experts, table);
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Grouped-query attention.
 
 use super::{Layer, Step};
+use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::join::{Partial, Stream, join};
 use crate::forward::loader::Loader;
@@ -39,7 +40,7 @@ impl<B: Backend> Weights<B> {
             let [q, k] = names.qk_norm.map(|which| format!("{name}.{which}.weight"));
             Ok::<_, Error>(Some((loader.norm(&q, q_len)?, loader.norm(&k, kv_len)?)))
         };
-        let ones = |len: usize| backend.load_norm(vec![1.0; len]);
+        let ones = |len: usize| backend.load_made_norm(len, || vec![1.0; len]);
         Ok(Self {
             q: queries,
             k: loader.linear(&format!("{name}.k_proj"), kv, hidden, bias)?,
@@ -76,14 +77,9 @@ impl<B: Backend> Weights<B> {
 fn head_part<B: Backend>(loader: &Loader<'_, B>, name: &str, a: &Gqa, half: usize, bias: bool) -> Result<B::Linear> {
     let (rows, dim) = (2 * a.num_heads * a.head_dim, a.head_dim);
     let weight = loader.source.matrix(&format!("{name}.weight"), rows, loader.model.hidden_size)?;
-    let bias = match bias {
-        true => {
-            let all = loader.source.vector(&format!("{name}.bias"), rows)?;
-            Some(all.chunks_exact(dim).skip(half).step_by(2).flatten().copied().collect())
-        }
-        false => None,
-    };
-    loader.backend.load_linear(weight.head_rows(a.num_heads, half * dim, (half + 1) * dim), bias, loader.bits)
+    let bias = if bias { Some(loader.source.vector(&format!("{name}.bias"), rows)?) } else { None };
+    let part = |all: HostTensor<'_>| all.head_rows(a.num_heads, half * dim, (half + 1) * dim);
+    loader.backend.load_linear(part(weight), bias.map(part), loader.bits)
 }
 
 /// Activations of one layer.

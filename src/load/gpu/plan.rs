@@ -1,21 +1,19 @@
 //! What goes where on a GPU, decided before anything is loaded: the same constructors run on a device that only counts.
 
-use half::bf16;
-use moebius_cache::pack::ExpertLayout;
-
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::{self as gpu, CudaBackend};
-use crate::backend::source::TensorSource;
-use crate::backend::tensor::HostTensor;
+use crate::backend::source::Shapes;
 use crate::config::{EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
-use crate::experts::{CpuExperts, Epilogue};
+use crate::experts::{Epilogue, ExpertShape};
 use crate::forward::kv_cache::KvCache;
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
 use crate::load::machine::{Machine, RESERVE_BYTES, gib};
+use crate::load::memory::count_experts;
 use crate::load::spec::Spec;
+use crate::machine::heap::Heap;
 use crate::{Error, Result};
 
 use super::refusal::refusal;
@@ -41,6 +39,8 @@ pub struct GpuPlan {
     pub weights: u64,
     /// Activations and work space.
     pub buffers: u64,
+    /// Pinned RAM beside the experts' own.
+    pub pinned: u64,
     /// KV cache.
     pub kv: u64,
     /// Experts that stay in VRAM.
@@ -67,11 +67,12 @@ impl GpuPlan {
 
     /// RAM that will be taken beside the experts: what both sides see, and the CPU's work space.
     pub fn host_bytes(&self, spec: &Spec<'_>, machine: &Machine) -> Result<u64> {
-        let logits = (4 * self.limits.logit_rows * spec.model.vocab_size) as u64;
-        let (Some(sizes), Some(layout)) = (&self.sizes, spec.expert_layout()?) else { return Ok(logits) };
-        let threads = machine.team.threads();
-        let cpu = CpuExperts::bytes(&layout, machine.kernel, threads, sizes.cpu_tokens, sizes.top_k) as u64;
-        Ok(logits + cpu + GpuExperts::host_bytes(&layout, spec.model.moe_layers().count(), sizes))
+        let (Some(sizes), Some(shape)) = (&self.sizes, spec.expert_shape()?) else { return Ok(self.pinned) };
+        let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
+        count_experts(spec, &heap, machine.kernel, machine.team.threads(), sizes.cpu_tokens)?;
+        let epilogue = Epilogue::load(&heap, &Shapes, spec.model)?;
+        GpuExperts::count(&cuda, &heap, &shape, &epilogue, sizes)?;
+        Ok(self.pinned + cuda.pinned() + heap.bytes())
     }
 
     /// Decides. Errors: `Error::Resources` with the flags that help where it does not fit into VRAM or RAM;
@@ -90,7 +91,7 @@ impl GpuPlan {
         check_vram(spec.config, device)?;
         let planner = Planner { spec: *spec, device, vram: spec.config.vram.unwrap_or(device.free_bytes) };
         let plan = match planner.plan()? {
-            Attempt::Fits(plan) => plan,
+            Attempt::Fits(plan) => *plan,
             Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
         };
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
@@ -122,7 +123,7 @@ pub(super) struct Planner<'a> {
 
 /// A plan for parts of some size, or the VRAM that it would need at least, without the driver's.
 enum Attempt {
-    Fits(GpuPlan),
+    Fits(Box<GpuPlan>),
     Needs(u64),
 }
 
@@ -170,7 +171,7 @@ impl Planner<'_> {
         let wanted = config.max_context.unwrap_or(model.max_context).min(model.max_context);
         let counted = Counted::of(self, limits, wanted, 0)?;
         let block = Counted::of(self, limits, wanted, 1)?.kv - counted.kv;
-        let (Some(layout), Some(moe)) = (self.spec.expert_layout()?, model.moe()) else {
+        let (Some(shape), Some(moe)) = (self.spec.expert_shape()?, model.moe()) else {
             return Ok(self.context(limits, &counted, block));
         };
         let cpu_tokens = match config.prefill {
@@ -178,11 +179,12 @@ impl Planner<'_> {
             _ => limits.chunk_tokens.min(CPU_TOKENS),
         };
         let sizes = Sizes { tokens: limits.chunk_tokens, cpu_tokens, top_k: moe.router.top_k, resident: 0, ring: 0 };
-        let layers = model.moe_layers().count();
-        let work = GpuExperts::device_bytes(&layout, layers, moe.num_experts, &sizes) + Epilogue::bytes(model);
+        let (cuda, heap) = (Cuda::plan(self.device.clone()), Heap::plan());
+        let epilogue = Epilogue::load(&heap, &Shapes, model)?;
+        let work = GpuExperts::count(&cuda, &heap, &shape, &epilogue, &sizes)?;
         // The context first, as chosen, or a quarter of what is left; then the experts.
         match self.context(limits, &Counted { buffers: counted.buffers + work, ..counted }, block) {
-            Attempt::Fits(plan) => self.experts(plan, &layout, sizes),
+            Attempt::Fits(plan) => self.experts(*plan, &shape, sizes),
             needs => Ok(needs),
         }
     }
@@ -202,11 +204,12 @@ impl Planner<'_> {
         let max_context = config.max_context.unwrap_or(model.max_context.min(quarter.max(least) * BLOCK_SIZE));
         let one = blocks_of(max_context);
         let kv_blocks = quarter.clamp(one, one * config.max_sequences);
-        Attempt::Fits(GpuPlan {
+        Attempt::Fits(Box::new(GpuPlan {
             device: self.device.clone(),
             vram: self.vram,
             weights: counted.weights,
             buffers: counted.buffers,
+            pinned: counted.pinned,
             kv: kv_blocks as u64 * block,
             resident: 0,
             ring: 0,
@@ -215,15 +218,13 @@ impl Planner<'_> {
             kv_blocks,
             limits,
             sizes: None,
-        })
+        }))
     }
 
     /// `plan` with its experts: residents, those that pass through, and the others in RAM.
-    fn experts(&self, plan: GpuPlan, layout: &ExpertLayout, sizes: Sizes) -> Result<Attempt> {
-        let Spec { model, config, .. } = self.spec;
-        let layers = model.moe_layers().count() as u64;
-        let experts = model.moe().map_or(0, |moe| moe.num_experts);
-        let stride = layout.bytes().next_multiple_of(64) as u64;
+    fn experts(&self, plan: GpuPlan, shape: &ExpertShape, sizes: Sizes) -> Result<Attempt> {
+        let config = self.spec.config;
+        let (layers, experts, stride) = (shape.layers as u64, shape.experts, shape.stride() as u64);
         let taken = plan.weights + plan.buffers + plan.kv;
         let left = self.budget() - taken;
         let (resident, ring) = match config.resident_experts {
@@ -250,13 +251,13 @@ impl Planner<'_> {
         if resident < experts && ring == 0 && sizes.cpu_tokens < sizes.tokens {
             return Ok(Attempt::Needs(taken + 2 * stride));
         }
-        Ok(Attempt::Fits(GpuPlan {
+        Ok(Attempt::Fits(Box::new(GpuPlan {
             resident: layers * resident as u64 * stride,
             ring: ring as u64 * stride,
             ram: if resident == experts { 0 } else { self.spec.expert_bytes()? },
             sizes: Some(Sizes { resident, ring, ..sizes }),
             ..plan
-        }))
+        })))
     }
 }
 
@@ -309,6 +310,7 @@ struct Counted {
     weights: u64,
     buffers: u64,
     kv: u64,
+    pinned: u64, // in RAM
 }
 
 impl Counted {
@@ -324,25 +326,15 @@ impl Counted {
         let model = Model::new(backend, model.clone(), weights, None, kv, limits)?;
         let all = cuda.allocated();
         drop(model);
-        Ok(Self { weights: weights_bytes, buffers: all - weights_bytes - kv_bytes, kv: kv_bytes })
+        Ok(Self {
+            weights: weights_bytes,
+            buffers: all - weights_bytes - kv_bytes,
+            kv: kv_bytes,
+            pinned: cuda.pinned(),
+        })
     }
 }
 
 pub(super) fn gpu_limits(config: &EngineConfig, context: usize) -> gpu::Limits {
     gpu::Limits { context, table: config.max_sequences * context.div_ceil(BLOCK_SIZE) }
-}
-
-/// Weights of the right shapes: zeros that nobody reads, so they take no memory.
-struct Shapes;
-
-impl TensorSource for Shapes {
-    fn matrix(&self, _: &str, rows: usize, cols: usize) -> Result<HostTensor<'_>> {
-        let zeros: Vec<bf16> = bytemuck::allocation::try_zeroed_vec(rows.saturating_mul(cols))
-            .map_err(|()| Error::Resources("there is no address space to plan in: raise `ulimit -v`".into()))?;
-        Ok(HostTensor::Bf16 { data: zeros.into(), cols })
-    }
-
-    fn vector(&self, _: &str, len: usize) -> Result<Vec<f32>> {
-        Ok(vec![0.0; len])
-    }
 }

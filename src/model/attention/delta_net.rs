@@ -67,14 +67,6 @@ impl Facts for DeltaNet {
         vec![(self.conv_dim(), hidden), (self.value_dim(), hidden), (hidden, self.value_dim())]
     }
 
-    fn f32_weights(&self, hidden: usize) -> usize {
-        self.conv_dim() * self.conv_width + 2 * self.num_value_heads * hidden
-    }
-
-    fn activation_len(&self) -> usize {
-        self.conv_dim() + 2 * self.value_dim()
-    }
-
     fn inner_products(&self) -> f64 {
         4.0 * self.value_dim() as f64 * self.key_head_dim as f64
     }

@@ -115,11 +115,6 @@ impl Facts for Gqa {
         [(q, hidden), (k, hidden), o].into_iter().chain(v).chain(gate).collect()
     }
 
-    fn activation_len(&self) -> usize {
-        (self.num_heads + self.num_kv_heads) * (self.head_dim + self.value_dim)
-            + self.gate().map_or(0, |(rows, _)| rows)
-    }
-
     fn products_per_pair(&self) -> usize {
         self.num_heads * (self.head_dim + self.value_dim)
     }

@@ -63,16 +63,6 @@ impl Facts for Mla {
         [query, vec![(self.cache_dim(), hidden), (hidden, self.num_heads * self.v_head_dim)]].concat()
     }
 
-    fn head_matrices(&self) -> (usize, Vec<Matrix>) {
-        let [key, value] = [(self.kv_lora_rank, self.qk_nope_head_dim), (self.v_head_dim, self.kv_lora_rank)];
-        (self.num_heads, vec![key, value])
-    }
-
-    fn activation_len(&self) -> usize {
-        let head = self.qk_head_dim() + self.cache_dim() + self.kv_lora_rank + self.v_head_dim;
-        2 * self.q_lora_rank.unwrap_or(0) + self.cache_dim() + self.num_heads * head
-    }
-
     fn inner_products(&self) -> f64 {
         self.kv_lora_rank as f64 * self.num_heads as f64 * (self.qk_nope_head_dim + self.v_head_dim) as f64
     }

@@ -8,7 +8,7 @@
 //! value heads tiled                              GGUF of Qwen3.5
 //! ```
 
-use crate::backend::tensor::{HostTensor, rows_by};
+use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, DeltaRule};
 use crate::forward::loader::Loader;
 use crate::model::DeltaNet;
@@ -19,7 +19,7 @@ pub(super) struct Tensors<'a> {
     pub(super) qkv: HostTensor<'a>, // [conv_dim, hidden]
     pub(super) z: HostTensor<'a>,   // [value_dim, hidden]
     pub(super) o: HostTensor<'a>,   // [hidden, value_dim]
-    pub(super) rule: DeltaRule,
+    pub(super) rule: DeltaRule<'a>,
 }
 
 /// Those of the layer part `name`.
@@ -42,18 +42,18 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
     } else {
         [matrix("in_proj_b", heads, hidden)?, matrix("in_proj_a", heads, hidden)?]
     };
-    let gates = HostTensor::stacked(&[beta, alpha]).to_f32().into_owned();
+    let gates = HostTensor::stacked(&[beta, alpha]);
     let rates = match has("A") {
         true => {
             let a = vector("A", heads)?;
-            if a.iter().any(|a| *a > 0.0) {
+            if a.to_f32().iter().any(|a| *a > 0.0) {
                 return Err(Error::Model(format!(
                     "tensor `{name}.A` holds positive numbers, which are no decay: convert the model again"
                 )));
             }
-            a.iter().map(|a| -a).collect()
+            a.map(|a| -a)
         }
-        false => vector("A_log", heads)?.iter().map(|a| a.exp()).collect(),
+        false => vector("A_log", heads)?.map(f32::exp),
     };
     let conv = loader.source.numbers(&format!("{name}.conv1d.weight"), &[a.conv_dim(), 1, a.conv_width])?;
     let o = matrix("out_proj", hidden, a.value_dim())?;
@@ -66,11 +66,12 @@ pub(super) fn read<'a, B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Delta
         eps: loader.model.norm_eps,
     };
     let tensors = Tensors { qkv, z, o, rule };
-    Ok(if a.tiled { untiled(a, hidden, tensors) } else { tensors })
+    // In whatever order heads are, they take the same memory.
+    Ok(if a.tiled && !loader.backend.is_plan() { untiled(a, tensors) } else { tensors })
 }
 
 /// The value heads of a key head beside each other.
-fn untiled<'a>(a: &DeltaNet, hidden: usize, Tensors { qkv, z, o, rule }: Tensors<'_>) -> Tensors<'a> {
+fn untiled<'a>(a: &DeltaNet, Tensors { qkv, z, o, rule }: Tensors<'a>) -> Tensors<'a> {
     let (keys, heads) = (a.num_key_heads, a.num_value_heads);
     // What is there for each value head, `width` of it, behind what is not.
     let order = |before: usize, width: usize| -> Vec<usize> {
@@ -82,12 +83,11 @@ fn untiled<'a>(a: &DeltaNet, hidden: usize, Tensors { qkv, z, o, rule }: Tensors
     let of_gates: Vec<usize> =
         [0, heads].iter().flat_map(|from| of_heads.iter().map(move |head| from + head)).collect();
     let rule = DeltaRule {
-        conv: rows_by(&rule.conv, a.conv_width, &channels),
-        gates: rows_by(&rule.gates, hidden, &of_gates),
-        rates: rows_by(&rule.rates, 1, &of_heads),
-        dt_bias: rows_by(&rule.dt_bias, 1, &of_heads),
-        norm: rule.norm,
-        eps: rule.eps,
+        conv: rule.conv.rows_by(&channels),
+        gates: rule.gates.rows_by(&of_gates),
+        rates: rule.rates.rows_by(&of_heads),
+        dt_bias: rule.dt_bias.rows_by(&of_heads),
+        ..rule
     };
     Tensors { qkv: qkv.rows_by(&channels), z: z.rows_by(&values), o: o.cols_by(&values), rule }
 }
@@ -116,11 +116,11 @@ mod tests {
         let matrix = |data: Vec<f32>, cols| HostTensor::F32 { data: data.into(), cols };
         let twice = |data: &[f32]| -> Vec<f32> { data.iter().flat_map(|x| [*x, *x + 0.5]).collect() };
         let rule = DeltaRule {
-            conv: twice(&file_channels),
-            gates: twice(&rows(12, 0)),
-            rates: rows(6, 0),
-            dt_bias: rows(6, 5),
-            norm: vec![7.0, 8.0],
+            conv: matrix(twice(&file_channels), 2),
+            gates: matrix(twice(&rows(12, 0)), 2),
+            rates: rows(6, 0).into(),
+            dt_bias: rows(6, 5).into(),
+            norm: vec![7.0, 8.0].into(),
             eps: 1e-6,
         };
         let o = [rows(12, 0), rows(12, 1)].concat();
@@ -130,13 +130,14 @@ mod tests {
             o: matrix(o, 12),
             rule,
         };
-        let Tensors { qkv, z, o, rule } = untiled(&a, 2, file);
+        let Tensors { qkv, z, o, rule } = untiled(&a, file);
         assert_eq!(qkv.to_f32(), channels);
-        assert_eq!(rule.conv, twice(&channels));
+        assert_eq!(rule.conv.to_f32(), twice(&channels));
         assert_eq!(z.to_f32(), twice(&values));
         assert_eq!(o.to_f32(), [values.clone(), values.iter().map(|x| x + 1.0).collect()].concat());
         let of_heads = |from: f32| -> Vec<f32> { heads.iter().map(|&head| 10.0 * head as f32 + from).collect() };
-        assert_eq!((rule.rates, rule.dt_bias, rule.norm), (of_heads(0.0), of_heads(5.0), vec![7.0, 8.0]));
-        assert_eq!(rule.gates, twice(&[of_heads(0.0), of_heads(60.0)].concat()));
+        let vectors = [rule.rates, rule.dt_bias, rule.norm].map(|vector| vector.to_f32().into_owned());
+        assert_eq!(vectors, [of_heads(0.0), of_heads(5.0), vec![7.0, 8.0]]);
+        assert_eq!(rule.gates.to_f32(), twice(&[of_heads(0.0), of_heads(60.0)].concat()));
     }
 }
