@@ -208,8 +208,8 @@ impl KvBits {
     }
 }
 
-/// Declares groups of choices, each the flags that some commands share, and [`EngineConfig`], which has them all. A field
-/// is its flag: its comment is the help, its `arg` the values and the default.
+/// Declares groups of choices, each the flags that some commands share, and [`EngineConfig`], which has them all. A
+/// field is its flag: its comment is the help, its `arg` the values and the default.
 macro_rules! engine_config {
     ($($(#[$about:meta])* struct $Group:ident { $($(#[$arg:meta])* $choice:ident: $Type:ty,)* })*) => {
         /// Every user choice of an engine.

@@ -18,11 +18,10 @@ impl<B: Backend> Weights<B> {
     pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &ShortConv) -> Result<Self> {
         let (hidden, channels, width) = (loader.model.hidden_size, a.channels, a.conv_width);
         let conv = loader.source.numbers(&format!("{layer}.conv.conv.weight"), &[channels, 1, width])?;
-        let taps = (0..width).flat_map(|tap| conv.iter().skip(tap).step_by(width)).copied().collect();
         Ok(Self {
             bcx: loader.linear(&format!("{layer}.conv.in_proj"), 3 * channels, hidden, false)?,
             o: loader.linear(&format!("{layer}.conv.out_proj"), hidden, channels, false)?,
-            taps: loader.backend.load_norm(taps)?,
+            taps: loader.backend.load_norm(conv.reshaped(width).transpose_heads(1))?,
         })
     }
 

@@ -28,14 +28,6 @@ impl Facts for ShortConv {
         vec![(3 * self.channels, hidden), (hidden, self.channels)]
     }
 
-    fn f32_weights(&self, _hidden: usize) -> usize {
-        self.channels * self.conv_width
-    }
-
-    fn activation_len(&self) -> usize {
-        4 * self.channels
-    }
-
     fn gpu_lacks(&self) -> Option<String> {
         (self.conv_width > 8 || !self.channels.is_multiple_of(8))
             .then(|| format!("the GPU has short convolutions of up to 8 inputs, not {}", self.conv_width))
