@@ -24,13 +24,7 @@
 #include "delta_net.cuh"
 
 constexpr int CHUNK = 64, CHUNK_THREADS = 128, TRIANGLES = 4; // rows of 64 in `triangles`
-
 constexpr int KEY_PITCH = MAX_KEY + 8, CHUNK_PITCH = CHUNK + 8;
-
-// Where a chunk's tokens are, and how many.
-struct Chunk {
-    int first, tokens;
-};
 
 // Two bf16 numbers to a value: the rounded one, and what is left.
 struct Split {
@@ -74,7 +68,7 @@ KERNEL(delta_net_within, CHUNK_THREADS, 0, const bf16* mixed, DeltaGates gates, 
     if (tid < CHUNK) {
         const float2 gate =
             tid < tokens ? log_decay_and_beta(gates, first + tid, head, shape.value_heads) : make_float2(0.0f, 0.0f);
-        logs[tid] = gate.x;
+        logs[tid] = fmaxf(gate.x, -1e4f); // nothing is left as well, and differences are numbers
         betas[tid] = gate.y;
     }
     copy_async_wait<0>();
@@ -183,20 +177,18 @@ KERNEL(delta_net_within, CHUNK_THREADS, 0, const bf16* mixed, DeltaGates gates, 
     }
 }
 
-constexpr int ACROSS_COLUMNS = CHUNK_THREADS / WARP * 16; // values of a block
+constexpr int ACROSS_THREADS = 128, ACROSS_COLUMNS = ACROSS_THREADS / WARP * 16, VALUE_PITCH = ACROSS_COLUMNS + 8;
 
 // Shared memory: keys of this chunk and the next, queries, triangles, values (and the warps' results), scales of this
 // chunk and the next.
-constexpr int KEYS_BYTES = CHUNK * KEY_PITCH * 2, TRIANGLE_BYTES = CHUNK * CHUNK_PITCH * 2, SCALES_BYTES = CHUNK * 16,
-              ACROSS_BYTES = 3 * KEYS_BYTES + (TRIANGLES + 1) * TRIANGLE_BYTES + 2 * SCALES_BYTES;
+constexpr int ACROSS_BYTES = CHUNK * (3 * KEY_PITCH * 2 + TRIANGLES * CHUNK_PITCH * 2 + VALUE_PITCH * 2 + 2 * 16);
 
 // A warp has 16 columns of S, for all keys, in registers, transposed as everything it makes is: columns are the rows of
 // its products, and sums become operands where they lie. It meets others only to copy.
 #define ACROSS_SHARED 100352
-KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf16* mixed, const bf16* triangles,
+KERNEL(delta_net_across, ACROSS_THREADS, ACROSS_SHARED, const bf16* qkv, const bf16* mixed, const bf16* triangles,
     const float4* scales, float* inputs, float* heads, bf16* out, DeltaBatch batch, DeltaShape shape, int rows) {
     static_assert(ACROSS_SHARED == ACROSS_BYTES, "shared memory");
-    static_assert(ACROSS_COLUMNS == CHUNK, "a tile of values is as wide as a triangle");
     DYNAMIC_SHARED(unsigned char, shared);
     begin_kernel();
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, head = blockIdx.x, s = blockIdx.z;
@@ -207,15 +199,15 @@ KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf
               group = shape.value_heads / shape.key_heads, key_head = head / group;
     bf16 *key_tiles = reinterpret_cast<bf16*>(shared), *queries = key_tiles + 2 * CHUNK * KEY_PITCH,
          *triangle_tiles = queries + CHUNK * KEY_PITCH, *values = triangle_tiles + TRIANGLES * CHUNK * CHUNK_PITCH;
-    float4* scale_tiles = reinterpret_cast<float4*>(values + CHUNK * CHUNK_PITCH);
+    float4* scale_tiles = reinterpret_cast<float4*>(values + CHUNK * VALUE_PITCH);
 
     // Two groups of copies to a chunk: what multiplies S, then the rest.
     auto copy_keys = [&](int chunk) {
         const int from = first + chunk * CHUNK, tokens = end - from;
         const bf16* row = mixed + (size_t)from * channels + key_head * key_dim;
         if (tokens > 0) {
-            copy_rows<CHUNK, MAX_KEY, CHUNK_THREADS>(queries, row, channels, key_dim, tokens, tid);
-            copy_rows<CHUNK, MAX_KEY, CHUNK_THREADS>(
+            copy_rows<CHUNK, MAX_KEY, ACROSS_THREADS>(queries, row, channels, key_dim, tokens, tid);
+            copy_rows<CHUNK, MAX_KEY, ACROSS_THREADS>(
                 key_tiles + chunk % 2 * CHUNK * KEY_PITCH, row + keys_dim, channels, key_dim, tokens, tid);
             if (tid < CHUNK)
                 copy_async_16(scale_tiles + chunk % 2 * CHUNK + tid,
@@ -228,9 +220,9 @@ KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf
         const bf16* row = triangles + ((size_t)head * rows + from) * TRIANGLES * CHUNK;
 #pragma unroll
         for (int i = 0; i < TRIANGLES; i++)
-            copy_rows<CHUNK, CHUNK, CHUNK_THREADS>(
+            copy_rows<CHUNK, CHUNK, ACROSS_THREADS>(
                 triangle_tiles + i * CHUNK * CHUNK_PITCH, row + i * CHUNK, TRIANGLES * CHUNK, CHUNK, tokens, tid);
-        copy_rows<CHUNK, CHUNK, CHUNK_THREADS>(values,
+        copy_rows<CHUNK, ACROSS_COLUMNS, ACROSS_THREADS>(values,
             mixed + (size_t)from * channels + 2 * keys_dim + head * value_dim + column, channels, value_dim - column,
             tokens, tid);
         copy_async_commit();
@@ -287,7 +279,7 @@ KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf
 #pragma unroll
         for (int n = 0; n < CHUNK / 8; n += 2) {
             uint32_t v[4];
-            load_b_cols(v, values + n * 8 * CHUNK_PITCH + warp * 16, CHUNK_PITCH, lane);
+            load_b_cols(v, values + n * 8 * VALUE_PITCH + warp * 16, VALUE_PITCH, lane);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float (&x)[4] = u[n + i % 2];
@@ -328,7 +320,7 @@ KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf
         for (int n = 0; n < CHUNK / 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                values[(n * 8 + lane % 4 * 2 + i % 2) * CHUNK_PITCH + warp * 16 + lane / 4 + i / 2 * 8] =
+                values[(n * 8 + lane % 4 * 2 + i % 2) * VALUE_PITCH + warp * 16 + lane / 4 + i / 2 * 8] =
                     to_bf16(o[n][i]);
         __syncwarp();
 #pragma unroll
@@ -336,7 +328,7 @@ KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf
             const int t = at / 2, v = warp * 16 + at % 2 * 8;
             if (t < tokens && column + v < value_dim)
                 *reinterpret_cast<uint4*>(out + ((size_t)(from + t) * shape.value_heads + head) * value_dim + column +
-                    v) = *reinterpret_cast<const uint4*>(values + t * CHUNK_PITCH + v);
+                    v) = *reinterpret_cast<const uint4*>(values + t * VALUE_PITCH + v);
         }
 
         // S = exp(g_64) S + what is written.
@@ -372,6 +364,6 @@ KERNEL(delta_net_across, CHUNK_THREADS, ACROSS_SHARED, const bf16* qkv, const bf
     auto keep = [&](int c) { keep_inputs(qkv, kept, c, channels, shape.taps, first, end, fresh); };
     if (tid < ACROSS_COLUMNS && column + tid < value_dim) keep(2 * keys_dim + head * value_dim + column + tid);
     if (blockIdx.y == 0 && head % group == 0)
-        for (int i = tid; i < 2 * key_dim; i += CHUNK_THREADS)
+        for (int i = tid; i < 2 * key_dim; i += ACROSS_THREADS)
             keep(i / key_dim * keys_dim + key_head * key_dim + i % key_dim);
 }

@@ -222,7 +222,7 @@ fn check_long_prompt(fixture: &str, length: usize, passes: &[usize]) {
 #[test]
 fn a_prompt_of_20000_tokens_in_any_passes() {
     need_gpu!(real);
-    for fixture in ["qwen3_moe", "kimi_k25_ct_int4_sharded"] {
+    for fixture in ["qwen3_moe", "kimi_k25_ct_int4_sharded", "qwen3_next"] {
         check_long_prompt(fixture, 20_000, &[20_000, 4096, 1000]);
     }
 }
@@ -230,7 +230,7 @@ fn a_prompt_of_20000_tokens_in_any_passes() {
 #[test]
 fn a_prompt_of_300_tokens_in_any_passes() {
     need_gpu!();
-    for fixture in ["qwen3_moe", "deepseek_v3"] {
+    for fixture in ["qwen3_moe", "deepseek_v3", "qwen3_next"] {
         check_long_prompt(fixture, 300, &[300, 111, 37]);
     }
 }
