@@ -419,6 +419,7 @@ const SYNTAXES: &[(&str, &[&str])] = &[
         ],
     ),
     ("<tool_call> <arg_key> <think>", &["<tool_call>", "</tool_call>"]),
+    ("<tool_call> </arg_key><arg_value> <think>", &["<tool_call>", "</tool_call>"]),
     ("<minimax:tool_call>", &[]),
     ("<|channel|> <|message|>", &["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"]),
 ];
@@ -567,6 +568,13 @@ fn free_text_may_call_strict_tools_only_well() {
                 "Just text {}.",
                 "Ok <tool_call>\n<function=now>\n</function>\n</tool_call>",
                 "Ok <tool_call>\n<function=get_weather>\n<parameter=city>\nX\n</parameter>\n</function>\n</tool_call>",
+            ],
+            t if t.contains("</arg_key><arg_value>") => [
+                "Just text {}.",
+                "Ok <tool_call>get_weather<arg_key>city</arg_key><arg_value>X</arg_value><arg_key>days</arg_key>\
+                 <arg_value>3</arg_value><arg_key>unit</arg_key><arg_value>c</arg_value></tool_call>\
+                 <tool_call>now</tool_call>",
+                "Ok <tool_call>get_weather\n</tool_call>",
             ],
             t if t.contains("arg_key") => [
                 "Just text {}.",

@@ -17,6 +17,8 @@ const DEEPSEEK_V31: &str = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin
 const KIMI: &str = "<|tool_calls_section_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|> <think></think>";
 const GLM: &str =
     "{{ '\\n<tool_call>' + tc.name }}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key> <think></think>";
+const GLM_47: &str = "{{- '<tool_call>' + tc.name -}}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key>\
+                      <arg_value>{{ v }} <think>";
 const MINIMAX: &str = "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}{% for k, v in _args.items() %} <think>";
 const HARMONY: &str = "<|start|>assistant<|channel|>analysis<|message|> tool_call.arguments|tojson";
 
@@ -362,6 +364,10 @@ fn glm() {
     );
     let text = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a\nb</arg_value></tool_call>";
     check(GLM, false, text, "", "", &[("get_weather", r#"{"city": "a\nb"}"#)]);
+    let text = "let me</think>Checking.<tool_call>get_weather<arg_key>city</arg_key><arg_value>a\nb</arg_value>\
+                <arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>";
+    let calls = [("get_weather", r#"{"city": "a\nb", "days": 3}"#), ("now", "{}")];
+    check(GLM_47, true, text, "let me", "Checking.", &calls);
 }
 
 #[test]
@@ -521,9 +527,9 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn cuts_make_no_difference(text in pieces(), template in 0usize..8, in_reasoning in any::<bool>(),
+    fn cuts_make_no_difference(text in pieces(), template in 0usize..9, in_reasoning in any::<bool>(),
         cuts in prop::collection::vec(0usize..400, 0..12)) {
-        let template = [HERMES, FUNCTION, DEEPSEEK_R1, DEEPSEEK_V31, KIMI, GLM, MINIMAX, HARMONY][template];
+        let template = [HERMES, FUNCTION, DEEPSEEK_R1, DEEPSEEK_V31, KIMI, GLM, GLM_47, MINIMAX, HARMONY][template];
         let mut cuts = cuts;
         cuts.sort_unstable();
         let whole = Answer { ids: Vec::new(), ..read(template, in_reasoning, &text, &[]) };

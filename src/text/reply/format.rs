@@ -79,7 +79,8 @@ pub(super) struct Markup {
 }
 
 /// All rows; the first whose marks a template has is its format.
-pub(super) const FORMATS: &[&CallFormat] = &[&DEEPSEEK_V3, &DEEPSEEK_V31, &KIMI, &MINIMAX, &GLM, &QWEN_CODER, &HERMES];
+pub(super) const FORMATS: &[&CallFormat] =
+    &[&DEEPSEEK_V3, &DEEPSEEK_V31, &KIMI, &MINIMAX, &GLM_47, &GLM, &QWEN_CODER, &HERMES];
 
 impl CallFormat {
     /// The format that this chat template writes.
@@ -119,7 +120,7 @@ pub(super) const QWEN_CODER: CallFormat = CallFormat {
     between: "\n",
 };
 
-/// `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and later.
+/// `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and 4.6.
 pub(super) const GLM: CallFormat = CallFormat {
     marks: &["<tool_call>", "<arg_key>"],
     section: None,
@@ -136,6 +137,22 @@ pub(super) const GLM: CallFormat = CallFormat {
     }),
     closer: "</tool_call>",
     between: "\n",
+};
+
+/// The same without line ends: GLM-4.7.
+pub(super) const GLM_47: CallFormat = CallFormat {
+    marks: &["<tool_call>", "</arg_key><arg_value>"],
+    name: Name::Line(""),
+    arguments: ArgumentForm::Parameters(Frame {
+        before_key: "<arg_key>",
+        after_key: "</arg_key>",
+        before_value: "<arg_value>",
+        after_value: "</arg_value>",
+        between: "",
+        end: "",
+    }),
+    between: "",
+    ..GLM
 };
 
 /// `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and fenced JSON in a section: DeepSeek-V3 and R1.
