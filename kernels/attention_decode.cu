@@ -6,6 +6,7 @@
 // A row sees those of these positions that are in its `window`. `sinks` [heads] or null: scores that take part in each
 // head's softmax and bring no value.
 //   q [T, heads * key_dim], out [T, heads * value_dim] bf16. A negative rows[i] is skipped.
+//   KV head h finds its pages `table_stride` * h entries behind the first one's; 0: all heads have the same.
 //
 // attend_decode_{KD}_{VD}_{bf16|e4m3} serves key_dim <= KD and value_dim <= VD, multiples of 8; its tile is (KD,
 // VD). Choose the first that holds both.
@@ -35,7 +36,7 @@ template <int KD, int VD, int STAGES, class Cache>
 __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const Cache* values, bf16* out, float* partial,
     float2* states, const int* rows, const int* positions, const int* token_seq, const int* seq_blocks,
     const uint32_t* block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,
-    const float* sinks) {
+    const float* sinks, int table_stride) {
     constexpr int KEY_PITCH = pitch_of<Cache>(KD), VALUE_PITCH = pitch_of<Cache>(VD),
                   STAGE = 16 * (KEY_PITCH + VALUE_PITCH);
     DYNAMIC_SHARED(unsigned char, shared);
@@ -59,7 +60,7 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     load_queries<Cache, KD / 16, 1>(qa, q + ((size_t)row * heads + first_head) * key_dim, num_heads, key_dim, 0, lane);
 
     // Copies run STAGES pages ahead. Each lane keeps the id of one of 32 pages.
-    const uint32_t* table = block_table + seq_blocks[token_seq[row]] + begin;
+    const uint32_t* table = block_table + seq_blocks[token_seq[row]] + kv_head * table_stride + begin;
     Cache* tiles = reinterpret_cast<Cache*>(shared) + warp * STAGES * STAGE; // for each stage 16 keys, then 16 values
     uint32_t ids = 0;
     const int left = last + 1 - begin * PAGE - warp * 16, hidden = first - begin * PAGE - warp * 16;
@@ -185,14 +186,14 @@ __device__ __forceinline__ void decode(const bf16* q, const Cache* keys, const C
     const bf16 *q, const AS_BYTES(Cache) * keys, const AS_BYTES(Cache) * values, bf16 *out, float *partial,            \
         float2 *states, const int *rows, const int *positions, const int *token_seq, const int *seq_blocks,            \
         const uint32_t *block_table, int heads, int kv_heads, int key_dim, int value_dim, float scale, Window window,  \
-        const float *sinks
+        const float *sinks, int table_stride
 #define DECODE(name, KD, VD, STAGES, Cache, SHARED)                                                                    \
     static_assert(SHARED == pages_bytes<KD, VD, STAGES, Cache>() + STATES_BYTES, "shared memory of " #name);           \
     KERNEL_TILE(name, KD, VD)                                                                                          \
     KERNEL(name, 128, SHARED, DECODE_ARGUMENTS(Cache)) {                                                               \
         begin_kernel();                                                                                                \
         decode<KD, VD, STAGES, Cache>(q, keys, values, out, partial, states, rows, positions, token_seq, seq_blocks,   \
-            block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks);                                   \
+            block_table, heads, kv_heads, key_dim, value_dim, scale, window, sinks, table_stride);                     \
     }
 DECODE(attend_decode_64_64_bf16, 64, 64, 3, bf16, 55808)
 DECODE(attend_decode_96_96_bf16, 96, 96, 2, bf16, 53760)

@@ -1,6 +1,6 @@
 //! `Backend`: every device op of the forward pass, with its shapes. Activations stay on the device between ops.
 //!
-//! The ops are seven traits. Each has a file of its own here, and a file of the same name for the CPU and for CUDA with
+//! The ops are eight traits. Each has a file of its own here, and a file of the same name for the CPU and for CUDA with
 //! the code; an op has one name in all of them and in the names of its CUDA kernels.
 //!
 //! ```text
@@ -11,6 +11,7 @@
 //! load      weights of every kind
 //! dense     ops on rows: embedding, norms, products, gates, logits
 //! attend    attention over cached keys and values
+//! select    the positions that queries attend to, where these are not all
 //! recur     recurrent state and gated DeltaNet
 //! route     experts for each token
 //! record    recorded passes, steering, times
@@ -34,6 +35,7 @@ mod memory;
 mod record;
 mod recur;
 mod route;
+mod select;
 pub mod source;
 pub mod tensor;
 
@@ -44,8 +46,9 @@ pub use memory::Memory;
 pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, Recur};
 pub use route::{Route, Routing};
+pub use select::{IndexQueries, KeyNorm, Select};
 
 /// A device that runs the model: it does all of these.
-pub trait Backend: Memory + Load + Dense + Attend + Recur + Route + Record {}
+pub trait Backend: Memory + Load + Dense + Attend + Select + Recur + Route + Record {}
 
-impl<T: Memory + Load + Dense + Attend + Recur + Route + Record> Backend for T {}
+impl<T: Memory + Load + Dense + Attend + Select + Recur + Route + Record> Backend for T {}

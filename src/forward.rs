@@ -145,12 +145,13 @@ impl<B: Backend> Layer<'_, B> {
         let (backend, norms, eps) = (*backend, &weights.norms, *norm_eps);
         buffers.set_rows(backend, part.rows.len());
         let Buffers { h, attention: attention_buffers, ffn: ffn_buffers, result } = &mut **buffers;
-        let Part { batch, x, angles, .. } = part;
+        let Part { batch, x, angles, chosen, .. } = part;
 
         let rotary = rope.zip(config.attention.rope());
         let rotary = rotary.map(|(i, rope)| Rotary { angles: &angles[i], interleaved: rope.interleaved });
         let step = Step { backend, batch, rotary, norm_eps: eps };
-        let of_layer = attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache };
+        let of_layer =
+            attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache, chosen };
         let mut stream = Stream { x, norm: None, after: None };
         stream.enter(backend, *norm, (&norms.attention, eps), h);
         if config.residual == Residual::Parallel {

@@ -24,6 +24,8 @@ const FIXTURES: &[&str] = &[
     "mixtral",
     "olmoe",
     "glm4_moe",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "minimax_m2",
     "qwen3_moe",
     "qwen3_moe_dense_layer_sharded",

@@ -37,6 +37,9 @@ fn configs() -> Vec<Value> {
         "hy_v3",
         "mistral4",
         "ernie4_5_moe",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "minimax_m3",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
@@ -90,6 +93,8 @@ fn hostile() -> Vec<Value> {
         json!("llama3"),
         json!("group_limited_greedy"),
         json!("full_attention"),
+        json!("FSFS"),
+        json!("SFFF"),
         json!("9"),
         json!([]),
         json!([0]),
@@ -99,6 +104,7 @@ fn hostile() -> Vec<Value> {
         json!({"type": "yarn", "factor": 4, "beta_fast": 0, "beta_slow": -1, "original_max_position_embeddings": 1}),
         json!({"rope_type": "llama3", "factor": 1e-38, "low_freq_factor": 4.0, "high_freq_factor": 1e38,
             "original_max_position_embeddings": 1}),
+        json!(["shared", "full", "full", "full"]),
         json!(["linear_attention", "linear_attention", "linear_attention", "linear_attention"]),
         json!([[[[[[[[{"a": [null]}]]]]]]]]),
     ]

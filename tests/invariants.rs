@@ -10,8 +10,9 @@ use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits
 use moebius::forward::kv_cache::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
-/// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width.
-const MODELS: &[&str] = &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2"];
+/// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
+/// latents of chosen positions, chosen blocks for each KV head.
+const MODELS: &[&str] = &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2", "glm-5", "minimax-m3"];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
@@ -183,7 +184,7 @@ fn the_same_pass_twice_gives_the_same_bits() {
 #[test]
 fn segments_of_a_long_context_do_not_change_bits() {
     let tokens = prompt(2060, 4);
-    for model in ["moe-gqa", "moe-mla", "gpt-oss-wide"] {
+    for model in ["moe-gqa", "moe-mla", "gpt-oss-wide", "glm-5-long", "minimax-m3-long"] {
         for kv in [KvBits::Bf16, KvBits::Bf16x2] {
             let mut results = Vec::new();
             for (threads, chunks) in [(1, [1000, 2059, 2060]), (5, [2, 2055, 2060]), (3, [1030, 2059, 2060])] {

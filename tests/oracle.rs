@@ -132,6 +132,16 @@ fn deepseek_v3() {
 }
 
 #[test]
+fn deepseek_v32() {
+    check("deepseek_v32");
+}
+
+#[test]
+fn glm_moe_dsa() {
+    check("glm_moe_dsa");
+}
+
+#[test]
 fn qwen3_moe() {
     check("qwen3_moe");
 }
@@ -204,6 +214,11 @@ fn lfm2_moe() {
 #[test]
 fn minimax_m2() {
     check("minimax_m2");
+}
+
+#[test]
+fn minimax_m3() {
+    check("minimax_m3");
 }
 
 #[test]

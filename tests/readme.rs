@@ -20,7 +20,7 @@ use moebius::model::families::{self, ARCHITECTURES, Architecture, GGUF};
 const ALIASES: [(&str, &str); 4] =
     [("qwen3_vl_moe", "qwen3_moe"), ("glm4v_moe", "glm4_moe"), ("qwen3_vl", "qwen3"), ("mistral3", "mistral4")];
 
-/// A config of this architecture: of a checkpoint in the tests, of a small model, or of a named shape.
+/// A config of this architecture: of a named shape, of a checkpoint in the tests, or of a small model.
 fn example(model_type: &str) -> ModelConfig {
     // The language model alone is the same.
     let whole = model_type.strip_suffix("_text").unwrap_or(model_type);
@@ -31,7 +31,7 @@ fn example(model_type: &str) -> ModelConfig {
     let small = ["qwen3.5", "gpt-oss", "llama"].map(small::config);
     let small = small.map(|config| families::parse(&config.to_string()).unwrap());
     let shapes = families::shapes::names().map(|name| families::shapes::shape(name, None).unwrap());
-    let mut all = fixtures.chain(small).chain(shapes);
+    let mut all = shapes.chain(fixtures).chain(small);
     all.find(|model| model.architecture == model_type).unwrap_or_else(|| panic!("the tests have no {model_type}"))
 }
 

@@ -31,13 +31,15 @@ pub struct Rotary<'a, B: Memory> {
 }
 
 /// How a head of grouped-query attention turns scores into weights of values.
-pub struct Softmax<'a, B: Load> {
+pub struct Softmax<'a, B: Attend> {
     /// Multiplies the scores.
     pub scale: f32,
     /// What a token sees of the positions before it; `None`: all.
     pub window: Option<Window>,
     /// A score per head that takes part in the softmax and has no value.
     pub sinks: Option<&'a B::Norm>, // [num_heads]
+    /// The positions that tokens see, where these are not all.
+    pub chosen: Option<&'a B::Chosen>,
 }
 
 /// Rotary angles, the KV cache and softmax attention over it. `T` is the number of tokens in the batch.
@@ -46,6 +48,8 @@ pub trait Attend: Dense {
     type Kv: Send;
     /// Activations of latent attention.
     type LatentScratch: Send;
+    /// The positions that each token of a batch attends to.
+    type Chosen: Send;
 
     /// KV storage of one layer in `blocks` blocks.
     fn kv(&self, blocks: usize, dims: KvDims, bits: KvBits) -> Result<Self::Kv>;
@@ -92,14 +96,15 @@ pub trait Attend: Dense {
     );
     /// Activations for [`Attend::attend_latent`] on at most `max_tokens` tokens.
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<Self::LatentScratch>;
-    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents; `out` is `[T, heads *
-    /// v]`.
+    /// Latent attention of `q` `[T, heads * (nope + rope)]`, rotated, over the cached latents, or those that were
+    /// chosen; `out` is `[T, heads * v]`.
     fn attend_latent(
         &self,
         kv: &Self::Kv,
         batch: &Self::Batch,
         up: &Self::LatentUp,
         scratch: &mut Self::LatentScratch,
+        chosen: Option<&Self::Chosen>,
         q: &Self::Tensor,
         out: &mut Self::Tensor,
     );

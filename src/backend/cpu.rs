@@ -4,6 +4,7 @@
 //! memory, load             activations; weights
 //! dense                    ops on rows
 //! attend on kv, softmax    attention; its cache, its tiles
+//! select                   the positions that queries attend to
 //! recur, route, record     DeltaNet; experts for each token; steering
 //! ```
 
@@ -15,6 +16,7 @@ mod memory;
 mod record;
 mod recur;
 mod route;
+mod select;
 mod softmax;
 
 use std::cell::RefCell;
@@ -33,6 +35,7 @@ pub use kv::Kv;
 pub(crate) use load::packed;
 pub use load::{DeltaNet, Embedding, LatentUp, Linear};
 pub use recur::State;
+pub use select::{Chosen, Index};
 
 /// Ops on host memory, run by a team of pinned workers.
 pub struct Cpu {
@@ -43,7 +46,8 @@ pub struct Cpu {
     // Scratch memory that is taken as weights and caches come, so that a decode step does not allocate.
     activations: RefCell<Activations>,
     router_scratch: RefCell<Numbers>, // [tokens, experts]
-    partial: RefCell<Numbers>,        // attention's sums of segments, which grow with the context
+    partial: RefCell<Numbers>,        // attention's sums of segments and scores of keys, which grow with the context
+    gathered: RefCell<Option<Kv>>,    // chosen keys and values, side by side; some tokens' worth
     scratch: Vec<Mutex<Scratch>>,     // one per worker
 }
 
@@ -59,6 +63,7 @@ impl Cpu {
             activations: Default::default(),
             router_scratch: Default::default(),
             partial: Default::default(),
+            gathered: Default::default(),
             scratch,
         }
     }

@@ -8,6 +8,7 @@
 //!   measure                        their rate
 //! attend                         attention, on top of
 //!   attend_latent, attend_wgmma    the two ways of latent attention; Hopper's kernels
+//!   select                         the positions that queries attend to
 //! recur, route, record           DeltaNet; experts for each token; graphs and steering
 //! ```
 //!
@@ -29,6 +30,7 @@ mod product;
 mod record;
 mod recur;
 mod route;
+mod select;
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -40,8 +40,9 @@ pub(super) struct Parts<B: Backend> {
 pub(super) struct Part<B: Backend> {
     pub(super) rows: Range<usize>, // of the batch
     pub(super) batch: B::Batch,
-    pub(super) x: B::Tensor,           // [T, hidden], the residual stream
-    pub(super) angles: Vec<B::Tensor>, // [T, rope.dim], one for each distinct rope
+    pub(super) x: B::Tensor,              // [T, hidden], the residual stream
+    pub(super) angles: Vec<B::Tensor>,    // [T, rope.dim], one for each distinct rope
+    pub(super) chosen: Option<B::Chosen>, // by the last layer with an indexer
     hidden_size: usize,
 }
 
@@ -57,12 +58,14 @@ impl<B: Backend> Parts<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, limits: Limits) -> Result<Self> {
         let (tokens, hidden_size) = (limits.chunk_tokens, model.hidden_size);
         let ropes = model.ropes();
+        let indexer = model.indexer();
         let part = |_| {
             Ok(Part {
                 rows: 0..0,
                 batch: backend.batch(tokens)?,
                 x: backend.tensor_f32(tokens, hidden_size)?,
                 angles: ropes.iter().map(|rope| backend.tensor_f32(tokens, rope.dim)).collect::<Result<_>>()?,
+                chosen: indexer.map(|indexer| backend.chosen(indexer, tokens)).transpose()?,
                 hidden_size,
             })
         };

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::KvBits;
-use crate::model::{Attention, ModelConfig};
+use crate::model::{Attention, ModelConfig, Selection};
 use crate::{Error, Result};
 
 /// Whose text it is, any number: sequences of one tenant share blocks, those of two never do.
@@ -237,6 +237,7 @@ impl BlockPool {
 /// What one layer keeps of sequences.
 pub struct LayerCache<B: Backend> {
     kv: Option<B::Kv>,       // of every position, in blocks
+    index: Option<B::Index>, // of every position, in blocks
     state: Option<B::State>, // of each sequence, in slots
 }
 
@@ -246,12 +247,22 @@ impl<B: Backend> LayerCache<B> {
             (0, ..) => None,
             dims => Some(backend.kv(blocks, dims, bits)?),
         };
-        Ok(Self { kv, state: attention.state().map(|shape| backend.state(slots, shape)).transpose()? })
+        let own = attention.selection().and_then(Selection::own);
+        Ok(Self {
+            kv,
+            index: own.map(|indexer| backend.index(blocks, indexer)).transpose()?,
+            state: attention.state().map(|shape| backend.state(slots, shape)).transpose()?,
+        })
     }
 
     /// Keys and values, of a layer that has them.
     pub(super) fn kv(&mut self) -> &mut B::Kv {
         self.kv.as_mut().expect("the layer's attention has keys and values")
+    }
+
+    /// Index keys, of a layer that has an indexer.
+    pub(super) fn index(&mut self) -> &mut B::Index {
+        self.index.as_mut().expect("the layer's attention has an indexer")
     }
 
     /// Recurrent state, of a layer that has it.

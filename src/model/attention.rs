@@ -1,6 +1,7 @@
 //! How the tokens of a sequence look at each other: one file for each kind of attention.
 //!
 //! ```text
+//! indexer      which positions a query attends to
 //! gqa          grouped queries
 //! mla          latent attention
 //! delta_net    gated DeltaNet
@@ -9,6 +10,7 @@
 
 mod delta_net;
 mod gqa;
+mod indexer;
 mod mla;
 mod short_conv;
 
@@ -16,6 +18,7 @@ use super::Rope;
 
 pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
+pub use indexer::{ChosenBy, Indexer, Score, Selection};
 pub use mla::Mla;
 pub use short_conv::ShortConv;
 
@@ -134,6 +137,11 @@ pub trait Facts {
 
     /// Its rotary embedding, if it has one.
     fn rope(&self) -> Option<&Rope> {
+        None
+    }
+
+    /// Which positions its queries attend to; `None`: all that they see.
+    fn selection(&self) -> Option<&Selection> {
         None
     }
 

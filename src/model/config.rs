@@ -1,6 +1,6 @@
 //! `ModelConfig`: what a model is, as plain data.
 
-use super::{Attention, Ffn, Moe, Rope};
+use super::{Attention, Ffn, Indexer, Moe, Rope};
 
 /// Everything the forward pass needs to know about a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -182,6 +182,11 @@ impl ModelConfig {
             }
         }
         found
+    }
+
+    /// The indexer of the layers that select positions.
+    pub fn indexer(&self) -> Option<&Indexer> {
+        self.layers.iter().find_map(|layer| Some(&layer.attention.selection()?.indexer))
     }
 
     /// Some layers keep a state instead of keys and values: what was read of a sequence cannot be shared, or partly

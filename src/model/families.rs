@@ -50,6 +50,8 @@ const fn architecture(model_type: &'static str, models: &'static str, reader: Re
 pub const ARCHITECTURES: &[Architecture] = &[
     architecture("deepseek_v2", "DeepSeek-V2, V2-Lite, V2.5", deepseek::v2),
     architecture("deepseek_v3", "DeepSeek-V3, R1, V3.1", deepseek::v3),
+    architecture("deepseek_v32", "DeepSeek-V3.2", deepseek::v32),
+    architecture("glm_moe_dsa", "GLM-5, 5.1, 5.2, 5.3", deepseek::glm_dsa),
     architecture("kimi_k2", "Kimi K2, K2-Thinking", deepseek::v3),
     architecture("kimi_k25", "Kimi K2.5, K2.6, K2.7 (text)", deepseek::kimi_k25),
     architecture("glm4_moe_lite", "GLM-4.7-Flash", deepseek::v3),
@@ -80,6 +82,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("lfm2_moe", "LFM2-8B-A1B, 24B-A2B, LFM2.5 MoE", lfm2_moe::config),
     architecture("cohere2_moe", "Command A+, North-Mini-Code", cohere2_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
+    architecture("minimax_m3_vl", "MiniMax-M3 (text)", minimax_m2::m3),
+    architecture("minimax_m3_vl_text", "MiniMax-M3 without vision", minimax_m2::m3_text),
     architecture("gpt_oss", "gpt-oss-20b, 120b", gpt_oss::config),
     architecture("mixtral", "Mixtral-8x7B, 8x22B", mixtral::config),
     architecture("olmoe", "OLMoE-1B-7B", olmoe::config),
@@ -93,6 +97,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
 pub const GGUF: &[Gguf] = &[
     deepseek::GGUF,
     deepseek::GGUF_MISTRAL4,
+    deepseek::GGUF_V32,
+    deepseek::GGUF_GLM,
     qwen_moe::GGUF_QWEN3,
     qwen_moe::GGUF_QWEN3_VL,
     qwen_moe::GGUF_QWEN2,

@@ -38,7 +38,28 @@ pub fn config(name: &str) -> Value {
         "shared_expert_intermediate_size": 96,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24,
             "linear_value_head_dim": 48});
+    let glm_5 = |top_k: usize| {
+        base(
+            "glm_moe_dsa",
+            json!({"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+                "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+                "index_topk": top_k, "index_head_dim": 32, "index_n_heads": 4, "index_topk_pattern": "FFS"}),
+        )
+    };
+    let minimax_m3 = |block: usize, blocks: usize| {
+        let sparse = json!({"sparse_num_index_heads": 2, "sparse_index_dim": 24, "sparse_block_size": block,
+            "sparse_topk_blocks": blocks, "sparse_attention_freq": [0, 1, 1]});
+        let text = json!({"num_hidden_layers": 3, "num_local_experts": 8, "rotary_dim": 16, "moe_layer_freq": [0, 1, 1],
+            "shared_intermediate_size": 64, "dense_intermediate_size": 96, "hidden_act": "swigluoai",
+            "sparse_attention_config": sparse});
+        json!({"model_type": "minimax_m3_vl", "text_config": base("minimax_m3_vl_text", text),
+            "vision_config": {"depth": 1}})
+    };
     match name {
+        "minimax-m3" => minimax_m3(8, 5),
+        "minimax-m3-long" => minimax_m3(128, 9),
+        "glm-5" => glm_5(40),
+        "glm-5-long" => glm_5(1100),
         "gpt-oss" => gpt_oss(24),
         "gpt-oss-wide" => gpt_oss(300),
         "qwen3-next" => base("qwen3_next", qwen),

@@ -28,6 +28,8 @@ ARCHITECTURES = {
     "qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
     "deepseek_v2": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "glm_moe_dsa": ("glm-dsa", gguf.MODEL_ARCH.GLM_DSA),
+    "deepseek_v32": ("deepseek32", gguf.MODEL_ARCH.GLM_DSA),  # whose names it has
     "qwen2_moe": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
     "mixtral": ("llama", gguf.MODEL_ARCH.LLAMA),
     "qwen3": ("qwen3", gguf.MODEL_ARCH.QWEN3),
@@ -48,7 +50,7 @@ ARCHITECTURES = {
     "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),
 }
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
-LATENTS = ("deepseek2", "mistral4")
+LATENTS = ("deepseek2", "mistral4", "glm-dsa", "deepseek32")
 # Their converters keep the layer that drafts further tokens.
 DRAFTS = ("glm4moe", "hy_v3")
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -177,11 +179,15 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_weights_norm(c["norm_topk_prob"])
         # The first files of GLM-4.7-Flash do not say, nor do Mistral's.
         if c["model_type"] not in ("glm4_moe_lite", "mistral4"):
-            v3 = c["model_type"] == "deepseek_v3"
+            v3 = c["model_type"] != "deepseek_v2"
             w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX)
         if c["n_group"] and c.get("topk_method") != "greedy":
             w.add_expert_group_count(c["n_group"])
             w.add_expert_group_used_count(c["topk_group"])
+    if "index_topk" in c:
+        w.add_indexer_head_count(c["index_n_heads"])
+        w.add_indexer_key_length(c["index_head_dim"])
+        w.add_indexer_top_k(c["index_topk"])
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if "llama_4_scaling_beta" in rope:
         w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])

@@ -16,3 +16,4 @@ mod library;
 mod products;
 mod routing;
 mod rows;
+mod select;

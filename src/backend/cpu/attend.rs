@@ -1,5 +1,6 @@
 //! Attention on the CPU: queries are cut into tiles, which workers claim (`softmax`).
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use moebius_cache::Precision;
@@ -7,7 +8,8 @@ use moebius_cache::pack::MatrixLayout;
 
 use super::kv::{Kv, put_column, put_row, range};
 use super::load::LatentUp;
-use super::softmax::{self, SEGMENT, SoftmaxOp, Sums, TILE, TileCut};
+use super::select::{Chosen, listed};
+use super::softmax::{self, SoftmaxOp, Sums, TILE, TileCut, Tokens, whole_block};
 use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
@@ -15,7 +17,7 @@ use crate::backend::tensor::Tensor;
 use crate::backend::{Attend, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::workers::Shared;
-use crate::model::{KvDims, Mla, PositionScale};
+use crate::model::{KvDims, Mla, PositionScale, Values};
 
 /// Positions of a batch from which on all workers store them.
 const PARALLEL_POSITIONS: usize = 32;
@@ -23,6 +25,9 @@ const PARALLEL_POSITIONS: usize = 32;
 /// Numbers in the sums of segments that are shared out, at most: 64 MiB. Beyond, one worker does all segments of a
 /// tile.
 const PARTIAL_SUMS: usize = 16 << 20;
+
+/// Bytes of chosen keys and values that are side by side at a time, but at least a token's.
+const GATHERED_BYTES: usize = 32 << 20;
 
 /// Latent attention in the latent's space.
 pub struct LatentScratch {
@@ -41,19 +46,139 @@ impl Cpu {
             }
         });
     }
+
+    /// Attention of some tokens.
+    fn attend_tokens(
+        &self,
+        tokens: Tokens<'_>,
+        kv: &Kv,
+        batch: &Batch,
+        softmax: &Softmax<'_, Self>,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) {
+        let count = tokens.count(batch);
+        if count == 0 {
+            return;
+        }
+        let (window, sinks) = (softmax.window, softmax.sinks.map(Vec::as_slice));
+        let num_heads = q.cols() / kv.keys.k;
+        let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads, kv.values.n);
+        assert!(
+            q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
+        );
+        let mut cut = TileCut::new(tokens, kv.heads, group, group.min(TILE));
+        let (tiles, longest) = (cut.tiles(batch), tokens.segments(batch));
+        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its
+        // heads.
+        let few = tiles < 2 * threads;
+        let split = few && longest > 1 && tiles * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
+        if few && (!split || tiles * longest < threads) {
+            let per_worker = (count * num_heads).div_ceil(threads);
+            cut = TileCut::new(tokens, kv.heads, group, group.min(TILE).min(per_worker).max(1));
+        }
+        let total = cut.tiles(batch);
+        let op = SoftmaxOp { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
+        let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
+        let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);
+        if !split {
+            return self.team.run(&|worker| {
+                let mut scratch = lock(&scratch[worker.index]);
+                while let Some(i) = claim(0, total) {
+                    let tile = op.cut.find(batch, i);
+                    op.all(&tile, &mut scratch, &output);
+                }
+            });
+        }
+        let width = kv.value_width();
+        let part = Sums::len(TILE, width);
+        let mut partial = self.partial.borrow_mut();
+        let partial = Shared::new(partial.take(total * longest * part));
+        self.team.run(&|worker| {
+            let mut scratch = lock(&scratch[worker.index]);
+            while let Some(i) = claim(0, total * longest) {
+                let tile = op.cut.find(batch, i / longest);
+                if op.segments(&tile).contains(&(i % longest)) {
+                    // SAFETY: this part belongs to whoever claimed it.
+                    #[allow(unsafe_code)]
+                    let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
+                    let mut sums = Sums::new(memory, tile.rows(), width);
+                    op.prepare(&tile, &mut scratch);
+                    op.segment(&tile, i % longest, &mut scratch, &mut sums);
+                }
+            }
+            worker.barrier();
+            while let Some(i) = claim(1, total) {
+                let tile = op.cut.find(batch, i);
+                let sums = |segment: usize| {
+                    let at = (i * longest + segment) * part;
+                    // SAFETY: after the barrier all parts of a tile belong to whoever claimed it.
+                    #[allow(unsafe_code)]
+                    let memory = unsafe { partial.slice_mut(at..at + part) };
+                    Sums::new(memory, tile.rows(), width)
+                };
+                let segments = op.segments(&tile);
+                let mut first = sums(segments.start);
+                for segment in segments.skip(1) {
+                    first.merge(kernel, &sums(segment));
+                }
+                op.write(&tile, &first, &output);
+            }
+        });
+    }
+
+    /// Brings the keys and values of tokens' lists side by side, but for those that lie so.
+    fn gather(&self, kv: &Kv, batch: &Batch, chosen: &Chosen, tokens: Range<usize>, to: &mut Kv) {
+        let (run, heads) = (chosen.most().div_ceil(BLOCK_SIZE), kv.heads);
+        let (key_len, value_len) = (kv.parts * kv.keys.bytes() / 2, kv.parts * kv.values.bytes() / 2);
+        let (key, value) = (Shared::new(&mut to.key), Shared::new(&mut to.value));
+        self.team.run(&|worker| {
+            let units = worker.share(tokens.len() * heads * run);
+            let mut all = batch.spans.iter().flat_map(|span| listed(span, chosen.most()));
+            let first = units.start / (heads * run);
+            let mut token = None;
+            let mut next = first;
+            for unit in units {
+                let (at, i) = (unit / run, unit % run);
+                if at / heads == next {
+                    token = all.nth(if next == first { tokens.start + first } else { 0 });
+                    next += 1;
+                }
+                let token = token.as_ref().expect("as many as were counted");
+                let list = chosen.list(token.row, at % heads, heads);
+                if i * BLOCK_SIZE >= list.len() || whole_block(list, i).is_some() {
+                    continue;
+                }
+                let part = &list[i * BLOCK_SIZE..list.len().min((i + 1) * BLOCK_SIZE)];
+                // SAFETY: a unit is in one worker's share.
+                #[allow(unsafe_code)]
+                let (key, value) = unsafe {
+                    (
+                        key.slice_mut(unit * key_len..(unit + 1) * key_len),
+                        value.slice_mut(unit * value_len..(unit + 1) * value_len),
+                    )
+                };
+                kv.gather(at % heads, part.iter().map(|&p| batch.slot(token.span, p as usize)), key, value);
+            }
+        });
+    }
 }
 
 impl Attend for Cpu {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
+    type Chosen = Chosen;
 
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
+        let is_latent = matches!(values, Values::OfKeys(_));
         let values = MatrixLayout::new(values.dim(), BLOCK_SIZE, Precision::Bf16)?;
         let zeros = |layout: &MatrixLayout| {
             self.heap.buffer(&[blocks, heads, bits.parts(), layout.tiles(), layout.tile_bytes() / 2])
         };
-        let kv = Kv { heads, parts: bits.parts(), keys, values, key: zeros(&keys)?, value: zeros(&values)? };
+        let (key, value) = (zeros(&keys)?, zeros(&values)?);
+        let kv = Kv { heads, parts: bits.parts(), keys, values, key, value, is_latent };
         self.reserve(|scratch, heap| softmax::reserve(scratch, heap, self.kernel, &kv))?;
         Ok(kv)
     }
@@ -137,72 +262,24 @@ impl Attend for Cpu {
     }
 
     fn attend(&self, kv: &Kv, batch: &Batch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
-        let (window, sinks) = (softmax.window, softmax.sinks.map(Vec::as_slice));
-        let num_heads = q.cols() / kv.keys.k;
-        let (threads, group, dim) = (self.team.threads(), num_heads / kv.heads, kv.values.n);
-        assert!(
-            q.cols() == num_heads * kv.keys.k && num_heads.is_multiple_of(kv.heads) && out.cols() == num_heads * dim
-        );
-        let count = |cut: &TileCut| batch.spans.iter().map(|s| cut.tiles_of(s)).sum::<usize>();
-        let mut cut = TileCut::new(kv.heads, group, group.min(TILE));
-        let longest = batch.spans.iter().map(|s| (s.start + s.rows.len()).div_ceil(SEGMENT)).max().unwrap_or(0);
-        // Few queries: each worker does some segments of each tile, or, if there are few of those as well, some of its
-        // heads.
-        let few = count(&cut) < 2 * threads;
-        let split = few && longest > 1 && count(&cut) * longest * Sums::len(TILE, kv.value_width()) <= PARTIAL_SUMS;
-        if few && (!split || count(&cut) * longest < threads) {
-            let per_worker = (batch.len() * num_heads).div_ceil(threads);
-            cut = TileCut::new(kv.heads, group, group.min(TILE).min(per_worker).max(1));
+        let Some(chosen) = softmax.chosen else {
+            return self.attend_tokens(Tokens::Before(usize::MAX), kv, batch, softmax, q, out);
+        };
+        self.attend_tokens(Tokens::Before(chosen.most()), kv, batch, softmax, q, out);
+        let total: usize = batch.spans.iter().map(|span| listed(span, chosen.most()).len()).sum();
+        let blocks = kv.heads * chosen.most().div_ceil(BLOCK_SIZE); // of a token
+        let bytes = blocks * kv.parts * (kv.keys.bytes() + kv.values.bytes());
+        let wave = (GATHERED_BYTES / bytes).clamp(1, total.max(1));
+        let mut gathered = self.gathered.borrow_mut();
+        for first in (0..total).step_by(wave) {
+            let count = wave.min(total - first);
+            let gathered = match &mut *gathered {
+                Some(gathered) if gathered.holds(kv, count * blocks) => gathered,
+                other => other.insert(kv.like(&self.heap, wave * blocks).expect("memory for what attention gathers")),
+            };
+            self.gather(kv, batch, chosen, first..first + count, gathered);
+            self.attend_tokens(Tokens::Listed { chosen, gathered, first, count }, kv, batch, softmax, q, out);
         }
-        let total = count(&cut);
-        let op = SoftmaxOp { kernel: self.kernel, kv, batch, num_heads, scale: softmax.scale, window, sinks, q, cut };
-        let (output, kernel, scratch) = (Shared::new(out.data_mut()), self.kernel, &self.scratch);
-        let next = [AtomicUsize::new(0), AtomicUsize::new(0)];
-        let claim = |phase: usize, end: usize| Some(next[phase].fetch_add(1, Ordering::Relaxed)).filter(|&i| i < end);
-        if !split {
-            return self.team.run(&|worker| {
-                let mut scratch = lock(&scratch[worker.index]);
-                while let Some(i) = claim(0, total) {
-                    let tile = op.cut.find(batch, i);
-                    op.all(&tile, &mut scratch, &output);
-                }
-            });
-        }
-        let width = kv.value_width();
-        let part = Sums::len(TILE, width);
-        let mut partial = self.partial.borrow_mut();
-        let partial = Shared::new(partial.take(total * longest * part));
-        self.team.run(&|worker| {
-            let mut scratch = lock(&scratch[worker.index]);
-            while let Some(i) = claim(0, total * longest) {
-                let tile = op.cut.find(batch, i / longest);
-                if op.segments(&tile).contains(&(i % longest)) {
-                    // SAFETY: this part belongs to whoever claimed it.
-                    #[allow(unsafe_code)]
-                    let memory = unsafe { partial.slice_mut(i * part..(i + 1) * part) };
-                    let mut sums = Sums::new(memory, tile.rows(), width);
-                    op.prepare(&tile, &mut scratch);
-                    op.segment(&tile, i % longest, &mut scratch, &mut sums);
-                }
-            }
-            worker.barrier();
-            while let Some(i) = claim(1, total) {
-                let tile = op.cut.find(batch, i);
-                let sums = |segment: usize| {
-                    let at = (i * longest + segment) * part;
-                    // SAFETY: after the barrier all parts of a tile belong to whoever claimed it.
-                    #[allow(unsafe_code)]
-                    let memory = unsafe { partial.slice_mut(at..at + part) };
-                    Sums::new(memory, tile.rows(), width)
-                };
-                let segments = op.segments(&tile);
-                let mut first = sums(segments.start);
-                for segment in segments.skip(1) {
-                    first.merge(kernel, &sums(segment));
-                }
-                op.write(&tile, &first, &output);
-            }
-        });
     }
 
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
@@ -218,6 +295,7 @@ impl Attend for Cpu {
         batch: &Batch,
         up: &LatentUp,
         LatentScratch { query, mixed }: &mut LatentScratch,
+        chosen: Option<&Chosen>,
         q: &Tensor,
         out: &mut Tensor,
     ) {
@@ -234,7 +312,7 @@ impl Attend for Cpu {
             query,
             config.kv_lora_rank,
         );
-        let softmax = Softmax { scale: config.scale, window: None, sinks: None };
+        let softmax = Softmax { scale: config.scale, window: None, sinks: None, chosen };
         self.attend(kv, batch, &softmax, query, mixed);
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }

@@ -16,7 +16,9 @@ use std::ops::Range;
 use half::bf16;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
+use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
+use crate::machine::heap::Heap;
 use crate::machine::memory::Buffer;
 
 /// Keys and values of one layer.
@@ -27,6 +29,7 @@ pub struct Kv {
     pub(super) values: MatrixLayout, // of a block and head
     pub(super) key: Buffer<bf16>,    // [blocks, heads, parts, keys]
     pub(super) value: Buffer<bf16>,  // [blocks, heads, parts, values]
+    pub(super) is_latent: bool,      // values are the first numbers of the keys
 }
 
 impl Kv {
@@ -38,6 +41,66 @@ impl Kv {
     /// A part of the keys of a block and head, as packed tiles.
     pub(super) fn keys(&self, block: usize, head: usize, part: usize) -> &[u8] {
         bytemuck::cast_slice(&self.key[range(&self.keys, (block * self.heads + head) * self.parts + part)])
+    }
+
+    /// An empty block of one head for each of `blocks`, like those here.
+    pub(super) fn like(&self, heap: &Heap, blocks: usize) -> Result<Self> {
+        let zeros = |layout: &MatrixLayout| heap.buffer(&[blocks, self.parts, layout.bytes() / 2]);
+        Ok(Self { heads: 1, key: zeros(&self.keys)?, value: zeros(&self.values)?, ..*self })
+    }
+
+    /// Whether it is like `other`, and has as many blocks.
+    pub(super) fn holds(&self, other: &Self, blocks: usize) -> bool {
+        let shape = |kv: &Self| (kv.parts, kv.keys, kv.values);
+        shape(self) == shape(other) && self.key.len() >= blocks * self.parts * self.keys.bytes() / 2
+    }
+
+    /// Brings up to 64 positions of one head side by side, as a block of one head: `rows` are theirs in the storage,
+    /// `key` and `value` the block's.
+    pub(super) fn gather(
+        &self,
+        head: usize,
+        rows: impl ExactSizeIterator<Item = usize> + Clone,
+        key: &mut [bf16],
+        value: &mut [bf16],
+    ) {
+        if rows.len() < BLOCK_SIZE {
+            value.fill(bf16::ZERO); // attention multiplies what is not there with zero
+        }
+        let lines_of_values = if self.is_latent { self.values.n / 2 } else { 0 };
+        for part in 0..self.parts {
+            let (key, value) = (&mut key[range(&self.keys, part)], &mut value[range(&self.values, part)]);
+            let (key, value) = (bytemuck::cast_slice_mut::<_, u32>(key), bytemuck::cast_slice_mut::<_, u16>(value));
+            for (to, row) in rows.clone().enumerate() {
+                let at = (row / BLOCK_SIZE * self.heads + head) * self.parts + part;
+                let keys: &[u32] = bytemuck::cast_slice(&self.key[range(&self.keys, at)]);
+                let values: &[u16] = bytemuck::cast_slice(&self.value[range(&self.values, at)]);
+                let (from, tile) = (row % BLOCK_SIZE, self.keys.tile_bytes() / 4);
+                let key = &mut key[to / TILE_ROWS * tile..][..tile];
+                let keys = &keys[from / TILE_ROWS * tile..][..tile];
+                // A key's numbers, two to a word, are a line of 64 bytes apart; a value's are neighbours' neighbours.
+                for (v, (to_tile, tile)) in value
+                    .chunks_exact_mut(BLOCK_SIZE * TILE_ROWS)
+                    .zip(values.chunks_exact(BLOCK_SIZE * TILE_ROWS))
+                    .enumerate()
+                {
+                    let to_line: &mut [u16; 32] = (&mut to_tile[to / 2 * 32..][..32]).try_into().expect("32");
+                    let line: &[u16; 32] = tile[from / 2 * 32..][..32].try_into().expect("32");
+                    for i in 0..TILE_ROWS {
+                        to_line[2 * i + to % 2] = line[2 * i + from % 2];
+                    }
+                    let pairs = lines_of_values.saturating_sub(v * TILE_ROWS / 2).min(TILE_ROWS / 2);
+                    for i in 0..pairs {
+                        let pair = [line[4 * i + from % 2], line[4 * i + 2 + from % 2]];
+                        key[(v * TILE_ROWS / 2 + i) * TILE_ROWS + to % TILE_ROWS] =
+                            u32::from(pair[0]) | u32::from(pair[1]) << 16;
+                    }
+                }
+                for line in lines_of_values..tile / TILE_ROWS {
+                    key[line * TILE_ROWS + to % TILE_ROWS] = keys[line * TILE_ROWS + from % TILE_ROWS];
+                }
+            }
+        }
     }
 
     /// A part of the values of a block and head, as packed tiles.

@@ -15,6 +15,9 @@
 //! Blocks and segments start at fixed positions, so a row's arithmetic is the same in any chunk and any batch, whether
 //! one worker does all segments or, when there are few queries and much context, each does some. A window leaves out
 //! what is before it: what a row skips or masks changes none of its bits.
+//!
+//! A token that attends to a list of positions walks the list as others walk a sequence, its entries gathered in blocks
+//! of 64. A list of all positions would give the same bits.
 
 use std::ops::Range;
 
@@ -23,6 +26,7 @@ use moebius_cache::pack::TILE_ROWS;
 
 use super::Scratch;
 use super::kv::Kv;
+use super::select::{Chosen, Listed, listed};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Tensor;
@@ -53,7 +57,68 @@ pub(super) struct SoftmaxOp<'a> {
     pub(super) window: Option<Window>,
     pub(super) sinks: Option<&'a [f32]>, // [num_heads]
     pub(super) q: &'a Tensor,
-    pub(super) cut: TileCut,
+    pub(super) cut: TileCut<'a>,
+}
+
+/// The tokens of one op.
+#[derive(Clone, Copy)]
+pub(super) enum Tokens<'a> {
+    /// Those at positions before this one: each attends to all that it sees.
+    Before(usize),
+    /// Some of those that attend to lists.
+    Listed {
+        chosen: &'a Chosen,
+        gathered: &'a Kv, // [tokens, KV heads] runs of blocks
+        first: usize,     // among all of the batch that have lists
+        count: usize,
+    },
+}
+
+impl Tokens<'_> {
+    /// Its rows of a span, of those that have no lists.
+    fn rows(&self, span: &Span) -> Range<usize> {
+        match *self {
+            Tokens::Before(end) => {
+                span.rows.start..span.rows.start + end.saturating_sub(span.start).min(span.rows.len())
+            }
+            Tokens::Listed { .. } => span.rows.start..span.rows.start,
+        }
+    }
+
+    /// Tokens of a batch.
+    pub(super) fn count(&self, batch: &Batch) -> usize {
+        match *self {
+            Tokens::Before(_) => batch.spans.iter().map(|span| self.rows(span).len()).sum(),
+            Tokens::Listed { count, .. } => count,
+        }
+    }
+
+    /// Segments of the one that attends to the most.
+    pub(super) fn segments(&self, batch: &Batch) -> usize {
+        match self {
+            Tokens::Before(_) => {
+                let ends = batch.spans.iter().map(|span| span.start + self.rows(span).len());
+                ends.map(|end| end.div_ceil(SEGMENT)).max().unwrap_or(0)
+            }
+            Tokens::Listed { chosen, .. } => chosen.most().div_ceil(SEGMENT),
+        }
+    }
+}
+
+/// The positions of a tile's only token.
+#[derive(Clone, Copy)]
+struct List<'a> {
+    positions: &'a [u32],
+    gathered: &'a Kv,
+    first_block: usize, // there
+}
+
+/// Position of the first of entries `[64 i, 64 i + 64)` of a list that are a block of the sequence, or its beginning:
+/// they need not be gathered.
+pub(super) fn whole_block(list: &[u32], i: usize) -> Option<usize> {
+    let part = &list[i * BLOCK_SIZE..list.len().min((i + 1) * BLOCK_SIZE)];
+    let (first, last) = (part[0] as usize, part[part.len() - 1] as usize);
+    (first.is_multiple_of(BLOCK_SIZE) && last - first == part.len() - 1).then_some(first)
 }
 
 /// One tile of queries.
@@ -64,6 +129,7 @@ pub(super) struct QueryTile<'a> {
     kv_head: usize,
     first_head: usize,
     heads: usize,
+    list: Option<List<'a>>,
 }
 
 impl QueryTile<'_> {
@@ -71,53 +137,83 @@ impl QueryTile<'_> {
         self.tokens * self.heads
     }
 
-    /// Position of its first token.
+    /// Position of its first token, or the last entry of its list.
     fn position(&self) -> usize {
-        self.span.start + self.first_row - self.span.rows.start
+        match self.list {
+            None => self.span.start + self.first_row - self.span.rows.start,
+            Some(list) => list.positions.len() - 1,
+        }
     }
 }
 
 /// How one op is cut into tiles; the same numbers for every span.
-pub(super) struct TileCut {
+pub(super) struct TileCut<'a> {
+    of: Tokens<'a>,
     kv_heads: usize,
     group: usize, // query heads of one KV head
     heads: usize, // of one tile; divides nothing in particular
     tokens: usize,
 }
 
-impl TileCut {
-    pub(super) fn new(kv_heads: usize, group: usize, heads: usize) -> Self {
-        Self { kv_heads, group, heads, tokens: (TILE / heads).max(1) }
+impl<'a> TileCut<'a> {
+    pub(super) fn new(of: Tokens<'a>, kv_heads: usize, group: usize, heads: usize) -> Self {
+        Self { of, kv_heads, group, heads, tokens: (TILE / heads).max(1) }
     }
 
-    pub(super) fn tiles_of(&self, span: &Span) -> usize {
-        span.rows.len().div_ceil(self.tokens) * self.kv_heads * self.group.div_ceil(self.heads)
+    /// Tiles of a token, or of several together.
+    fn tiles_of_token(&self) -> usize {
+        self.kv_heads * self.group.div_ceil(self.heads)
     }
 
-    /// Tile `i` of a span, later (longer) tokens first.
-    fn tile<'a>(&self, span: &'a Span, i: usize) -> QueryTile<'a> {
-        let parts = self.group.div_ceil(self.heads);
-        let (row_tile, rest) = (i / (self.kv_heads * parts), i % (self.kv_heads * parts));
-        let (kv_head, part) = (rest / parts, rest % parts);
-        let end = span.rows.end - row_tile * self.tokens;
-        let first_row = end.saturating_sub(self.tokens).max(span.rows.start);
-        let first = part * self.heads;
-        QueryTile {
-            span,
-            first_row,
-            tokens: end - first_row,
-            kv_head,
-            first_head: kv_head * self.group + first,
-            heads: self.heads.min(self.group - first),
+    fn tiles_of(&self, span: &Span) -> usize {
+        self.of.rows(span).len().div_ceil(self.tokens) * self.tiles_of_token()
+    }
+
+    /// Tiles of a batch.
+    pub(super) fn tiles(&self, batch: &Batch) -> usize {
+        match self.of {
+            Tokens::Before(_) => batch.spans.iter().map(|span| self.tiles_of(span)).sum(),
+            Tokens::Listed { count, .. } => count * self.tiles_of_token(),
         }
     }
 
-    /// Tile `i` of all spans.
-    pub(super) fn find<'a>(&self, batch: &'a Batch, mut i: usize) -> QueryTile<'a> {
+    /// QueryTile `i` of the tokens `rows` of a span.
+    fn tile(&self, span: &'a Span, rows: Range<usize>, i: usize) -> QueryTile<'a> {
+        let parts = self.group.div_ceil(self.heads);
+        let (kv_head, part) = (i / parts, i % parts);
+        let first = part * self.heads;
+        QueryTile {
+            span,
+            first_row: rows.start,
+            tokens: rows.len(),
+            kv_head,
+            first_head: kv_head * self.group + first,
+            heads: self.heads.min(self.group - first),
+            list: None,
+        }
+    }
+
+    /// QueryTile `i` of all; of a span later (longer) tokens first.
+    pub(super) fn find(&self, batch: &'a Batch, mut i: usize) -> QueryTile<'a> {
+        if let Tokens::Listed { chosen, gathered, first, .. } = self.of {
+            let (token, i) = (i / self.tiles_of_token(), i % self.tiles_of_token());
+            let mut all = batch.spans.iter().flat_map(|span| listed(span, chosen.most()));
+            let Listed { span, row, .. } = all.nth(first + token).expect("as many as were counted");
+            let tile = self.tile(span, row..row + 1, i);
+            let run = token * self.kv_heads + tile.kv_head;
+            let list = List {
+                positions: chosen.list(row, tile.kv_head, self.kv_heads),
+                gathered,
+                first_block: run * chosen.most().div_ceil(BLOCK_SIZE),
+            };
+            return QueryTile { list: Some(list), ..tile };
+        }
         for span in &batch.spans {
             let tiles = self.tiles_of(span);
             if i < tiles {
-                return self.tile(span, i);
+                let (rows, each) = (self.of.rows(span), self.tiles_of_token());
+                let end = rows.end - i / each * self.tokens;
+                return self.tile(span, end.saturating_sub(self.tokens).max(rows.start)..end, i % each);
             }
             i -= tiles;
         }
@@ -190,6 +286,18 @@ pub(super) fn reserve(scratch: &mut Scratch, heap: &Heap, kernel: &dyn Kernel, k
 }
 
 impl SoftmaxOp<'_> {
+    /// Where block `i` of what a tile walks is: storage, block and head.
+    fn block<'b>(&'b self, tile: &'b QueryTile<'_>, i: usize) -> (&'b Kv, usize, usize) {
+        let of_sequence = |position| (self.kv, self.batch.slot(tile.span, position) / BLOCK_SIZE, tile.kv_head);
+        match tile.list {
+            None => of_sequence(i * BLOCK_SIZE),
+            Some(list) => match whole_block(list.positions, i) {
+                Some(first) => of_sequence(first),
+                None => (list.gathered, list.first_block + i, 0),
+            },
+        }
+    }
+
     /// The first position that a token at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
         self.window.map_or(0, |window| window.first_seen(position))
@@ -248,13 +356,13 @@ impl SoftmaxOp<'_> {
         let begin = (segment * SEGMENT).max(self.first_seen(tile.position()) / STEP * STEP);
         for start in (begin..end).step_by(STEP) {
             let blocks = (end - start).min(STEP).div_ceil(BLOCK_SIZE);
-            let block = |i: usize| self.batch.slot(tile.span, start + i * BLOCK_SIZE) / BLOCK_SIZE;
             for (i, scores) in scores.chunks_exact_mut(rows * BLOCK_SIZE).take(blocks).enumerate() {
+                let (from, block, head) = self.block(tile, start / BLOCK_SIZE + i);
                 for part in 0..kv.parts {
                     let sums = if part == 0 { Start::Zero } else { Start::Out };
                     kernel.matmul(
                         &kv.keys,
-                        &kv.keys(block(i), tile.kv_head, part).into(),
+                        &from.keys(block, head, part).into(),
                         &activations.rows(0..rows),
                         sums,
                         scores,
@@ -295,8 +403,9 @@ impl SoftmaxOp<'_> {
             for (v, acc) in sums.acc.chunks_mut(rows * VALUE_TILES * TILE_ROWS).enumerate() {
                 for i in 0..blocks {
                     let p = probabilities.rows(0..rows).inputs(i * BLOCK_SIZE, BLOCK_SIZE);
+                    let (from, block, head) = self.block(tile, start / BLOCK_SIZE + i);
                     for part in 0..kv.parts {
-                        let values = kv.values(block(i), tile.kv_head, part);
+                        let values = from.values(block, head, part);
                         let tiles = &values[v * some..values.len().min((v + 1) * some)];
                         kernel.matmul(&kv.values, &tiles.into(), &p, Start::Out, acc);
                     }

@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::attend_latent::{LatentOp, LatentScratch, Segment};
+use super::attend_latent::{LatentOp, LatentScratch, Segment, Single};
 use super::batch::{TILE_ROWS, blocks};
 use super::load::LatentUp;
+use super::select::Chosen;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::{Attend, Heads, Rotary, Softmax};
@@ -121,11 +122,51 @@ impl From<Heads<'_, CudaBackend>> for kernels::Heads {
     }
 }
 
+/// A window as kernels have it.
+fn window_of(softmax: &Softmax<'_, CudaBackend>) -> kernels::Window {
+    let (len, chunks) = match softmax.window {
+        None => (NO_WINDOW, 0),
+        Some(Window::Sliding(len)) => (len, 0),
+        Some(Window::Chunk(len)) => (len, 1),
+    };
+    kernels::Window { len: len.min(NO_WINDOW) as i32, chunks }
+}
+
 impl CudaBackend {
+    /// Attention of rows that are read one by one.
+    fn attend_single(&self, kv: &Kv, softmax: &Softmax<'_, Self>, single: &Single, q: &Tensor, out: &Tensor) {
+        let (heads, window, count) = (q.cols / kv.key_dim, window_of(softmax), single.count);
+        let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
+        let parts = kv.heads * (heads / kv.heads).div_ceil(HEADS);
+        // A window may begin and end within pages.
+        let pages = blocks(single.context).min(blocks(window.len as usize) + 1);
+        let splits = (BLOCKS * self.cuda.info.multiprocessors / (count * parts)).clamp(1, pages.min(128));
+        let kernel = holding(&DECODE[usize::from(kv.fp8)], kv.key_dim, kv.value_dim).expect(REFUSED);
+        let (q, out) = (q.bf16().add(single.first * q.cols), out.bf16().add(single.first * out.cols));
+        launch!(self.cuda, &self.cuda.compute, kernel, [splits, parts, count];
+            q, single.keys, kv.values(), out, self.attention.partial.address(), self.attention.states.address(),
+            single.rows, single.positions, single.token_seq, single.seq_blocks, single.block_table, heads as i32,
+            kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32, softmax.scale, window, sinks,
+            single.table_stride as i32);
+        self.combine((count, single.rows), splits, heads, kv.value_dim, sinks, out);
+    }
+
+    /// Attention of rows that are read in tiles.
+    fn attend_tiles(&self, kv: &Kv, batch: &CudaBatch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &Tensor) {
+        let (heads, window) = (q.cols / kv.key_dim, window_of(softmax));
+        let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
+        let kernel = holding(&PREFILL[usize::from(kv.fp8)], kv.key_dim, kv.value_dim).expect(REFUSED);
+        let which = usize::from(kernel.tile[2] == TILE_ROWS[1]);
+        launch!(self.cuda, &self.cuda.compute, kernel, [heads, batch.tiles[which], kv.value_dim.div_ceil(COLUMNS)];
+            q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(),
+            batch.positions(), batch.seq_blocks(), batch.block_table(), heads as i32, kv.heads as i32,
+            kv.key_dim as i32, kv.value_dim as i32, softmax.scale, window, sinks);
+    }
+
     /// Puts the parts of a split context together.
     pub(super) fn combine(
         &self,
-        batch: &CudaBatch,
+        (count, rows): (usize, Address<i32>),
         splits: usize,
         heads: usize,
         value_dim: usize,
@@ -133,10 +174,10 @@ impl CudaBackend {
         out: Address<bf16>,
     ) {
         if splits > 1 {
-            let grid = [batch.decode * heads, value_dim.div_ceil(COMBINE_COLUMNS), 1];
+            let grid = [count * heads, value_dim.div_ceil(COMBINE_COLUMNS), 1];
             launch!(self.cuda, &self.cuda.compute, kernels::attend_combine, grid;
-                self.attention.partial.address(), self.attention.states.address(), out, batch.decode_rows(),
-                splits as i32, heads as i32, value_dim as i32, sinks);
+                self.attention.partial.address(), self.attention.states.address(), out, rows, splits as i32,
+                heads as i32, value_dim as i32, sinks);
         }
     }
 }
@@ -144,6 +185,7 @@ impl CudaBackend {
 impl Attend for CudaBackend {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
+    type Chosen = Chosen;
 
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let fp8 = match bits {
@@ -223,39 +265,26 @@ impl Attend for CudaBackend {
     fn attend(&self, kv: &Kv, batch: &CudaBatch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
         let heads = q.cols / kv.key_dim;
         assert!(heads * kv.key_dim == q.cols && heads * kv.value_dim == out.cols && heads.is_multiple_of(kv.heads));
-        let fp8 = usize::from(kv.fp8);
-        let sinks = softmax.sinks.map_or(Address::NULL, DeviceBuffer::address);
-        let window = match softmax.window {
-            None => kernels::Window { len: NO_WINDOW as i32, chunks: 0 },
-            Some(Window::Sliding(len)) => kernels::Window { len: len.min(NO_WINDOW) as i32, chunks: 0 },
-            Some(Window::Chunk(len)) => kernels::Window { len: len.min(NO_WINDOW) as i32, chunks: 1 },
-        };
-        let scale = softmax.scale;
-        let stream = &self.cuda.compute;
-        let (heads_i, kv_heads, key_dim, value_dim) =
-            (heads as i32, kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32);
-        if batch.decode > 0 {
-            let parts = kv.heads * (heads / kv.heads).div_ceil(HEADS);
-            // A window may begin and end within pages.
-            let pages = blocks(self.limits.context).min(blocks(window.len as usize) + 1);
-            let splits = (BLOCKS * self.cuda.info.multiprocessors / (batch.decode * parts)).clamp(1, pages.min(128));
-            let kernel = holding(&DECODE[fp8], kv.key_dim, kv.value_dim).expect(REFUSED);
-            launch!(self.cuda, stream, kernel, [splits, parts, batch.decode];
-                q.bf16(), kv.keys.address(), kv.values(), out.bf16(), self.attention.partial.address(),
-                self.attention.states.address(), batch.decode_rows(), batch.positions(), batch.token_seq(),
-                batch.seq_blocks(), batch.block_table(),
-                heads_i, kv_heads, key_dim, value_dim, scale, window, sinks);
-            self.combine(batch, splits, heads, kv.value_dim, sinks, out.bf16());
+        // Of a prompt that selects, the first rows attend to all that they see. What tiles make of others is written
+        // over.
+        let in_tiles = |start: usize| softmax.chosen.is_none_or(|chosen| start < chosen.most);
+        if batch.long.iter().any(|&(_, _, start)| in_tiles(start))
+            && !self.attend_wgmma(kv, batch, heads, softmax, q, out)
+        {
+            self.attend_tiles(kv, batch, softmax, q, out);
         }
-        if self.attend_wgmma(kv, batch, heads, softmax, q, out) {
-            return;
+        match softmax.chosen {
+            Some(chosen) => {
+                for (wave, _) in chosen.waves(batch, 0) {
+                    let single = self.chosen_pages(kv, batch, chosen, &wave);
+                    self.attend_single(kv, softmax, &single, q, out);
+                }
+            }
+            None if batch.decode > 0 => {
+                self.attend_single(kv, softmax, &Single::of(batch, kv, self.limits.context), q, out);
+            }
+            None => {}
         }
-        let kernel = holding(&PREFILL[fp8], kv.key_dim, kv.value_dim).expect(REFUSED);
-        let which = usize::from(kernel.tile[2] == TILE_ROWS[1]);
-        launch!(self.cuda, stream, kernel, [heads, batch.tiles[which], kv.value_dim.div_ceil(COLUMNS)];
-            q.bf16(), kv.keys.address(), kv.values(), out.bf16(), batch.tile_table(which), batch.seq_first(),
-            batch.positions(), batch.seq_blocks(), batch.block_table(), heads_i, kv_heads, key_dim, value_dim, scale,
-            window, sinks);
     }
 
     fn latent_scratch(&self, config: &Mla, max_tokens: usize) -> Result<LatentScratch> {
@@ -268,18 +297,24 @@ impl Attend for CudaBackend {
         batch: &CudaBatch,
         up: &LatentUp,
         scratch: &mut LatentScratch,
+        chosen: Option<&Chosen>,
         q: &Tensor,
         out: &mut Tensor,
     ) {
         let op = LatentOp { kv, batch, up, scratch, q, out };
-        if batch.decode > 0 {
-            self.attend_absorbed(&op);
+        match chosen {
+            Some(chosen) => self.attend_chosen(&op, chosen),
+            None if batch.decode > 0 => self.attend_absorbed(&op, &Single::of(batch, kv, self.limits.context)),
+            None => {}
         }
         for (sequence, rows, start) in &batch.long {
-            let end = start + rows.len();
+            // The first rows of a prompt attend to all that they see.
+            let all = chosen.map_or(rows.len(), |chosen| chosen.most.saturating_sub(*start).min(rows.len()));
+            let all = rows.start..rows.start + all;
+            let end = if all.is_empty() { 0 } else { start + all.len() };
             for from in (0..end).step_by(scratch.segment) {
                 let positions = from..end.min(from + scratch.segment);
-                self.attend_expanded(&op, &Segment { sequence: *sequence, rows: rows.clone(), positions, end });
+                self.attend_expanded(&op, &Segment { sequence: *sequence, rows: all.clone(), positions, end });
             }
         }
     }

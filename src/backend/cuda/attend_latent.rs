@@ -9,6 +9,7 @@ use super::attend::{Kv, REFUSED, holding};
 use super::batch::DECODE_ROWS;
 use super::load::LatentUp;
 use super::product::{Out, Product};
+use super::select::{Chosen, Gathered};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
@@ -45,6 +46,7 @@ pub struct LatentScratch {
     pub(super) max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
     pub(super) sum: DeviceBuffer<f32>, // [rows, heads]
     pub(super) acc: DeviceBuffer<f32>, // [rows, heads, v]
+    gathered: Option<Gathered>,
 }
 
 impl LatentScratch {
@@ -71,6 +73,9 @@ impl LatentScratch {
             max: DeviceBuffer::zeros(cuda, rows * heads)?,
             sum: DeviceBuffer::zeros(cuda, rows * heads)?,
             acc: DeviceBuffer::zeros(cuda, rows * heads * config.v_head_dim)?,
+            gathered: (config.selection.as_ref())
+                .map(|s| Gathered::new(backend, s.indexer.most(), rank + rope, max_tokens))
+                .transpose()?,
         })
     }
 }
@@ -93,10 +98,63 @@ pub(super) struct Segment {
     pub(super) end: usize, // of the rows' context
 }
 
+/// Rows that are read one by one, and the cache that they read.
+pub(super) struct Single {
+    pub(super) first: usize, // in the batch
+    pub(super) count: usize,
+    pub(super) context: usize, // positions that they see, at most
+    pub(super) keys: Address<u8>,
+    pub(super) rows: Address<i32>,
+    pub(super) positions: Address<i32>,
+    pub(super) token_seq: Address<i32>,
+    pub(super) seq_blocks: Address<i32>,
+    pub(super) block_table: Address<u32>,
+    pub(super) table_stride: usize, // from one KV head's table to the next; 0: they have the same
+}
+
+impl Single {
+    /// The rows of a batch that are read so.
+    pub(super) fn of(batch: &CudaBatch, kv: &Kv, context: usize) -> Self {
+        Self {
+            first: 0,
+            count: batch.decode,
+            context,
+            keys: kv.keys.address(),
+            rows: batch.decode_rows(),
+            positions: batch.positions(),
+            token_seq: batch.token_seq(),
+            seq_blocks: batch.seq_blocks(),
+            block_table: batch.block_table(),
+            table_stride: 0,
+        }
+    }
+}
+
 impl CudaBackend {
+    /// Rows that attend to what they chose, gathered a wave at a time.
+    pub(super) fn attend_chosen(&self, op: &LatentOp<'_>, chosen: &Chosen) {
+        let gathered = op.scratch.gathered.as_ref().expect("latent attention that selects has room to gather");
+        for (wave, _) in chosen.waves(op.batch, 0) {
+            self.gather_chosen(op.kv, op.batch, chosen, &wave, gathered);
+            let single = Single {
+                first: wave.start,
+                count: wave.len(),
+                context: gathered.most,
+                keys: gathered.keys.address(),
+                rows: gathered.rows.address(),
+                positions: gathered.positions.address(),
+                token_seq: gathered.rows.address(),
+                seq_blocks: gathered.first_pages.address(),
+                block_table: gathered.block_table.address(),
+                table_stride: 0,
+            };
+            self.attend_absorbed(op, &single);
+        }
+    }
+
     /// Single rows, in the latent's space.
-    pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>) {
-        let &LatentOp { kv, batch, up, scratch, q, out } = op;
+    pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>, single: &Single) {
+        let &LatentOp { kv, up, scratch, q, out, .. } = op;
         let config = &up.config;
         let (heads, nope, rope, v, rank) = (
             config.num_heads,
@@ -105,9 +163,10 @@ impl CudaBackend {
             config.v_head_dim,
             config.kv_lora_rank,
         );
-        let (key_dim, rows, stream) = (rank + rope, batch.decode, &self.cuda.compute);
+        let (key_dim, rows, stream) = (rank + rope, single.count, &self.cuda.compute);
+        let q = q.bf16().add(single.first * heads * (nope + rope));
         let product = Product {
-            x: q.bf16(),
+            x: q,
             x_pitch: heads * (nope + rope),
             x_batch: nope + rope,
             w: up.key_up.address(),
@@ -124,7 +183,7 @@ impl CudaBackend {
         };
         self.product(&product);
         launch!(self.cuda, stream, kernels::attend_latent_copy_heads, [rows, 1, 1];
-            q.bf16(), scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32,
+            q, scratch.query.address(), heads as i32, rope as i32, (nope + rope) as i32, nope as i32,
             key_dim as i32, rank as i32);
 
         let [few, many] = DECODE[usize::from(kv.fp8)];
@@ -133,12 +192,12 @@ impl CudaBackend {
             true => (many, self.cuda.info.multiprocessors),
         };
         let parts = heads.div_ceil(kernel.tile[0]);
-        let splits = (blocks_at_once / (rows * parts)).clamp(1, self.limits.context.div_ceil(UNIT).min(MAX_SPLITS));
+        let splits = (blocks_at_once / (rows * parts)).clamp(1, single.context.div_ceil(UNIT).min(MAX_SPLITS));
         launch!(self.cuda, stream, kernel, [splits, parts, rows];
-            scratch.query.address(), kv.keys.address(), scratch.mixed.address(), self.attention.partial.address(),
-            self.attention.states.address(), batch.decode_rows(), batch.positions(), batch.token_seq(),
-            batch.seq_blocks(), batch.block_table(), heads as i32, key_dim as i32, rank as i32, config.scale);
-        self.combine(batch, splits, heads, rank, Address::NULL, scratch.mixed.address());
+            scratch.query.address(), single.keys, scratch.mixed.address(), self.attention.partial.address(),
+            self.attention.states.address(), single.rows, single.positions, single.token_seq, single.seq_blocks,
+            single.block_table, heads as i32, key_dim as i32, rank as i32, config.scale);
+        self.combine((rows, single.rows), splits, heads, rank, Address::NULL, scratch.mixed.address());
 
         self.product(&Product {
             x: scratch.mixed.address(),
@@ -146,7 +205,7 @@ impl CudaBackend {
             x_batch: rank,
             w: up.kv_b.address().add(nope * rank),
             w_batch: (nope + v) * rank,
-            y: out.bf16().cast(),
+            y: out.bf16().add(single.first * heads * v).cast(),
             y_pitch: heads * v,
             y_batch: v,
             n: v,

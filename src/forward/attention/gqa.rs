@@ -1,6 +1,6 @@
 //! Grouped-query attention.
 
-use super::{Layer, Step};
+use super::{Layer, Step, indexer};
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::join::{Partial, Stream, join};
@@ -18,6 +18,7 @@ pub struct Weights<B: Backend> {
     value_norm: Option<B::Norm>,         // ones, [value_dim]
     sinks: Option<B::Norm>,              // [num_heads]
     output_gate: Option<B::Linear>,      // [num_heads * value_dim or num_heads, hidden]
+    indexer: Option<indexer::Weights<B>>,
 }
 
 impl<B: Backend> Weights<B> {
@@ -64,12 +65,14 @@ impl<B: Backend> Weights<B> {
                 false => None,
             },
             output_gate,
+            indexer: indexer::Weights::load(loader, &name, a.selection.as_ref())?,
         })
     }
 
     pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
         let all = [&self.q, &self.k, &self.o].into_iter().chain(&self.v).chain(&self.output_gate);
-        all.map(|w| backend.linear_bytes(w)).sum()
+        let index = self.indexer.as_ref().map_or(0, |indexer| indexer.bytes_per_token(backend));
+        index + all.map(|w| backend.linear_bytes(w)).sum::<usize>()
     }
 }
 
@@ -89,6 +92,7 @@ pub(super) struct Buffers<B: Backend> {
     v: B::Tensor,            // [T, num_kv_heads * value_dim]
     out: B::Tensor,          // [T, num_heads * value_dim]
     gate: Option<B::Tensor>, // [T, rows of the gate]
+    indexer: Option<indexer::Buffers<B>>,
 }
 
 impl<B: Backend> Buffers<B> {
@@ -100,6 +104,7 @@ impl<B: Backend> Buffers<B> {
             v: tensor(a.num_kv_heads * a.value_dim)?,
             out: tensor(a.num_heads * a.value_dim)?,
             gate: a.gate().map(|(rows, _)| tensor(rows)).transpose()?,
+            indexer: indexer::Buffers::new(backend, a.selection.as_ref(), max_tokens)?,
         })
     }
 
@@ -107,17 +112,24 @@ impl<B: Backend> Buffers<B> {
         for t in [&mut self.q, &mut self.k, &mut self.v, &mut self.out].into_iter().chain(&mut self.gate) {
             backend.set_rows(t, rows);
         }
+        self.indexer.iter_mut().for_each(|indexer| indexer.set_rows(backend, rows));
     }
 }
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, cache }: Layer<'_, B, Gqa, Weights<B>>,
-    Buffers { q, k, v, out, gate }: &mut Buffers<B>,
+    Layer { config, weights, cache, chosen }: Layer<'_, B, Gqa, Weights<B>>,
+    Buffers { q, k, v, out, gate, indexer }: &mut Buffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let (backend, kv, eps) = (step.backend, cache.kv(), step.norm_eps);
+    let (backend, eps) = (step.backend, step.norm_eps);
+    if let (Some(selection), Some(w), Some(buffers)) = (&config.selection, &weights.indexer, indexer) {
+        stream.settle(backend, h); // queries, keys and values are made of it as well
+        let inputs = indexer::Inputs { h, latent: None };
+        indexer::select(step, &selection.indexer, w, cache.index(), buffers, inputs, chosen);
+    }
+    let kv = cache.kv();
     let (heads, kv_heads, dim) = (config.num_heads, config.num_kv_heads, config.head_dim);
     let value = weights.v.as_ref().unwrap_or(&weights.k);
     let qkv = [(&weights.q, &mut *q), (&weights.k, &mut *k), (value, &mut *v)];
@@ -157,7 +169,8 @@ pub(super) fn attention<B: Backend>(
     if let Some(scale) = &config.position_scale {
         backend.scale_by_position(q, step.batch, scale);
     }
-    let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref() };
+    let chosen = chosen.as_ref().filter(|_| config.selection.is_some());
+    let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref(), chosen };
     backend.attend(kv, step.batch, &softmax, q, out);
     if let (Some(gate), Some((_, activation))) = (gate, config.gate()) {
         backend.gate(gate, activation, out);

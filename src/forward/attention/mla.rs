@@ -11,7 +11,7 @@
 //!
 //! Source: DeepSeek-V2 report, section 2.1.
 
-use super::{Layer, Step};
+use super::{Layer, Step, indexer};
 use crate::Result;
 use crate::backend::{Backend, Heads};
 use crate::forward::join::{Partial, Stream, join};
@@ -30,6 +30,8 @@ pub struct Weights<B: Backend> {
     up: B::LatentUp,
     /// `[hidden, num_heads * v_head_dim]`
     o: B::Linear,
+    /// Of a layer that chooses positions.
+    indexer: Option<indexer::Weights<B>>,
 }
 
 /// How queries are made.
@@ -67,6 +69,7 @@ impl<B: Backend> Weights<B> {
             kv_a_norm: loader.norm(&format!("{name}.kv_a_layernorm.weight"), a.kv_lora_rank)?,
             up: loader.backend.load_latent_up(a, kv_b)?,
             o: loader.linear(&format!("{name}.o_proj"), hidden, heads * a.v_head_dim, a.bias)?,
+            indexer: indexer::Weights::load(loader, &name, a.selection.as_ref())?,
         })
     }
 
@@ -75,7 +78,12 @@ impl<B: Backend> Weights<B> {
             Query::Direct(q) => backend.linear_bytes(q),
             Query::Lora { a, b, .. } => backend.linear_bytes(a) + backend.linear_bytes(b),
         };
-        query + backend.linear_bytes(&self.kv_a) + backend.linear_bytes(&self.o) + backend.latent_up_bytes(&self.up)
+        let index = self.indexer.as_ref().map_or(0, |indexer| indexer.bytes_per_token(backend));
+        index
+            + query
+            + backend.linear_bytes(&self.kv_a)
+            + backend.linear_bytes(&self.o)
+            + backend.latent_up_bytes(&self.up)
     }
 }
 
@@ -87,6 +95,7 @@ pub(super) struct Buffers<B: Backend> {
     latent: B::Tensor,                  // [T, kv_lora_rank + rope]: a row of the cache
     scratch: B::LatentScratch,
     out: B::Tensor, // [T, heads, v_head_dim]
+    indexer: Option<indexer::Buffers<B>>,
 }
 
 impl<B: Backend> Buffers<B> {
@@ -99,11 +108,13 @@ impl<B: Backend> Buffers<B> {
             latent: tensor(a.cache_dim())?,
             scratch: backend.latent_scratch(a, max_tokens)?,
             out: tensor(a.num_heads * a.v_head_dim)?,
+            indexer: indexer::Buffers::new(backend, a.selection.as_ref(), max_tokens)?,
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
-        let Self { q_latent, q_latent_normed, q, latent, out, .. } = self;
+        let Self { q_latent, q_latent_normed, q, latent, out, indexer, .. } = self;
+        indexer.iter_mut().for_each(|indexer| indexer.set_rows(backend, rows));
         for t in q_latent.iter_mut().chain(q_latent_normed).chain([q, latent, out]) {
             backend.set_rows(t, rows);
         }
@@ -112,15 +123,17 @@ impl<B: Backend> Buffers<B> {
 
 pub(super) fn attention<B: Backend>(
     step: &Step<'_, B>,
-    Layer { config, weights, cache }: Layer<'_, B, Mla, Weights<B>>,
+    Layer { config, weights, cache, chosen }: Layer<'_, B, Mla, Weights<B>>,
     buffers: &mut Buffers<B>,
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let kv = cache.kv();
     let backend = step.backend;
-    let Buffers { q_latent, q_latent_normed, q, latent, scratch, out } = buffers;
-    match (&weights.q, q_latent, q_latent_normed) {
+    let Buffers { q_latent, q_latent_normed, q, latent, scratch, out, indexer } = buffers;
+    if weights.indexer.is_some() {
+        stream.settle(backend, h); // the indexer reads it as well
+    }
+    match (&weights.q, q_latent, &mut *q_latent_normed) {
         (Query::Direct(w), None, None) => stream.linears(backend, h, [(w, q), (&weights.kv_a, latent)]),
         (Query::Lora { a, norm: q_norm, b }, Some(q_latent), Some(normed)) => {
             stream.linears(backend, h, [(a, q_latent), (&weights.kv_a, latent)]);
@@ -129,6 +142,11 @@ pub(super) fn attention<B: Backend>(
         }
         _ => panic!("weights and buffers are of one configuration"),
     }
+    if let (Some(selection), Some(w), Some(buffers)) = (&config.selection, &weights.indexer, indexer) {
+        let inputs = indexer::Inputs { h, latent: q_latent_normed.as_ref() };
+        indexer::select(step, &selection.indexer, w, cache.index(), buffers, inputs, chosen);
+    }
+    let kv = cache.kv();
     let queries = Heads {
         x: &mut *q,
         heads: config.num_heads,
@@ -148,6 +166,7 @@ pub(super) fn attention<B: Backend>(
     if let Some(scale) = &config.position_scale {
         backend.scale_by_position(q, step.batch, scale);
     }
-    backend.attend_latent(kv, step.batch, &weights.up, scratch, q, out);
+    let chosen = chosen.as_ref().filter(|_| config.selection.is_some());
+    backend.attend_latent(kv, step.batch, &weights.up, scratch, chosen, q, out);
     join(backend, Partial::Product(&weights.o, out), stream)
 }

@@ -1,6 +1,6 @@
 //! Grouped queries: several query heads share one key/value head.
 
-use super::{Facts, KvDims, Matrix, PositionScale, Values, Window};
+use super::{Facts, Indexer, KvDims, Matrix, PositionScale, Selection, Values, Window};
 use crate::model::Rope;
 
 /// Grouped-query attention.
@@ -36,6 +36,8 @@ pub struct Gqa {
     pub scale: f32,
     /// Multiplies queries besides.
     pub position_scale: Option<PositionScale>,
+    /// Positions that queries attend to; `None`: all that they see.
+    pub selection: Option<Selection>,
 }
 
 /// A learned gate of the heads' outputs.
@@ -103,8 +105,14 @@ impl Facts for Gqa {
         self.rope.as_ref()
     }
 
+    fn selection(&self) -> Option<&Selection> {
+        self.selection.as_ref()
+    }
+
     fn widths(&self) -> Vec<usize> {
-        vec![self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.gate().map_or(0, |(rows, _)| rows)]
+        let gate = self.gate().map_or(0, |(rows, _)| rows);
+        let index = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
+        [&[self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, gate][..], &index].concat()
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {
@@ -112,14 +120,19 @@ impl Facts for Gqa {
         let v = (!self.values_are_keys).then_some((self.num_kv_heads * self.value_dim, hidden));
         let gate = self.gate().map(|(rows, _)| (rows, hidden));
         let o = (hidden, self.num_heads * self.value_dim);
-        [(q, hidden), (k, hidden), o].into_iter().chain(v).chain(gate).collect()
+        let index = self.selection.as_ref().and_then(Selection::own).map_or(vec![], |own| own.matrices(hidden));
+        [(q, hidden), (k, hidden), o].into_iter().chain(v).chain(gate).chain(index).collect()
     }
 
     fn products_per_pair(&self) -> usize {
-        self.num_heads * (self.head_dim + self.value_dim)
+        let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
+        self.num_heads * (self.head_dim + self.value_dim) + index
     }
 
     fn gpu_lacks(&self) -> Option<String> {
+        if let Some(lacks) = self.selection.as_ref().and_then(|selection| selection.indexer.gpu_lacks()) {
+            return Some(lacks);
+        }
         let (key, value) = (self.head_dim, self.value_dim);
         (key.max(value) > 512 || !key.is_multiple_of(8) || !value.is_multiple_of(8))
             .then(|| format!("the GPU has no attention for heads of {key} elements with values of {value}"))

@@ -1,6 +1,6 @@
 //! Latent attention: keys and values are linear in one cached latent.
 
-use super::{Facts, KvDims, Matrix, PositionScale, Values};
+use super::{Facts, Indexer, KvDims, Matrix, PositionScale, Selection, Values};
 use crate::model::Rope;
 
 /// Multi-head latent attention. Source: DeepSeek-V2 report, section 2.1.
@@ -28,6 +28,8 @@ pub struct Mla {
     pub position_scale: Option<PositionScale>,
     /// Epsilon of the `q_a` and `kv_a` norms.
     pub norm_eps: f32,
+    /// Positions that queries attend to; `None`: all that they see.
+    pub selection: Option<Selection>,
 }
 
 impl Mla {
@@ -51,16 +53,22 @@ impl Facts for Mla {
         Some(&self.rope)
     }
 
+    fn selection(&self) -> Option<&Selection> {
+        self.selection.as_ref()
+    }
+
     fn widths(&self) -> Vec<usize> {
+        let index = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
         let latents = [self.q_lora_rank.unwrap_or(0), self.kv_lora_rank];
         let heads = [self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim];
-        [&latents[..], &heads].concat()
+        [&latents[..], &heads, &index].concat()
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {
         let q = self.num_heads * self.qk_head_dim();
         let query = self.q_lora_rank.map_or(vec![(q, hidden)], |rank| vec![(rank, hidden), (q, rank)]);
-        [query, vec![(self.cache_dim(), hidden), (hidden, self.num_heads * self.v_head_dim)]].concat()
+        let index = self.selection.as_ref().and_then(Selection::own).map_or(vec![], |own| own.matrices(hidden));
+        [query, vec![(self.cache_dim(), hidden), (hidden, self.num_heads * self.v_head_dim)], index].concat()
     }
 
     fn inner_products(&self) -> f64 {
@@ -68,7 +76,8 @@ impl Facts for Mla {
     }
 
     fn products_per_pair(&self) -> usize {
-        self.num_heads * (self.qk_head_dim() + self.v_head_dim)
+        let index = self.selection.as_ref().and_then(Selection::own).map_or(0, Indexer::products_per_pair);
+        self.num_heads * (self.qk_head_dim() + self.v_head_dim) + index
     }
 
     fn gpu_seconds(&self) -> f64 {
@@ -76,6 +85,9 @@ impl Facts for Mla {
     }
 
     fn gpu_lacks(&self) -> Option<String> {
+        if let Some(lacks) = self.selection.as_ref().and_then(|selection| selection.indexer.gpu_lacks()) {
+            return Some(lacks);
+        }
         let widths = [self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim];
         let fits = self.kv_lora_rank <= 512
             && self.cache_dim() <= 576

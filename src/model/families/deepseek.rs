@@ -1,7 +1,7 @@
-//! DeepSeek-V2, DeepSeek-V3, Kimi K2, the text part of Kimi K2.5, GLM-4.7-Flash and Mistral Small 4.
+//! DeepSeek-V2, V3 and V3.2, Kimi K2, the text part of Kimi K2.5, GLM-4.7-Flash, GLM-5 and Mistral Small 4.
 //!
-//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2, modeling_deepseek_v3, modeling_glm4_moe_lite and
-//! modeling_mistral4.
+//! Sources: the DeepSeek-V2 and V3 reports; HF modeling_deepseek_v2, modeling_deepseek_v3, modeling_glm4_moe_lite,
+//! modeling_mistral4, modeling_deepseek_v32 and modeling_glm_moe_dsa.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::{Value, json};
@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use super::fields::Fields;
 use super::gguf::{Gguf, Header};
 use crate::model::{
-    Attention, Ffn, GroupScore, Groups, Mla, Mlp, ModelConfig, Moe, Names, Router, Scoring, SharedExpert,
+    Attention, ChosenBy, Ffn, GroupScore, Groups, Indexer, Mla, Mlp, ModelConfig, Moe, Names, Router, Score, Scoring,
+    Selection, SharedExpert,
 };
 use crate::{Error, Result};
 
@@ -89,6 +90,51 @@ fn language_model(f: &Fields<'_>, reader: super::Reader) -> Result<ModelConfig> 
     Ok(ModelConfig { names: Names { head: "language_model.lm_head", ..model.names }, ..model })
 }
 
+/// `deepseek_v32`: V3, each layer with an indexer, which rotates halves.
+pub(super) fn v32(f: &Fields<'_>) -> Result<ModelConfig> {
+    selecting(f, false, |_| ChosenBy::Own)
+}
+
+/// `glm_moe_dsa`: the same, but the indexer rotates neighbours, and some layers take the choice of an earlier one.
+pub(super) fn glm_dsa(f: &Fields<'_>) -> Result<ModelConfig> {
+    let listed = match f.layer_kinds("indexer_types", ["full", "shared"])? {
+        Some(kinds) => Some(kinds),
+        None => f.layer_letters("index_topk_pattern", ['F', 'S'])?,
+    };
+    let (every, offset) = (f.count_or("index_topk_freq", 1)?.max(1), f.count_or("index_skip_topk_offset", 2)?);
+    let is_own = |layer: usize| match &listed {
+        Some(kinds) => kinds[layer],
+        None => (layer + 1).saturating_sub(offset).is_multiple_of(every),
+    };
+    if !is_own(0) {
+        return Err(Error::Model("`indexer_types` has no indexer in the first layer: download it again".into()));
+    }
+    selecting(f, true, |layer| if is_own(layer) { ChosenBy::Own } else { ChosenBy::Earlier })
+}
+
+/// V3 whose queries attend to what an indexer chooses.
+fn selecting(f: &Fields<'_>, interleaved: bool, by: impl Fn(usize) -> ChosenBy) -> Result<ModelConfig> {
+    let mut model = v3(f)?;
+    let (head_dim, rotated) = (f.heads("index_head_dim")?, f.dim("qk_rope_head_dim")?);
+    if head_dim < rotated {
+        return Err(Error::Model(format!("`index_head_dim` {head_dim} is less than the {rotated} rotated numbers")));
+    }
+    let indexer = Indexer {
+        num_heads: f.heads("index_n_heads")?,
+        head_dim,
+        interleaved: f.bool_or("indexer_rope_interleave", interleaved)?,
+        unit: 1,
+        top_k: f.dim("index_topk")?,
+        score: Score::Weighted { latent: f.dim("q_lora_rank")? },
+    };
+    for (i, layer) in model.layers.iter_mut().enumerate() {
+        if let Attention::Mla(attention) = &mut layer.attention {
+            attention.selection = Some(Selection { by: by(i), indexer: indexer.clone() });
+        }
+    }
+    Ok(model)
+}
+
 /// A token's open groups are bits of a word.
 const MAX_GROUPS: usize = 64;
 
@@ -141,6 +187,7 @@ pub(super) fn config(f: &Fields<'_>, router: Router) -> Result<ModelConfig> {
         scale: (mscale * mscale / ((qk_nope_head_dim + rope_dim) as f64).sqrt()) as f32,
         position_scale: f.position_scale()?,
         norm_eps: LATENT_NORM_EPS,
+        selection: None,
     });
     let moe = moe(f, router, 0)?;
     super::model(f, super::layers(f, |_| attention.clone(), ffn(f, moe, 0)?)?)
@@ -171,6 +218,43 @@ pub(super) const GGUF_MISTRAL4: Gguf = Gguf {
     model_types: &["mistral4"],
     config: gguf,
 };
+
+/// DeepSeek-V3.2 in GGUF files.
+pub(super) const GGUF_V32: Gguf = Gguf {
+    names: GgufNames { architecture: "deepseek32", tensors: INDEXER, permuted: &[] },
+    model_types: &["deepseek_v32"],
+    config: |header| gguf_selecting(header, "deepseek_v32"),
+};
+
+/// GLM-5 in GGUF files.
+pub(super) const GGUF_GLM: Gguf = Gguf {
+    names: GgufNames { architecture: "glm-dsa", tensors: INDEXER, permuted: &[] },
+    model_types: &["glm_moe_dsa"],
+    config: |header| gguf_selecting(header, "glm_moe_dsa"),
+};
+
+const INDEXER: &[(&str, &str)] = &[
+    ("indexer.attn_q_b.weight", "self_attn.indexer.wq_b.weight"),
+    ("indexer.attn_k.weight", "self_attn.indexer.wk.weight"),
+    ("indexer.proj.weight", "self_attn.indexer.weights_proj.weight"),
+    ("indexer.k_norm.weight", "self_attn.indexer.k_norm.weight"),
+    ("indexer.k_norm.bias", "self_attn.indexer.k_norm.bias"),
+];
+
+/// Layers without tensors of an indexer share the choice of an earlier one.
+fn gguf_selecting(header: &Header<'_>, model_type: &str) -> Result<Value> {
+    let mut config = gguf(header)?;
+    let kinds = header.each_layer(|layer| {
+        let own = header.has(&format!("model.layers.{layer}.self_attn.indexer.wk.weight"));
+        if own { "full" } else { "shared" }
+    });
+    config["model_type"] = model_type.into();
+    config["index_n_heads"] = header.need("attention.indexer.head_count")?.into();
+    config["index_head_dim"] = header.need("attention.indexer.key_length")?.into();
+    config["index_topk"] = header.need("attention.indexer.top_k")?.into();
+    config["indexer_types"] = kinds.into();
+    Ok(config)
+}
 
 fn gguf(header: &Header<'_>) -> Result<Value> {
     let rope = header.need("rope.dimension_count")?;

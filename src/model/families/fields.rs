@@ -238,6 +238,32 @@ impl<'a> Fields<'a> {
         if self.get(name).is_some() { self.heads(name) } else { Ok(default) }
     }
 
+    /// Zero or one for each layer.
+    pub(super) fn layer_flags(&self, name: &str) -> Result<Option<Vec<bool>>> {
+        self.flags(name, self.num_layers()?)
+    }
+
+    /// `count` times zero or one.
+    pub(super) fn flags(&self, name: &str, count: usize) -> Result<Option<Vec<bool>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let flag = |v: &Value| v.as_u64().filter(|&v| v <= 1).map(|v| v == 1);
+        let list: Option<Vec<bool>> = value.as_array().and_then(|list| list.iter().map(flag).collect());
+        let list = list.filter(|list| list.len() == count);
+        list.map(Some).ok_or_else(|| wrong(name, &format!("0 or 1 for each of {count} layers")))
+    }
+
+    /// Of each layer, which of two kinds a letter says.
+    pub(super) fn layer_letters(&self, name: &str, [first, second]: [char; 2]) -> Result<Option<Vec<bool>>> {
+        if self.get(name).is_none() {
+            return Ok(None);
+        }
+        let (letters, num_layers) = (self.str(name)?, self.num_layers()?);
+        let fits = letters.chars().all(|c| c == first || c == second) && letters.len() == num_layers;
+        fits.then(|| Some(letters.chars().map(|c| c == first).collect())).ok_or_else(|| {
+            Error::Model(format!("`{name}` does not say {first} or {second} for each of {num_layers} layers"))
+        })
+    }
+
     pub(super) fn object(&self, name: &str) -> Result<Option<Fields<'a>>> {
         match self.get(name) {
             None => Ok(None),
@@ -413,6 +439,7 @@ pub(super) fn gqa([num_heads, num_kv_heads, head_dim]: [usize; 3], rope: Option<
         output_gate: None,
         scale: 1.0 / (head_dim as f32).sqrt(),
         position_scale: None,
+        selection: None,
     })
 }
 

@@ -32,6 +32,30 @@ const SHAPES: &[(&str, &str)] = &[
         "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
     ),
     (
+        "deepseek-v3.2",
+        r#"{"model_type": "deepseek_v32", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "vocab_size": 129280,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "max_position_embeddings": 163840,
+        "rope_theta": 10000, "rope_scaling":
+        {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
+    ),
+    (
+        "glm-5",
+        r#"{"model_type": "glm_moe_dsa", "hidden_size": 6144, "intermediate_size": 12288, "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "vocab_size": 154880,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752, "rope_theta": 1000000}"#,
+    ),
+    (
         "kimi-k2",
         r#"{"model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
         "num_attention_heads": 64,
@@ -118,6 +142,21 @@ const SHAPES: &[(&str, &str)] = &[
         "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64, "vocab_size": 200064, "num_local_experts": 256,
         "num_experts_per_tok": 8,
         "max_position_embeddings": 196608, "rope_theta": 5000000}"#,
+    ),
+    (
+        "minimax-m3",
+        r#"{"model_type": "minimax_m3_vl", "text_config": {"hidden_size": 6144, "intermediate_size": 3072,
+        "num_hidden_layers": 60, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64, "vocab_size": 200064, "num_local_experts": 128,
+        "num_experts_per_tok": 4, "shared_intermediate_size": 3072, "dense_intermediate_size": 12288,
+        "hidden_act": "swigluoai", "routed_scaling_factor": 2.0, "max_position_embeddings": 524288,
+        "rope_theta": 5000000, "moe_layer_freq":
+        [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+        1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+        "sparse_attention_config": {"sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128,
+        "sparse_topk_blocks": 16, "sparse_attention_freq":
+        [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+        1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]}}}"#,
     ),
     (
         "mixtral-8x7b",

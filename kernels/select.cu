@@ -1,0 +1,245 @@
+// Choosing the positions that a query attends to (src/backend/select.rs), and bringing them side by side.
+//
+// The index of a layer: keys [blocks, 64, dim] bf16, in the blocks of the cache (attention.cuh).
+//
+// index_write: grid (T)
+//   keys[position of t] = rope(norm(k[t]))   k [T, dim]; the first 2 * half numbers rotate; bias null: an RMS norm
+// index_scores: grid (ceil(positions / (64 * SCORE_PAGES)), n)
+//   scores[i, s] = sum_h weights[t, h] relu(q[t, h] . keys[s])   t = first + i, s up to the token's own position
+//   q [T, heads * dim] bf16, weights [T, heads] f32, scores [n, pitch] f32; heads <= INDEX_HEADS, dim <= INDEX_DIM
+//   Without weights each head has scores of its own, q . key: [n, heads, pitch].
+// index_best: grid (n, sets)
+//   lists[t, set] [most] = the positions of the `top_k` best units of `unit` positions, ascending, of equals the lower;
+//   counts[t] how many, the same for each set
+//   A unit's score is the largest of its positions', and the last unit is always taken; units [n, sets, pitch] is room
+//   for that, and not used where a unit is a position. A token that sees no more than `most` gets all that it sees.
+// select_gather: grid (ceil(most / GATHER_ROWS), n)
+//   Entry j of lists[t] becomes position j of row i, in pages that follow each other: to [n, pages, kv_heads, 64, key]
+//   positions[i] = counts[t] - 1: with it, and tables that count, the decode kernels read what was gathered.
+//   key_bytes: of a head's row, a multiple of 8. One set for all heads.
+// select_pages: grid (n)
+//   The same without copies, where units are whole pages: tables[i, set, j] is the page of entries 64 j.. of its list.
+// dim is a multiple of 8.
+#include "attention.cuh"
+
+constexpr int INDEX_HEADS = 64, INDEX_DIM = 128, INDEX_PITCH = INDEX_DIM + 8, SCORE_PAGES = 4;
+
+KERNEL(index_write, 128, 0, const bf16* k, const float* weight, const float* bias, float eps, const float* angles,
+    int half, int interleaved, bf16* keys, const int* positions, const int* token_seq, const int* seq_blocks,
+    const uint32_t* block_table, int dim) {
+    begin_kernel();
+    __shared__ float scratch[WARP + 1], row[INDEX_DIM];
+    const int t = blockIdx.x, i = threadIdx.x, position = positions[t];
+    if (position < 0) return;
+    const float x = i < dim ? to_f32(k[(size_t)t * dim + i]) : 0.0f;
+    const float mean = bias ? block_sum(x, scratch) / dim : 0.0f;
+    const float apart = i < dim ? x - mean : 0.0f;
+    const float variance = block_sum(apart * apart, scratch) / dim;
+    if (i < dim) row[i] = apart * rsqrtf(variance + eps) * weight[i] + (bias ? bias[i] : 0.0f);
+    __syncthreads();
+    if (i >= dim) return;
+    float y = row[i];
+    if (i < 2 * half) {
+        const bool first = interleaved ? i % 2 == 0 : i < half;
+        const int pair = interleaved ? i / 2 : i % half, other = interleaved ? i ^ 1 : (i + half) % (2 * half);
+        const float* of = angles + (size_t)t * 2 * half + pair;
+        y = first ? y * of[0] - row[other] * of[half] : y * of[0] + row[other] * of[half];
+    }
+    const uint32_t block = block_table[seq_blocks[token_seq[t]] + position / PAGE];
+    keys[((size_t)block * PAGE + position % PAGE) * dim + i] = to_bf16(y);
+}
+
+// Each of the 4 warps has 16 positions of a page and all heads.
+constexpr int SCORES_SHARED = (INDEX_HEADS + PAGE) * INDEX_PITCH * 2;
+static_assert(SCORES_SHARED == 34816, "shared memory of index_scores");
+KERNEL(index_scores, 128, 34816, const bf16* q, const float* weights, const bf16* keys, float* scores,
+    const int* positions, const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first,
+    int heads, int dim, int pitch) {
+    begin_kernel();
+    DYNAMIC_SHARED(unsigned char, shared);
+    bf16 *queries = reinterpret_cast<bf16*>(shared), *tile = queries + INDEX_HEADS * INDEX_PITCH;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, t = first + blockIdx.y, last = positions[t],
+              begin = blockIdx.x * SCORE_PAGES, end = min(begin + SCORE_PAGES, last / PAGE + 1);
+    if (last < 0 || begin * PAGE > last) return;
+    copy_rows<INDEX_HEADS, INDEX_DIM, 128>(queries, q + (size_t)t * heads * dim, dim, dim, heads, threadIdx.x);
+    const uint32_t* table = block_table + seq_blocks[token_seq[t]];
+    for (int page = begin; page < end; page++) {
+        copy_rows<PAGE, INDEX_DIM, 128>(
+            tile, keys + (size_t)table[page] * PAGE * dim, dim, dim, last + 1 - page * PAGE, threadIdx.x);
+        copy_async_commit();
+        copy_async_wait<0>();
+        __syncthreads();
+        // Of this lane's pairs of positions: 8 apart, and neighbours.
+        auto position_of = [&](int n) { return page * PAGE + warp * 16 + n / 2 * 8 + lane % 4 * 2 + n % 2; };
+        float sums[2][2] = {};
+        for (int h = 0; h < heads; h += 16) {
+            float s[2][4] = {};
+#pragma unroll
+            for (int d = 0; d < INDEX_DIM; d += 16) {
+                uint32_t a[4], b[4];
+                load_a(a, queries + h * INDEX_PITCH + d, INDEX_PITCH, lane);
+                load_b_rows(b, tile + warp * 16 * INDEX_PITCH + d, INDEX_PITCH, lane);
+                mma_pair(s[0], s[1], a, b);
+            }
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int head = h + lane / 4 + 8 * r;
+                if (!weights) {
+                    float* own = scores + ((size_t)blockIdx.y * heads + head) * pitch;
+#pragma unroll
+                    for (int n = 0; n < 4; n++)
+                        if (head < heads && position_of(n) <= last) own[position_of(n)] = s[n / 2][2 * r + n % 2];
+                    continue;
+                }
+                const float weight = head < heads ? weights[(size_t)t * heads + head] : 0.0f;
+#pragma unroll
+                for (int n = 0; n < 4; n++) sums[n / 2][n % 2] += weight * fmaxf(s[n / 2][2 * r + n % 2], 0.0f);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            float sum = sums[n / 2][n % 2];
+#pragma unroll
+            for (int d = 4; d < WARP; d *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
+            if (weights && lane < 4 && position_of(n) <= last)
+                scores[(size_t)blockIdx.y * pitch + position_of(n)] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+// A score as a number whose order is that of the scores.
+__device__ __forceinline__ uint32_t order_of(float score) {
+    const uint32_t bits = __float_as_uint(score);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Sum over the warps before this one, and over all, of a number that each has; less than 2^24. `of_warp`: shared,
+// [warps].
+__device__ __forceinline__ int2 warps_before(int mine, float* of_warp) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    __syncthreads();
+    if (lane == 0) of_warp[warp] = (float)mine;
+    __syncthreads();
+    const float x = lane < warps ? of_warp[lane] : 0.0f;
+    return make_int2((int)warp_sum(lane < warp ? x : 0.0f), (int)warp_sum(x));
+}
+
+constexpr int BEST_THREADS = 1024, DIGITS = 2048;
+
+// Three passes over digits of 11 bits find the smallest number that is taken, and how many of its equals are; then each
+// warp writes its own run of positions.
+KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int* positions, int* lists, int* counts,
+    int first, int top_k, int unit, int pitch) {
+    begin_kernel();
+    __shared__ uint32_t histogram[DIGITS];
+    __shared__ float of_warp[BEST_THREADS / WARP];
+    __shared__ uint32_t digit;
+    __shared__ int left;
+    const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y, most = top_k * unit, all = positions[t] + 1,
+              lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int* list = lists + ((size_t)t * sets + set) * most;
+    if (threadIdx.x == 0) counts[t] = min(all, most - unit + (all - 1) % unit + 1);
+    if (all <= most) {
+        for (int i = threadIdx.x; i < all; i += BEST_THREADS) list[i] = i;
+        return;
+    }
+    const size_t at = ((size_t)blockIdx.x * sets + set) * pitch;
+    const float* mine = scores + at;
+    const int seen = div_ceil(all, unit); // units
+    if (unit > 1) {
+        for (int u = threadIdx.x; u < seen; u += BEST_THREADS) {
+            float largest = -INFINITY;
+            for (int i = u * unit; i < min((u + 1) * unit, all); i++) largest = fmaxf(largest, mine[i]);
+            units[at + u] = u == seen - 1 ? INFINITY : largest;
+        }
+        __syncthreads();
+        mine = units + at;
+    }
+    uint32_t least = 0; // the digits that are known
+    int need = top_k;   // of those that begin with them
+    for (int shift = 21; shift > -11; shift -= 11) {
+        const int low = max(shift, 0), known = shift == 21 ? 32 : shift + 11; // bits from `known` on
+        for (int i = threadIdx.x; i < DIGITS; i += BEST_THREADS) histogram[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < seen; i += BEST_THREADS) {
+            const uint32_t x = order_of(mine[i]);
+            if (known == 32 || x >> known == least >> known)
+                atomicAdd(&histogram[(x >> low) & ((1u << (min(known, 32) - low)) - 1)], 1u);
+        }
+        __syncthreads();
+        // Each thread has two digits, the largest first.
+        const int top = DIGITS - 1 - 2 * (int)threadIdx.x, a = histogram[top], b = histogram[top - 1];
+        int sum = a + b;
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) {
+            const int other = __shfl_up_sync(ALL_LANES, sum, d);
+            if (lane >= d) sum += other;
+        }
+        const int before = warps_before(__shfl_sync(ALL_LANES, sum, WARP - 1), of_warp).x + sum - a - b;
+        if (before < need && need <= before + a + b) {
+            const bool second = need > before + a;
+            digit = top - second;
+            left = need - before - (second ? a : 0);
+        }
+        __syncthreads();
+        least |= digit << low;
+        need = left;
+        __syncthreads();
+    }
+    const int run = div_ceil(seen, BEST_THREADS) * WARP, begin = warp * run, end = min(begin + run, seen);
+    int above = 0, equal = 0;
+    for (int i = begin; i < end; i += WARP) {
+        const uint32_t x = i + lane < end ? order_of(mine[i + lane]) : 0;
+        above += __popc(__ballot_sync(ALL_LANES, i + lane < end && x > least));
+        equal += __popc(__ballot_sync(ALL_LANES, i + lane < end && x == least));
+    }
+    int above_before = warps_before(above, of_warp).x, equal_before = warps_before(equal, of_warp).x;
+    for (int i = begin; i < end; i += WARP) {
+        const uint32_t x = i + lane < end ? order_of(mine[i + lane]) : 0, lower = (1u << lane) - 1;
+        const bool is_above = i + lane < end && x > least, is_equal = i + lane < end && x == least;
+        const uint32_t all_above = __ballot_sync(ALL_LANES, is_above), all_equal = __ballot_sync(ALL_LANES, is_equal);
+        const int equals = equal_before + __popc(all_equal & lower);
+        if (is_above || (is_equal && equals < need)) {
+            const int place = (above_before + __popc(all_above & lower) + min(equals, need)) * unit,
+                      from = (i + lane) * unit;
+            for (int j = 0; j < min(unit, all - from); j++) list[place + j] = from + j;
+        }
+        above_before += __popc(all_above);
+        equal_before += __popc(all_equal);
+    }
+}
+
+constexpr int GATHER_ROWS = 16;
+KERNEL(select_gather, 128, 0, const void* keys, void* to, int* to_positions, const int* lists, const int* counts,
+    const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first, int most, int pages,
+    int kv_heads, int key_bytes) {
+    begin_kernel();
+    const int t = first + blockIdx.y, count = counts[t], begin = blockIdx.x * GATHER_ROWS,
+              entries = min(GATHER_ROWS, count - begin);
+    if (blockIdx.x == 0 && threadIdx.x == 0) to_positions[blockIdx.y] = count - 1;
+    const uint32_t* table = block_table + seq_blocks[token_seq[t]];
+    const int words = key_bytes / 8;
+    for (int i = threadIdx.x; i < entries * kv_heads * words; i += 128) {
+        const int entry = begin + i / words / kv_heads, head = i / words % kv_heads, word = i % words,
+                  position = lists[(size_t)t * most + entry];
+        const size_t source = ((size_t)table[position / PAGE] * kv_heads + head) * PAGE + position % PAGE,
+                     target = (((size_t)blockIdx.y * pages + entry / PAGE) * kv_heads + head) * PAGE + entry % PAGE;
+        reinterpret_cast<uint2*>(to)[target * words + word] =
+            reinterpret_cast<const uint2*>(keys)[source * words + word];
+    }
+}
+
+KERNEL(select_pages, 128, 0, uint32_t* tables, int* to_positions, const int* lists, const int* counts,
+    const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first, int most, int sets) {
+    begin_kernel();
+    const int t = first + blockIdx.x, count = counts[t], pages = most / PAGE;
+    if (threadIdx.x == 0) to_positions[blockIdx.x] = count - 1;
+    const uint32_t* table = block_table + seq_blocks[token_seq[t]];
+    for (int i = threadIdx.x; i < sets * pages; i += 128) {
+        const int set = i / pages, page = i % pages;
+        if (page * PAGE < count)
+            tables[(size_t)blockIdx.x * sets * pages + i] =
+                table[lists[((size_t)t * sets + set) * most + page * PAGE] / PAGE];
+    }
+}

@@ -1,0 +1,138 @@
+//! The indexer of a layer: scores what each query sees, and chooses what it attends to.
+
+use super::Step;
+use crate::Result;
+use crate::backend::{Backend, IndexQueries, KeyNorm, Rotary};
+use crate::forward::loader::Loader;
+use crate::model::{Indexer, Score, Selection};
+
+/// Projections of an indexer.
+pub(super) struct Weights<B: Backend> {
+    /// `[num_heads * head_dim, query latent or hidden]`
+    q: B::Linear,
+    /// `[head_dim, hidden]`
+    k: B::Linear,
+    /// Norm of each query, `[head_dim]`.
+    q_norm: Option<B::Norm>,
+    /// Of the keys' norm, `[head_dim]`.
+    k_norm: B::Norm,
+    /// Of the keys' norm, `[head_dim]`.
+    k_bias: Option<B::Norm>,
+    /// `[num_heads, hidden]`
+    weights: Option<B::Linear>,
+}
+
+impl<B: Backend> Weights<B> {
+    /// Of a layer whose attention is `name`; `None`: it has no indexer.
+    pub(super) fn load(loader: &Loader<'_, B>, name: &str, selection: Option<&Selection>) -> Result<Option<Self>> {
+        let Some(indexer) = selection.and_then(Selection::own) else { return Ok(None) };
+        let Loader { backend, source, bits, .. } = *loader;
+        let (hidden, queries, dim) = (loader.model.hidden_size, indexer.num_heads * indexer.head_dim, indexer.head_dim);
+        let linear = |part: &str, n, k| loader.linear(&format!("{name}.{part}"), n, k, false);
+        let norm = |part: &str| loader.norm(&format!("{name}.{part}.weight"), dim);
+        Ok(Some(match indexer.score {
+            Score::Weighted { latent } => {
+                // A LayerNorm, whose weights are around one in every family.
+                let vector =
+                    |part: &str| backend.load_norm(source.vector(&format!("{name}.indexer.k_norm.{part}"), dim)?);
+                Self {
+                    q: linear("indexer.wq_b", queries, latent)?,
+                    k: linear("indexer.wk", dim, hidden)?,
+                    q_norm: None,
+                    k_norm: vector("weight")?,
+                    k_bias: Some(vector("bias")?),
+                    weights: Some(linear("indexer.weights_proj", indexer.num_heads, hidden)?),
+                }
+            }
+            Score::Largest => Self {
+                q: linear("index_q_proj", queries, hidden)?,
+                k: linear("index_k_proj", dim, hidden)?,
+                q_norm: Some(norm("index_q_norm")?),
+                k_norm: norm("index_k_norm")?,
+                k_bias: None,
+                weights: None,
+            },
+            Score::Pooled => {
+                let both = source.matrix(&format!("{name}.indexer.index_qk_proj.weight"), queries + dim, hidden)?;
+                Self {
+                    q: backend.load_linear(both.head_rows(1, 0, queries), None, bits)?,
+                    k: backend.load_linear(both.head_rows(1, queries, queries + dim), None, bits)?,
+                    q_norm: Some(norm("indexer.q_layernorm")?),
+                    k_norm: norm("indexer.k_layernorm")?,
+                    k_bias: None,
+                    weights: None,
+                }
+            }
+        }))
+    }
+
+    pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
+        [&self.q, &self.k].into_iter().chain(&self.weights).map(|w| backend.linear_bytes(w)).sum()
+    }
+}
+
+/// Activations of an indexer.
+pub(super) struct Buffers<B: Backend> {
+    q: B::Tensor,               // [T, num_heads * head_dim]
+    k: B::Tensor,               // [T, head_dim]
+    weights: Option<B::Tensor>, // [T, num_heads]
+    scratch: B::SelectScratch,
+}
+
+impl<B: Backend> Buffers<B> {
+    pub(super) fn new(backend: &B, selection: Option<&Selection>, max_tokens: usize) -> Result<Option<Self>> {
+        let Some(Selection { indexer, .. }) = selection else { return Ok(None) };
+        Ok(Some(Self {
+            q: backend.tensor(max_tokens, indexer.num_heads * indexer.head_dim)?,
+            k: backend.tensor(max_tokens, indexer.head_dim)?,
+            weights: match indexer.score {
+                Score::Weighted { .. } => Some(backend.tensor_f32(max_tokens, indexer.num_heads)?),
+                Score::Largest | Score::Pooled => None,
+            },
+            scratch: backend.select_scratch(indexer, max_tokens)?,
+        }))
+    }
+
+    pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
+        [&mut self.q, &mut self.k].into_iter().chain(&mut self.weights).for_each(|t| backend.set_rows(t, rows));
+    }
+}
+
+/// What an indexer reads.
+pub(super) struct Inputs<'a, B: Backend> {
+    pub(super) h: &'a B::Tensor,              // [T, hidden], what attention reads
+    pub(super) latent: Option<&'a B::Tensor>, // [T, query latent], normed
+}
+
+/// Stores the batch's index keys, and chooses the positions that its queries attend to.
+pub(super) fn select<B: Backend>(
+    step: &Step<'_, B>,
+    indexer: &Indexer,
+    w: &Weights<B>,
+    index: &mut B::Index,
+    Buffers { q, k, weights, scratch }: &mut Buffers<B>,
+    Inputs { h, latent }: Inputs<'_, B>,
+    chosen: &mut Option<B::Chosen>,
+) {
+    let backend = step.backend;
+    match (indexer.score, latent, &w.weights, &mut *weights) {
+        (Score::Weighted { .. }, Some(latent), Some(of_heads), Some(weights)) => {
+            backend.linears(h, [(&w.k, &mut *k), (of_heads, weights)]);
+            backend.linear(&w.q, latent, q);
+        }
+        (Score::Largest | Score::Pooled, ..) => backend.linears(h, [(&w.k, &mut *k), (&w.q, &mut *q)]),
+        _ => panic!("weighted heads have a query latent"),
+    }
+    if let Some(norm) = &w.q_norm {
+        backend.rms_norm_heads(q, norm, step.norm_eps, 0..indexer.num_heads * indexer.head_dim);
+    }
+    let angles = step.rotary.as_ref().expect("a layer with an indexer rotates").angles;
+    let rotary = Rotary { angles, interleaved: indexer.interleaved };
+    backend.rope(q, indexer.head_dim, 0, &rotary);
+    let eps = if w.k_bias.is_some() { Indexer::LAYER_NORM_EPS } else { step.norm_eps };
+    let norm = KeyNorm { weight: &w.k_norm, bias: w.k_bias.as_ref(), eps };
+    backend.index_write(index, step.batch, indexer, &rotary, &norm, k);
+    let chosen = chosen.as_mut().expect("a model with an indexer has room for its choice");
+    let queries = IndexQueries { q, weights: weights.as_ref() };
+    backend.select(index, step.batch, indexer, &queries, scratch, chosen);
+}

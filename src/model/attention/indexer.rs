@@ -1,0 +1,121 @@
+//! Which of the earlier positions a query attends to: a second, small attention that only chooses.
+
+use super::Matrix;
+
+/// The positions that a layer's queries attend to, where these are not all.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selection {
+    /// Who chooses them.
+    pub by: ChosenBy,
+    /// How they are chosen.
+    pub indexer: Indexer,
+}
+
+/// Who chooses the positions of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChosenBy {
+    /// The layer's own indexer.
+    Own,
+    /// The last layer before it that has an indexer.
+    Earlier,
+}
+
+/// Scores units of positions with products of small queries and keys, and takes the best; of equals the lower.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Indexer {
+    /// Query heads; there is one key for all.
+    pub num_heads: usize,
+    /// Width of a query or key.
+    pub head_dim: usize,
+    /// As [`Rope::interleaved`](crate::model::Rope); the rotated numbers come first, and their angles are those of the
+    /// attention.
+    pub interleaved: bool,
+    /// Neighbouring positions that are chosen together, from a multiple of their number on.
+    pub unit: usize,
+    /// Units that a query takes.
+    pub top_k: usize,
+    /// What makes a unit's score.
+    pub score: Score,
+}
+
+/// The score of a unit of positions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Score {
+    /// `sum_h weight_h relu(q_h . k)`, the weights a product with the hidden state; keys have a LayerNorm, and queries
+    /// come from the query latent of this width. A unit is one position. Source: HF modeling_deepseek_v32.
+    Weighted {
+        /// Width of the query latent.
+        latent: usize,
+    },
+    /// The largest `q . k` of the unit's keys. Each head chooses for a KV head of its own, and the unit that a query
+    /// stands in is always among those that it takes. Source: HF modeling_minimax_m3_vl.
+    Largest,
+    /// `sum_h relu(q_h . k)`, the key being the mean of the unit's, normed and rotated after it. Only whole units are
+    /// scored; what a query sees beyond them it always takes. Source: HF modeling_qwen4_exp.
+    Pooled,
+}
+
+impl Indexer {
+    /// Epsilon of a LayerNorm of keys, whatever `rms_norm_eps` says. Source: HF modeling_deepseek_v32.
+    pub const LAYER_NORM_EPS: f32 = 1e-6;
+
+    /// Sets of positions that a query has: its KV heads share them evenly.
+    pub fn sets(&self) -> usize {
+        match self.score {
+            Score::Weighted { .. } | Score::Pooled => 1,
+            Score::Largest => self.num_heads,
+        }
+    }
+
+    /// Positions that a query attends to at most. Where it sees no more, it attends to all.
+    pub fn most(&self) -> usize {
+        match self.score {
+            Score::Weighted { .. } | Score::Largest => self.top_k * self.unit,
+            Score::Pooled => self.top_k * self.unit + self.unit - 1,
+        }
+    }
+
+    /// Its projections in a model of this width.
+    pub(super) fn matrices(&self, hidden: usize) -> Vec<Matrix> {
+        let queries = self.num_heads * self.head_dim;
+        match self.score {
+            Score::Weighted { latent } => {
+                vec![(queries, latent), (self.head_dim, hidden), (self.num_heads, hidden)]
+            }
+            Score::Largest | Score::Pooled => vec![(queries, hidden), (self.head_dim, hidden)],
+        }
+    }
+
+    /// Products of a token and one that is scored.
+    pub(super) fn products_per_pair(&self) -> usize {
+        self.num_heads * self.head_dim
+    }
+
+    /// What the GPU's kernels lack for it, if anything.
+    pub(super) fn gpu_lacks(&self) -> Option<String> {
+        let unit = self.unit;
+        if self.score == Score::Pooled || (unit > 1 && !unit.is_multiple_of(64)) {
+            return Some(format!("the GPU cannot choose blocks of {unit} positions"));
+        }
+        let fits = self.num_heads <= 64 && self.head_dim <= 128 && self.head_dim.is_multiple_of(8);
+        (!fits).then(|| {
+            let (heads, dim) = (self.num_heads, self.head_dim);
+            format!("the GPU has no indexer of {heads} heads with {dim} elements")
+        })
+    }
+
+    /// Keys that are scored of so many positions, a multiple of the unit.
+    pub fn keys_of(&self, positions: usize) -> usize {
+        match self.score {
+            Score::Weighted { .. } | Score::Largest => positions,
+            Score::Pooled => positions / self.unit,
+        }
+    }
+}
+
+impl Selection {
+    /// The layer's own indexer, if it has one.
+    pub fn own(&self) -> Option<&Indexer> {
+        (self.by == ChosenBy::Own).then_some(&self.indexer)
+    }
+}

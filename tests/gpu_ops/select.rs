@@ -1,0 +1,144 @@
+//! Choosing positions, and latent attention over what was chosen.
+
+use moebius::backend::{Attend, IndexQueries, KeyNorm, Load, Memory, Rotary, Select, Softmax};
+use moebius::config::KvBits;
+use moebius::model::{ChosenBy, Indexer, Mla, Score, Selection, Values};
+
+use super::latents::config;
+use crate::common;
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, host, need_gpu, ragged, random};
+
+/// As with latents that are not chosen.
+const LATENT: Within = Within { each: ROUNDING, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
+
+/// Positions of each sequence, and how many of them are queries: fewer than are chosen, as many, and more.
+const BATCHES: [&[(usize, usize)]; 4] = [
+    &[(1, 1), (24, 1), (25, 1), (300, 1)],
+    &[(64, 1), (130, 3), (700, 1)],
+    &[(150, 150), (90, 4)],
+    &[(90, 1), (200, 40), (24, 24), (17, 17), (33, 1)],
+];
+
+/// Keys of ones and minus ones, which a LayerNorm leaves as they are, and small whole queries and weights: both sides
+/// have the same scores to the last bit, and many that are equal.
+fn whole(n: usize, seed: u64, most: f32) -> Vec<f32> {
+    random(n, seed).iter().map(|x| (x * most).round()).collect()
+}
+
+fn balanced(tokens: usize, dim: usize, seed: u64) -> Vec<f32> {
+    let sign = |x: f32| if x > 0.0 { 1.0 } else { -1.0 };
+    let halves = random(tokens * dim / 2, seed);
+    halves
+        .chunks(dim / 2)
+        .flat_map(|half| half.iter().map(move |&x| sign(x)).chain(half.iter().map(move |&x| -sign(x))))
+        .collect()
+}
+
+fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], bits: KvBits) {
+    let (last, all, pool) = ragged(sequences);
+    let config = config(4, 64, (32, 16, 32));
+    let config = Mla { selection: Some(Selection { by: ChosenBy::Own, indexer: indexer.clone() }), ..config };
+    let Mla { num_heads: heads, kv_lora_rank: rank, v_head_dim: v, .. } = config;
+    let (cols, cache, dim) = (heads * config.qk_head_dim(), config.cache_dim(), indexer.head_dim);
+    let (q, latents) = (random(last.len() * cols, 41), random(all.len() * cache, 42));
+    let kv_b: Vec<f32> = random(heads * 64 * rank, 43).iter().map(|w| 0.2 * w).collect();
+    let keys = balanced(all.len(), dim, 44);
+    let (queries, weights) =
+        (whole(last.len() * indexer.num_heads * dim, 45, 2.0), whole(last.len() * indexer.num_heads, 46, 3.0));
+    let (got, want) = both!(sides, |b| {
+        let (latents, bits) = b.cached(&latents, bits);
+        let mut kv = b.kv(pool, (1, cache, Values::OfKeys(rank)), bits).unwrap();
+        let batch = b.on_device(&all);
+        b.kv_write(&mut kv, &batch, &b.filled(cache, &latents), None);
+        let mut angles = b.tensor_f32(all.len(), 8).unwrap();
+        // Angles of nothing: what rotates is a test of whole models.
+        b.rope_angles(&b.load_norm(vec![0.0; 4].into()).unwrap(), 1.0, &batch, &mut angles);
+        let (ones, zeros) = (b.load_norm(vec![1.0; dim].into()).unwrap(), b.load_norm(vec![0.0; dim].into()).unwrap());
+        let mut index = b.index(pool, indexer).unwrap();
+        let rotary = Rotary { angles: &angles, interleaved: false };
+        let norm = KeyNorm { weight: &ones, bias: Some(&zeros), eps: 0.0 };
+        b.index_write(&mut index, &batch, indexer, &rotary, &norm, &b.filled(dim, &keys));
+
+        let batch = b.on_device(&last);
+        let mut chosen = b.chosen(indexer, last.len()).unwrap();
+        let mut scores = b.select_scratch(indexer, last.len()).unwrap();
+        let (queries, weights) =
+            (b.filled(indexer.num_heads * dim, &queries), b.filled_f32(indexer.num_heads, &weights));
+        let queries = IndexQueries { q: &queries, weights: Some(&weights) };
+        b.select(&index, &batch, indexer, &queries, &mut scores, &mut chosen);
+
+        let mut scratch = b.latent_scratch(&config, last.len()).unwrap();
+        let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
+        let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
+        b.attend_latent(&kv, &batch, &up, &mut scratch, Some(&chosen), &b.filled(cols, &q), &mut out);
+        b.numbers(&out)
+    });
+    check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, LATENT);
+}
+
+#[test]
+fn the_best_positions_are_attended_to_of_equals_the_lower() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (num_heads, head_dim, top_k, bits) in
+        [(8, 32, 24, KvBits::Bf16), (16, 24, 100, KvBits::Fp8), (40, 128, 64, KvBits::Bf16)]
+    {
+        let indexer =
+            Indexer { num_heads, head_dim, interleaved: false, unit: 1, top_k, score: Score::Weighted { latent: 64 } };
+        for batch in BATCHES {
+            check_choice(&sides, &indexer, batch, bits);
+        }
+    }
+}
+
+/// Each KV head has blocks of its own, the one that the query stands in among them.
+fn check_blocks(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], bits: KvBits) {
+    let (last, all, pool) = ragged(sequences);
+    let (heads, kv_heads, head, dim) = (6, indexer.num_heads, 64, indexer.head_dim);
+    let (cols, kv_cols) = (heads * head, kv_heads * head);
+    let (q, k, v) = (random(last.len() * cols, 51), random(all.len() * kv_cols, 52), random(all.len() * kv_cols, 53));
+    let (keys, queries) = (balanced(all.len(), dim, 54), whole(last.len() * kv_heads * dim, 55, 2.0));
+    let (got, want) = both!(sides, |b| {
+        let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
+        let mut kv = b.kv(pool, (kv_heads, head, Values::Own(head)), bits).unwrap();
+        let batch = b.on_device(&all);
+        b.kv_write(&mut kv, &batch, &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
+        let mut angles = b.tensor_f32(all.len(), 8).unwrap();
+        b.rope_angles(&b.load_norm(vec![0.0; 4].into()).unwrap(), 1.0, &batch, &mut angles);
+        let ones = b.load_norm(vec![1.0; dim].into()).unwrap();
+        let mut index = b.index(pool, indexer).unwrap();
+        let rotary = Rotary { angles: &angles, interleaved: false };
+        let norm = KeyNorm { weight: &ones, bias: None, eps: 0.0 };
+        b.index_write(&mut index, &batch, indexer, &rotary, &norm, &b.filled(dim, &keys));
+
+        let batch = b.on_device(&last);
+        let mut chosen = b.chosen(indexer, last.len()).unwrap();
+        let mut scores = b.select_scratch(indexer, last.len()).unwrap();
+        let queries = IndexQueries { q: &b.filled(kv_heads * dim, &queries), weights: None };
+        b.select(&index, &batch, indexer, &queries, &mut scores, &mut chosen);
+        let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
+        let softmax = Softmax { scale: 0.75, window: None, sinks: None, chosen: Some(&chosen) };
+        b.attend(&kv, &batch, &softmax, &b.filled(cols, &q), &mut out);
+        b.numbers(&out)
+    });
+    let within = Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING };
+    check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, within);
+}
+
+#[test]
+fn each_kv_head_attends_to_blocks_of_its_own() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (num_heads, unit, top_k, bits) in
+        [(2, 64, 3, KvBits::Bf16), (3, 128, 2, KvBits::Fp8), (1, 128, 4, KvBits::Bf16)]
+    {
+        let indexer = Indexer { num_heads, head_dim: 32, interleaved: false, unit, top_k, score: Score::Largest };
+        for batch in [
+            &[(1, 1), (192, 1), (193, 1), (900, 1)][..],
+            &[(400, 400), (130, 130), (300, 3)],
+            &[(513, 2), (600, 70), (200, 200)],
+        ] {
+            check_blocks(&sides, &indexer, batch, bits);
+        }
+    }
+}
