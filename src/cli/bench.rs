@@ -26,6 +26,9 @@ pub(crate) struct Args {
     /// Tokens to decode per sequence.
     #[arg(long, value_name = "N", default_value_t = 64)]
     decode_tokens: usize,
+    /// Tokens of context before decoding is measured.
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = counts(1 << 24))]
+    context: u64,
     /// Numbers of sequences to decode together.
     #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "1", value_parser = counts(1024))]
     batch: Vec<u64>,
@@ -61,6 +64,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let workload = Workload {
         prompt_tokens: args.prompt_tokens,
         decode_tokens: args.decode_tokens,
+        context: args.context as usize,
         batches,
         runs: args.runs as usize,
         ops: args.ops,

@@ -35,6 +35,8 @@ pub struct Workload {
     pub prompt_tokens: Vec<usize>,
     /// Tokens to decode in each run.
     pub decode_tokens: usize,
+    /// Tokens of context before them.
+    pub context: usize,
     /// Sequences that decode together.
     pub batches: Vec<usize>,
     /// Runs of each row; the median counts.
@@ -77,11 +79,12 @@ impl Workload {
                 "{sequences} sequences do not fit a pass of {limit} tokens: raise --max-batch-tokens"
             )));
         }
-        let (needed, context) = (self.longest().max(self.decode_tokens.saturating_add(CONTEXT)), loaded.max_context);
+        let (needed, context) =
+            (self.longest().max(self.decode_tokens.saturating_add(self.context)), loaded.max_context);
         if needed > context {
             let remedy = match context < loaded.model.config().max_context {
                 true => "raise --max-context",
-                false => "lower --prompt-tokens or --decode-tokens",
+                false => "lower --prompt-tokens, --decode-tokens or --context",
             };
             return Err(Error::Invalid(format!("{needed} tokens do not fit the context of {context}: {remedy}")));
         }
@@ -163,9 +166,6 @@ pub enum BenchModel<'a> {
     },
 }
 
-/// Tokens of context before decoding is measured.
-const CONTEXT: usize = 32;
-
 struct Bench<'a> {
     loaded: &'a mut Loaded,
     speed: Speed,
@@ -197,7 +197,7 @@ impl<'a> Bench<'a> {
         }
         if workload.decode_tokens > 0 {
             for &batch in &workload.batches {
-                rows.push(self.decode(workload.decode_tokens, batch, workload.runs)?);
+                rows.push(self.decode(workload, batch)?);
             }
         }
         Ok(rows)
@@ -247,18 +247,19 @@ impl<'a> Bench<'a> {
         Ok(row)
     }
 
-    fn decode(&mut self, tokens: usize, sequences: usize, runs: usize) -> Result<Measurement> {
+    fn decode(&mut self, workload: &Workload, sequences: usize) -> Result<Measurement> {
+        let Workload { decode_tokens: tokens, context, runs, .. } = *workload;
         let mut pool = BlockPool::new(self.loaded.kv_blocks);
         let mut tables: Vec<BlockTable> = std::iter::repeat_with(BlockTable::default).take(sequences).collect();
         for table in &mut tables {
-            if !pool.grow(table, CONTEXT + tokens) {
+            if !pool.grow(table, context + tokens) {
                 return Err(Error::Resources(format!(
                     "memory does not hold {sequences} sequences: lower --batch or --max-context"
                 )));
             }
         }
         for (slot, table) in tables.iter().enumerate() {
-            let prompt = self.tokens(CONTEXT);
+            let prompt = self.tokens(context);
             self.read(&prompt, table, slot, None)?;
         }
         let rows: Vec<usize> = (0..sequences).collect();
@@ -271,7 +272,7 @@ impl<'a> Bench<'a> {
             for (i, ids) in ids.chunks(sequences).enumerate() {
                 batch.clear();
                 for (slot, (id, table)) in ids.iter().zip(&tables).enumerate() {
-                    batch.push(&[*id], CONTEXT + i, table).slot = slot;
+                    batch.push(&[*id], context + i, table).slot = slot;
                 }
                 self.loaded.model.forward(&batch, None)?;
                 // As the engine samples.
