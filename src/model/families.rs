@@ -163,17 +163,18 @@ pub fn from_json(json: &Value) -> Result<ModelConfig> {
 /// Experts of all layers: each has names and checksums, and a lying config must not make us list them without end.
 const MAX_EXPERTS: usize = 1 << 18;
 
-/// Supported `model_type`s that share half of their letters with `kind`, nearest first.
+/// Supported `model_type`s that begin with `kind`, then those that share half of their letters with it, nearest first.
 fn nearest(kind: &str) -> Vec<&'static str> {
     const MOST: usize = 3;
     const LONGEST: usize = 64;
-    if kind.len() > LONGEST {
+    if kind.is_empty() || kind.len() > LONGEST {
         return vec![];
     }
-    let mut near: Vec<_> = supported().map(|known| (distance(kind, known), known)).collect();
-    near.retain(|(distance, known)| 2 * distance <= kind.len().max(known.len()));
-    near.sort_by_key(|(distance, _)| *distance);
-    near.into_iter().take(MOST).map(|(_, known)| known).collect()
+    let rank = |known: &'static str| (!known.starts_with(kind), distance(kind, known), known);
+    let mut near: Vec<_> = supported().map(rank).collect();
+    near.retain(|(differs, distance, known)| !differs || 2 * distance <= kind.len().max(known.len()));
+    near.sort_by_key(|(differs, distance, _)| (*differs, *distance));
+    near.into_iter().take(MOST).map(|(_, _, known)| known).collect()
 }
 
 /// Letters to insert, remove or replace to make one text of the other.
