@@ -1,6 +1,6 @@
 //! The registry of formats: every [`Source`](super::Source) is of one of these, and the table of docs/formats.md has a
-//! row for each. What reads a format is a row of [`READERS`], made in the format's own file: how it is found, listed and
-//! announced in a config follows from that row.
+//! row for each. What reads a format is a row of [`READERS`], made in the format's own file: how it is found, listed
+//! and announced in a config follows from that row.
 
 mod awq;
 mod compressed_tensors;
