@@ -114,6 +114,12 @@ pub const GGUF: &[Gguf] = &[
     qwen3_next::GGUF_QWEN3_5,
     llama::GGUF_QWEN3,
     llama::GGUF_QWEN3_VL,
+    mimo_v2::GGUF,
+    step3p5::GGUF,
+    gemma4::GGUF,
+    laguna::GGUF,
+    llama4::GGUF,
+    cohere2_moe::GGUF,
 ];
 
 /// What GGUF files call the tensors of each family.

@@ -48,11 +48,24 @@ ARCHITECTURES = {
     "ernie4_5_moe": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
     # llama.cpp knows it and the package does not; these tensors have the same names.
     "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),
+    "mimo_v2_flash": ("mimo2", gguf.MODEL_ARCH.MIMO2),
+    "step3p5": ("step35", gguf.MODEL_ARCH.STEP35),
+    "gemma4_text": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
+    "llama4_text": ("llama4", gguf.MODEL_ARCH.LLAMA4),
+    # As hy_v3.
+    "laguna": ("laguna", gguf.MODEL_ARCH.STEP35),
+    "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DEEPSEEK2),
 }
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 LATENTS = ("deepseek2", "mistral4", "glm-dsa", "deepseek32")
 # Their converters keep the layer that drafts further tokens.
 DRAFTS = ("glm4moe", "hy_v3")
+# Tensors of a layer that are no weight or bias of something.
+ALONE = {
+    "layer_scalar": "layer_output_scale.weight",
+    "scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+}
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -100,6 +113,55 @@ def byte_tokens(tokenizer):
     return tokens, kinds, special
 
 
+def renamed(arch, c):
+    """The config with its fields under the names that most configs have; lists are of layers."""
+    windowed = [kind == "sliding_attention" for kind in c.get("layer_types", [])]
+    by_kind = lambda full, sliding: [sliding if windows else full for windows in windowed]
+    if arch == "ernie4_5-moe":
+        return c | {"num_experts": c["moe_num_experts"], "num_experts_per_tok": c["moe_k"]}
+    if arch == "mimo2":
+        windowed = c["hybrid_layer_pattern"]
+        return c | {
+            "windowed": windowed,
+            "num_key_value_heads": by_kind(c["num_key_value_heads"], c["swa_num_key_value_heads"]),
+            "rms_norm_eps": c["layernorm_epsilon"],
+        }
+    if arch == "step35":
+        other = c["attention_other_setting"]
+        full, sliding = c["rope_theta"][:2]
+        return c | {
+            "windowed": windowed,
+            "num_attention_heads": by_kind(c["num_attention_heads"], other["num_attention_heads"]),
+            "num_key_value_heads": by_kind(c["num_attention_groups"], other["num_attention_groups"]),
+            "num_experts": c["moe_num_experts"],
+            "num_experts_per_tok": c["moe_top_k"],
+            "shared_expert_intermediate_size": c["share_expert_dim"],
+            "rope_theta": full,
+            "swa_rope_theta": sliding,
+        }
+    if arch == "laguna":
+        # The converter writes no pattern.
+        return c | {"num_attention_heads": c["num_attention_heads_per_layer"]}
+    if arch == "llama4":
+        return c | {"intermediate_size": c["intermediate_size_mlp"], "moe_intermediate_size": c["intermediate_size"]}
+    if arch == "cohere2moe":
+        return c | {
+            "windowed": windowed,
+            "intermediate_size": c["prefix_dense_intermediate_size"],
+            "moe_intermediate_size": c["intermediate_size"],
+            "shared_expert_intermediate_size": c["intermediate_size"] * c["num_shared_experts"],
+        }
+    if arch == "gemma4":
+        return c | {
+            "windowed": windowed,
+            "num_key_value_heads": by_kind(c["num_global_key_value_heads"], c["num_key_value_heads"]),
+            "num_experts_per_tok": c["top_k_experts"],
+            "head_dim": c["global_head_dim"],
+            "head_dim_swa": c["head_dim"],
+        }
+    return c
+
+
 def add_metadata(w, arch, c, fixture, experts):
     tokenizer = json.loads(text_side(fixture, "tokenizer.json").read_text())
     template = json.loads(text_side(fixture, "tokenizer_config.json").read_text())["chat_template"]
@@ -113,8 +175,15 @@ def add_metadata(w, arch, c, fixture, experts):
     if "intermediate_size" in c:
         w.add_feed_forward_length(c["intermediate_size"])
     w.add_head_count(c["num_attention_heads"])
-    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_rope_freq_base((c.get("rope_parameters") or c)["rope_theta"])
+    if "rms_norm_eps" in c:
+        w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    rope = c.get("rope_parameters") or c
+    full = rope.get("full_attention", rope)
+    w.add_rope_freq_base(full["rope_theta"])
+    if "sliding_attention" in rope or "swa_rope_theta" in c:
+        w.add_rope_freq_base_swa(rope.get("sliding_attention", {"rope_theta": c.get("swa_rope_theta")})["rope_theta"])
+    if "windowed" in c:
+        w.add_sliding_window_pattern(c["windowed"])
     w.add_vocab_size(c["vocab_size"])
     if experts:
         w.add_expert_count(experts)
@@ -128,7 +197,49 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch == "gpt-oss":
         w.add_expert_feed_forward_length(c["intermediate_size"])
+    if arch in ("gpt-oss", "mimo2", "step35", "laguna", "cohere2moe", "gemma4"):
         w.add_sliding_window(c["sliding_window"])
+    if arch == "mimo2":
+        w.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
+        w.add_float32("mimo2.attention.value_scale", c["attention_value_scale"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        w.add_expert_group_count(c["n_group"])
+        w.add_expert_group_used_count(c["topk_group"])
+    if arch == "step35":
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        w.add_expert_weights_scale(c["moe_router_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_expert_weight"])
+        w.add_leading_dense_block_count(int(c["moe_layers_enum"].split(",")[0]))
+        w.add_swiglu_clamp_exp(c["swiglu_limits"])
+        w.add_swiglu_clamp_shexp(c["swiglu_limits_shared"])
+    if arch == "laguna":
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        w.add_expert_weights_scale(c["moe_routed_scaling_factor"])
+        w.add_expert_weights_norm(True)
+        w.add_leading_dense_block_count(c["mlp_layer_types"].index("sparse"))
+        w.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
+        w.add_rope_dimension_count_swa(int(head_dim * rope["sliding_attention"]["partial_rotary_factor"]))
+    if arch == "llama4":
+        w.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
+        w.add_rope_dimension_count(head_dim)
+    if arch == "cohere2moe":
+        softmax = c["expert_selection_fn"] == "softmax"
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX if softmax else gguf.ExpertGatingFuncType.SIGMOID)
+        w.add_layer_norm_eps(c["layer_norm_eps"])
+        w.add_logit_scale(c["logit_scale"])
+        w.add_leading_dense_block_count(c["first_k_dense_replace"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_expert_shared_count(c["num_shared_experts"])
+        w.add_rope_dimension_count(head_dim)
+        w.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "gemma4":
+        w.add_uint32("gemma4.attention.shared_kv_layers", c["num_kv_shared_layers"])
+        w.add_uint32("gemma4.embedding_length_per_layer_input", c["hidden_size_per_layer_input"])
+        w.add_key_length_swa(c["head_dim_swa"])
+        w.add_value_length_swa(c["head_dim_swa"])
+        w.add_rope_dimension_count(head_dim)
+        w.add_rope_dimension_count_swa(c["head_dim_swa"])
+        w.add_final_logit_softcapping(c["final_logit_softcapping"])
     if arch in DELTA_NETS:
         w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
         w.add_ssm_state_size(c["linear_key_head_dim"])
@@ -137,7 +248,7 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
         w.add_full_attention_interval(c["full_attention_interval"])
         w.add_rope_dimension_count(int(head_dim * (c.get("rope_parameters") or c)["partial_rotary_factor"]))
-    if arch in ("qwen2moe", "qwen3next", "qwen35moe"):
+    if "shared_expert_intermediate_size" in c:
         w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if arch == "glm4moe":
         w.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
@@ -162,7 +273,7 @@ def add_metadata(w, arch, c, fixture, experts):
     if arch not in LATENTS:
         w.add_head_count_kv(c["num_key_value_heads"])
         w.add_key_length(head_dim)
-        w.add_value_length(head_dim)
+        w.add_value_length(c.get("v_head_dim", head_dim))
     else:
         w.add_head_count_kv(1)
         w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
@@ -189,6 +300,7 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_indexer_key_length(c["index_head_dim"])
         w.add_indexer_top_k(c["index_topk"])
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     if "llama_4_scaling_beta" in rope:
         w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope.get("rope_type", rope.get("type")) == "yarn":
@@ -222,7 +334,8 @@ def llama3_factors(rope, dim):
     """What llama.cpp's converter makes of the frequencies that Llama 3 stretches by their wavelength."""
     frequencies = 1.0 / rope["theta"] ** (np.arange(0, dim, 2) / dim)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
-    kept = np.clip((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"]), 0, 1)
+    with np.errstate(divide="ignore"):  # no ramp between equal factors
+        kept = np.clip((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"]), 0, 1)
     return 1 / ((1 - kept) / rope["factor"] + kept)
 
 
@@ -244,11 +357,11 @@ def delta_orders(c, tiled):
 
 def model(fixture, out, types, split, fuse, old, changes):
     fixture, out = pathlib.Path(fixture), pathlib.Path(out)
-    config = json.loads((fixture / "config.json").read_text()) | changes
+    config = json.loads((fixture / "config.json").read_text())
+    config.get("text_config", config).update(changes)
     c = config | config.get("text_config", {})
     arch, model_arch = ARCHITECTURES[c["model_type"]]
-    if arch == "ernie4_5-moe":
-        c |= {"num_experts": c["moe_num_experts"], "num_experts_per_tok": c["moe_k"]}
+    c = renamed(arch, c)
     experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 0)))
     layers = c["num_hidden_layers"]
     tensors = dict(t for f in sorted(fixture.glob("model*.safetensors")) for t in read_safetensors(f))
@@ -288,10 +401,17 @@ def model(fixture, out, types, split, fuse, old, changes):
 
     types = [Type[t] for t in types.split(",")]
     rope = c.get("rope_scaling") or {}
+    factors = None
     if rope.get("rope_type") == "llama3":
-        w.add_tensor(
-            "rope_freqs.weight", llama3_factors(rope | {"theta": c["rope_theta"]}, c["head_dim"]).astype(np.float32)
-        )
+        # Step's full layers rotate half of a head, and the converter fills up.
+        dim = c["head_dim"] // 2 if arch == "step35" else c["head_dim"]
+        factors = np.ones(c["head_dim"] // 2)
+        factors[: dim // 2] = llama3_factors(rope | {"theta": c["rope_theta"]}, dim)
+    if arch == "gemma4":
+        turning = int(c["head_dim"] * c["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+        factors = np.repeat([1.0, 1e30], [turning, c["head_dim"] // 2 - turning])
+    if factors is not None:
+        w.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     orders = delta_orders(c, arch != "qwen3next") if arch in DELTA_NETS else {}
     turn = 0
     fused = {}
@@ -320,12 +440,25 @@ def model(fixture, out, types, split, fuse, old, changes):
         stem, suffix = key.rsplit(".", 1)
         layer = re.search(r"layers\.(\d+)", key)
         block = f"blk.{layer[1]}" if layer else ""
-        if suffix == "sinks":
+        if suffix in ("e_score_correction_bias", "router_bias", "expert_bias"):
+            name = f"{block}.exp_probs_b" + (".bias" if suffix != "expert_bias" else "")
+            stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
+            continue
+        if suffix in ALONE:
+            stand_for[key] = add(f"{block}.{ALONE[suffix]}", values, Type.F32)
+            continue
+        if suffix in ("sinks", "attention_sink_bias"):
             stand_for[key] = add(f"{block}.attn_sinks.weight", values, Type.F32)
             continue
-        if stem.endswith(".experts") and arch == "mistral4":
+        if stem.endswith(".experts") and arch in ("mistral4", "gemma4"):
             part = suffix.removesuffix("_proj")
             stand_for[key] = add(f"{block}.ffn_{part}_exps.weight", values, types[0])
+            continue
+        if stem.endswith(".experts") and arch == "llama4":  # turned, gate and up side by side
+            parts = suffix.removesuffix("_proj").split("_")
+            halves = np.split(np.ascontiguousarray(values.swapaxes(1, 2)), len(parts), 1)
+            back = [add(f"{block}.ffn_{part}_exps.weight", half, types[0]) for part, half in zip(parts, halves)]
+            stand_for[key] = np.ascontiguousarray(np.concatenate(back, 1).swapaxes(1, 2))
             continue
         if stem.endswith(".experts"):  # gpt-oss stacks them, gate and up alternating
             part, kind = re.match(r"(down|gate_up)_proj_(blocks|scales|bias)", suffix).groups()
@@ -350,11 +483,7 @@ def model(fixture, out, types, split, fuse, old, changes):
             v_b = add(name_of(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
-        if suffix in ("e_score_correction_bias", "expert_bias"):
-            name = f"{block}.exp_probs_b" + (".bias" if suffix == "e_score_correction_bias" else "")
-            stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
-            continue
-        if orders and key.endswith("norm.weight") and "linear_attn" not in key:
+        if (orders or arch == "step35") and key.endswith("norm.weight") and "linear_attn" not in key:
             add(name_of(stem) + ".weight", values + np.float32(1), Type.F32)
             stand_for[key] = values
             continue
@@ -392,11 +521,8 @@ def model(fixture, out, types, split, fuse, old, changes):
             stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             continue
         # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
-        kind = (
-            Type.F32
-            if key.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight", "conv1d.weight"))
-            else types[0]
-        )
+        kept = (".gate.weight", ".router.weight", ".proj.weight", "shared_expert_gate.weight", "conv1d.weight")
+        kind = Type.F32 if key.endswith(kept) else types[0]
         stand_for[key] = add(name_of(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()

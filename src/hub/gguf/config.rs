@@ -1,16 +1,11 @@
 //! The `config.json` that a GGUF file's metadata amount to. What only some architectures have is in the files of
 //! their families, which also say whether the model can be run.
 
-use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::codec::decode_f32;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::model::families::GGUF;
-use crate::model::families::gguf::{Header, Metadata};
+use crate::model::families::gguf::Header;
 use crate::{Error, Result};
-
-/// Of a head, at most.
-const MAX_FREQUENCIES: usize = 1 << 16;
 
 /// Fields that all architectures have: `config.json`'s name, the key after the architecture's name.
 const COMMON: &[(&str, &str)] = &[
@@ -33,9 +28,19 @@ const COMMON: &[(&str, &str)] = &[
 /// The config of the model whose header this is. Errors: `Error::Model` naming the architecture or the key.
 pub(super) fn config(header: &Header<'_>) -> Result<Value> {
     let Header { metadata, checkpoint } = header;
+    let Some(gguf) = GGUF.iter().find(|gguf| gguf.names.architecture == metadata.architecture) else {
+        let known: Vec<_> = GGUF.iter().map(|gguf| gguf.names.architecture).collect();
+        return Err(Error::Model(format!(
+            "the architecture `{}` of GGUF files is not supported; {} are: use the model's safetensors checkpoint",
+            metadata.architecture,
+            known.join(", ")
+        )));
+    };
+    let Value::Object(mut own) = (gguf.config)(header)? else { unreachable!("a config is an object") };
+    own.retain(|_, value| !value.is_null());
     let mut config = Map::new();
     for (name, key) in COMMON {
-        if let Some(value) = metadata.own(key) {
+        if let Some(value) = metadata.own(key).filter(|_| !own.contains_key(*name)) {
             config.insert((*name).into(), uniform(key, value)?);
         }
     }
@@ -52,19 +57,10 @@ pub(super) fn config(header: &Header<'_>) -> Result<Value> {
             config.insert(name.into(), id.clone());
         }
     }
-    if let Some(scaling) = rope_scaling(metadata, checkpoint)? {
+    if let Some(scaling) = header.rope_scaling()? {
         config.insert("rope_scaling".into(), scaling);
     }
-    let Some(gguf) = GGUF.iter().find(|gguf| gguf.names.architecture == metadata.architecture) else {
-        let known: Vec<_> = GGUF.iter().map(|gguf| gguf.names.architecture).collect();
-        return Err(Error::Model(format!(
-            "the architecture `{}` of GGUF files is not supported; {} are: use the model's safetensors checkpoint",
-            metadata.architecture,
-            known.join(", ")
-        )));
-    };
-    let Value::Object(own) = (gguf.config)(header)? else { unreachable!("a config is an object") };
-    for (name, value) in own.into_iter().filter(|(_, value)| !value.is_null()) {
+    for (name, value) in own {
         match (config.get_mut(&name), value) {
             // A family may add to what all have.
             (Some(Value::Object(common)), Value::Object(more)) => common.extend(more),
@@ -81,55 +77,4 @@ fn uniform(key: &str, value: &Value) -> Result<Value> {
         Some(first) if list.iter().all(|value| value == first) => Ok(first.clone()),
         _ => Err(Error::Model(format!("{key} differs from layer to layer, which is not supported: use another model"))),
     }
-}
-
-fn rope_scaling(metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Option<Value>> {
-    // Llama 3's: a tensor, where metadata have no word for it.
-    let own = |key: &str| metadata.own(&format!("rope.scaling.{key}")).cloned().unwrap_or_default();
-    let kind = own("type");
-    let kind = kind.as_str().unwrap_or("none");
-    if let Some(view) = checkpoint.get("rope_freqs.weight") {
-        if kind != "none" {
-            return Err(Error::Model(format!(
-                "it has rope_freqs.weight and `{kind}` as rope.scaling.type, of which one can be: convert the model \
-                 again"
-            )));
-        }
-        let count = view.shape.iter().product();
-        if count > MAX_FREQUENCIES {
-            return Err(Error::Model(format!(
-                "its rope_freqs.weight has {count} numbers, more than a head: convert the model again"
-            )));
-        }
-        let mut factors = vec![0.0; count];
-        decode_f32(&view, &mut factors)?;
-        return Ok(Some(json!({"type": "factors", "factors": factors})));
-    }
-    Ok(match kind {
-        "none" => None,
-        "yarn" => {
-            let mut scaling = Map::new();
-            scaling.insert("type".into(), "yarn".into());
-            scaling.insert("factor".into(), own("factor"));
-            for (name, key) in [
-                ("original_max_position_embeddings", "original_context_length"),
-                ("beta_fast", "yarn_beta_fast"),
-                ("beta_slow", "yarn_beta_slow"),
-                ("attention_factor", "attn_factor"),
-            ] {
-                if !own(key).is_null() {
-                    scaling.insert(name.into(), own(key));
-                }
-            }
-            // What the converter keeps of DeepSeek's two factors, which are equal in every published model.
-            if let Some(tenth) = own("yarn_log_multiplier").as_f64() {
-                // Back from f32 times a tenth to the few digits that it was.
-                let factor = (tenth * 10.0 * 1e6).round() / 1e6;
-                scaling.insert("mscale".into(), factor.into());
-                scaling.insert("mscale_all_dim".into(), factor.into());
-            }
-            Some(Value::Object(scaling))
-        }
-        other => Some(json!({"type": other, "factor": own("factor")})),
-    })
 }

@@ -38,7 +38,9 @@ const CUTS: &[PreTokenizer] = &[
     PreTokenizer { names: &["qwen35"], cuts: &[QWEN35], whole: false },
     PreTokenizer { names: &["llama-bpe", "llama3", "llama-v3"], cuts: &[LLAMA3], whole: true },
     PreTokenizer { names: &["glm4", "chatglm-bpe"], cuts: &[LLAMA3], whole: true },
-    PreTokenizer { names: &["gpt-4o", "minimax-m2"], cuts: &[GPT4O], whole: false },
+    PreTokenizer { names: &["gpt-4o", "minimax-m2", "llama4"], cuts: &[GPT4O], whole: false },
+    PreTokenizer { names: &["cohere2moe", "tiny_aya"], cuts: &[r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O], whole: false },
+    PreTokenizer { names: &["laguna"], cuts: &[r"[^\n]+|\n+", QWEN2], whole: false },
     PreTokenizer { names: &["tekken"], cuts: &[TEKKEN], whole: true },
     PreTokenizer { names: &["kimi-k2"], cuts: &[KIMI_K2], whole: false },
     PreTokenizer {
@@ -65,10 +67,15 @@ const CUTS: &[PreTokenizer] = &[
     },
 ];
 
+/// Tokens that end an answer, of models whose metadata may not say so.
+const ENDS: &[&str] = &["<turn|>"];
+
 /// Ids of the tokens that end an answer.
 pub(super) fn end_tokens(metadata: &Metadata) -> Vec<u64> {
     let keys = ["eos", "eot", "eom"].map(|name| format!("tokenizer.ggml.{name}_token_id"));
     let mut ids: Vec<u64> = keys.iter().filter_map(|key| metadata.get(key)?.as_u64()).collect();
+    let tokens = metadata.strings("tokenizer.ggml.tokens").unwrap_or_default();
+    ids.extend((0..).zip(tokens).filter(|(_, token)| ENDS.contains(token)).map(|(id, _)| id));
     ids.dedup();
     ids
 }
@@ -89,11 +96,11 @@ pub(super) fn files(metadata: &Metadata) -> Result<Vec<(&'static str, String)>> 
     }
     let tokenizer = match metadata.get("tokenizer.ggml.model").and_then(Value::as_str) {
         Some("gpt2") => byte_pairs(metadata, &tokens)?,
-        Some("llama") => sentence_pieces(metadata, &tokens)?,
+        Some("llama" | "gemma4") => sentence_pieces(metadata, &tokens)?,
         other => {
             let name = other.unwrap_or("none");
             return Err(Error::Model(format!(
-                "the tokenizer `{name}` of GGUF files is not supported; gpt2 and llama are: use the model's \
+                "the tokenizer `{name}` of GGUF files is not supported; gpt2, llama and gemma4 are: use the model's \
                  safetensors checkpoint"
             )));
         }
@@ -155,11 +162,7 @@ fn byte_pairs(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>
         .map(|cut| json!({"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": false}))
         .collect();
     steps.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}));
-    let merges: Option<Vec<_>> =
-        metadata.strings("tokenizer.ggml.merges")?.into_iter().map(|pair| pair.split_once(' ')).collect();
-    let Some(merges) = merges else {
-        return Err(Error::Model("it has a merge that is no pair: convert the model again".into()));
-    };
+    let merges = merges(metadata)?;
     let parts = json!({
         // As the tokenizers have it that GGUF calls by this name.
         "normalizer": if pre == "qwen2" { json!({"type": "NFC"}) } else { Value::Null },
@@ -171,14 +174,24 @@ fn byte_pairs(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>
     Ok(parts.as_object().cloned().expect("it was just written as an object"))
 }
 
-/// SentencePiece's BPE: pieces merge in the order of the scores of what they make.
-fn sentence_pieces(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>> {
+/// Pairs that merge, in order.
+fn merges(metadata: &Metadata) -> Result<Vec<(&str, &str)>> {
+    let pairs = metadata.strings("tokenizer.ggml.merges")?.into_iter();
+    let pairs: Option<Vec<_>> = pairs.map(|pair| pair.split_once(' ')).collect();
+    pairs.ok_or_else(|| Error::Model("it has a merge that is no pair: convert the model again".into()))
+}
+
+/// The same where pieces merge in the order of the scores of what they make.
+fn merges_by_score<'a>(
+    metadata: &Metadata,
+    tokens: &[&'a str],
+    vocab: &Map<String, Value>,
+) -> Result<Vec<(&'a str, &'a str)>> {
     let scores: Option<Vec<f64>> =
         metadata.get("tokenizer.ggml.scores").and_then(|value| value.as_array()?.iter().map(Value::as_f64).collect());
     let Some(scores) = scores.filter(|scores| scores.len() == tokens.len()) else {
         return Err(Error::Model("its metadata lack a score of each token: convert the model again".into()));
     };
-    let vocab = vocabulary(tokens);
     let id = |piece: &str| vocab.get(piece).and_then(Value::as_u64);
     let mut merges = Vec::new();
     for (&token, &score) in tokens.iter().zip(&scores) {
@@ -190,7 +203,16 @@ fn sentence_pieces(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, V
         }
     }
     merges.sort_by(|x, y| y.0.total_cmp(&x.0).then((x.1, x.2).cmp(&(y.1, y.2))));
-    let merges: Vec<[&str; 2]> = merges.into_iter().map(|(.., left, right)| [left, right]).collect();
+    Ok(merges.into_iter().map(|(.., left, right)| (left, right)).collect())
+}
+
+/// SentencePiece's BPE.
+fn sentence_pieces(metadata: &Metadata, tokens: &[&str]) -> Result<Map<String, Value>> {
+    let vocab = vocabulary(tokens);
+    let merges = match metadata.get("tokenizer.ggml.model").and_then(Value::as_str) {
+        Some("gemma4") => merges(metadata)?,
+        _ => merges_by_score(metadata, tokens, &vocab)?,
+    };
     let unknown = metadata.get("tokenizer.ggml.unknown_token_id").and_then(Value::as_u64).unwrap_or(0) as usize;
     let prefix = metadata.get("tokenizer.ggml.add_space_prefix").and_then(Value::as_bool).unwrap_or(true);
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});

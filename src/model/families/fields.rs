@@ -25,6 +25,11 @@ impl<'a> Fields<'a> {
         self.0.get(name).filter(|v| !v.is_null())
     }
 
+    /// Whether it says anything of a field.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
     pub(super) fn str(&self, name: &str) -> Result<&'a str> {
         self.get(name).ok_or_else(|| missing(name))?.as_str().ok_or_else(|| wrong(name, "a string"))
     }
@@ -162,10 +167,13 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A number for each layer; `None` when absent. Further numbers are of draft layers.
+    /// A number for each layer, null being 0; `None` when absent. Further numbers are of draft layers.
     pub(super) fn each_layer(&self, name: &str) -> Result<Option<Vec<f64>>> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let number = |v: &Value| v.as_f64().or(v.as_bool().map(f64::from)).filter(|v| v.abs() <= f32::MAX.into());
+        let number = |v: &Value| match v {
+            Value::Null => Some(0.0),
+            _ => v.as_f64().or(v.as_bool().map(f64::from)).filter(|v| v.abs() <= f32::MAX.into()),
+        };
         let list: Option<Vec<f64>> = value.as_array().and_then(|list| list.iter().map(number).collect());
         let num_layers = self.num_layers()?;
         list.filter(|list| list.len() >= num_layers)
@@ -199,20 +207,27 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A list of layer numbers; absent is empty.
+    /// A list of layer numbers, or a text of them with commas; absent is empty.
     pub(super) fn layers(&self, name: &str) -> Result<Vec<usize>> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
-        let list = value.as_array().and_then(|a| a.iter().map(|v| v.as_u64().map(|v| v as usize)).collect());
+        let list = match value {
+            Value::String(text) => {
+                let numbers = text.split(',').map(str::trim).filter(|number| !number.is_empty());
+                numbers.map(|number| number.parse().ok()).collect()
+            }
+            _ => value.as_array().and_then(|a| a.iter().map(|v| v.as_u64().map(|v| v as usize)).collect()),
+        };
         list.ok_or_else(|| wrong(name, "a list of layer numbers"))
     }
 
-    /// Of each layer, whether it is the first of two kinds, as `layer_types` says; `None` when absent.
+    /// Of each layer, whether it is the first of two kinds, as `layer_types` says; `None` when absent. Further
+    /// ones are draft layers'.
     pub(super) fn layer_kinds(&self, name: &str, kinds: [&str; 2]) -> Result<Option<Vec<bool>>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let is_first = |kind: &Value| kind.as_str().filter(|kind| kinds.contains(kind)).map(|kind| kind == kinds[0]);
         let list: Option<Vec<bool>> = value.as_array().and_then(|list| list.iter().map(is_first).collect());
         let num_layers = self.num_layers()?;
-        list.filter(|list| list.len() == num_layers).map(Some).ok_or_else(|| {
+        list.filter(|list| list.len() >= num_layers).map(Some).ok_or_else(|| {
             let [first, second] = kinds;
             Error::Model(format!("`{name}` does not say {first} or {second} for each of {num_layers} layers"))
         })
@@ -395,12 +410,13 @@ impl<'a> Fields<'a> {
         }))
     }
 
-    /// A factor for each of `count` frequencies.
+    /// A factor for each of `count` frequencies. Further ones are of layers that rotate more.
     fn factors(&self, count: usize) -> Result<RopeScaling> {
         let list = self.get("factors").and_then(Value::as_array);
         let factors: Option<Vec<f32>> = list.and_then(|list| list.iter().map(|f| Some(f.as_f64()? as f32)).collect());
-        let usable = |factors: &Vec<f32>| factors.len() == count && factors.iter().all(|f| usable(f64::from(*f)));
-        let factors = factors.filter(usable).ok_or_else(|| wrong("factors", &format!("{count} positive numbers")))?;
+        let usable = |factors: &[f32]| factors.iter().all(|f| usable(f64::from(*f)));
+        let factors = factors.and_then(|f| f.get(..count).filter(|f| usable(f)).map(<[f32]>::to_vec));
+        let factors = factors.ok_or_else(|| wrong("factors", &format!("{count} positive numbers")))?;
         Ok(RopeScaling::Factors(factors))
     }
 

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::checkpoint::gguf::GgufNames;
-use serde_json::Value;
+use moebius_cache::codec::decode_f32;
+use serde_json::{Map, Value, json};
 
 use crate::{Error, Result};
 
@@ -63,6 +64,8 @@ pub struct Header<'a> {
 
 /// Layers of a model, at most.
 const MAX_LAYERS: u64 = 1 << 12;
+/// Frequencies of a head, at most.
+const MAX_FREQUENCIES: usize = 1 << 16;
 
 impl Header<'_> {
     /// A number, by its key after the architecture's name.
@@ -98,6 +101,91 @@ impl Header<'_> {
         layers.filter(|layer| !self.has(&format!("model.layers.{layer}.mlp.gate.weight"))).collect()
     }
 
+    /// Of each layer, whether it attends to a window; `default` where the metadata do not say.
+    pub(super) fn windowed(&self, default: impl FnMut(u64) -> bool) -> Vec<bool> {
+        match self.metadata.own("attention.sliding_window_pattern").and_then(Value::as_array) {
+            // Some converters write numbers. Further ones are of layers that draft.
+            Some(list) => {
+                list.iter().take(self.num_layers() as usize).map(|kind| *kind == true || *kind == 1).collect()
+            }
+            None => self.each_layer(default),
+        }
+    }
+
+    /// The number under a key that the layers have whose `kinds` are `kind`: one for all, or of a list the first such
+    /// layer's.
+    pub(super) fn number_of(&self, key: &str, kinds: &[bool], kind: bool) -> Option<u64> {
+        match self.metadata.own(key)? {
+            Value::Array(list) => list.iter().zip(kinds).find(|(_, k)| **k == kind)?.0.as_u64(),
+            one => one.as_u64(),
+        }
+    }
+
+    /// Which part of a head of `head_dim` numbers is rotated, by the key of their count.
+    pub(super) fn partial_rotary_factor(&self, key: &str, head_dim: Option<u64>) -> Option<f64> {
+        // What readers multiply with it is rounded down.
+        let part = (self.number(key)? as f64 + 0.5) / head_dim.filter(|&dim| dim > 0)? as f64;
+        Some(part.min(1.0))
+    }
+
+    /// What each frequency of a rope is divided by, where a tensor says. Errors: it cannot be read.
+    pub(super) fn rope_factors(&self) -> Result<Option<Vec<f32>>> {
+        let Some(view) = self.checkpoint.get("rope_freqs.weight") else { return Ok(None) };
+        let count = view.shape.iter().product();
+        if count > MAX_FREQUENCIES {
+            return Err(Error::Model(format!(
+                "its rope_freqs.weight has {count} numbers, more than a head: convert the model again"
+            )));
+        }
+        let mut factors = vec![0.0; count];
+        decode_f32(&view, &mut factors)?;
+        Ok(Some(factors))
+    }
+
+    /// How the rope is stretched, as `rope_scaling` of a `config.json`. Errors: two ways at once.
+    pub fn rope_scaling(&self) -> Result<Option<Value>> {
+        let own = |key: &str| self.metadata.own(&format!("rope.scaling.{key}")).cloned().unwrap_or_default();
+        let kind = own("type");
+        let kind = kind.as_str().unwrap_or("none");
+        // Llama 3's: a tensor, where metadata have no word for it.
+        if let Some(factors) = self.rope_factors()? {
+            if kind != "none" {
+                return Err(Error::Model(format!(
+                    "it has rope_freqs.weight and `{kind}` as rope.scaling.type, of which one can be: convert the \
+                     model again"
+                )));
+            }
+            return Ok(Some(json!({"type": "factors", "factors": factors})));
+        }
+        Ok(match kind {
+            "none" => None,
+            "yarn" => {
+                let mut scaling = Map::new();
+                scaling.insert("type".into(), "yarn".into());
+                scaling.insert("factor".into(), own("factor"));
+                for (name, key) in [
+                    ("original_max_position_embeddings", "original_context_length"),
+                    ("beta_fast", "yarn_beta_fast"),
+                    ("beta_slow", "yarn_beta_slow"),
+                    ("attention_factor", "attn_factor"),
+                ] {
+                    if !own(key).is_null() {
+                        scaling.insert(name.into(), own(key));
+                    }
+                }
+                // What the converter keeps of DeepSeek's two factors, which are equal in every published model.
+                if let Some(tenth) = own("yarn_log_multiplier").as_f64() {
+                    // Back from f32 times a tenth to the few digits that it was.
+                    let factor = (tenth * 10.0 * 1e6).round() / 1e6;
+                    scaling.insert("mscale".into(), factor.into());
+                    scaling.insert("mscale_all_dim".into(), factor.into());
+                }
+                Some(Value::Object(scaling))
+            }
+            other => Some(json!({"type": other, "factor": own("factor")})),
+        })
+    }
+
     /// Routed experts of a layer.
     pub(super) fn experts(&self) -> u64 {
         self.number("expert_count").unwrap_or(0)
@@ -112,6 +200,11 @@ impl Header<'_> {
     pub(super) fn normalized(&self, default: bool) -> bool {
         self.metadata.own("expert_weights_norm").and_then(Value::as_bool).unwrap_or(default)
     }
+}
+
+/// `layer_types` of layers that attend to a window or not.
+pub(super) fn layer_types(windowed: &[bool]) -> Vec<&'static str> {
+    windowed.iter().map(|&windowed| if windowed { "sliding_attention" } else { "full_attention" }).collect()
 }
 
 #[cfg(test)]
@@ -131,6 +224,10 @@ mod tests {
             ("gpt-oss", "blk.3.ffn_gate_inp.bias", "model.layers.3.mlp.router.bias"),
             ("qwen3next", "blk.0.ffn_gate_inp_shexp.weight", "model.layers.0.mlp.shared_expert_gate.weight"),
             ("qwen35moe", "blk.0.ssm_a", "model.layers.0.linear_attn.A"),
+            ("mimo2", "blk.1.attn_sinks.weight", "model.layers.1.self_attn.attention_sink_bias"),
+            ("step35", "blk.1.attn_gate.weight", "model.layers.1.self_attn.g_proj.weight"),
+            ("gemma4", "blk.1.ffn_norm.weight", "model.layers.1.pre_feedforward_layernorm.weight"),
+            ("gemma4", "blk.1.ffn_down_exps.scale", "model.layers.1.router.per_expert_scale"),
         ] {
             let gguf = GGUF.iter().find(|gguf| gguf.names.architecture == architecture).unwrap();
             assert_eq!(gguf.names.hf_name(theirs), ours);

@@ -3,7 +3,11 @@
 //!
 //! Source: HF modeling_laguna.
 
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::{Value, json};
+
 use super::fields::{Fields, gqa, missing};
+use super::gguf::{Gguf, layer_types};
 use crate::model::{
     Attention, Bias, Ffn, GateActivation, Gqa, Mlp, ModelConfig, Moe, Names, OutputGate, QkNorm, Router, Scoring,
     SharedExpert, Window,
@@ -64,3 +68,58 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let layers = super::layers(f, |layer| Attention::Gqa(attentions[layer].clone()), ffn)?;
     Ok(ModelConfig { names, ..super::model(f, layers)? })
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "laguna",
+        tensors: &[
+            ("attn_gate.weight", "self_attn.g_proj.weight"),
+            ("exp_probs_b.bias", "mlp.experts.e_score_correction_bias"),
+            ("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
+            ("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
+            ("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
+        ],
+        permuted: &[],
+    },
+    model_types: &["laguna"],
+    config: |header| {
+        let own = |key: &str| header.metadata.own(key);
+        let slides = header.number("attention.sliding_window").is_some_and(|window| window > 0);
+        let windowed = header.windowed(|layer| slides && layer % 4 != 0);
+        let heads = match own("attention.head_count") {
+            Some(Value::Array(heads)) => heads.clone(),
+            heads => header.each_layer(|_| heads.cloned().unwrap_or_default()),
+        };
+        let gate = header.checkpoint.get("model.layers.0.self_attn.g_proj.weight").map(|gate| gate.shape[0]);
+        let per_head = gate.map(|rows| rows as u64) == heads.first().and_then(Value::as_u64);
+        let rope = |theta: &str, dim: &str| {
+            json!({
+                "rope_theta": own(theta).or(own("rope.freq_base")),
+                "partial_rotary_factor": header.partial_rotary_factor(dim, header.head_dim()),
+            })
+        };
+        let mut full = rope("rope.freq_base", "rope.dimension_count");
+        if let (Some(Value::Object(scaling)), Some(full)) = (header.rope_scaling()?, full.as_object_mut()) {
+            full.extend(scaling);
+        }
+        let dense = header.dense_layers();
+        let kind = |layer| if dense.contains(&layer) { "dense" } else { "sparse" };
+        Ok(json!({
+            "model_type": "laguna",
+            "layer_types": layer_types(&windowed),
+            "head_dim": header.head_dim(),
+            "num_attention_heads": heads.first(),
+            "num_attention_heads_per_layer": heads,
+            "gating": if per_head { "per-head" } else { "per-element" },
+            "rope_parameters": {
+                "full_attention": full,
+                "sliding_attention": rope("rope.freq_base_swa", "rope.dimension_count_swa"),
+            },
+            "num_experts": header.experts(),
+            "mlp_layer_types": header.each_layer(kind),
+            "shared_expert_intermediate_size": header.number("expert_shared_feed_forward_length"),
+            "moe_routed_scaling_factor": own("expert_weights_scale"),
+        }))
+    },
+};

@@ -3,7 +3,11 @@
 //!
 //! Source: HF modeling_llama4.
 
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::json;
+
 use super::fields::Fields;
+use super::gguf::Gguf;
 use crate::Result;
 use crate::model::{
     Attention, Bias, Ffn, Gqa, Mlp, ModelConfig, Moe, Names, PositionScale, QkNorm, Router, Scoring, SharedExpert,
@@ -67,3 +71,38 @@ pub(super) fn nested(f: &Fields<'_>) -> Result<ModelConfig> {
     let names = Names { head: "language_model.lm_head", ..model.names };
     Ok(ModelConfig { names, ..model })
 }
+
+/// `llama4_text` in GGUF files. Chunks, the scale by position and the layers that rotate are not in their metadata, but
+/// in llama.cpp's code: they are the defaults here.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "llama4",
+        tensors: &[
+            ("ffn_gate.weight", "feed_forward.gate_proj.weight"),
+            ("ffn_up.weight", "feed_forward.up_proj.weight"),
+            ("ffn_down.weight", "feed_forward.down_proj.weight"),
+            ("ffn_gate_inp.weight", "feed_forward.router.weight"),
+            ("ffn_gate_exps.weight", "feed_forward.experts.gate_proj.weight"),
+            ("ffn_up_exps.weight", "feed_forward.experts.up_proj.weight"),
+            ("ffn_down_exps.weight", "feed_forward.experts.down_proj.weight"),
+            ("ffn_gate_up_exps.weight", "feed_forward.experts.gate_up_proj.weight"),
+            ("ffn_gate_shexp.weight", "feed_forward.shared_expert.gate_proj.weight"),
+            ("ffn_up_shexp.weight", "feed_forward.shared_expert.up_proj.weight"),
+            ("ffn_down_shexp.weight", "feed_forward.shared_expert.down_proj.weight"),
+        ],
+        permuted: &[],
+    },
+    model_types: &["llama4_text"],
+    config: |header| {
+        Ok(json!({
+            "model_type": "llama4_text",
+            "head_dim": header.head_dim(),
+            "num_local_experts": header.experts(),
+            "intermediate_size": header.number("expert_feed_forward_length"),
+            "intermediate_size_mlp": header.number("feed_forward_length"),
+            "interleave_moe_layer_step": header.number("interleave_moe_layer_step"),
+            // Maverick has 128 experts and no norms.
+            "use_qk_norm": header.experts() != 128,
+        }))
+    },
+};

@@ -3,8 +3,12 @@
 //!
 //! Source: HF modeling_mimo_v2_flash.
 
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::json;
+
 use super::deepseek;
 use super::fields::{Fields, checked, gqa, part};
+use super::gguf::Gguf;
 use crate::model::{Attention, Ffn, Gqa, ModelConfig, Names, Rope, RopeScaling, Window};
 use crate::{Error, Result};
 
@@ -36,7 +40,10 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let full = kind("", "add_full_attention_sink_bias", false, None)?;
     let sliding = kind("swa_", "add_swa_attention_sink_bias", true, Some(window))?;
     let pattern = f.each_layer("hybrid_layer_pattern")?;
-    let slides = |layer: usize| pattern.as_ref().map_or(layer % 6 != 0, |pattern| pattern[layer] != 0.0);
+    let slides = |layer: usize| match &pattern {
+        Some(pattern) => pattern[layer] != 0.0,
+        None => layer > 0 && (layer + 1) % 6 != 0,
+    };
     let attention = |layer| Attention::Gqa(if slides(layer) { sliding.clone() } else { full.clone() });
     let moe = deepseek::moe(f, deepseek::v3_router(f)?, 0)?;
     let frequency = f.each_layer("moe_layer_freq")?;
@@ -45,3 +52,36 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let names = Names { sinks: "attention_sink_bias", ..Names::COMMON };
     Ok(ModelConfig { names, ..super::model(f, super::layers(f, attention, ffn)?)? })
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "mimo2",
+        tensors: &[("attn_sinks.weight", "self_attn.attention_sink_bias")],
+        permuted: &[],
+    },
+    model_types: &["mimo_v2_flash"],
+    config: |header| {
+        let windowed = header.windowed(|layer| layer > 0 && (layer + 1) % 6 != 0);
+        let kv_heads = |windows| header.number_of("attention.head_count_kv", &windowed, windows);
+        let sinks = |windows: bool| {
+            let has = |layer: usize| header.has(&format!("model.layers.{layer}.self_attn.attention_sink_bias"));
+            (0..windowed.len()).any(|layer| windowed[layer] == windows && has(layer))
+        };
+        Ok(json!({
+            "model_type": "mimo_v2_flash",
+            "hybrid_layer_pattern": windowed,
+            "head_dim": header.head_dim(),
+            "v_head_dim": header.number("attention.value_length"),
+            "num_key_value_heads": kv_heads(false),
+            "swa_num_key_value_heads": kv_heads(true),
+            "swa_rope_theta": header.metadata.own("rope.freq_base_swa"),
+            "partial_rotary_factor": header.partial_rotary_factor("rope.dimension_count", header.head_dim()),
+            "attention_value_scale": header.metadata.own("attention.value_scale"),
+            "add_full_attention_sink_bias": sinks(false),
+            "add_swa_attention_sink_bias": sinks(true),
+            "n_routed_experts": header.experts(),
+            "moe_layer_freq": header.each_layer(|layer| header.has(&format!("model.layers.{layer}.mlp.gate.weight"))),
+        }))
+    },
+};

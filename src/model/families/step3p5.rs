@@ -3,7 +3,11 @@
 //!
 //! Source: HF modeling_step3p5.
 
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::json;
+
 use super::fields::{Fields, checked, gqa, missing, part};
+use super::gguf::{Gguf, layer_types};
 use crate::model::{
     Activation, Attention, Ffn, GateActivation, Gqa, Mlp, ModelConfig, Moe, Names, OutputGate, QkNorm, Rope,
     RopeScaling, Router, Scoring, SharedExpert, Window,
@@ -58,8 +62,7 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         limit if limit > 0.0 => Activation::ClampedSilu { limit: limit as f32 },
         _ => Activation::Silu,
     };
-    let moe_layers = f.str_or("moe_layers_enum", "")?;
-    let moe_layers: Vec<usize> = moe_layers.split(',').filter_map(|layer| layer.trim().parse().ok()).collect();
+    let moe_layers = f.layers("moe_layers_enum")?;
     let ffn = |layer: usize| {
         if !(moe_layers.is_empty() && layer > 0) && !moe_layers.contains(&layer) {
             let activation = clamped(shared_limits[layer]);
@@ -79,10 +82,68 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         ..Names::COMMON
     };
     let layers = super::layers(f, |layer| Attention::Gqa(attentions[layer].clone()), ffn)?;
-    Ok(ModelConfig { norm_offset: 1.0, names, ..super::model(f, layers)? })
+    // In GGUF files the one is part of the weights.
+    let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
+    Ok(ModelConfig { norm_offset, names, ..super::model(f, layers)? })
 }
 
 /// `step3p7`: the language model is nested.
 pub(super) fn nested(f: &Fields<'_>) -> Result<ModelConfig> {
     super::nested(f, "model.language_model.", config)
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "step35",
+        tensors: &[
+            ("attn_gate.weight", "self_attn.g_proj.weight"),
+            ("ffn_gate_inp.weight", "moe.gate.weight"),
+            ("exp_probs_b.bias", "moe.router_bias"),
+            ("ffn_gate_exps.weight", "moe.gate_proj.weight"),
+            ("ffn_up_exps.weight", "moe.up_proj.weight"),
+            ("ffn_down_exps.weight", "moe.down_proj.weight"),
+            ("ffn_gate_shexp.weight", "share_expert.gate_proj.weight"),
+            ("ffn_up_shexp.weight", "share_expert.up_proj.weight"),
+            ("ffn_down_shexp.weight", "share_expert.down_proj.weight"),
+        ],
+        permuted: &[],
+    },
+    model_types: &["step3p5"],
+    config: |header| {
+        let windowed = header.windowed(|layer| layer % 4 != 0);
+        let of = |key, windows| header.number_of(key, &windowed, windows);
+        let theta = |key: &str| header.metadata.own(key).cloned().unwrap_or_default();
+        let (full, sliding) = (theta("rope.freq_base"), theta("rope.freq_base_swa"));
+        let thetas: Vec<_> = windowed.iter().map(|&windows| if windows { &sliding } else { &full }).collect();
+        // llama.cpp has these factors in its code.
+        let factors: Vec<f64> = windowed.iter().map(|&windows| if windows { 1.0 } else { 0.5 }).collect();
+        let is_moe = |layer: &u64| header.has(&format!("model.layers.{layer}.moe.gate.weight"));
+        let moe_layers: Vec<u64> = header.each_layer(|layer| layer).into_iter().filter(is_moe).collect();
+        Ok(json!({
+            "model_type": "step3p5",
+            "norm_offset": 0, // the converter adds one to norms
+            "layer_types": layer_types(&windowed),
+            "head_dim": header.head_dim(),
+            "num_attention_heads": of("attention.head_count", false),
+            "num_attention_groups": of("attention.head_count_kv", false),
+            "num_key_value_heads": of("attention.head_count_kv", false),
+            "attention_other_setting": {
+                "num_attention_heads": of("attention.head_count", true),
+                "num_attention_groups": of("attention.head_count_kv", true),
+            },
+            "rope_theta": thetas,
+            "partial_rotary_factors": factors,
+            "yarn_only_types": ["full_attention"],
+            "use_head_wise_attn_gate": header.has("model.layers.0.self_attn.g_proj.weight"),
+            "moe_layers_enum": moe_layers,
+            "moe_num_experts": header.experts(),
+            "moe_top_k": header.number("expert_used_count"),
+            "moe_router_scaling_factor": header.metadata.own("expert_weights_scale"),
+            "norm_expert_weight": header.normalized(true),
+            "share_expert_dim": header.number("expert_shared_feed_forward_length"),
+            "swiglu_limits": header.metadata.own("swiglu_clamp_exp"),
+            "swiglu_limits_shared": header.metadata.own("swiglu_clamp_shexp"),
+        }))
+    },
+};
