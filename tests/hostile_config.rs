@@ -40,6 +40,12 @@ fn configs() -> Vec<Value> {
         "deepseek_v32",
         "glm_moe_dsa",
         "minimax_m3",
+        "mimo_v2_flash",
+        "step3p5",
+        "laguna",
+        "llama4",
+        "cohere2_moe",
+        "gemma4",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES
@@ -106,6 +112,10 @@ fn hostile() -> Vec<Value> {
             "original_max_position_embeddings": 1}),
         json!(["shared", "full", "full", "full"]),
         json!(["linear_attention", "linear_attention", "linear_attention", "linear_attention"]),
+        json!(["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]),
+        json!([0, 0, 0, 0]),
+        json!([4, 1e300, 0.5, -1]),
+        json!([65, 65, 65, 65]),
         json!([[[[[[[[{"a": [null]}]]]]]]]]),
     ]
 }
@@ -143,7 +153,7 @@ fn survives(config: &Value) {
     };
     assert!((1..=4096).contains(&model.layers.len()));
     assert!(model.moe_layers().map(|(_, moe)| moe.num_experts).sum::<usize>() <= 1 << 18);
-    assert_eq!(model.ropes().len(), 1);
+    assert!(model.ropes().len() <= model.layers.len());
     for rope in model.ropes() {
         assert!(rope.attention_factor().is_finite());
         assert!(rope.dim > 1 << 16 || rope.inv_freq().iter().all(|f| f.is_finite()), "{rope:?}");
@@ -201,6 +211,9 @@ fn numbers_beyond_reason_are_named() {
     let (glm, next, oss) = (named("glm4_moe"), named("qwen3_next"), named("gpt_oss"));
     let (minimax, olmoe, llama) = (named("minimax_m2"), named("olmoe"), named("llama"));
     let (hy, ernie) = (named("hy_v3"), named("ernie4_5_moe"));
+    let (mimo, step, laguna) = (named("mimo_v2_flash"), named("step3p5"), named("laguna"));
+    let cohere = named("cohere2_moe");
+    let [llama4, gemma] = ["llama4", "gemma4"].map(|name| named(name)["text_config"].clone());
     for (config, field, value) in [
         (&glm, "partial_rotary_factor", json!(1.5)),
         (&glm, "partial_rotary_factor", json!(-0.5)),
@@ -226,6 +239,30 @@ fn numbers_beyond_reason_are_named() {
         (&ernie, "use_bias", json!(true)),
         (&ernie, "moe_num_experts", json!(65_537)),
         (&ernie, "moe_layer_interval", json!(0)),
+        (&mimo, "attention_projection_layout", json!("fused_qkv")),
+        (&mimo, "hybrid_layer_pattern", json!([0, 1])),
+        (&mimo, "swa_v_head_dim", json!(0)),
+        (&mimo, "partial_rotary_factor", json!(2)),
+        (&step, "layer_types", json!(["full_attention"])),
+        (&step, "rope_theta", json!([1e6, "x", 1e6, 1e6])),
+        (&step, "partial_rotary_factors", json!([0.5])),
+        (&step, "swiglu_limits", json!({})),
+        (&step, "moe_layers_enum", json!("1,x")),
+        (&step, "moe_router_activation", json!("softmax")),
+        (&laguna, "gating", json!("per-token")),
+        (&laguna, "num_attention_heads_per_layer", json!([4, 6, 6, 4097])),
+        (&laguna, "rope_parameters", json!({"full_attention": {}})),
+        (&llama4, "num_experts_per_tok", json!(2)),
+        (&llama4, "attention_chunk_size", json!(0)),
+        (&llama4, "no_rope_layers", json!([1])),
+        (&cohere, "expert_selection_fn", json!("sparsemax")),
+        (&cohere, "shared_expert_combination_strategy", json!("max")),
+        (&cohere, "layer_types", json!([])),
+        (&gemma, "enable_moe_block", json!(false)),
+        (&gemma, "hidden_size_per_layer_input", json!(256)),
+        (&gemma, "num_kv_shared_layers", json!(2)),
+        (&gemma, "hidden_activation", json!("silu")),
+        (&gemma, "global_head_dim", json!(8192)),
     ] {
         let mut config = config.clone();
         config[field] = value;
