@@ -32,6 +32,12 @@ const FIXTURES: &[&str] = &[
     "deepseek_v2_lite",
     "deepseek_v2_full",
     "deepseek_v3",
+    "mimo_v2_flash",
+    "step3p5",
+    "laguna",
+    "llama4",
+    "cohere2_moe",
+    "gemma4",
 ];
 
 /// How far HF's own bf16 run is from the reference.

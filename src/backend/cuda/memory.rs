@@ -5,10 +5,10 @@ use std::ops::Range;
 use half::bf16;
 
 use super::{CudaBackend, CudaBatch};
+use crate::Result;
 use crate::backend::Memory;
 use crate::backend::batch::Batch;
 use crate::cuda::{Address, DeviceBuffer, PinnedBuffer};
-use crate::{Error, Result};
 
 /// Activations `[rows, cols]`.
 pub struct Tensor {
@@ -77,11 +77,6 @@ impl Memory for CudaBackend {
     }
 
     fn tensor(&self, max_rows: usize, cols: usize) -> Result<Tensor> {
-        if !cols.is_multiple_of(8) {
-            return Err(Error::Model(format!(
-                "the GPU needs widths that are multiples of 8, and one is {cols}: use --device cpu"
-            )));
-        }
         Ok(Tensor { data: Data::Bf16(DeviceBuffer::zeros(&self.cuda, max_rows * cols)?), rows: max_rows, cols })
     }
 
