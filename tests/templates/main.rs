@@ -113,6 +113,31 @@ fn a_template_from_elsewhere_renders_as_in_this_process() {
     assert!(words.starts_with("only users, please please") && words.chars().count() == 201, "{words}");
 }
 
+/// Templates of models, which llama.cpp has for its tests.
+#[test]
+fn templates_of_models_write_a_chat() {
+    let folder = common::root().join("target/vocabularies/templates");
+    if !folder.is_dir() {
+        eprintln!("skipped: no target/vocabularies/templates (llama.cpp's models/templates; .ci/run gets them)");
+        return;
+    }
+    let texts = ["How many are there?", "There are two.", "Which ones?"];
+    let roles = ["user", "assistant", "user"];
+    let messages: Vec<Value> =
+        roles.iter().zip(texts).map(|(role, text)| json!({"role": role, "content": text})).collect();
+    let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+    for name in
+        ["StepFun3.5-Flash", "poolside-Laguna-XS.2", "poolside-Laguna-S-2.1", "Cohere2MoE", "google-gemma-4-31B-it"]
+    {
+        let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
+        let text = compile(&source).unwrap().render(&messages, &options).unwrap();
+        let mut rest = text.as_str();
+        for wanted in texts {
+            rest = rest.split_once(wanted).unwrap_or_else(|| panic!("{name} lacks {wanted:?}: {text}")).1;
+        }
+    }
+}
+
 #[test]
 fn long_conversations_are_rendered() {
     let template = compile("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}").unwrap();
