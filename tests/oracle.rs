@@ -18,8 +18,8 @@ use serde_json::{Value, json};
 /// Largest error of a logit or hidden state, relative to the largest magnitude of its row: f32 noise is below 2e-5.
 const TOLERANCE: f32 = 1e-4;
 
-/// Gemma's scores are not divided by the square root of the heads' width: what the cache's 16 bits of mantissa leave out
-/// counts more.
+/// Gemma's scores are not divided by the square root of the heads' width: what the cache's 16 bits of mantissa leave
+/// out counts more.
 fn tolerance(name: &str) -> f32 {
     if name == "gemma4" { 2.0 * TOLERANCE } else { TOLERANCE }
 }

@@ -151,7 +151,7 @@ pub trait Facts {
     }
 
     /// What its activations' widths depend on.
-    fn widths(&self) -> Vec<usize>;
+    fn widths(&self) -> [usize; 8];
 
     /// Its projections in a model of this width.
     fn matrices(&self, hidden: usize) -> Vec<Matrix>;

@@ -58,9 +58,9 @@ impl Facts for DeltaNet {
         })
     }
 
-    fn widths(&self) -> Vec<usize> {
-        let heads = [self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim];
-        [&heads[..], &[self.conv_width]].concat()
+    fn widths(&self) -> [usize; 8] {
+        let [keys, values] = [self.num_key_heads, self.num_value_heads];
+        [keys, values, self.key_head_dim, self.value_head_dim, self.conv_width, 0, 0, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

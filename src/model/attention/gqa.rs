@@ -109,10 +109,10 @@ impl Facts for Gqa {
         self.selection.as_ref()
     }
 
-    fn widths(&self) -> Vec<usize> {
+    fn widths(&self) -> [usize; 8] {
         let gate = self.gate().map_or(0, |(rows, _)| rows);
-        let index = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
-        [&[self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, gate][..], &index].concat()
+        let [heads, dim] = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
+        [self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, gate, heads, dim, 0]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {

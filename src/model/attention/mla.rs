@@ -57,11 +57,10 @@ impl Facts for Mla {
         self.selection.as_ref()
     }
 
-    fn widths(&self) -> Vec<usize> {
-        let index = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
-        let latents = [self.q_lora_rank.unwrap_or(0), self.kv_lora_rank];
-        let heads = [self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim];
-        [&latents[..], &heads, &index].concat()
+    fn widths(&self) -> [usize; 8] {
+        let [index, dim] = self.selection.as_ref().map_or([0, 0], |s| [s.indexer.num_heads, s.indexer.head_dim]);
+        let [query, latent] = [self.q_lora_rank.unwrap_or(0), self.kv_lora_rank];
+        [query, latent, self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, index, dim]
     }
 
     fn matrices(&self, hidden: usize) -> Vec<Matrix> {
