@@ -14,11 +14,11 @@
 constexpr int ROW_THREADS = 256, ANGLE_THREADS = 64;
 constexpr int ROW_NUMBERS = 4 * ROW_THREADS; // of a block of activate, gate, scale, softcap and clear
 
-// out[t] = table[tokens[t]]
+// out[t] = table[tokens[t]], a block for each time that a row of out holds it. grid (rows, times)
 KERNEL(embed, ROW_THREADS, 0, const bf16* table, const uint32_t* tokens, float* out, int cols) {
     begin_kernel();
     const uint4* from = reinterpret_cast<const uint4*>(table + (size_t)tokens[blockIdx.x] * cols);
-    float4* to = reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols);
+    float4* to = reinterpret_cast<float4*>(out + ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * cols);
     for (int i = threadIdx.x; i < cols / 8; i += ROW_THREADS) {
         const uint4 v = from[i];
         to[2 * i] = make_float4(low_f32(v.x), high_f32(v.x), low_f32(v.y), high_f32(v.y));
@@ -51,13 +51,18 @@ __device__ __forceinline__ void norm_row(const T* x, const float* w, float eps, 
     }
 }
 
-KERNEL(rms_norm_f32, ROW_THREADS, 0, const float* x, const float* w, float eps, bf16* out, int cols) {
+// Of a row, or of each run of `cols` numbers of a row by itself, whose weights follow each other. grid (rows, runs)
+template <class T>
+__device__ __forceinline__ void norm_run(const T* x, const float* w, float eps, bf16* out, int cols) {
     begin_kernel();
-    norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
+    const size_t at = ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * cols;
+    norm_row(x + at, w + (size_t)blockIdx.y * cols, eps, out + at, cols);
+}
+KERNEL(rms_norm_f32, ROW_THREADS, 0, const float* x, const float* w, float eps, bf16* out, int cols) {
+    norm_run(x, w, eps, out, cols);
 }
 KERNEL(rms_norm_bf16, ROW_THREADS, 0, const bf16* x, const float* w, float eps, bf16* out, int cols) {
-    begin_kernel();
-    norm_row(x + (size_t)blockIdx.x * cols, w, eps, out + (size_t)blockIdx.x * cols, cols);
+    norm_run(x, w, eps, out, cols);
 }
 
 // In place, every run of `width` numbers from column `first` on: a warp each. Any even width.
@@ -264,11 +269,11 @@ KERNEL(gather, ROW_THREADS, 0, const float* x, const uint32_t* rows, int first, 
         *reinterpret_cast<float4*>(out + (size_t)blockIdx.x * cols + i) = load4(from + i);
 }
 
-// A multiple of a vector, for the rows [from, to) of the batch.
+// A multiple of a vector, for the rows [from, to) of the batch, at every run of its length.
 struct Addition {
     const float* vector;
     float coefficient;
-    int from, to, padding;
+    int from, to, length;
 };
 
 // x[t] += coefficient * vector for the additions [range[0], range[1]), in their order, f32, rounded twice as the CPU
@@ -281,7 +286,7 @@ KERNEL(add_vectors, ROW_THREADS, 0, const uint32_t* range, const Addition* addit
         const Addition a = additions[n];
         if (t < a.from || t >= a.to) continue;
         for (int i = threadIdx.x; i < cols; i += ROW_THREADS)
-            row[i] = __fadd_rn(row[i], __fmul_rn(a.coefficient, a.vector[i]));
+            row[i] = __fadd_rn(row[i], __fmul_rn(a.coefficient, a.vector[i % a.length]));
     }
 }
 

@@ -1,6 +1,6 @@
 //! `Backend`: every device op of the forward pass, with its shapes. Activations stay on the device between ops.
 //!
-//! The ops are eight traits. Each has a file of its own here, and a file of the same name for the CPU and for CUDA with
+//! The ops are nine traits. Each has a file of its own here, and a file of the same name for the CPU and for CUDA with
 //! the code; an op has one name in all of them and in the names of its CUDA kernels.
 //!
 //! ```text
@@ -13,6 +13,7 @@
 //! attend    attention over cached keys and values
 //! select    the positions that queries attend to, where these are not all
 //! recur     recurrent state and gated DeltaNet
+//! streams   several residual streams, and what n-grams add to them
 //! route     experts for each token
 //! record    recorded passes, steering, times
 //! cpu       the ops on a team of threads
@@ -37,6 +38,7 @@ mod recur;
 mod route;
 mod select;
 pub mod source;
+mod streams;
 pub mod tensor;
 
 pub use attend::{Attend, Heads, Rotary, Softmax};
@@ -47,8 +49,9 @@ pub use record::{Addition, DecodeShape, Hooks, OpTime, Rates, Record};
 pub use recur::{DeltaInputs, Recur};
 pub use route::{Route, Routing};
 pub use select::{IndexQueries, KeyNorm, Select};
+pub use streams::{NgramInputs, NgramNorms, Streams};
 
 /// A device that runs the model: it does all of these.
-pub trait Backend: Memory + Load + Dense + Attend + Select + Recur + Route + Record {}
+pub trait Backend: Memory + Load + Dense + Attend + Select + Recur + Streams + Route + Record {}
 
-impl<T: Memory + Load + Dense + Attend + Select + Recur + Route + Record> Backend for T {}
+impl<T: Memory + Load + Dense + Attend + Select + Recur + Streams + Route + Record> Backend for T {}

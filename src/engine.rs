@@ -40,6 +40,7 @@ use crate::forward::tap::MAX_STEERS;
 pub use crate::forward::tap::{Layers, Positions, Steer};
 use crate::kernel::Simd;
 use crate::load::{self, LoadProgress, Loaded, ModelFolder};
+use crate::model::StreamShape;
 use crate::{Error, Result};
 use queue::Queue;
 #[doc(hidden)]
@@ -143,8 +144,10 @@ pub struct EngineInfo {
     pub kv: String,
     /// Layers.
     pub layers: usize,
-    /// Numbers of a row of the residual stream.
+    /// Numbers of a residual stream.
     pub hidden_size: usize,
+    /// Residual streams.
+    pub streams: usize,
     /// Logits of a token.
     pub vocab_size: usize,
     /// Tokens of prompt plus answer a sequence may hold.
@@ -161,6 +164,13 @@ pub struct EngineInfo {
     pub device: String,
     /// Seconds from the start of loading until ready.
     pub ready_s: f64,
+}
+
+impl EngineInfo {
+    /// The residual streams.
+    pub fn stream_shape(&self) -> StreamShape {
+        StreamShape { streams: self.streams, hidden_size: self.hidden_size }
+    }
 }
 
 fn as_text<S: Serializer>(value: &Simd, serializer: S) -> std::result::Result<S::Ok, S::Error> {
@@ -252,7 +262,7 @@ impl EngineHandle {
                 request.steer.len()
             )));
         }
-        request.steer.iter().try_for_each(|steer| steer.check(self.info.layers, self.info.hidden_size))?;
+        request.steer.iter().try_for_each(|steer| steer.check(self.info.layers, self.info.stream_shape()))?;
         request.capture.iter().try_for_each(|wanted| wanted.check(self.info.layers))?;
         let place = self.queue.place(request.tenant)?;
         let (events, receiver) = mpsc::unbounded_channel();
@@ -294,6 +304,7 @@ pub fn start_loaded(
         kv: config.kv.to_string(),
         layers: loaded.model.config().layers.len(),
         hidden_size: loaded.model.config().hidden_size,
+        streams: loaded.model.config().streams().streams,
         vocab_size: loaded.model.config().vocab_size,
         max_context: loaded.max_context,
         threads: loaded.team.threads(),

@@ -12,8 +12,10 @@
 //! kv_cache     blocks of keys and values; recurrent state, where layers have that instead
 //! loader       tensors of a checkpoint onto a backend
 //! join         where results enter the residual stream
+//! streams      several residual streams and their mixers
 //! attention    one file for each kind: its weights, its buffers, its way through the ops
 //! ffn          a dense MLP; a router and a shared expert
+//! ngrams       rows of a table that the last tokens choose
 //! weights      resident weights by layer
 //! buffers      activations: of a layer, and of the parts of a pass
 //! rope         rotary angles, once for each distinct rope
@@ -35,8 +37,10 @@ pub mod kv_cache;
 mod loader;
 mod logits;
 mod measure;
+mod ngrams;
 mod rope;
 mod steer;
+mod streams;
 pub mod tap;
 pub mod weights;
 
@@ -50,14 +54,14 @@ pub use buffers::Limits;
 use buffers::{Buffers, Part, Parts};
 pub use erased::Forward;
 use ffn::ffn;
-use join::{After, Stream};
+use join::{After, Stream, Through};
 use kv_cache::{KvCache, LayerCache};
 use logits::Head;
 pub use measure::Measure;
 use rope::Ropes;
 use steer::Steering;
 use tap::Tap;
-use weights::{LayerWeights, Weights};
+use weights::{Entries, LayerWeights, Weights};
 
 /// A model ready to run on a backend, with its KV cache and the buffers of its forward pass.
 pub struct Model<B: Backend> {
@@ -83,18 +87,21 @@ impl<B: Backend> Model<B> {
         }
         let parts = parts.cut(backend, batch);
         steering.prepare(backend, tap.as_deref())?;
+        let rows = parts.iter_mut().map(|part| (part.rows.clone(), &mut part.ngrams[..]));
+        weights.tables.look_up(backend, batch, rows)?;
         let hooks = tap.as_ref().map_or(Hooks::None, |tap| tap.hooks());
         let mut pass = || {
             for part in &mut *parts {
-                backend.embed(&weights.embedding, &part.batch, &mut part.x);
+                backend.embed(&weights.embedding, &part.batch, config.hidden_size, &mut part.x);
                 if config.embedding_scale != 1.0 {
                     backend.scale(&mut part.x, config.embedding_scale);
                 }
                 ropes.angles(backend, part);
             }
-            let mut moe_layers = 0..;
+            let (mut moe_layers, mut ngram_layers) = (0.., 0..);
             for (i, (layer, weights)) in config.layers.iter().zip(&weights.layers).enumerate() {
                 let moe = matches!(layer.ffn, Ffn::Moe(_)).then(|| moe_layers.next()).flatten();
+                let ngrams = layer.ngrams.as_ref().and_then(|_| ngram_layers.next());
                 let mut layer = Layer {
                     backend,
                     norm: config.norm,
@@ -104,6 +111,7 @@ impl<B: Backend> Model<B> {
                     rope: ropes.of_layer(i),
                     cache: &mut kv.layers[i],
                     experts: experts.as_deref_mut().zip(moe),
+                    ngrams,
                     buffers,
                 };
                 for part in &mut *parts {
@@ -135,45 +143,74 @@ struct Layer<'a, B: Backend> {
     rope: Option<usize>, // its angles
     cache: &'a mut LayerCache<B>,
     experts: Option<(&'a mut (dyn ExpertExecutor<B> + 'static), usize)>, // and its number among the MoE layers
+    ngrams: Option<usize>,                                               // its rows of the parts
     buffers: &'a mut Buffers<B>,
 }
 
 impl<B: Backend> Layer<'_, B> {
     /// `x += attention(norm(x)); x += ffn(norm(x))`, or as [`Residual`](crate::model::Residual) says.
     fn run(&mut self, part: &mut Part<B>) -> Result<()> {
-        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, buffers } = self;
-        let (backend, norms, eps) = (*backend, &weights.norms, *norm_eps);
+        let Self { backend, norm, norm_eps, config, weights, rope, cache, experts, ngrams, buffers } = self;
+        let (backend, eps) = (*backend, *norm_eps);
         buffers.set_rows(backend, part.rows.len());
-        let Buffers { h, attention: attention_buffers, ffn: ffn_buffers, result } = &mut **buffers;
-        let Part { batch, x, angles, chosen, .. } = part;
+        let Buffers { h, attention: of_attention, ffn: of_ffn, result, mixing, ngrams: of_ngrams } = &mut **buffers;
+        let Part { batch, x, angles, chosen, ngrams: rows, .. } = part;
+
+        if let (Some(config), Some(weights), Some(i)) = (&config.ngrams, &weights.ngrams, ngrams) {
+            let of_layer = ngrams::Layer { config, weights, state: cache.ngrams(), rows: &rows[*i] };
+            let (Some(buffers), Some(mixing)) = (of_ngrams, &mut *mixing) else {
+                panic!("n-grams and mixers have buffers");
+            };
+            let mut streams = Stream { x: &mut *x, norm: None, after: None };
+            ngrams::ngrams(backend, batch, of_layer, (buffers, mixing, eps), &mut streams)?;
+        }
 
         let rotary = rope.zip(config.attention.rope());
         let rotary = rotary.map(|(i, rope)| Rotary { angles: &angles[i], interleaved: rope.interleaved });
         let step = Step { backend, batch, rotary, norm_eps: eps };
         let of_layer =
             attention::Layer { config: &config.attention, weights: &weights.attention, cache: &mut **cache, chosen };
-        let mut stream = Stream { x, norm: None, after: None };
-        stream.enter(backend, *norm, (&norms.attention, eps), h);
-        if config.residual == Residual::Parallel {
-            stream.settle(backend, h); // the other part reads it as well
+        let mut stream = Stream { x: &mut *x, norm: None, after: None };
+        match (&weights.entries, &mut *mixing, &mut *result) {
+            (Entries::Mixers([mixer, _]), Some(mixing), Some(result)) => {
+                mixing.mix(backend, mixer, eps, stream.x, h);
+                stream.after = Some(After { through: Through::Shares(&mixing.inject), result });
+            }
+            (Entries::Mixers(_), ..) => panic!("several streams have buffers for their mixers"),
+            (Entries::Norms(norms), _, result) => {
+                stream.enter(backend, *norm, (&norms.attention, eps), h);
+                if config.residual == Residual::Parallel {
+                    stream.settle(backend, h); // the other part reads it as well
+                }
+                if let (Some(after), Some(result)) = (&norms.after, result) {
+                    stream.after = Some(After { through: Through::Norm((&after.attention, eps), 1.0), result });
+                }
+            }
         }
-        if let (Some(after), Some(result)) = (&norms.after, result) {
-            stream.after = Some(After { norm: (&after.attention, eps), scale: 1.0, result });
-        }
-        attention(&step, of_layer, attention_buffers, h, &mut stream)?;
+        attention(&step, of_layer, of_attention, h, &mut stream)?;
 
         let of_layer = ffn::Layer {
             config: &config.ffn,
             weights: &weights.ffn,
             experts: experts.as_mut().map(|(experts, number)| (&mut **experts, *number)),
         };
-        if let Some(ffn_norm) = &norms.ffn {
-            stream.enter(backend, *norm, (ffn_norm, eps), h);
+        let mut stream = Stream { x, norm: None, after: None };
+        match (&weights.entries, mixing, result) {
+            (Entries::Mixers([_, mixer]), Some(mixing), Some(result)) => {
+                mixing.mix(backend, mixer, eps, stream.x, h);
+                stream.after = Some(After { through: Through::Shares(&mixing.inject), result });
+            }
+            (Entries::Mixers(_), ..) => panic!("several streams have buffers for their mixers"),
+            (Entries::Norms(norms), _, result) => {
+                if let Some(ffn_norm) = &norms.ffn {
+                    stream.enter(backend, *norm, (ffn_norm, eps), h);
+                }
+                if let (Some(after), Some(result)) = (&norms.after, result) {
+                    stream.after = Some(After { through: Through::Norm((&after.ffn, eps), after.scalar), result });
+                }
+            }
         }
-        if let (Some(norms), Some(after)) = (&norms.after, &mut stream.after) {
-            (after.norm, after.scale) = ((&norms.ffn, eps), norms.scalar);
-        }
-        ffn(backend, of_layer, ffn_buffers, h, &mut stream)
+        ffn(backend, of_layer, of_ffn, h, &mut stream)
     }
 
     /// Where the last part's tokens went; `None`: the layer is dense.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! attention, ffn, rope    the parts of a layer
+//! streams                 several residual streams, and n-grams
 //! config                  a model: its layers, and what its tensors are called
 //! families                one file for each family of architectures, and their registry
 //! ```
@@ -13,8 +14,10 @@ mod config;
 pub mod families;
 mod ffn;
 mod rope;
+mod streams;
 
 pub use attention::*;
 pub use config::{LayerConfig, ModelConfig, Names, Norm, Residual};
 pub use ffn::{Activation, Ffn, GroupScore, Groups, Mlp, Moe, Router, Scoring, SharedExpert};
 pub use rope::{Llama3, Rope, RopeScaling, Yarn};
+pub use streams::{Hash, Mixer, Ngrams, StreamShape};

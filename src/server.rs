@@ -19,7 +19,7 @@
 //! running                    from the start to the end of a server
 //! ```
 //!
-//! Imports machine, forward, load, engine and text. Read `chat` first.
+//! Imports machine, model, forward, load, engine and text. Read `chat` first.
 
 mod answer;
 mod ask;
@@ -247,6 +247,7 @@ impl App {
             "max_model_len": info.max_context,
             "num_hidden_layers": info.layers,
             "hidden_size": info.hidden_size,
+            "residual_streams": info.streams,
             "sampling": sampling(self.model()?.sampling()),
         });
         let mut setup = json!(info);

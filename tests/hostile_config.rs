@@ -46,6 +46,7 @@ fn configs() -> Vec<Value> {
         "llama4",
         "cohere2_moe",
         "gemma4",
+        "qwen4_exp",
     ];
     let small = ["gpt-oss", "qwen3-next", "qwen3.5", "llama"].map(small::config);
     let dirs = FIXTURES

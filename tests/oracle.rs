@@ -50,7 +50,7 @@ fn check_nested(fixture: &str, model_type: &str, renamed: fn(&str) -> String) {
 }
 
 fn check_loaded(name: &str, fixture: &Fixture, mut loaded: Loaded) {
-    let (vocab, hidden) = (loaded.model.config().vocab_size, loaded.model.config().hidden_size);
+    let (vocab, streams) = (loaded.model.config().vocab_size, loaded.model.config().streams());
     let all = Wanted { logits: true, hidden: Some(Layers::All), router: true };
 
     for prompt in ["short", "mid"] {
@@ -60,8 +60,8 @@ fn check_loaded(name: &str, fixture: &Fixture, mut loaded: Loaded) {
         assert!(error < tolerance(name), "{name} {prompt}: logits off by {error}");
 
         let states = fixture.floats(&format!("{prompt}.hidden_states"));
-        for (layer, want) in states.chunks(tokens.len() * hidden).skip(1).enumerate() {
-            let error = worst_row(&got.hidden[&layer], want, hidden);
+        for (layer, want) in states.chunks(tokens.len() * streams.width()).skip(1).enumerate() {
+            let error = worst_row(&got.hidden[&layer], want, streams.hidden_size);
             assert!(error < tolerance(name), "{name} {prompt}: hidden state after layer {layer} off by {error}");
         }
         if prompt == "mid" {
@@ -209,6 +209,11 @@ fn gemma4() {
 #[test]
 fn lfm2_moe() {
     check("lfm2_moe");
+}
+
+#[test]
+fn qwen4_exp() {
+    check("qwen4_exp");
 }
 
 #[test]

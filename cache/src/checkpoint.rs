@@ -5,9 +5,11 @@
 pub mod gguf;
 mod safetensors;
 mod shard;
+mod table;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Deserialize;
 
@@ -17,6 +19,7 @@ pub use self::gguf::GgmlType;
 pub use self::safetensors::parse as parse_safetensors;
 pub use self::shard::Entry;
 use self::shard::Shard;
+pub use self::table::Table;
 use crate::codec::Quantization;
 use crate::{Error, Result};
 
@@ -89,7 +92,7 @@ impl TensorView<'_> {
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
-    shards: Vec<Shard>,
+    shards: Arc<Vec<Shard>>,           // tables keep them mapped
     tensors: BTreeMap<String, usize>,  // name -> shard
     permuted: BTreeMap<String, usize>, // name -> width of the heads whose rows GGUF has reordered
     quantization: Quantization,
@@ -211,7 +214,7 @@ impl Checkpoint {
         let larger_than_memory = bytes > crate::limits::available_bytes() / 2;
         Ok(Self {
             dir: dir.to_path_buf(),
-            shards,
+            shards: Arc::new(shards),
             tensors,
             permuted: BTreeMap::new(),
             quantization,

@@ -76,7 +76,8 @@ class Output:
     logprobs: list[TokenLogprob]
     """One per token, if `SamplingParams.logprobs` is set."""
     hidden: dict[int, Floats]
-    """If captured: by layer, [positions, hidden_size]. Empty until the answer is complete."""
+    """If captured: by layer, [positions, hidden_size], or [positions, residual streams,
+    hidden_size] where a model has several. Empty until the answer is complete."""
     logits: Floats | None
     """If captured: [positions, vocab_size]."""
 

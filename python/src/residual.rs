@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use moebius::engine::{CaptureWanted, Captured, EngineInfo, HookPoint, Layers, Positions, Steer};
-use numpy::ndarray::Array2;
-use numpy::{PyArray2, PyReadonlyArray1};
+use numpy::ndarray::ArrayD;
+use numpy::{PyArrayDyn, PyReadonlyArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -63,10 +63,10 @@ pub(crate) fn wanted((layers, at, logits): CaptureRequest) -> PyResult<CaptureWa
 
 /// Captured rows of one sequence, as they come.
 #[derive(Default)]
-pub(crate) struct Rows(BTreeMap<HookPoint, (usize, Vec<f32>)>); // columns, and rows one after the other
+pub(crate) struct Rows(BTreeMap<HookPoint, (Vec<usize>, Vec<f32>)>); // shape of a row, and rows one after the other
 
 /// Arrays of one sequence, by layer, and of its logits.
-pub(crate) type Arrays<'py> = (BTreeMap<usize, Bound<'py, PyArray2<f32>>>, Option<Bound<'py, PyArray2<f32>>>);
+pub(crate) type Arrays<'py> = (BTreeMap<usize, Bound<'py, PyArrayDyn<f32>>>, Option<Bound<'py, PyArrayDyn<f32>>>);
 
 impl Rows {
     /// Empty arrays for what was requested.
@@ -74,9 +74,9 @@ impl Rows {
         let Some(wanted) = wanted else { return Self::default() };
         let hidden = (0..model.layers)
             .filter(|&layer| wanted.layers.contains(layer))
-            .map(|layer| (HookPoint::Hidden(layer), model.hidden_size));
-        let logits = wanted.logits.then_some((HookPoint::Logits, model.vocab_size));
-        Self(hidden.chain(logits).map(|(what, columns)| (what, (columns, Vec::new()))).collect())
+            .map(|layer| (HookPoint::Hidden(layer), model.stream_shape().rows(1)[1..].to_vec()));
+        let logits = wanted.logits.then_some((HookPoint::Logits, vec![model.vocab_size]));
+        Self(hidden.chain(logits).map(|(what, row)| (what, (row, Vec::new()))).collect())
     }
 
     /// Adds rows.
@@ -94,10 +94,10 @@ impl Rows {
     /// Moves all rows to Python, without a copy.
     pub(crate) fn into_arrays(self, py: Python<'_>) -> Arrays<'_> {
         let (mut hidden, mut logits) = (BTreeMap::new(), None);
-        for (what, (columns, rows)) in self.0 {
-            let array =
-                Array2::from_shape_vec((rows.len() / columns, columns), rows).expect("rows of the model's width");
-            let array = PyArray2::from_owned_array(py, array);
+        for (what, (row, rows)) in self.0 {
+            let shape = [&[rows.len() / row.iter().product::<usize>()], &row[..]].concat();
+            let array = ArrayD::from_shape_vec(shape, rows).expect("rows of the model's width");
+            let array = PyArrayDyn::from_owned_array(py, array);
             match what {
                 HookPoint::Hidden(layer) => drop(hidden.insert(layer, array)),
                 HookPoint::Logits => logits = Some(array),

@@ -5,7 +5,8 @@
 //! dense                    ops on rows
 //! attend on kv, softmax    attention; its cache, its tiles
 //! select                   the positions that queries attend to
-//! recur, route, record     DeltaNet; experts for each token; steering
+//! recur, streams           DeltaNet; several residual streams
+//! route, record            experts for each token; steering
 //! ```
 
 mod attend;
@@ -18,6 +19,7 @@ mod recur;
 mod route;
 mod select;
 mod softmax;
+mod streams;
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

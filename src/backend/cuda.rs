@@ -9,7 +9,8 @@
 //! attend                         attention, on top of
 //!   attend_latent, attend_wgmma    the two ways of latent attention; Hopper's kernels
 //!   select                         the positions that queries attend to
-//! recur, route, record           DeltaNet; experts for each token; graphs and steering
+//! recur, streams                 DeltaNet; several residual streams
+//! route, record                  experts for each token; graphs and steering
 //! ```
 //!
 //! The residual stream, angles and logits are f32, everything else between ops is bf16. Ops do not wait; `read` does.
@@ -31,6 +32,7 @@ mod record;
 mod recur;
 mod route;
 mod select;
+mod streams;
 
 use std::cell::RefCell;
 use std::sync::Arc;

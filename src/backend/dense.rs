@@ -12,8 +12,8 @@ pub trait Dense: Load {
     /// What finds the largest logits of rows.
     type Shortlister: Send;
 
-    /// `out[t] = embedding[tokens[t]]`, f32.
-    fn embed(&self, embedding: &Self::Embedding, batch: &Self::Batch, out: &mut Self::Tensor);
+    /// `out[t] = embedding[tokens[t]]`, `width` numbers, f32, as often as a row of `out` holds them.
+    fn embed(&self, embedding: &Self::Embedding, batch: &Self::Batch, width: usize, out: &mut Self::Tensor);
     /// `out[t] = norm(x[t])`.
     fn rms_norm(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, out: &mut Self::Tensor);
     /// `out[t] = norm(x[t] - mean(x[t]))`.

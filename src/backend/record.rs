@@ -42,7 +42,7 @@ pub struct Addition<N: ?Sized> {
     pub layer: usize,
     /// Rows of the batch.
     pub rows: Range<usize>,
-    /// `[hidden]`
+    /// `[hidden]`, or `[streams * hidden]`.
     pub vector: Arc<N>,
     /// Multiplies the vector.
     pub coefficient: f32,
@@ -90,7 +90,8 @@ pub trait Record: Load {
     /// Replaces the list on the device.
     fn set_additions(&self, to: &mut Self::Additions, additions: Vec<Addition<Self::Norm>>) -> Result<()>;
     /// `x[t] += coefficient * vector` for all additions after `layer`, in their order, f32; rounded after the product
-    /// and after the sum. Row 0 of `x` is row `first` of the batch.
+    /// and after the sum. Row 0 of `x` is row `first` of the batch. A vector shorter than a row is added to every run
+    /// of its length.
     fn add_vectors(&self, additions: &Self::Additions, layer: usize, first: usize, x: &mut Self::Tensor);
     /// Measures the device; `None`: it is the CPU.
     fn rates(&self) -> Result<Option<Rates>> {

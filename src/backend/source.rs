@@ -2,11 +2,45 @@
 //! alone, where memory is only counted.
 
 use half::bf16;
-use moebius_cache::checkpoint::{Checkpoint, Dtype};
+use moebius_cache::checkpoint::{Checkpoint, Dtype, Table};
 use rayon::prelude::*;
 
 use super::tensor::HostTensor;
+use crate::kernel::random::Random;
 use crate::{Error, Result};
+
+/// Rows that are looked up while a model runs.
+pub trait Rows: Send + Sync {
+    /// How many there are.
+    fn count(&self) -> usize;
+    /// Row `i`. Errors: it holds NaN.
+    fn read(&self, i: usize, out: &mut [f32]) -> Result<()>;
+}
+
+impl Rows for Table {
+    fn count(&self) -> usize {
+        self.rows()
+    }
+
+    fn read(&self, i: usize, out: &mut [f32]) -> Result<()> {
+        Ok(self.row(i, out)?)
+    }
+}
+
+/// Small numbers that depend on the row's.
+struct AnyRow;
+
+impl Rows for AnyRow {
+    fn count(&self) -> usize {
+        usize::MAX
+    }
+
+    fn read(&self, i: usize, out: &mut [f32]) -> Result<()> {
+        let mut random = Random(i as u64);
+        out.iter_mut().for_each(|x| *x = random.uniform() as f32 - 0.5);
+        Ok(())
+    }
+}
 
 /// Where resident weights come from, by their Hugging Face names.
 pub trait TensorSource {
@@ -20,6 +54,18 @@ pub trait TensorSource {
     fn numbers(&self, name: &str, shape: &[usize]) -> Result<HostTensor<'_>> {
         let cols = shape.last().copied().unwrap_or(1);
         Ok(self.vector(name, shape.iter().fold(1, |n: usize, dim| n.saturating_mul(*dim)))?.reshaped(cols))
+    }
+
+    /// A vector of integers. Synthetic weights have the same everywhere.
+    fn integers(&self, _name: &str, len: usize) -> Result<Vec<i64>> {
+        const PRIME: i64 = 1_000_003;
+        Ok(vec![PRIME; len])
+    }
+
+    /// Rows of `cols` numbers that stay where they are, in tensors `prefix0.weight` and so on, or in `name`. Synthetic
+    /// weights have as many as one likes.
+    fn table(&self, _name: &str, _prefix: &str, _cols: usize) -> Result<Box<dyn Rows>> {
+        Ok(Box::new(AnyRow))
     }
 
     /// Whether there is a tensor of this name, however it is stored. Synthetic weights have none that there is a choice
@@ -62,6 +108,19 @@ impl TensorSource for Checkpoint {
         let mut data = vec![0.0; shape.iter().product()];
         moebius_cache::codec::decode_f32(&view, &mut data)?;
         Ok(HostTensor::F32 { data: data.into(), cols: shape.last().copied().unwrap_or(1) })
+    }
+
+    fn integers(&self, name: &str, len: usize) -> Result<Vec<i64>> {
+        let view = self.tensor(name)?;
+        view.expect_shape(&[len])?;
+        match view.dtype {
+            Dtype::I64 => Ok(view.data.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("8"))).collect()),
+            _ => Err(view.error("does not hold 64-bit integers: download its shard again").into()),
+        }
+    }
+
+    fn table(&self, name: &str, prefix: &str, cols: usize) -> Result<Box<dyn Rows>> {
+        Ok(Box::new(Checkpoint::table(self, name, prefix, cols)?))
     }
 
     fn has(&self, name: &str) -> bool {

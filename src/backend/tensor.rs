@@ -213,6 +213,15 @@ impl<'a> HostTensor<'a> {
         rearranged!(self, [self.rows(), order.len()], data => pick(data, cols, order))
     }
 
+    /// So many rows of zeros, as wide as its own.
+    pub(crate) fn zero_rows(&self, rows: usize) -> HostTensor<'static> {
+        fn zeros<T: Clone + Default>(_: &[T], n: usize) -> Vec<T> {
+            vec![T::default(); n]
+        }
+        let cols = self.cols();
+        rearranged!(self, [rows, cols], data => zeros(data, rows * cols))
+    }
+
     /// The rows of several tensors, one after the other; of equal width and kind.
     pub(crate) fn stacked(parts: &[HostTensor<'_>]) -> HostTensor<'static> {
         let cols = parts[0].cols();

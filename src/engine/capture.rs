@@ -44,12 +44,12 @@ impl CaptureWanted {
         prompt_tokens: usize,
         tokens: usize,
         layers: usize,
-        hidden_size: usize,
+        stream_width: usize,
         vocab_size: usize,
     ) -> usize {
         let read = tokens.saturating_sub(1).max(prompt_tokens);
         let positions: usize = self.positions.within(prompt_tokens, 0..read).map(|range| range.len()).sum();
-        let row = self.layers.count(layers) * hidden_size + usize::from(self.logits) * vocab_size;
+        let row = self.layers.count(layers) * stream_width + usize::from(self.logits) * vocab_size;
         positions.saturating_mul(row * size_of::<f32>())
     }
 }
@@ -63,7 +63,7 @@ pub struct Captured {
     pub position: usize,
     /// How many positions.
     pub count: usize,
-    /// A row for each: `[count, hidden]`, or `[count, vocab]`.
+    /// A row for each: `[count, streams * hidden]`, or `[count, vocab]`.
     pub rows: Vec<f32>,
 }
 
@@ -92,7 +92,7 @@ pub fn each_logits(model: &mut dyn Forward, rows: Range<usize>, mut emit: impl F
 pub struct Wanted {
     /// `logits` [T, vocab].
     pub logits: bool,
-    /// `hidden.{i}` [T, hidden], after layer i, before the final norm.
+    /// `hidden.{i}` [T, hidden], after layer i, before the final norm; `[T, streams, hidden]` where there are several.
     pub hidden: Option<Layers>,
     /// `router.{i}.ids` and `router.{i}.weights` [T, top_k] of every MoE layer.
     pub router: bool,
@@ -105,7 +105,7 @@ pub struct Capture {
     pub tokens: Vec<u32>,
     /// `[T, vocab]`, if wanted.
     pub logits: Vec<f32>,
-    /// By layer: `[T, hidden]`.
+    /// By layer: `[T, streams * hidden]`.
     pub hidden: HashMap<usize, Vec<f32>>,
     /// By layer: experts and weights, `[T, top_k]` each.
     pub router: HashMap<usize, Routing>,
@@ -190,7 +190,7 @@ impl Capture {
             tensors.push(("logits".into(), Dtype::F32, vec![t, model.vocab_size], floats(&self.logits)));
         }
         for (layer, values) in &self.hidden {
-            tensors.push((format!("hidden.{layer}"), Dtype::F32, vec![t, model.hidden_size], floats(values)));
+            tensors.push((format!("hidden.{layer}"), Dtype::F32, model.streams().rows(t), floats(values)));
         }
         for (layer, routing) in &self.router {
             let shape = vec![t, routing.top_k];

@@ -186,8 +186,13 @@ impl Engine {
         let max_tokens = request.max_tokens.unwrap_or(room).min(room);
         if let Some(wanted) = &request.capture {
             let (model, prompt) = (self.model.config(), request.prompt.len());
-            let bytes =
-                wanted.bytes(prompt, prompt + max_tokens, model.layers.len(), model.hidden_size, model.vocab_size);
+            let bytes = wanted.bytes(
+                prompt,
+                prompt + max_tokens,
+                model.layers.len(),
+                model.streams().width(),
+                model.vocab_size,
+            );
             if bytes as u64 > available - LEAST_BYTES {
                 return refuse(Error::Resources(format!(
                     "what is to be captured takes {} MiB and {} are free: ask for fewer layers or positions, or for \

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use super::attention::AttentionBuffers;
 use super::ffn::FfnBuffers;
+use super::ngrams;
+use super::streams::MixBuffers;
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::batch::Batch;
@@ -40,10 +42,11 @@ pub(super) struct Parts<B: Backend> {
 pub(super) struct Part<B: Backend> {
     pub(super) rows: Range<usize>, // of the batch
     pub(super) batch: B::Batch,
-    pub(super) x: B::Tensor,              // [T, hidden], the residual stream
+    pub(super) x: B::Tensor,              // [T, streams * hidden], the residual streams
+    pub(super) ngrams: Vec<B::Tensor>,    // [T, width of their rows], one for each layer that has them
     pub(super) angles: Vec<B::Tensor>,    // [T, rope.dim], one for each distinct rope
     pub(super) chosen: Option<B::Chosen>, // by the last layer with an indexer
-    hidden_size: usize,
+    width: usize,                         // of x
 }
 
 /// Activations within a layer, allocated once at their largest.
@@ -51,22 +54,25 @@ pub(super) struct Buffers<B: Backend> {
     pub(super) h: B::Tensor, // [T, hidden], a norm of x
     pub(super) attention: AttentionBuffers<B>,
     pub(super) ffn: FfnBuffers<B>,
-    pub(super) result: Option<B::Tensor>, // [T, hidden], f32: of a part, before its norm
+    pub(super) result: Option<B::Tensor>, // [T, hidden], f32: of a part, before its norm or its shares
+    pub(super) mixing: Option<MixBuffers<B>>,
+    pub(super) ngrams: Option<ngrams::Buffers<B>>,
 }
 
 impl<B: Backend> Parts<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, limits: Limits) -> Result<Self> {
-        let (tokens, hidden_size) = (limits.chunk_tokens, model.hidden_size);
+        let (tokens, width) = (limits.chunk_tokens, model.streams().width());
         let ropes = model.ropes();
         let indexer = model.indexer();
         let part = |_| {
             Ok(Part {
                 rows: 0..0,
                 batch: backend.batch(tokens)?,
-                x: backend.tensor_f32(tokens, hidden_size)?,
+                x: backend.tensor_f32(tokens, width)?,
+                ngrams: model.ngrams().map(|(_, n)| backend.tensor(tokens, n.width())).collect::<Result<_>>()?,
                 angles: ropes.iter().map(|rope| backend.tensor_f32(tokens, rope.dim)).collect::<Result<_>>()?,
                 chosen: indexer.map(|indexer| backend.chosen(indexer, tokens)).transpose()?,
-                hidden_size,
+                width,
             })
         };
         let all = (0..limits.tokens.div_ceil(tokens)).map(part).collect::<Result<_>>()?;
@@ -87,7 +93,7 @@ impl<B: Backend> Parts<B> {
                 batch.part(part.rows.clone(), cut);
                 backend.set_batch(&mut part.batch, cut);
             }
-            for t in part.angles.iter_mut().chain([&mut part.x]) {
+            for t in part.angles.iter_mut().chain(&mut part.ngrams).chain([&mut part.x]) {
                 backend.set_rows(t, part.rows.len());
             }
         }
@@ -109,32 +115,37 @@ impl<B: Backend> Parts<B> {
 }
 
 impl<B: Backend> Part<B> {
-    /// Appends those of the batch's `rows` that are in this part to `out`, `[rows, hidden]`.
+    /// Appends those of the batch's `rows` that are in this part to `out`, `[rows, streams * hidden]`.
     pub(super) fn read(&self, backend: &B, rows: &Range<usize>, out: &mut Vec<f32>) -> Result<()> {
         let (start, end) = (rows.start.max(self.rows.start), rows.end.min(self.rows.end));
         if start >= end {
             return Ok(());
         }
         let before = out.len();
-        out.resize(before + (end - start) * self.hidden_size, 0.0);
+        out.resize(before + (end - start) * self.width, 0.0);
         backend.read_rows(&self.x, start - self.rows.start..end - self.rows.start, &mut out[before..])
     }
 }
 
 impl<B: Backend> Buffers<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
-        let sandwich = model.layers.iter().any(|layer| layer.residual == Residual::Sandwich);
+        let waits = |r: Residual| matches!(r, Residual::Sandwich | Residual::Streams(_));
+        let waits = model.layers.iter().any(|layer| waits(layer.residual));
         Ok(Self {
             h: backend.tensor(max_tokens, model.hidden_size)?,
             attention: AttentionBuffers::new(backend, model, max_tokens)?,
             ffn: FfnBuffers::new(backend, model, max_tokens)?,
-            result: if sandwich { Some(backend.tensor_f32(max_tokens, model.hidden_size)?) } else { None },
+            result: if waits { Some(backend.tensor_f32(max_tokens, model.hidden_size)?) } else { None },
+            mixing: MixBuffers::new(backend, model, max_tokens)?,
+            ngrams: ngrams::Buffers::new(backend, model, max_tokens)?,
         })
     }
 
     pub(super) fn set_rows(&mut self, backend: &B, rows: usize) {
         self.result.iter_mut().chain([&mut self.h]).for_each(|t| backend.set_rows(t, rows));
         self.ffn.set_rows(backend, rows);
+        self.mixing.iter_mut().for_each(|mixing| mixing.set_rows(backend, rows));
+        self.ngrams.iter_mut().for_each(|ngrams| ngrams.set_rows(backend, rows));
         self.attention.set_rows(backend, rows);
     }
 }

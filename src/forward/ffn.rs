@@ -1,6 +1,6 @@
 //! What follows attention in a layer: a dense MLP, or a router and a shared expert beside the routed ones.
 
-use super::join::{After, Partial, Stream, join};
+use super::join::{After, Partial, Stream, Through, join};
 use super::loader::Loader;
 use crate::Result;
 use crate::backend::{Backend, RouterTensors};
@@ -82,7 +82,7 @@ impl<B: Backend> FfnWeights<B> {
             shared: shared.transpose()?,
             norms: match residual {
                 Residual::Sandwich => Some(BranchNorms::load(loader, layer)?),
-                Residual::PreNorm | Residual::Parallel => None,
+                Residual::PreNorm | Residual::Parallel | Residual::Streams(_) => None,
             },
         })
     }
@@ -233,7 +233,7 @@ pub(super) fn ffn<B: Backend>(
             experts.submit(number, input, routing)?;
             backend.clear(sum);
             let mut branch = |norm, partial: &mut dyn FnMut(&mut Stream<'_, B>) -> Result<()>| {
-                let after = After { norm: (norm, eps), scale: 1.0, result: &mut *after.result };
+                let after = After { through: Through::Norm((norm, eps), 1.0), result: &mut *after.result };
                 partial(&mut Stream { x: &mut *sum, norm: None, after: Some(after) })
             };
             if let Some(w) = shared {

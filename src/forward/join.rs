@@ -1,10 +1,10 @@
-//! The one door into the residual stream: what a layer adds to it passes here.
+//! The one door into the residual streams, of which most models have one: what a layer adds to it passes here.
 //!
 //! On one device a partial result is the whole one, and the product adds to the stream as it writes. Where each rank
 //! computes a share, ranks sum here.
 
 use crate::Result;
-use crate::backend::Backend;
+use crate::backend::{Backend, NgramInputs};
 use crate::experts::ExpertExecutor;
 use crate::model::Norm;
 
@@ -16,11 +16,13 @@ pub(crate) enum Partial<'a, B: Backend> {
     Sum(&'a B::Tensor),
     /// The routed experts of the tokens that were submitted last.
     Experts(&'a mut (dyn ExpertExecutor<B> + 'static)),
+    /// What n-grams add to all streams; it passes nothing.
+    Ngrams(&'a mut B::State, &'a B::Batch, NgramInputs<'a, B>),
 }
 
 /// The residual stream as one part of a layer sees it: what it reads, and what becomes of its result.
 pub(crate) struct Stream<'a, B: Backend> {
-    /// `[T, hidden]`, f32.
+    /// `[T, streams * hidden]`, f32.
     pub(super) x: &'a mut B::Tensor,
     /// RMS norm of what the part reads, and its epsilon; `None`: the part's input stands in its buffer `h`.
     pub(super) norm: Option<(&'a B::Norm, f32)>,
@@ -28,11 +30,27 @@ pub(crate) struct Stream<'a, B: Backend> {
     pub(super) after: Option<After<'a, B>>,
 }
 
-/// `x = (x + norm(result)) * scale`
+/// What a result goes through, and where it stands until then.
 pub(super) struct After<'a, B: Backend> {
-    pub(super) norm: (&'a B::Norm, f32),
-    pub(super) scale: f32,
+    pub(super) through: Through<'a, B>,
     pub(super) result: &'a mut B::Tensor, // [T, hidden], f32
+}
+
+/// What a result goes through.
+pub(super) enum Through<'a, B: Backend> {
+    /// `x = (x + norm(result)) * scale`
+    Norm((&'a B::Norm, f32), f32),
+    /// `x_s += share_s * result` for every stream; shares `[T, streams]`, f32.
+    Shares(&'a B::Tensor),
+}
+
+impl<B: Backend> Through<'_, B> {
+    fn add(&self, backend: &B, result: &B::Tensor, x: &mut B::Tensor) {
+        match self {
+            Through::Norm(norm, scale) => backend.norm_add(result, *norm, *scale, x),
+            Through::Shares(shares) => backend.inject(result, shares, x),
+        }
+    }
 }
 
 impl<'a, B: Backend> Stream<'a, B> {
@@ -79,18 +97,19 @@ pub(crate) fn join<B: Backend>(backend: &B, partial: Partial<'_, B>, stream: &mu
     let Stream { x, after, .. } = stream;
     match (partial, after) {
         (Partial::Product(w, h), None) => backend.linear_add(w, h, x),
-        (Partial::Product(w, h), Some(After { norm, scale, result })) => {
+        (Partial::Product(w, h), Some(After { through, result })) => {
             backend.linear(w, h, result);
-            backend.norm_add(result, *norm, *scale, x);
+            through.add(backend, result, x);
         }
-        (Partial::Sum(sum), Some(After { norm, scale, .. })) => backend.norm_add(sum, *norm, *scale, x),
+        (Partial::Sum(sum), Some(After { through, .. })) => through.add(backend, sum, x),
         (Partial::Sum(_), None) => panic!("a sum passes a norm"),
         (Partial::Experts(experts), None) => experts.finish(x)?,
-        (Partial::Experts(experts), Some(After { norm, scale, result })) => {
+        (Partial::Experts(experts), Some(After { through, result })) => {
             backend.clear(result);
             experts.finish(result)?;
-            backend.norm_add(result, *norm, *scale, x);
+            through.add(backend, result, x);
         }
+        (Partial::Ngrams(state, batch, inputs), _) => backend.convolve_ngrams(state, batch, &inputs, x),
     }
     Ok(())
 }
@@ -110,7 +129,7 @@ mod tests {
         let room = files(&src.join("forward")).into_iter().chain([src.join("forward.rs")]);
         for file in room.filter(|file| !file.ends_with("join.rs")) {
             let text = std::fs::read_to_string(&file).unwrap();
-            for door in [".linear_add(", ".finish(", ".norm_add("] {
+            for door in [".linear_add(", ".finish(", ".norm_add(", ".inject(", ".convolve_ngrams("] {
                 assert!(!text.contains(door), "{} calls {door}...), which is for join.rs", file.display());
             }
         }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::config::KvBits;
-use crate::model::{Attention, ModelConfig, Selection};
+use crate::model::{LayerConfig, ModelConfig, Selection};
 use crate::{Error, Result};
 
 /// Whose text it is, any number: sequences of one tenant share blocks, those of two never do.
@@ -236,22 +236,31 @@ impl BlockPool {
 
 /// What one layer keeps of sequences.
 pub struct LayerCache<B: Backend> {
-    kv: Option<B::Kv>,       // of every position, in blocks
-    index: Option<B::Index>, // of every position, in blocks
-    state: Option<B::State>, // of each sequence, in slots
+    kv: Option<B::Kv>,        // of every position, in blocks
+    index: Option<B::Index>,  // of every position, in blocks
+    state: Option<B::State>,  // of each sequence, in slots
+    ngrams: Option<B::State>, // the same, of n-grams
 }
 
 impl<B: Backend> LayerCache<B> {
-    fn new(backend: &B, attention: &Attention, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
-        let kv = match attention.kv_dims() {
+    fn new(
+        backend: &B,
+        (layer, hidden): (&LayerConfig, usize),
+        blocks: usize,
+        slots: usize,
+        bits: KvBits,
+    ) -> Result<Self> {
+        let kv = match layer.attention.kv_dims() {
             (0, ..) => None,
             dims => Some(backend.kv(blocks, dims, bits)?),
         };
-        let own = attention.selection().and_then(Selection::own);
+        let own = layer.attention.selection().and_then(Selection::own);
+        let [state, ngrams] = layer.states(hidden).map(|shape| shape.map(|shape| backend.state(slots, shape)));
         Ok(Self {
             kv,
             index: own.map(|indexer| backend.index(blocks, indexer)).transpose()?,
-            state: attention.state().map(|shape| backend.state(slots, shape)).transpose()?,
+            state: state.transpose()?,
+            ngrams: ngrams.transpose()?,
         })
     }
 
@@ -269,6 +278,11 @@ impl<B: Backend> LayerCache<B> {
     pub(super) fn state(&mut self) -> &mut B::State {
         self.state.as_mut().expect("the layer's attention has a state")
     }
+
+    /// What n-grams keep of sequences, in a layer that has them.
+    pub(super) fn ngrams(&mut self) -> &mut B::State {
+        self.ngrams.as_mut().expect("the layer has n-grams")
+    }
 }
 
 /// Storage of all layers.
@@ -281,7 +295,7 @@ impl<B: Backend> KvCache<B> {
     /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are
     /// first used.
     pub fn new(backend: &B, model: &ModelConfig, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
-        let layers = model.layers.iter().map(|l| LayerCache::new(backend, &l.attention, blocks, slots, bits));
+        let layers = model.layers.iter().map(|l| LayerCache::new(backend, (l, model.hidden_size), blocks, slots, bits));
         Ok(Self { layers: layers.collect::<Result<_>>()? })
     }
 }

@@ -1,7 +1,8 @@
 //! The output head: rows of the residual stream become logits.
 
 use super::buffers::Parts;
-use super::weights::Weights;
+use super::streams::MixBuffers;
+use super::weights::{Last, Weights};
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::tensor::Shortlist;
@@ -13,9 +14,10 @@ pub(super) struct Head<B: Backend> {
     vocab_size: usize,
     norm: Norm,
     norm_eps: f32,
-    scale: f32,             // multiplies the logits
-    softcap: Option<f32>,   // bounds them
-    last: B::Tensor,        // [R, hidden], rows of x of which logits are wanted
+    scale: f32,           // multiplies the logits
+    softcap: Option<f32>, // bounds them
+    last: B::Tensor,      // [R, streams * hidden], rows of x of which logits are wanted
+    mixing: Option<MixBuffers<B>>,
     last_normed: B::Tensor, // [R, hidden]
     logits: B::Tensor,      // [R, vocab]
     host: B::Host,          // [R, vocab]
@@ -33,7 +35,8 @@ impl<B: Backend> Head<B> {
             norm_eps: model.norm_eps,
             scale: model.logit_scale,
             softcap: model.logit_softcap,
-            last: backend.tensor_f32(max_rows, hidden)?,
+            last: backend.tensor_f32(max_rows, model.streams().width())?,
+            mixing: MixBuffers::new(backend, model, max_rows)?,
             last_normed: backend.tensor(max_rows, hidden)?,
             logits: backend.tensor_f32(max_rows, vocab_size)?,
             rows: 0,
@@ -49,14 +52,19 @@ impl<B: Backend> Head<B> {
 
     /// Logits of rows of the last batch, on the device: `lm_head(norm(x[rows]))`.
     pub(super) fn compute(&mut self, backend: &B, weights: &Weights<B>, parts: &Parts<B>, rows: &[usize]) {
-        let Self { last, last_normed, logits, .. } = self;
+        let Self { last, last_normed, logits, mixing, .. } = self;
         for t in [&mut *last, &mut *last_normed, &mut *logits] {
             backend.set_rows(t, rows.len());
         }
         parts.gather(backend, rows, last);
-        match self.norm {
-            Norm::Rms => backend.rms_norm(last, &weights.norm, self.norm_eps, last_normed),
-            Norm::Layer => backend.layer_norm(last, &weights.norm, self.norm_eps, last_normed),
+        match (&weights.last, mixing, self.norm) {
+            (Last::Mixer(mixer), Some(mixing), _) => {
+                mixing.set_rows(backend, rows.len());
+                mixing.mix(backend, mixer, self.norm_eps, last, last_normed);
+            }
+            (Last::Mixer(_), None, _) => panic!("several streams have buffers for their mixer"),
+            (Last::Norm(norm), _, Norm::Rms) => backend.rms_norm(last, norm, self.norm_eps, last_normed),
+            (Last::Norm(norm), _, Norm::Layer) => backend.layer_norm(last, norm, self.norm_eps, last_normed),
         }
         backend.linear(&weights.lm_head, last_normed, logits);
         if self.scale != 1.0 {

@@ -13,13 +13,13 @@ const MAX_VECTOR_BYTES: usize = 32 << 20;
 
 /// Vectors on the device, and the additions of a pass.
 pub(super) struct Steering<B: Backend> {
-    hidden_size: usize,
+    widths: [usize; 2], // of a stream, and of all
     vectors: Vec<DeviceVector<B::Norm>>,
     additions: B::Additions,
     active: bool, // in this pass
 }
 
-/// A vector of requests, `[hidden]`.
+/// A vector of requests, `[hidden]` or `[streams * hidden]`.
 struct DeviceVector<N> {
     given: Arc<[f32]>,
     on_device: Arc<N>,
@@ -28,7 +28,8 @@ struct DeviceVector<N> {
 impl<B: Backend> Steering<B> {
     pub(super) fn new(backend: &B, model: &ModelConfig) -> Result<Self> {
         let additions = backend.additions(model.layers.len())?;
-        Ok(Self { hidden_size: model.hidden_size, vectors: Vec::new(), additions, active: false })
+        let widths = [model.hidden_size, model.streams().width()];
+        Ok(Self { widths, vectors: Vec::new(), additions, active: false })
     }
 
     /// As [`Forward::hold`](super::Forward::hold).
@@ -38,13 +39,14 @@ impl<B: Backend> Steering<B> {
         if self.vectors.len() < before {
             backend.set_additions(&mut self.additions, Vec::new())?; // it holds them too
         }
-        let each = self.hidden_size * size_of::<f32>();
+        let mut numbers: usize = self.vectors.iter().map(|held| held.given.len()).sum();
         for vector in vectors {
-            assert_eq!(vector.len(), self.hidden_size, "a vector of the residual stream");
+            assert!(self.widths.contains(&vector.len()), "a vector of the residual stream");
             if self.vectors.iter().any(|held| Arc::ptr_eq(&held.given, vector)) {
                 continue;
             }
-            if (self.vectors.len() + 1) * each > MAX_VECTOR_BYTES {
+            numbers += vector.len();
+            if numbers * size_of::<f32>() > MAX_VECTOR_BYTES {
                 return Err(Error::Busy(format!(
                     "the steering vectors of all requests take more than {} MiB: try again in a while, or use fewer",
                     MAX_VECTOR_BYTES >> 20

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::buffers::Part;
 use crate::backend::{Addition, Backend, Hooks, Routing};
+use crate::model::StreamShape;
 use crate::{Error, Result};
 
 /// Additions of one request at most.
@@ -145,7 +146,8 @@ pub fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 pub struct Steer {
     /// After this layer.
     pub layer: usize,
-    /// `[hidden]`. Requests that share one share its copy on the device.
+    /// `[hidden]`, added to every stream, or `[streams * hidden]`. Requests that share one share its copy on the
+    /// device.
     pub vector: Arc<[f32]>,
     /// What it is multiplied with.
     pub coefficient: f32,
@@ -154,10 +156,10 @@ pub struct Steer {
 }
 
 impl Steer {
-    /// Refuses what a model of `layers` layers and `hidden_size` cannot add. Errors: `Error::Invalid`.
-    pub fn check(&self, layers: usize, hidden_size: usize) -> Result<()> {
+    /// Refuses what a model of `layers` layers and such residual streams cannot add. Errors: `Error::Invalid`.
+    pub fn check(&self, layers: usize, streams: StreamShape) -> Result<()> {
         check_layer(self.layer, layers)?;
-        check_vector(&self.vector, hidden_size)?;
+        check_vector(&self.vector, streams)?;
         let largest = self.vector.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
         if !self.coefficient.is_finite() || largest * self.coefficient.abs() > MAX_ADDED {
             return Err(Error::Invalid(format!(
@@ -170,11 +172,16 @@ impl Steer {
     }
 }
 
-/// Refuses a vector that the residual stream of a model of this `hidden_size` cannot take. Errors: `Error::Invalid`.
-pub fn check_vector(vector: &[f32], hidden_size: usize) -> Result<()> {
-    if vector.len() != hidden_size {
+/// Refuses a vector that the residual streams of a model cannot take. Errors: `Error::Invalid`.
+pub fn check_vector(vector: &[f32], streams: StreamShape) -> Result<()> {
+    let hidden = streams.hidden_size;
+    if ![hidden, streams.width()].contains(&vector.len()) {
+        let each = match streams.streams {
+            1 => String::new(),
+            n => format!(" for every one of its {n} streams alike, or {} for all", streams.width()),
+        };
         return Err(Error::Invalid(format!(
-            "a steering vector has {} numbers: this model's residual stream takes {hidden_size}",
+            "a steering vector has {} numbers: this model's residual stream takes {hidden}{each}",
             vector.len()
         )));
     }
@@ -195,7 +202,7 @@ pub struct Tap {
     pub takes: Vec<Take>,
     /// Whether [`Tap::routed`] is filled.
     pub routing: bool,
-    /// By number of the take, then layer: `[rows, hidden]`.
+    /// By number of the take, then layer: `[rows, streams * hidden]`.
     pub taken: BTreeMap<(usize, usize), Vec<f32>>,
     /// By MoE layer: experts and weights of every row.
     pub routed: BTreeMap<usize, Routing>,
@@ -294,8 +301,10 @@ mod tests {
     #[test]
     fn what_cannot_be_added_is_named() {
         let good = Steer { layer: 1, vector: vec![1.0; 4].into(), coefficient: -2.0, positions: Positions::All };
-        assert!(good.check(2, 4).is_ok());
-        let refused = |steer: Steer| steer.check(2, 4).unwrap_err().to_string();
+        let one = StreamShape { streams: 1, hidden_size: 4 };
+        assert!(good.check(2, one).is_ok());
+        assert!(good.check(2, StreamShape { streams: 2, hidden_size: 2 }).is_ok());
+        let refused = |steer: Steer| steer.check(2, one).unwrap_err().to_string();
         assert!(refused(Steer { layer: 2, ..good.clone() }).contains("layers 0 to 1"));
         assert!(refused(Steer { vector: vec![1.0; 5].into(), ..good.clone() }).contains("takes 4"));
         assert!(refused(Steer { vector: vec![1.0, f32::NAN, 0.0, 0.0].into(), ..good.clone() }).contains("number 1"));

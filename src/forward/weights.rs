@@ -3,6 +3,8 @@
 use super::attention::AttentionWeights;
 use super::ffn::FfnWeights;
 use super::loader::Loader;
+use super::ngrams::{self, Tables};
+use super::streams::Mixer;
 use crate::Result;
 use crate::backend::Backend;
 use crate::backend::source::TensorSource;
@@ -16,14 +18,32 @@ pub struct Weights<B: Backend> {
     /// In order, bottom first.
     pub layers: Vec<LayerWeights<B>>,
     /// Before the output head.
-    pub norm: B::Norm,
+    pub(super) last: Last<B>,
+    pub(super) tables: Tables,
     /// `[vocab, hidden]`
     pub lm_head: B::Linear,
 }
 
+/// What the output head reads the residual streams through.
+pub(super) enum Last<B: Backend> {
+    /// There is one stream.
+    Norm(B::Norm), // [hidden]
+    /// There are several.
+    Mixer(Mixer<B>),
+}
+
+/// What the parts of a layer read the residual streams through.
+pub(super) enum Entries<B: Backend> {
+    /// There is one stream.
+    Norms(LayerNorms<B>),
+    /// There are several: of attention, and of the feed-forward part.
+    Mixers([Mixer<B>; 2]),
+}
+
 /// The resident weights of one layer.
 pub struct LayerWeights<B: Backend> {
-    pub(super) norms: LayerNorms<B>,
+    pub(super) entries: Entries<B>,
+    pub(super) ngrams: Option<ngrams::Weights<B>>,
     /// Projections.
     pub attention: AttentionWeights<B>,
     /// The feed-forward part, without routed experts.
@@ -51,15 +71,31 @@ impl<B: Backend> Weights<B> {
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             embedding: backend.load_embedding(source.matrix(&embedding, vocab, hidden)?)?,
-            norm: loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?,
+            last: match model.mixer() {
+                Some(mixer) => Last::Mixer(Mixer::load(&loader, &format!("{body}hyper_connection_mixer"), mixer)?),
+                None => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
+            },
+            tables: Tables::load(&loader)?,
             lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits)?,
         })
     }
 
     /// Bytes of resident weights that a decode step of one token reads.
     pub fn bytes_per_token(&self, backend: &B) -> usize {
-        let layer = |l: &LayerWeights<B>| l.attention.bytes_per_token(backend) + l.ffn.bytes_per_token(backend);
-        self.layers.iter().map(layer).sum::<usize>() + backend.linear_bytes(&self.lm_head)
+        let of_mixer = |mixer: &Mixer<B>| mixer.bytes_per_token(backend);
+        let layer = |l: &LayerWeights<B>| {
+            let mixers = match &l.entries {
+                Entries::Norms(_) => 0,
+                Entries::Mixers(mixers) => mixers.iter().map(of_mixer).sum(),
+            };
+            let ngrams = l.ngrams.as_ref().map_or(0, |ngrams| ngrams.bytes_per_token(backend));
+            l.attention.bytes_per_token(backend) + l.ffn.bytes_per_token(backend) + mixers + ngrams
+        };
+        let last = match &self.last {
+            Last::Norm(_) => 0,
+            Last::Mixer(mixer) => of_mixer(mixer),
+        };
+        self.layers.iter().map(layer).sum::<usize>() + last + backend.linear_bytes(&self.lm_head)
     }
 }
 
@@ -85,7 +121,7 @@ impl<B: Backend> LayerNorms<B> {
             attention: norm(names.attention_norm)?,
             ffn: match residual {
                 Residual::PreNorm | Residual::Sandwich => Some(norm(names.ffn_norm)?),
-                Residual::Parallel => None,
+                Residual::Parallel | Residual::Streams(_) => None,
             },
             after: match residual {
                 Residual::Sandwich => Some(AfterNorms {
@@ -93,7 +129,7 @@ impl<B: Backend> LayerNorms<B> {
                     ffn: norm("post_feedforward_layernorm")?,
                     scalar: loader.number(&format!("{layer}.layer_scalar"))?,
                 }),
-                Residual::PreNorm | Residual::Parallel => None,
+                Residual::PreNorm | Residual::Parallel | Residual::Streams(_) => None,
             },
         })
     }
@@ -102,7 +138,14 @@ impl<B: Backend> LayerNorms<B> {
 impl<B: Backend> LayerWeights<B> {
     fn load(loader: &Loader<'_, B>, name: &str, layer: &LayerConfig) -> Result<Self> {
         Ok(Self {
-            norms: LayerNorms::load(loader, name, layer.residual)?,
+            entries: match layer.residual {
+                Residual::Streams(mixer) => {
+                    let of = |part: &str| Mixer::load(loader, &format!("{name}.{part}_hyper_connection"), mixer);
+                    Entries::Mixers([of("attn")?, of("mlp")?])
+                }
+                residual => Entries::Norms(LayerNorms::load(loader, name, residual)?),
+            },
+            ngrams: layer.ngrams.as_ref().map(|config| ngrams::Weights::load(loader, name, config)).transpose()?,
             attention: AttentionWeights::load(loader, name, &layer.attention)?,
             ffn: FfnWeights::load(loader, name, layer)?,
         })

@@ -98,7 +98,11 @@ fn role(name: &str, model: &ModelConfig) -> Option<String> {
     let Some(rest) = name.strip_prefix("layers.") else { return (name == "embed_tokens").then(|| name.to_string()) };
     let (layer, part) = rest.split_once('.')?;
     // Kept in f32; a matrix only where GGUF leaves out its dimension of one.
-    if part == "linear_attn.conv1d" {
+    if part == "linear_attn.conv1d" || part == "ple.conv1d" {
+        return None;
+    }
+    // Looked up where it is.
+    if part.starts_with("ple.ple_embedding.") {
         return None;
     }
     let part = part.replace(".experts.0.", ".experts.");

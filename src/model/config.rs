@@ -1,6 +1,6 @@
 //! `ModelConfig`: what a model is, as plain data.
 
-use super::{Attention, Ffn, Indexer, Moe, Rope};
+use super::{Attention, Ffn, Indexer, Mixer, Moe, Ngrams, Rope, StateShape, StreamShape};
 
 /// Everything the forward pass needs to know about a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -9,7 +9,7 @@ pub struct ModelConfig {
     pub architecture: String,
     /// Rows of the embedding and of the output head.
     pub vocab_size: usize,
-    /// Width of the residual stream.
+    /// Width of a residual stream.
     pub hidden_size: usize,
     /// Positions the model was made for, prompt and answer together.
     pub max_context: usize,
@@ -124,6 +124,9 @@ pub enum Residual {
     Sandwich,
     /// `h = norm(x); x += attention(h) + ffn(h)`
     Parallel,
+    /// There are several streams: a mixer makes of them what a part reads, and says how much of the part's result each
+    /// gets. Another one makes of them what the output head reads, in the place of the final norm.
+    Streams(Mixer),
 }
 
 /// One layer: attention, then a feed-forward part.
@@ -135,13 +138,34 @@ pub struct LayerConfig {
     pub ffn: Ffn,
     /// How both join the residual stream.
     pub residual: Residual,
+    /// What is added to the residual streams before attention reads them.
+    pub ngrams: Option<Ngrams>,
 }
 
 impl LayerConfig {
     /// Dense matrices, `[n, k]` each, in a model of this width: projections, and a dense MLP or the shared expert.
     pub fn matrices(&self, hidden: usize) -> Vec<(usize, usize)> {
         let mlp = self.ffn.mlp_width().map_or(vec![], |width| vec![(width, hidden), (width, hidden), (hidden, width)]);
-        [self.attention.matrices(hidden), mlp].concat()
+        let mixers = self.mixer().map_or(vec![], |mixer| [mixer.matrices(hidden); 2].concat());
+        let ngrams = self.ngrams.iter().flat_map(|ngrams| ngrams.matrices(hidden, self.streams())).collect();
+        [self.attention.matrices(hidden), mlp, mixers, ngrams].concat()
+    }
+
+    /// What mixes the residual streams, if there are several.
+    pub fn mixer(&self) -> Option<Mixer> {
+        match self.residual {
+            Residual::Streams(mixer) => Some(mixer),
+            Residual::PreNorm | Residual::Sandwich | Residual::Parallel => None,
+        }
+    }
+
+    fn streams(&self) -> usize {
+        self.mixer().map_or(1, |mixer| mixer.count)
+    }
+
+    /// What a sequence keeps besides keys and values, in a model of this width: of attention, and of n-grams.
+    pub fn states(&self, hidden: usize) -> [Option<StateShape>; 2] {
+        [self.attention.state(), self.ngrams.as_ref().map(|ngrams| ngrams.state(hidden, self.streams()))]
     }
 
     /// Products of a token with all that is dense, in a model of this width.
@@ -160,6 +184,21 @@ impl ModelConfig {
     /// The routed experts' dimensions; `None`: a dense model.
     pub fn moe(&self) -> Option<&Moe> {
         self.moe_layers().next().map(|(_, moe)| moe)
+    }
+
+    /// What mixes the residual streams, if there are several: of all layers alike.
+    pub fn mixer(&self) -> Option<Mixer> {
+        self.layers.first().and_then(LayerConfig::mixer)
+    }
+
+    /// The residual streams.
+    pub fn streams(&self) -> StreamShape {
+        StreamShape { streams: self.mixer().map_or(1, |mixer| mixer.count), hidden_size: self.hidden_size }
+    }
+
+    /// Layers to whose start n-grams add, and what they are.
+    pub fn ngrams(&self) -> impl Iterator<Item = (usize, &Ngrams)> {
+        self.layers.iter().enumerate().filter_map(|(i, layer)| Some((i, layer.ngrams.as_ref()?)))
     }
 
     /// The first layer's attention of each kind and width.
@@ -192,6 +231,6 @@ impl ModelConfig {
     /// Some layers keep a state instead of keys and values: what was read of a sequence cannot be shared, or partly
     /// forgotten.
     pub fn has_recurrent_state(&self) -> bool {
-        self.layers.iter().any(|layer| layer.attention.state().is_some())
+        self.layers.iter().any(|layer| layer.states(self.hidden_size).iter().any(Option::is_some))
     }
 }

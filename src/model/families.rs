@@ -19,6 +19,7 @@ mod minimax_m2;
 mod mixtral;
 mod olmoe;
 mod qwen3_next;
+mod qwen4_exp;
 mod qwen_moe;
 pub mod shapes;
 mod step3p5;
@@ -66,6 +67,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 MoE without vision", qwen3_next::qwen3_5_moe_text),
     architecture("qwen3_5", "Qwen3.5, 3.6, 3.8 (dense, text)", qwen3_next::qwen3_5),
     architecture("qwen3_5_text", "Qwen3.5, 3.6, 3.8 (dense) without vision", qwen3_next::qwen3_5_text),
+    architecture("qwen4_exp", "Qwen3.8-Flash-Next (text)", qwen4_exp::nested),
+    architecture("qwen4_exp_text", "Qwen3.8-Flash-Next without vision", qwen4_exp::text),
     architecture("glm4_moe", "GLM-4.5, 4.5-Air, 4.6, 4.7", glm4_moe::config),
     architecture("glm4v_moe", "GLM-4.5V, 4.6V (text)", glm4_moe::vision),
     architecture("glm4v_moe_text", "GLM-4.5V, 4.6V without vision", glm4_moe::config),
@@ -112,6 +115,7 @@ pub const GGUF: &[Gguf] = &[
     qwen3_next::GGUF_NEXT,
     qwen3_next::GGUF_QWEN3_5_MOE,
     qwen3_next::GGUF_QWEN3_5,
+    qwen4_exp::GGUF,
     llama::GGUF_QWEN3,
     llama::GGUF_QWEN3_VL,
     mimo_v2::GGUF,
@@ -245,7 +249,10 @@ fn layers(
     attention: impl Fn(usize) -> Attention,
     ffn: impl Fn(usize) -> Result<Ffn>,
 ) -> Result<Vec<LayerConfig>> {
-    let of = |layer| Ok(LayerConfig { attention: attention(layer), ffn: ffn(layer)?, residual: Residual::PreNorm });
+    let of = |layer| {
+        let (attention, ffn) = (attention(layer), ffn(layer)?);
+        Ok(LayerConfig { attention, ffn, residual: Residual::PreNorm, ngrams: None })
+    };
     (0..f.num_layers()?).map(of).collect()
 }
 

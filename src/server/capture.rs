@@ -27,6 +27,7 @@ use super::steer::{SteerField, read_layers, read_positions};
 use super::write::{open_object, write_list};
 use super::{App, unix_seconds};
 use crate::engine::{CaptureWanted, Captured, Event, Events, FinishReason, HookPoint, Request, RequestStats};
+use crate::model::StreamShape;
 use crate::text::model::TextModel;
 
 type Result<T> = std::result::Result<T, ApiError>;
@@ -107,7 +108,7 @@ pub(super) fn read(model: &TextModel, fields: &mut RequestFields) -> Result<Aske
     let info = model.engine().info();
     capture.check(info.layers).map_err(|e| ApiError::of_field("layers", e))?;
     let longest = prompt.len().saturating_add(max_tokens).min(info.max_context);
-    let bytes = capture.bytes(prompt.len(), longest, info.layers, info.hidden_size, info.vocab_size);
+    let bytes = capture.bytes(prompt.len(), longest, info.layers, info.stream_shape().width(), info.vocab_size);
     if bytes > MAX_BYTES {
         let message = format!(
             "This captures up to {} MiB and one answer may hold {}: ask for fewer layers or positions, for no logits, \
@@ -144,9 +145,12 @@ struct CapturedRows {
 }
 
 impl CapturedRows {
-    /// Numbers of a row, where there are so many rows.
-    fn width(&self, rows: usize) -> usize {
-        self.parts.iter().map(Vec::len).sum::<usize>() / rows.max(1)
+    /// Of so many rows of this kind.
+    fn shape(&self, what: &HookPoint, rows: usize, streams: StreamShape) -> Vec<usize> {
+        match what {
+            HookPoint::Hidden(_) => streams.rows(rows),
+            HookPoint::Logits => vec![rows, self.parts.iter().map(Vec::len).sum::<usize>() / rows.max(1)],
+        }
     }
 
     /// Little-endian bytes; every supported machine is little-endian.
@@ -154,8 +158,10 @@ impl CapturedRows {
         self.parts.iter().map(|part| bytemuck::cast_slice(part))
     }
 
-    fn write(&self, rows: usize, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
-        write!(out, "{{\"shape\":[{rows},{}],\"data\":", self.width(rows))?;
+    fn write(&self, shape: &[usize], encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
+        out.write_all(b"{\"shape\":")?;
+        serde_json::to_writer(&mut *out, shape)?;
+        out.write_all(b",\"data\":")?;
         match encoding {
             Encoding::Float => {
                 write_list(out, self.parts.iter().flatten())?;
@@ -201,13 +207,13 @@ impl CaptureAnswer {
 
     fn write(&self, model: &TextModel, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
         match encoding {
-            Encoding::Safetensors => self.write_safetensors(out),
+            Encoding::Safetensors => self.write_safetensors(model.engine().info().stream_shape(), out),
             _ => self.write_json(model, encoding, out),
         }
     }
 
     fn write_json(&self, model: &TextModel, encoding: Encoding, out: &mut dyn Write) -> io::Result<()> {
-        let positions = self.positions();
+        let (positions, streams) = (self.positions(), model.engine().info().stream_shape());
         let generated = &self.tokens[self.stats.prompt_tokens..];
         let head = json!({
             "id": new_id("capture"),
@@ -232,20 +238,22 @@ impl CaptureAnswer {
         for (what, rows) in &self.rows {
             let HookPoint::Hidden(layer) = what else { continue };
             write!(out, "{}\"{layer}\":", if first { "" } else { "," })?;
-            rows.write(positions.len(), encoding, out)?;
+            rows.write(&rows.shape(what, positions.len(), streams), encoding, out)?;
             first = false;
         }
         out.write_all(b"},\"logits\":")?;
         match self.rows.get(&HookPoint::Logits) {
-            Some(rows) => rows.write(positions.len(), encoding, out)?,
+            Some(rows) => {
+                rows.write(&rows.shape(&HookPoint::Logits, positions.len(), streams), encoding, out)?;
+            }
             None => out.write_all(b"null")?,
         }
         out.write_all(b"}")
     }
 
-    /// `tokens` [T] and `positions` [n], I64; `hidden.{i}` [n, hidden] and `logits` [n, vocab], F32: the names of
-    /// `moebius capture`.
-    fn write_safetensors(&self, out: &mut dyn Write) -> io::Result<()> {
+    /// `tokens` [T] and `positions` [n], I64; `hidden.{i}` [n, hidden] or [n, streams, hidden] and `logits` [n, vocab],
+    /// F32: the names of `moebius capture`.
+    fn write_safetensors(&self, streams: StreamShape, out: &mut dyn Write) -> io::Result<()> {
         let tokens: Vec<i64> = self.tokens.iter().map(|&t| i64::from(t)).collect();
         let positions: Vec<i64> = self.positions().iter().map(|&p| p as i64).collect();
         let mut header = Map::new();
@@ -262,7 +270,7 @@ impl CaptureAnswer {
                 HookPoint::Hidden(layer) => format!("hidden.{layer}"),
                 HookPoint::Logits => "logits".into(),
             };
-            tensor(name, "F32", vec![positions.len(), rows.width(positions.len())], 4);
+            tensor(name, "F32", rows.shape(what, positions.len(), streams), 4);
         }
         // The format aligns tensors to 8 bytes.
         let header = Value::Object(header).to_string();

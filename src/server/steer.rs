@@ -133,7 +133,7 @@ impl SteerField {
             SteerVector::Named(_) => vec![0.0; info.hidden_size].into(),
         };
         Steer { layer: self.layer, vector, coefficient: self.coefficient, positions: self.positions.clone() }
-            .check(info.layers, info.hidden_size)
+            .check(info.layers, info.stream_shape())
     }
 }
 
@@ -214,7 +214,7 @@ pub(super) async fn put(
     let read = |model: &TextModel, fields: &mut RequestFields| {
         let vector = fields.take("vector").ok_or_else(|| ApiError::bad_field("vector", "'vector' is missing"))?;
         let vector = numbers("vector", &vector)?;
-        check_vector(&vector, model.engine().info().hidden_size).map_err(|e| ApiError::of_field("vector", e))?;
+        check_vector(&vector, model.engine().info().stream_shape()).map_err(|e| ApiError::of_field("vector", e))?;
         Ok(vector)
     };
     let vector = understand(&app, caller.client, body, read).await?;

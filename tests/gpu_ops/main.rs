@@ -17,3 +17,4 @@ mod products;
 mod routing;
 mod rows;
 mod select;
+mod streams;

@@ -15,7 +15,7 @@ fn embed_copies_rows() {
         let table = random(50 * cols, 1);
         let (got, want) = both!(sides, |b| {
             let mut out = b.tensor_f32(batch.len(), cols).unwrap();
-            b.embed(&b.load_embedding(host(cols, &table)).unwrap(), &b.on_device(&batch), &mut out);
+            b.embed(&b.load_embedding(host(cols, &table)).unwrap(), &b.on_device(&batch), cols, &mut out);
             b.numbers(&out)
         });
         assert_eq!(got, want, "{cols} columns");

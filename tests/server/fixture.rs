@@ -52,6 +52,7 @@ pub(crate) fn model_in(dir: &Path) -> (TextModel, UnboundedReceiver<Submission>)
         kv: "bf16".into(),
         layers: 4,
         hidden_size: 8,
+        streams: 1,
         vocab_size: 512,
         max_context: 256,
         max_queue: 8,

@@ -86,6 +86,14 @@ impl Shard {
         }
     }
 
+    /// Tells the system that parts of `data` will be read in no order.
+    pub(super) fn read_at_random(&self, data: &[u8]) {
+        if let Some(offset) = self.offset(data) {
+            // Advice: a system that ignores it reads more than is needed.
+            let _ = self.map.advise_range(Advice::Random, offset, data.len());
+        }
+    }
+
     pub(super) fn release(&self, data: &[u8], page_cache_too: bool) {
         let Some(offset) = self.offset(data) else { return };
         // SAFETY: pages of a shared file map that are dropped are read again from the file, with the same bytes.

@@ -157,11 +157,11 @@ pub(crate) fn activate(kernel: &dyn Kernel, activation: Activation, gate: &[f32]
 impl Dense for Cpu {
     type Shortlister = ();
 
-    fn embed(&self, embedding: &Embedding, batch: &Batch, out: &mut Tensor) {
+    fn embed(&self, embedding: &Embedding, batch: &Batch, width: usize, out: &mut Tensor) {
         self.each_row(out, |t, out, _| {
-            let row = &embedding.0[batch.tokens[t] as usize * out.len()..][..out.len()];
-            for (o, w) in out.iter_mut().zip(row) {
-                *o = w.to_f32();
+            let row = &embedding.0[batch.tokens[t] as usize * width..][..width];
+            for out in out.chunks_exact_mut(width) {
+                out.iter_mut().zip(row).for_each(|(o, w)| *o = w.to_f32());
             }
         });
     }

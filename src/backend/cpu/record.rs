@@ -28,7 +28,9 @@ impl Record for Cpu {
             for Addition { vector, coefficient, .. } in
                 additions.iter().filter(|addition| addition.rows.contains(&(first + t)))
             {
-                row.iter_mut().zip(&**vector).for_each(|(x, v)| *x += coefficient * v);
+                for run in row.chunks_exact_mut(vector.len()) {
+                    run.iter_mut().zip(&**vector).for_each(|(x, v)| *x += coefficient * v);
+                }
             }
         });
     }

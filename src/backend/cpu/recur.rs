@@ -30,9 +30,9 @@ const L2_EPS: f32 = 1e-6;
 
 /// Of a layer, by slot.
 pub struct State {
-    slots: usize,
-    inputs: Buffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
-    heads: Buffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
+    pub(super) slots: usize,
+    pub(super) inputs: Buffer<f32>, // [slots, past inputs, channels], oldest first
+    heads: Buffer<f32>,             // [slots, value heads, key_head_dim, value_head_dim]
 }
 
 /// One op, as all workers see it.

@@ -109,9 +109,9 @@ impl Dense for CudaBackend {
     type Shortlister = Shortlister;
     const SHORTLISTS: bool = true;
 
-    fn embed(&self, embedding: &DeviceBuffer<bf16>, batch: &CudaBatch, out: &mut Tensor) {
-        launch!(self.cuda, &self.cuda.compute, kernels::embed, [out.rows, 1, 1];
-            embedding.address(), batch.tokens(), out.f32(), out.cols as i32);
+    fn embed(&self, embedding: &DeviceBuffer<bf16>, batch: &CudaBatch, width: usize, out: &mut Tensor) {
+        launch!(self.cuda, &self.cuda.compute, kernels::embed, [out.rows, out.cols / width, 1];
+            embedding.address(), batch.tokens(), out.f32(), width as i32);
     }
 
     fn rms_norm(&self, x: &Tensor, w: &DeviceBuffer<f32>, eps: f32, out: &mut Tensor) {

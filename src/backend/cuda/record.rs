@@ -66,7 +66,7 @@ impl Additions {
                 coefficient.to_bits(),
                 rows.start as u32,
                 rows.end as u32,
-                0,
+                vector.len() as u32,
             ]);
         }
         cuda.upload(&cuda.compute, self.data.address(), &words);

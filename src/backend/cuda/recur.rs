@@ -16,9 +16,9 @@ use crate::model::{DeltaGate, DeltaNet, StateShape};
 
 /// Of a layer, by slot.
 pub struct State {
-    slots: usize,
-    inputs: DeviceBuffer<f32>, // [slots, conv_width - 1, conv_dim], oldest first
-    heads: DeviceBuffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
+    pub(super) slots: usize,
+    pub(super) inputs: DeviceBuffer<f32>, // [slots, past inputs, channels], oldest first
+    heads: DeviceBuffer<f32>,             // [slots, value heads, key_head_dim, value_head_dim]
 }
 
 /// Activations.

@@ -53,10 +53,17 @@ impl<B: Backend> Weights<B> {
                 weights: None,
             },
             Score::Pooled => {
-                let both = source.matrix(&format!("{name}.indexer.index_qk_proj.weight"), queries + dim, hidden)?;
+                // GGUF files have them apart.
+                let [q, k] = if source.has(&format!("{name}.indexer.q_proj.weight")) {
+                    [linear("indexer.q_proj", queries, hidden)?, linear("indexer.k_proj", dim, hidden)?]
+                } else {
+                    let both = source.matrix(&format!("{name}.indexer.index_qk_proj.weight"), queries + dim, hidden)?;
+                    let rows = |from, to| backend.load_linear(both.head_rows(1, from, to), None, bits);
+                    [rows(0, queries)?, rows(queries, queries + dim)?]
+                };
                 Self {
-                    q: backend.load_linear(both.head_rows(1, 0, queries), None, bits)?,
-                    k: backend.load_linear(both.head_rows(1, queries, queries + dim), None, bits)?,
+                    q,
+                    k,
                     q_norm: Some(norm("indexer.q_layernorm")?),
                     k_norm: norm("indexer.k_layernorm")?,
                     k_bias: None,

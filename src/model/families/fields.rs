@@ -220,6 +220,13 @@ impl<'a> Fields<'a> {
         list.ok_or_else(|| wrong(name, "a list of layer numbers"))
     }
 
+    /// A list of integers; `None` when absent.
+    pub(super) fn integers(&self, name: &str) -> Result<Option<Vec<i64>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let list = value.as_array().and_then(|list| list.iter().map(Value::as_i64).collect());
+        list.map(Some).ok_or_else(|| wrong(name, "a list of integers"))
+    }
+
     /// Of each layer, whether it is the first of two kinds, as `layer_types` says; `None` when absent. Further
     /// ones are draft layers'.
     pub(super) fn layer_kinds(&self, name: &str, kinds: [&str; 2]) -> Result<Option<Vec<bool>>> {

@@ -43,11 +43,11 @@ pub(super) fn qwen3_5(f: &Fields<'_>) -> Result<ModelConfig> {
 }
 
 /// Experts, and a shared one with a gate.
-fn moe(f: &Fields<'_>, normalize: bool) -> Result<Moe> {
+pub(super) fn moe(f: &Fields<'_>, normalize: bool) -> Result<Moe> {
     Ok(Moe { shared: Some(qwen_moe::shared(f)?), ..qwen_moe::moe(f, normalize)? })
 }
 
-fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<ModelConfig> {
+pub(super) fn config(f: &Fields<'_>, ffn: impl Fn(usize) -> Result<Ffn>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("use_sliding_window", false.into())?;
     let bias = if f.bool_or("attention_bias", false)? { Bias::All } else { Bias::None };
@@ -113,7 +113,7 @@ pub(super) const GGUF_QWEN3_5_MOE: Gguf = Gguf {
     config: |header| Ok(gguf(header, "qwen3_5_moe_text", true)),
 };
 
-fn gguf(header: &Header<'_>, model_type: &str, tiled: bool) -> Value {
+pub(super) fn gguf(header: &Header<'_>, model_type: &str, tiled: bool) -> Value {
     let (values, heads) = (header.number("ssm.inner_size").unwrap_or(0), header.number("ssm.time_step_rank"));
     let heads = heads.unwrap_or(0);
     let is_linear = |layer: u64| header.has(&format!("model.layers.{layer}.linear_attn.A"));

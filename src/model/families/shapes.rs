@@ -246,6 +246,21 @@ const SHAPES: &[(&str, &str)] = &[
         "moe_layers_enum": [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26,
         27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44]}"#,
     ),
+    (
+        "qwen3.8-flash-next",
+        r#"{"model_type": "qwen4_exp", "text_config": {"hidden_size": 2560, "num_hidden_layers": 48,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "vocab_size": 248320,
+        "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640, "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "output_gate_type": "sigmoid",
+        "hc_count": 4, "hc_lowrank": 320, "ple_layer_ids": [2], "ple_embed_dim": 2560, "ple_conv_kernel_size": 4,
+        "ngram_size": 3, "heads_per_ngram": 8, "ngram_vocab_size_base": 20000000, "eos_token_id": 248046,
+        "indexer_n_heads": 4, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+        "max_position_embeddings": 262144, "rope_theta": 10000000}}"#,
+    ),
 ];
 
 /// The known names.

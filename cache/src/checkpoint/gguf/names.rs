@@ -1,8 +1,14 @@
 //! From the names of tensors in GGUF files to those of Hugging Face checkpoints: what most architectures share.
 
 /// Tensors outside of layers.
-const GLOBAL: &[(&str, &str)] =
-    &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+const GLOBAL: &[(&str, &str)] = &[
+    ("token_embd", "model.embed_tokens"),
+    ("output_norm", "model.norm"),
+    ("output", "lm_head"),
+    ("output_hc_norm", "model.hyper_connection_mixer.hc_norm"),
+    ("output_hc_down", "model.hyper_connection_mixer.input_mix_weight_down"),
+    ("output_hc_up", "model.hyper_connection_mixer.input_mix_weight_up"),
+];
 
 /// Tensors of a layer: after `blk.N.` there, after `model.layers.N.` here.
 const LAYER: &[(&str, &str)] = &[

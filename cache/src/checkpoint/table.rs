@@ -1,0 +1,81 @@
+//! Rows that are looked up in a mapped file while a model runs, and are never loaded.
+
+use std::collections::BTreeMap;
+
+use super::{Checkpoint, Dtype, TensorView};
+use crate::codec::decode_f32;
+use crate::{Error, Result};
+
+/// A matrix in some tensors, one below the other. It keeps their files mapped.
+#[derive(Debug)]
+pub struct Table {
+    checkpoint: Checkpoint,      // with these tensors only
+    parts: Vec<(usize, String)>, // first row and name of each tensor
+    rows: usize,
+    cols: usize,
+}
+
+impl Checkpoint {
+    /// The rows of the tensors `prefix0.weight`, `prefix1.weight` and so on, or of `name` where they are one.
+    ///
+    /// Errors: `Error::Checkpoint` saying where they should be when there are none; rows of another length than `cols`.
+    pub fn table(&self, name: &str, prefix: &str, cols: usize) -> Result<Table> {
+        let numbered = (0..).map(|i| format!("{prefix}{i}.weight")).take_while(|name| self.get(name).is_some());
+        let mut names: Vec<String> = numbered.collect();
+        if names.is_empty() && self.get(name).is_some() {
+            names.push(name.into());
+        }
+        if names.is_empty() {
+            let what = format!(
+                "the table of {prefix}0.weight and those that follow is missing: its files belong into this folder, \
+                 beside the model's others, so finish the download"
+            );
+            return Err(Error::Checkpoint { path: self.dir.clone(), what });
+        }
+        let (mut parts, mut tensors, mut rows) = (Vec::new(), BTreeMap::new(), 0);
+        for name in names {
+            let (view, shard) = (self.tensor(&name)?, self.tensors[&name]);
+            match *view.shape {
+                [part, width] if width == cols => {
+                    self.shards[shard].read_at_random(view.data);
+                    parts.push((rows, name.clone()));
+                    rows += part;
+                }
+                _ => view.expect_shape(&[view.shape.first().copied().unwrap_or(0), cols])?,
+            }
+            tensors.insert(name, shard);
+        }
+        let checkpoint = Checkpoint {
+            dir: self.dir.clone(),
+            shards: self.shards.clone(),
+            tensors,
+            permuted: BTreeMap::new(),
+            quantization: self.quantization.clone(),
+            larger_than_memory: self.larger_than_memory,
+        };
+        Ok(Table { checkpoint, parts, rows, cols })
+    }
+}
+
+impl Table {
+    /// Rows of all tensors.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Row `i`, decoded. Errors: it holds NaN. Panics: there is no such row, or it has another length (bugs).
+    pub fn row(&self, i: usize, out: &mut [f32]) -> Result<()> {
+        assert!(i < self.rows && out.len() == self.cols, "a row of the table");
+        let part = self.parts.partition_point(|(first, _)| *first <= i) - 1;
+        let (first, name) = &self.parts[part];
+        let view = self.checkpoint.tensor(name)?;
+        match view.dtype {
+            Dtype::BF16 | Dtype::F16 | Dtype::F32 => {
+                let bytes = view.data.len() / view.shape[0];
+                let data = &view.data[(i - first) * bytes..][..bytes];
+                decode_f32(&TensorView { shape: &view.shape[1..], data, ..view }, out)
+            }
+            _ => self.checkpoint.source(name, [view.shape[0], self.cols])?.decode(i - first, out),
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Several residual streams: every op is a function of single rows, but for the convolution of n-grams, whose columns a
+//! sequence has to itself.
+
+use super::recur::State;
+use super::{Cpu, lock};
+use crate::Result;
+use crate::backend::batch::Batch;
+use crate::backend::tensor::Tensor;
+use crate::backend::{NgramInputs, NgramNorms, Streams};
+use crate::kernel::Rows;
+use crate::machine::workers::Shared;
+
+/// `|g|` is not less. Source: HF modeling_qwen4_exp, `Qwen4ExpTextPLELayer`.
+const SMALLEST_GATE: f32 = 1e-6;
+
+impl Streams for Cpu {
+    fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
+        let cols = to.cols();
+        to.data_mut()[first * cols..][..numbers.len()].copy_from_slice(numbers);
+        Ok(())
+    }
+
+    fn norm_streams(&self, x: &Tensor, w: &Vec<f32>, eps: f32, width: usize, out: &mut Tensor) {
+        assert_eq!((x.rows(), x.cols(), w.len()), (out.rows(), out.cols(), out.cols()));
+        let kernel = self.kernel;
+        self.each_row(out, |t, out, _| {
+            let parts = x.row(t).chunks_exact(width).zip(w.chunks_exact(width));
+            out.chunks_exact_mut(width).zip(parts).for_each(|(out, (x, w))| kernel.rms_norm(x, w, eps, out));
+        });
+    }
+
+    fn mixer_gates(&self, gates: &Tensor, low: &mut Tensor, inject: &mut Tensor) {
+        let (kernel, rank, streams) = (self.kernel, low.cols(), inject.cols());
+        let share = 1.0 / streams as f32;
+        self.each_row(low, |t, low, scratch| {
+            let gate = scratch.values.take(rank);
+            gate.copy_from_slice(&gates.row(t)[..rank]);
+            kernel.scale(gate, share);
+            low.copy_from_slice(gate);
+            kernel.sigmoid_mul(gate, low);
+        });
+        self.each_row(inject, |t, inject, _| {
+            for (inject, gate) in inject.iter_mut().zip(&gates.row(t)[rank..]) {
+                *inject = 2.0 / (1.0 + (-gate * share).exp());
+            }
+        });
+    }
+
+    fn mix_streams(&self, gate: &Tensor, normed: &Tensor, out: &mut Tensor) {
+        let (kernel, width) = (self.kernel, out.cols());
+        let share = 1.0 / (normed.cols() / width) as f32;
+        self.each_row(out, |t, out, scratch| {
+            let part = scratch.values.take(width);
+            out.fill(0.0);
+            for (normed, gate) in normed.row(t).chunks_exact(width).zip(gate.row(t).chunks_exact(width)) {
+                part.copy_from_slice(normed);
+                kernel.sigmoid_mul(gate, part);
+                out.iter_mut().zip(&*part).for_each(|(out, x)| *out += x);
+            }
+            kernel.scale(out, share);
+        });
+    }
+
+    fn inject(&self, y: &Tensor, inject: &Tensor, x: &mut Tensor) {
+        let (kernel, width) = (self.kernel, y.cols());
+        self.each_row(x, |t, x, _| {
+            let streams = x.chunks_exact_mut(width).zip(inject.row(t));
+            streams.for_each(|(x, share)| kernel.add_scaled(y.row(t), *share, x));
+        });
+    }
+
+    fn gate_ngrams(&self, norms: &NgramNorms<'_, Self>, x: &Tensor, value: &Tensor, key: &mut Tensor) {
+        let (kernel, width, eps) = (self.kernel, value.cols(), norms.eps);
+        let scale = 1.0 / (width as f32).sqrt();
+        self.each_row(key, |t, key, scratch| {
+            let (of_key, of_query) = scratch.values.take(2 * width).split_at_mut(width);
+            for (s, key) in key.chunks_exact_mut(width).enumerate() {
+                let stream = s * width..(s + 1) * width;
+                kernel.rms_norm(key, &norms.key[stream.clone()], eps, of_key);
+                kernel.rms_norm(&x.row(t)[stream.clone()], &norms.query[stream], eps, of_query);
+                let mut gate = [0.0];
+                kernel.dot_f32(Rows::new(of_key, 1, width), Rows::new(of_query, 1, width), &mut gate);
+                let gate = gate[0] * scale;
+                let root = gate.abs().max(SMALLEST_GATE).sqrt();
+                let root = if gate == 0.0 { 0.0 } else { root.copysign(gate) };
+                key.copy_from_slice(value.row(t));
+                kernel.scale(key, 1.0 / (1.0 + (-root).exp()));
+            }
+        });
+    }
+
+    fn convolve_ngrams(&self, state: &mut State, batch: &Batch, inputs: &NgramInputs<'_, Self>, x: &mut Tensor) {
+        let channels = x.cols();
+        let past = (inputs.taps.len() / channels - 1) * inputs.dilation;
+        assert!(state.inputs.len() == state.slots * past * channels && inputs.normed.cols() == channels);
+        // Whole lines of a cache.
+        const COLUMNS: usize = 256;
+        let parts = channels.div_ceil(COLUMNS);
+        let (scratch, kernel) = (&self.scratch, self.kernel);
+        let (kept, out) = (Shared::new(&mut state.inputs), Shared::new(x.data_mut()));
+        self.team.run(&|worker| {
+            let mut scratch = lock(&scratch[worker.index]);
+            for unit in worker.share(batch.spans.len() * parts) {
+                let (span, first) = (&batch.spans[unit / parts], unit % parts * COLUMNS);
+                let columns = first..channels.min(first + COLUMNS);
+                let width = columns.len();
+                let (history, memory) = scratch.values.take((past + 2) * width).split_at_mut(past * width);
+                let (sum, active) = memory.split_at_mut(width);
+                // SAFETY: a slot belongs to one sequence, and in it a column to one unit.
+                #[allow(unsafe_code)]
+                let kept = |i: usize| unsafe {
+                    let row = (span.slot * past + i) * channels;
+                    kept.slice_mut(row + columns.start..row + columns.end)
+                };
+                for (i, row) in history.chunks_exact_mut(width).enumerate() {
+                    if span.start == 0 { row.fill(0.0) } else { row.copy_from_slice(kept(i)) }
+                }
+                // The input of the row that stands `at - past` rows behind the span's first.
+                let input = |at: usize| match at.checked_sub(past) {
+                    Some(row) => &inputs.normed.row(span.rows.start + row)[columns.clone()],
+                    None => &history[at * width..][..width],
+                };
+                for (i, t) in span.rows.clone().enumerate() {
+                    for (tap, weights) in inputs.taps.chunks_exact(channels).enumerate() {
+                        let weights = &weights[columns.clone()];
+                        for ((sum, x), w) in sum.iter_mut().zip(input(i + tap * inputs.dilation)).zip(weights) {
+                            *sum = if tap == 0 { x * w } else { *sum + x * w };
+                        }
+                    }
+                    active.copy_from_slice(sum);
+                    kernel.sigmoid_mul(sum, active);
+                    // SAFETY: a row's columns belong to one unit.
+                    #[allow(unsafe_code)]
+                    let out = unsafe { out.slice_mut(t * channels + columns.start..t * channels + columns.end) };
+                    let gated = &inputs.gated.row(t)[columns.clone()];
+                    out.iter_mut().zip(gated).zip(&*active).for_each(|((out, u), conv)| *out += u + conv);
+                }
+                (0..past).for_each(|i| kept(i).copy_from_slice(input(i + span.rows.len())));
+            }
+        });
+    }
+}

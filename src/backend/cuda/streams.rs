@@ -1,0 +1,84 @@
+//! Several residual streams on the device, and what n-grams add to them (kernels/streams.cu).
+
+use half::bf16;
+
+use super::memory::Data;
+use super::recur::State;
+use super::{CudaBackend, CudaBatch, Tensor};
+use crate::Result;
+use crate::backend::{NgramInputs, NgramNorms, Streams};
+use crate::cuda::kernels::streams::{NGRAM_CHANNELS, NGRAM_TOKENS, STREAM_NUMBERS, STREAM_THREADS};
+use crate::cuda::{DeviceBuffer, kernels, launch};
+
+impl Streams for CudaBackend {
+    fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
+        let at = first * to.cols;
+        assert!(at + numbers.len() <= to.rows * to.cols, "rows of the tensor");
+        match &to.data {
+            Data::F32(to) => self.cuda.upload(&self.cuda.compute, to.address().add(at), numbers),
+            Data::Bf16(to) => {
+                let numbers: Vec<bf16> = numbers.iter().map(|x| bf16::from_f32(*x)).collect();
+                self.cuda.upload(&self.cuda.compute, to.address().add(at), &numbers);
+            }
+        }
+        Ok(())
+    }
+
+    fn norm_streams(&self, x: &Tensor, w: &DeviceBuffer<f32>, eps: f32, width: usize, out: &mut Tensor) {
+        assert_eq!((x.rows, x.cols, w.len()), (out.rows, out.cols, x.cols));
+        let (stream, grid) = (&self.cuda.compute, [out.rows, out.cols / width, 1]);
+        match &x.data {
+            Data::F32(x) => {
+                launch!(self.cuda, stream, kernels::rms_norm_f32, grid;
+                    x.address(), w.address(), eps, out.bf16(), width as i32);
+            }
+            Data::Bf16(x) => {
+                launch!(self.cuda, stream, kernels::rms_norm_bf16, grid;
+                    x.address(), w.address(), eps, out.bf16(), width as i32);
+            }
+        }
+    }
+
+    fn mixer_gates(&self, gates: &Tensor, low: &mut Tensor, inject: &mut Tensor) {
+        assert!(gates.cols >= low.cols + inject.cols && gates.rows == low.rows && gates.rows == inject.rows);
+        launch!(self.cuda, &self.cuda.compute, kernels::mixer_gates, [gates.rows, 1, 1];
+            gates.f32(), low.bf16(), inject.f32(), gates.cols as i32, low.cols as i32, inject.cols as i32);
+    }
+
+    fn mix_streams(&self, gate: &Tensor, normed: &Tensor, out: &mut Tensor) {
+        assert_eq!((gate.rows, gate.cols, gate.rows), (normed.rows, normed.cols, out.rows));
+        let grid = [out.cols.div_ceil(STREAM_NUMBERS), out.rows, 1];
+        launch!(self.cuda, &self.cuda.compute, kernels::mix_streams, grid;
+            gate.bf16(), normed.bf16(), out.bf16(), out.cols as i32, (gate.cols / out.cols) as i32);
+    }
+
+    fn inject(&self, y: &Tensor, inject: &Tensor, x: &mut Tensor) {
+        assert_eq!((y.rows, x.rows, x.cols), (inject.rows, y.rows, inject.cols * y.cols));
+        let grid = [y.cols.div_ceil(STREAM_NUMBERS), y.rows, 1];
+        launch!(self.cuda, &self.cuda.compute, kernels::inject, grid;
+            y.f32(), inject.f32(), x.f32(), y.cols as i32, inject.cols as i32);
+    }
+
+    fn gate_ngrams(&self, norms: &NgramNorms<'_, Self>, x: &Tensor, value: &Tensor, key: &mut Tensor) {
+        assert_eq!((x.rows, x.cols, x.rows), (key.rows, key.cols, value.rows));
+        let grid = [x.rows, x.cols / value.cols, 1];
+        launch!(self.cuda, &self.cuda.compute, kernels::gate_ngrams, grid;
+            x.f32(), value.bf16(), key.bf16(), norms.key.address(), norms.query.address(), norms.eps,
+            value.cols as i32);
+    }
+
+    fn convolve_ngrams(&self, state: &mut State, batch: &CudaBatch, inputs: &NgramInputs<'_, Self>, x: &mut Tensor) {
+        let (stream, channels) = (&self.cuda.compute, x.cols);
+        let (NgramInputs { gated, normed, taps, dilation }, kept) = (inputs, state.inputs.address());
+        let width = taps.len() / channels;
+        let past = (width - 1) * dilation;
+        assert!(state.inputs.len() == state.slots * past * channels && normed.cols == channels);
+        let grid = [channels.div_ceil(NGRAM_CHANNELS), batch.sequences(), batch.longest().div_ceil(NGRAM_TOKENS)];
+        launch!(self.cuda, stream, kernels::convolve_ngrams, grid;
+            gated.bf16(), normed.bf16(), kept, taps.address(), x.f32(), batch.seq_first(), batch.seq_slots(),
+            batch.positions(), channels as i32, width as i32, *dilation as i32);
+        launch!(self.cuda, stream, kernels::keep_ngrams, [channels.div_ceil(STREAM_THREADS), batch.sequences(), 1];
+            normed.bf16(), kept, batch.seq_first(), batch.seq_slots(), batch.positions(), channels as i32,
+            past as i32);
+    }
+}

@@ -1,0 +1,142 @@
+//! Several residual streams: what mixes them into what a layer's part reads; and what n-grams add to them.
+
+use super::attention::{Matrix, StateShape};
+
+/// The residual streams of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamShape {
+    /// Streams.
+    pub streams: usize,
+    /// Numbers of each.
+    pub hidden_size: usize,
+}
+
+impl StreamShape {
+    /// Numbers of all.
+    pub fn width(self) -> usize {
+        self.streams * self.hidden_size
+    }
+
+    /// The shape of `rows` rows of them: with a dimension for the streams where there are several.
+    pub fn rows(self, rows: usize) -> Vec<usize> {
+        match self.streams {
+            1 => vec![rows, self.hidden_size],
+            streams => vec![rows, streams, self.hidden_size],
+        }
+    }
+}
+
+/// A gated mixture of low rank. Source: HF modeling_qwen4_exp.
+///
+/// ```text
+/// n  = each stream's rms norm                    a  = sigmoid(up silu((down n) / count))
+/// in = 1/count sum over streams of a_s * n_s     x_s += 2 sigmoid((inject n)_s / count) part(in)
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mixer {
+    /// Streams.
+    pub count: usize,
+    /// Rows of `down`.
+    pub rank: usize,
+}
+
+impl Mixer {
+    /// Rows of `down`, then those of `inject`, in whole eights as a GPU has them.
+    pub fn gate_rows(&self) -> usize {
+        (self.rank + self.count).next_multiple_of(8)
+    }
+
+    /// Its matrices in a model of this width.
+    pub fn matrices(&self, hidden: usize) -> [Matrix; 2] {
+        let width = self.count * hidden;
+        [(self.gate_rows(), width), (width, self.rank)]
+    }
+}
+
+/// Rows of a table that hashes of a token and those before it choose, added to the residual streams at the layer's
+/// start. Source: HF modeling_qwen4_exp, `Qwen4ExpTextPLELayer`.
+///
+/// ```text
+/// hash_n = (t0 * m0) xor (t1 * m1) xor ... of n tokens, t0 the token itself, end tokens for what is beyond one
+/// E      = the rows hash_n mod size_e + offset_e of all heads e, joined
+/// g_s    = norm(key E)_s . norm(x)_s / sqrt(hidden);   u_s = sigmoid(sign(g_s) sqrt(|g_s|)) value E
+/// x     += u + silu(convolution of norm(u)), whose taps are `max_tokens` positions apart
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ngrams {
+    /// Tokens of the longest n-gram; the shortest has two.
+    pub max_tokens: usize,
+    /// Rows for each length.
+    pub heads: usize,
+    /// Numbers of a row.
+    pub row_dim: usize,
+    /// Inputs of the convolution.
+    pub conv_width: usize,
+    /// What no n-gram goes across.
+    pub end_token: u32,
+    /// Rows of the table, about.
+    pub table_rows: usize,
+    /// What hashes are made with, where the checkpoint has no tensors of it.
+    pub hash: Option<Hash>,
+}
+
+/// What makes rows of hashes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hash {
+    /// Of each token, the newest first.
+    pub multipliers: Vec<i64>,
+    /// Rows of each head.
+    pub sizes: Vec<i64>,
+    /// First row of each head.
+    pub offsets: Vec<i64>,
+}
+
+impl Ngrams {
+    /// Rows of a token.
+    pub fn rows(&self) -> usize {
+        (self.max_tokens - 1) * self.heads
+    }
+
+    /// Numbers of all rows of a token.
+    pub fn width(&self) -> usize {
+        self.rows() * self.row_dim
+    }
+
+    /// Its matrices, in a model of this width with so many streams: `key` and `value`.
+    pub fn matrices(&self, hidden: usize, streams: usize) -> [Matrix; 2] {
+        [(streams * hidden, self.width()), (hidden, self.width())]
+    }
+
+    /// What a sequence keeps.
+    pub fn state(&self, hidden: usize, streams: usize) -> StateShape {
+        let past_inputs = (self.conv_width - 1) * self.max_tokens;
+        StateShape { past_inputs, channels: streams * hidden, numbers: 0 }
+    }
+}
+
+impl Hash {
+    /// The table's rows of the newest of `tokens`, the newest first; `out` has one for each head. Source: HF
+    /// modeling_qwen4_exp, `Qwen4ExpTextNGramEmbedding`.
+    pub fn rows(&self, tokens: &[u32], out: &mut [usize]) {
+        let of_length = self.sizes.len() / (tokens.len() - 1);
+        let mut hash = i64::from(tokens[0]).wrapping_mul(self.multipliers[0]);
+        for (n, token) in tokens.iter().enumerate().skip(1) {
+            hash ^= i64::from(*token).wrapping_mul(self.multipliers[n]);
+            for head in (n - 1) * of_length..n * of_length {
+                out[head] = (hash.rem_euclid(self.sizes[head]) + self.offsets[head]) as usize;
+            }
+        }
+    }
+
+    /// Why no table of so many rows has the rows that it makes; `None`: it has.
+    pub fn wrong(&self, table_rows: usize) -> Option<String> {
+        let rows = |(size, offset): (&i64, &i64)| {
+            (*size > 0 && *offset >= 0)
+                .then(|| offset.checked_add(*size))
+                .flatten()
+                .is_some_and(|end| usize::try_from(end).is_ok_and(|end| end <= table_rows))
+        };
+        let fits = self.sizes.iter().zip(&self.offsets).all(rows);
+        (!fits).then(|| format!("n-grams need other rows than the {table_rows} of their table"))
+    }
+}
