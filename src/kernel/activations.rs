@@ -43,8 +43,11 @@ impl Activations {
     pub fn start(&mut self, kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> ActivationsMut<'_> {
         (self.k, self.rows, self.stride) = (k, rows, rows | 1);
         (self.group, self.words) = (precision.group_size().unwrap_or(0), kernel.split_words());
-        let grown = self.reserve(&Heap::default(), kernel, precision, k, rows);
-        grown.expect("a program out of address space cannot go on");
+        let lens = lens(kernel, precision, k, rows);
+        // To make a heap is to allocate, which a decode step must not.
+        if !self.holds(lens) {
+            self.grow(&Heap::default(), lens).expect("a program out of address space cannot go on");
+        }
         self.shared()
     }
 
@@ -57,7 +60,14 @@ impl Activations {
         k: usize,
         rows: usize,
     ) -> Result<()> {
-        let [codes, scales, sums, parts] = lens(kernel, precision, k, rows);
+        self.grow(heap, lens(kernel, precision, k, rows))
+    }
+
+    fn holds(&self, [codes, scales, sums, parts]: [usize; 4]) -> bool {
+        self.codes.len() >= codes && self.scales.len() >= scales && self.sums.len() >= sums && self.parts.len() >= parts
+    }
+
+    fn grow(&mut self, heap: &Heap, [codes, scales, sums, parts]: [usize; 4]) -> Result<()> {
         heap.grow(&mut self.codes, &[codes])?;
         heap.grow(&mut self.scales, &[scales])?;
         heap.grow(&mut self.sums, &[sums])?;

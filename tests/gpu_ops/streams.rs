@@ -31,9 +31,7 @@ fn embeddings_are_in_every_stream() {
 fn streams_are_mixed_and_get_their_shares() {
     need_gpu!();
     let sides = Sides::new();
-    for (rows, hidden, streams, rank) in
-        [(1usize, 96usize, 4usize, 8usize), (5, 2560, 4, 320), (70, 136, 2, 16), (3, 24, 3, 24)]
-    {
+    for (rows, hidden, streams, rank) in [(1, 96, 4, 8usize), (5, 2560, 4, 320), (70, 136, 2, 16), (3, 24, 3, 24)] {
         let (width, gates) = (streams * hidden, (rank + streams).next_multiple_of(8));
         let what = format!("{rows} rows of {streams} streams of {hidden}");
         let (x, w) = (random(rows * width, 2), random(width, 3));
