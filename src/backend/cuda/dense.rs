@@ -42,14 +42,25 @@ fn numbers(x: &Tensor) -> ([usize; 3], i64) {
 
 impl From<Activation> for kernels::Activation {
     fn from(activation: Activation) -> Self {
-        use kernels::rows::{CLAMPED_SILU, CLAMPED_SWIGLU, GELU, SILU};
-        let (kind, limit, alpha) = match activation {
-            Activation::Silu => (SILU, 0.0, 0.0),
-            Activation::GeluTanh => (GELU, 0.0, 0.0),
-            Activation::ClampedSilu { limit } => (CLAMPED_SILU, limit, 0.0),
-            Activation::ClampedSwiglu { limit, alpha } => (CLAMPED_SWIGLU, limit, alpha),
+        let silu = Self {
+            plain: 0,
+            gate_max: f32::MAX,
+            linear: 1.0,
+            cubic: 0.0,
+            silu_max: f32::MAX,
+            up_max: f32::MAX,
+            up_shift: 0.0,
         };
-        Self { kind: kind as i32, limit, alpha }
+        // Twice the square root of 2 / pi.
+        const GELU: f32 = 1.595_769;
+        match activation {
+            Activation::Silu => Self { plain: 1, ..silu },
+            Activation::GeluTanh => Self { linear: GELU, cubic: 0.044715 * GELU, ..silu },
+            Activation::ClampedSilu { limit } => Self { silu_max: limit, up_max: limit, ..silu },
+            Activation::ClampedSwiglu { limit, alpha } => {
+                Self { gate_max: limit, linear: alpha, up_max: limit, up_shift: 1.0, ..silu }
+            }
+        }
     }
 }
 
