@@ -104,8 +104,7 @@ pub trait Attend: Dense {
         batch: &Self::Batch,
         up: &Self::LatentUp,
         scratch: &mut Self::LatentScratch,
-        chosen: Option<&Self::Chosen>,
-        q: &Self::Tensor,
+        queries: (&Self::Tensor, Option<&Self::Chosen>),
         out: &mut Self::Tensor,
     );
 }

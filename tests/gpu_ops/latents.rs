@@ -63,7 +63,7 @@ pub(crate) fn check_latents(sides: &Sides, config: &Mla, sequences: &[(usize, us
         let mut scratch = b.latent_scratch(config, last.len()).unwrap();
         let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
         let up = b.load_latent_up(config, host(rank, &kv_b)).unwrap();
-        b.attend_latent(&kv, &b.on_device(&last), &up, &mut scratch, None, &b.filled(cols, &q), &mut out);
+        b.attend_latent(&kv, &b.on_device(&last), &up, &mut scratch, (&b.filled(cols, &q), None), &mut out);
         b.numbers(&out)
     });
     check(&format!("{config:?}, {bits}, {sequences:?}"), &got, &want, LATENT);
@@ -129,7 +129,7 @@ fn latents_go_into_the_cache_normed_and_rotated() {
             let (mut scratch, mut out) =
                 (b.latent_scratch(&config, all.len()).unwrap(), b.tensor(all.len(), 4 * 32).unwrap());
             let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
-            b.attend_latent(&kv, &batch, &up, &mut scratch, None, &q, &mut out);
+            b.attend_latent(&kv, &batch, &up, &mut scratch, (&q, None), &mut out);
             (b.numbers(&q), b.numbers(&out))
         });
         check(&format!("queries, interleaved {interleaved}"), &got.0, &want.0, Within::BF16);

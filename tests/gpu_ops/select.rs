@@ -70,7 +70,7 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
         let mut scratch = b.latent_scratch(&config, last.len()).unwrap();
         let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
         let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
-        b.attend_latent(&kv, &batch, &up, &mut scratch, Some(&chosen), &b.filled(cols, &q), &mut out);
+        b.attend_latent(&kv, &batch, &up, &mut scratch, (&b.filled(cols, &q), Some(&chosen)), &mut out);
         b.numbers(&out)
     });
     check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, LATENT);

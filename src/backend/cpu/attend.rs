@@ -295,8 +295,7 @@ impl Attend for Cpu {
         batch: &Batch,
         up: &LatentUp,
         LatentScratch { query, mixed }: &mut LatentScratch,
-        chosen: Option<&Chosen>,
-        q: &Tensor,
+        (q, chosen): (&Tensor, Option<&Chosen>),
         out: &mut Tensor,
     ) {
         let config = &up.config;

@@ -297,8 +297,7 @@ impl Attend for CudaBackend {
         batch: &CudaBatch,
         up: &LatentUp,
         scratch: &mut LatentScratch,
-        chosen: Option<&Chosen>,
-        q: &Tensor,
+        (q, chosen): (&Tensor, Option<&Chosen>),
         out: &mut Tensor,
     ) {
         let op = LatentOp { kv, batch, up, scratch, q, out };

@@ -167,6 +167,6 @@ pub(super) fn attention<B: Backend>(
         backend.scale_by_position(q, step.batch, scale);
     }
     let chosen = chosen.as_ref().filter(|_| config.selection.is_some());
-    backend.attend_latent(kv, step.batch, &weights.up, scratch, chosen, q, out);
+    backend.attend_latent(kv, step.batch, &weights.up, scratch, (q, chosen), out);
     join(backend, Partial::Product(&weights.o, out), stream)
 }

@@ -64,7 +64,8 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     };
     let moe_layers = f.layers("moe_layers_enum")?;
     let ffn = |layer: usize| {
-        if !(moe_layers.is_empty() && layer > 0) && !moe_layers.contains(&layer) {
+        let is_moe = if moe_layers.is_empty() { layer > 0 } else { moe_layers.contains(&layer) };
+        if !is_moe {
             let activation = clamped(shared_limits[layer]);
             return Ok(Ffn::Dense(Mlp { intermediate_size: f.dim("intermediate_size")?, activation }));
         }
