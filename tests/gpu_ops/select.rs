@@ -60,8 +60,8 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
         b.index_write(&mut index, &batch, indexer, &rotary, &norm, &b.filled(dim, &keys));
 
         let batch = b.on_device(&last);
-        let mut chosen = b.chosen(indexer, last.len()).unwrap();
-        let mut scores = b.select_scratch(indexer, last.len()).unwrap();
+        let (mut chosen, mut scores) =
+            (b.chosen(indexer, last.len()).unwrap(), b.select_scratch(indexer, last.len()).unwrap());
         let (queries, weights) =
             (b.filled(indexer.num_heads * dim, &queries), b.filled_f32(indexer.num_heads, &weights));
         let queries = IndexQueries { q: &queries, weights: Some(&weights) };
@@ -112,8 +112,8 @@ fn check_blocks(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
         b.index_write(&mut index, &batch, indexer, &rotary, &norm, &b.filled(dim, &keys));
 
         let batch = b.on_device(&last);
-        let mut chosen = b.chosen(indexer, last.len()).unwrap();
-        let mut scores = b.select_scratch(indexer, last.len()).unwrap();
+        let (mut chosen, mut scores) =
+            (b.chosen(indexer, last.len()).unwrap(), b.select_scratch(indexer, last.len()).unwrap());
         let queries = IndexQueries { q: &b.filled(kv_heads * dim, &queries), weights: None };
         b.select(&index, &batch, indexer, &queries, &mut scores, &mut chosen);
         let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);

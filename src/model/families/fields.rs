@@ -7,6 +7,8 @@ use crate::{Error, Result};
 
 /// No dimension of a real model is larger; a lying config must not make us allocate.
 const MAX_DIM: u64 = 1 << 24;
+/// Rows of a table that stays in its file.
+const MAX_TABLE_ROWS: u64 = 1 << 32;
 const MAX_LAYERS: u64 = 1 << 12;
 const MAX_EXPERTS: u64 = 1 << 16;
 const MAX_TOP_K: u64 = 1 << 8;
@@ -50,6 +52,11 @@ impl<'a> Fields<'a> {
             Some(v) if (1..=max).contains(&v) => Ok(v as usize),
             _ => Err(wrong(name, &format!("an integer from 1 to {max}"))),
         }
+    }
+
+    /// Rows of a table that stays in its file.
+    pub(super) fn table_rows(&self, name: &str) -> Result<usize> {
+        self.up_to(MAX_TABLE_ROWS, &[name])
     }
 
     /// Layers of the model.

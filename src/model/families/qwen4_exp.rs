@@ -88,7 +88,7 @@ fn ngrams(f: &Fields<'_>) -> Result<Ngrams> {
         Ok(list) => list.first().copied().ok_or_else(|| missing("eos_token_id"))?,
         Err(_) => f.count_or("eos_token_id", 0)?,
     };
-    let base = f.dim("ngram_vocab_size_base")?;
+    let base = f.table_rows("ngram_vocab_size_base")?;
     Ok(Ngrams {
         max_tokens,
         heads,
