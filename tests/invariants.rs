@@ -12,8 +12,7 @@ use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
 /// latents of chosen positions, chosen blocks for each KV head.
-const MODELS: &[&str] =
-    &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2", "glm-5", "minimax-m3", "qwen4-exp"];
+const MODELS: &[&str] = &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2", "glm-5", "minimax-m3"];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
