@@ -11,7 +11,7 @@
 //   short_conv_keep: grid (ceil(channels / SHORT_CONV_THREADS), sequences); inputs become those that come next
 #include "delta_net.cuh"
 
-constexpr int SHORT_CONV_THREADS = 128, SHORT_CONV_TOKENS = 64, SHORT_CONV_TAPS = 8;
+constexpr int SHORT_CONV_THREADS = 128, SHORT_CONV_TOKENS = 64;
 
 // What a sequence has read, by row of the batch; rows before its first are those that were kept.
 struct Inputs {
@@ -55,7 +55,6 @@ KERNEL(short_conv_keep, SHORT_CONV_THREADS, 0, const bf16* bcx, float* inputs, D
     if (c >= channels) return;
     const Inputs u = inputs_of(bcx, inputs, batch, channels, width, c);
     float* kept = inputs + (size_t)batch.seq_slots[blockIdx.y] * (width - 1) * channels + c;
-    float last[SHORT_CONV_TAPS - 1]; // read before any is overwritten
-    for (int i = 0; i < width - 1; i++) last[i] = u(end - (width - 1) + i);
-    for (int i = 0; i < width - 1; i++) kept[(size_t)i * channels] = last[i];
+    // Inputs that were kept lie at least one row further on than where they go, so none is overwritten unread.
+    for (int i = 0; i < width - 1; i++) kept[(size_t)i * channels] = u(end - (width - 1) + i);
 }
