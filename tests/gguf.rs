@@ -141,6 +141,8 @@ fn the_same_weights_give_the_same_logits() {
         // Value heads tiled.
         ("qwen3_5_moe", &[]),
         ("qwen3_5_dense", &[]),
+        // Streams, a table of n-grams whose hash is metadata, queries and keys of its indexer apart.
+        ("qwen4_exp", &[]),
         ("hy_v3", &[]),
         // Queries grow with their position.
         ("mistral4", &[]),

@@ -55,8 +55,31 @@ ARCHITECTURES = {
     # As hy_v3.
     "laguna": ("laguna", gguf.MODEL_ARCH.STEP35),
     "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DEEPSEEK2),
+    "qwen4_exp_text": ("qwen4exp", gguf.MODEL_ARCH.QWEN35MOE),
 }
-DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
+# What else llama.cpp calls something that the package does not know.
+NAMES = {
+    "hyper_connection_mixer.hc_norm": "output_hc_norm",
+    "hyper_connection_mixer.input_mix_weight_down": "output_hc_down",
+    "hyper_connection_mixer.input_mix_weight_up": "output_hc_up",
+    "attn_hyper_connection.hc_norm": "hc_attn_norm",
+    "attn_hyper_connection.input_mix_weight_down": "hc_attn_down",
+    "attn_hyper_connection.input_mix_weight_up": "hc_attn_up",
+    "attn_hyper_connection.block_inject_weight": "hc_attn_inject",
+    "mlp_hyper_connection.hc_norm": "hc_ffn_norm",
+    "mlp_hyper_connection.input_mix_weight_down": "hc_ffn_down",
+    "mlp_hyper_connection.input_mix_weight_up": "hc_ffn_up",
+    "mlp_hyper_connection.block_inject_weight": "hc_ffn_inject",
+    "ple.key_proj": "ple_key",
+    "ple.value_proj": "ple_value",
+    "ple.norm_key": "ple_norm_key",
+    "ple.norm_query": "ple_norm_query",
+    "ple.norm_conv": "ple_norm_conv",
+    "ple.conv1d": "ple_conv1d",
+    "self_attn.indexer.q_layernorm": "indexer.q_norm",
+    "self_attn.indexer.k_layernorm": "indexer.k_norm",
+}
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 LATENTS = ("deepseek2", "mistral4", "glm-dsa", "deepseek32")
 # Their converters keep the layer that drafts further tokens.
 DRAFTS = ("glm4moe", "hy_v3")
@@ -77,8 +100,8 @@ def read_safetensors(path):
             continue
         start, end = entry["data_offsets"]
         raw = data[8 + size + start : 8 + size + end]
-        if entry["dtype"] == "U8":
-            yield name, np.frombuffer(raw, np.uint8).reshape(entry["shape"])
+        if entry["dtype"] in ("U8", "I64"):
+            yield name, np.frombuffer(raw, "u1" if entry["dtype"] == "U8" else "<i8").reshape(entry["shape"])
             continue
         if entry["dtype"] == "BF16":
             values = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
@@ -91,7 +114,8 @@ def write_safetensors(path, tensors):
     header, data = {}, []
     at = 0
     for name, values in tensors.items():
-        dtype, raw = ("U8", values.tobytes()) if values.dtype == np.uint8 else ("F32", values.astype("<f4").tobytes())
+        dtype = {"u1": "U8", "i8": "I64"}.get(values.dtype.str[1:], "F32")
+        raw = (values.astype("<f4") if dtype == "F32" else values).tobytes()
         header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + len(raw)]}
         at += len(raw)
         data.append(raw)
@@ -160,6 +184,26 @@ def renamed(arch, c):
             "head_dim_swa": c["head_dim"],
         }
     return c
+
+
+def add_ngrams(w, c, tensors):
+    """What the metadata of qwen4exp have of n-grams, without their tensors."""
+    count = lambda key, value: w.add_uint32("qwen4exp." + key, value)
+    list_of = lambda key, values, kind: w.add_key_value("qwen4exp." + key, values, gguf.GGUFValueType.ARRAY, kind)
+    integers = lambda name: next(values for key, values in tensors.items() if key.endswith(name)).tolist()
+    list_of("ple.layers", [layer - 1 for layer in c["ple_layer_ids"]], gguf.GGUFValueType.INT32)
+    count("ple.ngram_size", c["ngram_size"])
+    count("ple.heads_per_ngram", c["heads_per_ngram"])
+    count("ple.conv_kernel", c["ple_conv_kernel_size"])
+    count("ple.eos_token_id", c["eos_token_id"])
+    count("ple.image_token_id", c["image_token_id"])
+    count("embedding_length_per_layer_input", c["ple_embed_dim"] // ((c["ngram_size"] - 1) * c["heads_per_ngram"]))
+    for key, name in [
+        ("ple.layer_multipliers", "layer_multipliers"),
+        ("ple.head_offsets", "ngram_heads_offsets"),
+        ("ple.head_vocab_sizes", "ngram_heads_vocab_sizes"),
+    ]:
+        list_of(key, integers(name), gguf.GGUFValueType.UINT64)
 
 
 def add_metadata(w, arch, c, fixture, experts):
@@ -246,8 +290,17 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_ssm_group_count(c["linear_num_key_heads"])
         w.add_ssm_time_step_rank(c["linear_num_value_heads"])
         w.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
-        w.add_full_attention_interval(c["full_attention_interval"])
+        w.add_full_attention_interval(c.get("full_attention_interval", 4))
         w.add_rope_dimension_count(int(head_dim * (c.get("rope_parameters") or c)["partial_rotary_factor"]))
+    if arch == "qwen4exp":
+        full = [kind == "full_attention" for kind in c["layer_types"]]
+        w.add_array("qwen4exp.attention.recurrent_layers", [not attends for attends in full])
+        w.add_array("qwen4exp.attention.compress_ratios", [c["indexer_compress_ratio"] * attends for attends in full])
+        w.add_indexer_head_count(c["indexer_n_heads"])
+        w.add_indexer_key_length(c["indexer_head_dim"])
+        w.add_indexer_top_k(c["indexer_budget"])
+        w.add_uint32("qwen4exp.hyper_connection.count", c["hc_count"])
+        w.add_uint32("qwen4exp.hyper_connection.low_rank", c["hc_lowrank"])
     if "shared_expert_intermediate_size" in c:
         w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if arch == "glm4moe":
@@ -375,12 +428,18 @@ def model(fixture, out, types, split, fuse, old, changes):
     )
     tensors = {name: values for name, values in tensors.items() if not beyond(name)}
     table = gguf.get_tensor_name_map(model_arch, keep)
-    name_of = lambda stem: table.get_name(
-        stem.replace("language_model.", "").replace(".final_layernorm", ".shared_head.norm")
-    )
+
+    def name_of(stem):
+        stem = stem.replace("language_model.", "").replace(".final_layernorm", ".shared_head.norm")
+        part = re.sub(r"^model\.(layers\.\d+\.)?", "", stem)
+        layer = re.search(r"layers\.(\d+)", stem)
+        return (f"blk.{layer[1]}." if layer else "") + NAMES[part] if part in NAMES else table.get_name(stem)
+
     options = {"split_max_tensors": split} if split else {}
     w = gguf.GGUFWriter(out.with_suffix(".gguf"), arch, **options)
     add_metadata(w, arch, c, fixture, experts)
+    if "ple_layer_ids" in c:
+        add_ngrams(w, c, tensors)
     stand_for = {}
 
     def add(name, values, kind):
@@ -436,6 +495,12 @@ def model(fixture, out, types, split, fuse, old, changes):
         values = add(name + ".weight", stacked, types[turn % len(types)])
         stand_for.update(zip(keys, values))
         turn += 1
+    shards = [name for name in tensors if ".ngram_embedding.shard_" in name]
+    if shards:
+        shards.sort(key=lambda name: int(re.search(r"shard_(\d+)", name)[1]))
+        parts = [tensors.pop(name) for name in shards]
+        whole = add("per_layer_token_embd.weight", np.concatenate(parts), types[0])
+        stand_for.update(zip(shards, np.split(whole, np.cumsum([len(part) for part in parts])[:-1])))
     for key, values in tensors.items():
         stem, suffix = key.rsplit(".", 1)
         layer = re.search(r"layers\.(\d+)", key)
@@ -444,13 +509,29 @@ def model(fixture, out, types, split, fuse, old, changes):
             name = f"{block}.exp_probs_b" + (".bias" if suffix != "expert_bias" else "")
             stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
             continue
+        if values.dtype == np.int64:  # is metadata
+            stand_for[key] = values
+            continue
         if suffix in ALONE:
             stand_for[key] = add(f"{block}.{ALONE[suffix]}", values, Type.F32)
             continue
         if suffix in ("sinks", "attention_sink_bias"):
             stand_for[key] = add(f"{block}.attn_sinks.weight", values, Type.F32)
             continue
-        if stem.endswith(".experts") and arch in ("mistral4", "gemma4"):
+        if stem.endswith("index_qk_proj"):
+            queries = c["indexer_n_heads"] * c["indexer_head_dim"]
+            back = [
+                add(f"{block}.indexer.{part}_proj.weight", rows, types[0])
+                for part, rows in zip("qk", np.split(values, [queries]))
+            ]
+            stand_for[key] = np.concatenate(back)
+            continue
+        if suffix == "gate_up_proj" and arch == "qwen4exp":
+            halves = zip(("gate", "up"), np.split(values, 2, 1))
+            back = [add(f"{block}.ffn_{part}_exps.weight", half, types[0]) for part, half in halves]
+            stand_for[key] = np.concatenate(back, 1)
+            continue
+        if stem.endswith(".experts") and arch in ("mistral4", "gemma4", "qwen4exp"):
             part = suffix.removesuffix("_proj")
             stand_for[key] = add(f"{block}.ffn_{part}_exps.weight", values, types[0])
             continue
@@ -483,7 +564,8 @@ def model(fixture, out, types, split, fuse, old, changes):
             v_b = add(name_of(stem.replace("kv_b_proj", "v_b_proj")) + ".weight", np.ascontiguousarray(v_b), types[0])
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
-        if (orders or arch == "step35") and key.endswith("norm.weight") and "linear_attn" not in key:
+        is_norm = key.endswith("norm.weight") or ".ple.norm_" in key
+        if (orders or arch == "step35") and is_norm and "linear_attn" not in key:
             add(name_of(stem) + ".weight", values + np.float32(1), Type.F32)
             stand_for[key] = values
             continue
@@ -521,7 +603,7 @@ def model(fixture, out, types, split, fuse, old, changes):
             stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             continue
         # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
-        kept = (".gate.weight", ".router.weight", ".proj.weight", "shared_expert_gate.weight", "conv1d.weight")
+        kept = (".gate.weight", ".router.weight", ".proj.weight", "shared_expert_gate.weight", "attn.conv1d.weight")
         kind = Type.F32 if key.endswith(kept) else types[0]
         stand_for[key] = add(name_of(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
