@@ -104,8 +104,8 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     }                                                                                                                  \
     KERNEL_TILE(experts_down_##format, TOKENS)                                                                         \
     KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {               \
-        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,             \
-            Lines<F>::F16_SCALES && f16, epilogue);                                                                    \
+        down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, group, Lines<F>::F16_SCALES && f16, epilogue);  \
     }
 #define GROUPED_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                    \
     GROUPED(format##_t16, F, SPAN, 16, SHARED_16)                                                                      \

@@ -26,8 +26,8 @@ struct Inputs {
     }
 };
 
-__device__ __forceinline__ Inputs inputs_of(const bf16* bcx, const float* inputs, const DeltaBatch& batch, int channels,
-    int width, int c) {
+__device__ __forceinline__ Inputs inputs_of(
+    const bf16* bcx, const float* inputs, const DeltaBatch& batch, int channels, int width, int c) {
     const int first = batch.seq_first[blockIdx.y];
     const float* kept = inputs + (size_t)batch.seq_slots[blockIdx.y] * (width - 1) * channels + c;
     return {bcx, batch.positions[first] == 0 ? nullptr : kept, first, channels, width, c};
@@ -48,8 +48,8 @@ KERNEL(short_conv, SHORT_CONV_THREADS, 0, const bf16* bcx, const float* inputs, 
     }
 }
 
-KERNEL(short_conv_keep, SHORT_CONV_THREADS, 0, const bf16* bcx, float* inputs, DeltaBatch batch, int channels,
-    int width) {
+KERNEL(
+    short_conv_keep, SHORT_CONV_THREADS, 0, const bf16* bcx, float* inputs, DeltaBatch batch, int channels, int width) {
     begin_kernel();
     const int c = blockIdx.x * SHORT_CONV_THREADS + threadIdx.x, end = batch.seq_first[blockIdx.y + 1];
     if (c >= channels) return;

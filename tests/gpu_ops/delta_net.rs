@@ -6,7 +6,7 @@ use moebius::backend::{DeltaInputs, DeltaRule, Load, Recur};
 use moebius::model::{DeltaGate, DeltaNet, Facts};
 
 use crate::common;
-use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, need_gpu, random};
+use common::gpu::{Filled, ROUNDING, Sides, Within, both, check, device, need_gpu, random};
 
 const HIDDEN: usize = 72;
 
@@ -148,6 +148,58 @@ fn the_delta_rule_in_chunks_equals_token_by_token() {
         };
         check(&format!("rates {rate}, {config:?}"), &run(512), &run(31), IN_CHUNKS);
     }
+}
+
+/// Far into a prompt: what chunks and single tokens have gathered is as far from the CPU's.
+#[test]
+fn the_delta_rule_gathers_no_error_over_a_long_prompt() {
+    need_gpu!();
+    let sides = Sides::new();
+    let config = DeltaNet {
+        num_key_heads: 1,
+        num_value_heads: 2,
+        key_head_dim: 128,
+        value_head_dim: 128,
+        conv_width: 4,
+        gate: DeltaGate::Silu,
+        tiled: false,
+    };
+    let (channels, values) = (config.conv_dim(), config.value_dim());
+    let (tokens, pass) = if device() == Some("a GPU") { (20_000, 1000) } else { (400, 100) };
+    let error = |most: usize| {
+        let (got, want) = both!(sides, |b| {
+            // Something is left of a token after thousands of others.
+            let weights = DeltaRule { rates: vec![1e-3, 1e-2].into(), ..rule(&config) };
+            let w = b.load_delta_net(&config, weights).unwrap();
+            let mut state = b.state(1, config.state().unwrap()).unwrap();
+            #[allow(clippy::let_unit_value)] // on the CPU it is nothing
+            let mut scratch = b.delta_scratch(&config, pass).unwrap();
+            let mut last = Vec::new();
+            for from in (0..tokens).step_by(pass) {
+                let all = [HIDDEN, values, channels].map(|cols| (cols, random(pass * cols, (from + cols) as u64)));
+                for first in (0..pass).step_by(most) {
+                    let rows = first..pass.min(first + most);
+                    let mut batch = Batch::default();
+                    // Of a position only zero matters to the rule.
+                    batch.push(&vec![1; rows.len()], (from + first).min(1), &[0; 16]).slot = 0;
+                    let [h, z, qkv] =
+                        [0, 1, 2].map(|i| b.filled(all[i].0, &all[i].1[rows.start * all[i].0..rows.end * all[i].0]));
+                    let mut out = b.filled(values, &vec![9.0; rows.len() * values]);
+                    let inputs = DeltaInputs { h: &h, qkv: &qkv, z: &z };
+                    b.delta_net(&mut state, &b.on_device(&batch), &w, &mut scratch, inputs, &mut out);
+                    if from + pass >= tokens {
+                        last.extend(b.numbers(&out));
+                    }
+                }
+            }
+            last
+        });
+        let squares = |each: &mut dyn Iterator<Item = f32>| each.map(|x| f64::from(x).powi(2)).sum::<f64>();
+        (squares(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / squares(&mut want.iter().copied())).sqrt()
+    };
+    let (chunks, tokens) = (error(pass), error(31));
+    assert!(chunks < 1.1 * tokens && tokens < 0.01, "chunks are off by {chunks}, single tokens by {tokens}");
+    println!("chunks are off by {chunks:.6} of the CPU's numbers, single tokens by {tokens:.6}");
 }
 
 /// A snapshot: what was copied to another slot and back goes on as if nothing had come between.
