@@ -109,6 +109,7 @@ pub const GGUF: &[Gguf] = &[
     hy_v3::GGUF,
     ernie4_5_moe::GGUF,
     minimax_m2::GGUF,
+    minimax_m2::GGUF_M3,
     gpt_oss::GGUF,
     llama::GGUF,
     olmoe::GGUF,
@@ -124,6 +125,7 @@ pub const GGUF: &[Gguf] = &[
     laguna::GGUF,
     llama4::GGUF,
     cohere2_moe::GGUF,
+    lfm2_moe::GGUF,
 ];
 
 /// What GGUF files call the tensors of each family.

@@ -56,6 +56,8 @@ ARCHITECTURES = {
     "laguna": ("laguna", gguf.MODEL_ARCH.STEP35),
     "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DEEPSEEK2),
     "qwen4_exp_text": ("qwen4exp", gguf.MODEL_ARCH.QWEN35MOE),
+    "lfm2_moe": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
+    "minimax_m3_vl_text": ("minimax-m3", gguf.MODEL_ARCH.GLM4_MOE),
 }
 # What else llama.cpp calls something that the package does not know.
 NAMES = {
@@ -78,6 +80,13 @@ NAMES = {
     "ple.conv1d": "ple_conv1d",
     "self_attn.indexer.q_layernorm": "indexer.q_norm",
     "self_attn.indexer.k_layernorm": "indexer.k_norm",
+    "self_attn.index_q_proj": "indexer.q_proj",
+    "self_attn.index_k_proj": "indexer.k_proj",
+    "self_attn.index_q_norm": "indexer.q_norm",
+    "self_attn.index_k_norm": "indexer.k_norm",
+    "block_sparse_moe.shared_experts.gate_proj": "ffn_gate_shexp",
+    "block_sparse_moe.shared_experts.up_proj": "ffn_up_shexp",
+    "block_sparse_moe.shared_experts.down_proj": "ffn_down_shexp",
 }
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 LATENTS = ("deepseek2", "mistral4", "glm-dsa", "deepseek32")
@@ -175,6 +184,15 @@ def renamed(arch, c):
             "moe_intermediate_size": c["intermediate_size"],
             "shared_expert_intermediate_size": c["intermediate_size"] * c["num_shared_experts"],
         }
+    if arch == "lfm2moe":
+        heads = c["num_key_value_heads"]
+        kinds = c["layer_types"]
+        return c | {
+            "num_key_value_heads": [heads if kind == "full_attention" else 0 for kind in kinds],
+            "rms_norm_eps": c["norm_eps"],
+        }
+    if arch == "minimax-m3":
+        return c | {"intermediate_size": c["dense_intermediate_size"], "moe_intermediate_size": c["intermediate_size"]}
     if arch == "gemma4":
         return c | {
             "windowed": windowed,
@@ -239,6 +257,23 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_rope_dimension_count(c["rotary_dim"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "lfm2moe":
+        w.add_shortconv_l_cache(c["conv_L_cache"])
+        w.add_leading_dense_block_count(c["num_dense_layers"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "minimax-m3":
+        sparse = c["sparse_attention_config"]
+        w.add_rope_dimension_count(c["rotary_dim"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        w.add_expert_shared_count(c["n_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(True)
+        w.add_leading_dense_block_count(c["moe_layer_freq"].index(1))
+        w.add_indexer_head_count(sparse["sparse_num_index_heads"])
+        w.add_indexer_key_length(sparse["sparse_index_dim"])
+        w.add_indexer_top_k(sparse["sparse_topk_blocks"])
+        w.add_uint32("minimax-m3.attention.indexer.block_size", sparse["sparse_block_size"])
+        w.add_uint32("minimax-m3.attention.indexer.local_blocks", sparse["sparse_local_block"])
     if arch == "gpt-oss":
         w.add_expert_feed_forward_length(c["intermediate_size"])
     if arch in ("gpt-oss", "mimo2", "step35", "laguna", "cohere2moe", "gemma4"):
@@ -325,8 +360,9 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_shared_feed_forward_length(c["intermediate_size"] // c["num_key_value_heads"])
     if arch not in LATENTS:
         w.add_head_count_kv(c["num_key_value_heads"])
-        w.add_key_length(head_dim)
-        w.add_value_length(c.get("v_head_dim", head_dim))
+        if arch != "lfm2moe":  # whose config does not say
+            w.add_key_length(head_dim)
+            w.add_value_length(c.get("v_head_dim", head_dim))
     else:
         w.add_head_count_kv(1)
         w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
@@ -506,7 +542,7 @@ def model(fixture, out, types, split, fuse, old, changes):
         layer = re.search(r"layers\.(\d+)", key)
         block = f"blk.{layer[1]}" if layer else ""
         if suffix in ("e_score_correction_bias", "router_bias", "expert_bias"):
-            name = f"{block}.exp_probs_b" + (".bias" if suffix != "expert_bias" else "")
+            name = f"{block}.exp_probs_b" + (".bias" if suffix != "expert_bias" or arch == "lfm2moe" else "")
             stand_for[key] = add(name, values.squeeze(), Type.F32).reshape(values.shape)
             continue
         if values.dtype == np.int64:  # is metadata
@@ -565,7 +601,7 @@ def model(fixture, out, types, split, fuse, old, changes):
             stand_for[key] = np.concatenate([k_b.transpose(0, 2, 1), v_b], 1).reshape(values.shape)
             continue
         is_norm = key.endswith("norm.weight") or ".ple.norm_" in key
-        if (orders or arch == "step35") and is_norm and "linear_attn" not in key:
+        if (orders or arch in ("step35", "minimax-m3")) and is_norm and "linear_attn" not in key:
             add(name_of(stem) + ".weight", values + np.float32(1), Type.F32)
             stand_for[key] = values
             continue
@@ -603,8 +639,15 @@ def model(fixture, out, types, split, fuse, old, changes):
             stand_for[key] = back.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
             continue
         # llama.cpp keeps the router in F32 whatever the rest is, and no dimension of one row.
-        kept = (".gate.weight", ".router.weight", ".proj.weight", "shared_expert_gate.weight", "attn.conv1d.weight")
-        kind = Type.F32 if key.endswith(kept) else types[0]
+        kept = (
+            ".gate.weight",
+            ".router.weight",
+            ".proj.weight",
+            "shared_expert_gate.weight",
+            ".conv1d.weight",
+            ".conv.weight",
+        )
+        kind = Type.F32 if key.endswith(kept) or ".index_" in key else types[0]
         stand_for[key] = add(name_of(stem) + "." + suffix, values.squeeze(), kind).reshape(values.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()

@@ -3,7 +3,11 @@
 //!
 //! Source: HF modeling_lfm2_moe.
 
+use moebius_cache::checkpoint::gguf::GgufNames;
+use serde_json::json;
+
 use super::fields::{Fields, missing};
+use super::gguf::Gguf;
 use crate::model::{Attention, Ffn, Gqa, ModelConfig, Moe, Names, QkNorm, Router, Scoring, ShortConv};
 use crate::{Error, Result};
 
@@ -49,3 +53,42 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     let tied_embeddings = f.bool_or("tie_embedding", f.bool_or("tie_word_embeddings", true)?)?;
     Ok(ModelConfig { names, tied_embeddings, ..model })
 }
+
+/// In GGUF files.
+pub(super) const GGUF: Gguf = Gguf {
+    names: GgufNames {
+        architecture: "lfm2moe",
+        tensors: &[
+            ("attn_norm.weight", "operator_norm.weight"),
+            ("ffn_norm.weight", "ffn_norm.weight"),
+            ("attn_output.weight", "self_attn.out_proj.weight"),
+            ("attn_q_norm.weight", "self_attn.q_layernorm.weight"),
+            ("attn_k_norm.weight", "self_attn.k_layernorm.weight"),
+            ("shortconv.conv.weight", "conv.conv.weight"),
+            ("shortconv.in_proj.weight", "conv.in_proj.weight"),
+            ("shortconv.out_proj.weight", "conv.out_proj.weight"),
+            ("ffn_gate.weight", "feed_forward.w1.weight"),
+            ("ffn_down.weight", "feed_forward.w2.weight"),
+            ("ffn_up.weight", "feed_forward.w3.weight"),
+            ("ffn_gate_inp.weight", "feed_forward.gate.weight"),
+            ("exp_probs_b.bias", "feed_forward.expert_bias"),
+            ("ffn_gate_exps.weight", "feed_forward.experts.w1.weight"),
+            ("ffn_down_exps.weight", "feed_forward.experts.w2.weight"),
+            ("ffn_up_exps.weight", "feed_forward.experts.w3.weight"),
+        ],
+        permuted: &[],
+    },
+    model_types: &["lfm2_moe"],
+    config: |header| {
+        let is_conv = header.each_layer(|layer| header.has(&format!("model.layers.{layer}.conv.conv.weight")));
+        let kinds: Vec<_> = is_conv.iter().map(|conv| if *conv { "conv" } else { "full_attention" }).collect();
+        Ok(json!({
+            "model_type": "lfm2_moe",
+            "layer_types": kinds,
+            "num_key_value_heads": header.number_of("attention.head_count_kv", &is_conv, false), // 0: a convolution
+            "conv_L_cache": header.number("shortconv.l_cache"),
+            "num_experts": header.experts(),
+            "num_dense_layers": header.number("leading_dense_block_count"),
+        }))
+    },
+};

@@ -82,7 +82,9 @@ pub(super) fn m3_text(f: &Fields<'_>) -> Result<ModelConfig> {
         },
         |layer| if is_moe.as_ref().is_none_or(|is| is[layer]) { Ok(Ffn::Moe(moe.clone())) } else { Ok(dense.clone()) },
     )?;
-    Ok(ModelConfig { names: mixtral::NAMES, norm_offset: 1.0, ..super::model(f, layers)? })
+    // In GGUF files the one is part of the weights.
+    let norm_offset = f.f64_or("norm_offset", 1.0)? as f32;
+    Ok(ModelConfig { names: mixtral::NAMES, norm_offset, ..super::model(f, layers)? })
 }
 
 /// Which layers select, and how.
@@ -114,17 +116,7 @@ fn m3_indexer(f: &Fields<'_>, attention: &Gqa) -> Result<(Vec<bool>, Option<Inde
 
 /// In GGUF files.
 pub(super) const GGUF: Gguf = Gguf {
-    names: GgufNames {
-        architecture: "minimax-m2",
-        tensors: &[
-            ("ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
-            ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"),
-            ("ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
-            ("ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
-            ("ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
-        ],
-        permuted: &[],
-    },
+    names: GgufNames { architecture: "minimax-m2", tensors: GGUF_EXPERTS, permuted: &[] },
     model_types: &["minimax_m2"],
     config: |header| {
         Ok(json!({
@@ -134,6 +126,55 @@ pub(super) const GGUF: Gguf = Gguf {
             "intermediate_size": header.number("expert_feed_forward_length"),
             "rotary_dim": header.number("rope.dimension_count"),
             "use_qk_norm": true,
+        }))
+    },
+};
+
+const GGUF_EXPERTS: &[(&str, &str)] = &[
+    ("ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
+    ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"),
+    ("ffn_gate_exps.weight", "block_sparse_moe.experts.w1.weight"),
+    ("ffn_down_exps.weight", "block_sparse_moe.experts.w2.weight"),
+    ("ffn_up_exps.weight", "block_sparse_moe.experts.w3.weight"),
+    // Of M3 alone.
+    ("ffn_gate_shexp.weight", "block_sparse_moe.shared_experts.gate_proj.weight"),
+    ("ffn_down_shexp.weight", "block_sparse_moe.shared_experts.down_proj.weight"),
+    ("ffn_up_shexp.weight", "block_sparse_moe.shared_experts.up_proj.weight"),
+    ("indexer.q_proj.weight", "self_attn.index_q_proj.weight"),
+    ("indexer.k_proj.weight", "self_attn.index_k_proj.weight"),
+    ("indexer.q_norm.weight", "self_attn.index_q_norm.weight"),
+    ("indexer.k_norm.weight", "self_attn.index_k_norm.weight"),
+];
+
+/// M3 in GGUF files.
+pub(super) const GGUF_M3: Gguf = Gguf {
+    names: GgufNames { architecture: "minimax-m3", tensors: GGUF_EXPERTS, permuted: &[] },
+    model_types: &["minimax_m3_vl_text"],
+    config: |header| {
+        let indexer = |key: &str| header.number(&format!("attention.indexer.{key}"));
+        let layers_with = |tensor: &str| {
+            header.each_layer(|layer| u8::from(header.has(&format!("model.layers.{layer}.{tensor}.weight"))))
+        };
+        let width = header.number("expert_feed_forward_length");
+        Ok(json!({
+            "model_type": "minimax_m3_vl_text",
+            "norm_offset": 0, // the converter adds one to norms
+            "head_dim": header.head_dim(),
+            "num_local_experts": header.experts(),
+            "intermediate_size": width,
+            "shared_intermediate_size": width,
+            "n_shared_experts": header.number("expert_shared_count"),
+            "dense_intermediate_size": header.number("feed_forward_length"),
+            "moe_layer_freq": layers_with("block_sparse_moe.gate"),
+            "rotary_dim": header.number("rope.dimension_count"),
+            "sparse_attention_config": {
+                "sparse_num_index_heads": indexer("head_count"),
+                "sparse_index_dim": indexer("key_length"),
+                "sparse_block_size": indexer("block_size"),
+                "sparse_topk_blocks": indexer("top_k"),
+                "sparse_local_block": indexer("local_blocks"),
+                "sparse_attention_freq": layers_with("self_attn.index_q_proj"),
+            },
         }))
     },
 };

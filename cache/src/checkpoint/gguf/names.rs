@@ -4,6 +4,7 @@
 const GLOBAL: &[(&str, &str)] = &[
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
+    ("token_embd_norm", "model.embedding_norm"), // LFM2's last norm all the same
     ("output", "lm_head"),
     ("output_hc_norm", "model.hyper_connection_mixer.hc_norm"),
     ("output_hc_down", "model.hyper_connection_mixer.input_mix_weight_down"),
