@@ -11,8 +11,9 @@ use moebius::forward::kv_cache::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,
-/// latents of chosen positions, chosen blocks for each KV head.
-const MODELS: &[&str] = &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2", "glm-5", "minimax-m3"];
+/// latents of chosen positions, chosen blocks for each KV head, streams with n-grams and chosen units.
+const MODELS: &[&str] =
+    &["moe-gqa", "moe-mla", "gpt-oss", "qwen3-next", "minimax-m2", "glm-5", "minimax-m3", "qwen4-exp"];
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 7 + (i * 37 + seed * 101) % 900).collect()
@@ -184,7 +185,7 @@ fn the_same_pass_twice_gives_the_same_bits() {
 #[test]
 fn segments_of_a_long_context_do_not_change_bits() {
     let tokens = prompt(2060, 4);
-    for model in ["moe-gqa", "moe-mla", "gpt-oss-wide", "glm-5-long", "minimax-m3-long"] {
+    for model in ["moe-gqa", "moe-mla", "gpt-oss-wide", "glm-5-long", "minimax-m3-long", "qwen4-exp-long"] {
         for kv in [KvBits::Bf16, KvBits::Bf16x2] {
             let mut results = Vec::new();
             for (threads, chunks) in [(1, [1000, 2059, 2060]), (5, [2, 2055, 2060]), (3, [1030, 2059, 2060])] {
@@ -212,6 +213,16 @@ fn segments_of_a_long_context_do_not_change_bits() {
             }
             assert!(results.windows(2).all(|w| w[0] == w[1]), "{model} {kv}");
         }
+    }
+}
+
+/// The small models choose, so that what is tested of them is tested of a choice: with room for all, other bits.
+#[test]
+fn what_is_left_out_matters() {
+    let tokens = prompt(200, 6);
+    for [some, all] in [["glm-5", "glm-5-long"], ["minimax-m3", "minimax-m3-long"], ["qwen4-exp", "qwen4-exp-long"]] {
+        let [some, all] = [some, all].map(|model| whole(&mut load_model(model, &EngineConfig::default()), &tokens));
+        assert!(some != all);
     }
 }
 

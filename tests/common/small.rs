@@ -55,7 +55,19 @@ pub fn config(name: &str) -> Value {
         json!({"model_type": "minimax_m3_vl", "text_config": base("minimax_m3_vl_text", text),
             "vision_config": {"depth": 1}})
     };
+    // Streams, n-grams with ends among the tokens, and units of positions, of which fewer are chosen than a prompt has.
+    let qwen4_exp = |budget: usize| {
+        let mut config = base("qwen4_exp_text", qwen.clone());
+        let more = json!({"hc_count": 3, "hc_lowrank": 32, "ple_layer_ids": [1, 3], "ple_embed_dim": 64,
+            "ngram_size": 3, "heads_per_ngram": 4, "ple_conv_kernel_size": 4, "ngram_vocab_size_base": 1000,
+            "eos_token_id": 7, "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_head_dim": 16,
+            "indexer_budget": budget, "indexer_compress_ratio": 4});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
     match name {
+        "qwen4-exp" => qwen4_exp(40),
+        "qwen4-exp-long" => qwen4_exp(1100),
         "minimax-m3" => minimax_m3(8, 5),
         "minimax-m3-long" => minimax_m3(128, 9),
         "glm-5" => glm_5(40),
