@@ -35,7 +35,7 @@ pub use crate::engine::capture::{CaptureWanted, Captured, HookPoint};
 use crate::engine::generation_config::GenerationConfig;
 use crate::engine::metrics::Metrics;
 pub use crate::engine::sampler::{Constraint, Logprobs, SamplingOverrides, SamplingParams};
-pub use crate::forward::kv_cache::Tenant;
+pub use crate::forward::block_pool::Tenant;
 use crate::forward::tap::MAX_STEERS;
 pub use crate::forward::tap::{Layers, Positions, Steer};
 use crate::kernel::Simd;

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! ```text
-//! kv_cache     blocks of keys and values; recurrent state, where layers have that instead
+//! block_pool   blocks of the KV cache, handed out to sequences
+//! kv_cache     keys and values of layers; recurrent state, where layers have that instead
 //! loader       tensors of a checkpoint onto a backend
 //! join         where results enter the residual stream
 //! streams      several residual streams and their mixers
@@ -29,6 +30,7 @@
 //! Imports config, model, backend and experts. Read [`Model::forward`] first.
 
 pub mod attention;
+pub mod block_pool;
 mod buffers;
 mod erased;
 mod ffn;

@@ -10,7 +10,7 @@ use allocations::allocations;
 use common::{Run, load_model};
 use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits};
-use moebius::forward::kv_cache::BlockPool;
+use moebius::forward::block_pool::BlockPool;
 
 #[test]
 fn a_decode_step_does_not_allocate() {

@@ -12,7 +12,7 @@ use common::{Run, demo_dir, load, resident_bytes};
 use moebius::backend::batch::Batch;
 use moebius::config::{EngineConfig, PrefillOn};
 use moebius::cuda::Cuda;
-use moebius::forward::kv_cache::BlockPool;
+use moebius::forward::block_pool::BlockPool;
 
 #[test]
 fn decode_steps_take_no_memory() {

@@ -14,7 +14,7 @@ use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
 use moebius::cuda::Cuda;
 use moebius::engine::{self, CaptureWanted, EngineHandle, Event, HookPoint, Layers, Positions, Request, Steer};
-use moebius::forward::kv_cache::BlockPool;
+use moebius::forward::block_pool::BlockPool;
 use moebius::load::gpu::{CONTEXT_BYTES, GpuPlan, Short};
 use moebius::load::{self, Loaded};
 use moebius::machine::topology::Topology;

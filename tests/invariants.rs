@@ -7,7 +7,7 @@ mod common;
 use common::{Run, demo_dir, folder, load_model, small, step};
 use moebius::backend::batch::Batch;
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, ExpertsMemory, KvBits, Numa};
-use moebius::forward::kv_cache::BlockPool;
+use moebius::forward::block_pool::BlockPool;
 use moebius::load::{LoadProgress, Loaded};
 
 /// Grouped queries, latents, sinks in a window, gated DeltaNet beside gated attention, norms over the whole width,

@@ -9,7 +9,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::backend::Routing;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::forward::Forward;
-use crate::forward::kv_cache::{BlockPool, BlockTable};
+use crate::forward::block_pool::{BlockPool, BlockTable};
 pub use crate::forward::tap::{Layers, Positions};
 use crate::forward::tap::{Take, Tap};
 use crate::load::Loaded;

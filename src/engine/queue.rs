@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::engine::metrics::Metrics;
-use crate::forward::kv_cache::Tenant;
+use crate::forward::block_pool::Tenant;
 use crate::{Error, Result};
 
 /// Places for requests that wait for their first step.

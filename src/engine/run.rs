@@ -22,7 +22,7 @@ use crate::engine::prefill_budget::PrefillBudget;
 use crate::engine::sampler::{Logprobs, Sampler};
 use crate::engine::scheduler::{Scheduler, Sequence};
 use crate::forward::Forward;
-use crate::forward::kv_cache::BlockPool;
+use crate::forward::block_pool::BlockPool;
 use crate::forward::tap::{Positions, Take, Tap};
 use crate::load::{LEAST_BYTES, Loaded};
 use crate::{Error, Result};

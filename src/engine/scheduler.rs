@@ -6,7 +6,7 @@ use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
 use crate::backend::batch::{BLOCK_SIZE, Batch};
-use crate::forward::kv_cache::{BlockPool, BlockTable, Tenant, Text};
+use crate::forward::block_pool::{BlockPool, BlockTable, Tenant, Text};
 
 /// Tokens of prefill that a sequence gets at least when it gets any, unless it needs fewer: smaller shares cost more
 /// than they help.

@@ -17,7 +17,7 @@ use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::engine::sampler::argmax;
 use moebius::forward::Forward;
-use moebius::forward::kv_cache::{BlockPool, BlockTable};
+use moebius::forward::block_pool::{BlockPool, BlockTable};
 use moebius::load::{self, Description, Loaded, ModelFolder};
 use moebius::model::ModelConfig;
 use safetensors::SafeTensors;

@@ -11,7 +11,7 @@ use crate::backend::Rates;
 use crate::backend::batch::Batch;
 use crate::config::EngineConfig;
 use crate::experts::Traffic;
-use crate::forward::kv_cache::{BlockPool, BlockTable};
+use crate::forward::block_pool::{BlockPool, BlockTable};
 use crate::forward::tap::Tap;
 use crate::kernel::random::Random;
 use crate::load::synthetic::{self, Synthetic};
