@@ -180,6 +180,14 @@ impl Forward for Broken {
         self.0.hold(vectors)
     }
 
+    fn save_state(&mut self, slot: usize, snapshot: usize) {
+        self.0.save_state(slot, snapshot);
+    }
+
+    fn restore_state(&mut self, slot: usize, snapshot: usize) {
+        self.0.restore_state(slot, snapshot);
+    }
+
     fn config(&self) -> &ModelConfig {
         self.0.config()
     }

@@ -152,6 +152,37 @@ fn a_hundred_requests_in_a_row_answer_the_same() {
     }
 }
 
+/// A state that was saved and restored is the same state: the rest of the prompt gets the bits of the first time, though
+/// others have used its slot meanwhile.
+#[test]
+fn a_turn_goes_on_from_a_snapshot() {
+    need_gpu!();
+    for fixture in ["qwen3_next", "lfm2_moe"] {
+        let config = EngineConfig { experts: ExpertBits::Bf16, max_sequences: 2, ..config() };
+        let loaded = load::load(&folder(fixture, &Fixture::open(fixture).dir), &config, &|_| {}).unwrap();
+        assert!(loaded.snapshots > 0);
+        let engine = engine::start_loaded(fixture, loaded, &config, vec![3], std::time::Instant::now()).unwrap();
+        let ask = |seed: u32| {
+            let mut tokens: Vec<u32> = prompt(150, seed).iter().map(|t| 4 + t % 490).collect();
+            tokens[140] = 3;
+            let request = Request { logprobs: Some(1), ..greedy(tokens, 5) };
+            let (mut events, mut said) = (engine.submit(request).unwrap(), Vec::new());
+            loop {
+                match events.blocking_recv().unwrap() {
+                    Event::Token(token) => said.push((token.id, *token.logprobs.unwrap())),
+                    Event::Done(_, stats) => return (said, stats.cached_tokens),
+                    other => panic!("{other:?}"),
+                }
+            }
+        };
+        let first: Vec<_> = (0..4).map(ask).collect();
+        for turn in [2, 0, 3, 1, 1] {
+            let (said, cached) = ask(turn);
+            assert_eq!((&said, cached), (&first[turn as usize].0, 128), "{fixture}: request {turn}");
+        }
+    }
+}
+
 #[test]
 fn a_cancelled_answer_leaves_nothing_behind() {
     need_gpu!();

@@ -76,6 +76,10 @@ class EngineOptions(TypedDict, total=False):
     no_prefix_cache: bool | None
     """Do not reuse the KV cache of a common prefix."""
 
+    state_cache: str | int | None
+    """RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for none
+    [default: up to an eighth of what is free]."""
+
     trust_content: bool | None
     """Treat special tokens spelled out in messages as special tokens; by default they are plain text, and only the chat
     template writes special tokens."""

@@ -27,6 +27,13 @@ pub trait Recur: Load {
     /// Copies the state in slot `from` to slot `to`: a sequence that goes on from either goes on alike. Never part of a
     /// recorded pass.
     fn copy_state(&self, state: &mut Self::State, from: usize, to: usize);
+    /// Numbers of a slot.
+    fn state_len(&self, state: &Self::State) -> usize;
+    /// Copies the state in `slot` to `out`, a part of [`Memory::host`]'s memory, which is not to be read before ops that
+    /// follow have ended. Never part of a recorded pass.
+    fn save_state(&self, state: &Self::State, slot: usize, out: &mut [f32]);
+    /// The same, back to any slot. `from` must not change before ops that follow have ended.
+    fn restore_state(&self, state: &mut Self::State, slot: usize, from: &[f32]);
     /// Activations for [`Recur::delta_net`] on at most `max_tokens` tokens.
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<Self::DeltaScratch>;
     /// Gated DeltaNet between its projections; `out` is `[T, value_dim]`. Each sequence goes on from the state in its

@@ -13,16 +13,16 @@ use super::{
     Token,
 };
 use crate::backend::Addition;
-use crate::backend::batch::{Batch, Span};
+use crate::backend::batch::{BLOCK_SIZE, Batch, Span};
 use crate::backend::tensor::Shortlist;
 use crate::config::EngineConfig;
 use crate::engine::capture::each_logits;
 use crate::engine::metrics::Metrics;
 use crate::engine::prefill_budget::PrefillBudget;
 use crate::engine::sampler::{Logprobs, Sampler};
-use crate::engine::scheduler::{Scheduler, Sequence};
+use crate::engine::scheduler::{Scheduler, Sequence, StateCopy};
 use crate::forward::Forward;
-use crate::forward::block_pool::BlockPool;
+use crate::forward::block_pool::{BlockPool, Sharing};
 use crate::forward::tap::{Positions, Take, Tap};
 use crate::load::{LEAST_BYTES, Loaded};
 use crate::{Error, Result};
@@ -86,10 +86,14 @@ struct Ends {
 impl Engine {
     /// Of a model in memory, whose generations end at `end_tokens`.
     pub(super) fn new(loaded: Loaded, config: &EngineConfig, end_tokens: Vec<u32>, metrics: Arc<Metrics>) -> Self {
-        // Recurrent state is that of a sequence's end: no other can begin with it.
-        let reuse = config.prefix_cache && !loaded.model.config().has_recurrent_state();
-        let pool = BlockPool::new(loaded.kv_blocks).reusing(reuse);
+        let sharing = match (config.prefix_cache, loaded.model.config().has_recurrent_state()) {
+            (true, false) => Sharing::Blocks,
+            (true, true) if loaded.snapshots > 0 => Sharing::States(loaded.snapshots),
+            _ => Sharing::None,
+        };
+        let pool = BlockPool::new(loaded.kv_blocks).sharing(sharing);
         Metrics::set(&metrics.kv_blocks_total, loaded.kv_blocks);
+        Metrics::set(&metrics.state_snapshots_total, loaded.snapshots);
         Self {
             resident_bytes: loaded.model.resident_bytes_per_token(),
             scheduler: Scheduler::new(pool, config.max_sequences, loaded.max_batch_tokens),
@@ -156,6 +160,7 @@ impl Engine {
         Metrics::set(&metrics.preemptions_total, self.scheduler.preempted() as usize);
         Metrics::set(&metrics.kv_blocks_used, pool.total_blocks() - pool.free_blocks());
         Metrics::set(&metrics.kv_blocks_kept, pool.kept_blocks());
+        Metrics::set(&metrics.state_snapshots_kept, pool.kept_states());
     }
 
     fn add(&mut self, Submission { request, events, submitted, place }: Submission) {
@@ -206,6 +211,10 @@ impl Engine {
             return refuse(error);
         }
         let (reuses, offers) = untouched(&request);
+        let stops = match self.scheduler.pool().keeps_states() {
+            true => stops(&request.prompt, &self.ends.tokens),
+            false => Vec::new(),
+        };
         let generation = Generation {
             events,
             sampler: Sampler::new(request.sampling, request.constraint, request.logprobs),
@@ -220,7 +229,7 @@ impl Engine {
             ended: false,
         };
         let mut sequence = Sequence::new(request.prompt, request.client, generation).of(request.tenant);
-        (sequence.reuses, sequence.offers) = (reuses, offers);
+        (sequence.reuses, sequence.offers, sequence.stops) = (reuses, offers, stops);
         self.scheduler.add(sequence);
     }
 
@@ -229,6 +238,9 @@ impl Engine {
         let now = Instant::now();
         self.plan(now);
         let prefill_tokens = self.scheduler.prefill_tokens();
+        for &StateCopy { slot, snapshot } in self.scheduler.restores() {
+            self.model.restore_state(slot, snapshot as usize);
+        }
         if self.batch.is_empty() {
             return Ok(());
         }
@@ -237,7 +249,9 @@ impl Engine {
         self.model.forward(&self.batch, tap)?;
         self.emit_captured()?;
         let read = self.model.traffic().since(before).total() + self.resident_bytes;
-        self.scheduler.commit();
+        for &StateCopy { slot, snapshot } in self.scheduler.commit() {
+            self.model.save_state(slot, snapshot as usize);
+        }
         Metrics::add(&self.metrics.steps_total, 1);
         self.end_readers();
 
@@ -443,6 +457,22 @@ fn untouched(request: &Request) -> (usize, usize) {
     let offers = request.steer.iter().map(|steer| first(&steer.positions)).min().unwrap_or(usize::MAX);
     let captured = request.capture.as_ref().map_or(usize::MAX, |wanted| first(&wanted.positions));
     (offers.min(captured), offers)
+}
+
+/// Where the state of a prompt is kept, at the ends of blocks: where its first message ends, which other conversations
+/// may begin with, and where its last one ends. A next turn begins with that, though the chat template may leave out the
+/// thoughts behind it. Messages end with the tokens `ends`, as answers do.
+fn stops(prompt: &[u32], ends: &[u32]) -> Vec<usize> {
+    let is_end = |token: &u32| ends.contains(token);
+    let (first, last) = (prompt.iter().position(is_end), prompt.iter().rposition(is_end));
+    let after = match (first, last) {
+        (Some(first), Some(last)) => [first + 1, last + 1],
+        _ => [prompt.len() - 1; 2],
+    };
+    let mut stops: Vec<usize> = after.into_iter().map(|end| end / BLOCK_SIZE * BLOCK_SIZE).collect();
+    stops.dedup();
+    stops.retain(|&stop| stop > 0);
+    stops
 }
 
 impl Generation {

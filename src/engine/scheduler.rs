@@ -1,12 +1,14 @@
 //! What runs next: sequences join and leave between steps, and prefill in parts beside others that decode.
 //!
-//! The scheduler sees token counts and KV blocks, never tensors.
+//! The scheduler sees token counts and KV blocks, never tensors. Where layers have recurrent state, it says what is
+//! copied between a sequence's slot and a snapshot: before a step the states from which sequences go on, and after it
+//! those at which others may. Prefill stops at the ends of messages for that; beyond them a snapshot moves along.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
 use crate::backend::batch::{BLOCK_SIZE, Batch};
-use crate::forward::block_pool::{BlockPool, BlockTable, Tenant, Text};
+use crate::forward::block_pool::{BlockPool, BlockTable, Keep, Shared, Tenant, Text};
 
 /// Tokens of prefill that a sequence gets at least when it gets any, unless it needs fewer: smaller shares cost more
 /// than they help.
@@ -38,6 +40,8 @@ pub struct Sequence<T> {
     pub reuses: usize,
     /// So many whose keys and values are those of the text alone, for others to use; no fewer than it reuses.
     pub offers: usize,
+    /// Ends of blocks, ascending, at which its prefill stops and its state is kept: where another may begin alike.
+    pub stops: Vec<usize>,
     /// Whom it is for: clients take turns.
     pub client: u64,
     /// Whatever the owner keeps with it.
@@ -57,6 +61,7 @@ impl<T> Sequence<T> {
             gave_way: false,
             reuses: usize::MAX,
             offers: usize::MAX,
+            stops: Vec::new(),
             client,
             state,
             table: BlockTable::default(),
@@ -83,13 +88,53 @@ impl<T> Sequence<T> {
         }
     }
 
-    /// Takes what others have computed of it from `pool`, and says how many tokens that were; and the text that it has
-    /// to compute next, if others could use that.
-    fn share(&mut self, pool: &mut BlockPool) -> (usize, Option<Text>) {
+    /// Takes what others have computed of it from `pool`; and says the text that it has to compute next, if others
+    /// could use that.
+    fn share(&mut self, pool: &mut BlockPool) -> (Shared, Option<Text>) {
         let tokens = &self.tokens[..self.tokens.len().min(self.reuses)];
+        let is_new = self.table.is_empty();
         let shared = pool.share(&mut self.table, tokens);
+        self.cached += shared.tokens;
+        if !self.gave_way {
+            self.shared += shared.tokens;
+        }
+        // Where it parts from what others have read, a third may part as well.
+        if pool.keeps_states() && is_new && shared.known_tokens > self.cached {
+            let at = self.stops.partition_point(|&stop| stop < shared.known_tokens);
+            self.stops.insert(at, shared.known_tokens);
+        }
         (shared, pool.next_text(&self.table, tokens))
     }
+
+    /// Where its prefill stops next.
+    fn next_stop(&self) -> Option<usize> {
+        self.stops.iter().copied().find(|&stop| stop > self.cached && stop < self.tokens.len())
+    }
+
+    /// Tokens that prefill may read before its state is kept.
+    fn until_stop(&self) -> usize {
+        self.next_stop().unwrap_or(self.tokens.len()) - self.cached
+    }
+
+    /// Whether it can go on from a state at which `other` will stop.
+    fn waits_for(&self, other: &Self) -> bool {
+        other.next_stop().is_some_and(|stop| {
+            self.cached < stop
+                && stop < self.tokens.len().min(self.reuses)
+                && stop <= other.offers
+                && self.table.tenant() == other.table.tenant()
+                && self.tokens[..stop] == other.tokens[..stop]
+        })
+    }
+}
+
+/// A sequence's state is copied from its slot to a snapshot, or back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateCopy {
+    /// Of the sequence.
+    pub slot: usize,
+    /// Of the pool.
+    pub snapshot: u32,
 }
 
 /// One sequence's part in the step that was just planned.
@@ -116,6 +161,8 @@ pub struct Scheduler<T> {
     max_tokens: usize,
     plan: Vec<Scheduled>,
     shares: Vec<(usize, usize)>, // of this step's prefill: a sequence's index, and the tokens it may read
+    restores: Vec<StateCopy>,    // of this step
+    saves: Vec<StateCopy>,       // of the last step
     preempted: u64,
 }
 
@@ -132,6 +179,8 @@ impl<T> Scheduler<T> {
             max_tokens,
             plan: Vec::new(),
             shares: Vec::new(),
+            restores: Vec::new(),
+            saves: Vec::new(),
             preempted: 0,
         }
     }
@@ -174,6 +223,7 @@ impl<T> Scheduler<T> {
     pub fn next(&mut self, batch: &mut Batch, prefill_tokens: usize) -> &[Scheduled] {
         batch.clear();
         self.plan.clear();
+        self.restores.clear();
         self.admit();
         // Decode before prefill, so that a long prompt does not hold it up.
         let mut index = 0;
@@ -222,19 +272,24 @@ impl<T> Scheduler<T> {
     /// others, and the oldest never without.
     ///
     /// A sequence takes what others have computed of it. One whose next block another computes in this very step waits
-    /// for it.
+    /// for it; one that has a state to go on from once another has come to its stop, for that.
     fn share_out(&mut self, tokens: usize) {
         self.shares.clear();
         let mut computing = HashSet::new();
-        for (index, sequence) in self.running.iter_mut().enumerate().filter(|(_, s)| s.phase() == Some(Phase::Prefill))
-        {
-            let (shared, next) = sequence.share(&mut self.pool);
-            sequence.cached += shared;
-            if !sequence.gave_way {
-                sequence.shared += shared;
+        for index in 0..self.running.len() {
+            let (older, younger) = self.running.split_at_mut(index);
+            let sequence = &mut younger[0];
+            if sequence.phase() != Some(Phase::Prefill) {
+                continue;
             }
-            if next.is_none_or(|text| computing.insert(text)) {
-                self.shares.push((index, sequence.missing()));
+            let (shared, next) = sequence.share(&mut self.pool);
+            self.restores.extend(shared.snapshot.map(|snapshot| StateCopy { slot: sequence.slot, snapshot }));
+            let computes = match self.pool.keeps_states() {
+                true => !self.shares.iter().any(|&(other, _)| sequence.waits_for(&older[other])),
+                false => next.is_none_or(|text| computing.insert(text)),
+            };
+            if computes {
+                self.shares.push((index, sequence.until_stop()));
             }
         }
         if let [_, rest @ ..] = &mut *self.shares {
@@ -246,7 +301,7 @@ impl<T> Scheduler<T> {
             *share = (left / sharers).max(LEAST_SHARE.min(left)).min(*share);
             // Whole blocks, so that the next prompt that begins alike can share them.
             let end = (sequence.cached + *share) / BLOCK_SIZE * BLOCK_SIZE;
-            if *share < sequence.missing() && end > sequence.cached {
+            if *share < sequence.until_stop() && end > sequence.cached {
                 *share = end - sequence.cached;
             }
             left -= *share;
@@ -294,13 +349,26 @@ impl<T> Scheduler<T> {
         prefill.map(|part| part.rows.len()).sum()
     }
 
-    /// Records that the planned step has run: its tokens are in the cache.
-    pub fn commit(&mut self) {
+    /// The states from which sequences of the planned step go on, to be restored before it.
+    pub fn restores(&self) -> &[StateCopy] {
+        &self.restores
+    }
+
+    /// Records that the planned step has run: its tokens are in the cache. Returns the states that are to be saved
+    /// before the next one.
+    pub fn commit(&mut self) -> &[StateCopy] {
+        self.saves.clear();
         for s in &self.plan {
-            let sequence = &mut self.running[s.index];
-            sequence.cached += s.rows.len();
-            self.pool.fill(&mut sequence.table, &sequence.tokens[..sequence.cached.min(sequence.offers)]);
+            let Sequence { cached, offers, tokens, table, stops, slot, .. } = &mut self.running[s.index];
+            *cached += s.rows.len();
+            self.pool.fill(table, &tokens[..(*cached).min(*offers)]);
+            if self.pool.keeps_states() && table.known_tokens() == *cached {
+                let keep = if stops.contains(cached) { Keep::ForOthers } else { Keep::UntilTheNext };
+                let snapshot = self.pool.keep_state(table, keep);
+                self.saves.extend(snapshot.map(|snapshot| StateCopy { slot: *slot, snapshot }));
+            }
         }
+        &self.saves
     }
 
     /// Takes out every sequence that `ended` says has ended, running or waiting, and frees its blocks.
@@ -323,9 +391,10 @@ impl<T> Scheduler<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::forward::block_pool::Sharing;
 
     fn scheduler(blocks: usize) -> Scheduler<u32> {
-        Scheduler::new(BlockPool::new(blocks).reusing(true), 4, 100)
+        Scheduler::new(BlockPool::new(blocks).sharing(Sharing::Blocks), 4, 100)
     }
 
     fn prompt(n: usize, seed: u32) -> Vec<u32> {
@@ -377,7 +446,7 @@ mod tests {
 
     #[test]
     fn prefills_get_equal_shares_and_what_short_ones_leave() {
-        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        let mut s = Scheduler::new(BlockPool::new(100).sharing(Sharing::Blocks), 4, 512);
         add(&mut s, 2000, 0);
         add(&mut s, 1000, 1);
         add(&mut s, 40, 2);
@@ -388,7 +457,7 @@ mod tests {
 
     #[test]
     fn beginnings_are_computed_once() {
-        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        let mut s = Scheduler::new(BlockPool::new(100).sharing(Sharing::Blocks), 4, 512);
         for state in 0..3 {
             let mut tokens = prompt(200, 9);
             tokens.push(state);
@@ -403,8 +472,48 @@ mod tests {
     }
 
     #[test]
+    fn prefill_stops_where_the_state_is_kept_and_others_wait_for_it() {
+        let mut s = Scheduler::new(BlockPool::new(100).sharing(Sharing::States(8)), 4, 512);
+        for state in 0..3 {
+            let tokens = [prompt(200, 9), prompt(100, state)].concat();
+            s.add(Sequence { stops: vec![192, 256], ..Sequence::new(tokens, 0, state) });
+        }
+        assert_eq!(step(&mut s, 512), [(0, 192)], "the others wait for the state");
+        assert_eq!(step(&mut s, 512), [(0, 64), (1, 64), (2, 64)]);
+        assert_eq!(s.restores().iter().map(|copy| copy.slot).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(step(&mut s, 512), [(0, 44), (1, 44), (2, 44)]);
+        assert_eq!((s.sequence(0).shared, s.sequence(1).shared, s.sequence(2).shared), (0, 192, 192));
+        assert_eq!(s.pool().kept_states(), 4);
+        s.retire(|_| true, |_| {});
+        assert_eq!((s.pool().kept_blocks(), s.pool().kept_states()), (6, 4));
+        // A fourth parts from all of them where nothing was kept.
+        s.add(Sequence::new([prompt(130, 9), prompt(170, 4)].concat(), 0, 4));
+        assert_eq!(step(&mut s, 512), [(4, 128)], "where it parts from the others the next may");
+        assert_eq!(step(&mut s, 512), [(4, 172)]);
+        s.retire(|_| true, |_| {});
+        s.add(Sequence::new([prompt(130, 9), prompt(170, 5)].concat(), 0, 5));
+        assert_eq!(step(&mut s, 512), [(5, 172)]);
+    }
+
+    /// An answer's state moves on block by block; who gives way finds it again.
+    #[test]
+    fn an_answers_state_is_kept_at_its_last_block() {
+        let mut s = Scheduler::new(BlockPool::new(100).sharing(Sharing::States(8)), 4, 512);
+        add(&mut s, 100, 0);
+        for _ in 0..300 {
+            step(&mut s, 512);
+            answer(&mut s);
+        }
+        assert_eq!(s.pool().kept_states(), 1);
+        let tokens = s.sequence(0).tokens.clone();
+        s.retire(|_| true, |_| {});
+        s.add(Sequence::new(tokens, 0, 1));
+        assert_eq!((step(&mut s, 512), s.sequence(0).shared), (vec![(1, 16)], 384));
+    }
+
+    #[test]
     fn tenants_do_not_wait_for_each_others_beginnings() {
-        let mut s = Scheduler::new(BlockPool::new(100).reusing(true), 4, 512);
+        let mut s = Scheduler::new(BlockPool::new(100).sharing(Sharing::Blocks), 4, 512);
         for (state, tenant) in [(0, 1), (1, 2), (2, 1)] {
             s.add(Sequence::new(prompt(193, 9), 0, state).of(Tenant(tenant)));
         }

@@ -1,13 +1,33 @@
-//! Blocks of the KV cache, handed out to sequences.
+//! Blocks of the KV cache, handed out to sequences, and the texts whose keys and values they hold.
 //!
 //! A full block is keyed by the text up to its end. Sequences of the same tenant with the same prefix share it. It
 //! stays after its sequence has ended, until another sequence needs the memory.
+//!
+//! Where layers have recurrent state, keys and values alone are no beginning: a sequence can go on only where the state
+//! was kept, too. So a text is known for what can be done with it:
+//!
+//! ```text
+//! text      "system"  "user"  "answer"          each a node, with the block that holds it
+//! state         #0               #1             snapshots, at the ends of blocks
+//! leads_to       2      1         1             snapshots here and beyond: at 0 the block is of no use
+//! ```
+//!
+//! [`BlockPool::share`] goes down the texts and says from which snapshot to restore, [`BlockPool::keep_state`] says
+//! into which to save. Either side may run out of memory: a text that is forgotten takes its snapshot along, a snapshot
+//! that is given up takes the blocks along that led to nothing else.
+//!
+//! ```text
+//! snapshots  which of them there are, and which goes first
+//! ```
+
+mod snapshots;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use crate::backend::batch::BLOCK_SIZE;
+use snapshots::Snapshots;
 
 /// Whose text it is, any number: sequences of one tenant share blocks, those of two never do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,6 +44,15 @@ pub struct Text {
 /// The node of no text at all.
 const ROOT: u64 = 0;
 
+/// What there is of a text.
+#[derive(Debug)]
+struct Known {
+    text: Arc<Text>,
+    block: u32,            // holds its end
+    snapshot: Option<u32>, // the state at its end
+    leads_to: u32,         // snapshots at its end and beyond
+}
+
 /// The blocks of one sequence, from its position 0 on.
 #[derive(Debug, Default)]
 pub struct BlockTable {
@@ -31,6 +60,7 @@ pub struct BlockTable {
     blocks: Vec<u32>,
     node: u64, // of the text of the first `known` blocks
     known: usize,
+    moving: Option<u64>, // the node whose snapshot is given up at the next one
 }
 
 impl BlockTable {
@@ -39,10 +69,20 @@ impl BlockTable {
         Self { tenant, ..Self::default() }
     }
 
-    /// The text that fills its next block if it goes on with `tokens`, the block's own first.
-    fn text(&self, tokens: &[u32]) -> Text {
+    /// Tokens whose text is known.
+    pub fn known_tokens(&self) -> usize {
+        self.known * BLOCK_SIZE
+    }
+
+    /// Whose text it is.
+    pub fn tenant(&self) -> Tenant {
+        self.tenant
+    }
+
+    /// The text of the block after node `before`, whose `tokens` these are, the block's own first.
+    fn text(&self, before: u64, tokens: &[u32]) -> Text {
         let tokens = tokens[..BLOCK_SIZE].try_into().expect("a block's tokens");
-        Text { tenant: self.tenant, before: self.node, tokens }
+        Text { tenant: self.tenant, before, tokens }
     }
 }
 
@@ -58,9 +98,9 @@ impl std::ops::Deref for BlockTable {
 /// What the pool holds of a block.
 #[derive(Debug, Default)]
 struct Block {
-    users: u32,              // sequences that hold it
-    text: Option<Arc<Text>>, // known by
-    released: u64,           // its key in `Holding::kept`, once no sequence holds it
+    users: u32,    // sequences that hold it
+    node: u64,     // of the text that it is known by
+    released: u64, // its key in `Holding::kept`, once no sequence holds it
 }
 
 /// The blocks of one tenant.
@@ -76,17 +116,50 @@ impl Holding {
     }
 }
 
+/// What sequences that begin alike share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// Nothing.
+    None,
+    /// Blocks.
+    Blocks,
+    /// Blocks, up to where the state was kept, too, of which there is room for so many.
+    States(usize),
+}
+
+/// How long a snapshot is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// As long as it is useful.
+    ForOthers,
+    /// The same, but if nobody has used it, only until the sequence's next one.
+    UntilTheNext,
+}
+
+/// What a sequence takes of what others have computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shared {
+    /// Tokens more that are in the cache.
+    pub tokens: usize,
+    /// The state at their end, where there is state.
+    pub snapshot: Option<u32>,
+    /// Tokens from the sequence's first on whose text is known, whether it can go on from there or not.
+    pub known_tokens: usize,
+}
+
 /// Hands out blocks; a block is the same index in every layer.
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
     free: Vec<u32>, // of no use to anyone
     tenants: BTreeMap<Tenant, Holding>,
-    kept: usize,                           // of all tenants
-    texts: HashMap<Arc<Text>, (u64, u32)>, // -> its node, and the block
+    kept: usize,                    // of all tenants
+    texts: HashMap<Arc<Text>, u64>, // -> its node
+    nodes: HashMap<u64, Known>,
+    last_node: u64,
     clock: u64,
-    nodes: u64,
-    reuse: bool,
+    sharing: Sharing,
+    snapshots: Snapshots,
 }
 
 impl BlockPool {
@@ -98,15 +171,23 @@ impl BlockPool {
             tenants: BTreeMap::new(),
             kept: 0,
             texts: HashMap::new(),
+            nodes: HashMap::new(),
+            last_node: ROOT,
             clock: 0,
-            nodes: ROOT,
-            reuse: false,
+            sharing: Sharing::None,
+            snapshots: Snapshots::default(),
         }
     }
 
-    /// The same, but texts that begin alike share blocks if `reuse` says so.
-    pub fn reusing(self, reuse: bool) -> Self {
-        Self { reuse, ..self }
+    /// The same, but texts that begin alike share what `sharing` says.
+    pub fn sharing(self, sharing: Sharing) -> Self {
+        let snapshots = if let Sharing::States(count) = sharing { Snapshots::new(count) } else { self.snapshots };
+        Self { sharing, snapshots, ..self }
+    }
+
+    /// Whether sequences go on from snapshots.
+    pub fn keeps_states(&self) -> bool {
+        matches!(self.sharing, Sharing::States(_))
     }
 
     /// Blocks of the pool.
@@ -122,6 +203,11 @@ impl BlockPool {
     /// Of these, blocks whose text is kept.
     pub fn kept_blocks(&self) -> usize {
         self.kept
+    }
+
+    /// Snapshots that sequences can go on from.
+    pub fn kept_states(&self) -> usize {
+        self.snapshots.len()
     }
 
     /// Extends `table` until it covers `tokens` tokens; takes nothing and returns false when there are too few free
@@ -141,34 +227,73 @@ impl BlockPool {
     }
 
     /// Frees the least recently used kept block of the tenant that holds the most blocks, so that no tenant pushes out
-    /// another that holds fewer.
+    /// another that holds fewer; and what is of no use without it.
     fn forget(&mut self) -> Option<u32> {
-        let keepers = self.tenants.values_mut().filter(|holding| !holding.kept.is_empty());
+        let keepers = self.tenants.values().filter(|holding| !holding.kept.is_empty());
         let holding = keepers.max_by_key(|holding| {
             (holding.blocks(), holding.kept.first_key_value().map(|(&released, _)| Reverse(released)))
         })?;
-        let (_, block) = holding.kept.pop_first()?;
-        self.kept -= 1;
-        let text = self.blocks[block as usize].text.take().expect("a block is kept for its text");
+        let (_, &block) = holding.kept.first_key_value()?;
+        let node = self.blocks[block as usize].node;
+        if self.keeps_states() {
+            let known = self.nodes.get_mut(&node)?;
+            let all = known.leads_to;
+            if let Some(snapshot) = known.snapshot.take() {
+                self.snapshots.remove(snapshot);
+            }
+            self.lead_to_fewer(node, all);
+        } else {
+            self.discard(node);
+        }
+        self.free.pop()
+    }
+
+    /// Forgets the text of a block that no sequence holds, and frees the block.
+    fn discard(&mut self, node: u64) {
+        let Known { text, block, .. } = self.nodes.remove(&node).expect("a text that is known");
         self.texts.remove(&text);
-        Some(block)
+        let of_block = &mut self.blocks[block as usize];
+        of_block.node = ROOT;
+        let holding = self.tenants.get_mut(&text.tenant).expect("it holds the block");
+        holding.kept.remove(&of_block.released).expect("no sequence holds the block");
+        self.kept -= 1;
+        self.free.push(block);
     }
 
     /// The text of the first block of `tokens` that `table` does not cover, if there is a whole one and at least one
     /// token beyond it.
     pub fn next_text(&self, table: &BlockTable, tokens: &[u32]) -> Option<Text> {
-        let start = table.known * BLOCK_SIZE;
-        if !self.reuse || table.blocks.len() != table.known || tokens.len() <= start + BLOCK_SIZE {
+        self.text_after(table, table.known, table.node, tokens)
+    }
+
+    /// The same after `known` blocks, which node `before` ends.
+    fn text_after(&self, table: &BlockTable, known: usize, before: u64, tokens: &[u32]) -> Option<Text> {
+        let start = known * BLOCK_SIZE;
+        if self.sharing == Sharing::None || table.blocks.len() != table.known || tokens.len() <= start + BLOCK_SIZE {
             return None;
         }
-        Some(table.text(&tokens[start..]))
+        Some(table.text(before, &tokens[start..]))
     }
 
     /// Extends `table`, of whose blocks all are full, by the blocks that hold what comes next in `tokens`, but never
-    /// the last token, which has to be computed. Returns how many tokens more are in the cache.
-    pub fn share(&mut self, table: &mut BlockTable, tokens: &[u32]) -> usize {
-        let before = table.blocks.len();
-        while let Some(&(node, number)) = self.next_text(table, tokens).and_then(|text| self.texts.get(&text)) {
+    /// the last token, which has to be computed.
+    pub fn share(&mut self, table: &mut BlockTable, tokens: &[u32]) -> Shared {
+        // What is known of the text, and how much of that the sequence can go on from.
+        let (mut path, mut usable) = (Vec::new(), 0);
+        let mut before = table.node;
+        while let Some(text) = self.text_after(table, table.known + path.len(), before, tokens)
+            && let Some(&node) = self.texts.get(&text)
+        {
+            path.push(node);
+            before = node;
+            if !self.keeps_states() || self.nodes[&node].snapshot.is_some() {
+                usable = path.len();
+            }
+        }
+        let known_tokens = (table.known + path.len()) * BLOCK_SIZE;
+        path.truncate(usable);
+        for &node in &path {
+            let number = self.nodes[&node].block;
             let block = &mut self.blocks[number as usize];
             if block.users == 0 {
                 let holding = self.tenants.entry(table.tenant).or_default();
@@ -180,27 +305,96 @@ impl BlockPool {
             table.blocks.push(number);
             (table.node, table.known) = (node, table.known + 1);
         }
-        (table.blocks.len() - before) * BLOCK_SIZE
+        let snapshot = path.last().and_then(|node| self.nodes[node].snapshot);
+        if let Some(snapshot) = snapshot {
+            self.snapshots.touch(snapshot);
+        }
+        Shared { tokens: path.len() * BLOCK_SIZE, snapshot, known_tokens }
     }
 
     /// Makes the blocks known that `tokens`, all in the cache, have filled.
     pub fn fill(&mut self, table: &mut BlockTable, tokens: &[u32]) {
-        while self.reuse && tokens.len() >= (table.known + 1) * BLOCK_SIZE {
-            let text = table.text(&tokens[table.known * BLOCK_SIZE..]);
-            let number = table.blocks[table.known];
+        while self.sharing != Sharing::None && tokens.len() >= (table.known + 1) * BLOCK_SIZE {
+            let text = table.text(table.node, &tokens[table.known * BLOCK_SIZE..]);
+            let block = table.blocks[table.known];
             // Of two sequences that computed the same text at the same time, one is known; the other goes on under the
             // same node.
             table.node = match self.texts.get(&text) {
-                Some(&(node, _)) => node,
+                Some(&node) => node,
                 None => {
-                    self.nodes += 1;
+                    self.last_node += 1;
                     let text = Arc::new(text);
-                    self.blocks[number as usize].text = Some(text.clone());
-                    self.texts.insert(text, (self.nodes, number));
-                    self.nodes
+                    self.blocks[block as usize].node = self.last_node;
+                    self.texts.insert(text.clone(), self.last_node);
+                    self.nodes.insert(self.last_node, Known { text, block, snapshot: None, leads_to: 0 });
+                    self.last_node
                 }
             };
             table.known += 1;
+        }
+    }
+
+    /// A snapshot for the state at the end of what is known of `table`; the one that moves on with it is given up,
+    /// unless another sequence has gone on from it. `None`: there is one here already, or no room for any.
+    pub fn keep_state(&mut self, table: &mut BlockTable, keep: Keep) -> Option<u32> {
+        if let Some(node) = table.moving.take()
+            && let Some(snapshot) = self.nodes.get(&node).and_then(|known| known.snapshot)
+            && !self.snapshots.was_used(snapshot)
+        {
+            self.give_up_state(node);
+        }
+        if self.nodes.get(&table.node)?.snapshot.is_some() {
+            return None;
+        }
+        if self.snapshots.is_full() {
+            let node = self.snapshots.least_useful()?;
+            self.give_up_state(node);
+        }
+        let leads_on = self.nodes.get(&table.node)?.leads_to > 0;
+        let (mut above, mut up) = (None, table.node);
+        while let Some(known) = self.nodes.get_mut(&up) {
+            known.leads_to += 1;
+            above = above.or(known.snapshot);
+            up = known.text.before;
+        }
+        let snapshot = self.snapshots.add(table.tenant, table.node, table.known * BLOCK_SIZE, above);
+        self.nodes.get_mut(&table.node)?.snapshot = Some(snapshot);
+        if leads_on {
+            let Self { nodes, snapshots, .. } = self;
+            snapshots.put_above(snapshot, &|mut node| {
+                // A text's node is younger than that of the text before it.
+                while node > table.node
+                    && let Some(known) = nodes.get(&node)
+                {
+                    node = known.text.before;
+                }
+                node == table.node
+            });
+        }
+        if keep == Keep::UntilTheNext {
+            table.moving = Some(table.node);
+        }
+        Some(snapshot)
+    }
+
+    /// Gives up the snapshot at `node`, if there is one.
+    fn give_up_state(&mut self, node: u64) {
+        if let Some(snapshot) = self.nodes.get_mut(&node).and_then(|known| known.snapshot.take()) {
+            self.snapshots.remove(snapshot);
+            self.lead_to_fewer(node, 1);
+        }
+    }
+
+    /// Counts `fewer` snapshots less for a text and those before it. Blocks that lead to none any more and that no
+    /// sequence holds are freed.
+    fn lead_to_fewer(&mut self, node: u64, fewer: u32) {
+        let mut up = node;
+        while let Some(known) = self.nodes.get_mut(&up) {
+            let node = std::mem::replace(&mut up, known.text.before);
+            known.leads_to -= fewer;
+            if known.leads_to == 0 && self.blocks[known.block as usize].users == 0 {
+                self.discard(node);
+            }
         }
     }
 
@@ -208,22 +402,27 @@ impl BlockPool {
     /// The end of a text goes first.
     pub fn release(&mut self, table: &mut BlockTable) {
         let BlockTable { tenant, blocks, .. } = std::mem::replace(table, BlockTable::new(table.tenant));
-        let holding = self.tenants.entry(tenant).or_default();
         for number in blocks.into_iter().rev() {
             let block = &mut self.blocks[number as usize];
             block.users -= 1;
             if block.users > 0 {
                 continue;
             }
+            let holding = self.tenants.entry(tenant).or_default();
             holding.used -= 1;
-            if block.text.is_none() {
+            let Some(known) = self.nodes.get(&block.node) else {
                 self.free.push(number);
                 continue;
-            }
+            };
+            let leads_nowhere = matches!(self.sharing, Sharing::States(_)) && known.leads_to == 0;
             self.clock += 1;
             block.released = self.clock;
             holding.kept.insert(self.clock, number);
             self.kept += 1;
+            if leads_nowhere {
+                let node = block.node;
+                self.discard(node);
+            }
         }
         self.tenants.retain(|_, holding| holding.blocks() > 0);
     }
@@ -241,7 +440,7 @@ mod tests {
 
     fn computed_for(pool: &mut BlockPool, tenant: Tenant, tokens: &[u32]) -> (BlockTable, usize) {
         let mut table = BlockTable::new(tenant);
-        let shared = pool.share(&mut table, tokens);
+        let shared = pool.share(&mut table, tokens).tokens;
         assert!(pool.grow(&mut table, tokens.len()));
         pool.fill(&mut table, tokens);
         (table, shared)
@@ -253,7 +452,7 @@ mod tests {
 
     #[test]
     fn texts_that_begin_alike_share_blocks() {
-        let mut pool = BlockPool::new(8).reusing(true);
+        let mut pool = BlockPool::new(8).sharing(Sharing::Blocks);
         let first = text(200, 0);
         let (mut a, shared) = computed(&mut pool, &first);
         assert_eq!((shared, a.len()), (0, 4));
@@ -274,7 +473,7 @@ mod tests {
 
     #[test]
     fn the_last_token_is_always_computed() {
-        let mut pool = BlockPool::new(8).reusing(true);
+        let mut pool = BlockPool::new(8).sharing(Sharing::Blocks);
         let (mut a, _) = computed(&mut pool, &text(128, 0));
         pool.release(&mut a);
         assert_eq!(computed(&mut pool, &text(128, 0)).1, 64);
@@ -283,7 +482,7 @@ mod tests {
 
     #[test]
     fn the_least_recently_used_goes_first_and_ends_before_beginnings() {
-        let mut pool = BlockPool::new(5).reusing(true);
+        let mut pool = BlockPool::new(5).sharing(Sharing::Blocks);
         let (mut old, _) = computed(&mut pool, &text(129, 0));
         let (mut young, _) = computed(&mut pool, &text(65, 1));
         assert!(!pool.grow(&mut BlockTable::default(), 1), "all five are held");
@@ -292,22 +491,22 @@ mod tests {
         computed(&mut pool, &text(100, 2)); // takes the two that are known for nothing
         computed(&mut pool, &text(20, 3)); // takes the end of the oldest
         assert_eq!(pool.kept_blocks(), 2);
-        assert_eq!(pool.share(&mut BlockTable::default(), &text(129, 0)), 64);
-        assert_eq!(pool.share(&mut BlockTable::default(), &text(65, 1)), 64);
+        assert_eq!(pool.share(&mut BlockTable::default(), &text(129, 0)).tokens, 64);
+        assert_eq!(pool.share(&mut BlockTable::default(), &text(65, 1)).tokens, 64);
     }
 
     #[test]
     fn two_tenants_share_no_block() {
         let (anna, bert) = (Tenant(1), Tenant(2));
-        let mut pool = BlockPool::new(16).reusing(true);
+        let mut pool = BlockPool::new(16).sharing(Sharing::Blocks);
         let tokens = text(200, 0);
         let (mut a, _) = computed_for(&mut pool, anna, &tokens);
         let (mut b, shared) = computed_for(&mut pool, bert, &tokens);
         assert_eq!(shared, 0);
         assert!(b.iter().all(|block| !a.contains(block)), "{a:?} {b:?}");
         pool.release(&mut a);
-        assert_eq!(pool.share(&mut BlockTable::default(), &tokens), 0, "nor with those who have no name");
-        assert_eq!(pool.share(&mut a, &tokens), 192, "a table that was given back is still Anna's");
+        assert_eq!(pool.share(&mut BlockTable::default(), &tokens).tokens, 0, "nor with those who have no name");
+        assert_eq!(pool.share(&mut a, &tokens).tokens, 192, "a table that was given back is still Anna's");
         pool.release(&mut a);
         pool.release(&mut b);
         assert_eq!((pool.kept_blocks(), pool.tenants.len()), (6, 2));
@@ -317,7 +516,7 @@ mod tests {
     #[test]
     fn who_floods_the_cache_pushes_out_what_is_its_own() {
         let (anna, bert) = (Tenant(1), Tenant(2));
-        let mut pool = BlockPool::new(12).reusing(true);
+        let mut pool = BlockPool::new(12).sharing(Sharing::Blocks);
         let (mut a, _) = computed_for(&mut pool, anna, &text(129, 0));
         pool.release(&mut a);
         for seed in 1..50 {
@@ -332,8 +531,8 @@ mod tests {
 
     #[test]
     fn tenants_who_come_and_go_leave_nothing_behind() {
-        for reuse in [true, false] {
-            let mut pool = BlockPool::new(4).reusing(reuse);
+        for sharing in [Sharing::Blocks, Sharing::None, Sharing::States(2)] {
+            let mut pool = BlockPool::new(4).sharing(sharing);
             for tenant in 0..100 {
                 let (mut table, _) = computed_for(&mut pool, Tenant(tenant), &text(65, tenant));
                 pool.release(&mut table);
@@ -356,7 +555,7 @@ mod tests {
     fn blocks_are_counted_and_hold_what_they_are_known_for() {
         let mut random = Random(11);
         let mut below = move |n: usize| (random.uniform() * n as f64) as usize;
-        let mut pool = BlockPool::new(24).reusing(true);
+        let mut pool = BlockPool::new(24).sharing(Sharing::Blocks);
         let mut contents: Vec<Vec<u32>> = vec![Vec::new(); 24]; // what was last computed into each block
         let mut owners = [Tenant::default(); 24];
         let mut live: Vec<(BlockTable, Vec<u32>)> = Vec::new();
@@ -369,7 +568,7 @@ mod tests {
                 let tokens: Vec<u32> =
                     (0..1 + below(5)).flat_map(|_| vec![below(2) as u32; BLOCK_SIZE]).chain([7]).collect();
                 let mut table = BlockTable::new(Tenant(below(3) as u32));
-                let shared = pool.share(&mut table, &tokens);
+                let shared = pool.share(&mut table, &tokens).tokens;
                 if !pool.grow(&mut table, tokens.len()) {
                     pool.release(&mut table);
                     continue;
@@ -394,5 +593,138 @@ mod tests {
                 assert!(tokens.chunks(BLOCK_SIZE).zip(table.iter()).all(|(chunk, &b)| contents[b as usize] == chunk));
             }
         }
+    }
+
+    /// The same of a model with recurrent state, whose state is kept after each of `at` tokens.
+    fn computed_with_state(pool: &mut BlockPool, tokens: &[u32], at: &[usize]) -> (BlockTable, Shared) {
+        let mut table = BlockTable::default();
+        let shared = pool.share(&mut table, tokens);
+        for &at in at.iter().chain([&tokens.len()]).filter(|&&at| at > shared.tokens) {
+            assert!(pool.grow(&mut table, at));
+            pool.fill(&mut table, &tokens[..at]);
+            if at < tokens.len() {
+                pool.keep_state(&mut table, Keep::ForOthers);
+            }
+        }
+        (table, shared)
+    }
+
+    #[test]
+    fn a_sequence_goes_on_where_the_state_was_kept() {
+        let mut pool = BlockPool::new(20).sharing(Sharing::States(4));
+        let first = text(400, 0);
+        let (mut a, shared) = computed_with_state(&mut pool, &first, &[128, 256]);
+        assert_eq!(shared, Shared::default());
+        let mut second = first.clone();
+        second[330] = 9;
+        let (mut b, shared) = computed_with_state(&mut pool, &second, &[]);
+        assert_eq!(shared, Shared { tokens: 256, snapshot: Some(1), known_tokens: 320 }, "the text is known to 320");
+        pool.release(&mut a);
+        pool.release(&mut b);
+        assert_eq!((pool.kept_blocks(), pool.kept_states()), (4, 2), "what lies beyond is of no use to anyone");
+        let mut third = first.clone();
+        third[250] = 9;
+        assert_eq!(pool.share(&mut BlockTable::default(), &third).tokens, 128);
+        assert_eq!(pool.share(&mut BlockTable::default(), &text(400, 1)), Shared::default());
+    }
+
+    #[test]
+    fn a_block_that_is_forgotten_takes_its_state_along() {
+        let mut pool = BlockPool::new(6).sharing(Sharing::States(4));
+        let (mut a, _) = computed_with_state(&mut pool, &text(257, 0), &[64, 256]);
+        pool.release(&mut a);
+        assert_eq!((pool.kept_blocks(), pool.kept_states()), (4, 2));
+        let (mut b, _) = computed_with_state(&mut pool, &text(150, 1), &[]);
+        assert_eq!((pool.kept_blocks(), pool.kept_states()), (1, 1), "three blocks led to the state at 256 alone");
+        pool.release(&mut b);
+        assert_eq!(pool.share(&mut BlockTable::default(), &text(257, 0)).tokens, 64);
+    }
+
+    #[test]
+    fn the_state_of_an_answer_moves_on_with_it() {
+        let mut pool = BlockPool::new(20).sharing(Sharing::States(8));
+        let tokens = text(700, 0);
+        let (mut a, _) = computed_with_state(&mut pool, &tokens[..130], &[128]);
+        for end in (192..=640).step_by(64) {
+            assert!(pool.grow(&mut a, end));
+            pool.fill(&mut a, &tokens[..end]);
+            assert!(pool.keep_state(&mut a, Keep::UntilTheNext).is_some());
+            if end == 256 {
+                assert_eq!(pool.share(&mut BlockTable::default(), &tokens[..300]).tokens, 256, "it is used from now");
+            }
+        }
+        pool.release(&mut a);
+        assert_eq!(pool.kept_states(), 3, "at 128, at 256 and at the end");
+        assert_eq!(pool.share(&mut BlockTable::default(), &tokens).tokens, 640);
+    }
+
+    /// What would take longest to compute again stays, and the newest.
+    #[test]
+    fn snapshots_that_save_little_go_first() {
+        let mut pool = BlockPool::new(100).sharing(Sharing::States(3));
+        let (a, b) = (text(1000, 0), text(1000, 1));
+        let (mut table, _) = computed_with_state(&mut pool, &a, &[64, 640, 704]);
+        pool.release(&mut table);
+        let (mut table, _) = computed_with_state(&mut pool, &b, &[320]);
+        pool.release(&mut table);
+        let shared = |pool: &mut BlockPool, tokens: &[u32]| {
+            let mut table = BlockTable::default();
+            let shared = pool.share(&mut table, tokens).tokens;
+            pool.release(&mut table);
+            shared
+        };
+        assert_eq!((pool.kept_states(), shared(&mut pool, &a), shared(&mut pool, &b)), (3, 704, 320));
+        assert_eq!(shared(&mut pool, &a[..600]), 0, "64 tokens are soon read again");
+    }
+
+    /// Random sequences come, grow and go: states lead to what is counted, and nothing is kept that is of no use.
+    #[test]
+    fn states_are_counted() {
+        let mut random = Random(12);
+        let mut below = move |n: usize| (random.uniform() * n as f64) as usize;
+        let mut pool = BlockPool::new(24).sharing(Sharing::States(5));
+        let mut live: Vec<BlockTable> = Vec::new();
+        let mut hits = 0;
+        for _ in 0..20_000 {
+            if below(3) == 0 && !live.is_empty() {
+                pool.release(&mut live.swap_remove(below(live.len())));
+            } else {
+                let mut table = BlockTable::new(Tenant(below(2) as u32));
+                let tokens: Vec<u32> =
+                    (0..1 + below(6)).flat_map(|_| vec![below(2) as u32; BLOCK_SIZE]).chain([7]).collect();
+                let shared = pool.share(&mut table, &tokens);
+                assert_eq!(shared.tokens > 0, shared.snapshot.is_some());
+                hits += usize::from(shared.tokens > 0);
+                for end in (shared.tokens + BLOCK_SIZE..tokens.len()).step_by(BLOCK_SIZE) {
+                    if !pool.grow(&mut table, end) {
+                        break;
+                    }
+                    pool.fill(&mut table, &tokens[..end]);
+                    match below(3) {
+                        0 => drop(pool.keep_state(&mut table, Keep::ForOthers)),
+                        1 => drop(pool.keep_state(&mut table, Keep::UntilTheNext)),
+                        _ => {}
+                    }
+                }
+                live.push(table);
+            }
+            let states = pool.nodes.values().filter(|known| known.snapshot.is_some()).count();
+            assert_eq!(states, pool.kept_states());
+            assert!(states <= 5 && pool.texts.len() == pool.nodes.len());
+            for (&node, known) in &pool.nodes {
+                let leads = |mut from: u64| {
+                    while from > node && pool.nodes.contains_key(&from) {
+                        from = pool.nodes[&from].text.before;
+                    }
+                    from == node
+                };
+                let beyond = pool.nodes.iter().filter(|(from, known)| known.snapshot.is_some() && leads(**from));
+                assert_eq!(beyond.count(), known.leads_to as usize);
+                let block = &pool.blocks[known.block as usize];
+                assert!(block.node == node && (block.users > 0 || known.leads_to > 0));
+            }
+            assert_eq!(pool.free_blocks(), pool.blocks.iter().filter(|block| block.users == 0).count());
+        }
+        assert!(hits > 1000, "{hits}");
     }
 }

@@ -21,6 +21,12 @@ pub trait Forward: Measure + Send {
     /// Errors: `Error::Cache` when an expert's bytes are not what was written, found at its first use; `Error::Device`.
     fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()>;
 
+    /// Copies what the layers keep of the sequence in `slot` to a snapshot, in the order of passes.
+    fn save_state(&mut self, slot: usize, snapshot: usize);
+
+    /// The same copied back, to any slot: its sequence goes on where the other one stood.
+    fn restore_state(&mut self, slot: usize, snapshot: usize);
+
     /// Brings vectors `[hidden]` to the device, to be added by a [`Tap`] for as long as the caller keeps them too.
     ///
     /// Errors: `Error::Busy` when those of all requests take too much; `Error::Resources` when the device has no memory
@@ -52,6 +58,16 @@ impl<B: Backend> Forward for Model<B> {
 
     fn forward(&mut self, batch: &Batch, tap: Option<&mut Tap>) -> Result<()> {
         self.forward(batch, tap)
+    }
+
+    fn save_state(&mut self, slot: usize, snapshot: usize) {
+        self.kv.save_state(&self.backend, slot, snapshot);
+        self.weights.tables.save(slot, snapshot);
+    }
+
+    fn restore_state(&mut self, slot: usize, snapshot: usize) {
+        self.kv.restore_state(&self.backend, slot, snapshot);
+        self.weights.tables.restore(slot, snapshot);
     }
 
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use crate::backend::Backend;
 use crate::config::KvBits;
-use crate::model::{LayerConfig, ModelConfig, Selection};
+use crate::model::{LayerConfig, ModelConfig, Selection, StateShape};
 use crate::{Error, Result};
 
 /// What one layer keeps of sequences.
@@ -18,8 +18,7 @@ impl<B: Backend> LayerCache<B> {
     fn new(
         backend: &B,
         (layer, hidden): (&LayerConfig, usize),
-        blocks: usize,
-        slots: usize,
+        CacheSize { blocks, slots, .. }: CacheSize,
         bits: KvBits,
     ) -> Result<Self> {
         let kv = match layer.attention.kv_dims() {
@@ -55,20 +54,68 @@ impl<B: Backend> LayerCache<B> {
     pub(super) fn ngrams(&mut self) -> &mut B::State {
         self.ngrams.as_mut().expect("the layer has n-grams")
     }
+
+    /// All that it keeps of sequences by slot.
+    fn states(&self) -> impl Iterator<Item = &B::State> {
+        self.state.iter().chain(&self.ngrams)
+    }
+
+    fn states_mut(&mut self) -> impl Iterator<Item = &mut B::State> {
+        self.state.iter_mut().chain(&mut self.ngrams)
+    }
+}
+
+/// What there is room for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CacheSize {
+    /// Blocks of keys and values.
+    pub blocks: usize,
+    /// Sequences that run, each with its recurrent state.
+    pub slots: usize,
+    /// Recurrent states that are kept on the host.
+    pub snapshots: usize,
 }
 
 /// Storage of all layers.
 pub struct KvCache<B: Backend> {
     /// By layer.
     pub layers: Vec<LayerCache<B>>,
+    snapshots: B::Host, // [snapshots, numbers of a sequence's state]
+    of_sequence: usize, // numbers
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Storage for `blocks` blocks, or the state of `slots` sequences, in every layer. Memory is taken as they are
-    /// first used.
-    pub fn new(backend: &B, model: &ModelConfig, blocks: usize, slots: usize, bits: KvBits) -> Result<Self> {
-        let layers = model.layers.iter().map(|l| LayerCache::new(backend, (l, model.hidden_size), blocks, slots, bits));
-        Ok(Self { layers: layers.collect::<Result<_>>()? })
+    /// Storage of this size in every layer. Memory is taken as it is first used.
+    pub fn new(backend: &B, model: &ModelConfig, size: CacheSize, bits: KvBits) -> Result<Self> {
+        let hidden = model.hidden_size;
+        let layers = model.layers.iter().map(|layer| LayerCache::new(backend, (layer, hidden), size, bits));
+        let states = model.layers.iter().flat_map(|layer| layer.states(hidden)).flatten();
+        let of_sequence = states.map(StateShape::total).sum();
+        Ok(Self {
+            layers: layers.collect::<Result<_>>()?,
+            snapshots: backend.host(size.snapshots * of_sequence)?,
+            of_sequence,
+        })
+    }
+
+    /// Copies the state in `slot` of all layers to a snapshot.
+    pub(super) fn save_state(&mut self, backend: &B, slot: usize, snapshot: usize) {
+        let mut to = &mut self.snapshots[snapshot * self.of_sequence..][..self.of_sequence];
+        for state in self.layers.iter().flat_map(LayerCache::states) {
+            let (of_layer, rest) = to.split_at_mut(backend.state_len(state));
+            backend.save_state(state, slot, of_layer);
+            to = rest;
+        }
+    }
+
+    /// The same, back.
+    pub(super) fn restore_state(&mut self, backend: &B, slot: usize, snapshot: usize) {
+        let mut from = &self.snapshots[snapshot * self.of_sequence..][..self.of_sequence];
+        for state in self.layers.iter_mut().flat_map(LayerCache::states_mut) {
+            let (of_layer, rest) = from.split_at(backend.state_len(state));
+            backend.restore_state(state, slot, of_layer);
+            from = rest;
+        }
     }
 }
 

@@ -55,6 +55,7 @@ pub(super) struct Tables {
     all: Vec<Table>,
     config: Option<model::Ngrams>, // of all of them
     history: Vec<Vec<u32>>,        // by slot: the tokens before the next one, the newest first
+    saved: Vec<Vec<u32>>,          // the same by snapshot
     rows: Vec<usize>,              // of some tokens
     numbers: Vec<f32>,             // the same
 }
@@ -89,6 +90,7 @@ impl Tables {
             all: model.ngrams().map(table).collect::<Result<_>>()?,
             config: model.ngrams().next().map(|(_, config)| config.clone()),
             history: Vec::new(),
+            saved: Vec::new(),
             rows: Vec::new(),
             numbers: Vec::new(),
         })
@@ -128,11 +130,29 @@ impl Tables {
         }
         let last: Vec<(usize, Vec<u32>)> = tokens.last().collect();
         for (slot, tokens) in last {
-            self.history.resize(self.history.len().max(slot + 1), Vec::new());
-            self.history[slot] = tokens;
+            put(&mut self.history, slot, tokens);
         }
         Ok(())
     }
+
+    /// Keeps the last tokens of the sequence in `slot` with a snapshot of its state.
+    pub(super) fn save(&mut self, slot: usize, snapshot: usize) {
+        if let Some(tokens) = self.history.get(slot) {
+            put(&mut self.saved, snapshot, tokens.clone());
+        }
+    }
+
+    /// The sequence in `slot` goes on after those tokens.
+    pub(super) fn restore(&mut self, slot: usize, snapshot: usize) {
+        if let Some(tokens) = self.saved.get(snapshot) {
+            put(&mut self.history, slot, tokens.clone());
+        }
+    }
+}
+
+fn put(all: &mut Vec<Vec<u32>>, at: usize, tokens: Vec<u32>) {
+    all.resize(all.len().max(at + 1), Vec::new());
+    all[at] = tokens;
 }
 
 /// The tokens that n-grams of a batch are made of.

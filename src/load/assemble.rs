@@ -13,7 +13,7 @@ use crate::backend::cpu::Cpu;
 use crate::experts::cpu::CpuExperts;
 use crate::experts::{Epilogue, ExpertExecutor};
 use crate::forward::Model;
-use crate::forward::kv_cache::KvCache;
+use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
 use crate::machine::topology;
 
@@ -25,7 +25,7 @@ pub fn assemble(
     machine: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
-    let CpuPlan { experts: expert_bytes, max_context, kv_blocks, .. } = match budget {
+    let CpuPlan { experts: expert_bytes, max_context, kv_blocks, snapshots, .. } = match budget {
         #[cfg(feature = "cuda")]
         Budget::Gpu(cuda, plan) => return super::gpu::assemble(spec, stored, (cuda, plan), machine, report),
         Budget::Cpu(plan) => plan,
@@ -48,7 +48,8 @@ pub fn assemble(
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, model, kv_blocks, config.max_sequences, config.kv)?;
+    let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, snapshots };
+    let kv = KvCache::new(&backend, model, size, config.kv)?;
     if expert_bytes >= SMALL_BYTES {
         let rates = CpuRates::measure(spec, &machine, tokens)?;
         let expected = speed::on_cpu(spec, &rates, tokens)?;
@@ -62,6 +63,7 @@ pub fn assemble(
     Ok(Loaded {
         model,
         kv_blocks,
+        snapshots,
         max_context,
         max_batch_tokens: tokens,
         device: None,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::machine::{Machine, RESERVE_BYTES, gib};
-use super::memory::Counted;
+use super::memory::{Counted, snapshots};
 use super::remedy;
 use super::spec::Spec;
 use crate::backend::batch::BLOCK_SIZE;
@@ -32,12 +32,16 @@ pub struct CpuPlan {
     pub buffers: u64,
     /// Recurrent state of all sequences.
     pub states: u64,
+    /// Snapshots of recurrent state.
+    pub state_cache: u64,
     /// KV cache.
     pub kv: u64,
     /// Tokens a sequence may hold.
     pub max_context: usize,
     /// Blocks of the KV cache.
     pub kv_blocks: usize,
+    /// How many snapshots.
+    pub snapshots: usize,
 }
 
 impl Budget {
@@ -105,7 +109,8 @@ impl CpuPlan {
         check_no_gpu(config)?;
         spec.check_context()?;
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
-        let Counted { weights: dense, buffers, states, kv_token } = Counted::of(spec, &machine.team, machine.kernel)?;
+        let Counted { weights: dense, buffers, states, kv_token, snapshot } =
+            Counted::of(spec, &machine.team, machine.kernel)?;
         let experts = spec.expert_bytes()?;
         let weights = dense.saturating_add(experts);
         let needed = weights.saturating_add(buffers).saturating_add(states);
@@ -117,6 +122,11 @@ impl CpuPlan {
             return Ok(Err(Short { needed: needed_with_kv, available }));
         }
         let free = available - needed;
+        // The context first, if it is chosen.
+        let chosen = per_token.saturating_mul(config.max_context.unwrap_or(BLOCK_SIZE) as u64);
+        let snapshots = snapshots(config, snapshot, free.saturating_sub(chosen))?;
+        let state_cache = snapshots as u64 * snapshot;
+        let free = free - state_cache;
         let max_context = match config.max_context {
             Some(n) => {
                 kv_cache::check_fits(n, per_token, free)?;
@@ -129,7 +139,7 @@ impl CpuPlan {
         let all = (free / 2 / per_token) as usize / BLOCK_SIZE;
         let kv_blocks = all.clamp(one, one.saturating_mul(config.max_sequences));
         let kv = (kv_blocks.saturating_mul(BLOCK_SIZE) as u64).saturating_mul(per_token);
-        Ok(Ok(Self { weights: dense, experts, buffers, states, kv, max_context, kv_blocks }))
+        Ok(Ok(Self { weights: dense, experts, buffers, states, state_cache, kv, max_context, kv_blocks, snapshots }))
     }
 }
 

@@ -27,7 +27,7 @@ use crate::experts::cost::CostModel;
 use crate::experts::gpu::{GpuExperts, Prefill, Sizes};
 use crate::experts::{CpuExperts, Epilogue, ExpertExecutor};
 use crate::forward::Model;
-use crate::forward::kv_cache::KvCache;
+use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::machine::topology;
@@ -83,7 +83,8 @@ pub(super) fn assemble(
         }
         _ => None,
     };
-    let kv = KvCache::new(&backend, model, plan.kv_blocks, config.max_sequences, config.kv)?;
+    let size = CacheSize { blocks: plan.kv_blocks, slots: config.max_sequences, snapshots: plan.snapshots };
+    let kv = KvCache::new(&backend, model, size, config.kv)?;
     let rates = GpuRates { vram_bytes, speeds };
     let expected = on_gpu(&plan, spec, &rates)?;
     let device = describe(&plan, model, speeds, backend.library(), &expected);
@@ -93,6 +94,7 @@ pub(super) fn assemble(
     Ok(Loaded {
         model,
         kv_blocks: plan.kv_blocks,
+        snapshots: plan.snapshots,
         max_context: plan.max_context,
         max_batch_tokens: plan.limits.tokens,
         device: Some(device),

@@ -3,20 +3,20 @@
 use std::sync::Arc;
 
 use super::spec::Spec;
-use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cpu::Cpu;
 use crate::backend::source::Shapes;
-use crate::config::DenseBits;
+use crate::config::{DenseBits, EngineConfig};
 use crate::experts::Epilogue;
 use crate::experts::cpu::Buffers;
 use crate::forward::Model;
-use crate::forward::kv_cache::KvCache;
+use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
 use crate::kernel::{self, Kernel};
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 use crate::model::ModelConfig;
+use crate::{Error, Result};
 
 /// Bytes that a model takes beside its routed experts.
 pub(super) struct Counted {
@@ -28,6 +28,8 @@ pub(super) struct Counted {
     pub(super) states: u64,
     /// KV cache of one token.
     pub(super) kv_token: u64,
+    /// Recurrent state of a sequence, as it is kept.
+    pub(super) snapshot: u64,
 }
 
 impl Counted {
@@ -38,15 +40,21 @@ impl Counted {
         let heap = Heap::plan();
         let backend = Cpu::new(team.clone(), kernel).with(&heap, limits.max_rows());
         let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
-        let kv = KvCache::new(&backend, model, 0, config.max_sequences, config.kv)?;
+        let kv = KvCache::new(
+            &backend,
+            model,
+            CacheSize { slots: config.max_sequences, ..CacheSize::default() },
+            config.kv,
+        )?;
         count_experts(spec, &heap, kernel, team.threads(), limits.tokens)?;
         Model::new(backend, model.clone(), weights, None, kv, limits)?;
 
-        let caches = |blocks, slots| cache_bytes(spec, blocks, slots);
-        let (weights, states) = (weight_bytes(model, config.dense)?, caches(0, config.max_sequences)?);
+        let caches = |blocks, slots, snapshots| cache_bytes(spec, CacheSize { blocks, slots, snapshots });
+        let (weights, states) = (weight_bytes(model, config.dense)?, caches(0, config.max_sequences, 0)?);
         let rest = Epilogue::load(&heap, &Shapes, model).map(|_| heap.bytes())?.saturating_sub(weights);
-        let kv_token = caches(1, 0)? / BLOCK_SIZE as u64;
-        Ok(Self { weights, buffers: rest.saturating_sub(states), states, kv_token })
+        let kv_token = caches(1, 0, 0)? / BLOCK_SIZE as u64;
+        let snapshot = caches(0, 0, 1)?;
+        Ok(Self { weights, buffers: rest.saturating_sub(states), states, kv_token, snapshot })
     }
 }
 
@@ -70,11 +78,44 @@ pub(super) fn weight_bytes(model: &ModelConfig, dense: DenseBits) -> Result<u64>
     Ok(heap.bytes())
 }
 
-/// Bytes of `blocks` blocks of keys and values, and the recurrent state of `slots` sequences.
-pub(super) fn cache_bytes(spec: &Spec<'_>, blocks: usize, slots: usize) -> Result<u64> {
+/// Bytes of keys and values, and of recurrent state.
+pub(super) fn cache_bytes(spec: &Spec<'_>, size: CacheSize) -> Result<u64> {
     let (heap, backend) = counting()?;
-    KvCache::new(&backend, spec.model, blocks, slots, spec.config.kv)?;
+    KvCache::new(&backend, spec.model, size, spec.config.kv)?;
     Ok(heap.bytes())
+}
+
+/// Snapshots for each sequence that runs, where their number is not chosen: of conversations that wait for their next
+/// turn, a few each.
+const SNAPSHOTS: u64 = 4;
+
+/// How many snapshots of recurrent state, of `one` bytes each, are kept where `free` bytes are left.
+///
+/// Errors: `--state-cache` is more than that, or holds none.
+pub(super) fn snapshots(config: &EngineConfig, one: u64, free: u64) -> Result<usize> {
+    if one == 0 || !config.prefix_cache {
+        return Ok(0);
+    }
+    let mib = |bytes: u64| bytes as f64 / (1u64 << 20) as f64;
+    let count = match config.state_cache {
+        Some(bytes) if bytes > free => {
+            return Err(Error::Resources(format!(
+                "--state-cache {:.0}MiB: {:.0} MiB of memory are free beside the model: give at most that",
+                mib(bytes),
+                mib(free)
+            )));
+        }
+        Some(bytes) if 0 < bytes && bytes < one => {
+            return Err(Error::Invalid(format!(
+                "--state-cache {:.1}MiB: the state of a sequence of this model has {:.1} MiB: give more, or 0 for none",
+                mib(bytes),
+                mib(one)
+            )));
+        }
+        Some(bytes) => bytes / one,
+        None => (free / 8 / one).min(SNAPSHOTS * config.max_sequences as u64),
+    };
+    Ok(count as usize)
 }
 
 /// A CPU that takes no scratch memory and computes nothing, and the heap that counts what is put onto it.
@@ -87,7 +128,7 @@ fn counting() -> Result<(Heap, Cpu)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{EngineConfig, ExpertBits};
+    use crate::config::ExpertBits;
     use crate::load::Kept;
     use crate::model::families;
 

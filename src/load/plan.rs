@@ -120,13 +120,15 @@ struct Estimator<'a> {
 impl Estimator<'_> {
     fn on_cpu(&self) -> Result<Plan> {
         let Self { spec, machine, .. } = *self;
-        let CpuPlan { weights, experts, buffers, states, kv, max_context, kv_blocks } = CpuPlan::new(&spec, machine)?;
+        let CpuPlan { weights, experts, buffers, states, state_cache, kv, max_context, kv_blocks, .. } =
+            CpuPlan::new(&spec, machine)?;
         let config = spec.config;
         let parts = [
             ("dense weights", weights, 0),
             ("experts", experts, 0),
             ("KV cache", kv, 0),
             ("recurrent state", states, 0),
+            ("state cache", state_cache, 0),
             ("activations", buffers, 0),
             ("expert cache", 0, experts),
         ];
@@ -281,6 +283,7 @@ mod gpu {
                 part("driver and kernels", CONTEXT_BYTES, 0, 0),
                 part("dense weights", plan.weights, 0, 0),
                 part("KV cache", plan.kv, 0, 0),
+                part("state cache", 0, plan.state_cache, 0),
                 part("buffers", plan.buffers, plan.host_bytes(&spec, machine)?, 0),
                 part("resident experts", plan.resident, 0, 0),
                 part("passing experts", plan.ring, 0, 0),

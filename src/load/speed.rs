@@ -26,6 +26,7 @@ use crate::Result;
 use crate::backend::Routing;
 use crate::config::DenseBits;
 use crate::experts::{CpuExperts, ExpertMemory};
+use crate::forward::kv_cache::CacheSize;
 use crate::machine::heap::Heap;
 use crate::machine::memory::{Pages, read_bandwidth};
 use crate::model::{Ffn, LayerConfig, ModelConfig, Moe};
@@ -75,11 +76,12 @@ impl TokenWork {
         let embedding = 2.0 * model.hidden_size as f64 * model.vocab_size as f64;
         let moe = model.moe();
         // Where rows have no groups, a GPU keeps them as they are, and the CPU was refused.
+        let a_sequence = CacheSize { slots: 1, ..CacheSize::default() };
         let weights = weight_bytes(model, config.dense).or_else(|_| weight_bytes(model, DenseBits::Bf16))?;
         Ok(Self {
             layers: model.layers.len(),
             // A token's states are read and written.
-            dense_bytes: (weights as f64 - embedding).max(0.0) + 2.0 * cache_bytes(spec, 0, 1)? as f64,
+            dense_bytes: (weights as f64 - embedding).max(0.0) + 2.0 * cache_bytes(spec, a_sequence)? as f64,
             dense_products: model.layers.iter().map(|layer| layer.dense_products(model.hidden_size)).sum(),
             attention_products: model.layers.iter().map(|layer| layer.attention.products_per_pair() as f64).sum(),
             top_k: moe.map_or(0, |moe| moe.router.top_k),

@@ -128,6 +128,13 @@ pub struct StateShape {
     pub numbers: usize,
 }
 
+impl StateShape {
+    /// Numbers of a sequence.
+    pub fn total(self) -> usize {
+        self.past_inputs * self.channels + self.numbers
+    }
+}
+
 /// What a kind of attention needs and costs: only its own file knows which kind it is.
 pub trait Facts {
     /// What it caches of a position, if it has keys and values.

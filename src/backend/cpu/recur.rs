@@ -68,6 +68,29 @@ impl Recur for Cpu {
         }
     }
 
+    fn state_len(&self, state: &State) -> usize {
+        (state.inputs.len() + state.heads.len()) / state.slots
+    }
+
+    fn save_state(&self, state: &State, slot: usize, out: &mut [f32]) {
+        let [inputs, heads] = [&state.inputs, &state.heads].map(|part| {
+            let len = part.len() / state.slots;
+            &part[slot * len..(slot + 1) * len]
+        });
+        let (to_inputs, to_heads) = out.split_at_mut(inputs.len());
+        to_inputs.copy_from_slice(inputs);
+        to_heads.copy_from_slice(heads);
+    }
+
+    fn restore_state(&self, state: &mut State, slot: usize, mut from: &[f32]) {
+        for part in [&mut state.inputs, &mut state.heads] {
+            let len = part.len() / state.slots;
+            let (of_part, rest) = from.split_at(len);
+            part[slot * len..(slot + 1) * len].copy_from_slice(of_part);
+            from = rest;
+        }
+    }
+
     fn delta_scratch(&self, _: &model::DeltaNet, _: usize) -> Result<()> {
         Ok(())
     }

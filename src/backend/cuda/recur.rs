@@ -51,6 +51,28 @@ impl Recur for CudaBackend {
         }
     }
 
+    fn state_len(&self, state: &State) -> usize {
+        (state.inputs.len() + state.heads.len()) / state.slots
+    }
+
+    fn save_state(&self, state: &State, slot: usize, mut out: &mut [f32]) {
+        for part in [&state.inputs, &state.heads] {
+            let len = part.len() / state.slots;
+            let (of_part, rest) = out.split_at_mut(len);
+            self.cuda.download(&self.cuda.compute, part.address().add(slot * len), of_part);
+            out = rest;
+        }
+    }
+
+    fn restore_state(&self, state: &mut State, slot: usize, mut from: &[f32]) {
+        for part in [&state.inputs, &state.heads] {
+            let len = part.len() / state.slots;
+            let (of_part, rest) = from.split_at(len);
+            self.cuda.upload(&self.cuda.compute, part.address().add(slot * len), of_part);
+            from = rest;
+        }
+    }
+
     fn delta_scratch(&self, config: &DeltaNet, max_tokens: usize) -> Result<DeltaScratch> {
         let chunked = if max_tokens < CHUNKED_FROM { 0 } else { max_tokens * config.num_value_heads };
         Ok(DeltaScratch {

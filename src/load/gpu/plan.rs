@@ -7,11 +7,11 @@ use crate::config::{EngineConfig, KvBits, PrefillOn};
 use crate::cuda::{Cuda, DeviceInfo};
 use crate::experts::gpu::{GpuExperts, Sizes};
 use crate::experts::{Epilogue, ExpertShape};
-use crate::forward::kv_cache::KvCache;
+use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
 use crate::load::machine::{Machine, RESERVE_BYTES, gib};
-use crate::load::memory::count_experts;
+use crate::load::memory::{count_experts, snapshots};
 use crate::load::spec::Spec;
 use crate::machine::heap::Heap;
 use crate::{Error, Result};
@@ -53,6 +53,10 @@ pub struct GpuPlan {
     pub max_context: usize,
     /// Blocks of the KV cache.
     pub kv_blocks: usize,
+    /// Snapshots of recurrent state, in pinned RAM.
+    pub state_cache: u64,
+    /// How many.
+    pub snapshots: usize,
     /// Tokens of a pass and of its parts.
     pub limits: Limits,
     /// Of the experts; `None`: a dense model.
@@ -96,7 +100,12 @@ impl GpuPlan {
         };
         let available = machine.available_bytes.saturating_sub(RESERVE_BYTES);
         let needed = plan.ram.saturating_add(plan.host_bytes(spec, machine)?);
-        Ok(if needed <= available { Ok(plan) } else { Err(Short::Ram { needed, available }) })
+        if needed > available {
+            return Ok(Err(Short::Ram { needed, available }));
+        }
+        let one = planner.snapshot_bytes(plan.max_context)?;
+        let snapshots = snapshots(spec.config, one, available - needed)?;
+        Ok(Ok(GpuPlan { snapshots, state_cache: snapshots as u64 * one, ..plan }))
     }
 }
 
@@ -189,6 +198,16 @@ impl Planner<'_> {
         }
     }
 
+    /// Pinned RAM of a snapshot of recurrent state.
+    fn snapshot_bytes(&self, context: usize) -> Result<u64> {
+        let cuda = Cuda::plan(self.device.clone());
+        let backend = CudaBackend::new(cuda.clone(), gpu_limits(self.spec.config, context))?;
+        let own = cuda.pinned();
+        let size = CacheSize { snapshots: 1, ..CacheSize::default() };
+        KvCache::new(&backend, self.spec.model, size, self.spec.config.kv)?;
+        Ok(cuda.pinned() - own)
+    }
+
     /// Context and KV cache, of `block` bytes a block, beside what was counted.
     fn context(&self, limits: Limits, counted: &Counted, block: u64) -> Attempt {
         let Spec { model, config, .. } = self.spec;
@@ -216,6 +235,8 @@ impl Planner<'_> {
             ram: 0,
             max_context,
             kv_blocks,
+            snapshots: 0,
+            state_cache: 0,
             limits,
             sizes: None,
         }))
@@ -321,7 +342,8 @@ impl Counted {
         let own = cuda.allocated();
         let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
         let weights_bytes = cuda.allocated() - own;
-        let kv = KvCache::new(&backend, model, kv_blocks, config.max_sequences, config.kv)?;
+        let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, snapshots: 0 };
+        let kv = KvCache::new(&backend, model, size, config.kv)?;
         let kv_bytes = cuda.allocated() - own - weights_bytes;
         let model = Model::new(backend, model.clone(), weights, None, kv, limits)?;
         let all = cuda.allocated();
