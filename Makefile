@@ -1,7 +1,7 @@
 # The dev profile is optimized (see Cargo.toml), so that tests run fast without the long link of a release build.
 .PHONY: test lint kernels emulator python attack
 
-# Of the Python package, and of what writes GGUF files for tests/gguf.rs.
+# Of the Python package, of what writes GGUF files for tests/gguf.rs, and of what chat templates are held against.
 PYTHON = target/python/bin
 
 test: emulator
@@ -52,7 +52,7 @@ python: $(PYTHON)/maturin
 
 $(PYTHON)/maturin:
 	python3 -m venv target/python
-	$(PYTHON)/pip install --quiet clang-format==23.1.5 gguf maturin mypy numpy pytest
+	$(PYTHON)/pip install --quiet clang-format==23.1.5 gguf jinja2 maturin mypy numpy pytest
 
 # What a hostile client, model, hub or disk might do, against a release build; the report is target/attack/report.md.
 MINUTES = 30

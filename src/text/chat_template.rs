@@ -9,6 +9,7 @@ mod child;
 mod frame;
 mod jinja;
 mod process;
+mod python;
 mod strftime;
 
 use std::ffi::OsString;
@@ -158,7 +159,8 @@ impl ChatTemplate {
     }
 }
 
-/// All variables of a template. The last of those with the same name counts.
+/// All variables of a template. The last of those with the same name counts. What the conversation does not have is
+/// none, as in transformers.
 struct Variables<'a> {
     special_tokens: &'a Map<String, Value>,
     messages: &'a [Value],
@@ -168,6 +170,9 @@ struct Variables<'a> {
 impl Serialize for Variables<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
+        for name in ["tools", "documents"] {
+            map.serialize_entry(name, &Value::Null)?;
+        }
         for (name, value) in self.special_tokens.iter().chain(&self.options.kwargs) {
             map.serialize_entry(name, value)?;
         }

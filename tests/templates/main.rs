@@ -7,6 +7,7 @@
 mod common;
 mod generated;
 mod hostile;
+mod jinja2;
 mod served;
 
 use std::sync::Once;
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use moebius::cli::RENDER_TEMPLATES;
 use moebius::text::chat_template::{self, ChatTemplate, RenderOptions};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// What ends within 2 s of processor time may take this long on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -22,12 +23,28 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Resident memory of a process that renders, at most.
 const MAX_RSS_BYTES: i64 = 256 << 20;
 
+/// The tokens that templates may name.
+const SPECIAL_TOKENS: [(&str, &str); 3] = [("bos_token", "<s>"), ("eos_token", "</s>"), ("pad_token", "<pad>")];
+
 /// A template rendered as the command renders it: compiled and rendered in a process of its own.
 fn compile(source: &str) -> moebius::Result<ChatTemplate> {
     static SAID: Once = Once::new();
     let program = || std::env::var_os("CARGO_BIN_EXE_moebius").unwrap_or(env!("CARGO_BIN_EXE_moebius").into());
     SAID.call_once(|| chat_template::render_in(vec![program(), RENDER_TEMPLATES.into()]));
-    ChatTemplate::compile(source, Map::from_iter([("bos_token".to_string(), json!("<s>"))]))
+    ChatTemplate::compile(
+        source,
+        SPECIAL_TOKENS.map(|(name, text)| (name.to_string(), json!(text))).into_iter().collect(),
+    )
+}
+
+/// Templates of models by name, which llama.cpp has for its tests; `None` where they are missing.
+fn collection() -> Option<Vec<(String, String)>> {
+    let folder = std::fs::read_dir(common::root().join("target/vocabularies/templates")).ok()?;
+    let mut paths: Vec<_> = folder.map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "jinja"));
+    paths.sort();
+    let name = |path: &std::path::PathBuf| path.file_stem().unwrap().to_string_lossy().into_owned();
+    Some(paths.iter().map(|path| (name(path), std::fs::read_to_string(path).unwrap())).collect())
 }
 
 fn messages() -> Vec<Value> {
@@ -111,31 +128,6 @@ fn a_template_from_elsewhere_renders_as_in_this_process() {
     let refuses = compile("{{ raise_exception('only\\nusers, ' ~ 'please '*1000) }}").unwrap();
     let words = render(&refuses).unwrap_err().to_string();
     assert!(words.starts_with("only users, please please") && words.chars().count() == 201, "{words}");
-}
-
-/// Templates of models, which llama.cpp has for its tests.
-#[test]
-fn templates_of_models_write_a_chat() {
-    let folder = common::root().join("target/vocabularies/templates");
-    if !folder.is_dir() {
-        eprintln!("skipped: no target/vocabularies/templates (llama.cpp's models/templates; .ci/run gets them)");
-        return;
-    }
-    let texts = ["How many are there?", "There are two.", "Which ones?"];
-    let roles = ["user", "assistant", "user"];
-    let messages: Vec<Value> =
-        roles.iter().zip(texts).map(|(role, text)| json!({"role": role, "content": text})).collect();
-    let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
-    for name in
-        ["StepFun3.5-Flash", "poolside-Laguna-XS.2", "poolside-Laguna-S-2.1", "Cohere2MoE", "google-gemma-4-31B-it"]
-    {
-        let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
-        let text = compile(&source).unwrap().render(&messages, &options).unwrap();
-        let mut rest = text.as_str();
-        for wanted in texts {
-            rest = rest.split_once(wanted).unwrap_or_else(|| panic!("{name} lacks {wanted:?}: {text}")).1;
-        }
-    }
 }
 
 #[test]

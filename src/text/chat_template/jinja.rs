@@ -3,11 +3,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, ErrorKind};
 
-use super::RenderFailure;
 use super::strftime::strftime_now;
+use super::{RenderFailure, python};
 
 /// Maximum steps of a template: far above any real conversation, far below a hang.
 const FUEL: u64 = 20_000_000;
@@ -27,7 +27,21 @@ impl Jinja {
         env.set_lstrip_blocks(true);
         env.set_fuel(Some(FUEL));
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.set_formatter(python::print);
         env.add_filter("tojson", tojson);
+        env.add_filter(
+            "string",
+            |value: Value| if value.kind() == ValueKind::String { value } else { python::text(&value).into() },
+        );
+        env.add_filter("upper", |value: Value| python::text(&value).to_uppercase());
+        env.add_filter("lower", |value: Value| python::text(&value).to_lowercase());
+        env.add_filter("trim", |value: Value, chars: Option<String>| match chars {
+            Some(chars) => python::text(&value).trim_matches(|c| chars.contains(c)).to_string(),
+            None => python::text(&value).trim().to_string(),
+        });
+        env.add_filter("join", join);
+        env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+        env.add_test("sequence", is_sequence);
         env.add_function("raise_exception", raise_exception);
         env.add_function("strftime_now", strftime_now);
         caught(|| env.add_template_owned("chat_template", without_generation_tags(source)).map_err(|e| broken(&e)))?;
@@ -134,13 +148,24 @@ fn words(text: &str) -> String {
     line
 }
 
-/// `json.dumps(value, ensure_ascii=False)`: no HTML escapes, a space after each comma and colon.
+/// What has a length and items by their place or key, as text and objects do.
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
+}
+
+/// The texts of all items.
+fn join(items: Value, between: Option<Value>) -> std::result::Result<String, minijinja::Error> {
+    let texts: Vec<String> = items.try_iter()?.map(|item| python::text(&item)).collect();
+    Ok(texts.join(&between.as_ref().map(python::text).unwrap_or_default()))
+}
+
+/// `json.dumps(value, ensure_ascii=False)`: no HTML escapes, a space after each comma and colon. Separators of its own
+/// are not known.
 fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja::Error> {
     let indent: Option<usize> = kwargs.get("indent")?;
     let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
-    for accepted in ["ensure_ascii", "separators"] {
-        kwargs.get::<Option<Value>>(accepted)?;
-    }
+    let ensure_ascii: Option<bool> = kwargs.get("ensure_ascii")?;
+    kwargs.get::<Option<Value>>("separators")?;
     kwargs.assert_all_used()?;
     let failed = |e: serde_json::Error| {
         minijinja::Error::new(ErrorKind::InvalidOperation, format!("cannot serialize to JSON: {e}"))
@@ -161,7 +186,14 @@ fn tojson(value: Value, kwargs: Kwargs) -> std::result::Result<Value, minijinja:
         }
     };
     written.map_err(failed)?;
-    Ok(Value::from_safe_string(String::from_utf8(out).expect("serde_json writes UTF-8")))
+    let text = String::from_utf8(out).expect("serde_json writes UTF-8");
+    Ok(if ensure_ascii == Some(true) { ascii(&text) } else { text }.into())
+}
+
+/// JSON with escapes for all other characters.
+fn ascii(json: &str) -> String {
+    let escaped = |c: char| c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect::<String>();
+    json.chars().map(|c| if c.is_ascii() { c.to_string() } else { escaped(c) }).collect()
 }
 
 /// The separators of Python's `json.dumps`.
