@@ -3,6 +3,7 @@
 //! ```text
 //! tokenizer        text to tokens and back
 //! chat_template    a conversation to a prompt
+//! history          past turns, as a template reads them
 //! content          which text of a prompt is the template's
 //! grammar          constraints of an answer's text
 //! reply            reasoning, content and calls in an answer's text
@@ -15,6 +16,7 @@
 pub mod chat_template;
 pub mod content;
 pub mod grammar;
+pub mod history;
 pub mod model;
 pub mod reply;
 pub mod stream;

@@ -107,7 +107,7 @@ impl Conversation {
         };
         let mut messages = self.messages.clone();
         let begun = if self.continues { messages.pop() } else { None };
-        syntax.adapt_history(&mut messages);
+        model.adapt_history(&mut messages).map_err(|e| ApiError::of_field("messages", e))?;
         let options = RenderOptions { add_generation_prompt: true, tools, kwargs: self.kwargs.clone() };
         let mut text = model.render(&messages, &options).map_err(|e| ApiError::of_field("messages", e))?;
         let mut start = syntax.start(text.as_str());

@@ -12,6 +12,7 @@ use crate::load::{self, Description, LoadProgress, ModelFolder};
 use crate::text::chat_template::{ChatTemplate, RenderOptions};
 use crate::text::content::{Markers, PromptText};
 use crate::text::grammar::{Grammar, Grammars};
+use crate::text::history::History;
 use crate::text::reply::Syntax;
 use crate::text::stream::TextStream;
 use crate::text::tokenizer::Tokenizer;
@@ -25,6 +26,7 @@ pub struct TextModel {
     template: Option<Arc<ChatTemplate>>,
     markers: Option<Arc<Markers>>,
     syntax: Arc<Syntax>,
+    history: Arc<OnceLock<History>>, // known when a conversation first needs it
     grammars: Arc<OnceLock<Result<Grammars>>>,
     long_text: Arc<Mutex<()>>,
     sampling: SamplingParams,
@@ -52,6 +54,7 @@ impl TextModel {
             tokenizer: Arc::new(text.tokenizer),
             template: text.template.map(Arc::new),
             markers: text.markers.map(Arc::new),
+            history: Arc::default(),
             grammars: Arc::default(),
             long_text: Arc::default(),
             sampling: text.sampling,
@@ -83,6 +86,24 @@ impl TextModel {
     /// Errors: `Error::Invalid` without a template, or when it refuses the conversation.
     pub fn chat_prompt(&self, messages: &[Value], options: &RenderOptions) -> Result<Vec<u32>> {
         self.encode(&self.render(messages, options)?)
+    }
+
+    /// Brings past turns of `messages`, as clients send them, into the form that the chat template reads.
+    ///
+    /// Errors: as [`ChatTemplate::render`], but for a refusal.
+    pub fn adapt_history(&self, messages: &mut [Value]) -> Result<()> {
+        if !messages.iter().any(|message| message["role"] == "assistant") {
+            return Ok(());
+        }
+        let history = match self.history.get() {
+            Some(history) => *history,
+            None => {
+                let probed = History::of(self.template()?)?;
+                *self.history.get_or_init(|| probed)
+            }
+        };
+        history.adapt(messages);
+        Ok(())
     }
 
     /// The text of that prompt, with the places that the messages wrote.

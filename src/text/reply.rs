@@ -11,7 +11,6 @@
 //! tags, harmony        the parsers
 //! parser               one reply
 //! calls                the grammar of calls
-//! history              past calls, as templates read them
 //! syntax               a chat template's syntax
 //! ```
 
@@ -21,7 +20,6 @@ mod calls;
 mod format;
 mod harmony;
 mod head;
-mod history;
 mod id;
 mod json;
 mod parameters;

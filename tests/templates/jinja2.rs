@@ -6,6 +6,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 
 use moebius::text::chat_template::RenderOptions;
+use moebius::text::history::History;
 use serde_json::{Map, Value, json};
 
 use super::common::{root, say_skipped};
@@ -189,4 +190,37 @@ fn templates_of_models_render_as_in_transformers() {
     }
     println!("{count} renderings of {} templates", templates.len());
     assert!(wrong.is_empty(), "{} of {count} renderings differ:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Clients send arguments as text, and ids of any length.
+#[test]
+fn past_calls_come_in_the_form_that_a_template_reads() {
+    let Some(templates) = collection() else {
+        let why = "no target/vocabularies/templates (.ci/run gets them)";
+        return say_skipped("past_calls_come_in_the_form_that_a_template_reads", why);
+    };
+    let mut without = Vec::new();
+    for (name, source) in templates {
+        let template = compile(&source).unwrap();
+        let history = History::of(&template).unwrap();
+        let arguments = json!({"place": "\"here\"", "days": 3}).to_string();
+        let id = "call_Y7bNaUk1R5zsC4Ad9fRjGxQm";
+        let mut messages = [
+            json!({"role": "user", "content": "Hi"}),
+            json!({"role": "assistant", "content": null, "tool_calls": [call(id, "get_weather", arguments.into())]}),
+            json!({"role": "tool", "tool_call_id": id, "name": "get_weather", "content": "clear"}),
+        ];
+        history.adapt(&mut messages);
+        let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+        let Ok(text) = template.render(&messages, &options) else {
+            without.push(name);
+            continue;
+        };
+        assert!(!text.contains("\\\"place") && !text.contains("'place'"), "{name}: {text}");
+        assert!(!text.contains("None"), "{name}: {text}");
+        if !text.contains("place") {
+            without.push(name);
+        }
+    }
+    println!("without calls: {without:?}");
 }

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use super::format::{CallFormat, Markup};
 use super::harmony::{self, Harmony};
-use super::history::{self, History};
 use super::parser::{Parser, ReplyMachine};
 use super::pipe::ReplyOutput;
 use super::tags::Tags;
@@ -16,7 +15,6 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Syntax {
     layout: Layout,
-    history: History,
 }
 
 /// How a reply is laid out.
@@ -38,7 +36,7 @@ impl Syntax {
                 format: CallFormat::of(template),
             }),
         };
-        Self { layout, history: History::of(template) }
+        Self { layout }
     }
 
     /// Whether the model can call tools.
@@ -137,11 +135,5 @@ impl Syntax {
             Layout::Harmony => harmony::analysis_then(rest, start),
             Layout::Tags(markup) => calls::thoughts_then(markup, rest, start),
         }
-    }
-
-    /// Brings past messages, as clients send them, into the form that the template reads: arguments of calls as objects
-    /// or as text, no content as null or as empty text.
-    pub fn adapt_history(&self, messages: &mut [serde_json::Value]) {
-        history::adapt(self.history, messages);
     }
 }
