@@ -312,8 +312,8 @@ engine_config! {
         /// Do not reuse the KV cache of a common prefix.
         #[arg(id = "no_prefix_cache", long = "no-prefix-cache", action = clap::ArgAction::SetFalse)]
         prefix_cache: bool,
-        /// RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for none
-        /// [default: up to an eighth of what is free].
+        /// RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for
+        /// none [default: up to an eighth of what is free].
         #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
         state_cache: Option<u64>,
     }

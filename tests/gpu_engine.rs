@@ -152,8 +152,8 @@ fn a_hundred_requests_in_a_row_answer_the_same() {
     }
 }
 
-/// A state that was saved and restored is the same state: the rest of the prompt gets the bits of the first time, though
-/// others have used its slot meanwhile.
+/// A state that was saved and restored is the same state: the rest of the prompt gets the bits of the first time,
+/// though others have used its slot meanwhile.
 #[test]
 fn a_turn_goes_on_from_a_snapshot() {
     need_gpu!();

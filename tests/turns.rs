@@ -1,4 +1,5 @@
-//! The next turn of a conversation goes on where the last one stood, and its answer is that of reading everything again.
+//! The next turn of a conversation goes on where the last one stood, and its answer is that of reading everything
+//! again.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
 mod common;

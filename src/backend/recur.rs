@@ -29,8 +29,8 @@ pub trait Recur: Load {
     fn copy_state(&self, state: &mut Self::State, from: usize, to: usize);
     /// Numbers of a slot.
     fn state_len(&self, state: &Self::State) -> usize;
-    /// Copies the state in `slot` to `out`, a part of [`Memory::host`]'s memory, which is not to be read before ops that
-    /// follow have ended. Never part of a recorded pass.
+    /// Copies the state in `slot` to `out`, a part of [`Memory::host`]'s memory, which is not to be read before ops
+    /// that follow have ended. Never part of a recorded pass.
     fn save_state(&self, state: &Self::State, slot: usize, out: &mut [f32]);
     /// The same, back to any slot. `from` must not change before ops that follow have ended.
     fn restore_state(&self, state: &mut Self::State, slot: usize, from: &[f32]);

@@ -460,8 +460,8 @@ fn untouched(request: &Request) -> (usize, usize) {
 }
 
 /// Where the state of a prompt is kept, at the ends of blocks: where its first message ends, which other conversations
-/// may begin with, and where its last one ends. A next turn begins with that, though the chat template may leave out the
-/// thoughts behind it. Messages end with the tokens `ends`, as answers do.
+/// may begin with, and where its last one ends. A next turn begins with that, though the chat template may leave out
+/// the thoughts behind it. Messages end with the tokens `ends`, as answers do.
 fn stops(prompt: &[u32], ends: &[u32]) -> Vec<usize> {
     let is_end = |token: &u32| ends.contains(token);
     let (first, last) = (prompt.iter().position(is_end), prompt.iter().rposition(is_end));
