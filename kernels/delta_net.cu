@@ -17,10 +17,10 @@
 constexpr int MAX_TAPS = 8, CONV_THREADS = 128, CONV_CHANNELS = 2 * CONV_THREADS, CONV_TOKENS = 64;
 
 // Each thread takes two channels through some tokens of a sequence; the inputs that a token still needs are in
-// registers.
-KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
-    DeltaBatch batch, int channels, int width) {
-    begin_kernel();
+// registers. TAPS: at least `width`; taps of inputs that are too old are zero.
+template <int TAPS>
+__device__ __forceinline__ void convolve(const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
+    const DeltaBatch& batch, int channels, int width) {
     const int c = blockIdx.x * CONV_CHANNELS + 2 * threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
     const int from = first + blockIdx.z * CONV_TOKENS, end = min(batch.seq_first[s + 1], from + CONV_TOKENS);
     if (c >= channels || from >= end) return;
@@ -30,18 +30,18 @@ KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, co
         const uint32_t two = *reinterpret_cast<const uint32_t*>(qkv + (size_t)t * channels + c);
         return make_float2(low_f32(two), high_f32(two));
     };
-    // The last MAX_TAPS - 1 inputs, the newest last; taps of those that are too old are zero.
-    float2 past[MAX_TAPS - 1], tap[MAX_TAPS];
+    // The last TAPS - 1 inputs, the newest last.
+    float2 past[TAPS - 1], tap[TAPS];
 #pragma unroll
-    for (int i = 0; i < MAX_TAPS; i++)
-        tap[i] = i >= MAX_TAPS - width
-            ? *reinterpret_cast<const float2*>(taps + (size_t)(i - (MAX_TAPS - width)) * channels + c)
+    for (int i = 0; i < TAPS; i++)
+        tap[i] = i >= TAPS - width
+            ? *reinterpret_cast<const float2*>(taps + (size_t)(i - (TAPS - width)) * channels + c)
             : make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int i = 0; i < MAX_TAPS - 1; i++) {
-        const int t = from - (MAX_TAPS - 1) + i;
+    for (int i = 0; i < TAPS - 1; i++) {
+        const int t = from - (TAPS - 1) + i;
         past[i] = make_float2(0.0f, 0.0f);
-        if (i < MAX_TAPS - width) continue;
+        if (i < TAPS - width) continue;
         if (t >= first)
             past[i] = input(t);
         else if (!fresh)
@@ -50,18 +50,27 @@ KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, co
 #pragma unroll 8
     for (int t = from; t < end; t++) {
         const float2 x = input(t);
-        float2 sum = make_float2(x.x * tap[MAX_TAPS - 1].x, x.y * tap[MAX_TAPS - 1].y);
+        float2 sum = make_float2(x.x * tap[TAPS - 1].x, x.y * tap[TAPS - 1].y);
 #pragma unroll
-        for (int i = 0; i < MAX_TAPS - 1; i++) {
+        for (int i = 0; i < TAPS - 1; i++) {
             sum.x += past[i].x * tap[i].x;
             sum.y += past[i].y * tap[i].y;
         }
 #pragma unroll
-        for (int i = 0; i < MAX_TAPS - 2; i++) past[i] = past[i + 1];
-        past[MAX_TAPS - 2] = x;
+        for (int i = 0; i < TAPS - 2; i++) past[i] = past[i + 1];
+        past[TAPS - 2] = x;
         *reinterpret_cast<uint32_t*>(mixed + (size_t)t * channels + c) =
             pack_bf16(sum.x * sigmoid(sum.x), sum.y * sigmoid(sum.y));
     }
+}
+
+KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
+    DeltaBatch batch, int channels, int width) {
+    begin_kernel();
+    if (width <= 4) // which published models have
+        convolve<4>(qkv, inputs, taps, mixed, batch, channels, width);
+    else
+        convolve<MAX_TAPS>(qkv, inputs, taps, mixed, batch, channels, width);
 }
 
 constexpr int RULE_THREADS = 256, COLUMNS = 32, PARTS = RULE_THREADS / COLUMNS, FOURS = MAX_KEY / PARTS / 4,
@@ -172,23 +181,32 @@ KERNEL_BLOCKS(delta_net_rule, RULE_THREADS, 2, 0, const bf16* qkv, const bf16* m
         keep(tid / key_dim * keys_dim + key_head * key_dim + tid % key_dim);
 }
 
-// A warp to a head.
+// A warp to a head, four numbers of it to a lane.
 constexpr int NORM_HEADS = 8;
 KERNEL(delta_net_norm, NORM_HEADS* WARP, 0, bf16* out, const bf16* z, const float* w, DeltaShape shape) {
     begin_kernel();
     const int head = blockIdx.y * NORM_HEADS + threadIdx.x / WARP, lane = threadIdx.x % WARP,
-              pairs = shape.value_dim / 2;
+              fours = shape.value_dim / 4;
     if (head >= shape.value_heads) return;
     const size_t first = ((size_t)blockIdx.x * shape.value_heads + head) * shape.value_dim;
-    uint32_t* row = reinterpret_cast<uint32_t*>(out + first);
-    const uint32_t* gates = reinterpret_cast<const uint32_t*>(z + first);
+    uint2* row = reinterpret_cast<uint2*>(out + first);
+    const uint2* gates = reinterpret_cast<const uint2*>(z + first);
     float sum = 0.0f;
-    for (int i = lane; i < pairs; i += WARP)
-        sum += low_f32(row[i]) * low_f32(row[i]) + high_f32(row[i]) * high_f32(row[i]);
+    for (int i = lane; i < fours; i += WARP) {
+        const uint2 x = row[i];
+        sum += low_f32(x.x) * low_f32(x.x) + high_f32(x.x) * high_f32(x.x);
+        sum += low_f32(x.y) * low_f32(x.y) + high_f32(x.y) * high_f32(x.y);
+    }
     const float scale = rsqrtf(warp_sum(sum) / shape.value_dim + shape.eps);
-    for (int i = lane; i < pairs; i += WARP) {
-        const float a = low_f32(gates[i]), b = high_f32(gates[i]);
-        row[i] = pack_bf16(low_f32(row[i]) * scale * w[2 * i] * sigmoid(a) * (shape.sigmoid ? 1.0f : a),
-            high_f32(row[i]) * scale * w[2 * i + 1] * sigmoid(b) * (shape.sigmoid ? 1.0f : b));
+    auto gated = [&](float x, float weight, float gate) {
+        return x * scale * weight * sigmoid(gate) * (shape.sigmoid ? 1.0f : gate);
+    };
+    for (int i = lane; i < fours; i += WARP) {
+        const uint2 x = row[i], gate = gates[i];
+        const float4 weight = reinterpret_cast<const float4*>(w)[i];
+        row[i] = make_uint2(
+            pack_bf16(gated(low_f32(x.x), weight.x, low_f32(gate.x)), gated(high_f32(x.x), weight.y, high_f32(gate.x))),
+            pack_bf16(
+                gated(low_f32(x.y), weight.z, low_f32(gate.y)), gated(high_f32(x.y), weight.w, high_f32(gate.y))));
     }
 }

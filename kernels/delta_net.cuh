@@ -31,7 +31,7 @@ struct DeltaGates {
     const float *gates, *rates, *dt_bias; // [T, b and a, value_heads], [value_heads], [value_heads]
 };
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // The logarithm of a token's decay in a head, and its beta.
 __device__ __forceinline__ float2 log_decay_and_beta(const DeltaGates& g, int t, int head, int heads) {

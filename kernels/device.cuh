@@ -299,15 +299,23 @@ template <int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], uint64_
             : "l"(a), "l"(b));
 }
 // d = a b^T: what was in d does not count.
-__device__ __forceinline__ void wgmma_set(float (&d)[16][4], uint64_t a, uint64_t b) {
-    asm volatile(WGMMA(128, WGMMA_D64, "%64", "%65", "0, 1, 1, 0, 0") : WGMMA_SUMS_16(0) : "l"(a), "l"(b));
+template <int C> __device__ __forceinline__ void wgmma_set(float (&d)[C][4], uint64_t a, uint64_t b) {
+    static_assert(C == 8 || C == 16, "columns: 64 or 128");
+    if constexpr (C == 8)
+        asm volatile(WGMMA(64, WGMMA_D32, "%32", "%33", "0, 1, 1, 0, 0") : WGMMA_SUMS_8(0) : "l"(a), "l"(b));
+    else
+        asm volatile(WGMMA(128, WGMMA_D64, "%64", "%65", "0, 1, 1, 0, 0") : WGMMA_SUMS_16(0) : "l"(a), "l"(b));
 }
 // d += a b, b[16, 8 C]: its rows are of k (wgmma_operand_columns).
 template <int C> __device__ __forceinline__ void wgmma_columns(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(C == 8 || C == 16, "columns: 64 or 128");
+    static_assert(C == 8 || C == 16 || C == 32, "columns: 64, 128 or 256");
     if constexpr (C == 8)
         asm volatile(WGMMA(64, WGMMA_D32, "{%32, %33, %34, %35}", "%36", "1, 1, 1, 1")
             : WGMMA_SUMS_8(0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else if constexpr (C == 32)
+        asm volatile(WGMMA(256, WGMMA_D128, "{%128, %129, %130, %131}", "%132", "1, 1, 1, 1")
+            : WGMMA_SUMS_16(0), WGMMA_SUMS_16(16)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     else
         asm volatile(WGMMA(128, WGMMA_D64, "{%64, %65, %66, %67}", "%68", "1, 1, 1, 1")

@@ -201,14 +201,14 @@ fn a_cancelled_answer_leaves_nothing_behind() {
     }
 }
 
-/// Logits after each of the last 64 of `tokens`, read in passes of at most `pass`.
+/// Logits after each of the last 16 of `tokens`, read in passes of at most `pass`.
 fn last_logits(loaded: &mut Loaded, tokens: &[u32], pass: usize) -> Vec<Vec<f32>> {
     let mut run = Run::new(&mut BlockPool::new(loaded.kv_blocks), tokens.len());
     let (mut batch, mut logits) = (Batch::default(), Vec::new());
     for part in tokens.chunks(pass) {
         batch.clear();
         let row = run.push(&mut batch, part);
-        let rows: Vec<usize> = (row.saturating_sub(63)..=row).collect();
+        let rows: Vec<usize> = (row.saturating_sub(15)..=row).collect();
         logits = step(&mut *loaded.model, &batch, &rows);
     }
     logits

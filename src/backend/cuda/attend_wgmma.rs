@@ -9,8 +9,18 @@ use crate::cuda::kernels::{self, AttentionWgmma, Kernel, LatentWgmma};
 use crate::cuda::{Address, DeviceBuffer, TensorMap, launch};
 
 /// Smallest heads first.
-const PREFILL: [Kernel<(AttentionWgmma,)>; 3] =
-    [kernels::attend_prefill_wgmma_64_64, kernels::attend_prefill_wgmma_128_128, kernels::attend_prefill_wgmma_192_128];
+const PREFILL: [Kernel<(AttentionWgmma,)>; 4] = [
+    kernels::attend_prefill_wgmma_64_64,
+    kernels::attend_prefill_wgmma_128_128,
+    kernels::attend_prefill_wgmma_192_128,
+    kernels::attend_prefill_wgmma_256_256,
+];
+
+const EXPANDED: [Kernel<(LatentWgmma,)>; 2] =
+    [kernels::attend_latent_prefill_wgmma_192_128, kernels::attend_latent_prefill_wgmma_256_256];
+
+/// Rotated numbers of a key that tensor copies bring, a box.
+const ROTATED: usize = 64;
 
 impl CudaBackend {
     /// Heads of `x` as tensor copies find them.
@@ -61,16 +71,17 @@ impl CudaBackend {
         let Segment { rows, positions: segment, end, .. } = part;
         let config = &up.config;
         let heads = config.num_heads;
-        if !self.cuda.info.has_wgmma()
-            || (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) != (128, 64, 128)
-        {
+        // Boxes of an expanded row are of its key or of its value, so both must be of full boxes.
+        let dims = [config.qk_nope_head_dim + ROTATED, config.v_head_dim];
+        let kernel = EXPANDED.iter().find(|kernel| kernel.tile[..2] == dims);
+        let Some(&kernel) = kernel.filter(|_| config.qk_rope_head_dim == ROTATED && self.cuda.info.has_wgmma()) else {
             return false;
-        }
-        let positions = segment.len();
+        };
+        let (positions, wide) = (segment.len(), config.qk_nope_head_dim + config.v_head_dim);
         let argument = LatentWgmma {
-            q: self.heads_map(q, heads, 192),
-            expanded: self.cuda.tensor_map(scratch.expanded.address(), [256, positions, heads], [heads * 256, 256]),
-            rotated: self.cuda.tensor_map(scratch.rotated.address(), [64, positions, 1], [64, 64]),
+            q: self.heads_map(q, heads, config.qk_nope_head_dim + ROTATED),
+            expanded: self.cuda.tensor_map(scratch.expanded.address(), [wide, positions, heads], [heads * wide, wide]),
+            rotated: self.cuda.tensor_map(scratch.rotated.address(), [ROTATED, positions, 1], [ROTATED, ROTATED]),
             out: out.bf16(),
             max: scratch.max.address(),
             sum: scratch.sum.address(),
@@ -86,7 +97,7 @@ impl CudaBackend {
             scale: config.scale,
         };
         let grid = [heads, rows.len().div_ceil(QUERIES), 1];
-        launch!(self.cuda, &self.cuda.compute, kernels::attend_latent_prefill_wgmma, grid; argument);
+        launch!(self.cuda, &self.cuda.compute, kernel, grid; argument);
         true
     }
 }
