@@ -309,16 +309,8 @@ template <int KEY_BOXES, int VALUE_BOXES> __device__ __forceinline__ void latent
     else
         flash_state<false>(work, a.max + at, a.sum + at, a.acc + at * VALUE, a.heads, VALUE, rows);
 }
-// On other cards these kernels are empty.
-#define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
-    {                                                                                                                  \
-        static_assert(SHARED == BYTES, "shared memory");                                                               \
-        body;                                                                                                          \
-    }
-#else
-#define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
-    {}
 #endif
+
 #define PREFILL_WGMMA(name, KD, VD, SHARED)                                                                            \
     KERNEL_TILE(name, KD, VD, QUERIES)                                                                                 \
     KERNEL_BLOCKS(name, THREADS, 1, SHARED, const __grid_constant__ AttentionWgmma a)                                  \

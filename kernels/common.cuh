@@ -49,10 +49,18 @@
 #define KERNEL_TILE(name, ...) static_assert(all_positive(__VA_ARGS__), "the tile of " #name);
 template <class... A> constexpr bool all_positive(A... a) { return ((a > 0) && ...); }
 #define AS_BYTES(T) T
+// WITH_WGMMA: the body of a kernel for Hopper alone, which is empty elsewhere.
 #ifdef HAS_WGMMA
 #define ON_HOPPER(hopper, other) hopper
+#define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
+    {                                                                                                                  \
+        static_assert(SHARED == BYTES, "shared memory");                                                               \
+        body;                                                                                                          \
+    }
 #else
 #define ON_HOPPER(hopper, other) other
+#define WITH_WGMMA(SHARED, BYTES, body)                                                                                \
+    {}
 #endif
 
 // What every kernel does before it reads what others wrote, or writes what they read: it may have been launched before

@@ -280,6 +280,8 @@ template <int C> __device__ __forceinline__ void wgmma_landed(float (&d)[C][4]) 
 #define WGMMA_D32 WGMMA_D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_D48 WGMMA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_D64 WGMMA_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_D80 WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_D96 WGMMA_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WGMMA_D128                                                                                                     \
     WGMMA_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                     \
               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                       \
@@ -323,7 +325,8 @@ template <int C> __device__ __forceinline__ void wgmma_columns(float (&d)[C][4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128), "columns");
+    static_assert(
+        N <= 8 * C && (N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 160 || N == 192), "columns");
     if constexpr (N == 32)
         asm volatile(WGMMA(32, WGMMA_D16, "{%16, %17, %18, %19}", "%20", "1, 1, 1, 0")
             : WGMMA_SUMS_4(0)
@@ -343,6 +346,14 @@ template <int N, int C> __device__ __forceinline__ void wgmma(float (&d)[C][4], 
     else if constexpr (N == 128)
         asm volatile(WGMMA(128, WGMMA_D64, "{%64, %65, %66, %67}", "%68", "1, 1, 1, 0")
             : WGMMA_SUMS_16(0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else if constexpr (N == 160)
+        asm volatile(WGMMA(160, WGMMA_D80, "{%80, %81, %82, %83}", "%84", "1, 1, 1, 0")
+            : WGMMA_SUMS_16(0), WGMMA_SUMS_4(16)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else if constexpr (N == 192)
+        asm volatile(WGMMA(192, WGMMA_D96, "{%96, %97, %98, %99}", "%100", "1, 1, 1, 0")
+            : WGMMA_SUMS_16(0), WGMMA_SUMS_8(16)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif

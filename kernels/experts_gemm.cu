@@ -9,12 +9,12 @@
 // scales are, not bf16. hidden and intermediate: multiples of 32 and of the group (0 for bf16), for bf16 of 8. Weights
 // are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
 //
-// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{16|32|64|128}.
+// Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{16|32|64|128|192}.
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
 // an expert on average, tokens * top_k / num_experts:
-//   tile         16       32       64       128
-//   on Hopper    to 14    to 24    to 112   more
-//   otherwise    to 12    to 40    to 160   more
+//   tile         16       32       64       128      192
+//   on Hopper    to 14    to 24    to 112   more     more, of the formats that have it
+//   otherwise    to 12    to 40    to 160   more     -
 //
 //   experts_gate_up_{...}   grid (ceil(ceil(intermediate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)
 //                           from x, to h
@@ -113,6 +113,23 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     GROUPED(format##_t64, F, SPAN, 64, SHARED_64)                                                                      \
     GROUPED(format##_t128, F, SPAN, 128, SHARED_128)
 PACKED_SPANS(GROUPED_TILES)
+
+// Tiles so wide that two blocks have just room in a multiprocessor of Hopper.
+#define GROUPED_WIDE(format, F, SPAN, SHARED)                                                                          \
+    KERNEL_TILE(experts_gate_up_##format##_t192, 192)                                                                  \
+    KERNEL_BLOCKS(experts_gate_up_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                         \
+    WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
+        (gate_up<GemmShape<F, SPAN, 192>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,            \
+            Lines<F>::F16_SCALES && f16, top_k, epilogue)))                                                            \
+    KERNEL_TILE(experts_down_##format##_t192, 192)                                                                     \
+    KERNEL_BLOCKS(experts_down_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                            \
+    WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
+        (down<GemmShape<F, SPAN, 192>>(                                                                                \
+            tiles, pair_slot, experts, from, to, hidden, intermediate, group, Lines<F>::F16_SCALES && f16, epilogue)))
+GROUPED_WIDE(int4_g64, INT4, 64, 115712)
+GROUPED_WIDE(int4_g32, INT4, 32, 87552)
+GROUPED_WIDE(int8_g64, INT8, 64, 99072)
+GROUPED_WIDE(int8_g32, INT8, 32, 99840)
 
 constexpr int COMBINE_THREADS = 256, COMBINED = 8 * COMBINE_THREADS, MAX_TOP_K = 32;
 

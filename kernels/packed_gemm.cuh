@@ -30,7 +30,8 @@ constexpr bool use_wgmma(int) { return false; }
 #endif
 
 // With more, fewer blocks have room; on cards other than Hopper a block has 99 KB at most.
-constexpr int gemm_stages(Format format, int tokens) {
+constexpr int gemm_stages(Format format, int span, int tokens) {
+    if (tokens > 128) return format == INT4 && span == 64 ? 4 : 3;
     if (has_4_bits(format)) return !use_wgmma(tokens) ? 4 : tokens == 64 ? 6 : 5;
     return tokens == 16 ? 4 : 3;
 }
@@ -38,11 +39,12 @@ constexpr int gemm_stages(Format format, int tokens) {
 // SPAN: inputs that share a scale for certain, 32 for groups of 32 and 64 for groups of 64 and 128.
 template <Format F_, int SPAN_, int TOKENS_> struct GemmShape {
     static constexpr Format F = F_;
-    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, TOKENS),
+    static constexpr int SPAN = SPAN_, TOKENS = TOKENS_, STAGES = gemm_stages(F, SPAN, TOKENS),
                          K = F == BF16 || TOKENS >= 64 ? 64 : 128;
     static constexpr bool WGMMA = use_wgmma(TOKENS), SCALE_SUMS = F != BF16 && SPAN == 64 && TOKENS == 16;
     static constexpr int WARPS_N = TOKENS == 128 && !WGMMA ? 2 : 1, WARPS_M = 4 / WARPS_N;
     static constexpr int WARP_TILES = BLOCK_TILES / WARPS_M, WARP_TOKENS = TOKENS / WARPS_N, COLUMNS = WARP_TOKENS / 8;
+    static constexpr int TOKENS_STEP = TOKENS > 64 ? 32 : 16; // between sizes of a wgmma
     static constexpr int LINES = K / K_BLOCK * Lines<F>::PER_BLOCK, TILE_BYTES = LINES * LINE_BYTES;
     static constexpr int SPANS = F == BF16 ? 0 : K / SPAN;
     // Shared memory: the rows of all stages, which wgmma wants aligned to 1024 bytes, then the lines, then the scales.
@@ -312,16 +314,19 @@ __device__ __forceinline__ void packed_gemm(const uint8_t* weights, int tiles, i
     if constexpr (S::WGMMA) {
         auto all = [&](auto n) {
             each_stage([&](const typename S::Stage& stage) { multiply_wgmma<S, decltype(n)::value>(acc, stage, f16); });
-            wgmma_wait<0>(); // here: where the three meet, sums may move to other registers
+            wgmma_wait<0>(); // here: where sizes meet, sums may move to other registers
             wgmma_landed(acc[0]);
             wgmma_landed(acc[1]);
         };
-        if (tokens > S::TOKENS / 4 * 3)
-            all(Constant<S::TOKENS>{});
-        else if (tokens > S::TOKENS / 2)
-            all(Constant<S::TOKENS / 4 * 3>{});
-        else
-            all(Constant<S::TOKENS / 2>{});
+        // The fewest columns that hold the tokens; below half of a tile nothing is saved.
+        auto fewest = [&](auto n, auto& next) {
+            constexpr int N = decltype(n)::value;
+            if (N == S::TOKENS || tokens <= N)
+                all(n);
+            else if constexpr (N < S::TOKENS)
+                next(Constant<N + S::TOKENS_STEP>{}, next);
+        };
+        fewest(Constant<S::TOKENS / 2>{}, fewest);
     } else
 #endif
         if constexpr (S::SCALE_SUMS) {

@@ -40,8 +40,8 @@ use crate::backend::Backend;
 
 /// The routed experts of a model, beside the backend that runs the rest.
 pub trait ExpertExecutor<B: Backend>: Send {
-    /// Takes one MoE layer (counted among MoE layers) of `x` [tokens, hidden]. A GPU starts it here, the CPU in
-    /// `finish`.
+    /// Takes one MoE layer (counted among MoE layers) of `x` [tokens, hidden]. A GPU starts its share
+    /// here; the CPU sorts and copies its rows here, and multiplies in `finish`.
     fn submit(&mut self, layer: usize, x: &B::Tensor, routing: &B::Routing) -> Result<()>;
 
     /// Ends it: `out[t] += sum_e weight[t, e] * down_e(silu(gate_e x_t) * up_e x_t)`; `out` [tokens, hidden].

@@ -15,10 +15,14 @@ pub(crate) type Grouped = Kernel<kernels::GroupedArguments>;
 /// Tokens of the tiles of products of many tokens.
 const TILES: [usize; 4] = [16, 32, 64, 128];
 
+/// Tokens of the tiles of Hopper's products of still more.
+const WIDE: usize = 192;
+
 /// The kernels for routed experts of one precision, and what they are told of it.
 pub struct ExpertKernels {
     gate_up: [Grouped; 4], // by `TILES`
     down: [Grouped; 4],
+    wide: Option<[Grouped; 2]>, // gate and up, and down, of tiles of `WIDE`; on cards with wgmma
     /// For gate and up of single tokens.
     pub(crate) gate_up_few: Kernel<kernels::ExpertsGateUpArguments>,
     /// For down of single tokens.
@@ -59,7 +63,12 @@ impl ExpertKernels {
     /// Those of a precision.
     pub(crate) fn of(precision: Precision) -> Self {
         let (few, (many, group)) = (precision.name(), span(precision));
+        let [gate_up, down] = ["gate_up", "down"].map(|part| {
+            let name = format!("experts_{part}_{many}_t{WIDE}");
+            kernels::GROUPED_KERNELS.iter().find(|kernel| kernel.name == name).copied()
+        });
         Self {
+            wide: gate_up.zip(down).map(|(gate_up, down)| [gate_up, down]),
             gate_up: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_gate_up_{many}"), TILES),
             down: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_down_{many}"), TILES),
             gate_up_few: named(kernels::EXPERTS_GATE_UP_KERNELS, &format!("experts_gate_up_gemv_{few}")),
@@ -71,6 +80,9 @@ impl ExpertKernels {
 
     /// Kernels for gate and up and for down, of the same tile, for experts with so many tokens each.
     pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> [Grouped; 2] {
+        if let Some(wide) = self.wide.filter(|_| device.has_wgmma() && tokens_of_an_expert > 112) {
+            return wide;
+        }
         let i = suited(tokens_of_an_expert, device.has_wgmma());
         [self.gate_up[i], self.down[i]]
     }
@@ -129,6 +141,12 @@ mod tests {
             let found = ExpertKernels::of(precision);
             assert_eq!(found.gate_up.map(|kernel| kernel.tile[0]), TILES, "{precision}");
             assert_eq!(found.down.map(|kernel| kernel.tile[0]), TILES, "{precision}");
+            if let Some(wide) = found.wide {
+                assert_eq!(wide.map(|kernel| kernel.tile[0]), [WIDE; 2], "{precision}");
+            }
+        }
+        for precision in [Precision::int4(32), Precision::int4(128), Precision::int8(64)] {
+            assert!(ExpertKernels::of(precision).wide.is_some(), "{precision}");
         }
     }
 }
