@@ -133,16 +133,16 @@ fn what_cannot_be_steered_or_captured_is_refused_by_name() {
 fn capture(submission: &Submission) {
     let n = submission.request.prompt.len();
     let number = |kind: usize, position: usize, column: usize| (kind * 1000 + position * 10 + column) as f32;
-    let emit = |what: HookPoint, kind: usize, positions: std::ops::Range<usize>| {
-        let rows = positions.clone().flat_map(|p| (0..3).map(move |c| number(kind, p, c))).collect();
+    let emit = |what: HookPoint, kind: usize, width: usize, positions: std::ops::Range<usize>| {
+        let rows = positions.clone().flat_map(|p| (0..width).map(move |c| number(kind, p, c))).collect();
         submission
             .events
             .send(Event::Captured(Captured { what, position: positions.start, count: positions.len(), rows }))
             .unwrap();
     };
     for part in [0..1, 1..n] {
-        emit(HookPoint::Hidden(2), 2, part.clone());
-        emit(HookPoint::Logits, 9, part);
+        emit(HookPoint::Hidden(2), 2, 8, part.clone()); // the model's width
+        emit(HookPoint::Logits, 9, 3, part);
     }
     submission.events.send(token(39)).unwrap();
     done(submission);
@@ -167,11 +167,11 @@ fn captured_rows_in_every_encoding() {
         let at = bytes.windows(4).position(|w| w == b"\r\n\r\n").unwrap();
         (String::from_utf8(bytes[..at].to_vec()).unwrap(), joined(&bytes[at + 4..]))
     };
-    let hidden: Vec<f32> = (0..9).map(|i| (2000 + i / 3 * 10 + i % 3) as f32).collect();
+    let hidden: Vec<f32> = (0..24).map(|i| (2000 + i / 8 * 10 + i % 8) as f32).collect();
     let logits: Vec<f32> = (0..9).map(|i| (9000 + i / 3 * 10 + i % 3) as f32).collect();
 
     let told: Value = serde_json::from_slice(&answer("float").1).unwrap();
-    assert_eq!((&told["hidden"]["2"]["data"], &told["hidden"]["2"]["shape"]), (&json!(hidden), &json!([3, 3])));
+    assert_eq!((&told["hidden"]["2"]["data"], &told["hidden"]["2"]["shape"]), (&json!(hidden), &json!([3, 8])));
     assert_eq!(
         (&told["logits"]["data"], &told["positions"], &told["tokens"]),
         (&json!(logits), &json!([0, 1, 2]), &json!([5, 6, 7, 39]))
