@@ -4,7 +4,7 @@
 //! args, terminal, process                                       shared flags, status lines, signals and limits
 //! measure                                                       how fast an engine, a server, a machine is
 //! open                                                          opens a model by its name, with progress
-//! bench, cache, capture, chat, doctor, generate, plan, serve    the subcommands
+//! bench, cache, capture, chat, doctor, eval, generate, plan, serve    the subcommands
 //! ```
 //!
 //! Imports every room. Read [`main`] first.
@@ -15,6 +15,7 @@ mod cache;
 mod capture;
 mod chat;
 mod doctor;
+mod eval;
 mod generate;
 pub mod measure;
 mod open;
@@ -60,6 +61,8 @@ enum Command {
     Capture(capture::Args),
     /// Measure prefill and decode speed, next to the limits of this machine.
     Bench(bench::Args),
+    /// Measure what a precision or a checkpoint costs: perplexity, and how far its probabilities are from another's.
+    Eval(eval::Args),
     /// Examine this machine and suggest what would make it faster.
     Doctor(doctor::Args),
 }
@@ -82,6 +85,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Cache(command) => cache::run(command),
         Command::Capture(args) => capture::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Eval(args) => eval::run(args),
         Command::Doctor(args) => doctor::run(args),
     });
     match result {

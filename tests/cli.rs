@@ -41,7 +41,7 @@ fn help_names_every_subcommand() {
     let output = moebius(cache.path(), &["--help"], b"");
     let help = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for name in ["chat", "generate", "serve", "plan", "cache", "capture", "bench", "doctor"] {
+    for name in ["chat", "generate", "serve", "plan", "cache", "capture", "bench", "eval", "doctor"] {
         assert!(help.contains(name), "{help}");
     }
 }

@@ -1,0 +1,109 @@
+//! `moebius eval` as a person meets it.
+#![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const TEXT: &str = "What is 2+2? 2 + 2 = 4. What is the capital of France? It is Paris. Count to five: 1, 2, 3, 4, 5. ";
+
+fn eval(cache: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_moebius"))
+        .args(["eval", "demo"])
+        .args(args)
+        .env("XDG_CACHE_HOME", cache)
+        .env("HF_HOME", cache.join("hf"))
+        .env("HF_ENDPOINT", "http://127.0.0.1:1")
+        .output()
+        .unwrap()
+}
+
+fn json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn text(dir: &Path) -> PathBuf {
+    let path = dir.join("text.txt");
+    std::fs::write(&path, TEXT.repeat(8)).unwrap();
+    path
+}
+
+#[test]
+fn a_precision_beside_a_better_one_and_beside_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = text(dir.path());
+    let run = |more: &[&str]| {
+        let flags = ["--text", text.to_str().unwrap(), "--context", "64", "--json"];
+        json(&eval(dir.path(), &[&flags, more].concat()))
+    };
+    let of = |value: &Value, field: &str| value["against"][field].as_f64().unwrap();
+
+    let alone = run(&[]);
+    assert!(alone["against"].is_null() && alone["tokens"].as_u64().unwrap() > 100, "{alone}");
+    let itself = run(&["--against=--experts int4"]);
+    assert_eq!(itself["perplexity"], alone["perplexity"]);
+    assert_eq!((of(&itself, "kl_max"), of(&itself, "top1_equal"), of(&itself, "perplexity_change")), (0.0, 1.0, 0.0));
+
+    let [int4, int8] = ["int4", "int8"].map(|experts| run(&["--experts", experts, "--against"]));
+    assert_eq!(int4["perplexity"], alone["perplexity"], "the default");
+    let [worse, better] = [&int4, &int8].map(|value| of(value, "kl_mean"));
+    assert!(0.0 < better && better < worse, "KL of int8 {better}, of int4 {worse}");
+    assert!(of(&int4, "kl_median") <= of(&int4, "kl_p90") && of(&int4, "kl_p99") <= of(&int4, "kl_max"));
+    // Of all tokens each is in one span.
+    let spans = int4["against"]["spans"].as_array().unwrap();
+    assert_eq!(
+        spans.iter().map(|span| span["tokens"].as_u64().unwrap()).sum::<u64>(),
+        int4["tokens"].as_u64().unwrap()
+    );
+    assert_eq!(int4["against"]["largest"][0]["kl"], int4["against"]["kl_max"]);
+}
+
+#[test]
+fn windows_do_not_depend_on_the_passes_they_are_read_in() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = text(dir.path());
+    let run = |passes: &str| {
+        let flags = ["--text", text.to_str().unwrap(), "--context", "100", "--json", "--max-batch-tokens", passes];
+        json(&eval(dir.path(), &flags))
+    };
+    assert_eq!(run("7"), run("512"));
+}
+
+#[test]
+fn people_read_a_page() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = text(dir.path());
+    let output = eval(dir.path(), &["--text", text.to_str().unwrap(), "--tokens", "50", "--against"]);
+    let page = String::from_utf8(output.stdout).unwrap();
+    for part in ["perplexity", "against", "KL ", "likeliest", "largest differences"] {
+        assert!(page.contains(part), "{part} is not in {page}");
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_in_a_sentence() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = text(dir.path());
+    let (text, empty, ids) = (text.to_str().unwrap(), dir.path().join("empty"), dir.path().join("ids.json"));
+    std::fs::write(&empty, "").unwrap();
+    std::fs::write(&ids, "[1, 2, 3000000]").unwrap();
+    for (args, sentence) in [
+        (&["--text", empty.to_str().unwrap()][..], "fewer than two tokens"),
+        (&["--text", "/nowhere.txt"], "/nowhere.txt"),
+        (&["--tokens-file", ids.to_str().unwrap()], "token id 3000000 is not in the vocabulary"),
+        (&["--text", text, "--against=--experts int3"], "--against \"--experts int3\": invalid value 'int3'"),
+        (&["--text", text, "--against=\"open"], "a quote is open"),
+        (&["--text", text, "--against=/nowhere/model"], "/nowhere/model"),
+    ] {
+        let output = eval(dir.path(), args);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), stderr.trim_end().lines().count()), (Some(1), 1), "{args:?}: {stderr}");
+        assert!(stderr.contains(sentence), "{args:?}: {stderr}");
+    }
+    let leftovers = std::fs::read_dir(dir.path().join("moebius"))
+        .unwrap()
+        .filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with(".tmp"));
+    assert_eq!(leftovers.count(), 0);
+}
