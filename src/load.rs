@@ -78,6 +78,8 @@ pub struct Loaded {
     pub model: Box<dyn Forward>,
     /// Blocks of its KV cache.
     pub kv_blocks: usize,
+    /// Blocks of its KV cache more, on the host.
+    pub host_blocks: usize,
     /// Snapshots of recurrent state that there is room for.
     pub snapshots: usize,
     /// Tokens a sequence may hold.

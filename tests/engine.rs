@@ -12,6 +12,7 @@ use moebius::backend::batch::{BLOCK_SIZE, Batch};
 use moebius::config::EngineConfig;
 use moebius::engine::generation_config::GenerationConfig;
 use moebius::engine::{self, EngineHandle, Event, FinishReason, Request, Tenant};
+use moebius::forward::block_pool::BlockMove;
 use moebius::forward::tap::Tap;
 use moebius::forward::{Forward, Measure};
 use moebius::load::{self, Loaded};
@@ -186,6 +187,10 @@ impl Forward for Broken {
 
     fn restore_state(&mut self, slot: usize, snapshot: usize) {
         self.0.restore_state(slot, snapshot);
+    }
+
+    fn move_block(&mut self, moved: BlockMove) {
+        self.0.move_block(moved);
     }
 
     fn config(&self) -> &ModelConfig {

@@ -11,6 +11,7 @@ use common::engine::{greedy, prompt, read};
 use common::gpu::{device, need_gpu, on_gpu};
 use common::{Fixture, Run, cache_dir, cosine, demo_dir, folder, step};
 use moebius::backend::batch::Batch;
+use moebius::cli::measure::bench::load_shape;
 use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits, PrefillOn};
 use moebius::cuda::Cuda;
 use moebius::engine::{self, CaptureWanted, EngineHandle, Event, HookPoint, Layers, Positions, Request, Steer};
@@ -180,6 +181,81 @@ fn a_turn_goes_on_from_a_snapshot() {
             let (said, cached) = ask(turn);
             assert_eq!((&said, cached), (&first[turn as usize].0, 128), "{fixture}: request {turn}");
         }
+    }
+}
+
+/// Time to the first token of the second turn of a conversation whose first had 20,000 tokens: of random weights of
+/// `SHAPE`, on a real GPU.
+///
+/// `cargo test --release --test gpu_engine -- --ignored --nocapture the_second_turn`
+#[test]
+#[ignore = "minutes, a GPU with 64 GiB and as much RAM"]
+fn the_second_turn_of_a_long_conversation_begins_at_once() {
+    need_gpu!(real);
+    let shape = std::env::var("SHAPE").unwrap_or("qwen3-next-80b-a3b".into());
+    let config = EngineConfig { threads: None, max_context: Some(32_768), ..config() };
+    let loaded = load_shape(&shape, None, &config, &|_| {}).unwrap();
+    println!("{}; {} snapshots", loaded.device.as_deref().unwrap_or("cpu"), loaded.snapshots);
+    let engine = engine::start_loaded(&shape, loaded, &config, vec![3], std::time::Instant::now()).unwrap();
+    let ask = |messages: &[u32]| {
+        let begun = std::time::Instant::now();
+        let mut events = engine.submit(greedy([messages, &[5, 6]].concat(), 100)).unwrap();
+        let (mut said, mut first) = (Vec::new(), None);
+        loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token(token) => {
+                    first.get_or_insert_with(|| begun.elapsed());
+                    said.push(token.id);
+                }
+                Event::Done(_, stats) => return (said, first.unwrap(), stats),
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    ask(&[prompt(1000, 9), vec![3]].concat()); // what is done once
+    let mut slowest = std::time::Duration::ZERO;
+    for conversation in 0..3 {
+        let mut messages = [prompt(20_000, conversation), vec![3]].concat();
+        for turn in 1..=4 {
+            let (said, first, stats) = ask(&messages);
+            println!(
+                "conversation {conversation}, turn {turn}: {} of {} tokens cached, first token after {first:.3?}",
+                stats.cached_tokens, stats.prompt_tokens
+            );
+            if turn > 1 {
+                slowest = slowest.max(first);
+                assert!(stats.cached_tokens + 300 > stats.prompt_tokens);
+            }
+            messages = [messages, vec![5, 6], said, vec![3], prompt(100, turn), vec![3]].concat();
+        }
+    }
+    assert!(slowest.as_secs_f64() < 0.3, "the slowest later turn began after {slowest:?}");
+}
+
+/// What left VRAM comes back from RAM: the rest of the prompt gets the bits of a prefix that stayed.
+#[test]
+fn a_prefix_comes_back_from_ram() {
+    need_gpu!();
+    for fixture in ["deepseek_v32", "qwen3_next"] {
+        let said = |kv_host, blocks: usize| {
+            let config =
+                EngineConfig { experts: ExpertBits::Bf16, max_sequences: 2, kv_host: Some(kv_host), ..config() };
+            let mut loaded = load::load(&folder(fixture, &Fixture::open(fixture).dir), &config, &|_| {}).unwrap();
+            assert_eq!(loaded.host_blocks > 0, kv_host > 0);
+            loaded.kv_blocks = blocks;
+            let engine = engine::start_loaded(fixture, loaded, &config, vec![3], std::time::Instant::now()).unwrap();
+            let ask = |seed: u32| {
+                let mut tokens: Vec<u32> = prompt(150, seed).iter().map(|t| 4 + t % 490).collect();
+                tokens[140] = 3;
+                let (tokens, end) = read(engine.submit(greedy(tokens, 5)).unwrap());
+                (tokens, end.unwrap().1.cached_tokens)
+            };
+            [0, 1, 2, 0, 2].map(ask)
+        };
+        let stayed = said(0, 40);
+        assert!(stayed[3..].iter().all(|(_, cached)| *cached == 128), "{fixture}: {stayed:?}");
+        // Three prompts have two whole blocks each.
+        assert_eq!(said(8 << 20, 4), stayed, "{fixture}");
     }
 }
 

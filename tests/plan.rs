@@ -110,6 +110,7 @@ fn limits_have_remedies() {
         &with(&["--device", "cpu", "--resident-experts", "4"]),
         &["--resident-experts is for a GPU", "leave it out"],
     );
+    refused(&with(&["--device", "cpu", "--kv-host", "1GiB"]), &["--kv-host is for a GPU", "leave it out"]);
     refused(&with(&["--device", "cpu", "--prefill", "gpu"]), &["--prefill gpu is for a GPU", "leave it out"]);
     refused(&with(&["--device", "cpu", "--max-context", "1"]), &["--max-context 1", "give at least 2"]);
     refused(&with(&["--device", "cpu", "--max-context", "200000"]), &["--max-context 200000", "give at most 163840"]);

@@ -330,10 +330,10 @@ fn a_short_soak() {
     soak(Duration::from_secs(20));
 }
 
-/// `cargo test --release --test turns -- --ignored`, or so many seconds: `SECONDS=180`.
+/// `cargo test --release --test turns -- --ignored`, or so many seconds: `SOAK_SECONDS=180`.
 #[test]
 #[ignore = "ten minutes"]
 fn a_long_soak() {
-    let seconds = std::env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(600);
+    let seconds = std::env::var("SOAK_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(600);
     soak(Duration::from_secs(seconds));
 }

@@ -53,6 +53,13 @@ pub trait Attend: Dense {
 
     /// KV storage of one layer in `blocks` blocks.
     fn kv(&self, blocks: usize, dims: KvDims, bits: KvBits) -> Result<Self::Kv>;
+    /// Bytes of a block.
+    fn kv_block_bytes(&self, kv: &Self::Kv) -> usize;
+    /// Copies a block to `out`, a part of [`Memory::host`]'s memory, which is not to be read before ops that follow
+    /// have ended. Never part of a recorded pass.
+    fn kv_to_host(&self, kv: &Self::Kv, block: usize, out: &mut [u8]);
+    /// The same, back to any block. `from` must not change before ops that follow have ended.
+    fn kv_to_device(&self, kv: &mut Self::Kv, block: usize, from: &[u8]);
     /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward
     /// pass.
     fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);

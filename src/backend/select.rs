@@ -32,6 +32,12 @@ pub trait Select: Attend {
 
     /// Storage for index keys.
     fn index(&self, blocks: usize, indexer: &Indexer) -> Result<Self::Index>;
+    /// Bytes of a block.
+    fn index_block_bytes(&self, index: &Self::Index) -> usize;
+    /// Copies a block to `out`, as [`Attend::kv_to_host`] does.
+    fn index_to_host(&self, index: &Self::Index, block: usize, out: &mut [u8]);
+    /// The same, back to any block.
+    fn index_to_device(&self, index: &mut Self::Index, block: usize, from: &[u8]);
     /// Room for the choice of `max_tokens` tokens.
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Self::Chosen>;
     /// Scores for [`Select::select`] on at most `max_tokens` tokens.

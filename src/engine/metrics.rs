@@ -48,6 +48,8 @@ metrics! {
     kv_blocks_used gauge,
     /// KV blocks that no request holds, kept for requests with the same prefix.
     kv_blocks_kept gauge,
+    /// KV blocks that were moved from VRAM to RAM, kept for requests with the same prefix.
+    kv_blocks_on_host gauge,
     /// Snapshots of recurrent state that there is room for.
     state_snapshots_total gauge,
     /// Snapshots of recurrent state that requests with the same prefix can go on from.

@@ -91,7 +91,7 @@ impl Engine {
             (true, true) if loaded.snapshots > 0 => Sharing::States(loaded.snapshots),
             _ => Sharing::None,
         };
-        let pool = BlockPool::new(loaded.kv_blocks).sharing(sharing);
+        let pool = BlockPool::new(loaded.kv_blocks).sharing(sharing).with_host(loaded.host_blocks);
         Metrics::set(&metrics.kv_blocks_total, loaded.kv_blocks);
         Metrics::set(&metrics.state_snapshots_total, loaded.snapshots);
         Self {
@@ -160,6 +160,7 @@ impl Engine {
         Metrics::set(&metrics.preemptions_total, self.scheduler.preempted() as usize);
         Metrics::set(&metrics.kv_blocks_used, pool.total_blocks() - pool.free_blocks());
         Metrics::set(&metrics.kv_blocks_kept, pool.kept_blocks());
+        Metrics::set(&metrics.kv_blocks_on_host, pool.blocks_on_host());
         Metrics::set(&metrics.state_snapshots_kept, pool.kept_states());
     }
 
@@ -238,6 +239,9 @@ impl Engine {
         let now = Instant::now();
         self.plan(now);
         let prefill_tokens = self.scheduler.prefill_tokens();
+        for moved in self.scheduler.take_moves() {
+            self.model.move_block(moved);
+        }
         for &StateCopy { slot, snapshot } in self.scheduler.restores() {
             self.model.restore_state(slot, snapshot as usize);
         }

@@ -8,7 +8,7 @@ use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
 use crate::backend::batch::{BLOCK_SIZE, Batch};
-use crate::forward::block_pool::{BlockPool, BlockTable, Keep, Shared, Tenant, Text};
+use crate::forward::block_pool::{BlockMove, BlockPool, BlockTable, Keep, Shared, Tenant, Text};
 
 /// Tokens of prefill that a sequence gets at least when it gets any, unless it needs fewer: smaller shares cost more
 /// than they help.
@@ -42,6 +42,9 @@ pub struct Sequence<T> {
     pub offers: usize,
     /// Ends of blocks, ascending, at which its prefill stops and its state is kept: where another may begin alike.
     pub stops: Vec<usize>,
+    /// So many of its tokens others had read, whether it could go on from there or not: where it parts from them a
+    /// third may part as well.
+    known: usize,
     /// Whom it is for: clients take turns.
     pub client: u64,
     /// Whatever the owner keeps with it.
@@ -62,6 +65,7 @@ impl<T> Sequence<T> {
             reuses: usize::MAX,
             offers: usize::MAX,
             stops: Vec::new(),
+            known: 0,
             client,
             state,
             table: BlockTable::default(),
@@ -98,17 +102,16 @@ impl<T> Sequence<T> {
         if !self.gave_way {
             self.shared += shared.tokens;
         }
-        // Where it parts from what others have read, a third may part as well.
-        if pool.keeps_states() && is_new && shared.known_tokens > self.cached {
-            let at = self.stops.partition_point(|&stop| stop < shared.known_tokens);
-            self.stops.insert(at, shared.known_tokens);
+        if pool.keeps_states() && is_new {
+            self.known = shared.known_tokens;
         }
         (shared, pool.next_text(&self.table, tokens))
     }
 
     /// Where its prefill stops next.
     fn next_stop(&self) -> Option<usize> {
-        self.stops.iter().copied().find(|&stop| stop > self.cached && stop < self.tokens.len())
+        let stops = self.stops.iter().chain([&self.known]);
+        stops.copied().filter(|&stop| stop > self.cached && stop < self.tokens.len()).min()
     }
 
     /// Tokens that prefill may read before its state is kept.
@@ -349,6 +352,11 @@ impl<T> Scheduler<T> {
         prefill.map(|part| part.rows.len()).sum()
     }
 
+    /// The blocks that move between the device and the host before the planned step, in this order.
+    pub fn take_moves(&mut self) -> impl Iterator<Item = BlockMove> {
+        self.pool.take_moves()
+    }
+
     /// The states from which sequences of the planned step go on, to be restored before it.
     pub fn restores(&self) -> &[StateCopy] {
         &self.restores
@@ -359,11 +367,11 @@ impl<T> Scheduler<T> {
     pub fn commit(&mut self) -> &[StateCopy] {
         self.saves.clear();
         for s in &self.plan {
-            let Sequence { cached, offers, tokens, table, stops, slot, .. } = &mut self.running[s.index];
+            let Sequence { cached, offers, tokens, table, stops, known, slot, .. } = &mut self.running[s.index];
             *cached += s.rows.len();
             self.pool.fill(table, &tokens[..(*cached).min(*offers)]);
             if self.pool.keeps_states() && table.known_tokens() == *cached {
-                let keep = if stops.contains(cached) { Keep::ForOthers } else { Keep::UntilTheNext };
+                let keep = if stops.contains(cached) || known == cached { Keep::ForOthers } else { Keep::UntilTheNext };
                 let snapshot = self.pool.keep_state(table, keep);
                 self.saves.extend(snapshot.map(|snapshot| StateCopy { slot: *slot, snapshot }));
             }

@@ -16,6 +16,10 @@
 //! into which to save. Either side may run out of memory: a text that is forgotten takes its snapshot along, a snapshot
 //! that is given up takes the blocks along that led to nothing else.
 //!
+//! Beside a GPU there may be a second tier: blocks on the host, to which a text goes before it is forgotten, and from
+//! which it comes back when a sequence shares it. [`BlockPool::take_moves`] says what is copied, in that order, before
+//! the next pass.
+//!
 //! ```text
 //! snapshots  which of them there are, and which goes first
 //! ```
@@ -48,9 +52,25 @@ const ROOT: u64 = 0;
 #[derive(Debug)]
 struct Known {
     text: Arc<Text>,
-    block: u32,            // holds its end
+    place: Place,          // of its end
     snapshot: Option<u32>, // the state at its end
     leads_to: u32,         // snapshots at its end and beyond
+}
+
+/// Where a block lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Device(u32),
+    Host { block: u32, since: u64 }, // its key in `Holding::on_host`
+}
+
+/// A block's keys and values are copied, in all layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockMove {
+    /// From a block of the device to one of the host.
+    ToHost(u32, u32),
+    /// From a block of the host to one of the device.
+    ToDevice(u32, u32),
 }
 
 /// The blocks of one sequence, from its position 0 on.
@@ -106,8 +126,9 @@ struct Block {
 /// The blocks of one tenant.
 #[derive(Debug, Default)]
 struct Holding {
-    used: usize,              // sequences hold them
-    kept: BTreeMap<u64, u32>, // no sequence holds them, but their text is known; least recently used first
+    used: usize,                 // sequences hold them
+    kept: BTreeMap<u64, u32>,    // no sequence holds them, but their text is known; least recently used first
+    on_host: BTreeMap<u64, u64>, // the nodes of those on the host; least recently used first
 }
 
 impl Holding {
@@ -153,7 +174,10 @@ pub struct BlockPool {
     blocks: Vec<Block>,
     free: Vec<u32>, // of no use to anyone
     tenants: BTreeMap<Tenant, Holding>,
-    kept: usize,                    // of all tenants
+    kept: usize, // of all tenants
+    free_on_host: Vec<u32>,
+    host_blocks: usize,
+    moves: Vec<BlockMove>,          // since they were last taken
     texts: HashMap<Arc<Text>, u64>, // -> its node
     nodes: HashMap<u64, Known>,
     last_node: u64,
@@ -170,6 +194,9 @@ impl BlockPool {
             free: (0..total as u32).rev().collect(),
             tenants: BTreeMap::new(),
             kept: 0,
+            free_on_host: Vec::new(),
+            host_blocks: 0,
+            moves: Vec::new(),
             texts: HashMap::new(),
             nodes: HashMap::new(),
             last_node: ROOT,
@@ -183,6 +210,16 @@ impl BlockPool {
     pub fn sharing(self, sharing: Sharing) -> Self {
         let snapshots = if let Sharing::States(count) = sharing { Snapshots::new(count) } else { self.snapshots };
         Self { sharing, snapshots, ..self }
+    }
+
+    /// The same with room for so many blocks more on the host.
+    pub fn with_host(self, host_blocks: usize) -> Self {
+        Self { host_blocks, free_on_host: (0..host_blocks as u32).rev().collect(), ..self }
+    }
+
+    /// What has to be copied before the next pass, in this order.
+    pub fn take_moves(&mut self) -> impl Iterator<Item = BlockMove> {
+        self.moves.drain(..)
     }
 
     /// Whether sequences go on from snapshots.
@@ -203,6 +240,11 @@ impl BlockPool {
     /// Of these, blocks whose text is kept.
     pub fn kept_blocks(&self) -> usize {
         self.kept
+    }
+
+    /// Blocks on the host.
+    pub fn blocks_on_host(&self) -> usize {
+        self.host_blocks - self.free_on_host.len()
     }
 
     /// Snapshots that sequences can go on from.
@@ -227,7 +269,7 @@ impl BlockPool {
     }
 
     /// Frees the least recently used kept block of the tenant that holds the most blocks, so that no tenant pushes out
-    /// another that holds fewer; and what is of no use without it.
+    /// another that holds fewer. Its text goes to the host, where there is room for any.
     fn forget(&mut self) -> Option<u32> {
         let keepers = self.tenants.values().filter(|holding| !holding.kept.is_empty());
         let holding = keepers.max_by_key(|holding| {
@@ -235,29 +277,76 @@ impl BlockPool {
         })?;
         let (_, &block) = holding.kept.first_key_value()?;
         let node = self.blocks[block as usize].node;
-        if self.keeps_states() {
-            let known = self.nodes.get_mut(&node)?;
-            let all = known.leads_to;
-            if let Some(snapshot) = known.snapshot.take() {
-                self.snapshots.remove(snapshot);
-            }
-            self.lead_to_fewer(node, all);
+        if self.host_blocks > 0 {
+            self.put_on_host(node, block);
         } else {
-            self.discard(node);
+            self.lose(node);
         }
         self.free.pop()
     }
 
-    /// Forgets the text of a block that no sequence holds, and frees the block.
-    fn discard(&mut self, node: u64) {
-        let Known { text, block, .. } = self.nodes.remove(&node).expect("a text that is known");
-        self.texts.remove(&text);
+    /// Frees the kept block `block` of the device for one of the host.
+    fn put_on_host(&mut self, node: u64, block: u32) {
+        let oldest = |holding: &Holding| holding.on_host.first_key_value().map(|(&since, &node)| (since, node));
+        if self.free_on_host.is_empty()
+            && let Some(holding) =
+                self.tenants.values().max_by_key(|holding| (holding.on_host.len(), oldest(holding).map(Reverse)))
+            && let Some((_, oldest)) = oldest(holding)
+        {
+            self.lose(oldest);
+        }
+        // What led to the text that was lost alone has gone with it.
+        let Some(known) = self.nodes.get_mut(&node) else { return };
+        // All of the host may be on its way to the device.
+        let Some(host) = self.free_on_host.pop() else { return self.lose(node) };
+        self.clock += 1;
+        known.place = Place::Host { block: host, since: self.clock };
         let of_block = &mut self.blocks[block as usize];
         of_block.node = ROOT;
-        let holding = self.tenants.get_mut(&text.tenant).expect("it holds the block");
+        let holding = self.tenants.get_mut(&known.text.tenant).expect("it holds the block");
         holding.kept.remove(&of_block.released).expect("no sequence holds the block");
+        holding.on_host.insert(self.clock, node);
         self.kept -= 1;
         self.free.push(block);
+        self.moves.push(BlockMove::ToHost(block, host));
+    }
+
+    /// Forgets a text that no sequence holds, its snapshot, and what is of no use without it.
+    fn lose(&mut self, node: u64) {
+        if !self.keeps_states() {
+            return self.discard(node);
+        }
+        let known = self.nodes.get_mut(&node).expect("a text that is known");
+        let all = known.leads_to;
+        if let Some(snapshot) = known.snapshot.take() {
+            self.snapshots.remove(snapshot);
+        }
+        self.lead_to_fewer(node, all);
+    }
+
+    /// Whether a sequence holds the block of a text.
+    fn is_held(&self, known: &Known) -> bool {
+        matches!(known.place, Place::Device(block) if self.blocks[block as usize].users > 0)
+    }
+
+    /// Forgets the text of a block that no sequence holds, and frees the block.
+    fn discard(&mut self, node: u64) {
+        let Known { text, place, .. } = self.nodes.remove(&node).expect("a text that is known");
+        self.texts.remove(&text);
+        let holding = self.tenants.get_mut(&text.tenant).expect("it holds the block");
+        match place {
+            Place::Device(block) => {
+                let of_block = &mut self.blocks[block as usize];
+                of_block.node = ROOT;
+                holding.kept.remove(&of_block.released).expect("no sequence holds the block");
+                self.kept -= 1;
+                self.free.push(block);
+            }
+            Place::Host { block, since } => {
+                holding.on_host.remove(&since);
+                self.free_on_host.push(block);
+            }
+        }
     }
 
     /// The text of the first block of `tokens` that `table` does not cover, if there is a whole one and at least one
@@ -276,32 +365,40 @@ impl BlockPool {
     }
 
     /// Extends `table`, of whose blocks all are full, by the blocks that hold what comes next in `tokens`, but never
-    /// the last token, which has to be computed.
+    /// the last token, which has to be computed. What is on the host comes to the device if blocks are free for it.
     pub fn share(&mut self, table: &mut BlockTable, tokens: &[u32]) -> Shared {
         // What is known of the text, and how much of that the sequence can go on from.
         let (mut path, mut usable) = (Vec::new(), 0);
-        let mut before = table.node;
+        let (mut before, mut room) = (table.node, self.free_blocks());
+        let mut fits = true;
         while let Some(text) = self.text_after(table, table.known + path.len(), before, tokens)
             && let Some(&node) = self.texts.get(&text)
         {
             path.push(node);
             before = node;
-            if !self.keeps_states() || self.nodes[&node].snapshot.is_some() {
+            let known = &self.nodes[&node];
+            fits = fits && (self.is_held(known) || room > 0);
+            room -= usize::from(fits && !self.is_held(known));
+            if fits && (!self.keeps_states() || known.snapshot.is_some()) {
                 usable = path.len();
             }
         }
         let known_tokens = (table.known + path.len()) * BLOCK_SIZE;
         path.truncate(usable);
+        // None of them makes room for another.
         for &node in &path {
-            let number = self.nodes[&node].block;
-            let block = &mut self.blocks[number as usize];
-            if block.users == 0 {
-                let holding = self.tenants.entry(table.tenant).or_default();
-                holding.kept.remove(&block.released);
-                holding.used += 1;
-                self.kept -= 1;
+            match self.nodes[&node].place {
+                Place::Device(number) => self.hold(table.tenant, number),
+                Place::Host { since, .. } => {
+                    self.tenants.entry(table.tenant).or_default().on_host.remove(&since);
+                }
             }
-            block.users += 1;
+        }
+        for &node in &path {
+            let number = match self.nodes[&node].place {
+                Place::Device(number) => number,
+                Place::Host { block, .. } => self.bring(node, block),
+            };
             table.blocks.push(number);
             (table.node, table.known) = (node, table.known + 1);
         }
@@ -312,6 +409,31 @@ impl BlockPool {
         Shared { tokens: path.len() * BLOCK_SIZE, snapshot, known_tokens }
     }
 
+    /// One more sequence of `tenant` holds a block of the device.
+    fn hold(&mut self, tenant: Tenant, number: u32) {
+        let block = &mut self.blocks[number as usize];
+        if block.users == 0 {
+            let holding = self.tenants.entry(tenant).or_default();
+            holding.kept.remove(&block.released);
+            holding.used += 1;
+            self.kept -= 1;
+        }
+        block.users += 1;
+    }
+
+    /// Brings a text from a block of the host to one of the device, for one sequence.
+    fn bring(&mut self, node: u64, from: u32) -> u32 {
+        let number = self.free.pop().or_else(|| self.forget()).expect("counted before");
+        self.moves.push(BlockMove::ToDevice(from, number));
+        self.free_on_host.push(from);
+        let block = &mut self.blocks[number as usize];
+        (block.users, block.node) = (1, node);
+        let known = self.nodes.get_mut(&node).expect("a text that is known");
+        known.place = Place::Device(number);
+        self.tenants.entry(known.text.tenant).or_default().used += 1;
+        number
+    }
+
     /// Makes the blocks known that `tokens`, all in the cache, have filled.
     pub fn fill(&mut self, table: &mut BlockTable, tokens: &[u32]) {
         while self.sharing != Sharing::None && tokens.len() >= (table.known + 1) * BLOCK_SIZE {
@@ -320,17 +442,32 @@ impl BlockPool {
             // Of two sequences that computed the same text at the same time, one is known; the other goes on under the
             // same node.
             table.node = match self.texts.get(&text) {
-                Some(&node) => node,
+                Some(&node) => {
+                    self.take_the_place_of_the_host(node, block);
+                    node
+                }
                 None => {
                     self.last_node += 1;
                     let text = Arc::new(text);
                     self.blocks[block as usize].node = self.last_node;
                     self.texts.insert(text.clone(), self.last_node);
-                    self.nodes.insert(self.last_node, Known { text, block, snapshot: None, leads_to: 0 });
+                    let known = Known { text, place: Place::Device(block), snapshot: None, leads_to: 0 };
+                    self.nodes.insert(self.last_node, known);
                     self.last_node
                 }
             };
             table.known += 1;
+        }
+    }
+
+    /// A text that is on the host was computed again, into `number`: the host need not keep it.
+    fn take_the_place_of_the_host(&mut self, node: u64, number: u32) {
+        let known = self.nodes.get_mut(&node).expect("a text that is known");
+        if let Place::Host { block, since } = known.place {
+            known.place = Place::Device(number);
+            self.tenants.entry(known.text.tenant).or_default().on_host.remove(&since);
+            self.blocks[number as usize].node = node;
+            self.free_on_host.push(block);
         }
     }
 
@@ -392,7 +529,8 @@ impl BlockPool {
         while let Some(known) = self.nodes.get_mut(&up) {
             let node = std::mem::replace(&mut up, known.text.before);
             known.leads_to -= fewer;
-            if known.leads_to == 0 && self.blocks[known.block as usize].users == 0 {
+            let is_held = matches!(known.place, Place::Device(block) if self.blocks[block as usize].users > 0);
+            if known.leads_to == 0 && !is_held {
                 self.discard(node);
             }
         }
@@ -424,7 +562,7 @@ impl BlockPool {
                 self.discard(node);
             }
         }
-        self.tenants.retain(|_, holding| holding.blocks() > 0);
+        self.tenants.retain(|_, holding| holding.blocks() > 0 || !holding.on_host.is_empty());
     }
 }
 
@@ -550,15 +688,28 @@ mod tests {
     }
 
     /// Random sequences come, grow and go: every block is held by as many as hold it, and what is shared is the same
-    /// text.
+    /// text, also when it was on the host meanwhile.
     #[test]
     fn blocks_are_counted_and_hold_what_they_are_known_for() {
+        for (sharing, host) in [
+            (Sharing::Blocks, 0),
+            (Sharing::Blocks, 3),
+            (Sharing::Blocks, 40),
+            (Sharing::States(6), 3),
+            (Sharing::States(6), 40),
+        ] {
+            check_blocks(BlockPool::new(24).sharing(sharing).with_host(host), sharing, host);
+        }
+    }
+
+    fn check_blocks(mut pool: BlockPool, sharing: Sharing, host: usize) {
         let mut random = Random(11);
         let mut below = move |n: usize| (random.uniform() * n as f64) as usize;
-        let mut pool = BlockPool::new(24).sharing(Sharing::Blocks);
-        let mut contents: Vec<Vec<u32>> = vec![Vec::new(); 24]; // what was last computed into each block
-        let mut owners = [Tenant::default(); 24];
+        // What was last computed into each block, by whom, and what was copied to the host.
+        let mut contents = vec![(Tenant::default(), Vec::<u32>::new()); 24];
+        let mut on_host = vec![(Tenant::default(), Vec::new()); host];
         let mut live: Vec<(BlockTable, Vec<u32>)> = Vec::new();
+        let mut brought = 0;
         for _ in 0..5000 {
             if below(3) == 0 && !live.is_empty() {
                 let (mut table, _) = live.swap_remove(below(live.len()));
@@ -569,18 +720,33 @@ mod tests {
                     (0..1 + below(5)).flat_map(|_| vec![below(2) as u32; BLOCK_SIZE]).chain([7]).collect();
                 let mut table = BlockTable::new(Tenant(below(3) as u32));
                 let shared = pool.share(&mut table, &tokens).tokens;
-                if !pool.grow(&mut table, tokens.len()) {
+                let grown = pool.grow(&mut table, tokens.len());
+                for moved in pool.take_moves() {
+                    match moved {
+                        BlockMove::ToHost(block, host) => on_host[host as usize] = contents[block as usize].clone(),
+                        BlockMove::ToDevice(host, block) => {
+                            contents[block as usize] = on_host[host as usize].clone();
+                            brought += 1;
+                        }
+                    }
+                }
+                if !grown {
                     pool.release(&mut table);
                     continue;
                 }
                 for (i, chunk) in tokens.chunks(BLOCK_SIZE).enumerate() {
-                    let block = table[i] as usize;
+                    let of_block = &mut contents[table[i] as usize];
                     if i * BLOCK_SIZE >= shared {
-                        (contents[block], owners[block]) = (chunk.to_vec(), table.tenant);
+                        *of_block = (table.tenant, chunk.to_vec());
                     }
-                    assert_eq!((&contents[block][..], owners[block]), (chunk, table.tenant));
+                    assert_eq!((of_block.0, &of_block.1[..]), (table.tenant, chunk));
                 }
-                pool.fill(&mut table, &tokens);
+                for end in (shared + BLOCK_SIZE..tokens.len()).step_by(BLOCK_SIZE) {
+                    pool.fill(&mut table, &tokens[..end]);
+                    if sharing != Sharing::Blocks && below(2) == 0 {
+                        pool.keep_state(&mut table, Keep::ForOthers);
+                    }
+                }
                 live.push((table, tokens));
             }
             let mut users = vec![0; 24];
@@ -589,10 +755,34 @@ mod tests {
             assert_eq!(pool.free_blocks(), users.iter().filter(|&&n| n == 0).count());
             let held = |count: fn(&Holding) -> usize| pool.tenants.values().map(count).sum::<usize>();
             assert_eq!((held(|h| h.used), held(|h| h.kept.len())), (24 - pool.free_blocks(), pool.kept_blocks()));
+            assert_eq!(held(|h| h.on_host.len()), pool.blocks_on_host());
+            let known_on_host = |known: &&Known| matches!(known.place, Place::Host { .. });
+            assert_eq!(pool.nodes.values().filter(known_on_host).count(), pool.blocks_on_host());
             for (table, tokens) in &live {
-                assert!(tokens.chunks(BLOCK_SIZE).zip(table.iter()).all(|(chunk, &b)| contents[b as usize] == chunk));
+                let blocks = tokens.chunks(BLOCK_SIZE).zip(table.iter());
+                blocks.for_each(|(chunk, &b)| assert_eq!(contents[b as usize].1, chunk));
             }
         }
+        assert_eq!(brought > 100, host > 0, "{sharing:?}, {host} blocks on the host: {brought} brought");
+    }
+
+    #[test]
+    fn what_leaves_the_device_comes_back_from_the_host() {
+        let mut pool = BlockPool::new(4).sharing(Sharing::Blocks).with_host(3);
+        let (first, second) = (text(200, 0), text(256, 1));
+        let (mut a, _) = computed(&mut pool, &first);
+        let blocks = a.to_vec();
+        pool.release(&mut a);
+        let (mut b, _) = computed(&mut pool, &second);
+        let moves: Vec<_> = pool.take_moves().collect();
+        let of = |at: usize, host| BlockMove::ToHost(blocks[at], host);
+        assert_eq!(moves, [of(2, 0), of(1, 1), of(0, 2)], "the end first");
+        pool.release(&mut b);
+        let mut a = BlockTable::default();
+        // The first block that it takes has nowhere to go: the host is still full.
+        assert_eq!((pool.share(&mut a, &first).tokens, pool.blocks_on_host()), (192, 2));
+        let back: Vec<_> = pool.take_moves().filter(|moved| matches!(moved, BlockMove::ToDevice(..))).collect();
+        assert_eq!(back.len(), 3);
     }
 
     /// The same of a model with recurrent state, whose state is kept after each of `at` tokens.
@@ -720,8 +910,10 @@ mod tests {
                 };
                 let beyond = pool.nodes.iter().filter(|(from, known)| known.snapshot.is_some() && leads(**from));
                 assert_eq!(beyond.count(), known.leads_to as usize);
-                let block = &pool.blocks[known.block as usize];
-                assert!(block.node == node && (block.users > 0 || known.leads_to > 0));
+                if let Place::Device(block) = known.place {
+                    assert_eq!(pool.blocks[block as usize].node, node);
+                }
+                assert!(pool.is_held(known) || known.leads_to > 0);
             }
             assert_eq!(pool.free_blocks(), pool.blocks.iter().filter(|block| block.users == 0).count());
         }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::block_pool::BlockMove;
 use super::tap::Tap;
 use super::{Measure, Model};
 use crate::Result;
@@ -26,6 +27,9 @@ pub trait Forward: Measure + Send {
 
     /// The same copied back, to any slot: its sequence goes on where the other one stood.
     fn restore_state(&mut self, slot: usize, snapshot: usize);
+
+    /// Copies a block of keys and values to the host, or back, in the order of passes.
+    fn move_block(&mut self, moved: BlockMove);
 
     /// Brings vectors `[hidden]` to the device, to be added by a [`Tap`] for as long as the caller keeps them too.
     ///
@@ -68,6 +72,10 @@ impl<B: Backend> Forward for Model<B> {
     fn restore_state(&mut self, slot: usize, snapshot: usize) {
         self.kv.restore_state(&self.backend, slot, snapshot);
         self.weights.tables.restore(slot, snapshot);
+    }
+
+    fn move_block(&mut self, moved: BlockMove) {
+        self.kv.move_block(&self.backend, moved);
     }
 
     fn hold(&mut self, vectors: &mut dyn Iterator<Item = &Arc<[f32]>>) -> Result<()> {

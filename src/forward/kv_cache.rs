@@ -1,6 +1,7 @@
 //! The KV cache: storage per layer on the backend, in blocks of one pool for all sequences; and recurrent state, where
 //! layers have that instead.
 
+use super::block_pool::BlockMove;
 use crate::backend::Backend;
 use crate::config::KvBits;
 use crate::model::{LayerConfig, ModelConfig, Selection, StateShape};
@@ -55,6 +56,14 @@ impl<B: Backend> LayerCache<B> {
         self.ngrams.as_mut().expect("the layer has n-grams")
     }
 
+    /// Bytes of a block of keys and values, and of index keys.
+    fn block_bytes(&self, backend: &B) -> [usize; 2] {
+        [
+            self.kv.as_ref().map_or(0, |kv| backend.kv_block_bytes(kv)),
+            self.index.as_ref().map_or(0, |index| backend.index_block_bytes(index)),
+        ]
+    }
+
     /// All that it keeps of sequences by slot.
     fn states(&self) -> impl Iterator<Item = &B::State> {
         self.state.iter().chain(&self.ngrams)
@@ -74,6 +83,8 @@ pub struct CacheSize {
     pub slots: usize,
     /// Recurrent states that are kept on the host.
     pub snapshots: usize,
+    /// Blocks of keys and values more, on the host.
+    pub host_blocks: usize,
 }
 
 /// Storage of all layers.
@@ -82,6 +93,8 @@ pub struct KvCache<B: Backend> {
     pub layers: Vec<LayerCache<B>>,
     snapshots: B::Host, // [snapshots, numbers of a sequence's state]
     of_sequence: usize, // numbers
+    host: B::Host,      // [host blocks, bytes of a block in all layers]
+    of_block: usize,    // bytes
 }
 
 impl<B: Backend> KvCache<B> {
@@ -91,11 +104,46 @@ impl<B: Backend> KvCache<B> {
         let layers = model.layers.iter().map(|layer| LayerCache::new(backend, (layer, hidden), size, bits));
         let states = model.layers.iter().flat_map(|layer| layer.states(hidden)).flatten();
         let of_sequence = states.map(StateShape::total).sum();
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        let of_block = layers.iter().map(|layer| layer.block_bytes(backend).iter().sum::<usize>()).sum();
         Ok(Self {
-            layers: layers.collect::<Result<_>>()?,
+            layers,
             snapshots: backend.host(size.snapshots * of_sequence)?,
             of_sequence,
+            host: backend.host(size.host_blocks * of_block / size_of::<f32>())?,
+            of_block,
         })
+    }
+
+    /// Copies a block of all layers to the host, or back.
+    pub(super) fn move_block(&mut self, backend: &B, moved: BlockMove) {
+        let Self { layers, host, of_block, .. } = self;
+        let host = bytemuck::cast_slice_mut::<f32, u8>(host);
+        let place = |at: u32| at as usize * *of_block..(at as usize + 1) * *of_block;
+        match moved {
+            BlockMove::ToHost(block, at) => {
+                let mut to = &mut host[place(at)];
+                for layer in layers {
+                    let [of_kv, of_index] = layer.block_bytes(backend);
+                    let (kv, rest) = to.split_at_mut(of_kv);
+                    let (index, rest) = rest.split_at_mut(of_index);
+                    layer.kv.iter().for_each(|from| backend.kv_to_host(from, block as usize, kv));
+                    layer.index.iter().for_each(|from| backend.index_to_host(from, block as usize, index));
+                    to = rest;
+                }
+            }
+            BlockMove::ToDevice(at, block) => {
+                let mut from = &host[place(at)];
+                for layer in layers {
+                    let [of_kv, of_index] = layer.block_bytes(backend);
+                    let (kv, rest) = from.split_at(of_kv);
+                    let (index, rest) = rest.split_at(of_index);
+                    layer.kv.iter_mut().for_each(|to| backend.kv_to_device(to, block as usize, kv));
+                    layer.index.iter_mut().for_each(|to| backend.index_to_device(to, block as usize, index));
+                    from = rest;
+                }
+            }
+        }
     }
 
     /// Copies the state in `slot` of all layers to a snapshot.

@@ -48,7 +48,7 @@ pub fn assemble(
         }
         _ => None,
     };
-    let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, snapshots };
+    let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, snapshots, host_blocks: 0 };
     let kv = KvCache::new(&backend, model, size, config.kv)?;
     if expert_bytes >= SMALL_BYTES {
         let rates = CpuRates::measure(spec, &machine, tokens)?;
@@ -63,6 +63,7 @@ pub fn assemble(
     Ok(Loaded {
         model,
         kv_blocks,
+        host_blocks: 0,
         snapshots,
         max_context,
         max_batch_tokens: tokens,

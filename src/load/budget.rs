@@ -150,6 +150,7 @@ fn check_no_gpu(config: &EngineConfig) -> Result<()> {
     };
     match config {
         EngineConfig { kv: KvBits::Fp8, .. } => refuse("--kv fp8", "use --kv bf16"),
+        EngineConfig { kv_host: Some(1..), .. } => refuse("--kv-host", "leave it out, the KV cache is in RAM already"),
         EngineConfig { vram: Some(_), .. } => refuse("--vram", "leave it out"),
         EngineConfig { resident_experts: Some(1..), .. } => refuse("--resident-experts", "leave it out"),
         EngineConfig { prefill: PrefillOn::Gpu, .. } => refuse("--prefill gpu", "leave it out"),

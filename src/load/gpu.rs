@@ -20,6 +20,7 @@ use super::speed::Expected;
 use super::{LoadProgress, Loaded, Stored};
 use crate::Result;
 use crate::backend::Routing;
+use crate::backend::batch::BLOCK_SIZE;
 use crate::backend::cuda::CudaBackend;
 use crate::config::{EngineConfig, ExpertsMemory, PrefillOn};
 use crate::cuda::Cuda;
@@ -83,18 +84,32 @@ pub(super) fn assemble(
         }
         _ => None,
     };
-    let size = CacheSize { blocks: plan.kv_blocks, slots: config.max_sequences, snapshots: plan.snapshots };
-    let kv = KvCache::new(&backend, model, size, config.kv)?;
     let rates = GpuRates { vram_bytes, speeds };
     let expected = on_gpu(&plan, spec, &rates)?;
-    let device = describe(&plan, model, speeds, backend.library(), &expected);
+    let mut device = describe(&plan, model, speeds, backend.library(), &expected);
+    let mut host_blocks = plan.host_blocks;
+    if host_blocks > 0 {
+        // What is slower to copy than to compute is better computed.
+        let block_bytes = plan.kv_host as f64 / host_blocks as f64;
+        let link = block_bytes / cuda.pcie_bandwidth(SAMPLE_BYTES)?;
+        let is_faster = link < BLOCK_SIZE as f64 / expected.prefill_tok_per_s;
+        device += &match is_faster {
+            true => format!("; {} tokens more of KV cache in RAM", host_blocks * BLOCK_SIZE),
+            false => "; no KV cache in RAM (--kv-host): computing it again is faster than the link".into(),
+        };
+        host_blocks = if is_faster { host_blocks } else { 0 };
+    }
+    let (slots, snapshots) = (config.max_sequences, plan.snapshots);
+    let size = CacheSize { blocks: plan.kv_blocks, slots, snapshots, host_blocks };
+    let kv = KvCache::new(&backend, model, size, config.kv)?;
     report(LoadProgress::Experts(&device));
     let model = Box::new(Model::new(backend, model.clone(), weights, executor, kv, plan.limits)?);
     cuda.synchronize()?;
     Ok(Loaded {
         model,
         kv_blocks: plan.kv_blocks,
-        snapshots: plan.snapshots,
+        host_blocks,
+        snapshots,
         max_context: plan.max_context,
         max_batch_tokens: plan.limits.tokens,
         device: Some(device),

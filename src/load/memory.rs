@@ -49,7 +49,8 @@ impl Counted {
         count_experts(spec, &heap, kernel, team.threads(), limits.tokens)?;
         Model::new(backend, model.clone(), weights, None, kv, limits)?;
 
-        let caches = |blocks, slots, snapshots| cache_bytes(spec, CacheSize { blocks, slots, snapshots });
+        let caches =
+            |blocks, slots, snapshots| cache_bytes(spec, CacheSize { blocks, slots, snapshots, host_blocks: 0 });
         let (weights, states) = (weight_bytes(model, config.dense)?, caches(0, config.max_sequences, 0)?);
         let rest = Epilogue::load(&heap, &Shapes, model).map(|_| heap.bytes())?.saturating_sub(weights);
         let kv_token = caches(1, 0, 0)? / BLOCK_SIZE as u64;
@@ -96,26 +97,31 @@ pub(super) fn snapshots(config: &EngineConfig, one: u64, free: u64) -> Result<us
     if one == 0 || !config.prefix_cache {
         return Ok(0);
     }
+    match config.state_cache {
+        Some(bytes) => count("--state-cache", bytes, ("the state of a sequence", one), free),
+        None => Ok((free / 8 / one).min(SNAPSHOTS * config.max_sequences as u64) as usize),
+    }
+}
+
+/// How many of something, of so many bytes, are in the `bytes` that a flag gives.
+///
+/// Errors: they are not free, or hold none.
+pub(super) fn count(flag: &str, bytes: u64, (what, one): (&str, u64), free: u64) -> Result<usize> {
     let mib = |bytes: u64| bytes as f64 / (1u64 << 20) as f64;
-    let count = match config.state_cache {
-        Some(bytes) if bytes > free => {
-            return Err(Error::Resources(format!(
-                "--state-cache {:.0}MiB: {:.0} MiB of memory are free beside the model: give at most that",
-                mib(bytes),
-                mib(free)
-            )));
-        }
-        Some(bytes) if 0 < bytes && bytes < one => {
-            return Err(Error::Invalid(format!(
-                "--state-cache {:.1}MiB: the state of a sequence of this model has {:.1} MiB: give more, or 0 for none",
-                mib(bytes),
-                mib(one)
-            )));
-        }
-        Some(bytes) => bytes / one,
-        None => (free / 8 / one).min(SNAPSHOTS * config.max_sequences as u64),
-    };
-    Ok(count as usize)
+    if bytes > free {
+        let (asked, free) = (mib(bytes), mib(free));
+        return Err(Error::Resources(format!(
+            "{flag} {asked:.0}MiB: {free:.0} MiB of memory are free beside the model: give at most that"
+        )));
+    }
+    if 0 < bytes && bytes < one {
+        return Err(Error::Invalid(format!(
+            "{flag} {:.1}MiB: {what} of this model takes {:.1} MiB: give more, or 0 for none",
+            mib(bytes),
+            mib(one)
+        )));
+    }
+    Ok((bytes / one) as usize)
 }
 
 /// A CPU that takes no scratch memory and computes nothing, and the heap that counts what is put onto it.

@@ -282,7 +282,7 @@ mod gpu {
             let parts = vec![
                 part("driver and kernels", CONTEXT_BYTES, 0, 0),
                 part("dense weights", plan.weights, 0, 0),
-                part("KV cache", plan.kv, 0, 0),
+                part("KV cache", plan.kv, plan.kv_host, 0),
                 part("state cache", 0, plan.state_cache, 0),
                 part("buffers", plan.buffers, plan.host_bytes(&spec, machine)?, 0),
                 part("resident experts", plan.resident, 0, 0),

@@ -92,6 +92,45 @@ fn attention_over_fp8() {
     }
 }
 
+/// Attention over a cache whose blocks went to the host, and back to another cache, has the same bits.
+fn check_moved<B: Filled>(b: &B, bits: KvBits) {
+    let (last, all, pool) = ragged(&[(200, 2), (64, 1), (130, 130)]);
+    let (heads, kv_heads, dim, width) = (4, 2, 96, 64);
+    let [q, k, v] =
+        [(last.len() * heads * dim, 37), (all.len() * kv_heads * dim, 38), (all.len() * kv_heads * width, 39)]
+            .map(|(count, seed)| random(count, seed));
+    let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
+    let dims = (kv_heads, dim, Values::Own(width));
+    let mut kv = b.kv(pool, dims, bits).unwrap();
+    b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_heads * dim, &k), Some(&b.filled(kv_heads * width, &v)));
+    let attend = |kv: &B::Kv| {
+        let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
+        b.attend(kv, &b.on_device(&last), &all_of(scale(dim)), &b.filled(heads * dim, &q), &mut out);
+        b.numbers(&out)
+    };
+    let before = attend(&kv);
+    let bytes = b.kv_block_bytes(&kv);
+    let mut host = b.host(pool * bytes / 4).unwrap();
+    for (block, to) in bytemuck::cast_slice_mut::<f32, u8>(&mut host).chunks_exact_mut(bytes).enumerate() {
+        b.kv_to_host(&kv, block, to);
+    }
+    let mut other = b.kv(pool, dims, bits).unwrap();
+    for (block, from) in bytemuck::cast_slice::<f32, u8>(&host).chunks_exact(bytes).enumerate() {
+        b.kv_to_device(&mut other, block, from);
+    }
+    assert_eq!(attend(&other), before);
+}
+
+#[test]
+fn blocks_go_to_the_host_and_back() {
+    need_gpu!();
+    let sides = Sides::new();
+    for bits in [KvBits::Bf16, KvBits::Fp8] {
+        check_moved(&sides.gpu, bits);
+        check_moved(&sides.cpu, bits);
+    }
+}
+
 /// Many steps of a walk through the context, and the ends of some.
 #[test]
 fn attention_of_long_prompts() {

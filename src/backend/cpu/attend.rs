@@ -183,6 +183,24 @@ impl Attend for Cpu {
         Ok(kv)
     }
 
+    fn kv_block_bytes(&self, kv: &Kv) -> usize {
+        kv.heads * kv.parts * (kv.keys.bytes() + kv.values.bytes())
+    }
+
+    fn kv_to_host(&self, kv: &Kv, block: usize, out: &mut [u8]) {
+        let (keys, values) = out.split_at_mut(kv.heads * kv.parts * kv.keys.bytes());
+        for (from, to) in [(&kv.key, keys), (&kv.value, values)] {
+            to.copy_from_slice(&bytemuck::cast_slice(from)[block * to.len()..][..to.len()]);
+        }
+    }
+
+    fn kv_to_device(&self, kv: &mut Kv, block: usize, from: &[u8]) {
+        let (keys, values) = from.split_at(kv.heads * kv.parts * kv.keys.bytes());
+        for (from, to) in [(keys, &mut kv.key), (values, &mut kv.value)] {
+            bytemuck::cast_slice_mut(to)[block * from.len()..][..from.len()].copy_from_slice(from);
+        }
+    }
+
     fn rope_angles(&self, inv_freq: &Vec<f32>, factor: f32, batch: &Batch, out: &mut Tensor) {
         let half = inv_freq.len();
         for (t, &position) in batch.positions.iter().enumerate() {

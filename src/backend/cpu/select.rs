@@ -25,6 +25,16 @@ pub struct Index {
     keys: Buffer<f32>,        // [blocks, keys of a block, dim]
     raw: Option<Buffer<f32>>, // [blocks, 64, dim]: what units' keys are made of
     dim: usize,
+    keys_of_block: usize,
+}
+
+impl Index {
+    /// What it has of blocks, with the bytes of one.
+    fn of_blocks(&self) -> impl Iterator<Item = (&Buffer<f32>, usize)> {
+        let bytes = |keys: usize| keys * self.dim * size_of::<f32>();
+        std::iter::once((&self.keys, bytes(self.keys_of_block)))
+            .chain(self.raw.iter().map(move |raw| (raw, bytes(BLOCK_SIZE))))
+    }
 }
 
 /// The positions that each token of a batch attends to.
@@ -69,7 +79,28 @@ impl Select for Cpu {
     fn index(&self, blocks: usize, indexer: &Indexer) -> Result<Index> {
         let (dim, keys) = (indexer.head_dim, indexer.keys_of(BLOCK_SIZE));
         let raw = (indexer.score == Score::Pooled).then(|| self.heap.buffer(&[blocks, BLOCK_SIZE, dim])).transpose()?;
-        Ok(Index { keys: self.heap.buffer(&[blocks, keys, dim])?, raw, dim })
+        Ok(Index { keys: self.heap.buffer(&[blocks, keys, dim])?, raw, dim, keys_of_block: keys })
+    }
+
+    fn index_block_bytes(&self, index: &Index) -> usize {
+        index.of_blocks().map(|(_, bytes)| bytes).sum()
+    }
+
+    fn index_to_host(&self, index: &Index, block: usize, mut out: &mut [u8]) {
+        for (part, bytes) in index.of_blocks() {
+            let (to, rest) = out.split_at_mut(bytes);
+            to.copy_from_slice(&bytemuck::cast_slice(part)[block * bytes..][..bytes]);
+            out = rest;
+        }
+    }
+
+    fn index_to_device(&self, index: &mut Index, block: usize, mut from: &[u8]) {
+        let all: Vec<usize> = index.of_blocks().map(|(_, bytes)| bytes).collect();
+        for (part, bytes) in std::iter::once(&mut index.keys).chain(&mut index.raw).zip(all) {
+            let (of_part, rest) = from.split_at(bytes);
+            bytemuck::cast_slice_mut(part)[block * bytes..][..bytes].copy_from_slice(of_part);
+            from = rest;
+        }
     }
 
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Chosen> {
@@ -383,6 +414,26 @@ mod tests {
                 (want[i], want[i + 2]) = (want[i] * cos - want[i + 2] * sin, want[i + 2] * cos + want[i] * sin);
             }
             assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() < 1e-5), "unit {u}: {got:?}, {want:?}");
+        }
+    }
+
+    #[test]
+    fn a_block_of_index_keys_goes_to_the_host_and_back() {
+        let cpu = Cpu::new(Arc::new(Team::new(&[0]).unwrap()), crate::kernel::best());
+        for score in [Score::Largest, Score::Pooled] {
+            let indexer = Indexer { num_heads: 1, head_dim: 8, interleaved: false, unit: 4, top_k: 3, score };
+            let mut index = cpu.index(3, &indexer).unwrap();
+            let mut random = Random(3);
+            for part in std::iter::once(&mut index.keys).chain(&mut index.raw) {
+                part.iter_mut().for_each(|x| *x = random.uniform() as f32);
+            }
+            let mut host = vec![0; cpu.index_block_bytes(&index)];
+            cpu.index_to_host(&index, 2, &mut host);
+            cpu.index_to_device(&mut index, 1, &host);
+            for (part, bytes) in index.of_blocks() {
+                let block = |i: usize| &part[i * bytes / 4..(i + 1) * bytes / 4];
+                assert!(block(1) == block(2) && block(0) != block(1));
+            }
         }
     }
 }

@@ -35,6 +35,13 @@ impl Kv {
     pub(super) fn values(&self) -> Address<u8> {
         self.values.as_ref().map_or(Address::NULL, DeviceBuffer::address)
     }
+
+    /// Keys and values, with the bytes of a block of each.
+    fn parts(&self) -> impl Iterator<Item = (&DeviceBuffer<u8>, usize)> {
+        let bytes = |dim: usize| self.heads * BLOCK_SIZE * dim * if self.fp8 { 1 } else { 2 };
+        let values = self.values.iter().map(move |values| (values, bytes(self.value_dim)));
+        std::iter::once((&self.keys, bytes(self.key_dim))).chain(values)
+    }
 }
 
 /// What the parts of a split context leave.
@@ -202,6 +209,26 @@ impl Attend for CudaBackend {
         };
         let keys = DeviceBuffer::zeros(&self.cuda, bytes(key_dim))?;
         Ok(Kv { keys, values: own, heads, key_dim, value_dim: values.dim(), fp8 })
+    }
+
+    fn kv_block_bytes(&self, kv: &Kv) -> usize {
+        kv.parts().map(|(_, bytes)| bytes).sum()
+    }
+
+    fn kv_to_host(&self, kv: &Kv, block: usize, mut out: &mut [u8]) {
+        for (part, bytes) in kv.parts() {
+            let (to, rest) = out.split_at_mut(bytes);
+            self.cuda.download(&self.cuda.compute, part.address().add(block * bytes), to);
+            out = rest;
+        }
+    }
+
+    fn kv_to_device(&self, kv: &mut Kv, block: usize, mut from: &[u8]) {
+        for (part, bytes) in kv.parts() {
+            let (of_part, rest) = from.split_at(bytes);
+            self.cuda.upload(&self.cuda.compute, part.address().add(block * bytes), of_part);
+            from = rest;
+        }
     }
 
     fn rope_angles(&self, inv_freq: &DeviceBuffer<f32>, factor: f32, batch: &CudaBatch, out: &mut Tensor) {

@@ -148,6 +148,20 @@ impl Select for CudaBackend {
         Ok(Index { keys: DeviceBuffer::zeros(&self.cuda, blocks * BLOCK_SIZE * dim)?, dim })
     }
 
+    fn index_block_bytes(&self, index: &Index) -> usize {
+        BLOCK_SIZE * index.dim * size_of::<bf16>()
+    }
+
+    fn index_to_host(&self, index: &Index, block: usize, out: &mut [u8]) {
+        let from = index.keys.address().add(block * BLOCK_SIZE * index.dim);
+        self.cuda.download(&self.cuda.compute, from.cast(), out);
+    }
+
+    fn index_to_device(&self, index: &mut Index, block: usize, from: &[u8]) {
+        let to = index.keys.address().add(block * BLOCK_SIZE * index.dim);
+        self.cuda.upload(&self.cuda.compute, to.cast(), from);
+    }
+
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Chosen> {
         let (most, sets, wave, cuda) = (indexer.most(), indexer.sets(), WAVE.min(max_tokens), &self.cuda);
         let stride = most / BLOCK_SIZE;

@@ -11,7 +11,7 @@ use crate::forward::kv_cache::{CacheSize, KvCache};
 use crate::forward::weights::Weights;
 use crate::forward::{Limits, Model};
 use crate::load::machine::{Machine, RESERVE_BYTES, gib};
-use crate::load::memory::{count_experts, snapshots};
+use crate::load::memory::{count, count_experts, snapshots};
 use crate::load::spec::Spec;
 use crate::machine::heap::Heap;
 use crate::{Error, Result};
@@ -53,6 +53,10 @@ pub struct GpuPlan {
     pub max_context: usize,
     /// Blocks of the KV cache.
     pub kv_blocks: usize,
+    /// Blocks of the KV cache in pinned RAM.
+    pub kv_host: u64,
+    /// How many.
+    pub host_blocks: usize,
     /// Snapshots of recurrent state, in pinned RAM.
     pub state_cache: u64,
     /// How many.
@@ -103,9 +107,14 @@ impl GpuPlan {
         if needed > available {
             return Ok(Err(Short::Ram { needed, available }));
         }
-        let one = planner.snapshot_bytes(plan.max_context)?;
-        let snapshots = snapshots(spec.config, one, available - needed)?;
-        Ok(Ok(GpuPlan { snapshots, state_cache: snapshots as u64 * one, ..plan }))
+        let free = available - needed;
+        let block = planner.pinned_bytes(plan.max_context, CacheSize { host_blocks: 1, ..CacheSize::default() })?;
+        let kv_host = spec.config.kv_host.filter(|_| spec.config.prefix_cache).unwrap_or(0);
+        let host_blocks = count("--kv-host", kv_host, ("a block of 64 tokens", block), free)?;
+        let kv_host = host_blocks as u64 * block;
+        let one = planner.pinned_bytes(plan.max_context, CacheSize { snapshots: 1, ..CacheSize::default() })?;
+        let snapshots = snapshots(spec.config, one, free - kv_host)?;
+        Ok(Ok(GpuPlan { kv_host, host_blocks, snapshots, state_cache: snapshots as u64 * one, ..plan }))
     }
 }
 
@@ -198,12 +207,11 @@ impl Planner<'_> {
         }
     }
 
-    /// Pinned RAM of a snapshot of recurrent state.
-    fn snapshot_bytes(&self, context: usize) -> Result<u64> {
+    /// Pinned RAM of a cache of this size.
+    fn pinned_bytes(&self, context: usize, size: CacheSize) -> Result<u64> {
         let cuda = Cuda::plan(self.device.clone());
         let backend = CudaBackend::new(cuda.clone(), gpu_limits(self.spec.config, context))?;
         let own = cuda.pinned();
-        let size = CacheSize { snapshots: 1, ..CacheSize::default() };
         KvCache::new(&backend, self.spec.model, size, self.spec.config.kv)?;
         Ok(cuda.pinned() - own)
     }
@@ -235,6 +243,8 @@ impl Planner<'_> {
             ram: 0,
             max_context,
             kv_blocks,
+            kv_host: 0,
+            host_blocks: 0,
             snapshots: 0,
             state_cache: 0,
             limits,
@@ -342,7 +352,7 @@ impl Counted {
         let own = cuda.allocated();
         let weights = Weights::load(&backend, &Shapes, model, config.dense, &|_, _| Ok(()))?;
         let weights_bytes = cuda.allocated() - own;
-        let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, snapshots: 0 };
+        let size = CacheSize { blocks: kv_blocks, slots: config.max_sequences, ..CacheSize::default() };
         let kv = KvCache::new(&backend, model, size, config.kv)?;
         let kv_bytes = cuda.allocated() - own - weights_bytes;
         let model = Model::new(backend, model.clone(), weights, None, kv, limits)?;
