@@ -24,6 +24,8 @@ fn options(url: String) -> ServingOptions {
         loads: vec![Arrivals::Clients(1)],
         amount: Some(Amount::Requests(8)),
         prompts: PromptSource::Random { tokens: 101, shared: 0 },
+        turns: 1,
+        turn_tokens: 20,
         output_tokens: 6,
         seed: 1,
         warmup: 0,
@@ -88,6 +90,39 @@ fn known_delays_are_what_is_measured() {
     }
     let text = report.to_string();
     assert!(text.contains("4 clients") && text.contains("few samples") && text.contains("4.0% cached"), "{text}");
+}
+
+#[test]
+fn turns_send_what_was_answered_and_are_told_apart() {
+    let server = Fake::new(|body, _| {
+        let turn = body["messages"].as_array().unwrap().len() as u64 / 2;
+        Reply::Events(chat(body, 10 + 40 * turn, 1))
+    });
+    let report =
+        measure(&ServingOptions { turns: 3, amount: None, loads: vec![Arrivals::Clients(2)], ..options(server.url()) });
+    let level = &report.levels[0];
+    let turns: Vec<_> = level.turns.iter().map(|turn| (turn.turn, turn.completed)).collect();
+    assert_eq!((level.completed, turns), (12, vec![(1, 4), (2, 4), (3, 4)]));
+    let first: Vec<f64> = level.turns.iter().map(|turn| turn.first_token_ms.as_ref().unwrap().min).collect();
+    assert!(first[0] >= 9.5 && first[1] >= 49.5 && first[2] >= 89.5, "{first:?}");
+    let cached: Vec<f64> = level.turns.iter().map(|turn| turn.cached_share.unwrap()).collect();
+    assert!(cached.iter().all(|share| (share - 4.0 / 101.0).abs() < 0.01), "{cached:?}");
+    let bodies = server.bodies();
+    for body in bodies.iter().filter(|body| body["messages"].as_array().unwrap().len() > 1) {
+        let messages = body["messages"].as_array().unwrap();
+        assert_eq!((&messages[1]["role"], &messages[1]["content"]), (&json!("assistant"), &json!("xxxxxx")));
+        let before = &messages[..messages.len() - 2];
+        assert!(bodies.iter().any(|body| body["messages"].as_array().unwrap() == before), "{body}");
+        let words = messages[2]["content"].as_str().unwrap().split(' ').count();
+        assert!((6..8).contains(&words), "20 tokens are {words} words");
+    }
+    let text = report.to_string();
+    assert!(
+        text.contains("3 turns, prompts of 101 tokens, later messages of 20") && text.contains("answers"),
+        "{text}"
+    );
+    let completions = ServingOptions { turns: 2, endpoint: Endpoint::Completions, ..options(server.url()) };
+    assert!(refusal(&completions).contains("use --endpoint chat"));
 }
 
 #[test]

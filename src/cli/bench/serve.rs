@@ -12,11 +12,12 @@ use crate::cli::terminal::Status;
 use crate::config::choice_of;
 
 const LOADS: &str = "\
-Each load is measured separately. With --concurrency, every client waits for its answer before it sends the next \
-                     request. With --rate, requests arrive at random times, also while earlier ones still run, and \
-                     latencies count from the planned arrival. Ctrl-C prints what was measured so far. TLS \
-                     certificates are checked against the system's authorities, or against the PEM file in \
-                     SSL_CERT_FILE.";
+Each load is measured separately. With --concurrency, every client waits for its answer before it \
+                     sends the next request. With --rate, requests arrive at random times, also while earlier ones \
+                     still run, and latencies count from the planned arrival. With --turns, every client has \
+                     conversations, and the report has the time to first token and the cached share of each turn. \
+                     Ctrl-C prints what was measured so far. TLS certificates are checked against the system's \
+                     authorities, or against the PEM file in SSL_CERT_FILE.";
 
 /// Measure throughput, time to first token and inter-token latency of an OpenAI-compatible server.
 #[derive(clap::Args)]
@@ -46,7 +47,7 @@ pub(crate) struct Args {
         conflicts_with = "concurrency"
     )]
     rate: Vec<f64>,
-    /// Requests per load [default: 8 per client].
+    /// Requests per load [default: 8 per client; with --turns 2 conversations per client].
     #[arg(long, value_name = "N", conflicts_with = "duration")]
     requests: Option<usize>,
     /// Duration of each load, such as 90s or 5m [default with --rate: 60s].
@@ -58,6 +59,12 @@ pub(crate) struct Args {
     /// Tokens at the start of all prompts that are the same.
     #[arg(long, value_name = "N", default_value_t = 0)]
     shared_prefix_tokens: usize,
+    /// Messages of a conversation: each request after the first sends the answers so far and one message more.
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["rate", "prompts"])]
+    turns: usize,
+    /// Approximate tokens of a conversation's later messages; the first one has --prompt-tokens.
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    turn_tokens: usize,
     /// File of prompts, one per line: text, a JSON string, or a JSON object with `prompt` or `messages`.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_tokens", "shared_prefix_tokens"])]
     prompts: Option<PathBuf>,
@@ -130,6 +137,8 @@ impl Args {
             loads,
             amount,
             prompts,
+            turns: self.turns,
+            turn_tokens: self.turn_tokens,
             output_tokens: self.output_tokens,
             seed: self.seed.unwrap_or_else(now),
             warmup: self.warmup,

@@ -26,13 +26,14 @@ use crate::{Error, Result};
 use api::{Answered, Api, ExactFields, cannot};
 use client::HttpClient;
 use prompts::{PromptLength, Prompts, TestPrompt};
-pub use report::{Failed, FailureKind, Level, ServingReport, Spread};
+pub use report::{Failed, FailureKind, Level, ServingReport, Spread, Turn};
 use run::Target;
 
 /// Upper bounds of clients, requests per load, tokens and times, so that a typing error does not fill memory.
 const MAX_CLIENTS: usize = 4096;
 const MAX_REQUESTS: usize = 1_000_000;
 const MAX_TOKENS: usize = 4_000_000;
+const MAX_TURNS: usize = 1000;
 const MAX_DURATION: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// What to measure.
@@ -48,10 +49,14 @@ pub struct ServingOptions {
     pub endpoint: Endpoint,
     /// Loads, measured one after another.
     pub loads: Vec<Arrivals>,
-    /// Length of each load; `None`: 8 requests per client, or a minute of arrivals.
+    /// Length of each load; `None`: 8 requests per client, or 2 conversations, or a minute of arrivals.
     pub amount: Option<Amount>,
     /// Source of the prompts.
     pub prompts: PromptSource,
+    /// Messages of a conversation, each with an answer; of clients, with random prompts.
+    pub turns: usize,
+    /// Tokens of its messages after the first.
+    pub turn_tokens: usize,
     /// Tokens per answer.
     pub output_tokens: usize,
     /// Random seed of prompts and arrivals.
@@ -182,7 +187,7 @@ pub fn run(options: &ServingOptions, progress: &dyn Fn(ServingProgress)) -> Resu
                     run::measure(&target, Arrivals::Clients(clients), amount, &mut stop, &|_, _| {}).await;
             }
             if !interrupted {
-                let amount = options.amount.unwrap_or(load.default_amount());
+                let amount = options.amount.unwrap_or(load.default_amount(options.turns));
                 let report = |done, total| progress(ServingProgress { load, done, total });
                 let (level, stopped) = run::measure(&target, load, amount, &mut stop, &report).await;
                 levels.push(level);
@@ -241,6 +246,8 @@ fn report(
         endpoint: options.endpoint.name(),
         prompt_tokens,
         shared_prefix_tokens,
+        turns: options.turns,
+        turn_tokens: options.turn_tokens,
         output_tokens: options.output_tokens,
         seed: options.seed,
         notes,
@@ -250,8 +257,9 @@ fn report(
 }
 
 impl Arrivals {
-    fn default_amount(self) -> Amount {
+    fn default_amount(self, turns: usize) -> Amount {
         match self {
+            Self::Clients(clients) if turns > 1 => Amount::Requests(2 * clients * turns),
             Self::Clients(clients) => Amount::Requests(8 * clients),
             Self::Rate(_) => Amount::Duration(Duration::from_secs(60)),
         }
@@ -291,6 +299,11 @@ fn check(options: &ServingOptions) -> Result<()> {
         }
     }
     within("--output-tokens", options.output_tokens, 1, MAX_TOKENS)?;
+    within("--turns", options.turns, 1, MAX_TURNS)?;
+    within("--turn-tokens", options.turn_tokens, 1, MAX_TOKENS)?;
+    if options.turns > 1 && options.endpoint == Endpoint::Completions {
+        return Err(Error::Invalid("--turns is for conversations: use --endpoint chat".into()));
+    }
     within("--warmup", options.warmup, 0, MAX_REQUESTS)
 }
 
@@ -307,10 +320,11 @@ async fn prepare(options: &ServingOptions, notes: &mut Vec<String>) -> Result<Ta
     };
     let mut api =
         Api { client, endpoint: options.endpoint, model, timeout: options.timeout, fields: ExactFields::default() };
+    let mut length = PromptLength::UNKNOWN;
     let prompts = match (lines, &options.prompts) {
         (None, PromptSource::Random { tokens, shared }) => {
-            let measure = measure(&mut api, options.seed, *tokens, notes).await?;
-            Prompts::random(options.seed, *tokens, *shared, measure)
+            length = measure(&mut api, options.seed, *tokens, notes).await?;
+            Prompts::random(options.seed, *tokens, *shared, length)
         }
         (lines, _) => {
             let lines = lines.expect("prompts that are not random were read");
@@ -318,8 +332,11 @@ async fn prepare(options: &ServingOptions, notes: &mut Vec<String>) -> Result<Ta
             Prompts::Lines(lines)
         }
     };
+    // A message has no template of its own to speak of, so its words are a prompt's.
+    let later = Prompts::random(options.seed, options.turn_tokens, 0, length);
     let next = if let Prompts::Lines(_) = prompts { 0 } else { PROBES };
-    Ok(Target { api, prompts, output_tokens: options.output_tokens, next: next.into(), seed: options.seed })
+    let ServingOptions { output_tokens, turns, seed, .. } = *options;
+    Ok(Target { api, prompts, later, turns, output_tokens, next: next.into(), seed })
 }
 
 /// Random prompts that [`measure`] sends; those of the loads come after them.

@@ -80,6 +80,7 @@ pub(super) struct Answered {
     pub(super) end: Duration,     // of the stream
     pub(super) chunks: usize,     // with text
     pub(super) gaps_ms: Vec<f64>, // between chunks with text
+    pub(super) text: String,      // without reasoning and calls of tools
     pub(super) usage: TokenCounts,
 }
 
@@ -272,6 +273,7 @@ impl Reading {
         if choices.iter().any(has_text) {
             self.text(now);
         }
+        self.answered.text.extend(choices.iter().filter_map(|choice| choice["delta"]["content"].as_str()));
     }
 
     fn text(&mut self, now: Duration) {
@@ -343,7 +345,15 @@ mod tests {
             (32, "[DONE]"),
         ]);
         let usage = TokenCounts { prompt_tokens: Some(9), completion_tokens: Some(4), cached_tokens: Some(5) };
-        let want = Answered { first: ms(10), last: ms(25), end: ms(32), chunks: 3, gaps_ms: vec![5.0, 10.0], usage };
+        let want = Answered {
+            first: ms(10),
+            last: ms(25),
+            end: ms(32),
+            chunks: 3,
+            gaps_ms: vec![5.0, 10.0],
+            text: "a".into(),
+            usage,
+        };
         assert_eq!(answered.unwrap(), want);
     }
 

@@ -120,6 +120,16 @@ pub(super) fn parse(text: &str, endpoint: Endpoint) -> Result<Vec<TestPrompt>> {
 }
 
 impl TestPrompt {
+    /// The next turn of the conversation: the answer to this one, and one message more.
+    pub(super) fn with_turn(self, answer: &str, message: Self) -> Self {
+        let messages = |prompt: Self| match prompt.field(Endpoint::Chat).1 {
+            Value::Array(messages) => messages,
+            other => vec![other],
+        };
+        let answer = json!({"role": "assistant", "content": answer});
+        Self::Messages([messages(self), vec![answer], messages(message)].concat().into())
+    }
+
     /// The field of a request's body that carries it.
     pub(super) fn field(&self, endpoint: Endpoint) -> (String, Value) {
         match (endpoint, self) {
@@ -191,6 +201,16 @@ mod tests {
             ("messages".into(), json!([{"role": "user", "content": "plain"}]))
         );
         assert_eq!(Prompts::Lines(prompts.clone()).get(7), prompts[1]);
+    }
+
+    #[test]
+    fn a_turn_sends_what_was_said() {
+        let of = |text: &str| TestPrompt::Text(text.into());
+        let turn = of("a").with_turn("b", of("c")).with_turn("d", of("e"));
+        let TestPrompt::Messages(Value::Array(messages)) = turn else { panic!("{turn:?}") };
+        let said: Vec<_> =
+            messages.iter().map(|m| (m["role"].as_str().unwrap(), m["content"].as_str().unwrap())).collect();
+        assert_eq!(said, [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]);
     }
 
     #[test]

@@ -20,6 +20,10 @@ pub struct ServingReport {
     pub prompt_tokens: Option<usize>,
     /// Requested tokens at the start of all prompts that are the same.
     pub shared_prefix_tokens: usize,
+    /// Messages of a conversation, each with an answer.
+    pub turns: usize,
+    /// Requested tokens of its messages after the first.
+    pub turn_tokens: usize,
     /// Requested tokens per answer.
     pub output_tokens: usize,
     /// Random seed of prompts and arrivals.
@@ -86,8 +90,25 @@ pub struct Level {
     /// Open loop: how long after its planned arrival a request was sent. The times above include this delay of the load
     /// generator.
     pub sent_late_ms: Option<Spread>,
+    /// What each turn of the conversations had; all is one turn where they have one.
+    pub turns: Vec<Turn>,
     /// Failures, the most frequent kind first.
     pub failures: Vec<Failed>,
+}
+
+/// The answers to the same message of all conversations.
+#[derive(Debug, Serialize)]
+pub struct Turn {
+    /// Which message, from 1 on.
+    pub turn: usize,
+    /// Requests that were answered to the end, with text.
+    pub completed: usize,
+    /// Prompt tokens per request. `None` if the server does not count them.
+    pub prompt_tokens: Option<f64>,
+    /// Of these, the share that came from the server's prefix cache. `None` if the server does not report it.
+    pub cached_share: Option<f64>,
+    /// From the request to the first chunk with text.
+    pub first_token_ms: Option<Spread>,
 }
 
 /// A distribution. Percentiles are samples (nearest rank), so with few samples p99 is the largest.
@@ -219,6 +240,10 @@ impl fmt::Display for ServingReport {
             (Some(n), 0) => format!("prompts of {n} tokens"),
             (Some(n), shared) => format!("prompts of {n} tokens with a common prefix of {shared}"),
         };
+        let prompts = match self.turns {
+            1 => prompts,
+            turns => format!("{turns} turns, {prompts}, later messages of {}", self.turn_tokens),
+        };
         let Self { url, model, endpoint, output_tokens, seed, .. } = self;
         writeln!(
             f,
@@ -327,6 +352,19 @@ impl fmt::Display for Level {
         for (name, spread) in rows {
             let Some(Spread { mean, p50, p95, p99, max, samples, .. }) = spread else { continue };
             writeln!(f, "  {name:20} {mean:>9.1} {p50:>9.1} {p95:>9.1} {p99:>9.1} {max:>9.1} {samples:>8}")?;
+        }
+        if self.turns.len() > 1 {
+            let heads = ("turn", "answers", "prompt tokens", "cached", "first token p50", "p95 ms");
+            let (turn, answers, prompt, cached, first, first95) = heads;
+            writeln!(f, "  {turn:>6} {answers:>9} {prompt:>14} {cached:>9} {first:>16} {first95:>9}")?;
+        }
+        for Turn { turn, completed, prompt_tokens, cached_share, first_token_ms } in
+            self.turns.iter().filter(|_| self.turns.len() > 1)
+        {
+            let cached = cached_share.map_or("-".into(), |share| format!("{:.1}%", 100.0 * share));
+            let of = |pick: fn(&Spread) -> f64| number(first_token_ms.as_ref().map(pick));
+            let (prompt, first, first95) = (number(*prompt_tokens), of(|s| s.p50), of(|s| s.p95));
+            writeln!(f, "  {turn:>6} {completed:>9} {prompt:>14} {cached:>9} {first:>16} {first95:>9}")?;
         }
         if self.completed < FEW {
             writeln!(f, "  few samples: with fewer than {FEW} answers, p99 is the slowest")?;

@@ -4,6 +4,7 @@
 //! In an open loop the time of a request counts from its planned arrival. A generator that waits for a slow server and
 //! counts from the actual sending would leave out the wait that it should measure (coordinated omission).
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,8 +15,8 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::JoinSet;
 
 use super::api::{Answered, Api};
-use super::prompts::Prompts;
-use super::report::{FailedRequest, FailureKind, Failures, Level, Spread};
+use super::prompts::{Prompts, TestPrompt};
+use super::report::{FailedRequest, FailureKind, Failures, Level, Spread, Turn};
 use super::{Amount, Arrivals};
 use crate::kernel::random::Random;
 
@@ -30,6 +31,8 @@ const MAX_UNDER_WAY: usize = 4096;
 pub(super) struct Target {
     pub(super) api: Api,
     pub(super) prompts: Prompts,
+    pub(super) later: Prompts, // messages of a conversation after the first
+    pub(super) turns: usize,
     pub(super) output_tokens: usize,
     pub(super) next: AtomicU64, // request
     pub(super) seed: u64,
@@ -40,12 +43,25 @@ impl Target {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.api.body(&self.prompts.get(number), self.output_tokens)
     }
+
+    /// The prompt of the next turn of a client whose last turn was answered so, and which it is; of a new conversation
+    /// after the last one.
+    fn next_turn(&self, before: Option<(usize, TestPrompt, String)>) -> (usize, TestPrompt) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        match before {
+            Some((turn, prompt, answer)) if turn < self.turns => {
+                (turn + 1, prompt.with_turn(&answer, self.later.get(number)))
+            }
+            _ => (1, self.prompts.get(number)),
+        }
+    }
 }
 
 /// The end of one request.
 struct RequestOutcome {
     end: Duration,          // since the level's start
     late: Option<Duration>, // sent, after it was to arrive
+    turn: usize,            // of its conversation, from 1 on
     result: std::result::Result<Answered, FailedRequest>,
 }
 
@@ -97,11 +113,14 @@ async fn client(
     sent: Arc<AtomicUsize>,
     outcomes: UnboundedSender<RequestOutcome>,
 ) {
+    let mut before = None;
     while amount.allows(sent.fetch_add(1, Ordering::Relaxed), started.elapsed()) {
-        let body = target.next_body();
+        let (turn, prompt) = target.next_turn(before.take());
+        let body = target.api.body(&prompt, target.output_tokens);
         let result = target.api.ask(body, Instant::now()).await;
         let failed = result.is_err();
-        let _ = outcomes.send(RequestOutcome { end: started.elapsed(), late: None, result });
+        before = result.as_ref().ok().map(|answered| (turn, prompt, answered.text.clone()));
+        let _ = outcomes.send(RequestOutcome { end: started.elapsed(), late: None, turn, result });
         if failed {
             tokio::time::sleep(PAUSE).await;
         }
@@ -130,7 +149,7 @@ async fn arrivals(
         requests.spawn(async move {
             let late = Some(planned.elapsed());
             let result = target.api.ask(body, planned).await;
-            let _ = outcomes.send(RequestOutcome { end: started.elapsed(), late, result });
+            let _ = outcomes.send(RequestOutcome { end: started.elapsed(), late, turn: 1, result });
             drop(slot);
         });
         while requests.try_join_next().is_some() {}
@@ -152,12 +171,16 @@ fn level(load: Arrivals, outcomes: Vec<RequestOutcome>) -> Level {
     let seconds = outcomes.iter().map(|outcome| outcome.end).max().unwrap_or_default().as_secs_f64();
     let late = outcomes.iter().filter_map(|outcome| outcome.late).map(ms).collect();
     let (mut failures, mut answers) = (Failures::default(), Vec::new());
+    let mut turns = BTreeMap::<usize, Vec<usize>>::new(); // -> their answers
     for outcome in outcomes {
         match outcome.result {
             Ok(answer) if answer.chunks == 0 => {
                 failures.add(FailureKind::Empty, 1, "the answer ended without any text")
             }
-            Ok(answer) => answers.push(answer),
+            Ok(answer) => {
+                turns.entry(outcome.turn).or_default().push(answers.len());
+                answers.push(answer);
+            }
             Err(failure) => failures.add(failure.kind, 1, &failure.message),
         }
     }
@@ -168,6 +191,20 @@ fn level(load: Arrivals, outcomes: Vec<RequestOutcome>) -> Level {
     let prompts: Option<Vec<u64>> = answers.iter().map(|answer| answer.usage.prompt_tokens).collect();
     let cached: Option<Vec<u64>> = answers.iter().map(|answer| answer.usage.cached_tokens).collect();
     let spread = |value: &dyn Fn(&Answered) -> Option<f64>| Spread::of(answers.iter().filter_map(value).collect());
+    let of_turn = |(turn, of): (usize, Vec<usize>)| {
+        let of = || of.iter().map(|&i| &answers[i]);
+        let sum = |count: fn(&Answered) -> Option<u64>| of().map(count).sum::<Option<u64>>();
+        let prompts = sum(|answer| answer.usage.prompt_tokens);
+        Turn {
+            turn,
+            completed: of().count(),
+            prompt_tokens: prompts.map(|tokens| tokens as f64 / of().count() as f64),
+            cached_share: Option::zip(sum(|answer| answer.usage.cached_tokens), prompts)
+                .map(|(cached, tokens)| cached as f64 / tokens as f64),
+            first_token_ms: Spread::of(of().map(|answer| ms(answer.first)).collect()),
+        }
+    };
+    let turns = turns.into_iter().map(of_turn).collect();
     Level {
         clients: if let Arrivals::Clients(clients) = load { Some(clients) } else { None },
         rate: if let Arrivals::Rate(rate) = load { Some(rate) } else { None },
@@ -186,6 +223,7 @@ fn level(load: Arrivals, outcomes: Vec<RequestOutcome>) -> Level {
         gap_ms: Spread::of(answers.iter().flat_map(|answer| answer.gaps_ms.iter().copied()).collect()),
         latency_ms: spread(&|answer| Some(ms(answer.end))),
         sent_late_ms: Spread::of(late),
+        turns,
         failures,
     }
 }
@@ -219,11 +257,19 @@ mod tests {
     fn answered(first: u64, last: u64, tokens: Option<u64>) -> Answered {
         let at = Duration::from_millis;
         let usage = TokenCounts { prompt_tokens: Some(10), completion_tokens: tokens, cached_tokens: Some(4) };
-        Answered { first: at(first), last: at(last), end: at(last + 5), chunks: 6, gaps_ms: vec![1.0, 3.0], usage }
+        Answered {
+            first: at(first),
+            last: at(last),
+            end: at(last + 5),
+            chunks: 6,
+            gaps_ms: vec![1.0, 3.0],
+            usage,
+            ..Answered::default()
+        }
     }
 
     fn outcome(end: u64, result: std::result::Result<Answered, FailedRequest>) -> RequestOutcome {
-        RequestOutcome { end: Duration::from_millis(end), late: None, result }
+        RequestOutcome { end: Duration::from_millis(end), late: None, turn: 1, result }
     }
 
     #[test]
