@@ -216,10 +216,17 @@ fn read_small_json(path: &Path) -> Result<Value> {
     Ok(read_json(path)?.unwrap_or_default())
 }
 
-/// A single template, or the one named `default` of a list.
+/// A single template, or of a list the one named `default`, and with tools the one named `tool_use`.
 fn default_template(value: &Value) -> Option<String> {
     let named = |name: &str| value.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
-    value.as_str().or_else(|| named("default")).map(String::from)
+    // Jinja drops the line end behind a template.
+    let whole = |source: &str| source.strip_suffix('\n').unwrap_or(source).to_string();
+    match (value.as_str().or_else(|| named("default")), named("tool_use")) {
+        (Some(default), Some(with_tools)) => {
+            Some(format!("{{% if tools +%}}{}{{%+ else +%}}{}{{%+ endif %}}", whole(with_tools), whole(default)))
+        }
+        (default, _) => default.map(String::from),
+    }
 }
 
 #[cfg(test)]
@@ -299,6 +306,13 @@ mod tests {
             "eos_token": {"content": "</s>"}}"#,
         );
         assert_eq!(shown(), "d</s>");
+        write(
+            "tokenizer_config.json",
+            r#"{"chat_template": [{"name":"default","template":"d{{ x }}\n"},{"name":"tool_use","template":"\nt\n"}]}"#,
+        );
+        assert_eq!(shown(), "d");
+        let options = RenderOptions { tools: Some(json!([{}])), ..RenderOptions::default() };
+        assert_eq!(ChatTemplate::load(dir.path()).unwrap().unwrap().render(&[], &options).unwrap(), "\nt");
         write("chat_template.jinja", "file {{ bos_token is defined }}");
         assert_eq!(shown(), "file False");
         write("chat_template.jinja", "{% for %}");
