@@ -20,13 +20,24 @@ fn tokenizer(dir: &str) -> Tokenizer {
 /// What ends free text in the replies of a template, where there are no quotes to close.
 fn closers(template: &str) -> Vec<&'static str> {
     let all = [
-        ("<function=", "\n</parameter>"),
-        ("<minimax:tool_call>", "</parameter>"),
-        ("<arg_key>", "</arg_value>"),
-        ("<|channel|>", "<|end|>"),
+        ("<seed:tool_call>", &["</parameter>", "</seed:think>"][..]),
+        ("<function=", &["\n</parameter>"]),
+        ("<minimax:tool_call>", &["</parameter>"]),
+        ("<arg_key>", &["</arg_value>"]),
+        ("<|channel|>", &["<|end|>"]),
+        ("｜DSML｜", &["</｜DSML｜parameter>"]),
+        ("<|open|>", &["<|close|>argument<|sep|>", "<|close|>think<|sep|>"]),
+        ("]<]minimax[>[", &["]<]minimax[>[</city>", "</mm:think>"]),
+        ("<tool_sep{}>", &["</arg_value:opensource>", "</think:opensource>"]),
+        ("<|tool_call:begin|>", &["<|end|>"]),
+        ("<|tool_call>call:", &["<|\"|>", "<channel|>"]),
+        ("<|START_ACTION|>", &["<|END_THINKING|>"]),
+        ("[TOOL_CALLS]", &["[/THINK]"]),
+        ("<|tools_prefix|>", &["<|inner_suffix|>"]),
+        ("<param name=", &["</param>"]),
     ];
-    let format = all.iter().find(|(marker, _)| template.contains(marker)).map(|(_, closer)| *closer);
-    std::iter::once("</think>").chain(format).collect()
+    let format = all.iter().find(|(marker, _)| template.contains(marker)).map_or(&[][..], |(_, closers)| closers);
+    std::iter::once("</think>").chain(format.iter().copied()).collect()
 }
 
 /// What `text` still needs to end with `closer`.
@@ -214,6 +225,9 @@ fn special_tokens_come_as_themselves_and_never_in_text() {
     let grammars = Grammars::new(&tokenizer).unwrap();
     let grammar = Grammar::Sequence(vec![Grammar::Until("<|user|>".into()), Grammar::literal("ok <|system|>!")]);
     assert!(takes(&tokenizer, &grammars, &grammar, "x y<|user|>ok <|system|>!"));
+    let within = Grammar::Sequence(vec![Grammar::Until("</<|user|>x>".into()), Grammar::Without("<<|user|>".into())]);
+    assert!(takes(&tokenizer, &grammars, &within, "a </b> </ c</<|user|>x> < </d>"));
+    assert!(!takes(&tokenizer, &grammars, &within, "a<|user|>x>") && !takes(&tokenizer, &grammars, &within, "a </x>"));
     assert!(!takes(&tokenizer, &grammars, &grammar, "x y<|system|>"));
     let mut constraint = grammars.compile(&Grammar::Regex("(?s:.*)".into())).unwrap();
     let mut logits = vec![0.0; tokenizer.vocab_size()];
@@ -424,6 +438,46 @@ const SYNTAXES: &[(&str, &[&str])] = &[
     ("<|channel|> <|message|>", &["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"]),
 ];
 
+/// The other forms, with the special tokens that matter for them.
+const MORE_SYNTAXES: &[(&str, &[&str])] = &[
+    ("｜DSML｜ function_calls> <think>", &[]),
+    ("｜DSML｜ tool_calls> <think>", &[]),
+    ("<|open|> open_tag('tools') open_tag('think')", &["<|open|>", "<|close|>", "<|sep|>"]),
+    ("]<]minimax[>[ <mm:think>", &["]<]minimax[>["]),
+    ("<tool_calls>", &[]),
+    ("<tool_calls>[ [BEGIN FINAL RESPONSE]", &[]),
+    ("<tool_sep{}> ':opensource' <think{}>", &["<tool_calls:opensource>", "<tool_sep:opensource>"]),
+    (
+        "<|tool_call:begin|> assistant<|think|>",
+        &[
+            "<|tool_calls|>",
+            "<|tool_call:begin|>",
+            "<|tool_call:name|>",
+            "<|tool_call:args|>",
+            "<|tool_call:end|>",
+            "<|calls|>",
+            "<|think|>",
+            "<|begin|>",
+        ],
+    ),
+    ("<|tool_call>call: <|channel>thought", &["<|tool_call>", "<tool_call|>", "<|\"|>", "<channel|>"]),
+    ("<|START_ACTION|> <|START_THINKING|>", &["<|START_ACTION|>", "<|END_ACTION|>", "<|END_THINKING|>"]),
+    ("[TOOL_CALLS] [ARGS] [THINK]", &["[TOOL_CALLS]", "[ARGS]", "[/THINK]"]),
+    ("followed by a json-formatted list of actions", &[]),
+    ("[TOOL_CALLS]", &["[TOOL_CALLS]"]),
+    ("List of tools: ", &["<|tool_call_start|>", "<|tool_call_end|>"]),
+    ("<seed:tool_call> <seed:think>", &[]),
+    ("<|role_sep|>", &["<|role_sep|>"]),
+    ("<|function_call|>", &["<|function_call|>"]),
+    ("<|tools_prefix|> <|inner_prefix|>", &["<|tools_prefix|>", "<|tools_suffix|>"]),
+    ("<TOOLCALL>", &[]),
+    ("<|tool_call|>", &["<|tool_call|>"]),
+    ("<function name= <param name=", &[]),
+    ("<function=", &[]),
+    ("\"parameters\": dictionary of argument name", &["<|python_tag|>"]),
+    ("[func_name1(", &[]),
+];
+
 /// The demo's tokenizer with more special tokens.
 fn with_specials(specials: &[&str]) -> Tokenizer {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join(TOKENIZERS[0]);
@@ -480,10 +534,11 @@ fn parts_of(syntax: &Syntax, tools: &[Tool], start: ReplyStart, text: &str) -> (
 #[test]
 fn replies_that_must_call_a_tool_do() {
     let (mut finished, mut walks, mut kinds) = (0, 0, [0; 2]);
-    for &(template, specials) in SYNTAXES {
+    for &(template, specials) in SYNTAXES.iter().chain(MORE_SYNTAXES) {
         let syntax = Syntax::of(template);
         let tokenizer = with_specials(specials);
         let grammars = Grammars::new(&tokenizer).unwrap();
+        let before = finished;
         for (seed, choice, calls, start, strict) in [
             (1, ToolChoice::Required, Calls::Several, ReplyStart::Answer, true),
             (2, ToolChoice::Required, Calls::Several, ReplyStart::Reasoning, false),
@@ -514,6 +569,7 @@ fn replies_that_must_call_a_tool_do() {
                 assert!(Validator::new(schema).check(&value).is_ok(), "{template}: {arguments}: {text:?}");
             }
         }
+        eprintln!("{template}: {} walks end", finished - before);
     }
     assert!(finished * 3 > walks * 2 && kinds[0] > 10 && kinds[1] > 10, "{finished} of {walks} walks, {kinds:?} calls");
 }
@@ -592,6 +648,31 @@ fn free_text_may_call_strict_tools_only_well() {
         assert!(takes(&tokenizer, &grammars, &grammar, calls[0]), "{template}");
         assert!(takes(&tokenizer, &grammars, &grammar, calls[1]), "{template}");
         assert!(!takes(&tokenizer, &grammars, &grammar, calls[2]), "{template}");
+    }
+}
+
+/// The same for the other forms: text, and what the grammar of a forced call writes behind it.
+#[test]
+fn free_text_of_other_forms_may_call_too() {
+    for &(template, specials) in MORE_SYNTAXES {
+        // Thoughts would come before.
+        let thought =
+            |word: &&str| ["hink", "THINK", "thought", "inner", "FINAL"].iter().any(|mark| word.contains(mark));
+        let template: String = template.split_inclusive(' ').filter(|word| !thought(word)).collect();
+        let syntax = Syntax::of(&template);
+        let tokenizer = with_specials(specials);
+        let grammars = Grammars::new(&tokenizer).unwrap();
+        let tools = call_tools(true);
+        let grammar = |choice| syntax.grammar(&tools, &choice, Calls::One, ReplyStart::Answer).unwrap().unwrap();
+        let forced = grammar(ToolChoice::Named("now".into()));
+        let mut forced = grammars.compile(&forced).unwrap();
+        let call = walk(&tokenizer, &mut *forced, 1, 200, &[]).unwrap();
+        let free = grammar(ToolChoice::Auto);
+        let whole_only = template.contains("dictionary") || template.contains("func_name1");
+        let with_text = if whole_only { call } else { format!("Ok {call}") };
+        assert!(takes(&tokenizer, &grammars, &free, "Just text."), "{template}");
+        assert!(takes(&tokenizer, &grammars, &free, &with_text), "{template}: {with_text}");
+        assert!(!takes(&tokenizer, &grammars, &free, &with_text.replace("now", "then")), "{template}: {with_text}");
     }
 }
 

@@ -16,6 +16,7 @@ const WIDE: &[(&str, &str)] = &[
     ("tests/content/models.rs", "chat templates of models"),
     ("tests/data", "data of others"),
     ("tests/fixtures", "checkpoints as transformers wrote them"),
+    ("tests/reply/forms.rs", "replies as models write them"),
 ];
 
 fn source() -> PathBuf {

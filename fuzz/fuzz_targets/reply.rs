@@ -3,15 +3,38 @@
 
 use moebius::text::reply::{Part, ReplyStart, Syntax, Tool};
 
-const TEMPLATES: [&str; 8] = [
+const TEMPLATES: [&str; 31] = [
     "<tool_call> <think>",
     "<tool_call> <function= </think>",
+    "<tool_call> <arg_key> <think>",
+    "<tool_call> </arg_key><arg_value> <think>",
     "<｜tool▁calls▁begin｜> ```json <think>",
     "<｜tool▁calls▁begin｜> <think>",
     "<|tool_calls_section_begin|> <think>",
-    "<tool_call> <arg_key> <think>",
     "<minimax:tool_call> <think>",
     "<|channel|> <|message|>",
+    "｜DSML｜ function_calls> <think>",
+    "｜DSML｜ <think>",
+    "<|open|> open_tag('tools') open_tag('think')",
+    "]<]minimax[>[ <mm:think>",
+    "<tool_calls> <think>",
+    "<tool_calls>[ [BEGIN FINAL RESPONSE]",
+    "<tool_sep{}> ':opensource' <think{}>",
+    "<|tool_call:begin|> assistant<|think|>",
+    "<|tool_call>call: <|channel>thought",
+    "<|START_ACTION|> <|START_THINKING|>",
+    "[TOOL_CALLS] [ARGS] [THINK]",
+    "[TOOL_CALLS] [THINK]",
+    "List of tools: ",
+    "<seed:tool_call> <seed:think>",
+    "<|role_sep|> <|message_sep|>",
+    "<|function_call|>",
+    "<|tools_prefix|> <|inner_prefix|>",
+    "<TOOLCALL> <think>",
+    "<|tool_call|>",
+    "<function name= <param name=",
+    "\"parameters\": dictionary of argument name",
+    "[func_name1(",
 ];
 
 /// Parts, those that belong together joined, without ids.

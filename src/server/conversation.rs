@@ -97,7 +97,7 @@ impl Conversation {
         let tools = match self.tools.choice {
             ToolChoice::None => None,
             _ if self.tools.list.is_empty() => None,
-            _ if !syntax.calls_tools() => {
+            _ if !syntax.calls_tools() && !model.has_template_variable("tools") => {
                 return Err(ApiError::bad_field(
                     "tools",
                     "This model's chat template does not support tools: leave out 'tools', or serve another model",

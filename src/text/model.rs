@@ -48,9 +48,16 @@ impl TextModel {
     /// Joins a running engine with the text side of its checkpoint.
     pub fn new(engine: EngineHandle, text: TextSide) -> Self {
         let source = text.template.as_ref().map_or("", ChatTemplate::source);
+        let syntax = Syntax::of(source);
+        if !syntax.calls_tools() && names_variable(source, "tools") {
+            tracing::warn!(
+                "the model's chat template gives it tools, but how it writes calls is not known: calls come as text, \
+                 and 'tool_choice' cannot demand them"
+            );
+        }
         Self {
             engine,
-            syntax: Arc::new(Syntax::of(source)),
+            syntax: Arc::new(syntax),
             tokenizer: Arc::new(text.tokenizer),
             template: text.template.map(Arc::new),
             markers: text.markers.map(Arc::new),
@@ -143,11 +150,7 @@ impl TextModel {
 
     /// Whether its chat template uses a variable of this name.
     pub fn has_template_variable(&self, name: &str) -> bool {
-        let source = self.template.as_deref().map_or("", ChatTemplate::source);
-        let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
-        source
-            .match_indices(name)
-            .any(|(at, _)| !source[..at].ends_with(word) && !source[at + name.len()..].starts_with(word))
+        names_variable(self.template.as_deref().map_or("", ChatTemplate::source), name)
     }
 
     /// How its replies mark reasoning and calls of tools.
@@ -175,6 +178,14 @@ impl TextModel {
         let prompt_tokens = request.prompt.len();
         TextStream::new(self.engine.submit(request)?, self.tokenizer.clone(), stops, prompt_tokens)
     }
+}
+
+/// Whether a template's source has a variable of this name.
+fn names_variable(source: &str, name: &str) -> bool {
+    let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
+    source
+        .match_indices(name)
+        .any(|(at, _)| !source[..at].ends_with(word) && !source[at + name.len()..].starts_with(word))
 }
 
 /// The text side of a checkpoint: tokenizer, chat template, default sampling parameters.

@@ -7,7 +7,9 @@
 //! id, json, format     ids of calls; how far JSON reaches; the rows
 //! schema               what a tool's schema says of its arguments
 //! pipe                 text in, parts out
-//! head, parameters     the two halves of a call
+//! nested               tags within tags as JSON
+//! head                 the first half of a call
+//! parameters, literals the other half
 //! tags, harmony        the parsers
 //! parser               one reply
 //! calls                the grammar of calls
@@ -22,6 +24,8 @@ mod harmony;
 mod head;
 mod id;
 mod json;
+mod literals;
+mod nested;
 mod parameters;
 mod parser;
 mod pipe;

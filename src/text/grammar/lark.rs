@@ -24,8 +24,9 @@ impl Specials {
         self.0.iter().find(|(token, _)| text.starts_with(token)).map(|(token, id)| (token.len(), *id))
     }
 
-    fn is(&self, text: &str) -> Option<u32> {
-        self.0.iter().find(|(token, _)| token == text).map(|(_, id)| *id)
+    /// Where the first of them stands in `text`.
+    fn first(&self, text: &str) -> Option<usize> {
+        text.char_indices().map(|(at, _)| at).find(|&at| self.at(&text[at..]).is_some())
     }
 }
 
@@ -81,11 +82,16 @@ impl Writer<'_> {
                 format!("({})", texts.iter().map(|text| quoted(text)).collect::<Vec<_>>().join(" | "))
             }
             Grammar::Literal(text) => self.literal(text),
-            Grammar::Until(text) => match self.specials.is(text) {
-                Some(id) => format!("/(?s:.*)/ <[{id}]>"),
+            Grammar::Until(text) => match self.specials.first(text) {
+                Some(0) => format!("/(?s:.*)/ {}", self.literal(text)),
+                // What stands before the special token may stand elsewhere too.
+                Some(at) => {
+                    let before = self.rule("[lazy]", format!("/(?s:.*)/ {}", quoted(&text[..at])));
+                    format!("({before})+ {}", self.literal(&text[at..]))
+                }
                 None => self.rule("[lazy]", format!("/(?s:.*)/ {}", quoted(text))),
             },
-            Grammar::Without(text) => match self.specials.is(text) {
+            Grammar::Without(text) => match self.specials.first(text) {
                 Some(_) => "/(?s:.*)/".into(),
                 None => self.rule("", format!("/(?s:.*)/ & ~(/(?s:.*)/ {} /(?s:.*)/)", quoted(text))),
             },

@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use super::format::{CallFormat, Name};
+use super::format::{CallFormat, Fields, Name};
+use super::json::{Scan, Scanner};
 use super::pipe::Input;
 
 /// Bytes within which a call must name its tool.
@@ -15,19 +16,43 @@ pub(super) enum CallHead {
     Open,
     /// It is no call.
     Other,
-    /// It is a call, whose arguments begin after `length` bytes.
-    Call { name: String, id: Option<String>, length: usize, arguments: Option<String> }, // those that are known already
+    /// It is a call.
+    Call(Call),
+}
+
+/// The head of a call.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub(super) format: &'static CallFormat, // the way in which it is written
+    pub(super) name: String,
+    pub(super) id: Option<String>,
+    pub(super) length: usize,             // bytes up to the arguments
+    pub(super) arguments: Option<String>, // those that are known already
 }
 
 /// Reads the head that begins at byte `at` of the input, with the opener of a section or of a call.
-pub(super) fn read(format: &CallFormat, input: &Input, at: usize) -> CallHead {
+pub(super) fn read(format: &'static CallFormat, input: &Input, at: usize) -> CallHead {
+    let mut open = false;
+    for format in format.ways() {
+        match read_way(format, input, at) {
+            CallHead::Call(call) => return CallHead::Call(call),
+            CallHead::Open => open = true,
+            CallHead::Other => {}
+        }
+    }
+    if open { CallHead::Open } else { CallHead::Other }
+}
+
+fn read_way(format: &'static CallFormat, input: &Input, at: usize) -> CallHead {
     let text = &input.text[at..];
     let mut rest = text;
     match named(format, &mut rest) {
-        Ok((name, id)) => CallHead::Call { name, id, length: text.len() - rest.len(), arguments: None },
+        Ok((name, id)) => CallHead::Call(Call { format, name, id, length: text.len() - rest.len(), arguments: None }),
         Err(Miss::Open) if !input.ended => CallHead::Open,
-        Err(_) if matches!(format.name, Name::Field(_)) => whole(format, input, at),
-        Err(_) => CallHead::Other,
+        Err(_) => match &format.name {
+            Name::Field(fields) => whole(format, fields, input, at),
+            _ => CallHead::Other,
+        },
     }
 }
 
@@ -72,30 +97,64 @@ fn until<'t>(rest: &mut &'t str, marker: &str) -> Found<&'t str> {
     }
 }
 
+/// `text`, if it can be the name of a tool.
+fn name_of(text: &str) -> Found<&str> {
+    let text = text.trim();
+    let is_name = !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || "[](){}<>\"'`,".contains(c));
+    if is_name { Ok(text) } else { Err(Miss::Other) }
+}
+
 /// A text of a row without the white space and the quotes that a model may leave out.
 fn plain(text: &str) -> &str {
     text.trim_matches(|c: char| c.is_whitespace() || c == '"')
 }
 
-/// The tool's name and the call's own id; steps to the arguments.
-fn named(format: &CallFormat, rest: &mut &str) -> Found<(String, Option<String>)> {
+/// Steps from the beginning of a call or of a section to what follows the call's opener.
+fn opened(format: &CallFormat, rest: &mut &str) -> Found<()> {
     if let Some(section) = &format.section {
-        skip(rest, section.open.trim_end())?;
+        let marker = section.marker();
+        skip(rest, marker)?;
         *rest = rest.trim_start();
+        // The bracket of a list; the model's opener may be the same.
+        if section.open.trim_end() != marker && section.open.trim_end().ends_with('[') {
+            skip(rest, "[")?;
+            *rest = rest.trim_start();
+        }
     }
     let tag = if let Name::Tag(before, _) = format.name { plain(before) } else { "" };
     if tag.is_empty() || !rest.starts_with(tag) {
         expect(rest, format.opener)?;
     }
-    let name = match format.name {
-        Name::Field(_) => field(rest)?,
-        Name::Tag(before, after) => {
-            token(rest, tag)?;
+    Ok(())
+}
+
+/// The tool's name and the call's own id; steps to the arguments.
+fn named(format: &CallFormat, rest: &mut &str) -> Found<(String, Option<String>)> {
+    opened(format, rest)?;
+    let name = match &format.name {
+        Name::Field(fields) => field(rest, fields)?,
+        Name::Key => {
+            let name = string(rest)?;
+            token(rest, ":")?;
+            *rest = rest.trim_start();
+            name
+        }
+        Name::Tag(before, after) | Name::Numbered(before, _, after) => {
+            token(rest, plain(before))?;
             let name = until(rest, plain(after))?;
-            if before.ends_with('"') { name.trim_matches(['"', '\'']) } else { name }.into()
+            if before.ends_with('"') { quoted(name) } else { name }.into()
         }
         Name::Line(_) => line(rest)?.into(),
-        Name::Before(separator) | Name::Fenced(separator, _) => separated(rest, separator)?.into(),
+        Name::Before(separator) | Name::Fenced(separator, _) => separated(rest, separator.trim_end())?.into(),
+        Name::BeforeId(mark, separator) => {
+            let both = until(rest, separator)?;
+            let (name, id) = both.split_once(mark).map_or((both, None), |(name, id)| (name, Some(id.trim())));
+            return Ok((name_of(name)?.into(), id.filter(|id| !id.is_empty()).map(String::from)));
+        }
+        Name::AfterId(mark, separator) => {
+            let id = until(rest, mark)?.to_string();
+            return Ok((name_of(until(rest, separator)?)?.into(), Some(id).filter(|id| !id.is_empty())));
+        }
         Name::Id(separator) => {
             let id = until(rest, separator)?;
             return Ok((name_in(id).into(), Some(id.into())));
@@ -104,22 +163,41 @@ fn named(format: &CallFormat, rest: &mut &str) -> Found<(String, Option<String>)
     Ok((name, None))
 }
 
-/// NAME in `{"name": NAME, "arguments": {`; steps to the last brace.
-fn field(rest: &mut &str) -> Found<String> {
-    for text in ["{", "\"name\"", ":"] {
-        token(rest, text)?;
+/// A value between quotes, and without what follows them. Quotes may be missing.
+fn quoted(text: &str) -> &str {
+    let text = text.trim_start_matches(['"', '\'']);
+    text.split(['"', '\'']).next().unwrap_or(text)
+}
+
+/// NAME in `{"name": NAME, "arguments": {`; steps to the last brace. Other fields may stand between.
+fn field(rest: &mut &str, fields: &Fields) -> Found<String> {
+    token(rest, plain(fields.before))?;
+    let mut name = None;
+    loop {
+        let key = string(rest)?;
+        token(rest, ":")?;
+        match &*key {
+            "arguments" | "parameters" => break,
+            "name" | "tool_name" if name.is_none() => name = Some(string(rest)?),
+            _ => scalar(rest)?,
+        }
+        token(rest, ",")?;
     }
-    let name = string(rest)?;
-    token(rest, ",")?;
-    match token(rest, "\"arguments\"") {
-        Err(Miss::Other) => token(rest, "\"parameters\"")?,
-        found => found?,
-    }
-    token(rest, ":")?;
     let mut ahead = *rest;
     token(&mut ahead, "{")?;
     *rest = rest.trim_start();
-    Ok(name)
+    name.ok_or(Miss::Other)
+}
+
+/// Steps over a text or a number.
+fn scalar(rest: &mut &str) -> Found<()> {
+    *rest = rest.trim_start();
+    if rest.starts_with('"') {
+        return string(rest).map(drop);
+    }
+    let length = rest.find(|c: char| !c.is_ascii_alphanumeric() && !['-', '.', '+'].contains(&c)).ok_or(Miss::Open)?;
+    *rest = &rest[length..];
+    if length > 0 { Ok(()) } else { Err(Miss::Other) }
 }
 
 /// Steps over white space and a token of JSON.
@@ -144,21 +222,32 @@ fn string(rest: &mut &str) -> Found<String> {
 }
 
 /// A call whose arguments come before its name, or as a text of their own: it is read as a whole.
-fn whole(format: &CallFormat, input: &Input, at: usize) -> CallHead {
-    let body = input.text[at..].strip_prefix(format.opener).unwrap_or_default();
-    let length = match body.find(format.closer.trim_start()) {
-        Some(at) => at,
+fn whole(format: &'static CallFormat, fields: &Fields, input: &Input, at: usize) -> CallHead {
+    let mut body = &input.text[at..];
+    let before = body.len();
+    if opened(format, &mut body).is_err() {
+        return CallHead::Other;
+    }
+    // The object's braces may belong to the opener and to the closer.
+    let brace = if plain(fields.before).is_empty() { "{" } else { "" };
+    let mut scanner = Scanner::default();
+    let mut scans = brace.bytes().chain(body.bytes()).map(|byte| scanner.push(byte));
+    let length = match scans.position(|scan| scan != Scan::More) {
+        Some(at) => at + 1 - brace.len(),
         None if input.ended => body.len(),
         None => return CallHead::Open,
     };
-    let Ok(Value::Object(call)) = serde_json::from_str(body[..length].trim()) else { return CallHead::Other };
-    let Some(name) = call.get("name").and_then(Value::as_str) else { return CallHead::Other };
+    let text = format!("{brace}{}", &body[..length]);
+    let Ok(Value::Object(call)) = serde_json::from_str(text.trim()) else { return CallHead::Other };
+    let name = [fields.name, "name"].iter().find_map(|key| call.get(*key).and_then(Value::as_str));
+    let Some(name) = name else { return CallHead::Other };
     let arguments = match call.get("arguments").or_else(|| call.get("parameters")) {
         None | Some(Value::Null) => "{}".into(),
         Some(Value::String(text)) => text.clone(),
         Some(other) => other.to_string(),
     };
-    CallHead::Call { name: name.into(), id: None, length: format.opener.len() + length, arguments: Some(arguments) }
+    let length = before - body.len() + length;
+    CallHead::Call(Call { format, name: name.into(), id: None, length, arguments: Some(arguments) })
 }
 
 /// The rest of the line; steps to its end, or to a tag that follows the name at once.
@@ -177,7 +266,7 @@ fn line<'t>(rest: &mut &'t str) -> Found<&'t str> {
 
 /// What stands before the separator or, after `function` and the separator, on its line and in front of a fence.
 fn separated<'t>(rest: &mut &'t str, separator: &str) -> Found<&'t str> {
-    let name = until(rest, separator)?;
+    let name = name_of(until(rest, separator)?)?;
     if name != "function" {
         return Ok(name);
     }

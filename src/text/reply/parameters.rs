@@ -1,9 +1,12 @@
 //! Arguments given one by one between tags, made JSON by the types that the tool's schema gives them.
 
+use serde::de::IgnoredAny;
 use serde_json::Value;
 
-use super::format::{CallFormat, Frame};
+use super::format::{CallFormat, Frame, Kind};
 use super::json::escaped;
+use super::literals;
+use super::nested;
 use super::pipe::{Input, ReplyOutput};
 use super::schema::{only_text, schema_of};
 
@@ -22,7 +25,12 @@ pub(super) struct Parameters {
 struct Pending {
     is_text: bool,     // and may go out as it comes
     first_break: bool, // the line break before it is still to be dropped
+    may_quote: bool,   // [`CDATA`] may still come
+    close: String,     // what ends it
 }
+
+/// Opens text that may have any character.
+const CDATA: &str = "<![CDATA[";
 
 /// What a step did.
 pub(super) enum ParameterStep {
@@ -68,9 +76,10 @@ impl Parameters {
             let named = self.frame.before_value.trim_end();
             match after.find(named) {
                 Some(at) => {
-                    let key = self.key(&after[..at]);
+                    let (key, said) = self.key(&after[..at]);
+                    let said = said.to_string();
                     input.skip(open.len() + at + named.len());
-                    self.begin(&key, output);
+                    self.begin((key, &said), output);
                     return ParameterStep::More;
                 }
                 None if !input.ended => return ParameterStep::Wait,
@@ -88,21 +97,33 @@ impl Parameters {
         if input.text.is_empty() { ParameterStep::Wait } else { ParameterStep::More }
     }
 
-    fn key(&self, text: &str) -> String {
-        let key = text.trim();
+    /// The key in a tag, and what the tag says of the value behind it.
+    fn key<'t>(&self, text: &'t str) -> (String, &'t str) {
+        let text = text.trim();
         match self.frame.after_key.trim_end() {
-            "\"" => key.trim_matches(['"', '\'']).into(),
-            after => key.strip_suffix(after).unwrap_or(key).trim().into(),
+            "\"" => {
+                let text = text.trim_start_matches(['"', '\'']);
+                let (key, said) = text.split_once(['"', '\'']).unwrap_or((text, ""));
+                (key.into(), said)
+            }
+            after => (text.strip_suffix(after).unwrap_or(text).trim().into(), ""),
         }
     }
 
-    fn begin(&mut self, key: &str, output: &mut ReplyOutput) {
-        let is_text = output.tool(&self.tool).and_then(|tool| schema_of(tool, key)).is_some_and(only_text);
+    fn begin(&mut self, (key, said): (String, &str), output: &mut ReplyOutput) {
+        let by_schema = || output.tool(&self.tool).and_then(|tool| schema_of(tool, &key)).is_some_and(only_text);
+        let is_text = match self.frame.kind {
+            Kind::Flag if said.contains("string=") => said.contains("\"true\""),
+            Kind::Type if said.contains("type=") => said.contains("\"string\""),
+            _ => by_schema(),
+        };
         let before = if self.count == 0 { "{" } else { ", " };
         let quote = if is_text { "\"" } else { "" };
-        output.arguments(&format!("{before}\"{}\": {quote}", escaped(key)));
+        output.arguments(&format!("{before}\"{}\": {quote}", escaped(&key)));
         self.count += 1;
-        self.value = Some(Pending { is_text, first_break: self.frame.before_value.ends_with('\n') });
+        let close = self.frame.close(&key).trim_start().into();
+        let may_quote = self.frame.kind == Kind::Cdata;
+        self.value = Some(Pending { is_text, first_break: self.frame.before_value.ends_with('\n'), may_quote, close });
     }
 
     fn value(&mut self, input: &mut Input, output: &mut ReplyOutput) -> ParameterStep {
@@ -115,15 +136,29 @@ impl Parameters {
             }
             pending.first_break = false;
         }
-        let close = self.frame.after_value.trim_start();
-        let has_break = close != self.frame.after_value;
+        if pending.may_quote {
+            if input.text.starts_with(CDATA) {
+                input.skip(CDATA.len());
+                pending.close.insert_str(0, "]]>");
+            } else if !input.ended && CDATA.starts_with(&*input.text) {
+                return ParameterStep::Wait;
+            }
+            pending.may_quote = false;
+        }
+        let close = pending.close.as_str();
+        let has_break = self.frame.after_value.starts_with('\n');
         let without_break = |value: &str| value.strip_suffix('\n').filter(|_| has_break).unwrap_or(value).len();
         match input.text.find(close) {
             Some(at) => {
                 let value = &input.text[..without_break(&input.text[..at])];
-                let json = if pending.is_text { escaped(value) + "\"" } else { to_json(value) };
+                let json = match (pending.is_text, self.frame.kind) {
+                    (true, _) => escaped(value) + "\"",
+                    (false, Kind::Nested(tag)) if value.contains(tag) => nested::to_json(value, tag),
+                    (false, _) => to_json(value),
+                };
+                let length = at + close.len();
                 output.arguments(&json);
-                input.skip(at + close.len());
+                input.skip(length);
                 self.value = None;
                 ParameterStep::More
             }
@@ -149,7 +184,10 @@ fn to_json(value: &str) -> String {
         "True" => "true".into(),
         "False" => "false".into(),
         "None" => "null".into(),
-        _ if serde_json::from_str::<serde::de::IgnoredAny>(trimmed).is_ok() => trimmed.into(),
-        _ => Value::from(value).to_string(),
+        _ if serde_json::from_str::<IgnoredAny>(trimmed).is_ok() => trimmed.into(),
+        _ => {
+            let python = literals::to_json(trimmed).filter(|json| serde_json::from_str::<IgnoredAny>(json).is_ok());
+            python.unwrap_or_else(|| Value::from(value).to_string())
+        }
     }
 }

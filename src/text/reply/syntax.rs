@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::format::{CallFormat, Markup};
+use super::format::{CallFormat, Markup, Thoughts};
 use super::harmony::{self, Harmony};
 use super::parser::{Parser, ReplyMachine};
 use super::pipe::ReplyOutput;
@@ -31,10 +31,7 @@ impl Syntax {
     pub fn of(template: &str) -> Self {
         let layout = match harmony::MARKS.iter().all(|mark| template.contains(mark)) {
             true => Layout::Harmony,
-            false => Layout::Tags(Markup {
-                thinks: ["<think>", "</think>"].iter().any(|mark| template.contains(mark)),
-                format: CallFormat::of(template),
-            }),
+            false => Layout::Tags(Markup { thoughts: Thoughts::of(template), format: CallFormat::of(template) }),
         };
         Self { layout }
     }
@@ -46,7 +43,7 @@ impl Syntax {
 
     /// Whether a reply may begin with reasoning.
     pub fn thinks(&self) -> bool {
-        !matches!(self.layout, Layout::Tags(Markup { thinks: false, .. }))
+        !matches!(self.layout, Layout::Tags(Markup { thoughts: None, .. }))
     }
 
     /// Whether text must be decoded with special tokens spelled out, because a marker may be one. End tokens are no
@@ -59,7 +56,7 @@ impl Syntax {
     pub fn start(&self, prompt: &str) -> ReplyStart {
         let opened = match self.layout {
             Layout::Harmony => harmony::ANALYSIS,
-            Layout::Tags(Markup { thinks: true, .. }) => "<think>",
+            Layout::Tags(Markup { thoughts: Some(thoughts), .. }) => thoughts.open.trim_end(),
             Layout::Tags(_) => return ReplyStart::Answer,
         };
         if prompt.trim_end().ends_with(opened) { ReplyStart::Reasoning } else { ReplyStart::Answer }
@@ -70,9 +67,9 @@ impl Syntax {
         let tools = tools.into();
         let machine = match self.layout {
             Layout::Harmony => ReplyMachine::Harmony(Box::new(Harmony::new(start))),
-            Layout::Tags(Markup { thinks, format }) => match format.filter(|_| !tools.is_empty()) {
-                None if !thinks => ReplyMachine::Plain,
-                format => ReplyMachine::Tags(Box::new(Tags::new(Markup { thinks, format }, start))),
+            Layout::Tags(Markup { thoughts, format }) => match format.filter(|_| !tools.is_empty()) {
+                None if thoughts.is_none() => ReplyMachine::Plain,
+                format => ReplyMachine::Tags(Box::new(Tags::new(Markup { thoughts, format }, start))),
             },
         };
         Parser::new(machine, ReplyOutput::new(tools))

@@ -1,15 +1,16 @@
 //! Replies with tags: `<think>` first, then content, in which calls stand between markers.
 //!
 //! ```text
-//! Start ─▶ Reasoning ─▶ Content ─▶ Head ─▶ Json | Raw | Parameters ─▶ Close ─┐
-//!   └───────────────────▶ ▲  ▲       └ no call: as content ┘                 │
-//!                            └───────────────────────────────────────────────┘
+//! Start ─▶ Reasoning ─▶ Content ─▶ Head ─▶ Json | Raw | Parameters | Literals ─▶ Close ─┐
+//!   └───────────────────▶ ▲  ▲       └ no call: as content ┘                            │
+//!                            └──────────────────────────────────────────────────────────┘
 //! ```
 
 use super::ReplyStart;
-use super::format::{ArgumentForm, CallFormat, Markup};
+use super::format::{ArgumentForm, CallFormat, Markup, Name, Place, Section};
 use super::head::{self, CallHead};
 use super::json::{Scan, Scanner};
+use super::literals::Literals;
 use super::parameters::{self, Parameters};
 use super::pipe::{Input, ReplyOutput, first};
 
@@ -17,13 +18,21 @@ use super::pipe::{Input, ReplyOutput, first};
 /// well.
 const EAGER_BYTES: usize = 4096;
 
+/// Bytes that other fields of a call may have behind its arguments.
+const MAX_FIELDS: usize = 512;
+
+/// What stands between the calls of a list.
+const BETWEEN: &[char] = &[' ', '\n', '\r', '\t', ',', ';'];
+
 #[derive(Debug)]
 pub(super) struct Tags {
     markup: Markup,
-    again: usize, // bytes of waiting text before which another look would find nothing
+    call: Option<&'static CallFormat>, // the way in which the last call was written
+    again: usize,                      // bytes of waiting text before which another look would find nothing
     state: State,
-    trim: bool,       // white space that follows a marker is dropped
-    in_section: bool, // calls of this section may follow
+    trim: bool,         // white space that follows a marker is dropped
+    in_section: bool,   // calls of this section may follow
+    may_be_first: bool, // the answer had no text so far
 }
 
 #[derive(Debug)]
@@ -44,13 +53,20 @@ enum State {
     /// Arguments that are not, up to the call's end.
     Raw,
     Parameters(Parameters),
-    /// The arguments are complete.
-    Close,
+    Literals(Literals),
+    /// The arguments are complete. Other fields of the call's object may follow.
+    Close {
+        fields: bool,
+    },
 }
+
+/// Behind arguments.
+const CLOSE: State = State::Close { fields: true };
 
 impl Tags {
     pub(super) fn new(markup: Markup, start: ReplyStart) -> Self {
-        Self { markup, again: 0, state: State::Start(start), trim: false, in_section: false }
+        let state = State::Start(start);
+        Self { markup, call: None, again: 0, state, trim: false, in_section: false, may_be_first: true }
     }
 
     pub(super) fn read(&mut self, input: &mut Input, output: &mut ReplyOutput) {
@@ -86,9 +102,13 @@ impl Tags {
             State::Parameters(parameters) => match parameters.step(input, output) {
                 parameters::ParameterStep::Wait => false,
                 parameters::ParameterStep::More => true,
-                parameters::ParameterStep::Done => self.go(State::Close),
+                parameters::ParameterStep::Done => self.go(CLOSE),
             },
-            State::Close => self.close(input),
+            State::Literals(literals) => literals.read(input, output) && self.go(CLOSE),
+            State::Close { fields } => {
+                let fields = *fields;
+                self.close(fields, input, output)
+            }
         }
     }
 
@@ -97,34 +117,39 @@ impl Tags {
         true
     }
 
+    /// The format of the call that is read.
     fn format(&self) -> &'static CallFormat {
-        self.markup.format.expect("only a format has calls")
+        self.call.or(self.markup.format).expect("only a format has calls")
     }
 
     fn start(&mut self, start: ReplyStart, input: &mut Input) -> bool {
-        let text = input.text.trim_start();
-        let blank = input.text.len() - text.len();
-        if self.markup.thinks && !input.ended && "<think>".starts_with(text) && text.len() < "<think>".len() {
-            return false;
-        }
-        if self.markup.thinks && text.starts_with("<think>") {
-            input.skip(blank + "<think>".len());
-            self.trim = true;
-            return self.go(State::Reasoning);
+        if let Some(thoughts) = self.markup.thoughts {
+            let open = thoughts.open.trim_end();
+            let text = input.text.trim_start();
+            let blank = input.text.len() - text.len();
+            if !input.ended && open.starts_with(text) && text.len() < open.len() {
+                return false;
+            }
+            if text.starts_with(open) {
+                input.skip(blank + open.len());
+                self.trim = true;
+                return self.go(State::Reasoning);
+            }
         }
         self.trim = start == ReplyStart::Reasoning;
         self.go(if start == ReplyStart::Reasoning { State::Reasoning } else { State::Content })
     }
 
     fn reasoning(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
+        let close = self.markup.thoughts.map_or("</think>", |thoughts| thoughts.close);
+        let mut ends = vec![close];
         // A section of calls is unmistakable: some models forget to close their reasoning before it.
-        let mut ends = vec!["</think>"];
-        let section = self.markup.format.and_then(|format| format.section.as_ref());
-        ends.extend(section.map(|section| section.open.trim_end()));
+        let section = self.markup.format.filter(|format| format.place == Place::Anywhere);
+        ends.extend(section.and_then(|format| format.section.as_ref()).map(Section::marker));
         match first(&input.text, &ends) {
             Some((at, marker)) => {
                 output.reasoning(input.text[..at].trim_end());
-                input.skip(if marker == "</think>" { at + marker.len() } else { at });
+                input.skip(if marker == close { at + marker.len() } else { at });
                 self.trim = true;
                 self.go(State::Content)
             }
@@ -140,20 +165,33 @@ impl Tags {
     fn content(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let (mut markers, mut section_end) = (Vec::new(), None);
         if let Some(format) = self.markup.format {
-            markers.extend(format.starts);
+            if self.in_section && ["", "{"].contains(&self.format().opener) {
+                return self.list(input);
+            }
+            if self.may_be_first
+                && format.place == Place::First
+                && let Some(goes_on) = self.first_call(format, input)
+            {
+                return goes_on;
+            }
+            let anywhere = format.ways().filter(|way| way.place == Place::Anywhere);
+            markers.extend(anywhere.flat_map(|way| way.starts));
             if self.in_section {
                 section_end = format.section.as_ref().map(|section| section.close.trim_start());
                 markers.push(format.opener);
                 markers.extend(section_end);
             }
         }
+        let wrappers = self.markup.thoughts.map_or(&[][..], |thoughts| thoughts.wrappers);
+        markers.extend(wrappers);
         match first(&input.text, &markers) {
             Some((at, marker)) => {
                 let settled = input.text[..at].trim_end().len();
-                output.content(&input.text[..settled]);
-                if Some(marker) == section_end {
+                self.say(&input.text[..settled], output);
+                if Some(marker) == section_end || wrappers.contains(&marker) {
                     input.skip(at + marker.len());
-                    (self.trim, self.in_section) = (true, false);
+                    self.trim = true;
+                    self.in_section &= Some(marker) != section_end;
                     return true;
                 }
                 input.skip(settled);
@@ -161,41 +199,100 @@ impl Tags {
             }
             None => {
                 let settled = input.settled(&markers);
-                output.content(&input.text[..settled]);
+                self.say(&input.text[..settled], output);
                 input.skip(settled);
                 false
             }
         }
     }
 
-    fn head(&mut self, blank: usize, input: &mut Input, output: &mut ReplyOutput) -> bool {
+    fn say(&mut self, text: &str, output: &mut ReplyOutput) {
+        self.may_be_first &= text.trim().is_empty();
+        output.content(text);
+    }
+
+    /// Where a call may only stand first: whether another step may follow, or `None` if the text is no call.
+    fn first_call(&mut self, format: &'static CallFormat, input: &mut Input) -> Option<bool> {
+        if self.call.is_some() {
+            input.skip(input.text.len() - input.text.trim_start_matches(BETWEEN).len());
+        }
+        let text = input.text.trim_start();
+        let blank = input.text.len() - text.len();
+        if format.starts.iter().any(|start| text.starts_with(start)) {
+            return Some(self.go(State::Head { blank }));
+        }
+        if !input.ended && format.starts.iter().any(|start| start.starts_with(text)) {
+            return Some(false);
+        }
+        None
+    }
+
+    /// Between the calls of a list.
+    fn list(&mut self, input: &mut Input) -> bool {
         let format = self.format();
+        input.skip(input.text.len() - input.text.trim_start_matches(BETWEEN).len());
+        let text = input.text.as_str();
+        if text.is_empty() {
+            return false;
+        }
+        let close = format.section.as_ref().map_or("", |section| section.close.trim_start());
+        if let Some(after) = text.strip_prefix(']') {
+            let (tail, after) = (close.strip_prefix(']').unwrap_or("").trim_start(), after.trim_start());
+            if !input.ended && tail.len() > after.len() && tail.starts_with(after) {
+                return false;
+            }
+            let length = if after.starts_with(tail) { text.len() - after.len() + tail.len() } else { 1 };
+            input.skip(length);
+            (self.trim, self.in_section) = (true, false);
+            return true;
+        }
+        if !close.is_empty() && text.starts_with(close) {
+            input.skip(close.len());
+            (self.trim, self.in_section) = (true, false);
+            return true;
+        }
+        if !close.is_empty() && !input.ended && close.starts_with(text) {
+            return false;
+        }
+        let begins = match format.opener {
+            "" => text.starts_with(|c: char| c.is_alphabetic() || c == '_'),
+            opener => text.starts_with(opener),
+        };
+        self.in_section = begins;
+        self.go(if begins { State::Head { blank: 0 } } else { State::Content })
+    }
+
+    fn head(&mut self, blank: usize, input: &mut Input, output: &mut ReplyOutput) -> bool {
+        let format = self.markup.format.expect("only a format has calls");
         match head::read(format, input, blank) {
             CallHead::Open => return false,
-            CallHead::Call { name, id, length, arguments } if output.tool(&name).is_some() => {
-                output.call(&name, id);
-                input.skip(blank + length);
-                self.in_section = format.section.is_some();
-                return self.go(match (arguments, &format.arguments) {
+            CallHead::Call(call) if output.tool(&call.name).is_some() => {
+                output.call(&call.name, call.id);
+                input.skip(blank + call.length);
+                self.call = Some(call.format);
+                self.in_section = call.format.section.is_some();
+                return self.go(match (call.arguments, &call.format.arguments) {
                     (Some(json), _) => {
                         output.arguments(&json);
-                        State::Close
+                        State::Close { fields: false }
                     }
                     (None, ArgumentForm::Json) => State::Json { scanner: Scanner::default(), begun: false },
                     (None, ArgumentForm::Parameters(frame)) => {
-                        State::Parameters(Parameters::new(format, *frame, &name))
+                        State::Parameters(Parameters::new(call.format, *frame, &call.name))
                     }
+                    (None, ArgumentForm::Literals(dialect)) => State::Literals(Literals::new(*dialect)),
                 });
             }
             _ => {}
         }
         // No call, or one of a tool that the request does not have: its marker is content, and what follows is read
         // again.
-        let mut markers = format.starts.iter().chain([&format.opener]);
-        let marker = markers.find(|marker| input.text[blank..].starts_with(**marker));
+        let mut markers = format.ways().flat_map(|way| way.starts.iter().chain([&way.opener]));
+        let marker = markers.find(|marker| !marker.is_empty() && input.text[blank..].starts_with(**marker));
         let length = blank + marker.map_or(0, |marker| marker.len());
         output.content(&input.text[..length]);
         input.skip(length);
+        (self.in_section, self.may_be_first) = (self.in_section && marker.is_some(), false);
         self.go(State::Content)
     }
 
@@ -203,7 +300,7 @@ impl Tags {
         let format = self.format();
         let State::Json { scanner, begun } = &mut self.state else { return false };
         // A marker that is a special token is one wherever it stands; a tag may stand in a string.
-        let marker = format.section.as_ref().map(|_| format.closer);
+        let marker = format.token_closer();
         if !*begun {
             input.skip_blank();
             match input.text.bytes().next() {
@@ -216,6 +313,7 @@ impl Tags {
                 Some(_) if marker.is_some_and(|marker| input.text.starts_with(marker)) => {
                     return self.empty(output);
                 }
+                Some(_) if format.closer.is_empty() => return self.empty(output),
                 Some(_) => return self.go(State::Raw),
             }
         }
@@ -232,13 +330,13 @@ impl Tags {
         }
         output.arguments(&input.text[..length]);
         input.skip(length);
-        complete && self.go(State::Close)
+        complete && self.go(CLOSE)
     }
 
     /// A call without a word of arguments.
     fn empty(&mut self, output: &mut ReplyOutput) -> bool {
         output.arguments("{}");
-        self.go(State::Close)
+        self.go(CLOSE)
     }
 
     fn raw(&mut self, input: &mut Input, output: &mut ReplyOutput) -> bool {
@@ -250,18 +348,34 @@ impl Tags {
         };
         output.arguments(&input.text[..length]);
         input.skip(length);
-        stop.is_some() && self.go(State::Close)
+        stop.is_some() && self.go(CLOSE)
     }
 
     /// Drops what closes a call, and no other text.
-    fn close(&mut self, input: &mut Input) -> bool {
+    fn close(&mut self, fields: bool, input: &mut Input, output: &mut ReplyOutput) -> bool {
         let format = self.format();
+        input.skip_blank();
+        if fields && matches!(format.name, Name::Field(_)) && input.text.starts_with(',') {
+            match fields_end(&input.text) {
+                Some(Ok(length)) => input.skip(length),
+                Some(Err(())) => {}
+                None if !input.ended => return false,
+                None => {
+                    output.content(&std::mem::take(&mut input.text));
+                }
+            }
+        }
         let junk: &[char] = match format.arguments {
             ArgumentForm::Json => &[' ', '\n', '\r', '\t', '}', '`'],
-            ArgumentForm::Parameters(_) => &[' ', '\n', '\r', '\t'],
+            ArgumentForm::Parameters(_) | ArgumentForm::Literals(_) => &[' ', '\n', '\r', '\t'],
         };
-        input.skip(input.text.len() - input.text.trim_start_matches(junk).len());
-        let closer = format.closer.trim_start();
+        let before = input.text.len() - input.text.trim_start_matches(junk).len();
+        input.skip(before);
+        if input.text.is_empty() && !input.ended {
+            self.state = State::Close { fields: fields && before == 0 };
+            return false;
+        }
+        let closer = format.closer.trim_start_matches(junk);
         if input.text.starts_with(closer) {
             input.skip(closer.len());
         } else if closer.starts_with(&*input.text) {
@@ -275,11 +389,28 @@ impl Tags {
     }
 }
 
+/// Where the fields of an object end that follow its arguments: at its brace. An error: there are none. `None`: more
+/// text decides.
+fn fields_end(text: &str) -> Option<Result<usize, ()>> {
+    match text[1..].trim_start().chars().next() {
+        Some('"') => {}
+        Some(_) => return Some(Err(())),
+        None => return None,
+    }
+    let mut scanner = Scanner::default();
+    scanner.push(b'{');
+    let end = text.bytes().take(MAX_FIELDS).position(|byte| scanner.push(byte) == Scan::End);
+    match end {
+        None if text.len() < MAX_FIELDS => None,
+        end => Some(end.ok_or(())),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::text::reply::Tool;
-    use crate::text::reply::format::{HERMES, KIMI, QWEN_CODER};
+    use crate::text::reply::format::{HERMES, KIMI, QWEN_CODER, Thoughts};
     use serde_json::json;
 
     /// Text that can neither go out nor be dropped yet.
@@ -298,7 +429,7 @@ mod tests {
             (Some(&KIMI), "<|tool_calls_section_begin|>", " "),
         ] {
             let mut output = ReplyOutput::new([tool.clone()].into());
-            let mut tags = Tags::new(Markup { thinks: true, format }, ReplyStart::Answer);
+            let mut tags = Tags::new(Markup { thoughts: Thoughts::of("<think>"), format }, ReplyStart::Answer);
             let mut input = Input { text: before.into(), ended: false };
             tags.read(&mut input, &mut output);
             let mut read = 0;

@@ -1,6 +1,8 @@
 //! Replies as models write them, read whole, character by character and cut anywhere.
 #![allow(clippy::unwrap_used)] // helpers of tests are outside #[test] functions
 
+mod forms;
+
 use moebius::text::reply::{Part, ReplyStart, Syntax, Tool};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -53,6 +55,11 @@ struct Answer {
 }
 
 impl Answer {
+    /// The same with ids of another, which are random.
+    fn with_ids_of(self, other: &Self) -> Self {
+        Self { ids: other.ids.clone(), ..self }
+    }
+
     fn of(parts: &[Part]) -> Self {
         let mut answer = Answer::default();
         for part in parts {
