@@ -545,7 +545,7 @@ fn replies_that_must_call_a_tool_do() {
             (3, ToolChoice::Required, Calls::One, ReplyStart::Answer, true),
             (4, ToolChoice::Named("get_weather".into()), Calls::Several, ReplyStart::Answer, true),
             (5, ToolChoice::Named("get_weather".into()), Calls::Several, ReplyStart::Reasoning, false),
-            (6, ToolChoice::Named("now".into()), Calls::One, ReplyStart::Reasoning, true),
+            (6, ToolChoice::Named("now".into()), Calls::One, ReplyStart::Thought, true),
             (7, ToolChoice::Required, Calls::Several, ReplyStart::Answer, true),
             (8, ToolChoice::Required, Calls::Several, ReplyStart::Reasoning, true),
         ] {

@@ -80,6 +80,8 @@ pub enum ReplyStart {
     Reasoning,
     /// Before anything.
     Answer,
+    /// Behind its reasoning, which the prompt has closed.
+    Thought,
 }
 
 /// A piece of an answer. Consecutive pieces of one kind belong together.

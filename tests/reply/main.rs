@@ -453,10 +453,10 @@ fn without_tools_or_markers_text_is_content() {
 fn prompts_open_reasoning() {
     for (template, prompt, start) in [
         (HERMES, "<|im_start|>assistant\n<think>\n", ReplyStart::Reasoning),
-        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", ReplyStart::Answer),
+        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", ReplyStart::Thought),
         (HERMES, "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", ReplyStart::Answer),
         (DEEPSEEK_V31, "<｜Assistant｜><think>", ReplyStart::Reasoning),
-        (DEEPSEEK_V31, "<｜Assistant｜></think>", ReplyStart::Answer),
+        (DEEPSEEK_V31, "<｜Assistant｜></think>", ReplyStart::Thought),
         (HARMONY, "<|start|>assistant", ReplyStart::Answer),
         (HARMONY, "<|start|>assistant<|channel|>analysis<|message|>", ReplyStart::Reasoning),
         ("plain", "<think>", ReplyStart::Answer),

@@ -15,6 +15,7 @@ pub(super) fn thoughts_then(markup: Markup, rest: Grammar, start: ReplyStart) ->
         if thoughts.then.is_empty() { Grammar::Regex(r"\n{0,2}".into()) } else { Grammar::literal(thoughts.then) };
     let end = Grammar::sequence([Grammar::Until(thoughts.close.into()), then]);
     match start {
+        ReplyStart::Thought => rest,
         ReplyStart::Reasoning => Grammar::sequence([end, rest]),
         ReplyStart::Answer => {
             let opened = [Grammar::Regex(r"\n?".into()), Grammar::literal(thoughts.open.trim_end()), end];

@@ -53,7 +53,7 @@ impl Harmony {
     pub(super) fn new(start: ReplyStart) -> Self {
         let state = match start {
             ReplyStart::Reasoning => State::Body(Kind::Reasoning),
-            ReplyStart::Answer => State::Header,
+            ReplyStart::Answer | ReplyStart::Thought => State::Header,
         };
         Self { state }
     }
@@ -155,7 +155,7 @@ pub(super) fn call_or_answer(tools: &[&Tool]) -> Grammar {
 pub(super) fn analysis_then(rest: Grammar, start: ReplyStart) -> Grammar {
     match start {
         ReplyStart::Reasoning => Grammar::sequence([message_end(), rest]),
-        ReplyStart::Answer => {
+        ReplyStart::Answer | ReplyStart::Thought => {
             let analysis = Grammar::sequence([Grammar::literal(ANALYSIS), message_end()]);
             Grammar::sequence([analysis.optional(), rest])
         }

@@ -54,12 +54,17 @@ impl Syntax {
 
     /// Where the prompt that the template rendered leaves the reply.
     pub fn start(&self, prompt: &str) -> ReplyStart {
-        let opened = match self.layout {
-            Layout::Harmony => harmony::ANALYSIS,
-            Layout::Tags(Markup { thoughts: Some(thoughts), .. }) => thoughts.open.trim_end(),
+        let (open, close) = match self.layout {
+            Layout::Harmony => (harmony::ANALYSIS, None),
+            Layout::Tags(Markup { thoughts: Some(thoughts), .. }) => (thoughts.open.trim_end(), Some(thoughts.close)),
             Layout::Tags(_) => return ReplyStart::Answer,
         };
-        if prompt.trim_end().ends_with(opened) { ReplyStart::Reasoning } else { ReplyStart::Answer }
+        let prompt = prompt.trim_end();
+        match close.is_some_and(|close| prompt.ends_with(close)) {
+            true => ReplyStart::Thought,
+            false if prompt.ends_with(open) => ReplyStart::Reasoning,
+            false => ReplyStart::Answer,
+        }
     }
 
     /// A parser of one reply. Without `tools`, nothing is a call.
