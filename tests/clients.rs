@@ -58,30 +58,27 @@ fn runs(test: &str, file: &str, args: &[&Path]) {
         Ok(python) => python,
         Err(why) => return say_skipped(test, why),
     };
-    let tools = with_tools();
+    let tools = with_template(&clients_dir().join("hermes.jinja"));
     let tools_dir = tools.path().join("tools");
     let demo = Served::start("demo", &["--threads", "1"]);
     let tooled = Served::start(tools_dir.to_str().unwrap(), &["--threads", "1"]);
     let keyed =
         Served::start("demo", &["--threads", "1", "--api-key", "sesame", "--max-sequences", "1", "--max-queue", "1"]);
-    let output = Command::new(python)
-        .arg(clients_dir().join(file))
-        .args(args)
-        .env("MOEBIUS_URL", &demo.url)
-        .env("MOEBIUS_TOOLS_URL", &tooled.url)
-        .env("MOEBIUS_KEYED_URL", &keyed.url)
-        .env("NO_PROXY", "127.0.0.1")
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    let (said, complained) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{file}: {said}\n{complained}");
-    println!("{file}: {said}");
+    let urls = [("MOEBIUS_URL", &demo.url), ("MOEBIUS_TOOLS_URL", &tooled.url), ("MOEBIUS_KEYED_URL", &keyed.url)];
+    passes(Command::new(python).arg(clients_dir().join(file)).args(args).envs(urls));
 }
 
-/// The demo's checkpoint with a chat template that has tools, in the manner of Hermes.
-fn with_tools() -> tempfile::TempDir {
+/// Runs a file of `tests/clients`, which says what failed.
+fn passes(command: &mut Command) {
+    let output =
+        command.env("NO_PROXY", "127.0.0.1").env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::null()).output().unwrap();
+    let (said, complained) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{command:?}: {said}\n{complained}");
+    println!("{said}");
+}
+
+/// The demo's checkpoint with another chat template.
+fn with_template(template: &Path) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("tools");
     std::fs::create_dir(&dir).unwrap();
@@ -89,8 +86,43 @@ fn with_tools() -> tempfile::TempDir {
         let entry = entry.unwrap();
         std::fs::copy(entry.path(), dir.join(entry.file_name())).unwrap();
     }
-    std::fs::copy(clients_dir().join("hermes.jinja"), dir.join("chat_template.jinja")).unwrap();
+    std::fs::copy(template, dir.join("chat_template.jinja")).unwrap();
     root
+}
+
+/// Templates of models that the demo can be asked through: they let it call without a thought.
+const TEMPLATES: [&str; 10] = [
+    "Qwen-Qwen3-0.6B",
+    "GLM-4.6",
+    "deepseek-ai-DeepSeek-V3.1",
+    "deepseek-ai-DeepSeek-V3.2",
+    "deepseek-ai-DeepSeek-V4",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "Mistral-Small-3.2-24B-Instruct-2506",
+    "google-gemma-4-31B-it",
+    "ibm-granite-granite-4.0",
+];
+
+#[test]
+fn turns_with_tools() {
+    let collection = root().join("target/vocabularies/templates");
+    if !collection.is_dir() {
+        return say_skipped("turns_with_tools", "no target/vocabularies/templates (.ci/run gets them)");
+    }
+    let python = match python() {
+        Ok(python) => python,
+        Err(why) => return say_skipped("turns_with_tools", why),
+    };
+    let models = TEMPLATES.map(|name| (name, with_template(&collection.join(format!("{name}.jinja")))));
+    let start = |dir: &Path| Served::start(dir.join("tools").to_str().unwrap(), &["--threads", "1"]);
+    let servers: Vec<(&str, Served)> = models.iter().map(|(name, dir)| (*name, start(dir.path()))).collect();
+    let urls: Value =
+        servers.iter().map(|(name, server)| (name.to_string(), Value::from(server.url.as_str()))).collect();
+    let script = clients_dir().join("tool_turns.py");
+    let url = servers[0].1.url.as_str(); // which the files' common part wants
+    let unused = [("MOEBIUS_URL", url), ("MOEBIUS_TOOLS_URL", url), ("MOEBIUS_KEYED_URL", url)];
+    passes(Command::new(python).arg(script).envs(unused).env("MOEBIUS_TEMPLATES", urls.to_string()));
 }
 
 #[test]

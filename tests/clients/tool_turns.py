@@ -43,9 +43,8 @@ def openai_turns(url):
                     id += call.id or ""
                     arguments += call.function.arguments or ""
             function = {"name": name, "arguments": arguments}
-            messages.append(
-                {"role": "assistant", "content": None, "tool_calls": [{"id": id, "type": "function", "function": function}]}
-            )
+            call = {"id": id, "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         assert name == "weather" and id and is_weather(json.loads(arguments)), (name, id, arguments)
         messages.append({"role": "tool", "tool_call_id": id, "content": '{"sky": "clear"}'})
         answer = create(messages=messages, max_tokens=4, **common)

@@ -231,6 +231,19 @@ fn calls_of_tools_are_told_apart_from_words() {
 }
 
 #[test]
+fn a_form_of_calls_that_is_not_known_is_text() {
+    let template = "{{ tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}";
+    let server = saying_in(template, "CALL weather(Oslo)");
+    let (status, body) = post(server.address, "/v1/chat/completions", with(hello(), weather()));
+    let choice = &body["choices"][0];
+    assert_eq!((status, &choice["message"]["content"]), (200, &json!("CALL weather(Oslo)")), "{body}");
+    let must = with(weather(), json!({"tool_choice": "required"}));
+    let (status, body) = post(server.address, "/v1/chat/completions", with(hello(), must));
+    assert_eq!(status, 400, "{body}");
+    assert!(body["error"]["message"].as_str().unwrap().contains("leave out 'tool_choice'"), "{body}");
+}
+
+#[test]
 fn thoughts_are_told_apart_from_words() {
     let server = saying_in(TEMPLATE, "2 and 2\n</think>\n\nFour.");
     let body = with(hello(), json!({"chat_template_kwargs": {"enable_thinking": true}}));
