@@ -28,8 +28,8 @@ pub(crate) struct Args {
     /// Tokens to score, as a JSON array of token ids.
     #[arg(long, value_name = "F.json", group = "input")]
     tokens_file: Option<PathBuf>,
-    /// Compare with a reference: another model, its flags, or both, in quotes; without a value the same model as exactly
-    /// as it can run (`--experts bf16 --dense bf16 --kv bf16x2`). Both must have the same tokens.
+    /// Compare with a reference: another model, its flags, or both, in quotes; without a value the same model as
+    /// exactly as it can run (`--experts bf16 --dense bf16 --kv bf16x2`). Both must have the same tokens.
     #[arg(long, value_name = "[MODEL] [FLAGS]", num_args = 0..=1, require_equals = true,
         default_missing_value = EXACT)]
     against: Option<String>,
