@@ -91,18 +91,28 @@ pub enum DenseBits {
     /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention
     /// stay at 16 bits.
     Int8,
-    /// The same with 4-bit codes.
+    /// 4-bit codes in groups of 32, and the output head as with `Int8`.
     Int4,
 }
 
 impl DenseBits {
+    /// Of the output head. Its errors reach every probability undamped: there 4 bits cost more than they save
+    /// (docs/precision.md).
+    pub fn of_head(self) -> Self {
+        match self {
+            DenseBits::Int4 => DenseBits::Int8,
+            other => other,
+        }
+    }
+
     /// How a weight with rows of `k` inputs is stored; `None`: they cannot be cut into groups.
     pub fn precision(self, k: usize) -> Option<Precision> {
         let group_size = largest_group_size(&[k]);
         match self {
             DenseBits::Bf16 => Some(Precision::Bf16),
             DenseBits::Int8 => group_size.map(Precision::int8),
-            DenseBits::Int4 => group_size.map(Precision::int4),
+            // Every token meets these weights: in groups of 128 they cost four times what INT4 experts cost.
+            DenseBits::Int4 => group_size.map(|_| Precision::int4(32)),
         }
     }
 }

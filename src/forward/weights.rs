@@ -76,7 +76,7 @@ impl<B: Backend> Weights<B> {
                 None => Last::Norm(loader.norm(&format!("{body}{}.weight", model.names.final_norm), hidden)?),
             },
             tables: Tables::load(&loader)?,
-            lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits)?,
+            lm_head: backend.load_linear(source.matrix(&head, vocab, hidden)?, None, bits.of_head())?,
         })
     }
 

@@ -73,7 +73,8 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
             Component { role, format: key.1.clone(), layers: 1, precision: None, keeps_codes: false, rounding: 0.0 };
         let is_router = component.role == in_block(model.names.router, model);
         if !is_router {
-            let dense = || config.dense.precision(shape[1]).unwrap_or(Precision::Bf16);
+            let bits = if component.role == "lm_head" { config.dense.of_head() } else { config.dense };
+            let dense = || bits.precision(shape[1]).unwrap_or(Precision::Bf16);
             let precision = match (component.is_experts(), experts) {
                 (true, Some(precision)) => precision,
                 _ if component.role == "embed_tokens" => Precision::Bf16,
