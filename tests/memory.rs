@@ -41,8 +41,8 @@ fn config(dense: DenseBits, kv: KvBits) -> EngineConfig {
 }
 
 fn counted(budget: &Budget) -> u64 {
-    let Budget::Cpu(CpuPlan { weights, buffers, states, kv, .. }) = budget else { panic!("on the CPU") };
-    weights + buffers + states + kv
+    let Budget::Cpu(CpuPlan { weights, buffers, states, state_cache, kv, .. }) = budget else { panic!("on the CPU") };
+    weights + buffers + states + state_cache + kv
 }
 
 /// Loads and runs a model; `false`: its rows have no groups.
