@@ -91,7 +91,7 @@ fn with_template(template: &Path) -> tempfile::TempDir {
 }
 
 /// Templates of models that the demo can be asked through: they let it call without a thought.
-const TEMPLATES: [&str; 10] = [
+const TEMPLATES: [&str; 12] = [
     "Qwen-Qwen3-0.6B",
     "GLM-4.6",
     "deepseek-ai-DeepSeek-V3.1",
@@ -102,6 +102,8 @@ const TEMPLATES: [&str; 10] = [
     "Mistral-Small-3.2-24B-Instruct-2506",
     "google-gemma-4-31B-it",
     "ibm-granite-granite-4.0",
+    "meetkai-functionary-medium-v3.1",
+    "unsloth-mistral-Devstral-Small-2507",
 ];
 
 #[test]

@@ -153,7 +153,7 @@ pub(super) enum Kind {
     Nested(&'static str),
 }
 
-/// How a model marks what it thinks, and the text of its answer.
+/// How a model marks what it thinks.
 #[derive(Debug, PartialEq)]
 pub(super) struct Thoughts {
     /// A chat template with this text has these marks, unless it has that of an earlier row.
@@ -162,14 +162,13 @@ pub(super) struct Thoughts {
     pub(super) close: &'static str,
     /// Stands between the thoughts and what follows.
     pub(super) then: &'static str,
-    /// Texts around the answer that are no part of it.
-    pub(super) wrappers: &'static [&'static str],
 }
 
 /// What a model marks in replies with tags.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Markup {
     pub(super) thoughts: Option<&'static Thoughts>, // first
+    pub(super) wrappers: &'static [&'static str],   // around the answer, and no part of it
     pub(super) format: Option<&'static CallFormat>,
 }
 
@@ -180,28 +179,41 @@ const THOUGHTS: &[Thoughts] = &[
     Thoughts { mark: "<seed:think>", open: "<seed:think>", close: "</seed:think>", ..THINK },
     Thoughts { mark: "<mm:think>", open: "<mm:think>", close: "</mm:think>", ..THINK }, // MiniMax-M3
     Thoughts { mark: "[THINK]", open: "[THINK]", close: "[/THINK]", ..THINK }, // Mistral
-    Thoughts { mark: "<|START_THINKING|>", open: "<|START_THINKING|>", close: "<|END_THINKING|>",
-        wrappers: &["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"], ..THINK }, // Command
+    Thoughts { mark: "<|START_THINKING|>", open: "<|START_THINKING|>", close: "<|END_THINKING|>", ..THINK }, // Command
     Thoughts { mark: "<|channel>thought", open: "<|channel>thought\n", close: "<channel|>", ..THINK }, // Gemma 4
-    Thoughts { mark: "open_tag('think')", open: "<|open|>think<|sep|>", close: "<|close|>think<|sep|>",
-        wrappers: &["<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"],
-        ..THINK }, // Kimi K3
-    Thoughts { mark: "assistant<|think|>", open: "<|think|>", close: "<|end|>", then: "<|begin|>assistant",
-        wrappers: &["<|begin|>assistant", "<|content|>", "<|end|>"] }, // Solar
+    Thoughts { mark: "open_tag('think')", open: "<|open|>think<|sep|>", close: "<|close|>think<|sep|>", ..THINK }, // K3
+    Thoughts { mark: "assistant<|think|>", open: "<|think|>", close: "<|end|>", then: "<|begin|>assistant" }, // Solar
     Thoughts { mark: "<|inner_prefix|>", open: "<|inner_prefix|>", close: "<|inner_suffix|>", ..THINK }, // Apertus
     Thoughts { mark: "[BEGIN FINAL RESPONSE]", open: "Here are my reasoning steps:\n",
-        close: "[BEGIN FINAL RESPONSE]", wrappers: &["[END FINAL RESPONSE]"], ..THINK }, // Apriel
-    Thoughts { mark: "<|message_sep|>", wrappers: &["<|message_sep|>"], ..THINK }, // GigaChat
+        close: "[BEGIN FINAL RESPONSE]", ..THINK }, // Apriel
     THINK,
     Thoughts { mark: "<think>", ..THINK },
 ];
 
-const THINK: Thoughts = Thoughts { mark: "</think>", open: "<think>", close: "</think>", then: "", wrappers: &[] };
+const THINK: Thoughts = Thoughts { mark: "</think>", open: "<think>", close: "</think>", then: "" };
 
 impl Thoughts {
     /// The marks that this chat template writes.
-    pub(super) fn of(template: &str) -> Option<&'static Thoughts> {
+    fn of(template: &str) -> Option<&'static Thoughts> {
         THOUGHTS.iter().find(|thoughts| template.contains(thoughts.mark))
+    }
+}
+
+/// What stands around answers, by a text of the template.
+#[rustfmt::skip]
+const WRAPPERS: &[(&str, &[&str])] = &[
+    ("<|START_ACTION|>", &["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"]), // Command
+    ("open_tag('response')", &["<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"]), // K3
+    ("<|tool_call:begin|>", &["<|begin|>assistant", "<|content|>", "<|end|>"]), // Solar
+    ("[BEGIN FINAL RESPONSE]", &["[END FINAL RESPONSE]"]), // Apriel
+    ("<|role_sep|>", &["<|message_sep|>"]), // GigaChat
+];
+
+impl Markup {
+    /// What this chat template marks.
+    pub(super) fn of(template: &str) -> Self {
+        let wrappers = WRAPPERS.iter().find(|(mark, _)| template.contains(mark)).map_or(&[][..], |(_, texts)| texts);
+        Self { thoughts: Thoughts::of(template), wrappers, format: CallFormat::of(template) }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::format::{CallFormat, Markup, Thoughts};
+use super::format::Markup;
 use super::harmony::{self, Harmony};
 use super::parser::{Parser, ReplyMachine};
 use super::pipe::ReplyOutput;
@@ -31,7 +31,7 @@ impl Syntax {
     pub fn of(template: &str) -> Self {
         let layout = match harmony::MARKS.iter().all(|mark| template.contains(mark)) {
             true => Layout::Harmony,
-            false => Layout::Tags(Markup { thoughts: Thoughts::of(template), format: CallFormat::of(template) }),
+            false => Layout::Tags(Markup::of(template)),
         };
         Self { layout }
     }
@@ -72,9 +72,9 @@ impl Syntax {
         let tools = tools.into();
         let machine = match self.layout {
             Layout::Harmony => ReplyMachine::Harmony(Box::new(Harmony::new(start))),
-            Layout::Tags(Markup { thoughts, format }) => match format.filter(|_| !tools.is_empty()) {
-                None if thoughts.is_none() => ReplyMachine::Plain,
-                format => ReplyMachine::Tags(Box::new(Tags::new(Markup { thoughts, format }, start))),
+            Layout::Tags(markup) => match markup.format.filter(|_| !tools.is_empty()) {
+                None if markup.thoughts.is_none() => ReplyMachine::Plain,
+                format => ReplyMachine::Tags(Box::new(Tags::new(Markup { format, ..markup }, start))),
             },
         };
         Parser::new(machine, ReplyOutput::new(tools))

@@ -182,7 +182,7 @@ impl Tags {
                 markers.extend(section_end);
             }
         }
-        let wrappers = self.markup.thoughts.map_or(&[][..], |thoughts| thoughts.wrappers);
+        let wrappers = self.markup.wrappers;
         markers.extend(wrappers);
         match first(&input.text, &markers) {
             Some((at, marker)) => {
@@ -410,7 +410,7 @@ fn fields_end(text: &str) -> Option<Result<usize, ()>> {
 mod tests {
     use super::*;
     use crate::text::reply::Tool;
-    use crate::text::reply::format::{HERMES, KIMI, QWEN_CODER, Thoughts};
+    use crate::text::reply::format::{HERMES, KIMI, QWEN_CODER};
     use serde_json::json;
 
     /// Text that can neither go out nor be dropped yet.
@@ -429,7 +429,7 @@ mod tests {
             (Some(&KIMI), "<|tool_calls_section_begin|>", " "),
         ] {
             let mut output = ReplyOutput::new([tool.clone()].into());
-            let mut tags = Tags::new(Markup { thoughts: Thoughts::of("<think>"), format }, ReplyStart::Answer);
+            let mut tags = Tags::new(Markup { format, ..Markup::of("<think>") }, ReplyStart::Answer);
             let mut input = Input { text: before.into(), ended: false };
             tags.read(&mut input, &mut output);
             let mut read = 0;
