@@ -267,14 +267,6 @@ engine_config! {
         /// Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16.
         #[arg(long, default_value = "bf16", value_parser = choice_of(&KvBits::ALL))]
         kv: KvBits,
-        /// RAM for the KV cache of prefixes that leave VRAM, such as 16GiB; they come back when they are needed
-        /// [default: none].
-        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
-        kv_host: Option<u64>,
-        /// RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for
-        /// none [default: up to an eighth of what is free].
-        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
-        state_cache: Option<u64>,
         /// Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows].
         #[arg(long, value_name = "N")]
         max_context: Option<usize>,
@@ -330,6 +322,14 @@ engine_config! {
         /// Do not reuse the KV cache of a common prefix.
         #[arg(id = "no_prefix_cache", long = "no-prefix-cache", action = clap::ArgAction::SetFalse)]
         prefix_cache: bool,
+        /// RAM for the KV cache of prefixes that leave VRAM, such as 16GiB; they come back when they are needed
+        /// [default: none].
+        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+        kv_host: Option<u64>,
+        /// RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for
+        /// none [default: up to an eighth of what is free].
+        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+        state_cache: Option<u64>,
     }
 
     /// How far the text of messages is trusted.

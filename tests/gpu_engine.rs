@@ -245,9 +245,9 @@ fn a_prefix_comes_back_from_ram() {
             loaded.kv_blocks = blocks;
             let engine = engine::start_loaded(fixture, loaded, &config, vec![3], std::time::Instant::now()).unwrap();
             let ask = |seed: u32| {
-                let mut tokens: Vec<u32> = prompt(150, seed).iter().map(|t| 4 + t % 490).collect();
-                tokens[140] = 3;
-                let (tokens, end) = read(engine.submit(greedy(tokens, 5)).unwrap());
+                let mut tokens: Vec<u32> = prompt(132, seed).iter().map(|t| 4 + t % 490).collect();
+                tokens[130] = 3;
+                let (tokens, end) = read(engine.submit(greedy(tokens, 2)).unwrap());
                 (tokens, end.unwrap().1.cached_tokens)
             };
             [0, 1, 2, 0, 2].map(ask)

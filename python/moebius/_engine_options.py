@@ -26,14 +26,6 @@ class EngineOptions(TypedDict, total=False):
     kv: Literal["bf16", "bf16x2", "fp8"] | None
     """Precision of the KV cache; bf16x2 is close to f32 and takes twice the memory of bf16 [default: bf16]."""
 
-    kv_host: str | int | None
-    """RAM for the KV cache of prefixes that leave VRAM, such as 16GiB; they come back when they are needed [default:
-    none]."""
-
-    state_cache: str | int | None
-    """RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for none
-    [default: up to an eighth of what is free]."""
-
     max_context: int | None
     """Maximum tokens of a sequence, prompt plus answer [default: the model's limit, or what memory allows]."""
 
@@ -83,6 +75,14 @@ class EngineOptions(TypedDict, total=False):
 
     no_prefix_cache: bool | None
     """Do not reuse the KV cache of a common prefix."""
+
+    kv_host: str | int | None
+    """RAM for the KV cache of prefixes that leave VRAM, such as 16GiB; they come back when they are needed [default:
+    none]."""
+
+    state_cache: str | int | None
+    """RAM for snapshots of recurrent state, such as 4GiB, from which requests with a common prefix go on; 0 for none
+    [default: up to an eighth of what is free]."""
 
     trust_content: bool | None
     """Treat special tokens spelled out in messages as special tokens; by default they are plain text, and only the chat

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::config::EngineConfig;
 use crate::engine::capture::{self, Layers, Wanted};
 use crate::load::{Description, ModelFolder};
 use crate::text::tokenizer::Tokenizer;
@@ -41,7 +42,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let config = EngineConfig { prefix_cache: false, ..args.engine.to_config()? };
     capture::check_out(&args.out)?;
     let description = Description::read(&hub::resolve(&args.model, &load::cache_dir(&config)?)?)?;
     let tokens = match (&args.tokens, &args.tokens_file, &args.prompt) {

@@ -76,7 +76,7 @@ struct Side {
 
 impl Side {
     fn new(name: &str, engine: &EngineArgs, context: usize) -> Result<Self> {
-        let mut config = engine.to_config()?;
+        let mut config = EngineConfig { prefix_cache: false, ..engine.to_config()? };
         config.max_context.get_or_insert(context);
         let description = Description::read(&hub::resolve(name, &load::cache_dir(&config)?)?)?;
         Ok(Self { name: name.into(), config, description })

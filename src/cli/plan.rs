@@ -1,7 +1,7 @@
 //! `moebius plan`: where the weights go and how fast the model will be, without loading weights. Of a model on the hub
 //! only config.json is downloaded.
 
-use crate::config::parse_bytes;
+use crate::config::{LoadChoices, parse_bytes};
 use crate::load::{Description, Kept, Spec, plan};
 use crate::model::families::shapes;
 use crate::{Result, hub, load};
@@ -21,10 +21,12 @@ pub(crate) struct Args {
     json: bool,
     #[command(flatten)]
     engine: EngineArgs,
+    #[command(flatten)]
+    load: LoadChoices,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    let config = args.engine.to_config()?;
+    let config = args.load.over(args.engine.to_config()?);
     let (name, model, kept) = match (&args.subject.model, &args.subject.shape) {
         (Some(name), _) => {
             let description = Description::read(&hub::resolve_config(name, &load::cache_dir(&config)?)?)?;

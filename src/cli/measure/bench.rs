@@ -102,7 +102,9 @@ pub fn run(
 ) -> Result<BenchReport> {
     let started = Instant::now();
     let topology = Topology::read(); // before this thread is pinned to one core
-    let config = EngineConfig { max_sequences: workload.sequences().max(config.max_sequences), ..config.clone() };
+    // No prefix comes twice, so nothing is kept for one.
+    let max_sequences = workload.sequences().max(config.max_sequences);
+    let config = EngineConfig { max_sequences, prefix_cache: false, ..config.clone() };
     let mut loaded = match source {
         BenchModel::Directory(dir) => load::load(&ModelFolder::open(model, Description::read(dir)?)?, &config, report)?,
         BenchModel::Shape { layers } => load_shape(model, layers, &config, report)?,
