@@ -54,6 +54,9 @@ fn main() -> moebius::Result<()> {
         Precision::int4(g128),
         Precision::int4(g32),
         Precision::Mxfp4,
+        Precision::Q4K,
+        Precision::Q5K,
+        Precision::Q6K,
         Precision::int8(g128),
         Precision::int8(g32),
         Precision::Bf16,
@@ -66,7 +69,7 @@ fn main() -> moebius::Result<()> {
             };
             let simds: Vec<Simd> =
                 kernel::available().into_iter().filter(|&s| s != Simd::Scalar && wanted(s).is_some()).collect();
-            if simds.is_empty() {
+            if simds.is_empty() || !shape.intermediate.is_multiple_of(precision.unit()) {
                 continue;
             }
             let store = Arc::new(store(shape, precision)?);

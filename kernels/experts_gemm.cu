@@ -7,7 +7,8 @@
 //
 // x [tokens, hidden], h [pairs, intermediate] and y [pairs, hidden] are bf16, out [tokens, hidden] and sums f32. `f16`:
 // scales are, not bf16. hidden and intermediate: multiples of 32 and of the group (0 for bf16), for bf16 of 8. Weights
-// are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert.
+// are read as they lie in the cache file (packed_tile.cuh); experts[e] is the 64-byte aligned address of an expert, in
+// which down begins `down_at` bytes on.
 //
 // Grouped kernels are named by the row of PACKED_SPANS (packed_tile.cuh) and the tile: int4_g64_t{16|32|64|128|192}.
 // The tile is the tile_tokens given to experts_sort. Any is correct for any number of tokens; choose it by the pairs of
@@ -61,14 +62,13 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
 
 template <class S>
 __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, const uint64_t* experts, const bf16* h,
-    bf16* y, int hidden, int intermediate, int group, bool f16, const Epilogue& epilogue) {
+    bf16* y, int hidden, int intermediate, int group, bool f16, int down_at, const Epilogue& epilogue) {
     begin_kernel();
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
     const int first_tile = blockIdx.x * BLOCK_TILES, count = div_ceil(hidden, TILE_ROWS) - first_tile;
-    const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) +
-        (size_t)(2 * div_ceil(intermediate, TILE_ROWS)) * tile_bytes<S::F>(hidden, group) +
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(experts[tile.x]) + down_at +
         (size_t)first_tile * tile_bytes<S::F>(intermediate, group);
     auto row_of = [&](int i) { return i < tokens ? tile.y + i : -1; };
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
 
 #define GROUPED_ARGUMENTS                                                                                              \
     const int4 *tiles, const int *pair_slot, const uint64_t *experts, const bf16 *from, bf16 *to, int hidden,          \
-        int intermediate, int group, int f16, int top_k, const __grid_constant__ Epilogue epilogue
+        int intermediate, int group, int f16, int down_at, int top_k, const __grid_constant__ Epilogue epilogue
 #define GROUPED(format, F, SPAN, TOKENS, SHARED)                                                                       \
     static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #format);                    \
     KERNEL_TILE(experts_gate_up_##format, TOKENS)                                                                      \
@@ -104,8 +104,8 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
     }                                                                                                                  \
     KERNEL_TILE(experts_down_##format, TOKENS)                                                                         \
     KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {               \
-        down<GemmShape<F, SPAN, TOKENS>>(                                                                              \
-            tiles, pair_slot, experts, from, to, hidden, intermediate, group, Lines<F>::F16_SCALES && f16, epilogue);  \
+        down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,             \
+            Lines<F>::F16_SCALES && f16, down_at, epilogue);                                                           \
     }
 #define GROUPED_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                    \
     GROUPED(format##_t16, F, SPAN, 16, SHARED_16)                                                                      \

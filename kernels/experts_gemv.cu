@@ -9,7 +9,7 @@
 // h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with
 // all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in
 // front of it has ended: gate_up must stand between it and the kernel that wrote ids, weights and experts. `f16`:
-// scales are, not bf16; `group` 32, 64 or 128 (0 for bf16). hidden and intermediate: multiples of 32 and of the group,
+// scales are, not bf16; `group` 32, 64 or 128 (0 for bf16); `down_at`: where down begins in an expert, in bytes. hidden and intermediate: multiples of 32 and of the group,
 // for bf16 of 8.
 //
 //   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(intermediate / TILE_ROWS), tokens * top_k)
@@ -59,7 +59,7 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
 
 template <Format F, int DEPTH>
 __device__ __forceinline__ void down(const int* ids, const float* weights, const uint64_t* experts, const bf16* h,
-    float* out, int hidden, int intermediate, int group, bool f16, int num_experts, int top_k,
+    float* out, int hidden, int intermediate, int group, bool f16, int down_at, int num_experts, int top_k,
     const Epilogue& epilogue) {
     __shared__ float part[DOWN_WARPS][TILE_ROWS];
     const int token = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -85,8 +85,7 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     expert = __shfl_sync(ALL_LANES, expert, slot);
     weight = __shfl_sync(ALL_LANES, weight, slot);
     e = __shfl_sync(ALL_LANES, e, slot);
-    const size_t tile_at = (size_t)(2 * div_ceil(intermediate, TILE_ROWS)) * tile_bytes<F>(hidden, group) +
-        (size_t)blockIdx.x * tile_bytes<F>(intermediate, group);
+    const size_t tile_at = down_at + (size_t)blockIdx.x * tile_bytes<F>(intermediate, group);
     const bf16* rows = h + (size_t)token * top_k * intermediate;
     float sum[1][4] = {};
     auto locate = [&](int i) {
@@ -124,7 +123,8 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
         int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
 #define EXPERTS_DOWN_ARGUMENTS                                                                                         \
     const int *ids, const float *weights, const uint64_t *experts, const bf16 *h, float *out, int hidden,              \
-        int intermediate, int group, int f16, int num_experts, int top_k, const __grid_constant__ Epilogue epilogue
+        int intermediate, int group, int f16, int down_at, int num_experts, int top_k,                                 \
+        const __grid_constant__ Epilogue epilogue
 #define GEMV(format, F)                                                                                                \
     KERNEL(experts_gate_up_gemv_##format, GATE_UP_THREADS, 0, EXPERTS_GATE_UP_ARGUMENTS) {                             \
         gate_up<F, Unit<F>::DEPTH>(ids, experts, x, h, hidden, intermediate, group, Lines<F>::F16_SCALES && f16,       \
@@ -132,6 +132,6 @@ __device__ __forceinline__ void down(const int* ids, const float* weights, const
     }                                                                                                                  \
     KERNEL(experts_down_gemv_##format, DOWN_THREADS, 0, EXPERTS_DOWN_ARGUMENTS) {                                      \
         down<F, Unit<F>::DEPTH + 1>(ids, weights, experts, h, out, hidden, intermediate, group,                        \
-            Lines<F>::F16_SCALES && f16, num_experts, top_k, epilogue);                                                \
+            Lines<F>::F16_SCALES && f16, down_at, num_experts, top_k, epilogue);                                       \
     }
 PACKED_FORMATS(GEMV)

@@ -299,7 +299,7 @@ pub fn start_loaded(
     let info = EngineInfo {
         model: model.to_string(),
         architecture: loaded.model.config().architecture.clone(),
-        experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
+        experts: loaded.precision.as_ref().map_or("none".into(), |p| p.to_string()),
         dense: config.dense.to_string(),
         kv: config.kv.to_string(),
         layers: loaded.model.config().layers.len(),

@@ -39,9 +39,9 @@ pub mod synthetic;
 
 use std::sync::Arc;
 
-use moebius_cache::Precision;
 use moebius_cache::convert::{self, Progress};
 use moebius_cache::format::ExpertCache;
+use moebius_cache::pack::Precisions;
 
 use crate::Result;
 use crate::backend::source::TensorSource;
@@ -89,7 +89,7 @@ pub struct Loaded {
     /// What it runs on, what takes how much VRAM and how fast it should be, in one line; `None`: the CPU alone.
     pub device: Option<String>,
     /// Of the routed experts; `None` for a dense model.
-    pub precision: Option<Precision>,
+    pub precision: Option<Precisions>,
     /// Runs the ops.
     pub team: Arc<Team>,
     /// Its instruction set.
@@ -114,7 +114,7 @@ pub fn load(folder: &ModelFolder, config: &EngineConfig, report: &(dyn Fn(LoadPr
     let machine = machine(config, &Topology::read())?;
     let spec = folder.spec(config)?;
     let budget = Budget::new(&spec, &machine)?;
-    let experts = match spec.precision {
+    let experts = match spec.precision.clone() {
         None => None,
         Some(precision) => {
             let job = cache_job(name, checkpoint, model, precision);

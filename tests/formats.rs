@@ -14,6 +14,7 @@ use common::{Fixture, cosine, experts_rounding, load};
 use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
 use moebius_cache::codec::{Format, Library};
+use moebius_cache::pack::Precisions;
 use moebius_cache::{Precision, ScaleType};
 use serde_json::{Value, json};
 
@@ -25,7 +26,7 @@ fn relative_error(got: &[f32], want: &[f32]) -> f64 {
 }
 
 /// The errors of the three prompts' logits, of which the largest counts.
-fn error_of(fixture: &Fixture, config: &EngineConfig) -> (f64, Option<Precision>) {
+fn error_of(fixture: &Fixture, config: &EngineConfig) -> (f64, Option<Precisions>) {
     let mut loaded = fixture.load(config);
     let vocab = loaded.model.config().vocab_size;
     let mut worst = 0f64;
@@ -65,7 +66,7 @@ fn check(name: &str, format: Format, bf16: f64, auto: f64, precision: Precision)
     assert!(error < bf16, "{name}, experts as bf16: logits off by {error}");
     let (error, kept) = error_of(&fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact() });
     assert!(error < auto, "{name}, experts as they are: logits off by {error}");
-    assert_eq!(kept, Some(precision), "{name}");
+    assert_eq!(kept, Some(precision.into()), "{name}");
     // Integers pass with their scales; FP8 has none.
     let rounding = experts_rounding(&fixture.dir);
     assert_eq!(rounding == 0.0, !name.contains("_fp8"), "{name}: packing adds {rounding}");

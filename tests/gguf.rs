@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::checkpoint::moebius;
-use common::{Fixture, cache_dir, experts_rounding, fixture_dir, load, root};
-use moebius::config::{DenseBits, EngineConfig, ExpertBits, KvBits};
+use common::{Fixture, cache_dir, demo_dir, experts_rounding, fixture_dir, load, root};
+use moebius::config::{DenseBits, Device, EngineConfig, ExpertBits, KvBits};
 use moebius::engine::capture::{Wanted, capture};
 use moebius::hub;
 use moebius::model::families;
@@ -19,6 +19,7 @@ use moebius::text::chat_template::ChatTemplate;
 use moebius::text::tokenizer::Tokenizer;
 use moebius_cache::checkpoint::{Checkpoint, GgmlType};
 use moebius_cache::codec::decode_f32;
+use moebius_cache::pack::{ExpertPrecision, Precisions};
 use moebius_cache::{Precision, ScaleType};
 use tempfile::TempDir;
 
@@ -56,11 +57,13 @@ fn exact() -> EngineConfig {
 }
 
 /// Logits of a fixture's middle prompt, and the precision of the experts.
-fn logits(dir: &Path, fixture: &Fixture, config: &EngineConfig) -> (Vec<f32>, Option<Precision>) {
+fn logits(dir: &Path, fixture: &Fixture, config: &EngineConfig) -> (Vec<f32>, Option<Precisions>) {
+    logits_of(dir, &fixture.tokens("mid.input_ids"), config)
+}
+
+fn logits_of(dir: &Path, tokens: &[u32], config: &EngineConfig) -> (Vec<f32>, Option<Precisions>) {
     let mut loaded = load(dir, config);
-    let got =
-        capture(&mut loaded, &fixture.tokens("mid.input_ids"), &Wanted { logits: true, ..Default::default() }, 512)
-            .unwrap();
+    let got = capture(&mut loaded, tokens, &Wanted { logits: true, ..Default::default() }, 512).unwrap();
     (got.logits, loaded.precision)
 }
 
@@ -215,9 +218,9 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
         ("F16", None, 0.01),
         ("Q8_0", Some(int8), 0.055),
         ("Q4_0", Some(int4), 0.86),
-        ("Q5_0", Some(int8), 0.47),
+        ("Q5_0", Some(Precision::Q5_0), 0.47),
         ("MXFP4", Some(Precision::Mxfp4), 1.0),
-        ("Q8_0,Q4_0,Q5_1,F16,Q4_1,MXFP4,BF16", Some(Precision::int8(32)), 0.29),
+        ("Q8_0,Q8_0,Q8_0,Q8_0,F16,BF16", Some(int8), 0.29),
     ] {
         let dir = TempDir::new().unwrap();
         let (file, stands_for) = model(&python, &dir, "qwen3_moe", types, &[]);
@@ -228,11 +231,55 @@ fn quantized_weights_give_the_logits_of_what_they_stand_for() {
         assert!(error < bound, "{types}: logits off by {error}");
         let (auto, precision) = logits(&resolved, &fixture, &EngineConfig { experts: ExpertBits::Auto, ..exact() });
         if let Some(kept) = kept {
-            assert_eq!(precision, Some(kept), "{types}");
+            assert_eq!(precision, Some(kept.into()), "{types}");
             let error = typical_error(&auto, &got, fixture.tokens("mid.input_ids").len());
             assert!(error < 0.06, "{types}: experts as they are, off by {error}");
             assert!(types.contains(',') || experts_rounding(&resolved) == 0.0, "{types}: codes or scales were rounded");
         }
+    }
+}
+
+/// Types with super-blocks need wide experts. Each tensor keeps its own type, layer by layer.
+#[test]
+fn blocks_of_experts_are_kept_exactly() {
+    use Precision::*;
+    let Some(python) = python() else { return };
+    let tokens: Vec<u32> = (0..60).map(|i| 5 + i * i % 900).collect();
+    let layer = |gate, down| ExpertPrecision { gate, down };
+    let one = |precision: Precision| Precisions::from(precision);
+    let mixed = |layers: [ExpertPrecision; 3]| layers.into_iter().collect::<Precisions>();
+    let int8 = Precision::int8(32).with_scales(ScaleType::F16);
+    for (types, kept) in [
+        ("Q4_K", one(Q4K)),
+        ("Q6_K", one(Q6K)),
+        // Down, gate and up of a layer, then those of the next.
+        ("Q6_K,Q4_K,Q4_K,Q4_K,Q4_K,Q4_K,Q8_0,Q5_K,Q5_K", mixed([layer(Q4K, Q6K), Q4K.into(), layer(Q5K, int8)])),
+        (
+            "Q3_K,Q2_K,Q2_K,IQ4_NL,IQ4_XS,IQ4_XS,Q5_1,Q4_1,Q4_1",
+            mixed([layer(Q2K, Q3K), layer(Iq4Xs, Iq4Nl), layer(Q4_1, Q5_1)]),
+        ),
+        (
+            "Q5_0,Q3_K,Q3_K,MXFP4,Q6_K,Q6_K,Q2_K,Q5_0,Q5_0",
+            mixed([layer(Q3K, Q5_0), layer(Q6K, Mxfp4), layer(Q5_0, Q2K)]),
+        ),
+        // Gate and up lie together: of two types both become what keeps both.
+        ("Q4_K,Q4_K,Q6_K", mixed([layer(Precision::int8(32), Q4K); 3])),
+    ] {
+        let (dir, out) = (TempDir::new().unwrap(), "model");
+        let (file, stands_for) = (dir.path().join(out).with_extension("gguf"), dir.path().join(out));
+        let wide = r#"{"moe_intermediate_size": 256}"#;
+        let from = demo_dir("moe-gqa");
+        make(&python, &["model", from.to_str().unwrap(), stands_for.to_str().unwrap(), types, "--config", wide]);
+        let resolved = hub::resolve(file.to_str().unwrap(), &cache_dir()).unwrap();
+        let (got, _) = logits_of(&resolved, &tokens, &exact());
+        assert!(got == logits_of(&stands_for, &tokens, &exact()).0, "{types}: logits differ");
+        let (auto, precision) =
+            logits_of(&resolved, &tokens, &EngineConfig { experts: ExpertBits::Auto, device: Device::Cpu, ..exact() });
+        assert_eq!(precision, Some(kept), "{types}");
+        let error = typical_error(&auto, &got, tokens.len());
+        assert!(error < 0.06, "{types}: experts as they are, off by {error}");
+        let rounds = types == "Q4_K,Q4_K,Q6_K";
+        assert!(rounds || experts_rounding(&resolved) == 0.0, "{types}: codes or scales were rounded");
     }
 }
 

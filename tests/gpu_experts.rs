@@ -16,7 +16,7 @@ use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
 use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
 use moebius::model::{Router, Scoring};
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{ExpertLayout, unpack_expert};
+use moebius_cache::pack::{ExpertLayout, ExpertPrecision, Precisions, unpack_expert};
 use moebius_cache::quantize::quantize_expert;
 use moebius_cache::{Precision, ScaleType};
 
@@ -54,11 +54,23 @@ enum Place {
 
 const PLACES: &[Place] = &[Place::Vram, Place::Streamed, Place::Cpu, Place::Everywhere, Place::VramAndCpu];
 
-fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<ExpertCache> {
-    let layers: Vec<usize> = (0..LAYERS).collect();
+/// The same, and layers and matrices with precisions of their own.
+fn formats() -> Vec<(Precisions, usize, usize)> {
+    let layer = |gate, down| ExpertPrecision { gate, down };
+    let mixed = |layers: [ExpertPrecision; LAYERS]| layers.into_iter().collect::<Precisions>();
+    let int8 = Precision::int8(64).with_scales(ScaleType::F16);
+    let one = FORMATS.iter().map(|&(precision, hidden, intermediate)| (precision.into(), hidden, intermediate));
+    one.chain([(mixed([layer(Precision::Mxfp4, int8), layer(Precision::int4(64), Precision::Bf16)]), 192, 64)])
+        .collect()
+}
+
+fn store(hidden: usize, intermediate: usize, precision: impl Into<Precisions>) -> Arc<ExpertCache> {
+    let (layers, precision): (Vec<usize>, Precisions) = ((0..LAYERS).collect(), precision.into());
+    let layouts: Vec<_> =
+        layers.iter().map(|&i| ExpertLayout::new(hidden, intermediate, precision.layer(i)).unwrap()).collect();
     let contents = Contents { model: "random", hidden, intermediate, num_experts: EXPERTS, precision, layers: &layers };
-    let layout = ExpertLayout::new(hidden, intermediate, precision).unwrap();
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
+        let layout = layouts[layer];
         let weights = |part: u64, k: usize| -> Vec<f32> {
             let unit = 3.0 / (k as f32).sqrt();
             let numbers = random(hidden * intermediate, part + 10 * (layer * EXPERTS + expert) as u64);
@@ -139,7 +151,7 @@ fn run_on_cpu(experts: &mut CpuExperts, layer: usize, x: &[f32], routing: &Routi
 
 /// `sum_e weight * down(silu(gate x) * up x)` in f64 on the dequantized weights.
 fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec<f32> {
-    let layout = store.layout();
+    let layout = store.layout(layer);
     let experts: Vec<_> = (0..EXPERTS).map(|e| unpack_expert(&layout, store.expert(layer, e))).collect();
     let product = |w: &[f32], x: &[f64]| -> Vec<f64> {
         w.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| *w as f64 * x).sum()).collect()
@@ -160,10 +172,10 @@ fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec
 /// added up, the experts' results; what moves a gate counts up to 1.5 times.
 const ROUNDED: Within = Within { each: 0.0, of_rms: 12.0 * ROUNDING, rms: 1.25 * ROUNDING };
 
-fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
+fn check_all(format: (Precisions, usize, usize), tokens: &[usize]) {
     let (precision, hidden, intermediate) = format;
     let b = &Sides::new().gpu;
-    let store = store(hidden, intermediate, precision);
+    let store = store(hidden, intermediate, precision.clone());
     let mut reference = on_cpu(&store);
     let mut executors = PLACES.iter().map(|&place| (place, placed(b, &store, place))).collect::<Vec<_>>();
     for (i, &tokens) in tokens.iter().enumerate() {
@@ -201,14 +213,14 @@ fn check_all(format: (Precision, usize, usize), tokens: &[usize]) {
 #[test]
 fn few_tokens() {
     need_gpu!();
-    FORMATS.iter().for_each(|&format| check_all(format, &[1, 2, 3, 4, 5, 6, 7, 8]));
+    formats().into_iter().for_each(|format| check_all(format, &[1, 2, 3, 4, 5, 6, 7, 8]));
 }
 
 #[test]
 fn many_tokens() {
     need_gpu!();
     // Tiles of 16, 32, 64 and 128 (on Hopper 192) tokens to an expert, and their ends.
-    FORMATS.iter().for_each(|&format| check_all(format, &[9, 50, 130, 300]));
+    formats().into_iter().for_each(|format| check_all(format, &[9, 50, 130, 300]));
 }
 
 #[test]
@@ -243,7 +255,7 @@ fn only_chosen_experts_cross() {
     let (precision, hidden, intermediate) = FORMATS[0];
     let store = store(hidden, intermediate, precision);
     let mut experts = placed(&sides.gpu, &store, Place::Streamed);
-    let bytes = store.layout().bytes() as u64;
+    let bytes = store.layout(0).bytes() as u64;
     // One of the three choices is an expert.
     run(&sides.gpu, &mut experts, 0, &random(hidden, 50), &routing(1, 51), 0.0);
     assert_eq!(experts.traffic().link, bytes, "one token");

@@ -148,7 +148,7 @@ mod gpu {
         let spec = folder.spec(&config).unwrap();
         let planned = plan("test", &spec, None).unwrap();
         let Budget::Gpu(cuda, own) = Budget::new(&spec, &machine).unwrap() else { panic!("{what}: on the CPU") };
-        let job = load::cache_job("test", &folder.checkpoint, &folder.model, spec.precision.unwrap());
+        let job = load::cache_job("test", &folder.checkpoint, &folder.model, spec.precision.clone().unwrap());
         let experts = moebius_cache::convert::ensure(&job, &cache_dir(), &|_| {}).unwrap();
         let budget = Budget::Gpu(cuda.clone(), own);
         let lines = Mutex::new(Vec::new());

@@ -46,7 +46,7 @@ fn experts_equal_f32_arithmetic_on_the_dequantized_weights() {
         let (x, routing): (_, &Routing) = (&captured.hidden[&1], &captured.router[&2]);
         for bits in [ExpertBits::Int4, ExpertBits::Int8, ExpertBits::Bf16] {
             let cache = cache_of(&fixture.dir, &EngineConfig { experts: bits, ..Default::default() });
-            let (layout, layer) = (cache.layout(), cache.layer_index(2).unwrap());
+            let (layout, layer) = (cache.layout(0), cache.layer_index(2).unwrap());
             let experts: Vec<_> =
                 (0..cache.num_experts()).map(|e| unpack_expert(&layout, cache.expert(layer, e))).collect();
             let hidden = layout.gate.k;

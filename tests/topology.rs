@@ -170,8 +170,14 @@ fn cores_nodes_and_seats() {
 #[test]
 fn every_node_with_workers_holds_a_slice_in_proportion() {
     let precision = Precision::int4(32);
-    let contents =
-        Contents { model: "random", hidden: 512, intermediate: 384, num_experts: 2, precision, layers: &[0] };
+    let contents = Contents {
+        model: "random",
+        hidden: 512,
+        intermediate: 384,
+        num_experts: 2,
+        precision: precision.into(),
+        layers: &[0],
+    };
     let store = Arc::new(ExpertCache::anonymous(&contents, |_, expert, bytes| bytes.fill(expert as u8)).unwrap());
     let here = Topology::read();
     for machine in MACHINES {

@@ -75,12 +75,12 @@ fn measure(format: Format, layers: usize, parent: &Path) {
         hidden: HIDDEN,
         intermediate,
         num_experts: EXPERTS,
-        precision: Precision::Bf16,
+        precision: Precision::Bf16.into(),
         layers: (0..layers).map(source).collect(),
     };
     let own = job.sources(&job.layers[0].experts[0]).expect("an expert")[0].kept_by();
     for precision in format.precisions().into_iter().chain(own) {
-        job.precision = precision;
+        job.precision = precision.into();
         let bytes: u64 = job.layers[0]
             .experts
             .iter()

@@ -4,6 +4,7 @@
 //! name, [n, k] ── find ──▶ Source: the tensors it is made of, its Format, and a codec
 //!                            decode  rows as f32, of any format
 //!                            codes   rows as integers with a scale for each group, where that is what the format is
+//!                            blocks  rows as integers whose groups have more than a scale
 //! ```
 //!
 //! Weights that are integers with group scales are packed as they are: nothing is rounded twice. Every codec decodes
@@ -22,8 +23,8 @@ use self::find::Stored;
 use self::formats::float;
 pub use self::formats::{Format, Library};
 pub use self::quantization::Quantization;
-use crate::checkpoint::{Checkpoint, TensorView};
-use crate::pack::{CodeType, GROUP_SIZES, Precision, ScaleType};
+use crate::checkpoint::{Checkpoint, GgmlType, TensorView};
+use crate::pack::{Blocks, CodeType, GROUP_SIZES, MatrixLayout, Precision, ScaleType, Scales};
 use crate::{Error, Result};
 
 /// Integer codes with a scale for each run of inputs: a weight is its code times its scale.
@@ -44,10 +45,15 @@ pub struct Integers {
 impl Integers {
     /// Whether packed weights of this precision hold these codes as they are.
     pub fn fit(&self, precision: Precision) -> bool {
-        let (Some(codes), Some(group_size)) = (precision.codes(), precision.group_size()) else { return false };
-        let [low, high] = codes.range().map(i32::from);
-        let values = if codes.is_table() { self.table == Some(codes) } else { self.low >= low && self.high <= high };
-        self.group.is_multiple_of(group_size) && values
+        let (Some(row), Some(group_size)) = (precision.row(), precision.group_size()) else { return false };
+        let [low, high] = row.codes.range().map(i32::from);
+        let values = match row.codes.table() {
+            Some(_) => self.table == Some(row.codes),
+            None => self.low >= low && self.high <= high,
+        };
+        // Where the type of the scales is a precision's own, others would be rounded.
+        let scales = precision.with_scales(self.scales).scales() == self.scales;
+        row.scales == Scales::Plain && scales && self.group.is_multiple_of(group_size) && values
     }
 }
 
@@ -73,9 +79,17 @@ trait Codes: Send + Sync {
     fn rows(&self, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read;
 }
 
+/// Gives rows of a matrix as they are stored, whose groups have offsets, or scales of two levels.
+trait Blocked: Send + Sync {
+    /// Rows from `first` on, as many as `out` has room for.
+    fn rows(&self, first: usize, out: &mut Blocks) -> Read;
+}
+
 enum Codec<'a> {
     Values(Box<dyn Values + 'a>),
     Codes(Box<dyn Codes + 'a>),
+    /// What holds them as they are.
+    Blocks(Precision, Box<dyn Blocked + 'a>),
 }
 
 /// Which rows of what is stored are those of the matrix.
@@ -167,8 +181,17 @@ impl<'a> Source<'a> {
     /// What it is as integers, if that is what it is.
     pub fn integers(&self) -> Option<Integers> {
         match &self.codec {
-            Codec::Values(_) => None,
+            Codec::Values(_) | Codec::Blocks(..) => None,
             Codec::Codes(codes) => Some(codes.integers()),
+        }
+    }
+
+    /// Whether a precision holds its codes and scales as they are.
+    pub fn fits(&self, precision: Precision) -> bool {
+        match &self.codec {
+            Codec::Values(_) => false,
+            Codec::Codes(codes) => codes.integers().fit(precision),
+            Codec::Blocks(own, _) => *own == precision,
         }
     }
 
@@ -189,12 +212,20 @@ impl<'a> Source<'a> {
     /// that was made before.
     pub fn kept_by(&self) -> Option<Precision> {
         let largest = |length: usize| GROUP_SIZES.into_iter().rev().find(|group| length % group == 0);
+        if let Codec::Blocks(precision, _) = self.codec {
+            return Some(precision);
+        }
         match self.integers() {
             Some(integers) => {
                 let Some(group_size) = largest(integers.group) else { return Some(Precision::int8(GROUP_SIZES[0])) };
-                let kept = CodeType::ALL.map(|codes| codes.precision(group_size));
-                let kept = kept.into_iter().find(|&precision| integers.fit(precision));
-                Some(kept.unwrap_or(Precision::int8(group_size)).with_scales(integers.scales))
+                let of_any_groups = [Precision::int4, Precision::int8].map(|of| of(group_size));
+                let [int4, int8] = of_any_groups.map(|precision| precision.with_scales(integers.scales));
+                // The smaller ones first.
+                let kept = match self.kind {
+                    Format::Gguf(GgmlType::Q5_0) => [Precision::Q5_0; 3],
+                    _ => [Precision::Mxfp4, int4, Precision::Iq4Nl],
+                };
+                Some(kept.into_iter().find(|&precision| integers.fit(precision)).unwrap_or(int8))
             }
             None if self.kind.is_plain() => None,
             None if self.kind.is_in_groups() => Some(Precision::int8(GROUP_SIZES[0])),
@@ -223,6 +254,10 @@ impl<'a> Source<'a> {
                     }
                 })
             }
+            Codec::Blocks(precision, _) => {
+                let mut blocks = Blocks::default();
+                self.block_rows(first, out.len() / k, &mut blocks).map(|()| blocks.dequantize(*precision, k, out))
+            }
         };
         let read = read.and_then(|()| if float::all_usable(out) { Ok(()) } else { Err(float::UNUSABLE.into()) });
         read.map_err(|what| self.error(what))
@@ -237,6 +272,33 @@ impl<'a> Source<'a> {
         assert_eq!(codes.len(), scales.len() * codec.integers().group, "codes, scales");
         assert!(codes.len() % self.shape[1] == 0 && first + codes.len() / self.shape[1] <= self.shape[0], "rows");
         self.code_rows(codec.as_ref(), first, codes, scales).map_err(|what| self.error(what))
+    }
+
+    /// Rows from `first` on as they are stored, `count` of them.
+    ///
+    /// Errors: `Error::Checkpoint` when a number is not finite. Panics: it has no blocks (a bug).
+    pub fn blocks(&self, first: usize, count: usize, out: &mut Blocks) -> Result<()> {
+        assert!(first + count <= self.shape[0], "rows");
+        let usable = |out: &Blocks| out.heads.iter().all(|bits| bits & 0x7c00 != 0x7c00);
+        let read = self.block_rows(first, count, out);
+        let read = read.and_then(|()| if usable(out) { Ok(()) } else { Err(float::UNUSABLE.into()) });
+        read.map_err(|what| self.error(what))
+    }
+
+    fn block_rows(&self, first: usize, count: usize, out: &mut Blocks) -> Read {
+        let Codec::Blocks(precision, codec) = &self.codec else { panic!("{} has no blocks", self.name) };
+        let layout = |n: usize| MatrixLayout { n, k: self.shape[1], precision: *precision };
+        out.resize(&layout(count), count);
+        if let Rows::From { first: start, step: 1 } = self.rows {
+            return codec.rows(start + first, out);
+        }
+        let mut row = Blocks::default();
+        row.resize(&layout(1), 1);
+        self.runs(first, count, |at, to, _| {
+            codec.rows(at, &mut row)?;
+            out.set(to, &row);
+            Ok(())
+        })
     }
 
     fn code_rows(&self, codec: &dyn Codes, first: usize, codes: &mut [i8], scales: &mut [f32]) -> Read {

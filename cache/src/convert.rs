@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Source;
 use crate::format::ExpertCache;
-use crate::pack::{ExpertLayout, Precision};
+use crate::pack::{ExpertLayout, Precisions};
 use crate::{Error, Result, threads};
 
 use self::disk::Lock;
@@ -40,7 +40,7 @@ pub struct Job<'a> {
     /// Experts of each layer.
     pub num_experts: usize,
     /// How to store the weights.
-    pub precision: Precision,
+    pub precision: Precisions,
     /// Between the products is SiLU and no bias: what else there can be is in the checkpoint alone.
     pub weights_suffice: bool,
     /// The layers with experts, in the model's order.
@@ -199,8 +199,10 @@ fn find(
 }
 
 impl Job<'_> {
-    fn layout(&self) -> Result<ExpertLayout> {
-        ExpertLayout::new(self.hidden, self.intermediate, self.precision)
+    /// Every precision fits the dimensions. Errors: `Error::Invalid`.
+    fn check(&self) -> Result<()> {
+        let layout = |precision| ExpertLayout::new(self.hidden, self.intermediate, precision).map(drop);
+        self.precision.distinct().into_iter().try_for_each(layout)
     }
 
     /// Gate, up and down of an expert. Errors: `Error::Checkpoint` naming what is missing, misshapen or of an unknown
@@ -218,8 +220,8 @@ impl Job<'_> {
     /// Whether a cache has the dimensions and layers of this job.
     fn describes(&self, cache: &ExpertCache) -> bool {
         let header = cache.header();
-        (header.hidden, header.intermediate, header.num_experts, header.precision)
-            == (self.hidden, self.intermediate, self.num_experts, self.precision)
+        (header.hidden, header.intermediate, header.num_experts, &header.precision)
+            == (self.hidden, self.intermediate, self.num_experts, &self.precision)
             && header.layers.iter().map(|entry| entry.layer).eq(self.layers.iter().map(|layer| layer.layer))
     }
 }
@@ -233,7 +235,7 @@ struct FoundJob<'a> {
 impl<'a> FoundJob<'a> {
     /// Every tensor is there, with the right shape and in a known format.
     fn new(job: &'a Job<'a>) -> Result<Self> {
-        job.layout()?;
+        job.check()?;
         let mut experts = Vec::with_capacity(job.layers.len() * job.num_experts);
         for layer in &job.layers {
             if layer.experts.len() != job.num_experts {

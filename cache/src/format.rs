@@ -24,11 +24,11 @@ use crate::file::MappedFile;
 use crate::pack::ExpertLayout;
 use crate::{Error, Result, threads};
 
-/// The packed experts of one model in one precision, in memory.
+/// The packed experts of one model, in memory.
 #[derive(Debug)]
 pub struct ExpertCache {
     header: Header,
-    layout: ExpertLayout,
+    layouts: Vec<ExpertLayout>, // [layers]
     experts: Vec<ExpertRecord>, // [layers * num_experts]; empty for random weights
     memory: Mapping,
     path: PathBuf,
@@ -63,7 +63,7 @@ impl ExpertCache {
         let (header, experts) = parse(&map).map_err(cache)?;
         // Advice: file systems without huge pages refuse it, and then the map has small ones.
         let _ = map.advise(Advice::HugePage);
-        Ok(Self { layout: header.layout(), header, experts, memory: Mapping::File(map), path: path.to_path_buf() })
+        Ok(Self { layouts: layouts(&header), header, experts, memory: Mapping::File(map), path: path.to_path_buf() })
     }
 
     /// Experts that lie in no file: `fill(layer index, expert, bytes)` writes each of them, in parallel, into zeroed
@@ -74,7 +74,7 @@ impl ExpertCache {
     pub fn anonymous(contents: &Contents<'_>, fill: impl Fn(usize, usize, &mut [u8]) + Sync) -> Result<Self> {
         threads::start()?;
         let header = Header::new(contents, None)?;
-        let layout = header.layout();
+        let layouts = layouts(&header);
         let bytes = header.file_bytes();
         let too_large = |why: String| {
             Error::Invalid(format!("{} of experts {why}; use fewer layers or --experts int4", readable_bytes(bytes)))
@@ -88,9 +88,10 @@ impl ExpertCache {
         let _ = map.advise(Advice::HugePage); // without huge pages it is only slower
         for (i, entry) in header.layers.iter().enumerate() {
             let layer = &mut map[entry.offset as usize..][..entry.bytes as usize];
-            layer.par_chunks_exact_mut(layout.bytes()).enumerate().for_each(|(expert, bytes)| fill(i, expert, bytes));
+            let each = layer.par_chunks_exact_mut(layouts[i].bytes()).enumerate();
+            each.for_each(|(expert, bytes)| fill(i, expert, bytes));
         }
-        Ok(Self { header, layout, experts: Vec::new(), memory: Mapping::Anonymous(map), path: PathBuf::new() })
+        Ok(Self { header, layouts, experts: Vec::new(), memory: Mapping::Anonymous(map), path: PathBuf::new() })
     }
 
     /// What it holds.
@@ -103,9 +104,14 @@ impl ExpertCache {
         &self.path
     }
 
-    /// The layout of each expert.
-    pub fn layout(&self) -> ExpertLayout {
-        self.layout
+    /// The layout of each expert of layer index `i`. Panics: there is no such layer (a bug).
+    pub fn layout(&self, i: usize) -> ExpertLayout {
+        self.layouts[i]
+    }
+
+    /// That of each layer.
+    pub fn layouts(&self) -> &[ExpertLayout] {
+        &self.layouts
     }
 
     /// Layers with experts.
@@ -131,7 +137,7 @@ impl ExpertCache {
 
     /// One expert of layer index `i`. Panics: there is no such layer or expert (a bug).
     pub fn expert(&self, i: usize, expert: usize) -> &[u8] {
-        let bytes = self.layout.bytes();
+        let bytes = self.layouts[i].bytes();
         &self.layer(i)[expert * bytes..][..bytes]
     }
 
@@ -162,11 +168,11 @@ impl ExpertCache {
     pub fn verify(&self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<()> {
         threads::start()?;
         let (layers, experts) = (self.num_layers(), self.num_experts());
-        let bytes = self.layout.bytes() as u64;
-        let total = bytes * (layers * experts) as u64;
+        let total = self.header.layers.iter().map(|entry| entry.bytes).sum();
         let done = AtomicU64::new(0);
         (0..layers * experts).into_par_iter().try_for_each(|i| {
             self.check_expert(i / experts, i % experts)?;
+            let bytes = self.layouts[i / experts].bytes() as u64;
             progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
             Ok(())
         })
@@ -181,9 +187,9 @@ impl ExpertCache {
     /// in no file is there.
     pub fn will_need(&self, i: usize, expert: usize) {
         if let Mapping::File(map) = &self.memory {
-            let offset = self.header.layers[i].offset as usize + expert * self.layout.bytes();
+            let offset = self.header.layers[i].offset as usize + expert * self.layouts[i].bytes();
             // Advice: a system that ignores it reads the pages when they are touched.
-            let _ = map.advise_range(Advice::WillNeed, offset, self.layout.bytes());
+            let _ = map.advise_range(Advice::WillNeed, offset, self.layouts[i].bytes());
         }
     }
 
@@ -222,4 +228,8 @@ impl ExpertCache {
             ))
         })
     }
+}
+
+fn layouts(header: &Header) -> Vec<ExpertLayout> {
+    (0..header.layers.len()).map(|i| header.layout(i)).collect()
 }

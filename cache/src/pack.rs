@@ -4,11 +4,21 @@
 //! filled with zero weights. A tile of an integer matrix holds its scales, then its codes:
 //!
 //! ```text
-//! scales  [k / group_size][16] bf16 or f16, then zeros up to a multiple of 64 bytes
-//! codes   INT8:  [k / 4][16][4] u8, code + 128                 (one 64-byte line: 16 rows x 4 inputs)
-//!         INT4:  [k / 8][16][4] u8, code + 8 in each nibble    (one 64-byte line: 16 rows x 8 inputs)
-//!                byte [c][r][j]: low nibble is input 8c + j, high nibble is input 8c + 4 + j
-//!         MXFP4: as INT4, the bits of E2M1 in each nibble, which stand for twice their value: see [`DOUBLED_E2M1`]
+//! scales  [k / group_size][16] bf16 or f16, or as [`Scales`] says, then zeros up to a multiple of 64 bytes
+//! codes   [k / 32] blocks of as many 64-byte lines as a code has bits; a line: [16 rows][4] u8
+//! ```
+//!
+//! Byte `[r][j]` of a line has the codes of row `r` and of inputs `j`, `4 + j`, `8 + j`, ..., one of each run of 4
+//! inputs, the lowest bits first. Of a block come the lines of its first 16 inputs, then those of the others, then the
+//! highest bits where their number is odd:
+//!
+//! ```text
+//! 8 bits  [8]                  a run of 4 inputs each: code + 128
+//! 4       [4]                  two runs each: code + 8 of INT4; of MXFP4 E2M1, which stands for twice its value
+//! 6       [2: 2 x 4 bits][1: 4 x 2 upper bits] of 16 inputs, twice
+//! 5       [4: 2 x 4 bits][1: 8 x the highest bit]
+//! 3       [2: 4 x 2 bits][1: 8 x the highest bit]
+//! 2       [2: 4 x 2 bits]
 //! ```
 //!
 //! A tile of a BF16 matrix has no scales, and zeros up to a multiple of 32 inputs:
@@ -32,11 +42,13 @@
 //! intermediate rows is one contiguous run of bytes.
 
 mod precision;
+mod precisions;
 mod tile;
 
-pub use precision::{CodeType, DOUBLED_E2M1, Precision, ScaleType};
+pub use precision::{CodeType, DOUBLED_E2M1, IQ4, Precision, Row, SUPER_BLOCK, ScaleType, Scales};
+pub use precisions::{ExpertPrecision, Precisions};
 pub(crate) use tile::pack_tile;
-pub use tile::{Weights, pack_expert, pack_matrix, unpack_code, unpack_expert, unpack_matrix};
+pub use tile::{Blocks, Weights, pack_expert, pack_matrix, unpack_code, unpack_expert, unpack_matrix, unpack_scale};
 
 use crate::{Error, Result};
 
@@ -72,11 +84,16 @@ impl MatrixLayout {
         if n == 0 || k == 0 {
             return Err(Error::Invalid(format!("a matrix of {n} x {k} has no weights")));
         }
-        if let Some(g) = precision.group_size() {
-            if !GROUP_SIZES.contains(&g) {
+        if let (Some(g), Some(row)) = (precision.group_size(), precision.row()) {
+            if row.scales == Scales::Plain && !GROUP_SIZES.contains(&g) {
                 return Err(Error::Invalid(format!("group size {g} is not 32, 64 or 128")));
             }
-            if !k.is_multiple_of(g) {
+            if !k.is_multiple_of(precision.unit()) {
+                if precision.unit() == SUPER_BLOCK {
+                    return Err(Error::Invalid(format!(
+                        "{precision} needs rows of a multiple of 256 weights, not of {k}: choose --experts int8"
+                    )));
+                }
                 return Err(Error::Invalid(format!(
                     "group size {g} does not divide a row of {k} weights: choose --group-size 32, 64 or 128 that \
                      does, or --experts bf16"
@@ -93,10 +110,9 @@ impl MatrixLayout {
 
     /// Bytes of the scales at the start of a tile (a multiple of 64; 0 for BF16).
     pub fn scale_bytes(&self) -> usize {
-        match self.precision.group_size() {
-            None => 0,
-            Some(g) => (self.k / g * TILE_ROWS * 2).next_multiple_of(64),
-        }
+        let (Some(g), Some(row)) = (self.precision.group_size(), self.precision.row()) else { return 0 };
+        let heads = self.k / SUPER_BLOCK * row.scales.head_bytes();
+        (heads + self.k / g * row.scales.record_bytes()).next_multiple_of(64)
     }
 
     /// Bytes of one tile, scales included.
@@ -121,10 +137,11 @@ pub struct ExpertLayout {
 
 impl ExpertLayout {
     /// Errors: `Error::Invalid` as [`MatrixLayout::new`].
-    pub fn new(hidden: usize, intermediate: usize, precision: Precision) -> Result<Self> {
+    pub fn new(hidden: usize, intermediate: usize, precision: impl Into<ExpertPrecision>) -> Result<Self> {
+        let ExpertPrecision { gate, down } = precision.into();
         Ok(Self {
-            gate: MatrixLayout::new(intermediate, hidden, precision)?,
-            down: MatrixLayout::new(hidden, intermediate, precision)?,
+            gate: MatrixLayout::new(intermediate, hidden, gate)?,
+            down: MatrixLayout::new(hidden, intermediate, down)?,
         })
     }
 

@@ -11,13 +11,16 @@
 
 mod lanes;
 
-use half::bf16;
+use half::{bf16, f16};
 
 #[cfg(target_arch = "x86_64")]
 use self::lanes::{Avx2, Avx512};
 use self::lanes::{Lanes, Scalar};
 
-use crate::pack::{DOUBLED_E2M1, ExpertLayout, MatrixLayout, Precision, ScaleType, TILE_ROWS, Weights, pack_tile};
+use crate::pack::{
+    Blocks, CodeType, ExpertLayout, MatrixLayout, Precision, Row, SUPER_BLOCK, ScaleType, Scales, TILE_ROWS, Weights,
+    pack_tile,
+};
 use crate::simd::multiversion;
 
 /// Room for one tile of codes and scales, reused from tile to tile.
@@ -26,6 +29,7 @@ pub struct Scratch {
     codes: Vec<i8>,
     scales: Vec<f32>,
     weights: Vec<bf16>,
+    blocks: Blocks,
 }
 
 /// Quantizes and packs the rows of one tile, 16 or, in the last tile, fewer: `rows` [<= 16, k], finite.
@@ -37,6 +41,12 @@ pub fn quantize_tile(layout: &MatrixLayout, rows: &[f32], scratch: &mut Scratch,
         round_to_bf16(rows, &mut scratch.weights);
         return pack_tile(layout, Weights::Bf16(&scratch.weights), out);
     };
+    if let Some(row) = layout.precision.row().filter(|row| row.scales != Scales::Plain) {
+        let count = rows.len() / layout.k;
+        scratch.blocks.resize(layout, count);
+        in_blocks(row, rows, &mut scratch.blocks);
+        return pack_tile(layout, Weights::Blocks(&scratch.blocks, 0..count), out);
+    }
     scratch.codes.resize(rows.len(), 0);
     scratch.scales.resize(rows.len() / group_size, 0.0);
     quantize_rows(layout.precision, rows, &mut scratch.codes, &mut scratch.scales);
@@ -129,9 +139,8 @@ fn groups<L: Lanes, const N: usize>(precision: Precision, weights: &[f32], codes
     for ((w, codes), scale) in weights.iter().zip(codes).zip(scales) {
         *scale = match precision {
             Precision::Int4 { scales, .. } => group::<L, N, 8, -8, 7>(w, codes, &INT4_CANDIDATES, scales),
-            Precision::Mxfp4 => e2m1_group(w.as_flattened(), codes.as_flattened_mut()),
             Precision::Int8 { scales, .. } => group::<L, N, 1, -127, 127>(w, codes, &INT8_CANDIDATES, scales),
-            Precision::Bf16 => unreachable!("it has no groups"),
+            _ => nearest(precision, w.as_flattened(), codes.as_flattened_mut()),
         };
     }
 }
@@ -192,19 +201,86 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
     scale
 }
 
-/// Twice the nearest numbers of E2M1 for the scale that maps the largest magnitude to 6.
-fn e2m1_group(w: &[f32], codes: &mut [i8]) -> f32 {
+/// The nearest codes for the scale that maps the largest magnitude to the largest code: of precisions that are kept, not
+/// chosen.
+fn nearest(precision: Precision, w: &[f32], codes: &mut [i8]) -> f32 {
+    let Some(Row { codes: code_type, scales: Scales::Plain, .. }) = precision.row() else {
+        panic!("{precision} has no plain scales")
+    };
     let largest = w.iter().fold(0f32, |largest, w| largest.max(w.abs()));
-    codes.fill(0);
-    if largest < SMALLEST {
+    let [low, high] = code_type.range();
+    let scale = round_scale(precision.scales(), largest / f32::from(high));
+    if largest < SMALLEST || scale == 0.0 {
+        codes.fill(i8::from(code_type == CodeType::Iq4)); // whose table has no 0
         return 0.0;
     }
-    let scale = round_bf16(largest / 12.0).to_f32();
     for (&w, code) in w.iter().zip(codes) {
         let distance = |&code: &i8| (w / scale - f32::from(code)).abs();
-        *code = DOUBLED_E2M1.into_iter().min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0);
+        *code = match code_type.table() {
+            Some(table) => table.iter().copied().min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0),
+            None => (w / scale).round_ties_even().clamp(f32::from(low), f32::from(high)) as i8,
+        };
     }
     scale
+}
+
+/// The nearest codes for scales that map a group's largest magnitude, or the ends of its range, to the ends of the
+/// codes': of precisions that are kept, not chosen. `weights` [rows, k], `out` has room for them.
+fn in_blocks(Row { codes, scales, group_size }: Row, weights: &[f32], out: &mut Blocks) {
+    let [low, high] = codes.range().map(f32::from);
+    let bits = |x: f32| f16::from_f32(x.clamp(0.0, f16::MAX.to_f32())).to_bits();
+    let number = |bits: u16| f16::from_bits(bits).to_f32();
+    // Of a group the scale, and how far below 0 it begins where there are offsets.
+    let range = |w: &[f32]| {
+        let (least, most) = w.iter().fold((0f32, 0f32), |(least, most), &w| (least.min(w), most.max(w)));
+        match scales.have_offsets() {
+            true => ((most - least) / high, -least),
+            false => (most.max(-least) / high, 0.0),
+        }
+    };
+    let (of_block, groups) = match scales {
+        Scales::Counted { .. } => (SUPER_BLOCK, SUPER_BLOCK / group_size),
+        _ => (group_size, 1),
+    };
+    for (block, w) in weights.chunks_exact(of_block).enumerate() {
+        let ranges = w.chunks_exact(group_size).map(range);
+        let (scale, below) = ranges.clone().fold((0f32, 0f32), |(a, b), (scale, below)| (a.max(scale), b.max(below)));
+        let heads = match scales {
+            Scales::Counted { bits: of_count, zero, .. } => {
+                let most = ((1u16 << of_count) - 1) as f32;
+                [bits(scale / (most - f32::from(zero))), bits(below / most)]
+            }
+            // An offset is negative: the sign is the highest bit.
+            _ => [bits(scale), bits(below) | 0x8000],
+        };
+        let per_block = if scales.have_offsets() { 2 } else { 1 };
+        out.heads[block * per_block..][..per_block].copy_from_slice(&heads[..per_block]);
+        for (group, (w, (scale, below))) in (block * groups..).zip(w.chunks_exact(group_size).zip(ranges)) {
+            let [d, dmin] = heads.map(number);
+            let (mut own, mut offset) = (d, if scales.have_offsets() { dmin } else { 0.0 });
+            if let Scales::Counted { bits, zero, offsets } = scales {
+                let most = ((1u16 << bits) - 1) as f32;
+                let count = |x: f32, d: f32, zero: f32| if d == 0.0 { 0.0 } else { (x / d).round().min(most - zero) };
+                let counts = [count(scale, d, f32::from(zero)), count(below, dmin, 0.0)];
+                out.counts[group] = counts[0] as u8 + zero;
+                own = d * counts[0];
+                if offsets {
+                    out.offsets[group] = counts[1] as u8;
+                    offset = -(dmin * counts[1]);
+                }
+            }
+            for (&w, code) in w.iter().zip(&mut out.codes[group * group_size..]) {
+                let exact = if own == 0.0 { 0.0 } else { (w - offset) / own };
+                let distance = |&code: &i8| (exact - f32::from(code)).abs();
+                *code = match codes.table() {
+                    Some(table) => {
+                        table.iter().copied().min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
+                    }
+                    None => exact.round_ties_even().clamp(low, high) as i8,
+                };
+            }
+        }
+    }
 }
 
 #[inline(always)]

@@ -12,7 +12,6 @@ use common::written::{
     numbers, pack_down,
 };
 use half::{bf16, f16};
-use moebius_cache::checkpoint::GgmlType;
 use moebius_cache::codec::{Format, Integers, Library, Quantization, Source, kept_by_all};
 use moebius_cache::convert::{Tiles, rounding};
 use moebius_cache::pack::{MatrixLayout, TILE_ROWS, unpack_matrix};
@@ -36,7 +35,7 @@ fn check(example: &Example) {
         let mut some = vec![0.0; 7 * K];
         source.decode(19, &mut some).unwrap();
         assert_eq!(some, got[19 * K..26 * K], "{source:?}");
-        if example.integers.is_some() && !matches!(source.kind(), Format::Gguf(GgmlType::IQ4_XS)) {
+        if source.kept_by().is_some_and(|kept| source.fits(kept)) {
             assert_eq!(packed(source, source.kept_by().unwrap()), got, "{source:?}: packed exactly");
         }
     });
@@ -70,14 +69,15 @@ fn cells(source: &Source<'_>) -> String {
     let becomes = match (own_groups, precision) {
         (Some(_), Precision::Int4 { .. }) => "int4, the same groups".to_string(),
         (Some(_), _) => "int8, the same groups".to_string(),
+        (None, precision) if format!("GGUF {precision}").eq_ignore_ascii_case(source.format()) => {
+            "the same".to_string()
+        }
         (None, precision) => precision.to_string(),
     };
     let lost = rounding(source, precision).unwrap();
-    let loses = match source.integers().filter(|integers| integers.fit(precision)) {
-        Some(_) if lost == 0.0 => "nothing".to_string(),
-        // A product that f16 rounds.
-        Some(_) if lost < 3e-4 => "codes nothing, scales at most 0.03%".to_string(),
-        _ if lost < 0.007 => "less than 0.7%".to_string(),
+    let loses = match source.fits(precision) {
+        true if lost == 0.0 => "nothing".to_string(),
+        false if lost < 0.007 => "less than 0.7%".to_string(),
         _ => panic!("{source:?}: packing loses {lost}"),
     };
     format!("{becomes} | {loses}")

@@ -22,7 +22,7 @@ fn f32s(bytes: &[u8]) -> Vec<f32> {
 
 /// Every expert of the cache is that of the model.
 fn assert_holds(model: &Model, cache: &ExpertCache) {
-    let layout = cache.layout();
+    let layout = cache.layout(0);
     for layer in 1..=model.layers {
         let i = cache.layer_index(layer).unwrap();
         for e in 0..model.experts {
@@ -65,7 +65,7 @@ fn bf16_keeps_every_bit() {
     let checkpoint = Checkpoint::open(&model).unwrap();
     let cache = ensure(&SMALL.job(&checkpoint, Precision::Bf16), &cache_dir, &|_| ()).unwrap();
     let truth = [0, 1, 2].map(|part| f32s(&SMALL.weights(2, 3, part)));
-    assert_eq!(unpack_expert(&cache.layout(), cache.expert(1, 3)), truth);
+    assert_eq!(unpack_expert(&cache.layout(0), cache.expert(1, 3)), truth);
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn a_changed_shard_is_built_again_and_the_old_cache_removed() {
         "{phases:?}"
     );
     let truth = quantize_expert(
-        &cache.as_ref().unwrap().layout(),
+        &cache.as_ref().unwrap().layout(0),
         &f32s(&other.weights(3, 1, 0)),
         &f32s(&other.weights(3, 1, 1)),
         &f32s(&other.weights(3, 1, 2)),
@@ -245,7 +245,7 @@ fn a_damaged_cache_is_reported_and_replaced() {
     let cache = SMALL.ensure(&model, &cache_dir).0.unwrap();
     let path = cache.path().to_path_buf();
     let mut bytes = std::fs::read(&path).unwrap();
-    let at = cache.header().layers[2].offset as usize + 4 * cache.layout().bytes() + 77;
+    let at = cache.header().layers[2].offset as usize + 4 * cache.layout(0).bytes() + 77;
     bytes[at] ^= 0x10;
     drop(cache);
     std::fs::write(&path, &bytes).unwrap();

@@ -5,7 +5,8 @@ mod common;
 
 use common::{INT4, SMALL};
 use moebius_cache::format::{parse, reseal};
-use moebius_cache::{Contents, ExpertCache, Precision, ScaleType};
+use moebius_cache::pack::{ExpertPrecision, Precisions};
+use moebius_cache::{Contents, ExpertCache, ExpertLayout, Precision, ScaleType};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -44,7 +45,7 @@ fn wrong_magic_version_and_length_are_told_apart() {
         parse(&bytes).unwrap_err()
     };
     assert!(error(&|b| b[0] = b'X').contains("no Moebius cache, or one whose build was not finished"));
-    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads versions 2 to 3"));
+    assert!(error(&|b| b[8] = 9).contains("format version 9, and this program reads versions 2 to 4"));
     assert!(error(&|b| b.truncate(9000)).contains("cut off"));
     assert!(error(&|b| b[12..16].fill(0xff)).contains("a description of"));
     assert!(error(&|b| b[70] ^= 1).contains("damaged header"));
@@ -62,7 +63,7 @@ fn files_of_version_2_are_read() {
     assert_eq!(parse(&bytes).unwrap().0, header);
     bytes[8] = 1;
     reseal(&mut bytes);
-    assert!(parse(&bytes).unwrap_err().contains("format version 1, and this program reads versions 2 to 3"));
+    assert!(parse(&bytes).unwrap_err().contains("format version 1, and this program reads versions 2 to 4"));
 }
 
 /// Precisions are written as they always were, and the type of scales only where it is not bf16.
@@ -78,10 +79,44 @@ fn precisions_have_names() {
             "int8-g128-f16",
         ),
         (Precision::Mxfp4, r#"{"bits":"mxfp4"}"#, "mxfp4"),
+        (Precision::Q4K, r#"{"bits":"q4_k"}"#, "q4_k"),
+        (Precision::Q5_0, r#"{"bits":"q5_0"}"#, "q5_0"),
     ] {
         assert_eq!((serde_json::to_string(&precision).unwrap().as_str(), precision.to_string().as_str()), (json, name));
         assert_eq!(serde_json::from_str::<Precision>(json).unwrap(), precision);
+        assert_eq!(serde_json::from_str::<Precisions>(json).unwrap(), precision.into());
     }
+    let layer = |gate, down| ExpertPrecision { gate, down };
+    let mixed: Precisions = [layer(Precision::Q4K, Precision::Q6K), Precision::Q4K.into()].into_iter().collect();
+    let json = r#"[{"gate":{"bits":"q4_k"},"down":{"bits":"q6_k"}},{"gate":{"bits":"q4_k"},"down":{"bits":"q4_k"}}]"#;
+    assert_eq!((serde_json::to_string(&mixed).unwrap().as_str(), mixed.to_string().as_str()), (json, "q4_k+q6_k"));
+    assert_eq!(serde_json::from_str::<Precisions>(json).unwrap(), mixed);
+    assert_eq!([Precision::Q6K.into(); 3].into_iter().collect::<Precisions>(), Precision::Q6K.into(), "all the same");
+}
+
+/// Layers of precisions of their own lie one after the other, each of its own size.
+#[test]
+fn layers_have_precisions_of_their_own() {
+    let layer = |gate, down| ExpertPrecision { gate, down };
+    let own = [layer(Precision::Q4K, Precision::Q6K), Precision::Q4K.into(), layer(Precision::Mxfp4, Precision::Q5_0)];
+    let precision: Precisions = own.into_iter().collect();
+    let contents =
+        Contents { model: "mixed", hidden: 256, intermediate: 512, num_experts: 3, precision, layers: &[1, 4, 5] };
+    let cache =
+        ExpertCache::anonymous(&contents, |layer, expert, bytes| bytes.fill((layer * 3 + expert) as u8)).unwrap();
+    for (i, precision) in own.into_iter().enumerate() {
+        let layout = ExpertLayout::new(256, 512, precision).unwrap();
+        assert_eq!((cache.layout(i), cache.layer(i).len()), (layout, 3 * layout.bytes()));
+        for expert in 0..3 {
+            assert!(cache.expert(i, expert).iter().all(|&b| b == (i * 3 + expert) as u8));
+        }
+    }
+    let too_few = Contents { layers: &[1, 4], ..contents.clone() };
+    let error = ExpertCache::anonymous(&too_few, |_, _, _| ()).unwrap_err().to_string();
+    assert!(error.contains("another number of layers"), "{error}");
+    let narrow = Contents { intermediate: 384, ..contents };
+    let error = ExpertCache::anonymous(&narrow, |_, _, _| ()).unwrap_err().to_string();
+    assert!(error.contains("multiple of 256"), "{error}");
 }
 
 /// A header whose checksum is right although its description was changed is held to its word.
@@ -131,8 +166,14 @@ proptest! {
 
 #[test]
 fn random_experts_need_no_file() {
-    let contents =
-        Contents { model: "random", hidden: 64, intermediate: 96, num_experts: 3, precision: INT4, layers: &[1, 4] };
+    let contents = Contents {
+        model: "random",
+        hidden: 64,
+        intermediate: 96,
+        num_experts: 3,
+        precision: INT4.into(),
+        layers: &[1, 4],
+    };
     let cache =
         ExpertCache::anonymous(&contents, |layer, expert, bytes| bytes.fill((layer * 3 + expert) as u8)).unwrap();
     for layer in 0..2 {
@@ -142,18 +183,24 @@ fn random_experts_need_no_file() {
         }
     }
     assert_eq!((cache.layer_index(4), cache.layer_index(2)), (Some(1), None));
-    assert_eq!(cache.layer(1).len(), 3 * cache.layout().bytes());
-    let too_large = Contents { hidden: 1 << 17, intermediate: 1 << 17, num_experts: 1 << 10, ..contents };
+    assert_eq!(cache.layer(1).len(), 3 * cache.layout(0).bytes());
+    let too_large = Contents { hidden: 1 << 17, intermediate: 1 << 17, num_experts: 1 << 10, ..contents.clone() };
     let error = ExpertCache::anonymous(&too_large, |_, _, _| ()).unwrap_err().to_string();
     assert!(error.contains("do not fit into") && error.contains("use fewer layers"), "{error}");
-    let uneven = Contents { precision: Precision::int8(128), ..contents };
+    let uneven = Contents { precision: Precision::int8(128).into(), ..contents };
     assert!(ExpertCache::anonymous(&uneven, |_, _, _| ()).unwrap_err().to_string().contains("group size 128"));
 }
 
 #[test]
 fn locking_works_or_names_the_limit() {
-    let contents =
-        Contents { model: "random", hidden: 64, intermediate: 64, num_experts: 2, precision: INT4, layers: &[0] };
+    let contents = Contents {
+        model: "random",
+        hidden: 64,
+        intermediate: 64,
+        num_experts: 2,
+        precision: INT4.into(),
+        layers: &[0],
+    };
     let cache = ExpertCache::anonymous(&contents, |_, _, _| ()).unwrap();
     if let Err(error) = cache.lock() {
         assert!(error.to_string().contains("ulimit -l"), "{error}");

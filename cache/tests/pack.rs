@@ -4,8 +4,11 @@
 mod common;
 
 use common::noise;
-use half::bf16;
-use moebius_cache::pack::{CodeType, DOUBLED_E2M1, Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix};
+use half::{bf16, f16};
+use moebius_cache::checkpoint::GgmlType;
+use moebius_cache::pack::{
+    Blocks, Row, SUPER_BLOCK, Scales, TILE_ROWS, Weights, pack_expert, pack_matrix, unpack_expert, unpack_matrix,
+};
 use moebius_cache::quantize::{quantize_expert, quantize_matrix, quantize_rows};
 use moebius_cache::{ExpertLayout, MatrixLayout, Precision, ScaleType};
 use proptest::prelude::*;
@@ -14,26 +17,67 @@ fn precision() -> impl Strategy<Value = Precision> {
     prop::sample::select(Precision::all())
 }
 
+/// What rows are a multiple of.
+fn unit(precision: Precision) -> usize {
+    if precision == Precision::Bf16 { 24 } else { precision.unit() }
+}
+
 #[test]
 fn every_precision_is_listed_once_under_its_own_name() {
     let names: Vec<String> = Precision::all().iter().map(ToString::to_string).collect();
     let sizes = ["g32", "g32-f16", "g64", "g64-f16", "g128", "g128-f16"];
     let of = |name: &str| sizes.map(|size| format!("{name}-{size}"));
-    assert_eq!(names, [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into()].concat());
+    let blocks = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "q4_1", "q5_1", "q5_0"].map(String::from);
+    let plain = [vec!["bf16".into(), "mxfp4".into()], of("int4").into(), of("int8").into()];
+    assert_eq!(names, [plain.concat(), blocks.into()].concat());
 }
 
 #[test]
-fn the_facts_of_codes_agree_with_each_other() {
-    for codes in CodeType::ALL {
-        let all: Vec<i8> = (0..=255u8 >> (8 - codes.bits())).map(|stored| codes.code(stored)).collect();
-        assert_eq!(codes.range().map(Some), [all.iter().min().copied(), all.iter().max().copied()], "{codes:?}");
-        let [low, high] = codes.range();
-        assert_eq!(codes.is_table(), !(low..=high).all(|code| all.contains(&code)), "{codes:?}");
-        for at in (0..8).step_by(codes.bits()) {
-            assert_eq!(all[usize::from(codes.zero_byte()) >> at & (all.len() - 1)], 0, "{codes:?}");
+fn the_facts_of_rows_agree_with_each_other() {
+    let mut rows = vec![false; Row::ALL.len()];
+    for precision in Precision::all() {
+        let (Some(number), Some(row)) = (precision.row_number(), precision.row()) else { continue };
+        rows[number] = true;
+        let all: Vec<i8> = (0..=255u8 >> (8 - row.codes.bits())).map(|stored| row.codes.code(stored)).collect();
+        assert_eq!(row.codes.range().map(Some), [all.iter().min().copied(), all.iter().max().copied()], "{precision}");
+        assert!(all.iter().all(|&code| row.codes.code(row.codes.stored(code)) == code), "{precision}");
+        let [low, high] = row.codes.range();
+        assert_eq!(row.codes.table().is_some(), !(low..=high).all(|code| all.contains(&code)), "{precision}");
+        // Records follow each other without a gap.
+        let group = precision.group_size().unwrap();
+        for g in 0..3 * SUPER_BLOCK / group {
+            let (at, head) = row.scales.at(g, group);
+            let next = row.scales.at(g + 1, group);
+            let gap = if next.1 == head { 0 } else { row.scales.head_bytes() };
+            assert_eq!(next.0 - at, row.scales.record_bytes() + gap, "{precision}: group {g}");
         }
-        assert_eq!(codes.precision(32).codes(), Some(codes));
-        assert_eq!(CodeType::ALL[codes as usize], codes, "kernels number them so");
+    }
+    assert!(rows.iter().all(|listed| *listed), "every row has a precision");
+}
+
+#[test]
+fn weights_take_the_bytes_that_files_of_llama_cpp_have() {
+    for (kind, precision) in [
+        (GgmlType::Q4_0, Precision::int4(32)),
+        (GgmlType::Q8_0, Precision::int8(32)),
+        (GgmlType::Q2_K, Precision::Q2K),
+        (GgmlType::Q3_K, Precision::Q3K),
+        (GgmlType::Q4_K, Precision::Q4K),
+        (GgmlType::Q5_K, Precision::Q5K),
+        (GgmlType::Q6_K, Precision::Q6K),
+        (GgmlType::IQ4_XS, Precision::Iq4Xs),
+        (GgmlType::IQ4_NL, Precision::Iq4Nl),
+        (GgmlType::Q4_1, Precision::Q4_1),
+        (GgmlType::Q5_0, Precision::Q5_0),
+        (GgmlType::Q5_1, Precision::Q5_1),
+    ] {
+        let (weights, bytes) = kind.block();
+        for k in [768, 2048] {
+            let packed = MatrixLayout::new(TILE_ROWS, k, precision).unwrap().bytes();
+            let stored = TILE_ROWS * k / weights * bytes;
+            // Scales end at a whole line.
+            assert!((stored..stored + 64).contains(&packed), "{precision}: {packed} for {stored}");
+        }
     }
 }
 
@@ -46,35 +90,76 @@ fn the_coarsest_precision_keeps_both() {
         (f16(Precision::int4(64)), f16(Precision::int4(128)), Precision::int4(64)),
         (Precision::int8(64), Precision::int4(32), Precision::int8(32)),
         (Precision::Bf16, Precision::int4(32), Precision::Bf16),
+        (Precision::Q4K, Precision::Q4K, Precision::Q4K),
+        (Precision::Q4K, Precision::Q4_1, Precision::int8(32)),
+        (Precision::Q6K, Precision::Q2K, Precision::int8(32)),
     ] {
         assert_eq!((a.coarsest_of(b), b.coarsest_of(a)), (both, both), "{a} and {b}");
     }
     assert_eq!(Precision::Mxfp4.in_groups(64), Precision::int8(64), "MXFP4 has groups of 32 only");
 }
 
-/// Codes, scales and the weights they stand for.
-fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> (Vec<i8>, Vec<f32>, Vec<bf16>, Vec<f32>) {
-    let noise = noise(n * k, seed);
-    let Some(group) = precision.group_size() else {
-        let weights: Vec<bf16> = noise.iter().map(|&x| bf16::from_f32(x)).collect();
-        let truth = weights.iter().map(|w| w.to_f32()).collect();
-        return (vec![], vec![], weights, truth);
-    };
-    let code = |x: &f32| match precision {
-        Precision::Int4 { .. } => (x * 14.0).round().clamp(-8.0, 7.0) as i8,
-        Precision::Mxfp4 => DOUBLED_E2M1[(x.to_bits() >> 8) as usize % 16],
-        _ => (x * 254.0).round().clamp(-128.0, 127.0) as i8,
-    };
-    let codes: Vec<i8> = noise.iter().map(code).collect();
-    // Not all in the normal range of F16.
-    let round = |x: f32| precision.scales().from_bits(precision.scales().to_bits(x));
-    let scales: Vec<f32> = noise.iter().step_by(group).map(|&x| round(x * [1.0, 1e-5][n % 2])).collect();
-    let truth = codes.iter().enumerate().map(|(i, &c)| c as f32 * scales[i / group]).collect();
-    (codes, scales, vec![], truth)
+/// Weights in their parts, and what they stand for.
+struct Parts {
+    codes: Vec<i8>,
+    scales: Vec<f32>,
+    plain: Vec<bf16>,
+    blocks: Blocks,
+    truth: Vec<f32>,
 }
 
-fn weights<'a>(codes: &'a [i8], scales: &'a [f32], plain: &'a [bf16]) -> Weights<'a> {
-    if plain.is_empty() { Weights::Int { codes, scales } } else { Weights::Bf16(plain) }
+fn random_weights(n: usize, k: usize, precision: Precision, seed: u64) -> Parts {
+    let noise = noise(n * k, seed);
+    let mut parts =
+        Parts { codes: vec![], scales: vec![], plain: vec![], blocks: Blocks::default(), truth: vec![0.0; n * k] };
+    let (Some(group), Some(row)) = (precision.group_size(), precision.row()) else {
+        parts.plain = noise.iter().map(|&x| bf16::from_f32(x)).collect();
+        parts.truth = parts.plain.iter().map(|w| w.to_f32()).collect();
+        return parts;
+    };
+    let any = |x: &f32| (x.to_bits() >> 7) as u8;
+    let codes: Vec<i8> = noise.iter().map(|x| row.codes.code(any(x) >> (8 - row.codes.bits()))).collect();
+    // Not all in the normal range of F16.
+    let round = |x: f32| precision.scales().from_bits(precision.scales().to_bits(x));
+    if row.scales == Scales::Plain {
+        parts.scales = noise.iter().step_by(group).map(|&x| round(x * [1.0, 1e-5][n % 2])).collect();
+        parts.truth = codes.iter().enumerate().map(|(i, &c)| c as f32 * parts.scales[i / group]).collect();
+        parts.codes = codes;
+        return parts;
+    }
+    let mut blocks = Blocks::default();
+    blocks.resize(&MatrixLayout::new(n, k, precision).unwrap(), n);
+    blocks.codes = codes;
+    blocks.heads.iter_mut().zip(&noise).for_each(|(head, x)| *head = f16::from_f32(*x).to_bits());
+    if let Scales::Counted { bits, .. } = row.scales {
+        blocks.counts.iter_mut().zip(&noise[1..]).for_each(|(count, x)| *count = any(x) >> (8 - bits));
+        blocks.offsets.iter_mut().zip(&noise[2..]).for_each(|(count, x)| *count = any(x) >> (8 - bits));
+    }
+    let head = |i: usize| f16::from_bits(blocks.heads[i]).to_f32();
+    for (i, w) in parts.truth.iter_mut().enumerate() {
+        let (code, g, block) = (f32::from(blocks.codes[i]), i / group, i / SUPER_BLOCK);
+        *w = match row.scales {
+            Scales::Counted { offsets: true, .. } => {
+                let [scale, offset] = [&blocks.counts, &blocks.offsets].map(|counts| f32::from(counts[g]));
+                head(2 * block) * scale * code - head(2 * block + 1) * offset
+            }
+            Scales::Counted { zero, .. } => head(block) * (f32::from(blocks.counts[g]) - f32::from(zero)) * code,
+            _ => head(2 * g) * code + head(2 * g + 1),
+        };
+    }
+    parts.blocks = blocks;
+    parts
+}
+
+impl Parts {
+    fn weights(&self, n: usize) -> Weights<'_> {
+        let Self { codes, scales, plain, blocks, .. } = self;
+        match (plain.is_empty(), codes.is_empty()) {
+            (false, _) => Weights::Bf16(plain),
+            (_, false) => Weights::Int { codes, scales },
+            _ => Weights::Blocks(blocks, 0..n),
+        }
+    }
 }
 
 proptest! {
@@ -83,12 +168,12 @@ proptest! {
     #[test]
     fn a_packed_matrix_unpacks_to_its_weights(n in 1usize..70, groups in 1usize..5, precision in precision(),
         seed: u64) {
-        let k = groups * precision.group_size().unwrap_or(24);
+        let k = groups * unit(precision);
         let layout = MatrixLayout::new(n, k, precision).unwrap();
-        let (codes, scales, plain, truth) = random_weights(n, k, precision, seed);
+        let parts = random_weights(n, k, precision, seed);
         let mut bytes = vec![0x55; layout.bytes()];
-        pack_matrix(&layout, weights(&codes, &scales, &plain), &mut bytes);
-        prop_assert_eq!(unpack_matrix(&layout, &bytes), truth);
+        pack_matrix(&layout, parts.weights(n), &mut bytes);
+        prop_assert_eq!(unpack_matrix(&layout, &bytes), parts.truth);
         // Rows that fill the last tile are zero weights with zero scales.
         let padded = MatrixLayout::new(layout.tiles() * 16, k, precision).unwrap();
         let filled = unpack_matrix(&padded, &bytes);
@@ -97,23 +182,22 @@ proptest! {
 
     #[test]
     fn a_packed_expert_unpacks_to_its_matrices(h in 1usize..4, i in 1usize..4, precision in precision(), seed: u64) {
-        let unit = precision.group_size().unwrap_or(24);
+        let unit = unit(precision);
         let (hidden, intermediate) = (h * unit, i * unit);
         let layout = ExpertLayout::new(hidden, intermediate, precision).unwrap();
         let gate = random_weights(intermediate, hidden, precision, seed);
         let up = random_weights(intermediate, hidden, precision, seed ^ 1);
         let down = random_weights(hidden, intermediate, precision, seed ^ 2);
         let mut bytes = vec![0x55; layout.bytes()];
-        let view = |m: &'static str| match m { "gate" => weights(&gate.0, &gate.1, &gate.2), "up" => weights(&up.0,
-            &up.1, &up.2), _ => weights(&down.0, &down.1, &down.2) };
-        pack_expert(&layout, view("gate"), view("up"), view("down"), &mut bytes);
-        prop_assert_eq!(unpack_expert(&layout, &bytes), [gate.3, up.3, down.3]);
+        let (wide, tall) = (intermediate, hidden);
+        pack_expert(&layout, gate.weights(wide), up.weights(wide), down.weights(tall), &mut bytes);
+        prop_assert_eq!(unpack_expert(&layout, &bytes), [gate.truth, up.truth, down.truth]);
     }
 
     #[test]
     fn quantized_weights_are_near_their_source(n in 1usize..20, groups in 1usize..4, precision in precision(),
         seed: u64, exponent in -40i32..40) {
-        let k = groups * precision.group_size().unwrap_or(32);
+        let k = groups * precision.unit().max(32);
         let layout = MatrixLayout::new(n, k, precision).unwrap();
         let exponent = if precision.scales() == ScaleType::F16 { exponent.min(15) } else { exponent };
         let source: Vec<f32> = noise(n * k, seed).iter().map(|x| x * 2f32.powi(exponent)).collect();
@@ -121,6 +205,17 @@ proptest! {
         quantize_matrix(&layout, &source, &mut bytes);
         let back = unpack_matrix(&layout, &bytes);
         let group = precision.group_size().unwrap_or(1);
+        if let Some(row) = precision.row().filter(|row| row.scales != Scales::Plain && exponent > -4) {
+            // Of two levels: the largest scale of a super-block is nearly exact, and half a step more for the counts.
+            let [low, high] = row.codes.range().map(f32::from);
+            for (w, q) in source.chunks(SUPER_BLOCK).zip(back.chunks(SUPER_BLOCK)) {
+                let [least, most] = [f32::min, f32::max].map(|pick| w.iter().copied().fold(0f32, pick));
+                let step = if row.scales.have_offsets() { (most - least) / high } else { most.max(-least) / high };
+                let step = step * if row.codes.table().is_some() { 25.0 } else { 1.0 } * 1.3;
+                let error = w.iter().zip(q).map(|(w, q)| (w - q).abs()).fold(0.0, f32::max);
+                prop_assert!(low <= 0.0 && error <= step, "{precision}: {error} of {step}");
+            }
+        }
         for (w, q) in source.chunks(group).zip(back.chunks(group)) {
             let largest = w.iter().fold(0f32, |a, x| a.max(x.abs()));
             // Half a step of the largest-value scale bounds the root mean square of its error; the search never does
@@ -128,7 +223,8 @@ proptest! {
             // F16 ends at 6e-8, and is coarse before.
             let least = if precision.scales() == ScaleType::F16 { 127.0 * 6e-8 } else { 0.0 };
             let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0,
-                Precision::Int4 { .. } => largest / 6.9, Precision::Mxfp4 => largest / 2.9 };
+                Precision::Int4 { .. } => largest / 6.9, Precision::Mxfp4 => largest / 2.9, Precision::Q5_0 => largest / 14.9,
+                Precision::Iq4Nl => largest / 4.2, _ => continue };
             let step = step.max(least);
             let squares: f32 = w.iter().zip(q).map(|(w, q)| ((w - q) / step).powi(2)).sum();
             prop_assert!(squares <= 0.25 * group as f32, "{squares} of {group}");

@@ -364,10 +364,10 @@ impl ExpertLayer {
         if expert >= experts {
             return Err(PyValueError::new_err(format!("expert {expert} of {experts}: expected 0 to {}", experts - 1)));
         }
-        let (memory, layout) = (self.layer.service().memory(), self.cache().layout());
-        let mut bytes = vec![0; memory.shape().stride()];
+        let (memory, layout) = (self.layer.service().memory(), self.cache().layout(self.index));
+        let mut bytes = vec![0; layout.bytes()];
         memory.each_run(self.index, expert..expert + 1, |at, run| bytes[at..at + run.len()].copy_from_slice(run));
-        let [gate, up, down] = unpack_expert(&layout, &bytes[..layout.bytes()]);
+        let [gate, up, down] = unpack_expert(&layout, &bytes);
         let array = |values: Vec<f32>, n: usize, k: usize| PyArray1::from_vec(py, values).reshape([n, k]);
         let (hidden, intermediate) = (layout.gate.k, layout.gate.n);
         Ok((array(gate, intermediate, hidden)?, array(up, intermediate, hidden)?, array(down, hidden, intermediate)?))

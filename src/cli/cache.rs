@@ -78,7 +78,7 @@ fn with_job(
     let folder = ModelFolder::open(&args.model, Description::read(&hub::resolve(&args.model, &cache_dir)?)?)?;
     let ModelFolder { name, model, checkpoint, .. } = &folder;
     let spec = folder.spec(&config)?;
-    match spec.precision {
+    match spec.precision.clone() {
         Some(precision) => {
             let job = load::cache_job(name, checkpoint, model, precision);
             act(&job, &cache_dir, &|| components(checkpoint, &spec))

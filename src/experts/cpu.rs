@@ -56,7 +56,6 @@ pub struct CpuExperts {
     claims: Vec<[Claims; 2]>, // [nodes], of each phase
     team: Arc<Team>,
     kernel: &'static dyn Kernel,
-    layout: ExpertLayout,
     bytes_read: u64,
     layer: usize,  // that was submitted
     tokens: usize, // of it
@@ -81,10 +80,16 @@ pub struct Buffers {
 impl Buffers {
     /// Takes them of `heap`, for batches of up to `pairs` pairs. Errors: `Error::Resources`.
     pub fn new(heap: &Heap, kernel: &dyn Kernel, shape: &ExpertShape, threads: usize, pairs: usize) -> Result<Self> {
-        let &ExpertShape { layout, layers, experts } = shape;
-        let rows = |matrix: &MatrixLayout| {
+        let (layers, experts) = (shape.layers(), shape.experts);
+        let rows = |matrix: fn(&ExpertLayout) -> &MatrixLayout| {
             let mut rows = Activations::default();
-            rows.reserve(heap, kernel, matrix.precision, matrix.k, pairs)?;
+            let mut seen = Vec::new();
+            for matrix in shape.layouts.iter().map(matrix) {
+                if !seen.contains(&matrix.precision) {
+                    seen.push(matrix.precision);
+                    rows.reserve(heap, kernel, matrix.precision, matrix.k, pairs)?;
+                }
+            }
             Ok::<_, Error>(rows)
         };
         let mut active = heap.zeros(&[experts])?;
@@ -96,9 +101,9 @@ impl Buffers {
             pair_tokens: heap.zeros(&[pairs])?,
             pair_weights: heap.zeros(&[pairs])?,
             pair_of: heap.zeros(&[pairs])?,
-            x: rows(&layout.gate)?,
-            hidden: heap.zeros(&[pairs, layout.down.k])?,
-            hidden_q: rows(&layout.down)?,
+            x: rows(|layout| &layout.gate)?,
+            hidden: heap.zeros(&[pairs, shape.intermediate()])?,
+            hidden_q: rows(|layout| &layout.down)?,
             results: heap.zeros(&[threads, Tuning::default().results()])?,
         })
     }
@@ -128,7 +133,6 @@ impl CpuExperts {
             epilogue: Epilogue::default(),
             team,
             kernel,
-            layout: shape.layout,
         })
     }
 
@@ -147,6 +151,11 @@ impl CpuExperts {
     pub fn set_tuning(&mut self, tuning: Tuning) {
         self.buffers.results.resize(self.team.threads() * tuning.results(), 0.0);
         self.tuning = tuning;
+    }
+
+    /// Of the submitted layer's experts.
+    fn layout(&self) -> ExpertLayout {
+        self.memory.cache().layout(self.layer)
     }
 
     /// Counting sort of the routing's pairs by expert; within an expert by token.
@@ -238,11 +247,10 @@ impl CpuExperts {
     /// Brings `x` into the form of the weights: once per token, then a copy for each of its experts, whose rows lie
     /// together.
     fn take(&mut self, x: &[f32], top_k: usize) {
-        let k = self.layout.gate.k;
+        let MatrixLayout { k, precision, .. } = self.layout().gate;
         let pairs = self.buffers.active.last().map_or(0, |a| a.pairs.1);
         let (pair_of, kernel) = (&self.buffers.pair_of, self.kernel);
-        let rows =
-            self.buffers.x.start(kernel, self.layout.gate.precision, k, if self.tokens == 1 { 1 } else { pairs });
+        let rows = self.buffers.x.start(kernel, precision, k, if self.tokens == 1 { 1 } else { pairs });
         if self.tokens == 1 {
             // SAFETY: no other thread has started.
             return unsafe { rows.put(kernel, 0..1, x) };
@@ -282,7 +290,7 @@ impl ExpertExecutor<Cpu> for CpuExperts {
 impl CpuExperts {
     /// [`submit`](ExpertExecutor::submit) with `x` as plain rows, `[tokens, hidden]`.
     pub fn submit_rows(&mut self, layer: usize, x: &[f32], routing: &Routing) -> Result<()> {
-        let k = self.layout.gate.k;
+        let k = self.layout().gate.k;
         self.tokens = x.len() / k;
         assert_eq!(x.len(), self.tokens * k, "rows of {k}");
         assert!(routing.ids.len() <= self.buffers.pair_of.len(), "a batch larger than was allocated for");
@@ -302,7 +310,8 @@ impl CpuExperts {
 
     /// [`finish`](ExpertExecutor::finish) into plain rows, `[tokens, hidden]`.
     pub fn finish_rows(&mut self, out: &mut [f32]) -> Result<()> {
-        assert_eq!(out.len(), self.tokens * self.layout.down.n);
+        let layout = self.layout();
+        assert_eq!(out.len(), self.tokens * layout.down.n);
         if self.buffers.active.is_empty() {
             return Ok(());
         }
@@ -317,7 +326,7 @@ impl CpuExperts {
         };
         let dispatch = Dispatch {
             kernel: self.kernel,
-            layout: self.layout,
+            layout,
             work,
             epilogue: &self.epilogue,
             pair_tokens: &self.buffers.pair_tokens[..pairs],
@@ -325,12 +334,12 @@ impl CpuExperts {
             tokens: self.tokens,
             x: &self.buffers.x,
             hidden: Shared::new(&mut self.buffers.hidden),
-            hidden_q: self.buffers.hidden_q.start(self.kernel, self.layout.down.precision, self.layout.down.k, pairs),
+            hidden_q: self.buffers.hidden_q.start(self.kernel, layout.down.precision, layout.down.k, pairs),
             out: Shared::new(out),
             results: Shared::new(&mut self.buffers.results),
         };
         self.team.run(&|worker| dispatch.run(worker));
-        self.bytes_read += self.buffers.active.len() as u64 * self.layout.bytes() as u64;
+        self.bytes_read += self.buffers.active.len() as u64 * layout.bytes() as u64;
         self.buffers.active.clear();
         Ok(())
     }

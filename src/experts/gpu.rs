@@ -141,7 +141,7 @@ fn learning(
 ) -> Result<Option<Learning>> {
     match sizes.resident == shape.experts {
         true => Ok(None),
-        false => Learning::new(cuda, popularity, path, shape.layers * shape.experts).map(Some),
+        false => Learning::new(cuda, popularity, path, shape.layers() * shape.experts).map(Some),
     }
 }
 
@@ -159,7 +159,7 @@ impl GpuExperts {
     ) -> Result<Self> {
         let memory = cpu.memory().clone();
         let (cache, shape) = (memory.cache(), memory.shape());
-        let ExpertShape { layers, experts, .. } = shape;
+        let (layers, experts) = (shape.layers(), shape.experts);
         let path = cache.is_file().then(|| Popularity::path_of(cache.path()));
         let saved = path.as_deref().and_then(|path| Popularity::load(path, layers, experts));
         let popularity = saved.unwrap_or_else(|| Popularity::new(layers, experts));
@@ -203,7 +203,7 @@ impl GpuExperts {
     ) -> Result<u64> {
         let before = cuda.allocated();
         let _buffers = Buffers::new(cuda, heap, shape, epilogue, sizes)?;
-        let _learning = learning(cuda, shape, sizes, Popularity::new(shape.layers, shape.experts), None)?;
+        let _learning = learning(cuda, shape, sizes, Popularity::new(shape.layers(), shape.experts), None)?;
         Ok(cuda.allocated() - before)
     }
 
@@ -225,7 +225,7 @@ impl GpuExperts {
             Some(Prefill::Gpu) if tokens > NO_PROMPT => others,
             _ if must => others,
             _ => {
-                let layout = self.memory.cache().layout();
+                let layout = self.memory.cache().layout(self.residency.layers() / 2); // stands for all
                 self.costs.streamed(others, self.experts(), tokens, self.sizes.top_k, &layout)
             }
         }

@@ -19,27 +19,44 @@ use crate::machine::workers::{Shared, Team, Worker};
 use crate::{Error, Result};
 
 /// How many routed experts a model has, and how each is packed.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ExpertShape {
-    /// Of each.
-    pub layout: ExpertLayout,
-    /// MoE layers.
-    pub layers: usize,
+    /// Of the experts of each MoE layer; they differ in their precision alone.
+    pub layouts: Arc<[ExpertLayout]>,
     /// Experts of a layer.
     pub experts: usize,
 }
 
 impl ExpertShape {
-    /// Bytes from one expert to the next.
-    pub fn stride(&self) -> usize {
-        self.layout.bytes().next_multiple_of(64)
+    /// MoE layers.
+    pub fn layers(&self) -> usize {
+        self.layouts.len()
+    }
+
+    /// The width of the residual stream.
+    pub fn hidden(&self) -> usize {
+        self.layouts[0].gate.k
+    }
+
+    /// The width of an expert.
+    pub fn intermediate(&self) -> usize {
+        self.layouts[0].down.k
+    }
+
+    /// Bytes of the largest expert: what one of any layer has room in.
+    pub fn most_bytes(&self) -> usize {
+        self.layouts.iter().map(ExpertLayout::bytes).max().unwrap_or(0)
+    }
+
+    /// Bytes of one expert of every layer.
+    pub fn bytes_of_one(&self) -> u64 {
+        self.layouts.iter().map(|layout| layout.bytes() as u64).sum()
     }
 }
 
 /// All packed routed experts of a model.
 pub struct ExpertMemory {
     cache: Arc<ExpertCache>, // the bytes themselves while there is no copy
-    layout: ExpertLayout,
     gate: Vec<usize>,        // [nodes + 1]: the first tile of each node's slice
     down: Vec<usize>,        // [nodes + 1]
     copy: Vec<Slice>,        // [nodes], or empty: mapped
@@ -48,8 +65,8 @@ pub struct ExpertMemory {
 
 /// What one node holds: of every expert a run of `gate` and `up` tiles, then a run of `down` tiles.
 struct Slice {
-    stride: usize,     // bytes from one expert to the next
-    bytes: Buffer<u8>, // [layers, experts, stride]
+    layers: Vec<(usize, usize)>, // where each begins, and bytes from one expert of it to the next
+    bytes: Buffer<u8>,           // [layers][experts, stride]
 }
 
 impl ExpertMemory {
@@ -74,10 +91,16 @@ impl ExpertMemory {
         let mut memory = Self::cut(cache, &workers);
         let (layers, experts) = (memory.cache.num_layers(), memory.cache.num_experts());
         for node in 0..workers.len() {
-            let bytes = 2 * memory.gate_tiles_of(node).len() * memory.layout.gate.tile_bytes()
-                + memory.down_tiles_of(node).len() * memory.layout.down.tile_bytes();
-            let stride = bytes.next_multiple_of(64);
-            let buffer = Heap::default().buffer(&[layers, experts, stride])?;
+            let mut all = 0;
+            let mut place = |layout: &ExpertLayout| {
+                let bytes = 2 * memory.gate_tiles_of(node).len() * layout.gate.tile_bytes()
+                    + memory.down_tiles_of(node).len() * layout.down.tile_bytes();
+                let (at, stride) = (all, bytes.next_multiple_of(64));
+                all += experts * stride;
+                (at, stride)
+            };
+            let places = memory.cache.layouts().iter().map(&mut place).collect();
+            let buffer = Heap::default().buffer(&[all])?;
             // Refused in some containers: then pages go to the node of the thread that writes them first, which is
             // right too.
             let _ = match team.nodes() {
@@ -85,7 +108,7 @@ impl ExpertMemory {
                 [_] => Ok(()),
                 nodes => buffer.prefer(0..buffer.len(), nodes[node]),
             };
-            memory.copy.push(Slice { stride, bytes: buffer });
+            memory.copy.push(Slice { layers: places, bytes: buffer });
         }
         // Pages of the file fill a node's memory before the copy can: with several nodes they always go.
         let keep = workers.len() == 1 && topology::available_bytes() > 2 * memory.cache.header().file_bytes();
@@ -101,7 +124,7 @@ impl ExpertMemory {
 
     /// Cuts every expert in proportion to the workers of each node.
     fn cut(cache: Arc<ExpertCache>, workers: &[usize]) -> Self {
-        let layout = cache.layout();
+        let layout = cache.layout(0); // tiles are those of all layers
         let all: usize = workers.iter().sum();
         let bounds = |tiles: usize| {
             let mut before = 0;
@@ -114,14 +137,15 @@ impl ExpertMemory {
         let all = cache.num_layers() * cache.num_experts();
         let wanted = (0..all).map(|_| AtomicBool::new(false)).collect();
         let (gate, down) = (bounds(layout.gate.tiles()), bounds(layout.down.tiles()));
-        Self { gate, down, cache, layout, copy: Vec::new(), wanted }
+        Self { gate, down, cache, copy: Vec::new(), wanted }
     }
 
     fn copy_layer(&mut self, layer: usize, team: &Team) -> Result<()> {
-        let Self { cache, layout, gate, down, copy, .. } = self;
+        let Self { cache, gate, down, copy, .. } = self;
+        let layout = cache.layout(layer);
         let (nodes, experts) = (copy.len(), cache.num_experts());
         let claims: Vec<AtomicUsize> = (0..nodes).map(|_| AtomicUsize::new(0)).collect();
-        let strides: Vec<usize> = copy.iter().map(|slice| slice.stride).collect();
+        let places: Vec<(usize, usize)> = copy.iter().map(|slice| slice.layers[layer]).collect();
         let to: Vec<Shared<'_, u8>> = copy.iter_mut().map(|slice| Shared::new(&mut slice.bytes)).collect();
         let failed = Mutex::new(None);
         let copy_slice = |node: usize, expert: usize| {
@@ -134,7 +158,7 @@ impl ExpertMemory {
             let from = cache.expert(layer, expert);
             let gate_up = &from[layout.gate_tile(gate[node])..layout.gate_tile(gate[node + 1])];
             let down = &from[layout.down_tile(down[node])..layout.down_tile(down[node + 1])];
-            let at = (layer * experts + expert) * strides[node];
+            let at = places[node].0 + expert * places[node].1;
             // SAFETY: each (node, expert) is claimed once.
             let to = unsafe { to[node].slice_mut(at..at + gate_up.len() + down.len()) };
             to[..gate_up.len()].copy_from_slice(gate_up);
@@ -192,7 +216,8 @@ impl ExpertMemory {
     /// Tiles of `gate` and `up`, alternating, in one run of bytes. Panics: the tiles are not all of one node (a bug).
     pub fn gate_up_tiles(&self, layer: usize, expert: usize, tiles: Range<usize>) -> &[u8] {
         self.assert_wanted(layer, expert);
-        let (layout, len) = (&self.layout, 2 * tiles.len() * self.layout.gate.tile_bytes());
+        let layout = self.cache.layout(layer);
+        let len = 2 * tiles.len() * layout.gate.tile_bytes();
         if self.copy.is_empty() {
             return &self.cache.expert(layer, expert)[layout.gate_tile(tiles.start)..][..len];
         }
@@ -203,7 +228,8 @@ impl ExpertMemory {
     /// Tiles of `down` in one run of bytes. Panics: the tiles are not all of one node (a bug).
     pub fn down_tiles(&self, layer: usize, expert: usize, tiles: Range<usize>) -> &[u8] {
         self.assert_wanted(layer, expert);
-        let (layout, bytes) = (&self.layout, self.layout.down.tile_bytes());
+        let layout = self.cache.layout(layer);
+        let bytes = layout.down.tile_bytes();
         if self.copy.is_empty() {
             return &self.cache.expert(layer, expert)[layout.down_tile(tiles.start)..][..tiles.len() * bytes];
         }
@@ -213,27 +239,28 @@ impl ExpertMemory {
     }
 
     fn slice(&self, node: usize, layer: usize, expert: usize) -> &[u8] {
-        let Slice { stride, bytes } = &self.copy[node];
-        &bytes[(layer * self.cache.num_experts() + expert) * stride..][..*stride]
+        let Slice { layers, bytes } = &self.copy[node];
+        let (at, stride) = layers[layer];
+        &bytes[at + expert * stride..][..stride]
     }
 
     /// Some experts of a layer in the order of the cache file, one after the other at a stride of
-    /// [`ExpertMemory::stride`]: `put(offset, bytes)` is called with each run of bytes and where it belongs, in
+    /// their size: `put(offset, bytes)` is called with each run of bytes and where it belongs, in
     /// bytes from the first expert.
     pub fn each_run<'a>(&'a self, layer: usize, experts: Range<usize>, mut put: impl FnMut(usize, &'a [u8])) {
-        let stride = self.shape().stride();
+        let layout = self.cache.layout(layer);
+        let stride = layout.bytes();
         match &self.copy[..] {
             [] => put(0, &self.cache.layer(layer)[experts.start * stride..experts.end * stride]),
-            [Slice { bytes, .. }] => {
-                let first = layer * self.cache.num_experts() + experts.start;
-                put(0, &bytes[first * stride..(first + experts.len()) * stride]);
+            [Slice { layers, bytes }] => {
+                put(0, &bytes[layers[layer].0 + experts.start * stride..][..experts.len() * stride]);
             }
             slices => {
                 for (i, expert) in experts.enumerate() {
                     for node in 0..slices.len() {
                         let (gate, down) = (self.gate_tiles_of(node), self.down_tiles_of(node));
-                        put(i * stride + self.layout.gate_tile(gate.start), self.gate_up_tiles(layer, expert, gate));
-                        put(i * stride + self.layout.down_tile(down.start), self.down_tiles(layer, expert, down));
+                        put(i * stride + layout.gate_tile(gate.start), self.gate_up_tiles(layer, expert, gate));
+                        put(i * stride + layout.down_tile(down.start), self.down_tiles(layer, expert, down));
                     }
                 }
             }
@@ -242,7 +269,7 @@ impl ExpertMemory {
 
     /// What it holds.
     pub fn shape(&self) -> ExpertShape {
-        ExpertShape { layout: self.layout, layers: self.cache.num_layers(), experts: self.cache.num_experts() }
+        ExpertShape { layouts: self.cache.layouts().into(), experts: self.cache.num_experts() }
     }
 
     /// The memory that holds the experts, as it is mapped.
@@ -306,7 +333,7 @@ impl ExpertMemory {
 
     /// Bytes of all experts.
     pub fn bytes(&self) -> u64 {
-        (self.cache.num_layers() * self.cache.num_experts()) as u64 * self.layout.bytes() as u64
+        self.cache.num_experts() as u64 * self.shape().bytes_of_one()
     }
 
     /// The share of sampled pages of each slice that are on the node they should be on, from 0 to 1; `nodes` as

@@ -115,7 +115,7 @@ fn lens(kernel: &dyn Kernel, precision: Precision, k: usize, rows: usize) -> [us
     // A kernel may read whole tiles of rows, whose results it then forgets.
     let padded = |count: usize| blocks(count).saturating_add(TILE_ROWS);
     match precision.group_size() {
-        Some(group) => [padded(k.div_ceil(CODES)).saturating_mul(CODES), padded(k / group), blocks(k / group), 0],
+        Some(group) => [padded(k.div_ceil(CODES)).saturating_mul(CODES), padded(k / group), padded(k / group), 0],
         None => [0, 0, 0, padded(k.div_ceil(BF16_INPUTS)).saturating_mul(kernel.split_words())],
     }
 }
@@ -173,6 +173,10 @@ impl ActivationsMut<'_> {
                         let input = g * self.group + i * CODES;
                         let at = (input / CODES * self.stride + row) * CODES + input % CODES;
                         let to = self.codes.slice_mut(at..at + codes.len());
+                        if let (Ok(to), Ok(from)) = (<&mut [i8; 16]>::try_from(&mut *to), <&[i8; 16]>::try_from(codes))
+                        {
+                            *to = *from;
+                        }
                         for (to, from) in to.as_chunks_mut::<32>().0.iter_mut().zip(codes.as_chunks::<32>().0) {
                             *to = *from;
                         }
@@ -288,14 +292,26 @@ impl ActivationRows<'_> {
         self.scales[group * self.stride + self.first + row]
     }
 
-    /// The sum of a group of a row.
+    /// Where the sums of a group begin, from a row on.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn sums(&self, group: usize, row: usize) -> *const i32 {
+        self.sums[group * self.stride + self.first + row..].as_ptr()
+    }
+
+    /// What the inputs of a group of a row add up to: what an offset of weights is multiplied with.
+    #[inline]
+    pub(super) fn total(&self, group: usize, row: usize) -> f32 {
+        self.sum(group, row) as f32 * self.scale(group, row)
+    }
+
+    /// The sum of the codes of a group of a row.
     pub(super) fn sum(&self, group: usize, row: usize) -> i32 {
         self.sums[group * self.stride + self.first + row]
     }
 
     /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
     ///
-    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale or part of rows `0..len` and of the 15 after
+    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale, sum or part of rows `0..len` and of the 15 after
     /// them can be read.
     pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
         let tiles = tiles.bytes;
@@ -307,8 +323,9 @@ impl ActivationRows<'_> {
         );
         assert_eq!((tiles.len(), out.len()), (count * layout.tile_bytes(), self.len * count * TILE_ROWS));
         if self.group > 0 {
-            assert!([32, 64, 128].contains(&self.group) && self.k.is_multiple_of(self.group));
+            assert!([16, 32, 64, 128].contains(&self.group) && self.k.is_multiple_of(self.group));
             assert!(self.scales.len() >= self.k / self.group * self.stride + TILE_ROWS);
+            assert!(self.sums.len() >= self.k / self.group * self.stride + TILE_ROWS);
             assert!(self.codes.len() >= (self.k.div_ceil(CODES) * self.stride + TILE_ROWS) * CODES);
         } else {
             assert_eq!(self.words, kernel.split_words(), "activations of another kernel");

@@ -15,12 +15,12 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
-use moebius_cache::pack::{BF16_INPUTS, CodeType, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES;
-use super::avx512::{self, e2m1_lookup, scales16};
+use super::avx512::{self, lookup, runs, scales16};
 use super::shared::{self, PREFETCH_TOKENS};
-use super::tiles::{Scales, Stream, by_codes, code_type, e2m1_table};
+use super::tiles::{Scales, Stream, bias, by_row, even_bits, is_table, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot};
 
 /// 32 inputs: their high parts as bf16, then their low parts.
@@ -64,10 +64,10 @@ impl Kernel for Amx {
         let count = x.check(self, layout, tiles, out);
         // SAFETY: the features were detected; `check` has seen to the tiles, the activations and `out`.
         unsafe {
-            match layout.precision.codes() {
+            match layout.precision.row_number() {
                 None => split_tiles(layout, tiles, x, start, out, count),
                 Some(_) if x.len() < least_tokens(x) => avx512::each_tile(layout, tiles, x, start, out, count),
-                Some(codes) => by_codes!(codes, packed_tiles[](layout, tiles, x, start, out, count)),
+                Some(row) => by_row!(row, packed_tiles[](layout, tiles, x, start, out, count)),
             }
         }
     }
@@ -404,7 +404,7 @@ struct Codes([MaybeUninit<[u8; 64]>; UNPACKED / 4]);
 /// # Safety
 /// AMX and AVX-512; what `ActivationRows::check` promises.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn packed_tiles<const KIND: u8>(
+unsafe fn packed_tiles<const ROW: usize>(
     layout: &MatrixLayout,
     tiles: &Tiles<'_>,
     x: &ActivationRows<'_>,
@@ -422,7 +422,7 @@ unsafe fn packed_tiles<const KIND: u8>(
     let chunk = if x.len() > 24 { UNPACKED / 2 } else { UNPACKED };
     for from in (0..x.k).step_by(chunk) {
         let to = x.k.min(from + chunk);
-        let bytes = |inputs: usize| inputs * TILE_ROWS * code_type(KIND).bits() / 8;
+        let bytes = |inputs: usize| inputs * TILE_ROWS * row(ROW).codes.bits() / 8;
         for i in 0..count {
             let (scales, codes) = Scales::split(layout, &tiles[i * tile_bytes..][..tile_bytes]);
             let codes = &codes[bytes(from)..bytes(to)];
@@ -443,16 +443,16 @@ unsafe fn packed_tiles<const KIND: u8>(
             // SAFETY: whole lines of the tile, as many as there is room for; `height` rows from each block's first can
             // be read.
             unsafe {
-                unpack::<KIND>(codes, &mut unpacked);
+                unpack::<ROW>(codes, &mut unpacked);
                 for block in 0..blocks {
                     let first = block * height;
                     let rows = height.min(x.len() - first);
                     let out = &mut out[first * stride + i * TILE_ROWS..];
                     match rows.div_ceil(4) {
-                        1 => sum_groups::<KIND, 4>(&unpacked, &part, x, first, rows, out),
-                        2 => sum_groups::<KIND, 8>(&unpacked, &part, x, first, rows, out),
-                        3 => sum_groups::<KIND, 12>(&unpacked, &part, x, first, rows, out),
-                        _ => sum_groups::<KIND, 16>(&unpacked, &part, x, first, rows, out),
+                        1 => sum_groups::<ROW, 4>(&unpacked, &part, x, first, rows, out),
+                        2 => sum_groups::<ROW, 8>(&unpacked, &part, x, first, rows, out),
+                        3 => sum_groups::<ROW, 12>(&unpacked, &part, x, first, rows, out),
+                        _ => sum_groups::<ROW, 16>(&unpacked, &part, x, first, rows, out),
                     }
                 }
             }
@@ -471,37 +471,49 @@ struct Part<'a> {
     stride: usize, // of the results
 }
 
-/// INT4 codes become sixteen times themselves, the upper half of a byte, which takes an instruction less: `scale` takes
-/// it back.
-///
+/// Integers of four bits that are stored with 8 added become sixteen times themselves, the upper half of a byte, which
+/// takes an instruction less: the scale takes it back.
+const fn is_times_16(number: usize) -> bool {
+    row(number).codes.bits() == 4 && !is_table(number) && bias(number) == 8
+}
+
 /// # Safety
-/// AVX-512; `codes` are whole lines.
+/// AVX-512; `codes` are whole blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn unpack<const KIND: u8>(codes: &[u8], to: &mut Codes) {
-    let (upper, lower, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(15), _mm512_set1_epi8(-128));
-    let table = e2m1_lookup(e2m1_table(0));
-    for (i, line) in codes.as_chunks::<64>().0.iter().enumerate() {
-        // SAFETY: lines of 64 bytes, one or two for 4 inputs each.
+unsafe fn unpack<const ROW: usize>(codes: &[u8], to: &mut Codes) {
+    let (upper, flip) = (_mm512_set1_epi8(-16), _mm512_set1_epi8(-128));
+    let values = lookup(const { table(row(ROW).codes, 0) });
+    let mut lines = codes.as_ptr();
+    for (i, to) in to.0[..codes.len() * 8 / row(ROW).codes.bits() / TILE_ROWS / 4].chunks_exact_mut(4).enumerate() {
+        // SAFETY: the lines of 16 inputs, and of 4 inputs to each of four.
         unsafe {
-            let w = _mm512_loadu_si512(line.as_ptr().cast());
-            match code_type(KIND) {
-                CodeType::E2m1 => {
-                    let (low, high) = (_mm512_and_si512(w, lower), _mm512_and_si512(_mm512_srli_epi16(w, 4), lower));
-                    _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, low));
-                    _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), _mm512_shuffle_epi8(table, high));
+            let mut w;
+            if is_times_16(ROW) {
+                let (a, b) = (_mm512_loadu_si512(lines.cast()), _mm512_loadu_si512(lines.add(64).cast()));
+                // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest bit
+                // flipped.
+                w = [
+                    _mm512_ternarylogic_epi32(_mm512_slli_epi16(a, 4), upper, flip, 0x6a),
+                    _mm512_ternarylogic_epi32(a, upper, flip, 0x6a),
+                    _mm512_ternarylogic_epi32(_mm512_slli_epi16(b, 4), upper, flip, 0x6a),
+                    _mm512_ternarylogic_epi32(b, upper, flip, 0x6a),
+                ];
+            } else {
+                w = runs::<ROW>(lines, i % 2, values);
+                for j in 0..4 {
+                    if even_bits(ROW) == 8 {
+                        w[j] = _mm512_xor_si512(w[j], flip);
+                    } else if !is_table(ROW) && bias(ROW) != 0 {
+                        w[j] = _mm512_sub_epi8(w[j], _mm512_set1_epi8(bias(ROW) as i8));
+                    }
                 }
-                CodeType::Int4 => {
-                    // (w & upper) ^ flip: 16 (code + 8) as an unsigned byte is 16 code as a signed one with its highest
-                    // bit flipped.
-                    let low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(w, 4), upper, flip, 0x6a);
-                    let high = _mm512_ternarylogic_epi32(w, upper, flip, 0x6a);
-                    _mm512_store_si512(to.0[2 * i].as_mut_ptr().cast(), low);
-                    _mm512_store_si512(to.0[2 * i + 1].as_mut_ptr().cast(), high);
-                }
-                CodeType::Int8 => _mm512_store_si512(to.0[i].as_mut_ptr().cast(), _mm512_xor_si512(w, flip)),
+            }
+            for j in 0..4 {
+                _mm512_store_si512(to[j].as_mut_ptr().cast(), w[j]);
             }
         }
+        lines = lines.wrapping_add(step(ROW, i % 2));
     }
 }
 
@@ -513,7 +525,7 @@ unsafe fn unpack<const KIND: u8>(codes: &[u8], to: &mut Codes) {
 /// AMX, configured, and AVX-512; a tile's scales; the block's tokens can be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn sum_groups<const KIND: u8, const R: usize>(
+unsafe fn sum_groups<const ROW: usize, const R: usize>(
     codes: &Codes,
     part: &Part<'_>,
     x: &ActivationRows<'_>,
@@ -522,8 +534,8 @@ unsafe fn sum_groups<const KIND: u8, const R: usize>(
     out: &mut [f32],
 ) {
     let Part { scales, next, onto, groups, stride } = *part;
-    let group_bytes = x.group * TILE_ROWS * code_type(KIND).bits() / 8;
-    let unit = _mm512_set1_ps(if let CodeType::Int4 = code_type(KIND) { 1.0 / 16.0 } else { 1.0 });
+    let group_bytes = x.group * TILE_ROWS * row(ROW).codes.bits() / 8;
+    let unit = _mm512_set1_ps(if is_times_16(ROW) { 1.0 / 16.0 } else { 1.0 });
     let mut dots = MaybeUninit::<Results<i32>>::uninit();
     let mut acc = [_mm512_setzero_ps(); R];
     if onto {
@@ -555,11 +567,16 @@ unsafe fn sum_groups<const KIND: u8, const R: usize>(
                 }
             }
             if g > groups.0 {
-                let w_scale = _mm512_mul_ps(scales16(scales, (g - 1) * 2 * TILE_ROWS), unit);
-                let x_scales = x.scales(g - 1, first);
+                let [w_scale, w_offset] = scales16::<ROW>(scales, g - 1);
+                let w_scale = _mm512_mul_ps(w_scale, unit);
+                let (x_scales, x_sums) = (x.scales(g - 1, first), x.sums(g - 1, first));
                 for t in 0..R {
                     let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.as_ptr().cast::<__m512i>().add(t)));
                     acc[t] = _mm512_fmadd_ps(dot, _mm512_mul_ps(w_scale, _mm512_set1_ps(*x_scales.add(t))), acc[t]);
+                    if row(ROW).scales.have_offsets() {
+                        let total = *x_sums.add(t) as f32 * *x_scales.add(t);
+                        acc[t] = _mm512_fmadd_ps(w_offset, _mm512_set1_ps(total), acc[t]);
+                    }
                 }
             }
             if g < groups.1 {

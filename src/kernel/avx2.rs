@@ -3,21 +3,20 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
-use super::tiles::codes::{INT8, MXFP4};
-use super::tiles::{Scales, To, bias, e2m1_table};
+use super::tiles::{Scales, To, bias, even_bits, half_bytes, half_lines, is_table, largest, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Multiplies one tile with one or two tokens: codes with `$block`, what an instruction set brings of its own.
 macro_rules! by_precision {
     ($precision:expr, $block:ident, $scales:expr, $lines:expr, $x:expr, $out:expr, $to:expr) => {
-        match ($precision.codes(), $x.len()) {
+        match ($precision.row_number(), $x.len()) {
             (None, 2) => $crate::kernel::avx2::split_block::<2>($lines, $x, $out, $to),
             (None, _) => $crate::kernel::avx2::split_block::<1>($lines, $x, $out, $to),
-            (Some(codes), 2) => $crate::kernel::tiles::by_codes!(codes, $block[2]($scales, $lines, $x, $out, $to)),
-            (Some(codes), _) => $crate::kernel::tiles::by_codes!(codes, $block[1]($scales, $lines, $x, $out, $to)),
+            (Some(row), 2) => $crate::kernel::tiles::by_row!(row, $block[2]($scales, $lines, $x, $out, $to)),
+            (Some(row), _) => $crate::kernel::tiles::by_row!(row, $block[1]($scales, $lines, $x, $out, $to)),
         }
     };
 }
@@ -99,13 +98,26 @@ pub(super) unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [[__m256; 2]; 
     acc
 }
 
+/// Whether unsigned codes times signed bytes, in pairs, overflow 16 bits.
+const fn is_wide(number: usize) -> bool {
+    largest(number) > 127
+}
+
+/// So many such pairs are added in 16 bits.
+const fn most_pairs(number: usize) -> usize {
+    match 32767 / (2 * 127 * largest(number)) {
+        8.. => 8,
+        4.. => 4,
+        _ => 2,
+    }
+}
+
 /// `T` tokens through one tile.
 ///
-/// INT4: products of an unsigned nibble and a signed byte, in pairs, are at most 2 * 15 * 127: eight of them fit in 16
-/// bits. MXFP4: the same, of codes up to 24: four of them fit.
-/// INT8: vpmaddubsw would saturate on unsigned weights; |w| (at most 128) times x carrying w's sign stays below 2^15.
+/// Products of an unsigned code and a signed byte, in pairs, are added in 16 bits as often as they fit. Codes of 8 bits
+/// would saturate vpmaddubsw: |w| (at most 128) times x carrying w's sign stays below 2^15.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn block<const CODES: u8, const T: usize>(
+unsafe fn block<const ROW: usize, const T: usize>(
     scales: Scales<'_>,
     lines: &[u8],
     x: &ActivationRows<'_>,
@@ -113,9 +125,8 @@ unsafe fn block<const CODES: u8, const T: usize>(
     to: To,
 ) {
     let groups = x.k / x.group;
-    let (nibble, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
-    let flip = _mm256_set1_epi8(-128);
-    let table = e2m1_lookup(e2m1_table(bias(MXFP4) as i8));
+    let ones = _mm256_set1_epi16(1);
+    let values = lookup(const { table(row(ROW).codes, if is_wide(ROW) { 0 } else { bias(ROW) }) });
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
@@ -126,58 +137,50 @@ unsafe fn block<const CODES: u8, const T: usize>(
     for g in 0..groups {
         let ahead = to.stream.from(weights);
         let mut dot = [[_mm256_setzero_si256(); 2]; T];
-        if CODES != INT8 {
+        if !is_wide(ROW) && bias(ROW) != 0 {
             for t in 0..T {
-                dot[t] = [_mm256_set1_epi32(-bias(CODES) * x.sum(g, t)); 2];
+                dot[t] = [_mm256_set1_epi32(-bias(ROW) * x.sum(g, t)); 2];
             }
         }
-        for k in (g * x.group..(g + 1) * x.group).step_by(32) {
-            // 32 inputs: 8 lines of INT8, 4 of the others.
-            ahead.prefetch(weights, if CODES == INT8 { 8 } else { 4 });
+        let mut pairs = [[_mm256_setzero_si256(); 2]; T];
+        for k in (g * x.group..(g + 1) * x.group).step_by(16) {
+            let half = k / 16 % 2;
+            ahead.prefetch(weights, half_lines(ROW, half));
             let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
-            let mut pairs = [[_mm256_setzero_si256(); 2]; T];
-            for line in 0..if CODES == INT8 { 8 } else { 4 } {
-                for half in 0..2 {
-                    // SAFETY: 32 inputs of 16 rows are 4 or 8 lines of 64 bytes, inside the tile whose length was
-                    // checked.
-                    let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
-                    if CODES != INT8 {
-                        let (mut low, mut high) =
-                            (_mm256_and_si256(w, nibble), _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble));
-                        if CODES == MXFP4 {
-                            (low, high) = (_mm256_shuffle_epi8(table, low), _mm256_shuffle_epi8(table, high));
+            for upper in 0..2 {
+                // SAFETY: 16 inputs of 16 rows, inside the tile whose length was checked.
+                let w = unsafe { runs::<ROW>(weights, half, upper, values) };
+                for j in 0..4 {
+                    for t in 0..T {
+                        // SAFETY: 4 codes of the 16 inputs from k on.
+                        let a = unsafe { four(codes[t].add(at + 4 * j)) };
+                        if is_wide(ROW) {
+                            let w = if is_table(ROW) { w[j] } else { _mm256_xor_si256(w[j], _mm256_set1_epi8(-128)) };
+                            let products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+                            dot[t][upper] = _mm256_add_epi32(dot[t][upper], _mm256_madd_epi16(products, ones));
+                            continue;
                         }
-                        for t in 0..T {
-                            // SAFETY: 8 codes of the 32 inputs from k on.
-                            let (a, b) =
-                                unsafe { (four(codes[t].add(at + 8 * line)), four(codes[t].add(at + 8 * line + 4))) };
-                            pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(low, a));
-                            pairs[t][half] = _mm256_add_epi16(pairs[t][half], _mm256_maddubs_epi16(high, b));
-                            if line == 3 || CODES == MXFP4 && line == 1 {
-                                dot[t][half] = _mm256_add_epi32(dot[t][half], _mm256_madd_epi16(pairs[t][half], ones));
-                                pairs[t][half] = _mm256_setzero_si256();
-                            }
-                        }
-                    } else {
-                        let w = _mm256_xor_si256(w, flip);
-                        let magnitude = _mm256_abs_epi8(w);
-                        for t in 0..T {
-                            // SAFETY: 4 codes of the 32 inputs from k on.
-                            let a = unsafe { four(codes[t].add(at + 4 * line)) };
-                            let products = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(a, w));
-                            dot[t][half] = _mm256_add_epi32(dot[t][half], _mm256_madd_epi16(products, ones));
+                        pairs[t][upper] = _mm256_add_epi16(pairs[t][upper], _mm256_maddubs_epi16(w[j], a));
+                        let most = const { most_pairs(ROW) };
+                        if (j + 1) % most == 0 || j == 3 && (half == 1 || row(ROW).group_size == 16) {
+                            let sum = _mm256_madd_epi16(pairs[t][upper], ones);
+                            dot[t][upper] = _mm256_add_epi32(dot[t][upper], sum);
+                            pairs[t][upper] = _mm256_setzero_si256();
                         }
                     }
                 }
             }
-            weights = weights.wrapping_add(if CODES == INT8 { 512 } else { 256 });
+            weights = weights.wrapping_add(step(ROW, half));
         }
-        for half in 0..2 {
-            // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-            let w_scale = unsafe { scales8(scales, g * 32 + half * 16) };
+        for upper in 0..2 {
+            // SAFETY: the scales of group `g`, before `lines`.
+            let [w_scale, w_offset] = unsafe { scales8::<ROW>(scales, g, upper) };
             for t in 0..T {
                 let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scale(g, t)));
-                acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[t][half]), scale, acc[t][half]);
+                acc[t][upper] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[t][upper]), scale, acc[t][upper]);
+                if row(ROW).scales.have_offsets() {
+                    acc[t][upper] = _mm256_fmadd_ps(w_offset, _mm256_set1_ps(x.total(g, t)), acc[t][upper]);
+                }
             }
         }
     }
@@ -191,6 +194,76 @@ unsafe fn block<const CODES: u8, const T: usize>(
     }
 }
 
+/// The codes of 16 inputs, half `half` of a block whose lines begin at `lines`, as bytes: four runs of 4 inputs of the
+/// lower or the upper 8 rows. What is stored, or looked up in `values`.
+///
+/// # Safety
+/// The block's lines to read; AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn runs<const ROW: usize>(
+    lines: *const u8,
+    half: usize,
+    upper: usize,
+    values: __m256i,
+) -> [__m256i; 4] {
+    // SAFETY: as promised by the caller.
+    let line = |at: usize| unsafe { _mm256_loadu_si256(lines.add(at + 32 * upper).cast()) };
+    let (low, pair) = (_mm256_set1_epi8(15), _mm256_set1_epi8(3));
+    let mut w = match even_bits(ROW) {
+        8 => [line(0), line(64), line(128), line(192)],
+        4 | 6 => {
+            let (a, b) = (line(0), line(64));
+            [
+                _mm256_and_si256(a, low),
+                _mm256_and_si256(_mm256_srli_epi16(a, 4), low),
+                _mm256_and_si256(b, low),
+                _mm256_and_si256(_mm256_srli_epi16(b, 4), low),
+            ]
+        }
+        _ => {
+            let a = line(0);
+            [
+                _mm256_and_si256(a, pair),
+                _mm256_and_si256(_mm256_srli_epi16(a, 2), pair),
+                _mm256_and_si256(_mm256_srli_epi16(a, 4), pair),
+                _mm256_and_si256(_mm256_srli_epi16(a, 6), pair),
+            ]
+        }
+    };
+    if even_bits(ROW) == 6 {
+        let (bits, mask) = (line(128), _mm256_set1_epi8(0x30));
+        w[0] = _mm256_or_si256(w[0], _mm256_and_si256(_mm256_slli_epi16(bits, 4), mask));
+        w[1] = _mm256_or_si256(w[1], _mm256_and_si256(_mm256_slli_epi16(bits, 2), mask));
+        w[2] = _mm256_or_si256(w[2], _mm256_and_si256(bits, mask));
+        w[3] = _mm256_or_si256(w[3], _mm256_and_si256(_mm256_srli_epi16(bits, 2), mask));
+    }
+    if row(ROW).codes.bits() % 2 == 1 {
+        // Bit `i` of a byte is that of run `i` of the block: of this half they come to the place of the highest.
+        let bits = line((2 - half) * half_bytes(ROW));
+        let bits = _mm256_srl_epi16(bits, _mm_cvtsi32_si128(4 * half as i32));
+        let mask = _mm256_set1_epi8(1 << even_bits(ROW));
+        let moved = match even_bits(ROW) {
+            4 => [
+                _mm256_slli_epi16(bits, 4),
+                _mm256_slli_epi16(bits, 3),
+                _mm256_slli_epi16(bits, 2),
+                _mm256_slli_epi16(bits, 1),
+            ],
+            _ => [_mm256_slli_epi16(bits, 2), _mm256_slli_epi16(bits, 1), bits, _mm256_srli_epi16(bits, 1)],
+        };
+        for j in 0..4 {
+            w[j] = _mm256_or_si256(w[j], _mm256_and_si256(moved[j], mask));
+        }
+    }
+    if is_table(ROW) {
+        for j in 0..4 {
+            w[j] = _mm256_shuffle_epi8(values, w[j]);
+        }
+    }
+    w
+}
+
 /// Four codes in every dword.
 ///
 /// # Safety
@@ -202,26 +275,79 @@ pub(super) unsafe fn four(codes: *const i8) -> __m256i {
     _mm256_set1_epi32(unsafe { codes.cast::<i32>().read_unaligned() })
 }
 
-/// Eight scales from byte `at` on as f32.
+/// Scales and offsets of a group as f32, of the lower or the upper 8 rows.
 ///
 /// # Safety
-/// 16 bytes to read; AVX2 and F16C.
+/// The group's scales to read; AVX2 and F16C.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn scales8(scales: Scales<'_>, at: usize) -> __m256 {
+pub(super) unsafe fn scales8<const ROW: usize>(scales: Scales<'_>, group: usize, upper: usize) -> [__m256; 2] {
+    let (at, head) = row(ROW).scales.at(group, row(ROW).group_size);
     // SAFETY: as promised by the caller.
-    let bits = unsafe { _mm_loadu_si128(scales.bytes.as_ptr().add(at).cast()) };
-    if scales.f16 {
-        _mm256_cvtph_ps(bits)
-    } else {
-        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))
+    let numbers = |at: usize| unsafe { _mm_loadu_si128(scales.bytes.as_ptr().add(at + 16 * upper).cast()) };
+    match row(ROW).scales {
+        pack::Scales::Plain if scales.f16 => [_mm256_cvtph_ps(numbers(at)), _mm256_setzero_ps()],
+        pack::Scales::Plain => {
+            [_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers(at)), 16)), _mm256_setzero_ps()]
+        }
+        pack::Scales::WithOffset => [_mm256_cvtph_ps(numbers(at)), _mm256_cvtph_ps(numbers(at + 2 * TILE_ROWS))],
+        pack::Scales::Counted { zero, offsets, .. } => {
+            // SAFETY: as promised by the caller.
+            let counts = unsafe { counts::<ROW>(scales.bytes.as_ptr().add(at)) };
+            let of = |bytes: __m128i| if upper == 1 { _mm_unpackhi_epi64(bytes, bytes) } else { bytes };
+            let count = _mm256_sub_epi32(_mm256_cvtepu8_epi32(of(counts[0])), _mm256_set1_epi32(i32::from(zero)));
+            let scale = _mm256_mul_ps(_mm256_cvtph_ps(numbers(head)), _mm256_cvtepi32_ps(count));
+            if !offsets {
+                return [scale, _mm256_setzero_ps()];
+            }
+            let offset = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(of(counts[1])));
+            let offset = _mm256_mul_ps(_mm256_cvtph_ps(numbers(head + 2 * TILE_ROWS)), offset);
+            [scale, _mm256_xor_ps(offset, _mm256_set1_ps(-0.0))]
+        }
+    }
+}
+
+/// What 16 rows of a group count of their super-block's numbers, as bytes: of `d`, and of `dmin`.
+///
+/// # Safety
+/// The group's record to read; AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn counts<const ROW: usize>(record: *const u8) -> [__m128i; 2] {
+    let pack::Scales::Counted { bits, offsets, .. } = row(ROW).scales else { return [_mm_setzero_si128(); 2] };
+    let low = _mm_set1_epi8(15);
+    // SAFETY: as promised by the caller.
+    let all = || unsafe { _mm_loadu_si128(record.cast()) };
+    // Halves of 8 bytes: rows 0 to 7, then 8 to 15.
+    let halves = |at: usize| {
+        // SAFETY: as promised by the caller.
+        let bytes = unsafe { _mm_loadl_epi64(record.add(at).cast()) };
+        _mm_unpacklo_epi64(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low))
+    };
+    match (bits, offsets) {
+        (8, _) => [all(), _mm_setzero_si128()],
+        (6, true) => {
+            let bytes = all();
+            let two = _mm_and_si128(_mm_srli_epi16(bytes, 6), _mm_set1_epi8(3));
+            [_mm_and_si128(bytes, _mm_set1_epi8(63)), _mm_or_si128(two, _mm_slli_epi16(halves(TILE_ROWS), 2))]
+        }
+        (6, false) => {
+            // SAFETY: as promised by the caller.
+            let upper = _mm_set1_epi32(unsafe { record.add(8).cast::<i32>().read_unaligned() });
+            let upper = _mm_and_si128(_mm_srlv_epi32(upper, _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
+            [_mm_or_si128(halves(0), _mm_slli_epi16(upper, 4)), _mm_setzero_si128()]
+        }
+        _ => {
+            let bytes = all();
+            [_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low)]
+        }
     }
 }
 
 /// A table of 16 bytes for `vpshufb`, in both halves.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m256i {
+pub(super) fn lookup(table: [i8; 16]) -> __m256i {
     // SAFETY: 16 bytes of an array.
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }

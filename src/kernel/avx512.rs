@@ -3,13 +3,12 @@
 
 use std::arch::x86_64::*;
 
-use moebius_cache::Precision;
-use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{self, BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
+use super::avx2::counts;
 use super::shared::PREFETCH_TOKENS;
-use super::tiles::codes::{INT8, MXFP4};
-use super::tiles::{Scales, To, bias, by_codes, e2m1_table};
+use super::tiles::{Scales, To, bias, by_row, even_bits, half_bytes, half_lines, is_table, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -73,8 +72,11 @@ pub(super) unsafe fn each_tile(
     }
 }
 
-/// Tokens that share one pass over a tile of codes: two accumulators each, and the weights, in 32 registers.
-const MAX_TOKENS: usize = 12;
+/// Tokens that share one pass over a tile of codes: two accumulators each, and the weights, in 32 registers. Half as many
+/// where a code is of several parts, which pays little more and compiles in half the time.
+const fn most_tokens(number: usize) -> usize {
+    if number < 3 { 12 } else { 6 }
+}
 /// The same for a BF16 tile: four sums and an accumulator each.
 const MAX_SPLIT_TOKENS: usize = 5;
 
@@ -99,7 +101,7 @@ unsafe fn sums<const T: usize>(to: To, out: &[f32]) -> [__m512; T] {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     let (scales, lines) = Scales::split(layout, tile);
-    let most = if layout.precision == Precision::Bf16 { MAX_SPLIT_TOKENS } else { MAX_TOKENS };
+    let most = layout.precision.row_number().map_or(MAX_SPLIT_TOKENS, most_tokens);
     let mut t = 0;
     while t < x.len() {
         // Even blocks: 13 tokens are 7 and 6, not 12 and 1.
@@ -108,9 +110,9 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
         let (now, out) = (x.part(t, take), &mut out[t * to.stride..]);
         // SAFETY: as promised to this function.
         unsafe {
-            match layout.precision.codes() {
+            match layout.precision.row_number() {
                 None => split_tokens(lines, &now, out, to),
-                Some(codes) => by_codes!(codes, tokens[](scales, lines, &now, out, to)),
+                Some(row) => by_row!(row, tokens[](scales, lines, &now, out, to)),
             }
         }
         t += take;
@@ -118,12 +120,14 @@ unsafe fn one_tile(layout: &MatrixLayout, tile: &[u8], x: &ActivationRows<'_>, o
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn tokens<const CODES: u8>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
+unsafe fn tokens<const ROW: usize>(scales: Scales<'_>, lines: &[u8], x: &ActivationRows<'_>, out: &mut [f32], to: To) {
     macro_rules! by_count {
         ($($n:literal $chains:literal),*) => {
             match x.len() {
                 // SAFETY: as promised to this function; `x` has as many rows as the instance takes.
-                $($n => unsafe { block::<CODES, $n, $chains>(scales, lines, x, out, to) },)*
+                $($n if const { $n <= most_tokens(ROW) } => unsafe {
+                    block::<ROW, $n, $chains>(scales, lines, x, out, to)
+                },)*
                 n => unreachable!("{n} tokens in a block"),
             }
         };
@@ -188,7 +192,7 @@ unsafe fn split_block<const T: usize>(lines: &[u8], x: &ActivationRows<'_>, out:
 
 /// `T` tokens through one tile: per group, the line of weights is loaded and unpacked once for all of them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
+unsafe fn block<const ROW: usize, const T: usize, const CHAINS: usize>(
     scales: Scales<'_>,
     lines: &[u8],
     x: &ActivationRows<'_>,
@@ -196,8 +200,7 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
     to: To,
 ) {
     let groups = x.k / x.group;
-    let nibble = _mm512_set1_epi8(15);
-    let table = e2m1_lookup(e2m1_table(bias(MXFP4) as i8));
+    let values = lookup(const { table(row(ROW).codes, bias(ROW)) });
     // Loops, not `array::from_fn`, around intrinsics: a library function has no target features to inline them into.
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
@@ -211,36 +214,19 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
     for g in 0..groups {
         let ahead = to.stream.from(weights);
         let mut dot = [[_mm512_setzero_si512(); CHAINS]; T];
-        for t in 0..T {
-            dot[t][0] = _mm512_set1_epi32(-bias(CODES) * x.sum(g, t));
+        if bias(ROW) != 0 {
+            for t in 0..T {
+                dot[t][0] = _mm512_set1_epi32(-bias(ROW) * x.sum(g, t));
+            }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
+            let (half, at) = (k / 16 % 2, k / BLOCK * x.stride * BLOCK + k % BLOCK);
             if T <= PREFETCH_TOKENS {
-                ahead.prefetch(weights, if CODES == INT8 { 4 } else { 2 });
+                ahead.prefetch(weights, half_lines(ROW, half));
             }
-            let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
-            // SAFETY: 16 inputs of 16 rows are 4 lines of INT8 or 2 of the others, inside the tile whose length was
-            // checked.
-            let line = |i: usize| unsafe { _mm512_loadu_si512(weights.add(64 * i).cast()) };
-            let mut w;
-            if CODES == INT8 {
-                w = [line(0), line(1), line(2), line(3)];
-                weights = weights.wrapping_add(256);
-            } else {
-                let (a, b) = (line(0), line(1));
-                weights = weights.wrapping_add(128);
-                w = [
-                    _mm512_and_si512(a, nibble),
-                    _mm512_and_si512(_mm512_srli_epi16(a, 4), nibble),
-                    _mm512_and_si512(b, nibble),
-                    _mm512_and_si512(_mm512_srli_epi16(b, 4), nibble),
-                ];
-            }
-            if CODES == MXFP4 {
-                for j in 0..4 {
-                    w[j] = _mm512_shuffle_epi8(table, w[j]);
-                }
-            }
+            // SAFETY: 16 inputs of 16 rows, inside the tile whose length was checked.
+            let w = unsafe { runs::<ROW>(weights, half, values) };
+            weights = weights.wrapping_add(step(ROW, half));
             for j in 0..4 {
                 for t in 0..T {
                     // SAFETY: 4 codes of the 16 inputs from k on.
@@ -250,8 +236,8 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
                 }
             }
         }
-        // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-        let w_scale = unsafe { scales16(scales, g * 32) };
+        // SAFETY: the scales of group `g`, before `lines`.
+        let [w_scale, w_offset] = unsafe { scales16::<ROW>(scales, g) };
         for t in 0..T {
             let mut sum = dot[t][0];
             for c in 1..CHAINS {
@@ -259,6 +245,9 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
             }
             let scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x.scale(g, t)));
             acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, acc[t]);
+            if row(ROW).scales.have_offsets() {
+                acc[t] = _mm512_fmadd_ps(w_offset, _mm512_set1_ps(x.total(g, t)), acc[t]);
+            }
         }
     }
     for t in 0..T {
@@ -268,26 +257,107 @@ unsafe fn block<const CODES: u8, const T: usize, const CHAINS: usize>(
     }
 }
 
-/// 16 scales from byte `at` on as f32.
+/// The codes of 16 inputs, half `half` of a block whose lines begin at `lines`, as bytes: four runs of 4 inputs of 16
+/// rows. What is stored, or looked up in `values`.
 ///
 /// # Safety
-/// 32 bytes to read; AVX-512 F, BW and VL.
+/// The block's lines to read; AVX-512 F, BW and VL.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn scales16(scales: Scales<'_>, at: usize) -> __m512 {
+pub(super) unsafe fn runs<const ROW: usize>(lines: *const u8, half: usize, values: __m512i) -> [__m512i; 4] {
     // SAFETY: as promised by the caller.
-    let bits = unsafe { _mm256_loadu_si256(scales.bytes.as_ptr().add(at).cast()) };
-    if scales.f16 {
-        _mm512_cvtph_ps(bits)
-    } else {
-        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))
+    let line = |at: usize| unsafe { _mm512_loadu_si512(lines.add(at).cast()) };
+    let (low, pair) = (_mm512_set1_epi8(15), _mm512_set1_epi8(3));
+    let mut w = match even_bits(ROW) {
+        8 => [line(0), line(64), line(128), line(192)],
+        4 | 6 => {
+            let (a, b) = (line(0), line(64));
+            [
+                _mm512_and_si512(a, low),
+                _mm512_and_si512(_mm512_srli_epi16(a, 4), low),
+                _mm512_and_si512(b, low),
+                _mm512_and_si512(_mm512_srli_epi16(b, 4), low),
+            ]
+        }
+        _ => {
+            let a = line(0);
+            [
+                _mm512_and_si512(a, pair),
+                _mm512_and_si512(_mm512_srli_epi16(a, 2), pair),
+                _mm512_and_si512(_mm512_srli_epi16(a, 4), pair),
+                _mm512_and_si512(_mm512_srli_epi16(a, 6), pair),
+            ]
+        }
+    };
+    if even_bits(ROW) == 6 {
+        let (bits, mask) = (line(128), _mm512_set1_epi8(0x30));
+        w[0] = _mm512_or_si512(w[0], _mm512_and_si512(_mm512_slli_epi16(bits, 4), mask));
+        w[1] = _mm512_or_si512(w[1], _mm512_and_si512(_mm512_slli_epi16(bits, 2), mask));
+        w[2] = _mm512_or_si512(w[2], _mm512_and_si512(bits, mask));
+        w[3] = _mm512_or_si512(w[3], _mm512_and_si512(_mm512_srli_epi16(bits, 2), mask));
+    }
+    if row(ROW).codes.bits() % 2 == 1 {
+        // Bit `i` of a byte is that of run `i` of the block: of this half they come to the place of the highest.
+        let bits = line((2 - half) * half_bytes(ROW));
+        let bits = _mm512_srl_epi16(bits, _mm_cvtsi32_si128(4 * half as i32));
+        let mask = _mm512_set1_epi8(1 << even_bits(ROW));
+        let moved = match even_bits(ROW) {
+            4 => [
+                _mm512_slli_epi16(bits, 4),
+                _mm512_slli_epi16(bits, 3),
+                _mm512_slli_epi16(bits, 2),
+                _mm512_slli_epi16(bits, 1),
+            ],
+            _ => [_mm512_slli_epi16(bits, 2), _mm512_slli_epi16(bits, 1), bits, _mm512_srli_epi16(bits, 1)],
+        };
+        for j in 0..4 {
+            w[j] = _mm512_or_si512(w[j], _mm512_and_si512(moved[j], mask));
+        }
+    }
+    if is_table(ROW) {
+        for j in 0..4 {
+            w[j] = _mm512_shuffle_epi8(values, w[j]);
+        }
+    }
+    w
+}
+
+/// Scales and offsets of a group's 16 rows as f32.
+///
+/// # Safety
+/// The group's scales to read; AVX-512 F, BW and VL.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn scales16<const ROW: usize>(scales: Scales<'_>, group: usize) -> [__m512; 2] {
+    let (at, head) = row(ROW).scales.at(group, row(ROW).group_size);
+    // SAFETY: as promised by the caller.
+    let numbers = |at: usize| unsafe { _mm256_loadu_si256(scales.bytes.as_ptr().add(at).cast()) };
+    match row(ROW).scales {
+        pack::Scales::Plain if scales.f16 => [_mm512_cvtph_ps(numbers(at)), _mm512_setzero_ps()],
+        pack::Scales::Plain => {
+            [_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers(at)), 16)), _mm512_setzero_ps()]
+        }
+        pack::Scales::WithOffset => [_mm512_cvtph_ps(numbers(at)), _mm512_cvtph_ps(numbers(at + 2 * TILE_ROWS))],
+        pack::Scales::Counted { zero, offsets, .. } => {
+            // SAFETY: as promised by the caller.
+            let counts = unsafe { counts::<ROW>(scales.bytes.as_ptr().add(at)) };
+            let count = _mm512_sub_epi32(_mm512_cvtepu8_epi32(counts[0]), _mm512_set1_epi32(i32::from(zero)));
+            let scale = _mm512_mul_ps(_mm512_cvtph_ps(numbers(head)), _mm512_cvtepi32_ps(count));
+            if !offsets {
+                return [scale, _mm512_setzero_ps()];
+            }
+            let offset = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(counts[1]));
+            let offset = _mm512_mul_ps(_mm512_cvtph_ps(numbers(head + 2 * TILE_ROWS)), offset);
+            let sign = _mm512_set1_epi32(i32::MIN);
+            [scale, _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(offset), sign))]
+        }
     }
 }
 
 /// A table of 16 bytes for `vpshufb`, four times.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) fn e2m1_lookup(table: [i8; 16]) -> __m512i {
+pub(super) fn lookup(table: [i8; 16]) -> __m512i {
     // SAFETY: 16 bytes of an array.
     _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }

@@ -6,9 +6,8 @@ use std::arch::x86_64::*;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, TILE_ROWS};
 
 use super::activations::CODES as BLOCK;
-use super::avx2::{self, e2m1_lookup, four, scales8, sums};
-use super::tiles::codes::{INT8, MXFP4};
-use super::tiles::{Scales, To, bias, e2m1_table};
+use super::avx2::{self, four, lookup, runs, scales8, sums};
+use super::tiles::{Scales, To, bias, half_lines, row, step, table};
 use super::{ActivationRows, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
 
 /// Exists only where [`detect`] found the features: that is what every call below relies on.
@@ -48,7 +47,7 @@ impl Kernel for AvxVnni {
 /// `T` tokens through one tile: `vpdpbusd` takes the weights as they lie, unsigned, and the bias is taken off with the
 /// codes' sum.
 #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-unsafe fn block<const CODES: u8, const T: usize>(
+unsafe fn block<const ROW: usize, const T: usize>(
     scales: Scales<'_>,
     lines: &[u8],
     x: &ActivationRows<'_>,
@@ -56,8 +55,7 @@ unsafe fn block<const CODES: u8, const T: usize>(
     to: To,
 ) {
     let groups = x.k / x.group;
-    let nibble = _mm256_set1_epi8(15);
-    let table = e2m1_lookup(e2m1_table(bias(MXFP4) as i8));
+    let values = lookup(const { table(row(ROW).codes, bias(ROW)) });
     let codes = x.codes_of::<T>();
     let mut weights = lines.as_ptr();
     // The lines that prefetching from the first code on would step over.
@@ -67,44 +65,40 @@ unsafe fn block<const CODES: u8, const T: usize>(
     let mut acc = unsafe { sums::<T>(to, out) };
     for g in 0..groups {
         let ahead = to.stream.from(weights);
-        let mut dot = [[[_mm256_setzero_si256(); 2]; 2]; T]; // [token][half][chain]
-        for t in 0..T {
-            for half in 0..2 {
-                dot[t][half][0] = _mm256_set1_epi32(-bias(CODES) * x.sum(g, t));
+        let mut dot = [[[_mm256_setzero_si256(); 2]; 2]; T]; // [token][half of the rows][chain]
+        if bias(ROW) != 0 {
+            for t in 0..T {
+                for upper in 0..2 {
+                    dot[t][upper][0] = _mm256_set1_epi32(-bias(ROW) * x.sum(g, t));
+                }
             }
         }
         for k in (g * x.group..(g + 1) * x.group).step_by(16) {
-            let at = k / BLOCK * x.stride * BLOCK + k % BLOCK;
-            // 16 inputs: 4 lines of INT8, 2 of the others.
-            ahead.prefetch(weights, if CODES == INT8 { 4 } else { 2 });
-            for j in 0..4 {
-                for half in 0..2 {
-                    let line = if CODES == INT8 { j } else { j / 2 };
-                    // SAFETY: 16 inputs of 16 rows are 2 or 4 lines of 64 bytes, inside the tile whose length was
-                    // checked.
-                    let w = unsafe { _mm256_loadu_si256(weights.add(64 * line + 32 * half).cast()) };
-                    let w = match (CODES, j % 2) {
-                        (INT8, _) => w,
-                        (_, 0) => _mm256_and_si256(w, nibble),
-                        _ => _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble),
-                    };
-                    let w = if CODES == MXFP4 { _mm256_shuffle_epi8(table, w) } else { w };
+            let (half, at) = (k / 16 % 2, k / BLOCK * x.stride * BLOCK + k % BLOCK);
+            ahead.prefetch(weights, half_lines(ROW, half));
+            for upper in 0..2 {
+                // SAFETY: 16 inputs of 16 rows, inside the tile whose length was checked.
+                let w = unsafe { runs::<ROW>(weights, half, upper, values) };
+                for j in 0..4 {
                     for t in 0..T {
                         // SAFETY: 4 codes of the 16 inputs from k on.
                         let a = unsafe { four(codes[t].add(at + 4 * j)) };
-                        dot[t][half][j % 2] = _mm256_dpbusd_avx_epi32(dot[t][half][j % 2], w, a);
+                        dot[t][upper][j % 2] = _mm256_dpbusd_avx_epi32(dot[t][upper][j % 2], w[j], a);
                     }
                 }
             }
-            weights = weights.wrapping_add(if CODES == INT8 { 256 } else { 128 });
+            weights = weights.wrapping_add(step(ROW, half));
         }
-        for half in 0..2 {
-            // SAFETY: a group has 16 scales of 2 bytes, before `lines`.
-            let w_scale = unsafe { scales8(scales, g * 32 + half * 16) };
+        for upper in 0..2 {
+            // SAFETY: the scales of group `g`, before `lines`.
+            let [w_scale, w_offset] = unsafe { scales8::<ROW>(scales, g, upper) };
             for t in 0..T {
-                let sum = _mm256_add_epi32(dot[t][half][0], dot[t][half][1]);
+                let sum = _mm256_add_epi32(dot[t][upper][0], dot[t][upper][1]);
                 let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x.scale(g, t)));
-                acc[t][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, acc[t][half]);
+                acc[t][upper] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, acc[t][upper]);
+                if row(ROW).scales.have_offsets() {
+                    acc[t][upper] = _mm256_fmadd_ps(w_offset, _mm256_set1_ps(x.total(g, t)), acc[t][upper]);
+                }
             }
         }
     }

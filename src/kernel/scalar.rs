@@ -1,7 +1,7 @@
 //! The kernels in plain Rust: the definition of every bit, not fast.
 
 use half::bf16;
-use moebius_cache::pack::{BF16_INPUTS, CodeType, MatrixLayout, TILE_ROWS, unpack_code};
+use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, Row, TILE_ROWS, unpack_code, unpack_scale};
 
 use super::activations::CODES;
 use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
@@ -38,9 +38,9 @@ impl Kernel for Scalar {
                 for r in 0..TILE_ROWS {
                     let out = &mut out[(t * count + i) * TILE_ROWS + r];
                     let acc = if start == Start::Out { *out } else { 0.0 };
-                    *out = match layout.precision.codes() {
+                    *out = match layout.precision.row() {
                         None => split_dot(tile, x, r, t, acc),
-                        Some(codes) => packed_dot(layout, codes, tile, x, r, t, acc),
+                        Some(row) => packed_dot(layout, row, tile, x, r, t, acc),
                     };
                 }
             }
@@ -95,23 +95,25 @@ impl Kernel for Scalar {
 /// Row `r` of a tile of codes times row `t` of the activations.
 fn packed_dot(
     layout: &MatrixLayout,
-    codes: CodeType,
+    row: Row,
     tile: &[u8],
     x: &ActivationRows<'_>,
     r: usize,
     t: usize,
     mut acc: f32,
 ) -> f32 {
-    let (w_scales, lines) = tile.split_at(layout.scale_bytes());
-    let weight = |k: usize| i32::from(unpack_code(codes, lines, r, k));
+    let lines = &tile[layout.scale_bytes()..];
+    let weight = |k: usize| i32::from(unpack_code(row.codes, lines, r, k));
     // SAFETY: `check` has seen that all inputs of the row can be read.
     #[allow(unsafe_code)]
     let code = |k: usize| i32::from(unsafe { *x.codes(t).add(k / CODES * x.stride * CODES + k % CODES) });
     for g in 0..x.k / x.group {
         let dot: i32 = (g * x.group..(g + 1) * x.group).map(|k| weight(k) * code(k)).sum();
-        let s = (g * TILE_ROWS + r) * 2;
-        let w_scale = layout.precision.scales().from_bits(u16::from_le_bytes([w_scales[s], w_scales[s + 1]]));
-        acc = (dot as f32).mul_add(w_scale * x.scale(g, t), acc);
+        let (scale, offset) = unpack_scale(layout, tile, r, g);
+        acc = (dot as f32).mul_add(scale * x.scale(g, t), acc);
+        if row.scales.have_offsets() {
+            acc = offset.mul_add(x.total(g, t), acc);
+        }
     }
     acc
 }

@@ -97,6 +97,11 @@ fn precision() -> impl Strategy<Value = Precision> {
     prop::sample::select(Precision::all())
 }
 
+/// What rows are a multiple of.
+fn unit(precision: Precision) -> usize {
+    if precision == Precision::Bf16 { 24 } else { precision.unit() }
+}
+
 /// Tiles of random weights, or of extreme codes, where narrow sums would overflow.
 fn tiles(layout: &MatrixLayout, random: &mut Random) -> Vec<u8> {
     let mut bytes: Vec<u8> = (0..layout.bytes()).map(|_| random.next() as u8).collect();
@@ -109,13 +114,26 @@ fn tiles(layout: &MatrixLayout, random: &mut Random) -> Vec<u8> {
             continue;
         }
         let (scales, codes) = tile.split_at_mut(layout.scale_bytes());
+        if extreme > 0 {
+            codes.fill(if extreme == 1 { 0xff } else { 0 });
+        }
+        let (kind, group) = (layout.precision.row().unwrap().scales, layout.precision.group_size().unwrap());
+        if kind.have_offsets() || kind.head_bytes() > 0 {
+            // Counts are any bytes, numbers are not.
+            for g in 0..layout.k / group {
+                let (at, head) = kind.at(g, group);
+                let numbers =
+                    if kind.head_bytes() > 0 { head..head + kind.head_bytes() } else { at..at + kind.record_bytes() };
+                for number in scales[numbers].chunks_exact_mut(2) {
+                    number.copy_from_slice(&half::f16::from_f32(0.01 + 0.01 * random.normal()).to_le_bytes());
+                }
+            }
+            continue;
+        }
         // Of F16 subnormal ones, too: they begin at 6e-5.
         let size = if random.next() % 4 == 0 { 1e-5 } else { 0.01 };
         for scale in scales.chunks_exact_mut(2) {
             scale.copy_from_slice(&layout.precision.scales().to_bits(size + size * random.normal()).to_le_bytes());
-        }
-        if extreme > 0 {
-            codes.fill(if extreme == 1 { 0xff } else { 0 });
         }
     }
     bytes
@@ -140,7 +158,7 @@ fn matmul_gives_equal_bits() {
         120,
         (precision(), 1..9usize, 1..6usize, tokens, 0..3usize, any::<u64>()),
         |(precision, groups, count, n, skip, seed)| {
-            let k = groups * precision.group_size().unwrap_or(24);
+            let k = groups * unit(precision);
             let layout = MatrixLayout::new(count * TILE_ROWS, k, precision).unwrap();
             let mut random = Random(seed);
             let weights = tiles(&layout, &mut random);
@@ -169,7 +187,7 @@ fn matmul_gives_equal_bits() {
 #[test]
 fn matmul_is_the_product() {
     cases(40, (precision(), 1..6usize, any::<u64>()), |(precision, groups, seed)| {
-        let k = groups * precision.group_size().unwrap_or(24);
+        let k = groups * unit(precision);
         let layout = MatrixLayout::new(TILE_ROWS, k, precision).unwrap();
         let mut random = Random(seed);
         let weights = tiles(&layout, &mut random);

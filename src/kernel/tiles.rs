@@ -4,7 +4,7 @@
 #[cfg(target_arch = "x86_64")]
 use moebius_cache::ScaleType;
 #[cfg(target_arch = "x86_64")]
-use moebius_cache::pack::{CodeType, DOUBLED_E2M1, MatrixLayout};
+use moebius_cache::pack::{CodeType, MatrixLayout, Row};
 
 #[cfg(target_arch = "x86_64")]
 use super::Start;
@@ -137,56 +137,87 @@ impl Distances {
     }
 }
 
-/// The type of a tile's codes, a constant of the functions that are compiled for each.
+/// The row of a precision, whose number is a constant of the functions that are compiled for it.
 #[cfg(target_arch = "x86_64")]
-pub(super) mod codes {
-    use moebius_cache::pack::CodeType;
-
-    pub(crate) const INT8: u8 = CodeType::Int8 as u8;
-    pub(crate) const INT4: u8 = CodeType::Int4 as u8;
-    pub(crate) const MXFP4: u8 = CodeType::E2m1 as u8;
+pub(super) const fn row(number: usize) -> Row {
+    Row::ALL[number]
 }
 
-/// The type that such a constant stands for.
+/// `by_row!(number, function[N, ..](arguments))` is `function::<ROW, N, ..>(arguments)` for the row of this number.
 #[cfg(target_arch = "x86_64")]
-pub(super) const fn code_type(codes: u8) -> CodeType {
-    CodeType::ALL[codes as usize]
-}
-
-/// `by_codes!(codes, function[N, ..](arguments))` is `function::<CODES, N, ..>(arguments)` for the type of the codes.
-#[cfg(target_arch = "x86_64")]
-macro_rules! by_codes {
-    ($codes:expr, $function:ident[$($n:tt),*]$arguments:tt) => {{
-        use ::moebius_cache::pack::CodeType;
-        match $codes {
-            CodeType::Int8 => $crate::kernel::tiles::by_codes!(@INT8 $function[$($n),*]$arguments),
-            CodeType::Int4 => $crate::kernel::tiles::by_codes!(@INT4 $function[$($n),*]$arguments),
-            CodeType::E2m1 => $crate::kernel::tiles::by_codes!(@MXFP4 $function[$($n),*]$arguments),
+macro_rules! by_row {
+    ($number:expr, $function:ident $n:tt $arguments:tt) => {
+        $crate::kernel::tiles::by_row!(@ $number, $function $n $arguments, 0 1 2 3 4 5 6 7 8 9 10 11 12)
+    };
+    (@ $number:expr, $function:ident $n:tt $arguments:tt, $($row:literal)*) => {{
+        const { assert!([$($row),*].len() == ::moebius_cache::pack::Row::ALL.len(), "a number for each row") };
+        match $number {
+            $($row => $crate::kernel::tiles::by_row!(@@ $row $function $n $arguments),)*
+            other => unreachable!("there is no row {other}"),
         }
     }};
-    (@$codes:ident $function:ident[$($n:tt),*]($($argument:expr),*)) => {
-        $function::<{ $crate::kernel::tiles::codes::$codes }, $($n),*>($($argument),*)
+    (@@ $row:literal $function:ident[$($n:tt),*]($($argument:expr),*)) => {
+        $function::<$row, $($n),*>($($argument),*)
     };
 }
 #[cfg(target_arch = "x86_64")]
-pub(super) use by_codes;
+pub(super) use by_row;
 
-/// What makes codes unsigned, for instructions that want them so: stored with integers, looked up with MXFP4.
+/// What makes codes unsigned, for instructions that want them so: stored with integers, looked up with tables.
 #[cfg(target_arch = "x86_64")]
-pub(super) const fn bias(codes: u8) -> i32 {
-    -(code_type(codes).range()[0] as i32)
+pub(super) const fn bias(number: usize) -> i32 {
+    -(row(number).codes.range()[0] as i32)
 }
 
-/// What four bits of E2M1 become, `add` added.
+/// The largest code once it is unsigned.
 #[cfg(target_arch = "x86_64")]
-pub(super) const fn e2m1_table(add: i8) -> [i8; 16] {
-    let mut table = DOUBLED_E2M1;
+pub(super) const fn largest(number: usize) -> i32 {
+    row(number).codes.range()[1] as i32 + bias(number)
+}
+
+/// Bits of a code, but for an odd one.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn even_bits(number: usize) -> usize {
+    row(number).codes.bits() / 2 * 2
+}
+
+/// Whether codes are looked up.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn is_table(number: usize) -> bool {
+    row(number).codes.table().is_some()
+}
+
+/// What four bits of a table stand for, `add` added; zeros where there is none.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn table(codes: CodeType, add: i32) -> [i8; 16] {
+    let mut table = match codes.table() {
+        Some(table) => *table,
+        None => return [0; 16],
+    };
     let mut i = 0;
     while i < 16 {
-        table[i] += add;
+        table[i] = (table[i] as i32 + add) as i8; // as a byte: above 127 it is unsigned
         i += 1;
     }
     table
+}
+
+/// Bytes of the lines of 16 inputs, but for an odd bit's.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn half_bytes(number: usize) -> usize {
+    even_bits(number) * 32
+}
+
+/// From the lines of one half of a block of 32 inputs to those of the next.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn step(number: usize, half: usize) -> usize {
+    half_bytes(number) + half * (row(number).codes.bits() % 2) * 64
+}
+
+/// Lines of 64 bytes that a half of a block brings.
+#[cfg(target_arch = "x86_64")]
+pub(super) const fn half_lines(number: usize, half: usize) -> usize {
+    step(number, half) / 64
 }
 
 /// The scales at the beginning of a tile: 16 rows' for each group, two bytes each.

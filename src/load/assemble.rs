@@ -30,7 +30,7 @@ pub fn assemble(
         Budget::Gpu(cuda, plan) => return super::gpu::assemble(spec, stored, (cuda, plan), machine, report),
         Budget::Cpu(plan) => plan,
     };
-    let Spec { model, config, precision, .. } = *spec;
+    let Spec { model, config, ref precision, .. } = *spec;
     let Stored { resident, experts } = stored;
     let tokens = spec.cpu_tokens();
     let limits = spec.cpu_limits();
@@ -68,7 +68,7 @@ pub fn assemble(
         max_context,
         max_batch_tokens: tokens,
         device: None,
-        precision,
+        precision: precision.clone(),
         team,
         kernel,
         available_bytes,

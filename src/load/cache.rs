@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::convert::{ExpertSource, Job, LayerSource};
+use moebius_cache::pack::Precisions;
 
 use crate::config::EngineConfig;
 use crate::model::{Activation, ModelConfig};
@@ -22,7 +22,12 @@ pub fn cache_dir(config: &EngineConfig) -> Result<PathBuf> {
 }
 
 /// The conversion that a model in `precision` needs.
-pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig, precision: Precision) -> Job<'a> {
+pub fn cache_job<'a>(
+    name: &str,
+    checkpoint: &'a Checkpoint,
+    model: &ModelConfig,
+    precision: impl Into<Precisions>,
+) -> Job<'a> {
     let moe = model.moe().expect("a model with a precision of experts has experts");
     let layers = model.moe_layers().map(|(layer, moe)| {
         let expert = |e: usize| {
@@ -37,7 +42,7 @@ pub fn cache_job<'a>(name: &str, checkpoint: &'a Checkpoint, model: &ModelConfig
         hidden: model.hidden_size,
         intermediate: moe.intermediate_size,
         num_experts: moe.num_experts,
-        precision,
+        precision: precision.into(),
         weights_suffice: !moe.expert_bias && moe.activation == Activation::Silu,
         layers: layers.collect(),
     }

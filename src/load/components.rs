@@ -51,7 +51,7 @@ impl std::fmt::Display for Component {
 ///
 /// Errors: a tensor of an unknown type, or holding NaN.
 pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Component>> {
-    let Spec { model, config, precision: experts, .. } = *spec;
+    let Spec { model, config, precision: ref experts, .. } = *spec;
     let mut found: BTreeMap<(String, String), Component> = BTreeMap::new();
     for (name, shape) in checkpoint.matrices() {
         let Some(role) = role(&name, model) else { continue };
@@ -75,18 +75,28 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         if !is_router {
             let bits = if component.role == "lm_head" { config.dense.of_head() } else { config.dense };
             let dense = || bits.precision(shape[1]).unwrap_or(Precision::Bf16);
-            let precision = match (component.is_experts(), experts) {
-                (true, Some(precision)) => precision,
+            let is_down = |part: &str| part == model.names.expert_projections[2];
+            let precision = match (component.role.strip_prefix("experts."), experts) {
+                (Some(part), Some(precision)) => {
+                    let layer = precision.layer(moe_layer(&name, model));
+                    if is_down(part) { layer.down } else { layer.gate }
+                }
                 _ if component.role == "embed_tokens" => Precision::Bf16,
                 _ => dense(),
             };
             component.rounding = rounding(&source, precision).map_err(Error::from)?;
-            component.keeps_codes = source.integers().is_some_and(|integers| integers.fit(precision));
+            component.keeps_codes = source.fits(precision);
             component.precision = Some(precision);
         }
         found.insert(key, component);
     }
     Ok(found.into_values().collect())
+}
+
+/// The index, among the layers with experts, of the layer that a matrix is in.
+fn moe_layer(name: &str, model: &ModelConfig) -> usize {
+    let layer = name.split_once("layers.").and_then(|(_, rest)| rest.split_once('.')?.0.parse::<usize>().ok());
+    model.moe_layers().position(|(of, _)| Some(of) == layer).unwrap_or(0)
 }
 
 /// What a matrix is in the model, without layer and expert; `None`: it is not in it.

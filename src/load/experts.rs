@@ -94,7 +94,8 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
     };
     let chosen = config.experts.precision(None);
     let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
-    let contents = Contents { model: "arrays", hidden, intermediate, num_experts, precision, layers: &[0] };
+    let contents =
+        Contents { model: "arrays", hidden, intermediate, num_experts, precision: precision.into(), layers: &[0] };
     let layout = ExpertLayout::new(hidden, intermediate, precision)?;
     let of = |e: usize| e * size..(e + 1) * size;
     let cache = ExpertCache::anonymous(&contents, |_, e, bytes| {

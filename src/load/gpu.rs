@@ -46,7 +46,7 @@ pub(super) fn assemble(
     Machine { team, kernel, heap, .. }: Machine,
     report: &(dyn Fn(LoadProgress<'_>) + Sync),
 ) -> Result<Loaded> {
-    let Spec { model, config, precision, .. } = *spec;
+    let Spec { model, config, ref precision, .. } = *spec;
     // While there is room for it.
     let vram_bytes = cuda.vram_bandwidth(SAMPLE_BYTES)?;
     let backend = CudaBackend::new(cuda.clone(), gpu_limits(config, plan.max_context))?;
@@ -113,7 +113,7 @@ pub(super) fn assemble(
         max_context: plan.max_context,
         max_batch_tokens: plan.limits.tokens,
         device: Some(device),
-        precision,
+        precision: precision.clone(),
         team,
         kernel,
         available_bytes: topology::available_bytes,
@@ -176,7 +176,7 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
     let pcie_bytes = cuda.pcie_bandwidth(sample)?;
     let cpu_bytes = CostModel::CPU_SHARE * 1e9 * read_bandwidth(team, sample, Pages::Huge, 3)?;
 
-    let layout = cpu.memory().cache().layout();
+    let layout = cpu.memory().cache().layout(0);
     let (experts, tokens) = (cpu.memory().cache().num_experts(), sizes.cpu_tokens.min(128));
     let ids = (0..tokens * sizes.top_k).map(|i| (i % experts) as i32).collect();
     let routing = Routing { top_k: sizes.top_k, ids, weights: vec![0.0; tokens * sizes.top_k] };

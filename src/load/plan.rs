@@ -103,7 +103,7 @@ impl Plan {
 pub fn plan(name: &str, spec: &Spec<'_>, ram: Option<u64>) -> Result<Plan> {
     let mut machine = machine(spec.config, &Topology::read())?;
     machine.available_bytes = ram.unwrap_or(machine.available_bytes);
-    let estimator = Estimator { name, spec: *spec, machine: &machine };
+    let estimator = Estimator { name, spec: spec.clone(), machine: &machine };
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu::PlannedGpu::find(spec.config)? {
         return estimator.on_gpu(&device);
@@ -119,9 +119,9 @@ struct Estimator<'a> {
 
 impl Estimator<'_> {
     fn on_cpu(&self) -> Result<Plan> {
-        let Self { spec, machine, .. } = *self;
+        let Self { spec, machine, .. } = self;
         let CpuPlan { weights, experts, buffers, states, state_cache, kv, max_context, kv_blocks, .. } =
-            CpuPlan::new(&spec, machine)?;
+            CpuPlan::new(spec, machine)?;
         let config = spec.config;
         let parts = [
             ("dense weights", weights, 0),
@@ -134,7 +134,7 @@ impl Estimator<'_> {
         ];
         let parts = parts.into_iter().filter(|part| part.0 != "recurrent state" || spec.model.has_recurrent_state());
         let tokens = spec.cpu_tokens();
-        let rates = CpuRates::measure(&spec, machine, tokens)?;
+        let rates = CpuRates::measure(spec, machine, tokens)?;
         let expected = |config: &EngineConfig| speed::on_cpu(&spec.with(config), &rates, tokens);
         let now = expected(config)?;
         let mut advice = Vec::new();
@@ -170,7 +170,7 @@ impl Estimator<'_> {
             model: self.name.into(),
             layers: self.spec.model.layers.len(),
             draft_layers: self.spec.model.draft_layers,
-            experts: self.spec.precision.map_or("none".into(), |precision| precision.to_string()),
+            experts: self.spec.precision.as_ref().map_or("none".into(), |precision| precision.to_string()),
             dense: self.spec.config.dense.to_string(),
             kv: self.spec.config.kv.to_string(),
             ram_limit_bytes: self.machine.available_bytes,
@@ -267,9 +267,9 @@ mod gpu {
 
     impl Estimator<'_> {
         pub(super) fn on_gpu(&self, device: &PlannedGpu) -> Result<Plan> {
-            let Self { spec, machine, .. } = *self;
-            let plan = gpu_plan(&spec, &device.info, machine)?;
-            let cpu = CpuRates::measure(&spec, machine, 128)?;
+            let Self { spec, machine, .. } = self;
+            let plan = gpu_plan(spec, &device.info, machine)?;
+            let cpu = CpuRates::measure(spec, machine, 128)?;
             let costs = CostModel {
                 cpu_bytes: CostModel::CPU_SHARE * cpu.read_bytes,
                 cpu_products: cpu.expert_products,

@@ -2,31 +2,31 @@
 
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
-use moebius_cache::codec::{Quantization, kept_by_all};
-use moebius_cache::pack::{ExpertLayout, GROUP_SIZES, largest_group_size};
+use moebius_cache::codec::{Quantization, Source, kept_by_all};
+use moebius_cache::pack::{ExpertLayout, ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
-use crate::config::{CPU_BATCH_TOKENS, EngineConfig};
+use crate::config::{CPU_BATCH_TOKENS, Device, EngineConfig, ExpertBits};
 use crate::experts::ExpertShape;
 use crate::forward::Limits;
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 
 /// A model, the choices for a run of it, and what they make of its routed experts.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Spec<'a> {
     /// What it is.
     pub model: &'a ModelConfig,
     /// What the user chose.
     pub config: &'a EngineConfig,
     /// Of the routed experts; `None`: a dense model.
-    pub precision: Option<Precision>,
+    pub precision: Option<Precisions>,
     kept: Kept,
 }
 
-/// The precision that keeps a checkpoint's routed experts as they are, exactly where that can be.
-#[derive(Clone, Copy, Debug)]
-pub struct Kept(Option<Precision>); // none: they are plain numbers
+/// What keeps a checkpoint's routed experts as they are, exactly where that can be.
+#[derive(Clone, Debug)]
+pub struct Kept(Option<Precisions>); // none: they are plain numbers
 
 impl Kept {
     /// Of weights that no checkpoint holds.
@@ -40,26 +40,36 @@ impl Kept {
             return Self(None);
         }
         let job = cache_job("", checkpoint, model, Precision::Bf16);
-        let mut all = Vec::new();
+        let (mut all, mut layers) = (Vec::new(), Vec::new());
         // Formats change from layer to layer and between gate, up and down, not from expert to expert.
         for expert in job.layers.iter().filter_map(|layer| layer.experts.first()) {
             let Ok(sources) = job.sources(expert) else { return Self(None) };
+            // Plain numbers beside others are kept as those are that need the most.
+            let kept = |of: &[Source<'_>]| of.iter().all(|source| source.kept_by().is_some()).then(|| kept_by_all(of));
+            layers.push([kept(&sources[..2]).flatten(), kept(&sources[2..]).flatten()]);
             all.extend(sources);
         }
-        Self(kept_by_all(&all))
+        let Some(coarsest) = kept_by_all(&all) else { return Self(None) };
+        let layers = layers.into_iter().map(|kept| kept.map(|kept| kept.unwrap_or(coarsest)));
+        let layers: Vec<_> = layers.map(|[gate, down]| ExpertPrecision { gate, down }).collect();
+        // Where sizes of groups alone differ, all have the smallest.
+        match layers.iter().all(|layer| [layer.gate, layer.down].iter().all(|p| p.name() == coarsest.name())) {
+            true => Self(Some(coarsest.into())),
+            false => Self(Some(layers.into_iter().collect())),
+        }
     }
 
     /// What will keep the experts of a checkpoint whose weights are not here yet.
     pub(super) fn announced(model: &ModelConfig, quantization: &Quantization) -> Self {
         let inputs = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
-        Self(quantization.kept_by(&inputs))
+        Self(quantization.kept_by(&inputs).map(Precisions::from))
     }
 }
 
 impl<'a> Spec<'a> {
     /// Decides the precision. Errors: no group size divides the experts' rows, or the chosen one does not.
     pub fn new(model: &'a ModelConfig, config: &'a EngineConfig, kept: Kept) -> Result<Self> {
-        Ok(Self { model, config, precision: precision(model, config, kept)?, kept })
+        Ok(Self { model, config, precision: precision(model, config, &kept)?, kept })
     }
 
     /// The same model and experts with other choices for everything else.
@@ -67,7 +77,7 @@ impl<'a> Spec<'a> {
     where
         'a: 'b,
     {
-        Spec { config, ..*self }
+        Spec { config, ..self.clone() }
     }
 
     /// The same model with other choices for everything. Errors: as [`Spec::new`].
@@ -75,26 +85,21 @@ impl<'a> Spec<'a> {
     where
         'a: 'b,
     {
-        Spec::new(self.model, config, self.kept)
-    }
-
-    /// How a routed expert is packed; `None`: a dense model.
-    pub(super) fn expert_layout(&self) -> Result<Option<ExpertLayout>> {
-        Ok(self.expert_shape()?.map(|shape| shape.layout))
+        Spec::new(self.model, config, self.kept.clone())
     }
 
     /// The routed experts; `None`: a dense model.
     pub(super) fn expert_shape(&self) -> Result<Option<ExpertShape>> {
-        let (Some(precision), Some(moe)) = (self.precision, self.model.moe()) else { return Ok(None) };
-        let layout = ExpertLayout::new(self.model.hidden_size, moe.intermediate_size, precision)?;
-        Ok(Some(ExpertShape { layout, layers: self.model.moe_layers().count(), experts: moe.num_experts }))
+        let (Some(precision), Some(moe)) = (&self.precision, self.model.moe()) else { return Ok(None) };
+        let layout = |i| ExpertLayout::new(self.model.hidden_size, moe.intermediate_size, precision.layer(i));
+        let layouts = (0..self.model.moe_layers().count()).map(layout).collect::<moebius_cache::Result<_>>()?;
+        Ok(Some(ExpertShape { layouts, experts: moe.num_experts }))
     }
 
     /// Bytes of all packed routed experts.
     pub(super) fn expert_bytes(&self) -> Result<u64> {
-        let Some(layout) = self.expert_layout()? else { return Ok(0) };
-        let experts: u64 = self.model.moe_layers().map(|(_, moe)| moe.num_experts as u64).sum();
-        Ok(experts.saturating_mul(layout.bytes() as u64))
+        let Some(shape) = self.expert_shape()? else { return Ok(0) };
+        Ok((shape.experts as u64).saturating_mul(shape.bytes_of_one()))
     }
 
     /// Tokens of a pass on the CPU.
@@ -127,8 +132,17 @@ impl<'a> Spec<'a> {
 }
 
 /// As chosen, or as kept.
-fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): Kept) -> Result<Option<Precision>> {
+fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> Result<Option<Precisions>> {
     let Some(moe) = model.moe() else { return Ok(None) };
+    let kept = kept.as_ref().map(|kept| if has_gpu(config) { on_gpu(kept) } else { kept.clone() });
+    if let (ExpertBits::Auto, None, Some(Precisions::Layers(_))) = (config.experts, config.group_size, &kept) {
+        return Ok(kept);
+    }
+    let own = kept.iter().flat_map(Precisions::distinct).flat_map(|layer| [layer.gate, layer.down]);
+    let kept = own.reduce(Precision::coarsest_of).map(|coarsest| match kept {
+        Some(Precisions::One(precision)) => precision,
+        _ => coarsest,
+    });
     let (hidden, width) = (model.hidden_size, moe.intermediate_size);
     let largest = largest_group_size(&[hidden, width]);
     let group_size = || match config.group_size {
@@ -141,13 +155,43 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): Kept) -> Re
             }
         ))),
         Some(g) => Ok(g),
-        None => kept.and_then(Precision::group_size).into_iter().chain(largest).min().ok_or_else(|| {
-            Error::Invalid(format!(
-                "rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"
-            ))
-        }),
+        None => kept
+            .and_then(Precision::group_size)
+            .map(|group| group.max(GROUP_SIZES[0]))
+            .into_iter()
+            .chain(largest)
+            .min()
+            .ok_or_else(|| {
+                Error::Invalid(format!(
+                    "rows of {hidden} and {width} weights cannot be cut into groups of 32: use --experts bf16"
+                ))
+            }),
     };
     let chosen = config.experts.precision(kept);
+    if (config.group_size, Some(chosen)) == (None, kept) && chosen.unit() != chosen.group_size().unwrap_or(1) {
+        return Ok(Some(chosen.into())); // a super-block has its own groups
+    }
     let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
-    Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales())))
+    Ok(Some(precision.with_scales(kept.unwrap_or(Precision::Bf16).scales()).into()))
+}
+
+/// Whether a GPU is, or is taken to be, where the experts are read.
+fn has_gpu(config: &EngineConfig) -> bool {
+    #[cfg(feature = "cuda")]
+    return config.device != Device::Cpu
+        && (config.vram.is_some() || super::budget::open_gpu(config).is_ok_and(|gpu| gpu.is_some()));
+    #[cfg(not(feature = "cuda"))]
+    return false;
+}
+
+/// What a GPU's kernels read in place of these.
+fn on_gpu(kept: &Precisions) -> Precisions {
+    match kept {
+        Precisions::One(precision) => precision.on_gpu().into(),
+        Precisions::Layers(layers) => {
+            let on_gpu =
+                |layer: &ExpertPrecision| ExpertPrecision { gate: layer.gate.on_gpu(), down: layer.down.on_gpu() };
+            layers.iter().map(on_gpu).collect()
+        }
+    }
 }

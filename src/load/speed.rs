@@ -16,7 +16,7 @@
 use std::sync::Arc;
 
 use moebius_cache::Precision;
-use moebius_cache::pack::ExpertLayout;
+use moebius_cache::pack::{ExpertPrecision, Precisions};
 
 use super::machine::Machine;
 use super::memory::{cache_bytes, weight_bytes};
@@ -25,7 +25,7 @@ use super::synthetic;
 use crate::Result;
 use crate::backend::Routing;
 use crate::config::DenseBits;
-use crate::experts::{CpuExperts, ExpertMemory};
+use crate::experts::{CpuExperts, ExpertMemory, ExpertShape};
 use crate::forward::kv_cache::CacheSize;
 use crate::machine::heap::Heap;
 use crate::machine::memory::{Pages, read_bandwidth};
@@ -67,7 +67,7 @@ pub(super) struct TokenWork {
     pub(super) top_k: usize,
     pub(super) num_experts: usize,
     pub(super) moe_layers: usize,
-    pub(super) layout: Option<ExpertLayout>,
+    pub(super) shape: Option<ExpertShape>,
 }
 
 impl TokenWork {
@@ -87,16 +87,17 @@ impl TokenWork {
             top_k: moe.map_or(0, |moe| moe.router.top_k),
             num_experts: moe.map_or(1, |moe| moe.num_experts),
             moe_layers: model.moe_layers().count(),
-            layout: spec.expert_layout()?,
+            shape: spec.expert_shape()?,
         })
     }
 
     pub(super) fn expert_bytes(&self) -> f64 {
-        self.layout.as_ref().map_or(0.0, |layout| layout.bytes() as f64)
+        // In the mean of all layers.
+        self.shape.as_ref().map_or(0.0, |shape| shape.bytes_of_one() as f64 / shape.layers() as f64)
     }
 
     pub(super) fn expert_products(&self) -> f64 {
-        self.layout.as_ref().map_or(0.0, |layout| 3.0 * layout.gate.n as f64 * layout.gate.k as f64)
+        self.shape.as_ref().map_or(0.0, |shape| 3.0 * shape.hidden() as f64 * shape.intermediate() as f64)
     }
 }
 
@@ -117,7 +118,7 @@ const SAMPLE_BYTES: usize = 256 << 20;
 impl CpuRates {
     /// Measures, on random weights of the model's dimensions and with batches of `tokens`. Takes about a second.
     pub fn measure(spec: &Spec<'_>, machine: &Machine, tokens: usize) -> Result<Self> {
-        let Spec { model, config, precision, .. } = *spec;
+        let Spec { model, config, ref precision, .. } = *spec;
         let sample = SAMPLE_BYTES.min((crate::machine::topology::available_bytes() / 8) as usize).max(1);
         let read_bytes = 1e9 * read_bandwidth(&machine.team, sample, Pages::Huge, 3)?;
         let dense_precision = config.dense.precision(model.hidden_size).unwrap_or(Precision::Bf16);
@@ -126,11 +127,11 @@ impl CpuRates {
             Some(group) if width % group != 0 => Precision::Bf16,
             _ => dense_precision,
         };
-        let dense_products = products(model, machine, dense_precision, 1, tokens)?;
+        let dense_products = products(model, machine, dense_precision.into(), 1, tokens)?;
         let expert_products = match (model.moe(), precision) {
             (Some(moe), Some(precision)) => {
                 let each = (tokens * moe.router.top_k).div_ceil(moe.num_experts);
-                products(model, machine, precision, moe.num_experts.min(8), each)?
+                products(model, machine, precision.layer(0), moe.num_experts.min(8), each)?
             }
             _ => dense_products,
         };
@@ -139,12 +140,19 @@ impl CpuRates {
 }
 
 /// Products a second with `experts` random experts, `each` tokens to every one of them.
-fn products(model: &ModelConfig, machine: &Machine, precision: Precision, experts: usize, each: usize) -> Result<f64> {
+fn products(
+    model: &ModelConfig,
+    machine: &Machine,
+    precision: ExpertPrecision,
+    experts: usize,
+    each: usize,
+) -> Result<f64> {
     let Some(moe) = model.moe() else { return Ok(f64::INFINITY) };
     let ffn = Ffn::Moe(Moe { num_experts: experts, ..moe.clone() });
     let layer = LayerConfig { ffn, ..model.layers[0].clone() };
+    let precision: Precisions = [precision].into_iter().collect();
     let cache = synthetic::experts(&ModelConfig { layers: vec![layer], ..model.clone() }, precision)?;
-    let (layout, memory) = (cache.layout(), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
+    let (layout, memory) = (cache.layout(0), Arc::new(ExpertMemory::mapped(Arc::new(cache))));
     let tokens = experts * each;
     let mut cpu = CpuExperts::new(&Heap::default(), memory, machine.team.clone(), machine.kernel, tokens)?;
     let routing =

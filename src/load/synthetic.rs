@@ -5,9 +5,9 @@
 //! and what layers add stays small beside the embeddings, so tokens stay different and routing spreads.
 
 use half::bf16;
-use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{CodeType, ExpertLayout, MatrixLayout, TILE_ROWS};
+use moebius_cache::pack::{CodeType, ExpertLayout, MatrixLayout, Precisions, Row, Scales, TILE_ROWS};
+use moebius_cache::quantize::{Scratch, quantize_tile};
 use rayon::prelude::*;
 
 use crate::Result;
@@ -60,7 +60,8 @@ impl TensorSource for Synthetic {
 /// Packed experts of `model`, generated in their packed form.
 ///
 /// Errors: `moebius_cache::Error` when they do not fit into memory or the precision does not fit the dimensions.
-pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache> {
+pub fn experts(model: &ModelConfig, precision: impl Into<Precisions>) -> Result<ExpertCache> {
+    let precision = precision.into();
     let moe = model.moe().expect("a shape with experts");
     let layers: Vec<usize> = model.moe_layers().map(|(layer, _)| layer).collect();
     let (hidden, intermediate) = (model.hidden_size, moe.intermediate_size);
@@ -69,14 +70,16 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
         hidden,
         intermediate,
         num_experts: moe.num_experts,
-        precision,
+        precision: precision.clone(),
         layers: &layers,
     };
-    let layout = ExpertLayout::new(hidden, intermediate, precision)?;
+    let layouts = (0..layers.len()).map(|i| ExpertLayout::new(hidden, intermediate, precision.layer(i)));
+    let layouts: Vec<_> = layouts.collect::<moebius_cache::Result<_>>()?;
     // A product of two normals through SiLU has a root mean square of about 0.4.
     let (up_rms, down_rms) = (1.0 / (hidden as f32).sqrt(), 2.5 * BRANCH / (intermediate as f32).sqrt());
     Ok(ExpertCache::anonymous(&contents, |layer, expert, bytes| {
         let mut random = Random((layer as u64) << 32 | expert as u64);
+        let layout = layouts[layer];
         let (gate_up, down) = bytes.split_at_mut(layout.down_tile(0));
         for tile in gate_up.chunks_exact_mut(layout.gate.tile_bytes()) {
             fill_tile(&layout.gate, tile, up_rms, &mut random);
@@ -88,9 +91,17 @@ pub fn experts(model: &ModelConfig, precision: Precision) -> Result<ExpertCache>
 }
 
 fn fill_tile(layout: &MatrixLayout, tile: &mut [u8], rms: f32, random: &mut Random) {
-    let (Some(codes), Some(group_size)) = (layout.precision.codes(), layout.precision.group_size()) else {
+    let (Some(Row { codes, scales, .. }), Some(group_size)) = (layout.precision.row(), layout.precision.group_size())
+    else {
         return fill_bf16(bytemuck::cast_slice_mut(tile), rms, random.bits());
     };
+    if scales != Scales::Plain || codes == CodeType::Iq4 || !codes.bits().is_power_of_two() {
+        // Bits of codes lie in several places, or have no mean of zero: as a checkpoint's weights.
+        let mut weights = vec![bf16::ZERO; TILE_ROWS * layout.k];
+        fill_bf16(&mut weights, rms, random.bits());
+        let weights: Vec<f32> = weights.into_iter().map(bf16::to_f32).collect();
+        return quantize_tile(layout, &weights, &mut Scratch::default(), tile);
+    }
     let symmetric = symmetric(codes);
     let (scales, lines) = tile.split_at_mut(layout.scale_bytes());
     let scale = layout.precision.scales().to_bits(rms / code_rms(codes, &symmetric)).to_le_bytes();
@@ -110,11 +121,12 @@ fn codes_in(codes: CodeType, byte: u8) -> impl Iterator<Item = (u8, i8)> {
 /// What each random byte becomes, so that codes have mean zero: the lowest code of integers has no opposite.
 fn symmetric(codes: CodeType) -> [u8; 256] {
     let [low, high] = codes.range();
+    let zero = (0..8).step_by(codes.bits()).fold(0, |byte, at| byte | codes.stored(0) << at);
     let alone = |code: i8| code == low && i32::from(low) != -i32::from(high);
     std::array::from_fn(|byte| {
         codes_in(codes, byte as u8)
             .filter(|(_, code)| alone(*code))
-            .fold(byte as u8, |byte, (mask, _)| byte & !mask | codes.zero_byte() & mask)
+            .fold(byte as u8, |byte, (mask, _)| byte & !mask | zero & mask)
     })
 }
 
@@ -138,6 +150,7 @@ fn fill_bf16(out: &mut [bf16], rms: f32, seed: u64) {
 
 #[cfg(test)]
 mod tests {
+    use moebius_cache::Precision;
     use moebius_cache::pack::unpack_matrix;
 
     use super::*;

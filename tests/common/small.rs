@@ -124,7 +124,7 @@ pub fn of(model: ModelConfig, config: &EngineConfig) -> Loaded {
     let machine = load::machine(config, &Topology::read()).unwrap();
     let spec = Spec::new(&model, config, Kept::NOTHING).unwrap();
     let budget = Budget::new(&spec, &machine).unwrap();
-    let experts = spec.precision.map(|precision| synthetic::experts(&model, precision).unwrap());
+    let experts = spec.precision.clone().map(|precision| synthetic::experts(&model, precision).unwrap());
     load::assemble(&spec, Stored { resident: &Random, experts }, budget, machine, &|_| {}).unwrap()
 }
 

@@ -226,7 +226,7 @@ def add_ngrams(w, c, tensors):
 
 def add_metadata(w, arch, c, fixture, experts):
     tokenizer = json.loads(text_side(fixture, "tokenizer.json").read_text())
-    template = json.loads(text_side(fixture, "tokenizer_config.json").read_text())["chat_template"]
+    template = json.loads(text_side(fixture, "tokenizer_config.json").read_text()).get("chat_template", "")
     tokens, kinds, special = byte_tokens(tokenizer)
     drafts = c.get("num_nextn_predict_layers", 0) if arch in DRAFTS else 0
     w.add_block_count(c["num_hidden_layers"] + drafts)
@@ -486,7 +486,7 @@ def model(fixture, out, types, split, fuse, old, changes):
         if kind == Type.F16:
             w.add_tensor(name, values.astype(np.float16))
             return values.astype(np.float16).astype(np.float32)
-        codes = gguf.quants.quantize(values, kind)
+        codes = random_blocks(values, kind) if kind in MADE_UP else gguf.quants.quantize(values, kind)
         w.add_tensor(name, codes, raw_dtype=kind)
         return gguf.quants.dequantize(codes, kind)
 
@@ -514,6 +514,9 @@ def model(fixture, out, types, split, fuse, old, changes):
         head, part = re.match(r"(.*\.experts)\.0\.(\w+)\.weight", first).groups()
         keys = [key for e in range(experts) if (key := f"{head}.{e}.{part}.weight") in tensors]
         stacked = np.stack([tensors.pop(k) for k in keys])
+        if changes.get("moe_intermediate_size", 0) > min(stacked.shape[1:]):  # the same ones twice
+            axis = 2 if part == "down_proj" else 1
+            stacked = np.concatenate([stacked, stacked], axis) * (0.5 if axis == 2 else 1)
         layer = re.search(r"layers\.(\d+)", head)[1]
         if fuse and part in ("gate_proj", "up_proj"):
             fused[head, part] = keys, stacked
@@ -656,7 +659,8 @@ def model(fixture, out, types, split, fuse, old, changes):
     out.mkdir(exist_ok=True)
     (out / "config.json").write_text(json.dumps(config))
     for name in ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]:
-        shutil.copyfile(text_side(fixture, name), out / name)
+        if text_side(fixture, name).exists():
+            shutil.copyfile(text_side(fixture, name), out / name)
     write_safetensors(out / "model.safetensors", stand_for)
 
 
@@ -677,6 +681,33 @@ HALVES = {
     "IQ4_XS": [0],
     "MXFP4": [],
 }
+
+
+# Types that the package reads, but does not write; their halves begin so that weights have a mean of about zero.
+MADE_UP = {
+    Type.Q2_K: [1, 1.5],
+    Type.Q3_K: [1],
+    Type.Q4_K: [1, 7.5],
+    Type.Q5_K: [1, 15.5],
+    Type.Q6_K: [1],
+    Type.IQ4_NL: [1],
+    Type.IQ4_XS: [1],
+}
+
+
+def random_blocks(values, kind):
+    """Random blocks in the place of some weights, of their size."""
+    random = np.random.default_rng(values.size + kind)
+    per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    shape = values.shape[:-1] + (values.shape[-1] // per_block, size)
+    data = random.integers(0, 256, shape, dtype=np.uint8)
+    scale = 1.0
+    for _ in range(2):
+        for at, factor in zip(HALVES[kind.name], MADE_UP[kind]):
+            data[..., at : at + 2] = np.array([scale * factor], "<f2").view(np.uint8)
+        codes = data.reshape(values.shape[:-1] + (-1,))
+        scale = values.std() / gguf.quants.dequantize(codes, kind).std()
+    return codes
 
 
 def blocks(out):

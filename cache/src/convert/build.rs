@@ -31,7 +31,8 @@ pub(super) fn build(
     progress: OnProgress<'_>,
 ) -> Result<ExpertCache> {
     let layers: Vec<usize> = job.layers.iter().map(|layer| layer.layer).collect();
-    let &super::Job { hidden, intermediate, num_experts, precision, .. } = job.job;
+    let &super::Job { hidden, intermediate, num_experts, ref precision, .. } = job.job;
+    let precision = precision.clone();
     let contents = Contents { model: &job.model, hidden, intermediate, num_experts, precision, layers: &layers };
     let header = Header::new(&contents, Some(identity.source.clone()))?;
     let path = cache_dir.join(identity.file_name(&job.model));
@@ -132,7 +133,7 @@ impl UnfinishedCache<'_> {
     }
 
     fn layer_is_intact(&self, i: usize, records: &[ExpertRecord]) -> Result<bool> {
-        let bytes = self.header.layout().bytes();
+        let bytes = self.header.layout(i).bytes();
         let intact = records.par_iter().enumerate().map_init(
             || vec![0; bytes],
             |buffer, (expert, record)| {
@@ -151,13 +152,13 @@ impl UnfinishedCache<'_> {
         workers: &Mutex<Vec<ExpertBuffers>>,
         done: &(dyn Fn(u64) + Sync),
     ) -> Result<Vec<ExpertRecord>> {
-        let layout = self.header.layout();
+        let layout = self.header.layout(i);
         let lock = || workers.lock().expect("nothing panics while holding it");
         let convert = |(number, sources): (usize, &[Source<'_>; 3])| {
             let parts = || sources.iter().flat_map(Source::parts);
             parts().for_each(|part| self.job.checkpoint.prefetch(part));
-            let mut worker = lock().pop().unwrap_or_else(|| ExpertBuffers::new(layout));
-            let (packed, record) = worker.convert(sources)?;
+            let mut worker = lock().pop().unwrap_or_default();
+            let (packed, record) = worker.convert(&layout, sources)?;
             self.write(packed, self.header.layers[i].offset + (number * layout.bytes()) as u64)?;
             lock().push(worker);
             parts().for_each(|part| self.job.checkpoint.release(part));
@@ -185,7 +186,7 @@ fn remove_stale(identity: &Identity, cache_dir: &Path, fresh: &Path, progress: O
         path != fresh
             && !path.is_dir()
             && (identity.names(path)
-                || format::peek(path).is_some_and(|(precision, source)| identity.replaces(precision, &source)))
+                || format::peek(path).is_some_and(|(precision, source)| identity.replaces(&precision, &source)))
     };
     let mut files = disk::caches(cache_dir)?;
     let unfinished = disk::files(cache_dir, "partial")?;

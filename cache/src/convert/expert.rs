@@ -6,24 +6,26 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::Result;
 use crate::codec::Source;
 use crate::format::ExpertRecord;
-use crate::pack::{ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pack_tile, unpack_matrix};
+use crate::pack::{Blocks, ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pack_tile, unpack_matrix};
 use crate::quantize::{Scratch, quantize_tile};
 
 /// The buffers of one thread.
+#[derive(Default)]
 pub(super) struct ExpertBuffers {
-    layout: ExpertLayout,
     tiles: Tiles,
     packed: Vec<u8>,
 }
 
 impl ExpertBuffers {
-    pub(super) fn new(layout: ExpertLayout) -> Self {
-        Self { layout, tiles: Tiles::default(), packed: vec![0; layout.bytes()] }
-    }
-
     /// The packed bytes of an expert, and its hashes. Errors: `Error::Checkpoint` when a tensor cannot be decoded.
-    pub(super) fn convert(&mut self, [gate, up, down]: &[Source<'_>; 3]) -> Result<(&[u8], ExpertRecord)> {
-        let layout = self.layout;
+    pub(super) fn convert(
+        &mut self,
+        layout: &ExpertLayout,
+        [gate, up, down]: &[Source<'_>; 3],
+    ) -> Result<(&[u8], ExpertRecord)> {
+        self.packed.resize(layout.bytes(), 0);
+        let end = layout.down_tile(layout.down.tiles());
+        self.packed[end..].fill(0);
         let source = [
             self.matrix(&layout.gate, gate, |i| layout.gate_tile(i))?,
             self.matrix(&layout.gate, up, |i| layout.up_tile(i))?,
@@ -50,6 +52,7 @@ pub struct Tiles {
     codes: Vec<i8>, // [16, k]
     scales: Vec<f32>,
     packed_scales: Vec<f32>,
+    blocks: Blocks,
     scratch: Scratch,
 }
 
@@ -57,10 +60,14 @@ impl Tiles {
     /// Tile `i` of `source`, whose shape is that of `layout`. Errors: `Error::Checkpoint` as [`Source::decode`].
     pub fn pack(&mut self, layout: &MatrixLayout, source: &Source<'_>, i: usize, out: &mut [u8]) -> Result<()> {
         let first = i * TILE_ROWS;
-        let weights = TILE_ROWS.min(layout.n - first) * layout.k;
-        if let (Some(integers), Some(group_size)) = (source.integers(), layout.precision.group_size())
-            && integers.fit(layout.precision)
-        {
+        let rows = TILE_ROWS.min(layout.n - first);
+        let weights = rows * layout.k;
+        if source.fits(layout.precision) {
+            let (Some(integers), Some(group_size)) = (source.integers(), layout.precision.group_size()) else {
+                source.blocks(first, rows, &mut self.blocks)?;
+                pack_tile(layout, Weights::Blocks(&self.blocks, 0..rows), out);
+                return Ok(());
+            };
             self.codes.resize(weights, 0);
             self.scales.resize(weights / integers.group, 0.0);
             source.codes(first, &mut self.codes, &mut self.scales)?;

@@ -14,8 +14,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{ConvertPhase, FoundJob, OnProgress, disk};
 use crate::codec::Source as Matrix;
-use crate::format::{ExpertCache, FileState, Source, VERSION};
-use crate::pack::Precision;
+use crate::format::{ExpertCache, FileState, Source};
+use crate::pack::Precisions;
 use crate::{Error, Result};
 
 /// Tensors of which a page goes into the key.
@@ -27,7 +27,7 @@ const REMEMBERED: usize = 8;
 /// The content of a checkpoint, as far as one job uses it.
 pub(super) struct Identity {
     pub(super) source: Source,
-    precision: Precision,
+    precision: Precisions,
 }
 
 impl Identity {
@@ -37,7 +37,7 @@ impl Identity {
         let dir = dir.canonicalize().map_err(Error::io(dir))?.to_string_lossy().into_owned();
         Ok(Self {
             source: Source { key: key(job)?, dir, files: file_states(job)?, weights_suffice: job.weights_suffice },
-            precision: job.precision,
+            precision: job.precision.clone(),
         })
     }
 
@@ -62,8 +62,8 @@ impl Identity {
     }
 
     /// Whether a cache of that precision, made from `source`, is an older one of this checkpoint.
-    pub(super) fn replaces(&self, precision: Precision, source: &Source) -> bool {
-        precision == self.precision && source.dir == self.source.dir
+    pub(super) fn replaces(&self, precision: &Precisions, source: &Source) -> bool {
+        *precision == self.precision && source.dir == self.source.dir
     }
 
     /// Whether the source files are in the state in which they were when this was made.
@@ -124,7 +124,8 @@ fn equal_content(cache: &ExpertCache, job: &FoundJob<'_>, progress: OnProgress<'
 
 fn key(job: &FoundJob<'_>) -> Result<String> {
     let mut hasher = Xxh3::new();
-    hasher.update(&VERSION.to_le_bytes());
+    // The version that changed what a precision's bytes are, last: files since then are used.
+    hasher.update(&3u32.to_le_bytes());
     if !job.weights_suffice {
         hasher.update(b"more"); // caches from before files said so are not used again
     }

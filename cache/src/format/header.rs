@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::pack::{ExpertLayout, Precision};
+use crate::pack::{ExpertLayout, Precisions};
 use crate::{Error, Result};
 
 /// First bytes of a complete cache file.
@@ -14,7 +14,7 @@ pub const MAGIC: [u8; 8] = *b"MOEBIUS\0";
 /// First bytes of a cache file that is not complete.
 const MAGIC_PARTIAL: [u8; 8] = *b"MOEBPART";
 /// Version of the header and of the packed layout.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The oldest one that is read; it lacks MXFP4 and scales in F16.
 const OLDEST_VERSION: u32 = 2;
 /// Layers begin at multiples of this.
@@ -40,7 +40,7 @@ pub struct Header {
     /// Experts of each layer.
     pub num_experts: usize,
     /// How the weights are stored.
-    pub precision: Precision,
+    pub precision: Precisions,
     /// The layers with experts, in the model's order.
     pub layers: Vec<LayerEntry>,
     /// What it was made from; `None` for random weights.
@@ -48,7 +48,7 @@ pub struct Header {
 }
 
 /// What a cache is to hold.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Contents<'a> {
     /// Name of the model, for people.
     pub model: &'a str,
@@ -59,7 +59,7 @@ pub struct Contents<'a> {
     /// Experts of each layer.
     pub num_experts: usize,
     /// How the weights are stored.
-    pub precision: Precision,
+    pub precision: Precisions,
     /// Numbers, in the model, of the layers with experts, in order.
     pub layers: &'a [usize],
 }
@@ -123,7 +123,7 @@ struct HeaderJson {
     intermediate: usize,
     num_experts: usize,
     num_layers: usize,
-    precision: Precision,
+    precision: Precisions,
     source: Option<Source>,
 }
 
@@ -131,15 +131,22 @@ impl Header {
     /// Lays out a file: offsets and sizes are computed, checksums are zero. Errors: `Error::Invalid` when the
     /// dimensions make no cache.
     pub(crate) fn new(contents: &Contents<'_>, source: Option<Source>) -> Result<Self> {
-        let &Contents { model, hidden, intermediate, num_experts, precision, layers } = contents;
+        let &Contents { model, hidden, intermediate, num_experts, ref precision, layers } = contents;
         let layers = layers.iter().map(|&layer| LayerEntry { layer, offset: 0, bytes: 0, checksum: 0 }).collect();
-        let mut header =
-            Header { model: model.to_string(), hidden, intermediate, num_experts, precision, layers, source };
+        let mut header = Header {
+            model: model.to_string(),
+            hidden,
+            intermediate,
+            num_experts,
+            precision: precision.clone(),
+            layers,
+            source,
+        };
         header.check().map_err(|what| Error::Invalid(format!("{model}: {what}")))?;
-        let bytes = (num_experts * header.layout().bytes()) as u64;
         let mut offset = header.region_bytes() as u64;
-        for entry in &mut header.layers {
-            (entry.offset, entry.bytes) = (offset, bytes);
+        for i in 0..header.layers.len() {
+            let bytes = (num_experts * header.layout(i).bytes()) as u64;
+            (header.layers[i].offset, header.layers[i].bytes) = (offset, bytes);
             offset = (offset + bytes).next_multiple_of(PAGE_BYTES);
         }
         Ok(header)
@@ -150,9 +157,9 @@ impl Header {
         self.layers.last().map_or(0, |last| last.offset + last.bytes).next_multiple_of(PAGE_BYTES)
     }
 
-    /// The layout of each expert; the header was checked to have one.
-    pub fn layout(&self) -> ExpertLayout {
-        ExpertLayout::new(self.hidden, self.intermediate, self.precision).expect("a checked header")
+    /// The layout of each expert of layer index `i`; the header was checked to have one.
+    pub fn layout(&self, i: usize) -> ExpertLayout {
+        ExpertLayout::new(self.hidden, self.intermediate, self.precision.layer(i)).expect("a checked header")
     }
 
     fn json(&self) -> Vec<u8> {
@@ -162,7 +169,7 @@ impl Header {
             intermediate: self.intermediate,
             num_experts: self.num_experts,
             num_layers: self.layers.len(),
-            precision: self.precision,
+            precision: self.precision.clone(),
             source: self.source.clone(),
         };
         serde_json::to_vec(&description).expect("plain data")
@@ -189,10 +196,15 @@ impl Header {
         bounded("number of experts", self.num_experts, MAX_EXPERTS)?;
         bounded("number of layers", self.layers.len(), MAX_LAYERS)?;
         bounded("description", self.json().len(), MAX_JSON_BYTES)?;
-        let layout = ExpertLayout::new(self.hidden, self.intermediate, self.precision).map_err(|e| e.to_string())?;
-        // Offsets are sums of at most these, so none of them overflows.
-        if layout.bytes() as u128 * self.num_experts as u128 * self.layers.len() as u128 > MAX_BYTES {
-            return Err("experts take more than 2^60 bytes".into());
+        if !self.precision.are_of(self.layers.len()) {
+            return Err("has precisions of another number of layers".into());
+        }
+        for precision in self.precision.distinct() {
+            let layout = ExpertLayout::new(self.hidden, self.intermediate, precision).map_err(|e| e.to_string())?;
+            // Offsets are sums of at most these, so none of them overflows.
+            if layout.bytes() as u128 * self.num_experts as u128 * self.layers.len() as u128 > MAX_BYTES {
+                return Err("experts take more than 2^60 bytes".into());
+            }
         }
         match self.layers.windows(2).all(|pair| pair[0].layer < pair[1].layer) {
             true => Ok(()),
@@ -231,7 +243,7 @@ impl Header {
 }
 
 /// Precision and source of a cache file, complete or not, without any check; `None` where there is nothing of the kind.
-pub(crate) fn peek(path: &Path) -> Option<(Precision, Source)> {
+pub(crate) fn peek(path: &Path) -> Option<(Precisions, Source)> {
     let file = crate::file::open(path).ok()?;
     let mut prefix = [0; PREFIX_BYTES];
     file.read_exact_at(&mut prefix, 0).ok()?;
@@ -365,10 +377,9 @@ pub fn parse(bytes: &[u8]) -> std::result::Result<(Header, Vec<ExpertRecord>), S
         experts.extend(records);
     }
     header.check()?;
-    let layout = header.layout();
-    let layer_bytes = header.num_experts as u64 * layout.bytes() as u64;
     let mut offset = region.len() as u64;
-    for entry in &header.layers {
+    for (i, entry) in header.layers.iter().enumerate() {
+        let layer_bytes = header.num_experts as u64 * header.layout(i).bytes() as u64;
         if (entry.offset, entry.bytes) != (offset, layer_bytes) {
             return Err(damaged());
         }

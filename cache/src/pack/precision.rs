@@ -1,4 +1,26 @@
 //! The precisions that weights are packed in, and all that is to be known of each: a new one is a row of this file.
+//!
+//! A weight is its code times the scale of its group, and, where groups have offsets, the group's offset more:
+//! `w = scale q + offset`. A precision is a type of codes ([`CodeType`]), a size of groups and a kind of scales
+//! ([`Scales`]); kernels are written over these, not over precisions.
+//!
+//! Files of llama.cpp have scales of two levels: 16 rows of a super-block of 256 inputs have a number `d` each, and
+//! `dmin` where there are offsets; each of their groups has a few bits that count how many `d` its scale is, and how
+//! many `dmin` are taken off. They are kept as they are: a product of `d` and such a count is exact in f32, so nothing
+//! is rounded and nothing grows. What a tile holds of a super-block is one run of bytes:
+//!
+//! ```text
+//! d        [16] f16
+//! dmin     [16] f16                         where there are offsets
+//! record   of each group of 16 or 32 inputs
+//!   8 bits                [16] u8            count + 128
+//!   6 bits                [8] u8, [4] u8     lower 4 bits of rows r, r + 8; upper 2 bits of r, r + 4, r + 8, r + 12
+//!   6 bits, with offsets  [16] u8, [8] u8    count + 64 (offset mod 4); upper 4 bits of the offsets of r, r + 8
+//!   4 bits, with offsets  [16] u8            count + 16 offset
+//! ```
+//!
+//! All rows of a record lie together, so that a kernel makes the scales of a group's 16 rows at once, of whichever group
+//! it needs.
 
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
@@ -9,6 +31,11 @@ use super::{BF16_INPUTS, GROUP_SIZES, TILE_ROWS};
 ///
 /// Source: the OCP microscaling specification 1.0.
 pub const DOUBLED_E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// What four bits of IQ4_NL and IQ4_XS stand for.
+///
+/// Source: ggml's `kvalues_iq4nl`.
+pub const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 /// The type of a group's scale, two bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -43,26 +70,28 @@ impl ScaleType {
     }
 }
 
-/// The type of a code. The smaller ones stand first: of those that hold a source, the first is taken.
+/// The type of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CodeType {
     /// The bits of E2M1, which stand for twice their value: [`DOUBLED_E2M1`].
     E2m1,
-    /// Integers of 4 bits, stored with 8 added.
-    Int4,
-    /// Integers of 8 bits, stored with 128 added.
-    Int8,
+    /// Four bits that stand for a value of [`IQ4`].
+    Iq4,
+    /// Integers of so many bits, stored with `zero` added.
+    Int {
+        /// 2 to 6, or 8.
+        bits: u8,
+        /// What is stored for 0.
+        zero: u8,
+    },
 }
 
 impl CodeType {
-    /// Every one of them.
-    pub const ALL: [Self; 3] = [Self::E2m1, Self::Int4, Self::Int8];
-
     /// Bits of a stored code.
     pub const fn bits(self) -> usize {
         match self {
-            Self::E2m1 | Self::Int4 => 4,
-            Self::Int8 => 8,
+            Self::E2m1 | Self::Iq4 => 4,
+            Self::Int { bits, .. } => bits as usize,
         }
     }
 
@@ -70,45 +99,145 @@ impl CodeType {
     pub const fn range(self) -> [i8; 2] {
         match self {
             Self::E2m1 => [-12, 12],
-            Self::Int4 => [-8, 7],
-            Self::Int8 => [-128, 127],
+            Self::Iq4 => [IQ4[0], IQ4[15]],
+            Self::Int { bits, zero } => {
+                let low = -(zero as i32);
+                [low as i8, (low + (1 << bits) - 1) as i8]
+            }
         }
     }
 
-    /// Whether codes are values of a table, and not every integer of their range.
-    pub const fn is_table(self) -> bool {
+    /// The values that bits stand for, where they are not every integer of their range.
+    pub const fn table(self) -> Option<&'static [i8; 16]> {
         match self {
-            Self::E2m1 => true,
-            Self::Int4 | Self::Int8 => false,
+            Self::E2m1 => Some(&DOUBLED_E2M1),
+            Self::Iq4 => Some(&IQ4),
+            Self::Int { .. } => None,
         }
     }
 
     /// The code that these bits stand for.
     pub const fn code(self, stored: u8) -> i8 {
         match self {
+            Self::Int { zero, .. } => stored.wrapping_sub(zero) as i8,
             Self::E2m1 => DOUBLED_E2M1[stored as usize],
-            Self::Int4 => stored as i8 - 8,
-            Self::Int8 => (stored ^ 0x80) as i8,
+            Self::Iq4 => IQ4[stored as usize],
         }
     }
 
-    /// The byte whose codes are all zero.
-    pub const fn zero_byte(self) -> u8 {
+    /// The bits that stand for a code. Panics: none do (a bug).
+    pub fn stored(self, code: i8) -> u8 {
+        match (self, self.table()) {
+            (Self::Int { zero, .. }, _) => (code as u8).wrapping_add(zero),
+            (_, Some(table)) => table
+                .iter()
+                .position(|&value| value == code)
+                .unwrap_or_else(|| panic!("{code} is not in the table of {self:?}"))
+                as u8,
+            (_, None) => unreachable!("what is no integer has a table"),
+        }
+    }
+}
+
+/// Super-blocks of so many inputs of a row.
+pub const SUPER_BLOCK: usize = 256;
+
+/// How the scale of a group is kept, and its offset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// A number of two bytes, of the precision's [`ScaleType`].
+    Plain,
+    /// Two numbers in f16: a scale and an offset.
+    WithOffset,
+    /// A count of how many `d` of the super-block it is.
+    Counted {
+        /// Bits of a count, and of an offset's.
+        bits: u8,
+        /// What is stored for a count of 0.
+        zero: u8,
+        /// Whether there are counts of `dmin`, which are taken off.
+        offsets: bool,
+    },
+}
+
+impl Scales {
+    /// Whether groups have offsets.
+    pub const fn have_offsets(self) -> bool {
         match self {
-            Self::E2m1 => 0x00,
-            Self::Int4 => 0x88,
-            Self::Int8 => 0x80,
+            Self::Plain => false,
+            Self::WithOffset => true,
+            Self::Counted { offsets, .. } => offsets,
         }
     }
 
-    /// The precision of these codes, in groups of `group_size` where there is a choice.
-    pub const fn precision(self, group_size: usize) -> Precision {
+    /// Bytes of the numbers that all groups of a super-block share, of 16 rows.
+    pub const fn head_bytes(self) -> usize {
         match self {
-            Self::E2m1 => Precision::Mxfp4,
-            Self::Int4 => Precision::int4(group_size),
-            Self::Int8 => Precision::int8(group_size),
+            Self::Plain | Self::WithOffset => 0,
+            Self::Counted { offsets, .. } => 2 * TILE_ROWS * (1 + offsets as usize),
         }
     }
+
+    /// Bytes of a group's own, of 16 rows.
+    pub const fn record_bytes(self) -> usize {
+        match self {
+            Self::Plain => 2 * TILE_ROWS,
+            Self::WithOffset => 4 * TILE_ROWS,
+            Self::Counted { bits, offsets, .. } => TILE_ROWS * bits as usize * (1 + offsets as usize) / 8,
+        }
+    }
+
+    /// Where a group's own bytes begin in a tile, and where those of its super-block do.
+    pub const fn at(self, group: usize, group_size: usize) -> (usize, usize) {
+        match self {
+            Self::Plain | Self::WithOffset => (group * self.record_bytes(), 0),
+            Self::Counted { .. } => {
+                let groups = SUPER_BLOCK / group_size;
+                let bytes = self.head_bytes() + groups * self.record_bytes();
+                let head = group / groups * bytes;
+                (head + self.head_bytes() + group % groups * self.record_bytes(), head)
+            }
+        }
+    }
+}
+
+/// What kernels are made for: codes and scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Row {
+    /// Type of the codes.
+    pub codes: CodeType,
+    /// Kind of the scales.
+    pub scales: Scales,
+    /// Inputs that share a scale; 0: the precision says.
+    pub group_size: usize,
+}
+
+impl Row {
+    /// Every one there is; kernels know them by their numbers.
+    pub const ALL: [Self; 13] = {
+        use Scales::{Counted, Plain, WithOffset};
+        const fn row(codes: CodeType, scales: Scales, group_size: usize) -> Row {
+            Row { codes, scales, group_size }
+        }
+        const fn int(bits: u8, zero: u8) -> CodeType {
+            CodeType::Int { bits, zero }
+        }
+        [
+            row(CodeType::E2m1, Plain, 32),
+            row(int(4, 8), Plain, 0),
+            row(int(8, 128), Plain, 0),
+            row(int(2, 0), Counted { bits: 4, zero: 0, offsets: true }, 16),
+            row(int(3, 4), Counted { bits: 6, zero: 32, offsets: false }, 16),
+            row(int(4, 0), Counted { bits: 6, zero: 0, offsets: true }, 32),
+            row(int(5, 0), Counted { bits: 6, zero: 0, offsets: true }, 32),
+            row(int(6, 32), Counted { bits: 8, zero: 128, offsets: false }, 16),
+            row(CodeType::Iq4, Counted { bits: 6, zero: 32, offsets: false }, 32),
+            row(CodeType::Iq4, Plain, 32),
+            row(int(4, 0), WithOffset, 32),
+            row(int(5, 0), WithOffset, 32),
+            row(int(5, 16), Plain, 32),
+        ]
+    };
 }
 
 /// How expert weights are stored and computed with.
@@ -136,15 +265,46 @@ pub enum Precision {
     /// 4-bit floats, E2M1, one bf16 scale per 32 inputs of a row: half of MXFP4's own, since codes count twice. All
     /// that MXFP4 has are bf16 numbers, the least two of them subnormal.
     Mxfp4,
+    /// llama.cpp's: 2 bits, groups of 16 with offsets, counts of 4 bits.
+    #[serde(rename = "q2_k")]
+    Q2K,
+    /// llama.cpp's: 3 bits, groups of 16, counts of 6 bits.
+    #[serde(rename = "q3_k")]
+    Q3K,
+    /// llama.cpp's: 4 bits, groups of 32 with offsets, counts of 6 bits.
+    #[serde(rename = "q4_k")]
+    Q4K,
+    /// llama.cpp's: 5 bits, groups of 32 with offsets, counts of 6 bits.
+    #[serde(rename = "q5_k")]
+    Q5K,
+    /// llama.cpp's: 6 bits, groups of 16, counts of 8 bits.
+    #[serde(rename = "q6_k")]
+    Q6K,
+    /// llama.cpp's: 4 bits of a table, groups of 32, counts of 6 bits.
+    #[serde(rename = "iq4_xs")]
+    Iq4Xs,
+    /// llama.cpp's: 4 bits of a table, groups of 32, f16 scales.
+    #[serde(rename = "iq4_nl")]
+    Iq4Nl,
+    /// llama.cpp's: 4 bits, groups of 32, f16 scales and offsets.
+    #[serde(rename = "q4_1")]
+    Q4_1,
+    /// llama.cpp's: 5 bits, groups of 32, f16 scales and offsets.
+    #[serde(rename = "q5_1")]
+    Q5_1,
+    /// llama.cpp's: 5 bits, groups of 32, f16 scales.
+    #[serde(rename = "q5_0")]
+    Q5_0,
 }
 
 impl Precision {
     /// Every precision there is.
     pub fn all() -> Vec<Self> {
-        let coded = CodeType::ALL.into_iter().flat_map(|codes| GROUP_SIZES.map(|group| codes.precision(group)));
-        let mut all = vec![Self::Bf16];
+        use Precision::*;
+        let coded = [Self::int4, Self::int8].into_iter().flat_map(|of| GROUP_SIZES.map(of));
+        let mut all = vec![Bf16, Mxfp4];
         all.extend(coded.flat_map(|precision| [precision, precision.with_scales(ScaleType::F16)]));
-        all.dedup(); // MXFP4 has one size of groups and one type of scales
+        all.extend([Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs, Iq4Nl, Q4_1, Q5_1, Q5_0]);
         all
     }
 
@@ -163,28 +323,37 @@ impl Precision {
         match self {
             Precision::Int8 { group_size, .. } => Precision::Int8 { group_size, scales },
             Precision::Int4 { group_size, .. } => Precision::Int4 { group_size, scales },
-            Precision::Bf16 | Precision::Mxfp4 => self,
+            _ => self,
         }
     }
 
-    /// The same in groups of `group_size`, where there are groups. MXFP4 has one size; INT8 keeps it in others.
+    /// The same in groups of `group_size`, where there are groups; INT8 where it has groups of one size.
     pub fn in_groups(self, group_size: usize) -> Self {
         match self {
             Precision::Int8 { scales, .. } => Precision::Int8 { group_size, scales },
             Precision::Int4 { scales, .. } => Precision::Int4 { group_size, scales },
-            Precision::Mxfp4 if group_size != 32 => Precision::int8(group_size),
-            Precision::Bf16 | Precision::Mxfp4 => self,
+            _ if self.group_size().is_some_and(|own| own != group_size) => Precision::int8(group_size),
+            _ => self,
         }
     }
 
     /// The coarsest precision that keeps weights of both, with scales in BF16.
     pub fn coarsest_of(self, other: Self) -> Self {
         match (self.group_size(), other.group_size()) {
-            (Some(a), Some(b)) if self.codes() == other.codes() => {
+            (Some(a), Some(b)) if self.row_number() == other.row_number() => {
                 self.in_groups(a.min(b)).with_scales(ScaleType::Bf16)
             }
-            (Some(a), Some(b)) => Precision::int8(a.min(b)),
+            (Some(a), Some(b)) => Precision::int8(a.min(b).max(GROUP_SIZES[0])),
             _ => Precision::Bf16,
+        }
+    }
+
+    /// What a GPU's kernels read in its place: there are some for plain scales and codes of 4 and 8 bits alone.
+    pub fn on_gpu(self) -> Self {
+        match self {
+            Precision::Bf16 | Precision::Int8 { .. } | Precision::Int4 { .. } | Precision::Mxfp4 => self,
+            Precision::Q5_0 | Precision::Iq4Nl => Precision::int8(32).with_scales(ScaleType::F16),
+            _ => Precision::int8(32),
         }
     }
 
@@ -195,16 +364,52 @@ impl Precision {
             Precision::Int8 { .. } => "int8",
             Precision::Int4 { .. } => "int4",
             Precision::Mxfp4 => "mxfp4",
+            Precision::Q2K => "q2_k",
+            Precision::Q3K => "q3_k",
+            Precision::Q4K => "q4_k",
+            Precision::Q5K => "q5_k",
+            Precision::Q6K => "q6_k",
+            Precision::Iq4Xs => "iq4_xs",
+            Precision::Iq4Nl => "iq4_nl",
+            Precision::Q4_1 => "q4_1",
+            Precision::Q5_1 => "q5_1",
+            Precision::Q5_0 => "q5_0",
+        }
+    }
+
+    /// The number of its row in [`Row::ALL`]; `None` for BF16.
+    pub const fn row_number(self) -> Option<usize> {
+        Some(match self {
+            Precision::Bf16 => return None,
+            Precision::Mxfp4 => 0,
+            Precision::Int4 { .. } => 1,
+            Precision::Int8 { .. } => 2,
+            Precision::Q2K => 3,
+            Precision::Q3K => 4,
+            Precision::Q4K => 5,
+            Precision::Q5K => 6,
+            Precision::Q6K => 7,
+            Precision::Iq4Xs => 8,
+            Precision::Iq4Nl => 9,
+            Precision::Q4_1 => 10,
+            Precision::Q5_1 => 11,
+            Precision::Q5_0 => 12,
+        })
+    }
+
+    /// Its codes and scales; `None` for BF16.
+    pub const fn row(self) -> Option<Row> {
+        match self.row_number() {
+            Some(number) => Some(Row::ALL[number]),
+            None => None,
         }
     }
 
     /// Type of the codes; `None` for BF16.
     pub const fn codes(self) -> Option<CodeType> {
-        match self {
-            Precision::Bf16 => None,
-            Precision::Int8 { .. } => Some(CodeType::Int8),
-            Precision::Int4 { .. } => Some(CodeType::Int4),
-            Precision::Mxfp4 => Some(CodeType::E2m1),
+        match self.row() {
+            Some(row) => Some(row.codes),
+            None => None,
         }
     }
 
@@ -217,31 +422,40 @@ impl Precision {
     }
 
     /// Inputs that share a scale; `None` for BF16.
-    pub fn group_size(self) -> Option<usize> {
-        match self {
-            Precision::Bf16 => None,
-            Precision::Int8 { group_size, .. } | Precision::Int4 { group_size, .. } => Some(group_size),
-            Precision::Mxfp4 => Some(32),
+    pub const fn group_size(self) -> Option<usize> {
+        match (self, self.row()) {
+            (Precision::Int8 { group_size, .. } | Precision::Int4 { group_size, .. }, _) => Some(group_size),
+            (_, Some(row)) => Some(row.group_size),
+            (_, None) => None,
         }
     }
 
-    /// Type of the scales, where there are any.
+    /// What divides the length of every row: a group, or a super-block.
+    pub fn unit(self) -> usize {
+        match self.row() {
+            Some(Row { scales: Scales::Counted { .. }, .. }) => SUPER_BLOCK,
+            _ => self.group_size().unwrap_or(1),
+        }
+    }
+
+    /// Type of the scales, or of what they are multiples of.
     pub fn scales(self) -> ScaleType {
         match self {
             Precision::Int8 { scales, .. } | Precision::Int4 { scales, .. } => scales,
             Precision::Bf16 | Precision::Mxfp4 => ScaleType::Bf16,
+            _ => ScaleType::F16,
         }
     }
 }
 
 impl std::fmt::Display for Precision {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Precision::Int8 { group_size, .. } | Precision::Int4 { group_size, .. } => {
-                write!(f, "{}-g{group_size}", self.name())
+        match *self {
+            Precision::Int8 { group_size, scales } | Precision::Int4 { group_size, scales } => {
+                write!(f, "{}-g{group_size}", self.name())?;
+                if scales == ScaleType::F16 { write!(f, "-f16") } else { Ok(()) }
             }
-            Precision::Bf16 | Precision::Mxfp4 => f.write_str(self.name()),
-        }?;
-        if self.scales() == ScaleType::F16 { write!(f, "-f16") } else { Ok(()) }
+            _ => f.write_str(self.name()),
+        }
     }
 }

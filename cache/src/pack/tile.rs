@@ -3,33 +3,107 @@
 //! Packing is fast, because every conversion does it; unpacking follows the definition byte by byte, because tests
 //! believe it.
 
-use half::bf16;
+use half::{bf16, f16};
 
-use super::{CodeType, ExpertLayout, MatrixLayout, TILE_ROWS};
+use super::{CodeType, ExpertLayout, MatrixLayout, Row, SUPER_BLOCK, Scales, TILE_ROWS};
 
 /// Row-major weights of a matrix `[n, k]`, or of some of its rows.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub enum Weights<'a> {
     /// For `Precision::Bf16`: `[n, k]`.
     Bf16(&'a [bf16]),
-    /// For the others.
+    /// For precisions whose groups have a scale each.
     Int {
-        /// `[n, k]`, -128..=127 for INT8, -8..=7 for INT4, of [`DOUBLED_E2M1`](super::DOUBLED_E2M1) for MXFP4.
+        /// `[n, k]`, of those that the precision's codes can be.
         codes: &'a [i8],
         /// `[n, k / group_size]`, rounded to the precision's type.
         scales: &'a [f32],
     },
+    /// For the others.
+    Blocks(&'a Blocks, std::ops::Range<usize>),
+}
+
+/// Rows in groups that have offsets, or scales of two levels ([`Scales`]), as they are stored.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Blocks {
+    /// `[n, k]`, of those that the precision's codes can be.
+    pub codes: Vec<i8>,
+    /// Bits of f16 numbers: `d` and `dmin` of each super-block, or scale and offset of each group, `[n, ..]`.
+    pub heads: Vec<u16>,
+    /// `[n, k / group_size]`, their zero added; empty where there are none.
+    pub counts: Vec<u8>,
+    /// `[n, k / group_size]`; empty where there are none.
+    pub offsets: Vec<u8>,
+}
+
+impl Blocks {
+    /// Makes room for `rows` rows of `layout`. Panics: a precision of plain scales (a bug).
+    pub fn resize(&mut self, layout: &MatrixLayout, rows: usize) {
+        let row = layout.precision.row().expect("a precision of codes");
+        let groups = rows * layout.k / layout.precision.group_size().unwrap_or(1);
+        let (heads, counts, offsets) = match row.scales {
+            Scales::Plain => panic!("{} has plain scales", layout.precision),
+            Scales::WithOffset => (2 * groups, 0, 0),
+            Scales::Counted { offsets, .. } => {
+                (rows * layout.k / SUPER_BLOCK * (1 + usize::from(offsets)), groups, groups * usize::from(offsets))
+            }
+        };
+        self.codes.resize(rows * layout.k, 0);
+        self.heads.resize(heads, 0);
+        self.counts.resize(counts, 0);
+        self.offsets.resize(offsets, 0);
+    }
+
+    /// Puts one row in the place of row `to`.
+    pub(crate) fn set(&mut self, to: usize, row: &Self) {
+        fn copy<T: Copy>(to: usize, row: &[T], all: &mut [T]) {
+            all[to * row.len()..][..row.len()].copy_from_slice(row);
+        }
+        copy(to, &row.codes, &mut self.codes);
+        copy(to, &row.heads, &mut self.heads);
+        copy(to, &row.counts, &mut self.counts);
+        copy(to, &row.offsets, &mut self.offsets);
+    }
+
+    /// The weights of rows of `k` inputs, which fill `out`. Panics: a precision of plain scales (a bug).
+    pub(crate) fn dequantize(&self, precision: super::Precision, k: usize, out: &mut [f32]) {
+        let (Some(Row { scales, .. }), Some(group_size)) = (precision.row(), precision.group_size()) else {
+            panic!("{precision} has no groups")
+        };
+        assert_eq!((out.len(), out.len() % k), (self.codes.len(), 0), "out");
+        let number = |at: usize| f16::from_bits(self.heads[at]).to_f32();
+        let weights = out.chunks_exact_mut(group_size).zip(self.codes.chunks_exact(group_size));
+        for (group, (out, codes)) in weights.enumerate() {
+            let block = group * group_size / SUPER_BLOCK;
+            let (scale, offset) = match scales {
+                Scales::Plain => panic!("{precision} has plain scales"),
+                Scales::WithOffset => (number(2 * group), Some(number(2 * group + 1))),
+                Scales::Counted { zero, offsets, .. } => {
+                    let count = f32::from(i16::from(self.counts[group]) - i16::from(zero));
+                    let head = block * (1 + usize::from(offsets));
+                    let offset = || -(number(head + 1) * f32::from(self.offsets[group]));
+                    (number(head) * count, offsets.then(offset))
+                }
+            };
+            let pairs = out.iter_mut().zip(codes);
+            match offset {
+                Some(offset) => pairs.for_each(|(out, &code)| *out = scale * f32::from(code) + offset),
+                None => pairs.for_each(|(out, &code)| *out = scale * f32::from(code)),
+            }
+        }
+    }
 }
 
 impl<'a> Weights<'a> {
     /// Rows `from..from + count`.
-    fn rows(self, layout: &MatrixLayout, from: usize, count: usize) -> Self {
+    fn rows(&self, layout: &MatrixLayout, from: usize, count: usize) -> Self {
         let part = |per_row: usize| from * per_row..(from + count) * per_row;
         match self {
             Weights::Bf16(weights) => Weights::Bf16(&weights[part(layout.k)]),
             Weights::Int { codes, scales } => {
                 Weights::Int { codes: &codes[part(layout.k)], scales: &scales[part(scales.len() / layout.n)] }
             }
+            Weights::Blocks(blocks, rows) => Weights::Blocks(blocks, rows.start + from..rows.start + from + count),
         }
     }
 }
@@ -38,7 +112,7 @@ impl<'a> Weights<'a> {
 pub fn pack_matrix(layout: &MatrixLayout, weights: Weights<'_>, out: &mut [u8]) {
     assert_eq!(out.len(), layout.bytes(), "out");
     for (i, tile) in out.chunks_exact_mut(layout.tile_bytes()).enumerate() {
-        pack_rows(layout, weights, i, tile);
+        pack_rows(layout, &weights, i, tile);
     }
 }
 
@@ -48,16 +122,16 @@ pub fn pack_expert(layout: &ExpertLayout, gate: Weights<'_>, up: Weights<'_>, do
     assert_eq!(out.len(), layout.bytes(), "out");
     let (gate_tile, down_tile) = (layout.gate.tile_bytes(), layout.down.tile_bytes());
     for i in 0..layout.gate.tiles() {
-        pack_rows(&layout.gate, gate, i, &mut out[layout.gate_tile(i)..][..gate_tile]);
-        pack_rows(&layout.gate, up, i, &mut out[layout.up_tile(i)..][..gate_tile]);
+        pack_rows(&layout.gate, &gate, i, &mut out[layout.gate_tile(i)..][..gate_tile]);
+        pack_rows(&layout.gate, &up, i, &mut out[layout.up_tile(i)..][..gate_tile]);
     }
     for i in 0..layout.down.tiles() {
-        pack_rows(&layout.down, down, i, &mut out[layout.down_tile(i)..][..down_tile]);
+        pack_rows(&layout.down, &down, i, &mut out[layout.down_tile(i)..][..down_tile]);
     }
     out[layout.down_tile(layout.down.tiles())..].fill(0);
 }
 
-fn pack_rows(layout: &MatrixLayout, weights: Weights<'_>, tile: usize, out: &mut [u8]) {
+fn pack_rows(layout: &MatrixLayout, weights: &Weights<'_>, tile: usize, out: &mut [u8]) {
     let from = tile * TILE_ROWS;
     pack_tile(layout, weights.rows(layout, from, TILE_ROWS.min(layout.n - from)), out);
 }
@@ -65,7 +139,7 @@ fn pack_rows(layout: &MatrixLayout, weights: Weights<'_>, tile: usize, out: &mut
 /// Packs the rows of one tile, 16 or, in the last tile, fewer. Panics: a length does not fit `layout` (a bug).
 pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]) {
     assert_eq!(out.len(), layout.tile_bytes(), "tile");
-    match (rows, layout.precision.codes()) {
+    match (rows, layout.precision.row()) {
         (Weights::Bf16(weights), None) => {
             out.fill(0);
             let (lines, _) = out.as_chunks_mut::<64>();
@@ -80,35 +154,16 @@ pub(crate) fn pack_tile(layout: &MatrixLayout, rows: Weights<'_>, out: &mut [u8]
                 }
             }
         }
-        (Weights::Int { codes, scales }, Some(code_type)) => {
+        (Weights::Int { codes, scales }, Some(Row { codes: code_type, scales: Scales::Plain, .. })) => {
             let lines = pack_scales(layout, scales, out);
-            lines.fill(code_type.zero_byte());
-            match code_type {
-                // Adding 128 to an i8 is flipping its highest bit.
-                CodeType::Int8 => pack_codes::<4>(layout.k, codes, lines, |&codes| {
-                    u32::from_le_bytes(bytemuck::cast(codes)) ^ 0x8080_8080
-                }),
-                // Adding 8 to a code of 4 bits is flipping the highest of them.
-                CodeType::Int4 => pack_codes::<8>(layout.k, codes, lines, |codes| {
-                    let word = u64::from_le_bytes(bytemuck::cast(*codes)) & 0x0f0f_0f0f_0f0f_0f0f;
-                    (word as u32 | (word >> 32 << 4) as u32) ^ 0x8888_8888
-                }),
-                CodeType::E2m1 => pack_codes::<8>(layout.k, codes, lines, |codes| {
-                    (0..4).fold(0, |word, j| word | (e2m1(codes[j]) | e2m1(codes[j + 4]) << 4) << (8 * j))
-                }),
-            }
+            pack_codes(layout.k, code_type, codes, lines);
+        }
+        (Weights::Blocks(blocks, rows), Some(row)) if row.scales != Scales::Plain => {
+            let lines = pack_counts(layout, row, blocks, rows.clone(), out);
+            pack_codes(layout.k, row.codes, &blocks.codes[rows.start * layout.k..rows.end * layout.k], lines);
         }
         _ => panic!("weights of another kind than {}", layout.precision),
     }
-}
-
-/// The four bits of E2M1 that stand for half of a code. Panics: there are none (a bug).
-fn e2m1(code: i8) -> u32 {
-    /// By magnitude; 16 is none.
-    const BITS: [u8; 13] = [0, 1, 2, 3, 4, 16, 5, 16, 6, 16, 16, 16, 7];
-    let bits = BITS.get(code.unsigned_abs() as usize).copied().unwrap_or(16);
-    assert!(bits < 16, "{code} is not twice a number of E2M1");
-    u32::from(bits) | u32::from(code < 0) << 3
 }
 
 /// Writes the scales of a tile and returns the place of its codes.
@@ -125,13 +180,144 @@ fn pack_scales<'o>(layout: &MatrixLayout, scales: &[f32], out: &'o mut [u8]) -> 
     codes
 }
 
-/// Writes each row's runs of `N` codes, `word` making four bytes of a run, to their places: run `c` of row `r` is word
-/// `16 c + r`.
-fn pack_codes<const N: usize>(k: usize, codes: &[i8], lines: &mut [u8], word: impl Fn(&[i8; N]) -> u32) {
-    let (lines, _) = lines.as_chunks_mut::<64>();
-    for (row, codes) in codes.chunks_exact(k).enumerate() {
-        for (line, run) in lines.iter_mut().zip(codes.as_chunks::<N>().0) {
-            line[row * 4..][..4].copy_from_slice(&word(run).to_le_bytes());
+/// As [`pack_scales`], where they are not plain.
+fn pack_counts<'o>(
+    layout: &MatrixLayout,
+    Row { scales, .. }: Row,
+    blocks: &Blocks,
+    rows: std::ops::Range<usize>,
+    out: &'o mut [u8],
+) -> &'o mut [u8] {
+    let (bytes, codes) = out.split_at_mut(layout.scale_bytes());
+    bytes.fill(0);
+    let group_size = layout.precision.group_size().unwrap_or(layout.k);
+    let groups = layout.k / group_size;
+    for (row, source) in rows.enumerate() {
+        let mut put = |at: usize, bits: u16| bytes[at + 2 * row..][..2].copy_from_slice(&bits.to_le_bytes());
+        let Scales::Counted { bits, offsets, .. } = scales else {
+            for group in 0..groups {
+                let (at, _) = scales.at(group, group_size);
+                let [scale, offset] = blocks.heads.as_chunks::<2>().0[source * groups + group];
+                put(at, scale);
+                put(at + 2 * TILE_ROWS, offset);
+            }
+            continue;
+        };
+        let numbers = 1 + usize::from(offsets);
+        let heads = blocks.heads.chunks_exact(numbers).skip(source * layout.k / SUPER_BLOCK);
+        for (i, heads) in heads.take(layout.k / SUPER_BLOCK).enumerate() {
+            let (_, at) = scales.at(i * (SUPER_BLOCK / group_size), group_size);
+            heads.iter().enumerate().for_each(|(j, &head)| put(at + j * 2 * TILE_ROWS, head));
+        }
+        for group in 0..groups {
+            let record = &mut bytes[scales.at(group, group_size).0..];
+            let count = blocks.counts[source * groups + group];
+            let offset = if offsets { blocks.offsets[source * groups + group] } else { 0 };
+            match (bits, offsets) {
+                (8, _) => record[row] = count,
+                (6, true) => {
+                    record[row] = count | offset << 6;
+                    record[TILE_ROWS + row % 8] |= offset >> 2 << (row / 8 * 4);
+                }
+                (6, false) => {
+                    record[row % 8] |= (count & 15) << (row / 8 * 4);
+                    record[8 + row % 4] |= count >> 4 << (row / 4 * 2);
+                }
+                _ => record[row] = count | offset << 4,
+            }
+        }
+    }
+    codes
+}
+
+/// What a group counts of its super-block's numbers: of `d`, its zero added, and of `dmin`.
+fn unpack_counts(bits: u8, offsets: bool, record: &[u8], row: usize) -> (u8, u8) {
+    let upper = |at: usize| record[at + row % 8] >> (row / 8 * 4) & 15;
+    match (bits, offsets) {
+        (8, _) => (record[row], 0),
+        (6, true) => (record[row] & 63, record[row] >> 6 | upper(TILE_ROWS) << 2),
+        (6, false) => (upper(0) | (record[8 + row % 4] >> (row / 4 * 2) & 3) << 4, 0),
+        _ => (record[row] & 15, record[row] >> 4),
+    }
+}
+
+/// Writes the codes of up to 16 rows; of the others they are zero.
+fn pack_codes(k: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
+    lines.fill(0);
+    if !codes.len().is_multiple_of(TILE_ROWS * k) {
+        // Their scales are zero; what they are does not matter, but they shall be the same ones always.
+        let zeros = vec![0; (TILE_ROWS - codes.len() / k) * k];
+        if code_type.table().is_none_or(|table| table.contains(&0)) {
+            pack_rows_of_codes(k, codes.len() / k, code_type, &zeros, lines);
+        }
+    }
+    pack_rows_of_codes(k, 0, code_type, codes, lines);
+}
+
+fn pack_rows_of_codes(k: usize, first: usize, code_type: CodeType, codes: &[i8], lines: &mut [u8]) {
+    match code_type {
+        // Adding 128 to an i8 is flipping its highest bit.
+        CodeType::Int { bits: 8, .. } => pack_runs::<8>(k, first, codes, lines, |word| word ^ 0x8080_8080),
+        CodeType::Int { bits, zero } => {
+            // Bytes that do not carry into each other.
+            let (zeros, mask) = (u32::from(zero) * 0x0101_0101, ((1u32 << bits) - 1) * 0x0101_0101);
+            let stored = |word: u32| (word & 0x7f7f_7f7f).wrapping_add(zeros) & mask;
+            match bits {
+                2 => pack_runs::<2>(k, first, codes, lines, stored),
+                3 => pack_runs::<3>(k, first, codes, lines, stored),
+                4 => pack_runs::<4>(k, first, codes, lines, stored),
+                5 => pack_runs::<5>(k, first, codes, lines, stored),
+                6 => pack_runs::<6>(k, first, codes, lines, stored),
+                other => unreachable!("codes of {other} bits"),
+            }
+        }
+        CodeType::E2m1 | CodeType::Iq4 => {
+            let mut bits = [u8::MAX; 256];
+            for &code in code_type.table().into_iter().flatten() {
+                bits[usize::from(code as u8)] = code_type.stored(code);
+            }
+            pack_runs::<4>(k, first, codes, lines, |word| {
+                let stored = word.to_le_bytes().map(|code| bits[usize::from(code)]);
+                assert!(stored.iter().all(|&bits| bits < 16), "codes that are not in the table of {code_type:?}");
+                u32::from_le_bytes(stored)
+            });
+        }
+    }
+}
+
+/// Writes the codes of rows from `first` on, `stored` making of 4 codes what is stored for them.
+fn pack_runs<const BITS: usize>(k: usize, first: usize, codes: &[i8], lines: &mut [u8], stored: impl Fn(u32) -> u32) {
+    const RUNS: usize = 8; // of 4 inputs in a block
+    for (row, codes) in (first..).zip(codes.chunks_exact(k)) {
+        for (block, codes) in lines.chunks_exact_mut(BITS * 64).zip(codes.as_chunks::<32>().0) {
+            let mut runs = [0u32; RUNS];
+            for (run, codes) in runs.iter_mut().zip(codes.as_chunks::<4>().0) {
+                *run = stored(u32::from_le_bytes(bytemuck::cast(*codes)));
+            }
+            let mut line = 0;
+            let mut put = |word: u32| {
+                block[line * 64 + row * 4..][..4].copy_from_slice(&word.to_le_bytes());
+                line += 1;
+            };
+            // Bits from `from` on of some runs, `bits` of each, in one word.
+            let some = |runs: &[u32], from: usize, bits: usize| {
+                let mask = (0xff >> (8 - bits)) * 0x0101_0101;
+                runs.iter().enumerate().fold(0, |word, (i, run)| word | (run >> from & mask) << (i * bits))
+            };
+            for half in runs.as_chunks::<{ RUNS / 2 }>().0 {
+                match BITS {
+                    8 => half.iter().for_each(|&run| put(run)),
+                    4 | 5 => half.as_chunks::<2>().0.iter().for_each(|runs| put(some(runs, 0, 4))),
+                    6 => {
+                        half.as_chunks::<2>().0.iter().for_each(|runs| put(some(runs, 0, 4)));
+                        put(some(half, 4, 2));
+                    }
+                    _ => put(some(half, 0, 2)),
+                }
+            }
+            if BITS % 2 == 1 {
+                put(some(&runs, BITS - 1, 1));
+            }
         }
     }
 }
@@ -166,22 +352,51 @@ fn unpack_tiles<'a>(layout: &MatrixLayout, tile: impl Fn(usize) -> &'a [u8]) -> 
 /// The weight of one row and input of a tile, by the definition of the layout.
 fn unpack_weight(layout: &MatrixLayout, tile: &[u8], row: usize, input: usize) -> f32 {
     let bits_at = |at: usize| u16::from_le_bytes([tile[at], tile[at + 1]]);
-    let (Some(codes), Some(group_size)) = (layout.precision.codes(), layout.precision.group_size()) else {
+    let (Some(row_kind), Some(group_size)) = (layout.precision.row(), layout.precision.group_size()) else {
         return bf16::from_bits(bits_at(input / 2 * 64 + row * 4 + input % 2 * 2)).to_f32();
     };
-    let code = unpack_code(codes, &tile[layout.scale_bytes()..], row, input);
-    layout.precision.scales().from_bits(bits_at((input / group_size * TILE_ROWS + row) * 2)) * code as f32
+    let code = unpack_code(row_kind.codes, &tile[layout.scale_bytes()..], row, input);
+    let (scale, offset) = unpack_scale(layout, tile, row, input / group_size);
+    if row_kind.scales.have_offsets() { scale * code as f32 + offset } else { scale * code as f32 }
+}
+
+/// Scale and offset of a group of one row of a tile, by the definition of the layout; exact. Panics: a precision
+/// without codes (a bug).
+pub fn unpack_scale(layout: &MatrixLayout, tile: &[u8], row: usize, group: usize) -> (f32, f32) {
+    let (Some(Row { scales, .. }), Some(group_size)) = (layout.precision.row(), layout.precision.group_size()) else {
+        panic!("{} has no scales", layout.precision)
+    };
+    let (at, head) = scales.at(group, group_size);
+    let number = |at: usize| u16::from_le_bytes([tile[at + 2 * row], tile[at + 2 * row + 1]]);
+    let half = |at: usize| f16::from_bits(number(at)).to_f32();
+    match scales {
+        Scales::Plain => (layout.precision.scales().from_bits(number(at)), 0.0),
+        Scales::WithOffset => (half(at), half(at + 2 * TILE_ROWS)),
+        Scales::Counted { bits, zero, offsets } => {
+            let (count, offset) = unpack_counts(bits, offsets, &tile[at..], row);
+            let scale = half(head) * f32::from(i16::from(count) - i16::from(zero));
+            (scale, if offsets { -(half(head + 2 * TILE_ROWS) * f32::from(offset)) } else { 0.0 })
+        }
+    }
 }
 
 /// The code of one row and input of a tile, of which `lines` are what follows the scales, by the definition of the
 /// layout.
 pub fn unpack_code(codes: CodeType, lines: &[u8], row: usize, input: usize) -> i8 {
-    let stored = match codes {
-        CodeType::Int8 => lines[(input / 4 * TILE_ROWS + row) * 4 + input % 4],
-        CodeType::Int4 | CodeType::E2m1 => {
-            let byte = lines[(input / 8 * TILE_ROWS + row) * 4 + input % 4];
-            if input % 8 < 4 { byte & 15 } else { byte >> 4 }
-        }
+    let bits = codes.bits();
+    let block = &lines[input / 32 * bits * 64..];
+    // Of line `line`, which holds `bits` of each of a run of codes, those of run `run`.
+    let some = |line: usize, run: usize, bits: usize| {
+        block[line * 64 + row * 4 + input % 4] >> (run % (8 / bits) * bits) & (0xff >> (8 - bits)) as u8
     };
-    codes.code(stored)
+    let (half, run) = (input / 16 % 2, input / 4 % 4); // of the block, of the half
+    let even = bits / 2 * 2;
+    let first = half * even / 2;
+    let stored = match even {
+        8 => some(first + run, 0, 8),
+        6 => some(first + run / 2, run, 4) | some(first + 2, run, 2) << 4,
+        4 => some(first + run / 2, run, 4),
+        _ => some(first, run, 2),
+    };
+    codes.code(if bits == even { stored } else { stored | some(even, 4 * half + run, 1) << even })
 }

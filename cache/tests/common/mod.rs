@@ -54,7 +54,7 @@ impl Model {
             hidden,
             intermediate,
             num_experts,
-            precision,
+            precision: precision.into(),
             weights_suffice: true,
             layers,
         }

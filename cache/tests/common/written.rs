@@ -346,7 +346,8 @@ fn gguf(kind: GgmlType) -> Example {
         Q4_0 => of(-8, 7),
         Q5_0 => of(-16, 15),
         MXFP4 => Some(Integers { low: -12, high: 12, group: 32, scales: ScaleType::Bf16, table: Some(CodeType::E2m1) }),
-        Q8_0 | IQ4_NL | IQ4_XS => of(-128, 127),
+        IQ4_NL => of(-127, 113).map(|integers| Integers { table: Some(CodeType::Iq4), ..integers }),
+        Q8_0 => of(-128, 127),
         _ => None,
     };
     Example { want: None, gguf: Some(file), ..Example::new(Written::default(), Vec::new(), integers) }

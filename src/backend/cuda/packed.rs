@@ -1,6 +1,7 @@
 //! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16. Which formats
 //! there are is listed in kernels/packed_tile.cuh.
 
+use moebius_cache::pack::ExpertLayout;
 use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
@@ -18,19 +19,24 @@ const TILES: [usize; 4] = [16, 32, 64, 128];
 /// Tokens of the tiles of Hopper's products of still more.
 const WIDE: usize = 192;
 
-/// The kernels for routed experts of one precision, and what they are told of it.
-pub struct ExpertKernels {
-    gate_up: [Grouped; 4], // by `TILES`
-    down: [Grouped; 4],
-    wide: Option<[Grouped; 2]>, // gate and up, and down, of tiles of `WIDE`; on cards with wgmma
-    /// For gate and up of single tokens.
-    pub(crate) gate_up_few: Kernel<kernels::ExpertsGateUpArguments>,
-    /// For down of single tokens.
-    pub(crate) down_few: Kernel<kernels::ExpertsDownArguments>,
+/// The kernels for one matrix of routed experts, and what they are told of its precision.
+pub(crate) struct MatrixKernels<A> {
+    /// For single tokens.
+    pub(crate) few: Kernel<A>,
+    many: [Grouped; 4],    // by `TILES`
+    wide: Option<Grouped>, // of tiles of `WIDE`; on cards with wgmma
     /// Inputs that share a scale; 0 for BF16.
     pub(crate) group: i32,
     /// 1 where scales are F16, not BF16.
     pub(crate) f16: i32,
+}
+
+/// The kernels for the routed experts of a layer.
+pub struct ExpertKernels {
+    pub(crate) gate: MatrixKernels<kernels::ExpertsGateUpArguments>, // and up
+    pub(crate) down: MatrixKernels<kernels::ExpertsDownArguments>,
+    /// Where `down` begins in an expert, in bytes.
+    pub(crate) down_at: i32,
 }
 
 /// A dense weight in packed tiles.
@@ -59,32 +65,41 @@ fn span(precision: Precision) -> (String, i32) {
     }
 }
 
-impl ExpertKernels {
-    /// Those of a precision.
-    pub(crate) fn of(precision: Precision) -> Self {
-        let (few, (many, group)) = (precision.name(), span(precision));
-        let [gate_up, down] = ["gate_up", "down"].map(|part| {
-            let name = format!("experts_{part}_{many}_t{WIDE}");
-            kernels::GROUPED_KERNELS.iter().find(|kernel| kernel.name == name).copied()
-        });
+impl<A> MatrixKernels<A> {
+    /// Those of a precision: `experts_{name}_gemv_..` of `few` and `experts_{name}_..`.
+    fn of(name: &str, few: &[Kernel<A>], precision: Precision) -> Self {
+        let (many, group) = span(precision);
+        let wide = format!("experts_{name}_{many}_t{WIDE}");
         Self {
-            wide: gate_up.zip(down).map(|(gate_up, down)| [gate_up, down]),
-            gate_up: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_gate_up_{many}"), TILES),
-            down: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_down_{many}"), TILES),
-            gate_up_few: named(kernels::EXPERTS_GATE_UP_KERNELS, &format!("experts_gate_up_gemv_{few}")),
-            down_few: named(kernels::EXPERTS_DOWN_KERNELS, &format!("experts_down_gemv_{few}")),
+            few: named(few, &format!("experts_{name}_gemv_{}", precision.name())),
+            many: of_tiles(kernels::GROUPED_KERNELS, &format!("experts_{name}_{many}"), TILES),
+            wide: kernels::GROUPED_KERNELS.iter().find(|kernel| kernel.name == wide).copied(),
             group,
             f16: i32::from(precision.scales() == ScaleType::F16),
+        }
+    }
+}
+
+impl ExpertKernels {
+    /// Those of a layer.
+    pub(crate) fn of(layout: &ExpertLayout) -> Self {
+        Self {
+            gate: MatrixKernels::of("gate_up", kernels::EXPERTS_GATE_UP_KERNELS, layout.gate.precision),
+            down: MatrixKernels::of("down", kernels::EXPERTS_DOWN_KERNELS, layout.down.precision),
+            down_at: layout.down_tile(0) as i32,
         }
     }
 
     /// Kernels for gate and up and for down, of the same tile, for experts with so many tokens each.
     pub(crate) fn grouped(&self, device: &DeviceInfo, tokens_of_an_expert: usize) -> [Grouped; 2] {
-        if let Some(wide) = self.wide.filter(|_| device.has_wgmma() && tokens_of_an_expert > 112) {
-            return wide;
+        // Both, because they share the tiles that the pairs were cut into.
+        if let (Some(gate), Some(down), true) =
+            (self.gate.wide, self.down.wide, device.has_wgmma() && tokens_of_an_expert > 112)
+        {
+            return [gate, down];
         }
         let i = suited(tokens_of_an_expert, device.has_wgmma());
-        [self.gate_up[i], self.down[i]]
+        [self.gate.many[i], self.down.many[i]]
     }
 }
 
@@ -137,16 +152,17 @@ mod tests {
 
     #[test]
     fn every_precision_has_its_kernels() {
-        for precision in Precision::all() {
-            let found = ExpertKernels::of(precision);
-            assert_eq!(found.gate_up.map(|kernel| kernel.tile[0]), TILES, "{precision}");
-            assert_eq!(found.down.map(|kernel| kernel.tile[0]), TILES, "{precision}");
-            if let Some(wide) = found.wide {
-                assert_eq!(wide.map(|kernel| kernel.tile[0]), [WIDE; 2], "{precision}");
+        for precision in Precision::all().into_iter().filter(|precision| *precision == precision.on_gpu()) {
+            let found = ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"));
+            assert_eq!(found.gate.many.map(|kernel| kernel.tile[0]), TILES, "{precision}");
+            assert_eq!(found.down.many.map(|kernel| kernel.tile[0]), TILES, "{precision}");
+            for wide in [found.gate.wide, found.down.wide].into_iter().flatten() {
+                assert_eq!(wide.tile[0], WIDE, "{precision}");
             }
         }
         for precision in [Precision::int4(32), Precision::int4(128), Precision::int8(64)] {
-            assert!(ExpertKernels::of(precision).wide.is_some(), "{precision}");
+            let found = ExpertKernels::of(&ExpertLayout::new(256, 256, precision).expect("an expert"));
+            assert!(found.gate.wide.is_some() && found.down.wide.is_some(), "{precision}");
         }
     }
 }

@@ -56,7 +56,7 @@ pub fn load_shape(
     let machine = load::machine(config, &Topology::read())?;
     let spec = Spec::new(&model, config, Kept::NOTHING)?;
     let budget = Budget::new(&spec, &machine)?;
-    let experts = spec.precision.map(|p| synthetic::experts(&model, p)).transpose()?;
+    let experts = spec.precision.clone().map(|p| synthetic::experts(&model, p)).transpose()?;
     load::assemble(&spec, Stored { resident: &Synthetic::of(&model), experts }, budget, machine, report)
 }
 
@@ -125,7 +125,7 @@ pub fn run(
         model: model.to_string(),
         layers: loaded.model.config().layers.len(),
         precision: PrecisionReport {
-            experts: loaded.precision.map_or("none".into(), |p| p.to_string()),
+            experts: loaded.precision.as_ref().map_or("none".into(), |p| p.to_string()),
             dense: config.dense.to_string(),
             kv: config.kv.to_string(),
         },
@@ -354,11 +354,13 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Bytes of one routed expert.
+/// Bytes of one routed expert, in the mean of all layers.
 fn expert_bytes(model: &ModelConfig, loaded: &Loaded) -> usize {
-    let (Some(moe), Some(precision)) = (model.moe(), loaded.precision) else { return 0 };
-    let layout = moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision);
-    layout.expect("experts of this layout are loaded").bytes()
+    let (Some(moe), Some(precision)) = (model.moe(), &loaded.precision) else { return 0 };
+    let layout =
+        |i| moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision.layer(i));
+    let layers = model.moe_layers().count();
+    (0..layers).map(|i| layout(i).expect("experts of this layout are loaded").bytes()).sum::<usize>() / layers
 }
 
 /// Bytes of routed experts that one token reads.

@@ -3,7 +3,8 @@
 use half::bf16;
 use moebius_cache::Precision;
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{MatrixLayout, TILE_ROWS, Weights, pack_matrix, unpack_expert};
+use moebius_cache::pack::{MatrixLayout, Scales, TILE_ROWS, Weights, pack_matrix, unpack_expert};
+use moebius_cache::quantize::quantize_matrix;
 
 use super::*;
 use crate::kernel::{self, Simd};
@@ -29,7 +30,14 @@ impl Random {
 
 fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<ExpertCache> {
     let layers: Vec<usize> = (0..LAYERS).collect();
-    let contents = Contents { model: "random", hidden, intermediate, num_experts: EXPERTS, precision, layers: &layers };
+    let contents = Contents {
+        model: "random",
+        hidden,
+        intermediate,
+        num_experts: EXPERTS,
+        precision: precision.into(),
+        layers: &layers,
+    };
     let layout = ExpertLayout::new(hidden, intermediate, precision).unwrap();
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
         let mut random = Random((7 + layer * EXPERTS + expert) as u64);
@@ -52,6 +60,10 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
         pack_matrix(&MatrixLayout { n: rows, ..*layout }, Weights::Bf16(&weights), bytes);
         return;
     }
+    if layout.precision.row().is_some_and(|row| row.scales != Scales::Plain) {
+        let weights: Vec<f32> = (0..rows * layout.k).map(|_| random.uniform() * 0.1).collect();
+        return quantize_matrix(&MatrixLayout { n: rows, ..*layout }, &weights, bytes);
+    }
     let (scales, codes) = bytes.split_at_mut(layout.scale_bytes());
     let unit = layout.precision.codes().map_or(0.0, |codes| -0.1 / f32::from(codes.range()[0]));
     let groups = layout.k / layout.precision.group_size().unwrap();
@@ -64,9 +76,10 @@ fn fill(layout: &MatrixLayout, tile: usize, bytes: &mut [u8], random: &mut Rando
 
 fn dims(precision: Precision) -> (usize, usize) {
     // Rows that do not fill their last tile, where the group size allows.
-    match precision.group_size() {
-        None => (76, 40),
-        Some(32) => (160, 96),
+    match precision.unit() {
+        1 => (76, 40),
+        32 => (160, 96),
+        256 => (512, 256),
         _ => (256, 128),
     }
 }
@@ -103,7 +116,7 @@ fn agrees_with_f32_on_the_dequantized_weights() {
     for precision in Precision::all() {
         let (hidden, intermediate) = dims(precision);
         let store = store(hidden, intermediate, precision);
-        let layout = store.layout();
+        let layout = store.layout(0);
         let (x, routing) = inputs(9, hidden);
         let mut expected: Vec<f32> = x.iter().map(|v| v * 0.25).collect();
         for (i, (&id, &weight)) in routing.ids.iter().zip(&routing.weights).enumerate() {
@@ -263,7 +276,7 @@ fn biases_and_the_clamp_are_those_of_f32_and_change_no_invariant() {
             continue;
         }
         let (token, e) = (i / TOP_K, id as usize);
-        let [gate, up, down] = unpack_expert(&store.layout(), store.expert(1, e));
+        let [gate, up, down] = unpack_expert(&store.layout(0), store.expert(1, e));
         let dot =
             |w: &[f32], x: &[f32], r: usize| w[r * x.len()..][..x.len()].iter().zip(x).map(|(a, b)| a * b).sum::<f32>();
         let x = &x[token * hidden..][..hidden];

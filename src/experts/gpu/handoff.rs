@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 impl Handoff {
     /// Allocates for batches of `sizes.cpu_tokens`.
     pub(super) fn new(cuda: &Arc<Cuda>, heap: &Heap, shape: &ExpertShape, sizes: &Sizes) -> Result<Self> {
-        let (layers, hidden) = (shape.layers, shape.layout.gate.k);
+        let (layers, hidden) = (shape.layers(), shape.hidden());
         let numbers = sizes.cpu_tokens * hidden;
         let room = Room { x: 2 * numbers, y: 4 * numbers, choices: sizes.cpu_tokens * sizes.top_k, counters: layers };
         Ok(Self {

@@ -18,8 +18,8 @@ use crate::experts::{Epilogue, ExpertShape};
 /// What the products need beside weights and tokens.
 pub(super) struct Products {
     cuda: Arc<Cuda>,
-    layout: ExpertLayout,
-    kernels: ExpertKernels,
+    layout: ExpertLayout,        // of any layer: for its dimensions
+    kernels: Vec<ExpertKernels>, // [layers]
     epilogue: DeviceEpilogue,
     experts: usize,
     pair_slot: DeviceBuffer<i32>, // [pairs]
@@ -57,11 +57,11 @@ impl From<&LayerInput<'_>> for Choices {
 impl Products {
     /// Allocates for `sizes`.
     pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, epilogue: &Epilogue, sizes: &Sizes) -> Result<Self> {
-        let &ExpertShape { layout, layers, experts } = shape;
+        let (layout, layers, experts) = (shape.layouts[0], shape.layers(), shape.experts);
         let pairs = sizes.tokens * sizes.top_k;
         Ok(Self {
             layout,
-            kernels: ExpertKernels::of(layout.gate.precision),
+            kernels: shape.layouts.iter().map(ExpertKernels::of).collect(),
             epilogue: DeviceEpilogue::new(cuda, epilogue, layers)?,
             experts,
             pair_slot: DeviceBuffer::new(cuda, pairs)?,
@@ -79,18 +79,20 @@ impl Products {
         let (tokens, top_k) = (routing.tokens(), routing.top_k());
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
         let grid = [self.layout.down.k.div_ceil(TILE_ROWS), tokens * top_k, 1];
-        launch!(self.cuda, &self.cuda.compute, self.kernels.gate_up_few, grid;
-            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, self.kernels.group,
-            self.kernels.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
+        let kernels = &self.kernels[layer].gate;
+        launch!(self.cuda, &self.cuda.compute, kernels.few, grid;
+            routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, kernels.group,
+            kernels.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
     }
 
     /// Adds the products of `h` with `down`, weighted, to `out`.
     pub(super) fn few_down(&self, table: Address<u64>, choices: Choices, out: &mut Tensor) {
         let Choices { layer, tokens, top_k, ids, weights } = choices;
         let (stream, hidden, intermediate) = (&self.cuda.compute, self.layout.gate.k, self.layout.down.k);
-        launch!(self.cuda, stream, self.kernels.down_few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
-            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32, self.kernels.group,
-            self.kernels.f16, self.experts as i32, top_k as i32, self.epilogue.of(layer));
+        let kernels = &self.kernels[layer];
+        launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
+            ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32,
+            kernels.down.group, kernels.down.f16, kernels.down_at, self.experts as i32, top_k as i32, self.epilogue.of(layer));
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
@@ -99,7 +101,8 @@ impl Products {
         let (cuda, stream, layout) = (&self.cuda, &self.cuda.compute, &self.layout);
         let (tokens, top_k, experts) = (routing.tokens(), routing.top_k(), self.experts);
         let pairs = tokens * top_k;
-        let [gate_up, down] = self.kernels.grouped(&cuda.info, pairs / experts);
+        let kernels = &self.kernels[layer];
+        let [gate_up, down] = kernels.grouped(&cuda.info, pairs / experts);
         let tile = gate_up.tile[0];
         launch!(cuda, stream, kernels::experts_sort, [experts, 1, 1];
             routing.ids(), table, self.pair_slot.address(), self.offsets.address(), self.tiles.address(),
@@ -109,10 +112,10 @@ impl Products {
         // Tiles of gate and of up take turns.
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
-            intermediate as i32, self.kernels.group, self.kernels.f16, top_k as i32, self.epilogue.of(layer));
+            intermediate as i32, kernels.gate.group, kernels.gate.f16, kernels.down_at, top_k as i32, self.epilogue.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
-            intermediate as i32, self.kernels.group, self.kernels.f16, top_k as i32, self.epilogue.of(layer));
+            intermediate as i32, kernels.down.group, kernels.down.f16, kernels.down_at, top_k as i32, self.epilogue.of(layer));
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.

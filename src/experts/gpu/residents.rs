@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use moebius_cache::pack::ExpertLayout;
+
 use crate::Result;
 use crate::cuda::{Address, Cuda, DeviceBuffer};
 use crate::experts::residency::{Move, Place, Residency};
@@ -12,23 +14,30 @@ pub(super) struct Residents {
     cuda: Arc<Cuda>,
     experts: usize,
     slots: usize,
-    stride: usize,                             // bytes from one expert to the next
-    bytes: DeviceBuffer<u8>,                   // [layers, slots, stride]
-    tables: DeviceBuffer<u64>,                 // [layers, experts]: addresses; 0: in RAM alone
+    layers: Vec<(usize, usize)>, // where each begins, and bytes of one of its experts
+    bytes: DeviceBuffer<u8>,     // [layers][slots, bytes of an expert]
+    tables: DeviceBuffer<u64>,   // [layers, experts]: addresses; 0: in RAM alone
     marks: Option<(usize, DeviceBuffer<u64>)>, // [layers, experts]: not 0 for those in VRAM and n others
 }
 
 impl Residents {
     /// Room for `slots` experts of each layer. Errors: `Error::Resources` where VRAM ends.
     pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, slots: usize) -> Result<Self> {
-        let (stride, experts) = (shape.stride(), shape.experts);
+        let experts = shape.experts;
+        let mut all = 0;
+        let place = |layout: &ExpertLayout| {
+            let at = all;
+            all += slots * layout.bytes();
+            (at, layout.bytes())
+        };
+        let layers: Vec<_> = shape.layouts.iter().map(place).collect();
         Ok(Self {
             cuda: cuda.clone(),
             experts,
             slots,
-            stride,
-            bytes: DeviceBuffer::new(cuda, shape.layers * slots * stride)?,
-            tables: DeviceBuffer::new(cuda, shape.layers * experts)?,
+            bytes: DeviceBuffer::new(cuda, all)?,
+            tables: DeviceBuffer::new(cuda, layers.len() * experts)?,
+            layers,
             marks: None,
         })
     }
@@ -54,7 +63,8 @@ impl Residents {
     }
 
     fn address(&self, layer: usize, slot: usize) -> Address<u8> {
-        self.bytes.address().add((layer * self.slots + slot) * self.stride)
+        let (at, bytes) = self.layers[layer];
+        self.bytes.address().add(at + slot * bytes)
     }
 
     /// Where each expert of a layer is in VRAM; 0: it is not.

@@ -14,7 +14,7 @@ use crate::experts::{ExpertMemory, ExpertShape};
 pub(super) struct Ring {
     cuda: Arc<Cuda>,
     shape: ExpertShape,
-    bytes: DeviceBuffer<u8>,   // [2, half, stride]
+    bytes: DeviceBuffer<u8>,   // [2, half, bytes of the largest]
     half: usize,               // experts of a half
     tables: DeviceBuffer<u64>, // [2, experts]
     filled: [CudaEvent; 2],
@@ -38,7 +38,7 @@ impl Ring {
     pub(super) fn new(cuda: &Arc<Cuda>, shape: &ExpertShape, half: usize) -> Result<Self> {
         let events = || Ok::<_, crate::Error>([CudaEvent::new(cuda)?, CudaEvent::new(cuda)?]);
         Ok(Self {
-            bytes: DeviceBuffer::new(cuda, 2 * half * shape.stride())?,
+            bytes: DeviceBuffer::new(cuda, 2 * half * shape.most_bytes())?,
             half,
             tables: DeviceBuffer::zeros(cuda, 2 * shape.experts)?,
             filled: events()?,
@@ -47,7 +47,7 @@ impl Ring {
             newest: 1,
             copied_bytes: 0,
             cuda: cuda.clone(),
-            shape: *shape,
+            shape: shape.clone(),
         })
     }
 
@@ -80,9 +80,9 @@ impl Ring {
     /// those of `table`.
     fn copy(&mut self, memory: &ExpertMemory, half: usize, layer: usize, experts: &[usize], mut table: Vec<u64>) {
         let Self { cuda, shape, .. } = &*self;
-        let (stride, bytes) = (shape.stride(), shape.layout.bytes());
+        let bytes = shape.layouts[layer].bytes();
         cuda.wait(&cuda.copy, &self.used[half]);
-        let mut to = self.bytes.address().add(half * self.half * stride);
+        let mut to = self.bytes.address().add(half * self.half * shape.most_bytes());
         // Neighbours in the file cross together.
         for run in experts.chunk_by(|a, b| a + 1 == *b) {
             memory.each_run(layer, run[0]..run[0] + run.len(), |offset, bytes| {
@@ -90,7 +90,7 @@ impl Ring {
             });
             for &expert in run {
                 table[expert] = to.to_u64();
-                to = to.add(stride);
+                to = to.add(bytes);
             }
         }
         cuda.upload(&cuda.copy, self.table(half), &table);

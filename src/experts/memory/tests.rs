@@ -14,7 +14,7 @@ fn store() -> Arc<ExpertCache> {
         hidden: 224,
         intermediate: 160,
         num_experts: 5,
-        precision: PRECISION,
+        precision: PRECISION.into(),
         layers: &[0, 1, 2],
     };
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
@@ -38,7 +38,7 @@ fn every_tile_is_on_one_node_unchanged() {
         let team = team(workers);
         let memory = ExpertMemory::copied(store.clone(), &team, &[], &|_, _| ()).unwrap();
         assert_eq!((memory.nodes(), memory.is_copy()), (workers.len(), true));
-        let layout = store.layout();
+        let layout = store.layout(0);
         let (gate, down) = (layout.gate.tiles(), layout.down.tiles());
         for (layer, expert) in (0..3).flat_map(|layer| (0..5).map(move |expert| (layer, expert))) {
             let whole = store.expert(layer, expert);

@@ -97,7 +97,7 @@ impl GpuPlan {
     ) -> Result<std::result::Result<Self, Short>> {
         check(spec)?;
         check_vram(spec.config, device)?;
-        let planner = Planner { spec: *spec, device, vram: spec.config.vram.unwrap_or(device.free_bytes) };
+        let planner = Planner { spec: spec.clone(), device, vram: spec.config.vram.unwrap_or(device.free_bytes) };
         let plan = match planner.plan()? {
             Attempt::Fits(plan) => *plan,
             Attempt::Needs(bytes) => return Ok(Err(Short::Vram(bytes))),
@@ -255,7 +255,8 @@ impl Planner<'_> {
     /// `plan` with its experts: residents, those that pass through, and the others in RAM.
     fn experts(&self, plan: GpuPlan, shape: &ExpertShape, sizes: Sizes) -> Result<Attempt> {
         let config = self.spec.config;
-        let (layers, experts, stride) = (shape.layers as u64, shape.experts, shape.stride() as u64);
+        // Of residents and of the ring, which has room for any.
+        let (each, experts, stride) = (shape.bytes_of_one(), shape.experts, shape.most_bytes() as u64);
         let taken = plan.weights + plan.buffers + plan.kv;
         let left = self.budget() - taken;
         let (resident, ring) = match config.resident_experts {
@@ -264,14 +265,14 @@ impl Planner<'_> {
                     "--resident-experts {n}: a layer has {experts} experts, so give at most {experts}, or auto"
                 )));
             }
-            Some(n) if layers * n as u64 * stride > left => {
-                return Ok(Attempt::Needs(taken + layers * n as u64 * stride));
+            Some(n) if n as u64 * each > left => {
+                return Ok(Attempt::Needs(taken + n as u64 * each));
             }
-            Some(n) => (n, (left - layers * n as u64 * stride) / stride),
-            None if layers * experts as u64 * stride <= left => (experts, 0),
+            Some(n) => (n, (left - n as u64 * each) / stride),
+            None if experts as u64 * each <= left => (experts, 0),
             None => {
                 let ring = (2 * experts as u64).min(left / 2 / stride);
-                (((left - ring * stride) / (layers * stride)) as usize, ring)
+                (((left - ring * stride) / each) as usize, ring)
             }
         };
         let ring = match resident == experts || config.prefill == PrefillOn::Cpu {
@@ -283,7 +284,7 @@ impl Planner<'_> {
             return Ok(Attempt::Needs(taken + 2 * stride));
         }
         Ok(Attempt::Fits(Box::new(GpuPlan {
-            resident: layers * resident as u64 * stride,
+            resident: resident as u64 * each,
             ring: ring as u64 * stride,
             ram: if resident == experts { 0 } else { self.spec.expert_bytes()? },
             sizes: Some(Sizes { resident, ring, ..sizes }),

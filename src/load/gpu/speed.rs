@@ -49,8 +49,9 @@ pub fn on_gpu(plan: &GpuPlan, spec: &Spec<'_>, rates: &GpuRates) -> Result<Expec
     let n = tokens as f64;
     // Where experts of a layer run that are not resident: seconds of PCIe, seconds of the CPU, and their number on
     // the GPU.
-    let (crossing, cpu, streamed) = match (&rates.speeds, &work.layout, plan.sizes) {
-        (Some(speeds), Some(layout), Some(sizes)) if others > 0 => {
+    let (crossing, cpu, streamed) = match (&rates.speeds, &work.shape, plan.sizes) {
+        (Some(speeds), Some(shape), Some(sizes)) if others > 0 => {
+            let layout = &shape.layouts[shape.layers() / 2]; // stands for all
             let streamed = match spec.config.prefill {
                 PrefillOn::Cpu => 0,
                 PrefillOn::Gpu => others,

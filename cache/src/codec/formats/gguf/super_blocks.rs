@@ -1,151 +1,167 @@
-//! Blocks with offsets, and blocks of 256 weights with scales for 16 or 32 of them that are quantized themselves.
+//! Blocks with offsets, and blocks of 256 weights whose groups count how many of the block's numbers their scales are.
+//!
+//! Codes are integers once the middle of their range is taken off; counts stay as they are stored.
 
 use super::half_at;
-use crate::simd::multiversion;
+use crate::checkpoint::GgmlType::{self, *};
+use crate::pack::{Blocks, IQ4, Precision};
 
-multiversion!(pub(super) fn q4_1(bytes: &[u8], out: &mut [f32]) = [q4_1_body, q4_1_body, q4_1_body]);
-multiversion!(pub(super) fn q5_1(bytes: &[u8], out: &mut [f32]) = [q5_1_body, q5_1_body, q5_1_body]);
-multiversion!(pub(super) fn q2_k(bytes: &[u8], out: &mut [f32]) = [q2_k_body, q2_k_body, q2_k_body]);
-multiversion!(pub(super) fn q3_k(bytes: &[u8], out: &mut [f32]) = [q3_k_body, q3_k_body, q3_k_body]);
-multiversion!(pub(super) fn q4_k(bytes: &[u8], out: &mut [f32]) = [q4_k_body, q4_k_body, q4_k_body]);
-multiversion!(pub(super) fn q5_k(bytes: &[u8], out: &mut [f32]) = [q5_k_body, q5_k_body, q5_k_body]);
-multiversion!(pub(super) fn q6_k(bytes: &[u8], out: &mut [f32]) = [q6_k_body, q6_k_body, q6_k_body]);
+/// What such a type is packed as; `None`: it is of another kind.
+pub(super) fn precision(kind: GgmlType) -> Option<Precision> {
+    Some(match kind {
+        Q4_1 => Precision::Q4_1,
+        Q5_1 => Precision::Q5_1,
+        Q2_K => Precision::Q2K,
+        Q3_K => Precision::Q3K,
+        Q4_K => Precision::Q4K,
+        Q5_K => Precision::Q5K,
+        Q6_K => Precision::Q6K,
+        IQ4_XS => Precision::Iq4Xs,
+        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | MXFP4 => return None,
+    })
+}
 
-/// Calls `decode` for each block of `BYTES` bytes and `N` weights.
+/// Reads whole blocks into `out`, which has room for their rows. Errors: the type is of another kind.
+pub(super) fn read(kind: GgmlType, bytes: &[u8], out: &mut Blocks) -> Result<(), String> {
+    match kind {
+        Q4_1 => each::<20, 32, 2, 0, 0>(bytes, out, q4_1),
+        Q5_1 => each::<24, 32, 2, 0, 0>(bytes, out, q5_1),
+        Q2_K => each::<84, 256, 2, 16, 16>(bytes, out, q2_k),
+        Q3_K => each::<110, 256, 1, 16, 0>(bytes, out, q3_k),
+        Q4_K => each::<144, 256, 2, 8, 8>(bytes, out, q4_k),
+        Q5_K => each::<176, 256, 2, 8, 8>(bytes, out, q5_k),
+        Q6_K => each::<210, 256, 1, 16, 0>(bytes, out, q6_k),
+        IQ4_XS => each::<136, 256, 1, 8, 0>(bytes, out, iq4_xs),
+        other => return Err(format!("of type {other} is codes with a scale each")),
+    }
+    Ok(())
+}
+
+/// What one block is read into.
+struct Block<'a, const N: usize, const HEADS: usize, const COUNTS: usize, const OFFSETS: usize> {
+    codes: &'a mut [i8; N],
+    heads: &'a mut [u16; HEADS],
+    counts: &'a mut [u8; COUNTS],
+    offsets: &'a mut [u8; OFFSETS],
+}
+
+/// Calls `read` for each block of `BYTES` bytes and `N` weights.
 #[inline(always)]
-fn each<const BYTES: usize, const N: usize>(
+fn each<const BYTES: usize, const N: usize, const HEADS: usize, const COUNTS: usize, const OFFSETS: usize>(
     bytes: &[u8],
-    out: &mut [f32],
-    decode: impl Fn(&[u8; BYTES], &mut [f32; N]),
+    out: &mut Blocks,
+    read: impl Fn(&[u8; BYTES], Block<'_, N, HEADS, COUNTS, OFFSETS>),
 ) {
-    for (block, out) in bytes.as_chunks::<BYTES>().0.iter().zip(out.as_chunks_mut::<N>().0) {
-        decode(block, out);
+    let part = |i: usize, len: usize| i * len..(i + 1) * len;
+    for (i, block) in bytes.as_chunks::<BYTES>().0.iter().enumerate() {
+        let (mut counts, mut offsets) = ([0; COUNTS], [0; OFFSETS]);
+        let codes = &mut out.codes.as_chunks_mut::<N>().0[i];
+        let heads = &mut out.heads.as_chunks_mut::<HEADS>().0[i];
+        read(block, Block { codes, heads, counts: &mut counts, offsets: &mut offsets });
+        out.counts[part(i, COUNTS)].copy_from_slice(&counts);
+        out.offsets[part(i, OFFSETS)].copy_from_slice(&offsets);
     }
 }
 
-/// Scale and offset, f16, then 16 bytes of halves: `q * d + m`.
-#[inline(always)]
-fn q4_1_body(bytes: &[u8], out: &mut [f32]) {
-    each::<20, 32>(bytes, out, |block, out| {
-        let (d, m) = (half_at(block, 0), half_at(block, 2));
-        for j in 0..16 {
-            out[j] = (block[4 + j] & 15) as f32 * d + m;
-            out[j + 16] = (block[4 + j] >> 4) as f32 * d + m;
-        }
-    });
+/// Scale and offset, f16, then 16 bytes of halves.
+fn q4_1(bytes: &[u8; 20], block: Block<'_, 32, 2, 0, 0>) {
+    *block.heads = [half_at(bytes, 0), half_at(bytes, 2)];
+    super::halves(&bytes[4..], block.codes, |nibble| nibble as i8);
 }
 
 /// As Q4_1, with the fifth bits in a word between.
-#[inline(always)]
-fn q5_1_body(bytes: &[u8], out: &mut [f32]) {
-    each::<24, 32>(bytes, out, |block, out| {
-        let (d, m) = (half_at(block, 0), half_at(block, 2));
-        let fifth = u32::from_le_bytes([block[4], block[5], block[6], block[7]]);
-        for j in 0..16 {
-            let (low, high) = (block[8 + j] as u32 & 15, block[8 + j] as u32 >> 4);
-            out[j] = (low | (fifth >> j & 1) << 4) as f32 * d + m;
-            out[j + 16] = (high | (fifth >> (j + 16) & 1) << 4) as f32 * d + m;
-        }
-    });
+fn q5_1(bytes: &[u8; 24], block: Block<'_, 32, 2, 0, 0>) {
+    *block.heads = [half_at(bytes, 0), half_at(bytes, 2)];
+    let fifths = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+    super::halves(&bytes[8..], block.codes, |nibble| nibble as i8);
+    for (i, code) in block.codes.iter_mut().enumerate() {
+        *code |= (fifths >> i & 1) as i8 * 16;
+    }
 }
 
-/// 16 bytes of scale and offset (4 bits each, for 16 weights), 64 of codes, d, dmin: `d * scale * q - dmin * offset`.
-#[inline(always)]
-fn q2_k_body(bytes: &[u8], out: &mut [f32]) {
-    each::<84, 256>(bytes, out, |block, out| {
-        let (scales, codes) = (&block[..16], &block[16..80]);
-        let (d, dmin) = (half_at(block, 80), half_at(block, 82));
-        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            let (part, shift, second) = (group / 8, group % 8 / 2 * 2, group % 2);
-            let (scale, offset) = (d * (scales[group] & 15) as f32, dmin * (scales[group] >> 4) as f32);
-            let codes = &codes[32 * part + 16 * second..][..16];
-            for (out, code) in out.iter_mut().zip(codes) {
-                *out = scale * (code >> shift & 3) as f32 - offset;
-            }
+/// 16 bytes of counts and offsets of 4 bits, for 16 weights each, 64 of codes, d, dmin.
+fn q2_k(bytes: &[u8; 84], block: Block<'_, 256, 2, 16, 16>) {
+    let (scales, codes) = (&bytes[..16], &bytes[16..80]);
+    *block.heads = [half_at(bytes, 80), half_at(bytes, 82)];
+    for (group, out) in block.codes.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        let (part, shift, second) = (group / 8, group % 8 / 2 * 2, group % 2);
+        (block.counts[group], block.offsets[group]) = (scales[group] & 15, scales[group] >> 4);
+        for (out, code) in out.iter_mut().zip(&codes[32 * part + 16 * second..]) {
+            *out = (code >> shift & 3) as i8;
         }
-    });
+    }
 }
 
-/// 32 bytes of third bits, 64 of codes, 16 scales of 6 bits in 12 bytes, d: `d * (scale - 32) * (q - 4)`.
-#[inline(always)]
-fn q3_k_body(bytes: &[u8], out: &mut [f32]) {
-    each::<110, 256>(bytes, out, |block, out| {
-        let (thirds, codes, packed) = (&block[..32], &block[32..96], &block[96..108]);
-        let d = half_at(block, 108);
-        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            let low = if group < 8 { packed[group] & 15 } else { packed[group - 8] >> 4 };
-            let high = packed[8 + group % 4] >> (2 * (group / 4)) & 3;
-            let scale = d * ((low | high << 4) as i32 - 32) as f32;
-            let (part, shift, second) = (group / 8, group % 8 / 2 * 2, group % 2);
-            let bit = 4 * part + group % 8 / 2;
-            for j in 0..16 {
-                let at = 16 * second + j;
-                let code = (codes[32 * part + at] >> shift & 3) as i32 + (thirds[at] >> bit & 1) as i32 * 4 - 4;
-                out[j] = scale * code as f32;
-            }
+/// 32 bytes of third bits, 64 of codes, 16 counts of 6 bits in 12 bytes, d.
+fn q3_k(bytes: &[u8; 110], block: Block<'_, 256, 1, 16, 0>) {
+    let (thirds, codes, packed) = (&bytes[..32], &bytes[32..96], &bytes[96..108]);
+    *block.heads = [half_at(bytes, 108)];
+    for (group, out) in block.codes.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        let low = if group < 8 { packed[group] & 15 } else { packed[group - 8] >> 4 };
+        let high = packed[8 + group % 4] >> (2 * (group / 4)) & 3;
+        block.counts[group] = low | high << 4;
+        let (part, shift, second) = (group / 8, group % 8 / 2 * 2, group % 2);
+        let bit = 4 * part + group % 8 / 2;
+        for (j, out) in out.iter_mut().enumerate() {
+            let at = 16 * second + j;
+            *out = (codes[32 * part + at] >> shift & 3) as i8 + (thirds[at] >> bit & 1) as i8 * 4 - 4;
         }
-    });
+    }
 }
 
-/// Scale and offset number `i` of eight, 6 bits each, of the 12 bytes in which Q4_K and Q5_K keep them.
-#[inline(always)]
-fn scale_and_offset(packed: &[u8], i: usize) -> (f32, f32) {
-    let (scale, offset) = match i < 4 {
+/// Count and offset number `i` of eight, 6 bits each, of the 12 bytes in which Q4_K and Q5_K keep them.
+fn count_and_offset(packed: &[u8], i: usize) -> (u8, u8) {
+    match i < 4 {
         true => (packed[i] & 63, packed[i + 4] & 63),
         false => (packed[i + 4] & 15 | packed[i - 4] >> 6 << 4, packed[i + 4] >> 4 | packed[i] >> 6 << 4),
-    };
-    (scale as f32, offset as f32)
+    }
 }
 
-/// d, dmin, 12 bytes of scales and offsets for 32 weights, 128 of codes: `d * scale * q - dmin * offset`.
-#[inline(always)]
-fn q4_k_body(bytes: &[u8], out: &mut [f32]) {
-    each::<144, 256>(bytes, out, |block, out| {
-        let (d, dmin) = (half_at(block, 0), half_at(block, 2));
-        for (group, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            let (scale, offset) = scale_and_offset(&block[4..16], group);
-            let (scale, offset) = (d * scale, dmin * offset);
-            let codes = &block[16 + group / 2 * 32..][..32];
-            for (out, code) in out.iter_mut().zip(codes) {
-                *out = scale * (code >> (group % 2 * 4) & 15) as f32 - offset;
-            }
+/// d, dmin, 12 bytes of counts and offsets for 32 weights, 128 of codes.
+fn q4_k(bytes: &[u8; 144], block: Block<'_, 256, 2, 8, 8>) {
+    *block.heads = [half_at(bytes, 0), half_at(bytes, 2)];
+    for (group, out) in block.codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        (block.counts[group], block.offsets[group]) = count_and_offset(&bytes[4..16], group);
+        for (out, code) in out.iter_mut().zip(&bytes[16 + group / 2 * 32..]) {
+            *out = (code >> (group % 2 * 4) & 15) as i8;
         }
-    });
+    }
 }
 
 /// As Q4_K, with 32 bytes of fifth bits before the codes.
-#[inline(always)]
-fn q5_k_body(bytes: &[u8], out: &mut [f32]) {
-    each::<176, 256>(bytes, out, |block, out| {
-        let (d, dmin) = (half_at(block, 0), half_at(block, 2));
-        let fifths = &block[16..48];
-        for (group, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            let (scale, offset) = scale_and_offset(&block[4..16], group);
-            let (scale, offset) = (d * scale, dmin * offset);
-            let codes = &block[48 + group / 2 * 32..][..32];
-            for ((out, code), fifth) in out.iter_mut().zip(codes).zip(fifths) {
-                *out = scale * (code >> (group % 2 * 4) & 15 | (fifth >> group & 1) << 4) as f32 - offset;
-            }
+fn q5_k(bytes: &[u8; 176], block: Block<'_, 256, 2, 8, 8>) {
+    *block.heads = [half_at(bytes, 0), half_at(bytes, 2)];
+    let fifths = &bytes[16..48];
+    for (group, out) in block.codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        (block.counts[group], block.offsets[group]) = count_and_offset(&bytes[4..16], group);
+        for ((out, code), fifth) in out.iter_mut().zip(&bytes[48 + group / 2 * 32..]).zip(fifths) {
+            *out = (code >> (group % 2 * 4) & 15 | (fifth >> group & 1) << 4) as i8;
         }
-    });
+    }
 }
 
-/// 128 bytes of low halves, 64 of upper pairs of bits, 16 scales of 8 bits, d: `d * scale * (q - 32)`.
-#[inline(always)]
-fn q6_k_body(bytes: &[u8], out: &mut [f32]) {
-    each::<210, 256>(bytes, out, |block, out| {
-        let (low, high, scales) = (&block[..128], &block[128..192], &block[192..208]);
-        let d = half_at(block, 208);
-        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            // Of each half of the block: four runs of 32, the first two in low halves.
-            let (part, run, second) = (group / 8, group % 8 / 2, group % 2);
-            let scale = d * (scales[group] as i8) as f32;
-            let low = &low[64 * part + 32 * (run % 2) + 16 * second..][..16];
-            let high = &high[32 * part + 16 * second..][..16];
-            for j in 0..16 {
-                let code = low[j] >> (run / 2 * 4) & 15 | (high[j] >> (2 * run) & 3) << 4;
-                out[j] = scale * (code as i32 - 32) as f32;
-            }
+/// 128 bytes of low halves, 64 of upper pairs of bits, 16 counts of 8 bits with a sign, d.
+fn q6_k(bytes: &[u8; 210], block: Block<'_, 256, 1, 16, 0>) {
+    let (low, high, scales) = (&bytes[..128], &bytes[128..192], &bytes[192..208]);
+    *block.heads = [half_at(bytes, 208)];
+    for (group, out) in block.codes.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+        // Of each half of the block: four runs of 32, the first two in low halves.
+        let (part, run, second) = (group / 8, group % 8 / 2, group % 2);
+        block.counts[group] = scales[group] ^ 0x80;
+        let (low, high) = (&low[64 * part + 32 * (run % 2) + 16 * second..], &high[32 * part + 16 * second..]);
+        for ((out, low), high) in out.iter_mut().zip(low).zip(high) {
+            *out = (low >> (run / 2 * 4) & 15 | (high >> (2 * run) & 3) << 4) as i8 - 32;
         }
-    });
+    }
+}
+
+/// d, 8 counts of 6 bits in 6 bytes, 128 bytes of halves: codes of a table.
+fn iq4_xs(bytes: &[u8; 136], block: Block<'_, 256, 1, 8, 0>) {
+    *block.heads = [half_at(bytes, 0)];
+    let high = u16::from_le_bytes([bytes[2], bytes[3]]);
+    for (i, codes) in block.codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        let low = bytes[4 + i / 2] >> (4 * (i % 2)) & 15;
+        block.counts[i] = low | ((high >> (2 * i) & 3) as u8) << 4;
+        super::halves(&bytes[8 + 16 * i..], codes, |nibble| IQ4[nibble as usize]);
+    }
 }
