@@ -248,7 +248,7 @@ fn convert(dir: &Path) -> Result<Value> {
     let folder = ModelFolder::open("ready", Description::read(&source)?)?;
     let precision = folder.spec(&config)?.precision;
     let precision = precision.ok_or_else(|| Error::Invalid("a shape without experts".into()))?;
-    let job = load::cache_job("ready", &folder.checkpoint, &folder.model, precision);
+    let job = load::cache_job("ready", &folder.checkpoint, &folder.model, precision.clone());
     convert::ensure(&job, &load::cache_dir(&config)?, &|_| {})?;
     let seconds = started.elapsed().as_secs_f64();
     let read = expert_bytes(&folder.model) as f64;

@@ -98,12 +98,12 @@ __device__ __forceinline__ void down(const int4* tiles, const int* pair_slot, co
 #define GROUPED(format, F, SPAN, TOKENS, SHARED)                                                                       \
     static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #format);                    \
     KERNEL_TILE(experts_gate_up_##format, TOKENS)                                                                      \
-    KERNEL_BLOCKS(experts_gate_up_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {            \
+    KERNEL_BLOCKS(experts_gate_up_##format, GEMM_THREADS, gemm_blocks(F, TOKENS), SHARED, GROUPED_ARGUMENTS) {         \
         gate_up<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,          \
             Lines<F>::F16_SCALES && f16, top_k, epilogue);                                                             \
     }                                                                                                                  \
     KERNEL_TILE(experts_down_##format, TOKENS)                                                                         \
-    KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, GROUPED_ARGUMENTS) {               \
+    KERNEL_BLOCKS(experts_down_##format, GEMM_THREADS, gemm_blocks(F, TOKENS), SHARED, GROUPED_ARGUMENTS) {            \
         down<GemmShape<F, SPAN, TOKENS>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,             \
             Lines<F>::F16_SCALES && f16, down_at, epilogue);                                                           \
     }
@@ -124,8 +124,8 @@ PACKED_SPANS(GROUPED_TILES)
     KERNEL_TILE(experts_down_##format##_t192, 192)                                                                     \
     KERNEL_BLOCKS(experts_down_##format##_t192, GEMM_THREADS, 2, SHARED, GROUPED_ARGUMENTS)                            \
     WITH_WGMMA(SHARED, (GemmShape<F, SPAN, 192>::SHARED_BYTES),                                                        \
-        (down<GemmShape<F, SPAN, 192>>(                                                                                \
-            tiles, pair_slot, experts, from, to, hidden, intermediate, group, Lines<F>::F16_SCALES && f16, epilogue)))
+        (down<GemmShape<F, SPAN, 192>>(tiles, pair_slot, experts, from, to, hidden, intermediate, group,               \
+            Lines<F>::F16_SCALES && f16, down_at, epilogue)))
 GROUPED_WIDE(int4_g64, INT4, 64, 115712)
 GROUPED_WIDE(int4_g32, INT4, 32, 87552)
 GROUPED_WIDE(int8_g64, INT8, 64, 99072)

@@ -9,8 +9,8 @@
 // h bf16; out f32; top_k <= 32. The products of a tile with one vector run on the tensor cores (packed_gemv.cuh), with
 // all of a warp's loads on their way before the first is used. `down` reads routing and weights before the kernel in
 // front of it has ended: gate_up must stand between it and the kernel that wrote ids, weights and experts. `f16`:
-// scales are, not bf16; `group` 32, 64 or 128 (0 for bf16); `down_at`: where down begins in an expert, in bytes. hidden and intermediate: multiples of 32 and of the group,
-// for bf16 of 8.
+// scales are, not bf16; `group` 32, 64 or 128 (0 for bf16); `down_at`: where down begins in an expert, in bytes. hidden
+// and intermediate: multiples of 32 and of the group, for bf16 of 8.
 //
 //   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(intermediate / TILE_ROWS), tokens * top_k)
 //   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), tokens)

@@ -107,7 +107,7 @@ __device__ __forceinline__ void packed_linear_gemv(const uint8_t* weights, const
 #define LINEAR(name, F, SPAN, TOKENS, SHARED)                                                                          \
     static_assert(SHARED == GemmShape<F, SPAN, TOKENS>::SHARED_BYTES, "shared memory of " #name);                      \
     KERNEL_TILE(name, TOKENS)                                                                                          \
-    KERNEL_BLOCKS(name, GEMM_THREADS, gemm_blocks(TOKENS), SHARED, LINEAR_ARGUMENTS) {                                 \
+    KERNEL_BLOCKS(name, GEMM_THREADS, gemm_blocks(F, TOKENS), SHARED, LINEAR_ARGUMENTS) {                              \
         packed_linear<GemmShape<F, SPAN, TOKENS>>(weights, x, y, bias, tokens, n, k, group, x_pitch, y_pitch, flags);  \
     }
 #define LINEAR_TILES(format, F, SPAN, SHARED_16, SHARED_32, SHARED_64, SHARED_128)                                     \

@@ -219,10 +219,10 @@ pub trait Kernel: Send + Sync {
     /// summed onto it.
     ///
     /// Shapes: `tiles` [n, layout.tile_bytes()], `x` prepared by the same kernel for `layout`, `out` [x.len(), n * 16].
-    /// Order, codes: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)` and, of groups with offsets,
-    /// `acc = fma(w_offset, x_sum * x_scale, acc)`, groups ascending. Order, BF16, that of `tdpbf16ps`: for 32 inputs at a time and of them the high, then the low
-    /// parts, `even` sums the even inputs by fma from zero, ascending, `odd` the odd ones; `acc = acc + (even +
-    /// odd)`.
+    /// Order, codes: exact i32 dot per group, then `acc = fma(dot, w_scale * x_scale, acc)` and, of groups with
+    /// offsets, `acc = fma(w_offset, x_sum * x_scale, acc)`, groups ascending. Order, BF16, that of `tdpbf16ps`: for 32
+    /// inputs at a time and of them the high, then the low parts, `even` sums the even inputs by fma from zero,
+    /// ascending, `odd` the odd ones; `acc = acc + (even + odd)`.
     fn matmul(&self, layout: &MatrixLayout, tiles: &Tiles<'_>, x: &ActivationRows<'_>, start: Start, out: &mut [f32]);
 
     /// `out[t][r] = w[r] . x[t]`: the router.

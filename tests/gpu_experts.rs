@@ -38,6 +38,9 @@ const FORMATS: &[(Precision, usize, usize)] = &[
     (Precision::int8(64), 192, 64),
     (Precision::int8(128), 128, 256),
     (Precision::Bf16, 136, 72),
+    (Precision::Q4K, 512, 256),
+    (Precision::Q5K, 256, 512),
+    (Precision::Q6K, 512, 256),
 ];
 
 /// Where experts are.
@@ -60,8 +63,9 @@ fn formats() -> Vec<(Precisions, usize, usize)> {
     let mixed = |layers: [ExpertPrecision; LAYERS]| layers.into_iter().collect::<Precisions>();
     let int8 = Precision::int8(64).with_scales(ScaleType::F16);
     let one = FORMATS.iter().map(|&(precision, hidden, intermediate)| (precision.into(), hidden, intermediate));
-    one.chain([(mixed([layer(Precision::Mxfp4, int8), layer(Precision::int4(64), Precision::Bf16)]), 192, 64)])
-        .collect()
+    let narrow = mixed([layer(Precision::Mxfp4, int8), layer(Precision::int4(64), Precision::Bf16)]);
+    let wide = mixed([layer(Precision::Q4K, Precision::Q6K), layer(Precision::Q5K, int8)]);
+    one.chain([(narrow, 192, 64), (wide, 256, 256)]).collect()
 }
 
 fn store(hidden: usize, intermediate: usize, precision: impl Into<Precisions>) -> Arc<ExpertCache> {

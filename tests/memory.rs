@@ -52,7 +52,7 @@ fn check(folder: &ModelFolder, config: &EngineConfig) -> bool {
     let (heap, spec) = (machine.heap.clone(), folder.spec(config).unwrap());
     let Ok(budget) = Budget::new(&spec, &machine) else { return false };
     let counted = counted(&budget);
-    let experts = spec.precision.map(|precision| {
+    let experts = spec.precision.clone().map(|precision| {
         let job = load::cache_job(&folder.name, &folder.checkpoint, &folder.model, precision);
         moebius_cache::convert::ensure(&job, &cache_dir(), &|_| {}).unwrap()
     });

@@ -201,8 +201,8 @@ fn group<L: Lanes, const N: usize, const C: usize, const MIN: i32, const MAX: i3
     scale
 }
 
-/// The nearest codes for the scale that maps the largest magnitude to the largest code: of precisions that are kept, not
-/// chosen.
+/// The nearest codes for the scale that maps the largest magnitude to the largest code: of precisions that are kept,
+/// not chosen.
 fn nearest(precision: Precision, w: &[f32], codes: &mut [i8]) -> f32 {
     let Some(Row { codes: code_type, scales: Scales::Plain, .. }) = precision.row() else {
         panic!("{precision} has no plain scales")

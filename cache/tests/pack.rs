@@ -222,9 +222,15 @@ proptest! {
             // worse.
             // F16 ends at 6e-8, and is coarse before.
             let least = if precision.scales() == ScaleType::F16 { 127.0 * 6e-8 } else { 0.0 };
-            let step = match precision { Precision::Bf16 => largest / 128.0, Precision::Int8 { .. } => largest / 126.0,
-                Precision::Int4 { .. } => largest / 6.9, Precision::Mxfp4 => largest / 2.9, Precision::Q5_0 => largest / 14.9,
-                Precision::Iq4Nl => largest / 4.2, _ => continue };
+            let step = match precision {
+                Precision::Bf16 => largest / 128.0,
+                Precision::Int8 { .. } => largest / 126.0,
+                Precision::Int4 { .. } => largest / 6.9,
+                Precision::Mxfp4 => largest / 2.9,
+                Precision::Q5_0 => largest / 14.9,
+                Precision::Iq4Nl => largest / 4.2,
+                _ => continue,
+            };
             let step = step.max(least);
             let squares: f32 = w.iter().zip(q).map(|(w, q)| ((w - q) / step).powi(2)).sum();
             prop_assert!(squares <= 0.25 * group as f32, "{squares} of {group}");

@@ -150,7 +150,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let scored = eval::scored(&input.windows);
     let status = Status::new();
     let progress = |done: usize| status.report("tokens", done as u64, scored as u64, false);
-    let experts = |loaded: &Loaded| loaded.precision.map_or("none".to_string(), |precision| precision.to_string());
+    let experts =
+        |loaded: &Loaded| loaded.precision.as_ref().map_or("none".to_string(), |precision| precision.to_string());
     let words = args.against.clone().unwrap_or_default();
     let mut written = match reference {
         Some(side) => {

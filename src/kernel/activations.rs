@@ -311,8 +311,8 @@ impl ActivationRows<'_> {
 
     /// The door of [`Kernel::matmul`]: everything an implementation may rely on. Returns the number of tiles.
     ///
-    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale, sum or part of rows `0..len` and of the 15 after
-    /// them can be read.
+    /// Tiles are whole; `out` is `[len, tiles * 16]`; every code, scale, sum or part of rows `0..len` and of the 15
+    /// after them can be read.
     pub(super) fn check(&self, kernel: &dyn Kernel, layout: &MatrixLayout, tiles: &Tiles<'_>, out: &[f32]) -> usize {
         let tiles = tiles.bytes;
         let count = tiles.len() / layout.tile_bytes();

@@ -277,14 +277,14 @@ mod gpu {
             };
             let rates = GpuRates { vram_bytes: device.vram_bytes, speeds: Some(costs) };
             let expected = |plan: &GpuPlan, spec: &Spec<'_>| on_gpu(plan, spec, &rates);
-            let now = expected(&plan, &spec)?;
+            let now = expected(&plan, spec)?;
             let part = |name, vram_bytes, ram_bytes, disk_bytes| MemoryPart { name, vram_bytes, ram_bytes, disk_bytes };
             let parts = vec![
                 part("driver and kernels", CONTEXT_BYTES, 0, 0),
                 part("dense weights", plan.weights, 0, 0),
                 part("KV cache", plan.kv, plan.kv_host, 0),
                 part("state cache", 0, plan.state_cache, 0),
-                part("buffers", plan.buffers, plan.host_bytes(&spec, machine)?, 0),
+                part("buffers", plan.buffers, plan.host_bytes(spec, machine)?, 0),
                 part("resident experts", plan.resident, 0, 0),
                 part("passing experts", plan.ring, 0, 0),
                 part(if plan.ring > 0 { "experts, pinned" } else { "experts" }, 0, plan.ram, 0),

@@ -177,11 +177,15 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> R
 
 /// Whether a GPU is, or is taken to be, where the experts are read.
 fn has_gpu(config: &EngineConfig) -> bool {
-    #[cfg(feature = "cuda")]
-    return config.device != Device::Cpu
-        && (config.vram.is_some() || super::budget::open_gpu(config).is_ok_and(|gpu| gpu.is_some()));
-    #[cfg(not(feature = "cuda"))]
-    return false;
+    match config.device {
+        _ if !cfg!(feature = "cuda") => false,
+        Device::Cpu => false,
+        Device::Cuda(_) => true,
+        #[cfg(feature = "cuda")]
+        Device::Auto => config.vram.is_some() || crate::cuda::Cuda::open(0).is_ok(),
+        #[cfg(not(feature = "cuda"))]
+        Device::Auto => false,
+    }
 }
 
 /// What a GPU's kernels read in place of these.

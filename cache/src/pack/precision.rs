@@ -19,8 +19,8 @@
 //!   4 bits, with offsets  [16] u8            count + 16 offset
 //! ```
 //!
-//! All rows of a record lie together, so that a kernel makes the scales of a group's 16 rows at once, of whichever group
-//! it needs.
+//! All rows of a record lie together, so that a kernel makes the scales of a group's 16 rows at once, of whichever
+//! group it needs.
 
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
@@ -348,12 +348,14 @@ impl Precision {
         }
     }
 
-    /// What a GPU's kernels read in its place: there are some for plain scales and codes of 4 and 8 bits alone.
+    /// What a GPU's kernels read in its place, where there are none for it.
     pub fn on_gpu(self) -> Self {
         match self {
-            Precision::Bf16 | Precision::Int8 { .. } | Precision::Int4 { .. } | Precision::Mxfp4 => self,
             Precision::Q5_0 | Precision::Iq4Nl => Precision::int8(32).with_scales(ScaleType::F16),
-            _ => Precision::int8(32),
+            Precision::Q2K | Precision::Q3K | Precision::Iq4Xs | Precision::Q4_1 | Precision::Q5_1 => {
+                Precision::int8(32)
+            }
+            _ => self,
         }
     }
 

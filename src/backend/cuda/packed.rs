@@ -1,7 +1,7 @@
 //! The kernels over packed tiles: routed experts, and dense weights in INT8 or INT4 with scales in BF16. Which formats
 //! there are is listed in kernels/packed_tile.cuh.
 
-use moebius_cache::pack::ExpertLayout;
+use moebius_cache::pack::{ExpertLayout, SUPER_BLOCK};
 use moebius_cache::{Precision, ScaleType};
 
 use super::CudaBackend;
@@ -59,9 +59,11 @@ fn of_tiles<A, const N: usize>(kernels: &[Kernel<A>], name: &str, tiles: [usize;
 
 /// The name of a precision in the kernels for many tokens, which serve groups of 64 and 128 alike; and its groups.
 fn span(precision: Precision) -> (String, i32) {
-    match precision.group_size() {
-        None => (precision.name().into(), 0),
-        Some(group) => (format!("{}_g{}", precision.name(), group.min(64)), group as i32),
+    match (precision.group_size(), precision.unit()) {
+        (None, _) => (precision.name().into(), 0),
+        // A super-block's groups are of one size.
+        (Some(group), SUPER_BLOCK) => (precision.name().into(), group as i32),
+        (Some(group), _) => (format!("{}_g{}", precision.name(), group.min(64)), group as i32),
     }
 }
 

@@ -92,7 +92,8 @@ impl Products {
         let kernels = &self.kernels[layer];
         launch!(self.cuda, stream, kernels.down.few, [hidden.div_ceil(TILE_ROWS), tokens, 1];
             ids, weights, table, self.h.address(), out.f32(), hidden as i32, intermediate as i32,
-            kernels.down.group, kernels.down.f16, kernels.down_at, self.experts as i32, top_k as i32, self.epilogue.of(layer));
+            kernels.down.group, kernels.down.f16, kernels.down_at, self.experts as i32, top_k as i32,
+            self.epilogue.of(layer));
     }
 
     /// `y` of all pairs whose expert is in `table`, counted in `used` unless that is null.
@@ -112,10 +113,12 @@ impl Products {
         // Tiles of gate and of up take turns.
         launch!(cuda, stream, gate_up, [intermediate.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
-            intermediate as i32, kernels.gate.group, kernels.gate.f16, kernels.down_at, top_k as i32, self.epilogue.of(layer));
+            intermediate as i32, kernels.gate.group, kernels.gate.f16, kernels.down_at, top_k as i32,
+            self.epilogue.of(layer));
         launch!(cuda, stream, down, [hidden.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, self.h.address(), self.y.address(), hidden as i32,
-            intermediate as i32, kernels.down.group, kernels.down.f16, kernels.down_at, top_k as i32, self.epilogue.of(layer));
+            intermediate as i32, kernels.down.group, kernels.down.f16, kernels.down_at, top_k as i32,
+            self.epilogue.of(layer));
     }
 
     /// Adds `y`, weighted, to `out`, of the experts that are not 0 in `table`.

@@ -1,7 +1,7 @@
 //! The block types of GGUF files. A row is blocks one after the other, each with its scales before or after its codes.
 //!
-//! Those with a scale for each 32 weights and no offset are codes; the others have scales of more parts. Halves of bytes
-//! lie 16 weights apart, not side by side. Source: ggml's `dequantize_row_*`.
+//! Those with a scale for each 32 weights and no offset are codes; the others have scales of more parts. Halves of
+//! bytes lie 16 weights apart, not side by side. Source: ggml's `dequantize_row_*`.
 
 mod super_blocks;
 
