@@ -134,7 +134,9 @@ impl<'a> Spec<'a> {
 /// As chosen, or as kept.
 fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> Result<Option<Precisions>> {
     let Some(moe) = model.moe() else { return Ok(None) };
-    let kept = kept.as_ref().map(|kept| if has_gpu(config) { on_gpu(kept) } else { kept.clone() });
+    // To look for a GPU opens it: only where it makes a difference.
+    let for_gpu = |kept: &Precisions| Some(on_gpu(kept)).filter(|other| other != kept && has_gpu(config));
+    let kept = kept.as_ref().map(|kept| for_gpu(kept).unwrap_or_else(|| kept.clone()));
     if let (ExpertBits::Auto, None, Some(Precisions::Layers(_))) = (config.experts, config.group_size, &kept) {
         return Ok(kept);
     }
