@@ -159,17 +159,20 @@ fn survives(config: &Value) {
         assert!(rope.attention_factor().is_finite());
         assert!(rope.dim > 1 << 16 || rope.inv_freq().iter().all(|f| f.is_finite()), "{rope:?}");
     }
-    for experts in [ExpertBits::Int4, ExpertBits::Bf16] {
-        for (dense, max_context) in [(DenseBits::Bf16, None), (DenseBits::Int8, Some(model.max_context))] {
-            let engine = EngineConfig { device: Device::Cpu, experts, dense, max_context, ..EngineConfig::default() };
-            for available_bytes in [0, 8 << 30, u64::MAX] {
-                let (team, kernel) = (Arc::new(Team::new(&[0]).unwrap()), kernel::best());
-                let machine = Machine { team, kernel, heap: Heap::default(), available_bytes };
-                let budget = Spec::new(&model, &engine, Kept::NOTHING).and_then(|spec| Budget::new(&spec, &machine));
-                if let Ok(Budget::Cpu(CpuPlan { max_context, kv_blocks, .. })) = budget {
-                    assert!(max_context <= model.max_context && kv_blocks > 0);
-                }
-            }
+    // Every choice once with each amount of memory.
+    let (int4, bf16) = (ExpertBits::Int4, ExpertBits::Bf16);
+    for (experts, dense, max_context, available_bytes) in [
+        (int4, DenseBits::Bf16, None, 8 << 30),
+        (bf16, DenseBits::Int8, Some(model.max_context), 0),
+        (int4, DenseBits::Int4, Some(model.max_context), u64::MAX),
+        (bf16, DenseBits::Bf16, None, u64::MAX),
+    ] {
+        let engine = EngineConfig { device: Device::Cpu, experts, dense, max_context, ..EngineConfig::default() };
+        let (team, kernel) = (Arc::new(Team::new(&[0]).unwrap()), kernel::best());
+        let machine = Machine { team, kernel, heap: Heap::default(), available_bytes };
+        let budget = Spec::new(&model, &engine, Kept::NOTHING).and_then(|spec| Budget::new(&spec, &machine));
+        if let Ok(Budget::Cpu(CpuPlan { max_context, kv_blocks, .. })) = budget {
+            assert!(max_context <= model.max_context && kv_blocks > 0);
         }
     }
 }
