@@ -23,8 +23,8 @@ impl Rows {
         if let Some(free) = free_bytes(dir).filter(|&free| free < needed) {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             return Err(Error::Resources(format!(
-                "{} has {} MiB free, and the reference's probabilities of {rows} tokens take {} MiB: lower --tokens, or \
-                 give another --cache-dir",
+                "{} has {} MiB free, and the reference's probabilities of {rows} tokens take {} MiB: lower --tokens, \
+                 or give another --cache-dir",
                 dir.display(),
                 mib(free),
                 mib(needed)
