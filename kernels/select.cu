@@ -1,28 +1,44 @@
 // Choosing the positions that a query attends to (src/backend/select.rs), and bringing them side by side.
 //
-// The index of a layer: keys [blocks, 64, dim] bf16, in the blocks of the cache (attention.cuh).
+// The index of a layer: keys [blocks, 64, dim] bf16, in the blocks of the cache (attention.cuh). Where keys are pooled,
+// there is one for each `unit` positions: [blocks, 64 / unit, dim].
 //
 // index_write: grid (T)
 //   keys[position of t] = rope(norm(k[t]))   k [T, dim]; the first 2 * half numbers rotate; bias null: an RMS norm
-// index_scores: grid (ceil(positions / (64 * SCORE_PAGES)), n)
-//   scores[i, s] = sum_h weights[t, h] relu(q[t, h] . keys[s])   t = first + i, s up to the token's own position
+// index_pool: grid (T)
+//   The same for pooled keys, of the units that end with the tokens: the mean of k over the unit, normed, rotated as
+//   its first position. Of each position there is k in raw [blocks, 64, dim], of each first one the angles in firsts
+//   [blocks, 64 / unit, dim].
+// index_scores: grid (ceil(keys / (64 * SCORE_PAGES)), n)
+//   scores[i, s] = sum_h weights[t, h] relu(q[t, h] . keys[s])   t = first + i, s up to the token's own position, or of
+//   pooled keys those of whole units, of which a block has `in_block`; without weights these are ones
 //   q [T, heads * dim] bf16, weights [T, heads] f32, scores [n, pitch] f32; heads <= INDEX_HEADS, dim <= INDEX_DIM
-//   Without weights each head has scores of its own, q . key: [n, heads, pitch].
+//   `apart`: each head has scores of its own, q . key: [n, heads, pitch].
 // index_best: grid (n, sets)
 //   lists[t, set] [most] = the positions of the `top_k` best units of `unit` positions, ascending, of equals the lower;
 //   counts[t] how many, the same for each set
 //   A unit's score is the largest of its positions', and the last unit is always taken; units [n, sets, pitch] is room
-//   for that, and not used where a unit is a position. A token that sees no more than `most` gets all that it sees.
+//   for that, and not used where a unit is a position. `pooled`: scores are of whole units, and the positions after the
+//   last one are always taken besides. A token that sees no more than `most` gets all that it sees.
 // select_gather: grid (ceil(most / GATHER_ROWS), n)
 //   Entry j of lists[t] becomes position j of row i, in pages that follow each other: to [n, pages, kv_heads, 64, key]
 //   positions[i] = counts[t] - 1: with it, and tables that count, the decode kernels read what was gathered.
-//   key_bytes: of a head's row, a multiple of 8. One set for all heads.
+//   key_bytes: of a head's row, a multiple of 8; values are gathered alike. KV heads share the sets evenly.
 // select_pages: grid (n)
 //   The same without copies, where units are whole pages: tables[i, set, j] is the page of entries 64 j.. of its list.
 // dim is a multiple of 8.
 #include "attention.cuh"
 
 constexpr int INDEX_HEADS = 64, INDEX_DIM = 128, INDEX_PITCH = INDEX_DIM + 8, SCORE_PAGES = 4;
+
+// Number i of a row whose first 2 * half numbers turn by angles: cos [half], then sin [half].
+__device__ __forceinline__ float rotated(const float* row, const float* angles, int half, int interleaved, int i) {
+    if (i >= 2 * half) return row[i];
+    const bool first = interleaved ? i % 2 == 0 : i < half;
+    const int pair = interleaved ? i / 2 : i % half, other = interleaved ? i ^ 1 : (i + half) % (2 * half);
+    const float* of = angles + pair;
+    return first ? row[i] * of[0] - row[other] * of[half] : row[i] * of[0] + row[other] * of[half];
+}
 
 KERNEL(index_write, 128, 0, const bf16* k, const float* weight, const float* bias, float eps, const float* angles,
     int half, int interleaved, bf16* keys, const int* positions, const int* token_seq, const int* seq_blocks,
@@ -38,15 +54,35 @@ KERNEL(index_write, 128, 0, const bf16* k, const float* weight, const float* bia
     if (i < dim) row[i] = apart * rsqrtf(variance + eps) * weight[i] + (bias ? bias[i] : 0.0f);
     __syncthreads();
     if (i >= dim) return;
-    float y = row[i];
-    if (i < 2 * half) {
-        const bool first = interleaved ? i % 2 == 0 : i < half;
-        const int pair = interleaved ? i / 2 : i % half, other = interleaved ? i ^ 1 : (i + half) % (2 * half);
-        const float* of = angles + (size_t)t * 2 * half + pair;
-        y = first ? y * of[0] - row[other] * of[half] : y * of[0] + row[other] * of[half];
-    }
     const uint32_t block = block_table[seq_blocks[token_seq[t]] + position / PAGE];
-    keys[((size_t)block * PAGE + position % PAGE) * dim + i] = to_bf16(y);
+    keys[((size_t)block * PAGE + position % PAGE) * dim + i] =
+        to_bf16(rotated(row, angles + (size_t)t * 2 * half, half, interleaved, i));
+}
+
+KERNEL(index_pool, 128, 0, const bf16* k, const float* weight, float eps, const float* angles, int half,
+    int interleaved, bf16* keys, bf16* raw, float* firsts, const int* positions, const int* token_seq,
+    const int* seq_first, const int* seq_blocks, const uint32_t* block_table, int dim, int unit) {
+    begin_kernel();
+    __shared__ float scratch[WARP + 1], row[INDEX_DIM];
+    const int t = blockIdx.x, i = threadIdx.x, position = positions[t];
+    if (position < 0) return;
+    const int sequence = token_seq[t], inside = position % unit;
+    const size_t at = (size_t)block_table[seq_blocks[sequence] + position / PAGE] * PAGE + position % PAGE;
+    if (i < dim) raw[at * dim + i] = k[(size_t)t * dim + i];
+    if (inside == 0 && i < 2 * half) firsts[at / unit * dim + i] = angles[(size_t)t * 2 * half + i];
+    if (inside != unit - 1) return;
+    // The batch's own positions are not read back: other blocks write them.
+    const int before = max(inside - (t - seq_first[sequence]), 0);
+    float mean = 0.0f;
+    for (int j = 0; j < unit && i < dim; j++)
+        mean += to_f32(j < before ? raw[(at - inside + j) * dim + i] : k[(size_t)(t - inside + j) * dim + i]);
+    mean /= unit;
+    const float variance = block_sum(i < dim ? mean * mean : 0.0f, scratch) / dim;
+    if (i < dim) row[i] = mean * rsqrtf(variance + eps) * weight[i];
+    __syncthreads();
+    if (i >= dim) return;
+    const float* of = before ? firsts + at / unit * dim : angles + (size_t)(t - inside) * 2 * half;
+    keys[at / unit * dim + i] = to_bf16(rotated(row, of, half, interleaved, i));
 }
 
 // Each of the 4 warps has 16 positions of a page and all heads.
@@ -54,18 +90,26 @@ constexpr int SCORES_SHARED = (INDEX_HEADS + PAGE) * INDEX_PITCH * 2;
 static_assert(SCORES_SHARED == 34816, "shared memory of index_scores");
 KERNEL(index_scores, 128, 34816, const bf16* q, const float* weights, const bf16* keys, float* scores,
     const int* positions, const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first,
-    int heads, int dim, int pitch) {
+    int heads, int dim, int pitch, int in_block, int apart) {
     begin_kernel();
     DYNAMIC_SHARED(unsigned char, shared);
     bf16 *queries = reinterpret_cast<bf16*>(shared), *tile = queries + INDEX_HEADS * INDEX_PITCH;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, t = first + blockIdx.y, last = positions[t],
-              begin = blockIdx.x * SCORE_PAGES, end = min(begin + SCORE_PAGES, last / PAGE + 1);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, t = first + blockIdx.y,
+              last = (positions[t] + 1) / (PAGE / in_block) - 1, begin = blockIdx.x * SCORE_PAGES,
+              end = min(begin + SCORE_PAGES, last / PAGE + 1);
     if (last < 0 || begin * PAGE > last) return;
     copy_rows<INDEX_HEADS, INDEX_DIM, 128>(queries, q + (size_t)t * heads * dim, dim, dim, heads, threadIdx.x);
     const uint32_t* table = block_table + seq_blocks[token_seq[t]];
     for (int page = begin; page < end; page++) {
-        copy_rows<PAGE, INDEX_DIM, 128>(
-            tile, keys + (size_t)table[page] * PAGE * dim, dim, dim, last + 1 - page * PAGE, threadIdx.x);
+        if (in_block == PAGE)
+            copy_rows<PAGE, INDEX_DIM, 128>(
+                tile, keys + (size_t)table[page] * PAGE * dim, dim, dim, last + 1 - page * PAGE, threadIdx.x);
+        else
+            for (int i = threadIdx.x; i < PAGE * INDEX_DIM / 8; i += 128) { // of several blocks
+                const int row = i / (INDEX_DIM / 8), col = i % (INDEX_DIM / 8) * 8, key = min(page * PAGE + row, last);
+                const size_t at = (size_t)table[key / in_block] * in_block + key % in_block;
+                copy_async_16(tile + row * INDEX_PITCH + col, keys + at * dim + (col < dim ? col : 0), col < dim);
+            }
         copy_async_commit();
         copy_async_wait<0>();
         __syncthreads();
@@ -84,14 +128,14 @@ KERNEL(index_scores, 128, 34816, const bf16* q, const float* weights, const bf16
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int head = h + lane / 4 + 8 * r;
-                if (!weights) {
+                if (apart) {
                     float* own = scores + ((size_t)blockIdx.y * heads + head) * pitch;
 #pragma unroll
                     for (int n = 0; n < 4; n++)
                         if (head < heads && position_of(n) <= last) own[position_of(n)] = s[n / 2][2 * r + n % 2];
                     continue;
                 }
-                const float weight = head < heads ? weights[(size_t)t * heads + head] : 0.0f;
+                const float weight = head >= heads ? 0.0f : weights ? weights[(size_t)t * heads + head] : 1.0f;
 #pragma unroll
                 for (int n = 0; n < 4; n++) sums[n / 2][n % 2] += weight * fmaxf(s[n / 2][2 * r + n % 2], 0.0f);
             }
@@ -101,8 +145,7 @@ KERNEL(index_scores, 128, 34816, const bf16* q, const float* weights, const bf16
             float sum = sums[n / 2][n % 2];
 #pragma unroll
             for (int d = 4; d < WARP; d *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
-            if (weights && lane < 4 && position_of(n) <= last)
-                scores[(size_t)blockIdx.y * pitch + position_of(n)] = sum;
+            if (!apart && lane < 4 && position_of(n) <= last) scores[(size_t)blockIdx.y * pitch + position_of(n)] = sum;
         }
         __syncthreads();
     }
@@ -130,24 +173,28 @@ constexpr int BEST_THREADS = 1024, DIGITS = 2048;
 // Three passes over digits of 11 bits find the smallest number that is taken, and how many of its equals are; then each
 // warp writes its own run of positions.
 KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int* positions, int* lists, int* counts,
-    int first, int top_k, int unit, int pitch) {
+    int first, int top_k, int unit, int most, int pooled, int pitch) {
     begin_kernel();
     __shared__ uint32_t histogram[DIGITS];
     __shared__ float of_warp[BEST_THREADS / WARP];
     __shared__ uint32_t digit;
     __shared__ int left;
-    const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y, most = top_k * unit, all = positions[t] + 1,
+    const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y, all = positions[t] + 1,
               lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int* list = lists + ((size_t)t * sets + set) * most;
-    if (threadIdx.x == 0) counts[t] = min(all, most - unit + (all - 1) % unit + 1);
+    // Of units that are taken the last may have fewer positions.
+    const int count = pooled ? top_k * unit + all % unit : (top_k - 1) * unit + (all - 1) % unit + 1;
+    if (threadIdx.x == 0) counts[t] = all <= most ? all : count;
     if (all <= most) {
         for (int i = threadIdx.x; i < all; i += BEST_THREADS) list[i] = i;
         return;
     }
     const size_t at = ((size_t)blockIdx.x * sets + set) * pitch;
     const float* mine = scores + at;
-    const int seen = div_ceil(all, unit); // units
-    if (unit > 1) {
+    const int seen = pooled ? all / unit : div_ceil(all, unit); // units
+    if (pooled) {
+        for (int i = seen * unit + threadIdx.x; i < all; i += BEST_THREADS) list[count - all + i] = i;
+    } else if (unit > 1) {
         for (int u = threadIdx.x; u < seen; u += BEST_THREADS) {
             float largest = -INFINITY;
             for (int i = u * unit; i < min((u + 1) * unit, all); i++) largest = fmaxf(largest, mine[i]);
@@ -212,7 +259,7 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
 
 constexpr int GATHER_ROWS = 16;
 KERNEL(select_gather, 128, 0, const void* keys, void* to, int* to_positions, const int* lists, const int* counts,
-    const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first, int most, int pages,
+    const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first, int most, int sets, int pages,
     int kv_heads, int key_bytes) {
     begin_kernel();
     const int t = first + blockIdx.y, count = counts[t], begin = blockIdx.x * GATHER_ROWS,
@@ -222,7 +269,7 @@ KERNEL(select_gather, 128, 0, const void* keys, void* to, int* to_positions, con
     const int words = key_bytes / 8;
     for (int i = threadIdx.x; i < entries * kv_heads * words; i += 128) {
         const int entry = begin + i / words / kv_heads, head = i / words % kv_heads, word = i % words,
-                  position = lists[(size_t)t * most + entry];
+                  position = lists[((size_t)t * sets + head * sets / kv_heads) * most + entry];
         const size_t source = ((size_t)table[position / PAGE] * kv_heads + head) * PAGE + position % PAGE,
                      target = (((size_t)blockIdx.y * pages + entry / PAGE) * kv_heads + head) * PAGE + entry % PAGE;
         reinterpret_cast<uint2*>(to)[target * words + word] =
@@ -233,7 +280,7 @@ KERNEL(select_gather, 128, 0, const void* keys, void* to, int* to_positions, con
 KERNEL(select_pages, 128, 0, uint32_t* tables, int* to_positions, const int* lists, const int* counts,
     const int* token_seq, const int* seq_blocks, const uint32_t* block_table, int first, int most, int sets) {
     begin_kernel();
-    const int t = first + blockIdx.x, count = counts[t], pages = most / PAGE;
+    const int t = first + blockIdx.x, count = counts[t], pages = div_ceil(most, PAGE);
     if (threadIdx.x == 0) to_positions[blockIdx.x] = count - 1;
     const uint32_t* table = block_table + seq_blocks[token_seq[t]];
     for (int i = threadIdx.x; i < sets * pages; i += 128) {

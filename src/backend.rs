@@ -41,7 +41,7 @@ pub mod source;
 mod streams;
 pub mod tensor;
 
-pub use attend::{Attend, Heads, Rotary, Softmax};
+pub use attend::{Attend, Choice, Heads, Rotary, Softmax};
 pub use dense::Dense;
 pub use load::{DeltaRule, Load, RouterTensors};
 pub use memory::Memory;

@@ -234,7 +234,7 @@ impl<B: Backend> Model<B> {
         Ok(Self {
             ropes: Ropes::new(&backend, &config)?,
             parts: Parts::new(&backend, &config, limits)?,
-            buffers: Buffers::new(&backend, &config, limits.chunk_tokens)?,
+            buffers: Buffers::new(&backend, &config, &kv, limits.chunk_tokens)?,
             steering: Steering::new(&backend, &config)?,
             head: Head::new(&backend, &config, limits.logit_rows)?,
             backend,

@@ -5,7 +5,7 @@ use super::load::Load;
 use super::memory::Memory;
 use crate::Result;
 use crate::config::KvBits;
-use crate::model::{KvDims, Mla, PositionScale, Window};
+use crate::model::{Indexer, KvDims, Mla, PositionScale, Window};
 
 /// Queries or keys on their way from a product to attention.
 pub struct Heads<'a, B: Load> {
@@ -39,7 +39,15 @@ pub struct Softmax<'a, B: Attend> {
     /// A score per head that takes part in the softmax and has no value.
     pub sinks: Option<&'a B::Norm>, // [num_heads]
     /// The positions that tokens see, where these are not all.
-    pub chosen: Option<&'a B::Chosen>,
+    pub choice: Option<&'a Choice<'a, B>>,
+}
+
+/// What tokens attend to, where that is not all that they see.
+pub struct Choice<'a, B: Attend> {
+    /// The positions.
+    pub chosen: &'a B::Chosen,
+    /// Room for their keys and values.
+    pub gathered: &'a B::Gathered,
 }
 
 /// Rotary angles, the KV cache and softmax attention over it. `T` is the number of tokens in the batch.
@@ -50,6 +58,8 @@ pub trait Attend: Dense {
     type LatentScratch: Send;
     /// The positions that each token of a batch attends to.
     type Chosen: Send;
+    /// Chosen keys and values on their way to attention, some tokens' at a time.
+    type Gathered: Send;
 
     /// KV storage of one layer in `blocks` blocks.
     fn kv(&self, blocks: usize, dims: KvDims, bits: KvBits) -> Result<Self::Kv>;
@@ -60,6 +70,8 @@ pub trait Attend: Dense {
     fn kv_to_host(&self, kv: &Self::Kv, block: usize, out: &mut [u8]);
     /// The same, back to any block. `from` must not change before ops that follow have ended.
     fn kv_to_device(&self, kv: &mut Self::Kv, block: usize, from: &[u8]);
+    /// Room for what the tokens of a batch of at most `max_tokens` choose of caches like `kv`.
+    fn gathered(&self, kv: &Self::Kv, indexer: &Indexer, max_tokens: usize) -> Result<Self::Gathered>;
     /// cos, then sin, of every token's angles times `factor`: `out` is `[T, 2 * inv_freq.len()]`, f32. Once per forward
     /// pass.
     fn rope_angles(&self, inv_freq: &Self::Norm, factor: f32, batch: &Self::Batch, out: &mut Self::Tensor);
@@ -111,7 +123,7 @@ pub trait Attend: Dense {
         batch: &Self::Batch,
         up: &Self::LatentUp,
         scratch: &mut Self::LatentScratch,
-        queries: (&Self::Tensor, Option<&Self::Chosen>),
+        queries: (&Self::Tensor, Option<&Choice<'_, Self>>),
         out: &mut Self::Tensor,
     );
 }

@@ -30,7 +30,7 @@ use crate::kernel::{Activations, Kernel};
 use crate::machine::heap::Heap;
 use crate::machine::workers::Team;
 
-pub use attend::LatentScratch;
+pub use attend::{Gathered, LatentScratch};
 pub(crate) use dense::activate;
 pub use kv::Kv;
 #[cfg(feature = "cuda")]
@@ -49,7 +49,6 @@ pub struct Cpu {
     activations: RefCell<Activations>,
     router_scratch: RefCell<Numbers>, // [tokens, experts]
     partial: RefCell<Numbers>,        // attention's sums of segments and scores of keys, which grow with the context
-    gathered: RefCell<Option<Kv>>,    // chosen keys and values, side by side; some tokens' worth
     scratch: Vec<Mutex<Scratch>>,     // one per worker
 }
 
@@ -65,7 +64,6 @@ impl Cpu {
             activations: Default::default(),
             router_scratch: Default::default(),
             partial: Default::default(),
-            gathered: Default::default(),
             scratch,
         }
     }

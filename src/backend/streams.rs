@@ -27,7 +27,8 @@ pub struct NgramInputs<'a, B: Recur> {
 
 /// Residual streams, beside each other in a row: `x` is `[T, streams * hidden]`, f32.
 pub trait Streams: Recur {
-    /// Copies f32 numbers to the rows of `to` from `first` on, `[rows, cols]`. Never part of a recorded pass.
+    /// Copies f32 numbers to the rows of `to`, the input of a product, from `first` on, `[rows, cols]`. Never part of a
+    /// recorded pass.
     fn write_rows(&self, to: &mut Self::Tensor, first: usize, numbers: &[f32]) -> Result<()>;
     /// `out[t] = norm(x[t])`, of every run of `width` numbers by itself; `w` is `[cols]`.
     fn norm_streams(&self, x: &Self::Tensor, w: &Self::Norm, eps: f32, width: usize, out: &mut Self::Tensor);

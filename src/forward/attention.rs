@@ -7,7 +7,7 @@ mod mla;
 mod short_conv;
 
 use super::join::Stream;
-use super::kv_cache::LayerCache;
+use super::kv_cache::{KvCache, LayerCache};
 use super::loader::Loader;
 use crate::Result;
 use crate::backend::{Backend, Rotary};
@@ -42,9 +42,9 @@ macro_rules! kinds {
         }
 
         impl<B: Backend> Buffers<B> {
-            fn new(backend: &B, attention: &Attention, max_tokens: usize) -> Result<Self> {
+            fn new(backend: &B, attention: &Attention, cache: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
                 match attention {
-                    $(Attention::$kind(a) => $file::Buffers::new(backend, a, max_tokens).map(Self::$kind)),+
+                    $(Attention::$kind(a) => $file::Buffers::new(backend, a, cache, max_tokens).map(Self::$kind)),+
                 }
             }
 
@@ -82,9 +82,13 @@ pub struct AttentionBuffers<B: Backend> {
 }
 
 impl<B: Backend> AttentionBuffers<B> {
-    /// Buffers for `max_tokens` tokens.
-    pub fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
-        let of = |attention: &Attention| Ok((attention.clone(), Buffers::new(backend, attention, max_tokens)?));
+    /// Buffers for `max_tokens` tokens, beside the caches of all layers.
+    pub fn new(backend: &B, model: &ModelConfig, kv: &KvCache<B>, max_tokens: usize) -> Result<Self> {
+        let of = |attention: &Attention| {
+            let first = model.layers.iter().position(|layer| layer.attention.same_widths(attention));
+            let cache = &kv.layers[first.expect("an attention is a layer's")];
+            Ok((attention.clone(), Buffers::new(backend, attention, cache, max_tokens)?))
+        };
         Ok(Self { all: model.attentions().into_iter().map(of).collect::<Result<_>>()? })
     }
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::attention::AttentionBuffers;
 use super::ffn::FfnBuffers;
+use super::kv_cache::KvCache;
 use super::ngrams;
 use super::streams::MixBuffers;
 use crate::Result;
@@ -128,12 +129,12 @@ impl<B: Backend> Part<B> {
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, model: &ModelConfig, max_tokens: usize) -> Result<Self> {
+    pub(super) fn new(backend: &B, model: &ModelConfig, kv: &KvCache<B>, max_tokens: usize) -> Result<Self> {
         let waits = |r: Residual| matches!(r, Residual::Sandwich | Residual::Streams(_));
         let waits = model.layers.iter().any(|layer| waits(layer.residual));
         Ok(Self {
             h: backend.tensor(max_tokens, model.hidden_size)?,
-            attention: AttentionBuffers::new(backend, model, max_tokens)?,
+            attention: AttentionBuffers::new(backend, model, kv, max_tokens)?,
             ffn: FfnBuffers::new(backend, model, max_tokens)?,
             result: if waits { Some(backend.tensor_f32(max_tokens, model.hidden_size)?) } else { None },
             mixing: MixBuffers::new(backend, model, max_tokens)?,

@@ -41,6 +41,11 @@ impl<B: Backend> LayerCache<B> {
         self.kv.as_mut().expect("the layer's attention has keys and values")
     }
 
+    /// The same, to be like them.
+    pub(super) fn keys_and_values(&self) -> &B::Kv {
+        self.kv.as_ref().expect("the layer's attention has keys and values")
+    }
+
     /// Index keys, of a layer that has an indexer.
     pub(super) fn index(&mut self) -> &mut B::Index {
         self.index.as_mut().expect("the layer's attention has an indexer")

@@ -51,13 +51,13 @@ impl<B: Backend> Weights<B> {
 }
 
 /// The tables of a model, and the last tokens of its sequences.
-pub(super) struct Tables {
+pub(super) struct Tables<B: Backend> {
     all: Vec<Table>,
     config: Option<model::Ngrams>, // of all of them
     history: Vec<Vec<u32>>,        // by slot: the tokens before the next one, the newest first
     saved: Vec<Vec<u32>>,          // the same by snapshot
     rows: Vec<usize>,              // of some tokens
-    numbers: Vec<f32>,             // the same
+    numbers: Option<B::Host>,      // the same, [TOKENS, width of the rows]
 }
 
 struct Table {
@@ -65,9 +65,9 @@ struct Table {
     hash: Hash,
 }
 
-impl Tables {
-    pub(super) fn load<B: Backend>(loader: &Loader<'_, B>) -> Result<Self> {
-        let Loader { source, model, .. } = loader;
+impl<B: Backend> Tables<B> {
+    pub(super) fn load(loader: &Loader<'_, B>) -> Result<Self> {
+        let Loader { source, model, backend, .. } = loader;
         let table = |(layer, config): (usize, &model::Ngrams)| {
             let name = format!("{}layers.{layer}.ple.ple_embedding", model.names.body);
             let numbers = |part: &str, len| source.integers(&format!("{name}.{part}"), len);
@@ -86,25 +86,25 @@ impl Tables {
                 None => Ok(Table { rows, hash }),
             }
         };
+        let config = model.ngrams().next().map(|(_, config)| config.clone());
         Ok(Self {
             all: model.ngrams().map(table).collect::<Result<_>>()?,
-            config: model.ngrams().next().map(|(_, config)| config.clone()),
             history: Vec::new(),
             saved: Vec::new(),
             rows: Vec::new(),
-            numbers: Vec::new(),
+            numbers: config.as_ref().map(|config| backend.host(TOKENS * config.width())).transpose()?,
+            config,
         })
     }
 
     /// Brings the rows of a pass to its parts: rows of the batch, and a tensor for each table. Errors: a row holds NaN.
-    pub(super) fn look_up<'p, B: Backend>(
+    pub(super) fn look_up<'p>(
         &mut self,
         backend: &B,
         batch: &Batch,
         parts: impl Iterator<Item = (Range<usize>, &'p mut [B::Tensor])>,
     ) -> Result<()> {
-        let Some(config) = &self.config else { return Ok(()) };
-        let Self { all, history, rows, numbers, .. } = self;
+        let Self { all, config: Some(config), history, rows, numbers: Some(numbers), .. } = self else { return Ok(()) };
         let tokens = Windows { batch, history, config };
         for (of_part, tensors) in parts {
             for (table, to) in all.iter().zip(tensors) {
@@ -116,7 +116,7 @@ impl Tables {
                         rows.resize(at + config.rows(), 0);
                         table.hash.rows(window, &mut rows[at..]);
                     });
-                    numbers.resize(rows.len() * config.row_dim, 0.0);
+                    let numbers = &mut numbers[..rows.len() * config.row_dim];
                     let read = |(row, out): (&usize, &mut [f32])| table.rows.read(*row, out);
                     match some.len() < PARALLEL {
                         true => rows.iter().zip(numbers.chunks_exact_mut(config.row_dim)).try_for_each(read)?,

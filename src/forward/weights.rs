@@ -19,7 +19,7 @@ pub struct Weights<B: Backend> {
     pub layers: Vec<LayerWeights<B>>,
     /// Before the output head.
     pub(super) last: Last<B>,
-    pub(super) tables: Tables,
+    pub(super) tables: Tables<B>,
     /// `[vocab, hidden]`
     pub lm_head: B::Linear,
 }

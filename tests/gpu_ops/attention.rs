@@ -50,7 +50,7 @@ fn scale(dim: usize) -> f32 {
 
 /// Everything before a token is seen, and nothing else.
 fn all_of<B: Backend>(scale: f32) -> Softmax<'static, B> {
-    Softmax { scale, window: None, sinks: None, chosen: None }
+    Softmax { scale, window: None, sinks: None, choice: None }
 }
 
 fn check_attention(
@@ -186,7 +186,7 @@ fn attention_in_windows_and_with_sinks() {
                     let mut kv = b.kv(pool, (kv_heads, dim, Values::Own(width)), bits).unwrap();
                     b.kv_write(&mut kv, &b.on_device(&all), &b.filled(key_cols, &k), Some(&b.filled(value_cols, &v)));
                     let sinks = with_sinks.then(|| b.load_norm(scores.clone().into()).unwrap());
-                    let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref(), chosen: None };
+                    let softmax = Softmax { scale: scale(dim), window, sinks: sinks.as_ref(), choice: None };
                     let mut out = b.filled(heads * width, &vec![9.0; last.len() * heads * width]);
                     b.attend(&kv, &b.on_device(&last), &softmax, &b.filled(cols, &q), &mut out);
                     b.numbers(&out)

@@ -1,6 +1,7 @@
 //! Choosing positions, and latent attention over what was chosen.
 
-use moebius::backend::{Attend, IndexQueries, KeyNorm, Load, Memory, Rotary, Select, Softmax};
+use moebius::backend::batch::Batch;
+use moebius::backend::{Attend, Choice, IndexQueries, KeyNorm, Load, Memory, Rotary, Select, Softmax};
 use moebius::config::KvBits;
 use moebius::model::{ChosenBy, Indexer, Mla, Score, Selection, Values};
 
@@ -70,7 +71,9 @@ fn check_choice(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], 
         let mut scratch = b.latent_scratch(&config, last.len()).unwrap();
         let mut out = b.filled(heads * v, &vec![9.0; last.len() * heads * v]);
         let up = b.load_latent_up(&config, host(rank, &kv_b)).unwrap();
-        b.attend_latent(&kv, &batch, &up, &mut scratch, (&b.filled(cols, &q), Some(&chosen)), &mut out);
+        let gathered = b.gathered(&kv, indexer, last.len()).unwrap();
+        let choice = Choice { chosen: &chosen, gathered: &gathered };
+        b.attend_latent(&kv, &batch, &up, &mut scratch, (&b.filled(cols, &q), Some(&choice)), &mut out);
         b.numbers(&out)
     });
     check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, LATENT);
@@ -91,54 +94,120 @@ fn the_best_positions_are_attended_to_of_equals_the_lower() {
     }
 }
 
-/// Each KV head has blocks of its own, the one that the query stands in among them.
-fn check_blocks(sides: &Sides, indexer: &Indexer, sequences: &[(usize, usize)], bits: KvBits) {
-    let (last, all, pool) = ragged(sequences);
-    let (heads, kv_heads, head, dim) = (6, indexer.num_heads, 64, indexer.head_dim);
-    let (cols, kv_cols) = (heads * head, kv_heads * head);
-    let (q, k, v) = (random(last.len() * cols, 51), random(all.len() * kv_cols, 52), random(all.len() * kv_cols, 53));
-    let (keys, queries) = (balanced(all.len(), dim, 54), whole(last.len() * kv_heads * dim, 55, 2.0));
-    let (got, want) = both!(sides, |b| {
+/// Sequences of grouped queries, and what is chosen by.
+struct Chosen<'a> {
+    indexer: &'a Indexer,
+    kv_heads: usize,
+    sequences: &'a [(usize, usize)],
+    bits: KvBits,
+    turn: f32, // radians from a position to the next, of all that rotates
+}
+
+impl Chosen<'_> {
+    /// Keys whose units have means of ones and minus ones, though no position has.
+    fn keys(&self, all: &Batch) -> Vec<f32> {
+        let (dim, unit) = (self.indexer.head_dim, self.indexer.unit);
+        let mut keys = balanced(all.len(), dim, 54);
+        if self.indexer.score == Score::Pooled {
+            for t in 0..all.len() {
+                let inside = all.positions[t] as usize % unit;
+                let share = if unit == 1 { 1.0 } else { [0.5, 1.5][inside % 2] };
+                for i in 0..dim {
+                    keys[t * dim + i] = match inside {
+                        0 => keys[t * dim + i] * share,
+                        _ => keys[(t - inside) * dim + i] * 2.0 * share,
+                    };
+                }
+            }
+        }
+        keys
+    }
+
+    /// What the sequences' last tokens attend to, when index keys came `part` tokens at a time.
+    fn attended<B: Filled>(&self, b: &B, part: usize) -> Vec<f32> {
+        let &Self { indexer, kv_heads, sequences, bits, turn } = self;
+        let (last, all, pool) = ragged(sequences);
+        let (heads, head, dim) = (6, 64, indexer.head_dim);
+        let (cols, kv_cols) = (heads * head, kv_heads * head);
+        let (q, k, v) =
+            (random(last.len() * cols, 51), random(all.len() * kv_cols, 52), random(all.len() * kv_cols, 53));
+        let (keys, queries) = (self.keys(&all), whole(last.len() * indexer.num_heads * dim, 55, 2.0));
         let ((k, bits), (v, _)) = (b.cached(&k, bits), b.cached(&v, bits));
         let mut kv = b.kv(pool, (kv_heads, head, Values::Own(head)), bits).unwrap();
-        let batch = b.on_device(&all);
-        b.kv_write(&mut kv, &batch, &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
-        let mut angles = b.tensor_f32(all.len(), 8).unwrap();
-        b.rope_angles(&b.load_norm(vec![0.0; 4].into()).unwrap(), 1.0, &batch, &mut angles);
+        b.kv_write(&mut kv, &b.on_device(&all), &b.filled(kv_cols, &k), Some(&b.filled(kv_cols, &v)));
+        let frequencies = b.load_norm(vec![turn; 4].into()).unwrap();
         let ones = b.load_norm(vec![1.0; dim].into()).unwrap();
-        let mut index = b.index(pool, indexer).unwrap();
-        let rotary = Rotary { angles: &angles, interleaved: false };
         let norm = KeyNorm { weight: &ones, bias: None, eps: 0.0 };
-        b.index_write(&mut index, &batch, indexer, &rotary, &norm, &b.filled(dim, &keys));
-
+        let mut index = b.index(pool, indexer).unwrap();
+        for first in (0..all.len()).step_by(part) {
+            let rows = first..all.len().min(first + part);
+            let mut some = Batch::default();
+            all.part(rows.clone(), &mut some);
+            let (batch, mut angles) = (b.on_device(&some), b.tensor_f32(rows.len(), 8).unwrap());
+            b.rope_angles(&frequencies, 1.0, &batch, &mut angles);
+            let rotary = Rotary { angles: &angles, interleaved: false };
+            let keys = b.filled(dim, &keys[rows.start * dim..rows.end * dim]);
+            b.index_write(&mut index, &batch, indexer, &rotary, &norm, &keys);
+        }
         let batch = b.on_device(&last);
         let (mut chosen, mut scores) =
             (b.chosen(indexer, last.len()).unwrap(), b.select_scratch(indexer, last.len()).unwrap());
-        let queries = IndexQueries { q: &b.filled(kv_heads * dim, &queries), weights: None };
+        let queries = IndexQueries { q: &b.filled(indexer.num_heads * dim, &queries), weights: None };
         b.select(&index, &batch, indexer, &queries, &mut scores, &mut chosen);
-        let mut out = b.filled(cols, &vec![9.0; last.len() * cols]);
-        let softmax = Softmax { scale: 0.75, window: None, sinks: None, chosen: Some(&chosen) };
+        let (gathered, mut out) =
+            (b.gathered(&kv, indexer, last.len()).unwrap(), b.filled(cols, &vec![9.0; last.len() * cols]));
+        let choice = Choice { chosen: &chosen, gathered: &gathered };
+        let softmax = Softmax { scale: 0.75, window: None, sinks: None, choice: Some(&choice) };
         b.attend(&kv, &batch, &softmax, &b.filled(cols, &q), &mut out);
         b.numbers(&out)
-    });
-    let within = Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING };
-    check(&format!("{indexer:?}, {bits}, {sequences:?}"), &got, &want, within);
+    }
+
+    fn check(&self, sides: &Sides) {
+        let all = self.sequences.iter().map(|(end, _)| end).sum();
+        let (got, want) = both!(sides, |b| self.attended(b, all));
+        let within = Within { each: ROUNDING, of_rms: 4.0 * ROUNDING, rms: 0.75 * ROUNDING };
+        check(&format!("{:?}, {}, {:?}", self.indexer, self.bits, self.sequences), &got, &want, within);
+        // Of angles no score is whole: the GPU is compared with itself.
+        let turned = Self { turn: 0.3, ..*self };
+        let whole = turned.attended(&sides.gpu, all);
+        for part in [if all < 500 { 1 } else { 7 }, 130] {
+            assert!(turned.attended(&sides.gpu, part) == whole, "{:?} in parts of {part}", self.indexer);
+        }
+    }
 }
 
+const LONG: [&[(usize, usize)]; 2] =
+    [&[(1, 1), (192, 1), (193, 1), (600, 1)], &[(513, 2), (300, 40), (70, 70), (130, 3)]];
+
+/// Each KV head has blocks of its own, the one that the query stands in among them.
 #[test]
 fn each_kv_head_attends_to_blocks_of_its_own() {
     need_gpu!();
     let sides = Sides::new();
     for (num_heads, unit, top_k, bits) in
-        [(2, 64, 3, KvBits::Bf16), (3, 128, 2, KvBits::Fp8), (1, 128, 4, KvBits::Bf16)]
+        [(2, 64, 3, KvBits::Bf16), (3, 128, 2, KvBits::Fp8), (1, 128, 4, KvBits::Bf16), (2, 24, 5, KvBits::Fp8)]
     {
         let indexer = Indexer { num_heads, head_dim: 32, interleaved: false, unit, top_k, score: Score::Largest };
-        for batch in [
-            &[(1, 1), (192, 1), (193, 1), (900, 1)][..],
-            &[(400, 400), (130, 130), (300, 3)],
-            &[(513, 2), (600, 70), (200, 200)],
-        ] {
-            check_blocks(&sides, &indexer, batch, bits);
+        for sequences in LONG {
+            Chosen { indexer: &indexer, kv_heads: num_heads, sequences, bits, turn: 0.0 }.check(&sides);
+        }
+    }
+}
+
+/// Whole units by the mean of their keys, and what a query sees after them.
+#[test]
+fn units_are_chosen_by_the_mean_of_their_keys() {
+    need_gpu!();
+    let sides = Sides::new();
+    for (num_heads, head_dim, kv_heads, unit, top_k, bits) in [
+        (8, 24, 2, 4, 6, KvBits::Bf16),
+        (4, 128, 3, 16, 3, KvBits::Fp8),
+        (3, 32, 1, 64, 2, KvBits::Bf16),
+        (2, 16, 2, 1, 40, KvBits::Bf16),
+    ] {
+        let indexer = Indexer { num_heads, head_dim, interleaved: false, unit, top_k, score: Score::Pooled };
+        for &sequences in BATCHES[..2].iter().chain(&LONG[1..]) {
+            Chosen { indexer: &indexer, kv_heads, sequences, bits, turn: 0.0 }.check(&sides);
         }
     }
 }

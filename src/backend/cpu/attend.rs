@@ -1,5 +1,6 @@
 //! Attention on the CPU: queries are cut into tiles, which workers claim (`softmax`).
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,10 +15,10 @@ use super::{Cpu, lock};
 use crate::Result;
 use crate::backend::batch::{BLOCK_SIZE, Batch};
 use crate::backend::tensor::Tensor;
-use crate::backend::{Attend, Memory, Rotary, Softmax};
+use crate::backend::{Attend, Choice, Memory, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::machine::workers::Shared;
-use crate::model::{KvDims, Mla, PositionScale, Values};
+use crate::model::{Indexer, KvDims, Mla, PositionScale, Values};
 
 /// Positions of a batch from which on all workers store them.
 const PARALLEL_POSITIONS: usize = 32;
@@ -33,6 +34,12 @@ const GATHERED_BYTES: usize = 32 << 20;
 pub struct LatentScratch {
     query: Tensor, // [T, heads, kv_lora_rank + rope]
     mixed: Tensor, // [T, heads, kv_lora_rank]
+}
+
+/// Chosen keys and values, side by side.
+pub struct Gathered {
+    kv: RefCell<Kv>, // [tokens, KV heads] runs of blocks
+    tokens: usize,
 }
 
 impl Cpu {
@@ -169,6 +176,7 @@ impl Attend for Cpu {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
     type Chosen = Chosen;
+    type Gathered = Gathered;
 
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let keys = MatrixLayout::new(BLOCK_SIZE, key_dim, Precision::Bf16)?;
@@ -199,6 +207,13 @@ impl Attend for Cpu {
         for (from, to) in [(keys, &mut kv.key), (values, &mut kv.value)] {
             bytemuck::cast_slice_mut(to)[block * from.len()..][..from.len()].copy_from_slice(from);
         }
+    }
+
+    fn gathered(&self, kv: &Kv, indexer: &Indexer, max_tokens: usize) -> Result<Gathered> {
+        let blocks = kv.heads.saturating_mul(indexer.most().div_ceil(BLOCK_SIZE)); // of a token
+        let bytes = blocks.saturating_mul(kv.parts * (kv.keys.bytes() + kv.values.bytes()));
+        let tokens = (GATHERED_BYTES / bytes).clamp(1, max_tokens.max(1));
+        Ok(Gathered { kv: RefCell::new(kv.like(&self.heap, tokens.saturating_mul(blocks))?), tokens })
     }
 
     fn rope_angles(&self, inv_freq: &Vec<f32>, factor: f32, batch: &Batch, out: &mut Tensor) {
@@ -280,23 +295,16 @@ impl Attend for Cpu {
     }
 
     fn attend(&self, kv: &Kv, batch: &Batch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
-        let Some(chosen) = softmax.chosen else {
+        let Some(Choice { chosen, gathered }) = softmax.choice else {
             return self.attend_tokens(Tokens::Before(usize::MAX), kv, batch, softmax, q, out);
         };
         self.attend_tokens(Tokens::Before(chosen.most()), kv, batch, softmax, q, out);
         let total: usize = batch.spans.iter().map(|span| listed(span, chosen.most()).len()).sum();
-        let blocks = kv.heads * chosen.most().div_ceil(BLOCK_SIZE); // of a token
-        let bytes = blocks * kv.parts * (kv.keys.bytes() + kv.values.bytes());
-        let wave = (GATHERED_BYTES / bytes).clamp(1, total.max(1));
-        let mut gathered = self.gathered.borrow_mut();
-        for first in (0..total).step_by(wave) {
-            let count = wave.min(total - first);
-            let gathered = match &mut *gathered {
-                Some(gathered) if gathered.holds(kv, count * blocks) => gathered,
-                other => other.insert(kv.like(&self.heap, wave * blocks).expect("memory for what attention gathers")),
-            };
-            self.gather(kv, batch, chosen, first..first + count, gathered);
-            self.attend_tokens(Tokens::Listed { chosen, gathered, first, count }, kv, batch, softmax, q, out);
+        let mut to = gathered.kv.borrow_mut();
+        for first in (0..total).step_by(gathered.tokens) {
+            let count = gathered.tokens.min(total - first);
+            self.gather(kv, batch, chosen, first..first + count, &mut to);
+            self.attend_tokens(Tokens::Listed { chosen, gathered: &to, first, count }, kv, batch, softmax, q, out);
         }
     }
 
@@ -313,7 +321,7 @@ impl Attend for Cpu {
         batch: &Batch,
         up: &LatentUp,
         LatentScratch { query, mixed }: &mut LatentScratch,
-        (q, chosen): (&Tensor, Option<&Chosen>),
+        (q, choice): (&Tensor, Option<&Choice<'_, Self>>),
         out: &mut Tensor,
     ) {
         let config = &up.config;
@@ -329,7 +337,7 @@ impl Attend for Cpu {
             query,
             config.kv_lora_rank,
         );
-        let softmax = Softmax { scale: config.scale, window: None, sinks: None, chosen };
+        let softmax = Softmax { scale: config.scale, window: None, sinks: None, choice };
         self.attend(kv, batch, &softmax, query, mixed);
         self.apply_heads(&up.value, mixed, 0, out, 0);
     }

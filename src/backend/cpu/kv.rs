@@ -49,12 +49,6 @@ impl Kv {
         Ok(Self { heads: 1, key: zeros(&self.keys)?, value: zeros(&self.values)?, ..*self })
     }
 
-    /// Whether it is like `other`, and has as many blocks.
-    pub(super) fn holds(&self, other: &Self, blocks: usize) -> bool {
-        let shape = |kv: &Self| (kv.parts, kv.keys, kv.values);
-        shape(self) == shape(other) && self.key.len() >= blocks * self.parts * self.keys.bytes() / 2
-    }
-
     /// Brings up to 64 positions of one head side by side, as a block of one head: `rows` are theirs in the storage,
     /// `key` and `value` the block's.
     pub(super) fn gather(

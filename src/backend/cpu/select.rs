@@ -78,6 +78,8 @@ impl Select for Cpu {
 
     fn index(&self, blocks: usize, indexer: &Indexer) -> Result<Index> {
         let (dim, keys) = (indexer.head_dim, indexer.keys_of(BLOCK_SIZE));
+        // Products of a block, or a mean of keys and angles.
+        self.reserve(|scratch, heap| scratch.values.reserve(heap, &[(indexer.num_heads * keys).max(2 * dim)]))?;
         let raw = (indexer.score == Score::Pooled).then(|| self.heap.buffer(&[blocks, BLOCK_SIZE, dim])).transpose()?;
         Ok(Index { keys: self.heap.buffer(&[blocks, keys, dim])?, raw, dim, keys_of_block: keys })
     }
@@ -123,6 +125,7 @@ impl Select for Cpu {
         keys: &Tensor,
     ) {
         let dim = index.dim;
+        let mut scratch = lock(&self.scratch[0]);
         for span in &batch.spans {
             for (t, position) in span.rows.clone().zip(span.start..) {
                 let slot = batch.slot(span, position);
@@ -140,14 +143,16 @@ impl Select for Cpu {
                     to[..angles.len()].copy_from_slice(angles);
                 }
                 if position % unit == unit - 1 {
-                    let angles = to[..angles.len()].to_vec();
-                    let (mean, tokens) = (&mut vec![0.0; dim], &raw[(slot + 1 - unit) * dim..(slot + 1) * dim]);
-                    for token in tokens.chunks_exact(dim) {
+                    let (mean, first_angles) = scratch.values.take(2 * dim).split_at_mut(dim);
+                    let first_angles = &mut first_angles[..angles.len()];
+                    first_angles.copy_from_slice(&to[..angles.len()]);
+                    mean.fill(0.0);
+                    for token in raw[(slot + 1 - unit) * dim..(slot + 1) * dim].chunks_exact(dim) {
                         mean.iter_mut().zip(token).for_each(|(mean, x)| *mean += x);
                     }
                     mean.iter_mut().for_each(|mean| *mean /= unit as f32);
                     norm.apply(self.kernel, mean, to);
-                    turn(&angles, rotary.interleaved, to);
+                    turn(first_angles, rotary.interleaved, to);
                 }
             }
         }

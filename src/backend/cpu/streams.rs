@@ -104,21 +104,20 @@ impl Streams for Cpu {
                 let (span, first) = (&batch.spans[unit / parts], unit % parts * COLUMNS);
                 let columns = first..channels.min(first + COLUMNS);
                 let width = columns.len();
-                let (history, memory) = scratch.values.take((past + 2) * width).split_at_mut(past * width);
-                let (sum, active) = memory.split_at_mut(width);
+                let (sum, active) = scratch.values.take(2 * width).split_at_mut(width);
                 // SAFETY: a slot belongs to one sequence, and in it a column to one unit.
                 #[allow(unsafe_code)]
                 let kept = |i: usize| unsafe {
                     let row = (span.slot * past + i) * channels;
                     kept.slice_mut(row + columns.start..row + columns.end)
                 };
-                for (i, row) in history.chunks_exact_mut(width).enumerate() {
-                    if span.start == 0 { row.fill(0.0) } else { row.copy_from_slice(kept(i)) }
+                if span.start == 0 {
+                    (0..past).for_each(|i| kept(i).fill(0.0));
                 }
                 // The input of the row that stands `at - past` rows behind the span's first.
                 let input = |at: usize| match at.checked_sub(past) {
                     Some(row) => &inputs.normed.row(span.rows.start + row)[columns.clone()],
-                    None => &history[at * width..][..width],
+                    None => &*kept(at),
                 };
                 for (i, t) in span.rows.clone().enumerate() {
                     for (tap, weights) in inputs.taps.chunks_exact(channels).enumerate() {
@@ -135,6 +134,7 @@ impl Streams for Cpu {
                     let gated = &inputs.gated.row(t)[columns.clone()];
                     out.iter_mut().zip(gated).zip(&*active).for_each(|((out, u), conv)| *out += u + conv);
                 }
+                // Each moves to a place before its own.
                 (0..past).for_each(|i| kept(i).copy_from_slice(input(i + span.rows.len())));
             }
         });

@@ -9,22 +9,22 @@ use half::bf16;
 use super::attend_latent::{LatentOp, LatentScratch, Segment, Single};
 use super::batch::{TILE_ROWS, blocks};
 use super::load::LatentUp;
-use super::select::Chosen;
+use super::select::{Chosen, Gathered};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
-use crate::backend::{Attend, Heads, Rotary, Softmax};
+use crate::backend::{Attend, Choice, Heads, Rotary, Softmax};
 use crate::config::KvBits;
 use crate::cuda::kernels::attention_decode::{COMBINE_COLUMNS, HEADS, MOST_VALUE, NO_WINDOW, PAGE};
 use crate::cuda::kernels::attention_prefill::COLUMNS;
 use crate::cuda::kernels::{self, Kernel, PrepareHeads};
 use crate::cuda::{Address, Cuda, DeviceBuffer, launch};
-use crate::model::{KvDims, Mla, PositionScale, Values, Window};
+use crate::model::{Indexer, KvDims, Mla, PositionScale, Values, Window};
 use crate::{Error, Result};
 
 /// Keys and values of one layer: `[blocks, heads, 64, dim]` each.
 pub struct Kv {
     pub(super) keys: DeviceBuffer<u8>,
-    values: Option<DeviceBuffer<u8>>, // none: they are the beginning of the keys
+    pub(super) values: Option<DeviceBuffer<u8>>, // none: they are the beginning of the keys
     pub(super) heads: usize,
     pub(super) key_dim: usize,
     pub(super) value_dim: usize,
@@ -151,7 +151,7 @@ impl CudaBackend {
         let kernel = holding(&DECODE[usize::from(kv.fp8)], kv.key_dim, kv.value_dim).expect(REFUSED);
         let (q, out) = (q.bf16().add(single.first * q.cols), out.bf16().add(single.first * out.cols));
         launch!(self.cuda, &self.cuda.compute, kernel, [splits, parts, count];
-            q, single.keys, kv.values(), out, self.attention.partial.address(), self.attention.states.address(),
+            q, single.keys, single.values, out, self.attention.partial.address(), self.attention.states.address(),
             single.rows, single.positions, single.token_seq, single.seq_blocks, single.block_table, heads as i32,
             kv.heads as i32, kv.key_dim as i32, kv.value_dim as i32, softmax.scale, window, sinks,
             single.table_stride as i32);
@@ -193,6 +193,7 @@ impl Attend for CudaBackend {
     type Kv = Kv;
     type LatentScratch = LatentScratch;
     type Chosen = Chosen;
+    type Gathered = Gathered;
 
     fn kv(&self, blocks: usize, (heads, key_dim, values): KvDims, bits: KvBits) -> Result<Kv> {
         let fp8 = match bits {
@@ -229,6 +230,10 @@ impl Attend for CudaBackend {
             self.cuda.upload(&self.cuda.compute, part.address().add(block * bytes), of_part);
             from = rest;
         }
+    }
+
+    fn gathered(&self, kv: &Kv, indexer: &Indexer, max_tokens: usize) -> Result<Gathered> {
+        Gathered::new(self, kv, indexer, max_tokens)
     }
 
     fn rope_angles(&self, inv_freq: &DeviceBuffer<f32>, factor: f32, batch: &CudaBatch, out: &mut Tensor) {
@@ -292,18 +297,21 @@ impl Attend for CudaBackend {
     fn attend(&self, kv: &Kv, batch: &CudaBatch, softmax: &Softmax<'_, Self>, q: &Tensor, out: &mut Tensor) {
         let heads = q.cols / kv.key_dim;
         assert!(heads * kv.key_dim == q.cols && heads * kv.value_dim == out.cols && heads.is_multiple_of(kv.heads));
+        // A window as long as the context hides nothing.
+        let hides = |window: &Window| window.first_seen(self.limits.context.saturating_sub(1)) > 0;
+        let softmax = &Softmax { window: softmax.window.filter(hides), ..*softmax };
         // Of a prompt that selects, the first rows attend to all that they see. What tiles make of others is written
         // over.
-        let in_tiles = |start: usize| softmax.chosen.is_none_or(|chosen| start < chosen.most);
+        let in_tiles = |start: usize| softmax.choice.is_none_or(|choice| start < choice.chosen.most);
         if batch.long.iter().any(|&(_, _, start)| in_tiles(start))
             && !self.attend_wgmma(kv, batch, heads, softmax, q, out)
         {
             self.attend_tiles(kv, batch, softmax, q, out);
         }
-        match softmax.chosen {
-            Some(chosen) => {
-                for (wave, _) in chosen.waves(batch, 0) {
-                    let single = self.chosen_pages(kv, batch, chosen, &wave);
+        match softmax.choice {
+            Some(choice) => {
+                for (wave, _) in choice.chosen.waves(batch, 0, choice.gathered.wave) {
+                    let single = self.side_by_side(kv, batch, choice, &wave);
                     self.attend_single(kv, softmax, &single, q, out);
                 }
             }
@@ -324,18 +332,22 @@ impl Attend for CudaBackend {
         batch: &CudaBatch,
         up: &LatentUp,
         scratch: &mut LatentScratch,
-        (q, chosen): (&Tensor, Option<&Chosen>),
+        (q, choice): (&Tensor, Option<&Choice<'_, Self>>),
         out: &mut Tensor,
     ) {
         let op = LatentOp { kv, batch, up, scratch, q, out };
-        match chosen {
-            Some(chosen) => self.attend_chosen(&op, chosen),
+        match choice {
+            Some(choice) => {
+                for (wave, _) in choice.chosen.waves(batch, 0, choice.gathered.wave) {
+                    self.attend_absorbed(&op, &self.side_by_side(kv, batch, choice, &wave));
+                }
+            }
             None if batch.decode > 0 => self.attend_absorbed(&op, &Single::of(batch, kv, self.limits.context)),
             None => {}
         }
         for (sequence, rows, start) in &batch.long {
             // The first rows of a prompt attend to all that they see.
-            let all = chosen.map_or(rows.len(), |chosen| chosen.most.saturating_sub(*start).min(rows.len()));
+            let all = choice.map_or(rows.len(), |choice| choice.chosen.most.saturating_sub(*start).min(rows.len()));
             let all = rows.start..rows.start + all;
             let end = if all.is_empty() { 0 } else { start + all.len() };
             for from in (0..end).step_by(scratch.segment) {

@@ -9,7 +9,6 @@ use super::attend::{Kv, REFUSED, holding};
 use super::batch::DECODE_ROWS;
 use super::load::LatentUp;
 use super::product::{Out, Product};
-use super::select::{Chosen, Gathered};
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::batch::BLOCK_SIZE;
@@ -46,7 +45,6 @@ pub struct LatentScratch {
     pub(super) max: DeviceBuffer<f32>, // [rows, heads]: the softmax between segments
     pub(super) sum: DeviceBuffer<f32>, // [rows, heads]
     pub(super) acc: DeviceBuffer<f32>, // [rows, heads, v]
-    gathered: Option<Gathered>,
 }
 
 impl LatentScratch {
@@ -73,9 +71,6 @@ impl LatentScratch {
             max: DeviceBuffer::zeros(cuda, rows * heads)?,
             sum: DeviceBuffer::zeros(cuda, rows * heads)?,
             acc: DeviceBuffer::zeros(cuda, rows * heads * config.v_head_dim)?,
-            gathered: (config.selection.as_ref())
-                .map(|s| Gathered::new(backend, s.indexer.most(), rank + rope, max_tokens))
-                .transpose()?,
         })
     }
 }
@@ -104,6 +99,7 @@ pub(super) struct Single {
     pub(super) count: usize,
     pub(super) context: usize, // positions that they see, at most
     pub(super) keys: Address<u8>,
+    pub(super) values: Address<u8>,
     pub(super) rows: Address<i32>,
     pub(super) positions: Address<i32>,
     pub(super) token_seq: Address<i32>,
@@ -120,6 +116,7 @@ impl Single {
             count: batch.decode,
             context,
             keys: kv.keys.address(),
+            values: kv.values(),
             rows: batch.decode_rows(),
             positions: batch.positions(),
             token_seq: batch.token_seq(),
@@ -131,27 +128,6 @@ impl Single {
 }
 
 impl CudaBackend {
-    /// Rows that attend to what they chose, gathered a wave at a time.
-    pub(super) fn attend_chosen(&self, op: &LatentOp<'_>, chosen: &Chosen) {
-        let gathered = op.scratch.gathered.as_ref().expect("latent attention that selects has room to gather");
-        for (wave, _) in chosen.waves(op.batch, 0) {
-            self.gather_chosen(op.kv, op.batch, chosen, &wave, gathered);
-            let single = Single {
-                first: wave.start,
-                count: wave.len(),
-                context: gathered.most,
-                keys: gathered.keys.address(),
-                rows: gathered.rows.address(),
-                positions: gathered.positions.address(),
-                token_seq: gathered.rows.address(),
-                seq_blocks: gathered.first_pages.address(),
-                block_table: gathered.block_table.address(),
-                table_stride: 0,
-            };
-            self.attend_absorbed(op, &single);
-        }
-    }
-
     /// Single rows, in the latent's space.
     pub(super) fn attend_absorbed(&self, op: &LatentOp<'_>, single: &Single) {
         let &LatentOp { kv, up, scratch, q, out, .. } = op;

@@ -10,19 +10,30 @@ use super::attend::Kv;
 use super::attend_latent::Single;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::backend::batch::BLOCK_SIZE;
-use crate::backend::{IndexQueries, KeyNorm, Rotary, Select};
+use crate::backend::{Choice, IndexQueries, KeyNorm, Rotary, Select};
 use crate::cuda::kernels::select::{GATHER_ROWS, SCORE_PAGES};
 use crate::cuda::{Address, Cuda, DeviceBuffer, kernels, launch};
-use crate::model::Indexer;
+use crate::model::{Indexer, Score};
 use crate::{Error, Result};
 
-/// Tokens whose scores, or gathered keys, are there at a time.
-pub(super) const WAVE: usize = 64;
+/// Tokens whose scores, or gathered keys, are there at a time, at most.
+const WAVE: usize = 64;
+
+/// Bytes of gathered keys and values, but at least a token's.
+const GATHERED_BYTES: usize = 192 << 20;
 
 /// Index keys of one layer.
 pub struct Index {
-    keys: DeviceBuffer<bf16>, // [blocks, 64, dim]
+    keys: DeviceBuffer<bf16>, // [blocks, keys of a block, dim]
+    units: Option<Units>,     // where a key is of several positions
+    of_block: usize,          // numbers of a block's keys
     dim: usize,
+}
+
+/// What keys of several positions are made of.
+struct Units {
+    raw: DeviceBuffer<bf16>,   // [blocks, 64, dim]: each position's
+    firsts: DeviceBuffer<f32>, // [blocks, keys of a block, dim]: the angles of the first one's
 }
 
 /// The positions that each token of a batch attends to.
@@ -31,22 +42,12 @@ pub struct Chosen {
     sets: usize,
     lists: DeviceBuffer<i32>, // [tokens, sets, most], ascending; none of a prompt's tokens that see no more
     counts: DeviceBuffer<i32>, // [tokens]
-    pages: Option<Pages>,     // where units are whole pages
-}
-
-/// Chosen pages of a wave, as block tables.
-struct Pages {
-    tables: DeviceBuffer<u32>,    // [wave, sets, pages]
-    positions: DeviceBuffer<i32>, // [wave]: the last that was chosen, as the list counts
-    rows: DeviceBuffer<i32>,      // [wave]: 0, 1, ...
-    firsts: DeviceBuffer<i32>,    // [wave]: where a row's tables begin
-    stride: usize,                // from one set's to the next
 }
 
 /// Scores of a wave.
 pub struct SelectScratch {
     scores: DeviceBuffer<f32>, // [wave, sets, pitch]
-    units: DeviceBuffer<f32>,  // as many, where several positions are a unit
+    units: DeviceBuffer<f32>,  // as many, where the largest score of several positions is a unit's
     pitch: usize,
 }
 
@@ -56,9 +57,9 @@ fn counting(cuda: &Arc<Cuda>, count: usize, step: usize) -> Result<DeviceBuffer<
 }
 
 impl Chosen {
-    /// Waves of the tokens that have lists, and what they see at most: single rows, which may be recorded, as much as
-    /// `context`.
-    pub(super) fn waves(&self, batch: &CudaBatch, context: usize) -> Vec<(Range<usize>, usize)> {
+    /// Waves of `wave` of the tokens that have lists, and what they see at most: single rows, which may be recorded, as
+    /// much as `context`.
+    pub(super) fn waves(&self, batch: &CudaBatch, context: usize, wave: usize) -> Vec<(Range<usize>, usize)> {
         let long = batch.long.iter().map(|(_, rows, start)| {
             let before = self.most.saturating_sub(*start).min(rows.len());
             (rows.start + before..rows.end, start + rows.len())
@@ -66,75 +67,106 @@ impl Chosen {
         let all = std::iter::once((0..batch.decode, context)).chain(long);
         all.flat_map(|(rows, seen)| {
             let end = rows.end;
-            rows.step_by(WAVE).map(move |first| (first..end.min(first + WAVE), seen))
+            rows.step_by(wave).map(move |first| (first..end.min(first + wave), seen))
         })
         .collect()
     }
 }
 
-/// Chosen keys and values of a wave, as a cache whose pages follow each other.
-pub(super) struct Gathered {
-    pub(super) keys: DeviceBuffer<u8>,
-    pub(super) positions: DeviceBuffer<i32>, // [wave]: the last that was gathered
-    pub(super) rows: DeviceBuffer<i32>,      // [wave]: 0, 1, ...
-    pub(super) first_pages: DeviceBuffer<i32>, // [wave]
-    pub(super) block_table: DeviceBuffer<u32>, // 0, 1, ...
-    pub(super) most: usize,
+/// Chosen keys and values of a wave, as a cache of single rows: copied side by side, or, where units are whole pages,
+/// tables of these.
+pub struct Gathered {
+    copies: Option<Copies>,
+    positions: DeviceBuffer<i32>,   // [wave]: the last that was gathered
+    rows: DeviceBuffer<i32>,        // [wave]: 0, 1, ...
+    first_pages: DeviceBuffer<i32>, // [wave]: where a row's tables begin
+    tables: DeviceBuffer<u32>,      // [wave, pages], counting, of copies; [wave, sets, pages]
+    most: usize,
+    sets: usize,
+    /// Tokens.
+    pub(super) wave: usize,
+}
+
+/// `[wave, pages, KV heads, 64, dim]` each.
+struct Copies {
+    keys: DeviceBuffer<u8>,
+    values: Option<DeviceBuffer<u8>>,
 }
 
 impl Gathered {
-    /// Room for `most` keys of `key_dim` numbers of each token, and no values.
-    pub(super) fn new(backend: &CudaBackend, most: usize, key_dim: usize, max_tokens: usize) -> Result<Self> {
-        let (cuda, wave, pages) = (&backend.cuda, WAVE.min(max_tokens), most.div_ceil(BLOCK_SIZE));
-        let table: Vec<u32> = (0..(wave * pages) as u32).collect();
+    pub(super) fn new(backend: &CudaBackend, kv: &Kv, indexer: &Indexer, max_tokens: usize) -> Result<Self> {
+        let (cuda, most, sets) = (&backend.cuda, indexer.most(), indexer.sets());
+        let (pages, copied) = (most.div_ceil(BLOCK_SIZE), !indexer.unit.is_multiple_of(BLOCK_SIZE));
+        let bytes = |dim: usize| pages * kv.heads * BLOCK_SIZE * dim * if kv.fp8 { 1 } else { 2 }; // of a token
+        let (keys, values) = (bytes(kv.key_dim), kv.values.as_ref().map(|_| bytes(kv.value_dim)));
+        let fit = if copied { GATHERED_BYTES / (keys + values.unwrap_or(0)) } else { WAVE };
+        let wave = WAVE.min(max_tokens).min(fit.max(1));
+        let copies = || {
+            let values = values.map(|bytes| DeviceBuffer::zeros(cuda, wave * bytes)).transpose()?;
+            Ok::<_, Error>(Copies { keys: DeviceBuffer::zeros(cuda, wave * keys)?, values })
+        };
+        let table: Vec<u32> = (0..(wave * pages * if copied { 1 } else { sets }) as u32).collect();
         Ok(Self {
-            keys: DeviceBuffer::zeros(cuda, wave * pages * BLOCK_SIZE * key_dim * 2)?,
+            copies: copied.then(copies).transpose()?,
             positions: DeviceBuffer::zeros(cuda, wave)?,
             rows: counting(cuda, wave, 1)?,
-            first_pages: counting(cuda, wave, pages)?,
-            block_table: DeviceBuffer::from_slice(cuda, &table)?,
+            first_pages: counting(cuda, wave, table.len() / wave.max(1))?,
+            tables: DeviceBuffer::from_slice(cuda, &table)?,
             most,
+            sets,
+            wave,
         })
     }
 }
 
 impl CudaBackend {
-    /// Brings the keys that a wave of tokens chose side by side.
-    pub(super) fn gather_chosen(
+    /// What a wave of tokens chose, as a cache of single rows.
+    pub(super) fn side_by_side(
         &self,
         kv: &Kv,
         batch: &CudaBatch,
-        chosen: &Chosen,
-        rows: &Range<usize>,
-        to: &Gathered,
-    ) {
-        assert!(rows.len() <= to.rows.len() && chosen.most == to.most, "room for what was chosen");
-        let (pages, key_bytes) = (to.most.div_ceil(BLOCK_SIZE), kv.key_dim * if kv.fp8 { 1 } else { 2 });
-        let grid = [to.most.div_ceil(GATHER_ROWS), rows.len(), 1];
-        launch!(self.cuda, &self.cuda.compute, kernels::select_gather, grid;
-            kv.keys.address(), to.keys.address(), to.positions.address(), chosen.lists.address(),
-            chosen.counts.address(), batch.token_seq(), batch.seq_blocks(), batch.block_table(), rows.start as i32,
-            to.most as i32, pages as i32, kv.heads as i32, key_bytes as i32);
-    }
-
-    /// The pages that a wave of tokens chose, as a cache of single rows.
-    pub(super) fn chosen_pages(&self, kv: &Kv, batch: &CudaBatch, chosen: &Chosen, rows: &Range<usize>) -> Single {
-        let pages = chosen.pages.as_ref().expect("other units are refused when loading");
-        launch!(self.cuda, &self.cuda.compute, kernels::select_pages, [rows.len(), 1, 1];
-            pages.tables.address(), pages.positions.address(), chosen.lists.address(), chosen.counts.address(),
-            batch.token_seq(), batch.seq_blocks(), batch.block_table(), rows.start as i32, chosen.most as i32,
-            chosen.sets as i32);
+        choice: &Choice<'_, Self>,
+        wave: &Range<usize>,
+    ) -> Single {
+        let Choice { chosen, gathered: to } = choice;
+        assert!(wave.len() <= to.wave && (chosen.most, chosen.sets) == (to.most, to.sets), "room for what was chosen");
+        let (stream, pages, first) = (&self.cuda.compute, to.most.div_ceil(BLOCK_SIZE), wave.start as i32);
+        let (keys, values) = match &to.copies {
+            Some(copies) => {
+                let grid = [to.most.div_ceil(GATHER_ROWS), wave.len(), 1];
+                let both = [
+                    Some((&kv.keys, &copies.keys, kv.key_dim)),
+                    kv.values.as_ref().zip(copies.values.as_ref()).map(|(from, to)| (from, to, kv.value_dim)),
+                ];
+                for (from, copy, dim) in both.into_iter().flatten() {
+                    launch!(self.cuda, stream, kernels::select_gather, grid;
+                        from.address(), copy.address(), to.positions.address(), chosen.lists.address(),
+                        chosen.counts.address(), batch.token_seq(), batch.seq_blocks(), batch.block_table(), first,
+                        to.most as i32, chosen.sets as i32, pages as i32, kv.heads as i32,
+                        (dim * if kv.fp8 { 1 } else { 2 }) as i32);
+                }
+                (copies.keys.address(), copies.values.as_ref().map_or(Address::NULL, DeviceBuffer::address))
+            }
+            None => {
+                launch!(self.cuda, stream, kernels::select_pages, [wave.len(), 1, 1];
+                    to.tables.address(), to.positions.address(), chosen.lists.address(), chosen.counts.address(),
+                    batch.token_seq(), batch.seq_blocks(), batch.block_table(), first, to.most as i32,
+                    chosen.sets as i32);
+                (kv.keys.address(), kv.values())
+            }
+        };
         Single {
-            first: rows.start,
-            count: rows.len(),
-            context: chosen.most,
-            keys: kv.keys.address(),
-            rows: pages.rows.address(),
-            positions: pages.positions.address(),
-            token_seq: pages.rows.address(),
-            seq_blocks: pages.firsts.address(),
-            block_table: pages.tables.address(),
-            table_stride: if chosen.sets > 1 { pages.stride } else { 0 },
+            first: wave.start,
+            count: wave.len(),
+            context: to.most,
+            keys,
+            values,
+            rows: to.rows.address(),
+            positions: to.positions.address(),
+            token_seq: to.rows.address(),
+            seq_blocks: to.first_pages.address(),
+            block_table: to.tables.address(),
+            table_stride: if to.copies.is_none() && to.sets > 1 { pages } else { 0 },
         }
     }
 }
@@ -144,42 +176,38 @@ impl Select for CudaBackend {
     type SelectScratch = SelectScratch;
 
     fn index(&self, blocks: usize, indexer: &Indexer) -> Result<Index> {
-        let dim = indexer.head_dim;
-        Ok(Index { keys: DeviceBuffer::zeros(&self.cuda, blocks * BLOCK_SIZE * dim)?, dim })
+        let (dim, of_block) = (indexer.head_dim, indexer.keys_of(BLOCK_SIZE) * indexer.head_dim);
+        let keys = blocks * of_block;
+        let units = || {
+            let raw = DeviceBuffer::zeros(&self.cuda, blocks * BLOCK_SIZE * dim)?;
+            Ok::<_, Error>(Units { raw, firsts: DeviceBuffer::zeros(&self.cuda, keys)? })
+        };
+        let units = (indexer.score == Score::Pooled).then(units).transpose()?;
+        Ok(Index { keys: DeviceBuffer::zeros(&self.cuda, keys)?, units, of_block, dim })
     }
 
     fn index_block_bytes(&self, index: &Index) -> usize {
-        BLOCK_SIZE * index.dim * size_of::<bf16>()
+        index.of_block * size_of::<bf16>()
     }
 
+    // Of a full block nothing but the keys is read again.
     fn index_to_host(&self, index: &Index, block: usize, out: &mut [u8]) {
-        let from = index.keys.address().add(block * BLOCK_SIZE * index.dim);
+        let from = index.keys.address().add(block * index.of_block);
         self.cuda.download(&self.cuda.compute, from.cast(), out);
     }
 
     fn index_to_device(&self, index: &mut Index, block: usize, from: &[u8]) {
-        let to = index.keys.address().add(block * BLOCK_SIZE * index.dim);
+        let to = index.keys.address().add(block * index.of_block);
         self.cuda.upload(&self.cuda.compute, to.cast(), from);
     }
 
     fn chosen(&self, indexer: &Indexer, max_tokens: usize) -> Result<Chosen> {
-        let (most, sets, wave, cuda) = (indexer.most(), indexer.sets(), WAVE.min(max_tokens), &self.cuda);
-        let stride = most / BLOCK_SIZE;
-        let pages = || {
-            Ok::<_, Error>(Pages {
-                tables: DeviceBuffer::zeros(cuda, wave * sets * stride)?,
-                positions: DeviceBuffer::zeros(cuda, wave)?,
-                rows: counting(cuda, wave, 1)?,
-                firsts: counting(cuda, wave, sets * stride)?,
-                stride,
-            })
-        };
+        let (most, sets, cuda) = (indexer.most(), indexer.sets(), &self.cuda);
         Ok(Chosen {
             most,
             sets,
             lists: DeviceBuffer::new(cuda, max_tokens * sets * most)?,
             counts: DeviceBuffer::zeros(cuda, max_tokens)?,
-            pages: indexer.unit.is_multiple_of(BLOCK_SIZE).then(pages).transpose()?,
         })
     }
 
@@ -188,7 +216,7 @@ impl Select for CudaBackend {
         let scores = WAVE.min(max_tokens) * indexer.sets() * pitch;
         Ok(SelectScratch {
             scores: DeviceBuffer::new(&self.cuda, scores)?,
-            units: DeviceBuffer::new(&self.cuda, if indexer.unit > 1 { scores } else { 1 })?,
+            units: DeviceBuffer::new(&self.cuda, if indexer.score == Score::Largest { scores } else { 1 })?,
             pitch,
         })
     }
@@ -197,11 +225,19 @@ impl Select for CudaBackend {
         &self,
         index: &mut Index,
         batch: &CudaBatch,
-        _: &Indexer,
+        indexer: &Indexer,
         rotary: &Rotary<'_, Self>,
         norm: &KeyNorm<'_, Self>,
         keys: &Tensor,
     ) {
+        if let Some(units) = &index.units {
+            launch!(self.cuda, &self.cuda.compute, kernels::index_pool, [batch.rows(), 1, 1];
+                keys.bf16(), norm.weight.address(), norm.eps, rotary.angles.f32(), (rotary.angles.cols / 2) as i32,
+                i32::from(rotary.interleaved), index.keys.address(), units.raw.address(), units.firsts.address(),
+                batch.positions(), batch.token_seq(), batch.seq_first(), batch.seq_blocks(), batch.block_table(),
+                index.dim as i32, indexer.unit as i32);
+            return;
+        }
         let bias = norm.bias.map_or(Address::NULL, DeviceBuffer::address);
         launch!(self.cuda, &self.cuda.compute, kernels::index_write, [batch.rows(), 1, 1];
             keys.bf16(), norm.weight.address(), bias, norm.eps, rotary.angles.f32(),
@@ -219,16 +255,18 @@ impl Select for CudaBackend {
         chosen: &mut Chosen,
     ) {
         let weights = queries.weights.map_or(Address::NULL, Tensor::f32);
-        for (rows, seen) in chosen.waves(batch, self.limits.context) {
-            let grid = [seen.div_ceil(BLOCK_SIZE * SCORE_PAGES), rows.len(), 1];
+        let (in_block, pooled) = (indexer.keys_of(BLOCK_SIZE), indexer.score == Score::Pooled);
+        for (rows, seen) in chosen.waves(batch, self.limits.context, WAVE) {
+            let grid = [(seen.div_ceil(BLOCK_SIZE) * in_block).div_ceil(BLOCK_SIZE * SCORE_PAGES), rows.len(), 1];
             launch!(self.cuda, &self.cuda.compute, kernels::index_scores, grid;
                 queries.q.bf16(), weights, index.keys.address(), scratch.scores.address(), batch.positions(),
                 batch.token_seq(), batch.seq_blocks(), batch.block_table(), rows.start as i32,
-                indexer.num_heads as i32, index.dim as i32, scratch.pitch as i32);
+                indexer.num_heads as i32, index.dim as i32, scratch.pitch as i32, in_block as i32,
+                i32::from(indexer.score == Score::Largest));
             launch!(self.cuda, &self.cuda.compute, kernels::index_best, [rows.len(), chosen.sets, 1];
                 scratch.scores.address(), scratch.units.address(), batch.positions(), chosen.lists.address(),
                 chosen.counts.address(), rows.start as i32, indexer.top_k as i32, indexer.unit as i32,
-                scratch.pitch as i32);
+                chosen.most as i32, i32::from(pooled), scratch.pitch as i32);
         }
     }
 }

@@ -14,13 +14,8 @@ impl Streams for CudaBackend {
     fn write_rows(&self, to: &mut Tensor, first: usize, numbers: &[f32]) -> Result<()> {
         let at = first * to.cols;
         assert!(at + numbers.len() <= to.rows * to.cols, "rows of the tensor");
-        match &to.data {
-            Data::F32(to) => self.cuda.upload(&self.cuda.compute, to.address().add(at), numbers),
-            Data::Bf16(to) => {
-                let numbers: Vec<bf16> = numbers.iter().map(|x| bf16::from_f32(*x)).collect();
-                self.cuda.upload(&self.cuda.compute, to.address().add(at), &numbers);
-            }
-        }
+        let numbers: Vec<bf16> = numbers.iter().map(|x| bf16::from_f32(*x)).collect();
+        self.cuda.upload(&self.cuda.compute, to.bf16().add(at), &numbers);
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use super::{Layer, Step};
 use crate::Result;
 use crate::backend::{Backend, DeltaInputs};
 use crate::forward::join::{Partial, Stream, join};
+use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::DeltaNet;
 
@@ -48,7 +49,7 @@ pub(super) struct Buffers<B: Backend> {
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, a: &DeltaNet, max_tokens: usize) -> Result<Self> {
+    pub(super) fn new(backend: &B, a: &DeltaNet, _: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
         let tensor = |cols| backend.tensor(max_tokens, cols);
         let (qkv, z, out) = (tensor(a.conv_dim())?, tensor(a.value_dim())?, tensor(a.value_dim())?);
         Ok(Self { qkv, z, out, scratch: backend.delta_scratch(a, max_tokens)? })

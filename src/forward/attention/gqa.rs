@@ -4,6 +4,7 @@ use super::{Layer, Step, indexer};
 use crate::backend::tensor::HostTensor;
 use crate::backend::{Backend, Heads, Softmax};
 use crate::forward::join::{Partial, Stream, join};
+use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::{Bias, Gqa, OutputGate, QkNorm};
 use crate::{Error, Result};
@@ -96,7 +97,7 @@ pub(super) struct Buffers<B: Backend> {
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, a: &Gqa, max_tokens: usize) -> Result<Self> {
+    pub(super) fn new(backend: &B, a: &Gqa, cache: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
         let tensor = |cols| backend.tensor(max_tokens, cols);
         Ok(Self {
             q: tensor(a.num_heads * a.head_dim)?,
@@ -104,7 +105,7 @@ impl<B: Backend> Buffers<B> {
             v: tensor(a.num_kv_heads * a.value_dim)?,
             out: tensor(a.num_heads * a.value_dim)?,
             gate: a.gate().map(|(rows, _)| tensor(rows)).transpose()?,
-            indexer: indexer::Buffers::new(backend, a.selection.as_ref(), max_tokens)?,
+            indexer: indexer::Buffers::new(backend, a.selection.as_ref(), cache, max_tokens)?,
         })
     }
 
@@ -124,7 +125,7 @@ pub(super) fn attention<B: Backend>(
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
     let (backend, eps) = (step.backend, step.norm_eps);
-    if let (Some(selection), Some(w), Some(buffers)) = (&config.selection, &weights.indexer, indexer) {
+    if let (Some(selection), Some(w), Some(buffers)) = (&config.selection, &weights.indexer, &mut *indexer) {
         stream.settle(backend, h); // queries, keys and values are made of it as well
         let inputs = indexer::Inputs { h, latent: None };
         indexer::select(step, &selection.indexer, w, cache.index(), buffers, inputs, chosen);
@@ -169,8 +170,9 @@ pub(super) fn attention<B: Backend>(
     if let Some(scale) = &config.position_scale {
         backend.scale_by_position(q, step.batch, scale);
     }
-    let chosen = chosen.as_ref().filter(|_| config.selection.is_some());
-    let softmax = Softmax { scale: config.scale, window: config.window, sinks: weights.sinks.as_ref(), chosen };
+    let choice = indexer::choice(chosen, indexer);
+    let (scale, sinks) = (config.scale, weights.sinks.as_ref());
+    let softmax = Softmax { scale, window: config.window, sinks, choice: choice.as_ref() };
     backend.attend(kv, step.batch, &softmax, q, out);
     if let (Some(gate), Some((_, activation))) = (gate, config.gate()) {
         backend.gate(gate, activation, out);

@@ -2,7 +2,8 @@
 
 use super::Step;
 use crate::Result;
-use crate::backend::{Backend, IndexQueries, KeyNorm, Rotary};
+use crate::backend::{Backend, Choice, IndexQueries, KeyNorm, Rotary};
+use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::{Indexer, Score, Selection};
 
@@ -78,16 +79,32 @@ impl<B: Backend> Weights<B> {
     }
 }
 
-/// Activations of an indexer.
+/// Activations of a layer that selects.
 pub(super) struct Buffers<B: Backend> {
     q: B::Tensor,               // [T, num_heads * head_dim]
     k: B::Tensor,               // [T, head_dim]
     weights: Option<B::Tensor>, // [T, num_heads]
     scratch: B::SelectScratch,
+    gathered: B::Gathered,
+}
+
+/// What a layer's tokens attend to, where it selects: what the last layer with an indexer chose.
+pub(super) fn choice<'a, B: Backend>(
+    chosen: &'a Option<B::Chosen>,
+    buffers: &'a Option<Buffers<B>>,
+) -> Option<Choice<'a, B>> {
+    let (chosen, Buffers { gathered, .. }) = chosen.as_ref().zip(buffers.as_ref())?;
+    Some(Choice { chosen, gathered })
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, selection: Option<&Selection>, max_tokens: usize) -> Result<Option<Self>> {
+    /// `None`: it does not.
+    pub(super) fn new(
+        backend: &B,
+        selection: Option<&Selection>,
+        cache: &LayerCache<B>,
+        max_tokens: usize,
+    ) -> Result<Option<Self>> {
         let Some(Selection { indexer, .. }) = selection else { return Ok(None) };
         Ok(Some(Self {
             q: backend.tensor(max_tokens, indexer.num_heads * indexer.head_dim)?,
@@ -97,6 +114,7 @@ impl<B: Backend> Buffers<B> {
                 Score::Largest | Score::Pooled => None,
             },
             scratch: backend.select_scratch(indexer, max_tokens)?,
+            gathered: backend.gathered(cache.keys_and_values(), indexer, max_tokens)?,
         }))
     }
 
@@ -117,7 +135,7 @@ pub(super) fn select<B: Backend>(
     indexer: &Indexer,
     w: &Weights<B>,
     index: &mut B::Index,
-    Buffers { q, k, weights, scratch }: &mut Buffers<B>,
+    Buffers { q, k, weights, scratch, .. }: &mut Buffers<B>,
     Inputs { h, latent }: Inputs<'_, B>,
     chosen: &mut Option<B::Chosen>,
 ) {

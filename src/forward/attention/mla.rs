@@ -15,6 +15,7 @@ use super::{Layer, Step, indexer};
 use crate::Result;
 use crate::backend::{Backend, Heads};
 use crate::forward::join::{Partial, Stream, join};
+use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::Mla;
 
@@ -99,7 +100,7 @@ pub(super) struct Buffers<B: Backend> {
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, a: &Mla, max_tokens: usize) -> Result<Self> {
+    pub(super) fn new(backend: &B, a: &Mla, cache: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
         let tensor = |cols| backend.tensor(max_tokens, cols);
         Ok(Self {
             q_latent: a.q_lora_rank.map(tensor).transpose()?,
@@ -108,7 +109,7 @@ impl<B: Backend> Buffers<B> {
             latent: tensor(a.cache_dim())?,
             scratch: backend.latent_scratch(a, max_tokens)?,
             out: tensor(a.num_heads * a.v_head_dim)?,
-            indexer: indexer::Buffers::new(backend, a.selection.as_ref(), max_tokens)?,
+            indexer: indexer::Buffers::new(backend, a.selection.as_ref(), cache, max_tokens)?,
         })
     }
 
@@ -142,7 +143,7 @@ pub(super) fn attention<B: Backend>(
         }
         _ => panic!("weights and buffers are of one configuration"),
     }
-    if let (Some(selection), Some(w), Some(buffers)) = (&config.selection, &weights.indexer, indexer) {
+    if let (Some(selection), Some(w), Some(buffers)) = (&config.selection, &weights.indexer, &mut *indexer) {
         let inputs = indexer::Inputs { h, latent: q_latent_normed.as_ref() };
         indexer::select(step, &selection.indexer, w, cache.index(), buffers, inputs, chosen);
     }
@@ -166,7 +167,7 @@ pub(super) fn attention<B: Backend>(
     if let Some(scale) = &config.position_scale {
         backend.scale_by_position(q, step.batch, scale);
     }
-    let chosen = chosen.as_ref().filter(|_| config.selection.is_some());
-    backend.attend_latent(kv, step.batch, &weights.up, scratch, (q, chosen), out);
+    let choice = indexer::choice(chosen, indexer);
+    backend.attend_latent(kv, step.batch, &weights.up, scratch, (q, choice.as_ref()), out);
     join(backend, Partial::Product(&weights.o, out), stream)
 }

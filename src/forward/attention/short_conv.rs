@@ -4,6 +4,7 @@ use super::{Layer, Step};
 use crate::Result;
 use crate::backend::Backend;
 use crate::forward::join::{Partial, Stream, join};
+use crate::forward::kv_cache::LayerCache;
 use crate::forward::loader::Loader;
 use crate::model::ShortConv;
 
@@ -37,7 +38,7 @@ pub(super) struct Buffers<B: Backend> {
 }
 
 impl<B: Backend> Buffers<B> {
-    pub(super) fn new(backend: &B, a: &ShortConv, max_tokens: usize) -> Result<Self> {
+    pub(super) fn new(backend: &B, a: &ShortConv, _: &LayerCache<B>, max_tokens: usize) -> Result<Self> {
         Ok(Self { bcx: backend.tensor(max_tokens, 3 * a.channels)?, out: backend.tensor(max_tokens, a.channels)? })
     }
 

@@ -93,10 +93,6 @@ impl Indexer {
 
     /// What the GPU's kernels lack for it, if anything.
     pub(super) fn gpu_lacks(&self) -> Option<String> {
-        let unit = self.unit;
-        if self.score == Score::Pooled || (unit > 1 && !unit.is_multiple_of(64)) {
-            return Some(format!("the GPU cannot choose blocks of {unit} positions"));
-        }
         let fits = self.num_heads <= 64 && self.head_dim <= 128 && self.head_dim.is_multiple_of(8);
         (!fits).then(|| {
             let (heads, dim) = (self.num_heads, self.head_dim);
