@@ -439,10 +439,10 @@ template <int N, int C> inline void wgmma(float (&d)[C][4], const uint32_t (&a)[
     };
     emulator::add_wgmma<N / 8>(d, row, b);
 }
-inline void wgmma_set(float (&d)[16][4], uint64_t a, uint64_t b) {
+template <int C> inline void wgmma_set(float (&d)[C][4], uint64_t a, uint64_t b) {
     float (*sums)[4] = d;
     emulator::add_product([=] {
-        for (int j = 0; j < 16; j++)
+        for (int j = 0; j < C; j++)
             for (int e = 0; e < 4; e++) sums[j][e] = 0.0f;
     });
     wgmma(d, a, b);
