@@ -167,8 +167,12 @@ mod tests {
             let mean = |of: &dyn Fn(f32) -> f32| weights.iter().map(|w| of(*w)).sum::<f32>() / weights.len() as f32;
             let rms = mean(&|w| w * w).sqrt();
             assert!(mean(&|w| w).abs() < 0.0004, "{precision}: mean {}", mean(&|w| w));
-            // Codes of two bits, rounded to, spread.
-            let near = if precision == Precision::Q2K { 0.1 } else { 0.02 };
+            // Codes of few bits, rounded to, spread.
+            let near = match precision {
+                Precision::Q2K => 0.1,
+                Precision::Q3K => 0.03,
+                _ => 0.02,
+            };
             assert!((rms / 0.02 - 1.0).abs() < near, "{precision}: {rms}");
         }
     }
