@@ -91,7 +91,7 @@ pub enum DenseBits {
     /// 8-bit codes, group scales, int8 activations. The small matrices that absorb `kv_b_proj` into latent attention
     /// stay at 16 bits.
     Int8,
-    /// 4-bit codes in groups of 32, and the output head as with `Int8`.
+    /// The same with 4-bit codes, but for the output head.
     Int4,
 }
 
@@ -111,8 +111,7 @@ impl DenseBits {
         match self {
             DenseBits::Bf16 => Some(Precision::Bf16),
             DenseBits::Int8 => group_size.map(Precision::int8),
-            // Every token meets these weights: in groups of 128 they cost four times what INT4 experts cost.
-            DenseBits::Int4 => group_size.map(|_| Precision::int4(32)),
+            DenseBits::Int4 => group_size.map(Precision::int4),
         }
     }
 }
