@@ -243,7 +243,7 @@ fn numbers_beyond_reason_are_named() {
         (&ernie, "use_bias", json!(true)),
         (&ernie, "moe_num_experts", json!(65_537)),
         (&ernie, "moe_layer_interval", json!(0)),
-        (&mimo, "attention_projection_layout", json!("fused_qkv")),
+        (&mimo, "attention_projection_layout", json!("other")),
         (&mimo, "hybrid_layer_pattern", json!([0, 1])),
         (&mimo, "swa_v_head_dim", json!(0)),
         (&mimo, "partial_rotary_factor", json!(2)),

@@ -287,6 +287,41 @@ fn glm4_moe_lite() {
     check_loaded("glm4_moe_lite", &fixture, loaded);
 }
 
+/// MiMo-V2.5 joins queries, keys and values, in as many parts as full layers have KV heads.
+#[test]
+fn mimo_v2() {
+    let fixture = Fixture::open("mimo_v2_flash");
+    let copy = Checkpoint::copy_of(&fixture.dir);
+    let text = std::fs::read_to_string(fixture.dir.join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let parts = config["num_key_value_heads"].as_u64().unwrap() as usize;
+    copy.config(json!({"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv"}));
+    copy.tensors("model.safetensors", |header, data| {
+        let header = header.as_object_mut().unwrap();
+        let layers = config["num_hidden_layers"].as_u64().unwrap();
+        for layer in 0..layers {
+            let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}_proj.weight");
+            let entries = ["q", "k", "v"].map(|part| header.remove(&name(part)).unwrap());
+            let range = |entry: &Value| [0, 1].map(|i| entry["data_offsets"][i].as_u64().unwrap() as usize);
+            let start = data.len();
+            for part in 0..parts {
+                for entry in &entries {
+                    let [from, to] = range(entry);
+                    let len = (to - from) / parts;
+                    data.extend_from_within(from + part * len..from + (part + 1) * len);
+                }
+            }
+            let rows: u64 = entries.iter().map(|entry| entry["shape"][0].as_u64().unwrap()).sum();
+            let shape = json!([rows, entries[0]["shape"][1]]);
+            header.insert(
+                name("qkv"),
+                json!({"dtype": entries[0]["dtype"], "shape": shape, "data_offsets": [start, data.len()]}),
+            );
+        }
+    });
+    check_loaded("mimo_v2", &fixture, common::load(&copy.dir(), &exact()));
+}
+
 #[test]
 fn gpt_oss_mxfp4() {
     check("gpt_oss_mxfp4");

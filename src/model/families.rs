@@ -75,6 +75,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("hy_v3", "Hy3", hy_v3::config),
     architecture("ernie4_5_moe", "ERNIE-4.5-21B-A3B, 300B-A47B", ernie4_5_moe::config),
     architecture("mimo_v2_flash", "MiMo-V2-Flash", mimo_v2::config),
+    architecture("mimo_v2", "MiMo-V2.5, 2.6 (text)", mimo_v2::config),
     architecture("step3p5", "Step-3.5-Flash", step3p5::config),
     architecture("step3p7", "Step-3.7-Flash (text)", step3p5::nested),
     architecture("gemma4", "Gemma 4 26B-A4B (text)", gemma4::nested),

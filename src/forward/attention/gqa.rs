@@ -28,15 +28,19 @@ impl<B: Backend> Weights<B> {
         let name = format!("{layer}.self_attn");
         let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
         let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
+        let fused = a.fused_parts.map(|parts| Fused::read(loader, &name, a, parts)).transpose()?;
+        let projection = |i: usize, rows: usize| match &fused {
+            Some(fused) => fused.part(loader, i),
+            None => loader.linear(&format!("{name}.{}_proj", ["q", "k", "v"][i]), rows, hidden, bias),
+        };
         let (queries, output_gate) = match (a.output_gate, a.gate()) {
             (Some(OutputGate::InQuery), _) => {
                 (head_part(loader, &qk, a, 0, bias)?, Some(head_part(loader, &qk, a, 1, bias)?))
             }
-            (_, Some((rows, _))) => (
-                loader.linear(&qk, q, hidden, bias)?,
-                Some(loader.linear(&format!("{name}.g_proj"), rows, hidden, false)?),
-            ),
-            (_, None) => (loader.linear(&qk, q, hidden, bias)?, None),
+            (_, Some((rows, _))) => {
+                (projection(0, q)?, Some(loader.linear(&format!("{name}.g_proj"), rows, hidden, false)?))
+            }
+            (_, None) => (projection(0, q)?, None),
         };
         let norms = |q_len, kv_len| {
             let [q, k] = names.qk_norm.map(|which| format!("{name}.{which}.weight"));
@@ -45,9 +49,9 @@ impl<B: Backend> Weights<B> {
         let ones = |len: usize| backend.load_made_norm(len, || vec![1.0; len]);
         Ok(Self {
             q: queries,
-            k: loader.linear(&format!("{name}.k_proj"), kv, hidden, bias)?,
+            k: projection(1, kv)?,
             v: match a.values_are_keys {
-                false => Some(loader.linear(&format!("{name}.v_proj"), a.num_kv_heads * a.value_dim, hidden, bias)?),
+                false => Some(projection(2, a.num_kv_heads * a.value_dim)?),
                 true => None,
             },
             o: loader.linear(&format!("{name}.{}", names.o), hidden, a.num_heads * a.value_dim, a.bias == Bias::All)?,
@@ -74,6 +78,29 @@ impl<B: Backend> Weights<B> {
         let all = [&self.q, &self.k, &self.o].into_iter().chain(&self.v).chain(&self.output_gate);
         let index = self.indexer.as_ref().map_or(0, |indexer| indexer.bytes_per_token(backend));
         index + all.map(|w| backend.linear_bytes(w)).sum::<usize>()
+    }
+}
+
+/// Queries, keys and values in one tensor. Source: vLLM's mimo_v2.
+struct Fused<'a> {
+    all: HostTensor<'a>, // [parts * (queries, keys and values of a part), hidden]
+    parts: usize,
+    ends: [usize; 4], // of queries, keys and values within a part, behind its beginning
+}
+
+impl<'a> Fused<'a> {
+    fn read<B: Backend>(loader: &Loader<'a, B>, name: &str, a: &Gqa, parts: usize) -> Result<Self> {
+        let (keys, values) = (a.num_kv_heads * a.head_dim / parts, a.num_kv_heads * a.value_dim / parts);
+        let queries = a.num_heads * a.head_dim / parts;
+        let ends = [0, queries, queries + keys, queries + keys + values];
+        let name = format!("{name}.qkv_proj.weight");
+        Ok(Self { all: loader.source.matrix(&name, parts * ends[3], loader.model.hidden_size)?, parts, ends })
+    }
+
+    /// Queries, keys or values.
+    fn part<B: Backend>(&self, loader: &Loader<'_, B>, i: usize) -> Result<B::Linear> {
+        let rows = self.all.head_rows(self.parts, self.ends[i], self.ends[i + 1]);
+        loader.backend.load_linear(rows, None, loader.bits)
     }
 }
 

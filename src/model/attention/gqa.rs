@@ -26,6 +26,9 @@ pub struct Gqa {
     pub value_scale: f32,
     /// Biases on the projections.
     pub bias: Bias,
+    /// The checkpoint has queries, keys and values in one projection, in as many equal parts: each part has its heads'
+    /// queries, then their keys, then their values.
+    pub fused_parts: Option<usize>,
     /// What a token sees of the positions before it; `None`: all.
     pub window: Option<Window>,
     /// Every head has a learned score that takes part in its softmax and brings no value.

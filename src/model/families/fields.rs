@@ -464,6 +464,7 @@ pub(super) fn gqa([num_heads, num_kv_heads, head_dim]: [usize; 3], rope: Option<
         value_norm: false,
         value_scale: 1.0,
         bias: Bias::None,
+        fused_parts: None,
         window: None,
         sinks: false,
         output_gate: None,

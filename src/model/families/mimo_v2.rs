@@ -1,7 +1,7 @@
-//! MiMo-V2-Flash: a few layers attend to everything, the others to a window, with heads, widths and ropes of their own;
+//! MiMo-V2: a few layers attend to everything, the others to a window, with heads, widths and ropes of their own;
 //! values narrower than keys; DeepSeek-V3's experts.
 //!
-//! Source: HF modeling_mimo_v2_flash.
+//! Source: HF modeling_mimo_v2_flash; of the fused projection vLLM's mimo_v2.
 
 use moebius_cache::checkpoint::gguf::GgufNames;
 use serde_json::json;
@@ -12,11 +12,20 @@ use super::gguf::Gguf;
 use crate::model::{Attention, Ffn, Gqa, ModelConfig, Names, Rope, RopeScaling, Window};
 use crate::{Error, Result};
 
-/// `mimo_v2_flash`.
+/// `mimo_v2_flash`, and `mimo_v2` of V2.5 and later.
 pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
     f.expect_silu()?;
     f.expect("attention_bias", false.into())?;
-    f.expect("attention_projection_layout", "split".into())?;
+    // As many parts as a full layer has KV heads: each was a device's.
+    let fused_parts = match f.str_or("attention_projection_layout", "split")? {
+        "split" => None,
+        "fused_qkv" => Some(f.heads("num_key_value_heads")?),
+        other => {
+            return Err(Error::Model(format!(
+                "field `attention_projection_layout` is {other}, and split and fused_qkv are known"
+            )));
+        }
+    };
     let factor = f.f64_or("partial_rotary_factor", 1.0)?;
     // A layer sees as many tokens before it as the window says, and itself.
     let window = Window::Sliding(f.dim_or("sliding_window_size", f.dim_or("sliding_window", 128)?)?.saturating_add(1));
@@ -29,7 +38,12 @@ pub(super) fn config(f: &Fields<'_>) -> Result<ModelConfig> {
         let theta = f.f64_or(&format!("{prefix}rope_theta"), f.f64_or("rope_theta", 10_000.0)?)?;
         let rope = Rope { dim: part(head_dim, factor)?, theta, interleaved: false, scaling: RopeScaling::None };
         let heads = [or_full("num_attention_heads")?, or_full("num_key_value_heads")?, head_dim];
+        let [queries, kv_heads, _] = heads;
+        if let Some(parts) = fused_parts.filter(|parts| queries % parts != 0 || kv_heads % parts != 0) {
+            return Err(Error::Model(format!("{queries} and {kv_heads} heads cannot be in {parts} equal parts")));
+        }
         Ok::<_, Error>(Gqa {
+            fused_parts,
             value_dim: or_full("v_head_dim")?,
             value_scale: f.f64_or("attention_value_scale", 1.0)? as f32,
             sinks: f.bool_or(sinks, default_sinks)?,
@@ -60,7 +74,7 @@ pub(super) const GGUF: Gguf = Gguf {
         tensors: &[("attn_sinks.weight", "self_attn.attention_sink_bias")],
         permuted: &[],
     },
-    model_types: &["mimo_v2_flash"],
+    model_types: &["mimo_v2_flash", "mimo_v2"],
     config: |header| {
         let windowed = header.windowed(|layer| layer > 0 && (layer + 1) % 6 != 0);
         let kv_heads = |windows| header.number_of("attention.head_count_kv", &windowed, windows);

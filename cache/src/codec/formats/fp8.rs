@@ -25,12 +25,22 @@ pub(super) const READER: Reader = Reader {
     ..Reader::NONE
 };
 
-/// A matrix `[n, k]`; `block` rows and inputs share a scale.
+/// A matrix `[n, k]`; `block` rows and inputs share a scale. Blocks begin anew every `part` rows.
 struct Fp8<'a> {
     view: TensorView<'a>,
     k: usize,
     scales: Scales<'a>,
     block: [usize; 2],
+    part: usize,
+}
+
+/// Rows of each of the equal parts that were given scales one by one, and rows of scales of each: MiMo-V2.5 joins
+/// queries, keys and values of devices whose last block is partial.
+fn parts(n: usize, block: usize, scale_rows: usize) -> (usize, usize) {
+    const MOST: usize = 64;
+    let of = |count: usize| (n / count, (n / count).div_ceil(block));
+    let fits = |count: &usize| n.is_multiple_of(*count) && count * of(*count).1 == scale_rows;
+    of((1..=MOST).find(fits).unwrap_or(1))
 }
 
 /// The matrix with the scales that its name leads to.
@@ -52,19 +62,21 @@ fn read(stored: Stored<'_>) -> Result<Found<'_>> {
         ([rows] | [rows, 1], _) if *rows == n => ([1, k], ", a scale for each row".to_string()),
         _ => (block, format!(", blocks of {} x {}", block[0], block[1])),
     };
-    let parts = vec![view, scales];
-    let scales = Scales::new(scales, n.div_ceil(block[0]), k.div_ceil(block[1]))?;
-    Ok(Found::new(Format::Fp8, &words, parts, Codec::Values(Box::new(Fp8 { view, k, scales, block }))))
+    let tensors = vec![view, scales];
+    let (part, blocks) = parts(n, block[0], scales.shape.first().copied().unwrap_or(1));
+    let scales = Scales::new(scales, n / part.max(1) * blocks, k.div_ceil(block[1]))?;
+    Ok(Found::new(Format::Fp8, &words, tensors, Codec::Values(Box::new(Fp8 { view, k, scales, block, part }))))
 }
 
 impl Values for Fp8<'_> {
     fn rows(&self, first: usize, out: &mut [f32]) -> Read {
         for (i, out) in out.chunks_exact_mut(self.k).enumerate() {
             let row = first + i;
+            let scale_row = row / self.part * self.part.div_ceil(self.block[0]) + row % self.part / self.block[0];
             let stored = &self.view.data[row * self.k..][..self.k];
             let mut numbers = true;
             for (j, (out, stored)) in out.chunks_mut(self.block[1]).zip(stored.chunks(self.block[1])).enumerate() {
-                numbers &= scaled(stored, self.scales.get(row / self.block[0], j), out);
+                numbers &= scaled(stored, self.scales.get(scale_row, j), out);
             }
             if !numbers {
                 return Err(super::float::UNUSABLE.into());
@@ -96,6 +108,15 @@ fn scaled_body(stored: &[u8], scale: f32, out: &mut [f32]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_with_scales_of_their_own_are_found() {
+        assert_eq!(parts(13_568, 128, 108), (3392, 27)); // 4 parts of 26.5 blocks
+        assert_eq!(parts(13_568, 128, 106), (13_568, 106));
+        assert_eq!(parts(14_848, 128, 116), (14_848, 116));
+        assert_eq!(parts(200, 128, 2), (200, 2));
+        assert_eq!(parts(200, 128, 5), (200, 2), "which the scales' shape then refuses");
+    }
 
     /// All 256 of them by the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last of each sign is
     /// NaN.
