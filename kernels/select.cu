@@ -14,12 +14,16 @@
 //   pooled keys those of whole units, of which a block has `in_block`; without weights these are ones
 //   q [T, heads * dim] bf16, weights [T, heads] f32, scores [n, pitch] f32; heads <= INDEX_HEADS, dim <= INDEX_DIM
 //   `apart`: each head has scores of its own, q . key: [n, heads, pitch].
+// index_best_parts: grid (n, sets, parts)
+//   The `top_k` best units of each of `parts` runs of a token's units, ascending, where that is less than half of them:
+//   best_scores, best [n, sets, parts, top_k]
 // index_best: grid (n, sets)
 //   lists[t, set] [most] = the positions of the `top_k` best units of `unit` positions, ascending, of equals the lower;
 //   counts[t] how many, the same for each set
 //   A unit's score is the largest of its positions', and the last unit is always taken; units [n, sets, pitch] is room
 //   for that, and not used where a unit is a position. `pooled`: scores are of whole units, and the positions after the
-//   last one are always taken besides. A token that sees no more than `most` gets all that it sees.
+//   last one are always taken besides. A token that sees no more than `most` gets all that it sees. With parts > 1 it
+//   chooses of what index_best_parts chose, which gives the same.
 // select_gather: grid (ceil(most / GATHER_ROWS), n)
 //   Entry j of lists[t] becomes position j of row i, in pages that follow each other: to [n, pages, kv_heads, 64, key]
 //   positions[i] = counts[t] - 1: with it, and tables that count, the decode kernels read what was gathered.
@@ -170,39 +174,15 @@ __device__ __forceinline__ int2 warps_before(int mine, float* of_warp) {
 
 constexpr int BEST_THREADS = 1024, DIGITS = 2048;
 
-// Three passes over digits of 11 bits find the smallest number that is taken, and how many of its equals are; then each
-// warp writes its own run of positions.
-KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int* positions, int* lists, int* counts,
-    int first, int top_k, int unit, int most, int pooled, int pitch) {
-    begin_kernel();
+// Three passes over digits of 11 bits find the smallest of `seen` scores that is taken, and how many of its equals are;
+// then each warp hands the `top_k` best of its own run to take(place, i), places in the order of i.
+template <class Score, class Take>
+__device__ __forceinline__ void best_of(int seen, int top_k, Score score, Take take) {
     __shared__ uint32_t histogram[DIGITS];
     __shared__ float of_warp[BEST_THREADS / WARP];
     __shared__ uint32_t digit;
     __shared__ int left;
-    const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y, all = positions[t] + 1,
-              lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int* list = lists + ((size_t)t * sets + set) * most;
-    // Of units that are taken the last may have fewer positions.
-    const int count = pooled ? top_k * unit + all % unit : (top_k - 1) * unit + (all - 1) % unit + 1;
-    if (threadIdx.x == 0) counts[t] = all <= most ? all : count;
-    if (all <= most) {
-        for (int i = threadIdx.x; i < all; i += BEST_THREADS) list[i] = i;
-        return;
-    }
-    const size_t at = ((size_t)blockIdx.x * sets + set) * pitch;
-    const float* mine = scores + at;
-    const int seen = pooled ? all / unit : div_ceil(all, unit); // units
-    if (pooled) {
-        for (int i = seen * unit + threadIdx.x; i < all; i += BEST_THREADS) list[count - all + i] = i;
-    } else if (unit > 1) {
-        for (int u = threadIdx.x; u < seen; u += BEST_THREADS) {
-            float largest = -INFINITY;
-            for (int i = u * unit; i < min((u + 1) * unit, all); i++) largest = fmaxf(largest, mine[i]);
-            units[at + u] = u == seen - 1 ? INFINITY : largest;
-        }
-        __syncthreads();
-        mine = units + at;
-    }
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     uint32_t least = 0; // the digits that are known
     int need = top_k;   // of those that begin with them
     for (int shift = 21; shift > -11; shift -= 11) {
@@ -210,7 +190,7 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
         for (int i = threadIdx.x; i < DIGITS; i += BEST_THREADS) histogram[i] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < seen; i += BEST_THREADS) {
-            const uint32_t x = order_of(mine[i]);
+            const uint32_t x = order_of(score(i));
             if (known == 32 || x >> known == least >> known)
                 atomicAdd(&histogram[(x >> low) & ((1u << (min(known, 32) - low)) - 1)], 1u);
         }
@@ -237,23 +217,101 @@ KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int
     const int run = div_ceil(seen, BEST_THREADS) * WARP, begin = warp * run, end = min(begin + run, seen);
     int above = 0, equal = 0;
     for (int i = begin; i < end; i += WARP) {
-        const uint32_t x = i + lane < end ? order_of(mine[i + lane]) : 0;
-        above += __popc(__ballot_sync(ALL_LANES, i + lane < end && x > least));
-        equal += __popc(__ballot_sync(ALL_LANES, i + lane < end && x == least));
+        const uint32_t x = i + lane < end ? order_of(score(i + lane)) : 0;
+        above += i + lane < end && x > least;
+        equal += i + lane < end && x == least;
     }
-    int above_before = warps_before(above, of_warp).x, equal_before = warps_before(equal, of_warp).x;
+    int above_before = warps_before((int)warp_sum((float)above), of_warp).x,
+        equal_before = warps_before((int)warp_sum((float)equal), of_warp).x;
+    const uint32_t lower = (1u << lane) - 1;
     for (int i = begin; i < end; i += WARP) {
-        const uint32_t x = i + lane < end ? order_of(mine[i + lane]) : 0, lower = (1u << lane) - 1;
+        const uint32_t x = i + lane < end ? order_of(score(i + lane)) : 0;
         const bool is_above = i + lane < end && x > least, is_equal = i + lane < end && x == least;
         const uint32_t all_above = __ballot_sync(ALL_LANES, is_above), all_equal = __ballot_sync(ALL_LANES, is_equal);
         const int equals = equal_before + __popc(all_equal & lower);
-        if (is_above || (is_equal && equals < need)) {
-            const int place = (above_before + __popc(all_above & lower) + min(equals, need)) * unit,
-                      from = (i + lane) * unit;
-            for (int j = 0; j < min(unit, all - from); j++) list[place + j] = from + j;
-        }
+        if (is_above || (is_equal && equals < need))
+            take(above_before + __popc(all_above & lower) + min(equals, need), i + lane);
         above_before += __popc(all_above);
         equal_before += __popc(all_equal);
+    }
+}
+
+// What a token's units are chosen from: `all` positions are `seen` units; scores from `at` on.
+struct Units {
+    int all, seen;
+    size_t at;
+    __device__ __forceinline__ Units(const int* positions, int t, int unit, int pooled, int pitch)
+        : all(positions[t] + 1), seen(pooled ? all / unit : div_ceil(all, unit)),
+          at(((size_t)blockIdx.x * gridDim.y + blockIdx.y) * pitch) {}
+
+    // Units of a part, and where `parts` save nothing 0: no more are left out than are chosen again.
+    __device__ __forceinline__ int run(int parts, int top_k) const {
+        return seen > 2 * parts * top_k ? div_ceil(seen, parts) : 0;
+    }
+
+    // Scores of the units from `begin` to `end`, whose own are not those of positions in `units`.
+    __device__ __forceinline__ const float* scores(
+        const float* of_positions, float* units, int begin, int end, int unit, int pooled) const {
+        if (pooled || unit == 1) return of_positions + at;
+        for (int u = begin + threadIdx.x; u < end; u += BEST_THREADS) {
+            float largest = -INFINITY;
+            for (int i = u * unit; i < min((u + 1) * unit, all); i++) largest = fmaxf(largest, of_positions[at + i]);
+            units[at + u] = u == seen - 1 ? INFINITY : largest;
+        }
+        __syncthreads();
+        return units + at;
+    }
+};
+
+KERNEL(index_best_parts, BEST_THREADS, 0, const float* scores, float* units, const int* positions, float* best_scores,
+    int* best, int first, int top_k, int unit, int most, int pooled, int pitch) {
+    begin_kernel();
+    const int parts = gridDim.z, part = blockIdx.z;
+    const Units of(positions, first + blockIdx.x, unit, pooled, pitch);
+    const int run = of.run(parts, top_k), begin = part * run, seen = min(run, of.seen - begin);
+    if (of.all <= most || run == 0 || seen <= 0) return;
+    const float* mine = of.scores(scores, units, begin, begin + seen, unit, pooled) + begin;
+    const size_t to = (((size_t)blockIdx.x * gridDim.y + blockIdx.y) * parts + part) * top_k;
+    auto take = [&](int place, int i) {
+        best_scores[to + place] = mine[i];
+        best[to + place] = begin + i;
+    };
+    if (seen <= top_k)
+        for (int i = threadIdx.x; i < seen; i += BEST_THREADS) take(i, i);
+    else
+        best_of(seen, top_k, [&](int i) { return mine[i]; }, take);
+}
+
+KERNEL(index_best, BEST_THREADS, 0, const float* scores, float* units, const int* positions, const float* best_scores,
+    const int* best, int* lists, int* counts, int first, int top_k, int unit, int most, int pooled, int pitch,
+    int parts) {
+    begin_kernel();
+    const int t = first + blockIdx.x, set = blockIdx.y, sets = gridDim.y;
+    const Units of(positions, t, unit, pooled, pitch);
+    const int all = of.all;
+    int* list = lists + ((size_t)t * sets + set) * most;
+    // Of units that are taken the last may have fewer positions.
+    const int count = pooled ? top_k * unit + all % unit : (top_k - 1) * unit + (all - 1) % unit + 1;
+    if (threadIdx.x == 0) counts[t] = all <= most ? all : count;
+    if (all <= most) {
+        for (int i = threadIdx.x; i < all; i += BEST_THREADS) list[i] = i;
+        return;
+    }
+    if (pooled)
+        for (int i = of.seen * unit + threadIdx.x; i < all; i += BEST_THREADS) list[count - all + i] = i;
+    auto take = [&](int place, int u) {
+        for (int j = 0; j < min(unit, all - u * unit); j++) list[place * unit + j] = u * unit + j;
+    };
+    const int run = parts > 1 ? of.run(parts, top_k) : 0;
+    if (run == 0) {
+        const float* mine = of.scores(scores, units, 0, of.seen, unit, pooled);
+        best_of(of.seen, top_k, [&](int i) { return mine[i]; }, take);
+    } else { // of the best of each part, which follow each other: a part has more than are taken, but maybe the last
+        const size_t from = ((size_t)blockIdx.x * sets + set) * parts * top_k;
+        const int whole = (of.seen - 1) / run, taken = whole * top_k + min(top_k, of.seen - whole * run);
+        best_of(
+            taken, top_k, [&](int i) { return best_scores[from + i]; },
+            [&](int place, int i) { take(place, best[from + i]); });
     }
 }
 

@@ -94,6 +94,27 @@ fn the_best_positions_are_attended_to_of_equals_the_lower() {
     }
 }
 
+/// A few rows that see much more than they choose are chosen for by several blocks each; many rows by one.
+#[test]
+fn parts_of_a_row_choose_what_one_does() {
+    need_gpu!();
+    let sides = Sides::new();
+    let few: &[(usize, usize)] = &[(330, 1), (1200, 2), (81, 1), (161, 1), (1027, 3)];
+    let many: &[(usize, usize)] = &[(1200, 40), (400, 1)];
+    for (seed, top_k) in [1, 3, 10, 20, 37].into_iter().enumerate() {
+        let [num_heads, head_dim] = [[4, 16], [8, 32]][seed % 2];
+        let indexer =
+            Indexer { num_heads, head_dim, interleaved: false, unit: 1, top_k, score: Score::Weighted { latent: 64 } };
+        for batch in [few, many] {
+            check_choice(&sides, &indexer, batch, KvBits::Bf16);
+        }
+    }
+    for (unit, top_k, score) in [(4, 3, Score::Pooled), (16, 2, Score::Pooled), (8, 5, Score::Largest)] {
+        let indexer = Indexer { num_heads: 2, head_dim: 32, interleaved: false, unit, top_k, score };
+        Chosen { indexer: &indexer, kv_heads: 2, sequences: few, bits: KvBits::Bf16, turn: 0.0 }.check(&sides);
+    }
+}
+
 /// Sequences of grouped queries, and what is chosen by.
 struct Chosen<'a> {
     indexer: &'a Indexer,

@@ -19,6 +19,12 @@ use crate::{Error, Result};
 /// Tokens whose scores, or gathered keys, are there at a time, at most.
 const WAVE: usize = 64;
 
+/// Tokens whose best units are chosen by several blocks each, at most: more fill a GPU.
+const PARTED: usize = 16;
+
+/// Blocks that choose for one of them: an eighth of 100,000 positions is as much as the 2,048 best of eight parts.
+const PARTS: usize = 8;
+
 /// Bytes of gathered keys and values, but at least a token's.
 const GATHERED_BYTES: usize = 192 << 20;
 
@@ -46,8 +52,10 @@ pub struct Chosen {
 
 /// Scores of a wave.
 pub struct SelectScratch {
-    scores: DeviceBuffer<f32>, // [wave, sets, pitch]
-    units: DeviceBuffer<f32>,  // as many, where the largest score of several positions is a unit's
+    scores: DeviceBuffer<f32>,      // [wave, sets, pitch]
+    units: DeviceBuffer<f32>,       // as many, where the largest score of several positions is a unit's
+    best_scores: DeviceBuffer<f32>, // [tokens, sets, parts, top_k]: of parts of a token's units
+    best: DeviceBuffer<i32>,        // [tokens, sets, parts, top_k]: those units
     pitch: usize,
 }
 
@@ -214,7 +222,10 @@ impl Select for CudaBackend {
     fn select_scratch(&self, indexer: &Indexer, max_tokens: usize) -> Result<SelectScratch> {
         let pitch = self.limits.context.next_multiple_of(BLOCK_SIZE);
         let scores = WAVE.min(max_tokens) * indexer.sets() * pitch;
+        let best = PARTED.min(max_tokens) * indexer.sets() * PARTS * indexer.top_k;
         Ok(SelectScratch {
+            best_scores: DeviceBuffer::new(&self.cuda, best)?,
+            best: DeviceBuffer::new(&self.cuda, best)?,
             scores: DeviceBuffer::new(&self.cuda, scores)?,
             units: DeviceBuffer::new(&self.cuda, if indexer.score == Score::Largest { scores } else { 1 })?,
             pitch,
@@ -263,10 +274,18 @@ impl Select for CudaBackend {
                 batch.token_seq(), batch.seq_blocks(), batch.block_table(), rows.start as i32,
                 indexer.num_heads as i32, index.dim as i32, scratch.pitch as i32, in_block as i32,
                 i32::from(indexer.score == Score::Largest));
+            let parts = if rows.len() <= PARTED { PARTS } else { 1 };
+            if parts > 1 {
+                launch!(self.cuda, &self.cuda.compute, kernels::index_best_parts, [rows.len(), chosen.sets, parts];
+                    scratch.scores.address(), scratch.units.address(), batch.positions(),
+                    scratch.best_scores.address(), scratch.best.address(), rows.start as i32, indexer.top_k as i32,
+                    indexer.unit as i32, chosen.most as i32, i32::from(pooled), scratch.pitch as i32);
+            }
             launch!(self.cuda, &self.cuda.compute, kernels::index_best, [rows.len(), chosen.sets, 1];
-                scratch.scores.address(), scratch.units.address(), batch.positions(), chosen.lists.address(),
-                chosen.counts.address(), rows.start as i32, indexer.top_k as i32, indexer.unit as i32,
-                chosen.most as i32, i32::from(pooled), scratch.pitch as i32);
+                scratch.scores.address(), scratch.units.address(), batch.positions(), scratch.best_scores.address(),
+                scratch.best.address(), chosen.lists.address(), chosen.counts.address(), rows.start as i32,
+                indexer.top_k as i32, indexer.unit as i32, chosen.most as i32, i32::from(pooled),
+                scratch.pitch as i32, parts as i32);
         }
     }
 }
