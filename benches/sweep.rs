@@ -15,7 +15,7 @@ use moebius::backend::cpu::Cpu;
 use moebius::backend::tensor::Tensor;
 use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::experts::{CpuExperts, ExpertMemory, Tuning};
-use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, Start, Tiles};
+use moebius::kernel::{self, ActivationRows, Ahead, DeltaToken, Kernel, Rows, Simd, SsmToken, Start, Tiles};
 use moebius::machine::heap::Heap;
 use moebius::machine::memory::{self, Pages, read_bandwidth};
 use moebius::machine::topology::Topology;
@@ -115,6 +115,9 @@ impl Kernel for Reader {
     }
     fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) {
         self.inner.delta_step(state, token, out);
+    }
+    fn ssm_step(&self, state: &mut [f32], token: &SsmToken<'_>, out: &mut [f32]) {
+        self.inner.ssm_step(state, token, out);
     }
     fn dot_f32(&self, w: Rows<'_, f32>, x: Rows<'_, f32>, out: &mut [f32]) {
         self.inner.dot_f32(w, x, out);

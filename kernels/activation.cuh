@@ -6,12 +6,15 @@
 //   silu(gate) * up: plain, nothing else is read
 //   gelu by its approximation with tanh: (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x))
 //   clamped SiLU: silu_max and up_max are the limit (HF modeling_step3p5)
+//   squared ReLU: max(up, 0)^2, without a gate; nothing else is read
 //   clamped SwiGLU: gate_max and up_max are the limit, linear is alpha, up_shift 1 (HF modeling_gpt_oss)
 #pragma once
 #include "common.cuh"
 
+constexpr int GENERAL = 0, PLAIN = 1, RELU_SQUARED = 2;
+
 struct Activation {
-    int plain;
+    int form;
     float gate_max, linear, cubic, silu_max, up_max, up_shift;
 };
 
@@ -19,8 +22,13 @@ __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __e
 
 // One form for all but the plain one: a branch for each costs the experts' products a fifth of their time.
 __device__ __forceinline__ float activated(const Activation& a, float gate, float up) {
-    if (a.plain) return silu(gate) * up;
+    if (a.form == PLAIN) return silu(gate) * up;
     gate = fminf(gate, a.gate_max);
     const float s = __fdividef(gate, 1.0f + __expf(-gate * (a.linear + a.cubic * gate * gate)));
     return fminf(s, a.silu_max) * (fminf(fmaxf(up, -a.up_max), a.up_max) + a.up_shift);
+}
+
+__device__ __forceinline__ float relu_squared(float up) {
+    const float x = fmaxf(up, 0.0f);
+    return x * x;
 }

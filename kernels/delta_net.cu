@@ -6,7 +6,9 @@
 //
 // Launch, in this order:
 //   delta_net_conv: grid (ceil(channels / CONV_CHANNELS), sequences, ceil(most tokens of a sequence / CONV_TOKENS))
-//       mixed [T, channels] of qkv, both bf16; taps <= MAX_TAPS
+//       mixed [T, channels] of qkv, both bf16; taps <= MAX_TAPS; bias [channels], or null
+//   convolve_keep: grid (ceil(channels / CONV_THREADS), sequences)
+//       inputs become those that come next, where no kernel below keeps them
 //   delta_net_rule: grid (value_heads, ceil(value_dim / COLUMNS), sequences)
 //       out [T, value_heads * value_dim] bf16, and the inputs that are kept, of sequences of few tokens
 //   delta_net_within and delta_net_across (delta_net_chunks.cu): the same of sequences of many tokens
@@ -19,8 +21,8 @@ constexpr int MAX_TAPS = 8, CONV_THREADS = 128, CONV_CHANNELS = 2 * CONV_THREADS
 // Each thread takes two channels through some tokens of a sequence; the inputs that a token still needs are in
 // registers. TAPS: at least `width`; taps of inputs that are too old are zero.
 template <int TAPS>
-__device__ __forceinline__ void convolve(const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
-    const DeltaBatch& batch, int channels, int width) {
+__device__ __forceinline__ void convolve(const bf16* qkv, const float* inputs, const float* taps, const float* bias,
+    bf16* mixed, const DeltaBatch& batch, int channels, int width) {
     const int c = blockIdx.x * CONV_CHANNELS + 2 * threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
     const int from = first + blockIdx.z * CONV_TOKENS, end = min(batch.seq_first[s + 1], from + CONV_TOKENS);
     if (c >= channels || from >= end) return;
@@ -30,6 +32,7 @@ __device__ __forceinline__ void convolve(const bf16* qkv, const float* inputs, c
         const uint32_t two = *reinterpret_cast<const uint32_t*>(qkv + (size_t)t * channels + c);
         return make_float2(low_f32(two), high_f32(two));
     };
+    const float2 added = bias ? *reinterpret_cast<const float2*>(bias + c) : make_float2(0.0f, 0.0f);
     // The last TAPS - 1 inputs, the newest last.
     float2 past[TAPS - 1], tap[TAPS];
 #pragma unroll
@@ -59,18 +62,27 @@ __device__ __forceinline__ void convolve(const bf16* qkv, const float* inputs, c
 #pragma unroll
         for (int i = 0; i < TAPS - 2; i++) past[i] = past[i + 1];
         past[TAPS - 2] = x;
+        sum.x += added.x, sum.y += added.y;
         *reinterpret_cast<uint32_t*>(mixed + (size_t)t * channels + c) =
             pack_bf16(sum.x * sigmoid(sum.x), sum.y * sigmoid(sum.y));
     }
 }
 
-KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, const float* taps, bf16* mixed,
-    DeltaBatch batch, int channels, int width) {
+KERNEL(delta_net_conv, CONV_THREADS, 0, const bf16* qkv, const float* inputs, const float* taps, const float* bias,
+    bf16* mixed, DeltaBatch batch, int channels, int width) {
     begin_kernel();
     if (width <= 4) // which published models have
-        convolve<4>(qkv, inputs, taps, mixed, batch, channels, width);
+        convolve<4>(qkv, inputs, taps, bias, mixed, batch, channels, width);
     else
-        convolve<MAX_TAPS>(qkv, inputs, taps, mixed, batch, channels, width);
+        convolve<MAX_TAPS>(qkv, inputs, taps, bias, mixed, batch, channels, width);
+}
+
+KERNEL(convolve_keep, CONV_THREADS, 0, const bf16* x, float* inputs, DeltaBatch batch, int channels, int width) {
+    begin_kernel();
+    const int c = blockIdx.x * CONV_THREADS + threadIdx.x, s = blockIdx.y, first = batch.seq_first[s];
+    if (c >= channels) return;
+    float* kept = inputs + (size_t)batch.seq_slots[s] * (width - 1) * channels;
+    keep_inputs(x, kept, c, channels, width, first, batch.seq_first[s + 1], batch.positions[first] == 0);
 }
 
 constexpr int RULE_THREADS = 256, COLUMNS = 32, PARTS = RULE_THREADS / COLUMNS, FOURS = MAX_KEY / PARTS / 4,

@@ -17,7 +17,7 @@
 //   on Hopper    to 14    to 24    to 112   more     more, of the formats that have it
 //   otherwise    to 12    to 40    to 160   more     -
 //
-//   experts_gate_up_{...}   grid (ceil(ceil(intermediate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)
+//   experts_gate_up_{...}   grid (ceil(ceil(rows of gate / TILE_ROWS) / (BLOCK_TILES / 2)), pairs / tile + num_experts)
 //                           from x, to h
 //   experts_down_{...}      grid (ceil(ceil(hidden / TILE_ROWS) / BLOCK_TILES), pairs / tile + num_experts)
 //                           from h, to y
@@ -33,12 +33,30 @@ __device__ __forceinline__ void gate_up(const int4* tiles, const int* pair_slot,
     const int4 tile = tiles[blockIdx.y];
     const int tokens = tile.z - tile.y;
     if (tokens == 0) return;
-    const int first_tile = blockIdx.x * BLOCK_TILES, count = 2 * div_ceil(intermediate, TILE_ROWS) - first_tile;
+    const bool ungated = epilogue.activation.form == RELU_SQUARED; // all tiles are of up
+    const int first_tile = blockIdx.x * BLOCK_TILES,
+              count = (ungated ? 1 : 2) * div_ceil(intermediate, TILE_ROWS) - first_tile;
     const uint8_t* weights =
         reinterpret_cast<const uint8_t*>(experts[tile.x]) + (size_t)first_tile * tile_bytes<S::F>(hidden, group);
     auto row_of = [&](int i) { return i < tokens ? pair_slot[tile.y + i] / top_k : -1; };
     // Tiles of gate and up take turns, so a lane has both of its rows.
     auto finish = [&](float (&acc)[S::WARP_TILES][S::COLUMNS][4], int tile_at, int token_at, int row_at) {
+        if (ungated) {
+#pragma unroll
+            for (int i = 0; i < S::WARP_TILES; i++) {
+                const int row = (first_tile + tile_at + i) * TILE_ROWS + row_at;
+                if (row >= intermediate) continue;
+#pragma unroll
+                for (int j = 0; j < S::COLUMNS; j++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++)
+                        if (token_at + 8 * j + c < tokens)
+                            *reinterpret_cast<uint32_t*>(
+                                h + (size_t)(tile.y + token_at + 8 * j + c) * intermediate + row) =
+                                pack_bf16(relu_squared(acc[i][j][c]), relu_squared(acc[i][j][c + 2]));
+            }
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < S::WARP_TILES; i += 2) {
             const int row = (first_tile + tile_at + i) / 2 * TILE_ROWS + row_at;

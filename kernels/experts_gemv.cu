@@ -1,7 +1,8 @@
 // Routed experts of a few tokens (`FEW_TOKENS` in src/experts/gpu.rs): two kernels, no sorting, each weight read once
 // for each token that chose its expert (L2 sees the second).
 //
-//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says (epilogue.cuh);
+//   gate_up   h[pair, intermediate] = silu(gate_e x[token]) * (up_e x[token]), or what `epilogue` says (epilogue.cuh),
+//             of experts without a gate from the tiles of up alone;
 //             pair = token * top_k + slot; pairs not computed here are left alone
 //   down      out[token, hidden] += sum_slot weight[token, slot] * (down_e h[pair] + bias_e), f32, one writer
 //
@@ -12,7 +13,7 @@
 // scales are, not bf16; `group` 32, 64 or 128 (0 for bf16); `down_at`: where down begins in an expert, in bytes. hidden
 // and intermediate: multiples of 32 and of the group, for bf16 of 8.
 //
-//   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(intermediate / TILE_ROWS), tokens * top_k)
+//   experts_gate_up_gemv_{row of PACKED_FORMATS}   grid (ceil(rows of gate / TILE_ROWS), tokens * top_k)
 //   experts_down_gemv_{row of PACKED_FORMATS}      grid (ceil(hidden / TILE_ROWS), tokens)
 #include "epilogue.cuh"
 #include "packed_gemv.cuh"
@@ -49,6 +50,15 @@ __device__ __forceinline__ void gate_up(const int* ids, const uint64_t* experts,
         for (int r = 0; r < 4; r++) part[warp][lane + r] = sum[0][r];
     }
     __syncthreads();
+    if (epilogue.activation.form == RELU_SQUARED) { // both tiles are of up, one behind the other
+        const int tile_of = threadIdx.x / TILE_ROWS, row = blockIdx.x * 2 * TILE_ROWS + threadIdx.x;
+        if (threadIdx.x >= 2 * TILE_ROWS || row >= intermediate) return;
+        float up = 0.0f;
+#pragma unroll
+        for (int w = 0; w < GATE_UP_WARPS; w += 2) up += part[w + tile_of][threadIdx.x % TILE_ROWS];
+        h[(size_t)pair * intermediate + row] = to_bf16(relu_squared(up));
+        return;
+    }
     const int to = blockIdx.x * TILE_ROWS + threadIdx.x;
     if (threadIdx.x >= TILE_ROWS || to >= intermediate) return;
     float gate = 0.0f, up = 0.0f;

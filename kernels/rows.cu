@@ -123,7 +123,9 @@ KERNEL(
     const long long i = four();
     if (i >= numbers) return;
     const float4 g = load4(gate + i), u = load4(up + i);
-    auto one = [&](float g, float u) { return activated(activation, g, u); };
+    auto one = [&](float g, float u) {
+        return activation.form == RELU_SQUARED ? relu_squared(u) : activated(activation, g, u);
+    };
     store4(out + i, one(g.x, u.x), one(g.y, u.y), one(g.z, u.z), one(g.w, u.w));
 }
 
@@ -168,6 +170,15 @@ KERNEL(softcap, ROW_THREADS, 0, float* x, float cap, long long numbers) {
     const float4 v = load4(x + i);
     auto one = [&](float v) { return cap * tanhf(v / cap); };
     store4(x + i, one(v.x), one(v.y), one(v.z), one(v.w));
+}
+
+// out = x. Grid and numbers as for activate.
+KERNEL(rounded, ROW_THREADS, 0, const float* x, bf16* out, long long numbers) {
+    begin_kernel();
+    const long long i = four();
+    if (i >= numbers) return;
+    const float4 v = load4(x + i);
+    store4(out + i, v.x, v.y, v.z, v.w);
 }
 
 // x = 0. Grid and numbers as for activate.

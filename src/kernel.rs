@@ -192,6 +192,19 @@ pub struct DeltaToken<'a> {
     pub beta: f32,
 }
 
+/// What one token brings to one head of Mamba-2.
+#[derive(Clone, Copy, Debug)]
+pub struct SsmToken<'a> {
+    /// What is written where.
+    pub b: &'a [f32],
+    /// What is read.
+    pub c: &'a [f32],
+    /// What is written, times the step.
+    pub x: &'a [f32],
+    /// What stays of the state.
+    pub decay: f32,
+}
+
 /// The operations a model is made of, on one thread.
 ///
 /// Every implementation gives the bits of the scalar one. Panics everywhere: shapes disagree (a bug).
@@ -254,6 +267,12 @@ pub trait Kernel: Send + Sync {
     /// Shapes: `state` `[k.len(), v.len()]`, `q` and `k` of one length, `out` as `v`. Order: sums over `k` ascending,
     /// by fma from zero.
     fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]);
+
+    /// `state = decay * state + b x^T; out = state^T c`.
+    ///
+    /// Shapes: `state` `[b.len(), x.len()]`, `b` and `c` of one length, `out` as `x`. Order: sums over `b` ascending, by
+    /// fma from zero.
+    fn ssm_step(&self, state: &mut [f32], token: &SsmToken<'_>, out: &mut [f32]);
 
     /// `x = exp(x - max)`; returns the sum, in the order of [`dot_f32`](Kernel::dot_f32).
     ///

@@ -186,6 +186,10 @@ fn the_same_weights_give_the_same_logits() {
         ("gemma4", &[]),
         // Key/value heads of the layers that have some; layers without are convolutions.
         ("lfm2_moe", &[]),
+        // What a layer is, is known by its tensors; norms in groups, experts without a gate.
+        ("nemotron_h", &[]),
+        // Gate and up apart; results multiplied.
+        ("granitemoehybrid", &[]),
         // What is equal in every published model and not in the fixture, the converter leaves to llama.cpp's code.
         ("minimax_m3", &["--config", r#"{"swiglu_limit": 7.0}"#]),
         // Only the bias says that scores are sigmoids.

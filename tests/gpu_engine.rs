@@ -158,7 +158,7 @@ fn a_hundred_requests_in_a_row_answer_the_same() {
 #[test]
 fn a_turn_goes_on_from_a_snapshot() {
     need_gpu!();
-    for fixture in ["qwen3_next", "lfm2_moe"] {
+    for fixture in ["qwen3_next", "lfm2_moe", "nemotron_h"] {
         let config = EngineConfig { experts: ExpertBits::Bf16, max_sequences: 2, ..config() };
         let loaded = load::load(&folder(fixture, &Fixture::open(fixture).dir), &config, &|_| {}).unwrap();
         assert!(loaded.snapshots > 0);

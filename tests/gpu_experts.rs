@@ -10,13 +10,14 @@ use std::sync::Arc;
 use common::cosine;
 use common::gpu::{Filled, ROUNDING, Sides, Within, check, need_gpu, random, team};
 use moebius::backend::cuda::{CudaBackend, CudaRouting};
+use moebius::backend::source::Shapes;
 use moebius::backend::{Load, Route, RouterTensors, Routing};
 use moebius::experts::cost::CostModel;
 use moebius::experts::gpu::{GpuExperts, Prefill, Sizes};
-use moebius::experts::{CpuExperts, ExpertExecutor, ExpertMemory};
-use moebius::model::{Router, Scoring};
+use moebius::experts::{CpuExperts, Epilogue, ExpertExecutor, ExpertMemory};
+use moebius::model::{ModelConfig, Router, Scoring, families};
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{ExpertLayout, ExpertPrecision, Precisions, unpack_expert};
+use moebius_cache::pack::{ExpertKind, ExpertPrecision, Precisions, unpack_expert};
 use moebius_cache::quantize::quantize_expert;
 use moebius_cache::{Precision, ScaleType};
 
@@ -69,22 +70,32 @@ fn formats() -> Vec<(Precisions, usize, usize)> {
 }
 
 fn store(hidden: usize, intermediate: usize, precision: impl Into<Precisions>) -> Arc<ExpertCache> {
+    store_of(ExpertKind::Gated, hidden, intermediate, precision)
+}
+
+fn store_of(
+    kind: ExpertKind,
+    hidden: usize,
+    intermediate: usize,
+    precision: impl Into<Precisions>,
+) -> Arc<ExpertCache> {
     let (layers, precision): (Vec<usize>, Precisions) = ((0..LAYERS).collect(), precision.into());
     let layouts: Vec<_> =
-        layers.iter().map(|&i| ExpertLayout::new(hidden, intermediate, precision.layer(i)).unwrap()).collect();
-    let contents = Contents { model: "random", hidden, intermediate, num_experts: EXPERTS, precision, layers: &layers };
+        layers.iter().map(|&i| kind.layout(hidden, intermediate, precision.layer(i)).unwrap()).collect();
+    let contents =
+        Contents { model: "random", hidden, intermediate, num_experts: EXPERTS, kind, precision, layers: &layers };
     let cache = ExpertCache::anonymous(&contents, |layer, expert, bytes| {
         let layout = layouts[layer];
-        let weights = |part: u64, k: usize| -> Vec<f32> {
+        let weights = |part: u64, [n, k]: [usize; 2]| -> Vec<f32> {
             let unit = 3.0 / (k as f32).sqrt();
-            let numbers = random(hidden * intermediate, part + 10 * (layer * EXPERTS + expert) as u64);
+            let numbers = random(n * k, part + 10 * (layer * EXPERTS + expert) as u64);
             numbers.iter().map(|w| unit * w).collect()
         };
         bytes.copy_from_slice(&quantize_expert(
             &layout,
-            &weights(1, hidden),
-            &weights(2, hidden),
-            &weights(3, intermediate),
+            &weights(1, [layout.gate.n, hidden]),
+            &weights(2, [layout.gate.n, hidden]),
+            &weights(3, [hidden, intermediate]),
         ));
     });
     Arc::new(cache.unwrap())
@@ -92,7 +103,17 @@ fn store(hidden: usize, intermediate: usize, precision: impl Into<Precisions>) -
 
 fn on_cpu(store: &Arc<ExpertCache>) -> CpuExperts {
     let (heap, memory) = (moebius::machine::heap::Heap::default(), Arc::new(ExpertMemory::mapped(store.clone())));
-    CpuExperts::new(&heap, memory, team(), moebius::kernel::best(), MAX_TOKENS * TOP_K).unwrap()
+    let experts = CpuExperts::new(&heap, memory, team(), moebius::kernel::best(), MAX_TOKENS * TOP_K).unwrap();
+    match store.layout(0).kind() {
+        ExpertKind::Gated => experts,
+        ExpertKind::Ungated => experts.with(Epilogue::load(&heap, &Shapes, &without_gates()).unwrap()),
+    }
+}
+
+/// Whose experts have no gate.
+fn without_gates() -> ModelConfig {
+    let text = std::fs::read_to_string(common::fixture_dir("nemotron_h").join("config.json")).unwrap();
+    families::parse(&text).unwrap()
 }
 
 fn placed(b: &CudaBackend, store: &Arc<ExpertCache>, place: Place) -> GpuExperts {
@@ -165,8 +186,15 @@ fn naive(store: &ExpertCache, layer: usize, x: &[f32], routing: &Routing) -> Vec
         let Some([gate, up, down]) = usize::try_from(id).ok().and_then(|id| experts.get(id)) else { continue };
         let at = i / TOP_K * layout.gate.k;
         let x: Vec<f64> = x[at..][..layout.gate.k].iter().map(|&x| x as f64).collect();
-        let h: Vec<f64> =
-            product(gate, &x).iter().zip(product(up, &x)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let (gate, up) = (product(gate, &x), product(up, &x));
+        let h: Vec<f64> = match layout.kind() {
+            ExpertKind::Gated => gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
+            // Tiles of what are gate and up elsewhere take turns.
+            ExpertKind::Ungated => {
+                let tiles = gate.chunks(16).zip(up.chunks(16)).flat_map(|(first, second)| [first, second]);
+                tiles.flatten().map(|u| u.max(0.0).powi(2)).collect()
+            }
+        };
         out[at..].iter_mut().zip(product(down, &h)).for_each(|(o, y)| *o += weight as f64 * y);
     }
     out.iter().map(|&o| o as f32).collect()
@@ -178,14 +206,17 @@ const ROUNDED: Within = Within { each: 0.0, of_rms: 12.0 * ROUNDING, rms: 1.25 *
 
 fn check_all(format: (Precisions, usize, usize), tokens: &[usize]) {
     let (precision, hidden, intermediate) = format;
-    let b = &Sides::new().gpu;
-    let store = store(hidden, intermediate, precision.clone());
-    let mut reference = on_cpu(&store);
-    let mut executors = PLACES.iter().map(|&place| (place, placed(b, &store, place))).collect::<Vec<_>>();
+    check_store(&store(hidden, intermediate, precision.clone()), &precision, tokens);
+}
+
+fn check_store(store: &Arc<ExpertCache>, precision: &Precisions, tokens: &[usize]) {
+    let (b, hidden) = (&Sides::new().gpu, store.layout(0).gate.k);
+    let mut reference = on_cpu(store);
+    let mut executors = PLACES.iter().map(|&place| (place, placed(b, store, place))).collect::<Vec<_>>();
     for (i, &tokens) in tokens.iter().enumerate() {
         let layer = i % LAYERS;
         let (x, routing) = (random(tokens * hidden, 60 + tokens as u64), routing(tokens, 70 + tokens as u64));
-        let (cpu, exact) = (run_on_cpu(&mut reference, layer, &x, &routing), naive(&store, layer, &x, &routing));
+        let (cpu, exact) = (run_on_cpu(&mut reference, layer, &x, &routing), naive(store, layer, &x, &routing));
         let mut resident = Vec::new();
         for (place, experts) in &mut executors {
             let what = format!("{precision}, {tokens} tokens, layer {layer}, {place:?}");
@@ -225,6 +256,18 @@ fn many_tokens() {
     need_gpu!();
     // Tiles of 16, 32, 64 and 128 (on Hopper 192) tokens to an expert, and their ends.
     formats().into_iter().for_each(|format| check_all(format, &[9, 50, 130, 300]));
+}
+
+#[test]
+fn experts_without_a_gate() {
+    need_gpu!();
+    for (precision, hidden, intermediate) in formats() {
+        // Of whole pairs of tiles.
+        if intermediate % 32 == 0 {
+            let store = store_of(ExpertKind::Ungated, hidden, intermediate, precision.clone());
+            check_store(&store, &precision, &[1, 5, 50, 300]);
+        }
+    }
 }
 
 #[test]

@@ -29,6 +29,9 @@ const FIXTURES: &[&str] = &[
     "minimax_m2",
     "minimax_m3",
     "lfm2_moe",
+    "nemotron_h",
+    "nemotron_h_latent",
+    "granitemoehybrid",
     "qwen4_exp",
     "qwen3_moe",
     "qwen3_moe_dense_layer_sharded",
@@ -113,7 +116,7 @@ fn experts_in_vram() {
 #[test]
 fn experts_on_the_cpu() {
     need_gpu!();
-    for name in ["qwen3_moe", "deepseek_v3"] {
+    for name in ["qwen3_moe", "deepseek_v3", "nemotron_h_latent"] {
         let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Cpu, ..Default::default() };
         check(name, "on the CPU", &exact(config));
     }
@@ -122,7 +125,7 @@ fn experts_on_the_cpu() {
 #[test]
 fn experts_streamed() {
     need_gpu!();
-    for name in ["qwen3_moe", "deepseek_v3"] {
+    for name in ["qwen3_moe", "deepseek_v3", "nemotron_h_latent"] {
         let config = EngineConfig { resident_experts: Some(0), prefill: PrefillOn::Gpu, ..Default::default() };
         check(name, "streamed", &exact(config));
     }

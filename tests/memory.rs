@@ -104,6 +104,7 @@ fn counting_takes_next_to_nothing() {
             match &mut layer.ffn {
                 Ffn::Dense(mlp) => mlp.intermediate_size = 1 << 16,
                 Ffn::Moe(moe) => (moe.num_experts, moe.intermediate_size) = (1 << 14, 1 << 16),
+                Ffn::None => {}
             }
         }
         let config = config(DenseBits::Bf16, KvBits::Bf16);

@@ -212,6 +212,21 @@ fn lfm2_moe() {
 }
 
 #[test]
+fn nemotron_h() {
+    check("nemotron_h");
+}
+
+#[test]
+fn nemotron_h_latent() {
+    check("nemotron_h_latent");
+}
+
+#[test]
+fn granitemoehybrid() {
+    check("granitemoehybrid");
+}
+
+#[test]
 fn qwen4_exp() {
     check("qwen4_exp");
 }

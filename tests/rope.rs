@@ -72,7 +72,7 @@ fn frequencies_angles_and_scales_are_those_of_transformers() {
         let scale = match &model.layers[0].attention {
             Attention::Gqa(a) => a.scale,
             Attention::Mla(a) => a.scale,
-            Attention::DeltaNet(_) | Attention::ShortConv(_) => unreachable!(),
+            _ => unreachable!(),
         };
         let want = case["scaling"].as_f64().unwrap() as f32;
         assert!((scale - want).abs() < 1e-6 * want, "{name}: softmax scale is {scale}, not {want}");

@@ -175,6 +175,7 @@ fn every_node_with_workers_holds_a_slice_in_proportion() {
         hidden: 512,
         intermediate: 384,
         num_experts: 2,
+        kind: Default::default(),
         precision: precision.into(),
         layers: &[0],
     };

@@ -35,7 +35,15 @@ pub(crate) fn store(shape: &Shape, precision: Precision) -> moebius::Result<Expe
     let layout = ExpertLayout::new(shape.hidden, shape.intermediate, precision)?;
     let layers: Vec<usize> = (0..STORE_BYTES.div_ceil(shape.experts * layout.bytes())).collect();
     let Shape { name: model, hidden, intermediate, experts: num_experts, .. } = *shape;
-    let contents = Contents { model, hidden, intermediate, num_experts, precision: precision.into(), layers: &layers };
+    let contents = Contents {
+        model,
+        hidden,
+        intermediate,
+        num_experts,
+        kind: Default::default(),
+        precision: precision.into(),
+        layers: &layers,
+    };
     // 0x3c in both bytes of a bf16 is 0.0115.
     Ok(ExpertCache::anonymous(&contents, |_, _, bytes| bytes.fill(0x3c))?)
 }

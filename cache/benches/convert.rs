@@ -75,6 +75,7 @@ fn measure(format: Format, layers: usize, parent: &Path) {
         hidden: HIDDEN,
         intermediate,
         num_experts: EXPERTS,
+        kind: Default::default(),
         precision: Precision::Bf16.into(),
         layers: (0..layers).map(source).collect(),
     };

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Source;
 use crate::format::ExpertCache;
-use crate::pack::{ExpertLayout, Precisions};
+use crate::pack::{ExpertKind, Precisions};
 use crate::{Error, Result, threads};
 
 use self::disk::Lock;
@@ -39,6 +39,8 @@ pub struct Job<'a> {
     pub intermediate: usize,
     /// Experts of each layer.
     pub num_experts: usize,
+    /// What each of them has.
+    pub kind: ExpertKind,
     /// How to store the weights.
     pub precision: Precisions,
     /// Between the products is SiLU and no bias: what else there can be is in the checkpoint alone.
@@ -59,7 +61,7 @@ pub struct LayerSource {
 /// Names of the tensors of one expert.
 #[derive(Clone, Debug)]
 pub struct ExpertSource {
-    /// `[intermediate, hidden]`.
+    /// `[intermediate, hidden]`; of an ungated one `up`.
     pub gate: String,
     /// `[intermediate, hidden]`.
     pub up: String,
@@ -201,7 +203,7 @@ fn find(
 impl Job<'_> {
     /// Every precision fits the dimensions. Errors: `Error::Invalid`.
     fn check(&self) -> Result<()> {
-        let layout = |precision| ExpertLayout::new(self.hidden, self.intermediate, precision).map(drop);
+        let layout = |precision| self.kind.layout(self.hidden, self.intermediate, precision).map(drop);
         self.precision.distinct().into_iter().try_for_each(layout)
     }
 
@@ -220,8 +222,8 @@ impl Job<'_> {
     /// Whether a cache has the dimensions and layers of this job.
     fn describes(&self, cache: &ExpertCache) -> bool {
         let header = cache.header();
-        (header.hidden, header.intermediate, header.num_experts, &header.precision)
-            == (self.hidden, self.intermediate, self.num_experts, &self.precision)
+        (header.hidden, header.intermediate, header.num_experts, header.kind, &header.precision)
+            == (self.hidden, self.intermediate, self.num_experts, self.kind, &self.precision)
             && header.layers.iter().map(|entry| entry.layer).eq(self.layers.iter().map(|layer| layer.layer))
     }
 }

@@ -29,4 +29,4 @@ pub mod threads;
 pub use checkpoint::{Checkpoint, Dtype, TensorView};
 pub use error::{Error, Result};
 pub use format::{Contents, ExpertCache, Header};
-pub use pack::{ExpertLayout, MatrixLayout, Precision, ScaleType};
+pub use pack::{ExpertKind, ExpertLayout, MatrixLayout, Precision, ScaleType};

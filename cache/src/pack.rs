@@ -126,10 +126,46 @@ impl MatrixLayout {
     }
 }
 
+/// What an expert has before `down`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExpertKind {
+    /// `gate` and `up`: `down(activation(gate x, up x))`.
+    #[default]
+    Gated,
+    /// `up` alone: `down(activation(up x))`. Its tiles lie as those of `gate` and `up` of half the rows.
+    Ungated,
+}
+
+impl ExpertKind {
+    /// Its layout. Errors: `Error::Invalid` as [`MatrixLayout::new`], and an ungated one of half tiles.
+    pub fn layout(
+        self,
+        hidden: usize,
+        intermediate: usize,
+        precision: impl Into<ExpertPrecision>,
+    ) -> Result<ExpertLayout> {
+        let ExpertPrecision { gate, down } = precision.into();
+        let rows = match self {
+            ExpertKind::Gated => intermediate,
+            ExpertKind::Ungated if intermediate.is_multiple_of(2 * TILE_ROWS) => intermediate / 2,
+            ExpertKind::Ungated => {
+                return Err(Error::Invalid(format!(
+                    "experts without a gate need a width that is a multiple of 32, and it is {intermediate}"
+                )));
+            }
+        };
+        Ok(ExpertLayout {
+            gate: MatrixLayout::new(rows, hidden, gate)?,
+            down: MatrixLayout::new(hidden, intermediate, down)?,
+        })
+    }
+}
+
 /// The bytes of one packed expert: `down(silu(gate x) * up x)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertLayout {
-    /// `gate` and `up`, each `[intermediate, hidden]`.
+    /// `gate` and `up`, each `[intermediate, hidden]`; of an ungated one each is every second tile of `up`.
     pub gate: MatrixLayout,
     /// `[hidden, intermediate]`.
     pub down: MatrixLayout,
@@ -138,11 +174,17 @@ pub struct ExpertLayout {
 impl ExpertLayout {
     /// Errors: `Error::Invalid` as [`MatrixLayout::new`].
     pub fn new(hidden: usize, intermediate: usize, precision: impl Into<ExpertPrecision>) -> Result<Self> {
-        let ExpertPrecision { gate, down } = precision.into();
-        Ok(Self {
-            gate: MatrixLayout::new(intermediate, hidden, gate)?,
-            down: MatrixLayout::new(hidden, intermediate, down)?,
-        })
+        ExpertKind::Gated.layout(hidden, intermediate, precision)
+    }
+
+    /// What it has before `down`.
+    pub fn kind(&self) -> ExpertKind {
+        if self.gate.n == self.down.k { ExpertKind::Gated } else { ExpertKind::Ungated }
+    }
+
+    /// Weights of the expert.
+    pub fn weights(&self) -> usize {
+        2 * self.gate.n * self.gate.k + self.down.n * self.down.k
     }
 
     /// Offset of tile `i` of `gate` in the expert.

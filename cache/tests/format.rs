@@ -102,8 +102,15 @@ fn layers_have_precisions_of_their_own() {
     let layer = |gate, down| ExpertPrecision { gate, down };
     let own = [layer(Precision::Q4K, Precision::Q6K), Precision::Q4K.into(), layer(Precision::Mxfp4, Precision::Q5_0)];
     let precision: Precisions = own.into_iter().collect();
-    let contents =
-        Contents { model: "mixed", hidden: 256, intermediate: 512, num_experts: 3, precision, layers: &[1, 4, 5] };
+    let contents = Contents {
+        model: "mixed",
+        hidden: 256,
+        intermediate: 512,
+        num_experts: 3,
+        kind: Default::default(),
+        precision,
+        layers: &[1, 4, 5],
+    };
     let cache =
         ExpertCache::anonymous(&contents, |layer, expert, bytes| bytes.fill((layer * 3 + expert) as u8)).unwrap();
     for (i, precision) in own.into_iter().enumerate() {
@@ -173,6 +180,7 @@ fn random_experts_need_no_file() {
         hidden: 64,
         intermediate: 96,
         num_experts: 3,
+        kind: Default::default(),
         precision: INT4.into(),
         layers: &[1, 4],
     };
@@ -200,6 +208,7 @@ fn locking_works_or_names_the_limit() {
         hidden: 64,
         intermediate: 64,
         num_experts: 2,
+        kind: Default::default(),
         precision: INT4.into(),
         layers: &[0],
     };

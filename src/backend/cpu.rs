@@ -5,7 +5,7 @@
 //! dense                    ops on rows
 //! attend on kv, softmax    attention; its cache, its tiles
 //! select                   the positions that queries attend to
-//! recur, streams           DeltaNet; several residual streams
+//! recur on mamba2, streams DeltaNet and Mamba-2; several residual streams
 //! route, record            experts for each token; steering
 //! ```
 
@@ -13,6 +13,7 @@ mod attend;
 mod dense;
 mod kv;
 mod load;
+mod mamba2;
 mod memory;
 mod record;
 mod recur;

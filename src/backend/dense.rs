@@ -28,7 +28,7 @@ pub trait Dense: Load {
     fn linears<const N: usize>(&self, x: &Self::Tensor, jobs: [(&Self::Linear, &mut Self::Tensor); N]);
     /// `out[t] += W x[t] + b`.
     fn linear_add(&self, w: &Self::Linear, x: &Self::Tensor, out: &mut Self::Tensor);
-    /// `out[t] = activation(gate[t], up[t])`.
+    /// `out[t] = activation(gate[t], up[t])`; one without a gate reads `up` alone.
     fn activate(&self, activation: Activation, gate: &Self::Tensor, up: &Self::Tensor, out: &mut Self::Tensor);
     /// `x[t, i] *= activation(gate[t, i / n])`: each number of `gate` is for `n = x.cols / gate.cols` of `x`.
     fn gate(&self, gate: &Self::Tensor, activation: GateActivation, x: &mut Self::Tensor);
@@ -40,6 +40,8 @@ pub trait Dense: Load {
     fn softcap(&self, x: &mut Self::Tensor, cap: f32);
     /// `x = 0`, f32.
     fn clear(&self, x: &mut Self::Tensor);
+    /// `out = x`, from f32 to the precision in which products take it.
+    fn rounded(&self, x: &Self::Tensor, out: &mut Self::Tensor);
     /// `x[t] = (x[t] + norm(y[t])) * scale`, both f32.
     fn norm_add(&self, y: &Self::Tensor, norm: (&Self::Norm, f32), scale: f32, x: &mut Self::Tensor);
     /// `out[at + i] = x[rows[i] - first]`, both f32.

@@ -3,7 +3,7 @@
 use super::load::Load;
 use super::memory::Memory;
 use crate::Result;
-use crate::model::{DeltaNet, StateShape};
+use crate::model::{DeltaNet, Mamba2, StateShape};
 
 /// What gated DeltaNet reads of the batch's tokens.
 pub struct DeltaInputs<'a, B: Memory> {
@@ -13,6 +13,32 @@ pub struct DeltaInputs<'a, B: Memory> {
     pub qkv: &'a B::Tensor,
     /// `[T, value_dim]`
     pub z: &'a B::Tensor,
+}
+
+/// What Mamba-2 reads of the batch's tokens.
+pub struct Mamba2Inputs<'a, B: Memory> {
+    /// `[T, conv_dim]`, after the convolution.
+    pub xbc: &'a B::Tensor,
+    /// `[T, inner_dim]`
+    pub z: &'a B::Tensor,
+    /// `[T, num_heads]`, f32.
+    pub dt: &'a B::Tensor,
+}
+
+/// Mamba-2 after its convolution.
+pub struct Mamba2Rule<'a, B: Load> {
+    /// Its shape.
+    pub config: &'a Mamba2,
+    /// `exp(A_log)`, `[num_heads]`.
+    pub rates: &'a B::Norm,
+    /// `[num_heads]`
+    pub dt_bias: &'a B::Norm,
+    /// `D`, `[num_heads]`.
+    pub skip: &'a B::Norm,
+    /// `[inner_dim]`
+    pub norm: &'a B::Norm,
+    /// Epsilon of the norm.
+    pub eps: f32,
 }
 
 /// Recurrent state and what moves it on. `T` is the number of tokens in the batch.
@@ -46,6 +72,27 @@ pub trait Recur: Load {
         w: &Self::DeltaNet,
         scratch: &mut Self::DeltaScratch,
         inputs: DeltaInputs<'_, Self>,
+        out: &mut Self::Tensor,
+    );
+    /// `out[t] = silu(sum over taps of tap * x + bias)`, the last tap of `[conv_width, channels]` for the token itself.
+    /// Each sequence goes on from the inputs in its span's slot, from zeros at position 0, and leaves there the last
+    /// ones.
+    fn convolve(
+        &self,
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        w: (&Self::Norm, Option<&Self::Norm>),
+        x: &Self::Tensor,
+        out: &mut Self::Tensor,
+    );
+    /// Mamba-2 after its convolution; `out` is `[T, inner_dim]`. Sequences and their states as of
+    /// [`Recur::delta_net`].
+    fn mamba2(
+        &self,
+        state: &mut Self::State,
+        batch: &Self::Batch,
+        rule: &Mamba2Rule<'_, Self>,
+        inputs: Mamba2Inputs<'_, Self>,
         out: &mut Self::Tensor,
     );
     /// `out[t] = c[t] * sum over taps of tap * (b * x)`, the last tap of `[conv_width, channels]` for the token itself;

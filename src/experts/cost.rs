@@ -20,7 +20,7 @@ impl CostModel {
     /// Seconds that the CPU takes for one of `all` experts of a layer, in the mean, for a batch of `tokens` with
     /// `top_k` each.
     pub fn cpu_seconds(&self, all: usize, tokens: usize, top_k: usize, layout: &ExpertLayout) -> f64 {
-        let weights = (3 * layout.gate.n * layout.gate.k) as f64;
+        let weights = layout.weights() as f64;
         let share = top_k as f64 / all as f64;
         let chosen = Self::chosen(all, tokens, top_k);
         (chosen * layout.bytes() as f64 / self.cpu_bytes).max(tokens as f64 * share * weights / self.cpu_products)

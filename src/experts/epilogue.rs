@@ -94,6 +94,11 @@ impl Epilogue {
         activate(kernel, self.activation(layer), gate, up, out);
     }
 
+    /// `out = activation(up)` of an expert without a gate.
+    pub(super) fn activate_ungated(&self, kernel: &dyn Kernel, layer: usize, up: &[f32], out: &mut [f32]) {
+        activate(kernel, self.activation(layer), up, up, out);
+    }
+
     /// Adds the bias to some rows of an expert's `down`, `[tokens, width]`.
     pub(super) fn finish(&self, (layer, expert): (usize, usize), rows: &Range<usize>, width: usize, y: &mut [f32]) {
         if let Some(biases) = self.biases.get(layer) {

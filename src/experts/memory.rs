@@ -33,7 +33,7 @@ impl ExpertShape {
         self.layouts.len()
     }
 
-    /// The width of the residual stream.
+    /// Numbers that an expert reads and writes.
     pub fn hidden(&self) -> usize {
         self.layouts[0].gate.k
     }

@@ -3,7 +3,9 @@
 mod delta_net;
 mod gqa;
 mod indexer;
+mod mamba2;
 mod mla;
+mod nothing;
 mod short_conv;
 
 use super::join::Stream;
@@ -74,7 +76,7 @@ macro_rules! kinds {
     };
 }
 
-kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv);
+kinds!(Gqa: gqa, Mla: mla, DeltaNet: delta_net, ShortConv: short_conv, Mamba2: mamba2, Nothing: nothing);
 
 /// Activations of attention, allocated once and used by all layers of their kind and widths.
 pub struct AttentionBuffers<B: Backend> {

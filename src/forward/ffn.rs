@@ -19,7 +19,17 @@ pub enum FfnWeights<B: Backend> {
         shared: Option<MlpWeights<B>>,
         /// Of a layer whose branches have norms of their own.
         norms: Option<BranchNorms<B>>,
+        /// Around routed experts of another width than the residual stream's.
+        latent: Option<Latent<B>>,
     },
+    /// The layer has none.
+    None,
+}
+
+/// Projections to what routed experts read, `[latent, hidden]`, and of their sum, `[hidden, latent]`.
+pub struct Latent<B: Backend> {
+    down: B::Linear,
+    up: B::Linear,
 }
 
 /// The norms of an MoE layer whose router, MLP and routed experts read the residual stream each for itself, `[hidden]`.
@@ -30,11 +40,11 @@ pub struct BranchNorms<B: Backend> {
     experts_out: B::Norm, // of the routed experts' result
 }
 
-/// `down(activation(gate x, up x))`.
+/// `down(activation(gate x, up x))`, or without a gate `down(activation(up x))`.
 pub struct MlpWeights<B: Backend> {
-    gate: B::Linear, // [intermediate, hidden]
-    up: B::Linear,   // [intermediate, hidden]
-    down: B::Linear, // [hidden, intermediate]
+    gate: Option<B::Linear>, // [intermediate, hidden]
+    up: B::Linear,           // [intermediate, hidden]
+    down: B::Linear,         // [hidden, intermediate]
     activation: Activation,
     output_gate: Option<B::Norm>, // of a shared expert: its output is multiplied with the sigmoid of this times `x`
     scale: f32,                   // of a shared expert: multiplies its output
@@ -48,6 +58,7 @@ impl<B: Backend> FfnWeights<B> {
                 Ok(FfnWeights::Dense(MlpWeights::load(loader, &name, mlp)?))
             }
             Ffn::Moe(moe) => Self::load_moe(loader, layer, moe, config.residual),
+            Ffn::None => Ok(FfnWeights::None),
         }
     }
 
@@ -77,7 +88,15 @@ impl<B: Backend> FfnWeights<B> {
             };
             Ok::<_, crate::Error>(MlpWeights { output_gate, scale: shared.scale, ..mlp })
         });
+        let latent = moe.latent.map(|latent| {
+            let [down, up] = names.latent.map(of);
+            Ok::<_, crate::Error>(Latent {
+                down: loader.linear(&down, latent, hidden, false)?,
+                up: loader.linear(&up, hidden, latent, false)?,
+            })
+        });
         Ok(FfnWeights::Moe {
+            latent: latent.transpose()?,
             router: backend.load_router(tensors)?,
             shared: shared.transpose()?,
             norms: match residual {
@@ -89,11 +108,13 @@ impl<B: Backend> FfnWeights<B> {
 
     /// Bytes that a token reads of it.
     pub(super) fn bytes_per_token(&self, backend: &B) -> usize {
-        let mlp = match self {
-            FfnWeights::Dense(mlp) => Some(mlp),
-            FfnWeights::Moe { shared, .. } => shared.as_ref(),
+        let (mlp, latent) = match self {
+            FfnWeights::Dense(mlp) => (Some(mlp), None),
+            FfnWeights::Moe { shared, latent, .. } => (shared.as_ref(), latent.as_ref()),
+            FfnWeights::None => (None, None),
         };
-        mlp.map_or(0, |m| [&m.gate, &m.up, &m.down].map(|w| backend.linear_bytes(w)).iter().sum())
+        let of_mlp = mlp.into_iter().flat_map(|m| m.gate.iter().chain([&m.up, &m.down]));
+        of_mlp.chain(latent.into_iter().flat_map(|l| [&l.down, &l.up])).map(|w| backend.linear_bytes(w)).sum()
     }
 }
 
@@ -116,8 +137,27 @@ impl<B: Backend> MlpWeights<B> {
     fn load(loader: &Loader<'_, B>, name: &str, mlp: &Mlp) -> Result<Self> {
         let (hidden, width) = (loader.model.hidden_size, mlp.intermediate_size);
         let [gate, up, down] = loader.model.names.mlp_projections.map(|which| format!("{name}.{which}"));
+        if gate == up && mlp.activation.is_gated() {
+            // One tensor has the rows of gate, then those of up.
+            let both = loader.source.matrix(&format!("{up}.weight"), 2 * width, hidden)?;
+            let half = |i: usize| {
+                let rows = both.head_rows(1, i * width, (i + 1) * width);
+                loader.backend.load_linear(rows, None, loader.bits)
+            };
+            return Ok(Self {
+                gate: Some(half(0)?),
+                up: half(1)?,
+                down: loader.linear(&down, hidden, width, false)?,
+                activation: mlp.activation,
+                output_gate: None,
+                scale: 1.0,
+            });
+        }
         Ok(Self {
-            gate: loader.linear(&gate, width, hidden, false)?,
+            gate: match mlp.activation.is_gated() {
+                true => Some(loader.linear(&gate, width, hidden, false)?),
+                false => None,
+            },
             up: loader.linear(&up, width, hidden, false)?,
             down: loader.linear(&down, hidden, width, false)?,
             activation: mlp.activation,
@@ -131,8 +171,9 @@ impl<B: Backend> MlpWeights<B> {
 pub(super) struct FfnBuffers<B: Backend> {
     mlp: Vec<MlpBuffers<B>>, // one for each width
     pub(super) routing: Option<B::Routing>,
-    experts_input: Option<B::Tensor>, // [T, hidden], where it is not the shared expert's
-    sum: Option<B::Tensor>,           // [T, hidden], f32: of the branches' results
+    experts_input: Option<B::Tensor>, // [T, hidden or latent], where it is not the shared expert's
+    sum: Option<B::Tensor>,           // [T, hidden or latent], f32: of the branches' results, or of routed experts'
+    latent: Option<B::Tensor>,        // [T, latent]: the sum as a product takes it
 }
 
 /// Activations of an MLP of one width, `[T, width]` each.
@@ -151,11 +192,17 @@ impl<B: Backend> FfnBuffers<B> {
         let hidden = model.hidden_size;
         let branches = model.layers.iter().any(|layer| layer.residual == Residual::Sandwich);
         let weighed = model.moe_layers().any(|(_, moe)| moe.router.weighs_input);
+        let latent = model.moe().and_then(|moe| moe.latent);
+        let width = latent.unwrap_or(hidden);
         Ok(Self {
             mlp: widths.into_iter().map(|width| MlpBuffers::new(backend, width, max_tokens)).collect::<Result<_>>()?,
             routing: model.moe().map(|moe| backend.routing(max_tokens, moe.router.top_k)).transpose()?,
-            experts_input: if branches || weighed { Some(backend.tensor(max_tokens, hidden)?) } else { None },
-            sum: if branches { Some(backend.tensor_f32(max_tokens, hidden)?) } else { None },
+            experts_input: match branches || weighed || latent.is_some() {
+                true => Some(backend.tensor(max_tokens, width)?),
+                false => None,
+            },
+            sum: if branches || latent.is_some() { Some(backend.tensor_f32(max_tokens, width)?) } else { None },
+            latent: latent.map(|latent| backend.tensor(max_tokens, latent)).transpose()?,
         })
     }
 
@@ -165,7 +212,8 @@ impl<B: Backend> FfnBuffers<B> {
                 backend.set_rows(t, rows);
             }
         }
-        self.experts_input.iter_mut().chain(&mut self.sum).for_each(|t| backend.set_rows(t, rows));
+        let others = self.experts_input.iter_mut().chain(&mut self.sum).chain(&mut self.latent);
+        others.for_each(|t| backend.set_rows(t, rows));
     }
 
     /// Those of an MLP of `width`.
@@ -197,20 +245,30 @@ pub(super) fn ffn<B: Backend>(
     h: &mut B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    let FfnBuffers { mlp: all, routing, experts_input, sum } = buffers;
+    let FfnBuffers { mlp: all, routing, experts_input, sum, latent: of_latent } = buffers;
     let width = config.mlp_width();
     match (config, weights, experts, routing) {
         (Ffn::Dense(_), FfnWeights::Dense(w), ..) => {
             stream.read(backend, h);
             mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)
         }
-        (Ffn::Moe(moe), FfnWeights::Moe { router, shared, norms: None }, Some((experts, number)), Some(routing)) => {
+        (Ffn::None, FfnWeights::None, ..) => Ok(()),
+        (
+            Ffn::Moe(moe),
+            FfnWeights::Moe { router, shared, norms: None, latent },
+            Some((experts, number)),
+            Some(routing),
+        ) => {
             match stream.norm {
                 Some(norm) => backend.norm_route(stream.x, norm, h, router, &moe.router, routing),
                 None => backend.route(router, &moe.router, h, routing),
             }
-            match experts_input {
-                Some(input) if moe.router.weighs_input => {
+            match (experts_input, latent) {
+                (Some(input), Some(latent)) => {
+                    backend.linear(&latent.down, h, input);
+                    experts.submit(number, input, routing)?;
+                }
+                (Some(input), None) if moe.router.weighs_input => {
                     backend.weigh_input(routing, h, input);
                     experts.submit(number, input, routing)?;
                 }
@@ -219,9 +277,22 @@ pub(super) fn ffn<B: Backend>(
             if let Some(w) = shared {
                 mlp(backend, w, FfnBuffers::mlp(all, width), h, stream)?;
             }
-            join(backend, Partial::Experts(experts), stream)
+            match (latent, sum, of_latent) {
+                (Some(latent), Some(sum), Some(rounded)) => {
+                    backend.clear(sum);
+                    join(backend, Partial::Experts(experts), &mut Stream { x: &mut *sum, norm: None, after: None })?;
+                    backend.rounded(sum, rounded);
+                    join(backend, Partial::Product(&latent.up, rounded), stream)
+                }
+                _ => join(backend, Partial::Experts(experts), stream),
+            }
         }
-        (Ffn::Moe(moe), FfnWeights::Moe { router, shared, norms: Some(n) }, Some((experts, number)), Some(routing)) => {
+        (
+            Ffn::Moe(moe),
+            FfnWeights::Moe { router, shared, norms: Some(n), .. },
+            Some((experts, number)),
+            Some(routing),
+        ) => {
             let (Some((_, eps)), Some(after), Some(input), Some(sum)) =
                 (stream.norm, &mut stream.after, experts_input, sum)
             else {
@@ -256,7 +327,13 @@ fn mlp<B: Backend>(
     h: &B::Tensor,
     stream: &mut Stream<'_, B>,
 ) -> Result<()> {
-    backend.gated_linears(h, (&w.gate, &w.up), w.activation, (gate, up), product);
+    match &w.gate {
+        Some(of_gate) => backend.gated_linears(h, (of_gate, &w.up), w.activation, (gate, up), product),
+        None => {
+            backend.linear(&w.up, h, up);
+            backend.activate(w.activation, up, up, product);
+        }
+    }
     if let Some(gate) = &w.output_gate {
         backend.gate_rows(gate, h, product);
     }

@@ -61,7 +61,7 @@ impl<B: Backend> Weights<B> {
     ) -> Result<Self> {
         let loader = Loader { backend, source, model, bits };
         let (body, hidden, vocab) = (model.names.body, model.hidden_size, model.vocab_size);
-        let embedding = format!("{body}embed_tokens.weight");
+        let embedding = format!("{body}{}.weight", model.names.embedding);
         let head = if model.tied_embeddings { embedding.clone() } else { format!("{}.weight", model.names.head) };
         let layers = model.layers.iter().enumerate().map(|(i, layer)| {
             let weights = LayerWeights::load(&loader, &format!("{body}layers.{i}"), layer)?;

@@ -4,7 +4,7 @@ use half::bf16;
 use moebius_cache::pack::{BF16_INPUTS, MatrixLayout, Row, TILE_ROWS, unpack_code, unpack_scale};
 
 use super::activations::CODES;
-use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, Start, Tiles, check_dot, shared};
+use super::{ActivationRows, DeltaToken, Kernel, Rows, Simd, SsmToken, Start, Tiles, check_dot, shared};
 
 /// Plain Rust.
 struct Scalar;
@@ -77,6 +77,10 @@ impl Kernel for Scalar {
 
     fn delta_step(&self, state: &mut [f32], token: &DeltaToken<'_>, out: &mut [f32]) {
         shared::delta_step(state, token, out);
+    }
+
+    fn ssm_step(&self, state: &mut [f32], token: &SsmToken<'_>, out: &mut [f32]) {
+        shared::ssm_step(state, token, out);
     }
 
     fn exp_sub(&self, x: &mut [f32], max: f32) -> f32 {

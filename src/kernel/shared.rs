@@ -156,6 +156,34 @@ pub(super) fn sigmoid_mul(gate: &[f32], x: &mut [f32]) {
     }
 }
 
+/// [`super::Kernel::ssm_step`]
+#[inline(always)]
+pub(super) fn ssm_step(state: &mut [f32], token: &super::SsmToken<'_>, out: &mut [f32]) {
+    const COLUMNS: usize = 32;
+    let (rows, cols) = (token.b.len(), token.x.len());
+    assert!(state.len() == rows * cols && token.c.len() == rows && out.len() == cols);
+    let whole = cols / COLUMNS * COLUMNS;
+    for at in (0..whole).step_by(COLUMNS) {
+        ssm_columns::<COLUMNS>(state, token, out, at);
+    }
+    for at in whole..cols {
+        ssm_columns::<1>(state, token, out, at);
+    }
+}
+
+#[inline(always)]
+fn ssm_columns<const N: usize>(state: &mut [f32], token: &super::SsmToken<'_>, out: &mut [f32], at: usize) {
+    let mut sums = [0.0f32; N];
+    for ((row, &b), &c) in state.chunks_exact_mut(token.x.len()).zip(token.b).zip(token.c) {
+        let row = &mut row[at..at + N];
+        for i in 0..N {
+            row[i] = b.mul_add(token.x[at + i], row[i] * token.decay);
+            sums[i] = row[i].mul_add(c, sums[i]);
+        }
+    }
+    out[at..at + N].copy_from_slice(&sums);
+}
+
 /// [`super::Kernel::delta_step`]
 #[inline(always)]
 pub(super) fn delta_step(state: &mut [f32], token: &super::DeltaToken<'_>, out: &mut [f32]) {
@@ -292,6 +320,7 @@ macro_rules! elementwise {
             fn gelu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
             fn sigmoid_mul(&self, gate: &[f32], x: &mut [f32]);
             fn delta_step(&self, state: &mut [f32], token: &$crate::kernel::DeltaToken<'_>, out: &mut [f32]);
+            fn ssm_step(&self, state: &mut [f32], token: &$crate::kernel::SsmToken<'_>, out: &mut [f32]);
             fn exp_sub(&self, x: &mut [f32], max: f32) -> f32;
             fn scale(&self, x: &mut [f32], scale: f32);
             fn add_scaled(&self, x: &[f32], scale: f32, out: &mut [f32]);

@@ -318,7 +318,9 @@ fn gates_and_delta_steps_have_the_bits_of_scalar() {
                 kernel.sigmoid_mul(&gate, &mut gated);
                 let (mut state, mut out) = (state.clone(), vec![0.0; cols]);
                 kernel.delta_step(&mut state, &DeltaToken { q: &q, k: &k, v: &v, decay: 0.9, beta: 0.3 }, &mut out);
-                [bits(&glu), bits(&gelu), bits(&clamped), bits(&gated), bits(&state), bits(&out)]
+                let (mut of_ssm, mut read) = (state.clone(), vec![0.0; cols]);
+                kernel.ssm_step(&mut of_ssm, &SsmToken { b: &k, c: &q, x: &v, decay: 0.9 }, &mut read);
+                [&glu, &gelu, &clamped, &gated, &state, &out, &of_ssm, &read].map(|numbers| bits(numbers))
             };
             assert_eq!(run(kernel), run(scalar));
         });
@@ -361,6 +363,13 @@ fn gates_and_delta_steps_are_what_they_say() {
         let known: f64 = (0..rows).map(|r| decayed(r) * f64::from(k[r])).sum();
         let delta = 0.3 * (f64::from(v[c]) - known);
         let after = |r: usize| decayed(r) + f64::from(k[r]) * delta;
+        (0..rows).for_each(|r| near(state[r * cols + c], after(r)));
+        near(out[c], (0..rows).map(|r| after(r) * f64::from(q[r])).sum());
+    }
+    let mut state = before.clone();
+    kernel.ssm_step(&mut state, &SsmToken { b: &k, c: &q, x: &v, decay: 0.9 }, &mut out);
+    for c in 0..cols {
+        let after = |r: usize| 0.9 * f64::from(before[r * cols + c]) + f64::from(k[r]) * f64::from(v[c]);
         (0..rows).for_each(|r| near(state[r * cols + c], after(r)));
         near(out[c], (0..rows).map(|r| after(r) * f64::from(q[r])).sum());
     }

@@ -39,9 +39,10 @@ pub fn cache_job<'a>(
     Job {
         checkpoint,
         model: name.to_string(),
-        hidden: model.hidden_size,
+        hidden: moe.expert_width(model.hidden_size),
         intermediate: moe.intermediate_size,
         num_experts: moe.num_experts,
+        kind: moe.expert_kind(),
         precision: precision.into(),
         weights_suffice: !moe.expert_bias && moe.activation == Activation::Silu,
         layers: layers.collect(),

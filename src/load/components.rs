@@ -58,9 +58,9 @@ pub fn components(checkpoint: &Checkpoint, spec: &Spec<'_>) -> Result<Vec<Compon
         // A stacked tensor says the shape of a matrix only up to its order: experts have theirs from the model.
         let shape = match (role.strip_prefix("experts."), model.moe()) {
             (Some(part), Some(moe)) if part == model.names.expert_projections[2] => {
-                [model.hidden_size, moe.intermediate_size]
+                [moe.expert_width(model.hidden_size), moe.intermediate_size]
             }
-            (Some(_), Some(moe)) => [moe.intermediate_size, model.hidden_size],
+            (Some(_), Some(moe)) => [moe.intermediate_size, moe.expert_width(model.hidden_size)],
             _ => shape,
         };
         let source = checkpoint.source(&name, shape)?;

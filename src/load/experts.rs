@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use moebius_cache::convert;
 use moebius_cache::format::{Contents, ExpertCache, MAGIC};
-use moebius_cache::pack::{ExpertLayout, largest_group_size};
+use moebius_cache::pack::{ExpertKind, ExpertLayout, largest_group_size};
 use moebius_cache::quantize::quantize_expert;
 
 use super::LoadProgress;
@@ -94,8 +94,15 @@ pub fn pack_experts(arrays: ExpertArrays<'_>, config: &EngineConfig, machine: &M
     };
     let chosen = config.experts.precision(None);
     let precision = if chosen.codes().is_some() { chosen.in_groups(group_size()?) } else { chosen };
-    let contents =
-        Contents { model: "arrays", hidden, intermediate, num_experts, precision: precision.into(), layers: &[0] };
+    let contents = Contents {
+        model: "arrays",
+        hidden,
+        intermediate,
+        num_experts,
+        kind: ExpertKind::Gated,
+        precision: precision.into(),
+        layers: &[0],
+    };
     let layout = ExpertLayout::new(hidden, intermediate, precision)?;
     let of = |e: usize| e * size..(e + 1) * size;
     let cache = ExpertCache::anonymous(&contents, |_, e, bytes| {

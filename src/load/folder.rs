@@ -88,6 +88,44 @@ pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
         Err(e) => return Err(Error::io(path)(e)),
     };
     serde_json::from_slice(&bytes)
+        .or_else(|error| serde_json::from_str(&finite(&String::from_utf8_lossy(&bytes))).map_err(|_| error))
         .map(Some)
         .map_err(|e| Error::Model(format!("{}: not valid JSON ({e}): download it again", path.display())))
+}
+
+/// Python writes numbers that JSON has no word for, as in Nemotron's `time_step_limit`: null in their place.
+fn finite(text: &str) -> String {
+    let (mut out, mut rest, mut in_string) = (String::with_capacity(text.len()), text, false);
+    while let Some(c) = rest.chars().next() {
+        let word = ["-Infinity", "Infinity", "NaN"].into_iter().find(|word| !in_string && rest.starts_with(word));
+        let len = match word {
+            Some(word) => {
+                out.push_str("null");
+                word.len()
+            }
+            None => {
+                let len = if in_string && c == '\\' {
+                    1 + rest[1..].chars().next().map_or(0, char::len_utf8)
+                } else {
+                    c.len_utf8()
+                };
+                in_string ^= c == '"';
+                out.push_str(&rest[..len]);
+                len
+            }
+        };
+        rest = &rest[len..];
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_python_writes_for_infinity_is_null() {
+        let text = r#"{"a": [0.0, Infinity, -Infinity], "b \" NaN": NaN, "Infinity": 1}"#;
+        assert_eq!(finite(text), r#"{"a": [0.0, null, null], "b \" NaN": null, "Infinity": 1}"#);
+    }
 }

@@ -188,6 +188,6 @@ fn measure(cuda: &Arc<Cuda>, team: &Team, cpu: &mut CpuExperts, sizes: &Sizes) -
         cpu.finish_rows(&mut out)?;
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
-    let products = (3 * layout.gate.n * layout.gate.k * tokens * sizes.top_k) as f64;
+    let products = (layout.weights() * tokens * sizes.top_k) as f64;
     Ok(CostModel { cpu_bytes, cpu_products: products / seconds, pcie_bytes })
 }

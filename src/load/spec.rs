@@ -3,7 +3,7 @@
 use moebius_cache::Precision;
 use moebius_cache::checkpoint::Checkpoint;
 use moebius_cache::codec::{Quantization, Source, kept_by_all};
-use moebius_cache::pack::{ExpertLayout, ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
+use moebius_cache::pack::{ExpertPrecision, GROUP_SIZES, Precisions, largest_group_size};
 
 use super::cache::cache_job;
 use crate::config::{CPU_BATCH_TOKENS, Device, EngineConfig, ExpertBits};
@@ -61,7 +61,7 @@ impl Kept {
 
     /// What will keep the experts of a checkpoint whose weights are not here yet.
     pub(super) fn announced(model: &ModelConfig, quantization: &Quantization) -> Self {
-        let inputs = model.moe().map_or(vec![], |moe| vec![model.hidden_size, moe.intermediate_size]);
+        let inputs = model.moe().map_or(vec![], |moe| vec![moe.expert_width(model.hidden_size), moe.intermediate_size]);
         Self(quantization.kept_by(&inputs).map(Precisions::from))
     }
 }
@@ -91,7 +91,8 @@ impl<'a> Spec<'a> {
     /// The routed experts; `None`: a dense model.
     pub(super) fn expert_shape(&self) -> Result<Option<ExpertShape>> {
         let (Some(precision), Some(moe)) = (&self.precision, self.model.moe()) else { return Ok(None) };
-        let layout = |i| ExpertLayout::new(self.model.hidden_size, moe.intermediate_size, precision.layer(i));
+        let hidden = moe.expert_width(self.model.hidden_size);
+        let layout = |i| moe.expert_kind().layout(hidden, moe.intermediate_size, precision.layer(i));
         let layouts = (0..self.model.moe_layers().count()).map(layout).collect::<moebius_cache::Result<_>>()?;
         Ok(Some(ExpertShape { layouts, experts: moe.num_experts }))
     }
@@ -145,7 +146,7 @@ fn precision(model: &ModelConfig, config: &EngineConfig, Kept(kept): &Kept) -> R
         Some(Precisions::One(precision)) => precision,
         _ => coarsest,
     });
-    let (hidden, width) = (model.hidden_size, moe.intermediate_size);
+    let (hidden, width) = (moe.expert_width(model.hidden_size), moe.intermediate_size);
     let largest = largest_group_size(&[hidden, width]);
     let group_size = || match config.group_size {
         Some(g) if !GROUP_SIZES.contains(&g) => Err(Error::Invalid(format!("--group-size {g} is not 32, 64 or 128"))),

@@ -97,7 +97,7 @@ impl TokenWork {
     }
 
     pub(super) fn expert_products(&self) -> f64 {
-        self.shape.as_ref().map_or(0.0, |shape| 3.0 * shape.hidden() as f64 * shape.intermediate() as f64)
+        self.shape.as_ref().map_or(0.0, |shape| shape.layouts[0].weights() as f64)
     }
 }
 
@@ -165,7 +165,7 @@ fn products(
         cpu.finish_rows(&mut out)?;
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
-    Ok((3 * layout.gate.n * layout.gate.k * tokens) as f64 / seconds)
+    Ok((layout.weights() * tokens) as f64 / seconds)
 }
 
 /// On the CPU alone, prompts in batches of `tokens`.

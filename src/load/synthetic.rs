@@ -6,7 +6,7 @@
 
 use half::bf16;
 use moebius_cache::format::{Contents, ExpertCache};
-use moebius_cache::pack::{CodeType, ExpertLayout, MatrixLayout, Precisions, Row, Scales, TILE_ROWS};
+use moebius_cache::pack::{CodeType, MatrixLayout, Precisions, Row, Scales, TILE_ROWS};
 use moebius_cache::quantize::{Scratch, quantize_tile};
 use rayon::prelude::*;
 
@@ -64,16 +64,17 @@ pub fn experts(model: &ModelConfig, precision: impl Into<Precisions>) -> Result<
     let precision = precision.into();
     let moe = model.moe().expect("a shape with experts");
     let layers: Vec<usize> = model.moe_layers().map(|(layer, _)| layer).collect();
-    let (hidden, intermediate) = (model.hidden_size, moe.intermediate_size);
+    let (hidden, intermediate) = (moe.expert_width(model.hidden_size), moe.intermediate_size);
     let contents = Contents {
         model: &model.architecture,
         hidden,
         intermediate,
         num_experts: moe.num_experts,
+        kind: moe.expert_kind(),
         precision: precision.clone(),
         layers: &layers,
     };
-    let layouts = (0..layers.len()).map(|i| ExpertLayout::new(hidden, intermediate, precision.layer(i)));
+    let layouts = (0..layers.len()).map(|i| moe.expert_kind().layout(hidden, intermediate, precision.layer(i)));
     let layouts: Vec<_> = layouts.collect::<moebius_cache::Result<_>>()?;
     // A product of two normals through SiLU has a root mean square of about 0.4.
     let (up_rms, down_rms) = (1.0 / (hidden as f32).sqrt(), 2.5 * BRANCH / (intermediate as f32).sqrt());

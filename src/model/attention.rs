@@ -6,12 +6,16 @@
 //! mla          latent attention
 //! delta_net    gated DeltaNet
 //! short_conv   gated short convolution
+//! mamba2       Mamba-2
+//! nothing      a layer that is only a feed-forward part
 //! ```
 
 mod delta_net;
 mod gqa;
 mod indexer;
+mod mamba2;
 mod mla;
+mod nothing;
 mod short_conv;
 
 use super::Rope;
@@ -19,7 +23,9 @@ use super::Rope;
 pub use delta_net::{DeltaGate, DeltaNet};
 pub use gqa::{Bias, GateActivation, Gqa, OutputGate, QkNorm};
 pub use indexer::{ChosenBy, Indexer, Score, Selection};
+pub use mamba2::Mamba2;
 pub use mla::Mla;
+pub use nothing::Nothing;
 pub use short_conv::ShortConv;
 
 /// The attention of one layer.
@@ -33,6 +39,10 @@ pub enum Attention {
     DeltaNet(DeltaNet),
     /// Gated short convolution: the last few inputs instead of keys and values.
     ShortConv(ShortConv),
+    /// Mamba-2: a state of fixed size instead of keys and values.
+    Mamba2(Mamba2),
+    /// The layer has none.
+    Nothing(Nothing),
 }
 
 impl std::ops::Deref for Attention {
@@ -44,6 +54,8 @@ impl std::ops::Deref for Attention {
             Attention::Mla(a) => a,
             Attention::DeltaNet(a) => a,
             Attention::ShortConv(a) => a,
+            Attention::Mamba2(a) => a,
+            Attention::Nothing(a) => a,
         }
     }
 }

@@ -41,6 +41,8 @@ pub struct ModelConfig {
 pub struct Names {
     /// Before `embed_tokens.`, `layers.` and the final norm, with its dot.
     pub body: &'static str,
+    /// The embedding, behind `body`.
+    pub embedding: &'static str,
     /// The norm before the output head, behind `body`.
     pub final_norm: &'static str,
     /// The output head.
@@ -49,6 +51,10 @@ pub struct Names {
     pub attention_norm: &'static str,
     /// The norm before the feed-forward part.
     pub ffn_norm: &'static str,
+    /// Grouped-query attention.
+    pub attention: &'static str,
+    /// Mamba-2.
+    pub mamba: &'static str,
     /// Grouped-query attention's projection of its output.
     pub o: &'static str,
     /// Its norms of queries and keys.
@@ -65,6 +71,8 @@ pub struct Names {
     pub correction_bias: &'static str,
     /// The shared expert.
     pub shared_expert: &'static str,
+    /// The projections around routed experts of another width than the residual stream's.
+    pub latent: [&'static str; 2],
     /// The routed experts.
     pub experts: &'static str,
     /// Their projections: gate, up and down, of expert 5 in `mlp.experts.5.NAME.weight`. Where a checkpoint has them
@@ -76,10 +84,13 @@ impl Names {
     /// Those of most families.
     pub const COMMON: Self = Self {
         body: "model.",
+        embedding: "embed_tokens",
         final_norm: "norm",
         head: "lm_head",
         attention_norm: "input_layernorm",
         ffn_norm: "post_attention_layernorm",
+        attention: "self_attn",
+        mamba: "mamba",
         o: "o_proj",
         qk_norm: ["q_norm", "k_norm"],
         sinks: "sinks",
@@ -88,6 +99,7 @@ impl Names {
         router: "mlp.gate",
         correction_bias: "mlp.gate.e_score_correction_bias",
         shared_expert: "mlp.shared_experts",
+        latent: ["mlp.fc1_latent_proj", "mlp.fc2_latent_proj"],
         experts: "mlp.experts",
         expert_projections: ["gate_proj", "up_proj", "down_proj"],
     };
@@ -145,10 +157,9 @@ pub struct LayerConfig {
 impl LayerConfig {
     /// Dense matrices, `[n, k]` each, in a model of this width: projections, and a dense MLP or the shared expert.
     pub fn matrices(&self, hidden: usize) -> Vec<(usize, usize)> {
-        let mlp = self.ffn.mlp_width().map_or(vec![], |width| vec![(width, hidden), (width, hidden), (hidden, width)]);
         let mixers = self.mixer().map_or(vec![], |mixer| [mixer.matrices(hidden); 2].concat());
         let ngrams = self.ngrams.iter().flat_map(|ngrams| ngrams.matrices(hidden, self.streams())).collect();
-        [self.attention.matrices(hidden), mlp, mixers, ngrams].concat()
+        [self.attention.matrices(hidden), self.ffn.matrices(hidden), mixers, ngrams].concat()
     }
 
     /// What mixes the residual streams, if there are several.

@@ -9,6 +9,7 @@ mod gemma4;
 pub mod gguf;
 mod glm4_moe;
 mod gpt_oss;
+mod granite;
 mod hy_v3;
 mod laguna;
 mod lfm2_moe;
@@ -17,6 +18,7 @@ mod llama4;
 mod mimo_v2;
 mod minimax_m2;
 mod mixtral;
+mod nemotron_h;
 mod olmoe;
 mod qwen3_next;
 mod qwen4_exp;
@@ -84,6 +86,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     architecture("llama4", "Llama 4 Scout, Maverick (text)", llama4::nested),
     architecture("llama4_text", "Llama 4 without vision", llama4::text),
     architecture("lfm2_moe", "LFM2-8B-A1B, 24B-A2B, LFM2.5 MoE", lfm2_moe::config),
+    architecture("nemotron_h", "Nemotron 3 Nano, Super, 3.5 Lightning", nemotron_h::config),
+    architecture("granitemoehybrid", "Granite 4 H Small, Tiny", granite::config),
     architecture("cohere2_moe", "Command A+, North-Mini-Code", cohere2_moe::config),
     architecture("minimax_m2", "MiniMax-M2", minimax_m2::config),
     architecture("minimax_m3_vl", "MiniMax-M3 (text)", minimax_m2::m3),
@@ -127,6 +131,8 @@ pub const GGUF: &[Gguf] = &[
     llama4::GGUF,
     cohere2_moe::GGUF,
     lfm2_moe::GGUF,
+    nemotron_h::GGUF_MOE,
+    granite::GGUF,
 ];
 
 /// What GGUF files call the tensors of each family.

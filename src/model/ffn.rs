@@ -1,5 +1,7 @@
 //! What follows attention in a layer: one MLP, or a router and experts.
 
+use moebius_cache::pack::ExpertKind;
+
 /// The feed-forward part of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ffn {
@@ -7,9 +9,11 @@ pub enum Ffn {
     Dense(Mlp),
     /// A router and experts.
     Moe(Moe),
+    /// The layer has none.
+    None,
 }
 
-/// `down(activation(gate x, up x))`.
+/// `down(activation(gate x, up x))`, or without a gate `down(activation(up x))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mlp {
     /// Rows of `gate` and `up`.
@@ -31,14 +35,32 @@ impl Ffn {
         match self {
             Ffn::Dense(mlp) => Some(mlp.intermediate_size),
             Ffn::Moe(moe) => moe.shared.map(|shared| shared.mlp.intermediate_size),
+            Ffn::None => None,
         }
     }
 
     /// Router and experts; `None`: it is dense.
     pub fn moe(&self) -> Option<&Moe> {
         match self {
-            Ffn::Dense(_) => None,
+            Ffn::Dense(_) | Ffn::None => None,
             Ffn::Moe(moe) => Some(moe),
+        }
+    }
+
+    /// Matrices of the dense MLP or the shared expert, and those around the routed experts, `[n, k]` each.
+    pub fn matrices(&self, hidden: usize) -> Vec<(usize, usize)> {
+        let of_mlp = |mlp: &Mlp| {
+            let wide = (mlp.intermediate_size, hidden);
+            let gate = mlp.activation.is_gated().then_some(wide);
+            gate.into_iter().chain([wide, (hidden, mlp.intermediate_size)]).collect()
+        };
+        match self {
+            Ffn::Dense(mlp) => of_mlp(mlp),
+            Ffn::Moe(moe) => {
+                let around = moe.latent.map_or(vec![], |latent| vec![(latent, hidden), (hidden, latent)]);
+                [moe.shared.map_or(vec![], |shared| of_mlp(&shared.mlp)), around].concat()
+            }
+            Ffn::None => vec![],
         }
     }
 }
@@ -56,6 +78,8 @@ pub struct Moe {
     pub activation: Activation,
     /// Biases on the routed experts' projections.
     pub expert_bias: bool,
+    /// Routed experts read a projection of this width, and their sum passes another one back.
+    pub latent: Option<usize>,
     /// How experts are chosen and weighted.
     pub router: Router,
 }
@@ -81,12 +105,29 @@ impl SharedExpert {
 impl Moe {
     /// Experts with SiLU and without biases, and no shared one.
     pub fn new(num_experts: usize, intermediate_size: usize, router: Router) -> Self {
-        Self { num_experts, intermediate_size, shared: None, activation: Activation::Silu, expert_bias: false, router }
+        let (shared, activation, expert_bias, latent) = (None, Activation::Silu, false, None);
+        Self { num_experts, intermediate_size, shared, activation, expert_bias, latent, router }
+    }
+
+    /// Numbers that a routed expert reads and writes, in a model of this width.
+    pub fn expert_width(&self, hidden: usize) -> usize {
+        self.latent.unwrap_or(hidden)
+    }
+
+    /// What a routed expert has before `down`.
+    pub fn expert_kind(&self) -> ExpertKind {
+        if self.activation.is_gated() { ExpertKind::Gated } else { ExpertKind::Ungated }
+    }
+
+    /// Weights of a routed expert, in a model of this width.
+    pub fn expert_weights(&self, hidden: usize) -> usize {
+        let matrices = if self.activation.is_gated() { 3 } else { 2 };
+        matrices * self.expert_width(hidden) * self.intermediate_size
     }
 
     /// Products of a token with the router and its routed experts, in a model of this width.
     pub fn products(&self, hidden: usize) -> usize {
-        hidden * (3 * self.router.top_k * self.intermediate_size + self.num_experts)
+        self.router.top_k * self.expert_weights(hidden) + hidden * self.num_experts
     }
 
     /// What the GPU's kernels lack for it, if anything, in a model of this width.
@@ -101,7 +142,7 @@ impl Moe {
                 return Some(format!("the GPU routes among at most {most} {what}, and there are {n}"));
             }
         }
-        (!self.intermediate_size.is_multiple_of(8) || !hidden.is_multiple_of(8)).then(|| {
+        (!self.intermediate_size.is_multiple_of(8) || !self.expert_width(hidden).is_multiple_of(8)).then(|| {
             let width = self.intermediate_size;
             format!("the GPU needs experts whose width is a multiple of 8, and it is {width}")
         })
@@ -128,6 +169,15 @@ pub enum Activation {
         /// Steepness of the sigmoid.
         alpha: f32,
     },
+    /// `max(up, 0)^2`, without a gate. Source: HF modeling_nemotron_h.
+    ReluSquared,
+}
+
+impl Activation {
+    /// Whether there is a gate beside `up`.
+    pub fn is_gated(self) -> bool {
+        self != Activation::ReluSquared
+    }
 }
 
 /// How a router turns logits into experts and weights.

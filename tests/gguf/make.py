@@ -57,6 +57,8 @@ ARCHITECTURES = {
     "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DEEPSEEK2),
     "qwen4_exp_text": ("qwen4exp", gguf.MODEL_ARCH.QWEN35MOE),
     "lfm2_moe": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
+    "nemotron_h": ("nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE),
+    "granitemoehybrid": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
     "minimax_m3_vl_text": ("minimax-m3", gguf.MODEL_ARCH.GLM4_MOE),
 }
 # What else llama.cpp calls something that the package does not know.
@@ -97,6 +99,7 @@ ALONE = {
     "layer_scalar": "layer_output_scale.weight",
     "scale": "ffn_gate_inp.scale",
     "per_expert_scale": "ffn_down_exps.scale",
+    "D": "ssm_d",
 }
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -191,6 +194,22 @@ def renamed(arch, c):
             "num_key_value_heads": [heads if kind == "full_attention" else 0 for kind in kinds],
             "rms_norm_eps": c["norm_eps"],
         }
+    if arch == "nemotron_h_moe":
+        blocks = c["hybrid_override_pattern"]
+        return c | {
+            "num_key_value_heads": [c["num_key_value_heads"] * (block == "*") for block in blocks],
+            "intermediate_size": [c["moe_intermediate_size"] * (block == "E") for block in blocks],
+            "shared_expert_intermediate_size": c["moe_shared_expert_intermediate_size"],
+            "rms_norm_eps": c["layer_norm_epsilon"],
+            "ssm": [c[f] for f in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")],
+        }
+    if arch == "granitehybrid":
+        attends = [kind == "attention" for kind in c["layer_types"]]
+        return c | {
+            "num_key_value_heads": [c["num_key_value_heads"] * attending for attending in attends],
+            "shared_expert_intermediate_size": c["shared_intermediate_size"],
+            "ssm": [c["mamba_" + f] for f in ("n_heads", "d_head", "d_state", "n_groups", "d_conv")],
+        }
     if arch == "minimax-m3":
         return c | {"intermediate_size": c["dense_intermediate_size"], "moe_intermediate_size": c["intermediate_size"]}
     if arch == "gemma4":
@@ -257,6 +276,26 @@ def add_metadata(w, arch, c, fixture, experts):
         w.add_expert_feed_forward_length(c["intermediate_size"])
         w.add_rope_dimension_count(c["rotary_dim"])
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "ssm" in c:
+        heads, dim, state, groups, conv = c["ssm"]
+        w.add_ssm_conv_kernel(conv)
+        w.add_ssm_inner_size(heads * dim)
+        w.add_ssm_group_count(groups)
+        w.add_ssm_state_size(state)
+        w.add_ssm_time_step_rank(heads)
+    if arch == "nemotron_h_moe":
+        w.add_expert_shared_count(c["n_shared_experts"])
+        w.add_expert_weights_scale(c["routed_scaling_factor"])
+        w.add_expert_weights_norm(c["norm_topk_prob"])
+        w.add_expert_group_count(c["n_group"])
+        w.add_expert_group_used_count(c["topk_group"])
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "granitehybrid":
+        w.add_embedding_scale(c["embedding_multiplier"])
+        w.add_residual_scale(c["residual_multiplier"])
+        w.add_attention_scale(c["attention_multiplier"])
+        w.add_logit_scale(c["logits_scaling"])
+        w.add_rope_scaling_finetuned(False)
     if arch == "lfm2moe":
         w.add_shortconv_l_cache(c["conv_L_cache"])
         w.add_leading_dense_block_count(c["num_dense_layers"])
@@ -569,6 +608,16 @@ def model(fixture, out, types, split, fuse, old, changes):
             halves = zip(("gate", "up"), np.split(values, 2, 1))
             back = [add(f"{block}.ffn_{part}_exps.weight", half, types[0]) for part, half in halves]
             stand_for[key] = np.concatenate(back, 1)
+            continue
+        if stem.endswith(("mixer.norm", "mamba.norm")):  # of groups
+            rows = values.reshape(c["ssm"][3], -1)
+            stand_for[key] = add(f"{block}.ssm_norm.weight", rows, Type.F32).reshape(values.shape)
+            continue
+        if stem.endswith("_linear") and "input" in stem:  # Granite's gate, then up
+            end = "shexp" if values.ndim == 2 else "exps"
+            halves = zip(("gate", "up"), np.split(values, 2, values.ndim - 2))
+            back = [add(f"{block}.ffn_{part}_{end}.weight", half, types[0]) for part, half in halves]
+            stand_for[key] = np.concatenate(back, values.ndim - 2)
             continue
         if stem.endswith(".experts") and arch in ("mistral4", "gemma4", "qwen4exp"):
             part = suffix.removesuffix("_proj")

@@ -13,6 +13,7 @@ mod attention;
 mod delta_net;
 mod latents;
 mod library;
+mod mamba2;
 mod products;
 mod routing;
 mod rows;

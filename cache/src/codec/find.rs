@@ -160,7 +160,9 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
         "down_proj" | "w2" => ("down", None),
         _ => return Ok(None),
     };
-    let gate_up = stack.get("gate_up_proj");
+    // Granite has names of its own.
+    let gate_up = stack.get("gate_up_proj").or_else(|| stack.get("input_linear"));
+    let down = || stack.get("output_linear").filter(|_| role == "down");
     // Of a square matrix the shape does not say which way it lies; its neighbour's then does.
     let (hidden, width) = if role == "down" { (n, k) } else { (k, n) };
     let turned = |view: &TensorView<'_>, shape: [usize; 2]| {
@@ -176,7 +178,7 @@ fn stacked<'a>(checkpoint: &'a Checkpoint, stem: &str, [n, k]: [usize; 2]) -> Re
             }
         }
     };
-    if let Some(view) = stack.get(name).or_else(|| stack.get(&format!("{role}_proj"))) {
+    if let Some(view) = stack.get(name).or_else(|| stack.get(&format!("{role}_proj"))).or_else(down) {
         return stack.matrix(view, [n, k], turned(&view, [n, k]), ", stacked").map(Some);
     }
     // Where a stack of both has biases, rows of gate and up alternate; elsewhere one matrix follows the other.

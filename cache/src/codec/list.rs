@@ -58,7 +58,8 @@ impl Checkpoint {
         let Some((part, [n, k])) = own.into_iter().next().or_else(plain) else { return Vec::new() };
         let of = |part: &str, n: usize| (format!("{head}.experts.0.{part}.weight"), [n, k]);
         match part {
-            "gate_up_proj" => vec![of("gate_proj", n / 2), of("up_proj", n / 2)],
+            "gate_up_proj" | "input_linear" => vec![of("gate_proj", n / 2), of("up_proj", n / 2)],
+            "output_linear" => vec![of("down_proj", n)],
             "gate_proj" | "up_proj" | "down_proj" | "w1" | "w2" | "w3" => vec![of(part, n)],
             _ => Vec::new(),
         }

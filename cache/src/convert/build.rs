@@ -31,9 +31,9 @@ pub(super) fn build(
     progress: OnProgress<'_>,
 ) -> Result<ExpertCache> {
     let layers: Vec<usize> = job.layers.iter().map(|layer| layer.layer).collect();
-    let &super::Job { hidden, intermediate, num_experts, ref precision, .. } = job.job;
+    let &super::Job { hidden, intermediate, num_experts, kind, ref precision, .. } = job.job;
     let precision = precision.clone();
-    let contents = Contents { model: &job.model, hidden, intermediate, num_experts, precision, layers: &layers };
+    let contents = Contents { model: &job.model, hidden, intermediate, num_experts, kind, precision, layers: &layers };
     let header = Header::new(&contents, Some(identity.source.clone()))?;
     let path = cache_dir.join(identity.file_name(&job.model));
     let partial_path = cache_dir.join(format!("{}.partial", identity.suffix()));

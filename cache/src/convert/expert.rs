@@ -6,7 +6,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::Result;
 use crate::codec::Source;
 use crate::format::ExpertRecord;
-use crate::pack::{Blocks, ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pack_tile, unpack_matrix};
+use crate::pack::{
+    Blocks, ExpertKind, ExpertLayout, MatrixLayout, Precision, TILE_ROWS, Weights, pack_tile, unpack_matrix,
+};
 use crate::quantize::{Scratch, quantize_tile};
 
 /// The buffers of one thread.
@@ -26,11 +28,17 @@ impl ExpertBuffers {
         self.packed.resize(layout.bytes(), 0);
         let end = layout.down_tile(layout.down.tiles());
         self.packed[end..].fill(0);
-        let source = [
-            self.matrix(&layout.gate, gate, |i| layout.gate_tile(i))?,
-            self.matrix(&layout.gate, up, |i| layout.up_tile(i))?,
-            self.matrix(&layout.down, down, |i| layout.down_tile(i))?,
-        ];
+        let [gate, up] = match layout.kind() {
+            ExpertKind::Gated => [
+                self.matrix(&layout.gate, gate, |i| layout.gate_tile(i))?,
+                self.matrix(&layout.gate, up, |i| layout.up_tile(i))?,
+            ],
+            ExpertKind::Ungated => {
+                let all = MatrixLayout { n: layout.down.k, ..layout.gate };
+                [self.matrix(&all, up, |i| i * all.tile_bytes())?; 2]
+            }
+        };
+        let source = [gate, up, self.matrix(&layout.down, down, |i| layout.down_tile(i))?];
         Ok((&self.packed, ExpertRecord { packed: xxh3_64(&self.packed), source }))
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::pack::{ExpertLayout, Precisions};
+use crate::pack::{ExpertKind, ExpertLayout, Precisions};
 use crate::{Error, Result};
 
 /// First bytes of a complete cache file.
@@ -39,6 +39,8 @@ pub struct Header {
     pub intermediate: usize,
     /// Experts of each layer.
     pub num_experts: usize,
+    /// What each of them has.
+    pub kind: ExpertKind,
     /// How the weights are stored.
     pub precision: Precisions,
     /// The layers with experts, in the model's order.
@@ -58,6 +60,8 @@ pub struct Contents<'a> {
     pub intermediate: usize,
     /// Experts of each layer.
     pub num_experts: usize,
+    /// What each of them has.
+    pub kind: ExpertKind,
     /// How the weights are stored.
     pub precision: Precisions,
     /// Numbers, in the model, of the layers with experts, in order.
@@ -95,6 +99,10 @@ fn yes() -> bool {
     true
 }
 
+fn is_gated(kind: &ExpertKind) -> bool {
+    *kind == ExpertKind::Gated
+}
+
 /// What the file system says of a file; equal states are taken for equal content.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)] // the words of stat(2)
@@ -123,6 +131,8 @@ struct HeaderJson {
     intermediate: usize,
     num_experts: usize,
     num_layers: usize,
+    #[serde(default, skip_serializing_if = "is_gated")]
+    experts: ExpertKind,
     precision: Precisions,
     source: Option<Source>,
 }
@@ -131,13 +141,14 @@ impl Header {
     /// Lays out a file: offsets and sizes are computed, checksums are zero. Errors: `Error::Invalid` when the
     /// dimensions make no cache.
     pub(crate) fn new(contents: &Contents<'_>, source: Option<Source>) -> Result<Self> {
-        let &Contents { model, hidden, intermediate, num_experts, ref precision, layers } = contents;
+        let &Contents { model, hidden, intermediate, num_experts, kind, ref precision, layers } = contents;
         let layers = layers.iter().map(|&layer| LayerEntry { layer, offset: 0, bytes: 0, checksum: 0 }).collect();
         let mut header = Header {
             model: model.to_string(),
             hidden,
             intermediate,
             num_experts,
+            kind,
             precision: precision.clone(),
             layers,
             source,
@@ -159,7 +170,7 @@ impl Header {
 
     /// The layout of each expert of layer index `i`; the header was checked to have one.
     pub fn layout(&self, i: usize) -> ExpertLayout {
-        ExpertLayout::new(self.hidden, self.intermediate, self.precision.layer(i)).expect("a checked header")
+        self.kind.layout(self.hidden, self.intermediate, self.precision.layer(i)).expect("a checked header")
     }
 
     fn json(&self) -> Vec<u8> {
@@ -169,6 +180,7 @@ impl Header {
             intermediate: self.intermediate,
             num_experts: self.num_experts,
             num_layers: self.layers.len(),
+            experts: self.kind,
             precision: self.precision.clone(),
             source: self.source.clone(),
         };
@@ -200,7 +212,7 @@ impl Header {
             return Err("has precisions of another number of layers".into());
         }
         for precision in self.precision.distinct() {
-            let layout = ExpertLayout::new(self.hidden, self.intermediate, precision).map_err(|e| e.to_string())?;
+            let layout = self.kind.layout(self.hidden, self.intermediate, precision).map_err(|e| e.to_string())?;
             // Offsets are sums of at most these, so none of them overflows.
             if layout.bytes() as u128 * self.num_experts as u128 * self.layers.len() as u128 > MAX_BYTES {
                 return Err("experts take more than 2^60 bytes".into());
@@ -366,6 +378,7 @@ pub fn parse(bytes: &[u8]) -> std::result::Result<(Header, Vec<ExpertRecord>), S
         hidden: description.hidden,
         intermediate: description.intermediate,
         num_experts: description.num_experts,
+        kind: description.experts,
         precision: description.precision,
         layers: Vec::new(),
         source: description.source,

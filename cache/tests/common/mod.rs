@@ -54,6 +54,7 @@ impl Model {
             hidden,
             intermediate,
             num_experts,
+            kind: Default::default(),
             precision: precision.into(),
             weights_suffice: true,
             layers,

@@ -151,6 +151,11 @@ pub(crate) fn activate(kernel: &dyn Kernel, activation: Activation, gate: &[f32]
         Activation::GeluTanh => kernel.gelu_mul(gate, up, out),
         Activation::ClampedSilu { limit } => kernel.clamped_silu_mul(gate, up, limit, out),
         Activation::ClampedSwiglu { limit, alpha } => kernel.clamped_swiglu(gate, up, limit, alpha, out),
+        // Compared this way round, NaN stays.
+        Activation::ReluSquared => out.iter_mut().zip(up).for_each(|(out, &up)| {
+            let x = if up < 0.0 { 0.0 } else { up };
+            *out = x * x;
+        }),
     }
 }
 
@@ -242,6 +247,10 @@ impl Dense for Cpu {
 
     fn clear(&self, x: &mut Tensor) {
         x.data_mut().fill(0.0);
+    }
+
+    fn rounded(&self, x: &Tensor, out: &mut Tensor) {
+        out.data_mut().copy_from_slice(x.data());
     }
 
     fn norm_add(&self, y: &Tensor, (w, eps): (&Vec<f32>, f32), scale: f32, x: &mut Tensor) {

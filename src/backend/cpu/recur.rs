@@ -19,7 +19,7 @@ use super::{Cpu, Scratch, lock};
 use crate::Result;
 use crate::backend::batch::{Batch, Span};
 use crate::backend::tensor::Tensor;
-use crate::backend::{DeltaInputs, Recur};
+use crate::backend::{DeltaInputs, Mamba2Inputs, Mamba2Rule, Recur};
 use crate::kernel::{DeltaToken, Kernel, Rows};
 use crate::machine::memory::Buffer;
 use crate::machine::workers::Shared;
@@ -32,7 +32,7 @@ const L2_EPS: f32 = 1e-6;
 pub struct State {
     pub(super) slots: usize,
     pub(super) inputs: Buffer<f32>, // [slots, past inputs, channels], oldest first
-    heads: Buffer<f32>,             // [slots, value heads, key_head_dim, value_head_dim]
+    pub(super) heads: Buffer<f32>,  // [slots, value heads, key_head_dim, value_head_dim]
 }
 
 /// One op, as all workers see it.
@@ -128,6 +128,74 @@ impl Recur for Cpu {
                 op.key_head(&batch.spans[unit / groups], unit % groups, &mut scratch);
             }
         });
+    }
+
+    fn convolve(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        (taps, bias): (&Vec<f32>, Option<&Vec<f32>>),
+        x: &Tensor,
+        out: &mut Tensor,
+    ) {
+        let (kernel, channels, scratch) = (self.kernel, x.cols(), &self.scratch);
+        let past = taps.len() / channels - 1;
+        assert!(out.cols() == channels && state.inputs.len() == state.slots * past * channels);
+        let (inputs, out) = (Shared::new(&mut state.inputs), Shared::new(out.data_mut()));
+        self.team.run(&|worker| {
+            let mine = worker.share(channels);
+            let mut scratch = lock(&scratch[worker.index]);
+            let sums = scratch.values.take(mine.len());
+            for span in &batch.spans {
+                let kept = |i: usize| {
+                    let at = (span.slot * past + i) * channels;
+                    // SAFETY: a slot belongs to one sequence, and in it a channel to one worker.
+                    #[allow(unsafe_code)]
+                    unsafe {
+                        inputs.slice_mut(at + mine.start..at + mine.end)
+                    }
+                };
+                if span.start == 0 {
+                    (0..past).for_each(|i| kept(i).fill(0.0));
+                }
+                for t in span.rows.clone() {
+                    match bias {
+                        Some(bias) => sums.copy_from_slice(&bias[mine.clone()]),
+                        None => sums.fill(0.0),
+                    }
+                    for tap in 0..=past {
+                        let weights = &taps[tap * channels..][mine.clone()];
+                        let x = match (t + tap).checked_sub(past).filter(|row| *row >= span.rows.start) {
+                            Some(row) => &x.row(row)[mine.clone()],
+                            None => &*kept(t + tap - span.rows.start),
+                        };
+                        sums.iter_mut().zip(x).zip(weights).for_each(|((sum, x), w)| *sum += x * w);
+                    }
+                    // SAFETY: a row's channel belongs to one worker.
+                    #[allow(unsafe_code)]
+                    let out = unsafe { out.slice_mut(t * channels + mine.start..t * channels + mine.end) };
+                    out.copy_from_slice(sums);
+                    kernel.sigmoid_mul(sums, out);
+                }
+                for i in 0..past {
+                    match (i + span.rows.len()).checked_sub(past) {
+                        Some(row) => kept(i).copy_from_slice(&x.row(span.rows.start + row)[mine.clone()]),
+                        None => kept(i).copy_from_slice(kept(i + span.rows.len())),
+                    }
+                }
+            }
+        });
+    }
+
+    fn mamba2(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        rule: &Mamba2Rule<'_, Self>,
+        inputs: Mamba2Inputs<'_, Self>,
+        out: &mut Tensor,
+    ) {
+        self.run_mamba2(state, batch, rule, inputs, out);
     }
 
     fn short_conv(&self, state: &mut State, batch: &Batch, taps: &Vec<f32>, bcx: &Tensor, out: &mut Tensor) {
@@ -293,7 +361,7 @@ impl Op<'_> {
 }
 
 /// `ln(1 + e^x)`, which is `x` where f32 cannot tell.
-fn softplus(x: f32) -> f32 {
+pub(super) fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 

@@ -11,7 +11,7 @@ use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
 use crate::backend::Dense;
 use crate::backend::tensor::Shortlist;
-use crate::cuda::kernels::rows::{ROW_NUMBERS, RUNS};
+use crate::cuda::kernels::rows::{GENERAL, PLAIN, RELU_SQUARED, ROW_NUMBERS, RUNS};
 use crate::cuda::kernels::shortlist::{KEPT, PART};
 use crate::cuda::{Address, DeviceBuffer, PinnedBuffer, kernels, launch};
 use crate::model::{Activation, GateActivation};
@@ -43,7 +43,7 @@ fn numbers(x: &Tensor) -> ([usize; 3], i64) {
 impl From<Activation> for kernels::Activation {
     fn from(activation: Activation) -> Self {
         let silu = Self {
-            plain: 0,
+            form: GENERAL as i32,
             gate_max: f32::MAX,
             linear: 1.0,
             cubic: 0.0,
@@ -54,7 +54,8 @@ impl From<Activation> for kernels::Activation {
         // Twice the square root of 2 / pi.
         const GELU: f32 = 1.595_769;
         match activation {
-            Activation::Silu => Self { plain: 1, ..silu },
+            Activation::Silu => Self { form: PLAIN as i32, ..silu },
+            Activation::ReluSquared => Self { form: RELU_SQUARED as i32, ..silu },
             Activation::GeluTanh => Self { linear: GELU, cubic: 0.044715 * GELU, ..silu },
             Activation::ClampedSilu { limit } => Self { silu_max: limit, up_max: limit, ..silu },
             Activation::ClampedSwiglu { limit, alpha } => {
@@ -194,6 +195,12 @@ impl Dense for CudaBackend {
     fn clear(&self, x: &mut Tensor) {
         let (grid, numbers) = numbers(x);
         launch!(self.cuda, &self.cuda.compute, kernels::clear, grid; x.f32(), numbers);
+    }
+
+    fn rounded(&self, x: &Tensor, out: &mut Tensor) {
+        assert_eq!((x.rows, x.cols), (out.rows, out.cols));
+        let (grid, numbers) = numbers(out);
+        launch!(self.cuda, &self.cuda.compute, kernels::rounded, grid; x.f32(), out.bf16(), numbers);
     }
 
     fn norm_add(&self, y: &Tensor, (w, eps): (&DeviceBuffer<f32>, f32), scale: f32, x: &mut Tensor) {

@@ -1,4 +1,4 @@
-//! Gated DeltaNet on the device: few tokens of a sequence one by one (kernels/delta_net.cu), many in chunks
+//! Gated DeltaNet and Mamba-2 (kernels/mamba2.cu) on the device; of the first few tokens of a sequence one by one (kernels/delta_net.cu), many in chunks
 //! (kernels/delta_net_chunks.cu).
 
 use half::bf16;
@@ -6,12 +6,13 @@ use half::bf16;
 use super::load::Rule;
 use super::{CudaBackend, CudaBatch, Tensor};
 use crate::Result;
-use crate::backend::{DeltaInputs, Recur};
-use crate::cuda::kernels::delta_net::{CHUNKED_FROM, COLUMNS, CONV_CHANNELS, CONV_TOKENS, NORM_HEADS};
+use crate::backend::{DeltaInputs, Mamba2Inputs, Mamba2Rule, Recur};
+use crate::cuda::kernels::delta_net::{CHUNKED_FROM, COLUMNS, CONV_CHANNELS, CONV_THREADS, CONV_TOKENS, NORM_HEADS};
 use crate::cuda::kernels::delta_net_chunks::{ACROSS_COLUMNS, CHUNK, TRIANGLES};
+use crate::cuda::kernels::mamba2::SSM_COLUMNS;
 use crate::cuda::kernels::short_conv::{SHORT_CONV_THREADS, SHORT_CONV_TOKENS};
-use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape};
-use crate::cuda::{DeviceBuffer, launch};
+use crate::cuda::kernels::{self, DeltaBatch, DeltaGates, DeltaShape, Mamba2Shape, Mamba2Weights};
+use crate::cuda::{Address, DeviceBuffer, launch};
 use crate::model::{DeltaGate, DeltaNet, StateShape};
 
 /// Of a layer, by slot.
@@ -109,8 +110,8 @@ impl Recur for CudaBackend {
         self.route_logits(&w.gates, h, 2 * heads, scratch.gates.address());
         let grid = [channels.div_ceil(CONV_CHANNELS), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)];
         launch!(self.cuda, stream, kernels::delta_net_conv, grid;
-            qkv.bf16(), state.inputs.address(), w.taps.address(), scratch.mixed.address(), sequences, channels as i32,
-            config.conv_width as i32);
+            qkv.bf16(), state.inputs.address(), w.taps.address(), Address::NULL, scratch.mixed.address(), sequences,
+            channels as i32, config.conv_width as i32);
         let gates =
             DeltaGates { gates: scratch.gates.address(), rates: w.rates.address(), dt_bias: w.dt_bias.address() };
         if batch.shortest() < CHUNKED_FROM {
@@ -131,6 +132,56 @@ impl Recur for CudaBackend {
         }
         launch!(self.cuda, stream, kernels::delta_net_norm, [batch.rows(), heads.div_ceil(NORM_HEADS), 1];
             out.bf16(), z.bf16(), w.norm.address(), shape);
+    }
+
+    fn convolve(
+        &self,
+        state: &mut State,
+        batch: &CudaBatch,
+        (taps, bias): (&DeviceBuffer<f32>, Option<&DeviceBuffer<f32>>),
+        x: &Tensor,
+        out: &mut Tensor,
+    ) {
+        let (stream, channels) = (&self.cuda.compute, x.cols);
+        let width = taps.len() / channels;
+        assert!(out.cols == channels && state.inputs.len() == state.slots * (width - 1) * channels);
+        let sequences =
+            DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
+        let grid = [channels.div_ceil(CONV_CHANNELS), batch.sequences(), batch.longest().div_ceil(CONV_TOKENS)];
+        launch!(self.cuda, stream, kernels::delta_net_conv, grid;
+            x.bf16(), state.inputs.address(), taps.address(), bias.map_or(Address::NULL, DeviceBuffer::address),
+            out.bf16(), sequences, channels as i32, width as i32);
+        launch!(self.cuda, stream, kernels::convolve_keep, [channels.div_ceil(CONV_THREADS), batch.sequences(), 1];
+            x.bf16(), state.inputs.address(), sequences, channels as i32, width as i32);
+    }
+
+    fn mamba2(
+        &self,
+        state: &mut State,
+        batch: &CudaBatch,
+        rule: &Mamba2Rule<'_, Self>,
+        Mamba2Inputs { xbc, z, dt }: Mamba2Inputs<'_, Self>,
+        out: &mut Tensor,
+    ) {
+        let (stream, config) = (&self.cuda.compute, rule.config);
+        let (heads, inner) = (config.num_heads, config.inner_dim());
+        assert!(xbc.cols == config.conv_dim() && z.cols == inner && out.cols == inner && dt.cols == heads);
+        let sequences =
+            DeltaBatch { seq_first: batch.seq_first(), seq_slots: batch.seq_slots(), positions: batch.positions() };
+        let shape = Mamba2Shape {
+            heads: heads as i32,
+            head_dim: config.head_dim as i32,
+            state_dim: config.state_dim as i32,
+            groups: config.num_groups as i32,
+            eps: rule.eps,
+        };
+        let weights =
+            Mamba2Weights { rates: rule.rates.address(), dt_bias: rule.dt_bias.address(), skip: rule.skip.address() };
+        let grid = [heads, config.head_dim.div_ceil(SSM_COLUMNS), batch.sequences()];
+        launch!(self.cuda, stream, kernels::mamba2_scan, grid;
+            xbc.bf16(), dt.f32(), weights, state.heads.address(), out.bf16(), sequences, shape);
+        launch!(self.cuda, stream, kernels::mamba2_norm, [batch.rows(), config.num_groups, 1];
+            out.bf16(), z.bf16(), rule.norm.address(), shape);
     }
 
     fn short_conv(

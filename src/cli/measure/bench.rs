@@ -358,7 +358,7 @@ impl<'a> Bench<'a> {
 fn expert_bytes(model: &ModelConfig, loaded: &Loaded) -> usize {
     let (Some(moe), Some(precision)) = (model.moe(), &loaded.precision) else { return 0 };
     let layout =
-        |i| moebius_cache::pack::ExpertLayout::new(model.hidden_size, moe.intermediate_size, precision.layer(i));
+        |i| moe.expert_kind().layout(moe.expert_width(model.hidden_size), moe.intermediate_size, precision.layer(i));
     let layers = model.moe_layers().count();
     (0..layers).map(|i| layout(i).expect("experts of this layout are loaded").bytes()).sum::<usize>() / layers
 }

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use moebius_cache::pack::{ExpertLayout, TILE_ROWS};
+use moebius_cache::pack::{ExpertKind, ExpertLayout, TILE_ROWS};
 
 use super::pieces::{Idle, LayerWork, Piece, Pieces};
 use super::tuning::{TOKEN_BLOCK, Tuning};
@@ -69,13 +69,25 @@ impl<'a> Dispatch<'a> {
 
     /// `hidden[pair][rows of the tiles]` for all pairs of an expert.
     fn gate_up(&self, Piece { active, tiles, bytes }: &Piece<'_>, next: &[u8], results: &mut [f32]) {
-        let n = self.layout.gate.n;
+        let n = self.layout.down.k;
         let rows = tiles.start * TILE_ROWS..n.min(tiles.end * TILE_ROWS);
         let width = tiles.len() * TILE_ROWS;
         let weights = Tiles::before(bytes, next, self.work.tuning.ahead);
         for pairs in blocks(active.pairs) {
             let len = pairs.len() * width;
             let (y, rest) = results.split_at_mut(2 * len);
+            if self.layout.kind() == ExpertKind::Ungated {
+                let x = if self.tokens == 1 { self.x.rows(0..1) } else { self.x.rows(pairs.clone()) };
+                self.kernel.matmul(&self.layout.gate, &weights, &x, Start::Zero, y);
+                let h = &mut rest[..2 * len];
+                self.epilogue.activate_ungated(self.kernel, self.work.layer, y, h);
+                for (pair, h) in pairs.zip(h.chunks_exact(2 * width)) {
+                    let first = pair * n + 2 * rows.start;
+                    // SAFETY: as below; there are no half tiles.
+                    unsafe { self.hidden.slice_mut(first..first + h.len()) }.copy_from_slice(h);
+                }
+                continue;
+            }
             let (gate, rest) = rest.split_at_mut(len);
             let (up, rest) = rest.split_at_mut(len);
             let h = &mut rest[..len];

@@ -35,6 +35,7 @@ fn store(hidden: usize, intermediate: usize, precision: Precision) -> Arc<Expert
         hidden,
         intermediate,
         num_experts: EXPERTS,
+        kind: Default::default(),
         precision: precision.into(),
         layers: &layers,
     };

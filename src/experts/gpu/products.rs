@@ -78,7 +78,7 @@ impl Products {
         let LayerInput { layer, x, routing } = *input;
         let (tokens, top_k) = (routing.tokens(), routing.top_k());
         let (hidden, intermediate) = (self.layout.gate.k as i32, self.layout.down.k as i32);
-        let grid = [self.layout.down.k.div_ceil(TILE_ROWS), tokens * top_k, 1];
+        let grid = [self.layout.gate.n.div_ceil(TILE_ROWS), tokens * top_k, 1];
         let kernels = &self.kernels[layer].gate;
         launch!(self.cuda, &self.cuda.compute, kernels.few, grid;
             routing.ids(), table, x.bf16(), self.h.address(), hidden, intermediate, kernels.group,
@@ -110,8 +110,8 @@ impl Products {
             pairs as i32, experts as i32, tile as i32, used);
         let (hidden, intermediate) = (layout.gate.k, layout.down.k);
         let rows = pairs / tile + experts;
-        // Tiles of gate and of up take turns.
-        launch!(cuda, stream, gate_up, [intermediate.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
+        // Tiles of gate and of up take turns, or are all of up.
+        launch!(cuda, stream, gate_up, [layout.gate.n.div_ceil(TILE_ROWS).div_ceil(BLOCK_TILES / 2), rows, 1];
             self.tiles.address(), self.pair_slot.address(), table, x.bf16(), self.h.address(), hidden as i32,
             intermediate as i32, kernels.gate.group, kernels.gate.f16, kernels.down_at, top_k as i32,
             self.epilogue.of(layer));

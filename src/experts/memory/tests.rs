@@ -14,6 +14,7 @@ fn store() -> Arc<ExpertCache> {
         hidden: 224,
         intermediate: 160,
         num_experts: 5,
+        kind: Default::default(),
         precision: PRECISION.into(),
         layers: &[0, 1, 2],
     };

@@ -25,7 +25,7 @@ pub struct Weights<B: Backend> {
 impl<B: Backend> Weights<B> {
     pub(super) fn load(loader: &Loader<'_, B>, layer: &str, a: &Gqa) -> Result<Self> {
         let (backend, names, hidden) = (loader.backend, &loader.model.names, loader.model.hidden_size);
-        let name = format!("{layer}.self_attn");
+        let name = format!("{layer}.{}", names.attention);
         let (q, kv) = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim);
         let (bias, qk) = (a.bias != Bias::None, format!("{name}.q_proj"));
         let fused = a.fused_parts.map(|parts| Fused::read(loader, &name, a, parts)).transpose()?;

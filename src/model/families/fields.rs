@@ -166,7 +166,8 @@ impl<'a> Fields<'a> {
 
     /// Epsilon of the norms.
     pub(super) fn norm_eps(&self) -> Result<f32> {
-        const NAMES: [&str; 4] = ["rms_norm_eps", "layernorm_epsilon", "layer_norm_eps", "norm_eps"];
+        const NAMES: [&str; 5] =
+            ["rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"];
         let name = NAMES.into_iter().find(|name| self.get(name).is_some()).unwrap_or(NAMES[0]);
         match self.f64_or(name, 1e-6)? {
             eps if (0.0..1.0).contains(&eps) => Ok(eps as f32),

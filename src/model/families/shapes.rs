@@ -247,6 +247,16 @@ const SHAPES: &[(&str, &str)] = &[
         27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44]}"#,
     ),
     (
+        "nemotron-3-nano",
+        r#"{"model_type": "nemotron_h", "hidden_size": 2688, "num_hidden_layers": 52,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 131072,
+        "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+        "use_conv_bias": true, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 262144}"#,
+    ),
+    (
         "qwen3.8-flash-next",
         r#"{"model_type": "qwen4_exp", "text_config": {"hidden_size": 2560, "num_hidden_layers": 48,
         "num_attention_heads": 24,
